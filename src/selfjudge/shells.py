@@ -1,0 +1,215 @@
+"""Shells around the loop: prompts in, text out, whole (`generate`) or token by token (`stream`)."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedTokenizerBase
+
+from selfjudge.accept import AcceptanceRule, Exact
+from selfjudge.decode import decode
+from selfjudge.engine import make_engine
+from selfjudge.errors import SelfJudgeError
+from selfjudge.models.pair import Pair, Prompt
+from selfjudge.types import PHASES, Finish, Generation, Origin, Piece, Step
+
+
+def generate(
+    pair: Pair,
+    prompts: Sequence[Prompt],
+    rule: AcceptanceRule | None = None,
+    *,
+    gamma: int = 5,
+    max_new_tokens: int = 256,
+    stop: Sequence[str] = (),
+    seed: int = 0,
+    batch: int = 8,
+    raw: bool = False,
+) -> list[Generation]:
+    """Answer all prompts, `batch` at a time, in the order given."""
+    if batch < 1:
+        raise SelfJudgeError(f"batch must be at least 1, not {batch}")
+    encoded = [pair.encode(prompt, raw=raw) for prompt in prompts]
+    by_length = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))  # neighbours of like length: little padding
+    results: dict[int, Generation] = {}
+    for start in range(0, len(by_length), batch):
+        rows = by_length[start : start + batch]
+        answers = [_Answer(pair.tokenizer, stop, len(encoded[i])) for i in rows]
+        seeds = [_seed(seed, i) for i in rows]
+        for _ in _run(pair, [encoded[i] for i in rows], answers, rule, gamma, max_new_tokens, seeds):
+            pass
+        results |= {i: answer.generation() for i, answer in zip(rows, answers, strict=True)}
+    return [results[i] for i in range(len(encoded))]
+
+
+class Stream:
+    """Iterate over the pieces of one answer; `generation` holds the whole afterwards."""
+
+    def __init__(
+        self,
+        pair: Pair,
+        prompt: Prompt,
+        rule: AcceptanceRule | None = None,
+        *,
+        gamma: int = 5,
+        max_new_tokens: int = 256,
+        stop: Sequence[str] = (),
+        seed: int = 0,
+        raw: bool = False,
+    ) -> None:
+        ids = pair.encode(prompt, raw=raw)
+        self._answer = _Answer(pair.tokenizer, stop, len(ids))
+        self._steps = _run(pair, [ids], [self._answer], rule, gamma, max_new_tokens, [_seed(seed, 0)])
+
+    def __iter__(self) -> Iterator[Piece]:
+        for pieces in self._steps:
+            yield from pieces
+
+    @property
+    def generation(self) -> Generation:
+        return self._answer.generation()
+
+
+def stream(pair: Pair, prompt: Prompt, rule: AcceptanceRule | None = None, **options: object) -> Stream:
+    """Answer one prompt token by token; takes the options of `generate` except `batch`."""
+    return Stream(pair, prompt, rule, **options)  # type: ignore[arg-type]
+
+
+def _seed(seed: int, row: int) -> int:
+    return (seed * 1_000_003 + row) % (1 << 63)
+
+
+def _run(
+    pair: Pair,
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[_Answer],
+    rule: AcceptanceRule | None,
+    gamma: int,
+    max_new_tokens: int,
+    seeds: Sequence[int],
+) -> Iterator[list[Piece]]:
+    """Drive the loop over one batch, feeding each answer; yields the new pieces of every step."""
+    rule = rule or Exact()
+    if rule.judge is not None:
+        rule.judge.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
+        rule.judge.to(pair.target.device)
+    target = make_engine(pair.target, hidden=rule.judge is not None)
+    draft = make_engine(pair.draft) if pair.draft is not None and gamma > 0 else None
+    stopped: set[int] = set()
+    warned = False
+    start = time.perf_counter()
+    for step in decode(
+        target, draft, prompts, rule,
+        gamma=gamma, max_new_tokens=max_new_tokens, eos_ids=pair.eos_ids, seeds=seeds, cancelled=stopped,
+    ):  # fmt: skip
+        if step.irregular and not warned:
+            warned = True
+            warnings.warn("non-finite logits or hidden states: alignment alone decided at those tokens", stacklevel=2)
+        pieces: list[Piece] = []
+        now = time.perf_counter()
+        for emission in step.emissions:
+            answer = answers[emission.row]
+            pieces += answer.take(emission.tokens, emission.origins, emission.finish, step)
+            answer.seconds["total"] = now - start
+            if answer.finish == "stop":
+                stopped.add(emission.row)
+        yield pieces
+
+
+@dataclass
+class _Answer:
+    """One answer in the making: tokens, origins, text, and the cut at a stop string."""
+
+    tokenizer: PreTrainedTokenizerBase
+    stop: Sequence[str]
+    prompt_tokens: int
+    tokens: list[int] = field(default_factory=list)
+    origins: list[Origin] = field(default_factory=list)
+    text: str = ""
+    shown: int = 0
+    cycles: int = 0
+    finish: Finish | None = None
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*PHASES, "total"), 0.0))
+
+    def __post_init__(self) -> None:
+        self._text = Detokenizer(self.tokenizer)
+        if any(not s for s in self.stop):
+            raise SelfJudgeError("a stop string must not be empty")
+
+    def take(
+        self, tokens: Sequence[int], origins: Sequence[Origin], finish: Finish | None, step: Step
+    ) -> list[Piece]:
+        self.cycles = step.cycle
+        for phase in PHASES:
+            self.seconds[phase] += step.seconds[phase]
+        pieces = []
+        for i, (token, origin) in enumerate(zip(tokens, origins, strict=True)):
+            self.tokens.append(token)
+            self.origins.append(origin)
+            self.text += self._text.add(token)
+            last = finish is not None and i + 1 == len(tokens)
+            if last:
+                self.text += self._text.rest()
+            cut = min((at for s in self.stop if (at := self.text.find(s, max(0, self.shown - len(s)))) >= 0), default=-1)
+            if cut >= 0:
+                self.text, self.finish = self.text[:cut], "stop"
+            elif last:
+                self.finish = finish
+            pieces.append(Piece(self._showable(), token, origin))
+            if self.finish:
+                break
+        return pieces
+
+    def _showable(self) -> str:
+        """Text not yet shown, less an end that may turn out to begin a stop string."""
+        end = len(self.text)
+        if self.finish is None:
+            for s in self.stop:
+                held = next((n for n in range(min(len(s) - 1, end), 0, -1) if self.text.endswith(s[:n])), 0)
+                end = min(end, len(self.text) - held)
+        new, self.shown = self.text[self.shown : end], max(self.shown, end)
+        return new
+
+    def generation(self) -> Generation:
+        if self.finish is None:
+            raise SelfJudgeError("the answer is not finished: iterate over the whole stream first")
+        return Generation(
+            tuple(self.tokens), tuple(self.origins), self.text, self.cycles, self.finish, self.prompt_tokens, self.seconds
+        )
+
+
+class Detokenizer:
+    """Text of a growing token sequence, special tokens left out, never an incomplete character."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self.ids: list[int] = []
+        self.context = 0  # decode from here: a few tokens back, for tokenizers that treat a first word differently
+        self.read = 0
+
+    def add(self, token: int) -> str:
+        """The text this token completes; empty while a multi-byte character is open."""
+        self.ids.append(token)
+        new = self._new()
+        if new.endswith("\ufffd"):
+            return ""
+        self.context, self.read = self.read, len(self.ids)
+        return new
+
+    def rest(self) -> str:
+        """What is left at the end, incomplete characters included."""
+        new = self._new()
+        self.read = len(self.ids)
+        return new
+
+    def _new(self) -> str:
+        if self.read == len(self.ids):
+            return ""
+        before = self._decode(self.ids[self.context : self.read])
+        return self._decode(self.ids[self.context :])[len(before) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))

@@ -1,0 +1,131 @@
+"""Files: where the cache lives, atomic writes, locks that die with their process, checksums, provenance."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from selfjudge.errors import SelfJudgeError
+
+
+def home() -> Path:
+    """The cache folder: `SELFJUDGE_HOME`, else `selfjudge` below the XDG cache folder."""
+    if explicit := os.environ.get("SELFJUDGE_HOME"):
+        return Path(explicit).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "selfjudge"
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def fingerprint(files: Iterable[Path]) -> str:
+    """sha256 over name, size, first and last MiB of each file: tells checkpoints apart without reading all of them."""
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}:".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(1 << 20))
+            file.seek(max(0, size - (1 << 20)))
+            digest.update(file.read(1 << 20))
+    return digest.hexdigest()
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file; unreadable or malformed content is a one-line error."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise SelfJudgeError(f"{path} does not exist") from None
+    except (OSError, ValueError) as error:
+        raise SelfJudgeError(f"cannot read {path}: {error}") from None
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(value, file, indent=2, ensure_ascii=False)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def locked(path: Path, waiting: str | None = None) -> Iterator[None]:
+    """Hold an exclusive lock on `path`. The kernel frees it when the process ends, kill -9 included: no stale locks."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if waiting:
+                print(waiting, file=sys.stderr)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides a result."""
+    found = {"python": platform.python_version()}
+    for name in ("selfjudge", "torch", "transformers", "safetensors", "scikit-learn"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """What a figure was measured on."""
+    described: dict[str, Any] = {"system": platform.system(), "arch": platform.machine(), "cpus": os.cpu_count()}
+    model = [
+        line.split(":", 1)[1].strip()
+        for line in _output("lscpu").splitlines()
+        if line.lower().startswith("model name")
+    ]
+    if model:
+        described["cpu"] = model[0]
+    if "torch" in sys.modules:
+        torch = sys.modules["torch"]
+        described["threads"] = torch.get_num_threads()
+        if torch.cuda.is_available():
+            described["gpu"] = torch.cuda.get_device_name()
+    return described
+
+
+def provenance(**extra: Any) -> dict[str, Any]:
+    """Who made a folder: argv, commit, versions, machine, time."""
+    return {
+        "argv": sys.argv,
+        "commit": _output("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD") or None,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "versions": versions(),
+        "machine": machine(),
+        **extra,
+    }
+
+
+def _output(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""

@@ -1,0 +1,129 @@
+"""Records exchanged between modules. Shapes are written in the paper's letters: B rows, γ drafts, V tokens, H hidden.
+
+This module imports no torch: reports and stores read these records on machines that have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Origin = Literal["draft", "judge", "target"]
+"""Who put a token there: `draft` = drafted and aligned, `judge` = drafted and accepted against alignment
+(by the judge or by a relaxed rule), `target` = the target's own correction or bonus token."""
+
+Finish = Literal["eos", "length", "stop"]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What one verification pass over `[last token, d_1 … d_γ]` knows; an acceptance rule turns it into a Verdict."""
+
+    draft_tokens: Tensor
+    """[B, γ] the drafts d_1 … d_γ."""
+    target_logits: Tensor
+    """[B, γ+1, V] row i−1 predicts d_i; the last row predicts the bonus token."""
+    hidden: Tensor | None = None
+    """[B, γ+1, H] the tensor that feeds the LM head (after the final norm); row i is the state *at* d_i."""
+    draft_logits: Tensor | None = None
+    """[B, γ, V] the logits the drafts were drawn from, temperature and filters applied (sampling only)."""
+    uniforms: Tensor | None = None
+    """[B, γ+1] one number in [0, 1) for each draft's acceptance and one for the token after (sampling only)."""
+    scores: Tensor | None = None
+    """[B, γ] the judge's P(acceptable) of each draft, where a judge was asked."""
+
+    @property
+    def gamma(self) -> int:
+        return self.draft_tokens.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a rule decided about a Block."""
+
+    n_accepted: Tensor
+    """[B] k: d_1 … d_k are accepted, the first refusal is at k+1."""
+    next_token: Tensor
+    """[B] the target's correction at k+1, or the bonus token where k = γ."""
+    judged: Tensor
+    """[B, γ] the draft was accepted although the alignment rule refuses it."""
+    irregular: Tensor
+    """[] whether a non-finite logit or hidden state was met (alignment alone decided there)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """What one row got from one step."""
+
+    row: int
+    """Index into the prompts handed to `decode`."""
+    tokens: tuple[int, ...]
+    origins: tuple[Origin, ...]
+    finish: Finish | None = None
+    """Why the row ended with this emission; None while it goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One token of a streamed answer; its text is empty while a character or a possible stop string is incomplete."""
+
+    text: str
+    token: int
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One target pass over all active rows. Cycle 0 is the prefill: its token belongs to no cycle."""
+
+    cycle: int
+    emissions: tuple[Emission, ...]
+    seconds: Mapping[str, float]
+    """Wall clock of this step by phase: draft, target, judge, rule."""
+    irregular: bool = False
+
+
+PHASES = ("draft", "target", "judge", "rule")
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A finished answer. `tokens` include the end token; nothing past the end or the length limit is counted."""
+
+    tokens: tuple[int, ...]
+    origins: tuple[Origin, ...]
+    text: str
+    cycles: int
+    finish: Finish
+    prompt_tokens: int
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Wall clock by phase plus `total`; in a batch, the time of the passes this row took part in."""
+
+    @property
+    def mean_accepted_length(self) -> float | None:
+        """m: tokens emitted per target pass, correction or bonus included; None when prefill alone ended the answer."""
+        return (len(self.tokens) - 1) / self.cycles if self.cycles else None
+
+    @property
+    def drafts_accepted(self) -> float | None:
+        """Drafted tokens emitted per cycle."""
+        return sum(o != "target" for o in self.origins) / self.cycles if self.cycles else None
+
+    @property
+    def judged_share(self) -> float:
+        """Share of the emitted tokens that were accepted against the alignment rule."""
+        return sum(o == "judge" for o in self.origins) / max(1, len(self.origins))
+
+    @property
+    def tokens_per_second(self) -> float:
+        return len(self.tokens) / self.seconds["total"] if self.seconds.get("total") else 0.0
+
+
+def pooled_mean_accepted_length(generations: list[Generation]) -> float | None:
+    """Σ tokens / Σ cycles over a set, the figure every table reports as m."""
+    cycles = sum(g.cycles for g in generations)
+    return sum(len(g.tokens) - 1 for g in generations if g.cycles) / cycles if cycles else None
