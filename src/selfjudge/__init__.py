@@ -1,8 +1,8 @@
 """selfjudge: speculative decoding in which a tiny learned judge accepts draft tokens that keep the target's meaning.
 
-    from selfjudge import Pair, generate
-    pair = Pair.load("smollm2-135m")
-    print(generate(pair, ["Why is the sky blue?"])[0].text)
+>>> from selfjudge import Pair, generate
+>>> pair = Pair.load("smollm2-135m")
+>>> print(generate(pair, ["Why is the sky blue?"])[0].text)  # doctest: +SKIP
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from selfjudge.accept import Sampling, parse_rule
     from selfjudge.errors import SelfJudgeError
-    from selfjudge.shells import generate, stream
     from selfjudge.judge import Judge, JudgeConfig
     from selfjudge.models.pair import Pair
+    from selfjudge.shells import generate, stream
     from selfjudge.types import Block, Generation, Step, Verdict
 
 _WHERE = {

@@ -9,10 +9,9 @@ Rows: p_i, the target's distribution of d_i, is row i−1 of `Block.target_logit
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
 from functools import lru_cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -32,7 +31,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature > 0):
-            raise SelfJudgeError(f"temperature must be a positive number, not {self.temperature}; greedy is --rule exact")
+            raise SelfJudgeError(
+                f"temperature must be a positive number, not {self.temperature}; greedy is --rule exact"
+            )
         if not 0 < self.top_p <= 1:
             raise SelfJudgeError(f"top-p must lie in (0, 1], not {self.top_p}")
         if self.top_k < 0:
@@ -128,7 +129,7 @@ class AcceptanceRule:
 def _broken(logits: Tensor) -> Tensor:
     """[..., V] → [...] rows with a NaN or +inf (−inf is a legitimate ban). One pass: the maximum carries both."""
     top = logits.amax(-1)
-    return top.isnan() | (top == math.inf)
+    return torch.logical_or(top.isnan(), top.isposinf())
 
 
 def _log_p(logits: Tensor, drafts: Tensor) -> Tensor:
@@ -358,8 +359,7 @@ class JudgeOnly(Judged):
 
 
 RULES: dict[str, type[AcceptanceRule]] = {
-    rule.name: rule
-    for rule in (Exact, SpeculativeSampling, TopK, Relaxed, Typical, Margin, FLy, Judged, JudgeOnly)
+    rule.name: rule for rule in (Exact, SpeculativeSampling, TopK, Relaxed, Typical, Margin, FLy, Judged, JudgeOnly)
 }
 
 _FIXED = {"judge", "base", "sampling", "special"}
@@ -394,11 +394,11 @@ def parse_rule(
     if issubclass(rule, Judged):
         if judge is None:
             raise SelfJudgeError(f"rule {name!r} needs a judge: give --judge FOLDER")
-        theta = values.pop("theta", theta)  # type: ignore[assignment]
+        theta = values.pop("theta", theta)
         if theta is None:
             theta = "F" if "F" in judge.config.thresholds else 0.5
         base = SpeculativeSampling(sampling) if sampling else Exact()
-        return rule(judge=judge, theta=theta, base=base, special=special, **values)  # type: ignore[call-arg]
+        return rule(judge, judge.threshold(theta), base, special=special, **values)
     if rule is SpeculativeSampling:
         return SpeculativeSampling(sampling or Sampling())
     if sampling is not None:
@@ -406,10 +406,10 @@ def parse_rule(
     return rule(**values, **({"special": special} if "guard" in options(rule) else {}))
 
 
-def _values(rule: type[AcceptanceRule], text: str) -> dict[str, object]:
+def _values(rule: type[AcceptanceRule], text: str) -> dict[str, Any]:
     known = options(rule)
     order = list(known)
-    values: dict[str, object] = {}
+    values: dict[str, Any] = {}
     for index, part in enumerate(filter(None, text.split(","))):
         key, given, value = part.partition("=")
         if not given:
@@ -425,9 +425,8 @@ def _values(rule: type[AcceptanceRule], text: str) -> dict[str, object]:
 def _convert(rule: str, key: str, value: str, default: object) -> object:
     if key == "theta" and value in ("F", "R"):
         return value
-    convert: Callable[[str], object] = {bool: _truth, int: int}.get(type(default), float)  # type: ignore[arg-type]
     try:
-        return convert(value)
+        return _truth(value) if isinstance(default, bool) else int(value) if isinstance(default, int) else float(value)
     except ValueError:
         raise SelfJudgeError(f"rule {rule!r}: {key}={value!r} is not a number") from None
 

@@ -69,18 +69,24 @@ def generate(
     pair: PairName = "smollm2-135m",
     target: Target = None,
     draft: Draft = None,
-    rule: Annotated[str, typer.Option(help="Acceptance rule, such as exact, topk:2, judged:0.4 (`selfjudge ls rules`).")] = "exact",
+    rule: Annotated[
+        str, typer.Option(help="Acceptance rule, such as exact, topk:2, judged:0.4 (`selfjudge ls rules`).")
+    ] = "exact",
     judge: Annotated[Path | None, typer.Option(help="Folder of a trained judge.")] = None,
     theta: Annotated[float | None, typer.Option(help="Judge threshold in [0, 1]; larger accepts less.")] = None,
     gamma: Gamma = 5,
     max_new_tokens: MaxNew = 256,
-    temperature: Annotated[float | None, typer.Option(help="Sample at this temperature (rules sampling, judged).")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Sample at this temperature (rules sampling, judged).")
+    ] = None,
     top_p: Annotated[float, typer.Option(help="Nucleus filter, applied to both models.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens of both models; 0 is off.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be given several times.")] = None,
     seed: Seed = 0,
     raw: Raw = False,
-    color: Annotated[bool, typer.Option("--color", help="Tint tokens: plain = draft, green = judge, blue = target.")] = False,
+    color: Annotated[
+        bool, typer.Option("--color", help="Tint tokens: plain = draft, green = judge, blue = target.")
+    ] = False,
     as_json: AsJson = False,
     device: Device = None,
     dtype: Dtype = None,
@@ -267,9 +273,7 @@ def _pair(
     from selfjudge.models.pair import Pair
 
     with _progress() as update:
-        return Pair.load(
-            target or name, draft, device=device, dtype=dtype, needs_draft=needs_draft, progress=update
-        )
+        return Pair.load(target or name, draft, device=device, dtype=dtype, needs_draft=needs_draft, progress=update)
 
 
 def _rule(
@@ -368,7 +372,7 @@ def _fail(message: str) -> NoReturn:
 
 def main() -> None:
     """Entry point: every foreseeable failure is one line and exit code 2."""
-    warnings.formatwarning = lambda message, *_: f"selfjudge: {message}\n"  # type: ignore[assignment]
+    warnings.formatwarning = lambda message, *_: f"selfjudge: {message}\n"
     try:
         app(standalone_mode=False)
     except SelfJudgeError as error:

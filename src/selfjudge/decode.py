@@ -51,7 +51,7 @@ def decode(
     with clock("target"):
         output = target.extend(tokens, counts, keep=1)
     with clock("rule"):
-        block = Block(tokens[:, :0], output.logits, uniforms=_uniforms(rows, 1, rule, target.device))
+        block = Block(tokens[:, :0], output.logits, output.hidden, uniforms=_uniforms(rows, 1, rule, target.device))
         verdict = rule(block)
         last = verdict.next_token[:, None]
     if draft is not None and gamma:
@@ -153,7 +153,7 @@ def _emitted(
     for i, row in enumerate(rows):
         k = counts[i]
         tokens = [*drafted[i][:k], following[i]]
-        origins: list[Origin] = [*("judge" if judged[i][j] else "draft" for j in range(k)), "target"]  # type: ignore[list-item]
+        origins: list[Origin] = [*("judge" if judged[i][j] else "draft" for j in range(k)), "target"]
         finish: Finish | None = None
         for j, token in enumerate(tokens):
             if token in eos_ids or j + 1 == row.left:

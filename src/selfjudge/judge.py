@@ -84,7 +84,9 @@ class Judge(nn.Module):
         if isinstance(theta, str):
             if theta not in self.config.thresholds:
                 known = ", ".join(sorted(self.config.thresholds)) or "none"
-                raise SelfJudgeError(f"this judge stores no threshold {theta!r} (it has: {known}); give a number in [0, 1]")
+                raise SelfJudgeError(
+                    f"this judge stores no threshold {theta!r} (it has: {known}); give a number in [0, 1]"
+                )
             theta = self.config.thresholds[theta]
         if not 0.0 <= theta <= 1.0:
             raise SelfJudgeError(f"threshold θ must lie in [0, 1], not {theta}")

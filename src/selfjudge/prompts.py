@@ -57,9 +57,7 @@ def read_prompts(path: Path) -> list[str | list[dict[str, str]]]:
             row = json.loads(line)
             prompts.append(row["messages"] if "messages" in row else row["prompt"])
         except (ValueError, KeyError, TypeError):
-            raise SelfJudgeError(
-                f'{path}, line {number}: expected a JSON object with "prompt" or "messages"'
-            ) from None
+            raise SelfJudgeError(f'{path}, line {number}: expected a JSON object with "prompt" or "messages"') from None
     if not prompts:
         raise SelfJudgeError(f"{path} holds no prompt")
     return prompts

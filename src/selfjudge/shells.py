@@ -139,9 +139,7 @@ class _Answer:
         if any(not s for s in self.stop):
             raise SelfJudgeError("a stop string must not be empty")
 
-    def take(
-        self, tokens: Sequence[int], origins: Sequence[Origin], finish: Finish | None, step: Step
-    ) -> list[Piece]:
+    def take(self, tokens: Sequence[int], origins: Sequence[Origin], finish: Finish | None, step: Step) -> list[Piece]:
         self.cycles = step.cycle
         for phase in PHASES:
             self.seconds[phase] += step.seconds[phase]
@@ -153,7 +151,9 @@ class _Answer:
             last = finish is not None and i + 1 == len(tokens)
             if last:
                 self.text += self._text.rest()
-            cut = min((at for s in self.stop if (at := self.text.find(s, max(0, self.shown - len(s)))) >= 0), default=-1)
+            cut = min(
+                (at for s in self.stop if (at := self.text.find(s, max(0, self.shown - len(s)))) >= 0), default=-1
+            )
             if cut >= 0:
                 self.text, self.finish = self.text[:cut], "stop"
             elif last:
@@ -177,7 +177,13 @@ class _Answer:
         if self.finish is None:
             raise SelfJudgeError("the answer is not finished: iterate over the whole stream first")
         return Generation(
-            tuple(self.tokens), tuple(self.origins), self.text, self.cycles, self.finish, self.prompt_tokens, self.seconds
+            tuple(self.tokens),
+            tuple(self.origins),
+            self.text,
+            self.cycles,
+            self.finish,
+            self.prompt_tokens,
+            self.seconds,
         )
 
 

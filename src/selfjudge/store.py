@@ -98,9 +98,7 @@ def machine() -> dict[str, Any]:
     """What a figure was measured on."""
     described: dict[str, Any] = {"system": platform.system(), "arch": platform.machine(), "cpus": os.cpu_count()}
     model = [
-        line.split(":", 1)[1].strip()
-        for line in _output("lscpu").splitlines()
-        if line.lower().startswith("model name")
+        line.split(":", 1)[1].strip() for line in _output("lscpu").splitlines() if line.lower().startswith("model name")
     ]
     if model:
         described["cpu"] = model[0]

@@ -20,7 +20,8 @@ from selfjudge.engine import Output
 from selfjudge.errors import SelfJudgeError
 
 PREFILL_CHUNK = 512  # bounds mask and activation memory: nothing grows with the square of the prompt
-HOLE_SHARE = 0.25  # compact when this share of the cache slots is unused by every-row accounting
+HOLE_SHARE = 0.25  # compact when more than this share of the slots, and HOLE_SLACK more, exceed the longest row
+HOLE_SLACK = 32
 _ATTENTION = {"full_attention", "sliding_attention"}
 
 
@@ -171,7 +172,7 @@ class ReferenceEngine:
         if end < self.slots:
             self._cut(end)
         longest = int(self.lengths.max())
-        if self.slots - longest > HOLE_SHARE * self.slots + 32:
+        if self.slots - longest > HOLE_SHARE * self.slots + HOLE_SLACK:
             self._compact(longest)
 
     def _cut(self, end: int) -> None:

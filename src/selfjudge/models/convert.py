@@ -28,8 +28,9 @@ def load_gguf(file: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrain
         try:
             loaded = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype)
             tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-        except (ValueError, KeyError, IndexError, NotImplementedError) as error:
-            raise SelfJudgeError(f"cannot read {file} as a GGUF model: {str(error).splitlines()[0]}") from None
+        except Exception as error:  # the reader raises whatever a malformed file makes it stumble over
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise SelfJudgeError(f"cannot read {file} as a GGUF model: {reason}") from None
         # transformers keeps the model marked as quantised, which save_pretrained refuses: rebuild it from its parts
         config = loaded.config
         config.__dict__.pop("quantization_config", None)

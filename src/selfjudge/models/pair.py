@@ -149,7 +149,7 @@ def _load(
     """Model, tokenizer and a hash that identifies the weights."""
     name = reference.removesuffix("/draft")
     if name in EMBEDDED:
-        wants_draft = reference.endswith("/draft") or role == "draft" and EMBEDDED[name].draft is not None
+        wants_draft = reference.endswith("/draft") or (role == "draft" and EMBEDDED[name].draft is not None)
         folder = pull(name, progress, verify=False) / ("draft" if wants_draft else "target")
         identity = (draft_sha256(EMBEDDED[name]) or "") if wants_draft else EMBEDDED[name].sha256
         model, tokenizer = _checkpoint(folder, dtype)

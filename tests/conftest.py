@@ -1,0 +1,97 @@
+"""Tiny models of several architectures, and the real embedded pair."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers as hf
+
+from selfjudge.models.pair import Pair
+
+VOCAB = 61
+_COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 96,
+    "initializer_range": 0.3,  # sharp distributions: greedy decoding without near-ties
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+
+CONFIGS = {
+    "llama": lambda **o: hf.LlamaConfig(**{**_COMMON, **o}),
+    "qwen2": lambda **o: hf.Qwen2Config(**{**_COMMON, **o}),
+    "qwen2-mixed-window": lambda **o: hf.Qwen2Config(
+        **{**_COMMON, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1, **o}
+    ),
+    "mistral-window": lambda **o: hf.MistralConfig(**{**_COMMON, "sliding_window": 6, **o}),
+    "gemma2": lambda **o: hf.Gemma2Config(
+        **{**_COMMON, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 6, **o}
+    ),
+    "gemma3": lambda **o: hf.Gemma3TextConfig(
+        **{**_COMMON, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 6, "sliding_window_pattern": 2, **o}
+    ),
+    "gpt2": lambda **o: hf.GPT2Config(
+        **{
+            "vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 96, "initializer_range": 0.3,
+            "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, **o,
+        }
+    ),
+}  # fmt: skip
+
+
+def tiny_model(kind: str = "llama", seed: int = 0, **options: object) -> hf.PreTrainedModel:
+    """A random model of a real architecture."""
+    torch.manual_seed(seed)
+    model = hf.AutoModelForCausalLM.from_config(CONFIGS[kind](**options), dtype=torch.float32)
+    return model.eval()
+
+
+@pytest.fixture(params=sorted(CONFIGS))
+def any_model(request: pytest.FixtureRequest) -> hf.PreTrainedModel:
+    return tiny_model(request.param)
+
+
+@pytest.fixture(scope="session")
+def embedded() -> Pair:
+    """The embedded pair in float32 on the CPU, pulled on first use."""
+    return Pair.load("smollm2-135m", device="cpu", dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Checkpoint folders of tiny models with tokenizers: a matching pair, a padded draft, and a stranger."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    root = tmp_path_factory.mktemp("checkpoints")
+    words = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{i}" for i in range(VOCAB - 4))]
+
+    def save(name: str, vocabulary: list[str], **options: object) -> str:
+        inner = Tokenizer(models.WordLevel({w: i for i, w in enumerate(vocabulary)}, unk_token="<unk>"))
+        inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        tokenizer = hf.PreTrainedTokenizerFast(
+            tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+        )
+        tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}w0"
+        tiny_model("llama", **options).save_pretrained(root / name)  # type: ignore[arg-type]
+        tokenizer.save_pretrained(root / name)
+        return str(root / name)
+
+    swapped = [*words[:-2], words[-1], words[-2]]
+    return {
+        "target": save("target", words, seed=1),
+        "draft": save("draft", words, seed=2, num_hidden_layers=1),
+        "padded-draft": save("padded-draft", words, seed=2, num_hidden_layers=1, vocab_size=VOCAB + 3),
+        "stranger": save("stranger", swapped, seed=3),
+    }
+
+
+@pytest.fixture(scope="session")
+def tiny_pair(checkpoints: dict[str, str]) -> Pair:
+    return Pair.load(checkpoints["target"], checkpoints["draft"], device="cpu")

@@ -1,0 +1,24 @@
+"""Equality of two float32 paths, with the one exception that arithmetic allows: a near-tie of the two best tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from selfjudge.models.pair import Pair
+
+NEAR_TIE = 1e-4
+
+
+def assert_same_tokens(pair: Pair, prompt: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
+    """True where the answers part at a near-tie, False where they are equal; any other difference fails."""
+    if list(one) == list(other):
+        return False
+    at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    with torch.inference_mode():
+        logits = pair.target(torch.tensor([[*prompt, *one[:at]]])).logits[0, -1]
+    best = logits.topk(2).values
+    gap = float(best[0] - best[1])
+    assert gap < NEAR_TIE, f"answers differ at token {at} where the best logits are {gap:.6f} apart"
+    return True

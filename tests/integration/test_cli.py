@@ -1,0 +1,223 @@
+"""The command line as a user meets it: results on stdout, one line and exit code 2 for wrong input."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from selfjudge import cli
+from selfjudge.judge import Judge, JudgeConfig
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture):
+    """Call the program; returns (exit code, stdout, stderr)."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["selfjudge", *arguments])
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return call
+
+
+@pytest.fixture
+def pair(checkpoints: dict[str, str]) -> list[str]:
+    return ["--target", checkpoints["target"], "--draft", checkpoints["draft"]]
+
+
+def test_generate_json_has_the_contracted_names(run, pair: list[str]) -> None:
+    code, out, _ = run("generate", "w1 w2", *pair, "--gamma", "3", "--max-new-tokens", "20", "--json")
+    assert code == 0
+    result = json.loads(out)
+    assert set(result) >= {
+        "text", "token_ids", "origins", "cycles", "mean_accepted_length", "drafts_accepted", "judged_share",
+        "tokens_per_second", "seconds", "pair", "rule", "gamma", "threshold",
+    }  # fmt: skip
+    assert set(result["seconds"]) == {"draft", "target", "judge", "rule", "total"}
+    assert len(result["token_ids"]) == len(result["origins"]) == 20
+    assert set(result["origins"]) <= {"draft", "judge", "target"}
+
+
+def test_generate_streams_text_and_reports_on_stderr(run, pair: list[str]) -> None:
+    code, out, err = run("generate", "w1 w2", *pair, "--max-new-tokens", "8")
+    assert code == 0
+    assert len(out.split()) == 8
+    assert "tokens/s" in err
+
+
+def test_color_tints_by_origin(run, pair: list[str]) -> None:
+    _, out, _ = run("generate", "w1 w2", *pair, "--rule", "topk:20", "--color", "--max-new-tokens", "20")
+    assert "\x1b[34m" in out  # target
+    assert "\x1b[30;42m" in out  # accepted against alignment
+
+
+def test_prompt_from_standard_input(pair: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "selfjudge.cli", "generate", "-", *pair, "--max-new-tokens", "4", "--json"],
+        input="w1 w2", capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert len(json.loads(done.stdout)["token_ids"]) == 4
+
+
+def test_judged_from_a_folder(run, pair: list[str], tmp_path: Path) -> None:
+    Judge(JudgeConfig(hidden_size=32), bias=torch.tensor(torch.inf)).save_pretrained(tmp_path)
+    command = ["generate", "w1 w2", *pair, "--judge", str(tmp_path), "--gamma", "3", "--json", "--max-new-tokens", "13"]
+    _, out, _ = run(*command, "--rule", "judged:0.5")
+    result = json.loads(out)
+    assert result["mean_accepted_length"] == 4
+    assert result["threshold"] == 0.5
+    assert "judge" in result["origins"]
+    _, out, _ = run(*command, "--rule", "judged", "--theta", "1")
+    exact = json.loads(run("generate", "w1 w2", *pair, "--gamma", "3", "--json", "--max-new-tokens", "13")[1])
+    assert json.loads(out)["token_ids"] == exact["token_ids"]
+
+
+@pytest.mark.parametrize("what", ["pairs", "rules"])
+def test_ls(run, what: str) -> None:
+    code, out, _ = run("ls", what, "--json")
+    assert code == 0
+    assert json.loads(out)
+    assert run("ls", what)[1].count("\n") > 2
+
+
+def test_bench_decode(run, pair: list[str]) -> None:
+    code, out, _ = run(
+        "bench", "decode", *pair, "--gammas", "1,2", "--limit", "2", "--repeats", "2", "--max-new-tokens", "12", "--json"
+    )
+    assert code == 0
+    result = json.loads(out)
+    names = [(r["name"], r["gamma"]) for r in result["runs"]]
+    assert names == [
+        ("transformers-plain", 0), ("transformers-assisted", 1), ("transformers-assisted", 2), ("selfjudge-plain", 0),
+        ("selfjudge-exact", 1), ("selfjudge-exact", 2),
+    ]  # fmt: skip
+    for row in result["runs"]:
+        assert row["identical_to_plain"] == 1.0
+        assert row["spread"][0] <= row["ratio_to_plain"] <= row["spread"][1]
+    assert set(result) >= {"machine", "versions", "dtype", "runs", "date"}
+    code, out, _ = run("bench", "decode", *pair, "--gammas", "1", "--limit", "1", "--repeats", "1", "--max-new-tokens", "6")
+    assert code == 0
+    assert "transformers-assisted" in out
+
+
+def _documented() -> list[re.Pattern[str]]:
+    """The right column of the table in docs/errors.md; an ellipsis stands for anything."""
+    rows = [line.split("|") for line in (DOCS / "errors.md").read_text().splitlines() if line.startswith("| ")]
+    messages = [row[2].strip().strip("`") for row in rows if "`" in row[2]]
+    return [re.compile("selfjudge: " + ".*".join(map(re.escape, m.split("…")))) for m in messages]
+
+
+def _wrong(checkpoints: dict[str, str], tmp: Path) -> dict[str, list[str]]:
+    """Every row of the table, as a command line."""
+    target, draft = ["--target", checkpoints["target"]], ["--draft", checkpoints["draft"]]
+    Judge(JudgeConfig(hidden_size=7)).save_pretrained(tmp / "narrow")
+    Judge(JudgeConfig(hidden_size=32, target="another", target_sha256="f" * 64)).save_pretrained(tmp / "foreign")
+    (tmp / "prompts.jsonl").write_text('{"question": "no prompt here"}\n')
+    ask = ["generate", "w1 w2", *target, *draft]
+    return {
+        "unknown model": ["generate", "hi", "--target", "no-such-org/no-such-model", *draft],
+        "missing file": ["generate", "hi", "--target", "./missing.gguf", *draft],
+        "no draft": ["generate", "hi", *target],
+        "tokenizer mismatch": ["generate", "hi", *target, "--draft", checkpoints["stranger"]],
+        "empty prompt": ["generate", " ", *target, *draft],
+        "long prompt": ["generate", "w1 " * 200, *target, *draft],
+        "gamma": [*ask, "--gamma", "-2"],
+        "max-new-tokens": [*ask, "--max-new-tokens", "0"],
+        "theta": [*ask, "--rule", "judged", "--theta", "1.5", "--judge", str(tmp / "foreign")],
+        "no judge": [*ask, "--rule", "judged"],
+        "judge width": [*ask, "--rule", "judged", "--judge", str(tmp / "narrow")],
+        "judge target": [*ask, "--rule", "judged", "--judge", str(tmp / "foreign")],
+        "no judge folder": [*ask, "--rule", "judged", "--judge", str(tmp)],
+        "unknown rule": [*ask, "--rule", "nope"],
+        "rule option": [*ask, "--rule", "topk:z=1"],
+        "fly": [*ask, "--rule", "fly", "--gamma", "4"],
+        "temperature": [*ask, "--temperature", "0.7"],
+        "temperature range": [*ask, "--rule", "sampling", "--temperature", "0"],
+        "top-p": [*ask, "--rule", "sampling", "--top-p", "1.5"],
+        "device": [*ask, "--device", "tpu9"],
+        "dtype": [*ask, "--dtype", "int3"],
+        "pull": ["pull", "nope"],
+        "ls": ["ls", "nope"],
+        "prompts": ["bench", "decode", *target, *draft, "--prompts", str(tmp / "prompts.jsonl")],
+        "gammas": ["bench", "decode", *target, *draft, "--gammas", "1,x"],
+        "option": ["generate", "hi", "--no-such-option"],
+        "argument": ["generate"],
+    }  # fmt: skip
+
+
+def test_every_row_of_the_bad_input_table(run, checkpoints: dict[str, str], tmp_path: Path) -> None:
+    documented = _documented()
+    unseen = set(documented)
+    for name, command in _wrong(checkpoints, tmp_path).items():
+        code, out, err = run(*command)
+        assert code == 2, (name, out, err)
+        assert out == "", name
+        assert err.count("\n") == 1, (name, err)
+        matching = {pattern for pattern in documented if pattern.fullmatch(err.strip())}
+        assert matching, f"{name}: not in docs/errors.md: {err}"
+        unseen -= matching
+    elsewhere = ("cannot fetch", "converting", "cannot use the cache", "needs", "non-finite")  # test_pull, test_decode
+    missing = [p.pattern for p in unseen if not p.pattern.replace("\\", "").removeprefix("selfjudge: ").lstrip(".*").strip().startswith(elsewhere)]
+    assert not missing
+
+
+def test_non_finite_states_are_said_once(run, checkpoints: dict[str, str], tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    broken = AutoModelForCausalLM.from_pretrained(checkpoints["target"])
+    with torch.no_grad():
+        broken.get_output_embeddings().weight[7] = torch.nan
+    broken.save_pretrained(tmp_path / "broken")
+    AutoTokenizer.from_pretrained(checkpoints["target"]).save_pretrained(tmp_path / "broken")
+    code, out, err = run(
+        "generate", "w1 w2", "--target", str(tmp_path / "broken"), "--draft", checkpoints["draft"], "--json"
+    )
+    assert code == 0
+    assert json.loads(out)["token_ids"]
+    assert err.count("non-finite") == 1
+
+
+def test_an_unreadable_cache(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SELFJUDGE_HOME", str(tmp_path / "file"))
+    code, _, err = run("generate", "hi")
+    assert code == 2
+    assert any(p.fullmatch(err.strip()) for p in _documented())
+
+
+def test_help_carries_an_example_everywhere(run) -> None:
+    for command in (["pull"], ["generate"], ["ls"], ["bench", "decode"], ["demo"]):
+        code, out, _ = run(*command, "--help")
+        assert code == 0
+        assert f"Example: selfjudge {' '.join(command)}" in " ".join(out.split())
+
+
+def test_the_command_reference_is_what_the_program_says() -> None:
+    done = subprocess.run([sys.executable, DOCS / "make_cli.py"], capture_output=True, text=True, check=True)
+    assert (DOCS / "cli.md").read_text() == done.stdout, "run: make docs"
+
+
+def test_help_needs_no_torch() -> None:
+    code = (
+        "import sys, runpy; sys.argv = ['selfjudge', 'ls', 'pairs'];"
+        "runpy.run_module('selfjudge.cli', run_name='__main__')"
+    )
+    probe = f"import sys\ntry:\n    exec({code!r})\nexcept SystemExit: pass\nprint('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True, env=os.environ)
+    assert done.stdout.split()[-1] == "False"

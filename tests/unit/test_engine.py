@@ -1,0 +1,99 @@
+"""The ragged cache: whatever was accepted, refused or dropped, every logit equals a fresh full forward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import CONFIGS, VOCAB, tiny_model
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from selfjudge.engine import reference
+from selfjudge.engine.reference import ReferenceEngine
+from selfjudge.errors import SelfJudgeError
+
+MODELS = {kind: tiny_model(kind) for kind in CONFIGS}
+
+operation = st.one_of(
+    st.tuples(st.just("extend"), st.integers(1, 7), st.integers(0, 2**16)),
+    st.tuples(st.just("rewind"), st.integers(0, 5), st.integers(0, 2**16)),
+    st.tuples(st.just("select"), st.integers(1, 4), st.integers(0, 2**16)),
+)
+
+
+@pytest.mark.parametrize("kind", sorted(CONFIGS))
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(batch=st.integers(1, 4), plan=st.lists(operation, min_size=4, max_size=14), seed=st.integers(0, 2**16))
+def test_every_logit_equals_a_fresh_forward(
+    kind: str, batch: int, plan: list[tuple[str, int, int]], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference, "PREFILL_CHUNK", 4)
+    monkeypatch.setattr(reference, "HOLE_SLACK", 2)
+    model = MODELS[kind]
+    random = torch.Generator().manual_seed(seed)
+    engine = ReferenceEngine(model, hidden=True)
+    rows: list[list[int]] = [[] for _ in range(batch)]
+
+    def extend(width: int, generator: torch.Generator) -> None:
+        tokens = torch.randint(0, VOCAB, (len(rows), width), generator=generator)
+        counts = torch.randint(1, width + 1, (len(rows),), generator=generator)
+        keep = int(counts.min())
+        output = engine.extend(tokens, counts, keep=keep)
+        for b, row in enumerate(rows):
+            row += tokens[b, width - int(counts[b]) :].tolist()
+            with torch.inference_mode():
+                fresh = model(torch.tensor([row]), use_cache=False)
+                hidden = model.base_model(torch.tensor([row]), use_cache=False).last_hidden_state
+            torch.testing.assert_close(output.logits[b], fresh.logits[0, -keep:], atol=2e-4, rtol=1e-4)
+            torch.testing.assert_close(output.hidden[b], hidden[0, -keep:], atol=2e-4, rtol=1e-4)
+
+    extend(6, random)
+    for name, size, salt in plan:
+        generator = torch.Generator().manual_seed(salt)
+        if name == "extend" and max(map(len, rows)) + size < 90:
+            extend(size, generator)
+        elif name == "rewind":
+            most = min(size, *(len(row) - 1 for row in rows))
+            refused = torch.randint(0, most + 1, (len(rows),), generator=generator)
+            engine.rewind(refused)
+            rows = [row[: len(row) - int(n)] for row, n in zip(rows, refused, strict=True)]
+        elif name == "select":
+            chosen = torch.randperm(len(rows), generator=generator)[:size].tolist()
+            engine.select(chosen)
+            rows = [rows[i] for i in chosen]
+    extend(3, random)
+
+
+def test_a_batch_of_one_never_has_holes() -> None:
+    engine = ReferenceEngine(MODELS["llama"])
+    engine.extend(torch.randint(0, VOCAB, (1, 9)))
+    for _ in range(20):
+        engine.extend(torch.randint(0, VOCAB, (1, 4)))
+        engine.rewind(torch.tensor([3]))
+    assert engine.slots == int(engine.lengths[0]) == 29
+
+
+def test_holes_are_compacted() -> None:
+    """One row accepts everything, the other nothing: the cache stays near the longest row."""
+    engine = ReferenceEngine(MODELS["llama"])
+    engine.extend(torch.randint(0, VOCAB, (2, 4)))
+    for i in range(60):
+        engine.extend(torch.randint(0, VOCAB, (2, 6)))
+        engine.rewind(torch.tensor([5, 0] if i % 2 else [0, 5]))  # either row accepts everything in turn
+        longest = int(engine.lengths.max())
+        assert engine.slots <= longest / (1 - reference.HOLE_SHARE) + 2 * reference.HOLE_SLACK + 6
+        if longest > 80:
+            engine.rewind(torch.full((2,), 60))
+
+
+def test_models_that_cannot_be_rewound_are_refused() -> None:
+    import transformers as hf
+
+    mamba = hf.AutoModelForCausalLM.from_config(
+        hf.MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, state_size=4)
+    )
+    with pytest.raises(SelfJudgeError, match="cannot be rewound"):
+        ReferenceEngine(mamba)
+    bloom = hf.AutoModelForCausalLM.from_config(hf.BloomConfig(vocab_size=VOCAB, hidden_size=16, n_layer=1, n_head=2))
+    with pytest.raises(SelfJudgeError, match="position ids"):
+        ReferenceEngine(bloom)

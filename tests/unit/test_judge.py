@@ -1,0 +1,71 @@
+"""The judge artefact: round trip, identity checks, refusals."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from selfjudge.errors import SelfJudgeError
+from selfjudge.judge import Judge, JudgeConfig
+from selfjudge.types import Block
+
+CONFIG = JudgeConfig(hidden_size=4, target="t", target_sha256="a" * 64, thresholds={"F": 0.4, "R": 0.7})
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    judge = Judge(CONFIG, torch.randn(4), 0.3)
+    judge.save_pretrained(tmp_path)
+    again = Judge.from_pretrained(tmp_path)
+    hidden = torch.randn(2, 3, 4)
+    block = Block(torch.zeros(2, 2, dtype=torch.long), torch.zeros(2, 3, 5), hidden)
+    assert torch.equal(judge(block), again(block))
+    assert torch.equal(judge(block), torch.sigmoid(hidden[:, 1:] @ judge.weight + 0.3))
+    assert again.config == replace(CONFIG, quality_curve=again.config.quality_curve)
+    assert again.threshold("R") == 0.7
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("theta", [-0.1, 1.1, float("nan"), "Q"])
+def test_thresholds_outside_are_refused(theta: float | str) -> None:
+    with pytest.raises(SelfJudgeError):
+        Judge(CONFIG).threshold(theta)
+
+
+def test_another_target_is_refused() -> None:
+    judge = Judge(CONFIG)
+    judge.check_target("t", "a" * 64, 4)
+    with pytest.raises(SelfJudgeError, match="width 4, the target t has 8"):
+        judge.check_target("t", "a" * 64, 8)
+    with pytest.raises(SelfJudgeError, match="trained for t"):
+        judge.check_target("other", "b" * 64, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format_version": 9}, "format 9"), ({"norm": "pre_norm"}, "norm"), ({"features": "hidden+x"}, "features"),
+        ({"model": "forest"}, "model"), ({"layer": "12"}, "layer"), ({"hidden_size": 5}, "entries"),
+    ],
+)  # fmt: skip
+def test_what_is_not_understood_is_refused(tmp_path: Path, change: dict, message: str) -> None:
+    Judge(CONFIG).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(SelfJudgeError, match=message):
+        Judge.from_pretrained(tmp_path)
+
+
+def test_broken_folders_are_one_line(tmp_path: Path) -> None:
+    with pytest.raises(SelfJudgeError, match="no judge folder"):
+        Judge.from_pretrained(tmp_path)
+    Judge(CONFIG).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"junk")
+    with pytest.raises(SelfJudgeError, match="cannot read"):
+        Judge.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(SelfJudgeError, match="cannot read"):
+        Judge.from_pretrained(tmp_path)

