@@ -100,7 +100,7 @@ def bench_decode(
         "date": time.strftime("%Y-%m-%d"),
         "pair": pair.name,
         "device": str(pair.target.device),
-        "dtype": str(pair.target.dtype).removeprefix("torch."),
+        "dtype": pair.dtype,
         "batch": 1,
         "prompts": len(prompts),
         "max_new_tokens": max_new_tokens,

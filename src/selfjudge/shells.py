@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from selfjudge.accept import AcceptanceRule, Exact
 from selfjudge.decode import decode
-from selfjudge.engine import make_engine
+from selfjudge.engine import make_draft_engine, make_engine
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.pair import Pair, Prompt
 from selfjudge.types import PHASES, Finish, Generation, Origin, Piece, Step
@@ -28,6 +28,7 @@ def generate(
     seed: int = 0,
     batch: int = 8,
     raw: bool = False,
+    engine: str = "auto",
 ) -> list[Generation]:
     """Answer all prompts, `batch` at a time, in the order given."""
     if batch < 1:
@@ -39,7 +40,7 @@ def generate(
         rows = by_length[start : start + batch]
         answers = [_Answer(pair.tokenizer, stop, len(encoded[i])) for i in rows]
         seeds = [_seed(seed, i) for i in rows]
-        for _ in _run(pair, [encoded[i] for i in rows], answers, rule, gamma, max_new_tokens, seeds):
+        for _ in _run(pair, [encoded[i] for i in rows], answers, rule, gamma, max_new_tokens, seeds, engine):
             pass
         results |= {i: answer.generation() for i, answer in zip(rows, answers, strict=True)}
     return [results[i] for i in range(len(encoded))]
@@ -59,10 +60,11 @@ class Stream:
         stop: Sequence[str] = (),
         seed: int = 0,
         raw: bool = False,
+        engine: str = "auto",
     ) -> None:
         ids = pair.encode(prompt, raw=raw)
         self._answer = _Answer(pair.tokenizer, stop, len(ids))
-        self._steps = _run(pair, [ids], [self._answer], rule, gamma, max_new_tokens, [_seed(seed, 0)])
+        self._steps = _run(pair, [ids], [self._answer], rule, gamma, max_new_tokens, [_seed(seed, 0)], engine)
 
     def __iter__(self) -> Iterator[Piece]:
         for pieces in self._steps:
@@ -90,14 +92,15 @@ def _run(
     gamma: int,
     max_new_tokens: int,
     seeds: Sequence[int],
+    engine: str,
 ) -> Iterator[list[Piece]]:
     """Drive the loop over one batch, feeding each answer; yields the new pieces of every step."""
     rule = rule or Exact()
     if rule.judge is not None:
         rule.judge.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
         rule.judge.to(pair.target.device)
-    target = make_engine(pair.target, hidden=rule.judge is not None)
-    draft = make_engine(pair.draft) if pair.draft is not None and gamma > 0 else None
+    target = make_engine(pair.target, hidden=rule.judge is not None, int8=pair.int8, kind=engine)
+    draft = make_draft_engine(pair.draft, int8=pair.int8, kind=engine) if pair.draft is not None and gamma > 0 else None
     stopped: set[int] = set()
     warned = False
     start = time.perf_counter()

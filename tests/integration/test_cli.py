@@ -98,7 +98,18 @@ def test_ls(run, what: str) -> None:
 
 def test_bench_decode(run, pair: list[str]) -> None:
     code, out, _ = run(
-        "bench", "decode", *pair, "--gammas", "1,2", "--limit", "2", "--repeats", "2", "--max-new-tokens", "12", "--json"
+        "bench",
+        "decode",
+        *pair,
+        "--gammas",
+        "1,2",
+        "--limit",
+        "2",
+        "--repeats",
+        "2",
+        "--max-new-tokens",
+        "12",
+        "--json",
     )
     assert code == 0
     result = json.loads(out)
@@ -111,7 +122,9 @@ def test_bench_decode(run, pair: list[str]) -> None:
         assert row["identical_to_plain"] == 1.0
         assert row["spread"][0] <= row["ratio_to_plain"] <= row["spread"][1]
     assert set(result) >= {"machine", "versions", "dtype", "runs", "date"}
-    code, out, _ = run("bench", "decode", *pair, "--gammas", "1", "--limit", "1", "--repeats", "1", "--max-new-tokens", "6")
+    code, out, _ = run(
+        "bench", "decode", *pair, "--gammas", "1", "--limit", "1", "--repeats", "1", "--max-new-tokens", "6"
+    )
     assert code == 0
     assert "transformers-assisted" in out
 
@@ -173,7 +186,11 @@ def test_every_row_of_the_bad_input_table(run, checkpoints: dict[str, str], tmp_
         assert matching, f"{name}: not in docs/errors.md: {err}"
         unseen -= matching
     elsewhere = ("cannot fetch", "converting", "cannot use the cache", "needs", "non-finite")  # test_pull, test_decode
-    missing = [p.pattern for p in unseen if not p.pattern.replace("\\", "").removeprefix("selfjudge: ").lstrip(".*").strip().startswith(elsewhere)]
+    missing = [
+        p.pattern
+        for p in unseen
+        if not p.pattern.replace("\\", "").removeprefix("selfjudge: ").lstrip(".*").strip().startswith(elsewhere)
+    ]
     assert not missing
 
 

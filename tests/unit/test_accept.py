@@ -9,7 +9,18 @@ import torch
 import transformers as hf
 
 from selfjudge.accept import (
-    RULES, Exact, FLy, Judged, JudgeOnly, Margin, Relaxed, Sampling, SpeculativeSampling, TopK, Typical, parse_rule,
+    RULES,
+    Exact,
+    FLy,
+    Judged,
+    JudgeOnly,
+    Margin,
+    Relaxed,
+    Sampling,
+    SpeculativeSampling,
+    TopK,
+    Typical,
+    parse_rule,
     sample,
 )  # fmt: skip
 from selfjudge.errors import SelfJudgeError

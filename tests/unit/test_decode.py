@@ -7,15 +7,25 @@ from collections import Counter
 import pytest
 import torch
 import transformers as hf
-from conftest import CONFIGS, VOCAB, tiny_model
 from scipy.stats import chisquare
 
+from conftest import CONFIGS, VOCAB, tiny_model
 from selfjudge.accept import AcceptanceRule, Exact, Judged, Sampling, SpeculativeSampling, TopK
 from selfjudge.decode import decode
+from selfjudge.engine import make_engine
 from selfjudge.engine.reference import ReferenceEngine
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge import Judge
 from selfjudge.types import Step
+
+KIND = "reference"
+
+
+@pytest.fixture(autouse=True, params=["reference", "auto"])
+def engine_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every test runs on the reference engine and on the fastest the model can have."""
+    monkeypatch.setitem(globals(), "KIND", request.param)
+    return request.param
 
 
 def run(
@@ -26,7 +36,7 @@ def run(
     **options: object,
 ) -> tuple[list[list[int]], list[Step]]:
     rule = rule or Exact()
-    engines = ReferenceEngine(target, hidden=rule.judge is not None), draft and ReferenceEngine(draft)
+    engines = make_engine(target, hidden=rule.judge is not None, kind=KIND), draft and make_engine(draft, kind=KIND)
     steps = list(decode(*engines, prompts, rule, **options))  # type: ignore[arg-type]
     tokens: list[list[int]] = [[] for _ in prompts]
     for step in steps:
@@ -176,7 +186,9 @@ def test_a_rows_random_numbers_do_not_depend_on_its_neighbours() -> None:
     target, draft = tiny_model(seed=1), tiny_model(seed=2)
     prompts, rule = prompts_of([4, 9, 7]), SpeculativeSampling(Sampling(0.9, top_p=0.95))
     together, _ = run(target, draft, prompts, rule, gamma=3, max_new_tokens=20, seeds=[7, 8, 9])
-    alone = [run(target, draft, [p], rule, gamma=3, max_new_tokens=20, seeds=[s])[0][0] for p, s in zip(prompts, [7, 8, 9])]
+    alone = [
+        run(target, draft, [p], rule, gamma=3, max_new_tokens=20, seeds=[s])[0][0] for p, s in zip(prompts, [7, 8, 9])
+    ]
     assert together == alone
     other, _ = run(target, draft, prompts, rule, gamma=3, max_new_tokens=20, seeds=[1, 2, 3])
     assert other != together

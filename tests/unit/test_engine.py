@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import CONFIGS, VOCAB, tiny_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from selfjudge.engine import reference
+import selfjudge.engine
+from conftest import CONFIGS, VOCAB, tiny_model
+from selfjudge.engine import cpu, make_engine, reference
+from selfjudge.engine.cpu import CpuEngine
 from selfjudge.engine.reference import ReferenceEngine
 from selfjudge.errors import SelfJudgeError
 
 MODELS = {kind: tiny_model(kind) for kind in CONFIGS}
+ENGINES = [("reference", kind) for kind in sorted(CONFIGS)] + [("cpu", "llama"), ("cpu", "qwen2")]
 
 operation = st.one_of(
     st.tuples(st.just("extend"), st.integers(1, 7), st.integers(0, 2**16)),
@@ -21,17 +24,23 @@ operation = st.one_of(
 )
 
 
-@pytest.mark.parametrize("kind", sorted(CONFIGS))
+@pytest.mark.parametrize(("engine_kind", "kind"), ENGINES)
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(batch=st.integers(1, 4), plan=st.lists(operation, min_size=4, max_size=14), seed=st.integers(0, 2**16))
 def test_every_logit_equals_a_fresh_forward(
-    kind: str, batch: int, plan: list[tuple[str, int, int]], seed: int, monkeypatch: pytest.MonkeyPatch
+    engine_kind: str,
+    kind: str,
+    batch: int,
+    plan: list[tuple[str, int, int]],
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(reference, "PREFILL_CHUNK", 4)
     monkeypatch.setattr(reference, "HOLE_SLACK", 2)
+    monkeypatch.setattr(cpu, "CHUNK", 5)
     model = MODELS[kind]
     random = torch.Generator().manual_seed(seed)
-    engine = ReferenceEngine(model, hidden=True)
+    engine = make_engine(model, hidden=True, kind=engine_kind)
     rows: list[list[int]] = [[] for _ in range(batch)]
 
     def extend(width: int, generator: torch.Generator) -> None:
@@ -97,3 +106,51 @@ def test_models_that_cannot_be_rewound_are_refused() -> None:
     bloom = hf.AutoModelForCausalLM.from_config(hf.BloomConfig(vocab_size=VOCAB, hidden_size=16, n_layer=1, n_head=2))
     with pytest.raises(SelfJudgeError, match="position ids"):
         ReferenceEngine(bloom)
+
+
+@pytest.mark.parametrize("kind", sorted(set(CONFIGS) - {"llama", "qwen2"}))
+def test_the_cpu_engine_declines_what_it_cannot_run(kind: str) -> None:
+    assert cpu.why_not(MODELS[kind])
+    with pytest.raises(SelfJudgeError, match="cannot run this model"):
+        make_engine(MODELS[kind], kind="cpu")
+    selfjudge.engine._say_once.cache_clear()
+    with pytest.warns(UserWarning, match="using the reference engine"):
+        engine = make_engine(MODELS[kind])
+    assert isinstance(engine, ReferenceEngine)
+
+
+def test_without_a_compiler_the_reference_engine_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise OSError("no C++ compiler found")
+
+    monkeypatch.setattr(cpu, "_library", missing)
+    assert "no C++ compiler" in cpu.why_not(MODELS["llama"])
+
+
+def test_rope_scaling_and_biases_are_the_models_own() -> None:
+    """Qwen2 has biases; Llama 3 scales its rotary embedding."""
+    rope = {
+        "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    }  # fmt: skip
+    model = tiny_model("llama", seed=9, rope_parameters=rope, attention_bias=True, mlp_bias=True)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
+    tokens = torch.randint(0, VOCAB, (1, 40))
+    with torch.inference_mode():
+        torch.testing.assert_close(CpuEngine(model).extend(tokens).logits, model(tokens).logits, atol=2e-4, rtol=1e-4)
+
+
+def test_int8_is_close_to_float32() -> None:
+    model = tiny_model("llama", seed=9, hidden_size=128, intermediate_size=192, initializer_range=0.1)
+    tokens = torch.randint(0, VOCAB, (2, 30))
+    exact, rough = CpuEngine(model).extend(tokens).logits, CpuEngine(model, int8=True).extend(tokens).logits
+    error = (exact - rough).norm() / exact.norm()
+    assert 1e-5 < error < 0.06
+    with pytest.raises(SelfJudgeError, match="divisible by 64"):
+        make_engine(MODELS["llama"], int8=True)
+    values, scale = cpu.quantise(model.lm_head.weight)
+    restored = (values.view(VOCAB, -1, 64) * scale[..., None]).view_as(model.lm_head.weight)
+    assert (restored - model.lm_head.weight).abs().max() <= scale.max() / 2 + 1e-7

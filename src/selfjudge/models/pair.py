@@ -34,6 +34,8 @@ class Pair:
     draft_id: str
     target_sha256: str = ""
     draft_sha256: str = ""
+    int8: bool = False
+    """Whether the engines shall use weights quantised to int8 (CPU engine)."""
 
     @classmethod
     def load(
@@ -49,10 +51,14 @@ class Pair:
         """Load by embedded name (which brings its draft), hub id, checkpoint folder or GGUF file.
 
         The device is cuda, mps or cpu, whichever is there first; the dtype bfloat16 on cuda, float16 on mps, float32
-        on cpu. Without `needs_draft` the pair may lack a draft and serves plain decoding alone.
+        on cpu. The dtype `int8` loads float32 and lets the CPU engine quantise. Without `needs_draft` the pair may lack
+        a draft and serves plain decoding alone.
         """
         place = _device(device)
-        kind = _dtype(dtype, place)
+        int8 = dtype == "int8"
+        if int8 and place.type != "cpu":
+            raise SelfJudgeError(f"dtype int8 is for the cpu, not for {place.type}")
+        kind = torch.float32 if int8 else _dtype(dtype, place)
         name = target if draft is None else f"{target}+{draft}"
         model, tokenizer, target_sha256 = _load(target, "target", place, kind, progress)
         if draft is None and target in EMBEDDED and EMBEDDED[target].draft is not None:
@@ -60,14 +66,19 @@ class Pair:
         if draft is None:
             if needs_draft:
                 raise SelfJudgeError(f"{target} brings no draft of its own: name one with --draft")
-            return cls(name, model, None, tokenizer, target, "", target_sha256)
+            return cls(name, model, None, tokenizer, target, "", target_sha256, int8=int8)
         small, small_tokenizer, small_sha256 = _load(draft, "draft", place, kind, progress)
         check_tokenizers(tokenizer, small_tokenizer, target, draft)
         for which, one in ((target, model), (draft, small)):
             rows = one.get_input_embeddings().weight.shape[0]
             if rows < len(tokenizer):
                 raise SelfJudgeError(f"{which} embeds {rows} tokens and its tokenizer has {len(tokenizer)}")
-        return cls(name, model, small, tokenizer, target, draft, target_sha256, small_sha256)
+        return cls(name, model, small, tokenizer, target, draft, target_sha256, small_sha256, int8)
+
+    @property
+    def dtype(self) -> str:
+        """The name of the target's weight format as tables print it."""
+        return "int8" if self.int8 else str(self.target.dtype).removeprefix("torch.")
 
     @property
     def hidden_size(self) -> int:
@@ -139,7 +150,7 @@ def _dtype(dtype: str | torch.dtype | None, place: torch.device) -> torch.dtype:
         return {"cuda": torch.bfloat16, "mps": torch.float16}.get(place.type, torch.float32)
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if dtype not in known:
-        raise SelfJudgeError(f"unknown dtype {dtype!r}; dtypes are: {', '.join(known)}")
+        raise SelfJudgeError(f"unknown dtype {dtype!r}; dtypes are: {', '.join(known)}, int8 (cpu)")
     return known[dtype]
 
 

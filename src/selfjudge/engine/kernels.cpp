@@ -1,0 +1,471 @@
+// One forward pass of a Llama- or Qwen2-shaped model over a few tokens, on a CPU.
+//
+// Decoding reads every weight once per pass, however many tokens the pass carries: general matrix libraries repack the
+// weights for 2 or more tokens and lose that. Here each thread streams its share of the rows of every matrix through
+// the registers once and multiplies them with up to four tokens at a time. Weights are float, or int8 with one scale per
+// group of 64 (activations are then quantised the same way on the fly).
+//
+// Tokens of a pass are independent (row, position) pairs; keys and values live at [layer][row][head][position], so a
+// ragged batch needs no padding, no mask and no holes: rewinding a row is forgetting its last positions.
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <initializer_list>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+#ifdef __ARM_FEATURE_DOTPROD
+#include <arm_neon.h>
+#endif
+
+namespace {
+
+constexpr int kGroup = 64;   // weights per int8 scale
+constexpr int kTokens = 4;   // tokens per micro-kernel: 16 sums, 4 weights and 4 inputs fit the registers
+constexpr int kRows = 4;     // matrix rows per micro-kernel
+
+typedef float vec __attribute__((vector_size(16), aligned(4)));
+constexpr int kLanes = 4;
+
+inline vec load(const float* p) { return *reinterpret_cast<const vec*>(p); }
+inline float total(vec v) { return (v[0] + v[2]) + (v[1] + v[3]); }
+
+// the totals of four vectors
+inline vec totals(vec a, vec b, vec c, vec d) {
+  const vec ab = __builtin_shufflevector(a, b, 0, 4, 1, 5) + __builtin_shufflevector(a, b, 2, 6, 3, 7);
+  const vec cd = __builtin_shufflevector(c, d, 0, 4, 1, 5) + __builtin_shufflevector(c, d, 2, 6, 3, 7);
+  return __builtin_shufflevector(ab, cd, 0, 1, 4, 5) + __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
+}
+
+inline float sum_of(const float* x, int count) {
+  vec sum = {};
+  int i = 0;
+  for (; i + kLanes <= count; i += kLanes) sum += load(x + i);
+  float s = total(sum);
+  for (; i < count; ++i) s += x[i];
+  return s;
+}
+
+// exp(x) for x <= 0 to float accuracy, without branches so that the compiler can vectorise the loop around it
+inline float exp_neg(float x) {
+  x = x < -87.0f ? -87.0f : x;
+  float n = std::floor(x * 1.44269504f + 0.5f);
+  float r = x - n * 0.693359375f + n * 2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
+  float scale;
+  std::memcpy(&scale, &bits, 4);
+  return p * scale;
+}
+
+inline float silu(float x) {
+  const float e = exp_neg(-std::fabs(x));
+  return x * (x < 0 ? e : 1.0f) / (1.0f + e);
+}
+
+}  // namespace
+
+extern "C" {
+
+struct Matrix {
+  const void* weight;  // [rows, cols] float, or int8 where `scale` is given
+  const float* scale;  // [rows, cols / kGroup]
+  const float* bias;   // [rows] or null
+  int32_t rows, cols;
+};
+
+struct Layer {
+  Matrix query, key, value, out, gate, up, down;
+  const float *attention_norm, *mlp_norm;
+};
+
+struct Model {
+  int32_t layers, hidden, heads, kv_heads, head_dim, intermediate;
+  float epsilon;
+  const float* embedding;  // [vocabulary, hidden]
+  const Layer* layer;
+  const float* norm;
+  Matrix head;
+};
+
+struct Pass {
+  int32_t tokens, rows, slots, outputs;
+  const int64_t* ids;        // [tokens]
+  const int32_t *row, *position;  // [tokens]
+  const int32_t* output;     // [outputs] tokens whose logits are wanted
+  const float *cosine, *sine;  // [slots, head_dim]
+  float *keys, *values;      // [layers, rows, kv_heads, slots, head_dim]
+  float* logits;             // [outputs, head.rows]
+  float* states;             // [outputs, hidden] after the final norm
+  float* scratch;            // scratch_size floats
+  int32_t threads;
+};
+
+}  // extern "C"
+
+namespace {
+
+// Activations as a matrix product reads them: float, or int8 in groups with their scales.
+struct Input {
+  const float* x;
+  int8_t* q = nullptr;
+  float* scale = nullptr;
+};
+
+template <int M, int N>
+inline void multiply(const float* x, int stride, const float* w, int cols, float (*y)[kRows]) {
+  vec sum[M][N] = {};
+  int k = 0;
+  for (; k + 2 * kLanes <= cols; k += 2 * kLanes) {
+    if (k % (4 * kLanes) == 0) {
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) __builtin_prefetch(w + static_cast<size_t>(n + N) * cols + k);  // the next rows
+    }
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; ++j) {
+      vec a[N];
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) a[n] = load(w + static_cast<size_t>(n) * cols + k + j * kLanes);
+#pragma GCC unroll 4
+      for (int m = 0; m < M; ++m) {
+        const vec b = load(x + static_cast<size_t>(m) * stride + k + j * kLanes);
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) sum[m][n] += a[n] * b;
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) {
+      float s = total(sum[m][n]);
+      for (int j = k; j < cols; ++j) s += x[static_cast<size_t>(m) * stride + j] * w[static_cast<size_t>(n) * cols + j];
+      y[m][n] = s;
+    }
+}
+
+inline int32_t dot_group(const int8_t* a, const int8_t* b) {
+  int32_t s = 0;
+  for (int i = 0; i < kGroup; ++i) s += static_cast<int32_t>(a[i]) * b[i];
+  return s;
+}
+
+template <int M, int N>
+inline void multiply(const Input& in, int first, const int8_t* w, const float* scale, int cols, float (*y)[kRows]) {
+  const int groups = cols / kGroup;
+#ifdef __ARM_FEATURE_DOTPROD
+  // two rows at a time: their 8 registers of weights serve every token
+  constexpr int P = N < 2 ? 1 : 2;
+#pragma GCC unroll 2
+  for (int first_row = 0; first_row < N; first_row += P) {
+    const int8_t* rows = w + static_cast<size_t>(first_row) * cols;
+    const float* row_scale = scale + static_cast<size_t>(first_row) * groups;
+    float32x4_t sum[M][P];
+#pragma GCC unroll 4
+    for (int m = 0; m < M; ++m)
+#pragma GCC unroll 2
+      for (int n = 0; n < P; ++n) sum[m][n] = vdupq_n_f32(0);
+    for (int g = 0; g < groups; ++g) {
+      int8x16_t a[P][4];
+#pragma GCC unroll 2
+      for (int n = 0; n < P; ++n) {
+        __builtin_prefetch(rows + static_cast<size_t>(n + kRows) * cols + g * kGroup);
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; ++j) a[n][j] = vld1q_s8(rows + static_cast<size_t>(n) * cols + g * kGroup + 16 * j);
+      }
+#pragma GCC unroll 4
+      for (int m = 0; m < M; ++m) {
+        const int8_t* x = in.q + static_cast<size_t>(first + m) * cols + g * kGroup;
+        const float sx = in.scale[static_cast<size_t>(first + m) * groups + g];
+        const int8x16_t b[4] = {vld1q_s8(x), vld1q_s8(x + 16), vld1q_s8(x + 32), vld1q_s8(x + 48)};
+#pragma GCC unroll 2
+        for (int n = 0; n < P; ++n) {
+          int32x4_t d = vdotq_s32(vdupq_n_s32(0), a[n][0], b[0]);
+          int32x4_t e = vdotq_s32(vdupq_n_s32(0), a[n][1], b[1]);
+          d = vdotq_s32(d, a[n][2], b[2]);
+          e = vdotq_s32(e, a[n][3], b[3]);
+          sum[m][n] = vfmaq_n_f32(sum[m][n], vcvtq_f32_s32(vaddq_s32(d, e)), row_scale[static_cast<size_t>(n) * groups + g] * sx);
+        }
+      }
+    }
+#pragma GCC unroll 4
+    for (int m = 0; m < M; ++m)
+#pragma GCC unroll 2
+      for (int n = 0; n < P; ++n) y[m][first_row + n] = vaddvq_f32(sum[m][n]);
+  }
+#else
+  for (int m = 0; m < M; ++m)
+    for (int n = 0; n < N; ++n) {
+      float s = 0;
+      for (int g = 0; g < groups; ++g)
+        s += static_cast<float>(dot_group(in.q + static_cast<size_t>(first + m) * cols + g * kGroup,
+                                          w + static_cast<size_t>(n) * cols + g * kGroup)) *
+             in.scale[static_cast<size_t>(first + m) * groups + g] * scale[static_cast<size_t>(n) * groups + g];
+      y[m][n] = s;
+    }
+#endif
+}
+
+// y[m][n] for M tokens and N rows of the matrix, chosen at compile time
+template <int M, int N>
+inline void tile(const Matrix& w, const Input& in, int m, int n, float (*y)[kRows]) {
+  if (w.scale) {
+    multiply<M, N>(in, m, static_cast<const int8_t*>(w.weight) + static_cast<size_t>(n) * w.cols,
+                   w.scale + static_cast<size_t>(n) * (w.cols / kGroup), w.cols, y);
+  } else {
+    multiply<M, N>(in.x + static_cast<size_t>(m) * w.cols, w.cols,
+                   static_cast<const float*>(w.weight) + static_cast<size_t>(n) * w.cols, w.cols, y);
+  }
+}
+
+template <int N>
+inline void tile(int tokens, const Matrix& w, const Input& in, int m, int n, float (*y)[kRows]) {
+  switch (tokens) {
+    case 1: return tile<1, N>(w, in, m, n, y);
+    case 2: return tile<2, N>(w, in, m, n, y);
+    case 3: return tile<3, N>(w, in, m, n, y);
+    default: return tile<4, N>(w, in, m, n, y);
+  }
+}
+
+// Calls store(token, row, value) for this thread's share of the rows. A block of rows stays in the first-level cache
+// while all tokens pass over it: the weights are read from memory once.
+template <class Store>
+void product(const Matrix& w, const Input& in, int tokens, int thread, int threads, Store store) {
+  const int blocks = (w.rows + kRows - 1) / kRows;
+  const int begin = static_cast<int>(static_cast<int64_t>(blocks) * thread / threads) * kRows;
+  const int end = static_cast<int>(static_cast<int64_t>(blocks) * (thread + 1) / threads) * kRows;
+  float y[kTokens][kRows];
+  for (int n = begin; n < end && n < w.rows; n += kRows) {
+    const int width = w.rows - n < kRows ? w.rows - n : kRows;
+    for (int m = 0, height; m < tokens; m += height) {
+      const int tiles = (tokens - m + kTokens - 1) / kTokens;  // even shares: 5 tokens are 3 + 2, not 4 + 1
+      height = (tokens - m + tiles - 1) / tiles;
+      if (width == kRows) {
+        tile<kRows>(height, w, in, m, n, y);
+      } else {
+        for (int j = 0; j < width; ++j) {
+          float one[kTokens][kRows];
+          tile<1>(height, w, in, m, n + j, one);
+          for (int i = 0; i < height; ++i) y[i][j] = one[i][0];
+        }
+      }
+      for (int i = 0; i < height; ++i)
+        for (int j = 0; j < width; ++j) store(m + i, n + j, w.bias ? y[i][j] + w.bias[n + j] : y[i][j]);
+    }
+  }
+}
+
+void quantise(const Input& in, int tokens, int cols) {
+  const int groups = cols / kGroup;
+  for (int i = 0; i < tokens * groups; ++i) {
+    const float* x = in.x + static_cast<size_t>(i) * kGroup;
+    float lane[kLanes] = {}, most = 0;
+    for (int k = 0; k < kGroup; k += kLanes)
+      for (int j = 0; j < kLanes; ++j) {
+        const float size = std::fabs(x[k + j]);
+        lane[j] = lane[j] > size ? lane[j] : size;
+      }
+    for (float size : lane) most = most > size ? most : size;
+    const float inverse = most > 0 ? 127.0f / most : 0.0f;
+    for (int k = 0; k < kGroup; ++k)
+      in.q[static_cast<size_t>(i) * kGroup + k] = static_cast<int8_t>(static_cast<int32_t>(std::nearbyint(x[k] * inverse)));
+    in.scale[i] = most / 127.0f;
+  }
+}
+
+void normalise(const float* x, const float* weight, float epsilon, int tokens, int hidden, float* y) {
+  for (int m = 0; m < tokens; ++m, x += hidden, y += hidden) {
+    vec squares = {};
+    int k = 0;
+    for (; k + kLanes <= hidden; k += kLanes) squares += load(x + k) * load(x + k);
+    float sum = total(squares);
+    for (; k < hidden; ++k) sum += x[k] * x[k];
+    const float scale = 1.0f / std::sqrt(sum / hidden + epsilon);
+    for (k = 0; k < hidden; ++k) y[k] = x[k] * scale * weight[k];
+  }
+}
+
+constexpr int kKeys = 32;  // keys or values that stay in the first-level cache while several queries use them
+
+// `queries` heads of one token against the `count` keys and values of one key-value head.
+void attend(const float* q, int queries, const float* k, const float* v, int count, int D, float root, float* scores,
+            int stride, float* out) {
+  for (int from = 0; from < count; from += kKeys) {
+    const int to = from + kKeys < count ? from + kKeys : count;
+    for (int g = 0; g < queries; ++g) {
+      float* score = scores + static_cast<int64_t>(g) * stride;
+      int s = from;
+      for (; s + 4 <= to; s += 4) {
+        vec sum[4] = {};
+        for (int d = 0; d < D; d += kLanes) {
+          const vec a = load(q + g * D + d);
+#pragma GCC unroll 4
+          for (int j = 0; j < 4; ++j) sum[j] += a * load(k + static_cast<int64_t>(s + j) * D + d);
+        }
+        const vec four = totals(sum[0], sum[1], sum[2], sum[3]) * root;
+        std::memcpy(score + s, &four, sizeof four);
+      }
+      for (; s < to; ++s) {
+        vec sum = {};
+        for (int d = 0; d < D; d += kLanes) sum += load(q + g * D + d) * load(k + static_cast<int64_t>(s) * D + d);
+        score[s] = total(sum) * root;
+      }
+    }
+  }
+  for (int g = 0; g < queries; ++g) {
+    float* score = scores + static_cast<int64_t>(g) * stride;
+    float most = score[0];
+    for (int s = 1; s < count; ++s) most = score[s] > most ? score[s] : most;
+    for (int s = 0; s < count; ++s) score[s] = exp_neg(score[s] - most);
+    const float inverse = 1.0f / sum_of(score, count);
+    for (int s = 0; s < count; ++s) score[s] *= inverse;
+  }
+  std::memset(out, 0, sizeof(float) * queries * D);
+  for (int from = 0; from < count; from += kKeys) {
+    const int to = from + kKeys < count ? from + kKeys : count;
+    for (int g = 0; g < queries; ++g) {
+      const float* score = scores + static_cast<int64_t>(g) * stride;
+      int d = 0;
+      for (; d + 4 * kLanes <= D; d += 4 * kLanes) {  // 16 outputs in registers
+        float* o = out + g * D + d;
+        vec sum[4] = {load(o), load(o + 4), load(o + 8), load(o + 12)};
+        for (int s = from; s < to; ++s) {
+          const float* value = v + static_cast<int64_t>(s) * D + d;
+#pragma GCC unroll 4
+          for (int j = 0; j < 4; ++j) sum[j] += load(value + j * kLanes) * score[s];
+        }
+        std::memcpy(o, sum, sizeof sum);
+      }
+      for (; d < D; ++d)
+        for (int s = from; s < to; ++s) out[g * D + d] += v[static_cast<int64_t>(s) * D + d] * score[s];
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+// Floats of scratch a pass of `tokens` needs. Layout: shared x, qkv, attention, mlp; then per thread the normalised
+// input, its int8 form with scales, and attention scores.
+int64_t scratch_size(const Model* model, int32_t tokens, int32_t slots, int32_t threads) {
+  const int64_t wide = model->intermediate > model->heads * model->head_dim ? model->intermediate : model->heads * model->head_dim;
+  const int64_t widest = wide > model->hidden ? wide : model->hidden;
+  const int64_t qkv = (model->heads + 2 * model->kv_heads) * static_cast<int64_t>(model->head_dim);
+  const int64_t shared = tokens * (model->hidden + qkv + static_cast<int64_t>(model->heads) * model->head_dim + model->intermediate);
+  const int64_t own = tokens * (widest + widest / 4 + widest / kGroup + 64) + static_cast<int64_t>(slots) * (model->heads / model->kv_heads) + 64;
+  return shared + threads * own;
+}
+
+void forward(const Model* model, const Pass* pass) {
+  const int M = pass->tokens, H = model->hidden, D = model->head_dim, heads = model->heads, kv = model->kv_heads;
+  const int G = heads / kv, I = model->intermediate, width = (heads + 2 * kv) * D;
+  const int64_t wide = I > heads * D ? I : heads * D;
+  const int64_t widest = wide > H ? wide : H;
+  const float root = 1.0f / std::sqrt(static_cast<float>(D));
+  float* x = pass->scratch;
+  float* qkv = x + static_cast<int64_t>(M) * H;
+  float* mixed = qkv + static_cast<int64_t>(M) * width;
+  float* active = mixed + static_cast<int64_t>(M) * heads * D;
+  float* shared_end = active + static_cast<int64_t>(M) * I;
+  const int64_t own = M * (widest + widest / 4 + widest / kGroup + 64) + static_cast<int64_t>(pass->slots) * G + 64;
+  const int64_t plane = static_cast<int64_t>(pass->slots) * D;  // one head of one row
+
+#pragma omp parallel num_threads(pass->threads)
+  {
+#ifdef _OPENMP
+    const int thread = omp_get_thread_num(), threads = omp_get_num_threads();
+#else
+    const int thread = 0, threads = 1;
+#endif
+    float* normed = shared_end + thread * own;
+    float* group_scale = normed + M * widest;
+    float* scores = group_scale + M * (widest / kGroup + 1);
+    int8_t* quantised = reinterpret_cast<int8_t*>(scores + static_cast<int64_t>(pass->slots) * G);
+
+    // every thread normalises and quantises for itself: cheaper than waiting for one that does
+    auto input = [&](const Matrix& w, const float* values) {
+      Input in{values, quantised, group_scale};
+      if (w.scale) quantise(in, M, w.cols);
+      return in;
+    };
+
+    for (int m = thread; m < M; m += threads) std::memcpy(x + static_cast<int64_t>(m) * H, model->embedding + pass->ids[m] * H, H * sizeof(float));
+#pragma omp barrier
+    for (int l = 0; l < model->layers; ++l) {
+      const Layer& layer = model->layer[l];
+      float* K = pass->keys + l * static_cast<int64_t>(pass->rows) * kv * plane;
+      float* V = pass->values + l * static_cast<int64_t>(pass->rows) * kv * plane;
+
+      normalise(x, layer.attention_norm, model->epsilon, M, H, normed);
+      const Input states = input(layer.query, normed);
+      int offset = 0;
+      for (const Matrix* w : {&layer.query, &layer.key, &layer.value}) {
+        product(*w, states, M, thread, threads,
+                [&](int m, int n, float value) { qkv[static_cast<int64_t>(m) * width + offset + n] = value; });
+        offset += w->rows;
+      }
+#pragma omp barrier
+      // rotate queries and keys, file keys and values
+      for (int i = thread; i < M * (heads + kv); i += threads) {
+        const int m = i / (heads + kv), h = i % (heads + kv);
+        float* p = qkv + static_cast<int64_t>(m) * width + h * D;
+        const float* c = pass->cosine + static_cast<int64_t>(pass->position[m]) * D;
+        const float* s = pass->sine + static_cast<int64_t>(pass->position[m]) * D;
+        for (int d = 0; d < D / 2; ++d) {
+          const float a = p[d], b = p[d + D / 2];
+          p[d] = a * c[d] - b * s[d];
+          p[d + D / 2] = b * c[d + D / 2] + a * s[d + D / 2];
+        }
+        if (h >= heads) {
+          const int64_t at = (static_cast<int64_t>(pass->row[m]) * kv + h - heads) * plane + static_cast<int64_t>(pass->position[m]) * D;
+          std::memcpy(K + at, p, D * sizeof(float));
+          std::memcpy(V + at, p + kv * D, D * sizeof(float));
+        }
+      }
+#pragma omp barrier
+      // the heads of a key-value head share its keys; a single token is split by head to keep all threads busy
+      const int together = M == 1 ? 1 : G, parts = heads / together;
+      for (int i = thread; i < M * parts; i += threads) {
+        const int m = i / parts, h = i % parts * together;
+        const int64_t at = (static_cast<int64_t>(pass->row[m]) * kv + h / G) * plane;
+        attend(qkv + static_cast<int64_t>(m) * width + h * D, together, K + at, V + at, pass->position[m] + 1, D, root,
+               scores, pass->slots, mixed + static_cast<int64_t>(m) * heads * D + h * D);
+      }
+#pragma omp barrier
+      product(layer.out, input(layer.out, mixed), M, thread, threads,
+              [&](int m, int n, float value) { x[static_cast<int64_t>(m) * H + n] += value; });
+#pragma omp barrier
+      normalise(x, layer.mlp_norm, model->epsilon, M, H, normed);
+      const Input again = input(layer.gate, normed);
+      // gate and up have the same shape, so a thread's share of both is the same: no barrier between them
+      product(layer.gate, again, M, thread, threads,
+              [&](int m, int n, float value) { active[static_cast<int64_t>(m) * I + n] = silu(value); });
+      product(layer.up, again, M, thread, threads,
+              [&](int m, int n, float value) { active[static_cast<int64_t>(m) * I + n] *= value; });
+#pragma omp barrier
+      product(layer.down, input(layer.down, active), M, thread, threads,
+              [&](int m, int n, float value) { x[static_cast<int64_t>(m) * H + n] += value; });
+#pragma omp barrier
+    }
+    // the head, for the wanted tokens alone
+    const int wanted = pass->outputs;
+    for (int i = 0; i < wanted; ++i)
+      normalise(x + static_cast<int64_t>(pass->output[i]) * H, model->norm, model->epsilon, 1, H, normed + static_cast<int64_t>(i) * H);
+    if (thread == 0) std::memcpy(pass->states, normed, sizeof(float) * wanted * H);
+    Input in{normed, quantised, group_scale};
+    if (model->head.scale) quantise(in, wanted, H);
+    product(model->head, in, wanted, thread, threads,
+            [&](int m, int n, float value) { pass->logits[static_cast<int64_t>(m) * model->head.rows + n] = value; });
+  }
+}
+
+}  // extern "C"
