@@ -129,7 +129,7 @@ class AcceptanceRule:
 def _broken(logits: Tensor) -> Tensor:
     """[..., V] → [...] rows with a NaN or +inf (−inf is a legitimate ban). One pass: the maximum carries both."""
     top = logits.amax(-1)
-    return torch.logical_or(top.isnan(), top.isposinf())
+    return torch.logical_or(torch.isnan(top), torch.isposinf(top))
 
 
 def _log_p(logits: Tensor, drafts: Tensor) -> Tensor:

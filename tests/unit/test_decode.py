@@ -187,7 +187,8 @@ def test_a_rows_random_numbers_do_not_depend_on_its_neighbours() -> None:
     prompts, rule = prompts_of([4, 9, 7]), SpeculativeSampling(Sampling(0.9, top_p=0.95))
     together, _ = run(target, draft, prompts, rule, gamma=3, max_new_tokens=20, seeds=[7, 8, 9])
     alone = [
-        run(target, draft, [p], rule, gamma=3, max_new_tokens=20, seeds=[s])[0][0] for p, s in zip(prompts, [7, 8, 9])
+        run(target, draft, [p], rule, gamma=3, max_new_tokens=20, seeds=[s])[0][0]
+        for p, s in zip(prompts, [7, 8, 9], strict=True)
     ]
     assert together == alone
     other, _ = run(target, draft, prompts, rule, gamma=3, max_new_tokens=20, seeds=[1, 2, 3])

@@ -133,7 +133,7 @@ class _Packed:
     """The model as the kernel reads it, and the tensors that must outlive it."""
 
     def __init__(self, model: PreTrainedModel, int8: bool) -> None:
-        config, body = model.config.get_text_config(), model.model
+        config, body = model.config.get_text_config(), model.base_model
         self.kept: list[Tensor] = []
         self.bytes_per_pass = 0
         layers = (_Layer * len(body.layers))()
@@ -201,7 +201,7 @@ class CpuEngine:
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.window = context_window(model)
         self.lengths: list[int] = []
-        self._source = model
+        self._rotary: nn.Module = model.model.rotary_emb
         self._packed = packed(model, int8)
         self._library = _library()
         self._want_hidden = hidden
@@ -276,7 +276,7 @@ class CpuEngine:
             keys[:, :, :, :old], values[:, :, :, :old] = self._keys, self._values
         self._keys, self._values = keys, values
         positions = torch.arange(self._slots)[None]
-        cosine, sine = self._source.model.rotary_emb(torch.empty(1, dtype=torch.float32), positions)
+        cosine, sine = self._rotary(torch.empty(1, dtype=torch.float32), positions)
         self._cosine, self._sine = cosine[0].contiguous(), sine[0].contiguous()
 
     def rewind(self, refused: Tensor) -> None:
