@@ -134,12 +134,14 @@ def _broken(logits: Tensor) -> Tensor:
 
 def _log_p(logits: Tensor, drafts: Tensor) -> Tensor:
     """[B, γ] log p_i(d_i)."""
-    return logits.float().log_softmax(-1).gather(-1, drafts[..., None]).squeeze(-1)
+    log_p: Tensor = logits.float().log_softmax(-1)
+    return log_p.gather(-1, drafts[..., None]).squeeze(-1)
 
 
 def _entropy(logits: Tensor) -> Tensor:
     """[..., V] → [...] in nats."""
-    return torch.special.entr(logits.float().softmax(-1)).sum(-1)
+    terms: Tensor = torch.special.entr(logits.float().softmax(-1))
+    return terms.sum(-1)
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,9 +8,11 @@ The loop yields one `Step` per target pass; text, streaming and statistics are l
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,75 +41,136 @@ def decode(
     the next one. With a sampling rule, a row's random numbers depend on its own seed alone, not on its neighbours.
     """
     limits = check(target, draft, prompts, rule, gamma, max_new_tokens)
-    seeds = range(len(prompts)) if seeds is None else seeds
-    rows = [
-        _Row(i, limit, torch.Generator().manual_seed(seed))
-        for i, (limit, seed) in enumerate(zip(limits, seeds, strict=True))
-    ]
-    clock = _Clock(target.device)
+    draft = draft if gamma else None
+    rows = [_Row(i, limit) for i, limit in enumerate(limits)]
+    random = _Random(range(len(prompts)) if seeds is None else seeds, rule, gamma, target.device)
+    longest = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)) + gamma + 1
+    for engine in (target, draft):
+        if engine is not None:
+            engine.reserve(len(rows), longest)
 
     # prefill: the target's token after the prompt belongs to no cycle
+    timer = _Timer(target.device)
     tokens, counts = _left_padded(prompts, target.device)
-    with clock("target"):
+    with timer("target"):
         output = target.extend(tokens, counts, keep=1)
-    with clock("rule"):
-        block = Block(tokens[:, :0], output.logits, output.hidden, uniforms=_uniforms(rows, 1, rule, target.device))
-        verdict = rule(block)
-        last = verdict.next_token[:, None]
-    if draft is not None and gamma:
-        with clock("draft"):
+    with timer("rule"):
+        verdict = rule(Block(tokens[:, :0], output.logits, output.hidden, uniforms=random.first()))
+    if draft is not None:
+        with timer("draft"):
             draft.extend(tokens, counts, keep=1)
-    backlog, missing = last, torch.ones_like(counts)  # emitted tokens [B, 2] the draft has not seen yet, and how many
-    yield _emitted(0, rows, tokens[:, :0], verdict, eos_ids, clock)
+    cycle = _Cycle(target, draft, rule, gamma, verdict.next_token)
+    yield _emitted(0, rows, _packed(tokens[:, :0], verdict), timer, eos_ids)
 
-    cycle = 0
+    number = 0
+    flying: deque[tuple[int, Tensor, _Timer]] = deque()
     while True:
         alive = [i for i, row in enumerate(rows) if not row.finished and row.index not in cancelled]
-        if len(alive) < len(rows):
-            if not alive:
-                return
-            rows = [rows[i] for i in alive]
-            last, backlog, missing = last[alive], backlog[alive], missing[alive]
-            target.select(alive)
-            if draft is not None and gamma:
-                draft.select(alive)
+        for i in set(range(len(rows))).difference(alive):
+            rows[i].finished = True
+        if not alive:
+            return
+        # a static engine keeps finished rows until half are idle: leaving costs it a new recording
+        if len(alive) < len(rows) and (not target.static or len(alive) <= len(rows) // 2):
+            if not flying:
+                rows = [rows[i] for i in alive]
+                cycle.select(alive)
+                random.select(alive)
+        elif len(flying) < 2:
+            number += 1
+            width = gamma if target.static else min(gamma, max(row.left for row in rows) - 1)
+            flying.append((number, *cycle.run(width, random.next())))
+            if target.static and len(flying) < 2:
+                continue  # the device works on the next cycle while the host reads this one
+        if not flying:
+            continue
+        done, packed, timer = flying.popleft()
+        yield _emitted(done, rows, packed, timer, eos_ids)
 
-        cycle += 1
-        width = min(gamma, max(row.left for row in rows) - 1)  # no drafts past the longest row's limit
-        u = _uniforms(rows, 2 * gamma + 1, rule, target.device)
-        drafts, draft_logits = last[:, :0], None
-        if width and draft is not None:
-            with clock("draft"):
-                drafts, draft_logits = _propose(draft, backlog, missing, width, rule, target.vocab_size, u)
-        with clock("target"):
-            output = target.extend(torch.cat([last, drafts], 1))
-        uniforms = None if u is None else torch.cat([u[:, gamma : gamma + width], u[:, -1:]], 1)
-        block = Block(drafts, output.logits, output.hidden, draft_logits, uniforms)
-        if rule.judge is not None and width:
-            with clock("judge"):
-                block = replace(block, scores=rule.judge(block))
-        with clock("rule"):
-            verdict = rule(block)
-            k = verdict.n_accepted
-            target.rewind(width - k)
-            if width and draft is not None:
-                draft.rewind((width - 1 - k).clamp_min(0))  # d_γ itself was never fed to the draft
-            last = verdict.next_token[:, None]
+
+class _Cycle:
+    """One cycle as functions over fixed tensors, so that an engine may record them and replay them without Python."""
+
+    def __init__(self, target: Engine, draft: Engine | None, rule: AcceptanceRule, gamma: int, first: Tensor) -> None:
+        self.target, self.draft, self.rule, self.gamma = target, draft, rule, gamma
+        self.width = gamma
+        self.last = first[:, None].clone()
+        self.backlog = torch.cat([self.last, self.last], 1)  # the newest emitted tokens; the draft lacks the last
+        self.missing = torch.ones_like(first)  # `missing` of them
+        self.uniforms = (
+            None if rule.sampling is None else first.new_zeros((len(first), 2 * gamma + 1), dtype=torch.float32)
+        )
+        self.steps: list[Callable[[], None]] | None = None
+
+    def run(self, width: int, uniforms: Tensor | None) -> tuple[Tensor, _Timer]:
+        """Start one cycle with `width` drafts; the packed verdict, not yet waited for."""
+        self.width = width
+        if self.uniforms is not None and uniforms is not None:
+            self.uniforms.copy_(uniforms)
+        if self.steps is None:
+            engines = [self.target] if self.draft is None else [self.target, self.draft]
+            state = [self.last, self.backlog, self.missing, *(t for engine in engines for t in engine.state())]
+            self.steps = self.target.capture([self.propose, self.verify, self.judge, self.decide], state)
+        timer = _Timer(self.target.device)
+        for phase, step in zip(PHASES, self.steps, strict=True):
+            with timer(phase):
+                step()
+        return timer.sent(self.packed), timer
+
+    def propose(self) -> None:
+        self.drafts, self.draft_logits = self.last[:, :0], None
+        if self.width and self.draft is not None:
+            behind = self.draft.static or bool((self.missing > 1).any())
+            backlog, missing = (self.backlog, self.missing) if behind else (self.backlog[:, 1:], None)
+            self.drafts, self.draft_logits = _propose(
+                self.draft, backlog, missing, self.width, self.rule, self.target.vocab_size, self.uniforms
+            )
+
+    def verify(self) -> None:
+        self.output = self.target.extend(torch.cat([self.last, self.drafts], 1))
+
+    def judge(self) -> None:
+        u, gamma = self.uniforms, self.gamma
+        chosen = None if u is None else torch.cat([u[:, gamma : gamma + self.width], u[:, -1:]], 1)
+        self.block = Block(self.drafts, self.output.logits, self.output.hidden, self.draft_logits, chosen)
+        if self.rule.judge is not None and self.width:
+            self.block = replace(self.block, scores=self.rule.judge(self.block))
+
+    def decide(self) -> None:
+        verdict = self.rule(self.block)
+        k = verdict.n_accepted
+        self.target.rewind(self.width - k)
+        self.last.copy_(verdict.next_token[:, None])
+        if self.width and self.draft is not None:
+            self.draft.rewind((self.width - 1 - k).clamp_min(0))  # d_γ itself was never fed to the draft
             # a fully accepted block leaves the draft two tokens behind: d_γ and the bonus token
-            backlog, missing = last, torch.ones_like(missing)
-            if width and bool((k == width).any()):
-                backlog = torch.cat([drafts[:, -1:], last], 1)
-                missing = 1 + (k == width).long()
-        yield _emitted(cycle, rows, drafts, verdict, eos_ids, clock)
+            self.backlog.copy_(torch.cat([self.drafts[:, -1:], self.last], 1))
+            self.missing.copy_(1 + (k == self.width).long())
+        self.packed = _packed(self.drafts, verdict)
+
+    def select(self, rows: list[int]) -> None:
+        """Keep these rows; what was recorded is void."""
+        self.last, self.backlog, self.missing = self.last[rows], self.backlog[rows], self.missing[rows]
+        self.uniforms = None if self.uniforms is None else self.uniforms[rows]
+        self.steps = None
+        self.target.select(rows)
+        if self.draft is not None:
+            self.draft.select(rows)
 
 
 def _propose(
-    draft: Engine, backlog: Tensor, missing: Tensor, gamma: int, rule: AcceptanceRule, vocab_size: int, u: Tensor | None
+    draft: Engine,
+    backlog: Tensor,
+    missing: Tensor | None,
+    gamma: int,
+    rule: AcceptanceRule,
+    vocab_size: int,
+    u: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """[B, γ] drafts and, when sampling, the [B, γ, V] logits they were drawn from."""
     tokens: list[Tensor] = []
     drawn_from: list[Tensor] = []
-    output = draft.extend(backlog, missing if backlog.shape[1] > 1 else None, keep=1)
+    output = draft.extend(backlog, missing, keep=1)
     for i in range(gamma):
         logits = _fitted(regular(output.logits[:, -1]), vocab_size)
         if rule.sampling is not None:
@@ -137,23 +200,27 @@ class _Row:
     index: int
     left: int
     """Tokens it may still emit."""
-    generator: torch.Generator
     finished: bool = False
 
 
-def _emitted(
-    cycle: int, rows: list[_Row], drafts: Tensor, verdict: Verdict, eos_ids: Collection[int], clock: _Clock
-) -> Step:
-    """Move the verdict to the host (the one synchronisation of a cycle), cut at the end token and the limit."""
-    with clock("rule"):
-        drafted, judged = drafts.tolist(), verdict.judged.tolist()
-        counts, following = verdict.n_accepted.tolist(), verdict.next_token.tolist()
-        irregular = bool(verdict.irregular)
-    emissions = []
-    for i, row in enumerate(rows):
-        k = counts[i]
-        tokens = [*drafted[i][:k], following[i]]
-        origins: list[Origin] = [*("judge" if judged[i][j] else "draft" for j in range(k)), "target"]
+def _packed(drafts: Tensor, verdict: Verdict) -> Tensor:
+    """[B, 2γ+3] everything the host wants to know, in one piece: d, judged, n, next token, irregular."""
+    n, following = verdict.n_accepted[:, None], verdict.next_token[:, None]
+    return torch.cat([drafts, verdict.judged.long(), n, following, verdict.irregular.long().expand_as(n)], 1)
+
+
+def _emitted(number: int, rows: list[_Row], packed: Tensor, timer: _Timer, eos_ids: Collection[int]) -> Step:
+    """Wait for a cycle (its one synchronisation), cut each row at the end token and at its limit."""
+    seconds = timer.seconds()
+    emissions, irregular = [], False
+    for row, (*found, k, following, odd) in zip(rows, packed.tolist(), strict=True):
+        if row.finished:
+            continue
+        irregular |= bool(odd)
+        judged = found[len(found) // 2 :]
+        tokens = [*found[:k], following]
+        origins: list[Origin] = ["judge" if judged[j] else "draft" for j in range(k)]
+        origins.append("target")
         finish: Finish | None = None
         for j, token in enumerate(tokens):
             if token in eos_ids or j + 1 == row.left:
@@ -163,7 +230,7 @@ def _emitted(
         row.left -= len(tokens)
         row.finished = finish is not None
         emissions.append(Emission(row.index, tuple(tokens), tuple(origins), finish))
-    return Step(cycle, tuple(emissions), clock.take(), irregular)
+    return Step(number, tuple(emissions), seconds, irregular)
 
 
 def check(
@@ -204,31 +271,75 @@ def _left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tupl
     return torch.tensor(padded, device=device), torch.tensor(counts, device=device)
 
 
-def _uniforms(rows: list[_Row], count: int, rule: AcceptanceRule, device: torch.device) -> Tensor | None:
-    """[B, count] from each row's own generator, the same count every cycle whatever the neighbours do."""
-    if rule.sampling is None:
-        return None
-    return torch.stack([torch.rand(count, generator=row.generator) for row in rows]).to(device)
+class _Random:
+    """Each row's own random numbers: the same ones whatever its neighbours do, drawn for many cycles at a time."""
+
+    AHEAD = 32
+
+    def __init__(self, seeds: Sequence[int], rule: AcceptanceRule, gamma: int, device: torch.device) -> None:
+        self.device, self.width = device, 2 * gamma + 1
+        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds] if rule.sampling is not None else []
+        self.drawn: deque[Tensor] = deque()
+
+    def _draw(self, count: int) -> Tensor:
+        return torch.stack([torch.rand(count, generator=g) for g in self.generators]).to(self.device)
+
+    def first(self) -> Tensor | None:
+        """[B, 1] for the token that prefill yields."""
+        return self._draw(1) if self.generators else None
+
+    def next(self) -> Tensor | None:
+        """[B, 2γ+1] for one cycle: γ to draw drafts, γ to accept them, one for the token that follows."""
+        if not self.generators:
+            return None
+        if not self.drawn:
+            self.drawn.extend(self._draw(self.AHEAD * self.width).view(-1, self.AHEAD, self.width).unbind(1))
+        return self.drawn.popleft()
+
+    def select(self, rows: list[int]) -> None:
+        if self.generators:
+            self.generators = [self.generators[i] for i in rows]
+            self.drawn = deque(u[rows] for u in self.drawn)
 
 
-class _Clock:
-    """Wall clock by phase; on an accelerator each phase waits for its kernels."""
+class _Timer:
+    """Wall clock of one cycle by phase. On CUDA by events, so that the host need not wait between phases."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.spans: list[tuple[str, Any, Any]] = []
+        self.arrived: Any = None
+
+    def _now(self) -> Any:
+        if self.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            return event
+        if self.device.type == "mps":
+            torch.mps.synchronize()
+        return time.perf_counter()
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
+        start = self._now()
         yield
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        elif self.device.type == "mps":
-            torch.mps.synchronize()
-        self.seconds[phase] += time.perf_counter() - start
+        self.spans.append((phase, start, self._now()))
 
-    def take(self) -> dict[str, float]:
-        """The seconds since the last call."""
-        taken, self.seconds = self.seconds, dict.fromkeys(PHASES, 0.0)
-        return taken
+    def sent(self, packed: Tensor) -> Tensor:
+        """A copy of the verdict that the next cycle cannot overwrite, on its way to the host."""
+        if self.device.type != "cuda":
+            return packed
+        host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+        host.copy_(packed, non_blocking=True)
+        self.arrived = torch.cuda.Event()
+        self.arrived.record()
+        return host
+
+    def seconds(self) -> dict[str, float]:
+        """Wait for what was sent; the seconds of each phase."""
+        if self.device.type == "cuda":
+            (self.arrived or torch.cuda.current_stream(self.device)).synchronize()
+        total = dict.fromkeys(PHASES, 0.0)
+        for phase, start, end in self.spans:
+            total[phase] += start.elapsed_time(end) / 1e3 if self.device.type == "cuda" else end - start
+        return total

@@ -12,7 +12,7 @@ from scipy.stats import chisquare
 from conftest import CONFIGS, VOCAB, tiny_model
 from selfjudge.accept import AcceptanceRule, Exact, Judged, Sampling, SpeculativeSampling, TopK
 from selfjudge.decode import decode
-from selfjudge.engine import make_engine
+from selfjudge.engine import Engine, cuda, make_engine
 from selfjudge.engine.reference import ReferenceEngine
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge import Judge
@@ -21,11 +21,17 @@ from selfjudge.types import Step
 KIND = "reference"
 
 
-@pytest.fixture(autouse=True, params=["reference", "auto"])
+@pytest.fixture(autouse=True, params=["reference", "auto", "cuda"])
 def engine_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every test runs on the reference engine and on the fastest the model can have."""
+    """Every test runs on the reference engine, on the fastest this machine has, and on the static engine, which runs
+    the same steps as torch operations where there is no GPU; models it does not know fall back there too."""
     monkeypatch.setitem(globals(), "KIND", request.param)
     return request.param
+
+
+def engine_of(model: hf.PreTrainedModel, **options: bool) -> Engine:
+    kind = "reference" if KIND == "cuda" and cuda.why_not(model) else KIND
+    return make_engine(model, kind=kind, **options)
 
 
 def run(
@@ -36,7 +42,7 @@ def run(
     **options: object,
 ) -> tuple[list[list[int]], list[Step]]:
     rule = rule or Exact()
-    engines = make_engine(target, hidden=rule.judge is not None, kind=KIND), draft and make_engine(draft, kind=KIND)
+    engines = engine_of(target, hidden=rule.judge is not None), draft and engine_of(draft)
     steps = list(decode(*engines, prompts, rule, **options))  # type: ignore[arg-type]
     tokens: list[list[int]] = [[] for _ in prompts]
     for step in steps:

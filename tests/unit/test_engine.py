@@ -15,7 +15,9 @@ from selfjudge.engine.reference import ReferenceEngine
 from selfjudge.errors import SelfJudgeError
 
 MODELS = {kind: tiny_model(kind) for kind in CONFIGS}
-ENGINES = [("reference", kind) for kind in sorted(CONFIGS)] + [("cpu", "llama"), ("cpu", "qwen2")]
+ENGINES = [("reference", kind) for kind in sorted(CONFIGS)] + [
+    (e, k) for e in ("cpu", "cuda") for k in ("llama", "qwen2")
+]
 
 operation = st.one_of(
     st.tuples(st.just("extend"), st.integers(1, 7), st.integers(0, 2**16)),
@@ -56,6 +58,7 @@ def test_every_logit_equals_a_fresh_forward(
             torch.testing.assert_close(output.logits[b], fresh.logits[0, -keep:], atol=2e-4, rtol=1e-4)
             torch.testing.assert_close(output.hidden[b], hidden[0, -keep:], atol=2e-4, rtol=1e-4)
 
+    engine.reserve(batch, 100)
     extend(6, random)
     for name, size, salt in plan:
         generator = torch.Generator().manual_seed(salt)

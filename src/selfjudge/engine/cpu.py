@@ -21,15 +21,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from selfjudge.engine import Output
+from selfjudge.engine import Eager, Output, shape_reason
 from selfjudge.engine.reference import context_window
 from selfjudge.store import home, locked
 
 GROUP = 64  # as in kernels.cpp
 CHUNK = 192  # tokens per pass of a long prompt
 SOURCE = Path(__file__).with_name("kernels.cpp")
-_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "MistralForCausalLM")
-_ROPE = ("default", "linear", "llama3", "yarn")
 
 
 class _Matrix(ctypes.Structure):
@@ -74,15 +72,8 @@ def why_not(model: PreTrainedModel, *, int8: bool = False) -> str | None:
         return f"the model is on {model.device.type}"
     if model.dtype != torch.float32:
         return f"its dtype is {str(model.dtype).removeprefix('torch.')}, not float32"
-    if type(model).__name__ not in _ARCHITECTURES:
-        return f"models of type {config.model_type!r} run on the reference engine"
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if kinds - {"full_attention"} or (not kinds and getattr(config, "sliding_window", None)):
-        return "it has sliding-window layers"
-    if (rope := (config.rope_parameters or {}).get("rope_type", "default")) not in _ROPE:
-        return f"its rotary embedding is of type {rope!r}"
-    if config.hidden_act != "silu":
-        return f"its activation is {config.hidden_act!r}"
+    if (reason := shape_reason(model)) is not None:
+        return reason
     attention = model.model.layers[0].self_attn
     if attention.head_dim % 4:
         return f"its heads are {attention.head_dim} wide"
@@ -161,7 +152,7 @@ class _Packed:
         self.kept.append(tensor)
         return tensor.data_ptr()
 
-    def _matrix(self, linear: nn.Module, int8: bool) -> _Matrix:
+    def _matrix(self, linear: nn.Linear, int8: bool) -> _Matrix:
         weight: Tensor = linear.weight.detach()
         bias: Tensor | None = getattr(linear, "bias", None)
         rows, cols = weight.shape
@@ -193,7 +184,7 @@ def packed(model: PreTrainedModel, int8: bool) -> _Packed:
     return forms[int8]
 
 
-class CpuEngine:
+class CpuEngine(Eager):
     """See the module's docstring. Each row's keys and values lie at their positions: rewinding moves a number."""
 
     def __init__(self, model: PreTrainedModel, *, hidden: bool = False, int8: bool = False) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
-from selfjudge.engine import Output
+from selfjudge.engine import Eager, Output
 from selfjudge.errors import SelfJudgeError
 
 PREFILL_CHUNK = 512  # bounds mask and activation memory: nothing grows with the square of the prompt
@@ -71,7 +71,7 @@ class SlotLayer(DynamicLayer):
         self.cut(self.used)
 
 
-class ReferenceEngine:
+class ReferenceEngine(Eager):
     """See the module's docstring. One engine serves one batch: make a new one for the next."""
 
     def __init__(self, model: PreTrainedModel, *, hidden: bool = False) -> None:

@@ -1,0 +1,253 @@
+"""The CUDA engine: Llama- and Qwen2-shaped models with a static cache, every pass of one shape, replayed as a graph.
+
+Row b of the cache holds its tokens at slots 0 … length−1; refused tokens are simply overwritten, so a rewind is a
+subtraction on the device. The last slot takes the tokens that padding brings along. Normalisation, rotation, attention
+and gating are Triton kernels (`kernels_triton.py`); without Triton, or on a CPU, the same steps run as torch operations,
+which is how the tests on machines without a GPU cover this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from selfjudge.engine import Output, shape_reason
+from selfjudge.engine.reference import context_window
+
+PREFILL_TOKENS = 16384  # tokens of prompts per pass
+STEP_TOKENS = 32  # a pass of at most this many tokens a row is a decoding step and covers the whole batch
+
+
+def why_not(model: PreTrainedModel) -> str | None:
+    """Why this engine cannot run the model; None if it can."""
+    if (reason := shape_reason(model)) is not None:
+        return reason
+    dim = model.model.layers[0].self_attn.head_dim
+    if model.device.type == "cuda" and dim not in (16, 32, 64, 128, 256):
+        return f"its heads are {dim} wide"
+    if model.model.layers[0].mlp.gate_proj.bias is not None:
+        return "its feed-forward layers have biases"
+    return None
+
+
+class _Weights:
+    """The model's matrices, queries, keys and values fused into one, gate and up into another."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        config, body = model.config.get_text_config(), model.base_model
+        self.layers = []
+        for layer in body.layers:
+            attention, mlp = layer.self_attn, layer.mlp
+            parts = (attention.q_proj, attention.k_proj, attention.v_proj)
+            bias = None if parts[0].bias is None else torch.cat([p.bias.detach() for p in parts])
+            self.layers.append((
+                layer.input_layernorm.weight.detach(),
+                torch.cat([p.weight.detach() for p in parts]),
+                bias,
+                attention.o_proj.weight.detach().t(),
+                None if attention.o_proj.bias is None else attention.o_proj.bias.detach(),
+                layer.post_attention_layernorm.weight.detach(),
+                torch.cat([mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()]),
+                mlp.down_proj.weight.detach().t(),
+            ))  # fmt: skip
+        self.embedding = body.embed_tokens.weight.detach()
+        self.norm = body.norm.weight.detach()
+        self.head = model.get_output_embeddings().weight.detach()
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.dim = body.layers[0].self_attn.head_dim
+        self.epsilon: float = config.rms_norm_eps
+        self.rotary = body.rotary_emb
+
+
+_WEIGHTS: WeakKeyDictionary[PreTrainedModel, _Weights] = WeakKeyDictionary()
+
+
+class CudaEngine:
+    """See the module's docstring."""
+
+    static = True
+
+    def __init__(self, model: PreTrainedModel, *, hidden: bool = False) -> None:
+        if model not in _WEIGHTS:
+            _WEIGHTS[model] = _Weights(model)
+        self.weights = _WEIGHTS[model]
+        self.device, self.dtype = model.device, model.dtype
+        self.vocab_size: int = self.weights.head.shape[0]
+        self.window = context_window(model)
+        self.slots = 0
+        self._want_hidden = hidden
+        self.lengths = self.keys = self.values = self._cosine = self._sine = torch.empty(0, device=self.device)
+
+    @cached_property
+    def _kernels(self) -> Kernels:
+        if self.device.type == "cuda":
+            try:
+                from selfjudge.engine.kernels_triton import TritonKernels
+            except ImportError:
+                return Kernels()
+            return TritonKernels()
+        return Kernels()
+
+    @torch.no_grad()
+    def reserve(self, batch: int, length: int) -> None:
+        w = self.weights
+        self.slots = (length + 2 + 63) // 64 * 64
+        shape = (len(w.layers), batch, w.kv_heads, self.slots, w.dim)
+        self.keys = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        self.values = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        self.lengths = torch.zeros(batch, dtype=torch.long, device=self.device)
+        positions = torch.arange(self.slots, device=self.device)[None]
+        cosine, sine = w.rotary(torch.empty(1, dtype=torch.float32, device=self.device), positions)
+        self._cosine, self._sine = cosine[0].float().contiguous(), sine[0].float().contiguous()
+
+    @torch.no_grad()
+    def extend(self, tokens: Tensor, counts: Tensor | None = None, keep: int | None = None) -> Output:
+        batch, width = tokens.shape
+        keep = width if keep is None else keep
+        if not self.slots:
+            self.reserve(batch, self.window)
+        column = torch.arange(width, device=self.device)
+        if counts is None:
+            place = self.lengths[:, None] + column
+            valid = torch.ones_like(tokens, dtype=torch.bool)
+            taken: Tensor | int = width
+        else:
+            place = self.lengths[:, None] + column - (width - counts)[:, None]
+            valid = column >= (width - counts)[:, None]
+            taken = counts
+        place = place.clamp(0, self.slots - 2)
+        slot = torch.where(valid, place, self.slots - 1)
+        position = torch.where(valid, place, 0)
+        tokens = tokens.clamp_max(self.weights.embedding.shape[0] - 1)
+        if width <= STEP_TOKENS:
+            output = self._forward(tokens, slot, position, slice(0, batch), keep)
+        else:
+            output = self._prefill(tokens, slot, position, keep)
+        self.lengths.add_(taken)
+        return output
+
+    def _prefill(self, tokens: Tensor, slot: Tensor, position: Tensor, keep: int) -> Output:
+        """Long prompts, some rows and columns at a time."""
+        batch, width = tokens.shape
+        rows = max(1, PREFILL_TOKENS // width)
+        outputs = []
+        for first in range(0, batch, rows):
+            part = slice(first, min(first + rows, batch))
+            for start in range(0, width, PREFILL_TOKENS):
+                columns = slice(start, start + PREFILL_TOKENS)
+                wanted = min(keep, tokens[part, columns].shape[1])
+                output = self._forward(
+                    tokens[part, columns], slot[part, columns], position[part, columns], part, wanted
+                )
+            outputs.append(output)
+        hidden = torch.cat([o.hidden for o in outputs if o.hidden is not None]) if self._want_hidden else None
+        return Output(torch.cat([o.logits for o in outputs]), hidden)
+
+    def _forward(self, tokens: Tensor, slot: Tensor, position: Tensor, rows: slice, keep: int) -> Output:
+        w, kernels = self.weights, self._kernels
+        batch, width = tokens.shape
+        x = F.embedding(tokens, w.embedding).view(batch * width, -1)
+        for i, (attention_norm, qkv, bias, out, out_bias, mlp_norm, gate_up, down) in enumerate(w.layers):
+            keys, values = self.keys[i, rows], self.values[i, rows]
+            mixed = F.linear(kernels.norm(x, attention_norm, w.epsilon), qkv, bias)
+            q = kernels.rotate(mixed, self._cosine, self._sine, slot, position, keys, values, w.heads)
+            x.addmm_(kernels.attention(q, keys, values, position), out)
+            if out_bias is not None:
+                x.add_(out_bias)
+            x.addmm_(kernels.gate(F.linear(kernels.norm(x, mlp_norm, w.epsilon), gate_up)), down)
+        if keep < width:
+            x = x.view(batch, width, -1)[:, width - keep :].reshape(batch * keep, -1)
+        x = kernels.norm(x, w.norm, w.epsilon)
+        logits = F.linear(x, w.head).view(batch, keep, -1)
+        return Output(logits, x.view(batch, keep, -1) if self._want_hidden else None)
+
+    def rewind(self, refused: Tensor) -> None:
+        self.lengths.sub_(refused)
+
+    @torch.no_grad()
+    def select(self, rows: list[int]) -> None:
+        index = torch.tensor(rows, dtype=torch.long, device=self.device)
+        self.lengths = self.lengths[index]
+        for name in ("keys", "values"):  # one after the other: the old cache is freed before the next is copied
+            setattr(self, name, getattr(self, name).index_select(1, index))
+
+    def state(self) -> list[Tensor]:
+        return [self.lengths]
+
+    def capture(self, functions: Sequence[Callable[[], None]], state: Sequence[Tensor]) -> list[Callable[[], None]]:
+        if self.device.type != "cuda":
+            return list(functions)
+        saved = [tensor.clone() for tensor in state]
+
+        def restore() -> None:
+            for tensor, value in zip(state, saved, strict=True):
+                tensor.copy_(value)
+
+        warm = torch.cuda.Stream(self.device)
+        warm.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(warm):
+            for function in functions:
+                function()
+        torch.cuda.current_stream(self.device).wait_stream(warm)
+        restore()
+        pool = torch.cuda.graph_pool_handle()
+        graphs = []
+        for function in functions:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                function()
+            graphs.append(graph)
+        restore()
+        return [graph.replay for graph in graphs]
+
+
+class Kernels:
+    """The steps between the matrix products, as torch operations."""
+
+    def norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """[M, H] → [M, H]"""
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(x.dtype) * weight
+
+    def rotate(
+        self,
+        qkv: Tensor,
+        cosine: Tensor,
+        sine: Tensor,
+        slot: Tensor,
+        position: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        heads: int,
+    ) -> Tensor:
+        """Rotate queries and keys [M, (Hq+2Hk)·D], file keys and values at their slots; queries [B, T, Hq, D]."""
+        batch, width = slot.shape
+        kv, dim = keys.shape[1], keys.shape[3]
+        q, k, v = qkv.view(batch, width, -1, dim).split([heads, kv, kv], 2)
+        c, s = cosine[position][:, :, None], sine[position][:, :, None]
+
+        def turned(t: Tensor) -> Tensor:
+            a, b = t.float().chunk(2, -1)
+            return (t.float() * c + torch.cat([-b, a], -1) * s).to(t.dtype)
+
+        index = slot[:, None, :, None].expand(batch, kv, width, dim)
+        keys.scatter_(2, index, turned(k).transpose(1, 2))
+        values.scatter_(2, index, v.transpose(1, 2))
+        return turned(q)
+
+    def attention(self, q: Tensor, keys: Tensor, values: Tensor, position: Tensor) -> Tensor:
+        """[B, T, Hq, D] against the slots up to each query's position → [B·T, Hq·D]"""
+        seen = torch.arange(keys.shape[2], device=q.device) <= position[:, None, :, None]
+        mixed = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=seen, enable_gqa=True)
+        return mixed.transpose(1, 2).reshape(q.shape[0] * q.shape[1], -1)
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """[M, 2I] → silu(gate) · up [M, I]"""
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate) * up
