@@ -41,7 +41,7 @@ docs: .venv/.installed
 	touch $@
 
 .compat/%: .venv/.installed
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $@.partial transformers==$*
+	$(BIN)/pip install --quiet --disable-pip-version-check --target $@.partial transformers==$*
 	mv $@.partial $@
 
 clean:

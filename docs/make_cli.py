@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from selfjudge.cli import app
 
-COMMANDS = (["pull"], ["generate"], ["ls"], ["bench", "decode"], ["demo"])
+COMMANDS = (["pull"], ["generate"], ["ls"], ["bench", "decode"], ["bench", "passes"], ["demo"])
 
 print("# Command line\n\nMade by `make docs` from the program itself.\n")
 for command in COMMANDS:

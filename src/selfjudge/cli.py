@@ -181,12 +181,9 @@ def bench_decode(
 
     Example: selfjudge bench decode --gammas 2,4 --limit 4 --json
     """
-    try:
-        lengths = [int(g) for g in gammas.split(",")]
-    except ValueError:
-        raise SelfJudgeError(f"--gammas takes whole numbers separated by commas, not {gammas!r}") from None
-    if min(lengths) < 1 or repeats < 1 or limit < 1:
-        raise SelfJudgeError("--gammas, --repeats and --limit must be at least 1")
+    lengths = _numbers("--gammas", gammas)
+    if repeats < 1 or limit < 1:
+        raise SelfJudgeError("--repeats and --limit must be at least 1")
     loaded = _pair(pair, target, draft, device, dtype)
 
     from selfjudge.bench import bench_decode as run
@@ -222,6 +219,75 @@ def bench_decode(
     for peer, ratio in result["best"]["exact_over"].items():
         gamma = result["best"]["gamma"]
         typer.echo(f"exact (γ={gamma['selfjudge-exact']}) is {ratio:.2f} × {peer} (γ={gamma[peer]})")
+
+
+@bench_app.command("passes")
+def bench_passes(
+    model: Annotated[
+        str, typer.Option(help="Embedded pair, model reference, or shape:NAME with random weights.")
+    ] = "smollm2-135m",
+    batches: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1",
+    tokens: Annotated[str, typer.Option(help="Tokens per pass (γ+1), separated by commas.")] = "1,2,4,6,8,11",
+    contexts: Annotated[str, typer.Option(help="Context lengths, separated by commas.")] = "300",
+    engine: Annotated[str, typer.Option(help="auto, reference, cpu or cuda.")] = "auto",
+    repeats: Annotated[int, typer.Option(help="Timed passes of each kind.")] = 10,
+    figure: Annotated[Path | None, typer.Option(help="Draw the costs into this PNG file.")] = None,
+    as_json: AsJson = False,
+    device: Device = None,
+    dtype: Dtype = None,
+) -> None:
+    """Time forward passes against batch, tokens per pass and context, beside their memory-bandwidth floor.
+
+    Example: selfjudge bench passes --tokens 1,2,4,8 --contexts 100,400 --figure passes.png
+    """
+    from selfjudge.bench_passes import bench_passes as run
+    from selfjudge.bench_passes import draw_passes, random_model
+    from selfjudge.models.pair import Pair, chosen_device, chosen_dtype
+
+    sizes = [
+        _numbers(option, text)
+        for option, text in (("--batches", batches), ("--tokens", tokens), ("--contexts", contexts))
+    ]
+    if model.startswith("shape:"):
+        place = chosen_device(device)
+        loaded = random_model(model.removeprefix("shape:"), place, chosen_dtype(dtype, place))
+    else:
+        with _progress() as update:
+            loaded = Pair.load(model, device=device, dtype=dtype, needs_draft=False, progress=update).target
+    with _status() as notify:
+        result = run(
+            loaded, model, batches=sizes[0], tokens=sizes[1], contexts=sizes[2],
+            int8=dtype == "int8", kind=engine, repeats=repeats, notify=notify,
+        )  # fmt: skip
+    if figure:
+        draw_passes(result, figure)
+    if as_json:
+        _print_json(result)
+        return
+    typer.echo(
+        f"{model}, {result['dtype']}, {result['engine']}, {_describe(result)}, {result['gigabytes_per_second']:.0f} GB/s"
+    )
+    _print_rows([
+        {
+            "batch": r["batch"],
+            "context": r["context"],
+            "tokens": r["tokens"],
+            "ms": f"{r['milliseconds']:.2f}",
+            "memory floor, ms": f"{r['floor_milliseconds']:.2f}",
+            "× floor": f"{r['over_floor']:.2f}",
+        }
+        for r in result["runs"]
+    ])  # fmt: skip
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise SelfJudgeError(f"{option} takes whole numbers separated by commas, not {text!r}") from None
+    if min(numbers) < 1:
+        raise SelfJudgeError(f"{option} takes numbers of at least 1, not {text!r}")
+    return numbers
 
 
 @app.command()
@@ -347,7 +413,17 @@ def _cell(value: Any) -> str:
 
 @contextmanager
 def _progress() -> Iterator[Any]:
-    """A progress bar on stderr that appears with the first report of work."""
+    """A progress bar on stderr that appears with the first report of work; a line a stage where there is no terminal."""
+    if not Console(file=sys.stderr).is_terminal:
+        seen: list[str] = []
+
+        def say(stage: str, share: float) -> None:
+            if stage not in seen:
+                seen.append(stage)
+                print(f"{stage} …", file=sys.stderr, flush=True)
+
+        yield say
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
         task = bar.add_task("", total=1.0, visible=False)

@@ -54,11 +54,11 @@ class Pair:
         on cpu. The dtype `int8` loads float32 and lets the CPU engine quantise. Without `needs_draft` the pair may lack
         a draft and serves plain decoding alone.
         """
-        place = _device(device)
+        place = chosen_device(device)
         int8 = dtype == "int8"
         if int8 and place.type != "cpu":
             raise SelfJudgeError(f"dtype int8 is for the cpu, not for {place.type}")
-        kind = torch.float32 if int8 else _dtype(dtype, place)
+        kind = torch.float32 if int8 else chosen_dtype(dtype, place)
         name = target if draft is None else f"{target}+{draft}"
         model, tokenizer, target_sha256 = _load(target, "target", place, kind, progress)
         if draft is None and target in EMBEDDED and EMBEDDED[target].draft is not None:
@@ -132,7 +132,8 @@ def check_tokenizers(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBas
         )
 
 
-def _device(name: str | None) -> torch.device:
+def chosen_device(name: str | None) -> torch.device:
+    """The device of that name, or the best there is."""
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
@@ -143,7 +144,8 @@ def _device(name: str | None) -> torch.device:
     return place
 
 
-def _dtype(dtype: str | torch.dtype | None, place: torch.device) -> torch.dtype:
+def chosen_dtype(dtype: str | torch.dtype | None, place: torch.device) -> torch.dtype:
+    """The dtype of that name, or the one that suits the device."""
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype is None:

@@ -1,0 +1,106 @@
+"""The CUDA engine on a real device: kernels, equality with transformers, graphs, distributions. Skipped without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from conftest import VOCAB, tiny_model
+from selfjudge.accept import AcceptanceRule, Exact, Judged, Sampling, SpeculativeSampling
+from selfjudge.decode import decode
+from selfjudge.engine import make_engine
+from selfjudge.engine.cuda import CudaEngine, Kernels
+from selfjudge.judge import Judge
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+CUDA = torch.device("cuda")
+
+
+def run(target, draft, prompts, rule: AcceptanceRule, kind: str = "auto", **options) -> list[list[int]]:
+    engines = make_engine(target, hidden=rule.judge is not None, kind=kind), draft and make_engine(draft, kind=kind)
+    tokens: list[list[int]] = [[] for _ in prompts]
+    for step in decode(*engines, prompts, rule, **options):
+        for e in step.emissions:
+            tokens[e.row] += e.tokens
+    return tokens
+
+
+def prompts_of(lengths: list[int]) -> list[list[int]]:
+    random = torch.Generator().manual_seed(0)
+    return [torch.randint(3, VOCAB, (n,), generator=random).tolist() for n in lengths]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("batch", "width", "heads", "kv", "dim"), [(3, 5, 6, 2, 64), (80, 1, 9, 3, 64), (2, 70, 4, 4, 128)]
+)
+def test_triton_kernels_agree_with_torch(dtype, batch: int, width: int, heads: int, kv: int, dim: int) -> None:
+    from selfjudge.engine.kernels_triton import TritonKernels
+
+    torch.manual_seed(0)
+    ours, theirs = TritonKernels(), Kernels()
+    close = {"atol": 2e-2, "rtol": 2e-2} if dtype == torch.bfloat16 else {"atol": 2e-5, "rtol": 2e-5}
+    x, w = torch.randn(batch * width, 576, device=CUDA, dtype=dtype), torch.randn(576, device=CUDA, dtype=dtype)
+    torch.testing.assert_close(ours.norm(x, w, 1e-5), theirs.norm(x, w, 1e-5), **close)
+    gate_up = torch.randn(batch * width, 2 * 1000, device=CUDA, dtype=dtype)
+    torch.testing.assert_close(ours.gate(gate_up), theirs.gate(gate_up), **close)
+    slots = 192
+    angles = torch.rand(slots, dim // 2, device=CUDA) * 6
+    cosine, sine = (torch.cat([f(angles), f(angles)], -1) for f in (torch.cos, torch.sin))
+    position = torch.randint(0, 90, (batch, 1), device=CUDA) + torch.arange(width, device=CUDA)
+    qkv = torch.randn(batch * width, (heads + 2 * kv) * dim, device=CUDA, dtype=dtype)
+    caches = [torch.randn(2, batch, kv, slots, dim, device=CUDA, dtype=dtype) for _ in range(1)]
+    copies = [c.clone() for c in caches]
+    q1 = ours.rotate(qkv, cosine, sine, position, position, caches[0][0], caches[0][1], heads)
+    q2 = theirs.rotate(qkv, cosine, sine, position, position, copies[0][0], copies[0][1], heads)
+    torch.testing.assert_close(q1, q2, **close)
+    torch.testing.assert_close(caches[0], copies[0], **close)
+    one = ours.attention(q1, caches[0][0], caches[0][1], position)
+    two = theirs.attention(q1, caches[0][0], caches[0][1], position)
+    torch.testing.assert_close(one, two, **close)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize("gamma", [0, 1, 5])
+def test_exact_equals_transformers(kind: str, gamma: int) -> None:
+    target = tiny_model(kind, seed=1, hidden_size=64, head_dim=16).to(CUDA)
+    draft = tiny_model(kind, seed=2, hidden_size=64, head_dim=16).to(CUDA)
+    prompts = prompts_of([3, 11, 1, 7, 40])
+    tokens = run(target, draft if gamma else None, prompts, Exact(), gamma=gamma, max_new_tokens=30)
+    for prompt, found in zip(prompts, tokens, strict=True):
+        ids = torch.tensor([prompt], device=CUDA)
+        out = target.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=30,
+            eos_token_id=[-1],
+            pad_token_id=0,
+        )
+        assert found == out[0, len(prompt) :].tolist()
+
+
+def test_rules_agree_with_the_reference_engine() -> None:
+    target, draft = (tiny_model(seed=s, hidden_size=64, head_dim=16).to(CUDA) for s in (1, 2))
+    prompts = prompts_of([5, 9, 30])
+    torch.manual_seed(0)
+    judge = Judge(Judge.constant(0.5, 64).config, weight=torch.randn(64)).to(CUDA)
+    for rule in (
+        Judged(judge, 0.4, special=(2,)), SpeculativeSampling(Sampling(0.8, top_p=0.9)),
+        Judged(judge, 0.6, SpeculativeSampling(Sampling(0.8))),
+    ):  # fmt: skip
+        options = {"gamma": 4, "max_new_tokens": 40, "eos_ids": (2,), "seeds": [1, 2, 3]}
+        assert run(target, draft, prompts, rule, **options) == run(target, draft, prompts, rule, "reference", **options)
+
+
+def test_rows_that_finish_at_different_times() -> None:
+    """Sixteen rows with different limits: the batch is halved again and again, answers stay the same."""
+    target = tiny_model(seed=3, hidden_size=64, head_dim=16).to(CUDA)
+    prompts = prompts_of([90 - 4 * i for i in range(16)])  # the context window ends them at 6, 10, 14 … tokens
+    fast = run(target, target, prompts, Exact(), gamma=3, max_new_tokens=60)
+    assert [len(t) for t in fast] == [min(60, 6 + 4 * i) for i in range(16)]
+    assert fast == run(target, target, prompts, Exact(), "reference", gamma=3, max_new_tokens=60)
+
+
+def test_the_engine_is_chosen_by_itself() -> None:
+    assert isinstance(make_engine(tiny_model(hidden_size=64, head_dim=16).to(CUDA)), CudaEngine)
