@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from selfjudge.accept import AcceptanceRule, Exact
+from selfjudge.bench_passes import bandwidth, bytes_per_pass
 from selfjudge.models.pair import Pair, Prompt
 from selfjudge.shells import generate
 from selfjudge.store import machine, versions
@@ -41,6 +42,7 @@ def bench_decode(
     max_new_tokens: int = 64,
     repeats: int = 3,
     raw: bool = False,
+    peers: bool = True,
     notify: Notify | None = None,
 ) -> dict[str, Any]:
     """Time every configuration at batch 1; the result is what `selfjudge bench decode --json` prints."""
@@ -55,8 +57,10 @@ def bench_decode(
     def theirs(**options: Any) -> Callable[[Prompt], tuple[tuple[int, ...], None]]:
         return lambda prompt: (transformers_tokens(pair, prompt, max_new_tokens, raw=raw, **options), None)
 
-    runs = [_Run("transformers-plain", 0, theirs())]
-    runs += [_Run("transformers-assisted", g, theirs(gamma=g)) for g in gammas]
+    runs = []
+    if peers:
+        runs += [_Run("transformers-plain", 0, theirs())]
+        runs += [_Run("transformers-assisted", g, theirs(gamma=g)) for g in gammas]
     runs += [_Run("selfjudge-plain", 0, ours(Exact(), 0))]
     runs += [_Run("selfjudge-exact", g, ours(Exact(), g)) for g in gammas]
     runs += [_Run(f"selfjudge-{name}", g, ours(rule, g)) for name, rule in rules for g in gammas]
@@ -75,6 +79,7 @@ def bench_decode(
                 tokens[i] = [t for t, _ in answered]
                 ours_last[i] = [g for _, g in answered if g is not None]
 
+    floor = bytes_per_pass(pair.target, 1, 0, pair.int8) / bandwidth(pair.target.device)
     speeds = {i: [sum(map(len, tokens[i])) / s for s in seconds[i]] for i in seconds}
     rows = []
     for i, run in enumerate(runs):
@@ -93,6 +98,7 @@ def bench_decode(
                 "total": statistics.mean(seconds[i]),
                 **{p: sum(g.seconds[p] for g in ours_last[i]) for p in PHASES if ours_last[i]},
             },
+            "over_floor": _over_floor(ours_last[i], floor),
         })  # fmt: skip
     return {
         "machine": machine(),
@@ -105,9 +111,16 @@ def bench_decode(
         "prompts": len(prompts),
         "max_new_tokens": max_new_tokens,
         "repeats": repeats,
+        "target_floor_milliseconds": floor * 1e3,
         "runs": rows,
         "best": _best(rows),
     }
+
+
+def _over_floor(generations: list[Generation], floor: float) -> float | None:
+    """Time spent in the target over the time its weights take to read, prefill counted as one pass."""
+    passes = sum(1 + g.cycles for g in generations)
+    return sum(g.seconds["target"] for g in generations) / (passes * floor) if passes else None
 
 
 def _judged_share(generations: list[Generation]) -> float | None:

@@ -171,6 +171,7 @@ def bench_decode(
     prompts: Annotated[Path | None, typer.Option(help="Prompts file (jsonl); built-in ones if not given.")] = None,
     limit: Annotated[int, typer.Option(help="Most prompts to use.")] = 8,
     repeats: Annotated[int, typer.Option(help="Repeats of the whole round.")] = 3,
+    peers: Annotated[bool, typer.Option(help="Time transformers as well.")] = True,
     max_new_tokens: MaxNew = 64,
     raw: Raw = False,
     as_json: AsJson = False,
@@ -194,7 +195,7 @@ def bench_decode(
     with _status() as notify:
         result = run(
             loaded, asked[:limit], gammas=lengths, rules=rules,
-            max_new_tokens=max_new_tokens, repeats=repeats, raw=raw, notify=notify,
+            max_new_tokens=max_new_tokens, repeats=repeats, raw=raw, peers=peers, notify=notify,
         )  # fmt: skip
     if as_json:
         _print_json(result)
@@ -211,7 +212,8 @@ def bench_decode(
             "× plain": f"{r['ratio_to_plain']:.2f} ({r['spread'][0]:.2f}–{r['spread'][1]:.2f})",
             "m": "" if r["mean_accepted_length"] is None else f"{r['mean_accepted_length']:.2f}",
             "same tokens": f"{r['identical_to_plain']:.0%}",
-            "draft / target / rule, s": " / ".join(f"{r['seconds'][p]:.1f}" for p in ("draft", "target", "rule"))
+            "× floor": "" if r["over_floor"] is None else f"{r['over_floor']:.1f}",
+            "draft / target / judge / rule, s": " / ".join(f"{r['seconds'][p]:.1f}" for p in ("draft", "target", "judge", "rule"))
             if "draft" in r["seconds"] else "",
         }
         for r in result["runs"]

@@ -38,7 +38,7 @@ def generate(
     results: dict[int, Generation] = {}
     for start in range(0, len(by_length), batch):
         rows = by_length[start : start + batch]
-        answers = [_Answer(pair.tokenizer, stop, len(encoded[i])) for i in rows]
+        answers = [_Answer(pair.tokenizer, stop, len(encoded[i]), streamed=bool(stop)) for i in rows]
         seeds = [_seed(seed, i) for i in rows]
         for _ in _run(pair, [encoded[i] for i in rows], answers, rule, gamma, max_new_tokens, seeds, engine):
             pass
@@ -129,6 +129,8 @@ class _Answer:
     tokenizer: PreTrainedTokenizerBase
     stop: Sequence[str]
     prompt_tokens: int
+    streamed: bool = True
+    """Whether text is wanted token by token; a whole answer without stop strings is decoded once, at its end."""
     tokens: list[int] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
     text: str = ""
@@ -146,6 +148,13 @@ class _Answer:
         self.cycles = step.cycle
         for phase in PHASES:
             self.seconds[phase] += step.seconds[phase]
+        if not self.streamed:
+            self.tokens += tokens
+            self.origins += origins
+            self.finish = finish
+            if finish is not None:
+                self.text = self._text.whole(self.tokens)
+            return []
         pieces = []
         for i, (token, origin) in enumerate(zip(tokens, origins, strict=True)):
             self.tokens.append(token)
@@ -213,6 +222,10 @@ class Detokenizer:
         new = self._new()
         self.read = len(self.ids)
         return new
+
+    def whole(self, ids: list[int]) -> str:
+        """The text of a complete sequence."""
+        return self._decode(ids)
 
     def _new(self) -> str:
         if self.read == len(self.ids):

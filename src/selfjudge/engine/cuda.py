@@ -8,6 +8,7 @@ which is how the tests on machines without a GPU cover this file.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from weakref import WeakKeyDictionary
@@ -162,7 +163,7 @@ class CudaEngine:
                 x.add_(out_bias)
             x.addmm_(kernels.gate(F.linear(kernels.norm(x, mlp_norm, w.epsilon), gate_up)), down)
         if keep < width:
-            x = x.view(batch, width, -1)[:, width - keep :].reshape(batch * keep, -1)
+            x = x.view(batch, width, -1)[:, width - keep :].reshape(batch * keep, -1).contiguous()
         x = kernels.norm(x, w.norm, w.epsilon)
         logits = F.linear(x, w.head).view(batch, keep, -1)
         return Output(logits, x.view(batch, keep, -1) if self._want_hidden else None)
@@ -198,11 +199,13 @@ class CudaEngine:
         restore()
         pool = torch.cuda.graph_pool_handle()
         graphs = []
-        for function in functions:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                function()
-            graphs.append(graph)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a phase may have nothing to do, and its recording be empty
+            for function in functions:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool):
+                    function()
+                graphs.append(graph)
         restore()
         return [graph.replay for graph in graphs]
 

@@ -58,41 +58,65 @@ def _rotate(
 
 @triton.jit
 def _attention(
-    q_ptr, k_ptr, v_ptr, position_ptr, out_ptr, scale, width, slots, heads, kv,
+    q_ptr, k_ptr, v_ptr, position_ptr, out_ptr, part_ptr, scale, width, slots, heads, kv, blocks,
     GROUP: tl.constexpr, TOGETHER: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
-    BLOCK: tl.constexpr, EXACT: tl.constexpr,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """One program: QUERIES tokens times TOGETHER heads of one row against its keys, online softmax over blocks."""
+    """One program: QUERIES tokens times TOGETHER heads of one row against a share of its keys, online softmax.
+
+    With SPLITS > 1 it writes the unnormalised sum, the mass and the maximum of its share for `_combine`.
+    """
     row = tl.program_id(0).to(tl.int64)
     first_head = tl.program_id(1) * TOGETHER
+    share = tl.program_id(2) // blocks
     index = tl.arange(0, ROWS)
-    token = tl.program_id(2) * QUERIES + index // TOGETHER
+    token = (tl.program_id(2) % blocks) * QUERIES + index // TOGETHER
     head = first_head + index % TOGETHER
     real = (index < QUERIES * TOGETHER) & (token < width)
     d = tl.arange(0, DIM)
     position = tl.load(position_ptr + row * width + token, mask=real, other=-1)
-    at = ((row * width + token) * heads + head)[:, None] * DIM + d[None, :]
-    q = tl.load(q_ptr + at, mask=real[:, None], other=0.0)
+    line = (row * width + token) * heads + head
+    q = tl.load(q_ptr + line[:, None] * DIM + d[None, :], mask=real[:, None], other=0.0)
     base = (row * kv + first_head // GROUP) * slots * DIM
     most = tl.full([ROWS], -1.0e30, tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, DIM], tl.float32)
-    last = tl.max(position, 0)
-    for start in range(0, last + 1, BLOCK):
+    last = tl.max(position, 0).to(tl.int32)
+    size = tl.cdiv(last + 1, SPLITS * BLOCK) * BLOCK
+    for start in range(share * size, tl.minimum(last + 1, (share + 1) * size), BLOCK):
         s = start + tl.arange(0, BLOCK)
         inside = s <= last
         k = tl.load(k_ptr + base + s[None, :] * DIM + d[:, None], mask=inside[None, :], other=0.0)
+        v = tl.load(v_ptr + base + s[:, None] * DIM + d[None, :], mask=inside[:, None], other=0.0)
         score = tl.dot(q, k, input_precision="ieee" if EXACT else "tf32") * scale
         score = tl.where(s[None, :] <= position[:, None], score, -float("inf"))
         higher = tl.maximum(most, tl.max(score, 1))
         p = tl.exp(score - higher[:, None])
         shrink = tl.exp(most - higher)
-        v = tl.load(v_ptr + base + s[:, None] * DIM + d[None, :], mask=inside[:, None], other=0.0)
         mass = mass * shrink + tl.sum(p, 1)
         mixed = mixed * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee" if EXACT else "tf32")
         most = higher
-    mixed = mixed / tl.where(mass > 0, mass, 1.0)[:, None]
-    tl.store(out_ptr + at, mixed.to(out_ptr.dtype.element_ty), mask=real[:, None])
+    if SPLITS == 1:
+        mixed = mixed / tl.where(mass > 0, mass, 1.0)[:, None]
+        tl.store(out_ptr + line[:, None] * DIM + d[None, :], mixed.to(out_ptr.dtype.element_ty), mask=real[:, None])
+    else:
+        place = (line * SPLITS + share) * (DIM + 2)
+        tl.store(part_ptr + place[:, None] + d[None, :], mixed, mask=real[:, None])
+        tl.store(part_ptr + place + DIM, mass, mask=real)
+        tl.store(part_ptr + place + DIM + 1, most, mask=real)
+
+
+@triton.jit
+def _combine(part_ptr, out_ptr, SPLITS: tl.constexpr, DIM: tl.constexpr):
+    """One program: the shares of one token and head, put together."""
+    line = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, DIM)
+    share = tl.arange(0, SPLITS)
+    place = part_ptr + (line * SPLITS + share) * (DIM + 2)
+    mass, most = tl.load(place + DIM), tl.load(place + DIM + 1)
+    weight = tl.exp(most - tl.max(most, 0))
+    mixed = tl.sum(tl.load(place[:, None] + d[None, :]) * weight[:, None], 0) / tl.sum(mass * weight, 0)
+    tl.store(out_ptr + line * DIM + d, mixed.to(out_ptr.dtype.element_ty))
 
 
 @triton.jit
@@ -140,17 +164,25 @@ class TritonKernels(Kernels):
         batch, width, heads, dim = q.shape
         kv, slots = keys.shape[1:3]
         group = heads // kv
-        # many rows: the heads of a key-value head share one reading of its keys; few rows: a program for each head
+        # many rows: the heads of a key-value head share one reading of its keys; few rows: a program for each head, and
+        # the keys themselves are split until the device is busy
         together = group if batch * kv >= 64 and width * group <= 64 else 1
         queries = min(width, max(1, 64 // together))
-        rows = max(16, triton.next_power_of_2(queries * together))
+        blocks = triton.cdiv(width, queries)
+        programs = batch * (heads // together) * blocks
+        splits = min(
+            16, triton.next_power_of_2(max(1, 132 // programs)), triton.next_power_of_2(triton.cdiv(slots, 128))
+        )
         out = torch.empty(batch * width, heads * dim, dtype=q.dtype, device=q.device)
+        parts = out if splits == 1 else q.new_empty((batch * width * heads, splits, dim + 2), dtype=torch.float32)
         exact = q.dtype == torch.float32
-        _attention[(batch, heads // together, triton.cdiv(width, queries))](
-            q, keys, values, position.contiguous(), out, dim**-0.5, width, slots, heads, kv,
-            GROUP=group, TOGETHER=together, QUERIES=queries, ROWS=rows, DIM=dim, BLOCK=32 if exact else 64, EXACT=exact,
-            num_warps=4, num_stages=2,
+        _attention[(batch, heads // together, blocks * splits)](
+            q, keys, values, position.contiguous(), out, parts, dim**-0.5, width, slots, heads, kv, blocks,
+            GROUP=group, TOGETHER=together, QUERIES=queries, ROWS=max(16, triton.next_power_of_2(queries * together)),
+            DIM=dim, BLOCK=32 if exact else 64, SPLITS=splits, EXACT=exact, num_warps=4, num_stages=2,
         )  # fmt: skip
+        if splits > 1:
+            _combine[(batch * width * heads,)](parts, out, SPLITS=splits, DIM=dim, num_warps=1)
         return out
 
     def gate(self, gate_up: Tensor) -> Tensor:

@@ -1,0 +1,165 @@
+"""The GPU figures under results/speed: `python benchmarks/gpu_speed.py OUT`, with the embedded pair in the cache.
+
+Large batches against transformers, single-stream decoding and pass costs of well-known shapes with random weights.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from selfjudge.accept import Exact
+from selfjudge.bench_passes import bench_passes, draw_passes, pass_seconds, random_model
+from selfjudge.decode import decode
+from selfjudge.engine import make_engine
+from selfjudge.models.pair import Pair
+from selfjudge.prompts import BUILT_IN
+from selfjudge.store import machine, versions
+
+OUT = Path(sys.argv[1])
+CUDA = torch.device("cuda")
+HEADER = {"machine": machine(), "versions": versions(), "date": time.strftime("%Y-%m-%d")}
+
+
+def write(name: str, value: dict[str, Any]) -> None:
+    (OUT / name).write_text(json.dumps(value, indent=1) + "\n")
+    print(name, json.dumps(value)[-1500:], flush=True)
+
+
+def ours(target, draft, prompts, gamma: int, count: int, eos=()) -> tuple[float, list[list[int]]]:
+    """Seconds and tokens of our loop, greedy."""
+    tokens: list[list[int]] = [[] for _ in prompts]
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    engines = make_engine(target), make_engine(draft) if gamma else None
+    for step in decode(*engines, prompts, Exact(), gamma=gamma, max_new_tokens=count, eos_ids=eos):
+        for e in step.emissions:
+            tokens[e.row] += e.tokens
+    torch.cuda.synchronize()
+    return time.perf_counter() - start, tokens
+
+
+@torch.inference_mode()
+def theirs(target, prompts, count: int, eos=()) -> tuple[float, list[list[int]]]:
+    """Seconds and tokens of `model.generate`, left-padded."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=CUDA)
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=CUDA)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    out = target.generate(
+        ids, attention_mask=mask, do_sample=False, max_new_tokens=count, eos_token_id=list(eos) or [-1], pad_token_id=0
+    )
+    torch.cuda.synchronize()
+    elapsed = time.perf_counter() - start
+    rows = []
+    for row in out[:, longest:].tolist():
+        end = next((i + 1 for i, t in enumerate(row) if t in eos), len(row))
+        rows.append(row[:end])
+    return elapsed, rows
+
+
+def big_batches(pair: Pair, exact: Pair) -> None:
+    texts = [
+        f"{text} (Variant {i // len(BUILT_IN)}.)"
+        for i, (_, text) in zip(range(1024), itertools.cycle(BUILT_IN), strict=False)
+    ]
+    prompts = [pair.encode(text) for text in texts]
+    runs = []
+    for batch in (64, 256, 1024):
+        for name, function in (("selfjudge-plain", lambda p: ours(pair.target, None, p, 0, 128, pair.eos_ids)),
+                               ("transformers-plain", lambda p: theirs(pair.target, p, 128, pair.eos_ids))):  # fmt: skip
+            function(prompts[:batch])  # warm-up
+            seconds, rows = function(prompts[:batch])
+            total = sum(map(len, rows))
+            runs.append(
+                {
+                    "name": name,
+                    "batch": batch,
+                    "tokens": total,
+                    "seconds": seconds,
+                    "tokens_per_second": total / seconds,
+                }
+            )
+    sample = prompts[:64]
+    one, two = (
+        ours(exact.target, None, sample, 0, 96, pair.eos_ids)[1],
+        theirs(exact.target, sample, 96, pair.eos_ids)[1],
+    )
+    gaps = []
+    for prompt, a, b in zip(sample, one, two, strict=True):
+        if a != b:
+            at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+            with torch.inference_mode():
+                best = exact.target(torch.tensor([[*prompt, *a[:at]]], device=CUDA)).logits[0, -1].topk(2).values
+            gaps.append(float(best[0] - best[1]))
+    write("batch.json", {**HEADER, "dtype": "bfloat16", "max_new_tokens": 128, "runs": runs,
+                         "float32_sample": {"answers": len(sample), "identical": len(sample) - len(gaps), "gaps": gaps}})  # fmt: skip
+
+
+def shapes() -> None:
+    result: dict[str, Any] = {
+        **HEADER,
+        "dtype": "bfloat16",
+        "note": "random weights: only times mean something",
+        "runs": [],
+    }
+    trace = {5: 3.30, 10: 3.92}  # pooled m of the embedded pair, held-out prompts; the projection below says so
+    for target_name, draft_name in (("qwen2.5-1.5b", "qwen-draft-8x320"), ("llama-3.1-8b", "llama-3.2-1b")):
+        target, draft = (random_model(n, CUDA, torch.bfloat16) for n in (target_name, draft_name))
+        prompt = [torch.randint(1000, (300,)).tolist()]
+        ours(target, None, prompt, 0, 64)
+        seconds, _ = ours(target, None, prompt, 0, 256)
+        theirs(target, prompt, 8)
+        slow, _ = theirs(target, prompt, 64)
+        row: dict[str, Any] = {
+            "target": target_name, "draft": draft_name, "plain_tokens_per_second": 256 / seconds,
+            "transformers_tokens_per_second": 64 / slow,
+            "pass_ms": {t: pass_seconds(target, 1, t, 300, repeats=50) * 1e3 for t in (1, 6, 11)},
+            "draft_pass_ms": pass_seconds(draft, 1, 1, 300, repeats=50) * 1e3,
+        }  # fmt: skip
+        for gamma, m in trace.items():
+            seconds, _ = ours(target, draft, prompt, gamma, 64)
+            engines = make_engine(target), make_engine(draft)
+            cycles = list(decode(*engines, prompt, Exact(), gamma=gamma, max_new_tokens=128))[1:]
+            cycle = sum(sum(s.seconds.values()) for s in cycles) / len(cycles)
+            row[f"cycle_ms_gamma_{gamma}"] = cycle * 1e3
+            row[f"projected_tokens_per_second_gamma_{gamma}"] = m / cycle
+            row[f"projected_speedup_gamma_{gamma}"] = m / cycle / row["plain_tokens_per_second"]
+        result["runs"].append(row)
+        del target, draft
+        torch.cuda.empty_cache()
+    result["projection"] = "m of the embedded pair (3.30 at gamma 5, 3.92 at gamma 10) over the measured cycle time"
+    write("shapes.json", result)
+
+
+def passes(pair: Pair) -> None:
+    one = bench_passes(
+        pair.target, "smollm2-135m", tokens=(1, 2, 4, 6, 8, 11), contexts=(100, 300, 1000, 3000), repeats=30
+    )
+    two = bench_passes(
+        pair.target, "smollm2-135m", batches=(1, 4, 16, 64, 256, 1024), tokens=(1, 6), contexts=(300,), repeats=20
+    )
+    one["runs"] += [r for r in two["runs"] if r["batch"] > 1]
+    write("passes-smollm2-135m.json", one)
+    draw_passes(two, OUT / "passes-smollm2-135m.png")
+    model = random_model("qwen2.5-1.5b", CUDA, torch.bfloat16)
+    large = bench_passes(
+        model, "shape:qwen2.5-1.5b", tokens=(1, 2, 4, 6, 8, 11), contexts=(100, 300, 1000, 3000), repeats=30
+    )
+    write("passes-qwen2.5-1.5b-shape.json", large)
+    draw_passes(large, OUT / "passes-qwen2.5-1.5b-shape.png")
+
+
+if __name__ == "__main__":
+    OUT.mkdir(parents=True, exist_ok=True)
+    pair = Pair.load("smollm2-135m", device="cuda")
+    big_batches(pair, Pair.load("smollm2-135m", device="cuda", dtype="float32"))
+    shapes()
+    passes(pair)
