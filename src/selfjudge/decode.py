@@ -59,7 +59,7 @@ def decode(
     if draft is not None:
         with timer("draft"):
             draft.extend(tokens, counts, keep=1)
-    cycle = _Cycle(target, draft, rule, gamma, verdict.next_token)
+    cycle = _cycle(target, draft, rule, gamma, verdict.next_token)
     yield _emitted(0, rows, _packed(tokens[:, :0], verdict), timer, eos_ids)
 
     number = 0
@@ -78,8 +78,7 @@ def decode(
                 random.select(alive)
         elif len(flying) < 2:
             number += 1
-            width = gamma if target.static else min(gamma, max(row.left for row in rows) - 1)
-            flying.append((number, *cycle.run(width, random.next())))
+            flying.append((number, *cycle.run(random.next())))
             if target.static and len(flying) < 2:
                 continue  # the device works on the next cycle while the host reads this one
         if not flying:
@@ -88,12 +87,26 @@ def decode(
         yield _emitted(done, rows, packed, timer, eos_ids)
 
 
+def _cycle(target: Engine, draft: Engine | None, rule: AcceptanceRule, gamma: int, first: Tensor) -> _Cycle:
+    """A new cycle, or the one this engine recorded for an earlier batch of the same shape."""
+    if not target.static:
+        return _Cycle(target, draft, rule, gamma, first)
+    key = (rule, gamma, draft, draft and draft.version)
+    if key in target.recorded:
+        cycle: _Cycle = target.recorded[key]
+        cycle.begin(first)
+        return cycle
+    while len(target.recorded) >= 4:  # each keeps its own buffers on the device
+        target.recorded.pop(next(iter(target.recorded)))
+    cycle = target.recorded[key] = _Cycle(target, draft, rule, gamma, first)
+    return cycle
+
+
 class _Cycle:
     """One cycle as functions over fixed tensors, so that an engine may record them and replay them without Python."""
 
     def __init__(self, target: Engine, draft: Engine | None, rule: AcceptanceRule, gamma: int, first: Tensor) -> None:
         self.target, self.draft, self.rule, self.gamma = target, draft, rule, gamma
-        self.width = gamma
         self.last = first[:, None].clone()
         self.backlog = torch.cat([self.last, self.last], 1)  # the newest emitted tokens; the draft lacks the last
         self.missing = torch.ones_like(first)  # `missing` of them
@@ -102,9 +115,14 @@ class _Cycle:
         )
         self.steps: list[Callable[[], None]] | None = None
 
-    def run(self, width: int, uniforms: Tensor | None) -> tuple[Tensor, _Timer]:
-        """Start one cycle with `width` drafts; the packed verdict, not yet waited for."""
-        self.width = width
+    def begin(self, first: Tensor) -> None:
+        """Start over with the tokens that prefill yielded."""
+        self.last.copy_(first[:, None])
+        self.backlog.copy_(first[:, None].expand_as(self.backlog))
+        self.missing.fill_(1)
+
+    def run(self, uniforms: Tensor | None) -> tuple[Tensor, _Timer]:
+        """Start one cycle; the packed verdict, not yet waited for."""
         if self.uniforms is not None and uniforms is not None:
             self.uniforms.copy_(uniforms)
         if self.steps is None:
@@ -119,11 +137,11 @@ class _Cycle:
 
     def propose(self) -> None:
         self.drafts, self.draft_logits = self.last[:, :0], None
-        if self.width and self.draft is not None:
+        if self.draft is not None:
             behind = self.draft.static or bool((self.missing > 1).any())
             backlog, missing = (self.backlog, self.missing) if behind else (self.backlog[:, 1:], None)
             self.drafts, self.draft_logits = _propose(
-                self.draft, backlog, missing, self.width, self.rule, self.target.vocab_size, self.uniforms
+                self.draft, backlog, missing, self.gamma, self.rule, self.target.vocab_size, self.uniforms
             )
 
     def verify(self) -> None:
@@ -131,21 +149,21 @@ class _Cycle:
 
     def judge(self) -> None:
         u, gamma = self.uniforms, self.gamma
-        chosen = None if u is None else torch.cat([u[:, gamma : gamma + self.width], u[:, -1:]], 1)
+        chosen = None if u is None else torch.cat([u[:, gamma : 2 * gamma], u[:, -1:]], 1)
         self.block = Block(self.drafts, self.output.logits, self.output.hidden, self.draft_logits, chosen)
-        if self.rule.judge is not None and self.width:
+        if self.rule.judge is not None and self.gamma:
             self.block = replace(self.block, scores=self.rule.judge(self.block))
 
     def decide(self) -> None:
         verdict = self.rule(self.block)
         k = verdict.n_accepted
-        self.target.rewind(self.width - k)
+        self.target.rewind(self.gamma - k)
         self.last.copy_(verdict.next_token[:, None])
-        if self.width and self.draft is not None:
-            self.draft.rewind((self.width - 1 - k).clamp_min(0))  # d_γ itself was never fed to the draft
+        if self.draft is not None:
+            self.draft.rewind((self.gamma - 1 - k).clamp_min(0))  # d_γ itself was never fed to the draft
             # a fully accepted block leaves the draft two tokens behind: d_γ and the bonus token
             self.backlog.copy_(torch.cat([self.drafts[:, -1:], self.last], 1))
-            self.missing.copy_(1 + (k == self.width).long())
+            self.missing.copy_(1 + (k == self.gamma).long())
         self.packed = _packed(self.drafts, verdict)
 
     def select(self, rows: list[int]) -> None:
@@ -277,7 +295,7 @@ class _Random:
     AHEAD = 32
 
     def __init__(self, seeds: Sequence[int], rule: AcceptanceRule, gamma: int, device: torch.device) -> None:
-        self.device, self.width = device, 2 * gamma + 1
+        self.device, self.gamma = device, 2 * gamma + 1
         self.generators = [torch.Generator().manual_seed(seed) for seed in seeds] if rule.sampling is not None else []
         self.drawn: deque[Tensor] = deque()
 
@@ -293,7 +311,7 @@ class _Random:
         if not self.generators:
             return None
         if not self.drawn:
-            self.drawn.extend(self._draw(self.AHEAD * self.width).view(-1, self.AHEAD, self.width).unbind(1))
+            self.drawn.extend(self._draw(self.AHEAD * self.gamma).view(-1, self.AHEAD, self.gamma).unbind(1))
         return self.drawn.popleft()
 
     def select(self, rows: list[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -11,10 +12,12 @@ from transformers import PreTrainedTokenizerBase
 
 from selfjudge.accept import AcceptanceRule, Exact
 from selfjudge.decode import decode
-from selfjudge.engine import make_draft_engine, make_engine
+from selfjudge.engine import borrowed, may_be_rough
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.pair import Pair, Prompt
 from selfjudge.types import PHASES, Finish, Generation, Origin, Piece, Step
+
+EXACT = Exact()  # one rule, so that engines find what they recorded with it
 
 
 def generate(
@@ -95,31 +98,37 @@ def _run(
     engine: str,
 ) -> Iterator[list[Piece]]:
     """Drive the loop over one batch, feeding each answer; yields the new pieces of every step."""
-    rule = rule or Exact()
+    rule = rule or EXACT
     if rule.judge is not None:
         rule.judge.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
         rule.judge.to(pair.target.device)
-    target = make_engine(pair.target, hidden=rule.judge is not None, int8=pair.int8, kind=engine)
-    draft = make_draft_engine(pair.draft, int8=pair.int8, kind=engine) if pair.draft is not None and gamma > 0 else None
-    stopped: set[int] = set()
-    warned = False
-    start = time.perf_counter()
-    for step in decode(
-        target, draft, prompts, rule,
-        gamma=gamma, max_new_tokens=max_new_tokens, eos_ids=pair.eos_ids, seeds=seeds, cancelled=stopped,
-    ):  # fmt: skip
-        if step.irregular and not warned:
-            warned = True
-            warnings.warn("non-finite logits or hidden states: alignment alone decided at those tokens", stacklevel=2)
-        pieces: list[Piece] = []
-        now = time.perf_counter()
-        for emission in step.emissions:
-            answer = answers[emission.row]
-            pieces += answer.take(emission.tokens, emission.origins, emission.finish, step)
-            answer.seconds["total"] = now - start
-            if answer.finish == "stop":
-                stopped.add(emission.row)
-        yield pieces
+    with contextlib.ExitStack() as stack:
+        target = stack.enter_context(borrowed(pair.target, hidden=rule.judge is not None, int8=pair.int8, kind=engine))
+        draft = None
+        if pair.draft is not None and gamma > 0:
+            rough = pair.int8 or may_be_rough(pair.draft, engine)
+            draft = stack.enter_context(borrowed(pair.draft, int8=rough, kind=engine))
+        stopped: set[int] = set()
+        warned = False
+        start = time.perf_counter()
+        for step in decode(
+            target, draft, prompts, rule,
+            gamma=gamma, max_new_tokens=max_new_tokens, eos_ids=pair.eos_ids, seeds=seeds, cancelled=stopped,
+        ):  # fmt: skip
+            if step.irregular and not warned:
+                warned = True
+                warnings.warn(
+                    "non-finite logits or hidden states: alignment alone decided at those tokens", stacklevel=2
+                )
+            pieces: list[Piece] = []
+            now = time.perf_counter()
+            for emission in step.emissions:
+                answer = answers[emission.row]
+                pieces += answer.take(emission.tokens, emission.origins, emission.finish, step)
+                answer.seconds["total"] = now - start
+                if answer.finish == "stop":
+                    stopped.add(emission.row)
+            yield pieces
 
 
 @dataclass

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, device
 from transformers import PreTrainedModel
@@ -33,9 +35,13 @@ class Engine(Protocol):
     device: device
     static: bool
     """Whether every pass must have the shape of the first: `capture` then replays it without Python."""
+    version: int
+    """Changes whenever the tensors behind a recording are replaced."""
+    recorded: dict[Hashable, Any]
+    """What was recorded with this engine, for the next batch of the same shape."""
 
     def reserve(self, batch: int, length: int) -> None:
-        """Make room for `batch` rows of at most `length` tokens."""
+        """Begin a batch: room for `batch` rows of at most `length` tokens, none of them filled."""
 
     def extend(self, tokens: Tensor, counts: Tensor | None = None, keep: int | None = None) -> Output:
         """Append tokens [B, T]; where `counts` [B] is given, row b takes its last counts[b] tokens only."""
@@ -57,6 +63,10 @@ class Eager:
     """What engines that run every pass from Python have in common."""
 
     static = False
+    version = 0
+
+    def __init__(self) -> None:
+        self.recorded: dict[Hashable, Any] = {}
 
     def reserve(self, batch: int, length: int) -> None:
         """Caches grow as needed."""
@@ -113,13 +123,29 @@ def make_engine(model: PreTrainedModel, *, hidden: bool = False, int8: bool = Fa
     return cuda.CudaEngine(model, hidden=hidden) if kind == "cuda" else cpu.CpuEngine(model, hidden=hidden, int8=int8)
 
 
-def make_draft_engine(model: PreTrainedModel, *, int8: bool = False, kind: str = "auto") -> Engine:
-    """The engine for a draft. On the CPU engine its weights are quantised where their shape allows it: a proposal may be
-    rough, since the target verifies it."""
+def may_be_rough(draft: PreTrainedModel, kind: str = "auto") -> bool:
+    """Whether a draft runs on the CPU engine with int8 weights: a proposal may be rough, since the target verifies it."""
     from selfjudge.engine import cpu
 
-    rough = int8 or (kind in ("auto", "cpu") and cpu.why_not(model, int8=True) is None)
-    return make_engine(model, int8=rough, kind=kind)
+    return kind in ("auto", "cpu") and cpu.why_not(draft, int8=True) is None
+
+
+_IDLE: WeakKeyDictionary[PreTrainedModel, list[tuple[bool, Engine]]] = WeakKeyDictionary()
+
+
+@contextmanager
+def borrowed(
+    model: PreTrainedModel, *, hidden: bool = False, int8: bool = False, kind: str = "auto"
+) -> Iterator[Engine]:
+    """An engine for one batch. A static engine goes back on a shelf, so that the next batch finds its recordings."""
+    shelf = _IDLE.setdefault(model, [])
+    found = next((i for i, (had, _) in enumerate(shelf) if had == hidden and kind in ("auto", "cuda")), None)
+    engine = make_engine(model, hidden=hidden, int8=int8, kind=kind) if found is None else shelf.pop(found)[1]
+    try:
+        yield engine
+    finally:
+        if engine.static:
+            shelf.append((hidden, engine))
 
 
 @cache

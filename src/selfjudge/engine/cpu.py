@@ -188,6 +188,7 @@ class CpuEngine(Eager):
     """See the module's docstring. Each row's keys and values lie at their positions: rewinding moves a number."""
 
     def __init__(self, model: PreTrainedModel, *, hidden: bool = False, int8: bool = False) -> None:
+        super().__init__()
         self.device = model.device
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.window = context_window(model)

@@ -9,8 +9,9 @@ which is how the tests on machines without a GPU cover this file.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,6 +23,7 @@ from selfjudge.engine import Output, shape_reason
 from selfjudge.engine.reference import context_window
 
 PREFILL_TOKENS = 16384  # tokens of prompts per pass
+SLOTS = 256  # caches come in multiples of this, so that the next batch is likely to fit the last one's
 STEP_TOKENS = 32  # a pass of at most this many tokens a row is a decoding step and covers the whole batch
 
 
@@ -82,6 +84,8 @@ class CudaEngine:
         self.vocab_size: int = self.weights.head.shape[0]
         self.window = context_window(model)
         self.slots = 0
+        self.version = 0
+        self.recorded: dict[Hashable, Any] = {}
         self._want_hidden = hidden
         self.lengths = self.keys = self.values = self._cosine = self._sine = torch.empty(0, device=self.device)
 
@@ -98,7 +102,12 @@ class CudaEngine:
     @torch.no_grad()
     def reserve(self, batch: int, length: int) -> None:
         w = self.weights
-        self.slots = (length + 2 + 63) // 64 * 64
+        slots = (length + 2 + SLOTS - 1) // SLOTS * SLOTS
+        if self.slots >= slots and len(self.lengths) == batch:
+            self.lengths.zero_()
+            return
+        self.slots = slots
+        self._replaced()
         shape = (len(w.layers), batch, w.kv_heads, self.slots, w.dim)
         self.keys = torch.zeros(shape, dtype=self.dtype, device=self.device)
         self.values = torch.zeros(shape, dtype=self.dtype, device=self.device)
@@ -168,12 +177,18 @@ class CudaEngine:
         logits = F.linear(x, w.head).view(batch, keep, -1)
         return Output(logits, x.view(batch, keep, -1) if self._want_hidden else None)
 
+    def _replaced(self) -> None:
+        """The tensors behind every recording are going."""
+        self.version += 1
+        self.recorded.clear()
+
     def rewind(self, refused: Tensor) -> None:
         self.lengths.sub_(refused)
 
     @torch.no_grad()
     def select(self, rows: list[int]) -> None:
         index = torch.tensor(rows, dtype=torch.long, device=self.device)
+        self._replaced()
         self.lengths = self.lengths[index]
         for name in ("keys", "values"):  # one after the other: the old cache is freed before the next is copied
             setattr(self, name, getattr(self, name).index_select(1, index))

@@ -75,6 +75,7 @@ class ReferenceEngine(Eager):
     """See the module's docstring. One engine serves one batch: make a new one for the next."""
 
     def __init__(self, model: PreTrainedModel, *, hidden: bool = False) -> None:
+        super().__init__()
         config = model.config.get_text_config()
         self.model = model
         self.device = model.device
