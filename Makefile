@@ -41,6 +41,7 @@ docs: .venv/.installed
 	touch $@
 
 .compat/%: .venv/.installed
+	rm -rf $@ $@.partial
 	$(BIN)/pip install --quiet --disable-pip-version-check --target $@.partial transformers==$*
 	mv $@.partial $@
 

@@ -62,8 +62,11 @@ def sample(probabilities: Tensor, uniform: Tensor) -> Tensor:
 
 
 def regular(logits: Tensor) -> Tensor:
-    """NaN → −inf and +inf → the largest number, so that argmax and softmax stay meaningful."""
-    return torch.nan_to_num(logits, nan=-math.inf, neginf=-math.inf)
+    """NaN → −inf and +inf → a very large number, so that argmax and softmax stay meaningful at any temperature; a row
+    that then holds no finite logit at all becomes uniform."""
+    most = min(1e30, torch.finfo(logits.dtype).max)
+    logits = torch.nan_to_num(logits, nan=-math.inf, posinf=most, neginf=-math.inf)
+    return torch.where(torch.isneginf(logits.amax(-1, keepdim=True)), 0.0, logits)
 
 
 @lru_cache(maxsize=16)
@@ -81,6 +84,7 @@ class AcceptanceRule:
 
     name: ClassVar[str]
     summary: ClassVar[str]
+    lossless: ClassVar[bool] = False
     sampling: ClassVar[Sampling | None] = None
     judge: ClassVar[Judge | None] = None
 
@@ -92,7 +96,7 @@ class AcceptanceRule:
         """[B, γ] which drafts the lossless alignment rule accepts."""
         return block.draft_tokens == choice[:, :-1]
 
-    def following(self, block: Block, logits: Tensor, choice: Tensor, n: Tensor) -> Tensor:
+    def following(self, block: Block, logits: Tensor, choice: Tensor, aligned: Tensor, n: Tensor) -> Tensor:
         """[B] the target's token after n accepted drafts."""
         return choice.gather(1, n[:, None]).squeeze(1)
 
@@ -114,6 +118,8 @@ class AcceptanceRule:
         accepted = self.accepts(block, logits[:, :-1], aligned)
 
         no_say = broken[:, :-1]
+        if block.hidden is not None:
+            no_say = no_say | ~block.hidden[:, 1:].isfinite().all(-1)
         if block.scores is not None:
             no_say = no_say | block.scores.isnan()
         irregular = broken.any() | no_say.any()
@@ -123,7 +129,7 @@ class AcceptanceRule:
         accepted = torch.where(no_say, aligned, accepted)
 
         n = accepted.long().cumprod(1).sum(1)  # the walk: stop at the first refusal
-        return Verdict(n, self.following(block, logits, choice, n), accepted & ~aligned, irregular)
+        return Verdict(n, self.following(block, logits, choice, aligned, n), accepted & ~aligned, irregular)
 
 
 def _broken(logits: Tensor) -> Tensor:
@@ -150,6 +156,7 @@ class Exact(AcceptanceRule):
 
     name = "exact"
     summary = "the draft is the target's most likely token; lossless for greedy decoding"
+    lossless = True
 
     def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
         return aligned
@@ -161,6 +168,7 @@ class SpeculativeSampling(AcceptanceRule):
 
     name = "sampling"
     summary = "accept with probability min(1, p/q), else sample the residual; lossless in distribution"
+    lossless = True
 
     sampling: Sampling = field(default_factory=Sampling)  # type: ignore[misc]
 
@@ -174,13 +182,16 @@ class SpeculativeSampling(AcceptanceRule):
         p_d, q_d = p[:, :-1].gather(-1, at).squeeze(-1), q.gather(-1, at).squeeze(-1)
         return block.uniforms[:, :-1] * q_d < p_d  # accept if u < p/q
 
-    def following(self, block: Block, logits: Tensor, choice: Tensor, n: Tensor) -> Tensor:
+    def following(self, block: Block, logits: Tensor, choice: Tensor, aligned: Tensor, n: Tensor) -> Tensor:
         assert block.uniforms is not None
         p, q = self._distributions(block, logits)
         rows = torch.arange(len(n), device=n.device)
         p_n = p[rows, n]
         if block.gamma:
-            q_n = q[rows, n.clamp_max(block.gamma - 1)] * (n < block.gamma)[:, None]  # the bonus row has no q
+            at = n.clamp_max(block.gamma - 1)
+            # the bonus row has no q; and where alignment accepts but the judge refuses, p itself is the correction
+            refused = (n < block.gamma) & ~aligned[rows, at]
+            q_n = q[rows, at] * refused[:, None]
             residual = (p_n - q_n).clamp_min(0)  # norm(max(0, p − q))
             p_n = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_n)
         return sample(p_n, block.uniforms[:, -1])
@@ -338,8 +349,8 @@ class Judged(AcceptanceRule):
     def aligned(self, block: Block, logits: Tensor, choice: Tensor) -> Tensor:
         return self.base.aligned(block, logits, choice)
 
-    def following(self, block: Block, logits: Tensor, choice: Tensor, n: Tensor) -> Tensor:
-        return self.base.following(block, logits, choice, n)
+    def following(self, block: Block, logits: Tensor, choice: Tensor, aligned: Tensor, n: Tensor) -> Tensor:
+        return self.base.following(block, logits, choice, aligned, n)
 
     def approves(self, block: Block) -> Tensor:
         """[B, γ] judge(h at d_i) > θ; a NaN score approves nothing."""
@@ -401,6 +412,8 @@ def parse_rule(
             theta = "F" if "F" in judge.config.thresholds else 0.5
         base = SpeculativeSampling(sampling) if sampling else Exact()
         return rule(judge, judge.threshold(theta), base, special=special, **values)
+    if judge is not None or theta is not None:
+        raise SelfJudgeError(f"rule {name!r} asks no judge: leave out --judge and --theta, or use --rule judged")
     if rule is SpeculativeSampling:
         return SpeculativeSampling(sampling or Sampling())
     if sampling is not None:

@@ -16,8 +16,9 @@ import torch
 
 from selfjudge.accept import AcceptanceRule, Exact
 from selfjudge.bench_passes import bandwidth, bytes_per_pass
+from selfjudge.engine import shape_reason
 from selfjudge.models.pair import Pair, Prompt
-from selfjudge.shells import generate
+from selfjudge.shells import generate, rough_draft
 from selfjudge.store import machine, versions
 from selfjudge.types import PHASES, Generation, pooled_mean_accepted_length
 
@@ -65,6 +66,7 @@ def bench_decode(
     runs += [_Run("selfjudge-exact", g, ours(Exact(), g)) for g in gammas]
     runs += [_Run(f"selfjudge-{name}", g, ours(rule, g)) for name, rule in rules for g in gammas]
 
+    floor = _floor(pair)
     seconds: dict[int, list[float]] = {i: [] for i in range(len(runs))}
     tokens: dict[int, list[tuple[int, ...]]] = {}
     ours_last: dict[int, list[Generation]] = {}
@@ -79,7 +81,6 @@ def bench_decode(
                 tokens[i] = [t for t, _ in answered]
                 ours_last[i] = [g for _, g in answered if g is not None]
 
-    floor = bytes_per_pass(pair.target, 1, 0, pair.int8) / bandwidth(pair.target.device)
     speeds = {i: [sum(map(len, tokens[i])) / s for s in seconds[i]] for i in seconds}
     rows = []
     for i, run in enumerate(runs):
@@ -111,16 +112,24 @@ def bench_decode(
         "prompts": len(prompts),
         "max_new_tokens": max_new_tokens,
         "repeats": repeats,
-        "target_floor_milliseconds": floor * 1e3,
+        "draft_dtype": "int8" if rough_draft(pair, Exact()) else pair.dtype,
+        "target_floor_milliseconds": None if floor is None else floor * 1e3,
         "runs": rows,
         "best": _best(rows),
     }
 
 
-def _over_floor(generations: list[Generation], floor: float) -> float | None:
+def _floor(pair: Pair) -> float | None:
+    """Seconds that reading the target's weights takes, for the shapes whose bytes we can count."""
+    if shape_reason(pair.target) is not None:
+        return None
+    return bytes_per_pass(pair.target, 1, 0, pair.int8) / bandwidth(pair.target.device)
+
+
+def _over_floor(generations: list[Generation], floor: float | None) -> float | None:
     """Time spent in the target over the time its weights take to read, prefill counted as one pass."""
     passes = sum(1 + g.cycles for g in generations)
-    return sum(g.seconds["target"] for g in generations) / (passes * floor) if passes else None
+    return sum(g.seconds["target"] for g in generations) / (passes * floor) if passes and floor else None
 
 
 def _judged_share(generations: list[Generation]) -> float | None:

@@ -44,6 +44,7 @@ Seed = Annotated[int, typer.Option(help="Seed of the random numbers when samplin
 Device = Annotated[str | None, typer.Option(help="cuda, mps or cpu; chosen if not given.")]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; chosen if not given.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+EngineName = Annotated[str, typer.Option("--engine", help="auto, reference, cpu or cuda.")]
 Raw = Annotated[bool, typer.Option("--raw", help="Use the prompt as it is, without chat template.")]
 
 
@@ -70,8 +71,11 @@ def generate(
     target: Target = None,
     draft: Draft = None,
     rule: Annotated[
-        str, typer.Option(help="Acceptance rule, such as exact, topk:2, judged:0.4 (`selfjudge ls rules`).")
-    ] = "exact",
+        str | None,
+        typer.Option(
+            help="Acceptance rule, such as topk:2 or judged:0.4; exact, or judged with --judge, if not given."
+        ),
+    ] = None,
     judge: Annotated[Path | None, typer.Option(help="Folder of a trained judge.")] = None,
     theta: Annotated[float | None, typer.Option(help="Judge threshold in [0, 1]; larger accepts less.")] = None,
     gamma: Gamma = 5,
@@ -88,6 +92,7 @@ def generate(
         bool, typer.Option("--color", help="Tint tokens: plain = draft, green = judge, blue = target.")
     ] = False,
     as_json: AsJson = False,
+    engine: EngineName = "auto",
     device: Device = None,
     dtype: Dtype = None,
 ) -> None:
@@ -97,13 +102,22 @@ def generate(
     """
     if prompt == "-":
         prompt = sys.stdin.read()
+    rule = rule or ("judged" if judge else "exact")
     loaded = _pair(pair, target, draft, device, dtype, needs_draft=gamma > 0)
     built = _rule(rule, loaded, judge, theta, temperature, top_p, top_k)
 
     from selfjudge.shells import Stream
 
     answer = Stream(
-        loaded, prompt, built, gamma=gamma, max_new_tokens=max_new_tokens, stop=stop or (), seed=seed, raw=raw
+        loaded,
+        prompt,
+        built,
+        gamma=gamma,
+        max_new_tokens=max_new_tokens,
+        stop=stop or (),
+        seed=seed,
+        raw=raw,
+        engine=engine,
     )
     console = Console(force_terminal=True if color else None, highlight=False, soft_wrap=True)
     for piece in answer:
@@ -183,8 +197,7 @@ def bench_decode(
     Example: selfjudge bench decode --gammas 2,4 --limit 4 --json
     """
     lengths = _numbers("--gammas", gammas)
-    if repeats < 1 or limit < 1:
-        raise SelfJudgeError("--repeats and --limit must be at least 1")
+    _positive(repeats=repeats, limit=limit, max_new_tokens=max_new_tokens)
     loaded = _pair(pair, target, draft, device, dtype)
 
     from selfjudge.bench import bench_decode as run
@@ -201,7 +214,7 @@ def bench_decode(
         _print_json(result)
         return
     typer.echo(
-        f"{result['pair']}, {result['device']}, {result['dtype']}, batch 1, {result['prompts']} prompts of"
+        f"{result['pair']}, {result['device']}, {result['dtype']} (our draft {result['draft_dtype']}), batch 1, {result['prompts']} prompts of"
         f" {max_new_tokens} new tokens, {repeats} repeats; {_describe(result)}"
     )
     _print_rows([
@@ -231,7 +244,7 @@ def bench_passes(
     batches: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1",
     tokens: Annotated[str, typer.Option(help="Tokens per pass (γ+1), separated by commas.")] = "1,2,4,6,8,11",
     contexts: Annotated[str, typer.Option(help="Context lengths, separated by commas.")] = "300",
-    engine: Annotated[str, typer.Option(help="auto, reference, cpu or cuda.")] = "auto",
+    engine: EngineName = "auto",
     repeats: Annotated[int, typer.Option(help="Timed passes of each kind.")] = 10,
     figure: Annotated[Path | None, typer.Option(help="Draw the costs into this PNG file.")] = None,
     as_json: AsJson = False,
@@ -246,6 +259,7 @@ def bench_passes(
     from selfjudge.bench_passes import draw_passes, random_model
     from selfjudge.models.pair import Pair, chosen_device, chosen_dtype
 
+    _positive(repeats=repeats)
     sizes = [
         _numbers(option, text)
         for option, text in (("--batches", batches), ("--tokens", tokens), ("--contexts", contexts))
@@ -282,6 +296,12 @@ def bench_passes(
     ])  # fmt: skip
 
 
+def _positive(**options: int) -> None:
+    for name, value in options.items():
+        if value < 1:
+            raise SelfJudgeError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+
+
 def _numbers(option: str, text: str) -> list[int]:
     try:
         numbers = [int(part) for part in text.split(",")]
@@ -303,6 +323,7 @@ def demo(
 
     Example: selfjudge demo --limit 4
     """
+    _positive(gamma=gamma, limit=limit, max_new_tokens=max_new_tokens)
     loaded = _pair("smollm2-135m", None, None, None, None)
 
     from selfjudge.demo import side_by_side
@@ -321,7 +342,7 @@ def demo(
         {
             "rule": r["rule"],
             "γ": r["gamma"],
-            "m": f"{r['mean_accepted_length']:.2f}",
+            "m": "–" if r["mean_accepted_length"] is None else f"{r['mean_accepted_length']:.2f}",
             "against alignment": f"{r['judged_share']:.1%}",
             "tokens/s": f"{r['tokens_per_second']:.1f}",
             "× plain": f"{r['speed_over_plain']:.2f}",
@@ -452,7 +473,7 @@ def main() -> None:
     """Entry point: every foreseeable failure is one line and exit code 2."""
     warnings.formatwarning = lambda message, *_: f"selfjudge: {message}\n"
     try:
-        app(standalone_mode=False)
+        code = app(standalone_mode=False)
     except SelfJudgeError as error:
         _fail(str(error))
     except KeyboardInterrupt:
@@ -461,9 +482,13 @@ def main() -> None:
         sys.stderr.close()
         raise SystemExit(0) from None
     except Exception as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # a bare `selfjudge` is a question, not a mistake
+            print(str(error))
+            raise SystemExit(0) from None
         if hasattr(error, "format_message"):  # typer's usage errors
             _fail(f"{error.format_message()} (see --help)")
         raise
+    raise SystemExit(code if isinstance(code, int) else 0)  # typer returns 130 after Ctrl-C
 
 
 if __name__ == "__main__":

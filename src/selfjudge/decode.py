@@ -54,7 +54,7 @@ def decode(
     tokens, counts = _left_padded(prompts, target.device)
     with timer("target"):
         output = target.extend(tokens, counts, keep=1)
-    with timer("rule"):
+    with timer("rule"), torch.no_grad():
         verdict = rule(Block(tokens[:, :0], output.logits, output.hidden, uniforms=random.first()))
     if draft is not None:
         with timer("draft"):
@@ -121,6 +121,7 @@ class _Cycle:
         self.backlog.copy_(first[:, None].expand_as(self.backlog))
         self.missing.fill_(1)
 
+    @torch.no_grad()
     def run(self, uniforms: Tensor | None) -> tuple[Tensor, _Timer]:
         """Start one cycle; the packed verdict, not yet waited for."""
         if self.uniforms is not None and uniforms is not None:
@@ -264,6 +265,8 @@ def check(
         raise SelfJudgeError(f"gamma must be 0 (plain decoding) or more, not {gamma}")
     if gamma and draft is None:
         raise SelfJudgeError("gamma > 0 needs a draft model; use gamma 0 for plain decoding")
+    if target.static and draft is not None and gamma and not draft.static:
+        raise SelfJudgeError("a target on the cuda engine needs a draft on it too: use the reference engine for both")
     if max_new_tokens < 1:
         raise SelfJudgeError(f"max-new-tokens must be at least 1, not {max_new_tokens}")
     if not prompts:

@@ -24,7 +24,8 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True)
 class JudgeConfig:
-    """Everything that must agree between training and decoding. Empty names and hashes match any model."""
+    """Where a judge comes from and what it reads. The target must be the one named (an empty name or hash matches any);
+    the draft is recorded, not required: another draft for the same target is fine."""
 
     hidden_size: int
     target: str = ""
@@ -100,10 +101,14 @@ class Judge(nn.Module):
                 f"this judge reads hidden states of width {config.hidden_size}, the target {name} has {hidden_size}:"
                 " use a judge trained for this target"
             )
-        if config.target_sha256 and sha256 and config.target_sha256 != sha256:
+        if config.target_sha256 and sha256:
+            same = config.target_sha256 == sha256
+        else:
+            same = not config.target or config.target == name
+        if not same:
             raise SelfJudgeError(
-                f"this judge was trained for {config.target or 'another model'} (sha256 {config.target_sha256[:12]}…),"
-                f" not for {name} ({sha256[:12]}…): use a judge trained for this target"
+                f"this judge was trained for {config.target or 'another model'} (sha256 {config.target_sha256[:12] or 'unknown'}),"
+                f" not for {name} ({sha256[:12] or 'unknown'}): use a judge trained for this target"
             )
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -112,6 +117,7 @@ class Judge(nn.Module):
 
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").unlink(missing_ok=True)
         save_file({"weight": self.weight.cpu().contiguous(), "bias": self.bias.cpu()}, folder / "model.safetensors")
         write_json(folder / "config.json", asdict(self.config))
 
@@ -125,6 +131,8 @@ class Judge(nn.Module):
         if not (folder / "config.json").is_file():
             raise SelfJudgeError(f"{folder} is no judge folder: it has no config.json")
         raw: dict[str, Any] = read_json(folder / "config.json")
+        if not isinstance(raw, dict):
+            raise SelfJudgeError(f"{folder}/config.json is no JSON object")
         if raw.get("format_version") != FORMAT_VERSION:
             raise SelfJudgeError(
                 f"{folder} has judge format {raw.get('format_version')}, this version reads {FORMAT_VERSION}"

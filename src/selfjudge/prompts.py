@@ -55,7 +55,10 @@ def read_prompts(path: Path) -> list[str | list[dict[str, str]]]:
             continue
         try:
             row = json.loads(line)
-            prompts.append(row["messages"] if "messages" in row else row["prompt"])
+            prompt = row["messages"] if "messages" in row else row["prompt"]
+            if not (isinstance(prompt, str) or all(isinstance(m, dict) for m in prompt)):
+                raise TypeError(prompt)
+            prompts.append(prompt)
         except (ValueError, KeyError, TypeError):
             raise SelfJudgeError(f'{path}, line {number}: expected a JSON object with "prompt" or "messages"') from None
     if not prompts:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedTokenizerBase
 
 from selfjudge.accept import AcceptanceRule, Exact
 from selfjudge.decode import decode
-from selfjudge.engine import borrowed, may_be_rough
+from selfjudge.engine import borrowed, common_kind, may_be_rough
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.pair import Pair, Prompt
 from selfjudge.types import PHASES, Finish, Generation, Origin, Piece, Step
@@ -34,6 +36,8 @@ def generate(
     engine: str = "auto",
 ) -> list[Generation]:
     """Answer all prompts, `batch` at a time, in the order given."""
+    if isinstance(prompts, str):
+        raise SelfJudgeError("prompts come as a list: generate(pair, [prompt])")
     if batch < 1:
         raise SelfJudgeError(f"batch must be at least 1, not {batch}")
     encoded = [pair.encode(prompt, raw=raw) for prompt in prompts]
@@ -83,6 +87,30 @@ def stream(pair: Pair, prompt: Prompt, rule: AcceptanceRule | None = None, **opt
     return Stream(pair, prompt, rule, **options)  # type: ignore[arg-type]
 
 
+def rough_draft(pair: Pair, rule: AcceptanceRule, engine: str = "auto") -> bool:
+    """Whether the draft runs with int8 weights: asked for, or harmless. It is harmless on the CPU engine under a lossless
+    rule, where drafts decide how fast an answer comes and not what it says, unless the draft is the target itself."""
+    if pair.draft is None or pair.int8:
+        return pair.int8
+    itself = pair.draft is pair.target or (pair.target_sha256 != "" and pair.target_sha256 == pair.draft_sha256)
+    return rule.lossless and not itself and may_be_rough(pair.draft, engine)
+
+
+_GUARDED: WeakKeyDictionary[AcceptanceRule, tuple[tuple[int, ...], AcceptanceRule]] = WeakKeyDictionary()
+
+
+def _guarded(rule: AcceptanceRule, pair: Pair) -> AcceptanceRule:
+    """A guarded rule that was built without special tokens gets those of the pair; the same one every time, so that
+    engines find what they recorded with it."""
+    given: tuple[int, ...] = getattr(rule, "special", ())
+    if not getattr(rule, "guard", False) or given:
+        return rule
+    special = pair.special_ids
+    if rule not in _GUARDED or _GUARDED[rule][0] != special:
+        _GUARDED[rule] = special, dataclasses.replace(rule, special=special)  # type: ignore[call-arg]
+    return _GUARDED[rule][1]
+
+
 def _seed(seed: int, row: int) -> int:
     return (seed * 1_000_003 + row) % (1 << 63)
 
@@ -98,15 +126,18 @@ def _run(
     engine: str,
 ) -> Iterator[list[Piece]]:
     """Drive the loop over one batch, feeding each answer; yields the new pieces of every step."""
-    rule = rule or EXACT
+    rule = _guarded(rule or EXACT, pair)
     if rule.judge is not None:
         rule.judge.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
         rule.judge.to(pair.target.device)
+    drafted = pair.draft is not None and gamma > 0
     with contextlib.ExitStack() as stack:
+        if pair.draft is not None and drafted:
+            engine = common_kind(pair.target, pair.draft, engine)
         target = stack.enter_context(borrowed(pair.target, hidden=rule.judge is not None, int8=pair.int8, kind=engine))
         draft = None
-        if pair.draft is not None and gamma > 0:
-            rough = pair.int8 or may_be_rough(pair.draft, engine)
+        if pair.draft is not None and drafted:
+            rough = rough_draft(pair, rule, engine)
             draft = stack.enter_context(borrowed(pair.draft, int8=rough, kind=engine))
         stopped: set[int] = set()
         warned = False
@@ -150,8 +181,8 @@ class _Answer:
 
     def __post_init__(self) -> None:
         self._text = Detokenizer(self.tokenizer)
-        if any(not s for s in self.stop):
-            raise SelfJudgeError("a stop string must not be empty")
+        if isinstance(self.stop, str) or any(not s for s in self.stop):
+            raise SelfJudgeError("stop strings come as a list, and none may be empty")
 
     def take(self, tokens: Sequence[int], origins: Sequence[Origin], finish: Finish | None, step: Step) -> list[Piece]:
         self.cycles = step.cycle

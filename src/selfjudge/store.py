@@ -33,16 +33,19 @@ def sha256(path: Path) -> str:
 
 
 def fingerprint(files: Iterable[Path]) -> str:
-    """sha256 over name, size, first and last MiB of each file: tells checkpoints apart without reading all of them."""
-    digest = hashlib.sha256()
-    for path in sorted(files):
+    """sha256 over size, first and last MiB of each file: tells checkpoints apart without reading all of them.
+
+    Empty where there is no file: nothing is known then.
+    """
+    digest, found = hashlib.sha256(), sorted(files)
+    for path in found:
         size = path.stat().st_size
-        digest.update(f"{path.name}:{size}:".encode())
+        digest.update(f"{size}:".encode())
         with path.open("rb") as file:
             digest.update(file.read(1 << 20))
             file.seek(max(0, size - (1 << 20)))
             digest.update(file.read(1 << 20))
-    return digest.hexdigest()
+    return digest.hexdigest() if found else ""
 
 
 def read_json(path: Path) -> Any:

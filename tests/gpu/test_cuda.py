@@ -8,8 +8,9 @@ import torch
 from conftest import VOCAB, tiny_model
 from selfjudge.accept import AcceptanceRule, Exact, Judged, Sampling, SpeculativeSampling
 from selfjudge.decode import decode
-from selfjudge.engine import make_engine
+from selfjudge.engine import common_kind, make_engine
 from selfjudge.engine.cuda import CudaEngine, Kernels
+from selfjudge.errors import SelfJudgeError
 from selfjudge.judge import Judge
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -100,6 +101,16 @@ def test_rows_that_finish_at_different_times() -> None:
     fast = run(target, target, prompts, Exact(), gamma=3, max_new_tokens=60)
     assert [len(t) for t in fast] == [min(60, 6 + 4 * i) for i in range(16)]
     assert fast == run(target, target, prompts, Exact(), "reference", gamma=3, max_new_tokens=60)
+
+
+def test_a_draft_that_the_engine_cannot_run_takes_the_target_along() -> None:
+    """Heads 12 wide have no kernel: both models then run on the reference engine."""
+    target = tiny_model(seed=1, hidden_size=64, head_dim=16).to(CUDA)
+    draft = tiny_model(seed=2, hidden_size=48, head_dim=12).to(CUDA)
+    assert common_kind(target, draft, "auto") == "reference"
+    engines = make_engine(target), make_engine(draft, kind="reference")
+    with pytest.raises(SelfJudgeError, match="reference engine for both"):
+        list(decode(*engines, prompts_of([4]), Exact(), gamma=2))
 
 
 def test_the_engine_is_chosen_by_itself() -> None:

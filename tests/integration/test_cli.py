@@ -122,6 +122,7 @@ def test_bench_decode(run, pair: list[str]) -> None:
         assert row["identical_to_plain"] == 1.0
         assert row["spread"][0] <= row["ratio_to_plain"] <= row["spread"][1]
     assert set(result) >= {"machine", "versions", "dtype", "runs", "date"}
+    assert result["draft_dtype"] == "float32"
     code, out, _ = run(
         "bench", "decode", *pair, "--gammas", "1", "--limit", "1", "--repeats", "1", "--max-new-tokens", "6"
     )
@@ -142,6 +143,7 @@ def _wrong(checkpoints: dict[str, str], tmp: Path) -> dict[str, list[str]]:
     Judge(JudgeConfig(hidden_size=7)).save_pretrained(tmp / "narrow")
     Judge(JudgeConfig(hidden_size=32, target="another", target_sha256="f" * 64)).save_pretrained(tmp / "foreign")
     (tmp / "prompts.jsonl").write_text('{"question": "no prompt here"}\n')
+    (tmp / "numbers.jsonl").write_text('{"prompt": 5}\n')
     ask = ["generate", "w1 w2", *target, *draft]
     return {
         "unknown model": ["generate", "hi", "--target", "no-such-org/no-such-model", *draft],
@@ -156,6 +158,10 @@ def _wrong(checkpoints: dict[str, str], tmp: Path) -> dict[str, list[str]]:
         "no judge": [*ask, "--rule", "judged"],
         "judge width": [*ask, "--rule", "judged", "--judge", str(tmp / "narrow")],
         "judge target": [*ask, "--rule", "judged", "--judge", str(tmp / "foreign")],
+        "judge unasked": [*ask, "--rule", "exact", "--judge", str(tmp / "foreign")],
+        "repeats": ["bench", "decode", *target, *draft, "--repeats", "0"],
+        "limit": ["demo", "--limit", "0"],
+        "prompt type": ["bench", "decode", *target, *draft, "--prompts", str(tmp / "numbers.jsonl")],
         "no judge folder": [*ask, "--rule", "judged", "--judge", str(tmp)],
         "unknown rule": [*ask, "--rule", "nope"],
         "rule option": [*ask, "--rule", "topk:z=1"],
@@ -219,6 +225,21 @@ def test_an_unreadable_cache(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     code, _, err = run("generate", "hi")
     assert code == 2
     assert any(p.fullmatch(err.strip()) for p in _documented())
+
+
+def test_a_bare_command_shows_the_help(run) -> None:
+    code, out, err = run()
+    assert (code, err) == (0, "")
+    assert out.count("\n") > 5
+    assert "generate" in out
+
+
+def test_an_interrupt_is_no_success(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("selfjudge.models.pull.pull", interrupted)
+    assert run("pull", "smollm2-135m")[0] == 130
 
 
 def test_help_carries_an_example_everywhere(run) -> None:

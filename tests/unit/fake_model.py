@@ -51,11 +51,10 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    from selfjudge.errors import SelfJudgeError
+    import sys
+
+    from selfjudge import cli
 
     install()
-    try:
-        print(pull.pull("fake"))
-    except SelfJudgeError as error:
-        print(error)
-        raise SystemExit(2) from None
+    sys.argv = ["selfjudge", "pull", "fake"]
+    cli.main()

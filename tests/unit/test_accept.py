@@ -170,10 +170,52 @@ def test_non_finite_rows_fall_back_to_alignment_and_say_so(bad: float) -> None:
     b = block([1, 1], ROWS)
     b.hidden[0, 1] = bad
     judge = Judge(Judge.constant(0.5, H).config, weight=torch.ones(H))
-    scored = Block(b.draft_tokens, b.target_logits, b.hidden, scores=judge(b) * (1 if math.isnan(bad) else math.nan))
-    v = Judged(judge, 0.1)(scored)
+    for scores in (None, judge(b)):
+        v = Judged(judge, 0.1)(Block(b.draft_tokens, b.target_logits, b.hidden, scores=scores))
+        assert bool(v.irregular)
+        assert int(v.n_accepted[0]) == 0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("temperature", [0.3, 1.0])
+def test_non_finite_rows_when_sampling(bad: float, temperature: float) -> None:
+    """One bad logit, and a row of nothing else: a token comes out, and not the last of the vocabulary by accident."""
+    rule = SpeculativeSampling(Sampling(temperature))
+    logits = torch.tensor([[[0.0, 8.0, 0.0, -20.0]]]).repeat(200, 1, 1)
+    logits[:, 0, 0] = bad
+    u = torch.linspace(0, 0.999, 200)[:, None]
+    v = rule(Block(torch.zeros(200, 0, dtype=torch.long), logits, uniforms=u))
     assert bool(v.irregular)
-    assert int(v.n_accepted[0]) == 0
+    assert set(v.next_token.tolist()) == ({0} if bad == math.inf else set(v.next_token.tolist()) - {0, 3})
+    logits[:] = math.nan
+    v = rule(Block(torch.zeros(200, 0, dtype=torch.long), logits, uniforms=u))
+    assert set(v.next_token.tolist()) == {0, 1, 2, 3}  # nothing is known: every token alike
+
+
+def test_judge_only_corrects_from_the_target_where_alignment_would_accept() -> None:
+    """The judge refuses a draft on which both models agree: the residual is empty there, the target's own choice is not."""
+    rule = JudgeOnly(Judge.constant(0.0, H), 0.5, SpeculativeSampling(Sampling(1.0)))
+    logits = torch.tensor([[[9.0, 0.0, 0.0], [9.0, 0.0, 0.0]]]).repeat(100, 1, 1)
+    q = logits[:, :1] + torch.tensor([0.5, 0.0, 0.0])  # the draft is even surer: max(0, p − q) has only the tail
+    u = torch.stack([torch.full((100,), 0.1), torch.linspace(0, 0.99, 100)], 1)
+    v = rule(Block(torch.zeros(100, 1, dtype=torch.long), logits, torch.zeros(100, 2, H), q, u))
+    assert v.n_accepted.eq(0).all()
+    assert (v.next_token == 0).float().mean() > 0.95
+
+
+def test_a_judge_may_have_parameters() -> None:
+    class Learned(Judge):
+        def __init__(self) -> None:
+            super().__init__(Judge.constant(0.5, H).config)
+            self.layer = torch.nn.Linear(H, 1)
+
+        def score(self, hidden: torch.Tensor) -> torch.Tensor:
+            return self.layer(hidden).squeeze(-1).sigmoid()
+
+    with torch.inference_mode():
+        hidden = torch.randn(1, 3, H)
+    with torch.no_grad():
+        Judged(Learned(), 0.5)(block([1, 1], ROWS, hidden=hidden))
 
 
 def test_minus_infinity_is_a_ban_not_an_irregularity() -> None:

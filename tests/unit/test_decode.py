@@ -13,7 +13,6 @@ from conftest import CONFIGS, VOCAB, tiny_model
 from selfjudge.accept import AcceptanceRule, Exact, Judged, Sampling, SpeculativeSampling, TopK
 from selfjudge.decode import decode
 from selfjudge.engine import Engine, cuda, make_engine
-from selfjudge.engine.reference import ReferenceEngine
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge import Judge
 from selfjudge.types import Step
@@ -167,7 +166,7 @@ def test_cancelled_rows_leave_the_batch() -> None:
     cancelled: set[int] = set()
     rows = []
     for step in decode(
-        ReferenceEngine(model), ReferenceEngine(model), prompts_of([4, 5, 6]), Exact(),
+        engine_of(model), engine_of(model), prompts_of([4, 5, 6]), Exact(),
         gamma=2, max_new_tokens=20, cancelled=cancelled,
     ):  # fmt: skip
         rows.append([e.row for e in step.emissions])
@@ -175,6 +174,7 @@ def test_cancelled_rows_leave_the_batch() -> None:
             cancelled.add(1)
     assert rows[2] == [0, 1, 2]
     assert rows[3:] == [[0, 2]] * len(rows[3:])
+    assert len(rows) == 8  # ⌈19 / 3⌉ cycles and the prefill
 
 
 @pytest.mark.parametrize("extra", [-5, 3])

@@ -124,10 +124,22 @@ def make_engine(model: PreTrainedModel, *, hidden: bool = False, int8: bool = Fa
 
 
 def may_be_rough(draft: PreTrainedModel, kind: str = "auto") -> bool:
-    """Whether a draft runs on the CPU engine with int8 weights: a proposal may be rough, since the target verifies it."""
+    """Whether the CPU engine can run a draft with int8 weights."""
     from selfjudge.engine import cpu
 
     return kind in ("auto", "cpu") and cpu.why_not(draft, int8=True) is None
+
+
+def common_kind(target: PreTrainedModel, draft: PreTrainedModel, kind: str) -> str:
+    """The engine for a pair: a recorded cycle holds both models, so either both are on the cuda engine or neither."""
+    from selfjudge.engine import cuda
+
+    if kind == "auto" and target.device.type == "cuda":
+        for model in (target, draft):
+            if (reason := cuda.why_not(model)) is not None:
+                _say_once(f"using the reference engine: {reason}")
+                return "reference"
+    return kind
 
 
 _IDLE: WeakKeyDictionary[PreTrainedModel, list[tuple[bool, Engine]]] = WeakKeyDictionary()
@@ -139,7 +151,8 @@ def borrowed(
 ) -> Iterator[Engine]:
     """An engine for one batch. A static engine goes back on a shelf, so that the next batch finds its recordings."""
     shelf = _IDLE.setdefault(model, [])
-    found = next((i for i, (had, _) in enumerate(shelf) if had == hidden and kind in ("auto", "cuda")), None)
+    wanted = kind == "cuda" or (kind == "auto" and model.device.type == "cuda")
+    found = next((i for i, (had, _) in enumerate(shelf) if wanted and had == hidden), None)
     engine = make_engine(model, hidden=hidden, int8=int8, kind=kind) if found is None else shelf.pop(found)[1]
     try:
         yield engine

@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -80,6 +81,12 @@ def why_not(model: PreTrainedModel, *, int8: bool = False) -> str | None:
     widths = (config.hidden_size, config.intermediate_size, config.num_attention_heads * attention.head_dim)
     if int8 and any(width % GROUP for width in widths):
         return f"int8 needs widths divisible by {GROUP}"
+    return _compiler_reason()
+
+
+@cache
+def _compiler_reason() -> str | None:
+    """Why the kernel cannot be had on this machine; asked once."""
     try:
         _library()
     except (OSError, subprocess.SubprocessError) as error:
@@ -90,13 +97,15 @@ def why_not(model: PreTrainedModel, *, int8: bool = False) -> str | None:
 @cache
 def _library() -> ctypes.CDLL:
     """Compile the kernel for this machine, once per source, compiler and processor."""
-    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
-    if compiler is None:
+    compiler = (
+        shlex.split(os.environ.get("CXX", "")) or [c for c in map(shutil.which, ("c++", "g++", "clang++")) if c][:1]
+    )
+    if not compiler:
         raise OSError("no C++ compiler found")
     arm = platform.machine() in ("aarch64", "arm64")
     flags = ["-O3", "-mcpu=native" if arm else "-march=native", "-std=c++17", "-shared", "-fPIC"]
     flags += ["-fno-math-errno", "-fno-trapping-math"]  # sums keep their order: reassociation spills the registers
-    about = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    about = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
     cpu = Path("/proc/cpuinfo")
     processor = cpu.read_text().split("\n\n")[0] if cpu.exists() else platform.processor()
     processor = "".join(line for line in processor.splitlines() if "MHz" not in line)
@@ -107,10 +116,12 @@ def _library() -> ctypes.CDLL:
             if not built.exists():
                 with tempfile.TemporaryDirectory(dir=built.parent) as folder:
                     fresh = Path(folder) / built.name
-                    command = [compiler, *flags, str(SOURCE), "-o", str(fresh)]
+                    command = [*compiler, *flags, str(SOURCE), "-o", str(fresh)]
                     # OpenMP is the threading of torch itself: both then share one pool of threads
                     if subprocess.run([*command, "-fopenmp"], capture_output=True, check=False).returncode:
-                        subprocess.run(command, capture_output=True, check=True)
+                        plain = subprocess.run(command, capture_output=True, text=True, check=False)
+                        if plain.returncode:
+                            raise OSError(next((x for x in plain.stderr.splitlines() if "error" in x), "it failed"))
                     os.replace(fresh, built)
     library = ctypes.CDLL(str(built))
     library.scratch_size.restype = ctypes.c_int64
@@ -210,7 +221,7 @@ class CpuEngine(Eager):
         if not self._slots:
             self.lengths = [0] * batch
         self._reserve(batch, max(n + c for n, c in zip(self.lengths, taken, strict=True)))
-        ids = tokens.clamp_max(self._embeddings - 1)
+        ids = tokens.clamp(0, self._embeddings - 1)
         logits = torch.empty(batch, keep, self.vocab_size)
         states = torch.empty(batch, keep, self._packed.model.hidden)
         flat = [(b, column) for b in range(batch) for column in range(width - taken[b], width)]

@@ -108,6 +108,7 @@ class CudaEngine:
             return
         self.slots = slots
         self._replaced()
+        self.keys = self.values = self.lengths[:0]  # free the old cache before the new one is there
         shape = (len(w.layers), batch, w.kv_heads, self.slots, w.dim)
         self.keys = torch.zeros(shape, dtype=self.dtype, device=self.device)
         self.values = torch.zeros(shape, dtype=self.dtype, device=self.device)
@@ -134,7 +135,7 @@ class CudaEngine:
         place = place.clamp(0, self.slots - 2)
         slot = torch.where(valid, place, self.slots - 1)
         position = torch.where(valid, place, 0)
-        tokens = tokens.clamp_max(self.weights.embedding.shape[0] - 1)
+        tokens = tokens.clamp(0, self.weights.embedding.shape[0] - 1)
         if width <= STEP_TOKENS:
             output = self._forward(tokens, slot, position, slice(0, batch), keep)
         else:

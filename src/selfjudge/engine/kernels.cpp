@@ -31,11 +31,18 @@ constexpr int kLanes = 4;
 inline vec load(const float* p) { return *reinterpret_cast<const vec*>(p); }
 inline float total(vec v) { return (v[0] + v[2]) + (v[1] + v[3]); }
 
+#if defined(__GNUC__) && !defined(__clang__) && __GNUC__ < 12
+typedef int32_t lanes __attribute__((vector_size(16)));
+#define SHUFFLE(a, b, i, j, k, l) __builtin_shuffle(a, b, lanes{i, j, k, l})
+#else
+#define SHUFFLE(a, b, i, j, k, l) __builtin_shufflevector(a, b, i, j, k, l)
+#endif
+
 // the totals of four vectors
 inline vec totals(vec a, vec b, vec c, vec d) {
-  const vec ab = __builtin_shufflevector(a, b, 0, 4, 1, 5) + __builtin_shufflevector(a, b, 2, 6, 3, 7);
-  const vec cd = __builtin_shufflevector(c, d, 0, 4, 1, 5) + __builtin_shufflevector(c, d, 2, 6, 3, 7);
-  return __builtin_shufflevector(ab, cd, 0, 1, 4, 5) + __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
+  const vec ab = SHUFFLE(a, b, 0, 4, 1, 5) + SHUFFLE(a, b, 2, 6, 3, 7);
+  const vec cd = SHUFFLE(c, d, 0, 4, 1, 5) + SHUFFLE(c, d, 2, 6, 3, 7);
+  return SHUFFLE(ab, cd, 0, 1, 4, 5) + SHUFFLE(ab, cd, 2, 3, 6, 7);
 }
 
 inline float sum_of(const float* x, int count) {

@@ -104,13 +104,14 @@ class ReferenceEngine(Eager):
         if counts is not None:
             valid = torch.arange(width, device=self.device) >= width - counts[:, None]
         positions = (self.lengths[:, None] + valid.cumsum(1) - 1).clamp(0, self.window - 1)
-        tokens = tokens.clamp_max(self._embeddings - 1)  # ids from a longer, padded vocabulary
+        tokens = tokens.clamp(0, self._embeddings - 1)  # ids from a longer, padded vocabulary
         output = None
         for start in range(0, width, PREFILL_CHUNK):
             part = slice(start, min(start + PREFILL_CHUNK, width))
             wanted = max(0, part.stop - max(part.start, width - keep))
             output = _joined(output, self._pass(tokens[:, part], valid[:, part], positions[:, part], wanted))
         self.lengths = self.lengths + valid.sum(1)
+        self._tidy()
         assert output is not None
         return output
 
@@ -172,6 +173,9 @@ class ReferenceEngine(Eager):
         end = int(used[-1]) + 1 if len(used) else 0
         if end < self.slots:
             self._cut(end)
+        self._tidy()
+
+    def _tidy(self) -> None:
         longest = int(self.lengths.max())
         if self.slots - longest > HOLE_SHARE * self.slots + HOLE_SLACK:
             self._compact(longest)

@@ -110,9 +110,12 @@ class Pair:
         if not self.tokenizer.chat_template:
             raise SelfJudgeError(f"the tokenizer of {self.target_id} has no chat template: use --raw")
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
-        encoded: Any = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=True
-        )
+        try:
+            encoded: Any = self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=True, return_dict=True
+            )
+        except Exception as error:  # whatever the model's own template raises
+            raise SelfJudgeError(f"the chat template does not take these messages: {_first_line(error)}") from None
         return list(encoded["input_ids"])
 
 
@@ -139,6 +142,8 @@ def chosen_device(name: str | None) -> torch.device:
     try:
         place = torch.device(name)
         torch.empty(1, device=place)
+        if place.type == "cuda" and place.index is not None:
+            torch.cuda.set_device(place)  # kernels are launched on the current device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise SelfJudgeError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
     return place
@@ -162,7 +167,9 @@ def _load(
     """Model, tokenizer and a hash that identifies the weights."""
     name = reference.removesuffix("/draft")
     if name in EMBEDDED:
-        wants_draft = reference.endswith("/draft") or (role == "draft" and EMBEDDED[name].draft is not None)
+        wants_draft = reference.endswith("/draft")
+        if wants_draft and EMBEDDED[name].draft is None:
+            raise SelfJudgeError(f"{name} brings no draft of its own: name one with --draft")
         folder = pull(name, progress, verify=False) / ("draft" if wants_draft else "target")
         identity = (draft_sha256(EMBEDDED[name]) or "") if wants_draft else EMBEDDED[name].sha256
         model, tokenizer = _checkpoint(folder, dtype)
@@ -173,11 +180,23 @@ def _load(
         return model.to(place), tokenizer, fingerprint([path])
     if path.is_dir():
         model, tokenizer = _checkpoint(path, dtype)
-        return model.to(place), tokenizer, fingerprint(path.glob("*.safetensors"))
+        return model.to(place), tokenizer, fingerprint(_weights(path))
     if path.suffix == ".gguf" or path.is_absolute() or reference.startswith((".", "~")):
         raise SelfJudgeError(f"{reference} does not exist: the {role} must be a folder, a GGUF file or a hub id")
     model, tokenizer = _checkpoint(reference, dtype)
-    return model.to(place), tokenizer, getattr(model.config, "_commit_hash", None) or ""
+    return model.to(place), tokenizer, fingerprint(_hub_weights(reference))
+
+
+def _weights(folder: Path) -> list[Path]:
+    return [*folder.glob("*.safetensors")] or [*folder.glob("*.bin")]
+
+
+def _hub_weights(reference: str) -> list[Path]:
+    """The weight files of a hub model in the local hub cache."""
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(reference, "config.json")
+    return _weights(Path(config).parent) if isinstance(config, str) else []
 
 
 def _checkpoint(source: Path | str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

