@@ -314,7 +314,7 @@ def _numbers(option: str, text: str) -> list[int]:
 
 @app.command()
 def demo(
-    gamma: Gamma = 4,
+    gamma: Gamma = 3,
     limit: Annotated[int, typer.Option(help="How many of the built-in prompts.")] = 8,
     max_new_tokens: MaxNew = 96,
     as_json: AsJson = False,

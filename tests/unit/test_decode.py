@@ -204,7 +204,7 @@ def test_a_rows_random_numbers_do_not_depend_on_its_neighbours() -> None:
 class _NoResidual(SpeculativeSampling):
     """The classic mistake: correct with p itself instead of norm(max(0, p − q))."""
 
-    def following(self, block, logits, choice, n):  # type: ignore[no-untyped-def]
+    def following(self, block, logits, choice, aligned, n):  # type: ignore[no-untyped-def]
         from selfjudge.accept import sample
 
         p = self.sampling.warp(logits).softmax(-1)
