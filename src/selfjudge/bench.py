@@ -70,12 +70,13 @@ def bench_decode(
     seconds: dict[int, list[float]] = {i: [] for i in range(len(runs))}
     tokens: dict[int, list[tuple[int, ...]]] = {}
     ours_last: dict[int, list[Generation]] = {}
-    for repeat in range(repeats + 1):  # repeat 0 warms up, with one prompt
+    warm = prompts if pair.target.device.type == "cuda" else prompts[:1]  # on CUDA, every shape is recorded once
+    for repeat in range(repeats + 1):  # repeat 0 warms up
         for i, run in enumerate(runs):
             if notify:
                 notify(f"{run.name} γ={run.gamma}, " + (f"repeat {repeat}/{repeats}" if repeat else "warm-up"))
             start = time.perf_counter()
-            answered = [run.answer(prompt) for prompt in (prompts if repeat else prompts[:1])]
+            answered = [run.answer(prompt) for prompt in (prompts if repeat else warm)]
             if repeat:
                 seconds[i].append(time.perf_counter() - start)
                 tokens[i] = [t for t, _ in answered]

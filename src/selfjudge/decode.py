@@ -96,7 +96,7 @@ def _cycle(target: Engine, draft: Engine | None, rule: AcceptanceRule, gamma: in
         cycle: _Cycle = target.recorded[key]
         cycle.begin(first)
         return cycle
-    while len(target.recorded) >= 4:  # each keeps its own buffers on the device
+    while len(target.recorded) >= 16:  # each keeps its own buffers on the device
         target.recorded.pop(next(iter(target.recorded)))
     cycle = target.recorded[key] = _Cycle(target, draft, rule, gamma, first)
     return cycle
