@@ -29,6 +29,8 @@ def side_by_side(
         ("exact", Exact(), gamma),
         ("topk:2", TopK(special=pair.special_ids), gamma),
     ]
+    notify("warming up …")  # the first pass may compile a kernel
+    generate(pair, prompts[:1], gamma=gamma, max_new_tokens=2)
     rows: list[dict[str, Any]] = []
     plain: list[Generation] = []
     for name, rule, g in configurations:
