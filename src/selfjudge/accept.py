@@ -18,6 +18,7 @@ from torch import Tensor
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge import Judge
+from selfjudge.top import regular, top
 from selfjudge.types import Block, Verdict
 
 
@@ -61,14 +62,6 @@ def sample(probabilities: Tensor, uniform: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, point, right=True).squeeze(-1).clamp_max(probabilities.shape[-1] - 1)
 
 
-def regular(logits: Tensor) -> Tensor:
-    """NaN → −inf and +inf → a very large number, so that argmax and softmax stay meaningful at any temperature; a row
-    that then holds no finite logit at all becomes uniform."""
-    most = min(1e30, torch.finfo(logits.dtype).max)
-    logits = torch.nan_to_num(logits, nan=-math.inf, posinf=most, neginf=-math.inf)
-    return torch.where(torch.isneginf(logits.amax(-1, keepdim=True)), 0.0, logits)
-
-
 @lru_cache(maxsize=16)
 def _ids(ids: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(ids, dtype=torch.long, device=device)
@@ -85,6 +78,7 @@ class AcceptanceRule:
     name: ClassVar[str]
     summary: ClassVar[str]
     lossless: ClassVar[bool] = False
+    reads_logits: ClassVar[bool] = True  # beyond their argmax
     sampling: ClassVar[Sampling | None] = None
     judge: ClassVar[Judge | None] = None
 
@@ -109,11 +103,10 @@ class AcceptanceRule:
 
     def __call__(self, block: Block) -> Verdict:
         drafts = block.draft_tokens
-        broken = _broken(block.target_logits)  # [B, γ+1]
         logits = block.target_logits
-        if logits.is_cuda or bool(broken.any()):  # on a GPU the copy is cheaper than asking
+        choice, broken = top(logits)  # [B, γ+1]
+        if self.reads_logits and (logits.is_cuda or bool(broken.any())):  # on a GPU the copy is cheaper than asking
             logits = regular(logits)
-        choice = logits.argmax(-1)  # [B, γ+1]
         aligned = self.aligned(block, logits, choice)
         accepted = self.accepts(block, logits[:, :-1], aligned)
 
@@ -130,12 +123,6 @@ class AcceptanceRule:
 
         n = accepted.long().cumprod(1).sum(1)  # the walk: stop at the first refusal
         return Verdict(n, self.following(block, logits, choice, aligned, n), accepted & ~aligned, irregular)
-
-
-def _broken(logits: Tensor) -> Tensor:
-    """[..., V] → [...] rows with a NaN or +inf (−inf is a legitimate ban). One pass: the maximum carries both."""
-    top = logits.amax(-1)
-    return torch.logical_or(torch.isnan(top), torch.isposinf(top))
 
 
 def _log_p(logits: Tensor, drafts: Tensor) -> Tensor:
@@ -157,6 +144,7 @@ class Exact(AcceptanceRule):
     name = "exact"
     summary = "the draft is the target's most likely token; lossless for greedy decoding"
     lossless = True
+    reads_logits = False
 
     def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
         return aligned
@@ -345,6 +333,10 @@ class Judged(AcceptanceRule):
     @property
     def sampling(self) -> Sampling | None:  # type: ignore[override]
         return self.base.sampling
+
+    @property
+    def reads_logits(self) -> bool:  # type: ignore[override]
+        return self.base.reads_logits
 
     def aligned(self, block: Block, logits: Tensor, choice: Tensor) -> Tensor:
         return self.base.aligned(block, logits, choice)

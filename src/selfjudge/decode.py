@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfjudge.accept import AcceptanceRule, regular, sample
+from selfjudge.accept import AcceptanceRule, sample
 from selfjudge.engine import Engine
 from selfjudge.errors import SelfJudgeError
+from selfjudge.top import regular, top
 from selfjudge.types import PHASES, Block, Emission, Finish, Origin, Step, Verdict
 
 
@@ -70,12 +71,16 @@ def decode(
             rows[i].finished = True
         if not alive:
             return
-        # a static engine keeps finished rows until half are idle: leaving costs it a new recording
+        # a static engine has recordings for batches of 1, 2, 4, 8 … rows, and keeps idle rows until half of them are
         if len(alive) < len(rows) and (not target.static or len(alive) <= len(rows) // 2):
             if not flying:
-                rows = [rows[i] for i in alive]
-                cycle.select(alive)
-                random.select(alive)
+                kept = alive
+                if target.static:
+                    idle = [i for i, row in enumerate(rows) if row.finished]
+                    kept = alive + idle[: (1 << (len(alive) - 1).bit_length()) - len(alive)]
+                rows = [rows[i] for i in kept]
+                cycle = cycle.select(kept)
+                random.select(kept)
         elif len(flying) < 2:
             number += 1
             flying.append((number, *cycle.run(random.next())))
@@ -91,12 +96,12 @@ def _cycle(target: Engine, draft: Engine | None, rule: AcceptanceRule, gamma: in
     """A new cycle, or the one this engine recorded for an earlier batch of the same shape."""
     if not target.static:
         return _Cycle(target, draft, rule, gamma, first)
-    key = (rule, gamma, draft, draft and draft.version)
+    key = (rule, gamma, len(first), draft, draft and draft.version)
     if key in target.recorded:
         cycle: _Cycle = target.recorded[key]
         cycle.begin(first)
         return cycle
-    while len(target.recorded) >= 16:  # each keeps its own buffers on the device
+    while len(target.recorded) >= 32:  # each keeps its own outputs on the device
         target.recorded.pop(next(iter(target.recorded)))
     cycle = target.recorded[key] = _Cycle(target, draft, rule, gamma, first)
     return cycle
@@ -167,14 +172,15 @@ class _Cycle:
             self.missing.copy_(1 + (k == self.gamma).long())
         self.packed = _packed(self.drafts, verdict)
 
-    def select(self, rows: list[int]) -> None:
-        """Keep these rows; what was recorded is void."""
-        self.last, self.backlog, self.missing = self.last[rows], self.backlog[rows], self.missing[rows]
-        self.uniforms = None if self.uniforms is None else self.uniforms[rows]
-        self.steps = None
+    def select(self, rows: list[int]) -> _Cycle:
+        """Keep these rows; the cycle for what is left, which a static engine may have recorded before."""
         self.target.select(rows)
         if self.draft is not None:
             self.draft.select(rows)
+        cycle = _cycle(self.target, self.draft, self.rule, self.gamma, self.last[rows, 0])
+        cycle.backlog.copy_(self.backlog[rows])
+        cycle.missing.copy_(self.missing[rows])
+        return cycle
 
 
 def _propose(
@@ -191,14 +197,14 @@ def _propose(
     drawn_from: list[Tensor] = []
     output = draft.extend(backlog, missing, keep=1)
     for i in range(gamma):
-        logits = _fitted(regular(output.logits[:, -1]), vocab_size)
+        logits = output.logits[:, -1]
         if rule.sampling is not None:
             assert u is not None
-            logits = rule.sampling.warp(logits)
+            logits = rule.sampling.warp(_fitted(regular(logits), vocab_size))
             drawn_from.append(logits)
             tokens.append(sample(logits.softmax(-1), u[:, i]))
         else:
-            tokens.append(logits.argmax(-1))
+            tokens.append(top(logits[:, :vocab_size])[0])
         if i + 1 < gamma:
             output = draft.extend(tokens[-1][:, None])
     return torch.stack(tokens, 1), torch.stack(drawn_from, 1) if drawn_from else None

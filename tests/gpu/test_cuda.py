@@ -12,6 +12,7 @@ from selfjudge.engine import common_kind, make_engine
 from selfjudge.engine.cuda import CudaEngine, Kernels
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge import Judge
+from selfjudge.top import broken, regular, top
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 CUDA = torch.device("cuda")
@@ -39,17 +40,30 @@ def test_triton_kernels_agree_with_torch(dtype, batch: int, width: int, heads: i
     from selfjudge.engine.kernels_triton import TritonKernels
 
     torch.manual_seed(0)
-    ours, theirs = TritonKernels(), Kernels()
+    ours, theirs = TritonKernels(early=torch.cuda.get_device_capability() >= (9, 0)), Kernels()
     close = {"atol": 2e-2, "rtol": 2e-2} if dtype == torch.bfloat16 else {"atol": 2e-5, "rtol": 2e-5}
-    x, w = torch.randn(batch * width, 576, device=CUDA, dtype=dtype), torch.randn(576, device=CUDA, dtype=dtype)
-    torch.testing.assert_close(ours.norm(x, w, 1e-5), theirs.norm(x, w, 1e-5), **close)
-    gate_up = torch.randn(batch * width, 2 * 1000, device=CUDA, dtype=dtype)
-    torch.testing.assert_close(ours.gate(gate_up), theirs.gate(gate_up), **close)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=CUDA, dtype=dtype)
+
+    x, w, parts = random(batch * width, 576), random(576), torch.randn(3, batch * width, 576, device=CUDA)
+    one, two = x.clone(), x.clone()
+    torch.testing.assert_close(ours.norm(one, parts, w, 1e-5), theirs.norm(two, parts.to(dtype), w, 1e-5), **close)
+    torch.testing.assert_close(one, two, **close)
+    matrix, bias, inputs = random(1000, 1700) / 40, random(1000), random(batch * width, 1700)
+    wide = theirs.product(inputs.float(), matrix.float(), bias.float())[0].to(dtype)
+    torch.testing.assert_close(ours.product(inputs, matrix, bias).sum(0).to(dtype), wide, **close)
+    torch.testing.assert_close(ours.gated(inputs, matrix), theirs.gated(inputs, matrix), **close)
+    tokens, lengths = torch.randint(90, (batch, width), device=CUDA), torch.randint(60, (batch,), device=CUDA)
+    for counts in (None, torch.randint(1, width + 1, (batch,), device=CUDA)):
+        table = random(80, 576)  # some tokens lie outside
+        for a, b in zip(*(k.begin(tokens, counts, lengths, 192, table) for k in (ours, theirs)), strict=True):
+            assert torch.equal(a, b)
     slots = 192
     angles = torch.rand(slots, dim // 2, device=CUDA) * 6
     cosine, sine = (torch.cat([f(angles), f(angles)], -1) for f in (torch.cos, torch.sin))
     position = torch.randint(0, 90, (batch, 1), device=CUDA) + torch.arange(width, device=CUDA)
-    qkv = torch.randn(batch * width, (heads + 2 * kv) * dim, device=CUDA, dtype=dtype)
+    qkv = torch.randn(3, batch * width, (heads + 2 * kv) * dim, device=CUDA)
     caches = [torch.randn(2, batch, kv, slots, dim, device=CUDA, dtype=dtype) for _ in range(1)]
     copies = [c.clone() for c in caches]
     q1 = ours.rotate(qkv, cosine, sine, position, position, caches[0][0], caches[0][1], heads)
@@ -59,6 +73,17 @@ def test_triton_kernels_agree_with_torch(dtype, batch: int, width: int, heads: i
     one = ours.attention(q1, caches[0][0], caches[0][1], position)
     two = theirs.attention(q1, caches[0][0], caches[0][1], position)
     torch.testing.assert_close(one, two, **close)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_most_likely_token_in_two_kernels(dtype) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(3, 2, 49152, device=CUDA, dtype=dtype)
+    logits[0, 0, 7], logits[0, 1, 40000], logits[1, 0], logits[1, 1] = torch.nan, torch.inf, -torch.inf, torch.nan
+    choice, odd = top(logits)
+    assert torch.equal(choice.cpu(), regular(logits.float()).argmax(-1).cpu())
+    assert torch.equal(odd.cpu(), broken(logits).cpu())
+    assert odd.tolist() == [[True, True], [False, True], [False, False]]
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])

@@ -1,9 +1,10 @@
 """The CUDA engine: Llama- and Qwen2-shaped models with a static cache, every pass of one shape, replayed as a graph.
 
 Row b of the cache holds its tokens at slots 0 … length−1; refused tokens are simply overwritten, so a rewind is a
-subtraction on the device. The last slot takes the tokens that padding brings along. Normalisation, rotation, attention
-and gating are Triton kernels (`kernels_triton.py`); without Triton, or on a CPU, the same steps run as torch operations,
-which is how the tests on machines without a GPU cover this file.
+subtraction on the device. The last slot takes the tokens that padding brings along. A smaller batch lives in the first
+rows of the same cache, so what was recorded for a batch size stays good. The steps of a pass are Triton kernels
+(`kernels_triton.py`); without Triton, or on a CPU, they run as torch operations, which is how the tests on machines
+without a GPU cover this file.
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ class _Weights:
                 layer.input_layernorm.weight.detach(),
                 torch.cat([p.weight.detach() for p in parts]),
                 bias,
-                attention.o_proj.weight.detach().t(),
+                attention.o_proj.weight.detach(),
                 None if attention.o_proj.bias is None else attention.o_proj.bias.detach(),
                 layer.post_attention_layernorm.weight.detach(),
                 torch.cat([mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()]),
-                mlp.down_proj.weight.detach().t(),
+                mlp.down_proj.weight.detach(),
             ))  # fmt: skip
         self.embedding = body.embed_tokens.weight.detach()
         self.norm = body.norm.weight.detach()
@@ -87,7 +88,10 @@ class CudaEngine:
         self.version = 0
         self.recorded: dict[Hashable, Any] = {}
         self._want_hidden = hidden
-        self.lengths = self.keys = self.values = self._cosine = self._sine = torch.empty(0, device=self.device)
+        self._pool: Any = None  # the memory that recordings share: they never run at the same time
+        self._cosine = self._sine = self._lengths = torch.empty(0, dtype=torch.long, device=self.device)
+        self._keys = self._values = torch.empty(0, 0, dtype=self.dtype, device=self.device)
+        self._rows(0)
 
     @cached_property
     def _kernels(self) -> Kernels:
@@ -96,26 +100,36 @@ class CudaEngine:
                 from selfjudge.engine.kernels_triton import TritonKernels
             except ImportError:
                 return Kernels()
-            return TritonKernels()
+            return TritonKernels(early=torch.cuda.get_device_capability(self.device) >= (9, 0))
         return Kernels()
 
     @torch.no_grad()
     def reserve(self, batch: int, length: int) -> None:
         w = self.weights
         slots = (length + 2 + SLOTS - 1) // SLOTS * SLOTS
-        if self.slots >= slots and len(self.lengths) == batch:
+        if self.slots >= slots and len(self._lengths) >= batch:
+            self._rows(batch)
             self.lengths.zero_()
             return
         self.slots = slots
-        self._replaced()
-        self.keys = self.values = self.lengths[:0]  # free the old cache before the new one is there
+        self.version += 1
+        self.recorded.clear()
+        self._pool = None
+        self._keys = self._values = self._keys[:0, :0].clone()  # free the old cache before the new one is there
+        self._rows(0)
         shape = (len(w.layers), batch, w.kv_heads, self.slots, w.dim)
-        self.keys = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        self.values = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        self.lengths = torch.zeros(batch, dtype=torch.long, device=self.device)
+        self._keys = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        self._values = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        self._lengths = torch.zeros(batch, dtype=torch.long, device=self.device)
+        self._rows(batch)
         positions = torch.arange(self.slots, device=self.device)[None]
         cosine, sine = w.rotary(torch.empty(1, dtype=torch.float32, device=self.device), positions)
         self._cosine, self._sine = cosine[0].float().contiguous(), sine[0].float().contiguous()
+
+    def _rows(self, batch: int) -> None:
+        """Work on the first rows of the cache."""
+        self.lengths = self._lengths[:batch]
+        self.keys, self.values = self._keys[:, :batch], self._values[:, :batch]
 
     @torch.no_grad()
     def extend(self, tokens: Tensor, counts: Tensor | None = None, keep: int | None = None) -> Output:
@@ -123,65 +137,44 @@ class CudaEngine:
         keep = width if keep is None else keep
         if not self.slots:
             self.reserve(batch, self.window)
-        column = torch.arange(width, device=self.device)
-        if counts is None:
-            place = self.lengths[:, None] + column
-            valid = torch.ones_like(tokens, dtype=torch.bool)
-            taken: Tensor | int = width
-        else:
-            place = self.lengths[:, None] + column - (width - counts)[:, None]
-            valid = column >= (width - counts)[:, None]
-            taken = counts
-        place = place.clamp(0, self.slots - 2)
-        slot = torch.where(valid, place, self.slots - 1)
-        position = torch.where(valid, place, 0)
-        tokens = tokens.clamp(0, self.weights.embedding.shape[0] - 1)
+        x, slot, position = self._kernels.begin(tokens, counts, self.lengths, self.slots, self.weights.embedding)
         if width <= STEP_TOKENS:
-            output = self._forward(tokens, slot, position, slice(0, batch), keep)
+            output = self._forward(x, slot, position, slice(0, batch), keep)
         else:
-            output = self._prefill(tokens, slot, position, keep)
-        self.lengths.add_(taken)
+            output = self._prefill(x, slot, position, keep)
+        self.lengths.add_(width if counts is None else counts)
         return output
 
-    def _prefill(self, tokens: Tensor, slot: Tensor, position: Tensor, keep: int) -> Output:
+    def _prefill(self, x: Tensor, slot: Tensor, position: Tensor, keep: int) -> Output:
         """Long prompts, some rows and columns at a time."""
-        batch, width = tokens.shape
+        batch, width = slot.shape
         rows = max(1, PREFILL_TOKENS // width)
         outputs = []
         for first in range(0, batch, rows):
             part = slice(first, min(first + rows, batch))
             for start in range(0, width, PREFILL_TOKENS):
                 columns = slice(start, start + PREFILL_TOKENS)
-                wanted = min(keep, tokens[part, columns].shape[1])
-                output = self._forward(
-                    tokens[part, columns], slot[part, columns], position[part, columns], part, wanted
-                )
+                wanted = min(keep, slot[part, columns].shape[1])
+                output = self._forward(x[part, columns], slot[part, columns], position[part, columns], part, wanted)
             outputs.append(output)
         hidden = torch.cat([o.hidden for o in outputs if o.hidden is not None]) if self._want_hidden else None
         return Output(torch.cat([o.logits for o in outputs]), hidden)
 
-    def _forward(self, tokens: Tensor, slot: Tensor, position: Tensor, rows: slice, keep: int) -> Output:
+    def _forward(self, x: Tensor, slot: Tensor, position: Tensor, rows: slice, keep: int) -> Output:
+        """Embedded tokens [B, T, H] through all layers. `parts` is what the last product left to add to x."""
         w, kernels = self.weights, self._kernels
-        batch, width = tokens.shape
-        x = F.embedding(tokens, w.embedding).view(batch * width, -1)
+        batch, width = slot.shape
+        x = x.reshape(batch * width, -1)
+        parts: Tensor | None = None
         for i, (attention_norm, qkv, bias, out, out_bias, mlp_norm, gate_up, down) in enumerate(w.layers):
             keys, values = self.keys[i, rows], self.values[i, rows]
-            mixed = F.linear(kernels.norm(x, attention_norm, w.epsilon), qkv, bias)
+            mixed = kernels.product(kernels.norm(x, parts, attention_norm, w.epsilon), qkv, bias)
             q = kernels.rotate(mixed, self._cosine, self._sine, slot, position, keys, values, w.heads)
-            x.addmm_(kernels.attention(q, keys, values, position), out)
-            if out_bias is not None:
-                x.add_(out_bias)
-            x.addmm_(kernels.gate(F.linear(kernels.norm(x, mlp_norm, w.epsilon), gate_up)), down)
-        if keep < width:
-            x = x.view(batch, width, -1)[:, width - keep :].reshape(batch * keep, -1).contiguous()
-        x = kernels.norm(x, w.norm, w.epsilon)
-        logits = F.linear(x, w.head).view(batch, keep, -1)
-        return Output(logits, x.view(batch, keep, -1) if self._want_hidden else None)
-
-    def _replaced(self) -> None:
-        """The tensors behind every recording are going."""
-        self.version += 1
-        self.recorded.clear()
+            parts = kernels.product(kernels.attention(q, keys, values, position), out, out_bias)
+            parts = kernels.product(kernels.gated(kernels.norm(x, parts, mlp_norm, w.epsilon), gate_up), down, None)
+        y = kernels.norm(x, parts, w.norm, w.epsilon).view(batch, width, -1)[:, width - keep :]
+        logits = kernels.product(y.reshape(batch * keep, -1), w.head, None, whole=True)
+        return Output(logits.view(batch, keep, -1), y if self._want_hidden else None)
 
     def rewind(self, refused: Tensor) -> None:
         self.lengths.sub_(refused)
@@ -189,10 +182,12 @@ class CudaEngine:
     @torch.no_grad()
     def select(self, rows: list[int]) -> None:
         index = torch.tensor(rows, dtype=torch.long, device=self.device)
-        self._replaced()
-        self.lengths = self.lengths[index]
-        for name in ("keys", "values"):  # one after the other: the old cache is freed before the next is copied
-            setattr(self, name, getattr(self, name).index_select(1, index))
+        lengths = self.lengths[index]
+        for cache in (self.keys, self.values):
+            for layer in cache:  # one at a time: the copy needs no second cache
+                layer[: len(rows)] = layer[index]
+        self._rows(len(rows))
+        self.lengths.copy_(lengths)
 
     def state(self) -> list[Tensor]:
         return [self.lengths]
@@ -213,13 +208,13 @@ class CudaEngine:
                 function()
         torch.cuda.current_stream(self.device).wait_stream(warm)
         restore()
-        pool = torch.cuda.graph_pool_handle()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
         graphs = []
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a phase may have nothing to do, and its recording be empty
             for function in functions:
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool):
+                with torch.cuda.graph(graph, pool=self._pool):
                     function()
                 graphs.append(graph)
         restore()
@@ -227,12 +222,33 @@ class CudaEngine:
 
 
 class Kernels:
-    """The steps between the matrix products, as torch operations."""
+    """The steps of a pass as torch operations.
 
-    def norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        """[M, H] → [M, H]"""
+    A product may come in parts [S, M, N] whose sum it is; whatever reads it adds them up.
+    """
+
+    def begin(
+        self, tokens: Tensor, counts: Tensor | None, lengths: Tensor, slots: int, embedding: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens [B, T] embedded [B, T, H], and the slot and position [B, T] of each. Padding goes to the last slot."""
+        width = tokens.shape[1]
+        column = torch.arange(width, device=tokens.device)
+        missing = torch.zeros_like(lengths) if counts is None else width - counts
+        place = (lengths[:, None] + column - missing[:, None]).clamp(0, slots - 2)
+        valid = column >= missing[:, None]
+        x = F.embedding(tokens.clamp(0, embedding.shape[0] - 1), embedding)
+        return x, torch.where(valid, place, slots - 1), torch.where(valid, place, 0)
+
+    def norm(self, x: Tensor, parts: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
+        """Add the parts to x [M, H] in place; x normalised."""
+        if parts is not None:
+            x.add_(parts.sum(0))
         wide = x.float()
         return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(x.dtype) * weight
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, whole: bool = False) -> Tensor:
+        """[M, K] · [N, K]ᵀ → [S, M, N], or [1, M, N] in the dtype of x if it must be whole."""
+        return F.linear(x, weight, bias)[None]
 
     def rotate(
         self,
@@ -245,10 +261,10 @@ class Kernels:
         values: Tensor,
         heads: int,
     ) -> Tensor:
-        """Rotate queries and keys [M, (Hq+2Hk)·D], file keys and values at their slots; queries [B, T, Hq, D]."""
+        """Rotate queries and keys [S, M, (Hq+2Hk)·D], file keys and values at their slots; queries [B, T, Hq, D]."""
         batch, width = slot.shape
         kv, dim = keys.shape[1], keys.shape[3]
-        q, k, v = qkv.view(batch, width, -1, dim).split([heads, kv, kv], 2)
+        q, k, v = qkv.sum(0).to(keys.dtype).view(batch, width, -1, dim).split([heads, kv, kv], 2)
         c, s = cosine[position][:, :, None], sine[position][:, :, None]
 
         def turned(t: Tensor) -> Tensor:
@@ -266,7 +282,7 @@ class Kernels:
         mixed = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=seen, enable_gqa=True)
         return mixed.transpose(1, 2).reshape(q.shape[0] * q.shape[1], -1)
 
-    def gate(self, gate_up: Tensor) -> Tensor:
-        """[M, 2I] → silu(gate) · up [M, I]"""
-        gate, up = gate_up.chunk(2, -1)
+    def gated(self, x: Tensor, weight: Tensor) -> Tensor:
+        """[M, K] · [2I, K]ᵀ, gate and up → silu(gate) · up [M, I]"""
+        gate, up = F.linear(x, weight).chunk(2, -1)
         return F.silu(gate) * up
