@@ -9,6 +9,7 @@ import itertools
 import json
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from selfjudge.accept import Exact
 from selfjudge.bench_passes import bench_passes, draw_passes, pass_seconds, random_model
 from selfjudge.decode import decode
-from selfjudge.engine import make_engine
+from selfjudge.engine import borrowed
 from selfjudge.models.pair import Pair
 from selfjudge.prompts import BUILT_IN
 from selfjudge.store import machine, versions
@@ -25,6 +26,7 @@ from selfjudge.store import machine, versions
 OUT = Path(sys.argv[1])
 RESULTS = Path(__file__).parents[1] / "results" / "speed"
 CUDA = torch.device("cuda")
+RULE = Exact()  # one object, so that engines find what they recorded for it
 HEADER = {"machine": machine(), "versions": versions(), "date": time.strftime("%Y-%m-%d")}
 
 
@@ -34,14 +36,14 @@ def write(name: str, value: dict[str, Any]) -> None:
 
 
 def ours(target, draft, prompts, gamma: int, count: int, eos=()) -> tuple[float, list[list[int]]]:
-    """Seconds and tokens of our loop, greedy."""
+    """Seconds and tokens of our loop, greedy; engines and what they recorded are kept between calls."""
     tokens: list[list[int]] = [[] for _ in prompts]
     torch.cuda.synchronize()
     start = time.perf_counter()
-    engines = make_engine(target), make_engine(draft) if gamma else None
-    for step in decode(*engines, prompts, Exact(), gamma=gamma, max_new_tokens=count, eos_ids=eos):
-        for e in step.emissions:
-            tokens[e.row] += e.tokens
+    with borrowed(target) as large, borrowed(draft) if gamma else nullcontext() as small:
+        for step in decode(large, small, prompts, RULE, gamma=gamma, max_new_tokens=count, eos_ids=eos):
+            for e in step.emissions:
+                tokens[e.row] += e.tokens
     torch.cuda.synchronize()
     return time.perf_counter() - start, tokens
 
@@ -66,12 +68,58 @@ def theirs(target, prompts, count: int, eos=()) -> tuple[float, list[list[int]]]
     return elapsed, rows
 
 
-def big_batches(pair: Pair, exact: Pair) -> None:
-    texts = [
+def many_prompts(pair: Pair) -> list[list[int]]:
+    """1,024 prompts: the built-in ones, numbered."""
+    return pair.encode_many([
         f"{text} (Variant {i // len(BUILT_IN)}.)"
         for i, (_, text) in zip(range(1024), itertools.cycle(BUILT_IN), strict=False)
-    ]
-    prompts = [pair.encode(text) for text in texts]
+    ])  # fmt: skip
+
+
+def finishing(pair: Pair) -> None:
+    """1,024 rows that end at different times: rows in the batch and tokens per second over the run, recordings at hand."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    prompts = many_prompts(pair)
+    traces = []
+    for _ in range(2):  # the first records
+        trace = []
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        with borrowed(pair.target) as engine:
+            for step in decode(engine, None, prompts, RULE, gamma=0, max_new_tokens=384, eos_ids=pair.eos_ids):
+                trace.append((time.perf_counter() - start, len(step.emissions)))
+        traces.append(trace)
+    window = 16
+    rows = []
+    for i in range(window, len(traces[1]), window):
+        part = traces[1][i - window : i]
+        seconds = part[-1][0] - (traces[1][i - window - 1][0] if i > window else 0.0)
+        rows.append({"step": i, "rows": part[-1][1], "ms_per_step": seconds / window * 1e3,
+                     "tokens_per_second": sum(n for _, n in part) / seconds})  # fmt: skip
+    write("finishing.json", {**HEADER, "dtype": "bfloat16", "max_new_tokens": 384, "window_steps": window, "runs": rows,
+                             "seconds": [t[-1][0] for t in traces], "tokens": [sum(n for _, n in t) for t in traces]})  # fmt: skip
+    figure, left = plt.subplots(figsize=(7, 4))
+    left.plot([r["step"] for r in rows], [r["ms_per_step"] for r in rows], marker="o", label="milliseconds per step")
+    left.set_xlabel("step")
+    left.set_ylabel("milliseconds per step")
+    left.set_ylim(bottom=0)
+    right = left.twinx()
+    right.plot([r["step"] for r in rows], [r["rows"] for r in rows], "k:", label="rows still answering")
+    right.set_ylabel("rows still answering (dotted)")
+    right.set_ylim(bottom=0)
+    figure.suptitle(
+        f"1,024 answers that end at different times, SmolLM2-135M, {HEADER['machine'].get('gpu')}, {HEADER['date']}"
+    )
+    figure.tight_layout()
+    figure.savefig(OUT / "finishing.png", dpi=110)
+
+
+def big_batches(pair: Pair, exact: Pair) -> None:
+    prompts = many_prompts(pair)
     runs = []
     for batch in (64, 256, 1024):
         for name, function in (("selfjudge-plain", lambda p: ours(pair.target, None, p, 0, 128, pair.eos_ids)),
@@ -116,20 +164,20 @@ def shapes() -> None:
     for target_name, draft_name in (("qwen2.5-1.5b", "qwen-draft-8x320"), ("llama-3.1-8b", "llama-3.2-1b")):
         target, draft = (random_model(n, CUDA, torch.bfloat16) for n in (target_name, draft_name))
         prompt = [torch.randint(1000, (300,)).tolist()]
-        ours(target, None, prompt, 0, 64)
+        ours(target, None, prompt, 0, 256)
         seconds, _ = ours(target, None, prompt, 0, 256)
         theirs(target, prompt, 8)
-        slow, _ = theirs(target, prompt, 64)
+        slow, _ = theirs(target, prompt, 32)
         row: dict[str, Any] = {
-            "target": target_name, "draft": draft_name, "plain_tokens_per_second_with_recording": 256 / seconds,
-            "transformers_tokens_per_second": 64 / slow,
+            "target": target_name, "draft": draft_name, "plain_tokens_per_second": 256 / seconds,
+            "transformers_tokens_per_second": 32 / slow,
             "pass_ms": {t: pass_seconds(target, 1, t, 300, repeats=50) * 1e3 for t in (1, 6, 11)},
             "draft_pass_ms": pass_seconds(draft, 1, 1, 300, repeats=50) * 1e3,
         }  # fmt: skip
         for gamma, m in lengths.items():
             seconds, _ = ours(target, draft, prompt, gamma, 64)
-            engines = make_engine(target), make_engine(draft)
-            cycles = list(decode(*engines, prompt, Exact(), gamma=gamma, max_new_tokens=128))[1:]
+            with borrowed(target) as large, borrowed(draft) as small:
+                cycles = list(decode(large, small, prompt, RULE, gamma=gamma, max_new_tokens=128))[1:]
             cycle = sum(sum(s.seconds.values()) for s in cycles) / len(cycles)
             row[f"cycle_ms_gamma_{gamma}"] = cycle * 1e3
             row[f"projected_tokens_per_second_gamma_{gamma}"] = m / cycle
@@ -162,6 +210,7 @@ def passes(pair: Pair) -> None:
 if __name__ == "__main__":
     OUT.mkdir(parents=True, exist_ok=True)
     pair = Pair.load("smollm2-135m", device="cuda")
-    big_batches(pair, Pair.load("smollm2-135m", device="cuda", dtype="float32"))
     shapes()
     passes(pair)
+    finishing(pair)
+    big_batches(pair, Pair.load("smollm2-135m", device="cuda", dtype="float32"))

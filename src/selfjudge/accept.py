@@ -165,6 +165,8 @@ class SpeculativeSampling(AcceptanceRule):
 
     def aligned(self, block: Block, logits: Tensor, choice: Tensor) -> Tensor:
         assert block.uniforms is not None
+        if not block.gamma:
+            return block.draft_tokens == choice[:, :0]
         p, q = self._distributions(block, logits)
         at = block.draft_tokens[..., None]
         p_d, q_d = p[:, :-1].gather(-1, at).squeeze(-1), q.gather(-1, at).squeeze(-1)

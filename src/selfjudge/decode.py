@@ -14,14 +14,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from selfjudge.accept import AcceptanceRule, sample
 from selfjudge.engine import Engine
 from selfjudge.errors import SelfJudgeError
 from selfjudge.top import regular, top
-from selfjudge.types import PHASES, Block, Emission, Finish, Origin, Step, Verdict
+from selfjudge.types import PHASES, Block, Emission, Finish, Origin, Singles, Step, Verdict
 
 
 def decode(
@@ -43,7 +45,7 @@ def decode(
     """
     limits = check(target, draft, prompts, rule, gamma, max_new_tokens)
     draft = draft if gamma else None
-    rows = [_Row(i, limit) for i, limit in enumerate(limits)]
+    rows = _Rows(np.arange(len(limits)), np.asarray(limits), np.zeros(len(limits), bool))
     random = _Random(range(len(prompts)) if seeds is None else seeds, rule, gamma, target.device)
     longest = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)) + gamma + 1
     for engine in (target, draft):
@@ -54,21 +56,21 @@ def decode(
     timer = _Timer(target.device)
     tokens, counts = _left_padded(prompts, target.device)
     with timer("target"):
-        output = target.extend(tokens, counts, keep=1)
+        output = target.prefill(tokens, counts)
     with timer("rule"), torch.no_grad():
         verdict = rule(Block(tokens[:, :0], output.logits, output.hidden, uniforms=random.first()))
     if draft is not None:
         with timer("draft"):
-            draft.extend(tokens, counts, keep=1)
+            draft.prefill(tokens, counts)
     cycle = _cycle(target, draft, rule, gamma, verdict.next_token)
     yield _emitted(0, rows, _packed(tokens[:, :0], verdict), timer, eos_ids)
 
     number = 0
     flying: deque[tuple[int, Tensor, _Timer]] = deque()
     while True:
-        alive = [i for i, row in enumerate(rows) if not row.finished and row.index not in cancelled]
-        for i in set(range(len(rows))).difference(alive):
-            rows[i].finished = True
+        if cancelled:
+            rows.finished |= np.isin(rows.index, list(cancelled))
+        alive = np.flatnonzero(~rows.finished).tolist()
         if not alive:
             return
         # a static engine has recordings for batches of 1, 2, 4, 8 … rows, and keeps idle rows until half of them are
@@ -76,9 +78,9 @@ def decode(
             if not flying:
                 kept = alive
                 if target.static:
-                    idle = [i for i, row in enumerate(rows) if row.finished]
+                    idle = np.flatnonzero(rows.finished).tolist()
                     kept = alive + idle[: (1 << (len(alive) - 1).bit_length()) - len(alive)]
-                rows = [rows[i] for i in kept]
+                rows = rows.take(kept)
                 cycle = cycle.select(kept)
                 random.select(kept)
         elif len(flying) < 2:
@@ -219,13 +221,19 @@ def _fitted(logits: Tensor, vocab_size: int) -> Tensor:
 
 
 @dataclass
-class _Row:
-    """What the loop keeps of one row."""
+class _Rows:
+    """What the loop keeps of the rows in the batch."""
 
-    index: int
-    left: int
-    """Tokens it may still emit."""
-    finished: bool = False
+    index: NDArray[np.int64]
+    left: NDArray[np.int64]
+    """Tokens each may still emit."""
+    finished: NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def take(self, kept: list[int]) -> _Rows:
+        return _Rows(self.index[kept], self.left[kept], self.finished[kept])
 
 
 def _packed(drafts: Tensor, verdict: Verdict) -> Tensor:
@@ -234,27 +242,34 @@ def _packed(drafts: Tensor, verdict: Verdict) -> Tensor:
     return torch.cat([drafts, verdict.judged.long(), n, following, verdict.irregular.long().expand_as(n)], 1)
 
 
-def _emitted(number: int, rows: list[_Row], packed: Tensor, timer: _Timer, eos_ids: Collection[int]) -> Step:
+def _emitted(number: int, rows: _Rows, packed: Tensor, timer: _Timer, eos_ids: Collection[int]) -> Step:
     """Wait for a cycle (its one synchronisation), cut each row at the end token and at its limit."""
     seconds = timer.seconds()
-    emissions, irregular = [], False
-    for row, (*found, k, following, odd) in zip(rows, packed.tolist(), strict=True):
-        if row.finished:
-            continue
-        irregular |= bool(odd)
+    table = packed.cpu().numpy()
+    active = np.flatnonzero(~rows.finished)
+    irregular = bool(table[active, -1].any())
+    if table.shape[1] == 3:  # no drafts: one token a row, all rows at once
+        tokens = table[active, 1]
+        rows.left[active] -= 1
+        ended = np.where(np.isin(tokens, list(eos_ids)), 1, np.where(rows.left[active] == 0, 2, 0))
+        rows.finished[active] = ended > 0
+        return Step(number, Singles(rows.index[active], tokens, ended), seconds, irregular)
+    emissions = []
+    for i in active.tolist():
+        *found, k, following, _ = table[i].tolist()
         judged = found[len(found) // 2 :]
-        tokens = [*found[:k], following]
+        row_tokens = [*found[:k], following]
         origins: list[Origin] = ["judge" if judged[j] else "draft" for j in range(k)]
         origins.append("target")
         finish: Finish | None = None
-        for j, token in enumerate(tokens):
-            if token in eos_ids or j + 1 == row.left:
+        for j, token in enumerate(row_tokens):
+            if token in eos_ids or j + 1 == rows.left[i]:
                 finish = "eos" if token in eos_ids else "length"
-                tokens, origins = tokens[: j + 1], origins[: j + 1]
+                row_tokens, origins = row_tokens[: j + 1], origins[: j + 1]
                 break
-        row.left -= len(tokens)
-        row.finished = finish is not None
-        emissions.append(Emission(row.index, tuple(tokens), tuple(origins), finish))
+        rows.left[i] -= len(row_tokens)
+        rows.finished[i] = finish is not None
+        emissions.append(Emission(int(rows.index[i]), tuple(row_tokens), tuple(origins), finish))
     return Step(number, tuple(emissions), seconds, irregular)
 
 

@@ -12,12 +12,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from selfjudge.errors import SelfJudgeError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 def home() -> Path:
@@ -72,6 +75,36 @@ def write_json(path: Path, value: Any) -> None:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def write_tensors(path: Path, arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, Any] | None = None) -> None:
+    """Write a safetensors file whole or not at all; `metadata` comes back from `read_tensors` as it was."""
+    from safetensors.numpy import save_file
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        save_file(dict(arrays), partial, {"json": json.dumps(metadata or {})})
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException as error:
+        partial.unlink(missing_ok=True)
+        if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
+            raise SelfJudgeError(f"cannot write {path}: {error}") from None
+        raise
+
+
+def read_tensors(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
+    """What `write_tensors` wrote; a file that is missing or damaged is a one-line error."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "numpy") as file:
+            metadata: dict[str, Any] = json.loads((file.metadata() or {}).get("json", "{}"))
+            return {name: file.get_tensor(name) for name in file.keys()}, metadata  # noqa: SIM118
+    except (OSError, ValueError, SafetensorError) as error:
+        raise SelfJudgeError(f"cannot read {path}: {error}") from None
 
 
 @contextlib.contextmanager

@@ -5,11 +5,12 @@ This module imports no torch: reports and stores read these records on machines 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
 Origin = Literal["draft", "judge", "target"]
@@ -55,8 +56,7 @@ class Verdict:
     """[] whether a non-finite logit or hidden state was met (alignment alone decided there)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Emission:
+class Emission(NamedTuple):
     """What one row got from one step."""
 
     row: int
@@ -65,6 +65,30 @@ class Emission:
     origins: tuple[Origin, ...]
     finish: Finish | None = None
     """Why the row ended with this emission; None while it goes on."""
+
+
+@dataclass(frozen=True, eq=False)
+class Singles(Sequence[Emission]):
+    """The emissions of a step without drafts: one token a row, made into records only where they are looked at.
+
+    A batch of a thousand rows has a thousand of them every few milliseconds; whoever wants speed reads the arrays.
+    """
+
+    rows: NDArray[Any]
+    tokens: NDArray[Any]
+    ended: NDArray[Any]
+    """0 goes on, 1 end token, 2 length limit."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: Any) -> Any:
+        if isinstance(i, slice):
+            return [self[j] for j in range(len(self))[i]]
+        return Emission(int(self.rows[i]), (int(self.tokens[i]),), ("target",), FINISHES[int(self.ended[i])])
+
+
+FINISHES: tuple[Finish | None, ...] = (None, "eos", "length")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +105,7 @@ class Step:
     """One target pass over all active rows. Cycle 0 is the prefill: its token belongs to no cycle."""
 
     cycle: int
-    emissions: tuple[Emission, ...]
+    emissions: Sequence[Emission]
     seconds: Mapping[str, float]
     """Wall clock of this step by phase: draft, target, judge, rule."""
     irregular: bool = False

@@ -41,7 +41,7 @@ def test_triton_kernels_agree_with_torch(dtype, batch: int, width: int, heads: i
 
     torch.manual_seed(0)
     ours, theirs = TritonKernels(early=torch.cuda.get_device_capability() >= (9, 0)), Kernels()
-    close = {"atol": 2e-2, "rtol": 2e-2} if dtype == torch.bfloat16 else {"atol": 2e-5, "rtol": 2e-5}
+    close = {"atol": 5e-2, "rtol": 2e-2} if dtype == torch.bfloat16 else {"atol": 2e-5, "rtol": 2e-5}
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=CUDA, dtype=dtype)

@@ -46,6 +46,9 @@ class Engine(Protocol):
     def extend(self, tokens: Tensor, counts: Tensor | None = None, keep: int | None = None) -> Output:
         """Append tokens [B, T]; where `counts` [B] is given, row b takes its last counts[b] tokens only."""
 
+    def prefill(self, tokens: Tensor, counts: Tensor) -> Output:
+        """`extend` for the prompts of a batch: the last position alone is kept, and another batch may follow soon."""
+
     def rewind(self, refused: Tensor) -> None:
         """Forget the last refused[b] tokens of each row."""
 
@@ -68,8 +71,11 @@ class Eager:
     def __init__(self) -> None:
         self.recorded: dict[Hashable, Any] = {}
 
-    def reserve(self, batch: int, length: int) -> None:
-        """Caches grow as needed."""
+    def extend(self, tokens: Tensor, counts: Tensor | None = None, keep: int | None = None) -> Output:
+        raise NotImplementedError
+
+    def prefill(self, tokens: Tensor, counts: Tensor) -> Output:
+        return self.extend(tokens, counts, keep=1)
 
     def state(self) -> list[Tensor]:
         return []

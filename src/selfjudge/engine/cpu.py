@@ -213,6 +213,10 @@ class CpuEngine(Eager):
         self._scratch = torch.empty(0)
         self._keys = self._values = self._cosine = self._sine = torch.empty(0)
 
+    def reserve(self, batch: int, length: int) -> None:
+        """Empty the cache; it grows as needed."""
+        self._slots, self.lengths = 0, []
+
     @torch.inference_mode()
     def extend(self, tokens: Tensor, counts: Tensor | None = None, keep: int | None = None) -> Output:
         batch, width = tokens.shape

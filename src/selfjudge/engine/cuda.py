@@ -23,7 +23,8 @@ from transformers import PreTrainedModel
 from selfjudge.engine import Output, shape_reason
 from selfjudge.engine.reference import context_window
 
-PREFILL_TOKENS = 16384  # tokens of prompts per pass
+PREFILL_TOKENS = 32768  # tokens of prompts per pass
+RECORDED_TOKENS = 8192  # prompts of at most this many tokens in all are replayed as a graph once their shape came twice
 SLOTS = 256  # caches come in multiples of this, so that the next batch is likely to fit the last one's
 STEP_TOKENS = 32  # a pass of at most this many tokens a row is a decoding step and covers the whole batch
 
@@ -89,6 +90,7 @@ class CudaEngine:
         self.recorded: dict[Hashable, Any] = {}
         self._want_hidden = hidden
         self._pool: Any = None  # the memory that recordings share: they never run at the same time
+        self._prefills: dict[Hashable, Any] = {}  # shape of prompts → 1 (seen once) or its recording
         self._cosine = self._sine = self._lengths = torch.empty(0, dtype=torch.long, device=self.device)
         self._keys = self._values = torch.empty(0, 0, dtype=self.dtype, device=self.device)
         self._rows(0)
@@ -114,6 +116,7 @@ class CudaEngine:
         self.slots = slots
         self.version += 1
         self.recorded.clear()
+        self._prefills.clear()
         self._pool = None
         self._keys = self._values = self._keys[:0, :0].clone()  # free the old cache before the new one is there
         self._rows(0)
@@ -125,6 +128,33 @@ class CudaEngine:
         positions = torch.arange(self.slots, device=self.device)[None]
         cosine, sine = w.rotary(torch.empty(1, dtype=torch.float32, device=self.device), positions)
         self._cosine, self._sine = cosine[0].float().contiguous(), sine[0].float().contiguous()
+
+    @torch.no_grad()
+    def prefill(self, tokens: Tensor, counts: Tensor) -> Output:
+        """Prompts are padded to 64, 128, 256 … tokens, so that few recordings serve all of them."""
+        batch, width = tokens.shape
+        padded = max(64, 1 << (width - 1).bit_length())
+        if self.device.type != "cuda" or batch * padded > RECORDED_TOKENS or padded > self.slots:
+            return self.extend(tokens, counts, keep=1)
+        key = ("prefill", batch, padded)
+        uses = self._prefills.get(key, 0)
+        if not uses:
+            self._prefills[key] = 1
+            return self.extend(tokens, counts, keep=1)
+        if isinstance(uses, int):
+            uses = self._prefills[key] = self._recorded_prefill(batch, padded)
+        replay, all_tokens, all_counts, output = uses
+        all_tokens[:, padded - width :].copy_(tokens)
+        all_counts.copy_(counts)
+        replay()
+        return Output(output.logits, output.hidden)
+
+    def _recorded_prefill(self, batch: int, width: int) -> tuple[Callable[[], None], Tensor, Tensor, Output]:
+        tokens = torch.zeros(batch, width, dtype=torch.long, device=self.device)
+        counts = torch.ones(batch, dtype=torch.long, device=self.device)
+        outputs: list[Output] = []
+        (replay,) = self.capture([lambda: outputs.append(self.extend(tokens, counts, keep=1))], self.state())
+        return replay, tokens, counts, outputs[-1]
 
     def _rows(self, batch: int) -> None:
         """Work on the first rows of the cache."""

@@ -88,9 +88,8 @@ def _product(
         w = tl.load(w_at + start, mask=real_n[:, None] & inside[None, :], other=0.0)
         x = tl.load(x_at + start, mask=real_m[None, :] & inside[:, None], other=0.0)
         total = tl.dot(w, x, total)
-    if BIAS:
-        if share == 0:
-            total += tl.load(bias_ptr + n, mask=real_n, other=0.0).to(tl.float32)[:, None]
+    if BIAS and share == 0:
+        total += tl.load(bias_ptr + n, mask=real_n, other=0.0).to(tl.float32)[:, None]
     out_at = out_ptr + (share * rows + m[None, :]) * outputs + n[:, None]
     tl.store(out_at, total.to(out_ptr.dtype.element_ty), mask=real_n[:, None] & real_m[None, :])
 

@@ -72,7 +72,7 @@ class SlotLayer(DynamicLayer):
 
 
 class ReferenceEngine(Eager):
-    """See the module's docstring. One engine serves one batch: make a new one for the next."""
+    """See the module's docstring."""
 
     def __init__(self, model: PreTrainedModel, *, hidden: bool = False) -> None:
         super().__init__()
@@ -86,6 +86,10 @@ class ReferenceEngine(Eager):
         self._kinds = attention_kinds(model)
         self._sliding = getattr(config, "sliding_window", None) or 0
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.reserve(0, 0)
+
+    def reserve(self, batch: int, length: int) -> None:
+        """Empty the cache; it grows as needed."""
         self.cache = Cache(layer_class_to_replicate=SlotLayer)
         self.slots = 0
         self.valid = torch.zeros(0, 0, dtype=torch.bool, device=self.device)  # [B, S] the slot belongs to the row

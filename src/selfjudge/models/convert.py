@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.store import read_json
+from selfjudge.store import read_json, write_json
 
 STORED_DTYPE = torch.float16  # 4-bit weights, dequantised, keep 11 bits
 
@@ -49,20 +53,76 @@ def convert(gguf: Path, folder: Path) -> None:
         tokenizer.save_pretrained(folder)
 
 
-def materialise(compact: Path, target: Path, folder: Path) -> None:
-    """Write the checkpoint of a draft whose embeddings are the target's own matrices times learned projections."""
+def write_compact(tensors: Mapping[str, Tensor], config: Mapping[str, Any], folder: Path, *, int8: bool = True) -> int:
+    """Write a draft's layers and projections: matrices as int8 rows with a float32 scale each, or all in float16.
+
+    Returns the bytes of the tensors' file.
+    """
+    packed: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if int8 and tensor.dim() == 2:
+            rows = tensor.detach().float().cpu()
+            scale = (rows.abs().amax(1, keepdim=True) / 127).clamp_min(1e-30)
+            packed[name] = (rows / scale).round().clamp(-127, 127).to(torch.int8)
+            packed[f"{name}.scale"] = scale.squeeze(1).contiguous()
+        else:
+            packed[name] = tensor.detach().half().cpu().contiguous()
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / ".draft.safetensors.partial"
+    try:
+        save_file(packed, partial)
+        os.replace(partial, folder / "draft.safetensors")
+        write_json(folder / "config.json", dict(config))
+    except (OSError, SafetensorError) as error:
+        partial.unlink(missing_ok=True)
+        raise SelfJudgeError(f"cannot write {folder}: {error}") from None
+    return (folder / "draft.safetensors").stat().st_size
+
+
+def read_compact(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a compact draft, in float32."""
+    try:
+        packed = load_file(folder / "draft.safetensors")
+    except (OSError, SafetensorError) as error:
+        raise SelfJudgeError(f"cannot read the draft in {folder}: {error}") from None
+    return {
+        name: tensor.float() * packed[f"{name}.scale"].float()[:, None]
+        if tensor.dtype == torch.int8
+        else tensor.float()
+        for name, tensor in packed.items()
+        if not name.endswith(".scale")
+    }
+
+
+def materialise(compact: Path, target: Path | PreTrainedModel, folder: Path) -> None:
+    """Write the checkpoint of a draft whose embeddings are the target's own matrices times learned projections.
+
+    `target` is the checkpoint of the target, or the loaded model beside a tokenizer that is saved by the caller.
+    """
     with quiet():
-        embeddings = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-        tensors = {name: tensor.float() for name, tensor in load_file(compact / "draft.safetensors").items()}
-        raw = read_json(compact / "config.json")
-        config = AutoConfig.for_model(**raw)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        with torch.no_grad():
-            tensors["model.embed_tokens.weight"] = embeddings.get_input_embeddings().weight @ tensors.pop("proj_in")
-            tensors["lm_head.weight"] = embeddings.get_output_embeddings().weight @ tensors.pop("proj_out")
-        model.load_state_dict(tensors)
-        model.to(STORED_DTYPE).save_pretrained(folder)
-        AutoTokenizer.from_pretrained(target).save_pretrained(folder)
+        loaded = isinstance(target, PreTrainedModel)
+        model = target if loaded else AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+        draft = draft_model(read_compact(compact), read_json(compact / "config.json"), model)
+        draft.to(STORED_DTYPE).save_pretrained(folder)
+        if not loaded:
+            AutoTokenizer.from_pretrained(target).save_pretrained(folder)
+
+
+def draft_model(tensors: Mapping[str, Tensor], raw: Mapping[str, Any], target: PreTrainedModel) -> PreTrainedModel:
+    """An ordinary float32 model on the CPU from a draft's layers and projections; free embeddings are taken as they are."""
+    config = AutoConfig.for_model(**raw)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    state = {name: tensor.float().cpu() for name, tensor in tensors.items()}
+    for own, name, module in (
+        ("proj_in", "model.embed_tokens.weight", target.get_input_embeddings()),
+        ("proj_out", "lm_head.weight", target.get_output_embeddings()),
+    ):
+        projection = state.pop(own)
+        rows = config.vocab_size
+        free = projection.shape == (rows, config.hidden_size) and rows != module.weight.shape[1]
+        state[name] = projection if free else module.weight.detach().float().cpu() @ projection
+    model.load_state_dict(state)
+    return model.eval()
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -107,16 +106,23 @@ class Pair:
             if not isinstance(prompt, str):
                 raise SelfJudgeError("a raw prompt must be a string, not chat messages")
             return list(self.tokenizer(prompt)["input_ids"])
+        return self.encode_many([prompt])[0]
+
+    def encode_many(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """Token ids of many prompts through the chat template; the tokenizer takes them all at once."""
         if not self.tokenizer.chat_template:
             raise SelfJudgeError(f"the tokenizer of {self.target_id} has no chat template: use --raw")
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
-        try:
-            encoded: Any = self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=True
-            )
-        except Exception as error:  # whatever the model's own template raises
-            raise SelfJudgeError(f"the chat template does not take these messages: {_first_line(error)}") from None
-        return list(encoded["input_ids"])
+        if not prompts:
+            return []
+        texts = []
+        for prompt in prompts:
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
+            try:
+                texts.append(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+            except Exception as error:  # whatever the model's own template raises
+                raise SelfJudgeError(f"the chat template does not take these messages: {_first_line(error)}") from None
+        found: list[list[int]] = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        return found
 
 
 def check_tokenizers(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, target: str, draft: str) -> None:

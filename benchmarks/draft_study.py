@@ -1,0 +1,127 @@
+"""Which draft suits a target: `python benchmarks/draft_study.py --target T --data DIR --out DIR`.
+
+Makes the training data once, trains a student of each shape for the same few minutes, measures all of them on held-out
+benchmark prompts, then trains the chosen shape for longer and writes it like `selfjudge distill`. The data, the
+measurements and the final draft follow from the seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+
+from selfjudge.bench_draft import bench_draft
+from selfjudge.distill import Settings, _export
+from selfjudge.distill.data import Corpus, Source, make_answers, make_prompts
+from selfjudge.distill.student import Shape, Student
+from selfjudge.distill.train import train
+from selfjudge.models.convert import draft_model
+from selfjudge.models.pair import Pair
+from selfjudge.store import read_tensors, write_json
+from selfjudge.tasks import task
+
+START = time.monotonic()
+DOMAINS = {"math": "gsm8k", "code": "mbpp", "open": "dolly", "summarisation": "cnn_dailymail"}
+
+
+def say(*parts: object) -> None:
+    print(f"[{time.monotonic() - START:.0f} s]", *parts, flush=True)
+
+
+def held_out_prompts(pair: Pair, data: Path, count: int) -> dict[str, list[list[int]]]:
+    """The first prompts of every domain's test split."""
+    found = {}
+    for domain, name in DOMAINS.items():
+        one = task(name, data)
+        found[domain] = pair.encode_many([one.prompt(row) for row in one.examples("test", count)])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--target", default="smollm2-135m")
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--prompts", nargs="+", default=["self:12000x2", "self-summaries:3000x3", "gsm8k:7473x4",
+                                                         "mbpp:374x12", "dolly:14000x2"])  # fmt: skip
+    parser.add_argument("--shapes", nargs="*", default=["6x256x768", "4x384x1024", "2x576x1536"])
+    parser.add_argument("--minutes", type=float, default=1.0)
+    parser.add_argument("--final", default="", help="shape to train for longer and to write, such as 4x384x1024")
+    parser.add_argument("--final-minutes", type=float, default=7.0)
+    parser.add_argument("--batch", type=int, default=1024)
+    parser.add_argument("--batch-tokens", type=int, default=65536)
+    parser.add_argument("--rate", type=float, default=2e-3)
+    parser.add_argument("--held-out", type=int, default=128, help="prompts of each benchmark")
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--device", default=None)
+    o = parser.parse_args()
+    pair = Pair.load(o.target, device=o.device, needs_draft=False)
+    say("loaded", o.target)
+    layers, width, inner = map(int, (o.final or "4x384x1024").split("x"))
+    settings = Settings(
+        layers=layers, width=width, inner=inner, minutes=o.final_minutes, prompts=tuple(o.prompts), rate=o.rate,
+        batch_tokens=o.batch_tokens,
+    )  # fmt: skip
+    sources = [Source.parse(text, 3) for text in settings.prompts]
+    work = o.out / "work"
+    work.mkdir(parents=True, exist_ok=True)
+    rows = make_prompts(
+        pair, sources, work / "prompts.safetensors", seed=0, data=o.data, held_out=settings.held_out,
+        longest=settings.max_prompt_tokens, batch=o.batch, notify=lambda *_: None,
+    )  # fmt: skip
+    yields = read_tensors(work / "prompts.safetensors")[1]["report"]
+    say("prompts", len(rows), json.dumps(yields))
+    files = make_answers(
+        pair, rows, work, seed=0, max_new_tokens=o.max_new_tokens, top_k=settings.top_k, batch=o.batch,
+        notify=say,
+    )  # fmt: skip
+    torch.cuda.empty_cache()
+    held_out = Corpus.read(files, rows, held_out=True, device=pair.target.device)
+    corpus = Corpus.read(files, rows, held_out=False, device=pair.target.device)
+    say("corpus", len(corpus.lengths), "answers", len(corpus.index), "tokens")
+    asked = held_out_prompts(pair, o.data, o.held_out)
+
+    def trained(text: str, minutes: float) -> tuple[Student, object]:
+        student = Student(pair.target, Shape(*map(int, text.split("x"))))
+        checkpoint = work / f"train-{text}-{minutes:g}.safetensors"
+        state = train(
+            student, corpus, held_out, checkpoint, minutes=minutes, rate=o.rate, batch_tokens=o.batch_tokens, notify=say
+        )
+        return student, state
+
+    def measured(student: Student, text: str) -> dict[str, object]:
+        small = draft_model(student.tensors(), student.raw, pair.target).to(pair.target.device, pair.target.dtype)
+        result = bench_draft(replace(pair, draft=small), asked, max_new_tokens=o.max_new_tokens)
+        trained_parameters = sum(t.numel() for t in student.tensors().values())
+        result |= {"shape": text, "trained_parameters": trained_parameters}
+        say(
+            text,
+            json.dumps(
+                {r["prompts"]: {k: round(v, 3) for k, v in r.items() if isinstance(v, float)} for r in result["runs"]}
+            ),
+        )
+        return result
+
+    study = []
+    for text in o.shapes:
+        student, state = trained(text, o.minutes)
+        study.append({**measured(student, text), "minutes": o.minutes, "history": state.history})
+        write_json(o.out / "study.json", {"settings": asdict(settings), "runs": study})
+        del student
+    if not o.final:
+        return
+    student, state = trained(o.final, o.final_minutes)
+    _export(pair, student, held_out, corpus, o.out / "draft", settings, sources, yields, state)
+    write_json(
+        o.out / "final.json", {**measured(student, o.final), "minutes": o.final_minutes, "history": state.history}
+    )
+    say("done", (o.out / "draft" / "compact" / "draft.safetensors").stat().st_size)
+
+
+if __name__ == "__main__":
+    main()

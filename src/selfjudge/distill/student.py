@@ -1,0 +1,144 @@
+"""The student: a small model of the target's family whose embeddings are the target's own, times learned projections.
+
+A vocabulary of 50,000 or 150,000 tokens would be most of a small model; the target has learned one already, and two
+projections [H, W] are enough to use it. What ships is the layers and the projections; `materialise` (models/convert.py)
+turns them into an ordinary checkpoint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, PreTrainedModel
+
+from selfjudge.errors import SelfJudgeError
+
+HEAD = 64  # width of an attention head
+LOSS_ROWS = 8192  # rows of logits at a time
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How large the student is."""
+
+    layers: int = 4
+    width: int = 384
+    inner: int | None = None
+    """Width of the feed-forward layers; 8/3 of `width` if not given."""
+
+    def __post_init__(self) -> None:
+        if self.layers < 1 or self.width < HEAD or self.width % HEAD:
+            raise SelfJudgeError(f"a student needs layers and a width that is a multiple of {HEAD}, not {self}")
+
+    def config(self, target: PreTrainedModel) -> dict[str, Any]:
+        """The configuration of an ordinary Llama or Qwen2 of this size with the target's vocabulary."""
+        large = target.config.get_text_config()
+        kind = "qwen2" if large.model_type == "qwen2" else "llama"
+        inner = self.inner or round(self.width * 8 / 3 / 64) * 64
+        return {
+            "model_type": kind, "vocab_size": target.get_input_embeddings().weight.shape[0], "hidden_size": self.width,
+            "intermediate_size": inner, "num_hidden_layers": self.layers, "num_attention_heads": self.width // HEAD,
+            "num_key_value_heads": self.width // HEAD, "max_position_embeddings": large.max_position_embeddings,
+            "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "bos_token_id": large.bos_token_id,
+            "eos_token_id": large.eos_token_id, "pad_token_id": large.pad_token_id,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        }  # fmt: skip
+
+
+class Student(nn.Module):
+    """See the module's docstring. `free` embeddings are matrices of the student's own instead."""
+
+    table: Tensor
+    head: Tensor
+
+    def __init__(self, target: PreTrainedModel, shape: Shape, *, free: bool = False, seed: int = 0) -> None:
+        super().__init__()
+        self.raw = shape.config(target)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.model = AutoModel.from_config(
+                AutoConfig.for_model(**self.raw), dtype=torch.float32, attn_implementation="sdpa"
+            )
+        self.model.embed_tokens = nn.Identity()
+        self.free = free
+        table, head = (m.weight.detach() for m in (target.get_input_embeddings(), target.get_output_embeddings()))
+        first, last = _principal(table, shape.width, 0.5), _principal(head, shape.width, 0.05)
+        if free:
+            self.proj_in, self.proj_out = nn.Parameter(table.float() @ first), nn.Parameter(head.float() @ last)
+        else:
+            self.proj_in, self.proj_out = nn.Parameter(first), nn.Parameter(last)
+            self.register_buffer("table", table, persistent=False)
+            self.register_buffer("head", head, persistent=False)
+        self.to(target.device)
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        """[B, T] → [B, T, W]: what the output matrix multiplies."""
+        if self.free:
+            x = F.embedding(ids, self.proj_in)
+        else:
+            x = F.embedding(ids, self.table) @ self.proj_in.to(self.table.dtype)
+        found: Tensor = self.model(inputs_embeds=x, use_cache=False).last_hidden_state
+        return found
+
+    def output(self) -> Tensor:
+        """[V, W] the output matrix."""
+        if self.free:
+            return self.proj_out
+        return self.head @ self.proj_out.to(self.head.dtype)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that is learned, by the names of the compact form."""
+        return {name: p.detach() for name, p in self.named_parameters()}
+
+
+def _principal(matrix: Tensor, width: int, scale: float) -> Tensor:
+    """[H, W] the directions in which the rows of a matrix vary most, scaled so that projected rows have that deviation."""
+    wide = matrix.float()
+    _, directions = torch.linalg.eigh((wide.T @ wide) / len(wide))
+    if width <= directions.shape[1]:
+        chosen = directions[:, -width:]
+    else:  # wider than the target: the rest starts at zero
+        chosen = F.pad(directions, (0, width - directions.shape[1]))
+    scaled: Tensor = chosen * (scale / (wide @ chosen).std())
+    return scaled.contiguous()
+
+
+class _Distilled(torch.autograd.Function):
+    """Cross-entropy against the teacher's top-k, renormalised; logits exist for LOSS_ROWS rows at a time only.
+
+    The gradient of the logits is softmax − p, so it is made on the way forward and nothing is kept for the way back.
+    """
+
+    @staticmethod
+    def forward(context: Any, hidden: Tensor, output: Tensor, log_p: Tensor, index: Tensor) -> Tensor:
+        grad_hidden, grad_output = torch.empty_like(hidden), torch.zeros_like(output, dtype=torch.float32)
+        total = hidden.new_zeros((), dtype=torch.float32)
+        rows = len(hidden)
+        for start in range(0, rows, LOSS_ROWS):
+            piece = slice(start, start + LOSS_ROWS)
+            h, at = hidden[piece], index[piece].long()
+            p = log_p[piece].float().softmax(-1)  # renormalised over the k tokens
+            q = (h @ output.T).softmax(-1)
+            total -= (p * q.gather(1, at).float().clamp_min(1e-20).log()).sum()
+            q.scatter_add_(1, at, -p.to(q.dtype))  # ∂/∂logits = softmax − p
+            grad_hidden[piece] = q @ output
+            grad_output += (q.T @ h).float()
+        context.save_for_backward(grad_hidden, grad_output.to(output.dtype))
+        context.rows = rows
+        return total / rows
+
+    @staticmethod
+    def backward(context: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        grad_hidden, grad_output = context.saved_tensors
+        scale = grads[0] / context.rows
+        return grad_hidden * scale.to(grad_hidden.dtype), grad_output * scale.to(grad_output.dtype), None, None
+
+
+def distillation_loss(hidden: Tensor, output: Tensor, log_p: Tensor, index: Tensor) -> Tensor:
+    """Mean over rows of −Σ p log q; hidden [R, W], output [V, W], the teacher's top-k [R, k] each."""
+    loss: Tensor = _Distilled.apply(hidden, output, log_p, index)
+    return loss

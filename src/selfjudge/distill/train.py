@@ -1,0 +1,194 @@
+"""Training a student for a number of minutes, with checkpoints that survive the process."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from selfjudge.distill.data import Corpus
+from selfjudge.distill.student import Student, distillation_loss
+from selfjudge.errors import SelfJudgeError
+from selfjudge.store import read_tensors, write_tensors
+
+WARM_UP = 100  # steps
+CHECKPOINT_SECONDS = 60.0
+
+
+@dataclass
+class State:
+    """Where training stands; it travels with the checkpoint."""
+
+    step: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+    epoch: int = 0
+    position: int = 0
+    """Batches of this epoch already seen."""
+    best: float = 0.0
+    without_gain: int = 0
+    history: list[dict[str, Any]] = field(default_factory=list)
+
+
+def train(
+    student: Student, corpus: Corpus, held_out: Corpus, checkpoint: Path, *, minutes: float, steps: int | None = None,
+    rate: float = 3e-3,
+    batch_tokens: int = 65536, evaluations: int = 10, patience: int = 4, seed: int = 0,
+    notify: Callable[[str, float], None],
+) -> State:  # fmt: skip
+    """Train until the minutes are spent or `patience` evaluations brought no gain; the student ends up with its best weights.
+
+    The learning rate follows the share of the time that is spent, or of `steps` where they are given: such a training can
+    be repeated. A checkpoint that is found is continued.
+    """
+    device = student.proj_in.device
+    parameters = dict(student.named_parameters())
+    matrices, others = ([p for p in parameters.values() if (p.dim() >= 2) == wide] for wide in (True, False))
+    optimiser = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}],
+        lr=rate, betas=(0.9, 0.95), fused=device.type == "cuda",
+    )  # fmt: skip
+    state, best = State(), {name: p.detach().clone() for name, p in parameters.items()}
+    if checkpoint.is_file():
+        state, best = _restored(checkpoint, parameters, optimiser)
+    budget, saved = minutes * 60, time.monotonic()
+    last = time.monotonic()
+
+    def spent() -> float:
+        return min(1.0, state.seconds / budget if steps is None else state.step / steps)
+
+    share = spent()
+    if state.without_gain >= patience:
+        share = 1.0
+    next_evaluation = (math.floor(share * evaluations) + 1) / evaluations
+    running: Tensor | None = None
+    while share < 1.0:
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + state.epoch)
+        batches = corpus.batches(batch_tokens, generator)
+        for rows in batches[state.position :]:
+            warm = min(1.0, (state.step + 1) / WARM_UP)
+            for group in optimiser.param_groups:
+                group["lr"] = rate * warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * share)))
+            loss, count = _step(student, corpus, rows, optimiser, device)
+            running = loss if running is None else 0.98 * running + 0.02 * loss
+            state.step, state.tokens, state.position = state.step + 1, state.tokens + count, state.position + 1
+            if device.type == "cuda" and state.step % 8 == 0:
+                torch.cuda.synchronize(device)  # or the clock runs ahead of the device
+            now = time.monotonic()
+            state.seconds, last = state.seconds + now - last, now
+            share = spent()
+            if share >= next_evaluation:
+                next_evaluation += 1 / evaluations
+                agreement = top1(student, held_out)
+                state.history.append({
+                    "step": state.step, "seconds": round(state.seconds, 1), "tokens": state.tokens,
+                    "loss": round(float(running), 4), "top1": round(agreement["all"], 4),
+                })  # fmt: skip
+                notify(f"training: loss {float(running):.3f}, held-out top-1 {agreement['all']:.1%}", share)
+                if agreement["all"] > state.best:
+                    state.best, state.without_gain = agreement["all"], 0
+                    best = {name: p.detach().clone() for name, p in parameters.items()}
+                else:
+                    state.without_gain += 1
+                last = time.monotonic()  # evaluating is not training
+            if last - saved > CHECKPOINT_SECONDS or share >= 1.0:
+                _save(checkpoint, state, parameters, optimiser, best)
+                saved = last = time.monotonic()
+            if share >= 1.0 or state.without_gain >= patience:
+                share = 1.0
+                break
+        else:
+            state.epoch, state.position = state.epoch + 1, 0
+    _save(checkpoint, state, parameters, optimiser, best)
+    with torch.no_grad():
+        for name, p in parameters.items():
+            p.copy_(best[name])
+    return state
+
+
+def _step(
+    student: Student, corpus: Corpus, rows: Tensor, optimiser: torch.optim.Optimizer, device: torch.device
+) -> tuple[Tensor, int]:
+    ids, predicts, log_p, index = corpus.batch(rows, device)
+    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        output = student.output()
+        hidden = student.hidden(ids)[predicts].to(output.dtype)
+    loss = distillation_loss(hidden, output, log_p, index)  # outside: autocast would make its softmax float32
+    optimiser.zero_grad(set_to_none=True)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+    optimiser.step()
+    return loss.detach(), len(index)
+
+
+@torch.no_grad()
+def top1(student: Student, corpus: Corpus, batch_tokens: int = 32768) -> dict[str, float]:
+    """How often the student's most likely token is the target's, at every token of held-out answers: all, and by source."""
+    device = student.proj_in.device
+    output = student.output()
+    right: defaultdict[str, int] = defaultdict(int)
+    seen: defaultdict[str, int] = defaultdict(int)
+    student.eval()
+    for rows in corpus.batches(batch_tokens, torch.Generator().manual_seed(0)):
+        ids, predicts, _, index = corpus.batch(rows, device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            hidden = student.hidden(ids)[predicts].to(output.dtype)
+        same = torch.cat([(h @ output.T).argmax(-1) for h in hidden.split(8192)]) == index[:, 0]
+        counts = predicts.sum(1)
+        for source, hits, count in zip(
+            [corpus.sources[i] for i in rows.tolist()],
+            [int(part.sum()) for part in same.split(counts.tolist())],
+            counts.tolist(),
+            strict=True,
+        ):
+            for key in ("all", source):
+                right[key] += hits
+                seen[key] += count
+    student.train()
+    return {key: right[key] / seen[key] for key in right}
+
+
+def _save(
+    file: Path,
+    state: State,
+    parameters: Mapping[str, Tensor],
+    optimiser: torch.optim.Optimizer,
+    best: dict[str, Tensor],
+) -> None:
+    arrays = {}
+    for name, p in parameters.items():
+        arrays[f"now.{name}"] = p.detach().cpu().numpy()
+        arrays[f"best.{name}"] = best[name].cpu().numpy()
+        if found := optimiser.state.get(p):
+            arrays[f"first.{name}"] = found["exp_avg"].cpu().numpy()
+            arrays[f"second.{name}"] = found["exp_avg_sq"].cpu().numpy()
+    write_tensors(file, arrays, vars(state))
+
+
+def _restored(
+    file: Path, parameters: Mapping[str, Tensor], optimiser: torch.optim.Optimizer
+) -> tuple[State, dict[str, Tensor]]:
+    arrays, metadata = read_tensors(file)
+    state = State(**metadata)
+    shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+    if shapes != {k[4:]: v.shape for k, v in arrays.items() if k.startswith("now.")}:
+        raise SelfJudgeError(f"{file} belongs to a student of another shape: remove it or name another --out")
+    best = {}
+    with torch.no_grad():
+        for name, p in parameters.items():
+            p.copy_(torch.from_numpy(arrays[f"now.{name}"]))
+            best[name] = torch.from_numpy(arrays[f"best.{name}"]).to(p)
+            if f"first.{name}" in arrays:
+                optimiser.state[p] = {
+                    "step": torch.tensor(float(state.step), device=p.device if p.is_cuda else "cpu"),
+                    "exp_avg": torch.from_numpy(arrays[f"first.{name}"]).to(p),
+                    "exp_avg_sq": torch.from_numpy(arrays[f"second.{name}"]).to(p),
+                }
+    return state, best

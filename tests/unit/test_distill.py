@@ -1,0 +1,661 @@
+"""Distillation on tiny models: data, loss, training, the whole run, its interruptions and its refusals."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+import transformers as hf
+from safetensors.torch import load_file
+from torch import Tensor
+
+import selfjudge.distill
+import selfjudge.distill.data as data_module
+import selfjudge.distill.student as student_module
+from conftest import CONFIGS, VOCAB, tiny_model
+from selfjudge.distill import Settings, distill
+from selfjudge.distill.data import Corpus, Job, Source, chunks, jobs, largest, teacher
+from selfjudge.distill.student import Shape, Student, distillation_loss
+from selfjudge.distill.train import State, top1, train
+from selfjudge.errors import SelfJudgeError
+from selfjudge.models.convert import draft_model, materialise, read_compact, write_compact
+from selfjudge.models.pair import Pair
+from selfjudge.shells import generate
+from selfjudge.store import read_tensors, write_tensors
+
+CHAT = "{% for m in messages %}<s> {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w0{% endif %}"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def pair(checkpoints: dict[str, str]) -> Pair:
+    """A tiny target whose chat template has a user header."""
+    made = Pair.load(checkpoints["target"], device="cpu", needs_draft=False)
+    made.tokenizer.chat_template = CHAT
+    return made
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    """A run of a second or two on a file of prompts."""
+    file = tmp_path / "prompts.jsonl"
+    random = np.random.default_rng(0)
+    prompts = [" ".join(f"w{i}" for i in random.integers(1, 50, size)) for size in random.integers(2, 12, 20)]
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
+    return Settings(
+        layers=1, width=64, minutes=0.004, prompts=(f"{file}:20x3",), max_new_tokens=24, held_out=4, top_k=8,
+        batch_tokens=1024, rate=5e-3,
+    )  # fmt: skip
+
+
+def made_up(sizes: list[tuple[int, int]], k: int = 3) -> tuple[Corpus, list[tuple[list[int], list[int]]]]:
+    """A corpus of sequences (prompt, answer) whose top-k rows carry their own number."""
+    rng = np.random.default_rng(1)
+    sequences = [(rng.integers(1, VOCAB, p).tolist(), rng.integers(1, VOCAB, a).tolist()) for p, a in sizes]
+    total = sum(a for _, a in sizes)
+    lengths, prompts = torch.tensor([p + a for p, a in sizes]), torch.tensor([p for p, _ in sizes])
+
+    def first(counts: Tensor) -> Tensor:
+        return counts.cumsum(0) - counts
+
+    corpus = Corpus(
+        tokens=torch.tensor([t for p, a in sequences for t in p + a], dtype=torch.int32),
+        starts=first(lengths), prompt_lengths=prompts, lengths=lengths, answers=first(lengths - prompts),
+        log_p=torch.arange(total * k).view(total, k).half(), index=torch.arange(total * k, dtype=torch.int32).view(total, k),
+        sources=["made up"] * len(sizes),
+    )  # fmt: skip
+    return corpus, sequences
+
+
+# data
+
+
+def test_sources_are_read_from_their_names() -> None:
+    assert Source.parse("self", 3) == Source("self", 20000, 3)
+    assert Source.parse("gsm8k:70x4", 3) == Source("gsm8k", 70, 4)
+    assert Source.parse("dir/file.jsonl:7", 3) == Source("dir/file.jsonl", 7, 3)
+    assert Source.parse("dir/file.jsonl", 3) == Source("dir/file.jsonl", None, 3)
+    assert Source("gsm8k", 1, 1).licence == "MIT"
+    for wrong in ("gsm8k:0", "gsm8k:5x0", "gsm8k:5y", "gsm8k:5xx"):
+        with pytest.raises(SelfJudgeError) as caught:
+            Source.parse(wrong, 3)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("answers", [1, 3, 4, 6])
+@pytest.mark.parametrize("size", [4, 25, 4096])
+def test_every_answer_is_made_once_and_a_file_has_one_temperature(
+    answers: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_module, "CHUNK", size)
+    rows = [{"held_out": i < 3, "answers": answers if i % 2 else 1} for i in range(11)]
+    wanted = jobs(rows, seed=5)
+    assert sum(job.prompt < 3 for job in wanted) == 3
+    assert len(wanted) == sum(1 if i < 3 else row["answers"] for i, row in enumerate(rows))
+    sampled = [job.seed for job in wanted if job.temperature]
+    assert len(set(sampled)) == len(sampled)
+    made: list[Job] = []
+    for expected, (number, part) in enumerate(chunks(wanted)):
+        assert number == expected
+        assert 0 < len(part) <= size
+        assert len({job.temperature for job in part}) == 1
+        made += part
+    assert sorted(map(repr, made)) == sorted(map(repr, wanted))
+
+
+@pytest.mark.parametrize(("size", "k"), [(61, 5), (128, 4), (512, 3), (512, 4), (4096, 16), (4100, 16)])
+def test_largest_is_topk(size: int, k: int) -> None:
+    logits = torch.randn(9, size, generator=torch.Generator().manual_seed(size))
+    logits[0, -k:] += 9  # all in one group
+    values, index = largest(logits, k)
+    expected = logits.topk(k, -1)
+    assert torch.equal(values, expected.values)
+    assert torch.equal(index, expected.indices)
+
+
+@pytest.mark.parametrize("kind", sorted(CONFIGS))
+def test_the_teacher_is_the_targets_own_distribution(
+    kind: str, tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_module, "TEACHER_TOKENS", 40)
+    monkeypatch.setattr(data_module, "TEACHER_ROWS", 7)
+    options = {"final_logit_softcapping": 2.0} if kind == "gemma2" else {}
+    pair = replace(tiny_pair, target=tiny_model(kind, seed=3, **options))
+    _, sequences = made_up([(3, 5), (1, 9), (12, 1), (4, 4), (2, 20), (6, 6)])
+    log_p, index = teacher(pair, sequences, 6)
+    expected_p, expected_i = [], []
+    for prompt, answer in sequences:
+        with torch.no_grad():
+            logits = pair.target(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+        best = logits.log_softmax(-1).topk(6, -1)
+        expected_p.append(best.values)
+        expected_i.append(best.indices)
+    assert torch.from_numpy(index).equal(torch.cat(expected_i).int())
+    assert torch.allclose(torch.from_numpy(log_p).float(), torch.cat(expected_p), atol=0.01)
+
+
+def test_a_batch_is_aligned() -> None:
+    """Position i predicts token i+1: the top-k row at i is the row of token i+1 of the answer."""
+    corpus, sequences = made_up([(3, 5), (1, 1), (1, 9), (12, 1), (4, 4), (2, 20)])
+    starts = np.cumsum([0, *(len(a) for _, a in sequences)])
+    for chosen in ([0], [1, 5], [5, 2, 0, 3], [4, 3, 2, 1, 0, 5]):
+        ids, predicts, log_p, index = corpus.batch(torch.tensor(chosen), CPU)
+        assert ids.shape == predicts.shape == (len(chosen), max(len(p + a) for p, a in (sequences[i] for i in chosen)))
+        at = 0
+        for row, i in enumerate(chosen):
+            prompt, answer = sequences[i]
+            whole = prompt + answer
+            assert ids[row].tolist() == whole + [0] * (ids.shape[1] - len(whole))
+            places = predicts[row].nonzero().squeeze(1).tolist()
+            assert [whole[p + 1] for p in places] == answer
+            assert places[0] == len(prompt) - 1
+            expected = corpus.index[starts[i] : starts[i] + len(answer)]
+            assert torch.equal(index[at : at + len(answer)], expected)
+            assert torch.equal(log_p[at : at + len(answer)], expected.half())
+            at += len(answer)
+        assert at == len(index)
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 300, 5000])
+def test_batches_cover_everything_once_within_the_budget(tokens: int) -> None:
+    rng = np.random.default_rng(0)
+    corpus, _ = made_up([(int(p), int(a)) for p, a in rng.integers(1, 20, (400, 2))])
+    first = corpus.batches(tokens, torch.Generator().manual_seed(0))
+    assert sorted(torch.cat(first).tolist()) == list(range(400))
+    assert all(len(rows) == 1 or len(rows) * int(corpus.lengths[rows].max()) <= tokens for rows in first)
+    again = corpus.batches(tokens, torch.Generator().manual_seed(0))
+    assert [r.tolist() for r in again] == [r.tolist() for r in first]
+    other = corpus.batches(tokens, torch.Generator().manual_seed(1))
+    assert [r.tolist() for r in other] != [r.tolist() for r in first]
+
+
+def test_one_longer_sequence_does_not_burst_the_budget() -> None:
+    corpus, _ = made_up([*[(5, 104)] * 999, (5, 105)])
+    for seed in range(5):
+        for rows in corpus.batches(20000, torch.Generator().manual_seed(seed)):
+            assert len(rows) * int(corpus.lengths[rows].max()) <= 20000
+
+
+def test_a_corpus_splits_held_out_answers_from_the_others(tmp_path: Path) -> None:
+    rows = [{"held_out": i in (1, 3), "source": f"s{i}"} for i in range(4)]
+    _, sequences = made_up([(2, 3), (4, 1), (1, 6), (3, 2)])
+    sizes = [len(a) for _, a in sequences]
+    numbers = np.repeat(np.arange(4), sizes)[:, None] * np.ones((1, 2))
+    write_tensors(
+        tmp_path / "a",
+        {
+            "tokens": np.concatenate([p + a for p, a in sequences]).astype(np.int32),
+            "prompt_lengths": np.array([len(p) for p, _ in sequences], np.int32),
+            "lengths": np.array([len(p) + len(a) for p, a in sequences], np.int32),
+            "prompts": np.arange(4, dtype=np.int32),
+            "log_p": numbers.astype(np.float16),
+            "index": numbers.astype(np.int32),
+        },
+    )
+    for held_out, wanted in ((True, [1, 3]), (False, [0, 2])):
+        corpus = Corpus.read([tmp_path / "a"], rows, held_out=held_out, device=CPU)
+        assert corpus.sources == [f"s{i}" for i in wanted]
+        for row, i in enumerate(wanted):
+            ids, _, _, index = corpus.batch(torch.tensor([row]), CPU)
+            assert ids[0].tolist() == [*sequences[i][0], *sequences[i][1]]
+            assert index.tolist() == [[i, i]] * sizes[i]
+    with pytest.raises(SelfJudgeError, match="no answer"):
+        Corpus.read([tmp_path / "a"], [{**row, "held_out": False} for row in rows], held_out=True, device=CPU)
+
+
+# student and loss
+
+
+def test_the_loss_and_its_gradients_are_those_of_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(student_module, "LOSS_ROWS", 4)
+    random = torch.Generator().manual_seed(0)
+    hidden = torch.randn(11, 8, generator=random)
+    output = torch.randn(30, 8, generator=random)
+    best = torch.randn(11, 30, generator=random).mul(3).log_softmax(-1).topk(5, -1)
+    results = []
+    for plain in (True, False):
+        h, w = hidden.clone().requires_grad_(), output.clone().requires_grad_()
+        if plain:
+            p = best.values.exp() / best.values.exp().sum(-1, keepdim=True)
+            loss = -(p * (h @ w.T).log_softmax(-1).gather(1, best.indices)).sum(-1).mean()
+        else:
+            loss = distillation_loss(h, w, best.values, best.indices.int())
+        (2.5 * loss).backward()
+        results.append((loss.detach(), h.grad, w.grad))
+    for expected, found in zip(*results, strict=True):
+        assert torch.allclose(expected, found, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("free", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize("hidden_size", [32, 128])
+def test_a_student_and_its_materialised_model_agree(kind: str, free: bool, hidden_size: int) -> None:
+    """Projections of the target's embeddings, or embeddings of its own; narrower and wider than the target."""
+    target = tiny_model(kind, seed=4, hidden_size=hidden_size)
+    student = Student(target, Shape(2, 64), free=free, seed=1)
+    ids = torch.randint(VOCAB, (3, 17), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = student.hidden(ids) @ student.output().T
+        model = draft_model(student.tensors(), student.raw, target)
+        assert model.config.model_type == kind
+        assert torch.allclose(model(ids).logits, expected, atol=1e-4)
+    assert expected.isfinite().all()
+    for one, other in zip(
+        Student(target, Shape(2, 64), free=free, seed=1).parameters(), student.parameters(), strict=True
+    ):
+        assert torch.equal(one, other)
+
+
+def test_any_architecture_can_have_a_student(any_model: hf.PreTrainedModel) -> None:
+    student = Student(any_model, Shape(1, 64))
+    ids = torch.tensor([[5, 9, 2, 7]])
+    with torch.no_grad():
+        model = draft_model(student.tensors(), student.raw, any_model)
+        assert torch.allclose(model(ids).logits, student.hidden(ids) @ student.output().T, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(0, 64, None), (1, 32, None), (1, 100, None)])
+def test_impossible_shapes_are_refused(shape: tuple[int, int, None]) -> None:
+    with pytest.raises(SelfJudgeError, match="multiple of 64") as caught:
+        Shape(*shape)
+    assert "\n" not in str(caught.value)
+
+
+def learnable(target: hf.PreTrainedModel) -> Corpus:
+    """Answers that go up by one, with a confident teacher."""
+    corpus, _ = made_up([(2, 12)] * 24, k=2)
+    start = torch.arange(24)[:, None] + torch.arange(14)
+    corpus.tokens = (start % (VOCAB - 4) + 4).flatten().int()
+    following = corpus.tokens.view(24, 14)[:, 2:].flatten()
+    corpus.index = torch.stack([following, (following + 7) % VOCAB], 1).int()
+    corpus.log_p = torch.tensor([-0.01, -4.6]).expand(len(following), 2).half().clone()
+    return corpus
+
+
+def test_a_student_learns(tmp_path: Path) -> None:
+    target = tiny_model(seed=4)
+    student, corpus = Student(target, Shape(1, 64)), learnable(target)
+    before = top1(student, corpus)["all"]
+    state = train(
+        student,
+        corpus,
+        corpus,
+        tmp_path / "train",
+        minutes=9,
+        steps=300,
+        rate=5e-3,
+        batch_tokens=100,
+        notify=lambda *_: None,
+    )
+    after = top1(student, corpus)
+    assert before < 0.3
+    assert after["all"] == after["made up"] == state.best > 0.8
+    assert state.history[-1]["loss"] < 0.5 * state.history[0]["loss"]
+
+
+def test_training_goes_on_where_it_was(tmp_path: Path) -> None:
+    target = tiny_model(seed=4)
+    corpus = learnable(target)
+
+    def run(minutes: float) -> tuple[State, Student]:
+        student = Student(target, Shape(1, 64))
+        options: dict[str, Any] = {"rate": 5e-3, "batch_tokens": 100, "patience": 99, "notify": lambda *_: None}
+        return train(student, corpus, corpus, tmp_path / "train", minutes=minutes, **options), student
+
+    first, student = run(0.01)
+    again, same = run(0.01)
+    assert (again.step, again.history) == (first.step, first.history)
+    for one, other in zip(student.parameters(), same.parameters(), strict=True):
+        assert torch.equal(one, other)
+    more, _ = run(0.02)
+    assert more.step > first.step
+    assert more.seconds > first.seconds
+    assert more.history[: len(first.history)] == first.history
+    with pytest.raises(SelfJudgeError, match="another shape") as caught:
+        train(Student(target, Shape(1, 128)), corpus, corpus, tmp_path / "train", minutes=1, notify=lambda *_: None)
+    assert "\n" not in str(caught.value)
+
+
+def test_training_that_patience_ended_is_not_taken_up_again(tmp_path: Path) -> None:
+    target = tiny_model(seed=4)
+    corpus = learnable(target)
+    options: dict[str, Any] = {
+        "minutes": 0.02,
+        "rate": 0.0,
+        "batch_tokens": 100,
+        "patience": 2,
+        "notify": lambda *_: None,
+    }
+    first = train(Student(target, Shape(1, 64)), corpus, corpus, tmp_path / "train", **options)
+    assert first.without_gain == 2
+    assert first.seconds < 1.0
+    again = train(Student(target, Shape(1, 64)), corpus, corpus, tmp_path / "train", **options)
+    assert again.step == first.step
+
+
+# compact form
+
+
+@pytest.mark.parametrize("magnitude", [30.0, 0.05, 1e-4])
+def test_int8_rows_are_off_by_half_a_step_at_most(tmp_path: Path, magnitude: float) -> None:
+    matrix = torch.randn(200, 300, generator=torch.Generator().manual_seed(0)) * magnitude
+    matrix[7] = 0
+    vector = torch.randn(300)
+    size = write_compact({"m": matrix, "v": vector}, {"model_type": "llama"}, tmp_path)
+    found = read_compact(tmp_path)
+    step = matrix.abs().amax(1, keepdim=True) / 127
+    assert ((found["m"] - matrix).abs() <= 0.501 * step + 127 * step * 2**-11 + 1e-12).all()
+    assert (found["m"][7] == 0).all()
+    assert torch.equal(found["v"], vector.half().float())
+    assert 1 <= size / matrix.numel() < 1.05
+    assert json.loads((tmp_path / "config.json").read_text()) == {"model_type": "llama"}
+    assert write_compact({"m": matrix, "v": vector}, {}, tmp_path, int8=False) / matrix.numel() == pytest.approx(
+        2, rel=0.05
+    )
+    assert torch.equal(read_compact(tmp_path)["m"], matrix.half().float())
+
+
+def test_tensor_files_come_back_as_they_were_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays = {
+        "a": np.arange(6, dtype=np.int32).reshape(2, 3),
+        "b": np.ones(3, np.float16),
+        "c": np.zeros((0, 4), np.float32),
+    }
+    file = tmp_path / "deep" / "x.safetensors"
+    write_tensors(file, arrays, {"é": [1, None, {"b": 2.5}]})
+    found, metadata = read_tensors(file)
+    assert metadata == {"é": [1, None, {"b": 2.5}]}
+    assert found.keys() == arrays.keys()
+    for name, array in arrays.items():
+        assert found[name].dtype == array.dtype
+        assert np.array_equal(found[name], array)
+    monkeypatch.setattr(safetensors.numpy, "save_file", full_disk)
+    with pytest.raises(SelfJudgeError, match="No space left"):
+        write_tensors(file, {}, {})
+    assert list(file.parent.iterdir()) == [file]
+    assert read_tensors(file)[1] == metadata
+    whole = file.read_bytes()
+    for damaged in (b"", whole[:20], whole[:-5], b"\xff" * 100):
+        file.write_bytes(damaged)
+        with pytest.raises(SelfJudgeError, match="cannot read") as caught:
+            read_tensors(file)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(SelfJudgeError, match="cannot read"):
+        read_tensors(tmp_path / "none")
+
+
+def full_disk(tensors: object, path: Path, *_: object) -> None:
+    """What a writer does that runs out of space half-way."""
+    Path(path).write_bytes(b"half of it")
+    raise OSError(28, "No space left on device")
+
+
+# the whole run
+
+
+def loaded(folder: Path) -> hf.PreTrainedModel:
+    return hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def test_a_whole_run(
+    pair: Pair, checkpoints: dict[str, str], settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selfjudge.distill, "INT8_LOSS", 1.0)  # a few held-out answers tell nothing about rounding
+    out = tmp_path / "out"
+    told: list[tuple[str, float]] = []
+    result = distill(pair, out, replace(settings, minutes=0.03), notify=lambda *what: told.append(what))
+    assert all(0 <= share <= 1 for _, share in told)
+    assert told[0] == ("prompts", 0.0)
+    assert told[-1][0] == "writing"
+
+    written = json.loads((out / "run.json").read_text())
+    assert {"commit", "versions", "machine", "time"} <= written.keys()
+    assert written["training"] == result["training"]
+    assert written["sources"][0]["prompts"] == 20
+    assert written["training"]["answers"] == 16 * 3
+    history = written["training"]["history"]
+    assert history[-1]["loss"] < history[0]["loss"]
+    assert written["top1_held_out"]["as_trained"]["all"] > 0
+    assert "20 | 3 | given by the user" in (out / "README.md").read_text()
+    assert (out / "compact" / "README.md").is_file()
+    size = (out / "compact" / "draft.safetensors").stat().st_size
+    assert written["compact"] == {"format": "int8 rows", "bytes": size}
+    assert size < 1.1 * written["parameters"] + 2048
+
+    model = loaded(out)
+    assert (model.config.num_hidden_layers, model.config.hidden_size) == (1, 64)
+    draft = Pair.load(str(out), device="cpu", needs_draft=False)
+    for text in ("w1 w2 w3", "w9", "w5 w4 w44 w13"):
+        ids = torch.tensor([draft.encode(text)])
+        expected = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20, pad_token_id=0
+        )
+        assert (
+            list(generate(draft, [text], gamma=0, max_new_tokens=20)[0].tokens) == expected[0, ids.shape[1] :].tolist()
+        )
+
+    both = Pair.load(checkpoints["target"], str(out), device="cpu")
+    plain = generate(both, ["w1 w2 w3"], gamma=0, max_new_tokens=20)
+    assert generate(both, ["w1 w2 w3"], gamma=3, max_new_tokens=20)[0].tokens == plain[0].tokens
+
+    materialise(out / "compact", Path(checkpoints["target"]), tmp_path / "again")
+    one, other = (load_file(folder / "model.safetensors") for folder in (out, tmp_path / "again"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert hf.AutoTokenizer.from_pretrained(tmp_path / "again").get_vocab() == pair.tokenizer.get_vocab()
+
+
+def test_float16_is_kept_where_int8_costs_agreement(
+    pair: Pair, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = iter([{"all": 0.75}, {"all": 0.25}])
+    monkeypatch.setattr(selfjudge.distill, "top1", lambda *_: next(measured))
+    out = tmp_path / "out"
+    result = distill(pair, out, settings)
+    assert result["compact"]["format"] == "float16"
+    assert result["compact"]["bytes"] >= 2 * result["parameters"]
+    best = {
+        name: array
+        for name, array in read_tensors(out / "work" / "train.safetensors")[0].items()
+        if name[:5] == "best."
+    }
+    assert len(best) == len(read_compact(out / "compact"))
+    for name, tensor in read_compact(out / "compact").items():
+        assert torch.equal(tensor, torch.from_numpy(best[f"best.{name}"]).half().float())
+    assert "all 75.0%" in (out / "README.md").read_text()  # of what is shipped
+
+
+class Killed(Exception):  # noqa: N818
+    """Stands for the end of the process."""
+
+
+def killer(stage: str, occurrence: int) -> Callable[[str, float], None]:
+    count = 0
+
+    def notify(told: str, share: float) -> None:
+        nonlocal count
+        count += told.split(":")[0] == stage
+        if told.split(":")[0] == stage and count == occurrence:
+            raise Killed
+
+    return notify
+
+
+@pytest.mark.parametrize(
+    ("stage", "occurrence"),
+    [("the target answers", 1), ("the target answers", 3), ("the target answers, top-k", 2), ("training", 1), ("writing", 1)],
+)  # fmt: skip
+def test_a_killed_run_goes_on(
+    stage: str, occurrence: int, pair: Pair, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_module, "CHUNK", 16)
+    out = tmp_path / "out"
+    with pytest.raises(Killed):
+        distill(pair, out, settings, notify=killer(stage, occurrence))
+    assert not (out / "run.json").exists()
+    there = {p: p.stat().st_mtime_ns for p in (out / "work").glob("*.safetensors") if p.name != "train.safetensors"}
+    assert len(there) == {"the target answers": occurrence, "the target answers, top-k": 2}.get(stage, 1 + 2 + 2)
+    trained = stage == "writing" and read_tensors(out / "work" / "train.safetensors")[1]["step"]
+    result = distill(pair, out, settings)
+    assert (out / "run.json").is_file()
+    assert {p: p.stat().st_mtime_ns for p in there} == there
+    if trained:
+        assert result["training"]["steps"] >= trained
+    # what was made in two goes is what is made in one
+    whole = tmp_path / "whole"
+    with pytest.raises(Killed):
+        distill(pair, whole, settings, notify=killer("training", 1))
+    for file in (whole / "work").glob("[ap]*.safetensors"):
+        one, other = read_tensors(file)[0], read_tensors(out / "work" / file.name)[0]
+        assert all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def test_other_settings_are_refused_and_more_minutes_are_not(
+    pair: Pair, settings: Settings, tmp_path: Path, checkpoints: dict[str, str]
+) -> None:
+    out = tmp_path / "out"
+    first = distill(pair, out, settings)
+    for wrong in (replace(settings, layers=2), replace(settings, seed=1, top_k=4)):
+        with pytest.raises(SelfJudgeError, match=r"another .*: name another --out") as caught:
+            distill(pair, out, wrong)
+        assert "\n" not in str(caught.value)
+    stranger = replace(pair, target_sha256="0" * 64)
+    with pytest.raises(SelfJudgeError, match="another target"):
+        distill(stranger, out, settings)
+    again = distill(pair, out, replace(settings, minutes=0.02))
+    assert again["training"]["seconds"] >= first["training"]["seconds"]
+    assert again["training"]["steps"] >= first["training"]["steps"]
+
+
+@pytest.mark.parametrize(
+    "name", ["train.safetensors", "answers-00000.safetensors", "prompts.safetensors", "settings.json"]
+)
+def test_a_damaged_file_is_named(pair: Pair, settings: Settings, tmp_path: Path, name: str) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(Killed):
+        distill(pair, out, settings, notify=killer("writing", 1))
+    file = out / name if name == "settings.json" else out / "work" / name
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(SelfJudgeError, match=f"cannot read .*{name}") as caught:
+        distill(pair, out, settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_full_disk_leaves_nothing_half_written(
+    pair: Pair, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(safetensors.numpy, "save_file", full_disk)
+        with pytest.raises(SelfJudgeError, match="No space left on device") as caught:
+            distill(pair, out, settings)
+    assert "\n" not in str(caught.value)
+    assert not list((out / "work").iterdir())
+    distill(pair, out, settings)  # there is space again
+
+
+@pytest.mark.parametrize(("stage", "size"), [("training", 30_000), ("writing", 30_000), ("writing", 100_000)])
+def test_a_disk_that_fills_up_while_models_are_written(
+    pair: Pair, settings: Settings, tmp_path: Path, stage: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel refuses to let files grow: safetensors' own writer fails, not a stand-in for it."""
+    resource = pytest.importorskip("resource")
+    monkeypatch.setattr(selfjudge.distill, "INT8_LOSS", 1.0)  # 100,000 bytes hold the compact form and no checkpoint
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def notify(told: str, share: float) -> None:
+        if told.startswith(stage):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+
+    out = tmp_path / "out"
+    try:
+        with pytest.raises(SelfJudgeError, match="cannot write") as caught:
+            distill(pair, out, settings, notify=notify)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "\n" not in str(caught.value)
+    assert not list(out.rglob("*partial"))
+    assert not (out / "run.json").exists()
+    distill(pair, out, settings)
+
+
+@pytest.mark.parametrize("prompts", ["self:4", "file"])
+def test_a_target_without_chat_template(pair: Pair, settings: Settings, tmp_path: Path, prompts: str) -> None:
+    pair.tokenizer.chat_template = None
+    wanted = replace(settings, prompts=(prompts,)) if prompts != "file" else settings
+    with pytest.raises(SelfJudgeError, match="chat template") as caught:
+        distill(pair, tmp_path / "out", wanted)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"minutes": 0}, "--minutes"), ({"top_k": 0}, "--top-k"), ({"held_out": 0}, "--held-out"), ({"width": 70}, "width"),
+        ({"prompts": ("no-such-file",)}, "no-such-file"), ({"prompts": ("self-portraits:3",)}, "self-portraits"),
+        ({"prompts": ("cnn_dailymail:3",)}, "no split 'train'"), ({"max_prompt_tokens": 1}, "two prompts"),
+        ({"prompts": ("self:1",)}, "two prompts"),
+    ],
+)  # fmt: skip
+def test_useless_settings_are_refused(
+    pair: Pair, settings: Settings, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(SelfJudgeError, match=message) as caught:
+        distill(pair, tmp_path / "out", replace(settings, **change))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("change", [{"top_k": 200}, {"seed": 2**31}, {"seed": -1}, {"free_embeddings": True}])
+def test_unusual_settings_work(pair: Pair, settings: Settings, tmp_path: Path, change: dict[str, Any]) -> None:
+    result = distill(pair, tmp_path / "out", replace(settings, **change))
+    assert result["training"]["steps"] > 0
+
+
+def test_a_target_in_bfloat16(checkpoints: dict[str, str], settings: Settings, tmp_path: Path) -> None:
+    pair = Pair.load(checkpoints["target"], device="cpu", dtype="bfloat16", needs_draft=False)
+    assert distill(pair, tmp_path / "out", settings)["training"]["steps"] > 0
+    assert loaded(tmp_path / "out")(torch.tensor([[5, 6]])).logits.isfinite().all()
+
+
+def test_a_target_that_writes_its_own_prompts(pair: Pair, settings: Settings, tmp_path: Path) -> None:
+    pair.target.generation_config.eos_token_id = [2, 20, 21, 22]  # a random model ends rarely
+    result = distill(pair, tmp_path / "out", replace(settings, prompts=("self:40x2",)))
+    (source,) = result["sources"]
+    assert source["licence"] == "written by the target"
+    assert source["written"] == 40
+    assert source["prompts"] == source["kept"] > 3
+
+
+def test_a_file_whose_name_begins_with_self_is_a_file(
+    pair: Pair, settings: Settings, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(tmp_path / "prompts.jsonl", tmp_path / "selfmade.jsonl")
+    result = distill(pair, tmp_path / "out", replace(settings, prompts=("selfmade.jsonl",)))
+    assert result["sources"][0]["licence"] == "given by the user"
+
+
+def test_a_folder_that_cannot_be_written(pair: Pair, settings: Settings, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SelfJudgeError, match="cannot write") as caught:
+        distill(pair, tmp_path / "file" / "out", settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_damaged_compact_draft_is_named(tmp_path: Path) -> None:
+    target = tiny_model(seed=4)
+    student = Student(target, Shape(1, 64))
+    write_compact(student.tensors(), student.raw, tmp_path)
+    (tmp_path / "draft.safetensors").write_bytes((tmp_path / "draft.safetensors").read_bytes()[:-100])
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(SelfJudgeError, match=r"cannot read|does not exist") as caught:
+            materialise(folder, target, tmp_path / "out")
+        assert "\n" not in str(caught.value)
