@@ -95,9 +95,9 @@ def finishing(pair: Pair) -> None:
         traces.append(trace)
     window = 16
     rows = []
-    for i in range(window, len(traces[1]), window):
+    for i in range(window + 1, len(traces[1]), window):  # step 0 is the prefill
         part = traces[1][i - window : i]
-        seconds = part[-1][0] - (traces[1][i - window - 1][0] if i > window else 0.0)
+        seconds = part[-1][0] - traces[1][i - window - 1][0]
         rows.append({"step": i, "rows": part[-1][1], "ms_per_step": seconds / window * 1e3,
                      "tokens_per_second": sum(n for _, n in part) / seconds})  # fmt: skip
     write("finishing.json", {**HEADER, "dtype": "bfloat16", "max_new_tokens": 384, "window_steps": window, "runs": rows,

@@ -10,7 +10,9 @@ from typer.testing import CliRunner
 
 from selfjudge.cli import app
 
-COMMANDS = (["pull"], ["generate"], ["ls"], ["bench", "decode"], ["bench", "passes"], ["demo"])
+COMMANDS = (
+    ["pull"], ["generate"], ["distill"], ["ls"], ["bench", "decode"], ["bench", "passes"], ["bench", "draft"], ["demo"],
+)  # fmt: skip
 
 print("# Command line\n\nMade by `make docs` from the program itself.\n")
 for command in COMMANDS:

@@ -42,6 +42,7 @@ def bench_decode(
     rules: Sequence[tuple[str, AcceptanceRule]] = (),
     max_new_tokens: int = 64,
     repeats: int = 3,
+    confidence: float = 0.0,
     raw: bool = False,
     peers: bool = True,
     notify: Notify | None = None,
@@ -50,7 +51,9 @@ def bench_decode(
 
     def ours(rule: AcceptanceRule, gamma: int) -> Callable[[Prompt], tuple[tuple[int, ...], Generation]]:
         def answer(prompt: Prompt) -> tuple[tuple[int, ...], Generation]:
-            (result,) = generate(pair, [prompt], rule, gamma=gamma, max_new_tokens=max_new_tokens, raw=raw)
+            (result,) = generate(
+                pair, [prompt], rule, gamma=gamma, max_new_tokens=max_new_tokens, confidence=confidence, raw=raw
+            )
             return result.tokens, result
 
         return answer
@@ -113,6 +116,7 @@ def bench_decode(
         "prompts": len(prompts),
         "max_new_tokens": max_new_tokens,
         "repeats": repeats,
+        "confidence": confidence,
         "draft_dtype": "int8" if rough_draft(pair, Exact()) else pair.dtype,
         "target_floor_milliseconds": None if floor is None else floor * 1e3,
         "runs": rows,

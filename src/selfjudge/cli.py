@@ -45,6 +45,11 @@ Device = Annotated[str | None, typer.Option(help="cuda, mps or cpu; chosen if no
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; chosen if not given.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 EngineName = Annotated[str, typer.Option("--engine", help="auto, reference, cpu or cuda.")]
+Confidence = Annotated[
+    float,
+    typer.Option(help="End drafting early once the draft gives its proposal less than this probability; 0 is off."),
+]
+Data = Annotated[Path | None, typer.Option(help="Folder of the benchmarks' files; SELFJUDGE_DATA if not given.")]
 Raw = Annotated[bool, typer.Option("--raw", help="Use the prompt as it is, without chat template.")]
 
 
@@ -79,6 +84,7 @@ def generate(
     judge: Annotated[Path | None, typer.Option(help="Folder of a trained judge.")] = None,
     theta: Annotated[float | None, typer.Option(help="Judge threshold in [0, 1]; larger accepts less.")] = None,
     gamma: Gamma = 5,
+    confidence: Confidence = 0.0,
     max_new_tokens: MaxNew = 256,
     temperature: Annotated[
         float | None, typer.Option(help="Sample at this temperature (rules sampling, judged).")
@@ -116,6 +122,7 @@ def generate(
         max_new_tokens=max_new_tokens,
         stop=stop or (),
         seed=seed,
+        confidence=confidence,
         raw=raw,
         engine=engine,
     )
@@ -144,10 +151,10 @@ def generate(
 
 @app.command()
 def ls(
-    what: Annotated[str, typer.Argument(help="pairs or rules.")] = "pairs",
+    what: Annotated[str, typer.Argument(help="pairs, rules or tasks.")] = "pairs",
     as_json: AsJson = False,
 ) -> None:
-    """List embedded pairs or acceptance rules.
+    """List embedded pairs, acceptance rules or tasks.
 
     Example: selfjudge ls rules
     """
@@ -169,8 +176,13 @@ def ls(
         from selfjudge.accept import RULES, options
 
         rows = [{"name": r.name, "options": options(r), "accepts when": r.summary} for r in RULES.values()]
+    elif what == "tasks":
+        from selfjudge.tasks import NAMES, task
+
+        found = [task(name) for name in NAMES]
+        rows = [{"name": t.name, "what": t.summary, "splits": ", ".join(t.splits), "licence": t.licence} for t in found]
     else:
-        raise SelfJudgeError(f"there is no list of {what!r}; lists are: pairs, rules")
+        raise SelfJudgeError(f"there is no list of {what!r}; lists are: pairs, rules, tasks")
     _print_json(rows) if as_json else _print_rows(rows)
 
 
@@ -186,6 +198,7 @@ def bench_decode(
     limit: Annotated[int, typer.Option(help="Most prompts to use.")] = 8,
     repeats: Annotated[int, typer.Option(help="Repeats of the whole round.")] = 3,
     peers: Annotated[bool, typer.Option(help="Time transformers as well.")] = True,
+    confidence: Confidence = 0.0,
     max_new_tokens: MaxNew = 64,
     raw: Raw = False,
     as_json: AsJson = False,
@@ -208,7 +221,7 @@ def bench_decode(
     with _status() as notify:
         result = run(
             loaded, asked[:limit], gammas=lengths, rules=rules,
-            max_new_tokens=max_new_tokens, repeats=repeats, raw=raw, peers=peers, notify=notify,
+            max_new_tokens=max_new_tokens, repeats=repeats, confidence=confidence, raw=raw, peers=peers, notify=notify,
         )  # fmt: skip
     if as_json:
         _print_json(result)
@@ -296,6 +309,70 @@ def bench_passes(
     ])  # fmt: skip
 
 
+@bench_app.command("draft")
+def bench_draft(
+    pair: PairName = "smollm2-135m",
+    target: Target = None,
+    draft: Draft = None,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Option(help="Task (its test split) or prompts file; several times for several; built-in if not given."),
+    ] = None,
+    limit: Annotated[int, typer.Option(help="Most prompts of each.")] = 32,
+    gammas: Annotated[str, typer.Option(help="Draft lengths, separated by commas.")] = "5,10",
+    batch: Annotated[int, typer.Option(help="Prompts at a time.")] = 16,
+    max_new_tokens: MaxNew = 128,
+    data: Data = None,
+    as_json: AsJson = False,
+    device: Device = None,
+    dtype: Dtype = None,
+) -> None:
+    """How good a draft is: top-1 agreement, m and predicted speed-up for every kind of prompt.
+
+    Example: selfjudge bench draft --prompts gsm8k --prompts dolly --limit 16 --data DIR
+    """
+    lengths = _numbers("--gammas", gammas)
+    _positive(limit=limit, batch=batch, max_new_tokens=max_new_tokens)
+
+    from selfjudge.prompts import BUILT_IN, read_prompts
+    from selfjudge.tasks import NAMES, task
+
+    texts: dict[str, list[Any]] = {}
+    for name in prompts or ():
+        if name in NAMES:
+            one = task(name, data)
+            texts[name] = [one.prompt(row) for row in one.examples("test", limit)]
+        else:
+            texts[name] = list(read_prompts(Path(name))[:limit])
+    loaded = _pair(pair, target, draft, device, dtype)
+
+    from selfjudge.bench_draft import bench_draft as run
+
+    texts = texts or {"built-in": [text for _, text in BUILT_IN[:limit]]}
+    with _status() as notify:
+        result = run(
+            loaded, {name: loaded.encode_many(found) for name, found in texts.items()}, gammas=lengths, batch=batch,
+            max_new_tokens=max_new_tokens, notify=notify,
+        )  # fmt: skip
+    if as_json:
+        _print_json(result)
+        return
+    typer.echo(
+        f"{result['pair']}, {result['device']}, {result['dtype']}, {_describe(result)}; a draft step costs"
+        f" {result['draft_over_target']:.3f} of a target pass"
+    )
+    _print_rows([
+        {
+            "prompts": r["prompts"],
+            "n": r["n"],
+            "top-1": f"{r['top1']:.1%}",
+            **{f"m, γ={g}": f"{r[f'm_gamma_{g}']:.2f}" for g in lengths},
+            **{f"predicted × plain, γ={g}": f"{r[f'predicted_speedup_gamma_{g}']:.2f}" for g in lengths},
+        }
+        for r in result["runs"]
+    ])  # fmt: skip
+
+
 def _positive(**options: int) -> None:
     for name, value in options.items():
         if value < 1:
@@ -310,6 +387,63 @@ def _numbers(option: str, text: str) -> list[int]:
     if min(numbers) < 1:
         raise SelfJudgeError(f"{option} takes numbers of at least 1, not {text!r}")
     return numbers
+
+
+@app.command()
+def distill(
+    target: Annotated[str, typer.Option(help="Target model: embedded name, hub id, checkpoint folder or GGUF file.")],
+    out: Annotated[Path, typer.Option(help="Folder of the draft; an interrupted run in it is continued.")],
+    layers: Annotated[int, typer.Option(help="Layers of the draft.")] = 4,
+    width: Annotated[int, typer.Option(help="Width of the draft, a multiple of 64.")] = 384,
+    inner: Annotated[int | None, typer.Option(help="Width of its feed-forward layers; 8/3 of --width.")] = None,
+    minutes: Annotated[float, typer.Option(help="Minutes of training, after the data is made.")] = 8.0,
+    steps: Annotated[int | None, typer.Option(help="Steps of training instead, which can be repeated exactly.")] = None,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Option(help="self, self-summaries, a task or a file, each as NAME[:COUNT[xANSWERS]]; several times."),
+    ] = None,
+    max_new_tokens: MaxNew = 256,
+    held_out: Annotated[int, typer.Option(help="Prompts kept for measuring agreement.")] = 256,
+    top_k: Annotated[int, typer.Option(help="Of the target's probabilities, kept per token.")] = 16,
+    free_embeddings: Annotated[
+        bool, typer.Option("--free-embeddings", help="Learn embeddings instead of projections of the target's.")
+    ] = False,
+    batch: Annotated[int, typer.Option(help="Answers at a time, where memory allows.")] = 1024,
+    batch_tokens: Annotated[int, typer.Option(help="Tokens of a training step.")] = 131072,
+    rate: Annotated[float, typer.Option(help="Highest learning rate.")] = 3e-3,
+    seed: Seed = 0,
+    data: Data = None,
+    as_json: AsJson = False,
+    device: Device = None,
+    dtype: Dtype = None,
+) -> None:
+    """Make a small draft for a target that has none, from the target's own answers.
+
+    Example: selfjudge distill --target smollm2-135m --out my-draft --prompts self:20000x3 --minutes 8
+    """
+    from selfjudge.distill import Settings
+    from selfjudge.distill import distill as run
+
+    _positive(batch=batch)
+    settings = Settings(
+        layers=layers, width=width, inner=inner, free_embeddings=free_embeddings, minutes=minutes, steps=steps,
+        prompts=tuple(prompts or ("self:20000x3",)), max_new_tokens=max_new_tokens, held_out=held_out, top_k=top_k,
+        rate=rate, batch_tokens=batch_tokens, seed=seed,
+    )  # fmt: skip
+    settings.check()
+    loaded = _pair(target, None, None, device, dtype, needs_draft=False)
+    with _progress() as update:
+        result = run(loaded, out, settings, data=data, batch=batch, notify=update)
+    if as_json:
+        _print_json(result)
+        return
+    training, compact = result["training"], result["compact"]
+    shipped = result["top1_held_out"]["int8" if compact["format"].startswith("int8") else "as_trained"]
+    typer.echo(
+        f"{out}: {result['parameters'] / 1e6:.1f} M trained parameters, compact form {compact['bytes'] / 1e6:.1f} MB"
+        f" ({compact['format']}), {training['steps']} steps; held-out top-1 agreement {shipped['all']:.1%}"
+    )
+    typer.echo(f'try it: selfjudge generate "Why is the sky blue?" --target {target} --draft {out}')
 
 
 @app.command()

@@ -7,6 +7,7 @@ The loop yields one `Step` per target pass; text, streaming and statistics are l
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -36,14 +37,18 @@ def decode(
     max_new_tokens: int = 256,
     eos_ids: Collection[int] = (),
     seeds: Sequence[int] | None = None,
+    confidence: float = 0.0,
     cancelled: Collection[int] = (),
 ) -> Iterator[Step]:
     """Decode all prompts together; rows that finish leave the batch.
 
+    Drafting ends before γ once the draft itself gives what it has proposed so far a probability below `confidence`, in
+    every row. This loses nothing under any rule, since it looks at the draft alone; static engines always draft γ.
+
     `draft` may be None only with γ = 0. `cancelled` may be filled by the caller between steps: those rows leave before
     the next one. With a sampling rule, a row's random numbers depend on its own seed alone, not on its neighbours.
     """
-    limits = check(target, draft, prompts, rule, gamma, max_new_tokens)
+    limits = check(target, draft, prompts, rule, gamma, max_new_tokens, confidence)
     draft = draft if gamma else None
     rows = _Rows(np.arange(len(limits)), np.asarray(limits), np.zeros(len(limits), bool))
     random = _Random(range(len(prompts)) if seeds is None else seeds, rule, gamma, target.device)
@@ -63,6 +68,7 @@ def decode(
         with timer("draft"):
             draft.prefill(tokens, counts)
     cycle = _cycle(target, draft, rule, gamma, verdict.next_token)
+    cycle.confidence = confidence
     yield _emitted(0, rows, _packed(tokens[:, :0], verdict), timer, eos_ids)
 
     number = 0
@@ -121,6 +127,7 @@ class _Cycle:
             None if rule.sampling is None else first.new_zeros((len(first), 2 * gamma + 1), dtype=torch.float32)
         )
         self.steps: list[Callable[[], None]] | None = None
+        self.confidence = 0.0
 
     def begin(self, first: Tensor) -> None:
         """Start over with the tokens that prefill yielded."""
@@ -149,29 +156,30 @@ class _Cycle:
             behind = self.draft.static or bool((self.missing > 1).any())
             backlog, missing = (self.backlog, self.missing) if behind else (self.backlog[:, 1:], None)
             self.drafts, self.draft_logits = _propose(
-                self.draft, backlog, missing, self.gamma, self.rule, self.target.vocab_size, self.uniforms
-            )
+                self.draft, backlog, missing, self.gamma, self.rule, self.target.vocab_size, self.uniforms,
+                0.0 if self.draft.static else self.confidence,
+            )  # fmt: skip
 
     def verify(self) -> None:
         self.output = self.target.extend(torch.cat([self.last, self.drafts], 1))
 
     def judge(self) -> None:
-        u, gamma = self.uniforms, self.gamma
-        chosen = None if u is None else torch.cat([u[:, gamma : 2 * gamma], u[:, -1:]], 1)
+        u, drafted = self.uniforms, self.drafts.shape[1]
+        chosen = None if u is None else torch.cat([u[:, self.gamma : self.gamma + drafted], u[:, -1:]], 1)
         self.block = Block(self.drafts, self.output.logits, self.output.hidden, self.draft_logits, chosen)
         if self.rule.judge is not None and self.gamma:
             self.block = replace(self.block, scores=self.rule.judge(self.block))
 
     def decide(self) -> None:
         verdict = self.rule(self.block)
-        k = verdict.n_accepted
-        self.target.rewind(self.gamma - k)
+        k, drafted = verdict.n_accepted, self.drafts.shape[1]
+        self.target.rewind(drafted - k)
         self.last.copy_(verdict.next_token[:, None])
         if self.draft is not None:
-            self.draft.rewind((self.gamma - 1 - k).clamp_min(0))  # d_γ itself was never fed to the draft
+            self.draft.rewind((drafted - 1 - k).clamp_min(0))  # the last draft itself was never fed to the draft
             # a fully accepted block leaves the draft two tokens behind: d_γ and the bonus token
             self.backlog.copy_(torch.cat([self.drafts[:, -1:], self.last], 1))
-            self.missing.copy_(1 + (k == self.gamma).long())
+            self.missing.copy_(1 + (k == drafted).long())
         self.packed = _packed(self.drafts, verdict)
 
     def select(self, rows: list[int]) -> _Cycle:
@@ -193,10 +201,12 @@ def _propose(
     rule: AcceptanceRule,
     vocab_size: int,
     u: Tensor | None,
+    confidence: float,
 ) -> tuple[Tensor, Tensor | None]:
-    """[B, γ] drafts and, when sampling, the [B, γ, V] logits they were drawn from."""
+    """[B, γ] drafts and, when sampling, the [B, γ, V] logits they were drawn from; fewer if the draft is unsure."""
     tokens: list[Tensor] = []
     drawn_from: list[Tensor] = []
+    log_q = torch.zeros(len(backlog), device=backlog.device)  # of everything proposed so far
     output = draft.extend(backlog, missing, keep=1)
     for i in range(gamma):
         logits = output.logits[:, -1]
@@ -207,6 +217,10 @@ def _propose(
             tokens.append(sample(logits.softmax(-1), u[:, i]))
         else:
             tokens.append(top(logits[:, :vocab_size])[0])
+        if confidence > 0:
+            log_q += logits[:, :vocab_size].float().log_softmax(-1).gather(1, tokens[-1][:, None]).squeeze(1)
+            if bool((log_q < math.log(confidence)).all()):
+                break
         if i + 1 < gamma:
             output = draft.extend(tokens[-1][:, None])
     return torch.stack(tokens, 1), torch.stack(drawn_from, 1) if drawn_from else None
@@ -280,6 +294,7 @@ def check(
     rule: AcceptanceRule,
     gamma: int,
     max_new_tokens: int,
+    confidence: float = 0.0,
 ) -> list[int]:
     """Refuse impossible requests before any work; the number of tokens each row may emit."""
     if gamma < 0:
@@ -292,6 +307,8 @@ def check(
         raise SelfJudgeError(f"max-new-tokens must be at least 1, not {max_new_tokens}")
     if not prompts:
         raise SelfJudgeError("there is no prompt to decode")
+    if not 0 <= confidence <= 1:
+        raise SelfJudgeError(f"confidence must lie in [0, 1], not {confidence}")
     rule.check(gamma)
     window = target.window if draft is None else min(target.window, draft.window)
     limits = []

@@ -31,11 +31,12 @@ def generate(
     max_new_tokens: int = 256,
     stop: Sequence[str] = (),
     seed: int = 0,
+    confidence: float = 0.0,
     batch: int = 8,
     raw: bool = False,
     engine: str = "auto",
 ) -> list[Generation]:
-    """Answer all prompts, `batch` at a time, in the order given."""
+    """Answer all prompts, `batch` at a time, in the order given. `confidence` is that of `decode`."""
     if isinstance(prompts, str):
         raise SelfJudgeError("prompts come as a list: generate(pair, [prompt])")
     if batch < 1:
@@ -47,7 +48,9 @@ def generate(
         rows = by_length[start : start + batch]
         answers = [_Answer(pair.tokenizer, stop, len(encoded[i]), streamed=bool(stop)) for i in rows]
         seeds = [_seed(seed, i) for i in rows]
-        for _ in _run(pair, [encoded[i] for i in rows], answers, rule, gamma, max_new_tokens, seeds, engine):
+        for _ in _run(
+            pair, [encoded[i] for i in rows], answers, rule, gamma, max_new_tokens, seeds, confidence, engine
+        ):
             pass
         results |= {i: answer.generation() for i, answer in zip(rows, answers, strict=True)}
     return [results[i] for i in range(len(encoded))]
@@ -66,12 +69,15 @@ class Stream:
         max_new_tokens: int = 256,
         stop: Sequence[str] = (),
         seed: int = 0,
+        confidence: float = 0.0,
         raw: bool = False,
         engine: str = "auto",
     ) -> None:
         ids = pair.encode(prompt, raw=raw)
         self._answer = _Answer(pair.tokenizer, stop, len(ids))
-        self._steps = _run(pair, [ids], [self._answer], rule, gamma, max_new_tokens, [_seed(seed, 0)], engine)
+        self._steps = _run(
+            pair, [ids], [self._answer], rule, gamma, max_new_tokens, [_seed(seed, 0)], confidence, engine
+        )
 
     def __iter__(self) -> Iterator[Piece]:
         for pieces in self._steps:
@@ -123,6 +129,7 @@ def _run(
     gamma: int,
     max_new_tokens: int,
     seeds: Sequence[int],
+    confidence: float,
     engine: str,
 ) -> Iterator[list[Piece]]:
     """Drive the loop over one batch, feeding each answer; yields the new pieces of every step."""
@@ -144,7 +151,8 @@ def _run(
         start = time.perf_counter()
         for step in decode(
             target, draft, prompts, rule,
-            gamma=gamma, max_new_tokens=max_new_tokens, eos_ids=pair.eos_ids, seeds=seeds, cancelled=stopped,
+            gamma=gamma, max_new_tokens=max_new_tokens, eos_ids=pair.eos_ids, seeds=seeds, confidence=confidence,
+            cancelled=stopped,
         ):  # fmt: skip
             if step.irregular and not warned:
                 warned = True

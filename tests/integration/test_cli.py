@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -88,7 +89,7 @@ def test_judged_from_a_folder(run, pair: list[str], tmp_path: Path) -> None:
     assert json.loads(out)["token_ids"] == exact["token_ids"]
 
 
-@pytest.mark.parametrize("what", ["pairs", "rules"])
+@pytest.mark.parametrize("what", ["pairs", "rules", "tasks"])
 def test_ls(run, what: str) -> None:
     code, out, _ = run("ls", what, "--json")
     assert code == 0
@@ -130,6 +131,43 @@ def test_bench_decode(run, pair: list[str]) -> None:
     assert "transformers-assisted" in out
 
 
+def test_distill_is_killed_and_goes_on(run, checkpoints: dict[str, str], tmp_path: Path) -> None:
+    """kill -9 while the student trains; the same command finishes it, and the draft works like any other."""
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "draft"
+    prompts.write_text("".join(json.dumps({"prompt": f"w{i} w{i + 1}"}) + "\n" for i in range(12)))
+    command = [
+        "distill", "--target", checkpoints["target"], "--out", str(out), "--prompts", f"{prompts}:12x3", "--layers", "1",
+        "--width", "64", "--max-new-tokens", "8", "--held-out", "3", "--batch-tokens", "128",
+    ]  # fmt: skip
+    child = subprocess.Popen(
+        [sys.executable, "-m", "selfjudge.cli", *command, "--minutes", "9"], stderr=subprocess.PIPE
+    )
+    assert child.stderr is not None
+    for line in child.stderr:
+        if line.startswith(b"training"):
+            child.kill()
+            break
+    assert child.wait() == -9
+    answers = sorted((out / "work").glob("answers-*"))
+    before = [f.stat().st_mtime_ns for f in answers]
+    assert answers
+    assert not (out / "run.json").exists()
+    code, text, err = run(*command, "--minutes", "9", "--steps", "20", "--json")
+    assert code == 0, err
+    assert json.loads(text)["training"]["steps"] > 0
+    assert (out / "run.json").exists()
+    assert [f.stat().st_mtime_ns for f in answers] == before
+    pair = ["--target", checkpoints["target"], "--draft", str(out)]
+    assert run("generate", "w1 w2", *pair, "--max-new-tokens", "6")[0] == 0
+    code, text, _ = run(
+        "bench", "draft", *pair, "--prompts", str(prompts), "--gammas", "2", "--max-new-tokens", "8", "--json"
+    )
+    assert code == 0
+    assert json.loads(text)["runs"][-1]["n"] == 12
+    code, text, _ = run("bench", "draft", *pair, "--prompts", str(prompts), "--gammas", "2", "--max-new-tokens", "8")
+    assert "predicted" in text
+
+
 def _documented() -> list[re.Pattern[str]]:
     """The right column of the table in docs/errors.md; an ellipsis stands for anything."""
     rows = [line.split("|") for line in (DOCS / "errors.md").read_text().splitlines() if line.startswith("| ")]
@@ -145,6 +183,9 @@ def _wrong(checkpoints: dict[str, str], tmp: Path) -> dict[str, list[str]]:
     (tmp / "prompts.jsonl").write_text('{"question": "no prompt here"}\n')
     (tmp / "numbers.jsonl").write_text('{"prompt": 5}\n')
     ask = ["generate", "w1 w2", *target, *draft]
+    distill = ["distill", *target, "--out", str(tmp / "draft")]
+    shutil.copytree(checkpoints["target"], tmp / "bare")
+    (tmp / "bare" / "chat_template.jinja").unlink()
     return {
         "unknown model": ["generate", "hi", "--target", "no-such-org/no-such-model", *draft],
         "missing file": ["generate", "hi", "--target", "./missing.gguf", *draft],
@@ -175,6 +216,14 @@ def _wrong(checkpoints: dict[str, str], tmp: Path) -> dict[str, list[str]]:
         "ls": ["ls", "nope"],
         "prompts": ["bench", "decode", *target, *draft, "--prompts", str(tmp / "prompts.jsonl")],
         "gammas": ["bench", "decode", *target, *draft, "--gammas", "1,x"],
+        "confidence": [*ask, "--confidence", "1.5"],
+        "data": [*distill, "--prompts", "gsm8k"],
+        "nothing": [*distill, "--prompts", "self:0"],
+        "source": [*distill, "--prompts", "self:5xq"],
+        "twice": [*distill, "--prompts", "self:5", "--prompts", "self:6"],
+        "width": [*distill, "--width", "100"],
+        "minutes": [*distill, "--minutes", "0"],
+        "chat template": ["distill", "--target", str(tmp / "bare"), "--out", str(tmp / "draft")],
         "option": ["generate", "hi", "--no-such-option"],
         "argument": ["generate"],
     }  # fmt: skip
@@ -191,7 +240,16 @@ def test_every_row_of_the_bad_input_table(run, checkpoints: dict[str, str], tmp_
         matching = {pattern for pattern in documented if pattern.fullmatch(err.strip())}
         assert matching, f"{name}: not in docs/errors.md: {err}"
         unseen -= matching
-    elsewhere = ("cannot fetch", "converting", "cannot use the cache", "needs", "non-finite")  # test_pull, test_decode
+    # test_pull, test_decode, test_distill
+    elsewhere = (
+        "cannot fetch",
+        "converting",
+        "cannot use the cache",
+        "needs",
+        "non-finite",
+        "was begun",
+        "cannot write",
+    )
     missing = [
         p.pattern
         for p in unseen

@@ -64,6 +64,24 @@ def greedy(model: hf.PreTrainedModel, prompt: list[int], count: int, eos: list[i
     return out[0, len(prompt) :].tolist()
 
 
+def test_an_unsure_draft_ends_its_proposal_early() -> None:
+    target, draft = tiny_model(seed=1), tiny_model(seed=1)
+    with torch.no_grad():
+        for p in draft.parameters():
+            p.add_(torch.randn_like(p) * 0.05 * p.std().nan_to_num(0.0))
+    prompts = prompts_of([3, 11, 7])
+    found = [run(target, draft, prompts, gamma=6, max_new_tokens=30, confidence=c) for c in (0.0, 0.2, 1.0)]
+    for tokens, _ in found:
+        assert tokens == [greedy(target, p, 30) for p in prompts]
+    passes = [len(steps) for _, steps in found]
+    if engine_of(target).static:
+        assert passes[0] == passes[1] == passes[2]
+    else:
+        assert passes[0] <= passes[1] <= passes[2]
+        assert passes[0] < passes[2]
+        assert max(len(e.tokens) for s in found[2][1] for e in s.emissions) == 2  # one draft and the target's token
+
+
 @pytest.mark.parametrize("kind", sorted(CONFIGS))
 @pytest.mark.parametrize("gamma", [0, 1, 4])
 def test_exact_equals_transformers_in_a_ragged_batch(kind: str, gamma: int) -> None:
@@ -211,12 +229,17 @@ class _NoResidual(SpeculativeSampling):
         return sample(p[torch.arange(len(n)), n], block.uniforms[:, -1])
 
 
-def _fit(rule: SpeculativeSampling, rows: int = 12_000, length: int = 4) -> float:
+def _fit(
+    rule: SpeculativeSampling, rows: int = 12_000, length: int = 4, batch: int = 12_000, **options: float
+) -> float:
     """p-value of the joint distribution of `length` tokens against the target's own chain."""
     size = 5
     target, draft = (tiny_model(seed=s, vocab_size=size, initializer_range=0.15) for s in (11, 12))
     prompt = [3, 4, 1]
-    tokens, _ = run(target, draft, [prompt] * rows, rule, gamma=2, max_new_tokens=length)
+    tokens = []
+    for start in range(0, rows, batch):
+        seeds = list(range(start, start + batch))
+        tokens += run(target, draft, [prompt] * batch, rule, gamma=2, max_new_tokens=length, seeds=seeds, **options)[0]
     counts = Counter(map(tuple, tokens))
     sequences = torch.cartesian_prod(*[torch.arange(size)] * length)
     with torch.inference_mode():
@@ -236,6 +259,12 @@ def _fit(rule: SpeculativeSampling, rows: int = 12_000, length: int = 4) -> floa
 @pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.7), Sampling(1.0, top_p=0.8), Sampling(1.2, 0.9, 3)])
 def test_sampling_has_the_targets_distribution(sampling: Sampling) -> None:
     assert _fit(SpeculativeSampling(sampling)) > 1e-3
+
+
+def test_ending_a_proposal_early_leaves_the_distribution_alone() -> None:
+    if KIND != "auto":
+        pytest.skip("the loop is the same on every engine, and rows must be decoded one by one")
+    assert _fit(SpeculativeSampling(Sampling(1.0)), rows=500, length=2, batch=1, confidence=0.25) > 1e-3
 
 
 def test_the_goodness_of_fit_test_catches_a_wrong_correction() -> None:

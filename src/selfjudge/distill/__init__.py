@@ -88,7 +88,6 @@ def _run(
     pair: Pair, out: Path, work: Path, settings: Settings, shape: Shape, sources: Sequence[Source], data: Path | None,
     batch: int, notify: Callable[[str, float], None],
 ) -> dict[str, Any]:  # fmt: skip
-    notify("prompts", 0.0)
     prompts = work / "prompts.safetensors"
     rows = make_prompts(
         pair, sources, prompts, seed=settings.seed, data=data, held_out=settings.held_out,

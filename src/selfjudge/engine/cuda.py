@@ -191,7 +191,7 @@ class CudaEngine:
         return Output(torch.cat([o.logits for o in outputs]), hidden)
 
     def _forward(self, x: Tensor, slot: Tensor, position: Tensor, rows: slice, keep: int) -> Output:
-        """Embedded tokens [B, T, H] through all layers. `parts` is what the last product left to add to x."""
+        """Embedded tokens [B, T, H] through all layers; `parts` is what a product left to be added to x."""
         w, kernels = self.weights, self._kernels
         batch, width = slot.shape
         x = x.reshape(batch * width, -1)
@@ -200,10 +200,10 @@ class CudaEngine:
             keys, values = self.keys[i, rows], self.values[i, rows]
             mixed = kernels.product(kernels.norm(x, parts, attention_norm, w.epsilon), qkv, bias)
             q = kernels.rotate(mixed, self._cosine, self._sine, slot, position, keys, values, w.heads)
-            parts = kernels.product(kernels.attention(q, keys, values, position), out, out_bias)
-            parts = kernels.product(kernels.gated(kernels.norm(x, parts, mlp_norm, w.epsilon), gate_up), down, None)
+            parts = kernels.add(x, kernels.attention(q, keys, values, position), out, out_bias)
+            parts = kernels.add(x, kernels.gated(kernels.norm(x, parts, mlp_norm, w.epsilon), gate_up), down, None)
         y = kernels.norm(x, parts, w.norm, w.epsilon).view(batch, width, -1)[:, width - keep :]
-        logits = kernels.product(y.reshape(batch * keep, -1), w.head, None, whole=True)
+        logits = F.linear(y.reshape(batch * keep, -1), w.head)
         return Output(logits.view(batch, keep, -1), y if self._want_hidden else None)
 
     def rewind(self, refused: Tensor) -> None:
@@ -276,9 +276,16 @@ class Kernels:
         wide = x.float()
         return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(x.dtype) * weight
 
-    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, whole: bool = False) -> Tensor:
-        """[M, K] · [N, K]ᵀ → [S, M, N], or [1, M, N] in the dtype of x if it must be whole."""
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """[M, K] · [N, K]ᵀ → [S, M, N]"""
         return F.linear(x, weight, bias)[None]
+
+    def add(self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        """x + y · weightᵀ, in place; or the parts [S, M, N] that the next norm is to add to x."""
+        x.addmm_(y, weight.t())
+        if bias is not None:
+            x.add_(bias)
+        return None
 
     def rotate(
         self,

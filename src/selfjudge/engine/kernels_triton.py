@@ -264,7 +264,12 @@ class TritonKernels(Kernels):
     """See the module's docstring."""
 
     def __init__(self, early: bool) -> None:
-        self.early = {"EARLY": early, "launch_pdl": early} if early else {"EARLY": False}
+        self.early = early
+
+    def _launch(self, rows: int) -> dict[str, bool]:
+        """Start kernels early where they are small; large ones would only take room from those before them."""
+        early = self.early and rows <= FEW
+        return {"EARLY": early, "launch_pdl": early} if early else {"EARLY": False}
 
     def begin(
         self, tokens: Tensor, counts: Tensor | None, lengths: Tensor, slots: int, embedding: Tensor
@@ -275,7 +280,7 @@ class TritonKernels(Kernels):
         slot, position = torch.empty_like(tokens), torch.empty_like(tokens)
         _begin[(batch * width,)](
             tokens.contiguous(), lengths if counts is None else counts, lengths, embedding, x, slot, position,
-            width, slots, vocabulary, hidden, COUNTS=counts is not None, BLOCK=triton.next_power_of_2(hidden), **self.early,
+            width, slots, vocabulary, hidden, COUNTS=counts is not None, BLOCK=triton.next_power_of_2(hidden), **self._launch(batch * width),
         )  # fmt: skip
         return x, slot, position
 
@@ -285,15 +290,15 @@ class TritonKernels(Kernels):
         block = triton.next_power_of_2(hidden)
         _norm[(rows,)](
             x, x if parts is None else parts, weight, y, hidden, x.numel(), epsilon,
-            PARTS=0 if parts is None else len(parts), BLOCK=block, num_warps=4 if block <= 2048 else 8, **self.early,
+            PARTS=0 if parts is None else len(parts), BLOCK=block, num_warps=4 if block <= 2048 else 8, **self._launch(rows),
         )  # fmt: skip
         return y
 
     def _few(self, x: Tensor) -> bool:
         return len(x) <= FEW and x.dtype != torch.float32
 
-    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, whole: bool = False) -> Tensor:
-        if whole or not self._few(x):
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if not self._few(x):
             return super().product(x, weight, bias)
         rows, inputs = x.shape
         outputs = len(weight)
@@ -302,9 +307,12 @@ class TritonKernels(Kernels):
         out = torch.empty(shares, rows, outputs, dtype=torch.float32, device=x.device)
         _product[(triton.cdiv(outputs, c["BLOCK_N"]), shares)](
             x, weight, x if bias is None else bias, out, rows, outputs, inputs,
-            ROWS=16 if rows <= 16 else 32, BIAS=bias is not None, **c, **self.early,
+            ROWS=16 if rows <= 16 else 32, BIAS=bias is not None, **c, **self._launch(rows),
         )  # fmt: skip
         return out
+
+    def add(self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        return self.product(y, weight, bias) if self._few(x) else super().add(x, y, weight, bias)
 
     def gated(self, x: Tensor, weight: Tensor) -> Tensor:
         rows, inputs = x.shape
@@ -312,14 +320,14 @@ class TritonKernels(Kernels):
         y = torch.empty(rows, inner, dtype=x.dtype, device=x.device)
         if not self._few(x):
             _gate[(rows, triton.cdiv(inner, 1024))](
-                torch.nn.functional.linear(x, weight), y, inner, BLOCK=1024, num_warps=4, **self.early
+                torch.nn.functional.linear(x, weight), y, inner, BLOCK=1024, num_warps=4, **self._launch(rows)
             )
             return y
         # large: tiles that one warp group multiplies at once; small: more programs, to have any for every processor
         block_n, block_k, stages = (64, 64, 5) if inner >= 64 * 132 else (32, 128, 4)
         _gated[(triton.cdiv(inner, block_n),)](
             x, weight, y, rows, inner, inputs, ROWS=16 if rows <= 16 else 32, BLOCK_N=block_n, BLOCK_K=block_k,
-            num_warps=4, num_stages=stages, **self.early,
+            num_warps=4, num_stages=stages, **self._launch(rows),
         )  # fmt: skip
         return y
 
@@ -339,7 +347,7 @@ class TritonKernels(Kernels):
         q = torch.empty(batch, width, heads, dim, dtype=keys.dtype, device=qkv.device)
         _rotate[(batch * width, heads + 2 * kv)](
             qkv, cosine, sine, slot.contiguous(), position.contiguous(), q, keys, values,
-            width, slots, heads, kv, qkv[0].numel(), PARTS=len(qkv), DIM=dim, num_warps=1, **self.early,
+            width, slots, heads, kv, qkv[0].numel(), PARTS=len(qkv), DIM=dim, num_warps=1, **self._launch(batch * width),
         )  # fmt: skip
         return q
 
@@ -361,8 +369,10 @@ class TritonKernels(Kernels):
             q, keys, values, position.contiguous(), out, parts, dim**-0.5, width, slots, heads, kv, blocks,
             GROUP=group, TOGETHER=together, QUERIES=queries, ROWS=max(16, triton.next_power_of_2(queries * together)),
             DIM=dim, BLOCK=32 if exact or splits > 1 else 64, SPLITS=splits, EXACT=exact, num_warps=2 if splits > 1 else 4,
-            num_stages=2, **self.early,
+            num_stages=2, **self._launch(batch * width),
         )  # fmt: skip
         if splits > 1:
-            _combine[(batch * width * heads,)](parts, out, SPLITS=splits, DIM=dim, num_warps=1, **self.early)
+            _combine[(batch * width * heads,)](
+                parts, out, SPLITS=splits, DIM=dim, num_warps=1, **self._launch(batch * width)
+            )
         return out
