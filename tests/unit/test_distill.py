@@ -413,7 +413,7 @@ def test_a_whole_run(
     told: list[tuple[str, float]] = []
     result = distill(pair, out, replace(settings, minutes=0.03), notify=lambda *what: told.append(what))
     assert all(0 <= share <= 1 for _, share in told)
-    assert told[0] == ("prompts", 0.0)
+    assert told[0] == ("the target answers", 0.0)
     assert told[-1][0] == "writing"
 
     written = json.loads((out / "run.json").read_text())
