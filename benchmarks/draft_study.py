@@ -13,16 +13,13 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import torch
-
 from selfjudge.bench_draft import bench_draft
-from selfjudge.distill import Settings, _export
-from selfjudge.distill.data import Corpus, Source, make_answers, make_prompts
+from selfjudge.distill import Settings, export, prepare
 from selfjudge.distill.student import Shape, Student
 from selfjudge.distill.train import train
 from selfjudge.models.convert import draft_model
 from selfjudge.models.pair import Pair
-from selfjudge.store import read_tensors, write_json
+from selfjudge.store import write_json
 from selfjudge.tasks import task
 
 START = time.monotonic()
@@ -31,6 +28,14 @@ DOMAINS = {"math": "gsm8k", "code": "mbpp", "open": "dolly", "summarisation": "c
 
 def say(*parts: object) -> None:
     print(f"[{time.monotonic() - START:.0f} s]", *parts, flush=True)
+
+
+def progress(stage: str, share: float, seen: dict[str, float] = {}) -> None:  # noqa: B006
+    """A line for every new stage and every tenth of it."""
+    kind = stage.split(":")[0]
+    if stage != kind or share - seen.get(kind, -1) >= 0.1:
+        seen[kind] = share
+        say(stage, f"{share:.0%}")
 
 
 def held_out_prompts(pair: Pair, data: Path, count: int) -> dict[str, list[list[int]]]:
@@ -65,24 +70,11 @@ def main() -> None:
     layers, width, inner = map(int, (o.final or "4x384x1024").split("x"))
     settings = Settings(
         layers=layers, width=width, inner=inner, minutes=o.final_minutes, prompts=tuple(o.prompts), rate=o.rate,
-        batch_tokens=o.batch_tokens,
+        batch_tokens=o.batch_tokens, max_new_tokens=o.max_new_tokens,
     )  # fmt: skip
-    sources = [Source.parse(text, 3) for text in settings.prompts]
     work = o.out / "work"
-    work.mkdir(parents=True, exist_ok=True)
-    rows = make_prompts(
-        pair, sources, work / "prompts.safetensors", seed=0, data=o.data, held_out=settings.held_out,
-        longest=settings.max_prompt_tokens, batch=o.batch, notify=lambda *_: None,
-    )  # fmt: skip
-    yields = read_tensors(work / "prompts.safetensors")[1]["report"]
-    say("prompts", len(rows), json.dumps(yields))
-    files = make_answers(
-        pair, rows, work, seed=0, max_new_tokens=o.max_new_tokens, top_k=settings.top_k, batch=o.batch,
-        notify=say,
-    )  # fmt: skip
-    torch.cuda.empty_cache()
-    held_out = Corpus.read(files, rows, held_out=True, device=pair.target.device)
-    corpus = Corpus.read(files, rows, held_out=False, device=pair.target.device)
+    held_out, corpus, yields = prepare(pair, work, settings, data=o.data, batch=o.batch, notify=progress)
+    say("prompts", json.dumps(yields))
     say("corpus", len(corpus.lengths), "answers", len(corpus.index), "tokens")
     asked = held_out_prompts(pair, o.data, o.held_out)
 
@@ -90,7 +82,14 @@ def main() -> None:
         student = Student(pair.target, Shape(*map(int, text.split("x"))))
         checkpoint = work / f"train-{text}-{minutes:g}.safetensors"
         state = train(
-            student, corpus, held_out, checkpoint, minutes=minutes, rate=o.rate, batch_tokens=o.batch_tokens, notify=say
+            student,
+            corpus,
+            held_out,
+            checkpoint,
+            minutes=minutes,
+            rate=o.rate,
+            batch_tokens=o.batch_tokens,
+            notify=progress,
         )
         return student, state
 
@@ -116,7 +115,7 @@ def main() -> None:
     if not o.final:
         return
     student, state = trained(o.final, o.final_minutes)
-    _export(pair, student, held_out, corpus, o.out / "draft", settings, sources, yields, state)
+    export(pair, student, held_out, corpus, o.out / "draft", settings, yields, state)
     write_json(
         o.out / "final.json", {**measured(student, o.final), "minutes": o.final_minutes, "history": state.history}
     )

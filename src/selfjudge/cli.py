@@ -397,7 +397,7 @@ def distill(
     width: Annotated[int, typer.Option(help="Width of the draft, a multiple of 64.")] = 384,
     inner: Annotated[int | None, typer.Option(help="Width of its feed-forward layers; 8/3 of --width.")] = None,
     minutes: Annotated[float, typer.Option(help="Minutes of training, after the data is made.")] = 8.0,
-    steps: Annotated[int | None, typer.Option(help="Steps of training instead, which can be repeated exactly.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps of training instead, so that the clock has no say.")] = None,
     prompts: Annotated[
         list[str] | None,
         typer.Option(help="self, self-summaries, a task or a file, each as NAME[:COUNT[xANSWERS]]; several times."),

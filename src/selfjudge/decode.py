@@ -43,10 +43,11 @@ def decode(
     """Decode all prompts together; rows that finish leave the batch.
 
     Drafting ends before γ once the draft itself gives what it has proposed so far a probability below `confidence`, in
-    every row. This loses nothing under any rule, since it looks at the draft alone; static engines always draft γ.
+    every row. It looks at the draft alone, so lossless rules stay lossless; static engines always draft γ.
 
     `draft` may be None only with γ = 0. `cancelled` may be filled by the caller between steps: those rows leave before
-    the next one. With a sampling rule, a row's random numbers depend on its own seed alone, not on its neighbours.
+    the next one. With a sampling rule, a row's random numbers depend on its own seed alone, not on its neighbours (with
+    `confidence`, how many of them are used depends on the neighbours too).
     """
     limits = check(target, draft, prompts, rule, gamma, max_new_tokens, confidence)
     draft = draft if gamma else None
@@ -188,6 +189,7 @@ class _Cycle:
         if self.draft is not None:
             self.draft.select(rows)
         cycle = _cycle(self.target, self.draft, self.rule, self.gamma, self.last[rows, 0])
+        cycle.confidence = self.confidence
         cycle.backlog.copy_(self.backlog[rows])
         cycle.missing.copy_(self.missing[rows])
         return cycle

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import cache
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ from transformers import PreTrainedModel
 
 from selfjudge.accept import AcceptanceRule, Exact, Sampling, SpeculativeSampling
 from selfjudge.decode import decode
-from selfjudge.engine import borrowed, shape_reason
+from selfjudge.engine import Engine, borrowed, shape_reason
 from selfjudge.types import FINISHES, Finish, Singles
 
 Answer = tuple[int, list[int], Finish]
@@ -32,11 +33,12 @@ def respond(
 
     A sampled answer depends on its own seed alone, not on the batch it was part of.
     """
-    rule: AcceptanceRule = Exact() if sampling is None else SpeculativeSampling(sampling)
+    rule = _rule(sampling)
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))  # the longest first: one cache then fits all
     with borrowed(model) as engine:
+        room = _room(model, engine)
         while order:
-            size = min(batch, _rows_that_fit(model, len(prompts[order[0]]) + max_new_tokens))
+            size = min(batch, _rows_that_fit(model, len(prompts[order[0]]) + max_new_tokens, room))
             part, order = order[:size], order[size:]
             tokens = np.zeros((len(part), max_new_tokens), np.int32)
             lengths = np.zeros(len(part), np.int64)
@@ -56,14 +58,27 @@ def respond(
                     notify(len(got))
 
 
-def _rows_that_fit(model: PreTrainedModel, length: int) -> int:
-    """How many rows of that length the device's memory holds, with half of it left for everything else."""
+@cache
+def _rule(sampling: Sampling | None) -> AcceptanceRule:
+    """The same rule every time, so that engines find what they recorded with it."""
+    return Exact() if sampling is None else SpeculativeSampling(sampling)
+
+
+def _room(model: PreTrainedModel, engine: Engine) -> float:
+    """Bytes of the device's memory for caches and logits: half of what is free, or of what the engine holds already."""
+    if model.device.type != "cuda":
+        return 0.0
+    free, _ = torch.cuda.mem_get_info(model.device)
+    free += torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
+    return 0.5 * (free + getattr(engine, "cache_bytes", 0))
+
+
+def _rows_that_fit(model: PreTrainedModel, length: int, room: float) -> int:
+    """How many rows of that length may be decoded together."""
     if model.device.type != "cuda" or shape_reason(model) is not None:
         return 64
     config = model.config.get_text_config()
     dim = model.base_model.layers[0].self_attn.head_dim
     row = 2 * config.num_hidden_layers * config.num_key_value_heads * dim * (length + 258) * model.dtype.itemsize
     row += 16 * config.vocab_size  # logits and their distribution
-    free, _ = torch.cuda.mem_get_info(model.device)
-    free += torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
-    return 1 << max(0, int(free * 0.5 / row).bit_length() - 1)
+    return 1 << max(0, int(room / row).bit_length() - 1)

@@ -89,7 +89,7 @@ def written_passages(
     starts = [list(tokenizer(openings[i % len(openings)], add_special_tokens=False)["input_ids"]) for i in range(count)]
     texts: dict[int, str] = {}
     for index, tokens, _ in respond(
-        model, starts, eos_ids=eos_ids, max_new_tokens=longest, sampling=Sampling(0.9, top_p=0.95),
+        model, starts, eos_ids=eos_ids, max_new_tokens=longest, sampling=Sampling(0.8),
         seeds=[(seed * 1_000_003 + 500_009 + i) % (1 << 63) for i in range(count)], batch=batch, notify=notify,
     ):  # fmt: skip
         text = str(tokenizer.decode([*starts[index], *tokens], skip_special_tokens=True))

@@ -7,14 +7,11 @@ row would otherwise keep one corner of the device busy for longer than a layer t
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
-
-try:
-    from selfjudge.top_triton import split_top
-except ImportError:  # no Triton for this platform: torch's own reductions serve
-    split_top = None  # type: ignore[assignment]
 
 
 def regular(logits: Tensor) -> Tensor:
@@ -33,9 +30,21 @@ def broken(logits: Tensor) -> Tensor:
 
 def top(logits: Tensor) -> tuple[Tensor, Tensor]:
     """[..., V] → the argmax of the regular logits [...] and whether the row is broken [...]."""
-    if split_top is None or not logits.is_cuda:
-        odd = broken(logits)
-        if logits.is_cuda or bool(odd.any()):  # on a GPU the copy is cheaper than asking
-            logits = regular(logits)
-        return logits.argmax(-1), odd
-    return split_top(logits)
+    if logits.is_cuda and (split_top := _split_top()) is not None:
+        with torch.cuda.device(logits.device):  # kernels are launched on the current device
+            return split_top(logits)
+    odd = broken(logits)
+    if logits.is_cuda or bool(odd.any()):  # on a GPU the copy is cheaper than asking
+        logits = regular(logits)
+    return logits.argmax(-1), odd
+
+
+@cache
+def _split_top() -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
+    """The Triton kernels; None where there is no Triton for this platform."""
+    try:
+        from selfjudge.top_triton import split_top
+    except ImportError:
+        return None
+    found: Callable[[Tensor], tuple[Tensor, Tensor]] = split_top
+    return found

@@ -40,7 +40,7 @@ def test_triton_kernels_agree_with_torch(dtype, batch: int, width: int, heads: i
     from selfjudge.engine.kernels_triton import TritonKernels
 
     torch.manual_seed(0)
-    ours, theirs = TritonKernels(early=torch.cuda.get_device_capability() >= (9, 0)), Kernels()
+    ours, theirs = TritonKernels(CUDA), Kernels()
     close = {"atol": 5e-2, "rtol": 2e-2} if dtype == torch.bfloat16 else {"atol": 2e-5, "rtol": 2e-5}
 
     def random(*shape: int) -> torch.Tensor:
@@ -75,11 +75,61 @@ def test_triton_kernels_agree_with_torch(dtype, batch: int, width: int, heads: i
     torch.testing.assert_close(one, two, **close)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_most_likely_token_in_two_kernels(dtype) -> None:
+@pytest.mark.parametrize("rows", [1, 11, 17, 32])
+@pytest.mark.parametrize("inputs", [64, 576, 1536, 3000, 8960])
+def test_products_of_few_rows(rows: int, inputs: int) -> None:
+    """Every way to cut a product: one part, several, tails that are no multiple of a tile."""
+    from selfjudge.engine.kernels_triton import TritonKernels
+
     torch.manual_seed(0)
-    logits = torch.randn(3, 2, 49152, device=CUDA, dtype=dtype)
-    logits[0, 0, 7], logits[0, 1, 40000], logits[1, 0], logits[1, 1] = torch.nan, torch.inf, -torch.inf, torch.nan
+    ours, theirs = TritonKernels(CUDA), Kernels()
+    for outputs in (1000, 1536):
+        x, w = (torch.randn(n, inputs, device=CUDA, dtype=torch.bfloat16) / 8 for n in (rows, outputs))
+        bias = torch.randn(outputs, device=CUDA, dtype=torch.bfloat16)
+        exact = theirs.product(x.float(), w.float(), bias.float())[0]
+        torch.testing.assert_close(ours.product(x, w, bias).sum(0), exact, atol=2e-2, rtol=2e-2)
+        exact = theirs.gated(x.float(), w.float())
+        torch.testing.assert_close(ours.gated(x, w).float(), exact, atol=5e-2, rtol=3e-2)
+
+
+def test_whole_bfloat16_passes_agree_with_torch_operations() -> None:
+    """Logits of whole passes through the split products and dependent launches, recorded and replayed, one engine for all."""
+    model = tiny_model(seed=1, hidden_size=64, head_dim=16).to(CUDA, torch.bfloat16)
+    fast, plain = CudaEngine(model), CudaEngine(model)
+    plain.__dict__["_kernels"] = Kernels()
+    for batch, lengths in ((1, [40]), (1, [50]), (1, [37]), (3, [5, 33, 20]), (3, [9, 34, 21]), (1, [60])):
+        prompts = prompts_of(lengths)
+        tokens = torch.tensor([[0] * (max(lengths) - len(p)) + p for p in prompts], device=CUDA)
+        counts = torch.tensor(lengths, device=CUDA)
+        step = torch.randint(3, VOCAB, (batch, 4), device=CUDA)
+        found = []
+        for engine in (fast, plain):
+            engine.reserve(batch, 80)
+            first = engine.prefill(tokens, counts).logits.clone()
+            found.append((first, engine.extend(step).logits.clone()))
+        for ours, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=5e-2, rtol=5e-2)
+
+
+def test_one_engine_serves_batches_of_many_sizes() -> None:
+    """The same engines, batch after batch: recordings and recorded prefills are used again, answers stay those of reference."""
+    target, draft = (tiny_model(seed=s, hidden_size=64, head_dim=16).to(CUDA) for s in (1, 2))
+    engines, rule = (CudaEngine(target), CudaEngine(draft)), Exact()
+    for lengths in ([40], [50], [3, 20, 33, 9, 7], [45], [5, 21, 30, 8, 6], [2, 70, 66], [41]):
+        prompts = prompts_of(lengths)
+        tokens: list[list[int]] = [[] for _ in prompts]
+        for step in decode(*engines, prompts, rule, gamma=3, max_new_tokens=20):
+            for e in step.emissions:
+                tokens[e.row] += e.tokens
+        assert tokens == run(target, draft, prompts, Exact(), "reference", gamma=3, max_new_tokens=20)
+
+
+@pytest.mark.parametrize("size", [1000, 49152, 151936])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_most_likely_token_in_two_kernels(dtype, size: int) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(3, 2, size, device=CUDA, dtype=dtype)
+    logits[0, 0, 7], logits[0, 1, size - 1], logits[1, 0], logits[1, 1] = torch.nan, torch.inf, -torch.inf, torch.nan
     choice, odd = top(logits)
     assert torch.equal(choice.cpu(), regular(logits.float()).argmax(-1).cpu())
     assert torch.equal(odd.cpu(), broken(logits).cpu())

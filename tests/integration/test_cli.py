@@ -223,6 +223,7 @@ def _wrong(checkpoints: dict[str, str], tmp: Path) -> dict[str, list[str]]:
         "twice": [*distill, "--prompts", "self:5", "--prompts", "self:6"],
         "width": [*distill, "--width", "100"],
         "minutes": [*distill, "--minutes", "0"],
+        "strangers": ["distill", *target, "--out", str(tmp)],
         "chat template": ["distill", "--target", str(tmp / "bare"), "--out", str(tmp / "draft")],
         "option": ["generate", "hi", "--no-such-option"],
         "argument": ["generate"],

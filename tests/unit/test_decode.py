@@ -64,6 +64,16 @@ def greedy(model: hf.PreTrainedModel, prompt: list[int], count: int, eos: list[i
     return out[0, len(prompt) :].tolist()
 
 
+def test_early_ends_stay_on_when_a_row_leaves() -> None:
+    target, draft = tiny_model(seed=1), tiny_model(seed=1)
+    prompts = prompts_of([90, 3])  # the context window ends the first row after a few tokens
+    _, steps = run(target, draft, prompts, gamma=5, max_new_tokens=40, confidence=1.0)
+    alone = [s.emissions[0] for s in steps if len(s.emissions) == 1]
+    assert len(alone) > 5
+    if not engine_of(target).static:
+        assert max(len(e.tokens) for e in alone) == 2  # never more than one draft
+
+
 def test_an_unsure_draft_ends_its_proposal_early() -> None:
     target, draft = tiny_model(seed=1), tiny_model(seed=1)
     with torch.no_grad():

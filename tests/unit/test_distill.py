@@ -125,8 +125,8 @@ def test_largest_is_topk(size: int, k: int) -> None:
 def test_the_teacher_is_the_targets_own_distribution(
     kind: str, tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data_module, "TEACHER_TOKENS", 40)
-    monkeypatch.setattr(data_module, "TEACHER_ROWS", 7)
+    monkeypatch.setattr(data_module, "TEACHER_TOKENS", {"cpu": 40})
+    monkeypatch.setattr(data_module, "TEACHER_LOGITS", {"cpu": 7 * VOCAB})
     options = {"final_logit_softcapping": 2.0} if kind == "gemma2" else {}
     pair = replace(tiny_pair, target=tiny_model(kind, seed=3, **options))
     _, sequences = made_up([(3, 5), (1, 9), (12, 1), (4, 4), (2, 20), (6, 6)])
@@ -456,7 +456,7 @@ def test_a_whole_run(
 def test_float16_is_kept_where_int8_costs_agreement(
     pair: Pair, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured = iter([{"all": 0.75}, {"all": 0.25}])
+    measured = iter([{"all": 0.75}, {"all": 0.25}, {"all": 0.75}])
     monkeypatch.setattr(selfjudge.distill, "top1", lambda *_: next(measured))
     out = tmp_path / "out"
     result = distill(pair, out, settings)
@@ -516,6 +516,22 @@ def test_a_killed_run_goes_on(
     for file in (whole / "work").glob("[ap]*.safetensors"):
         one, other = read_tensors(file)[0], read_tensors(out / "work" / file.name)[0]
         assert all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def test_a_longer_run_that_is_killed_is_not_taken_for_finished(pair: Pair, settings: Settings, tmp_path: Path) -> None:
+    out, longer = tmp_path / "out", replace(settings, minutes=settings.minutes * 2)
+    distill(pair, out, settings)
+    with pytest.raises(Killed):
+        distill(pair, out, longer, notify=killer("writing", 1))
+    assert not (out / "run.json").exists()
+    assert distill(pair, out, longer)["settings"]["minutes"] == longer.minutes
+
+
+def test_a_folder_of_somebody_else_is_left_alone(pair: Pair, settings: Settings, tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("mine")
+    with pytest.raises(SelfJudgeError, match="holds other files"):
+        distill(pair, tmp_path, settings)
+    assert (tmp_path / "README.md").read_text() == "mine"
 
 
 def test_other_settings_are_refused_and_more_minutes_are_not(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import selfjudge.engine
 from conftest import CONFIGS, VOCAB, tiny_model
-from selfjudge.engine import cpu, make_engine, reference
+from selfjudge.engine import borrowed, cpu, cuda, make_engine, reference, release
 from selfjudge.engine.cpu import CpuEngine
 from selfjudge.engine.reference import ReferenceEngine
 from selfjudge.errors import SelfJudgeError
@@ -159,3 +159,37 @@ def test_int8_is_close_to_float32() -> None:
     values, scale = cpu.quantise(model.lm_head.weight)
     restored = (values.view(VOCAB, -1, 64) * scale[..., None]).view_as(model.lm_head.weight)
     assert (restored - model.lm_head.weight).abs().max() <= scale.max() / 2 + 1e-7
+
+
+def test_an_engine_that_ran_out_of_memory_is_usable_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = cuda.CudaEngine(tiny_model())
+    engine.reserve(2, 50)
+
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            engine.reserve(64, 1000)
+    engine.reserve(2, 50)
+    assert engine.extend(torch.tensor([[1, 2], [3, 4]])).logits.shape[:2] == (2, 2)
+
+
+def test_a_released_models_engines_are_gone() -> None:
+    model = tiny_model()
+    with borrowed(model, kind="cuda") as first:
+        pass
+    with borrowed(model, kind="cuda") as again:
+        assert again is first
+    release(model)
+    with borrowed(model, kind="cuda") as other:
+        assert other is not first
+
+
+def test_an_engine_is_not_kept_after_an_error() -> None:
+    model = tiny_model()
+    with pytest.raises(RuntimeError, match="broken"), borrowed(model, kind="cuda") as first:
+        raise RuntimeError("broken")
+    with borrowed(model, kind="cuda") as other:
+        assert other is not first

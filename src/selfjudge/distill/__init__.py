@@ -12,7 +12,7 @@ OUT/
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,11 @@ from safetensors import SafetensorError
 from selfjudge.distill.data import Corpus, Source, make_answers, make_prompts
 from selfjudge.distill.student import Shape, Student
 from selfjudge.distill.train import State, top1, train
+from selfjudge.engine import release
 from selfjudge.errors import SelfJudgeError
-from selfjudge.models.convert import STORED_DTYPE, draft_model, quiet, read_compact, write_compact
+from selfjudge.models.convert import materialise, quiet, read_compact, write_compact
 from selfjudge.models.pair import Pair
-from selfjudge.store import locked, provenance, read_json, read_tensors, write_json
+from selfjudge.store import locked, provenance, read_json, read_tensors, sha256, write_json
 
 INT8_LOSS = 0.002  # of top-1 agreement: what int8 rows may cost before float16 is kept
 
@@ -41,7 +42,7 @@ class Settings:
     free_embeddings: bool = False
     minutes: float = 8.0
     steps: int | None = None
-    """Train for so many steps instead, which can be repeated exactly."""
+    """Train for so many steps instead, so that the clock has no say."""
     prompts: tuple[str, ...] = ("self:20000x3",)
     max_new_tokens: int = 256
     max_prompt_tokens: int = 1536
@@ -51,7 +52,22 @@ class Settings:
     batch_tokens: int = 131072
     seed: int = 0
 
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.layers, self.width, self.inner)
+
+    @property
+    def sources(self) -> list[Source]:
+        return [Source.parse(text, answers=3) for text in self.prompts]
+
     def check(self) -> None:
+        """Refuse what cannot work before any model is loaded."""
+        assert self.shape
+        names = [source.name for source in self.sources]
+        if len(set(names)) < len(names):
+            raise SelfJudgeError("the same source of prompts is named twice")
+        if self.rate <= 0:
+            raise SelfJudgeError(f"--rate must be more than 0, not {self.rate}")
         if self.steps is not None and self.steps < 1:
             raise SelfJudgeError(f"--steps must be at least 1, not {self.steps}")
         if self.minutes <= 0:
@@ -66,31 +82,40 @@ def distill(
 ) -> dict[str, Any]:  # fmt: skip
     """Make a draft for `pair.target` in the folder `out`; what `run.json` says. Goes on where an earlier call ended."""
     settings.check()
-    shape = Shape(settings.layers, settings.width, settings.inner)
-    sources = [Source.parse(text, answers=3) for text in settings.prompts]
-    if len({source.name for source in sources}) < len(sources):
-        raise SelfJudgeError("the same source of prompts is named twice")
     if not pair.tokenizer.chat_template:
         raise SelfJudgeError(
             f"{pair.target_id} has no chat template: a draft is distilled from answers to chat prompts"
         )
     try:
+        _not_a_strangers(out)
         out.mkdir(parents=True, exist_ok=True)
         with locked(out / ".lock", waiting=f"waiting for another process that works on {out} …"):
             if (finished := _same_settings(out, pair, settings)) is not None:
                 return finished
-            return _run(pair, out, out / "work", settings, shape, sources, data, batch, notify)
+            held_out, corpus, yields = prepare(pair, out / "work", settings, data=data, batch=batch, notify=notify)
+            student = Student(pair.target, settings.shape, free=settings.free_embeddings, seed=settings.seed)
+            state = train(
+                student, corpus, held_out, out / "work" / "train.safetensors", minutes=settings.minutes,
+                steps=settings.steps, rate=settings.rate, batch_tokens=settings.batch_tokens, seed=settings.seed,
+                notify=notify,
+            )  # fmt: skip
+            notify("writing", 1.0)
+            return export(pair, student, held_out, corpus, out, settings, yields, state)
+    except torch.OutOfMemoryError as error:
+        raise SelfJudgeError(
+            f"out of memory ({str(error).splitlines()[0]}): use a smaller --batch-tokens or --batch; what is done is kept"
+        ) from None
     except (OSError, SafetensorError) as error:
         raise SelfJudgeError(f"cannot write {out}: {error}; what is done is kept, run the command again") from None
 
 
-def _run(
-    pair: Pair, out: Path, work: Path, settings: Settings, shape: Shape, sources: Sequence[Source], data: Path | None,
-    batch: int, notify: Callable[[str, float], None],
-) -> dict[str, Any]:  # fmt: skip
+def prepare(
+    pair: Pair, work: Path, settings: Settings, *, data: Path | None, batch: int, notify: Callable[[str, float], None]
+) -> tuple[Corpus, Corpus, dict[str, Any]]:
+    """Make, or read, the answers: those to held-out prompts, all others, and what became of the prompts by source."""
     prompts = work / "prompts.safetensors"
     rows = make_prompts(
-        pair, sources, prompts, seed=settings.seed, data=data, held_out=settings.held_out,
+        pair, settings.sources, prompts, seed=settings.seed, data=data, held_out=settings.held_out,
         longest=settings.max_prompt_tokens, batch=batch, notify=notify,
     )  # fmt: skip
     files = make_answers(
@@ -98,22 +123,28 @@ def _run(
         notify=notify,
     )  # fmt: skip
     device = pair.target.device
+    release(pair.target)
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    held_out = Corpus.read(files, rows, held_out=True, device=device)
-    corpus = Corpus.read(files, rows, held_out=False, device=device)
-    student = Student(pair.target, shape, free=settings.free_embeddings, seed=settings.seed)
-    state = train(
-        student, corpus, held_out, work / "train.safetensors", minutes=settings.minutes,
-        steps=settings.steps, rate=settings.rate, batch_tokens=settings.batch_tokens, seed=settings.seed, notify=notify,
-    )  # fmt: skip
-    notify("writing", 1.0)
-    return _export(pair, student, held_out, corpus, out, settings, sources, read_tensors(prompts)[1]["report"], state)
+    held_out, corpus = (Corpus.read(files, rows, held_out=h, device=device) for h in (True, False))
+    return held_out, corpus, read_tensors(prompts)[1]["report"]
+
+
+def _not_a_strangers(out: Path) -> None:
+    """Refuse a folder with other things in it: a draft brings a README.md and a config.json of its own."""
+    if out.is_dir() and not (out / "settings.json").is_file():
+        strange = [p.name for p in out.iterdir() if p.name not in (".lock", "work")]
+        if strange:
+            raise SelfJudgeError(f"{out} holds other files ({strange[0]} …): name a new or empty folder with --out")
 
 
 def _same_settings(out: Path, pair: Pair, settings: Settings) -> dict[str, Any] | None:
     """Refuse to continue a run with other settings than it was begun with; more minutes or steps are fine. A finished run's result."""
-    now = {**asdict(settings), "prompts": list(settings.prompts), "target": pair.target_sha256}
+    files = [Path(source.name).expanduser() for source in settings.sources]
+    now = {
+        **asdict(settings), "prompts": list(settings.prompts), "target": pair.target_sha256,
+        "prompt files": {str(f): sha256(f) for f in files if f.is_file()},
+    }  # fmt: skip
     then: dict[str, Any] = read_json(out / "settings.json") if (out / "settings.json").is_file() else now
     if differing := [k for k in now if k not in ("minutes", "steps") and then.get(k) != now[k]]:
         raise SelfJudgeError(f"{out} was begun with another {', '.join(differing)}: name another --out or remove it")
@@ -121,34 +152,43 @@ def _same_settings(out: Path, pair: Pair, settings: Settings) -> dict[str, Any] 
     if (out / "run.json").is_file() and not longer:
         found: dict[str, Any] = read_json(out / "run.json")
         return found
+    (out / "run.json").unlink(missing_ok=True)  # its existence means done
     write_json(out / "settings.json", now)
     return None
 
 
-def _export(
+def export(
     pair: Pair, student: Student, held_out: Corpus, corpus: Corpus, out: Path, settings: Settings,
-    sources: Sequence[Source], yields: dict[str, Any], state: State,
+    yields: dict[str, Any], state: State,
 ) -> dict[str, Any]:  # fmt: skip
-    whole = top1(student, held_out)
+    """Write the compact form, the checkpoint, the card and, last, `run.json`; the student keeps the shipped weights."""
     compact = out / "compact"
+    whole, parameters = top1(student, held_out), dict(student.named_parameters())
+    trained = {name: p.detach().clone() for name, p in parameters.items()}
+
+    def shipped() -> dict[str, float]:
+        with torch.no_grad():
+            found = read_compact(compact)
+            for name, parameter in zip(student.tensors(), parameters.values(), strict=True):
+                parameter.copy_(found[name])
+        return top1(student, held_out)
+
     size = write_compact(student.tensors(), student.raw, compact)
-    with torch.no_grad():
-        kept = {name: p.detach().clone() for name, p in student.named_parameters()}
-        parameters = dict(student.named_parameters())
-        for name, tensor in read_compact(compact).items():
-            parameters[name].copy_(tensor)
-        rounded = top1(student, held_out)
-        int8 = whole["all"] - rounded["all"] <= INT8_LOSS
-        if not int8:
-            size = write_compact(kept, student.raw, compact, int8=False)
+    rounded = shipped()
+    int8 = whole["all"] - rounded["all"] <= INT8_LOSS
+    if not int8:
+        with torch.no_grad():
+            for name, tensor in trained.items():
+                parameters[name].copy_(tensor)
+        size = write_compact(student.tensors(), student.raw, compact, int8=False)
+        shipped()
+    materialise(compact, pair.target, out)
     with quiet():
-        model = draft_model(read_compact(compact), student.raw, pair.target)
-        model.to(STORED_DTYPE).save_pretrained(out)
         pair.tokenizer.save_pretrained(out)
     result = {
         "target": pair.target_id,
         "settings": asdict(settings),
-        "sources": [{"name": s.name, "licence": s.licence, "answers_per_prompt": s.answers, **yields[s.name]} for s in sources],
+        "sources": [{"name": s.name, "licence": s.licence, "answers_per_prompt": s.answers, **yields[s.name]} for s in settings.sources],
         "training": {
             "answers": len(corpus.lengths), "answer_tokens": len(corpus.index), "steps": state.step,
             "tokens_seen": state.tokens, "seconds": round(state.seconds, 1), "history": state.history,

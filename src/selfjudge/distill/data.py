@@ -27,8 +27,8 @@ from selfjudge.tasks import NAMES, task
 from selfjudge.tasks.cnn_dailymail import summarise
 
 CHUNK = 4096  # answers per file
-TEACHER_TOKENS = 131072 if torch.cuda.is_available() else 8192  # tokens of a pass of the target
-TEACHER_ROWS = 8192  # rows of logits at a time
+TEACHER_TOKENS = {"cuda": 131072}  # tokens of a pass of the target, by device
+TEACHER_LOGITS = {"cuda": 1 << 29}  # logits at a time
 TEMPERATURES = (0.7, 1.0)
 SELF = ("self", "self-summaries")
 
@@ -206,6 +206,8 @@ def make_answers(
             seeds=[job.seed for job in part], batch=batch,
         ):  # fmt: skip
             found[index] = tokens
+            if len(found) % 64 == 0:
+                notify("the target answers", share + len(found) / len(part) / len(parts))
         notify("the target answers, top-k", share)
         sequences = [(prompts[i], found[i]) for i in range(len(part))]
         arrays = {
@@ -225,7 +227,9 @@ def teacher(pair: Pair, sequences: Sequence[tuple[list[int], list[int]]], k: int
     device = pair.target.device
     body, head = pair.target.base_model, pair.target.get_output_embeddings()
     cap = getattr(pair.target.config.get_text_config(), "final_logit_softcapping", None)
-    k = min(k, head.weight.shape[0])
+    vocabulary = head.weight.shape[0]
+    k = min(k, vocabulary)
+    most, at_once = TEACHER_TOKENS.get(device.type, 8192), TEACHER_LOGITS.get(device.type, 1 << 26)
     sizes = [len(prompt) + len(answer) for prompt, answer in sequences]
     order = sorted(range(len(sequences)), key=sizes.__getitem__)
     starts = np.cumsum([0, *(len(a) for _, a in sequences)])
@@ -234,9 +238,7 @@ def teacher(pair: Pair, sequences: Sequence[tuple[list[int], list[int]]], k: int
     while order:
         longest = sizes[order[-1]]
         rows = 1
-        while (
-            rows < len(order) and (rows + 1) * longest <= TEACHER_TOKENS and sizes[order[-rows - 1]] * 4 >= longest * 3
-        ):
+        while rows < len(order) and (rows + 1) * longest <= most and sizes[order[-rows - 1]] * 4 >= longest * 3:
             rows += 1
         part, order = order[-rows:], order[:-rows]
         ids = torch.zeros(len(part), longest, dtype=torch.long)
@@ -247,7 +249,7 @@ def teacher(pair: Pair, sequences: Sequence[tuple[list[int], list[int]]], k: int
             predicts[row, len(prompt) - 1 : len(prompt) + len(answer) - 1] = True
         hidden = body(input_ids=ids.to(device), use_cache=False).last_hidden_state[predicts.to(device)]
         values, places = [], []
-        for piece in hidden.split(TEACHER_ROWS):
+        for piece in hidden.split(max(1, at_once // vocabulary)):
             logits = head(piece)
             if cap:
                 logits = cap * torch.tanh(logits / cap)

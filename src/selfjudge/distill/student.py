@@ -31,8 +31,9 @@ class Shape:
     """Width of the feed-forward layers; 8/3 of `width` if not given."""
 
     def __post_init__(self) -> None:
-        if self.layers < 1 or self.width < HEAD or self.width % HEAD:
-            raise SelfJudgeError(f"a student needs layers and a width that is a multiple of {HEAD}, not {self}")
+        if self.layers < 1 or self.width < HEAD or self.width % HEAD or (self.inner is not None and self.inner < 1):
+            size = "×".join(str(n) for n in (self.layers, self.width, self.inner) if n is not None)
+            raise SelfJudgeError(f"a student needs layers and a width that is a multiple of {HEAD}, not {size}")
 
     def config(self, target: PreTrainedModel) -> dict[str, Any]:
         """The configuration of an ordinary Llama or Qwen2 of this size with the target's vocabulary."""
@@ -91,8 +92,9 @@ class Student(nn.Module):
         return self.head @ self.proj_out.to(self.head.dtype)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that is learned, by the names of the compact form."""
-        return {name: p.detach() for name, p in self.named_parameters()}
+        """Everything that is learned, by the names of the compact form, in the order of the parameters."""
+        own = {"proj_in": "model.embed_tokens.weight", "proj_out": "lm_head.weight"} if self.free else {}
+        return {own.get(name, name): p.detach() for name, p in self.named_parameters()}
 
 
 def _principal(matrix: Tensor, width: int, scale: float) -> Tensor:

@@ -67,7 +67,7 @@ def train(
     share = spent()
     if state.without_gain >= patience:
         share = 1.0
-    next_evaluation = (math.floor(share * evaluations) + 1) / evaluations
+    evaluated, told = math.floor(share * evaluations), 0.0
     running: Tensor | None = None
     while share < 1.0:
         generator = torch.Generator().manual_seed(seed * 1_000_003 + state.epoch)
@@ -84,8 +84,8 @@ def train(
             now = time.monotonic()
             state.seconds, last = state.seconds + now - last, now
             share = spent()
-            if share >= next_evaluation:
-                next_evaluation += 1 / evaluations
+            if share * evaluations >= evaluated + 1:
+                evaluated = math.floor(share * evaluations)
                 agreement = top1(student, held_out)
                 state.history.append({
                     "step": state.step, "seconds": round(state.seconds, 1), "tokens": state.tokens,
@@ -98,7 +98,10 @@ def train(
                 else:
                     state.without_gain += 1
                 last = time.monotonic()  # evaluating is not training
-            if last - saved > CHECKPOINT_SECONDS or share >= 1.0:
+            elif last - told > 1:
+                told = last
+                notify("training", share)
+            if last - saved > CHECKPOINT_SECONDS:
                 _save(checkpoint, state, parameters, optimiser, best)
                 saved = last = time.monotonic()
             if share >= 1.0 or state.without_gain >= patience:

@@ -160,11 +160,17 @@ def borrowed(
     wanted = kind == "cuda" or (kind == "auto" and model.device.type == "cuda")
     found = next((i for i, (had, _) in enumerate(shelf) if wanted and had == hidden), None)
     engine = make_engine(model, hidden=hidden, int8=int8, kind=kind) if found is None else shelf.pop(found)[1]
-    try:
-        yield engine
-    finally:
-        if engine.static:
-            shelf.append((hidden, engine))
+    yield engine  # after an exception, out of memory say, the engine is not to be trusted and goes
+    if engine.static:
+        shelf.append((hidden, engine))
+
+
+def release(model: PreTrainedModel) -> None:
+    """Give back the memory of a model's engines: caches, recordings and fused weights."""
+    from selfjudge.engine import cuda
+
+    _IDLE.pop(model, None)
+    cuda.forget(model)
 
 
 @cache

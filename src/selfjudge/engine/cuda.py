@@ -12,7 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -73,6 +73,15 @@ class _Weights:
 _WEIGHTS: WeakKeyDictionary[PreTrainedModel, _Weights] = WeakKeyDictionary()
 
 
+def forget(model: PreTrainedModel) -> None:
+    """Drop a model's fused weights; the next engine makes them anew."""
+    _WEIGHTS.pop(model, None)
+
+
+_Prefill = tuple[Callable[[], None], Tensor, Tensor, Output]
+"""A recorded prefill: replay, its tokens, its counts, its output."""
+
+
 class CudaEngine:
     """See the module's docstring."""
 
@@ -102,7 +111,7 @@ class CudaEngine:
                 from selfjudge.engine.kernels_triton import TritonKernels
             except ImportError:
                 return Kernels()
-            return TritonKernels(early=torch.cuda.get_device_capability(self.device) >= (9, 0))
+            return TritonKernels(self.device)
         return Kernels()
 
     @torch.no_grad()
@@ -113,19 +122,21 @@ class CudaEngine:
             self._rows(batch)
             self.lengths.zero_()
             return
-        self.slots = slots
+        self.slots = 0  # until all is there
         self.version += 1
         self.recorded.clear()
         self._prefills.clear()
         self._pool = None
         self._keys = self._values = self._keys[:0, :0].clone()  # free the old cache before the new one is there
+        self._lengths = self._lengths[:0].clone()
         self._rows(0)
-        shape = (len(w.layers), batch, w.kv_heads, self.slots, w.dim)
+        shape = (len(w.layers), batch, w.kv_heads, slots, w.dim)
         self._keys = torch.zeros(shape, dtype=self.dtype, device=self.device)
         self._values = torch.zeros(shape, dtype=self.dtype, device=self.device)
         self._lengths = torch.zeros(batch, dtype=torch.long, device=self.device)
+        self.slots = slots
         self._rows(batch)
-        positions = torch.arange(self.slots, device=self.device)[None]
+        positions = torch.arange(slots, device=self.device)[None]
         cosine, sine = w.rotary(torch.empty(1, dtype=torch.float32, device=self.device), positions)
         self._cosine, self._sine = cosine[0].float().contiguous(), sine[0].float().contiguous()
 
@@ -136,25 +147,31 @@ class CudaEngine:
         padded = max(64, 1 << (width - 1).bit_length())
         if self.device.type != "cuda" or batch * padded > RECORDED_TOKENS or padded > self.slots:
             return self.extend(tokens, counts, keep=1)
-        key = ("prefill", batch, padded)
+        key = (batch, padded)
         uses = self._prefills.get(key, 0)
         if not uses:
+            if len(self._prefills) >= 32:
+                self._prefills.clear()
             self._prefills[key] = 1
             return self.extend(tokens, counts, keep=1)
         if isinstance(uses, int):
             uses = self._prefills[key] = self._recorded_prefill(batch, padded)
-        replay, all_tokens, all_counts, output = uses
+        replay, all_tokens, all_counts, output = cast(_Prefill, uses)
         all_tokens[:, padded - width :].copy_(tokens)
         all_counts.copy_(counts)
         replay()
-        return Output(output.logits, output.hidden)
+        return output
 
-    def _recorded_prefill(self, batch: int, width: int) -> tuple[Callable[[], None], Tensor, Tensor, Output]:
+    def _recorded_prefill(self, batch: int, width: int) -> _Prefill:
         tokens = torch.zeros(batch, width, dtype=torch.long, device=self.device)
         counts = torch.ones(batch, dtype=torch.long, device=self.device)
         outputs: list[Output] = []
         (replay,) = self.capture([lambda: outputs.append(self.extend(tokens, counts, keep=1))], self.state())
         return replay, tokens, counts, outputs[-1]
+
+    @property
+    def cache_bytes(self) -> int:
+        return 2 * self._keys.numel() * int(self.dtype.itemsize)
 
     def _rows(self, batch: int) -> None:
         """Work on the first rows of the cache."""

@@ -16,6 +16,9 @@ from torch import Tensor
 from selfjudge.engine.cuda import Kernels
 
 FEW = 32  # rows; larger products are compute-bound and go to the library
+SHARED_BYTES = (
+    160 << 10
+)  # that the tiles of a split product may need; devices with less leave all products to the library
 PROCESSORS = 132  # of an H100 or H200; with more or fewer the work still spreads, if not as evenly
 
 
@@ -263,8 +266,13 @@ def _tiles(outputs: int, inputs: int) -> dict[str, int]:
 class TritonKernels(Kernels):
     """See the module's docstring."""
 
-    def __init__(self, early: bool) -> None:
-        self.early = early
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.early, self.split = False, True
+        if device is not None and device.type == "cuda":
+            known = torch.cuda.get_device_properties(device)
+            nvidia = torch.version.hip is None
+            self.early = nvidia and (known.major, known.minor) >= (9, 0)
+            self.split = nvidia and known.shared_memory_per_block_optin >= SHARED_BYTES
 
     def _launch(self, rows: int) -> dict[str, bool]:
         """Start kernels early where they are small; large ones would only take room from those before them."""
@@ -295,7 +303,7 @@ class TritonKernels(Kernels):
         return y
 
     def _few(self, x: Tensor) -> bool:
-        return len(x) <= FEW and x.dtype != torch.float32
+        return self.split and len(x) <= FEW and x.dtype != torch.float32
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if not self._few(x):

@@ -5,19 +5,18 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.store import read_json, write_json
+from selfjudge.store import read_json, write_json, write_tensors
 
 STORED_DTYPE = torch.float16  # 4-bit weights, dequantised, keep 11 bits
 
@@ -67,15 +66,8 @@ def write_compact(tensors: Mapping[str, Tensor], config: Mapping[str, Any], fold
             packed[f"{name}.scale"] = scale.squeeze(1).contiguous()
         else:
             packed[name] = tensor.detach().half().cpu().contiguous()
-    folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / ".draft.safetensors.partial"
-    try:
-        save_file(packed, partial)
-        os.replace(partial, folder / "draft.safetensors")
-        write_json(folder / "config.json", dict(config))
-    except (OSError, SafetensorError) as error:
-        partial.unlink(missing_ok=True)
-        raise SelfJudgeError(f"cannot write {folder}: {error}") from None
+    write_tensors(folder / "draft.safetensors", {name: tensor.numpy() for name, tensor in packed.items()})
+    write_json(folder / "config.json", dict(config))
     return (folder / "draft.safetensors").stat().st_size
 
 
@@ -117,10 +109,8 @@ def draft_model(tensors: Mapping[str, Tensor], raw: Mapping[str, Any], target: P
         ("proj_in", "model.embed_tokens.weight", target.get_input_embeddings()),
         ("proj_out", "lm_head.weight", target.get_output_embeddings()),
     ):
-        projection = state.pop(own)
-        rows = config.vocab_size
-        free = projection.shape == (rows, config.hidden_size) and rows != module.weight.shape[1]
-        state[name] = projection if free else module.weight.detach().float().cpu() @ projection
+        if own in state:
+            state[name] = module.weight.detach().float().cpu() @ state.pop(own)
     model.load_state_dict(state)
     return model.eval()
 
