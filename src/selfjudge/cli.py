@@ -343,7 +343,7 @@ def bench_draft(
             one = task(name, data)
             texts[name] = [one.prompt(row) for row in one.examples("test", limit)]
         else:
-            texts[name] = list(read_prompts(Path(name))[:limit])
+            texts[name] = list(read_prompts(Path(name).expanduser())[:limit])
     loaded = _pair(pair, target, draft, device, dtype)
 
     from selfjudge.bench_draft import bench_draft as run

@@ -107,7 +107,8 @@ def _cycle(target: Engine, draft: Engine | None, rule: AcceptanceRule, gamma: in
         return _Cycle(target, draft, rule, gamma, first)
     key = (rule, gamma, len(first), draft, draft and draft.version)
     if key in target.recorded:
-        cycle: _Cycle = target.recorded[key]
+        cycle: _Cycle = target.recorded.pop(key)
+        target.recorded[key] = cycle  # the latest used goes last, and is dropped last
         cycle.begin(first)
         return cycle
     while len(target.recorded) >= 32:  # each keeps its own outputs on the device

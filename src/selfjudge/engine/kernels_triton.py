@@ -288,7 +288,8 @@ class TritonKernels(Kernels):
         slot, position = torch.empty_like(tokens), torch.empty_like(tokens)
         _begin[(batch * width,)](
             tokens.contiguous(), lengths if counts is None else counts, lengths, embedding, x, slot, position,
-            width, slots, vocabulary, hidden, COUNTS=counts is not None, BLOCK=triton.next_power_of_2(hidden), **self._launch(batch * width),
+            width, slots, vocabulary, hidden, COUNTS=counts is not None, BLOCK=triton.next_power_of_2(hidden),
+            **self._launch(batch * width),
         )  # fmt: skip
         return x, slot, position
 
@@ -298,7 +299,8 @@ class TritonKernels(Kernels):
         block = triton.next_power_of_2(hidden)
         _norm[(rows,)](
             x, x if parts is None else parts, weight, y, hidden, x.numel(), epsilon,
-            PARTS=0 if parts is None else len(parts), BLOCK=block, num_warps=4 if block <= 2048 else 8, **self._launch(rows),
+            PARTS=0 if parts is None else len(parts), BLOCK=block, num_warps=4 if block <= 2048 else 8,
+            **self._launch(rows),
         )  # fmt: skip
         return y
 
@@ -355,7 +357,8 @@ class TritonKernels(Kernels):
         q = torch.empty(batch, width, heads, dim, dtype=keys.dtype, device=qkv.device)
         _rotate[(batch * width, heads + 2 * kv)](
             qkv, cosine, sine, slot.contiguous(), position.contiguous(), q, keys, values,
-            width, slots, heads, kv, qkv[0].numel(), PARTS=len(qkv), DIM=dim, num_warps=1, **self._launch(batch * width),
+            width, slots, heads, kv, qkv[0].numel(), PARTS=len(qkv), DIM=dim, num_warps=1,
+            **self._launch(batch * width),
         )  # fmt: skip
         return q
 
