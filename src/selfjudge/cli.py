@@ -403,7 +403,7 @@ def distill(
         typer.Option(help="self, self-summaries, a task or a file, each as NAME[:COUNT[xANSWERS]]; several times."),
     ] = None,
     max_new_tokens: MaxNew = 256,
-    held_out: Annotated[int, typer.Option(help="Prompts kept for measuring agreement.")] = 256,
+    held_out: Annotated[int, typer.Option(help="Prompts kept for measuring agreement; at most half of them.")] = 256,
     top_k: Annotated[int, typer.Option(help="Of the target's probabilities, kept per token.")] = 16,
     free_embeddings: Annotated[
         bool, typer.Option("--free-embeddings", help="Learn embeddings instead of projections of the target's.")
@@ -432,8 +432,12 @@ def distill(
     )  # fmt: skip
     settings.check()
     loaded = _pair(target, None, None, device, dtype, needs_draft=False)
-    with _progress() as update:
-        result = run(loaded, out, settings, data=data, batch=batch, notify=update)
+    try:
+        with _progress() as update:
+            result = run(loaded, out, settings, data=data, batch=batch, notify=update)
+    except KeyboardInterrupt:
+        print("selfjudge: interrupted; the same command goes on from here", file=sys.stderr)
+        raise
     if as_json:
         _print_json(result)
         return

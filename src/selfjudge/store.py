@@ -71,10 +71,18 @@ def write_json(path: Path, value: Any) -> None:
             file.write("\n")
             file.flush()
             os.fsync(file.fileno())
+        _readable(Path(name))
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def _readable(path: Path) -> None:
+    """The usual rights of a new file: temporary files come with the owner's alone."""
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
 
 
 def write_tensors(path: Path, arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, Any] | None = None) -> None:
@@ -87,6 +95,7 @@ def write_tensors(path: Path, arrays: Mapping[str, NDArray[Any]], metadata: Mapp
         save_file(dict(arrays), partial, {"json": json.dumps(metadata or {})})
         with partial.open("rb") as file:
             os.fsync(file.fileno())
+        _readable(partial)
         os.replace(partial, path)
     except BaseException as error:
         partial.unlink(missing_ok=True)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from selfjudge.distill.data import Corpus, Source, make_answers, make_prompts
+from selfjudge.distill.data import SELF, Corpus, Source, given_prompts, make_answers, make_prompts
 from selfjudge.distill.student import Shape, Student
 from selfjudge.distill.train import State, top1, train
 from selfjudge.engine import release
@@ -72,8 +72,9 @@ class Settings:
             raise SelfJudgeError(f"--steps must be at least 1, not {self.steps}")
         if self.minutes <= 0:
             raise SelfJudgeError(f"--minutes must be more than 0, not {self.minutes}")
-        if min(self.max_new_tokens, self.held_out, self.top_k, self.batch_tokens) < 1:
-            raise SelfJudgeError("--max-new-tokens, --held-out, --top-k and --batch-tokens must be at least 1")
+        for name in ("max_new_tokens", "held_out", "top_k", "batch_tokens"):
+            if getattr(self, name) < 1:
+                raise SelfJudgeError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
 
 
 def distill(
@@ -88,6 +89,10 @@ def distill(
         )
     try:
         _not_a_strangers(out)
+        if not (out / "work" / "prompts.safetensors").is_file():
+            for source in settings.sources:  # before anything is written
+                if source.name not in SELF:
+                    given_prompts(source, data)
         out.mkdir(parents=True, exist_ok=True)
         with locked(out / ".lock", waiting=f"waiting for another process that works on {out} …"):
             if (finished := _same_settings(out, pair, settings)) is not None:
@@ -219,7 +224,7 @@ transformers model with the target's tokenizer.
 
 ## Training
 
-{t["answers"]:,} answers of {t["answer_tokens"]:,} tokens, one greedy per prompt and the others sampled at temperatures 0.7 and 1.0; loss: cross-entropy
+{t["answers"]:,} answers, {t["answer_tokens"]:,} tokens in all, one greedy per prompt and the others sampled at temperatures 0.7 and 1.0; loss: cross-entropy
 against the target's {s["top_k"]} most likely tokens; {t["steps"]:,} steps, {t["tokens_seen"]:,} tokens, {t["seconds"]:.0f} s.
 
 | prompts | used | answers each | licence of the prompts |

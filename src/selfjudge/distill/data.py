@@ -76,7 +76,7 @@ def make_prompts(
     rows: list[dict[str, Any]] = []
     report: dict[str, Any] = {}
     seen: set[tuple[int, ...]] = set()
-    given = {source.name: _given(source, data) for source in sources if source.name not in SELF}  # before any work
+    given = {source.name: given_prompts(source, data) for source in sources if source.name not in SELF}
     for source in sources:
         if source.name in SELF:
             texts, report[source.name] = _written(pair, source, seed, batch, notify)
@@ -114,7 +114,7 @@ def _read_prompts(file: Path) -> list[dict[str, Any]]:
     ]
 
 
-def _given(source: Source, data: Path | None) -> list[Any]:
+def given_prompts(source: Source, data: Path | None) -> list[Any]:
     """The prompts of a task's training split or of a file."""
     if source.name in NAMES:
         one = task(source.name, data)

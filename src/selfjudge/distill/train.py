@@ -69,47 +69,49 @@ def train(
         share = 1.0
     evaluated, told = math.floor(share * evaluations), 0.0
     running: Tensor | None = None
-    while share < 1.0:
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + state.epoch)
-        batches = corpus.batches(batch_tokens, generator)
-        for rows in batches[state.position :]:
-            warm = min(1.0, (state.step + 1) / WARM_UP)
-            for group in optimiser.param_groups:
-                group["lr"] = rate * warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * share)))
-            loss, count = _step(student, corpus, rows, optimiser, device)
-            running = loss if running is None else 0.98 * running + 0.02 * loss
-            state.step, state.tokens, state.position = state.step + 1, state.tokens + count, state.position + 1
-            if device.type == "cuda" and state.step % 8 == 0:
-                torch.cuda.synchronize(device)  # or the clock runs ahead of the device
-            now = time.monotonic()
-            state.seconds, last = state.seconds + now - last, now
-            share = spent()
-            if share * evaluations >= evaluated + 1:
-                evaluated = math.floor(share * evaluations)
-                agreement = top1(student, held_out)
-                state.history.append({
-                    "step": state.step, "seconds": round(state.seconds, 1), "tokens": state.tokens,
-                    "loss": round(float(running), 4), "top1": round(agreement["all"], 4),
-                })  # fmt: skip
-                notify(f"training: loss {float(running):.3f}, held-out top-1 {agreement['all']:.1%}", share)
-                if agreement["all"] > state.best:
-                    state.best, state.without_gain = agreement["all"], 0
-                    best = {name: p.detach().clone() for name, p in parameters.items()}
-                else:
-                    state.without_gain += 1
-                last = time.monotonic()  # evaluating is not training
-            elif last - told > 1:
-                told = last
-                notify("training", share)
-            if last - saved > CHECKPOINT_SECONDS:
-                _save(checkpoint, state, parameters, optimiser, best)
-                saved = last = time.monotonic()
-            if share >= 1.0 or state.without_gain >= patience:
-                share = 1.0
-                break
-        else:
-            state.epoch, state.position = state.epoch + 1, 0
-    _save(checkpoint, state, parameters, optimiser, best)
+    try:
+        while share < 1.0:
+            generator = torch.Generator().manual_seed(seed * 1_000_003 + state.epoch)
+            batches = corpus.batches(batch_tokens, generator)
+            for rows in batches[state.position :]:
+                warm = min(1.0, (state.step + 1) / WARM_UP)
+                for group in optimiser.param_groups:
+                    group["lr"] = rate * warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * share)))
+                loss, count = _step(student, corpus, rows, optimiser, device)
+                running = loss if running is None else 0.98 * running + 0.02 * loss
+                state.step, state.tokens, state.position = state.step + 1, state.tokens + count, state.position + 1
+                if device.type == "cuda" and state.step % 8 == 0:
+                    torch.cuda.synchronize(device)  # or the clock runs ahead of the device
+                now = time.monotonic()
+                state.seconds, last = state.seconds + now - last, now
+                share = spent()
+                if share * evaluations >= evaluated + 1:
+                    evaluated = math.floor(share * evaluations)
+                    agreement = top1(student, held_out)
+                    state.history.append({
+                        "step": state.step, "seconds": round(state.seconds, 1), "tokens": state.tokens,
+                        "loss": round(float(running), 4), "top1": round(agreement["all"], 4),
+                    })  # fmt: skip
+                    notify(f"training: loss {float(running):.3f}, held-out top-1 {agreement['all']:.1%}", share)
+                    if agreement["all"] > state.best:
+                        state.best, state.without_gain = agreement["all"], 0
+                        best = {name: p.detach().clone() for name, p in parameters.items()}
+                    else:
+                        state.without_gain += 1
+                    last = time.monotonic()  # evaluating is not training
+                elif last - told > 1:
+                    told = last
+                    notify("training", share)
+                if last - saved > CHECKPOINT_SECONDS:
+                    _save(checkpoint, state, parameters, optimiser, best)
+                    saved = last = time.monotonic()
+                if share >= 1.0 or state.without_gain >= patience:
+                    share = 1.0
+                    break
+            else:
+                state.epoch, state.position = state.epoch + 1, 0
+    finally:  # also when interrupted: nothing of the training is lost
+        _save(checkpoint, state, parameters, optimiser, best)
     with torch.no_grad():
         for name, p in parameters.items():
             p.copy_(best[name])
