@@ -23,6 +23,7 @@ from selfjudge.store import write_json
 from selfjudge.tasks import task
 
 START = time.monotonic()
+TOLD: dict[str, float] = {}  # stage → the share last told
 DOMAINS = {"math": "gsm8k", "code": "mbpp", "open": "dolly", "summarisation": "cnn_dailymail"}
 
 
@@ -30,11 +31,11 @@ def say(*parts: object) -> None:
     print(f"[{time.monotonic() - START:.0f} s]", *parts, flush=True)
 
 
-def progress(stage: str, share: float, seen: dict[str, float] = {}) -> None:  # noqa: B006
+def progress(stage: str, share: float) -> None:
     """A line for every new stage and every tenth of it."""
     kind = stage.split(":")[0]
-    if stage != kind or share - seen.get(kind, -1) >= 0.1:
-        seen[kind] = share
+    if stage != kind or share - TOLD.get(kind, -1) >= 0.1:
+        TOLD[kind] = share
         say(stage, f"{share:.0%}")
 
 

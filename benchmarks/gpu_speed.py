@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from selfjudge.accept import Exact
+from selfjudge.accept import EXACT
 from selfjudge.bench_passes import bench_passes, draw_passes, pass_seconds, random_model
 from selfjudge.decode import decode
 from selfjudge.engine import borrowed
@@ -26,7 +26,6 @@ from selfjudge.store import machine, versions
 OUT = Path(sys.argv[1])
 RESULTS = Path(__file__).parents[1] / "results" / "speed"
 CUDA = torch.device("cuda")
-RULE = Exact()  # one object, so that engines find what they recorded for it
 HEADER = {"machine": machine(), "versions": versions(), "date": time.strftime("%Y-%m-%d")}
 
 
@@ -41,7 +40,7 @@ def ours(target, draft, prompts, gamma: int, count: int, eos=()) -> tuple[float,
     torch.cuda.synchronize()
     start = time.perf_counter()
     with borrowed(target) as large, borrowed(draft) if gamma else nullcontext() as small:
-        for step in decode(large, small, prompts, RULE, gamma=gamma, max_new_tokens=count, eos_ids=eos):
+        for step in decode(large, small, prompts, EXACT, gamma=gamma, max_new_tokens=count, eos_ids=eos):
             for e in step.emissions:
                 tokens[e.row] += e.tokens
     torch.cuda.synchronize()
@@ -90,7 +89,7 @@ def finishing(pair: Pair) -> None:
         torch.cuda.synchronize()
         start = time.perf_counter()
         with borrowed(pair.target) as engine:
-            for step in decode(engine, None, prompts, RULE, gamma=0, max_new_tokens=384, eos_ids=pair.eos_ids):
+            for step in decode(engine, None, prompts, EXACT, gamma=0, max_new_tokens=384, eos_ids=pair.eos_ids):
                 trace.append((time.perf_counter() - start, len(step.emissions)))
         traces.append(trace)
     window = 16
@@ -177,7 +176,7 @@ def shapes() -> None:
         for gamma, m in lengths.items():
             seconds, _ = ours(target, draft, prompt, gamma, 64)
             with borrowed(target) as large, borrowed(draft) as small:
-                cycles = list(decode(large, small, prompt, RULE, gamma=gamma, max_new_tokens=128))[1:]
+                cycles = list(decode(large, small, prompt, EXACT, gamma=gamma, max_new_tokens=128))[1:]
             cycle = sum(sum(s.seconds.values()) for s in cycles) / len(cycles)
             row[f"cycle_ms_gamma_{gamma}"] = cycle * 1e3
             row[f"projected_tokens_per_second_gamma_{gamma}"] = m / cycle

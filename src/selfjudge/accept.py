@@ -150,6 +150,10 @@ class Exact(AcceptanceRule):
         return aligned
 
 
+EXACT = Exact()
+"""One object for all callers: rules are told apart by identity, and engines find what they recorded with this one."""
+
+
 @dataclass(frozen=True, eq=False)
 class SpeculativeSampling(AcceptanceRule):
     """u < min(1, p_i(d_i)/q_i(d_i)); at a refusal sample from norm(max(0, p_i − q_i)). Lossless in distribution."""

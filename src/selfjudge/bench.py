@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from selfjudge.accept import AcceptanceRule, Exact
+from selfjudge.accept import EXACT, AcceptanceRule
 from selfjudge.bench_passes import bandwidth, bytes_per_pass
 from selfjudge.engine import shape_reason
 from selfjudge.models.pair import Pair, Prompt
@@ -65,8 +65,8 @@ def bench_decode(
     if peers:
         runs += [_Run("transformers-plain", 0, theirs())]
         runs += [_Run("transformers-assisted", g, theirs(gamma=g)) for g in gammas]
-    runs += [_Run("selfjudge-plain", 0, ours(Exact(), 0))]
-    runs += [_Run("selfjudge-exact", g, ours(Exact(), g)) for g in gammas]
+    runs += [_Run("selfjudge-plain", 0, ours(EXACT, 0))]
+    runs += [_Run("selfjudge-exact", g, ours(EXACT, g)) for g in gammas]
     runs += [_Run(f"selfjudge-{name}", g, ours(rule, g)) for name, rule in rules for g in gammas]
 
     floor = _floor(pair)
@@ -117,7 +117,7 @@ def bench_decode(
         "max_new_tokens": max_new_tokens,
         "repeats": repeats,
         "confidence": confidence,
-        "draft_dtype": "int8" if rough_draft(pair, Exact()) else pair.dtype,
+        "draft_dtype": "int8" if rough_draft(pair, EXACT) else pair.dtype,
         "target_floor_milliseconds": None if floor is None else floor * 1e3,
         "runs": rows,
         "best": _best(rows),

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from selfjudge.accept import Exact
+from selfjudge.accept import EXACT
 from selfjudge.bench_passes import pass_seconds
 from selfjudge.decode import decode
 from selfjudge.engine import borrowed, common_kind
@@ -17,7 +17,6 @@ from selfjudge.models.pair import Pair
 from selfjudge.respond import respond
 from selfjudge.store import machine, versions
 
-RULE = Exact()  # one object, so that engines find what they recorded for it
 CONTEXT = 300  # cached tokens when a pass is timed
 
 
@@ -85,7 +84,7 @@ def accepted(
     with borrowed(pair.target, kind=kind) as target, borrowed(pair.draft, kind=kind) as draft:
         for start in range(0, len(order), batch):
             for step in decode(
-                target, draft, order[start : start + batch], RULE, gamma=gamma, max_new_tokens=max_new_tokens,
+                target, draft, order[start : start + batch], EXACT, gamma=gamma, max_new_tokens=max_new_tokens,
                 eos_ids=pair.eos_ids,
             ):  # fmt: skip
                 if step.cycle:

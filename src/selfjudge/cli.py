@@ -581,7 +581,7 @@ def _progress() -> Iterator[Any]:
         def say(stage: str, share: float) -> None:
             if stage not in seen:
                 seen.append(stage)
-                print(f"{stage} …", file=sys.stderr, flush=True)
+                print(stage if share >= 1 else f"{stage} …", file=sys.stderr, flush=True)
 
         yield say
         return

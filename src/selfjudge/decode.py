@@ -221,7 +221,8 @@ def _propose(
         else:
             tokens.append(top(logits[:, :vocab_size])[0])
         if confidence > 0:
-            log_q += logits[:, :vocab_size].float().log_softmax(-1).gather(1, tokens[-1][:, None]).squeeze(1)
+            known = logits[:, :vocab_size].float()
+            log_q += known.gather(1, tokens[-1][:, None]).squeeze(1) - known.logsumexp(-1)
             if bool((log_q < math.log(confidence)).all()):
                 break
         if i + 1 < gamma:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from selfjudge.accept import AcceptanceRule, Exact, TopK
+from selfjudge.accept import EXACT, AcceptanceRule, TopK
 from selfjudge.models.pair import Pair
 from selfjudge.shells import generate
 from selfjudge.types import Generation, pooled_mean_accepted_length
@@ -25,8 +25,8 @@ def side_by_side(
 ) -> list[dict[str, Any]]:
     """Answer the prompts plainly, with `exact` and with `topk`; one row of figures for each."""
     configurations: list[tuple[str, AcceptanceRule, int]] = [
-        ("plain", Exact(), 0),
-        ("exact", Exact(), gamma),
+        ("plain", EXACT, 0),
+        ("exact", EXACT, gamma),
         ("topk:2", TopK(special=pair.special_ids), gamma),
     ]
     notify("warming up …")  # the first pass may compile a kernel

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from selfjudge.accept import AcceptanceRule, Exact, Sampling, SpeculativeSampling
+from selfjudge.accept import EXACT, AcceptanceRule, Sampling, SpeculativeSampling
 from selfjudge.decode import decode
 from selfjudge.engine import Engine, borrowed, shape_reason
 from selfjudge.types import FINISHES, Finish, Singles
@@ -60,8 +60,8 @@ def respond(
 
 @cache
 def _rule(sampling: Sampling | None) -> AcceptanceRule:
-    """The same rule every time, so that engines find what they recorded with it."""
-    return Exact() if sampling is None else SpeculativeSampling(sampling)
+    """The same rule every time, as `EXACT` is."""
+    return EXACT if sampling is None else SpeculativeSampling(sampling)
 
 
 def _room(model: PreTrainedModel, engine: Engine) -> float:

@@ -12,14 +12,12 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedTokenizerBase
 
-from selfjudge.accept import AcceptanceRule, Exact
+from selfjudge.accept import EXACT, AcceptanceRule
 from selfjudge.decode import decode
 from selfjudge.engine import borrowed, common_kind, may_be_rough
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.pair import Pair, Prompt
 from selfjudge.types import PHASES, Finish, Generation, Origin, Piece, Step
-
-EXACT = Exact()  # one rule, so that engines find what they recorded with it
 
 
 def generate(

@@ -62,7 +62,7 @@ class Settings:
 
     def check(self) -> None:
         """Refuse what cannot work before any model is loaded."""
-        assert self.shape
+        Shape(self.layers, self.width, self.inner)  # refuses a size that cannot be
         names = [source.name for source in self.sources]
         if len(set(names)) < len(names):
             raise SelfJudgeError("the same source of prompts is named twice")
@@ -168,25 +168,15 @@ def export(
 ) -> dict[str, Any]:  # fmt: skip
     """Write the compact form, the checkpoint, the card and, last, `run.json`; the student keeps the shipped weights."""
     compact = out / "compact"
-    whole, parameters = top1(student, held_out), dict(student.named_parameters())
-    trained = {name: p.detach().clone() for name, p in parameters.items()}
-
-    def shipped() -> dict[str, float]:
-        with torch.no_grad():
-            found = read_compact(compact)
-            for name, parameter in zip(student.tensors(), parameters.values(), strict=True):
-                parameter.copy_(found[name])
-        return top1(student, held_out)
-
-    size = write_compact(student.tensors(), student.raw, compact)
-    rounded = shipped()
+    whole = top1(student, held_out)
+    trained = {name: tensor.clone() for name, tensor in student.tensors().items()}
+    size = write_compact(trained, student.raw, compact)
+    student.load(read_compact(compact))
+    rounded = top1(student, held_out)
     int8 = whole["all"] - rounded["all"] <= INT8_LOSS
     if not int8:
-        with torch.no_grad():
-            for name, tensor in trained.items():
-                parameters[name].copy_(tensor)
-        size = write_compact(student.tensors(), student.raw, compact, int8=False)
-        shipped()
+        size = write_compact(trained, student.raw, compact, int8=False)
+        student.load(read_compact(compact))
     materialise(compact, pair.target, out)
     with quiet():
         pair.tokenizer.save_pretrained(out)

@@ -84,11 +84,12 @@ def make_prompts(
             texts, report[source.name] = given[source.name], {"given": len(given[source.name])}
         encoded = pair.encode_many(texts)
         short = [ids for ids in encoded if len(ids) <= longest]
-        new = [ids for ids in short if not (tuple(ids) in seen or seen.add(tuple(ids)))]  # type: ignore[func-returns-value]
+        new = [ids for ids in dict.fromkeys(map(tuple, short)) if ids not in seen]
+        seen.update(new)
         report[source.name] |= {
             "too long": len(encoded) - len(short), "repeated": len(short) - len(new), "prompts": len(new),
         }  # fmt: skip
-        rows += [{"source": source.name, "ids": ids, "answers": source.answers} for ids in new]
+        rows += [{"source": source.name, "ids": list(ids), "answers": source.answers} for ids in new]
     if len(rows) < 2:
         raise SelfJudgeError("fewer than two prompts are left to learn from: give more with --prompts")
     random.Random(seed).shuffle(rows)  # noqa: S311

@@ -7,6 +7,7 @@ turns them into an ordinary checkpoint.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +96,11 @@ class Student(nn.Module):
         """Everything that is learned, by the names of the compact form, in the order of the parameters."""
         own = {"proj_in": "model.embed_tokens.weight", "proj_out": "lm_head.weight"} if self.free else {}
         return {own.get(name, name): p.detach() for name, p in self.named_parameters()}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over what `tensors` gives out."""
+        for name, own in self.tensors().items():
+            own.copy_(tensors[name])
 
 
 def _principal(matrix: Tensor, width: int, scale: float) -> Tensor:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from selfjudge.distill.data import Corpus
 from selfjudge.distill.student import Student, distillation_loss
@@ -19,6 +20,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.store import read_tensors, write_tensors
 
 WARM_UP = 100  # steps
+DECAY = 0.01  # of matrices, per unit of learning rate
 CHECKPOINT_SECONDS = 60.0
 
 
@@ -50,14 +52,10 @@ def train(
     """
     device = student.proj_in.device
     parameters = dict(student.named_parameters())
-    matrices, others = ([p for p in parameters.values() if (p.dim() >= 2) == wide] for wide in (True, False))
-    optimiser = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}],
-        lr=rate, betas=(0.9, 0.95), fused=device.type == "cuda",
-    )  # fmt: skip
+    optimisers = make_optimisers(parameters, rate)
     state, best = State(), {name: p.detach().clone() for name, p in parameters.items()}
     if checkpoint.is_file():
-        state, best = _restored(checkpoint, parameters, optimiser)
+        state, best = _restored(checkpoint, parameters, optimisers)
     budget, saved = minutes * 60, time.monotonic()
     last = time.monotonic()
 
@@ -75,9 +73,9 @@ def train(
             batches = corpus.batches(batch_tokens, generator)
             for rows in batches[state.position :]:
                 warm = min(1.0, (state.step + 1) / WARM_UP)
-                for group in optimiser.param_groups:
+                for group in (group for optimiser in optimisers for group in optimiser.param_groups):
                     group["lr"] = rate * warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * share)))
-                loss, count = _step(student, corpus, rows, optimiser, device)
+                loss, count = _step(student, corpus, rows, optimisers, device)
                 running = loss if running is None else 0.98 * running + 0.02 * loss
                 state.step, state.tokens, state.position = state.step + 1, state.tokens + count, state.position + 1
                 if device.type == "cuda" and state.step % 8 == 0:
@@ -103,7 +101,7 @@ def train(
                     told = last
                     notify("training", share)
                 if last - saved > CHECKPOINT_SECONDS:
-                    _save(checkpoint, state, parameters, optimiser, best)
+                    _save(checkpoint, state, parameters, optimisers, best)
                     saved = last = time.monotonic()
                 if share >= 1.0 or state.without_gain >= patience:
                     share = 1.0
@@ -111,25 +109,44 @@ def train(
             else:
                 state.epoch, state.position = state.epoch + 1, 0
     finally:  # also when interrupted: nothing of the training is lost
-        _save(checkpoint, state, parameters, optimiser, best)
+        _save(checkpoint, state, parameters, optimisers, best)
     with torch.no_grad():
         for name, p in parameters.items():
             p.copy_(best[name])
     return state
 
 
+def make_optimisers(parameters: Mapping[str, Tensor], rate: float, *, muon: bool | None = None) -> list[Optimizer]:
+    """Muon for the matrices of the layers (if not said otherwise, where bfloat16 products are fast), AdamW for all else."""
+    cuda = all(p.is_cuda for p in parameters.values())
+    muon = cuda if muon is None else muon
+    layers = [p for name, p in parameters.items() if muon and p.dim() == 2 and name.startswith("model.")]
+    rest = [p for p in parameters.values() if all(p is not q for q in layers)]
+    matrices, vectors = ([p for p in rest if (p.dim() >= 2) == wide] for wide in (True, False))
+    made: list[Optimizer] = [
+        torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}],
+            lr=rate, betas=(0.9, 0.95), fused=cuda,
+        )
+    ]  # fmt: skip
+    if layers:
+        made.append(torch.optim.Muon(layers, lr=rate, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw"))
+    return made
+
+
 def _step(
-    student: Student, corpus: Corpus, rows: Tensor, optimiser: torch.optim.Optimizer, device: torch.device
+    student: Student, corpus: Corpus, rows: Tensor, optimisers: Sequence[Optimizer], device: torch.device
 ) -> tuple[Tensor, int]:
     ids, predicts, log_p, index = corpus.batch(rows, device)
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
         output = student.output()
         hidden = student.hidden(ids)[predicts].to(output.dtype)
     loss = distillation_loss(hidden, output, log_p, index)  # outside: autocast would make its softmax float32
-    optimiser.zero_grad(set_to_none=True)
+    student.zero_grad(set_to_none=True)
     loss.backward()
     torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
-    optimiser.step()
+    for optimiser in optimisers:
+        optimiser.step()
     return loss.detach(), len(index)
 
 
@@ -161,24 +178,21 @@ def top1(student: Student, corpus: Corpus, batch_tokens: int = 32768) -> dict[st
 
 
 def _save(
-    file: Path,
-    state: State,
-    parameters: Mapping[str, Tensor],
-    optimiser: torch.optim.Optimizer,
-    best: dict[str, Tensor],
-) -> None:
+    file: Path, state: State, parameters: Mapping[str, Tensor], optimisers: Sequence[Optimizer], best: Mapping[str, Tensor]
+) -> None:  # fmt: skip
     arrays = {}
     for name, p in parameters.items():
         arrays[f"now.{name}"] = p.detach().cpu().numpy()
         arrays[f"best.{name}"] = best[name].cpu().numpy()
-        if found := optimiser.state.get(p):
-            arrays[f"first.{name}"] = found["exp_avg"].cpu().numpy()
-            arrays[f"second.{name}"] = found["exp_avg_sq"].cpu().numpy()
+        for optimiser in optimisers:
+            for key, tensor in optimiser.state.get(p, {}).items():
+                if key != "step":
+                    arrays[f"{key}.{name}"] = tensor.cpu().numpy()
     write_tensors(file, arrays, vars(state))
 
 
 def _restored(
-    file: Path, parameters: Mapping[str, Tensor], optimiser: torch.optim.Optimizer
+    file: Path, parameters: Mapping[str, Tensor], optimisers: Sequence[Optimizer]
 ) -> tuple[State, dict[str, Tensor]]:
     arrays, metadata = read_tensors(file)
     state = State(**metadata)
@@ -190,10 +204,13 @@ def _restored(
         for name, p in parameters.items():
             p.copy_(torch.from_numpy(arrays[f"now.{name}"]))
             best[name] = torch.from_numpy(arrays[f"best.{name}"]).to(p)
-            if f"first.{name}" in arrays:
-                optimiser.state[p] = {
-                    "step": torch.tensor(float(state.step), device=p.device if p.is_cuda else "cpu"),
-                    "exp_avg": torch.from_numpy(arrays[f"first.{name}"]).to(p),
-                    "exp_avg_sq": torch.from_numpy(arrays[f"second.{name}"]).to(p),
-                }
+    for optimiser in optimisers:
+        keys = ("momentum_buffer",) if isinstance(optimiser, torch.optim.Muon) else ("exp_avg", "exp_avg_sq")
+        owned = {id(p) for group in optimiser.param_groups for p in group["params"]}
+        for name, p in parameters.items():
+            if id(p) in owned and all(f"{key}.{name}" in arrays for key in keys):
+                optimiser.state[p] = {key: torch.from_numpy(arrays[f"{key}.{name}"]).to(p) for key in keys}
+                if "exp_avg" in keys:
+                    step = torch.tensor(float(state.step), device=p.device if p.is_cuda else "cpu")
+                    optimiser.state[p]["step"] = step
     return state, best

@@ -334,7 +334,7 @@ class TritonKernels(Kernels):
             )
             return y
         # large: tiles that one warp group multiplies at once; small: more programs, to have any for every processor
-        block_n, block_k, stages = (64, 64, 5) if inner >= 64 * 132 else (32, 128, 4)
+        block_n, block_k, stages = (64, 64, 5) if inner >= 64 * PROCESSORS else (32, 128, 4)
         _gated[(triton.cdiv(inner, block_n),)](
             x, weight, y, rows, inner, inputs, ROWS=16 if rows <= 16 else 32, BLOCK_N=block_n, BLOCK_K=block_k,
             num_warps=4, num_stages=stages, **self._launch(rows),
