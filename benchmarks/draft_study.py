@@ -53,15 +53,15 @@ def main() -> None:
     parser.add_argument("--target", default="smollm2-135m")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--prompts", nargs="+", default=["self:12000x2", "self-summaries:3000x3", "gsm8k:7473x4",
-                                                         "mbpp:374x12", "dolly:14000x2"])  # fmt: skip
+    parser.add_argument("--prompts", nargs="+", default=["self:14000x2", "self-summaries:3500x2", "gsm8k:7473x4",
+                                                         "mbpp:374x12", "dolly:13500x3"])  # fmt: skip
     parser.add_argument("--shapes", nargs="*", default=["6x256x768", "4x384x1024", "2x576x1536"])
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--final", default="", help="shape to train for longer and to write, such as 4x384x1024")
     parser.add_argument("--final-minutes", type=float, default=7.0)
     parser.add_argument("--batch", type=int, default=1024)
     parser.add_argument("--batch-tokens", type=int, default=65536)
-    parser.add_argument("--rate", type=float, default=2e-3)
+    parser.add_argument("--rate", type=float, default=4e-3)
     parser.add_argument("--held-out", type=int, default=128, help="prompts of each benchmark")
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--device", default=None)

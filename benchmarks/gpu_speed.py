@@ -163,8 +163,8 @@ def shapes() -> None:
     for target_name, draft_name in (("qwen2.5-1.5b", "qwen-draft-8x320"), ("llama-3.1-8b", "llama-3.2-1b")):
         target, draft = (random_model(n, CUDA, torch.bfloat16) for n in (target_name, draft_name))
         prompt = [torch.randint(1000, (300,)).tolist()]
-        ours(target, None, prompt, 0, 256)
-        seconds, _ = ours(target, None, prompt, 0, 256)
+        for _ in range(3):  # the second time a prompt of that length comes its pass is recorded
+            seconds, _ = ours(target, None, prompt, 0, 256)
         theirs(target, prompt, 8)
         slow, _ = theirs(target, prompt, 32)
         row: dict[str, Any] = {
