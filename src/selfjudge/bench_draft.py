@@ -6,13 +6,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from selfjudge.accept import EXACT
 from selfjudge.bench_passes import pass_seconds
 from selfjudge.decode import decode
 from selfjudge.engine import borrowed, common_kind
 from selfjudge.errors import SelfJudgeError
+from selfjudge.label.mismatch import draft_tokens
 from selfjudge.models.pair import Pair
 from selfjudge.respond import respond
 from selfjudge.store import machine, versions
@@ -93,17 +92,13 @@ def accepted(
     return tokens, cycles
 
 
-@torch.no_grad()
 def agreement(pair: Pair, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, batch: int) -> tuple[int, int]:
     """At how many tokens of the target's greedy answers the draft, given all before, would have said the same; of how many."""
     assert pair.draft is not None
-    hits = seen = 0
-    device = pair.draft.device
-    for index, answer, _ in respond(
-        pair.target, prompts, eos_ids=pair.eos_ids, max_new_tokens=max_new_tokens, batch=batch
-    ):
-        ids = torch.tensor([[*prompts[index], *answer]], device=device)
-        logits = pair.draft(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=len(answer)).logits
-        hits += int((logits[0].argmax(-1) == ids[0, -len(answer) :]).sum())
-        seen += len(answer)
-    return hits, seen
+    answers = respond(pair.target, prompts, eos_ids=pair.eos_ids, max_new_tokens=max_new_tokens, batch=batch)
+    sequences = [(prompts[index], answer) for index, answer, _ in answers]
+    said = draft_tokens(pair, sequences)
+    hits = sum(
+        d == y for drafts, (_, answer) in zip(said, sequences, strict=True) for d, y in zip(drafts, answer, strict=True)
+    )
+    return hits, sum(len(answer) for _, answer in sequences)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -335,11 +335,11 @@ def bench_draft(
     _positive(limit=limit, batch=batch, max_new_tokens=max_new_tokens)
 
     from selfjudge.prompts import BUILT_IN, read_prompts
-    from selfjudge.tasks import NAMES, task
+    from selfjudge.tasks import known, task
 
     texts: dict[str, list[Any]] = {}
     for name in prompts or ():
-        if name in NAMES:
+        if known(name):
             one = task(name, data)
             texts[name] = [one.prompt(row) for row in one.examples("test", limit)]
         else:
@@ -368,6 +368,59 @@ def bench_draft(
             "top-1": f"{r['top1']:.1%}",
             **{f"m, γ={g}": f"{r[f'm_gamma_{g}']:.2f}" for g in lengths},
             **{f"predicted × plain, γ={g}": f"{r[f'predicted_speedup_gamma_{g}']:.2f}" for g in lengths},
+        }
+        for r in result["runs"]
+    ])  # fmt: skip
+
+
+@bench_app.command("label")
+def bench_label(
+    pair: PairName = "smollm2-135m",
+    target: Target = None,
+    draft: Draft = None,
+    prompts: Annotated[str, typer.Option(help="Task with checkable answers; arithmetic needs no data.")] = "arithmetic",
+    limit: Annotated[int, typer.Option(help="Most prompts.")] = 8,
+    suffix_length: Annotated[int, typer.Option(help="N: tokens after the substitution that are scored.")] = 20,
+    batch: Annotated[int, typer.Option(help="Responses at a time.")] = 64,
+    max_new_tokens: MaxNew = 128,
+    data: Data = None,
+    as_json: AsJson = False,
+    device: Device = None,
+    dtype: Dtype = None,
+) -> None:
+    """What a label costs: ours, the public call pattern and answer preservation on the same responses.
+
+    Example: selfjudge bench label --limit 4
+    """
+    _positive(limit=limit, batch=batch, max_new_tokens=max_new_tokens)
+
+    from selfjudge.sources import Source, given
+    from selfjudge.tasks import task
+
+    one = task(prompts, data)
+    if not one.checkable:
+        raise SelfJudgeError(f"{prompts} has no checkable answers, which answer preservation needs")
+    asked = given(Source(prompts, limit), data)
+    loaded = _pair(pair, target, draft, device, dtype)
+
+    from selfjudge.bench_label import bench_label as run
+
+    with _status() as notify:
+        result = run(
+            loaded, one, asked, suffix_length=suffix_length, max_new_tokens=max_new_tokens, batch=batch, notify=notify
+        )
+    if as_json:
+        _print_json(result)
+        return
+    typer.echo(f"{result['pair']}, {result['device']}, {result['dtype']}, {_describe(result)}; N = {suffix_length}")
+    _print_rows([
+        {
+            "way": r["name"],
+            "labels": r["labels"],
+            "labels/s": f"{r['labels_per_second']:.3g}",
+            "× public pattern": f"{r['ratio_to_public_pattern']:.1f}",
+            "CPU s/label": f"{r['cpu_seconds_per_label']:.3g}",
+            "target tokens/label": f"{r['target_tokens_per_label']:.0f}",
         }
         for r in result["runs"]
     ])  # fmt: skip
@@ -409,8 +462,8 @@ def distill(
         bool, typer.Option("--free-embeddings", help="Learn embeddings instead of projections of the target's.")
     ] = False,
     batch: Annotated[int, typer.Option(help="Answers at a time, where memory allows.")] = 1024,
-    batch_tokens: Annotated[int, typer.Option(help="Tokens of a training step.")] = 131072,
-    rate: Annotated[float, typer.Option(help="Highest learning rate.")] = 3e-3,
+    batch_tokens: Annotated[int, typer.Option(help="Tokens of a training step.")] = 65536,
+    rate: Annotated[float, typer.Option(help="Highest learning rate.")] = 4e-3,
     seed: Seed = 0,
     data: Data = None,
     as_json: AsJson = False,
@@ -448,6 +501,142 @@ def distill(
         f" ({compact['format']}), {training['steps']} steps; held-out top-1 agreement {shipped['all']:.1%}"
     )
     typer.echo(f'try it: selfjudge generate "Why is the sky blue?" --target {target} --draft {out}')
+
+
+@app.command()
+def label(
+    out: Annotated[Path, typer.Option(help="Folder of the labels.")],
+    pair: PairName = "smollm2-135m",
+    target: Target = None,
+    draft: Draft = None,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="self, self-summaries, a task or a file, each as NAME, NAME:COUNT or NAME@WEIGHT; several times."
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Prompts in all; sources without a count share them by weight.")
+    ] = None,
+    method: Annotated[str, typer.Option(help="selfjudge, autojudge or autojudge+.")] = "selfjudge",
+    suffix_length: Annotated[int, typer.Option(help="N: tokens after the substitution that are scored.")] = 20,
+    tau: Annotated[float | None, typer.Option(help="Score above which a token is acceptable.")] = None,
+    calibrate: Annotated[
+        str | None, typer.Option(help="Find τ on this task's critical tokens; arithmetic needs no data.")
+    ] = None,
+    calibrate_prompts: Annotated[int, typer.Option(help="Prompts for finding τ.")] = 100,
+    reject_recall: Annotated[float, typer.Option(help="Share of the critical tokens that τ must refuse.")] = 0.9,
+    max_new_tokens: MaxNew = 256,
+    batch: Annotated[int | None, typer.Option(help="Responses at a time: 64, on CUDA 1024.")] = None,
+    hidden_dtype: Annotated[str, typer.Option(help="How hidden states are kept: float32 or float16.")] = "float32",
+    shard: Annotated[
+        str, typer.Option(help="i/n: label every n-th prompt from the i-th on; merge the folders later.")
+    ] = "0/1",
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was begun in --out.")] = False,
+    skip_broken: Annotated[
+        bool, typer.Option("--skip-broken", help="Leave out broken lines of a prompts file instead of refusing it.")
+    ] = False,
+    allow_unsafe: Annotated[
+        bool, typer.Option("--allow-unsafe", help="Run generated code even where it cannot be isolated.")
+    ] = False,
+    seed: Seed = 0,
+    data: Data = None,
+    as_json: AsJson = False,
+    device: Device = None,
+    dtype: Dtype = None,
+) -> None:
+    """Label draft tokens as acceptable or not by the target's own likelihoods; no annotation.
+
+    Example: selfjudge label --prompts self:200 --calibrate arithmetic --out labels
+    """
+    from selfjudge.label import Settings
+    from selfjudge.label import label as run
+    from selfjudge.models.pair import chosen_device
+
+    settings = Settings(
+        prompts=tuple(prompts or ("self:500",)), limit=limit, method=method, suffix_length=suffix_length,
+        max_new_tokens=max_new_tokens, tau=tau, calibrate=calibrate, calibrate_prompts=calibrate_prompts,
+        reject_recall=reject_recall, hidden_dtype=hidden_dtype, shard=_shard(shard), skip_broken=skip_broken,
+        allow_unsafe=allow_unsafe, seed=seed,
+        batch=(1024 if chosen_device(device).type == "cuda" else 64) if batch is None else batch,
+    )  # fmt: skip
+    settings.check()
+    loaded = _pair(pair, target, draft, device, dtype)
+    try:
+        with _progress() as update:
+            result = run(
+                loaded, out, settings, data=data, resume=resume, notify=update,
+                warn=lambda text: print(f"selfjudge: {text}", file=sys.stderr),
+            )  # fmt: skip
+    except KeyboardInterrupt:
+        print("selfjudge: interrupted; go on with --resume", file=sys.stderr)
+        raise
+    if as_json:
+        _print_json({k: v for k, v in result.items() if k != "shards"})
+        return
+    threshold = "" if result["tau"] is None else f", τ = {result['tau']:.3f}"
+    typer.echo(
+        f"{out}: {result['rows']} labels from {result['prompts']} prompts, {result['acceptable'] / result['rows']:.1%} acceptable"
+        f" ({result['method']}, N = {result['suffix_length']}{threshold})"
+    )
+
+
+def _shard(text: str) -> tuple[int, int]:
+    first, slash, count = text.partition("/")
+    if not (slash and first.isdigit() and count.isdigit()):
+        raise SelfJudgeError(f"--shard is i/n, such as 0/4, not {text!r}")
+    return int(first), int(count)
+
+
+labels_app = typer.Typer(no_args_is_help=True, help="Label folders: what they hold, and joining them.")
+app.add_typer(labels_app, name="labels")
+
+
+@labels_app.command("merge")
+def labels_merge(
+    folders: Annotated[list[Path], typer.Argument(help="Finished label folders.")],
+    out: Annotated[Path, typer.Option(help="New folder.")],
+    as_json: AsJson = False,
+) -> None:
+    """Join finished label folders of one pair, method and τ.
+
+    Example: selfjudge labels merge part0 part1 --out labels
+    """
+    from selfjudge.label.shards import merge
+
+    result = merge(folders, out)
+    if as_json:
+        _print_json({k: v for k, v in result.items() if k != "shards"})
+        return
+    typer.echo(f"{out}: {result['rows']} labels from {result['prompts']} prompts, {len(result['shards'])} shards")
+
+
+@labels_app.command("info")
+def labels_info(
+    folders: Annotated[list[Path], typer.Argument(help="Finished label folders.")], as_json: AsJson = False
+) -> None:
+    """What label folders hold: rows and acceptable share by source, the spread of scores, τ.
+
+    Example: selfjudge labels info labels
+    """
+    from selfjudge.label.shards import info
+
+    found = {str(folder): info(folder) for folder in folders}
+    if as_json:
+        _print_json(found)
+        return
+    for folder, one in found.items():
+        threshold = "no τ" if one["tau"] is None else f"τ = {one['tau']:.3f}"
+        typer.echo(
+            f"{folder}: {one['target']} with {one['draft']}, {one['method']}, N = {one['suffix_length']}, {threshold}"
+        )
+        _print_rows([
+            {"source": name, "labels": row["rows"], "acceptable": f"{row['acceptable']:.1%}"}
+            for name, row in one["sources"].items()
+        ])  # fmt: skip
+        typer.echo(
+            "scores: " + ", ".join(f"{share} below {value:.2f}" for share, value in one["score_quantiles"].items())
+        )
 
 
 @app.command()
@@ -585,10 +774,25 @@ def _progress() -> Iterator[Any]:
 
         yield say
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
         task = bar.add_task("", total=1.0, visible=False)
-        yield lambda stage, share: bar.update(task, description=stage, completed=share, visible=True)
+        current = ""
+
+        def show(stage: str, share: float) -> None:
+            nonlocal current
+            if stage.split(":")[0] != current:  # what is left is said of the stage
+                current = stage.split(":")[0]
+                bar.reset(task)
+            bar.update(task, description=stage, completed=share, visible=True)
+
+        yield show
 
 
 @contextmanager

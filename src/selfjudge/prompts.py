@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from selfjudge.errors import SelfJudgeError
 
@@ -43,9 +45,13 @@ BUILT_IN: tuple[tuple[str, str], ...] = (
 )  # fmt: skip
 
 
-def read_prompts(path: Path) -> list[str | list[dict[str, str]]]:
-    """A prompts file: one JSON object a line with `prompt` (a string) or `messages` (a conversation)."""
+def read_prompts(path: Path, *, skip_broken: Callable[[str], None] | None = None) -> list[str | list[dict[str, str]]]:
+    """A prompts file: one JSON object a line with `prompt` (a string) or `messages` (a conversation); `.txt`: a prompt a line.
+
+    A line that is neither is refused; with `skip_broken` it is left out, and that is told which lines they were.
+    """
     prompts: list[str | list[dict[str, str]]] = []
+    broken: list[int] = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -53,14 +59,29 @@ def read_prompts(path: Path) -> list[str | list[dict[str, str]]]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
+        if path.suffix == ".txt":
+            prompts.append(line.strip())
+            continue
         try:
-            row = json.loads(line)
-            prompt = row["messages"] if "messages" in row else row["prompt"]
-            if not (isinstance(prompt, str) or all(isinstance(m, dict) for m in prompt)):
-                raise TypeError(prompt)
-            prompts.append(prompt)
+            prompts.append(_prompt(json.loads(line)))
         except (ValueError, KeyError, TypeError):
-            raise SelfJudgeError(f'{path}, line {number}: expected a JSON object with "prompt" or "messages"') from None
+            broken.append(number)
+    if broken:
+        which = (
+            f"line{'s' if len(broken) > 1 else ''} {', '.join(map(str, broken[:5]))}{' …' if len(broken) > 5 else ''}"
+        )
+        if skip_broken is None:
+            raise SelfJudgeError(f'{path}, {which}: expected a JSON object with "prompt" or "messages"')
+        skip_broken(f"{path}: left out {which} ({len(broken)} of {len(prompts) + len(broken)})")
     if not prompts:
         raise SelfJudgeError(f"{path} holds no prompt")
     return prompts
+
+
+def _prompt(row: dict[str, Any]) -> str | list[dict[str, str]]:
+    prompt = row["messages"] if "messages" in row else row["prompt"]
+    if isinstance(prompt, str) and prompt.strip():
+        return prompt
+    if isinstance(prompt, list) and prompt and all(isinstance(m, dict) for m in prompt):
+        return prompt
+    raise TypeError(prompt)

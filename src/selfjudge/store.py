@@ -117,13 +117,18 @@ def read_tensors(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def locked(path: Path, waiting: str | None = None) -> Iterator[None]:
-    """Hold an exclusive lock on `path`. The kernel frees it when the process ends, kill -9 included: no stale locks."""
+def locked(path: Path, waiting: str | None = None, refuse: str | None = None) -> Iterator[None]:
+    """Hold an exclusive lock on `path`. The kernel frees it when the process ends, kill -9 included: no stale locks.
+
+    Where another process holds it, this one waits and says `waiting`, or gives up with the error `refuse`.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            if refuse:
+                raise SelfJudgeError(refuse) from None
             if waiting:
                 print(waiting, file=sys.stderr)
             fcntl.flock(file, fcntl.LOCK_EX)

@@ -92,23 +92,28 @@ def test_products_of_few_rows(rows: int, inputs: int) -> None:
         torch.testing.assert_close(ours.gated(x, w).float(), exact, atol=5e-2, rtol=3e-2)
 
 
-def test_whole_bfloat16_passes_agree_with_torch_operations() -> None:
-    """Logits of whole passes through the split products and dependent launches, recorded and replayed, one engine for all."""
+def test_whole_bfloat16_passes_are_as_exact_as_torch_operations() -> None:
+    """Logits of whole passes through the split products and dependent launches, recorded and replayed, one engine for all:
+    not further from float32 than the same passes by torch's own operations, up to luck."""
     model = tiny_model(seed=1, hidden_size=64, head_dim=16).to(CUDA, torch.bfloat16)
-    fast, plain = CudaEngine(model), CudaEngine(model)
-    plain.__dict__["_kernels"] = Kernels()
+    whole = tiny_model(seed=1, hidden_size=64, head_dim=16)
+    whole.load_state_dict(model.state_dict())
+    fast, plain, exact = CudaEngine(model), CudaEngine(model), CudaEngine(whole.to(CUDA, torch.float32))
+    for engine in (plain, exact):
+        engine.__dict__["_kernels"] = Kernels()
     for batch, lengths in ((1, [40]), (1, [50]), (1, [37]), (3, [5, 33, 20]), (3, [9, 34, 21]), (1, [60])):
         prompts = prompts_of(lengths)
         tokens = torch.tensor([[0] * (max(lengths) - len(p)) + p for p in prompts], device=CUDA)
         counts = torch.tensor(lengths, device=CUDA)
         step = torch.randint(3, VOCAB, (batch, 4), device=CUDA)
         found = []
-        for engine in (fast, plain):
+        for engine in (fast, plain, exact):
             engine.reserve(batch, 80)
             first = engine.prefill(tokens, counts).logits.clone()
-            found.append((first, engine.extend(step).logits.clone()))
-        for ours, theirs in zip(*found, strict=True):
-            torch.testing.assert_close(ours, theirs, atol=5e-2, rtol=5e-2)
+            found.append((first.float(), engine.extend(step).logits.clone().float()))
+        for ours, theirs, true in zip(*found, strict=True):
+            assert (ours - true).abs().mean() < 2 * (theirs - true).abs().mean() + 0.01
+            assert (ours - true).abs().max() < 3 * (theirs - true).abs().max() + 0.05
 
 
 def test_one_engine_serves_batches_of_many_sizes() -> None:

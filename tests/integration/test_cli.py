@@ -184,6 +184,8 @@ def _wrong(checkpoints: dict[str, str], tmp: Path) -> dict[str, list[str]]:
     (tmp / "numbers.jsonl").write_text('{"prompt": 5}\n')
     ask = ["generate", "w1 w2", *target, *draft]
     distill = ["distill", *target, "--out", str(tmp / "draft")]
+    (tmp / "asked.jsonl").write_text('{"prompt": "w5 w6"}\n{"prompt": "w9 w8 w7"}\n')
+    label = ["label", *target, *draft, "--prompts", str(tmp / "asked.jsonl"), "--max-new-tokens", "24"]
     shutil.copytree(checkpoints["target"], tmp / "bare")
     (tmp / "bare" / "chat_template.jinja").unlink()
     return {
@@ -218,6 +220,7 @@ def _wrong(checkpoints: dict[str, str], tmp: Path) -> dict[str, list[str]]:
         "gammas": ["bench", "decode", *target, *draft, "--gammas", "1,x"],
         "confidence": [*ask, "--confidence", "1.5"],
         "data": [*distill, "--prompts", "gsm8k"],
+        "split": [*distill, "--prompts", "math500"],
         "nothing": [*distill, "--prompts", "self:0"],
         "source": [*distill, "--prompts", "self:5xq"],
         "twice": [*distill, "--prompts", "self:5", "--prompts", "self:6"],
@@ -225,6 +228,17 @@ def _wrong(checkpoints: dict[str, str], tmp: Path) -> dict[str, list[str]]:
         "minutes": [*distill, "--minutes", "0"],
         "strangers": ["distill", *target, "--out", str(tmp)],
         "chat template": ["distill", "--target", str(tmp / "bare"), "--out", str(tmp / "draft")],
+        "no tau": [*label, "--out", str(tmp / "none")],
+        "both taus": [*label, "--out", str(tmp / "new"), "--tau", "-5", "--calibrate", "arithmetic"],
+        "uncheckable": [*label, "--out", str(tmp / "new"), "--calibrate", "dolly"],
+        "open prompts": [*label, "--out", str(tmp / "new"), "--method", "autojudge"],
+        "method": [*label, "--out", str(tmp / "new"), "--method", "magic"],
+        "begun": [*label, "--out", str(tmp / "none"), "--tau", "-5"],
+        "weights": ["label", *target, *draft, "--prompts", "self@2", "--tau", "-5", "--out", str(tmp / "new")],
+        "shard": [*label, "--out", str(tmp / "new"), "--tau", "-5", "--shard", "3"],
+        "unfinished": ["labels", "info", str(tmp / "none")],
+        "no labels": ["labels", "merge", str(tmp), "--out", str(tmp / "new")],
+        "bench label": ["bench", "label", *target, *draft, "--prompts", "dolly"],
         "option": ["generate", "hi", "--no-such-option"],
         "argument": ["generate"],
     }  # fmt: skip
@@ -241,7 +255,7 @@ def test_every_row_of_the_bad_input_table(run, checkpoints: dict[str, str], tmp_
         matching = {pattern for pattern in documented if pattern.fullmatch(err.strip())}
         assert matching, f"{name}: not in docs/errors.md: {err}"
         unseen -= matching
-    # test_pull, test_decode, test_distill
+    # test_pull, test_decode, test_distill, test_tasks, test_sandbox, test_label
     elsewhere = (
         "cannot fetch",
         "converting",
@@ -250,6 +264,12 @@ def test_every_row_of_the_bad_input_table(run, checkpoints: dict[str, str], tmp_
         "non-finite",
         "was begun",
         "cannot write",
+        "cannot load",
+        "ROUGE needs",
+        "generated code",
+        "another process works",
+        "and .* differ in",
+        "there is no mismatch",
     )
     missing = [
         p.pattern

@@ -16,6 +16,7 @@ from selfjudge.models.embedded import EMBEDDED
 from selfjudge.models.pair import Pair
 from selfjudge.models.pull import _part
 from selfjudge.prompts import BUILT_IN
+from selfjudge.respond import respond
 from selfjudge.shells import generate, stream
 
 PROMPTS = [text for _, text in BUILT_IN]
@@ -117,3 +118,43 @@ def test_a_gguf_file_is_the_checkpoint_that_pull_makes_of_it(embedded: Pair, tmp
     assert direct.eos_ids == embedded.eos_ids
     (one,), (two,) = (generate(p, PROMPTS[:1], gamma=3, max_new_tokens=24) for p in (direct, embedded))
     assert one.text[:40] == two.text[:40]  # the cache keeps 11 bits of each weight
+
+
+@pytest.mark.parametrize("suffix_length", [0, 5, 20])
+def test_packed_scores_equal_one_sequence_at_a_time(embedded: Pair, suffix_length: int) -> None:
+    """Prompts of very different lengths in one batch, places at the beginning, in the middle and at the end."""
+    from selfjudge.label.mismatch import draft_tokens
+    from selfjudge.label.score import Case, Scorer
+
+    long = "Summarise: " + "The council met on Tuesday and voted for the bridge. " * 6
+    prompts = [embedded.encode(text) for text in ("Hi!", "What is 15% of 240?", long)]
+    responses = [
+        tokens
+        for _, tokens, _ in sorted(respond(embedded.target, prompts, eos_ids=embedded.eos_ids, max_new_tokens=30))
+    ]
+    drafts = draft_tokens(embedded, list(zip(prompts, responses, strict=True)))
+    cases = []
+    for prompt, response, said in zip(prompts, responses, drafts, strict=True):
+        places = sorted({0, 1, len(response) // 2, len(response) - 2, len(response) - 1})
+        cases.append(Case(prompt, response, places, [said[p] if said[p] != response[p] else 37 for p in places]))
+    for case, scores in zip(cases, Scorer(embedded.target, suffix_length=suffix_length)(cases), strict=True):
+        compare_with_naive(embedded.target, case, scores, suffix_length)
+
+
+def compare_with_naive(model, case, scores, suffix_length: int) -> None:  # type: ignore[no-untyped-def]
+    def read(tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.no_grad():
+            states = model.model(torch.tensor([tokens]), use_cache=False).last_hidden_state[0]
+            return model.lm_head(states).log_softmax(-1), states
+
+    whole, own = read([*case.prompt, *case.response])
+    for k, (place, draft) in enumerate(zip(case.places, case.drafts, strict=True)):
+        at = len(case.prompt) + place
+        after = list(case.response[place + 1 : place + 1 + suffix_length])
+        other, states = read([*case.prompt, *case.response[:place], draft, *after])
+        prefix = float(whole[at - 1, draft] - whole[at - 1, case.response[place]])
+        suffix = float(sum(other[at + i, t] - whole[at + i, t] for i, t in enumerate(after)))
+        assert abs(float(scores.prefix()[k]) - prefix) < 1e-3
+        assert abs(float(scores.suffix(suffix_length)[k]) - suffix) < 1e-3
+        for found, expected in ((scores.hidden_draft[k], states[at]), (scores.hidden_target[k], own[at])):
+            assert (torch.from_numpy(found) - expected).norm() <= 1e-4 * expected.norm()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +22,20 @@ from torch import Tensor
 import selfjudge.distill
 import selfjudge.distill.data as data_module
 import selfjudge.distill.student as student_module
+import selfjudge.forced as forced_module
 from conftest import CONFIGS, VOCAB, tiny_model
 from selfjudge.distill import Settings, distill
-from selfjudge.distill.data import Corpus, Job, Source, chunks, jobs, largest, teacher
+from selfjudge.distill.data import Corpus, Job, chunks, jobs, largest, teacher
 from selfjudge.distill.student import Shape, Student, distillation_loss
 from selfjudge.distill.train import State, top1, train
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.convert import draft_model, materialise, read_compact, write_compact
 from selfjudge.models.pair import Pair
 from selfjudge.shells import generate
+from selfjudge.sources import Source
 from selfjudge.store import read_tensors, write_tensors
 
+train_module = sys.modules["selfjudge.distill.train"]  # the package has a function of that name
 CHAT = "{% for m in messages %}<s> {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w0{% endif %}"
 CPU = torch.device("cpu")
 
@@ -125,8 +130,8 @@ def test_largest_is_topk(size: int, k: int) -> None:
 def test_the_teacher_is_the_targets_own_distribution(
     kind: str, tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data_module, "TEACHER_TOKENS", {"cpu": 40})
-    monkeypatch.setattr(data_module, "TEACHER_LOGITS", {"cpu": 7 * VOCAB})
+    monkeypatch.setattr(forced_module, "TOKENS", {"cpu": 40})
+    monkeypatch.setattr(data_module, "LOGITS", {"cpu": 7 * VOCAB})
     options = {"final_logit_softcapping": 2.0} if kind == "gemma2" else {}
     pair = replace(tiny_pair, target=tiny_model(kind, seed=3, **options))
     _, sequences = made_up([(3, 5), (1, 9), (12, 1), (4, 4), (2, 20), (6, 6)])
@@ -322,6 +327,36 @@ def test_training_goes_on_where_it_was(tmp_path: Path) -> None:
     with pytest.raises(SelfJudgeError, match="another shape") as caught:
         train(Student(target, Shape(1, 128)), corpus, corpus, tmp_path / "train", minutes=1, notify=lambda *_: None)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("muon", [False, True])
+def test_an_interrupted_training_ends_in_the_same_weights(
+    muon: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state of every optimiser travels with the checkpoint."""
+    monkeypatch.setattr(train_module, "make_optimisers", partial(train_module.make_optimisers, muon=muon))
+    target = tiny_model(seed=4)
+    corpus = learnable(target)
+
+    def run(name: str, evaluations_until: int | None = None) -> Student:
+        student, seen = Student(target, Shape(1, 64)), 0
+
+        def notify(stage: str, share: float) -> None:
+            nonlocal seen
+            seen += stage.startswith("training:")
+            if seen == evaluations_until:
+                raise KeyboardInterrupt
+
+        options: dict[str, Any] = {"rate": 5e-3, "batch_tokens": 100, "patience": 99, "notify": notify}
+        train(student, corpus, corpus, tmp_path / name, minutes=1, steps=6, **options)
+        return student
+
+    whole = run("whole")
+    with pytest.raises(KeyboardInterrupt):
+        run("parts", evaluations_until=3)
+    parts = run("parts")
+    for one, other in zip(whole.parameters(), parts.parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_training_that_patience_ended_is_not_taken_up_again(tmp_path: Path) -> None:

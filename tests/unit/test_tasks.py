@@ -1,18 +1,25 @@
-"""Tasks: their files, splits and prompts; on made-up data always, on the published data where it is at hand."""
+"""Tasks: files, splits, prompts, answers and scores; on made-up data always, on the published data where it is at hand."""
 
 from __future__ import annotations
 
 import gzip
 import json
 import os
+import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.tasks import NAMES, Task, task
+from selfjudge.tasks import NAMES, Task, known, plain, task
+from selfjudge.tasks.answers import boxed, code_block, final_number, final_words, numbers, same_number, tagged
+from selfjudge.tasks.arithmetic import Arithmetic
+from selfjudge.tasks.latex import normalised, same_maths
+from selfjudge.tasks.livecodebench import fold
 
 MADE_UP: dict[str, dict[str, list[dict[str, Any]]]] = {
     "gsm8k": {
@@ -31,7 +38,33 @@ MADE_UP: dict[str, dict[str, list[dict[str, Any]]]] = {
             for n in range(1030)
         ]
     },
-    "cnn_dailymail": {"test_first500.jsonl": [{"id": f"a{n}", "article": f"Story {n}.", "highlights": ""} for n in range(3)]},
+    "cnn_dailymail": {"test_first500.jsonl": [{"id": f"a{n}", "article": f"Story {n}.", "highlights": f"The story {n}."} for n in range(3)]},
+    "math500": {
+        "test.jsonl": [{"problem": f"What is {n}/2?", "answer": f"\\frac{{{n}}}{{2}}", "unique_id": f"test/{n}.json"} for n in range(3)]
+    },
+    "mmlu": {
+        f"{split}.jsonl": [
+            {"subject": "bird_watching", "question": f"{split} {n}?", "choices": ["a", "b", "c", "d"], "answer": n % 4}
+            for n in range(6)
+        ]
+        for split in ("dev", "test")
+    },
+    "livecodebench": {
+        "release_v1_public_tests.jsonl": [
+            {
+                "question_id": f"q{n}", "question_content": f"Add {n}.", "starter_code": "class Solution:\n    def add(self, a: List[int]) -> int:\n        ",
+                "public_test_cases": json.dumps([{"input": "[1]", "output": f"{n + 1}", "testtype": "functional"}]), "metadata": '{"func_name": "add"}',
+            }
+            for n in range(20)
+        ],
+        "derived_v5_window_279_sample_tests.jsonl": [
+            {
+                "question_id": f"r{n}", "question_content": f"Double {n}.", "starter_code": "", "func_name": None,
+                "sample_tests_parsed": [{"input": "3", "output": "6", "testtype": "stdin"}, {"input": "4", "output": "8", "testtype": "stdin"}],
+            }
+            for n in range(20)
+        ],
+    },
 }  # fmt: skip
 
 
@@ -50,12 +83,12 @@ def made_up(tmp_path: Path) -> Path:
     return write(tmp_path / "data", zipped=False)
 
 
-@pytest.fixture(params=NAMES)
-def published(request: pytest.FixtureRequest) -> Task:
+def at_hand(name: str) -> Task:
+    """A task with its published data; skips the test if there is none."""
     folder = Path(os.environ.get("SELFJUDGE_DATA") or Path(__file__).parents[3] / "shared" / "data")
-    if not (folder / request.param).is_dir():
+    if name != "arithmetic" and not (folder / name).is_dir():
         pytest.skip(f"no data in {folder}")
-    return task(request.param, folder)
+    return task(name, folder)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -73,11 +106,16 @@ def test_plain_and_gzipped_files_are_the_same(tmp_path: Path, name: str) -> None
 def test_prompts(made_up: Path) -> None:
     first = {name: task(name, made_up).examples("test")[0] for name in NAMES}
     asked = {name: task(name, made_up).prompt(row) for name, row in first.items()}
+    for name in ("livecodebench", "arithmetic"):
+        del asked[name]
     assert asked == {
         "gsm8k": 'What is 0 − 1?\nReason step by step, then end with "The final answer is [answer]".',
         "mbpp": "Write f11.\nYour code should pass this test:\nassert f11() == 11",
         "dolly": "Say 30.\n\nContext 30.",
         "cnn_dailymail": "Summarize the following article in a few sentences.\n\nStory 0.",
+        "math500": "What is 0/2?\nReason step by step, then give the final answer between [answer] and [/answer].",
+        "mmlu": "Here is a multiple-choice question about bird watching.\n\ntest 0?\n(A) a\n(B) b\n(C) c\n(D) d\n\n"
+        'Reason step by step, then end with "The answer is (X)", where X is the letter of the right choice.',
     }
     assert task("dolly").prompt({"instruction": "Sing.", "context": " "}) == "Sing."
 
@@ -120,7 +158,12 @@ def _truncated(folder: Path) -> None:
         (lambda data: task("gsm8k", data).examples("validation"), "no split 'validation'; it has: train, test"),
         (lambda data: task("cnn_dailymail", data).examples("train"), "no split 'train'"),
         (lambda data: task("gsm8k", data / "nowhere").examples("test"), "nowhere/gsm8k/test.jsonl or"),
-        (lambda data: task("gsm8k").examples("test"), "--data DIR or set SELFJUDGE_DATA"),
+        (lambda data: task("math500", data).examples("train"), "math500 has no split 'train'; it has: test"),
+        (lambda data: task("mmlu", data).examples("train"), "mmlu has no split 'train'; it has: dev, test"),
+        (lambda data: task("gsm8k").examples("test"), "--data DIR or set SELFJUDGE_DATA, or install datasets"),
+        (lambda data: task("cnn_dailymail").score({"highlights": ""}, ""), "ROUGE needs rouge-score: pip install"),
+        (lambda data: task(f"file:{data}/nothing.jsonl").examples("all"), "nothing.jsonl does not exist"),
+        (lambda data: [(data / "f.jsonl").write_text('{"prompt": "x"}\n{"prompt": 5}'), task(f"file:{data}/f.jsonl").examples("all")], "f.jsonl, line 2: expected"),
         (lambda data: [_truncated(data), task("gsm8k", data).examples("test")], "cannot read"),
         (lambda data: [_corrupt(data), task("gsm8k", data).examples("test")], "cannot read"),
         (
@@ -132,21 +175,342 @@ def _truncated(folder: Path) -> None:
 )  # fmt: skip
 def test_refusals(ask: Callable[[Path], object], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SELFJUDGE_DATA", raising=False)
+    for name in ("datasets", "rouge_score"):
+        monkeypatch.setitem(sys.modules, name, None)  # not installed
     folder = write(tmp_path / "data", zipped=True)
     with pytest.raises(SelfJudgeError, match=message) as caught:
         ask(folder)
     assert "\n" not in str(caught.value)
 
 
-def test_published_rows(published: Task) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_published_rows(name: str) -> None:
+    published = at_hand(name)
     prompts: dict[str, set[str]] = {}
-    ids: list[str] = []
+    questions: dict[str, set[str]] = {}
     for split in published.splits:
         rows = published.examples(split)
         assert len(rows) >= 90
-        ids += [row["id"] for row in rows]
-        prompts[split] = {published.prompt(row) for row in rows}
-        assert all(text.strip() for text in prompts[split])
-    assert len(set(ids)) == len(ids)
-    for split, asked in prompts.items():
-        assert split == "test" or not asked & prompts["test"]
+        assert len({row["id"] for row in rows}) == len(rows)
+        prompts[split] = {plain(published.prompt(row)) for row in rows}
+        questions[split] = {published.question(row) for row in rows}
+        assert all(prompts[split])
+    for split in published.splits:
+        kind, _, k = split.partition("-")
+        if kind in ("test", "all"):
+            continue
+        test = f"test-{k}" if k else "test"
+        assert not prompts[split] & prompts[test], (split, test)
+        assert not questions[split] & questions[test], (split, test)
+
+
+SOLUTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "gsm8k": lambda row: row["answer"],
+    "math500": lambda row: row["solution"],
+    "mmlu": lambda row: f"It follows.\n\n**The answer is ({'ABCD'[row['answer']]}).**",
+    "arithmetic": lambda row: f"So 2 + 3 = 5.\nThe final answer is {row['answer'].split()[-1]}.",
+}
+
+
+@pytest.mark.parametrize("name", SOLUTIONS)
+def test_published_solutions_are_right(name: str) -> None:
+    published = at_hand(name)
+    rows = published.examples("test")
+    scores = published.score_many(rows, [SOLUTIONS[published.name](row) for row in rows])
+    assert [row["id"] for row, score in zip(rows, scores, strict=True) if score != {"accuracy": 1.0}] == []
+    assert all(published.extract(row, "") is None for row in rows[:5])
+
+
+def test_published_code_passes() -> None:
+    published = at_hand("mbpp")
+    rows = published.examples("test", 4)
+    fenced = [f"```python\n{row['code']}\n```" for row in rows]
+    assert published.score_many(rows, fenced) == [{"pass_rate": 1.0, "tests_passed": 1.0}] * 4
+
+
+def test_livecodebench_asks_as_its_authors_do() -> None:
+    published = at_hand("livecodebench")
+    assert published.folder
+    rows = {row["question_id"]: row for row in published.examples("all")}
+    assert (len(rows), sum(len(row["tests"]) for row in rows.values())) == (679, 1043 + 736)
+    with gzip.open(published.folder / "livecodebench" / "qwq_livecodebench_v5_prompts.jsonl.gz", "rt") as file:
+        given = [json.loads(line) for line in file]
+    assert len(given) == 279
+    assert all(published.prompt(rows[row["question_id"]]) == row["prompt"] for row in given)
+    assert min(Counter(map(fold, rows.values())).values()) > 140
+
+
+def test_folds(made_up: Path) -> None:
+    one = task("livecodebench", made_up)
+    everything = {row["id"] for row in one.examples("all")}
+    seen: set[str] = set()
+    for k in range(4):
+        train, test = ({row["id"] for row in one.examples(f"{part}-{k}")} for part in ("train", "test"))
+        assert train | test == everything
+        assert not train & test
+        assert not seen & test
+        seen |= test
+    assert seen == everything
+    assert one.examples("train") == one.examples("train-0")
+
+
+def test_a_sample_of_mmlu_has_all_subjects(tmp_path: Path) -> None:
+    (tmp_path / "mmlu").mkdir()
+    sizes = {"a": 100, "b": 20, "c": 200}
+    rows = [
+        {"subject": s, "question": f"{s}{n}", "choices": ["1", "2", "3", "4"], "answer": 0}
+        for s, size in sizes.items()
+        for n in range(size)
+    ]
+    (tmp_path / "mmlu" / "test.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    one = task("mmlu", tmp_path)
+    assert Counter(row["subject"] for row in one.examples("test", 32)) == {"a": 10, "b": 2, "c": 20}
+    ids = [[row["id"] for row in one.examples("test", limit)] for limit in (10, 32)]
+    assert set(ids[0]) < set(ids[1])
+    assert len(one.examples("test", 1000)) == 320
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("The final answer is 18.", "18"),
+        ("The final answer is $1,234.50 in total, not 7.", "1234.50"),
+        ("The final answer is: \\boxed{-5}. I am 100% sure.", "-5"),
+        ("The final answer is 3 + 4 = 7.", "7"),
+        ("The final answer is 1. No: the final answer is\n\n**2**", "2"),
+        ("6 - 2 = 4, so 10-4=6 apples", "6"),
+        ("Costs −$3", "-3"),
+        ("The final answer is unknown, but 12 is near", "12"),
+        ("x1 and y2", None),
+        ("", None),
+        ("The final answer is [answer]", None),
+    ],
+)
+def test_numbers_in_texts(text: str, found: str | None) -> None:
+    assert final_number(text) == found
+
+
+def test_other_answers_in_texts() -> None:
+    assert numbers("1,000 or 1,00 or .5 or 2.") == ["1000", "1", "00", ".5", "2"]
+    assert tagged("[answer]1[/answer] no, [ANSWER] 2 [\\answer]") == "2"
+    assert tagged("[answer]") is tagged("[answer][/answer]") is None
+    assert boxed("\\boxed{1} and \\boxed{\\frac{1}{\\sqrt{2}}} {}") == "\\frac{1}{\\sqrt{2}}"
+    assert boxed("\\boxed{\\frac{1}{2}") is boxed("none") is None
+    assert final_words("The answer is: **Paris**. It is a city.") == "Paris"
+    assert final_words("Paris") is None
+    assert code_block("```\na\n```\n```python\nb\n```\n```text\nc\n```") == "b\n"
+    assert code_block("```python\ndef f(): 1\n```\nUse:\n```python\nf()\n```", "def f") == "def f(): 1\n"
+    assert code_block("```py\ncut off") == "cut off"
+    assert code_block("no code") is code_block("```python\n```") is None
+    mmlu = task("mmlu")
+    found = [mmlu.extract({}, text) for text in (
+        "The answer is (B).", "the answer is **(c)**", "The answer is: D", "Is the answer is (A)? The answer is (B)", "answer is \\boxed{A}",
+        "The answer is a bird.", "The answer is Dover.", "(A)",
+    )]  # fmt: skip
+    assert found == ["B", "C", "D", "B", "A", None, None, None]
+
+
+def test_equal_numbers() -> None:
+    one = task("gsm8k")
+    assert one.same({}, "1,000", "1000.0")
+    assert one.same({}, "-3", "−3.00")
+    assert not one.same({}, "10", "100")
+    assert not one.same({}, None, None)
+    assert not one.same({}, "ten", "ten")
+    assert one.gold({"answer": "6 * 2 = <<6*2=12>>12\n#### 1,012"}) == "1012"
+    assert not same_number("1,00", "100")
+
+
+EQUAL = [
+    ("\\frac{1}{2}", "1/2"), ("\\dfrac12", "0.5"), ("\\left( 3, \\frac{\\pi}{2} \\right)", "(3,\\frac{\\pi}{2})"), ("x = 5", "5"),
+    ("10\\%", "10"), ("$1,000$", "1000"), ("5\\text{ cm}", "5"), ("\\text{Evelyn}", "evelyn"), ("90^\\circ", "90"), (".5", "\\frac{2}{4}"),
+    ("\\sqrt2", "\\sqrt{2}"), ("-\\frac{3}{4}", "-0.75"), ("\\$18.90", "18.90."), ("6\\text{ cm}^2", "6"), ("x \\in [2,5]", "[2,5]"),
+]  # fmt: skip
+DIFFERENT = [
+    ("1", "2"),
+    ("x+1", "x+2"),
+    ("", ""),
+    ("\\frac{1}{0}", "1"),
+    ("(1,2)", "(2,1)"),
+    ("1,2", "12"),
+    ("[1,2)", "[1,2]"),
+]
+
+
+def test_equal_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "math_verify", None)  # not installed
+    assert [pair for pair in EQUAL if not same_maths(*pair)] == []
+    assert [pair for pair in DIFFERENT if same_maths(*pair)] == []
+    assert not same_maths("x+y", "y+x")
+    assert normalised("\\left\\{ 1 \\right\\}") == "\\{1\\}"
+
+
+def test_math_verify_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = ModuleType("math_verify")
+    fake.parse = lambda text, parsing_timeout: sorted(text)  # type: ignore[attr-defined]
+    fake.verify = lambda gold, other, timeout_seconds: gold == other  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "math_verify", fake)
+    one = task("math500")
+    assert one.same({}, "x+y", "y+x")
+    assert not one.same({}, "x+y", "x-y")
+    assert not one.same({}, None, "x")
+
+    def fails(*_: object, **__: object) -> None:
+        raise RecursionError
+
+    fake.parse = fails  # type: ignore[attr-defined]
+    assert not one.same({}, "x+y", "y+x")
+
+
+def test_math_verify_itself() -> None:
+    pytest.importorskip("math_verify")
+    assert all(
+        same_maths(*pair) for pair in [*EQUAL, ("x+y", "y+x"), ("2\\sqrt{2}", "\\sqrt{8}"), ("(x+1)^2", "x^2+2x+1")]
+    )
+    assert not any(same_maths(*pair) for pair in DIFFERENT)
+
+
+def test_rouge(made_up: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from selfjudge.tasks import cnn_dailymail
+
+    class Scorer:
+        def __init__(self, measures: tuple[str, ...], use_stemmer: bool) -> None:
+            self.measures = measures
+
+        def score(self, right: str, text: str) -> dict[str, Any]:
+            return {name: SimpleNamespace(fmeasure=float(right == text)) for name in self.measures}
+
+    module = ModuleType("rouge_score.rouge_scorer")
+    module.RougeScorer = Scorer  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "rouge_score", ModuleType("rouge_score"))
+    monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", module)
+    cnn_dailymail._scorer.cache_clear()
+    one = task("cnn_dailymail", made_up)
+    rows = one.examples("test", 2)
+    good, bad = one.score_many(rows, ["The story 0.", "The story 0."])
+    assert (good, bad) == ({"rouge1": 1, "rouge2": 1, "rougeL": 1}, {"rouge1": 0, "rouge2": 0, "rougeL": 0})
+    cnn_dailymail._scorer.cache_clear()
+    assert not one.checkable
+
+
+def test_rouge_itself(made_up: Path) -> None:
+    pytest.importorskip("rouge_score")
+    one = task("cnn_dailymail", made_up)
+    found = one.score(one.examples("test")[0], "The stories 0.")
+    assert set(found) == {"rouge1", "rouge2", "rougeL"}
+    assert found["rouge1"] == 1  # stemmed
+
+
+def test_programs_that_solve(made_up: Path) -> None:
+    one = task("livecodebench", made_up, allow_unsafe=True)
+    call = next(row for row in one.examples("all") if row["function"])
+    stdin = next(row for row in one.examples("all") if not row["function"])
+    n = int(call["tests"][0]["output"]) - 1
+    good = f"```python\nclass Solution:\n    def add(self, a: List[int]) -> int:\n        return sum(a) + {n}\n```"
+    half = "```python\nprint(6 if input() == '3' else 1)\n```"
+    rows, texts = (
+        [call, stdin, stdin, stdin, stdin],
+        [good, "```python\nprint(2 * int(input()))\n```", half, "```\nno\n```", "?"],
+    )
+    answers = one.extract_many(rows, texts)
+    assert answers == ["0", "0,1", "0", "", None]
+    assert [one.worth(row, answer) for row, answer in zip(rows, answers, strict=True)] == [
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert one.score_many(rows, texts) == [
+        {"pass_rate": rate, "tests_passed": share} for rate, share in ((1, 1), (1, 1), (0, 0.5), (0, 0), (0, 0))
+    ]
+    assert not one.same(stdin, answers[1], answers[2])
+    assert one.gold(stdin) == "0,1"
+    mbpp = task("mbpp", made_up, allow_unsafe=True)
+    row = {**mbpp.examples("test")[0], "test_setup_code": "limit = 11"}
+    assert mbpp.extract(row, "```python\ndef f11():\n    return limit\n```") == "0"
+
+
+def test_made_up_problems() -> None:
+    one = Arithmetic()
+    train, test = one.examples("train"), one.examples("test")
+    assert (len(train), len(test)) == (2000, 500)
+    assert one.examples("train") == train
+    assert one.examples("test", 3) == test[:3]
+    asked = [{one.question(row) for row in Arithmetic(seed=seed).examples(split)} for split, seed in (("train", 0), ("train", 1), ("test", 0), ("test", 1))]  # fmt: skip
+    assert not (asked[0] | asked[1]) & (asked[2] | asked[3])
+    assert len(asked[0]) == 2000
+    assert len(asked[0] & asked[1]) < 200
+    assert all(int(one.gold(row) or "") > 0 for row in train)
+    assert len({row["question"].split()[-3] for row in train}) > 5
+
+
+def test_a_file_of_ones_own(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"prompt": f"What is {n} + {n}?", "answer": 2 * n} for n in range(50)]
+    rows += [
+        {"messages": [{"role": "user", "content": "Capital of France?"}], "answer": "Paris", "split": "test"},
+        {"messages": [{"role": "user", "content": "Capital of Spain?"}], "answer": "Madrid", "split": "train"},
+    ]
+    path = tmp_path / "mine.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    assert known(f"file:{path}")
+    assert not known(str(path))
+    one = task(f"file:{path}")
+    train, test = one.examples("train"), one.examples("test")
+    assert len(train) + len(test) == len(one.examples("all")) == 52
+    assert 3 < len(test) < 25
+    assert test[-1]["answer"] == "Paris"
+    assert one.checkable
+    assert one.prompt(test[-1]) == [{"role": "user", "content": "Capital of France?"}]
+    assert one.score(test[-1], "I think the answer is PARIS. Really.") == {"accuracy": 1.0}
+    assert one.score(test[-1], "Rome or 3") == {"accuracy": 0.0}
+    assert one.score(test[0], f"It is {test[0]['answer']}.0") == {"accuracy": 1.0}
+    assert one.score(test[0], f"\\boxed{{{test[0]['answer']}}} or 9") == {"accuracy": 1.0}
+    path.write_text('{"prompt": "Sing."}\n')
+    assert not one.checkable
+    assert one.score(one.examples("all")[0], "La") == {}
+
+
+def test_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a folder, rows come from `datasets`, in the same columns and the same splits."""
+    monkeypatch.delenv("SELFJUDGE_DATA", raising=False)
+    asked: list[tuple[str, str | None, str]] = []
+
+    def load_dataset(name: str, config: str | None = None, *, split: str, **options: Any) -> list[dict[str, Any]]:
+        asked.append((name, config, split))
+        if name == "json":
+            assert all(file.startswith("hf://datasets/livecodebench/") for file in options["data_files"])
+            return MADE_UP["livecodebench"]["release_v1_public_tests.jsonl"]
+        local = next(n for n in NAMES if n in name.lower().replace("-", ""))
+        files = MADE_UP[local]
+        return files.get(f"{split}.jsonl") or list(reversed(next(iter(files.values()))))
+
+    fake = ModuleType("datasets")
+    fake.load_dataset = load_dataset  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    for name in NAMES:
+        one = task(name)
+        for split in one.splits:
+            rows = one.examples(split)
+            assert len({row["id"] for row in rows}) == len(rows) > 0
+            assert all(one.prompt(row) for row in rows)
+    assert set(asked) == {
+        ("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test"), ("HuggingFaceH4/MATH-500", None, "test"),
+        ("cais/mmlu", "all", "dev"), ("cais/mmlu", "all", "test"), ("abisee/cnn_dailymail", "3.0.0", "test"),
+        ("json", None, "train"), ("google-research-datasets/mbpp", "full", "train"), ("google-research-datasets/mbpp", "full", "test"),
+        ("google-research-datasets/mbpp", "full", "validation"), ("databricks/databricks-dolly-15k", None, "train"),
+    }  # fmt: skip
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise ConnectionError("no route\nto host")
+
+    fake.load_dataset = unreachable  # type: ignore[attr-defined]
+    with pytest.raises(SelfJudgeError, match=r"cannot load openai/gsm8k from the hub \(no route\): check"):
+        task("gsm8k").examples("test")
+
+
+def test_the_hubs_dolly_is_sorted_as_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    published = at_hand("dolly")
+    rows = [{k: v for k, v in row.items() if k != "id"} for row in published.rows("train") + published.rows("test")]
+    monkeypatch.setattr("selfjudge.tasks.hub_rows", lambda *_, **__: rows[::-1])
+    assert published.from_hub("test") == rows

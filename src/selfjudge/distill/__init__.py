@@ -20,13 +20,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from selfjudge.distill.data import SELF, Corpus, Source, given_prompts, make_answers, make_prompts
+from selfjudge.distill.data import Corpus, make_answers, make_prompts
 from selfjudge.distill.student import Shape, Student
 from selfjudge.distill.train import State, top1, train
 from selfjudge.engine import release
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.convert import materialise, quiet, read_compact, write_compact
 from selfjudge.models.pair import Pair
+from selfjudge.sources import SELF, Source, given
 from selfjudge.store import locked, provenance, read_json, read_tensors, sha256, write_json
 
 INT8_LOSS = 0.002  # of top-1 agreement: what int8 rows may cost before float16 is kept
@@ -48,8 +49,8 @@ class Settings:
     max_prompt_tokens: int = 1536
     held_out: int = 256
     top_k: int = 16
-    rate: float = 3e-3
-    batch_tokens: int = 131072
+    rate: float = 4e-3
+    batch_tokens: int = 65536
     seed: int = 0
 
     @property
@@ -92,7 +93,7 @@ def distill(
         if not (out / "work" / "prompts.safetensors").is_file():
             for source in settings.sources:  # before anything is written
                 if source.name not in SELF:
-                    given_prompts(source, data)
+                    given(source, data)
         out.mkdir(parents=True, exist_ok=True)
         with locked(out / ".lock", waiting=f"waiting for another process that works on {out} …"):
             if (finished := _same_settings(out, pair, settings)) is not None:

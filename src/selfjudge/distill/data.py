@@ -7,7 +7,7 @@ follows from the seed, so that another machine of the same kind makes the same d
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,52 +18,15 @@ from torch import Tensor
 
 from selfjudge.accept import Sampling
 from selfjudge.errors import SelfJudgeError
+from selfjudge.forced import GRID, Sequences, forced, logits_of, width
 from selfjudge.models.pair import Pair
-from selfjudge.prompts import read_prompts
 from selfjudge.respond import respond
-from selfjudge.self_written import written_passages, written_prompts
+from selfjudge.sources import SELF, Notify, Source, given, written
 from selfjudge.store import read_tensors, write_tensors
-from selfjudge.tasks import NAMES, task
-from selfjudge.tasks.cnn_dailymail import summarise
 
 CHUNK = 4096  # answers per file
-TEACHER_TOKENS = {"cuda": 131072}  # tokens of a pass of the target, by device
-TEACHER_LOGITS = {"cuda": 1 << 29}  # logits at a time
+LOGITS = {"cuda": 1 << 29}  # at a time, by device
 TEMPERATURES = (0.7, 1.0)
-SELF = ("self", "self-summaries")
-
-Notify = Callable[[str, float], None]
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where prompts come from: `self`, `self-summaries`, a task's training split or a file."""
-
-    name: str
-    count: int | None
-    answers: int
-    """Per prompt: one greedy, the others sampled."""
-
-    @classmethod
-    def parse(cls, text: str, answers: int) -> Source:
-        """`NAME`, `NAME:COUNT` or `NAME:COUNTxANSWERS`, such as `self:20000` or `gsm8k:7000x4`."""
-        name, colon, numbers = text.rpartition(":")
-        if not colon or not numbers[:1].isdigit():
-            return cls(text, 20000 if text in SELF else None, answers)
-        count, _, each = numbers.partition("x")
-        try:
-            made = cls(name, int(count), int(each) if each else answers)
-        except ValueError:
-            raise SelfJudgeError(f"prompts are NAME, NAME:COUNT or NAME:COUNTxANSWERS, not {text!r}") from None
-        if not made.count or made.answers < 1:
-            raise SelfJudgeError(f"{text!r} asks for nothing: counts must be at least 1")
-        return made
-
-    @property
-    def licence(self) -> str:
-        if self.name in SELF:
-            return "written by the target"
-        return task(self.name).licence if self.name in NAMES else "given by the user"
 
 
 def make_prompts(
@@ -76,13 +39,13 @@ def make_prompts(
     rows: list[dict[str, Any]] = []
     report: dict[str, Any] = {}
     seen: set[tuple[int, ...]] = set()
-    given = {source.name: given_prompts(source, data) for source in sources if source.name not in SELF}
+    found = {source.name: given(source, data) for source in sources if source.name not in SELF}
     for source in sources:
         if source.name in SELF:
-            texts, report[source.name] = _written(pair, source, seed, batch, notify)
+            asked, report[source.name] = written(pair, source, seed, batch, notify)
         else:
-            texts, report[source.name] = given[source.name], {"given": len(given[source.name])}
-        encoded = pair.encode_many(texts)
+            asked, report[source.name] = found[source.name], {"given": len(found[source.name])}
+        encoded = pair.encode_many([one.prompt for one in asked])
         short = [ids for ids in encoded if len(ids) <= longest]
         new = [ids for ids in dict.fromkeys(map(tuple, short)) if ids not in seen]
         seen.update(new)
@@ -113,41 +76,6 @@ def _read_prompts(file: Path) -> list[dict[str, Any]]:
         {"source": metadata["sources"][s], "ids": i.tolist(), "answers": int(a), "held_out": bool(h)}
         for i, s, a, h in zip(ids, arrays["sources"], arrays["answers"], arrays["held_out"], strict=True)
     ]
-
-
-def given_prompts(source: Source, data: Path | None) -> list[Any]:
-    """The prompts of a task's training split or of a file."""
-    if source.name in NAMES:
-        one = task(source.name, data)
-        return [one.prompt(row) for row in one.examples("train", source.count)]
-    return list(read_prompts(Path(source.name).expanduser())[: source.count])
-
-
-def _written(pair: Pair, source: Source, seed: int, batch: int, notify: Notify) -> tuple[list[Any], dict[str, Any]]:
-    """Prompts that the target writes itself."""
-    count = source.count
-    assert count is not None
-    articles = source.name == "self-summaries"
-    stage = "the target writes articles" if articles else "the target writes prompts"
-    done, shown = 0, -1
-
-    def tell(tokens: int) -> None:
-        nonlocal done, shown
-        done += tokens
-        percent = min(100, 100 * done // (count * (600 if articles else 60)))
-        if percent > shown:
-            shown = percent
-            notify(stage, percent / 100)
-
-    if not articles:
-        return written_prompts(
-            pair.target, pair.tokenizer, count, eos_ids=pair.eos_ids, special_ids=pair.special_ids, seed=seed,
-            batch=batch, notify=tell,
-        )  # fmt: skip
-    passages = written_passages(
-        pair.target, pair.tokenizer, count, eos_ids=pair.eos_ids, seed=seed, batch=batch, notify=tell
-    )
-    return [summarise(text) for text in passages], {"written": count, "kept": len(passages)}
 
 
 @dataclass(frozen=True)
@@ -223,37 +151,18 @@ def make_answers(
 
 
 @torch.no_grad()
-def teacher(pair: Pair, sequences: Sequence[tuple[list[int], list[int]]], k: int) -> tuple[Any, Any]:
+def teacher(pair: Pair, sequences: Sequences, k: int) -> tuple[Any, Any]:
     """[R, k] log-probabilities (float16) and ids (int32) at every token of every answer, in order."""
-    device = pair.target.device
-    body, head = pair.target.base_model, pair.target.get_output_embeddings()
-    cap = getattr(pair.target.config.get_text_config(), "final_logit_softcapping", None)
-    vocabulary = head.weight.shape[0]
+    vocabulary = pair.target.get_output_embeddings().weight.shape[0]
     k = min(k, vocabulary)
-    most, at_once = TEACHER_TOKENS.get(device.type, 8192), TEACHER_LOGITS.get(device.type, 1 << 26)
-    sizes = [len(prompt) + len(answer) for prompt, answer in sequences]
-    order = sorted(range(len(sequences)), key=sizes.__getitem__)
-    starts = np.cumsum([0, *(len(a) for _, a in sequences)])
+    at_once = max(1, LOGITS.get(pair.target.device.type, 1 << 26) // vocabulary)
+    starts = np.cumsum([0, *(len(answer) for _, answer in sequences)])
     log_p = np.empty((starts[-1], k), np.float16)
     index = np.empty((starts[-1], k), np.int32)
-    while order:
-        longest = sizes[order[-1]]
-        rows = 1
-        while rows < len(order) and (rows + 1) * longest <= most and sizes[order[-rows - 1]] * 4 >= longest * 3:
-            rows += 1
-        part, order = order[-rows:], order[:-rows]
-        ids = torch.zeros(len(part), longest, dtype=torch.long)
-        predicts = torch.zeros(len(part), longest, dtype=torch.bool)
-        for row, i in enumerate(part):
-            prompt, answer = sequences[i]
-            ids[row, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
-            predicts[row, len(prompt) - 1 : len(prompt) + len(answer) - 1] = True
-        hidden = body(input_ids=ids.to(device), use_cache=False).last_hidden_state[predicts.to(device)]
+    for part, hidden in forced(pair.target, sequences):
         values, places = [], []
-        for piece in hidden.split(max(1, at_once // vocabulary)):
-            logits = head(piece)
-            if cap:
-                logits = cap * torch.tanh(logits / cap)
+        for piece in hidden.split(at_once):
+            logits = logits_of(pair.target, piece)
             best, place = largest(logits, k)
             values.append((best.float() - logits.float().logsumexp(-1, keepdim=True)).half())
             places.append(place.int())
@@ -341,25 +250,21 @@ class Corpus:
         )
 
     def batches(self, tokens: int, generator: torch.Generator) -> list[Tensor]:
-        """Sequences of like length together, at most `tokens` padded tokens a batch, in random order."""
-        lengths = self.lengths.cpu()
-        jitter = torch.rand(len(lengths), generator=generator) * 0.1 + 1
-        order = (lengths * jitter).argsort(descending=True).tolist()
-        sizes = lengths.tolist()
+        """Sequences of like length together, at most `tokens` padded tokens a batch, in random order; of few shapes."""
+        widths = (self.lengths.cpu() + GRID - 1) // GRID * GRID
+        order = torch.randperm(len(widths), generator=generator)
+        order = order[widths[order].argsort(descending=True, stable=True)]
         made, start = [], 0
         while start < len(order):
-            end, longest = start, 0
-            while end < len(order) and (end == start or max(longest, sizes[order[end]]) * (end + 1 - start) <= tokens):
-                longest = max(longest, sizes[order[end]])
-                end += 1
-            made.append(torch.tensor(order[start:end], device=self.tokens.device))
+            end = start + max(1, tokens // int(widths[order[start]]))
+            made.append(order[start:end].to(self.tokens.device))
             start = end
         return [made[i] for i in torch.randperm(len(made), generator=generator).tolist()]
 
     def batch(self, rows: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Tokens [B, T], which of them predict a token of the answer [B, T], and its top-k there ([R, k], [R, k])."""
         lengths, prompts = self.lengths[rows], self.prompt_lengths[rows]
-        column = torch.arange(int(lengths.max()), device=rows.device)
+        column = torch.arange(width(int(lengths.max()), device), device=rows.device)
         inside = column < lengths[:, None]
         ids = self.tokens[(self.starts[rows][:, None] + column).clamp_max(len(self.tokens) - 1)].long() * inside
         predicts = (column >= prompts[:, None] - 1) & (column < lengths[:, None] - 1)

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from selfjudge.distill.data import Corpus
 from selfjudge.distill.student import Student, distillation_loss
 from selfjudge.errors import SelfJudgeError
+from selfjudge.forced import attention
 from selfjudge.store import read_tensors, write_tensors
 
 WARM_UP = 100  # steps
@@ -138,7 +139,7 @@ def _step(
     student: Student, corpus: Corpus, rows: Tensor, optimisers: Sequence[Optimizer], device: torch.device
 ) -> tuple[Tensor, int]:
     ids, predicts, log_p, index = corpus.batch(rows, device)
-    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+    with attention(), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
         output = student.output()
         hidden = student.hidden(ids)[predicts].to(output.dtype)
     loss = distillation_loss(hidden, output, log_p, index)  # outside: autocast would make its softmax float32
@@ -160,7 +161,7 @@ def top1(student: Student, corpus: Corpus, batch_tokens: int = 32768) -> dict[st
     student.eval()
     for rows in corpus.batches(batch_tokens, torch.Generator().manual_seed(0)):
         ids, predicts, _, index = corpus.batch(rows, device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        with attention(), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             hidden = student.hidden(ids)[predicts].to(output.dtype)
         same = torch.cat([(h @ output.T).argmax(-1) for h in hidden.split(8192)]) == index[:, 0]
         counts = predicts.sum(1)

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from selfjudge.tasks import Row, Task, read_jsonl
+from functools import cache
+from typing import Any
+
+from selfjudge.errors import SelfJudgeError
+from selfjudge.tasks import Row, Task
+
+MEASURES = ("rouge1", "rouge2", "rougeL")
 
 
 class CnnDailymail(Task):
@@ -10,12 +16,28 @@ class CnnDailymail(Task):
     summary = "news stories to summarise"
     licence = "Apache-2.0"
     splits = ("test",)
+    new_tokens = 256
+    hub = ("abisee/cnn_dailymail", "3.0.0")
 
     def rows(self, split: str) -> list[Row]:
-        return read_jsonl(self.file("test_first500.jsonl"))
+        return self.load("test_first500.jsonl", split)
 
     def prompt(self, row: Row) -> str:
         return summarise(row["article"])
+
+    def score(self, row: Row, text: str) -> dict[str, float]:
+        """F measures of words, pairs of words and the longest common subsequence, stemmed."""
+        found = _scorer().score(row["highlights"], text)
+        return {name: float(found[name].fmeasure) for name in MEASURES}
+
+
+@cache
+def _scorer() -> Any:
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError:
+        raise SelfJudgeError("ROUGE needs rouge-score: pip install rouge-score (or selfjudge[eval])") from None
+    return RougeScorer(MEASURES, use_stemmer=True)
 
 
 def summarise(text: str) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from selfjudge.tasks import Row, Task, numbered, read_jsonl
+import json
+from hashlib import sha256
+
+from selfjudge.tasks import Row, Task, apart, numbered
 
 TEST_ROWS = 1000
 
@@ -12,14 +15,19 @@ class Dolly(Task):
     summary = "instructions written by people, some with a passage to work on"
     licence = "CC-BY-SA-3.0"
     splits = ("train", "test")
+    new_tokens = 512
+    hub = ("databricks/databricks-dolly-15k", None)
 
     def rows(self, split: str) -> list[Row]:
-        rows = numbered("dolly", read_jsonl(self.file("databricks-dolly-15k.sha256-sorted.jsonl")))
+        rows = numbered("dolly", self.load("databricks-dolly-15k.sha256-sorted.jsonl", split))
         test = rows[-TEST_ROWS:]
-        if split == "test":
-            return test
-        asked = {self.prompt(row) for row in test}  # a few instructions occur twice
-        return [row for row in rows[:-TEST_ROWS] if self.prompt(row) not in asked]
+        return test if split == "test" else apart(self, rows[:-TEST_ROWS], test)  # a few instructions occur twice
+
+    def from_hub(self, split: str) -> list[Row]:
+        """One split there, in another order: sorted as the file is."""
+        columns = ("instruction", "context", "response", "category")
+        rows = [{name: row[name] for name in columns} for row in super().from_hub("train")]
+        return sorted(rows, key=lambda row: sha256(json.dumps(row).encode()).digest())
 
     def prompt(self, row: Row) -> str:
         return f"{row['instruction']}\n\n{row['context']}" if row["context"].strip() else str(row["instruction"])

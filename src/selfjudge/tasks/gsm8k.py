@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from selfjudge.tasks import Row, Task, numbered, read_jsonl
+from selfjudge.tasks import Row, Task, numbered
+from selfjudge.tasks.answers import final_number, numbers, same_number
 
 
 class Gsm8k(Task):
@@ -10,12 +11,24 @@ class Gsm8k(Task):
     summary = "grade-school word problems; the last number is the answer"
     licence = "MIT"
     splits = ("train", "test")
+    new_tokens = 512
+    checkable = True
+    hub = ("openai/gsm8k", "main")
 
     def rows(self, split: str) -> list[Row]:
-        return numbered(f"gsm8k-{split}", read_jsonl(self.file(f"{split}.jsonl")))
+        return numbered(f"gsm8k-{split}", self.load(f"{split}.jsonl", split))
 
     def prompt(self, row: Row) -> str:
         return f'{row["question"]}\nReason step by step, then end with "The final answer is [answer]".'
+
+    def gold(self, row: Row) -> str | None:
+        return next(iter(numbers(row["answer"].rpartition("####")[2])), None)
+
+    def extract(self, row: Row, text: str) -> str | None:
+        return final_number(text)
+
+    def same(self, row: Row, a: str | None, b: str | None) -> bool:
+        return same_number(a, b)
 
 
 TASK = Gsm8k

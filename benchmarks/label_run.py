@@ -1,0 +1,96 @@
+"""Labels at full size for a pair: `python benchmarks/label_run.py --pair P --data DIR --out DIR`.
+
+Calibrates τ, labels by likelihood, by preserved answers and by the target's own verdict, and writes what each cost:
+`summary.json` (rows, seconds by stage, rows an hour, memory), `tau.json` (for every N, to ship with the pair) and the evidence.
+Features stay in the folders: train where they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from selfjudge.label import Settings, label
+from selfjudge.label.tau import tau_of
+from selfjudge.models.pair import Pair
+from selfjudge.store import machine, read_json, versions, write_json
+
+START = time.monotonic()
+LENGTHS = (0, 5, 10, 20)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pair", default="smollm2-135m")
+    parser.add_argument("--draft", default=None)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--prompts", nargs="+", default=["gsm8k:900", "livecodebench:300", "dolly:900", "self:900"])
+    parser.add_argument("--auto", nargs="+", default=["gsm8k:300"])
+    parser.add_argument("--auto-plus", nargs="+", default=["gsm8k:150", "dolly:150"])
+    parser.add_argument("--calibrate", default="gsm8k")
+    parser.add_argument("--calibrate-prompts", type=int, default=100)
+    parser.add_argument("--batch", type=int, default=1024)
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--device", default=None)
+    parser.add_argument("--allow-unsafe", action="store_true")
+    o = parser.parse_args()
+    pair = Pair.load(o.pair, o.draft, device=o.device)
+    cuda = pair.target.device.type == "cuda"
+    summary: dict[str, Any] = {
+        "pair": pair.name, "machine": machine(), "versions": versions(), "date": time.strftime("%Y-%m-%d"),
+        "dtype": pair.dtype, "batch": o.batch, "max_new_tokens": o.max_new_tokens, "runs": [],
+    }  # fmt: skip
+    told: dict[str, float] = {}
+
+    def notify(stage: str, share: float) -> None:
+        if share - told.get(stage.split(":")[0], -1) >= 0.2:
+            told[stage.split(":")[0]] = share
+            print(f"[{time.monotonic() - START:.0f} s] {stage} {share:.0%}", flush=True)
+
+    for method, prompts in (("selfjudge", o.prompts), ("autojudge", o.auto), ("autojudge+", o.auto_plus)):
+        told.clear()
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        begun = time.monotonic()
+        settings = Settings(
+            prompts=tuple(prompts), method=method, max_new_tokens=o.max_new_tokens, batch=o.batch,
+            calibrate=o.calibrate if method == "selfjudge" else None, calibrate_prompts=o.calibrate_prompts,
+            allow_unsafe=o.allow_unsafe,
+        )  # fmt: skip
+        out = o.out / method.replace("+", "-plus")
+        manifest = label(pair, out, settings, data=o.data, resume=True, notify=notify, warn=print)
+        seconds = time.monotonic() - begun
+        spent = read_json(out / "run.json")["seconds"]
+        own = seconds - spent["tau"]  # finding τ is not labelling
+        summary["runs"].append({
+            "method": method, "prompts": manifest["prompts"], "rows": manifest["rows"],
+            "acceptable": manifest["acceptable"] / manifest["rows"], "seconds": spent, "rows_per_hour": manifest["rows"] / own * 3600,
+            "rows_per_second_of_labelling": manifest["rows"] / spent["labels"], "yields": manifest["yields"],
+            "target_tokens_per_label": manifest["target_tokens"] / manifest["rows"], "tau": manifest["tau_evidence"],
+            "peak_gpu_memory_gb": torch.cuda.max_memory_allocated() / 1e9 if cuda else None,
+        })  # fmt: skip
+        write_json(o.out / "summary.json", summary)
+        print(f"[{time.monotonic() - START:.0f} s]", json.dumps(summary["runs"][-1]), flush=True)
+        if method == "selfjudge":
+            evidence = out / "calibration.safetensors"
+            shutil.copy(evidence, o.out / "calibration.safetensors")
+            taus = {
+                str(n): {
+                    "task": o.calibrate,
+                    "prompts": o.calibrate_prompts,
+                    **tau_of(evidence, n, settings.reject_recall),
+                }
+                for n in LENGTHS
+            }
+            write_json(o.out / "tau.json", {"draft_sha256": pair.draft_sha256, "tau": taus})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Teacher-forced passes: one look at whole prompts and answers, many at once, for what stands at every token of the answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import PreTrainedModel
+
+GRID = 64  # widths of batches are multiples of this: the first pass of every new shape is slow on CUDA
+TOKENS = {"cuda": 131072}  # of a pass, by device
+Sequences = Sequence[tuple[Sequence[int], Sequence[int]]]
+"""Prompts and their answers."""
+
+
+def width(longest: int, device: torch.device) -> int:
+    """How wide a batch is whose longest row has so many tokens."""
+    return -(-longest // GRID) * GRID if device.type == "cuda" else longest
+
+
+def attention() -> AbstractContextManager[None]:
+    """All ways of scaled dot-product attention but cuDNN's, which plans anew for every shape."""
+    allowed = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    manager: AbstractContextManager[None] = sdpa_kernel(allowed)
+    return manager
+
+
+@torch.no_grad()
+def forced(
+    model: PreTrainedModel, sequences: Sequences, *, tokens: int | None = None
+) -> Iterator[tuple[list[int], Tensor]]:
+    """Indices of sequences and, for all tokens of their answers in that order, the hidden state that predicts each [R, H].
+
+    The states are those after the final norm: what the output matrix multiplies. Sequences of like length share a pass of
+    at most `tokens` tokens.
+    """
+    device = model.device
+    tokens = tokens or TOKENS.get(device.type, 8192)
+    sizes = [len(prompt) + len(answer) for prompt, answer in sequences]
+    order = sorted(range(len(sequences)), key=lambda i: -sizes[i])
+    while order:
+        wide = width(sizes[order[0]], device)
+        count = max(1, tokens // wide)
+        part, order = order[:count], order[count:]
+        ids = torch.zeros(len(part), wide, dtype=torch.long)
+        predicts = torch.zeros(len(part), wide, dtype=torch.bool)
+        for row, i in enumerate(part):
+            prompt, answer = sequences[i]
+            ids[row, : sizes[i]] = torch.tensor([*prompt, *answer])
+            predicts[row, len(prompt) - 1 : sizes[i] - 1] = True
+        with attention():
+            hidden = model.base_model(input_ids=ids.to(device), use_cache=False).last_hidden_state
+        yield part, hidden[predicts.to(device)]
+
+
+def logits_of(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """The output matrix, and the cap that some models put on logits."""
+    logits: Tensor = model.get_output_embeddings()(hidden)
+    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    return cap * torch.tanh(logits / cap) if cap else logits

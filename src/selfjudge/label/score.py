@@ -1,0 +1,287 @@
+"""Scores: what the target's own likelihoods say about a draft token that stands in the place of its own.
+
+    s(y, z_i) = log P(z_i | y_<i) − log P(y_i | y_<i)  +  log P(y_{i+1..i+N} | y_<i, z_i) − log P(y_{i+1..i+N} | y_≤i)
+
+One pass over prompt and response gives all that belongs to the response itself and fills a cache. Every substitution is a
+branch off that cache: the draft token and the N − 1 tokens of the response after it. Branches are packed side by side into
+rows, rows into passes; a mask lets each branch see the response up to its own place and itself, nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from selfjudge.engine.reference import SlotLayer, attention_kinds
+from selfjudge.forced import attention, logits_of, width
+
+TOKENS = {"cuda": 65536}  # of a pass, by device
+PACK = {"cuda": 512}  # tokens of branches in a row, by device
+LOGITS = {"cuda": 1 << 29}  # at a time, by device
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A response and what the draft would have said at some places of it."""
+
+    prompt: Sequence[int]
+    response: Sequence[int]
+    places: Sequence[int]
+    """Indices into the response."""
+    drafts: Sequence[int]
+    """The draft's token at each of them."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The target's likelihoods and states at the K places of a case."""
+
+    log_p: Floats
+    """[K, 2] of the response's own token and of the draft's."""
+    entropy: Floats
+    """[K] of the target's distribution there, in nats."""
+    rank: NDArray[np.int32]
+    """[K] how many tokens the target finds more likely than the draft's."""
+    original: Floats
+    """[K, N] log-probabilities of the tokens that follow, in the response; nan past its end."""
+    substituted: Floats
+    """[K, N] of the same tokens after the draft's token."""
+    hidden_target: Floats
+    """[K, H] the state at the response's own token."""
+    hidden_draft: Floats
+    """[K, H] the state at the draft's token in its place."""
+
+    def prefix(self) -> Floats:
+        """[K] the prefix term."""
+        return self.log_p[:, 1] - self.log_p[:, 0]
+
+    def suffix(self, length: int) -> Floats:
+        """[K] the suffix term over at most `length` tokens."""
+        found: Floats = np.nansum((self.substituted - self.original)[:, :length], axis=1, dtype=np.float32)
+        return found
+
+
+class _Branch(NamedTuple):
+    case: int
+    number: int
+    """Which place of the case."""
+    start: int
+    """Position of the draft's token in prompt and response."""
+    tokens: list[int]
+    """What is read: the draft's token and all but the last of those that follow."""
+    follows: list[int]
+    """What is scored."""
+
+
+class Scorer:
+    """Scores cases with one target. `tokens` counts what went through it, `padded` the same with padding."""
+
+    def __init__(self, model: PreTrainedModel, *, suffix_length: int = 20) -> None:
+        self.model = model
+        self.suffix_length = suffix_length
+        self.tokens = self.padded = 0
+        self.device = model.device
+        self._kinds = attention_kinds(model)
+        self._sliding = getattr(model.config.get_text_config(), "sliding_window", None) or 0
+        self._most = TOKENS.get(self.device.type, 2048)
+        self._pack = PACK.get(self.device.type, 256)
+
+    def __call__(self, cases: Sequence[Case]) -> list[Scores]:
+        """The scores of every case, in order."""
+        found: list[Scores | None] = [None] * len(cases)
+        sizes = [len(case.prompt) + len(case.response) for case in cases]
+        order = sorted(range(len(cases)), key=lambda i: (-sizes[i], i))
+        while order:
+            count = max(1, self._most // width(sizes[order[0]], self.device))
+            part, order = order[:count], order[count:]
+            for i, scores in zip(part, self._halving([cases[i] for i in part]), strict=True):
+                found[i] = scores
+        return [scores for scores in found if scores is not None]
+
+    def _halving(self, cases: Sequence[Case]) -> list[Scores]:
+        """A batch; where memory does not suffice, half of it at a time, from then on."""
+        try:
+            return self._batch(cases)
+        except torch.OutOfMemoryError:
+            if len(cases) == 1 and self._most <= self._pack:
+                raise
+        torch.cuda.empty_cache()
+        self._most = max(self._most // 2, 1)
+        half = max(1, len(cases) // 2)
+        first = self._halving(cases[:half])
+        return first + (self._halving(cases[half:]) if cases[half:] else [])
+
+    @torch.no_grad()
+    def _batch(self, cases: Sequence[Case]) -> list[Scores]:
+        wide = width(max(len(c.prompt) + len(c.response) for c in cases), self.device)
+        ids = torch.zeros(len(cases), wide, dtype=torch.long)
+        for row, case in enumerate(cases):
+            ids[row, : len(case.prompt) + len(case.response)] = torch.tensor([*case.prompt, *case.response])
+        cache = Cache(layer_class_to_replicate=SlotLayer)
+        mask = None
+        if self._kinds != {"full_attention"}:  # windows are said explicitly, as for the branches
+            whole = torch.arange(wide, device=self.device).expand(len(cases), -1)
+            mask = self._mask(whole, torch.zeros_like(whole), torch.zeros_like(whole), 0)
+        with attention():
+            hidden = self.model.base_model(
+                input_ids=ids.to(self.device), attention_mask=mask, past_key_values=cache, use_cache=True
+            ).last_hidden_state
+        self.tokens += sum(len(c.prompt) + len(c.response) for c in cases)
+        self.padded += ids.numel()
+        made = [self._own(case, hidden[row]) for row, case in enumerate(cases)]
+        branches = [
+            self._branch(row, number, case) for row, case in enumerate(cases) for number in range(len(case.places))
+        ]
+        for pack in self._passes(branches):
+            self._read(pack, cache, made)
+        return made
+
+    def _own(self, case: Case, hidden: Tensor) -> Scores:
+        """What the response itself tells; the branches are still to come."""
+        first, count = len(case.prompt) - 1, len(case.places)
+        response = torch.tensor(list(case.response), device=self.device)
+        states = hidden[first : first + len(case.response)]  # each predicts one token of the response
+        log_p = self._log_p(states, response).cpu().numpy()
+        places = torch.tensor(list(case.places), dtype=torch.long, device=self.device)
+        drafts = torch.tensor(list(case.drafts), dtype=torch.long, device=self.device)
+        of_draft, entropy, rank = [], [], []
+        for piece in torch.arange(count, device=self.device).split(self._rows()):
+            logits = logits_of(self.model, states[places[piece]]).float()
+            chosen = logits.gather(1, drafts[piece, None])
+            log_q = logits.log_softmax(-1)
+            of_draft.append(log_q.gather(1, drafts[piece, None]).squeeze(1))
+            entropy.append(-(log_q.exp() * log_q).sum(-1))
+            rank.append((logits > chosen).sum(-1))
+        nothing = torch.zeros(0, device=self.device)
+        original = np.full((count, self.suffix_length), np.nan, np.float32)
+        for row, place in enumerate(case.places):
+            after = log_p[place + 1 : place + 1 + self.suffix_length]
+            original[row, : len(after)] = after
+        return Scores(
+            log_p=np.stack([log_p[list(case.places)], torch.cat([nothing, *of_draft]).cpu().numpy()], 1),
+            entropy=torch.cat([nothing, *entropy]).cpu().numpy(),
+            rank=torch.cat([nothing, *rank]).int().cpu().numpy(),
+            original=original,
+            substituted=np.full_like(original, np.nan),
+            hidden_target=hidden[first + 1 + places].float().cpu().numpy(),
+            hidden_draft=np.empty((count, hidden.shape[-1]), np.float32),
+        )
+
+    def _branch(self, row: int, number: int, case: Case) -> _Branch:
+        place = case.places[number]
+        follows = list(case.response[place + 1 : place + 1 + self.suffix_length])
+        return _Branch(row, number, len(case.prompt) + place, [case.drafts[number], *follows[:-1]], follows)
+
+    def _passes(self, branches: Sequence[_Branch]) -> Iterator[list[list[_Branch]]]:
+        """Rows of branches of one response each, rows of like width together."""
+        rows: list[list[_Branch]] = []
+        room = 0
+        for branch in branches:
+            if not rows or rows[-1][0].case != branch.case or room < len(branch.tokens):
+                rows.append([])
+                room = max(self._pack, len(branch.tokens))
+            rows[-1].append(branch)
+            room -= len(branch.tokens)
+        rows.sort(key=lambda row: -sum(len(b.tokens) for b in row))
+        while rows:
+            count = max(1, self._most // width(sum(len(b.tokens) for b in rows[0]), self.device))
+            yield rows[:count]
+            rows = rows[count:]
+
+    def _read(self, rows: Sequence[Sequence[_Branch]], prefixes: Cache, made: Sequence[Scores]) -> None:
+        """One pass over rows of branches; fills in what they tell."""
+        wide = width(max(sum(len(b.tokens) for b in row) for row in rows), self.device)
+        shape = (len(rows), wide)
+        tokens, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        owner, starts = np.full(shape, -1, np.int64), np.zeros(shape, np.int64)
+        flat: list[_Branch] = []
+        first: list[int] = []  # places in the flattened rows: of draft tokens, and of states that predict a token
+        scored: list[int] = []
+        follows: list[int] = []
+        for row, branches in enumerate(rows):
+            at = 0
+            for branch in branches:
+                here = slice(at, at + len(branch.tokens))
+                tokens[row, here], owner[row, here], starts[row, here] = branch.tokens, len(flat), branch.start
+                positions[row, here] = branch.start + np.arange(len(branch.tokens))
+                flat.append(branch)
+                first.append(row * wide + at)
+                scored += range(row * wide + at, row * wide + at + len(branch.follows))
+                follows += branch.follows
+                at = here.stop
+        cache = self._selected(prefixes, [row[0].case for row in rows], int(starts.max()), wide)
+        place, mine, begins = (torch.from_numpy(a).to(self.device) for a in (positions, owner, starts))
+        with attention():
+            hidden = self.model.base_model(
+                input_ids=torch.from_numpy(tokens).to(self.device), position_ids=place, past_key_values=cache,
+                attention_mask=self._mask(place, mine, begins, int(starts.max())), use_cache=True,
+            ).last_hidden_state.flatten(0, 1)  # fmt: skip
+        self.tokens += sum(len(branch.tokens) for branch in flat)
+        self.padded += tokens.size
+        states = hidden[torch.tensor(first, device=self.device)].float().cpu().numpy()
+        log_p = self._log_p(
+            hidden[torch.tensor(scored, dtype=torch.long, device=self.device)],
+            torch.tensor(follows, dtype=torch.long, device=self.device),
+        ).cpu().numpy()  # fmt: skip
+        at = 0
+        for branch, state in zip(flat, states, strict=True):
+            scores, count = made[branch.case], len(branch.follows)
+            scores.hidden_draft[branch.number] = state
+            scores.substituted[branch.number, :count] = log_p[at : at + count]
+            at += count
+
+    def _selected(self, prefixes: Cache, cases: list[int], length: int, room: int) -> Cache:
+        """The first `length` slots of some rows of a cache, with room for more."""
+        chosen = torch.tensor(cases, device=self.device)
+        cache = Cache(layer_class_to_replicate=SlotLayer)
+        for old in prefixes.layers:
+            layer = SlotLayer()
+            layer.lazy_initialization(old.keys[:1], old.values[:1])
+            for name in ("key_buffer", "value_buffer"):
+                source = getattr(old, name)
+                heads, dim = source.shape[1], source.shape[3]
+                buffer = source.new_empty((len(cases), heads, length + room, dim))
+                buffer[:, :, :length] = source[:, :, :length].index_select(0, chosen)
+                setattr(layer, name, buffer)
+            layer.cut(length)
+            cache.layers.append(layer)
+        return cache
+
+    def _mask(self, positions: Tensor, owner: Tensor, starts: Tensor, length: int) -> Any:
+        """Additive masks [B, 1, Q, L + Q] by kind of attention: the response before the branch, and the branch so far."""
+        wide = positions.shape[1]
+        slot = torch.arange(length, device=self.device)
+        column = torch.arange(wide, device=self.device)
+        same = (owner[:, :, None] == owner[:, None, :]) & (owner >= 0)[:, :, None]
+        own = (same & (column[None, :] <= column[:, None])) | torch.eye(wide, dtype=torch.bool, device=self.device)
+        seen = torch.cat([slot < starts[:, :, None], own], 2)
+        masks = {}
+        for kind in self._kinds:
+            allowed = seen
+            if kind == "sliding_attention":
+                keys = torch.cat([slot.expand(len(positions), -1), positions], 1)
+                allowed = seen & (positions[:, :, None] - keys[:, None, :] < self._sliding)
+            mask = torch.zeros(allowed.shape, dtype=self.model.dtype, device=self.device)
+            masks[kind] = mask.masked_fill_(~allowed, torch.finfo(self.model.dtype).min).unsqueeze(1)
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _log_p(self, states: Tensor, tokens: Tensor) -> Tensor:
+        """[R] log-probability of each token at its state."""
+        found = [torch.zeros(0, device=self.device)]
+        for state, token in zip(states.split(self._rows()), tokens.split(self._rows()), strict=True):
+            logits = logits_of(self.model, state).float()
+            found.append(logits.gather(1, token[:, None]).squeeze(1) - logits.logsumexp(-1))
+        return torch.cat(found)
+
+    def _rows(self) -> int:
+        vocabulary = int(self.model.get_output_embeddings().weight.shape[0])
+        return max(1, LOGITS.get(self.device.type, 1 << 26) // vocabulary)

@@ -1,0 +1,166 @@
+"""Label folders: numbered shards, each written whole and sealed with checksums; the manifest comes last.
+
+labels-00000.jsonl          one row a label
+hidden-00000.safetensors    row-aligned: hidden_draft, hidden_target, log_p, entropy, rank, original, substituted
+work/labels-00000.json      the seal: checksums and counts
+responses.jsonl             all responses
+manifest.json               written last: its existence means done
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from selfjudge.errors import SelfJudgeError
+from selfjudge.store import read_json, read_tensors, sha256, write_json, write_tensors
+
+Row = dict[str, Any]
+Arrays = dict[str, NDArray[Any]]
+FORMAT = 1
+
+
+def write_rows(path: Path, rows: Iterable[Row]) -> None:
+    """A jsonl file, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """The rows of a jsonl file, one at a time."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            for line in file:
+                yield json.loads(line)
+    except (OSError, ValueError) as error:
+        raise SelfJudgeError(f"cannot read {path}: {error}") from None
+
+
+def sealed(seal: Path, folder: Path) -> dict[str, Any] | None:
+    """What a seal says, if every file that it names is there and unharmed."""
+    if not seal.is_file():
+        return None
+    try:
+        found: dict[str, Any] = read_json(seal)
+        whole = all(sha256(folder / name) == digest for name, digest in found["files"].items())
+    except (OSError, SelfJudgeError, KeyError, TypeError, AttributeError):
+        return None
+    return found if whole else None
+
+
+def seal(path: Path, folder: Path, names: Sequence[str], **counts: Any) -> dict[str, Any]:
+    """Vouch for files of a folder."""
+    made = {"files": {name: sha256(folder / name) for name in names}, **counts}
+    write_json(path, made)
+    return made
+
+
+def shard_names(number: int) -> tuple[str, str]:
+    return f"labels-{number:05d}.jsonl", f"hidden-{number:05d}.safetensors"
+
+
+def write_shard(out: Path, number: int, rows: Sequence[Row], arrays: Arrays, **counts: Any) -> dict[str, Any]:
+    """A shard of labels and its seal."""
+    labels, hidden = shard_names(number)
+    assert all(len(array) == len(rows) for array in arrays.values())
+    write_rows(out / labels, rows)
+    write_tensors(out / hidden, arrays)
+    return seal(out / "work" / f"labels-{number:05d}.json", out, (labels, hidden), rows=len(rows), **counts)
+
+
+def finished(folder: Path) -> dict[str, Any]:
+    """The manifest of a finished label folder."""
+    if not (folder / "manifest.json").is_file():
+        unfinished = (folder / "settings.json").is_file()
+        hint = "its labelling is not finished: run it again with --resume" if unfinished else "it is no label folder"
+        raise SelfJudgeError(f"{folder} has no manifest.json: {hint}")
+    manifest: dict[str, Any] = read_json(folder / "manifest.json")
+    if manifest.get("format_version") != FORMAT:
+        raise SelfJudgeError(
+            f"{folder} has labels of format {manifest.get('format_version')}, this version reads {FORMAT}"
+        )
+    return manifest
+
+
+def read_shards(folder: Path) -> Iterator[tuple[list[Row], Arrays]]:
+    """Rows and arrays of every shard in turn; a damaged one is refused."""
+    for shard in finished(folder)["shards"]:
+        for name, digest in shard["files"].items():
+            if not (folder / name).is_file() or sha256(folder / name) != digest:
+                raise SelfJudgeError(f"{folder / name} is missing or damaged: label again with --resume")
+        labels, hidden = shard["files"]
+        arrays, _ = read_tensors(folder / hidden)
+        yield list(read_rows(folder / labels)), arrays
+
+
+def merge(folders: Sequence[Path], out: Path) -> dict[str, Any]:
+    """Join finished label folders of one pair, method and τ into a new one."""
+    manifests = [finished(folder) for folder in folders]
+    same = ("target_sha256", "draft_sha256", "method", "suffix_length", "tau", "hidden_size", "hidden_dtype")
+    for folder, manifest in zip(folders[1:], manifests[1:], strict=True):
+        if differing := [key for key in same if manifest.get(key) != manifests[0].get(key)]:
+            raise SelfJudgeError(f"{folder} and {folders[0]} differ in {', '.join(differing)}: they cannot be merged")
+    seen: dict[str, Path] = {}
+    for folder in folders:
+        for row in read_rows(folder / "responses.jsonl"):
+            if row["prompt_id"] in seen:
+                raise SelfJudgeError(f"{folder} and {seen[row['prompt_id']]} both hold prompt {row['prompt_id']}")
+            seen[row["prompt_id"]] = folder
+    if out.exists() and any(out.iterdir()):
+        raise SelfJudgeError(f"{out} is not empty: name a new or empty folder with --out")
+    out.mkdir(parents=True, exist_ok=True)
+    shards, number = [], 0
+    for folder, manifest in zip(folders, manifests, strict=True):
+        for shard in manifest["shards"]:
+            files = {}
+            for old, new in zip(shard["files"], shard_names(number), strict=True):
+                if sha256(folder / old) != shard["files"][old]:
+                    raise SelfJudgeError(f"{folder / old} is damaged: label again with --resume")
+                shutil.copyfile(folder / old, out / new)
+                files[new] = shard["files"][old]
+            shards.append({**shard, "files": files})
+            number += 1
+    write_rows(out / "responses.jsonl", (row for folder in folders for row in read_rows(folder / "responses.jsonl")))
+    joined = {
+        **manifests[0], "shards": shards, "rows": sum(m["rows"] for m in manifests),
+        "acceptable": sum(m["acceptable"] for m in manifests), "prompts": sum(m["prompts"] for m in manifests),
+        "merged_from": [str(folder) for folder in folders],
+    }  # fmt: skip
+    write_json(out / "manifest.json", joined)
+    return joined
+
+
+def info(folder: Path) -> dict[str, Any]:
+    """What a label folder holds: counts by source, the spread of scores, τ."""
+    manifest = finished(folder)
+    by_source: dict[str, list[int]] = {}
+    scores: list[float] = []
+    for shard in manifest["shards"]:
+        for row in read_rows(folder / next(iter(shard["files"]))):
+            counts = by_source.setdefault(row["source"], [0, 0])
+            counts[0] += 1
+            counts[1] += row["label"]
+            scores.append(row["score"])
+    quantiles = np.quantile(scores, [0.05, 0.25, 0.5, 0.75, 0.95]).tolist() if scores else []
+    return {
+        **{k: v for k, v in manifest.items() if k != "shards"}, "n_shards": len(manifest["shards"]),
+        "sources": {name: {"rows": n, "acceptable": a / n} for name, (n, a) in sorted(by_source.items())},
+        "score_quantiles": dict(zip(("5%", "25%", "50%", "75%", "95%"), quantiles, strict=False)),
+    }  # fmt: skip

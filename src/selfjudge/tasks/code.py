@@ -1,0 +1,64 @@
+"""Base of the tasks that ask for a program: its answer is the set of tests that it passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from selfjudge.sandbox import Limits, Trial, each, run_tests
+from selfjudge.tasks import Row, Task
+from selfjudge.tasks.answers import code_block
+
+
+class CodeTask(Task):
+    """The answer found in a text is a string such as `0,2`: the numbers of the passed tests; empty if it passes none."""
+
+    checkable = True
+    limits = Limits()
+    prelude = ""
+
+    def tests(self, row: Row) -> list[Trial]:
+        raise NotImplementedError
+
+    def code(self, row: Row, text: str) -> str | None:
+        """The program in a text: a block that defines what the tests call is preferred to an example of its use."""
+        return code_block(text, self.needs(row))
+
+    def needs(self, row: Row) -> str:
+        return "def "
+
+    def gold(self, row: Row) -> str | None:
+        return ",".join(map(str, range(len(self.tests(row)))))
+
+    def extract(self, row: Row, text: str) -> str | None:
+        return self.extract_many([row], [text])[0]
+
+    def extract_many(self, rows: Sequence[Row], texts: Sequence[str]) -> list[str | None]:
+        codes = [self.code(row, text) for row, text in zip(rows, texts, strict=True)]
+        jobs = [
+            (i, code, number, test)
+            for i, (row, code) in enumerate(zip(rows, codes, strict=True))
+            if code is not None
+            for number, test in enumerate(self.tests(row))
+        ]
+        # a text that occurs twice runs once, and all tests of all texts share the cores
+        wanted = list(dict.fromkeys((code, test) for _, code, _, test in jobs))
+        passes = dict(zip(wanted, each(lambda job: self._passes(*job), wanted), strict=True))
+        passed: list[list[int]] = [[] for _ in rows]
+        for i, code, number, test in jobs:
+            if passes[code, test]:
+                passed[i].append(number)
+        return [None if code is None else ",".join(map(str, p)) for code, p in zip(codes, passed, strict=True)]
+
+    def _passes(self, code: str, test: Trial) -> bool:
+        return run_tests(
+            code, [test], prelude=self.prelude, limits=self.limits, allow_unsafe=self.allow_unsafe, workers=1
+        )[0]
+
+    def worth(self, row: Row, answer: str | None) -> bool:
+        """A program that passes no test has nothing to preserve: any other that fails would equal it."""
+        return bool(answer)
+
+    def rate(self, row: Row, answer: str | None) -> dict[str, float]:
+        passed = len(answer.split(",")) if answer else 0
+        tests = len(self.tests(row))
+        return {"pass_rate": float(passed == tests), "tests_passed": passed / tests}

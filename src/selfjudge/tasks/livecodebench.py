@@ -1,0 +1,85 @@
+"""LiveCodeBench: programming contests (Jain et al. 2025). 679 of 880 problems, their public tests only, in four folds.
+
+Passing the public tests is easier than the benchmark's own measure: these figures are not comparable with published ones.
+"""
+
+from __future__ import annotations
+
+import json
+from hashlib import sha256
+
+from selfjudge.sandbox import Trial
+from selfjudge.tasks import Row, hub_rows
+from selfjudge.tasks.code import CodeTask
+
+FOLDS = 4
+_FIRST, _SECOND = "release_v1_public_tests.jsonl", "derived_v5_window_279_sample_tests.jsonl"
+_HUB = "livecodebench/code_generation_lite"
+_ASK = "You will be given a question (problem specification) and will generate a correct Python program that matches the specification and passes all tests."
+_STDIN = "Read the inputs from stdin solve the problem and write the answer to stdout (do not directly test on the sample inputs). Enclose your code within delimiters as follows. Ensure that when the python program runs, it reads the inputs, runs the algorithm and writes output to STDOUT.\n```python\n# YOUR CODE HERE\n```\n\n"
+_CALL = "You will use the following starter code to write the solution to the problem and enclose your code within delimiters.\n```python\n{}\n```\n\n"
+
+
+class LiveCodeBench(CodeTask):
+    name = "livecodebench"
+    summary = "programming contests, public tests only; test is one fold of four, train the others"
+    licence = "CC"
+    splits = ("train", "test", "all", *(f"{part}-{k}" for k in range(FOLDS) for part in ("train", "test")))
+    new_tokens = 1024
+    hub = (_HUB, None)
+    prelude = "\n".join(  # contest sites import these; starter code needs typing
+        f"from {name} import *"
+        for name in ("typing", "math", "collections", "heapq", "bisect", "itertools", "functools", "string", "operator")
+    ) + "\nimport math, collections, heapq, bisect, itertools, functools, re, string, random, sys, operator"  # fmt: skip
+
+    def rows(self, split: str) -> list[Row]:
+        """`train-k` and `test-k`: without and with fold k; `train` and `test` mean k = 0."""
+        rows = (
+            self.from_hub("test") if self.folder is None else [*self.load(_FIRST, "test"), *self.load(_SECOND, "test")]
+        )
+        rows = [self._row(row) for row in rows]
+        if split == "all":
+            return rows
+        part, _, k = split.partition("-")
+        return [row for row in rows if (fold(row) == int(k or 0)) == (part == "test")]
+
+    def from_hub(self, split: str) -> list[Row]:
+        """All 880 problems of release 5; read as plain files, for `datasets` runs no loading scripts any more."""
+        files = [f"hf://datasets/{_HUB}/test{number}.jsonl" for number in ("", 2, 3, 4, 5)]
+        return hub_rows(self.name, "json", data_files=files, split="train")
+
+    def _row(self, row: Row) -> Row:
+        """Both files' columns, made the same."""
+        if "sample_tests_parsed" in row:
+            tests, function = row["sample_tests_parsed"], row["func_name"]
+        else:
+            tests, function = json.loads(row["public_test_cases"]), json.loads(row["metadata"]).get("func_name")
+        return {
+            "id": f"livecodebench-{row['question_id']}",
+            "question_id": row["question_id"],
+            "question": row["question_content"],
+            "starter_code": row["starter_code"],
+            "function": function,
+            "tests": [{"input": test["input"], "output": test["output"]} for test in tests],
+        }
+
+    def prompt(self, row: Row) -> str:
+        """As LiveCodeBench asks."""
+        how = _CALL.format(row["starter_code"]) if row["starter_code"] else _STDIN
+        return f"{_ASK}\n\nQuestion: {row['question']}\n\n{how}"
+
+    def needs(self, row: Row) -> str:
+        return f"def {row['function']}" if row["function"] else ""
+
+    def tests(self, row: Row) -> list[Trial]:
+        function = row["function"] or ""
+        kind = "call" if function else "stdin"
+        return [Trial(kind, test["input"], test["output"], function) for test in row["tests"]]  # type: ignore[arg-type]
+
+
+def fold(row: Row) -> int:
+    """0 … 3, by the hash of the problem's name: the same whatever other problems are at hand."""
+    return sha256(row["question_id"].encode()).digest()[0] % FOLDS
+
+
+TASK = LiveCodeBench

@@ -1,0 +1,36 @@
+"""MATH-500: competition problems (Hendrycks et al. 2021; Lightman et al. 2023). There is no training split."""
+
+from __future__ import annotations
+
+from selfjudge.tasks import Row, Task
+from selfjudge.tasks.answers import boxed, tagged
+from selfjudge.tasks.latex import same_maths
+
+
+class Math500(Task):
+    name = "math500"
+    summary = "competition mathematics; answers compared as formulas"
+    licence = "MIT"
+    splits = ("test",)
+    new_tokens = 1024
+    checkable = True
+    hub = ("HuggingFaceH4/MATH-500", None)
+
+    def rows(self, split: str) -> list[Row]:
+        return [{"id": f"math500-{row['unique_id']}", **row} for row in self.load(f"{split}.jsonl", split)]
+
+    def prompt(self, row: Row) -> str:
+        return f"{row['problem']}\nReason step by step, then give the final answer between [answer] and [/answer]."
+
+    def gold(self, row: Row) -> str | None:
+        return str(row["answer"])
+
+    def extract(self, row: Row, text: str) -> str | None:
+        found = tagged(text)
+        return boxed(text) if found is None else boxed(found) or found
+
+    def same(self, row: Row, a: str | None, b: str | None) -> bool:
+        return a is not None and b is not None and same_maths(a, b)
+
+
+TASK = Math500

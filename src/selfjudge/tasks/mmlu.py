@@ -1,0 +1,56 @@
+"""MMLU: multiple-choice questions of 57 subjects (Hendrycks et al. 2021), with chain of thought."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+
+from selfjudge.tasks import Row, Task, apart, numbered, plain
+
+_ANSWER = re.compile(r"(?i:answer is):?\s*\**\s*(?:\\boxed\{)?\s*(?:\(\s*([A-Da-d])\s*\)|([A-D])(?![\w']))")
+
+
+class Mmlu(Task):
+    name = "mmlu"
+    summary = "multiple-choice questions of 57 subjects, with chain of thought"
+    licence = "MIT"
+    splits = ("dev", "test")
+    new_tokens = 512
+    checkable = True
+    hub = ("cais/mmlu", "all")
+
+    def examples(self, split: str, limit: int | None = None) -> list[Row]:
+        """With a limit: a sample in which every subject has its share, the same rows every time, a smaller one part of a larger."""
+        rows = super().examples(split)
+        if limit is None or limit >= len(rows):
+            return rows
+        sizes, seen = Counter(row["subject"] for row in rows), defaultdict[str, int](int)
+        depth = []
+        for place, row in enumerate(rows):
+            depth.append(((seen[row["subject"]] + 0.5) / sizes[row["subject"]], place))
+            seen[row["subject"]] += 1
+        return [rows[place] for _, place in sorted(depth)[:limit]]
+
+    def rows(self, split: str) -> list[Row]:
+        rows = numbered(f"mmlu-{split}", self.load(f"{split}.jsonl", split))
+        return rows if split == "test" else apart(self, rows, self.rows("test"))  # five questions occur in both
+
+    def prompt(self, row: Row) -> str:
+        choices = "\n".join(f"({letter}) {choice}" for letter, choice in zip("ABCD", row["choices"], strict=True))
+        return (
+            f"Here is a multiple-choice question about {row['subject'].replace('_', ' ')}.\n\n{row['question']}\n{choices}\n\n"
+            'Reason step by step, then end with "The answer is (X)", where X is the letter of the right choice.'
+        )
+
+    def question(self, row: Row) -> str:
+        return plain(f"{row['question']} {' '.join(row['choices'])}")  # the same one occurs in several subjects
+
+    def gold(self, row: Row) -> str | None:
+        return "ABCD"[row["answer"]]
+
+    def extract(self, row: Row, text: str) -> str | None:
+        found = _ANSWER.findall(text)
+        return (found[-1][0] or found[-1][1]).upper() if found else None
+
+
+TASK = Mmlu
