@@ -65,7 +65,7 @@ def main() -> None:
             allow_unsafe=o.allow_unsafe,
         )  # fmt: skip
         out = o.out / method.replace("+", "-plus")
-        manifest = label(pair, out, settings, data=o.data, resume=True, notify=notify, warn=print)
+        manifest = label(pair, out, settings, data=o.data, notify=notify, warn=print)  # never resumed: it is timed
         seconds = time.monotonic() - begun
         spent = read_json(out / "run.json")["seconds"]
         own = seconds - spent["tau"]  # finding τ is not labelling
@@ -82,12 +82,7 @@ def main() -> None:
             evidence = out / "calibration.safetensors"
             shutil.copy(evidence, o.out / "calibration.safetensors")
             taus = {
-                str(n): {
-                    "task": o.calibrate,
-                    "prompts": o.calibrate_prompts,
-                    **tau_of(evidence, n, settings.reject_recall),
-                }
-                for n in LENGTHS
+                str(n): {**manifest["tau_evidence"], **tau_of(evidence, n, settings.reject_recall)} for n in LENGTHS
             }
             write_json(o.out / "tau.json", {"draft_sha256": pair.draft_sha256, "tau": taus})
 

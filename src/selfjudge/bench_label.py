@@ -39,9 +39,9 @@ def _timed(device: torch.device) -> Iterator[_Clock]:
 
 def bench_label(
     pair: Pair, task: Task, asked: Sequence[Asked], *, suffix_length: int = 20, max_new_tokens: int = 128, batch: int = 64,
-    public_labels: int = 24, searched: int = 4, seed: int = 0, notify: Callable[[str], None] = lambda text: None,
+    public_labels: int = 24, tries: int = 4, seed: int = 0, notify: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Label the responses to the prompts of a task with a checkable answer in three ways."""
+    """Label the responses to the prompts of a task with a checkable answer in three ways; a search tries `tries` places."""
     device = pair.target.device
     notify("the target answers")
     prompts = [pair.encode(one.prompt) for one in asked]
@@ -80,15 +80,16 @@ def bench_label(
     notify("the public call pattern")
     every = [(case, k) for case in made for k in range(len(case.places))]
     chosen = random.Random(seed).sample(every, min(public_labels, len(every)))  # noqa: S311
+    _public(pair, *chosen[0], suffix_length)  # warm
     with _timed(device) as theirs:
         tokens = sum(_public(pair, case, k, suffix_length) for case, k in chosen)
     runs.append(_row("public-pattern", len(chosen), theirs, tokens))
 
     notify("answer preservation")
     ended = [i for i in range(len(prompts)) if found[i][1] == "eos"]
-    searches = begin(pair, task, [asked[i] for i in ended], [responses[i] for i in ended])[:searched]
+    searches = begin(pair, task, [asked[i] for i in ended], [responses[i] for i in ended])
     with _timed(device) as slow:
-        search(pair, searches, extracted(task), max_new_tokens=max_new_tokens, batch=batch, most=8)
+        search(pair, searches, extracted(task), max_new_tokens=max_new_tokens, batch=batch, most=tries)
     tried = sum(len(one.events) for one in searches)
     if tried:
         tokens = sum(event.tokens for one in searches for event in one.events)

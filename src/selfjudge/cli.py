@@ -393,6 +393,8 @@ def bench_label(
     Example: selfjudge bench label --limit 4
     """
     _positive(limit=limit, batch=batch, max_new_tokens=max_new_tokens)
+    if suffix_length < 0:
+        raise SelfJudgeError(f"--suffix-length must not be negative, not {suffix_length}")
 
     from selfjudge.sources import Source, given
     from selfjudge.tasks import task
@@ -554,7 +556,7 @@ def label(
     from selfjudge.models.pair import chosen_device
 
     settings = Settings(
-        prompts=tuple(prompts or ("self:500",)), limit=limit, method=method, suffix_length=suffix_length,
+        prompts=tuple(prompts or ("self" if limit else "self:500",)), limit=limit, method=method, suffix_length=suffix_length,
         max_new_tokens=max_new_tokens, tau=tau, calibrate=calibrate, calibrate_prompts=calibrate_prompts,
         reject_recall=reject_recall, hidden_dtype=hidden_dtype, shard=_shard(shard), skip_broken=skip_broken,
         allow_unsafe=allow_unsafe, seed=seed,

@@ -10,15 +10,17 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
+from selfjudge.engine.reference import context_window
+
 GRID = 64  # widths of batches are multiples of this: the first pass of every new shape is slow on CUDA
 TOKENS = {"cuda": 131072}  # of a pass, by device
 Sequences = Sequence[tuple[Sequence[int], Sequence[int]]]
 """Prompts and their answers."""
 
 
-def width(longest: int, device: torch.device) -> int:
-    """How wide a batch is whose longest row has so many tokens."""
-    return -(-longest // GRID) * GRID if device.type == "cuda" else longest
+def width(longest: int, device: torch.device, window: int = 1 << 30) -> int:
+    """How wide a batch is whose longest row has so many tokens, for a model with that context window."""
+    return min(-(-longest // GRID) * GRID, max(longest, window)) if device.type == "cuda" else longest
 
 
 def attention() -> AbstractContextManager[None]:
@@ -35,14 +37,15 @@ def forced(
     """Indices of sequences and, for all tokens of their answers in that order, the hidden state that predicts each [R, H].
 
     The states are those after the final norm: what the output matrix multiplies. Sequences of like length share a pass of
-    at most `tokens` tokens.
+    at most `tokens` tokens, half as many when memory does not suffice.
     """
-    device = model.device
+    device, window = model.device, context_window(model)
+    known = model.get_input_embeddings().weight.shape[0]
     tokens = tokens or TOKENS.get(device.type, 8192)
     sizes = [len(prompt) + len(answer) for prompt, answer in sequences]
     order = sorted(range(len(sequences)), key=lambda i: -sizes[i])
     while order:
-        wide = width(sizes[order[0]], device)
+        wide = width(sizes[order[0]], device, window)
         count = max(1, tokens // wide)
         part, order = order[:count], order[count:]
         ids = torch.zeros(len(part), wide, dtype=torch.long)
@@ -51,9 +54,17 @@ def forced(
             prompt, answer = sequences[i]
             ids[row, : sizes[i]] = torch.tensor([*prompt, *answer])
             predicts[row, len(prompt) - 1 : sizes[i] - 1] = True
-        with attention():
-            hidden = model.base_model(input_ids=ids.to(device), use_cache=False).last_hidden_state
-        yield part, hidden[predicts.to(device)]
+        ids.clamp_(max=known - 1)  # a target may have more tokens than its draft
+        try:
+            with attention():
+                hidden = model.base_model(input_ids=ids.to(device), use_cache=False).last_hidden_state
+                found = hidden[predicts.to(device)]
+        except torch.OutOfMemoryError:
+            if len(part) == 1:
+                raise
+            tokens, order = tokens // 2, part + order
+            continue
+        yield part, found
 
 
 def logits_of(model: PreTrainedModel, hidden: Tensor) -> Tensor:

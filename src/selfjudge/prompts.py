@@ -53,7 +53,10 @@ def read_prompts(path: Path, *, skip_broken: Callable[[str], None] | None = None
     prompts: list[str | list[dict[str, str]]] = []
     broken: list[int] = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        with path.open(
+            encoding="utf-8-sig"
+        ) as file:  # lines end where files end them, not at every separator of Unicode
+            lines = list(file)
     except (OSError, UnicodeDecodeError) as error:
         raise SelfJudgeError(f"cannot read {path}: {error}") from None
     for number, line in enumerate(lines, 1):
@@ -80,6 +83,7 @@ def read_prompts(path: Path, *, skip_broken: Callable[[str], None] | None = None
 
 def _prompt(row: dict[str, Any]) -> str | list[dict[str, str]]:
     prompt = row["messages"] if "messages" in row else row["prompt"]
+    json.dumps(prompt, ensure_ascii=False).encode()  # half a surrogate pair is no text
     if isinstance(prompt, str) and prompt.strip():
         return prompt
     if isinstance(prompt, list) and prompt and all(isinstance(m, dict) for m in prompt):

@@ -75,16 +75,22 @@ def unavailable() -> str:
     return "" if tried.stdout == "7\n" else f"Python does not start in it: {' '.join(tried.stderr.split())}"
 
 
+def refuse_unisolated() -> None:
+    """Raise where programs cannot be isolated."""
+    if why := unavailable():
+        raise SelfJudgeError(
+            f"generated code cannot be isolated here ({why}): allow user namespaces, or take the risk with --allow-unsafe"
+        )
+
+
 def run(
     code: str, stdin: str = "", *, files: Mapping[str, str] | None = None, limits: Limits | None = None,
     allow_unsafe: bool = False,
 ) -> Run:  # fmt: skip
     """Run a Python program with the standard library, in a folder of its own that holds `files`."""
     isolated = not unavailable()
-    if not isolated and not allow_unsafe:
-        raise SelfJudgeError(
-            f"generated code cannot be isolated here ({unavailable()}): allow user namespaces, or take the risk with --allow-unsafe"
-        )
+    if not allow_unsafe:
+        refuse_unisolated()
     return _run(["main.py"], {**(files or {}), "main.py": code}, stdin, limits or Limits(), isolated=isolated)
 
 
@@ -259,7 +265,7 @@ def run_tests(
 def _same_value(got: str, expected: str) -> bool:
     try:
         return bool(json.loads(got) == json.loads(expected))
-    except ValueError:
+    except (ValueError, RecursionError):  # a program may print anything
         return False
 
 

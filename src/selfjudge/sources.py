@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,8 +36,8 @@ class Source:
         """`NAME`, `NAME:COUNT`, `NAME:COUNTxANSWERS` or `NAME@WEIGHT`, such as `self:20000`, `gsm8k:7000x4`, `dolly@2`."""
         name, at, weight = text.rpartition("@")
         if at and _number(weight) is not None:
-            if not float(weight) > 0:
-                raise SelfJudgeError(f"{text!r} asks for nothing: weights must be more than 0")
+            if not 0 < float(weight) < math.inf:
+                raise SelfJudgeError(f"{text!r} asks for nothing: weights must be more than 0 and finite")
             return cls(name, None, answers, float(weight))
         name, colon, numbers = text.rpartition(":")
         if not colon or not numbers[:1].isdigit() or f"{name}:" == FILE:
@@ -76,13 +77,15 @@ def limited(sources: Sequence[Source], limit: int | None) -> list[Source]:
     open_ended = [s for s in sources if s.count is None or (s.name in SELF and s.count == SELF_COUNT)]
     left = limit - sum(s.count or 0 for s in sources if s not in open_ended)
     if left < len(open_ended):
-        raise SelfJudgeError(f"--limit {limit} leaves nothing for {open_ended[0].name}")
+        raise SelfJudgeError(f"--limit {limit} is less than the sources ask for: lower their counts or raise it")
     total = sum(s.weight or 1.0 for s in open_ended)
     counts: dict[str, int] = {}
     exact = 0.0
     for source in open_ended:  # rounded so that they add up
         exact += left * (source.weight or 1.0) / total
         counts[source.name] = round(exact) - sum(counts.values())
+        if not counts[source.name]:
+            raise SelfJudgeError(f"--limit {limit} leaves nothing for {source.name}: raise it, or its weight")
     return [replace(s, count=counts[s.name]) if s in open_ended else s for s in sources]
 
 
@@ -132,4 +135,4 @@ def written(pair: Pair, source: Source, seed: int, batch: int, notify: Notify) -
             pair.target, pair.tokenizer, count, eos_ids=pair.eos_ids, special_ids=pair.special_ids, seed=seed,
             batch=batch, notify=tell,
         )  # fmt: skip
-    return [Asked(f"{source.name}-{i}", source.name, text) for i, text in enumerate(texts)], report
+    return [Asked(f"{source.name}-{seed}-{i}", source.name, text) for i, text in enumerate(texts)], report

@@ -185,6 +185,8 @@ def _wrong(checkpoints: dict[str, str], tmp: Path) -> dict[str, list[str]]:
     ask = ["generate", "w1 w2", *target, *draft]
     distill = ["distill", *target, "--out", str(tmp / "draft")]
     (tmp / "asked.jsonl").write_text('{"prompt": "w5 w6"}\n{"prompt": "w9 w8 w7"}\n')
+    (tmp / "begun").mkdir()
+    (tmp / "begun" / "settings.json").write_text("{}")
     label = ["label", *target, *draft, "--prompts", str(tmp / "asked.jsonl"), "--max-new-tokens", "24"]
     shutil.copytree(checkpoints["target"], tmp / "bare")
     (tmp / "bare" / "chat_template.jinja").unlink()
@@ -233,10 +235,15 @@ def _wrong(checkpoints: dict[str, str], tmp: Path) -> dict[str, list[str]]:
         "uncheckable": [*label, "--out", str(tmp / "new"), "--calibrate", "dolly"],
         "open prompts": [*label, "--out", str(tmp / "new"), "--method", "autojudge"],
         "method": [*label, "--out", str(tmp / "new"), "--method", "magic"],
-        "begun": [*label, "--out", str(tmp / "none"), "--tau", "-5"],
+        "limit of counts": ["label", *target, *draft, "--prompts", "self:500", "--limit", "50", "--out", str(tmp / "new")],
+        "no share": ["label", *target, *draft, "--prompts", "self@1", "--prompts", "self-summaries@100", "--limit", "5",
+                     "--out", str(tmp / "new")],
+        "answers": ["label", *target, *draft, "--prompts", "self:5x3", "--tau", "-5", "--out", str(tmp / "new")],
+        "int8": [*label, "--out", str(tmp / "new"), "--tau", "-5", "--dtype", "int8", "--device", "cpu"],
         "weights": ["label", *target, *draft, "--prompts", "self@2", "--tau", "-5", "--out", str(tmp / "new")],
         "shard": [*label, "--out", str(tmp / "new"), "--tau", "-5", "--shard", "3"],
-        "unfinished": ["labels", "info", str(tmp / "none")],
+        "unfinished": ["labels", "info", str(tmp / "begun")],
+        "begun": [*label, "--out", str(tmp / "begun"), "--tau", "-5"],
         "no labels": ["labels", "merge", str(tmp), "--out", str(tmp / "new")],
         "bench label": ["bench", "label", *target, *draft, "--prompts", "dolly"],
         "option": ["generate", "hi", "--no-such-option"],

@@ -44,8 +44,8 @@ def prompts(tmp_path: Path) -> str:
     return str(prompts_file(tmp_path / "asked.jsonl", 12))
 
 
-def settings_of(prompts: str, **options: object) -> Settings:
-    return replace(Settings(prompts=(prompts,), tau=-8.0, max_new_tokens=24, batch=5), **options)  # type: ignore[arg-type]
+def settings_of(asked: str, **options: object) -> Settings:
+    return replace(Settings(prompts=(asked,), tau=-8.0, max_new_tokens=24, batch=5), **options)  # type: ignore[arg-type]
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -133,6 +133,62 @@ def test_resume_works_on_a_missing_folder(tiny_pair: Pair, prompts: str, tmp_pat
     assert label(tiny_pair, tmp_path / "new", settings_of(prompts), resume=True)["rows"]
 
 
+def test_autojudge_rows_point_into_their_revision(
+    tiny_pair: Pair, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With duplicates and kept substitutions: every row names a response in which its tokens stand."""
+    monkeypatch.setattr(
+        "selfjudge.label.asked_target", lambda *_, **__: lambda searches, texts: [len(t) % 2 == 0 for t in texts]
+    )
+    out = tmp_path / "labels"
+    manifest = label(tiny_pair, out, settings_of(prompts, method="autojudge+", tau=None, max_new_tokens=90))
+    original = {row["prompt_id"]: row for row in read_rows(out / "responses.jsonl")}
+    revised = {
+        (r["prompt_id"], r["revision"]): r["response_ids"] for f in out.glob("revisions-*") for r in read_rows(f)
+    }
+    revisions = set()
+    for rows, arrays in read_shards(out):
+        assert {len(a) for a in arrays.values()} == {len(rows)}
+        for row in rows:
+            first = original[row["prompt_id"]]
+            response = revised[row["prompt_id"], row["revision"]] if row["revision"] else first["response_ids"]
+            assert [*first["prompt_ids"], *response][row["position"]] == row["target_token"]
+            revisions.add(row["revision"])
+    assert len(revisions) > 1
+    assert 0 < manifest["acceptable"] < manifest["rows"]
+    assert manifest["target_tokens"] > 20 * manifest["rows"]  # every continuation is counted
+    assert manifest["tau"] is None
+
+
+def test_twins_are_labelled_once_and_ids_are_unique(tiny_pair: Pair, tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        prompts_file(tmp_path / folder / "asked.jsonl", 5)
+    with (tmp_path / "b" / "asked.jsonl").open("a") as file:
+        file.write('{"prompt": "w5 w6 w7"}\n{"prompt": "w5 w6 w7"}\n' + json.dumps({"prompt": "w8 " * 500}) + "\n")
+    both = settings_of("", prompts=tuple(str(tmp_path / folder / "asked.jsonl") for folder in "ab"))
+    manifest = label(tiny_pair, tmp_path / "labels", both)
+    ids = [row["prompt_id"] for row in read_rows(tmp_path / "labels" / "responses.jsonl")]
+    assert len(ids) == len(set(ids)) == manifest["prompts"] == 6
+    assert manifest["yields"][both.prompts[1]] == {"given": 8, "too long": 1, "repeated": 6, "prompts": 1}
+
+
+@pytest.mark.parametrize(("target", "draft"), [("padded-draft", "draft"), ("target", "padded-draft")])
+def test_vocabularies_padded_to_different_sizes(
+    target: str, draft: str, checkpoints: dict[str, str], prompts: str, tmp_path: Path
+) -> None:
+    pair = Pair.load(checkpoints[target], checkpoints[draft], device="cpu")
+    assert label(pair, tmp_path / "labels", settings_of(prompts))["rows"]
+
+
+def test_past_the_drafts_window_there_is_nothing_to_label(tiny_pair: Pair, prompts: str, tmp_path: Path) -> None:
+    pair = replace(tiny_pair, draft=tiny_model("gpt2", seed=5, n_positions=16))
+    label(pair, tmp_path / "labels", settings_of(prompts))
+    rows = [row for rows, _ in read_shards(tmp_path / "labels") for row in rows]
+    assert rows
+    assert max(row["position"] for row in rows) < 17
+
+
 # interruptions and damage
 
 
@@ -218,6 +274,39 @@ def test_damage_is_found_by_its_checksum_and_done_again(
     assert content(out) == expected
 
 
+@pytest.mark.parametrize("name", ["responses.jsonl", "labels-00000.jsonl"])
+def test_a_file_that_is_gone_from_a_finished_folder_is_made_again(
+    name: str, tiny_pair: Pair, prompts: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "labels"
+    label(tiny_pair, out, settings_of(prompts))
+    expected = content(out)
+    (out / name).unlink()
+    with pytest.raises(SelfJudgeError, match="missing or damaged"):
+        merge([out], tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+    label(tiny_pair, out, settings_of(prompts), resume=True)
+    assert content(out) == expected
+
+
+def test_another_prompts_file_or_tau_makes_everything_after_it_anew(
+    tiny_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = prompts_file(tmp_path / "asked.jsonl", 12)
+    settings = settings_of(f"file:{file}", tau=None)
+    monkeypatch.setattr("selfjudge.label.shipped_tau", lambda pair, n: {"tau": -8.0})
+    out = tmp_path / "labels"
+    label(tiny_pair, out, settings)
+    (out / "manifest.json").unlink()
+    monkeypatch.setattr("selfjudge.label.shipped_tau", lambda pair, n: {"tau": -2.0})
+    assert label(tiny_pair, out, settings, resume=True)["tau"] == -2.0
+    for rows, _ in read_shards(out):
+        assert all(row["label"] == int(row["score"] > -2.0) for row in rows)
+    prompts_file(file, 9)
+    with pytest.raises(SelfJudgeError, match="another prompt files"):
+        label(tiny_pair, out, settings, resume=True)
+
+
 def test_two_processes_cannot_write_the_same_folder(tiny_pair: Pair, prompts: str, tmp_path: Path) -> None:
     out = tmp_path / "labels"
     out.mkdir()
@@ -285,8 +374,12 @@ def test_counts_and_weights_share_the_limit() -> None:
     for texts, limit in ((["gsm8k@2"], None), (["gsm8k", "gsm8k:5"], None), (["gsm8k:100", "dolly"], 100)):
         with pytest.raises(SelfJudgeError):
             counts(texts, limit)
-    with pytest.raises(SelfJudgeError):
-        Source.parse("gsm8k@0")
+    for texts, limit in ((["self:500"], 50), (["gsm8k@1", "dolly@100"], 5)):
+        with pytest.raises(SelfJudgeError, match="--limit"):
+            counts(texts, limit)
+    for wrong in ("gsm8k@0", "gsm8k@inf", "gsm8k@-1", "gsm8k@nan"):
+        with pytest.raises(SelfJudgeError, match="asks for nothing"):
+            Source.parse(wrong)
 
 
 def test_broken_lines_are_named_and_refused_or_left_out(tiny_pair: Pair, tmp_path: Path) -> None:
@@ -305,6 +398,16 @@ def test_broken_lines_are_named_and_refused_or_left_out(tiny_pair: Pair, tmp_pat
     manifest = label(tiny_pair, tmp_path / "labels", settings_of(str(file), skip_broken=True), warn=told.append)
     assert manifest["prompts"] == 7
     assert any("left out lines 2, 8, 10, 11 (4 of 11)" in text for text in told)
+
+
+def test_lines_end_where_the_file_ends_them(tmp_path: Path) -> None:
+    file = tmp_path / "asked.jsonl"
+    text = "\ufeff" + json.dumps({"prompt": "one\u2028two\x85three"}, ensure_ascii=False) + "\n"
+    file.write_text(text, encoding="utf-8")
+    assert read_prompts(file) == ["one\u2028two\x85three"]
+    file.write_text('{"prompt": "half \\ud800 a pair"}\n{"prompt": "whole"}\n')
+    with pytest.raises(SelfJudgeError, match="line 1:"):
+        read_prompts(file)
 
 
 def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
@@ -341,6 +444,7 @@ def test_responses_of_one_token_have_no_place_to_label(tiny_pair: Pair, prompts:
         ({"calibrate": "nothing", "tau": None}, "checkable"),
         ({"calibrate": "gsm8k"}, "not both"),
         ({"method": "autojudge"}, r"autojudge\+"),
+        ({"prompts": ("gsm8k:5x3",)}, "one answer a prompt"),
     ],
 )
 def test_wrong_settings_are_refused_before_anything_is_written(
@@ -355,6 +459,9 @@ def test_wrong_settings_are_refused_before_anything_is_written(
 def test_without_a_tau_the_way_to_one_is_told(tiny_pair: Pair, prompts: str, tmp_path: Path) -> None:
     with pytest.raises(SelfJudgeError, match="--calibrate arithmetic"):
         label(tiny_pair, tmp_path / "labels", settings_of(prompts, tau=None))
+    with pytest.raises(SelfJudgeError, match="no split 'train'"):
+        label(tiny_pair, tmp_path / "labels", settings_of(prompts, tau=None, calibrate="math500"))
+    assert not (tmp_path / "labels").exists()
 
 
 def test_a_strangers_folder_is_left_alone(tiny_pair: Pair, prompts: str, tmp_path: Path) -> None:
@@ -490,7 +597,7 @@ def evidence(path: Path, scores: list[float], critical: list[int]) -> Path:
     write_tensors(path, {
         "critical": np.asarray(critical, np.uint8),
         "log_p": np.stack([np.zeros(count), np.asarray(scores) / 2], 1).astype(np.float32),
-        "original": np.zeros((count, 4), np.float32),
+        "original": np.stack([np.zeros(count), *[np.full(count, np.nan)] * 3], 1).astype(np.float32),
         "substituted": np.stack([np.asarray(scores) / 2, *[np.full(count, np.nan)] * 3], 1).astype(np.float32),
     })  # fmt: skip
     return path

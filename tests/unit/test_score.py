@@ -134,6 +134,7 @@ def test_a_label_costs_its_own_tokens_alone(suffix_length: int) -> None:
 def test_out_of_memory_halves_the_batch_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model(seed=1)
     cases = cases_of([(9, 20)] * 7)
+    monkeypatch.setattr(score_module, "TOKENS", {"cpu": 29 * 8})
     expected = Scorer(model)(cases)
     scorer = Scorer(model)
     once, sizes = scorer._batch, []
@@ -146,7 +147,11 @@ def test_out_of_memory_halves_the_batch_and_goes_on(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(scorer, "_batch", small)
     found = scorer(cases)
-    assert max(sizes) == 7
+    assert sizes[0] == 7
+    assert sizes.count(2) == 3  # halved until it fits, no further, and for the rest of the run
+    again = len(sizes)
+    scorer(cases)
+    assert max(sizes[again:]) == 2
     for one, other in zip(found, expected, strict=True):
         assert np.allclose(one.substituted, other.substituted, atol=1e-4, equal_nan=True)
 

@@ -65,6 +65,8 @@ class Settings:
         """Refuse what cannot work before any model is loaded."""
         Shape(self.layers, self.width, self.inner)  # refuses a size that cannot be
         names = [source.name for source in self.sources]
+        if weighted := [source.name for source in self.sources if source.weight is not None]:
+            raise SelfJudgeError(f"{weighted[0]} has a weight: distill takes counts, such as {weighted[0]}:1000x2")
         if len(set(names)) < len(names):
             raise SelfJudgeError("the same source of prompts is named twice")
         if self.rate <= 0:

@@ -6,7 +6,9 @@ killed goes on where it was and ends in the same bytes.
 
 from __future__ import annotations
 
+import hashlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,17 +16,21 @@ from typing import Any
 
 import numpy as np
 
+from selfjudge.engine import release
+from selfjudge.engine.reference import context_window
 from selfjudge.errors import SelfJudgeError
 from selfjudge.label.mismatch import draft_tokens, mismatches
 from selfjudge.label.preservation import Search, asked_target, search
 from selfjudge.label.score import Case, Scorer, Scores
-from selfjudge.label.shards import FORMAT, Arrays, Row, read_rows, seal, sealed, write_rows, write_shard
+from selfjudge.label.shards import FORMAT, Arrays, Row, read_rows, seal, sealed, unharmed, write_rows, write_shard
 from selfjudge.label.tau import begin, calibrate, extracted, scored, total
 from selfjudge.models.pair import Pair
 from selfjudge.respond import respond
+from selfjudge.sandbox import refuse_unisolated
 from selfjudge.sources import SELF, Asked, Source, given, limited, written
 from selfjudge.store import locked, provenance, read_json, sha256, write_json
-from selfjudge.tasks import known, task
+from selfjudge.tasks import FILE, known, task
+from selfjudge.tasks.code import CodeTask
 
 METHODS = ("selfjudge", "autojudge", "autojudge+")
 STAGES = ("prompts", "tau", "responses", "labels")
@@ -76,6 +82,10 @@ class Settings:
             raise SelfJudgeError(f"--shard is i/n with i from 0 to n − 1, not {self.shard[0]}/{self.shard[1]}")
         if self.calibrate is not None and not (known(self.calibrate) and task(self.calibrate).checkable):
             raise SelfJudgeError(f"{self.calibrate} has no checkable answers to calibrate τ on")
+        if wrong := [text for text, source in zip(self.prompts, self.sources(), strict=True) if source.answers > 1]:
+            raise SelfJudgeError(
+                f"a label needs one answer a prompt: write {wrong[0].rpartition('x')[0]}, not {wrong[0]}"
+            )
         if self.tau is not None and self.calibrate is not None:
             raise SelfJudgeError("give --tau or --calibrate, not both")
         if self.method == "autojudge":
@@ -95,21 +105,40 @@ def label(
     settings.check()
     if pair.draft is None:
         raise SelfJudgeError(f"{pair.target_id} brings no draft of its own: name one with --draft")
-    if out.is_dir() and any(p.name != ".lock" for p in out.iterdir()):
+    if pair.int8:
+        raise SelfJudgeError("labels are made with whole weights: leave out --dtype int8")
+    if out.is_dir() and any(not p.name.startswith(".") for p in out.iterdir()):
         if not (out / "settings.json").is_file():
             raise SelfJudgeError(f"{out} holds other files: name a new or empty folder with --out")
         if not resume:
             raise SelfJudgeError(f"{out} was begun already: go on with --resume, or name another --out")
     try:
         if not (out / "settings.json").is_file():
-            for source in settings.sources():  # before anything is written
-                if source.name not in SELF:
-                    given(source, data, skip_broken=(lambda text: None) if settings.skip_broken else None)
+            _possible(pair, settings, data)  # before anything is written
         out.mkdir(parents=True, exist_ok=True)
         with locked(out / ".lock", refuse=f"another process works on {out}"):
             return _label(pair, out, settings, data, notify, warn)
     except OSError as error:
         raise SelfJudgeError(f"cannot write {out}: {error}; what is done is kept, go on with --resume") from None
+
+
+def _possible(pair: Pair, settings: Settings, data: Path | None) -> None:
+    """Refuse early what would fail late: prompts that cannot be read, a τ that cannot be had, code that cannot be run."""
+    for source in settings.sources():
+        if source.name not in SELF:
+            given(source, data, skip_broken=(lambda text: None) if settings.skip_broken else None)
+    checked = [settings.calibrate] if settings.calibrate else []
+    if settings.calibrate:
+        given(Source(settings.calibrate, settings.calibrate_prompts), data)
+    elif settings.tau is None and settings.method == "selfjudge" and shipped_tau(pair, settings.suffix_length) is None:
+        raise SelfJudgeError(
+            "no τ is known for this pair and suffix length: calibrate it (--calibrate gsm8k, or --calibrate arithmetic"
+            " without any data) or give --tau"
+        )
+    if settings.method != "selfjudge":
+        checked += [source.name for source in settings.sources() if known(source.name)]
+    if any(isinstance(task(name), CodeTask) for name in checked) and not settings.allow_unsafe:
+        refuse_unisolated()
 
 
 def _label(
@@ -118,24 +147,30 @@ def _label(
     _same_settings(out, pair, settings)
     if (out / "manifest.json").is_file():
         found: dict[str, Any] = read_json(out / "manifest.json")
-        if all((out / n).is_file() and sha256(out / n) == d for s in found["shards"] for n, d in s["files"].items()):
+        if all(unharmed(out, files) for files in (found["files"], *(shard["files"] for shard in found["shards"]))):
             return found
         (out / "manifest.json").unlink()  # its existence means done
-        warn(f"a shard of {out} is damaged: labelling it again")
+        warn(f"a file of {out} is damaged: making it again")
     clock = [time.monotonic()]
     prompts, yields = _prompts(pair, out, settings, data, notify, warn)
     clock.append(time.monotonic())
     tau = _tau(pair, out, settings, data, notify)
     clock.append(time.monotonic())
     if tau["tau"] is not None and tau.get("fallback"):
+        many = tau["critical_share"] > 0.5
         warn(
-            f"{tau['critical_share']:.0%} of the mismatches are critical: this target is too weak to tell; τ is set by an {tau['fallback']}"
+            f"{tau['critical']} of {tau['mismatches']} mismatches are critical, too {'many' if many else 'few'} to find τ by:"
+            f" it is set by an {tau['fallback']}"
         )
     files = _responses(pair, out, settings, prompts, notify)
     clock.append(time.monotonic())
+    if pair.target.device.type == "cuda":
+        release(pair.target)  # the memory of its engine is needed now
     shards = list(_shards(pair, out, settings, files, tau["tau"], data, notify))
     clock.append(time.monotonic())
     rows = sum(shard["rows"] for shard in shards)
+    if not rows and settings.method != "selfjudge" and not sum(shard["searched"] for shard in shards):
+        raise SelfJudgeError("no response has an answer to preserve: there is nothing to label")
     if not rows:
         raise SelfJudgeError(
             "there is no mismatch to label: the draft says what the target says (is it the same model?)"
@@ -149,6 +184,7 @@ def _label(
         "rows": rows, "acceptable": sum(shard["acceptable"] for shard in shards), "prompts": len(prompts),
         "yields": yields, "target_tokens": sum(shard["target_tokens"] for shard in shards),
         "response_tokens": sum(shard["response_tokens"] for shard in shards), "shards": shards,
+        "files": {name: sha256(out / name) for name in ("responses.jsonl", "calibration.safetensors") if (out / name).is_file()},
     }  # fmt: skip
     spent = {stage: round(b - a, 3) for stage, a, b in zip(STAGES, clock, clock[1:], strict=False)}
     write_json(out / "run.json", provenance(settings=asdict(settings), seconds=spent))
@@ -157,14 +193,14 @@ def _label(
 
 
 def _same_settings(out: Path, pair: Pair, settings: Settings) -> None:
-    files = [Path(source.name).expanduser() for source in settings.sources()]
+    files = [Path(source.name.removeprefix(FILE)).expanduser() for source in settings.sources()]
     now = {
         **asdict(settings), "prompts": list(settings.prompts), "shard": list(settings.shard),
-        "target": pair.target_sha256, "draft": pair.draft_sha256, "dtype": pair.dtype,
+        "target": pair.target_sha256 or pair.target_id, "draft": pair.draft_sha256 or pair.draft_id, "dtype": pair.dtype,
         "prompt files": {str(f): sha256(f) for f in files if f.is_file()},
     }  # fmt: skip
     then: dict[str, Any] = read_json(out / "settings.json") if (out / "settings.json").is_file() else now
-    if differing := [k for k in now if then.get(k) != now[k]]:
+    if differing := [k for k in now if k != "allow_unsafe" and then.get(k) != now[k]]:
         raise SelfJudgeError(f"{out} was begun with another {', '.join(differing)}: name another --out or remove it")
     write_json(out / "settings.json", now)
 
@@ -178,6 +214,10 @@ def _prompts(
         return list(read_rows(file)), found["yields"]
     rows: list[Row] = []
     yields: dict[str, Any] = {}
+    assert pair.draft is not None
+    longest = min(settings.max_prompt_tokens, *(context_window(model) - 1 for model in (pair.target, pair.draft)))
+    seen: set[tuple[int, ...]] = set()
+    names: Counter[str] = Counter()
     for source in settings.sources():
         if source.name in SELF:
             asked, report = written(pair, source, settings.seed, settings.batch, notify)
@@ -185,12 +225,21 @@ def _prompts(
             asked = given(source, data, skip_broken=warn if settings.skip_broken else None)
             report = {"given": len(asked)}
         encoded = pair.encode_many([one.prompt for one in asked])
-        short = [(one, ids) for one, ids in zip(asked, encoded, strict=True) if len(ids) <= settings.max_prompt_tokens]
-        yields[source.name] = {**report, "too long": len(asked) - len(short), "prompts": len(short)}
-        rows += [
-            {"prompt_id": one.id, "source": one.source, "prompt_ids": ids, "request": one.prompt, "row": one.row}
-            for one, ids in short
-        ]
+        short = [(one, ids) for one, ids in zip(asked, encoded, strict=True) if len(ids) <= longest]
+        before = len(rows)
+        for one, ids in short:
+            if tuple(ids) in seen:  # twins would end up on both sides of a split by prompt
+                continue
+            seen.add(tuple(ids))
+            names[one.id] += 1
+            name = one.id if names[one.id] == 1 else f"{one.id}~{names[one.id]}"  # files of one name, ids of a user
+            rows.append(
+                {"prompt_id": name, "source": one.source, "prompt_ids": ids, "request": one.prompt, "row": one.row}
+            )
+        new = len(rows) - before
+        yields[source.name] = {
+            **report, "too long": len(asked) - len(short), "repeated": len(short) - new, "prompts": new,
+        }  # fmt: skip
     mine = rows[settings.shard[0] :: settings.shard[1]]
     if not mine:
         raise SelfJudgeError("there is no prompt left to label: give more with --prompts")
@@ -206,15 +255,12 @@ def _tau(pair: Pair, out: Path, settings: Settings, data: Path | None, notify: N
     if settings.calibrate is None:
         if settings.method != "selfjudge":
             return {"tau": None}  # these labels need none
-        if (shipped := shipped_tau(pair, settings.suffix_length)) is not None:
-            return shipped
-        raise SelfJudgeError(
-            "no τ is known for this pair and suffix length: calibrate it (--calibrate gsm8k, or --calibrate arithmetic"
-            " without any data) or give --tau"
-        )
+        shipped = shipped_tau(pair, settings.suffix_length)
+        assert shipped is not None  # _possible
+        return shipped
     vouched = out / "work" / "calibration.json"
     if (found := sealed(vouched, out)) is not None:
-        return {k: v for k, v in found.items() if k != "files"}
+        return {k: v for k, v in found.items() if k not in ("files", "made_from")}
     source = Source(settings.calibrate, settings.calibrate_prompts)
     result = calibrate(
         pair, task(settings.calibrate, data, allow_unsafe=settings.allow_unsafe), given(source, data), suffix_length=settings.suffix_length,
@@ -243,10 +289,11 @@ def _responses(pair: Pair, out: Path, settings: Settings, prompts: Sequence[Row]
     """Files of responses, `batch` prompts each: greedy, as fast as the engine makes them."""
     files = []
     work = out / "work"
+    origin = sha256(work / "prompts.jsonl")
     for number, start in enumerate(range(0, len(prompts), settings.batch)):
         file = work / f"responses-{number:05d}.jsonl"
         files.append(file)
-        if sealed(work / f"responses-{number:05d}.json", work):
+        if sealed(work / f"responses-{number:05d}.json", work, origin):
             continue
         part = prompts[start : start + settings.batch]
         found: dict[int, tuple[list[int], str]] = {}
@@ -257,7 +304,7 @@ def _responses(pair: Pair, out: Path, settings: Settings, prompts: Sequence[Row]
             found[index] = tokens, finish
             notify("the target answers", (start + len(found)) / len(prompts))
         write_rows(file, ({**row, "response_ids": found[i][0], "finish": found[i][1]} for i, row in enumerate(part)))
-        seal(work / f"responses-{number:05d}.json", work, (file.name,))
+        seal(work / f"responses-{number:05d}.json", work, (file.name,), origin)
     return files
 
 
@@ -273,21 +320,26 @@ def _shards(
     pending: list[Row] = []
     number, done, all_rows = 0, 0, sum(1 for file in files for _ in read_rows(file))
     made = _selfjudge if settings.method == "selfjudge" else _autojudge
+    scorer = Scorer(pair.target, suffix_length=settings.suffix_length)
+    origin = hashlib.sha256("".join([*map(sha256, files), repr(tau)]).encode()).hexdigest()
 
     begun, labelled = time.monotonic(), 0
 
     def shard() -> dict[str, Any]:
         nonlocal labelled
-        if (found := sealed(out / "work" / f"labels-{number:05d}.json", out)) is not None:
+        if (found := sealed(out / "work" / f"labels-{number:05d}.json", out, origin)) is not None:
             return found
-        rows, arrays, counts = made(
-            pair, settings, pending, tau, data, lambda share: notify("labels", (done + share * len(pending)) / all_rows)
-        )
+        before = scorer.tokens
+        rows, arrays, revisions, counts = made(
+            pair, settings, pending, scorer, tau, data,
+            lambda share: notify("labels", (done + share * len(pending)) / all_rows),
+        )  # fmt: skip
+        counts["target_tokens"] = counts.get("target_tokens", 0) + scorer.tokens - before
         labelled += len(rows)
         rate = labelled / (time.monotonic() - begun)
         notify(f"labels: {labelled} made, {rate:.3g} a second", (done + len(pending)) / all_rows)
         return write_shard(
-            out, number, rows, arrays, acceptable=sum(r["label"] for r in rows),
+            out, number, rows, arrays, revisions, origin, acceptable=sum(r["label"] for r in rows),
             response_tokens=sum(len(row["prompt_ids"]) + len(row["response_ids"]) for row in pending), **counts,
         )  # fmt: skip
 
@@ -302,10 +354,10 @@ def _shards(
 
 
 def _selfjudge(
-    pair: Pair, settings: Settings, responses: Sequence[Row], tau: float | None, data: Path | None,
+    pair: Pair, settings: Settings, responses: Sequence[Row], scorer: Scorer, tau: float | None, data: Path | None,
     notify: Callable[[float], None],
-) -> tuple[list[Row], Arrays, dict[str, Any]]:  # fmt: skip
-    """Labels by likelihood."""
+) -> tuple[list[Row], Arrays, list[Row], dict[str, Any]]:  # fmt: skip
+    """Labels by likelihood; rows whose score is no number are left out and counted."""
     assert tau is not None
     special = frozenset(pair.special_ids)
     drafts = draft_tokens(pair, [(row["prompt_ids"], row["response_ids"]) for row in responses])
@@ -315,24 +367,29 @@ def _selfjudge(
             row["response_ids"], said, special, suffix_length=settings.suffix_length, cut=row["finish"] == "length"
         )
         cases.append(Case(row["prompt_ids"], row["response_ids"], places, [said[i] for i in places]))
-    scorer = Scorer(pair.target, suffix_length=settings.suffix_length)
     found = scorer(cases)
     rows: list[Row] = []
+    finite: list[bool] = []
     for row, case, scores in zip(responses, cases, found, strict=True):
         prefix, suffix = scores.prefix(), scores.suffix(settings.suffix_length)
         for k, place in enumerate(case.places):
             score = float(prefix[k] + suffix[k])
-            rows.append(_row(row, case, k, place, float(prefix[k]), float(suffix[k]), score > tau, settings.method))
-    arrays = _arrays(found, settings, pair.hidden_size)
-    return rows, arrays, {"target_tokens": scorer.tokens}
+            finite.append(bool(np.isfinite(score)))
+            if finite[-1]:
+                rows.append(_row(row, case, k, place, float(prefix[k]), float(suffix[k]), score > tau, settings.method))
+    arrays = {name: a[np.asarray(finite, bool)] for name, a in _arrays(found, settings, pair.hidden_size).items()}
+    return rows, arrays, [], {"not_finite": len(finite) - len(rows)}
 
 
 def _autojudge(
-    pair: Pair, settings: Settings, responses: Sequence[Row], tau: float | None, data: Path | None,
+    pair: Pair, settings: Settings, responses: Sequence[Row], scorer: Scorer, tau: float | None, data: Path | None,
     notify: Callable[[float], None],
-) -> tuple[list[Row], Arrays, dict[str, Any]]:  # fmt: skip
-    """Labels by preserved answers; on open prompts (autojudge+) the target says whether the meaning is the same."""
-    searches: list[tuple[Row, Search]] = []
+) -> tuple[list[Row], Arrays, list[Row], dict[str, Any]]:  # fmt: skip
+    """Labels by preserved answers; on open prompts (autojudge+) the target says whether the meaning is the same.
+
+    A position counts in the response that the search had reached: the row names its revision, 0 being the original.
+    """
+    searches: list[Search] = []
     unclear = 0
 
     def count(number: int) -> None:
@@ -350,33 +407,45 @@ def _autojudge(
         else:
             begun = [
                 Search(
-                    row["prompt_ids"], tuple(row["response_ids"]), _text(row["request"]),
+                    row["prompt_ids"], tuple(row["response_ids"]), _text(row["request"]), row["prompt_id"],
                     answer=str(pair.tokenizer.decode(row["response_ids"], skip_special_tokens=True)),
                 )
                 for row in part
             ]  # fmt: skip
             check = asked_target(pair, batch=settings.batch, unparsed=count)
-        by_prompt = {tuple(row["prompt_ids"]): row for row in part}
-        searches += [(by_prompt[tuple(s.prompt)], s) for s in begun]
+        searches += begun
         before = len(searches) - len(begun)
         search(
             pair, begun, check, max_new_tokens=settings.max_new_tokens, batch=settings.batch,
             notify=lambda done, tried, before=before: notify((before + done) / len(responses)),  # type: ignore[misc]
         )  # fmt: skip
-    owners = {id(s): row for row, s in searches}
-    scorer = Scorer(pair.target, suffix_length=settings.suffix_length)
+    if pair.target.device.type == "cuda":
+        release(pair.target)
+    owners = {row["prompt_id"]: row for row in responses}
     rows, parts = [], []
-    for one_search, event, scores, k in scored(scorer, [s for _, s in searches]):
-        row = owners[id(one_search)]
+    numbers: dict[str, dict[tuple[int, ...], int]] = {}
+    for one_search, event, scores, k in scored(scorer, searches):
+        row = owners[one_search.prompt_id]
+        revisions = numbers.setdefault(one_search.prompt_id, {tuple(row["response_ids"]): 0})
+        revision = revisions.setdefault(event.response, len(revisions))
         prefix, suffix = float(scores.prefix()[k]), float(scores.suffix(settings.suffix_length)[k])
+        if not np.isfinite(prefix + suffix):
+            continue
         case = Case(row["prompt_ids"], event.response, [event.place], [event.draft])
-        rows.append(_row(row, case, 0, event.place, prefix, suffix, event.kept, settings.method))
+        made = _row(row, case, 0, event.place, prefix, suffix, event.kept, settings.method)
+        rows.append({**made, "revision": revision})
         parts.append(Scores(**{name: getattr(scores, name)[k : k + 1] for name in Scores.__dataclass_fields__}))
     counts = {
-        "target_tokens": scorer.tokens, "searched": len(searches), "left_out": len(responses) - len(searches),
-        "unclear_verdicts": unclear,
+        "target_tokens": sum(event.tokens for one in searches for event in one.events), "searched": len(searches),
+        "left_out": len(responses) - len(searches), "unclear_verdicts": unclear,
     }  # fmt: skip
-    return rows, _arrays(parts, settings, pair.hidden_size), counts
+    kept = [
+        {"prompt_id": name, "revision": number, "response_ids": list(response)}
+        for name, found in numbers.items()
+        for response, number in found.items()
+        if number
+    ]
+    return rows, _arrays(parts, settings, pair.hidden_size), kept, counts
 
 
 def _text(request: Any) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from selfjudge.engine.reference import context_window
 from selfjudge.forced import Sequences, forced, logits_of
 from selfjudge.models.pair import Pair
 
@@ -14,16 +15,19 @@ LOGIT_ROWS = 1024  # rows of logits at a time
 
 @torch.no_grad()
 def draft_tokens(pair: Pair, sequences: Sequences) -> list[list[int]]:
-    """The draft's most likely token at every place of every response."""
+    """The draft's most likely token at every place of every response; past its context window it has no say."""
     assert pair.draft is not None
     vocabulary = pair.target.get_output_embeddings().weight.shape[0]
-    found: list[list[int]] = [[] for _ in sequences]
-    for part, hidden in forced(pair.draft, sequences):
+    window = context_window(pair.draft)
+    found: list[list[int]] = [list(response) for _, response in sequences]
+    seen = [(prompt, response[: max(0, window - len(prompt))]) for prompt, response in sequences]
+    readable = [i for i, (_, response) in enumerate(seen) if response]
+    for part, hidden in forced(pair.draft, [seen[i] for i in readable]):
         said = [logits_of(pair.draft, piece)[:, :vocabulary].argmax(-1) for piece in hidden.split(LOGIT_ROWS)]
         tokens, at = torch.cat(said).tolist(), 0
-        for i in part:
-            size = len(sequences[i][1])
-            found[i] = tokens[at : at + size]
+        for i in (readable[p] for p in part):
+            size = len(seen[i][1])
+            found[i][:size] = tokens[at : at + size]
             at += size
     return found
 

@@ -11,10 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from selfjudge.engine.reference import context_window
 from selfjudge.label.mismatch import draft_tokens
 from selfjudge.models.pair import Pair
 from selfjudge.respond import respond
 
+VERDICT_TOKENS = 12
 SAME_QUESTION = """Two replies to the same request are given. Do they mean the same?
 
 Request:
@@ -53,6 +55,7 @@ class Search:
     prompt: Sequence[int]
     response: tuple[int, ...]
     request: str
+    prompt_id: str = ""
     row: dict[str, Any] | None = None
     answer: Any = None
     """What the check compares with."""
@@ -118,10 +121,13 @@ def asked_target(pair: Pair, *, batch: int, unparsed: Callable[[int], None] = la
             for s, text in zip(searches, texts, strict=True)
         ]
         verdicts = [False] * len(questions)
-        unclear = 0
-        for index, tokens, _ in respond(
-            pair.target, pair.encode_many(questions), eos_ids=pair.eos_ids, max_new_tokens=12, batch=batch
+        encoded = pair.encode_many(questions)
+        fitting = [i for i, ids in enumerate(encoded) if len(ids) + VERDICT_TOKENS <= context_window(pair.target)]
+        unclear = len(encoded) - len(fitting)  # too long to be asked
+        for place, tokens, _ in respond(
+            pair.target, [encoded[i] for i in fitting], eos_ids=pair.eos_ids, max_new_tokens=VERDICT_TOKENS, batch=batch
         ):
+            index = fitting[place]
             said = str(pair.tokenizer.decode(tokens, skip_special_tokens=True)).upper()
             same, different = said.find("SAME"), said.find("DIFFERENT")
             unclear += same < 0 and different < 0

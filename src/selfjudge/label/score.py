@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from selfjudge.engine.reference import SlotLayer, attention_kinds
+from selfjudge.engine.reference import SlotLayer, attention_kinds, context_window
 from selfjudge.forced import attention, logits_of, width
 
 TOKENS = {"cuda": 65536}  # of a pass, by device
@@ -36,7 +37,7 @@ class Case:
     prompt: Sequence[int]
     response: Sequence[int]
     places: Sequence[int]
-    """Indices into the response."""
+    """Indices into the response, ascending."""
     drafts: Sequence[int]
     """The draft's token at each of them."""
 
@@ -66,8 +67,14 @@ class Scores:
 
     def suffix(self, length: int) -> Floats:
         """[K] the suffix term over at most `length` tokens."""
-        found: Floats = np.nansum((self.substituted - self.original)[:, :length], axis=1, dtype=np.float32)
-        return found
+        return suffix_term(self.original, self.substituted, length)
+
+
+def suffix_term(original: NDArray[Any], substituted: NDArray[Any], length: int) -> Floats:
+    """[K] over at most `length` tokens; past the end of a response, where `original` is nan, nothing is added."""
+    change = np.where(np.isnan(original), 0, substituted - original)[:, :length]
+    found: Floats = change.sum(1, dtype=np.float32)
+    return found
 
 
 class _Branch(NamedTuple):
@@ -91,38 +98,37 @@ class Scorer:
         self.tokens = self.padded = 0
         self.device = model.device
         self._kinds = attention_kinds(model)
+        self._window = context_window(model)
         self._sliding = getattr(model.config.get_text_config(), "sliding_window", None) or 0
-        self._most = TOKENS.get(self.device.type, 2048)
-        self._pack = PACK.get(self.device.type, 256)
+        self._most = TOKENS.get(self.device.type, 512)
+        self._pack = PACK.get(self.device.type, 64)
 
     def __call__(self, cases: Sequence[Case]) -> list[Scores]:
         """The scores of every case, in order."""
+        assert all(a < b for case in cases for a, b in pairwise(case.places))
         found: list[Scores | None] = [None] * len(cases)
         sizes = [len(case.prompt) + len(case.response) for case in cases]
         order = sorted(range(len(cases)), key=lambda i: (-sizes[i], i))
         while order:
-            count = max(1, self._most // width(sizes[order[0]], self.device))
+            count = max(1, self._most // width(sizes[order[0]], self.device, self._window))
             part, order = order[:count], order[count:]
-            for i, scores in zip(part, self._halving([cases[i] for i in part]), strict=True):
+            before = self.tokens, self.padded
+            try:
+                scored = self._batch([cases[i] for i in part])
+            except torch.OutOfMemoryError:  # half as much at a time, from now on
+                if len(part) == 1 and self._most <= self._pack:
+                    raise
+                torch.cuda.empty_cache()
+                self._most, order = self._most // 2, part + order
+                self.tokens, self.padded = before
+                continue
+            for i, scores in zip(part, scored, strict=True):
                 found[i] = scores
         return [scores for scores in found if scores is not None]
 
-    def _halving(self, cases: Sequence[Case]) -> list[Scores]:
-        """A batch; where memory does not suffice, half of it at a time, from then on."""
-        try:
-            return self._batch(cases)
-        except torch.OutOfMemoryError:
-            if len(cases) == 1 and self._most <= self._pack:
-                raise
-        torch.cuda.empty_cache()
-        self._most = max(self._most // 2, 1)
-        half = max(1, len(cases) // 2)
-        first = self._halving(cases[:half])
-        return first + (self._halving(cases[half:]) if cases[half:] else [])
-
     @torch.no_grad()
     def _batch(self, cases: Sequence[Case]) -> list[Scores]:
-        wide = width(max(len(c.prompt) + len(c.response) for c in cases), self.device)
+        wide = width(max(len(c.prompt) + len(c.response) for c in cases), self.device, self._window)
         ids = torch.zeros(len(cases), wide, dtype=torch.long)
         for row, case in enumerate(cases):
             ids[row, : len(case.prompt) + len(case.response)] = torch.tensor([*case.prompt, *case.response])
@@ -150,26 +156,29 @@ class Scorer:
         first, count = len(case.prompt) - 1, len(case.places)
         response = torch.tensor(list(case.response), device=self.device)
         states = hidden[first : first + len(case.response)]  # each predicts one token of the response
-        log_p = self._log_p(states, response).cpu().numpy()
         places = torch.tensor(list(case.places), dtype=torch.long, device=self.device)
         drafts = torch.tensor(list(case.drafts), dtype=torch.long, device=self.device)
-        of_draft, entropy, rank = [], [], []
-        for piece in torch.arange(count, device=self.device).split(self._rows()):
-            logits = logits_of(self.model, states[places[piece]]).float()
-            chosen = logits.gather(1, drafts[piece, None])
-            log_q = logits.log_softmax(-1)
-            of_draft.append(log_q.gather(1, drafts[piece, None]).squeeze(1))
-            entropy.append(-(log_q.exp() * log_q).sum(-1))
-            rank.append((logits > chosen).sum(-1))
         nothing = torch.zeros(0, device=self.device)
+        of_response, of_draft, entropy, rank = [nothing], [nothing], [nothing], [nothing]
+        for start in range(0, len(response), self._rows()):
+            end = min(start + self._rows(), len(response))
+            log_q = logits_of(self.model, states[start:end]).float()
+            log_q -= log_q.logsumexp(-1, keepdim=True)
+            of_response.append(log_q.gather(1, response[start:end, None]).squeeze(1))
+            here = (places >= start) & (places < end)
+            log_q, draft = log_q[places[here] - start], drafts[here, None]
+            of_draft.append(log_q.gather(1, draft).squeeze(1))
+            entropy.append(-(log_q.exp() * log_q).sum(-1))
+            rank.append((log_q > of_draft[-1][:, None]).sum(-1))
+        log_p = torch.cat(of_response).cpu().numpy()
         original = np.full((count, self.suffix_length), np.nan, np.float32)
         for row, place in enumerate(case.places):
             after = log_p[place + 1 : place + 1 + self.suffix_length]
             original[row, : len(after)] = after
         return Scores(
-            log_p=np.stack([log_p[list(case.places)], torch.cat([nothing, *of_draft]).cpu().numpy()], 1),
-            entropy=torch.cat([nothing, *entropy]).cpu().numpy(),
-            rank=torch.cat([nothing, *rank]).int().cpu().numpy(),
+            log_p=np.stack([log_p[list(case.places)], torch.cat(of_draft).cpu().numpy()], 1),
+            entropy=torch.cat(entropy).cpu().numpy(),
+            rank=torch.cat(rank).int().cpu().numpy(),
             original=original,
             substituted=np.full_like(original, np.nan),
             hidden_target=hidden[first + 1 + places].float().cpu().numpy(),

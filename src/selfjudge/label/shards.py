@@ -2,7 +2,8 @@
 
 labels-00000.jsonl          one row a label
 hidden-00000.safetensors    row-aligned: hidden_draft, hidden_target, log_p, entropy, rank, original, substituted
-work/labels-00000.json      the seal: checksums and counts
+revisions-00000.jsonl       answer preservation: the responses that a search went through
+work/labels-00000.json      the seal: checksums, what the shard was made from, and counts
 responses.jsonl             all responses
 manifest.json               written last: its existence means done
 """
@@ -11,8 +12,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.store import read_json, read_tensors, sha256, write_json, write_tensors
+from selfjudge.store import provenance, read_json, read_tensors, sha256, write_json, write_tensors
 
 Row = dict[str, Any]
 Arrays = dict[str, NDArray[Any]]
@@ -53,36 +55,42 @@ def read_rows(path: Path) -> Iterator[Row]:
         raise SelfJudgeError(f"cannot read {path}: {error}") from None
 
 
-def sealed(seal: Path, folder: Path) -> dict[str, Any] | None:
-    """What a seal says, if every file that it names is there and unharmed."""
+def sealed(seal: Path, folder: Path, made_from: str = "") -> dict[str, Any] | None:
+    """What a seal says, if it was made from just that and every file that it names is there and unharmed."""
     if not seal.is_file():
         return None
     try:
         found: dict[str, Any] = read_json(seal)
-        whole = all(sha256(folder / name) == digest for name, digest in found["files"].items())
-    except (OSError, SelfJudgeError, KeyError, TypeError, AttributeError):
+        whole = found["made_from"] == made_from and unharmed(folder, found["files"])
+    except (SelfJudgeError, KeyError, TypeError, AttributeError):
         return None
     return found if whole else None
 
 
-def seal(path: Path, folder: Path, names: Sequence[str], **counts: Any) -> dict[str, Any]:
+def unharmed(folder: Path, files: Mapping[str, str]) -> bool:
+    """Is every file there, with its checksum?"""
+    return all((folder / name).is_file() and sha256(folder / name) == digest for name, digest in files.items())
+
+
+def seal(path: Path, folder: Path, names: Sequence[str], made_from: str = "", **counts: Any) -> dict[str, Any]:
     """Vouch for files of a folder."""
-    made = {"files": {name: sha256(folder / name) for name in names}, **counts}
+    made = {"files": {name: sha256(folder / name) for name in names}, "made_from": made_from, **counts}
     write_json(path, made)
     return made
 
 
-def shard_names(number: int) -> tuple[str, str]:
-    return f"labels-{number:05d}.jsonl", f"hidden-{number:05d}.safetensors"
-
-
-def write_shard(out: Path, number: int, rows: Sequence[Row], arrays: Arrays, **counts: Any) -> dict[str, Any]:
+def write_shard(
+    out: Path, number: int, rows: Sequence[Row], arrays: Arrays, revisions: Sequence[Row], made_from: str, **counts: Any
+) -> dict[str, Any]:  # fmt: skip
     """A shard of labels and its seal."""
-    labels, hidden = shard_names(number)
+    names = [f"labels-{number:05d}.jsonl", f"hidden-{number:05d}.safetensors"]
     assert all(len(array) == len(rows) for array in arrays.values())
-    write_rows(out / labels, rows)
-    write_tensors(out / hidden, arrays)
-    return seal(out / "work" / f"labels-{number:05d}.json", out, (labels, hidden), rows=len(rows), **counts)
+    write_rows(out / names[0], rows)
+    write_tensors(out / names[1], arrays)
+    if revisions:
+        names.append(f"revisions-{number:05d}.jsonl")
+        write_rows(out / names[2], revisions)
+    return seal(out / "work" / f"labels-{number:05d}.json", out, names, made_from, rows=len(rows), **counts)
 
 
 def finished(folder: Path) -> dict[str, Any]:
@@ -102,21 +110,31 @@ def finished(folder: Path) -> dict[str, Any]:
 def read_shards(folder: Path) -> Iterator[tuple[list[Row], Arrays]]:
     """Rows and arrays of every shard in turn; a damaged one is refused."""
     for shard in finished(folder)["shards"]:
-        for name, digest in shard["files"].items():
-            if not (folder / name).is_file() or sha256(folder / name) != digest:
-                raise SelfJudgeError(f"{folder / name} is missing or damaged: label again with --resume")
-        labels, hidden = shard["files"]
+        _whole(folder, shard["files"])
+        labels, hidden, *_ = shard["files"]
         arrays, _ = read_tensors(folder / hidden)
         yield list(read_rows(folder / labels)), arrays
+
+
+def _whole(folder: Path, files: Mapping[str, str]) -> None:
+    for name, digest in files.items():
+        if not unharmed(folder, {name: digest}):
+            raise SelfJudgeError(f"{folder / name} is missing or damaged: label again with --resume")
 
 
 def merge(folders: Sequence[Path], out: Path) -> dict[str, Any]:
     """Join finished label folders of one pair, method and τ into a new one."""
     manifests = [finished(folder) for folder in folders]
-    same = ("target_sha256", "draft_sha256", "method", "suffix_length", "tau", "hidden_size", "hidden_dtype")
+    same = (
+        "target", "draft", "target_sha256", "draft_sha256", "dtype", "method", "suffix_length", "tau", "hidden_size",
+        "hidden_dtype",
+    )  # fmt: skip
     for folder, manifest in zip(folders[1:], manifests[1:], strict=True):
         if differing := [key for key in same if manifest.get(key) != manifests[0].get(key)]:
             raise SelfJudgeError(f"{folder} and {folders[0]} differ in {', '.join(differing)}: they cannot be merged")
+    for folder, manifest in zip(folders, manifests, strict=True):  # before anything is written
+        for files in (manifest["files"], *(shard["files"] for shard in manifest["shards"])):
+            _whole(folder, files)
     seen: dict[str, Path] = {}
     for folder in folders:
         for row in read_rows(folder / "responses.jsonl"):
@@ -130,19 +148,24 @@ def merge(folders: Sequence[Path], out: Path) -> dict[str, Any]:
     for folder, manifest in zip(folders, manifests, strict=True):
         for shard in manifest["shards"]:
             files = {}
-            for old, new in zip(shard["files"], shard_names(number), strict=True):
-                if sha256(folder / old) != shard["files"][old]:
-                    raise SelfJudgeError(f"{folder / old} is damaged: label again with --resume")
+            for old, digest in shard["files"].items():
+                new = re.sub(r"\d{5}", f"{number:05d}", old)
                 shutil.copyfile(folder / old, out / new)
-                files[new] = shard["files"][old]
+                files[new] = digest
             shards.append({**shard, "files": files})
             number += 1
     write_rows(out / "responses.jsonl", (row for folder in folders for row in read_rows(folder / "responses.jsonl")))
+    kept = ["responses.jsonl"]
+    if "calibration.safetensors" in manifests[0]["files"]:  # τ is the same in all, and so is what speaks for it
+        shutil.copyfile(folders[0] / "calibration.safetensors", out / "calibration.safetensors")
+        kept.append("calibration.safetensors")
+    sums = ("rows", "acceptable", "prompts", "target_tokens", "response_tokens")
     joined = {
-        **manifests[0], "shards": shards, "rows": sum(m["rows"] for m in manifests),
-        "acceptable": sum(m["acceptable"] for m in manifests), "prompts": sum(m["prompts"] for m in manifests),
-        "merged_from": [str(folder) for folder in folders],
+        **manifests[0], **{key: sum(m[key] for m in manifests) for key in sums}, "shards": shards,
+        "yields": {str(folder): m["yields"] for folder, m in zip(folders, manifests, strict=True)},
+        "files": {name: sha256(out / name) for name in kept}, "merged_from": [str(folder) for folder in folders],
     }  # fmt: skip
+    write_json(out / "run.json", provenance())
     write_json(out / "manifest.json", joined)
     return joined
 

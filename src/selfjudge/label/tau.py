@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from selfjudge.engine.reference import context_window
 from selfjudge.errors import SelfJudgeError
 from selfjudge.label.preservation import Check, Event, Search, search
-from selfjudge.label.score import Case, Scorer, Scores
+from selfjudge.label.score import Case, Scorer, Scores, suffix_term
 from selfjudge.models.pair import Pair
 from selfjudge.respond import respond
 from selfjudge.sources import Asked
@@ -24,7 +25,8 @@ from selfjudge.store import read_tensors, write_tensors
 from selfjudge.tasks import Task
 
 WEAK = 0.9  # share of critical mismatches from which the target is called too weak to tell
-ACCEPTABLE_RATE = 0.15  # then: the share of mismatches that is accepted
+FEWEST = 20  # critical tokens that a quantile is taken of
+ACCEPTABLE_RATE = 0.15  # where there is no such quantile: the share of mismatches that is accepted
 
 
 def extracted(task: Task) -> Check:
@@ -46,7 +48,7 @@ def begin(pair: Pair, task: Task, asked: Sequence[Asked], responses: Sequence[Se
     texts = [str(pair.tokenizer.decode(list(tokens), skip_special_tokens=True)) for tokens in responses]
     answers = task.extract_many([one.row or {} for one in asked], texts)
     return [
-        Search(pair.encode(one.prompt), tuple(tokens), str(one.prompt), one.row, answer)
+        Search(pair.encode(one.prompt), tuple(tokens), str(one.prompt), one.id, one.row, answer)
         for one, tokens, answer in zip(asked, responses, answers, strict=True)
         if answer is not None and task.worth(one.row or {}, answer)
     ]
@@ -76,7 +78,9 @@ def calibrate(
     """Search, score the critical tokens, and τ with what speaks for it; per-position log-probabilities go to `evidence`."""
     notify("τ: the target answers", 0.0)
     found: dict[int, list[int]] = {}
-    prompts = [pair.encode(one.prompt) for one in asked]
+    encoded = [(one, pair.encode(one.prompt)) for one in asked]
+    fitting = [(one, ids) for one, ids in encoded if len(ids) < context_window(pair.target)]
+    asked, prompts = [one for one, _ in fitting], [ids for _, ids in fitting]
     for index, tokens, finish in respond(
         pair.target, prompts, eos_ids=pair.eos_ids, max_new_tokens=max_new_tokens, batch=batch
     ):
@@ -109,9 +113,11 @@ def tau_of(evidence: Path, suffix_length: int, reject_recall: float, *, mean: bo
     """τ for a suffix length, by sum or by mean over the tokens that are scored, from stored evidence."""
     arrays, _ = read_tensors(evidence)
     scores = total(arrays["log_p"], arrays["original"], arrays["substituted"], suffix_length, mean=mean)
-    critical = scores[arrays["critical"].astype(bool)]
-    share = len(critical) / len(scores)
-    weak = share > WEAK or not len(critical)
+    finite = np.isfinite(scores)
+    scores, of_critical = scores[finite], arrays["critical"].astype(bool)[finite]
+    critical = scores[of_critical]
+    share = len(critical) / max(1, len(scores))
+    weak = share > WEAK or len(critical) < FEWEST
     if weak:
         tau = float(np.quantile(scores, 1 - ACCEPTABLE_RATE))
     else:  # the smallest score that at least this share of the critical tokens does not exceed
@@ -128,9 +134,8 @@ def total(
     log_p: NDArray[Any], original: NDArray[Any], substituted: NDArray[Any], suffix_length: int, *, mean: bool = False
 ) -> NDArray[np.float32]:
     """[K] the score over at most `suffix_length` tokens; with `mean`, divided by the number of tokens that it sums."""
-    change = (substituted - original)[:, :suffix_length]
-    found = log_p[:, 1] - log_p[:, 0] + np.nansum(change, 1)
+    found = log_p[:, 1] - log_p[:, 0] + suffix_term(original, substituted, suffix_length)
     if mean:
-        found = found / (1 + (~np.isnan(change)).sum(1))
+        found = found / (1 + (~np.isnan(original[:, :suffix_length])).sum(1))
     scores: NDArray[np.float32] = found.astype(np.float32)
     return scores

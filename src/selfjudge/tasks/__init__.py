@@ -141,9 +141,17 @@ def known(name: str) -> bool:
 def read_jsonl(path: Path) -> list[Row]:
     """Rows of a jsonl file, plain or gzipped."""
     opened = gzip.open if path.suffix == ".gz" else open
+    number = 0
     try:
-        with opened(path, "rt", encoding="utf-8") as file:
-            return [json.loads(line) for line in file if line.strip()]
+        with opened(path, "rt", encoding="utf-8-sig") as file:
+            rows = []
+            for line in file:
+                number += 1
+                if line.strip():
+                    rows.append(json.loads(line))
+            return rows
+    except json.JSONDecodeError as error:
+        raise SelfJudgeError(f"cannot read {path}: line {number} is no JSON ({error.msg})") from None
     except (OSError, EOFError, ValueError, zlib.error) as error:
         raise SelfJudgeError(f"cannot read {path}: {error}") from None
 
