@@ -443,6 +443,7 @@ def test_responses_of_one_token_have_no_place_to_label(tiny_pair: Pair, prompts:
         ({"shard": (3, 3)}, "--shard"),
         ({"calibrate": "nothing", "tau": None}, "checkable"),
         ({"calibrate": "gsm8k"}, "not both"),
+        ({"tau": float("nan")}, "finite number"),
         ({"method": "autojudge"}, r"autojudge\+"),
         ({"prompts": ("gsm8k:5x3",)}, "one answer a prompt"),
     ],
@@ -462,6 +463,12 @@ def test_without_a_tau_the_way_to_one_is_told(tiny_pair: Pair, prompts: str, tmp
     with pytest.raises(SelfJudgeError, match="no split 'train'"):
         label(tiny_pair, tmp_path / "labels", settings_of(prompts, tau=None, calibrate="math500"))
     assert not (tmp_path / "labels").exists()
+
+
+def test_a_file_is_no_folder(tiny_pair: Pair, prompts: str, tmp_path: Path) -> None:
+    (tmp_path / "labels").write_text("mine")
+    with pytest.raises(SelfJudgeError, match="is a file"):
+        label(tiny_pair, tmp_path / "labels", settings_of(prompts))
 
 
 def test_a_strangers_folder_is_left_alone(tiny_pair: Pair, prompts: str, tmp_path: Path) -> None:

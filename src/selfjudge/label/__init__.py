@@ -23,7 +23,7 @@ from selfjudge.label.mismatch import draft_tokens, mismatches
 from selfjudge.label.preservation import Search, asked_target, search
 from selfjudge.label.score import Case, Scorer, Scores
 from selfjudge.label.shards import FORMAT, Arrays, Row, read_rows, seal, sealed, unharmed, write_rows, write_shard
-from selfjudge.label.tau import begin, calibrate, extracted, scored, total
+from selfjudge.label.tau import FEWEST, begin, calibrate, extracted, scored, total
 from selfjudge.models.pair import Pair
 from selfjudge.respond import respond
 from selfjudge.sandbox import refuse_unisolated
@@ -86,6 +86,8 @@ class Settings:
             raise SelfJudgeError(
                 f"a label needs one answer a prompt: write {wrong[0].rpartition('x')[0]}, not {wrong[0]}"
             )
+        if self.tau is not None and not np.isfinite(self.tau):
+            raise SelfJudgeError(f"--tau must be a finite number, not {self.tau}")
         if self.tau is not None and self.calibrate is not None:
             raise SelfJudgeError("give --tau or --calibrate, not both")
         if self.method == "autojudge":
@@ -107,6 +109,8 @@ def label(
         raise SelfJudgeError(f"{pair.target_id} brings no draft of its own: name one with --draft")
     if pair.int8:
         raise SelfJudgeError("labels are made with whole weights: leave out --dtype int8")
+    if out.exists() and not out.is_dir():
+        raise SelfJudgeError(f"{out} is a file: name a folder with --out")
     if out.is_dir() and any(not p.name.startswith(".") for p in out.iterdir()):
         if not (out / "settings.json").is_file():
             raise SelfJudgeError(f"{out} holds other files: name a new or empty folder with --out")
@@ -157,7 +161,7 @@ def _label(
     tau = _tau(pair, out, settings, data, notify)
     clock.append(time.monotonic())
     if tau["tau"] is not None and tau.get("fallback"):
-        many = tau["critical_share"] > 0.5
+        many = tau["critical"] >= FEWEST
         warn(
             f"{tau['critical']} of {tau['mismatches']} mismatches are critical, too {'many' if many else 'few'} to find τ by:"
             f" it is set by an {tau['fallback']}"
@@ -170,7 +174,7 @@ def _label(
     clock.append(time.monotonic())
     rows = sum(shard["rows"] for shard in shards)
     if not rows and settings.method != "selfjudge" and not sum(shard["searched"] for shard in shards):
-        raise SelfJudgeError("no response has an answer to preserve: there is nothing to label")
+        raise SelfJudgeError("no response has an answer to preserve: raise --max-new-tokens, or give other prompts")
     if not rows:
         raise SelfJudgeError(
             "there is no mismatch to label: the draft says what the target says (is it the same model?)"

@@ -90,7 +90,7 @@ def calibrate(
     searches = begin(pair, task, [asked[i] for i in kept], [found[i] for i in kept])
     if not searches:
         raise SelfJudgeError(
-            f"no response to {task.name} has an answer to preserve: calibrate on another task or give --tau"
+            f"no response to {task.name} has an answer to preserve: raise --max-new-tokens, calibrate on another task or give --tau"
         )
     search(
         pair, searches, extracted(task), max_new_tokens=max_new_tokens, batch=batch,
