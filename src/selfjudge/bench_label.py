@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.label.mismatch import draft_tokens, mismatches
+from selfjudge.label.mismatch import NOTHING, mined
 from selfjudge.label.preservation import search
 from selfjudge.label.score import Case, Scorer
 from selfjudge.label.tau import begin, extracted
@@ -44,7 +44,7 @@ def bench_label(
     """Label the responses to the prompts of a task with a checkable answer in three ways; a search tries `tries` places."""
     device = pair.target.device
     notify("the target answers")
-    prompts = [pair.encode(one.prompt) for one in asked]
+    prompts = pair.encode_many([one.prompt for one in asked])
     found = {
         i: (tokens, finish)
         for i, tokens, finish in respond(
@@ -52,27 +52,17 @@ def bench_label(
         )
     }
     responses = [found[i][0] for i in range(len(prompts))]
-    special = frozenset(pair.special_ids)
-
-    def cases() -> list[Case]:
-        said = draft_tokens(pair, list(zip(prompts, responses, strict=True)))
-        made = []
-        for i, (prompt, response, drafts) in enumerate(zip(prompts, responses, said, strict=True)):
-            places = mismatches(response, drafts, special, suffix_length=suffix_length, cut=found[i][1] == "length")
-            made.append(Case(prompt, response, places, [drafts[p] for p in places]))
-        return made
+    read = [(prompt, found[i][0], found[i][1] == "length") for i, prompt in enumerate(prompts)]
 
     notify("our labels")
-    Scorer(pair.target, suffix_length=suffix_length)(cases()[:1])  # warm
+    Scorer(pair.target, suffix_length=suffix_length)(mined(pair, read[:1], suffix_length))  # warm
     scorer = Scorer(pair.target, suffix_length=suffix_length)
     with _timed(device) as ours:
-        made = cases()
+        made = mined(pair, read, suffix_length)
         scorer(made)
     labels = sum(len(case.places) for case in made)
     if not labels:
-        raise SelfJudgeError(
-            "there is no mismatch to label: the draft says what the target says (is it the same model?)"
-        )
+        raise SelfJudgeError(NOTHING)
     once = sum(len(case.prompt) + len(case.response) for case in made)
     runs = [_row("selfjudge", labels, ours, scorer.tokens)]
     runs[0]["branch_tokens_per_label"] = (scorer.tokens - once) / labels
@@ -87,7 +77,7 @@ def bench_label(
 
     notify("answer preservation")
     ended = [i for i in range(len(prompts)) if found[i][1] == "eos"]
-    searches = begin(pair, task, [asked[i] for i in ended], [responses[i] for i in ended])
+    searches = begin(pair, task, [asked[i] for i in ended], [prompts[i] for i in ended], [responses[i] for i in ended])
     with _timed(device) as slow:
         search(pair, searches, extracted(task), max_new_tokens=max_new_tokens, batch=batch, most=tries)
     tried = sum(len(one.events) for one in searches)

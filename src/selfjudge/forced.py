@@ -14,6 +14,7 @@ from selfjudge.engine.reference import context_window
 
 GRID = 64  # widths of batches are multiples of this: the first pass of every new shape is slow on CUDA
 TOKENS = {"cuda": 131072}  # of a pass, by device
+LOGITS = {"cuda": 1 << 29}  # at a time, by device
 Sequences = Sequence[tuple[Sequence[int], Sequence[int]]]
 """Prompts and their answers."""
 
@@ -65,6 +66,11 @@ def forced(
             tokens, order = tokens // 2, part + order
             continue
         yield part, found
+
+
+def logit_rows(model: PreTrainedModel) -> int:
+    """How many rows of logits are made at a time."""
+    return max(1, LOGITS.get(model.device.type, 1 << 26) // int(model.get_output_embeddings().weight.shape[0]))
 
 
 def logits_of(model: PreTrainedModel, hidden: Tensor) -> Tensor:

@@ -131,7 +131,7 @@ def test_the_teacher_is_the_targets_own_distribution(
     kind: str, tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(forced_module, "TOKENS", {"cpu": 40})
-    monkeypatch.setattr(data_module, "LOGITS", {"cpu": 7 * VOCAB})
+    monkeypatch.setattr(forced_module, "LOGITS", {"cpu": 7 * VOCAB})
     options = {"final_logit_softcapping": 2.0} if kind == "gemma2" else {}
     pair = replace(tiny_pair, target=tiny_model(kind, seed=3, **options))
     _, sequences = made_up([(3, 5), (1, 9), (12, 1), (4, 4), (2, 20), (6, 6)])

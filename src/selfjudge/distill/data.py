@@ -18,14 +18,13 @@ from torch import Tensor
 
 from selfjudge.accept import Sampling
 from selfjudge.errors import SelfJudgeError
-from selfjudge.forced import GRID, Sequences, forced, logits_of, width
+from selfjudge.forced import GRID, Sequences, forced, logit_rows, logits_of, width
 from selfjudge.models.pair import Pair
 from selfjudge.respond import respond
 from selfjudge.sources import SELF, Notify, Source, given, written
 from selfjudge.store import read_tensors, write_tensors
 
 CHUNK = 4096  # answers per file
-LOGITS = {"cuda": 1 << 29}  # at a time, by device
 TEMPERATURES = (0.7, 1.0)
 
 
@@ -153,15 +152,13 @@ def make_answers(
 @torch.no_grad()
 def teacher(pair: Pair, sequences: Sequences, k: int) -> tuple[Any, Any]:
     """[R, k] log-probabilities (float16) and ids (int32) at every token of every answer, in order."""
-    vocabulary = pair.target.get_output_embeddings().weight.shape[0]
-    k = min(k, vocabulary)
-    at_once = max(1, LOGITS.get(pair.target.device.type, 1 << 26) // vocabulary)
+    k = min(k, pair.target.get_output_embeddings().weight.shape[0])
     starts = np.cumsum([0, *(len(answer) for _, answer in sequences)])
     log_p = np.empty((starts[-1], k), np.float16)
     index = np.empty((starts[-1], k), np.int32)
     for part, hidden in forced(pair.target, sequences):
         values, places = [], []
-        for piece in hidden.split(at_once):
+        for piece in hidden.split(logit_rows(pair.target)):
             logits = logits_of(pair.target, piece)
             best, place = largest(logits, k)
             values.append((best.float() - logits.float().logsumexp(-1, keepdim=True)).half())

@@ -19,15 +19,15 @@ import numpy as np
 from selfjudge.engine import release
 from selfjudge.engine.reference import context_window
 from selfjudge.errors import SelfJudgeError
-from selfjudge.label.mismatch import draft_tokens, mismatches
+from selfjudge.label.mismatch import NOTHING, mined
 from selfjudge.label.preservation import Search, asked_target, search
 from selfjudge.label.score import Case, Scorer, Scores
 from selfjudge.label.shards import FORMAT, Arrays, Row, read_rows, seal, sealed, unharmed, write_rows, write_shard
-from selfjudge.label.tau import FEWEST, begin, calibrate, extracted, scored, total
+from selfjudge.label.tau import FEWEST, begin, calibrate, extracted, scored
 from selfjudge.models.pair import Pair
 from selfjudge.respond import respond
 from selfjudge.sandbox import refuse_unisolated
-from selfjudge.sources import SELF, Asked, Source, given, limited, written
+from selfjudge.sources import SELF, Asked, Notify, Source, given, limited, written
 from selfjudge.store import locked, provenance, read_json, sha256, write_json
 from selfjudge.tasks import FILE, known, task
 from selfjudge.tasks.code import CodeTask
@@ -35,7 +35,6 @@ from selfjudge.tasks.code import CodeTask
 METHODS = ("selfjudge", "autojudge", "autojudge+")
 STAGES = ("prompts", "tau", "responses", "labels")
 SHARD = 64  # responses
-Notify = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
@@ -134,11 +133,8 @@ def _possible(pair: Pair, settings: Settings, data: Path | None) -> None:
     checked = [settings.calibrate] if settings.calibrate else []
     if settings.calibrate:
         given(Source(settings.calibrate, settings.calibrate_prompts), data)
-    elif settings.tau is None and settings.method == "selfjudge" and shipped_tau(pair, settings.suffix_length) is None:
-        raise SelfJudgeError(
-            "no τ is known for this pair and suffix length: calibrate it (--calibrate gsm8k, or --calibrate arithmetic"
-            " without any data) or give --tau"
-        )
+    elif settings.tau is None and settings.method == "selfjudge":
+        _known_tau(pair, settings)
     if settings.method != "selfjudge":
         checked += [source.name for source in settings.sources() if known(source.name)]
     if any(isinstance(task(name), CodeTask) for name in checked) and not settings.allow_unsafe:
@@ -170,15 +166,13 @@ def _label(
     clock.append(time.monotonic())
     if pair.target.device.type == "cuda":
         release(pair.target)  # the memory of its engine is needed now
-    shards = list(_shards(pair, out, settings, files, tau["tau"], data, notify))
+    shards = list(_shards(pair, out, settings, files, len(prompts), tau["tau"], data, notify))
     clock.append(time.monotonic())
     rows = sum(shard["rows"] for shard in shards)
     if not rows and settings.method != "selfjudge" and not sum(shard["searched"] for shard in shards):
         raise SelfJudgeError("no response has an answer to preserve: raise --max-new-tokens, or give other prompts")
     if not rows:
-        raise SelfJudgeError(
-            "there is no mismatch to label: the draft says what the target says (is it the same model?)"
-        )
+        raise SelfJudgeError(NOTHING)
     write_rows(out / "responses.jsonl", (_public(row) for file in files for row in read_rows(file)))
     manifest = {
         "format_version": FORMAT, "target": pair.target_id, "draft": pair.draft_id,
@@ -259,9 +253,7 @@ def _tau(pair: Pair, out: Path, settings: Settings, data: Path | None, notify: N
     if settings.calibrate is None:
         if settings.method != "selfjudge":
             return {"tau": None}  # these labels need none
-        shipped = shipped_tau(pair, settings.suffix_length)
-        assert shipped is not None  # _possible
-        return shipped
+        return _known_tau(pair, settings)
     vouched = out / "work" / "calibration.json"
     if (found := sealed(vouched, out)) is not None:
         return {k: v for k, v in found.items() if k not in ("files", "made_from")}
@@ -273,6 +265,15 @@ def _tau(pair: Pair, out: Path, settings: Settings, data: Path | None, notify: N
     )  # fmt: skip
     seal(vouched, out, ("calibration.safetensors",), **result)
     return result
+
+
+def _known_tau(pair: Pair, settings: Settings) -> dict[str, Any]:
+    if (shipped := shipped_tau(pair, settings.suffix_length)) is None:
+        raise SelfJudgeError(
+            "no τ is known for this pair and suffix length: calibrate it (--calibrate gsm8k, or --calibrate arithmetic"
+            " without any data) or give --tau"
+        )
+    return shipped
 
 
 def shipped_tau(pair: Pair, suffix_length: int) -> dict[str, Any] | None:
@@ -317,12 +318,13 @@ def _public(row: Row) -> Row:
 
 
 def _shards(
-    pair: Pair, out: Path, settings: Settings, files: Sequence[Path], tau: float | None, data: Path | None, notify: Notify
+    pair: Pair, out: Path, settings: Settings, files: Sequence[Path], all_rows: int, tau: float | None, data: Path | None,
+    notify: Notify,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Every shard of labels, made or found."""
     size = SHARD if settings.method == "selfjudge" else settings.batch  # searches advance together
     pending: list[Row] = []
-    number, done, all_rows = 0, 0, sum(1 for file in files for _ in read_rows(file))
+    number, done = 0, 0
     made = _selfjudge if settings.method == "selfjudge" else _autojudge
     scorer = Scorer(pair.target, suffix_length=settings.suffix_length)
     origin = hashlib.sha256("".join([*map(sha256, files), repr(tau)]).encode()).hexdigest()
@@ -363,14 +365,8 @@ def _selfjudge(
 ) -> tuple[list[Row], Arrays, list[Row], dict[str, Any]]:  # fmt: skip
     """Labels by likelihood; rows whose score is no number are left out and counted."""
     assert tau is not None
-    special = frozenset(pair.special_ids)
-    drafts = draft_tokens(pair, [(row["prompt_ids"], row["response_ids"]) for row in responses])
-    cases = []
-    for row, said in zip(responses, drafts, strict=True):
-        places = mismatches(
-            row["response_ids"], said, special, suffix_length=settings.suffix_length, cut=row["finish"] == "length"
-        )
-        cases.append(Case(row["prompt_ids"], row["response_ids"], places, [said[i] for i in places]))
+    read = [(row["prompt_ids"], row["response_ids"], row["finish"] == "length") for row in responses]
+    cases = mined(pair, read, settings.suffix_length)
     found = scorer(cases)
     rows: list[Row] = []
     finite: list[bool] = []
@@ -406,7 +402,7 @@ def _autojudge(
         if checkable:
             one = task(name, data, allow_unsafe=settings.allow_unsafe)
             asked = [Asked(row["prompt_id"], name, row["request"], row["row"]) for row in part]
-            begun = begin(pair, one, asked, [row["response_ids"] for row in part])
+            begun = begin(pair, one, asked, *([row[key] for row in part] for key in ("prompt_ids", "response_ids")))
             check = extracted(one)
         else:
             begun = [
@@ -432,13 +428,14 @@ def _autojudge(
         row = owners[one_search.prompt_id]
         revisions = numbers.setdefault(one_search.prompt_id, {tuple(row["response_ids"]): 0})
         revision = revisions.setdefault(event.response, len(revisions))
-        prefix, suffix = float(scores.prefix()[k]), float(scores.suffix(settings.suffix_length)[k])
+        own = Scores(**{name: getattr(scores, name)[k : k + 1] for name in Scores.__dataclass_fields__})
+        prefix, suffix = float(own.prefix()[0]), float(own.suffix(settings.suffix_length)[0])
         if not np.isfinite(prefix + suffix):
             continue
         case = Case(row["prompt_ids"], event.response, [event.place], [event.draft])
         made = _row(row, case, 0, event.place, prefix, suffix, event.kept, settings.method)
         rows.append({**made, "revision": revision})
-        parts.append(Scores(**{name: getattr(scores, name)[k : k + 1] for name in Scores.__dataclass_fields__}))
+        parts.append(own)
     counts = {
         "target_tokens": sum(event.tokens for one in searches for event in one.events), "searched": len(searches),
         "left_out": len(responses) - len(searches), "unclear_verdicts": unclear,
@@ -483,4 +480,4 @@ def _arrays(found: Sequence[Scores], settings: Settings, hidden_size: int) -> Ar
     return arrays
 
 
-__all__ = ["METHODS", "Settings", "label", "shipped_tau", "total"]
+__all__ = ["METHODS", "Settings", "label", "shipped_tau"]

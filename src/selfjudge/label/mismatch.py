@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from selfjudge.engine.reference import context_window
-from selfjudge.forced import Sequences, forced, logits_of
+from selfjudge.forced import Sequences, forced, logit_rows, logits_of
+from selfjudge.label.score import Case
 from selfjudge.models.pair import Pair
 
-LOGIT_ROWS = 1024  # rows of logits at a time
+NOTHING = "there is no mismatch to label: the draft says what the target says (is it the same model?)"
 
 
 @torch.no_grad()
@@ -23,7 +24,9 @@ def draft_tokens(pair: Pair, sequences: Sequences) -> list[list[int]]:
     seen = [(prompt, response[: max(0, window - len(prompt))]) for prompt, response in sequences]
     readable = [i for i, (_, response) in enumerate(seen) if response]
     for part, hidden in forced(pair.draft, [seen[i] for i in readable]):
-        said = [logits_of(pair.draft, piece)[:, :vocabulary].argmax(-1) for piece in hidden.split(LOGIT_ROWS)]
+        said = [
+            logits_of(pair.draft, piece)[:, :vocabulary].argmax(-1) for piece in hidden.split(logit_rows(pair.draft))
+        ]
         tokens, at = torch.cat(said).tolist(), 0
         for i in (readable[p] for p in part):
             size = len(seen[i][1])
@@ -42,6 +45,20 @@ def mismatches(
     end = len(response) - 1
     if cut:
         end = min(end, len(response) - suffix_length)
-    return [
-        i for i in range(max(0, end)) if drafts[i] != response[i] and not {drafts[i], response[i]} & special
-    ]  # fmt: skip
+    return [i for i in range(max(0, end)) if differ(response[i], drafts[i], special)]
+
+
+def differ(own: int, draft: int, special: frozenset[int]) -> bool:
+    """Do the two say something else, and neither a special token? Those are the guard's."""
+    return own != draft and own not in special and draft not in special
+
+
+def mined(pair: Pair, responses: Sequence[tuple[Sequence[int], Sequence[int], bool]], suffix_length: int) -> list[Case]:
+    """What can be labelled in each response: prompt, response, and whether the length limit cut it."""
+    special = frozenset(pair.special_ids)
+    drafts = draft_tokens(pair, [(prompt, response) for prompt, response, _ in responses])
+    cases = []
+    for (prompt, response, cut), said in zip(responses, drafts, strict=True):
+        places = mismatches(response, said, special, suffix_length=suffix_length, cut=cut)
+        cases.append(Case(prompt, response, places, [said[i] for i in places]))
+    return cases

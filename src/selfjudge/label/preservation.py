@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from selfjudge.engine.reference import context_window
-from selfjudge.label.mismatch import draft_tokens
+from selfjudge.label.mismatch import differ, draft_tokens
 from selfjudge.models.pair import Pair
 from selfjudge.respond import respond
 
@@ -90,9 +90,9 @@ def search(
         left = [max_new_tokens - s.place - 1 for s in waiting]
         found: dict[int, list[int]] = {}
         for index, tokens, _ in respond(
-            pair.target, prefixes, eos_ids=pair.eos_ids, max_new_tokens=max(1, *left), batch=batch
+            pair.target, prefixes, eos_ids=pair.eos_ids, max_new_tokens=max(left), batch=batch
         ):
-            found[index] = tokens[: max(0, left[index])]
+            found[index] = tokens[: left[index]]
         others = [(*s.response[: s.place], s.drafts[s.place], *found[i]) for i, s in enumerate(waiting)]
         texts = [str(pair.tokenizer.decode(list(other), skip_special_tokens=True)) for other in others]
         for one, other, kept in zip(waiting, others, check(waiting, texts), strict=True):
@@ -107,7 +107,7 @@ def search(
 def next_mismatch(response: Sequence[int], drafts: Sequence[int], place: int, special: frozenset[int]) -> int:
     """The first place from `place` on where the draft differs and no special token is concerned; else the length."""
     for i in range(place, len(response)):
-        if drafts[i] != response[i] and drafts[i] not in special and response[i] not in special:
+        if differ(response[i], drafts[i], special):
             return i
     return len(response)
 

@@ -22,11 +22,10 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from selfjudge.engine.reference import SlotLayer, attention_kinds, context_window
-from selfjudge.forced import attention, logits_of, width
+from selfjudge.forced import attention, logit_rows, logits_of, width
 
 TOKENS = {"cuda": 65536}  # of a pass, by device
 PACK = {"cuda": 512}  # tokens of branches in a row, by device
-LOGITS = {"cuda": 1 << 29}  # at a time, by device
 Floats = NDArray[np.float32]
 
 
@@ -160,8 +159,9 @@ class Scorer:
         drafts = torch.tensor(list(case.drafts), dtype=torch.long, device=self.device)
         nothing = torch.zeros(0, device=self.device)
         of_response, of_draft, entropy, rank = [nothing], [nothing], [nothing], [nothing]
-        for start in range(0, len(response), self._rows()):
-            end = min(start + self._rows(), len(response))
+        step = logit_rows(self.model)
+        for start in range(0, len(response), step):
+            end = min(start + step, len(response))
             log_q = logits_of(self.model, states[start:end]).float()
             log_q -= log_q.logsumexp(-1, keepdim=True)
             of_response.append(log_q.gather(1, response[start:end, None]).squeeze(1))
@@ -286,11 +286,8 @@ class Scorer:
     def _log_p(self, states: Tensor, tokens: Tensor) -> Tensor:
         """[R] log-probability of each token at its state."""
         found = [torch.zeros(0, device=self.device)]
-        for state, token in zip(states.split(self._rows()), tokens.split(self._rows()), strict=True):
+        step = logit_rows(self.model)
+        for state, token in zip(states.split(step), tokens.split(step), strict=True):
             logits = logits_of(self.model, state).float()
             found.append(logits.gather(1, token[:, None]).squeeze(1) - logits.logsumexp(-1))
         return torch.cat(found)
-
-    def _rows(self) -> int:
-        vocabulary = int(self.model.get_output_embeddings().weight.shape[0])
-        return max(1, LOGITS.get(self.device.type, 1 << 26) // vocabulary)

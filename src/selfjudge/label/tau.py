@@ -43,13 +43,15 @@ def extracted(task: Task) -> Check:
     return check
 
 
-def begin(pair: Pair, task: Task, asked: Sequence[Asked], responses: Sequence[Sequence[int]]) -> list[Search]:
+def begin(
+    pair: Pair, task: Task, asked: Sequence[Asked], prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
+) -> list[Search]:
     """Searches of the prompts whose original response has an answer to preserve."""
     texts = [str(pair.tokenizer.decode(list(tokens), skip_special_tokens=True)) for tokens in responses]
     answers = task.extract_many([one.row or {} for one in asked], texts)
     return [
-        Search(pair.encode(one.prompt), tuple(tokens), str(one.prompt), one.id, one.row, answer)
-        for one, tokens, answer in zip(asked, responses, answers, strict=True)
+        Search(ids, tuple(tokens), str(one.prompt), one.id, one.row, answer)
+        for one, ids, tokens, answer in zip(asked, prompts, responses, answers, strict=True)
         if answer is not None and task.worth(one.row or {}, answer)
     ]
 
@@ -78,16 +80,15 @@ def calibrate(
     """Search, score the critical tokens, and τ with what speaks for it; per-position log-probabilities go to `evidence`."""
     notify("τ: the target answers", 0.0)
     found: dict[int, list[int]] = {}
-    encoded = [(one, pair.encode(one.prompt)) for one in asked]
-    fitting = [(one, ids) for one, ids in encoded if len(ids) < context_window(pair.target)]
-    asked, prompts = [one for one, _ in fitting], [ids for _, ids in fitting]
-    for index, tokens, finish in respond(
-        pair.target, prompts, eos_ids=pair.eos_ids, max_new_tokens=max_new_tokens, batch=batch
+    prompts = pair.encode_many([one.prompt for one in asked])
+    fitting = [i for i, ids in enumerate(prompts) if len(ids) < context_window(pair.target)]
+    for place, tokens, finish in respond(
+        pair.target, [prompts[i] for i in fitting], eos_ids=pair.eos_ids, max_new_tokens=max_new_tokens, batch=batch
     ):
         if finish == "eos":
-            found[index] = tokens
+            found[fitting[place]] = tokens
     kept = sorted(found)
-    searches = begin(pair, task, [asked[i] for i in kept], [found[i] for i in kept])
+    searches = begin(pair, task, [asked[i] for i in kept], [prompts[i] for i in kept], [found[i] for i in kept])
     if not searches:
         raise SelfJudgeError(
             f"no response to {task.name} has an answer to preserve: raise --max-new-tokens, calibrate on another task or give --tau"
