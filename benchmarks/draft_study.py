@@ -57,7 +57,7 @@ def main() -> None:
                                                          "mbpp:374x12", "dolly:13500x3"])  # fmt: skip
     parser.add_argument("--shapes", nargs="*", default=["6x256x768", "4x384x1024", "2x576x1536"])
     parser.add_argument("--minutes", type=float, default=1.0)
-    parser.add_argument("--final", default="", help="shape to train for longer and to write, such as 4x384x1024")
+    parser.add_argument("--final", default="", help="shape to train for longer and to write, or `best`")
     parser.add_argument("--final-minutes", type=float, default=7.0)
     parser.add_argument("--batch", type=int, default=1024)
     parser.add_argument("--batch-tokens", type=int, default=65536)
@@ -68,10 +68,9 @@ def main() -> None:
     o = parser.parse_args()
     pair = Pair.load(o.target, device=o.device, needs_draft=False)
     say("loaded", o.target)
-    layers, width, inner = map(int, (o.final or "4x384x1024").split("x"))
     settings = Settings(
-        layers=layers, width=width, inner=inner, minutes=o.final_minutes, prompts=tuple(o.prompts), rate=o.rate,
-        batch_tokens=o.batch_tokens, max_new_tokens=o.max_new_tokens,
+        minutes=o.final_minutes, prompts=tuple(o.prompts), rate=o.rate, batch_tokens=o.batch_tokens,
+        max_new_tokens=o.max_new_tokens,
     )  # fmt: skip
     work = o.out / "work"
     held_out, corpus, yields = prepare(pair, work, settings, data=o.data, batch=o.batch, notify=progress)
@@ -115,6 +114,10 @@ def main() -> None:
         del student
     if not o.final:
         return
+    if o.final == "best":  # by accepted length over all domains
+        o.final = max(study, key=lambda run: run["runs"][-1]["m_gamma_10"])["shape"]
+    layers, width, inner = map(int, o.final.split("x"))
+    settings = replace(settings, layers=layers, width=width, inner=inner)
     student, state = trained(o.final, o.final_minutes)
     export(pair, student, held_out, corpus, o.out / "draft", settings, yields, state)
     write_json(

@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--calibrate-prompts", type=int, default=100)
     parser.add_argument("--batch", type=int, default=1024)
     parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--hidden-dtype", default="float16")
     parser.add_argument("--device", default=None)
     parser.add_argument("--allow-unsafe", action="store_true")
     o = parser.parse_args()
@@ -62,7 +63,7 @@ def main() -> None:
         settings = Settings(
             prompts=tuple(prompts), method=method, max_new_tokens=o.max_new_tokens, batch=o.batch,
             calibrate=o.calibrate if method == "selfjudge" else None, calibrate_prompts=o.calibrate_prompts,
-            allow_unsafe=o.allow_unsafe,
+            allow_unsafe=o.allow_unsafe, hidden_dtype=o.hidden_dtype,
         )  # fmt: skip
         out = o.out / method.replace("+", "-plus")
         manifest = label(pair, out, settings, data=o.data, notify=notify, warn=print)  # never resumed: it is timed
