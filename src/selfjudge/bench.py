@@ -103,6 +103,7 @@ def bench_decode(
                 "total": statistics.mean(seconds[i]),
                 **{p: sum(g.seconds[p] for g in ours_last[i]) for p in PHASES if ours_last[i]},
             },
+            "judge_time_share": _judge_time_share(ours_last[i]),
             "over_floor": _over_floor(ours_last[i], floor),
         })  # fmt: skip
     return {
@@ -140,6 +141,13 @@ def _over_floor(generations: list[Generation], floor: float | None) -> float | N
 def _judged_share(generations: list[Generation]) -> float | None:
     total = sum(len(g.tokens) for g in generations)
     return sum(g.judged_share * len(g.tokens) for g in generations) / total if total else None
+
+
+def _judge_time_share(generations: list[Generation]) -> float | None:
+    """Share of the time of all phases that the judge took, where one was asked."""
+    total = sum(g.seconds[p] for g in generations for p in PHASES)
+    judge = sum(g.seconds["judge"] for g in generations)
+    return judge / total if judge and total else None
 
 
 def _best(rows: list[dict[str, Any]]) -> dict[str, Any]:

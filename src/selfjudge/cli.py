@@ -35,6 +35,16 @@ bench_app = typer.Typer(help="Side by side against transformers and plain decodi
 app.add_typer(bench_app, name="bench")
 
 # options that mean the same everywhere
+JudgeName = Annotated[
+    str | None, typer.Option("--judge", help="Judge folder or hub id; that of the embedded pair if not given.")
+]
+Theta = Annotated[
+    str | None, typer.Option("--theta", help="Judge threshold: a number in [0, 1], larger accepts less, or F or R.")
+]
+Quality = Annotated[
+    float | None,
+    typer.Option("--quality", help="Choose θ: the share of unacceptable tokens that must still be rejected."),
+]
 PairName = Annotated[str, typer.Option("--pair", help="Embedded pair (see `selfjudge ls pairs`).")]
 Target = Annotated[str | None, typer.Option(help="Target model: hub id, checkpoint folder or GGUF file.")]
 Draft = Annotated[str | None, typer.Option(help="Draft model: hub id, checkpoint folder or GGUF file.")]
@@ -81,8 +91,9 @@ def generate(
             help="Acceptance rule, such as topk:2 or judged:0.4; exact, or judged with --judge, if not given."
         ),
     ] = None,
-    judge: Annotated[Path | None, typer.Option(help="Folder of a trained judge.")] = None,
-    theta: Annotated[float | None, typer.Option(help="Judge threshold in [0, 1]; larger accepts less.")] = None,
+    judge: JudgeName = None,
+    theta: Theta = None,
+    quality: Quality = None,
     gamma: Gamma = 5,
     confidence: Confidence = 0.0,
     max_new_tokens: MaxNew = 256,
@@ -108,9 +119,9 @@ def generate(
     """
     if prompt == "-":
         prompt = sys.stdin.read()
-    rule = rule or ("judged" if judge else "exact")
+    rule = rule or ("judged" if judge or theta or quality is not None else "exact")
     loaded = _pair(pair, target, draft, device, dtype, needs_draft=gamma > 0)
-    built = _rule(rule, loaded, judge, theta, temperature, top_p, top_k)
+    built = _rule(rule, loaded, judge, theta, quality, temperature, top_p, top_k)
 
     from selfjudge.shells import Stream
 
@@ -192,8 +203,10 @@ def bench_decode(
     target: Target = None,
     draft: Draft = None,
     gammas: Annotated[str, typer.Option(help="Draft lengths to try, separated by commas.")] = "1,2,3,4,6",
-    judge: Annotated[Path | None, typer.Option(help="Folder of a judge: adds selfjudge-judged.")] = None,
-    theta: Annotated[float | None, typer.Option(help="Its threshold in [0, 1].")] = None,
+    judge: JudgeName = None,
+    theta: Theta = None,
+    quality: Quality = None,
+    judged: Annotated[bool, typer.Option(help="Time the judge as well, where the pair brings one.")] = True,
     prompts: Annotated[Path | None, typer.Option(help="Prompts file (jsonl); built-in ones if not given.")] = None,
     limit: Annotated[int, typer.Option(help="Most prompts to use.")] = 8,
     repeats: Annotated[int, typer.Option(help="Repeats of the whole round.")] = 3,
@@ -205,7 +218,7 @@ def bench_decode(
     device: Device = None,
     dtype: Dtype = None,
 ) -> None:
-    """Time transformers (plain, assisted) and our loop (γ = 0, exact) on the same prompts, in one run.
+    """Time transformers (plain, assisted) and our loop (γ = 0, exact, judged) on the same prompts, in one run.
 
     Example: selfjudge bench decode --gammas 2,4 --limit 4 --json
     """
@@ -217,7 +230,8 @@ def bench_decode(
     from selfjudge.prompts import BUILT_IN, read_prompts
 
     asked = read_prompts(prompts) if prompts else [text for _, text in BUILT_IN]
-    rules = [("judged", _rule("judged", loaded, judge, theta))] if judge else []
+    wanted = judge or theta or quality is not None or (judged and _shipped_judge(loaded))
+    rules = [("judged", _rule("judged", loaded, judge, theta, quality))] if wanted else []
     with _status() as notify:
         result = run(
             loaded, asked[:limit], gammas=lengths, rules=rules,
@@ -241,6 +255,7 @@ def bench_decode(
             "× floor": "" if r["over_floor"] is None else f"{r['over_floor']:.1f}",
             "draft / target / judge / rule, s": " / ".join(f"{r['seconds'][p]:.1f}" for p in ("draft", "target", "judge", "rule"))
             if "draft" in r["seconds"] else "",
+            "judge's share": "" if r["judge_time_share"] is None else f"{r['judge_time_share']:.2%}",
         }
         for r in result["runs"]
     ])  # fmt: skip
@@ -531,6 +546,9 @@ def label(
     max_new_tokens: MaxNew = 256,
     batch: Annotated[int | None, typer.Option(help="Responses at a time: 64, on CUDA 1024.")] = None,
     hidden_dtype: Annotated[str, typer.Option(help="How hidden states are kept: float32 or float16.")] = "float32",
+    lookahead: Annotated[
+        bool, typer.Option("--lookahead", help="Store what features hidden+margin+lookahead read as well.")
+    ] = False,
     shard: Annotated[
         str, typer.Option(help="i/n: label every n-th prompt from the i-th on; merge the folders later.")
     ] = "0/1",
@@ -558,7 +576,7 @@ def label(
     settings = Settings(
         prompts=tuple(prompts or ("self" if limit else "self:500",)), limit=limit, method=method, suffix_length=suffix_length,
         max_new_tokens=max_new_tokens, tau=tau, calibrate=calibrate, calibrate_prompts=calibrate_prompts,
-        reject_recall=reject_recall, hidden_dtype=hidden_dtype, shard=_shard(shard), skip_broken=skip_broken,
+        reject_recall=reject_recall, hidden_dtype=hidden_dtype, lookahead=lookahead, shard=_shard(shard), skip_broken=skip_broken,
         allow_unsafe=allow_unsafe, seed=seed,
         batch=(1024 if chosen_device(device).type == "cuda" else 64) if batch is None else batch,
     )  # fmt: skip
@@ -642,47 +660,171 @@ def labels_info(
 
 
 @app.command()
+def train(
+    labels: Annotated[list[Path], typer.Argument(help="Finished label folders of one target.")],
+    out: Annotated[Path, typer.Option(help="Folder of the judge.")],
+    features: Annotated[
+        str, typer.Option(help="hidden (as in the paper), hidden+margin or hidden+margin+lookahead.")
+    ] = "hidden+margin",
+    model: Annotated[
+        str, typer.Option(help="linear, mlp, or auto: the MLP if it is better on prompts that neither has seen.")
+    ] = "auto",
+    originals: Annotated[
+        str, typer.Option(help="on: learn from the target's own tokens as well, as public code does; or off.")
+    ] = "off",
+    suffix_length: Annotated[
+        int | None, typer.Option(help="Label anew from the stored scores with this N; τ from the stored evidence.")
+    ] = None,
+    tau: Annotated[float | None, typer.Option(help="Label anew from the stored scores with this τ.")] = None,
+    reject: Annotated[float, typer.Option(help="Share of the unacceptable tokens that threshold R rejects.")] = 0.9,
+    push: Annotated[str | None, typer.Option(help="Upload to this hub repository, such as me/my-judge.")] = None,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+    device: Device = None,
+) -> None:
+    """Train a judge on labels: seconds, on any machine.
+
+    Example: selfjudge train labels --out judge --features hidden+margin --model linear
+    """
+    from selfjudge.models.pair import chosen_device
+    from selfjudge.train import Settings
+    from selfjudge.train import train as run
+
+    if originals not in ("on", "off"):
+        raise SelfJudgeError(f"--originals is on or off, not {originals!r}")
+    settings = Settings(
+        features=features, model=model, originals=originals == "on", suffix_length=suffix_length, tau=tau, reject=reject,
+        seed=seed,
+    )  # fmt: skip
+    settings.check()
+    with _progress() as update:
+        config = run(labels, out, settings, device=str(chosen_device(device or "cpu")), notify=update)
+    if push:
+        from huggingface_hub import HfApi
+
+        from selfjudge.judge import push_folder
+
+        typer.echo(push_folder(out, push, HfApi()), err=True)
+    if as_json:
+        _print_json(config)
+        return
+    m, t = config["metrics"], config["thresholds"]
+    typer.echo(
+        f"{out}: {config['model']} on {config['features']}, {m['n_labels']} labels of {m['n_prompts']} prompts,"
+        f" ROC-AUC {m['auc_mismatch']:.3f} on {m['n_holdout']} mismatches it has not seen"
+    )
+    _print_rows([
+        {
+            "threshold": name, "θ": f"{t[name]:.3f}", "acceptable tokens accepted": f"{m[f'{name}_accepts_acceptable']:.1%}",
+            "unacceptable tokens accepted": f"{m[f'{name}_accepts_unacceptable']:.1%}",
+        }
+        for name in ("F", "R")
+    ])  # fmt: skip
+    typer.echo(f'try it: selfjudge generate "Why is the sky blue?" --judge {out} --quality 0.9')
+
+
+@app.command()
+def study(
+    labels: Annotated[Path, typer.Argument(help="A finished label folder.")],
+    out: Annotated[Path, typer.Option(help="Folder of study.json and figures.")],
+    features: Annotated[str, typer.Option(help="What all but the study of features reads.")] = "hidden+margin",
+    seed: Seed = 0,
+    as_json: AsJson = False,
+    device: Device = None,
+) -> None:
+    """Learning curve, suffix length, features, sum or mean, originals, transfer between sources: from one label folder.
+
+    Example: selfjudge study labels --out study
+    """
+    from selfjudge.models.pair import chosen_device
+    from selfjudge.study import Settings
+    from selfjudge.study import study as run
+
+    with _progress() as update:
+        found = run(labels, out, Settings(features, seed), device=str(chosen_device(device or "cpu")), notify=update)
+    if as_json:
+        _print_json(found)
+        return
+    for name in ("learning_curve", "features", "originals", "suffix_length", "transfer"):
+        typer.echo(f"\n{name.replace('_', ' ')} (ROC-AUC on holdout mismatches)")
+        _print_rows([_flat(row) for row in found[name]])
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    """A row whose figures are short and whose tables are columns."""
+    wide = {k: v for k, v in row.items() if not isinstance(v, dict)}
+    wide |= {f"on {k}": v for inner in row.values() if isinstance(inner, dict) for k, v in inner.items()}
+    return {k: f"{v:.3f}" if isinstance(v, float) else v for k, v in wide.items()}
+
+
+@app.command()
 def demo(
     gamma: Gamma = 3,
     limit: Annotated[int, typer.Option(help="How many of the built-in prompts.")] = 8,
     max_new_tokens: MaxNew = 96,
+    labels: Annotated[bool, typer.Option(help="Label and train a small judge first.")] = True,
     as_json: AsJson = False,
 ) -> None:
-    """The main job on the embedded pair: plain, exact and topk side by side.
+    """The whole line on the embedded pair: labels, a judge, then plain, exact, topk and judged side by side.
 
     Example: selfjudge demo --limit 4
     """
+    import tempfile
+
     _positive(gamma=gamma, limit=limit, max_new_tokens=max_new_tokens)
     loaded = _pair("smollm2-135m", None, None, None, None)
 
-    from selfjudge.demo import side_by_side
+    from selfjudge.demo import OWN, own_judge, side_by_side
+    from selfjudge.judge import Judge
     from selfjudge.prompts import BUILT_IN
 
-    with _status() as notify:
-        rows = side_by_side(
-            loaded, [text for _, text in BUILT_IN[:limit]],
+    judges: dict[str, Judge] = {}
+    own: dict[str, Any] = {}
+    with _status() as notify, tempfile.TemporaryDirectory() as folder:
+        if labels:
+            judge, own = own_judge(loaded, Path(folder), notify)
+            if judge is not None:
+                judges[OWN] = judge
+        if shipped := _shipped_judge(loaded):
+            judges["judged:F, shipped"] = Judge.from_pretrained(shipped)
+        found = side_by_side(
+            loaded, [text for _, text in BUILT_IN[:limit]], judges,
             gamma=gamma, max_new_tokens=max_new_tokens, batch=1, notify=notify,
         )  # fmt: skip
+    rows = found["rows"]
     if as_json:
-        _print_json(rows)
+        _print_json({**found, "own": own})
         return
-    typer.echo(f"> {BUILT_IN[0][1]}\n\n{rows[0]['example']}\n")
+    if own:
+        typer.echo(
+            f"{own['labels']} labels from the target's own likelihoods in {own['label_seconds']:.0f} s,"
+            f" {own['acceptable']:.0%} acceptable (τ = {own['tau']:.2f})"
+        )
+        typer.echo(
+            f"no judge from so few: {own['why_not']}" if "why_not" in own
+            else f"a judge from them in {own['train_seconds']:.1f} s, ROC-AUC {own['auc']:.2f} on prompts it has not seen"
+        )  # fmt: skip
+    typer.echo(f"\n> {BUILT_IN[0][1]}\n\n{rows[-1]['example']}\n")
     _print_rows([
         {
             "rule": r["rule"],
             "γ": r["gamma"],
             "m": "–" if r["mean_accepted_length"] is None else f"{r['mean_accepted_length']:.2f}",
-            "against alignment": f"{r['judged_share']:.1%}",
+            "judged": f"{r['judged_share']:.1%}",
             "tokens/s": f"{r['tokens_per_second']:.1f}",
             "× plain": f"{r['speed_over_plain']:.2f}",
-            "same answer as plain": f"{r['same_answer_as_plain']:.0%}",
+            "same answer": f"{r['same_answer_as_plain']:.0%}",
+            "log-likelihood": f"{r['log_likelihood']:.3f}",
         }
         for r in rows
     ])  # fmt: skip
     typer.echo(
-        "m = tokens per target pass. exact loses nothing; topk:2 takes the target's second choice as well"
-        " and pays for it in quality."
+        "m = tokens per target pass; judged = tokens taken against the target's choice; log-likelihood = the target's own view of the answer,"
+        f" per token: {rows[0]['log_likelihood']:.3f} for its greedy answer, {found['draft_log_likelihood']:.3f} for what the draft says alone."
     )
+    if found["substitutions"]:
+        shown = ", ".join(f"{b!r} for {a!r}" + (f" ({n} ×)" if n > 1 else "") for a, b, n in found["substitutions"][:8])
+        typer.echo(f"taken by the judge: {shown}")
 
 
 def _pair(
@@ -697,8 +839,9 @@ def _pair(
 def _rule(
     spec: str,
     pair: Pair,
-    judge: Path | None,
-    theta: float | None,
+    judge: str | None,
+    theta: str | None,
+    quality: float | None = None,
     temperature: float | None = None,
     top_p: float = 1.0,
     top_k: int = 0,
@@ -709,8 +852,34 @@ def _rule(
     if temperature is None and (top_p != 1.0 or top_k):
         temperature = 1.0
     sampling = None if temperature is None else Sampling(temperature, top_p, top_k)
+    if judge is None and spec.partition(":")[0].startswith("judge"):
+        shipped = _shipped_judge(pair)
+        judge = str(shipped) if shipped else None
     loaded = Judge.from_pretrained(judge) if judge else None
-    return parse_rule(spec, special=pair.special_ids, sampling=sampling, judge=loaded, theta=theta)
+    if quality is not None and theta is not None:
+        raise SelfJudgeError("--quality chooses θ: leave out one of --quality and --theta")
+    limit = _threshold(theta)
+    if quality is not None:
+        if loaded is None:
+            raise SelfJudgeError(f"rule {spec!r} asks no judge: --quality is for --rule judged")
+        limit = loaded.quality(quality)
+    return parse_rule(spec, special=pair.special_ids, sampling=sampling, judge=loaded, theta=limit)
+
+
+def _threshold(text: str | None) -> float | str | None:
+    """A number, or the name of a threshold that a judge stores."""
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return text
+
+
+def _shipped_judge(pair: Pair) -> Path | None:
+    """The judge in the package for this target, labelled with this draft or another."""
+    from selfjudge.models.embedded import EMBEDDED
+
+    known = EMBEDDED.get(pair.target_id)
+    return known.judge if known else None
 
 
 def _as_json(result: Generation, pair: Pair, spec: str, rule: AcceptanceRule, gamma: int) -> dict[str, Any]:

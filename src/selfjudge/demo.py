@@ -1,44 +1,76 @@
-"""`selfjudge demo`: the main job on the embedded pair, side by side."""
+"""`selfjudge demo`: the whole line on the embedded pair: labels, a judge, decoding side by side, what it costs in quality."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from selfjudge.accept import EXACT, AcceptanceRule, TopK
+from selfjudge.accept import EXACT, AcceptanceRule, Judged, TopK
+from selfjudge.errors import SelfJudgeError
+from selfjudge.judge import Judge
+from selfjudge.label import Settings as LabelSettings
+from selfjudge.label import label
 from selfjudge.models.pair import Pair
+from selfjudge.quality import likelihoods, mean_log_likelihood, substitutions
+from selfjudge.respond import respond
 from selfjudge.shells import generate
+from selfjudge.train import Settings, train
 from selfjudge.types import Generation, pooled_mean_accepted_length
 
 Notify = Callable[[str], None]
+WRITTEN = 24  # prompts that the target writes for the demo's own labels
+OWN = "judged:F, made just now"
+
+
+def own_judge(pair: Pair, folder: Path, notify: Notify) -> tuple[Judge | None, dict[str, Any]]:
+    """A small labelling run and a judge from it. So few labels may not do: then there is none, and it is said why."""
+
+    def update(stage: str, share: float) -> None:
+        notify(f"{stage} ({share:.0%})")
+
+    begun = time.perf_counter()
+    settings = LabelSettings(prompts=(f"self:{WRITTEN}",), max_new_tokens=64, suffix_length=10)
+    made = label(pair, folder / "labels", settings, notify=update, warn=notify)
+    told = {"labels": made["rows"], "acceptable": made["acceptable"] / made["rows"], "tau": made["tau"]}
+    told["label_seconds"] = time.perf_counter() - begun
+    try:
+        begun = time.perf_counter()
+        config = train([folder / "labels"], folder / "judge", Settings(model="linear"), notify=update)
+    except SelfJudgeError as error:
+        return None, {**told, "why_not": str(error)}
+    told |= {"auc": config["metrics"]["auc_mismatch"], "train_seconds": time.perf_counter() - begun}
+    return Judge.from_pretrained(folder / "judge"), told
 
 
 def side_by_side(
-    pair: Pair,
-    prompts: Sequence[str],
-    *,
-    gamma: int,
-    max_new_tokens: int,
-    batch: int,
+    pair: Pair, prompts: Sequence[str], judges: dict[str, Judge], *, gamma: int, max_new_tokens: int, batch: int,
     notify: Notify,
-) -> list[dict[str, Any]]:
-    """Answer the prompts plainly, with `exact` and with `topk`; one row of figures for each."""
+) -> dict[str, Any]:  # fmt: skip
+    """Answer the prompts plainly, with `exact`, with `topk` and with every judge; one row of figures for each."""
+    special = pair.special_ids
     configurations: list[tuple[str, AcceptanceRule, int]] = [
         ("plain", EXACT, 0),
         ("exact", EXACT, gamma),
-        ("topk:2", TopK(special=pair.special_ids), gamma),
+        ("topk:2", TopK(special=special), gamma),
+        *((name, Judged(judge, judge.threshold("F"), special=special), gamma) for name, judge in judges.items()),
     ]
     notify("warming up …")  # the first pass may compile a kernel
     generate(pair, prompts[:1], gamma=gamma, max_new_tokens=2)
+    encoded = [pair.encode(prompt) for prompt in prompts]
     rows: list[dict[str, Any]] = []
     plain: list[Generation] = []
+    changed: list[tuple[str, str, int]] = []
     for name, rule, g in configurations:
         notify(f"{name}: answering {len(prompts)} prompts …")
         start = time.perf_counter()
         answers = generate(pair, prompts, rule, gamma=g, max_new_tokens=max_new_tokens, batch=batch)
         elapsed = time.perf_counter() - start
         plain = plain or answers
+        seen = likelihoods(pair, [(e, a.tokens) for e, a in zip(encoded, answers, strict=True)])
+        if rule.judge is not None:
+            changed = substitutions(pair, answers, seen) or changed
         total = sum(len(a.tokens) for a in answers)
         rows.append({
             "rule": name,
@@ -48,6 +80,16 @@ def side_by_side(
             "tokens_per_second": total / elapsed,
             "speed_over_plain": total / elapsed / rows[0]["tokens_per_second"] if rows else 1.0,
             "same_answer_as_plain": sum(a.tokens == b.tokens for a, b in zip(answers, plain, strict=True)) / len(prompts),
+            "log_likelihood": mean_log_likelihood(seen),
             "example": answers[0].text,
         })  # fmt: skip
-    return rows
+    notify("the draft alone …")
+    return {"rows": rows, "draft_log_likelihood": _draft_alone(pair, encoded, max_new_tokens), "substitutions": changed}
+
+
+def _draft_alone(pair: Pair, encoded: Sequence[Sequence[int]], max_new_tokens: int) -> float:
+    """How likely the target finds the draft's own greedy answers: what quality would be if everything were accepted."""
+    assert pair.draft is not None
+    said = respond(pair.draft, encoded, eos_ids=pair.eos_ids, max_new_tokens=max_new_tokens)
+    answers = {index: answer for index, answer, _ in said}
+    return mean_log_likelihood(likelihoods(pair, [(e, answers[i]) for i, e in enumerate(encoded)]))

@@ -7,19 +7,31 @@ It outputs P(acceptable); a draft is accepted when that is *greater than* θ, so
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.store import read_json, write_json
+from selfjudge.store import read_json, write_json, write_tensors
 from selfjudge.types import Block
 
 FORMAT_VERSION = 1
+FEATURES = ("hidden", "hidden+margin", "hidden+margin+lookahead")
+MODELS = ("linear", "mlp")
+MARGINS = 2  # columns of the group: log p(d) − log p(most likely), log p(d)
+LOOKAHEAD = 4  # draft tokens after the judged one whose log-probabilities are read
+LOWEST = -50.0  # log-probabilities below say nothing more
+
+
+def columns(features: str) -> int:
+    """How many columns `features` has beside the hidden state."""
+    return MARGINS * ("margin" in features) + 2 * LOOKAHEAD * ("lookahead" in features)
 
 
 @dataclass(frozen=True)
@@ -40,26 +52,58 @@ class JudgeConfig:
     suffix_length: int | None = None
     tau: float | None = None
     quality_curve: tuple[tuple[float, float], ...] = ()
+    """(share of unacceptable tokens that is rejected, the most permissive θ that does so), ascending."""
     thresholds: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
 
+    @property
+    def width(self) -> int:
+        """Columns that the judge reads."""
+        return self.hidden_size + columns(self.features)
+
 
 class Judge(nn.Module):
-    """P(acceptable) = σ(w·h + b) of the target's hidden state h at the draft token."""
+    """P(acceptable) = σ(w·x + b), or σ(w·gelu(Ax + a) + b) for an MLP.
 
-    def __init__(self, config: JudgeConfig, weight: Tensor | None = None, bias: float | Tensor = 0.0) -> None:
+    x is the target's hidden state h at the draft token and, by `config.features`, log-probabilities of the same pass.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    inner_weight: Tensor | None
+    inner_bias: Tensor | None
+
+    def __init__(
+        self, config: JudgeConfig, weight: Tensor | None = None, bias: float | Tensor = 0.0,
+        inner_weight: Tensor | None = None, inner_bias: Tensor | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.config = config
-        self.weight: Tensor
-        self.bias: Tensor
-        weight = torch.zeros(config.hidden_size) if weight is None else weight.detach().float().reshape(-1)
-        if weight.numel() != config.hidden_size:
+        for key, known in (("features", FEATURES), ("model", MODELS)):
+            if getattr(config, key) not in known:
+                raise SelfJudgeError(
+                    f"unknown {key} {getattr(config, key)!r} of a judge; there are: {', '.join(known)}"
+                )
+        if (inner_weight is None) != (inner_bias is None) or (inner_weight is None) != (config.model == "linear"):
+            raise SelfJudgeError(f"a judge of model {config.model} has other tensors")
+        if inner_weight is not None and inner_bias is not None:
+            inner_weight, inner_bias = inner_weight.detach().float(), inner_bias.detach().float().reshape(-1)
+            if inner_weight.shape != (inner_bias.numel(), config.width):
+                raise SelfJudgeError(
+                    f"judge layer is {tuple(inner_weight.shape)}, its config says {config.width} columns"
+                )
+        inputs = config.width if inner_bias is None else inner_bias.numel()
+        weight = torch.zeros(inputs) if weight is None else weight.detach().float().reshape(-1)
+        if weight.numel() != inputs:
             raise SelfJudgeError(
                 f"judge weight has {weight.numel()} entries, its config says hidden_size {config.hidden_size}"
+                f" and features {config.features}: {inputs}"
             )
         self.register_buffer("weight", weight)
         self.register_buffer("bias", torch.as_tensor(bias, dtype=torch.float32).reshape(()))
+        self.register_buffer("inner_weight", inner_weight)
+        self.register_buffer("inner_bias", inner_bias)
 
     @classmethod
     def constant(cls, probability: float, hidden_size: int) -> Judge:
@@ -74,11 +118,14 @@ class Judge(nn.Module):
         """[B, γ] P(acceptable) of each draft, from the hidden state at that draft."""
         if block.hidden is None:
             raise SelfJudgeError("the judge needs the target's hidden states and this backend returned none")
-        return self.score(block.hidden[:, 1:])  # row i is the state at d_i
+        return self.score(with_columns(block, self.config.features))
 
-    def score(self, hidden: Tensor) -> Tensor:
-        """[..., H] → [...]"""
-        return torch.sigmoid(hidden.float() @ self.weight + self.bias)
+    def score(self, x: Tensor) -> Tensor:
+        """[..., hidden size + columns] → [...]"""
+        x = x.float()
+        if self.inner_weight is not None:
+            x = F.gelu(F.linear(x, self.inner_weight, self.inner_bias))
+        return torch.sigmoid(x @ self.weight + self.bias)
 
     def threshold(self, theta: float | str) -> float:
         """A number in [0, 1], or one of the stored thresholds by name (`F`, `R`)."""
@@ -92,6 +139,14 @@ class Judge(nn.Module):
         if not 0.0 <= theta <= 1.0:
             raise SelfJudgeError(f"threshold θ must lie in [0, 1], not {theta}")
         return float(theta)
+
+    def quality(self, share: float) -> float:
+        """The most permissive θ that rejected at least this share of the unacceptable tokens it was measured on."""
+        if not 0 <= share <= 1:
+            raise SelfJudgeError(f"quality is a share in [0, 1], not {share}")
+        if not self.config.quality_curve:
+            raise SelfJudgeError("this judge stores no quality curve: give --theta")
+        return next((theta for rejected, theta in self.config.quality_curve if rejected >= share), 1.0)
 
     def check_target(self, name: str, sha256: str, hidden_size: int) -> None:
         """Refuse a target this judge was not trained for."""
@@ -113,21 +168,27 @@ class Judge(nn.Module):
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write `model.safetensors`, then `config.json` (its existence means the folder is whole)."""
-        from safetensors.torch import save_file
-
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").unlink(missing_ok=True)
-        save_file({"weight": self.weight.cpu().contiguous(), "bias": self.bias.cpu()}, folder / "model.safetensors")
+        write_tensors(folder / "model.safetensors", {name: t.cpu().numpy() for name, t in self.named_buffers()})
         write_json(folder / "config.json", asdict(self.config))
 
+    def push_to_hub(self, repository: str, **options: Any) -> str:
+        """Upload as a model repository of the hub (`private=True` and the like go to `create_repo`); its address."""
+        from huggingface_hub import HfApi
+
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            return push_folder(Path(folder), repository, HfApi(), **options)
+
     @classmethod
-    def from_pretrained(cls, folder: str | Path) -> Judge:
-        """Load a judge folder; anything this version does not understand is refused."""
+    def from_pretrained(cls, source: str | Path) -> Judge:
+        """Load a judge folder or a repository of the hub; anything this version does not understand is refused."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        folder = Path(folder)
+        folder = _folder(source)
         if not (folder / "config.json").is_file():
             raise SelfJudgeError(f"{folder} is no judge folder: it has no config.json")
         raw: dict[str, Any] = read_json(folder / "config.json")
@@ -141,11 +202,62 @@ class Judge(nn.Module):
         if "hidden_size" not in raw:
             raise SelfJudgeError(f"{folder}/config.json names no hidden_size")
         config = JudgeConfig(**{k: v for k, v in raw.items() if k in known})
-        for key, only in (("layer", "final"), ("norm", "post_final_norm"), ("features", "hidden"), ("model", "linear")):
-            if getattr(config, key) != only:
-                raise SelfJudgeError(f"{folder} has {key} {getattr(config, key)!r}, this version reads {only!r}")
+        readable: dict[str, tuple[str, ...]] = {
+            "layer": ("final",), "norm": ("post_final_norm",), "features": FEATURES, "model": MODELS,
+        }  # fmt: skip
+        for key, values in readable.items():
+            if getattr(config, key) not in values:
+                raise SelfJudgeError(
+                    f"{folder} has {key} {getattr(config, key)!r}, this version reads {' and '.join(map(repr, values))}"
+                )
         try:
-            tensors = load_file(folder / "model.safetensors")
-            return cls(config, tensors["weight"], tensors["bias"])
-        except (OSError, KeyError, SafetensorError) as error:
+            return cls(config, **load_file(folder / "model.safetensors"))
+        except (OSError, TypeError, SafetensorError) as error:
             raise SelfJudgeError(f"cannot read {folder / 'model.safetensors'}: {error}") from None
+
+
+def with_columns(block: Block, features: str) -> Tensor:
+    """[B, γ, H + columns] what a judge reads of a Block; row i is the state at d_i and what was said of d_i."""
+    assert block.hidden is not None
+    hidden = block.hidden[:, 1:].float()
+    if features == "hidden":
+        return hidden
+    drafts, logits = block.draft_tokens, block.target_logits[:, :-1]
+    at = logits.gather(-1, drafts[..., None]).squeeze(-1).float()
+    log_p = at - logits.float().logsumexp(-1)
+    parts = [hidden, (at - logits.amax(-1).float())[..., None], log_p[..., None]]
+    if "lookahead" in features:
+        parts.append(lookahead_columns(log_p))
+    return torch.cat([parts[0], *(part.clamp_min(LOWEST) for part in parts[1:])], -1)
+
+
+def lookahead_columns(log_p: Tensor) -> Tensor:
+    """[B, γ] log-probabilities of the drafts → [B, γ, 2K]: those of the K drafts after each, 0 past the end, and which there are."""
+    after = F.pad(log_p, (0, LOOKAHEAD)).unfold(1, LOOKAHEAD, 1)[:, 1:]
+    there = F.pad(torch.ones_like(log_p), (0, LOOKAHEAD)).unfold(1, LOOKAHEAD, 1)[:, 1:]
+    return torch.cat([after, there], -1)
+
+
+def push_folder(folder: Path, repository: str, api: Any, **options: Any) -> str:
+    """Upload a whole folder, card and figures included."""
+    try:
+        api.create_repo(repository, exist_ok=True, **options)
+        return str(api.upload_folder(folder_path=folder, repo_id=repository, commit_message="Judge made by selfjudge"))
+    except Exception as error:  # the hub client raises many kinds
+        line = next((text.strip() for text in str(error).splitlines() if text.strip()), type(error).__name__)
+        raise SelfJudgeError(f"cannot upload to {repository}: {line[:160]}") from None
+
+
+def _folder(source: str | Path) -> Path:
+    """A local folder, or the local copy of a hub repository `owner/name`."""
+    folder = Path(source).expanduser()
+    text = str(source)
+    if isinstance(source, Path) or folder.exists() or text.count("/") != 1 or text.startswith((".", "~", "/")):
+        return folder
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(text, allow_patterns=["config.json", "model.safetensors", "README.md"]))
+    except Exception as error:  # the hub client raises many kinds
+        line = next((part.strip() for part in str(error).splitlines() if part.strip()), type(error).__name__)
+        raise SelfJudgeError(f"{text} is no folder, and the hub did not give it ({line[:160]})") from None

@@ -116,6 +116,25 @@ def test_hidden_states_can_be_kept_as_float16(tiny_pair: Pair, prompts: str, tmp
         assert np.array_equal(one["log_p"], other["log_p"])
 
 
+def test_look_ahead_reads_what_the_draft_goes_on_with(tiny_pair: Pair, prompts: str, tmp_path: Path) -> None:
+    label(tiny_pair, tmp_path / "labels", settings_of(prompts, lookahead=True))
+    assert tiny_pair.draft is not None
+    responses = {row["prompt_id"]: row for row in read_rows(tmp_path / "labels" / "responses.jsonl")}
+    checked = 0
+    for rows, arrays in read_shards(tmp_path / "labels"):
+        for row, found in list(zip(rows, arrays["lookahead"], strict=True))[:20]:
+            response = responses[row["prompt_id"]]
+            tokens = [*response["prompt_ids"], *response["response_ids"]][: row["position"]] + [row["draft_token"]]
+            for expected in found:
+                with torch.no_grad():
+                    said = int(tiny_pair.draft(torch.tensor([tokens])).logits[0, -1].argmax())
+                    log_p = tiny_pair.target(torch.tensor([tokens])).logits[0, -1].float().log_softmax(-1)
+                assert float(log_p[said]) == pytest.approx(float(expected), abs=1e-3)
+                tokens.append(said)
+                checked += 1
+    assert checked > 20
+
+
 def test_a_finished_folder_is_returned_and_another_run_refused(tiny_pair: Pair, prompts: str, tmp_path: Path) -> None:
     out = tmp_path / "labels"
     first = label(tiny_pair, out, settings_of(prompts))

@@ -161,3 +161,25 @@ def test_out_of_memory_halves_the_batch_and_goes_on(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(scorer, "_batch", never)
     with pytest.raises(torch.OutOfMemoryError):
         scorer(cases)
+
+
+@pytest.mark.parametrize("suffix_length", [0, 5])
+def test_look_ahead_is_the_likelihood_of_what_the_draft_goes_on_with(suffix_length: int) -> None:
+    """Beside the usual branch, one that follows the draft; continuations of different lengths, one of none."""
+    model = tiny_model(seed=3)
+    rng = np.random.default_rng(1)
+    cases = [
+        Case(c.prompt, c.response, c.places, c.drafts, [rng.integers(3, VOCAB, k % 5).tolist() for k in range(len(c.places))])
+        for c in cases_of([(4, 9), (7, 12)])
+    ]  # fmt: skip
+    found = Scorer(model, suffix_length=suffix_length, lookahead=4)(cases)
+    compare(model, cases, suffix_length, found)
+    for case, scores in zip(cases, found, strict=True):
+        for k, (place, draft, ahead) in enumerate(zip(case.places, case.drafts, case.ahead, strict=True)):
+            tokens = [*case.prompt, *case.response[:place], draft, *ahead]
+            with torch.no_grad():
+                log_p = model(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
+            first = len(tokens) - len(ahead)
+            true = [float(log_p[first + j - 1, t]) for j, t in enumerate(ahead)]
+            np.testing.assert_allclose(scores.lookahead[k, : len(ahead)], true, atol=1e-3)
+            assert np.isnan(scores.lookahead[k, len(ahead) :]).all()

@@ -19,7 +19,8 @@ import numpy as np
 from selfjudge.engine import release
 from selfjudge.engine.reference import context_window
 from selfjudge.errors import SelfJudgeError
-from selfjudge.label.mismatch import NOTHING, mined
+from selfjudge.judge import LOOKAHEAD
+from selfjudge.label.mismatch import NOTHING, continued, mined
 from selfjudge.label.preservation import Search, asked_target, search
 from selfjudge.label.score import Case, Scorer, Scores
 from selfjudge.label.shards import FORMAT, Arrays, Row, read_rows, seal, sealed, unharmed, write_rows, write_shard
@@ -53,6 +54,8 @@ class Settings:
     calibrate_prompts: int = 100
     reject_recall: float = 0.9
     hidden_dtype: str = "float32"
+    lookahead: bool = False
+    """Store the target's log-probabilities of what the draft would say after its token."""
     batch: int = 64
     shard: tuple[int, int] = (0, 1)
     """Which of how many: prompts i, i + n, i + 2n … are labelled."""
@@ -66,6 +69,8 @@ class Settings:
         self.sources()
         if self.method not in METHODS:
             raise SelfJudgeError(f"unknown method {self.method!r}; methods are: {', '.join(METHODS)}")
+        if self.lookahead and self.method != "selfjudge":
+            raise SelfJudgeError(f"--lookahead goes with --method selfjudge, not with {self.method}")
         if self.hidden_dtype not in ("float32", "float16"):
             raise SelfJudgeError(f"hidden states are kept as float32 or float16, not {self.hidden_dtype}")
         if self.suffix_length < 0:
@@ -326,7 +331,8 @@ def _shards(
     pending: list[Row] = []
     number, done = 0, 0
     made = _selfjudge if settings.method == "selfjudge" else _autojudge
-    scorer = Scorer(pair.target, suffix_length=settings.suffix_length)
+    ahead = LOOKAHEAD if settings.lookahead else 0
+    scorer = Scorer(pair.target, suffix_length=settings.suffix_length, lookahead=ahead)
     origin = hashlib.sha256("".join([*map(sha256, files), repr(tau)]).encode()).hexdigest()
 
     begun, labelled = time.monotonic(), 0
@@ -367,6 +373,8 @@ def _selfjudge(
     assert tau is not None
     read = [(row["prompt_ids"], row["response_ids"], row["finish"] == "length") for row in responses]
     cases = mined(pair, read, settings.suffix_length)
+    if settings.lookahead:
+        cases = continued(pair, cases, LOOKAHEAD, batch=settings.batch)
     found = scorer(cases)
     rows: list[Row] = []
     finite: list[bool] = []
@@ -470,6 +478,7 @@ def _arrays(found: Sequence[Scores], settings: Settings, hidden_size: int) -> Ar
         original=np.zeros((0, settings.suffix_length), np.float32),
         substituted=np.zeros((0, settings.suffix_length), np.float32),
         hidden_target=np.zeros((0, hidden_size), np.float32), hidden_draft=np.zeros((0, hidden_size), np.float32),
+        lookahead=np.zeros((0, LOOKAHEAD if settings.lookahead else 0), np.float32),
     )  # fmt: skip
     arrays: Arrays = {
         name: np.concatenate([getattr(empty, name), *(getattr(scores, name) for scores in found)])
@@ -477,6 +486,8 @@ def _arrays(found: Sequence[Scores], settings: Settings, hidden_size: int) -> Ar
     }
     for name in ("hidden_target", "hidden_draft"):
         arrays[name] = arrays[name].astype(settings.hidden_dtype)
+    if not settings.lookahead:
+        del arrays["lookahead"]
     return arrays
 
 

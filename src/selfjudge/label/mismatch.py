@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -10,6 +11,7 @@ from selfjudge.engine.reference import context_window
 from selfjudge.forced import Sequences, forced, logit_rows, logits_of
 from selfjudge.label.score import Case
 from selfjudge.models.pair import Pair
+from selfjudge.respond import respond
 
 NOTHING = "there is no mismatch to label: the draft says what the target says (is it the same model?)"
 
@@ -62,3 +64,23 @@ def mined(pair: Pair, responses: Sequence[tuple[Sequence[int], Sequence[int], bo
         places = mismatches(response, said, special, suffix_length=suffix_length, cut=cut)
         cases.append(Case(prompt, response, places, [said[i] for i in places]))
     return cases
+
+
+def continued(pair: Pair, cases: Sequence[Case], count: int, *, batch: int) -> list[Case]:
+    """The same cases with what the draft would say after each of its tokens: at most `count` tokens, as many as its window holds."""
+    assert pair.draft is not None
+    window = context_window(pair.draft)
+    known = pair.draft.get_input_embeddings().weight.shape[0]
+    begun = [
+        (number, k, [*case.prompt, *case.response[:place], draft])
+        for number, case in enumerate(cases)
+        for k, (place, draft) in enumerate(zip(case.places, case.drafts, strict=True))
+    ]
+    fitting = [one for one in begun if len(one[2]) < window and max(one[2]) < known]
+    ahead: list[list[list[int]]] = [[[] for _ in case.places] for case in cases]
+    for index, tokens, _ in respond(
+        pair.draft, [ids for _, _, ids in fitting], eos_ids=(), max_new_tokens=count, batch=batch
+    ):
+        number, k, _ = fitting[index]
+        ahead[number][k] = tokens
+    return [replace(case, ahead=said) for case, said in zip(cases, ahead, strict=True)]

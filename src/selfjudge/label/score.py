@@ -39,6 +39,8 @@ class Case:
     """Indices into the response, ascending."""
     drafts: Sequence[int]
     """The draft's token at each of them."""
+    ahead: Sequence[Sequence[int]] = ()
+    """What the draft would say after each, where look-ahead is asked for."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ class Scores:
     """[K, H] the state at the response's own token."""
     hidden_draft: Floats
     """[K, H] the state at the draft's token in its place."""
+    lookahead: Floats
+    """[K, A] log-probabilities of what the draft would say after its token; nan past the end, A = 0 if not asked for."""
 
     def prefix(self) -> Floats:
         """[K] the prefix term."""
@@ -86,14 +90,17 @@ class _Branch(NamedTuple):
     """What is read: the draft's token and all but the last of those that follow."""
     follows: list[int]
     """What is scored."""
+    ahead: bool = False
+    """Whether it follows the draft instead of the response."""
 
 
 class Scorer:
     """Scores cases with one target. `tokens` counts what went through it, `padded` the same with padding."""
 
-    def __init__(self, model: PreTrainedModel, *, suffix_length: int = 20) -> None:
+    def __init__(self, model: PreTrainedModel, *, suffix_length: int = 20, lookahead: int = 0) -> None:
         self.model = model
         self.suffix_length = suffix_length
+        self.lookahead = lookahead
         self.tokens = self.padded = 0
         self.device = model.device
         self._kinds = attention_kinds(model)
@@ -144,7 +151,10 @@ class Scorer:
         self.padded += ids.numel()
         made = [self._own(case, hidden[row]) for row, case in enumerate(cases)]
         branches = [
-            self._branch(row, number, case) for row, case in enumerate(cases) for number in range(len(case.places))
+            branch
+            for row, case in enumerate(cases)
+            for number in range(len(case.places))
+            for branch in self._branches(row, number, case)
         ]
         for pack in self._passes(branches):
             self._read(pack, cache, made)
@@ -183,12 +193,16 @@ class Scorer:
             substituted=np.full_like(original, np.nan),
             hidden_target=hidden[first + 1 + places].float().cpu().numpy(),
             hidden_draft=np.empty((count, hidden.shape[-1]), np.float32),
+            lookahead=np.full((count, self.lookahead), np.nan, np.float32),
         )
 
-    def _branch(self, row: int, number: int, case: Case) -> _Branch:
-        place = case.places[number]
+    def _branches(self, row: int, number: int, case: Case) -> Iterator[_Branch]:
+        place, draft = case.places[number], case.drafts[number]
+        start = len(case.prompt) + place
         follows = list(case.response[place + 1 : place + 1 + self.suffix_length])
-        return _Branch(row, number, len(case.prompt) + place, [case.drafts[number], *follows[:-1]], follows)
+        yield _Branch(row, number, start, [draft, *follows[:-1]], follows)
+        if case.ahead and (said := list(case.ahead[number][: self.lookahead])):
+            yield _Branch(row, number, start, [draft, *said[:-1]], said, ahead=True)
 
     def _passes(self, branches: Sequence[_Branch]) -> Iterator[list[list[_Branch]]]:
         """Rows of branches of one response each, rows of like width together."""
@@ -244,8 +258,11 @@ class Scorer:
         at = 0
         for branch, state in zip(flat, states, strict=True):
             scores, count = made[branch.case], len(branch.follows)
-            scores.hidden_draft[branch.number] = state
-            scores.substituted[branch.number, :count] = log_p[at : at + count]
+            if branch.ahead:
+                scores.lookahead[branch.number, :count] = log_p[at : at + count]
+            else:
+                scores.hidden_draft[branch.number] = state
+                scores.substituted[branch.number, :count] = log_p[at : at + count]
             at += count
 
     def _selected(self, prefixes: Cache, cases: list[int], length: int, room: int) -> Cache:

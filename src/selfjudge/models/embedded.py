@@ -28,8 +28,16 @@ class Embedded:
     @property
     def draft(self) -> Path | None:
         """The folder of the compact draft that ships in the package, if there is one."""
-        folder = Path(str(resources.files("selfjudge.models") / "drafts" / self.name))
-        return folder if (folder / "draft.safetensors").is_file() else None
+        return self._shipped("drafts", "draft.safetensors")
+
+    @property
+    def judge(self) -> Path | None:
+        """The folder of the judge that ships in the package, if there is one."""
+        return self._shipped("judges", "config.json")
+
+    def _shipped(self, kind: str, file: str) -> Path | None:
+        folder = Path(str(resources.files("selfjudge.models") / kind / self.name))
+        return folder if (folder / file).is_file() else None
 
 
 EMBEDDED = {

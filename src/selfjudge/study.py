@@ -1,0 +1,187 @@
+"""Studies of the judge from one label folder: how many labels, which suffix, which features, which score, which prompts.
+
+Everything is measured on the mismatches of the holdout's prompts; a study changes one thing and leaves the rest as it is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from selfjudge.errors import SelfJudgeError
+from selfjudge.judge import FEATURES, JudgeConfig
+from selfjudge.store import machine, versions, write_json
+from selfjudge.train.fit import GRID, Fitted, auc, fit_linear, fit_mlp
+from selfjudge.train.rows import Rows
+
+Notify = Callable[[str, float], None]
+POINTS = 10
+LENGTHS = (0, 5, 10, 20)
+SOME_C = GRID[:6:2]  # a study compares many fits: three strengths of regularisation each
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a study holds fixed."""
+
+    features: str = "hidden+margin"
+    seed: int = 0
+
+
+def study(
+    folder: Path,
+    out: Path,
+    settings: Settings | None = None,
+    *,
+    device: str | None = None,
+    notify: Notify | None = None,
+) -> dict[str, Any]:
+    """Run all studies; `study.json` and figures land in `out`."""
+    settings = settings or Settings()
+    begun = time.monotonic()
+    tell = notify or (lambda stage, share: None)
+    place = torch.device(device) if device else None
+    rows = Rows([folder], seed=settings.seed)
+    rows.check(settings.features)
+    fits = _Fits(rows, place, settings)
+    found: dict[str, Any] = {
+        "labels": len(rows), "prompts": rows.n_prompts, "acceptable": float(rows.labels.mean()), "settings": asdict(settings),
+        "target": rows.manifests[0]["target"], "draft": rows.manifests[0]["draft"], "C_grid": list(SOME_C),
+        "machine": machine(), "versions": versions(), "date": time.strftime("%Y-%m-%d"),
+    }  # fmt: skip
+    studies: dict[str, Callable[[], Any]] = {
+        "learning_curve": fits.learning_curve,
+        "features": fits.features,
+        "originals": fits.originals,
+        "transfer": fits.transfer,
+        "suffix_length": lambda: _relabelled(folder, settings, place),
+    }
+    for number, (name, run) in enumerate(studies.items()):
+        tell(f"study: {name.replace('_', ' ')}", number / len(studies))
+        found[name] = run()
+    found["seconds"] = round(time.monotonic() - begun, 1)
+    out.mkdir(parents=True, exist_ok=True)
+    found["figures"] = draw(out, found)
+    write_json(out / "study.json", found)
+    tell("study", 1.0)
+    return found
+
+
+@dataclass(frozen=True)
+class _Fits:
+    rows: Rows
+    device: torch.device | None
+    settings: Settings
+
+    def fit(self, kind: str, features: str | None = None, **options: Any) -> Fitted:
+        config = JudgeConfig(self.rows.hidden_size, features=features or self.settings.features, model=kind)
+        if kind == "mlp":
+            return fit_mlp(self.rows, config, seed=self.settings.seed, device=self.device, **options)
+        return fit_linear(self.rows, config, grid=SOME_C, device=self.device, **options)
+
+    def holdout(self, fitted: Fitted, chosen: NDArray[np.bool_] | None = None, **options: Any) -> float:
+        mine = self.rows.of("holdout") if chosen is None else self.rows.of("holdout") & chosen
+        return auc(self.rows, fitted.judge, mine, device=self.device, **options)
+
+    def learning_curve(self) -> list[dict[str, Any]]:
+        """AUC against the number of labels, whole prompts at a time, at ten sizes up to all."""
+        rows = self.rows
+        numbers = np.unique(rows.prompts[rows.of("fit")])
+        order = np.random.default_rng(self.settings.seed).permutation(numbers)
+        points = []
+        for size in sorted({max(2, round(len(order) * share)) for share in np.logspace(-2, 0, POINTS)}):
+            chosen = np.isin(rows.prompts, order[:size])
+            labels = rows.labels[rows.of("fit") & chosen]
+            if len(labels) == 0 or labels.min() == labels.max():
+                continue  # of one kind: nothing to learn yet
+            row: dict[str, Any] = {"prompts": int(size), "labels": len(labels)}
+            for kind in ("linear", "mlp"):
+                row[kind] = self.holdout(self.fit(kind, chosen=chosen))
+            points.append(row)
+        return points
+
+    def features(self) -> list[dict[str, Any]]:
+        """Every group of features that the labels hold."""
+        known = [f for f in FEATURES if self.rows.lookahead or "lookahead" not in f]
+        return [{"features": f, **{k: self.holdout(self.fit(k, f)) for k in ("linear", "mlp")}} for f in known]
+
+    def originals(self) -> list[dict[str, Any]]:
+        """The target's own tokens as rows to learn from, and to be measured on."""
+        made = []
+        for originals in (False, True):
+            fitted = self.fit("linear", originals=originals)
+            both = self.holdout(fitted, originals=True)
+            made.append({"originals": originals, "auc_mismatch": self.holdout(fitted), "auc_all": both})
+        return made
+
+    def transfer(self) -> list[dict[str, Any]]:
+        """Learn from one source of prompts, test on every one."""
+        rows = self.rows
+        made = []
+        for source in (str(s) for s in np.unique(rows.sources)):
+            labels = rows.labels[rows.of("fit") & (rows.sources == source)]
+            if len(labels) == 0 or labels.min() == labels.max():
+                continue
+            fitted = self.fit("linear", chosen=rows.sources == source)
+            tested = {str(s): self.holdout(fitted, rows.sources == s) for s in np.unique(rows.sources)}
+            made.append(
+                {"trained_on": source, "labels": len(labels), "auc": tested, "auc_all_sources": self.holdout(fitted)}
+            )
+        return made
+
+
+def _relabelled(folder: Path, settings: Settings, device: torch.device | None) -> list[dict[str, Any]]:
+    """Labels by other scores: shorter suffixes, and the mean instead of the sum; τ from the same evidence each time.
+
+    An AUC against easier labels is not a better judge: compare what they buy in decoding.
+    """
+    made: list[dict[str, Any]] = []
+    for length in LENGTHS:
+        for mean in (False, True):
+            try:
+                rows = Rows([folder], suffix_length=length, mean=mean, seed=settings.seed)
+                rows.check(settings.features)
+            except SelfJudgeError as error:
+                made.append({"suffix_length": length, "score": "mean" if mean else "sum", "why_not": str(error)})
+                continue
+            fits = _Fits(rows, device, settings)
+            made.append({
+                "suffix_length": length, "score": "mean" if mean else "sum", "tau": rows.taus[0],
+                "acceptable": float(rows.labels.mean()), "auc_mismatch": fits.holdout(fits.fit("linear")),
+            })  # fmt: skip
+    return made
+
+
+def draw(out: Path, found: dict[str, Any]) -> list[str]:
+    """The figures, where matplotlib is installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return []
+    figure = Figure(figsize=(5, 4), layout="constrained")
+    axes = figure.subplots()
+    curve = found["learning_curve"]
+    for kind, mark in (("linear", "o"), ("mlp", "s")):
+        axes.plot([p["labels"] for p in curve], [p[kind] for p in curve], marker=mark, label=kind)
+    axes.set(xscale="log", xlabel="labels", ylabel="ROC-AUC, holdout mismatches", title="learning curve")
+    axes.legend()
+    figure.savefig(out / "learning_curve.png", dpi=100)
+    figure = Figure(figsize=(5, 4), layout="constrained")
+    axes = figure.subplots()
+    for score, mark in (("sum", "o"), ("mean", "s")):
+        done = [r for r in found["suffix_length"] if r["score"] == score and "auc_mismatch" in r]
+        axes.plot(
+            [r["suffix_length"] for r in done], [r["auc_mismatch"] for r in done], marker=mark, label=f"{score}, AUC"
+        )
+        axes.plot([r["suffix_length"] for r in done], [r["acceptable"] for r in done], marker=mark, linestyle=":", label=f"{score}, acceptable")  # fmt: skip
+    axes.set(xlabel="N", title="suffix length")
+    axes.legend()
+    figure.savefig(out / "suffix_length.png", dpi=100)
+    return ["learning_curve.png", "suffix_length.png"]

@@ -1,0 +1,146 @@
+"""Training: label folders → a judge with thresholds, a card and a figure.
+
+    fit       70 % of the prompts: weights and scaler
+    select    15 %: C, the epoch of an MLP
+    holdout   15 %: thresholds and everything that is reported
+
+θ never sees the rows that chose C, and no prompt stands in two parts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from selfjudge.errors import SelfJudgeError
+from selfjudge.judge import FEATURES, MODELS, Judge, JudgeConfig
+from selfjudge.store import provenance, write_json
+from selfjudge.train.card import write_card
+from selfjudge.train.fit import Fitted, fit_linear, fit_mlp, predict
+from selfjudge.train.rows import PARTS, Rows
+from selfjudge.train.thresholds import at, quality_curve, thresholds
+
+Notify = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides a judge."""
+
+    features: str = "hidden+margin"
+    model: str = "auto"
+    """`auto` fits both kinds and takes the MLP only if it is better on `select` and on the holdout."""
+    originals: bool = False
+    """Learn from the target's own tokens as well, as acceptable rows."""
+    suffix_length: int | None = None
+    tau: float | None = None
+    reject: float = 0.9
+    """Share of the unacceptable tokens that the threshold R rejects."""
+    seed: int = 0
+
+    def check(self) -> None:
+        if self.features not in FEATURES:
+            raise SelfJudgeError(f"unknown features {self.features!r}; there are: {', '.join(FEATURES)}")
+        if self.model not in (*MODELS, "auto"):
+            raise SelfJudgeError(f"unknown model {self.model!r}; there are: {', '.join(MODELS)}, auto")
+        if not 0 < self.reject <= 1:
+            raise SelfJudgeError(f"--reject must lie above 0 and not above 1, not {self.reject}")
+        if self.suffix_length is not None and self.suffix_length < 0:
+            raise SelfJudgeError(f"--suffix-length must not be negative, not {self.suffix_length}")
+        if self.tau is not None and not np.isfinite(self.tau):
+            raise SelfJudgeError(f"--tau must be a number, not {self.tau}")
+
+
+def train(
+    folders: Sequence[Path], out: Path, settings: Settings | None = None, *, device: str | None = None,
+    notify: Notify | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Train a judge and write its folder; what it gives back is `config.json`."""
+    settings = settings or Settings()
+    settings.check()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise SelfJudgeError(f"{out} is not an empty folder: name a new one with --out")
+    begun = time.monotonic()
+    place = torch.device(device) if device else None
+    rows = Rows(folders, suffix_length=settings.suffix_length, tau=settings.tau, seed=settings.seed, notify=notify)
+    rows.check(settings.features)
+    tried = candidates(rows, settings, place, notify)
+    chosen = choice(rows, tried, place)
+    judge, evidence = finish(rows, chosen, settings, place)
+    others = {kind: round(fitted.auc_select, 4) for kind, fitted in tried.items()}
+    evidence |= {"tried": others, "seconds": round(time.monotonic() - begun, 1)}
+    out.mkdir(parents=True, exist_ok=True)
+    write_card(out, judge, evidence)
+    write_json(
+        out / "run.json", provenance(settings=asdict(settings), labels=[str(f) for f in folders], **evidence["counts"])
+    )
+    judge.save_pretrained(out)
+    return asdict(judge.config)
+
+
+def candidates(rows: Rows, settings: Settings, device: torch.device | None, notify: Notify | None) -> dict[str, Fitted]:
+    """The judges that `settings.model` asks for, by kind."""
+    taus = {tau for tau in rows.taus if tau is not None}
+    first = rows.manifests[0]
+    methods = "+".join(dict.fromkeys(m["method"] for m in rows.manifests))
+    lengths = {m["suffix_length"] if settings.suffix_length is None else settings.suffix_length for m in rows.manifests}
+    config = JudgeConfig(
+        hidden_size=rows.hidden_size, target=first["target"], draft=first["draft"], target_sha256=first["target_sha256"],
+        draft_sha256=first["draft_sha256"], features=settings.features, label_method=methods,
+        suffix_length=lengths.pop() if len(lengths) == 1 else None, tau=taus.pop() if len(taus) == 1 else None,
+    )  # fmt: skip
+    made: dict[str, Fitted] = {}
+    if settings.model in ("linear", "auto"):
+        made["linear"] = fit_linear(rows, config, originals=settings.originals, device=device, notify=notify)
+    if settings.model in ("mlp", "auto"):
+        deep = replace(config, model="mlp")
+        made["mlp"] = fit_mlp(
+            rows, deep, originals=settings.originals, seed=settings.seed, device=device, notify=notify
+        )
+    return made
+
+
+def choice(rows: Rows, tried: dict[str, Fitted], device: torch.device | None) -> Fitted:
+    """The only one, or the linear judge unless the MLP is better both where it was selected and on the holdout."""
+    if len(tried) == 1:
+        return next(iter(tried.values()))
+    from selfjudge.train.fit import auc
+
+    linear, mlp = tried["linear"], tried["mlp"]
+    on_holdout = [auc(rows, fitted.judge, rows.of("holdout"), device=device) for fitted in (linear, mlp)]
+    return mlp if mlp.auc_select > linear.auc_select and on_holdout[1] > on_holdout[0] else linear
+
+
+def finish(rows: Rows, fitted: Fitted, settings: Settings, device: torch.device | None) -> tuple[Judge, dict[str, Any]]:
+    """Thresholds and figures from the holdout, into the judge's configuration."""
+    from sklearn.metrics import roc_auc_score
+
+    holdout = rows.of("holdout")
+    scores, labels = predict(rows, fitted.judge, holdout, device=device)
+    every, truth = predict(rows, fitted.judge, holdout, originals=True, device=device)
+    found = thresholds(scores, labels, reject=settings.reject)
+    metrics = {
+        "auc_mismatch": float(roc_auc_score(labels, scores)), "auc_all": float(roc_auc_score(truth, every)),
+        "auc_select": fitted.auc_select, "n_labels": len(rows), "n_prompts": rows.n_prompts, "n_holdout": len(labels),
+        "acceptable_rate": float(rows.labels.mean()),
+        **{f"{name}_{key}": value for name in ("F", "R") for key, value in at(scores, labels, found[name]).items()},
+        **({} if fitted.c is None else {"C": fitted.c}),
+    }  # fmt: skip
+    config = replace(
+        fitted.judge.config, thresholds=found, quality_curve=quality_curve(scores, labels), metrics=metrics
+    )
+    judge = Judge(config, **dict(fitted.judge.cpu().named_buffers()))
+    counts = {
+        "rows": {name: int(rows.of(name).sum()) for name in PARTS},
+        "sources": {
+            str(name): {"rows": int((rows.sources == name).sum()), "acceptable": float(rows.labels[rows.sources == name].mean())}
+            for name in np.unique(rows.sources)
+        },
+    }  # fmt: skip
+    return judge, {"scores": scores, "labels": labels, "counts": counts}

@@ -1,0 +1,240 @@
+"""Labelled rows for training: small columns in memory, hidden states shard by shard, or kept where they fit.
+
+Three parts, split by prompt: a prompt, in whatever folder and however often it is labelled, belongs to one of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from selfjudge.errors import SelfJudgeError
+from selfjudge.judge import LOOKAHEAD, LOWEST, columns
+from selfjudge.label.shards import finished, read_rows, read_shards
+from selfjudge.label.tau import tau_of, total
+from selfjudge.store import read_tensors
+
+PARTS = ("fit", "select", "holdout")
+SHARES = (0.7, 0.15, 0.15)
+KEPT_BYTES = 2 << 30  # features up to this size stay in memory
+CHUNK_BYTES = 128 << 20  # of a piece of them in float32
+FEATURE_ARRAYS = ("hidden_draft", "hidden_target", "lookahead")
+SAME = ("target", "target_sha256", "hidden_size")  # what folders of one judge have in common
+
+
+@dataclass(frozen=True)
+class _Shard:
+    file: Path
+    start: int
+    stop: int
+
+
+class Rows:
+    """Rows of one or several label folders.
+
+    `labels` follow from the stored scores where `suffix_length`, `tau` or `mean` ask for it, and are the stored ones otherwise.
+    """
+
+    def __init__(
+        self, folders: Sequence[Path], *, suffix_length: int | None = None, tau: float | None = None, mean: bool = False,
+        reject_recall: float = 0.9, seed: int = 0, notify: Callable[[str, float], None] | None = None,
+    ) -> None:  # fmt: skip
+        if not folders:
+            raise SelfJudgeError("name at least one folder of labels")
+        self.folders = list(folders)
+        self.manifests = [finished(folder) for folder in self.folders]
+        _one_pair(self.folders, self.manifests)
+        self.hidden_size = int(self.manifests[0]["hidden_size"])
+        relabel = suffix_length is not None or tau is not None or mean
+        self.taus: list[float | None] = []
+        self.suffix_length = suffix_length
+        tell = notify or (lambda stage, share: None)
+        kept: list[dict[str, NDArray[Any]]] = []
+        parts: dict[str, list[NDArray[Any]]] = {key: [] for key in ("labels", "log_p", "prompts", "sources")}
+        size, n, self._shards = 0, 0, list[_Shard]()
+        known: dict[str, int] = {}
+        sources: dict[str, int] = {}
+        count = sum(len(m["shards"]) for m in self.manifests)
+        self.lookahead = True
+        for folder, manifest in zip(self.folders, self.manifests, strict=True):
+            length = manifest["suffix_length"] if suffix_length is None else suffix_length
+            if relabel and manifest["method"] != "selfjudge":
+                raise SelfJudgeError(f"{folder} holds {manifest['method']} labels: those do not follow from scores")
+            if length > manifest["suffix_length"]:
+                raise SelfJudgeError(
+                    f"{folder} holds scores of {manifest['suffix_length']} tokens, not {length}: label with --suffix-length {length}"
+                )
+            limit = tau if tau is not None else _tau(folder, manifest, length, reject_recall, mean)
+            self.taus.append(limit)
+            keys = {row["prompt_id"]: _key(row["prompt_ids"]) for row in read_rows(folder / "responses.jsonl")}
+            for shard, (rows, arrays) in zip(manifest["shards"], read_shards(folder), strict=True):
+                self._shards.append(_Shard(folder / list(shard["files"])[1], n, n + len(rows)))
+                n += len(rows)
+                if relabel:
+                    assert limit is not None
+                    scores = total(arrays["log_p"], arrays["original"], arrays["substituted"], length, mean=mean)
+                    found = (scores > limit).astype(np.int8)
+                else:
+                    found = np.asarray([row["label"] for row in rows], np.int8)
+                parts["labels"].append(found)
+                parts["log_p"].append(arrays["log_p"])
+                parts["prompts"].append(np.asarray([known.setdefault(keys[r["prompt_id"]], len(known)) for r in rows]))
+                parts["sources"].append(np.asarray([sources.setdefault(r["source"], len(sources)) for r in rows]))
+                self.lookahead &= "lookahead" in arrays
+                feature: dict[str, NDArray[Any]] = {k: v for k, v in arrays.items() if k in FEATURE_ARRAYS}
+                size += sum(array.nbytes for array in feature.values())
+                if size <= KEPT_BYTES:
+                    kept.append(feature)
+                else:
+                    kept.clear()
+                tell("reading labels", len(self._shards) / count)
+        if not n:
+            raise SelfJudgeError(f"{self.folders[0]} holds no labels: the draft never differed from the target")
+        self.labels, self.log_p, self.prompts, codes = (
+            np.concatenate(parts[key]) for key in ("labels", "log_p", "prompts", "sources")
+        )
+        names = list(sources)
+        self.sources = np.asarray(names)[codes.astype(int)]
+        self.n_prompts = len(known)
+        self.part = _split(list(known), seed)[self.prompts.astype(int)]
+        self._kept: list[dict[str, NDArray[Any]]] | None = kept if size <= KEPT_BYTES else None
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def of(self, part: str) -> NDArray[np.bool_]:
+        """Which rows belong to a part."""
+        found: NDArray[np.bool_] = self.part == PARTS.index(part)
+        return found
+
+    def check(self, features: str) -> None:
+        """Refuse rows that no judge can be trained on."""
+        if "lookahead" in features and not self.lookahead:
+            raise SelfJudgeError("these labels hold no look-ahead: label with --lookahead")
+        if self.n_prompts < 3:
+            raise SelfJudgeError(f"{self.n_prompts} prompts cannot be split in three: label more prompts")
+        if self.labels.min() == self.labels.max():
+            which = "acceptable" if self.labels[0] else "unacceptable"
+            raise SelfJudgeError(f"all {len(self)} labels are {which}: there is nothing to learn; choose another τ")
+        for name in PARTS:
+            mine = self.labels[self.of(name)]
+            if len(mine) == 0 or mine.min() == mine.max():
+                kinds = "no rows" if len(mine) == 0 else "labels of one kind only"
+                raise SelfJudgeError(f"the part {name!r} has {kinds}: {self.n_prompts} prompts are too few, label more")
+
+    def chunks(
+        self, chosen: NDArray[np.bool_], features: str, *, originals: bool = False, device: torch.device | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
+        """(x [m, H + columns] float32, labels [m]) of the chosen rows, a bounded piece at a time; with `originals` also
+        the target's own tokens at the same places, which are acceptable. With a `generator`, in random order."""
+        order = list(range(len(self._shards)))
+        if generator is not None:
+            order = torch.randperm(len(order), generator=generator).tolist()
+        most = max(1, CHUNK_BYTES // (4 * (self.hidden_size + columns(features))))
+        waiting: list[tuple[Tensor, Tensor]] = []
+        filled = 0
+        for number in order:
+            shard = self._shards[number]
+            inside = np.flatnonzero(chosen[shard.start : shard.stop])
+            if not len(inside):
+                continue
+            for made in self._of_shard(number, inside, features, originals):
+                waiting.append(made)
+                filled += len(made[1])
+            if filled >= most:
+                yield from _pieces(waiting, most, device, generator)
+                waiting, filled = [], 0
+        if waiting:
+            yield from _pieces(waiting, most, device, generator)
+
+    def _of_shard(
+        self, number: int, inside: NDArray[Any], features: str, originals: bool
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        shard = self._shards[number]
+        arrays = self._kept[number] if self._kept is not None else read_tensors(shard.file)[0]
+        log_p = self.log_p[shard.start : shard.stop][inside]
+        labels = torch.from_numpy(self.labels[shard.start : shard.stop][inside].astype(np.float32))
+        margins = np.stack([np.minimum(log_p[:, 1] - log_p[:, 0], 0), log_p[:, 1]], 1)
+        ahead = _ahead(arrays["lookahead"], shard.start)[inside] if "lookahead" in features else None
+        yield self._columns(arrays["hidden_draft"][inside], margins, ahead, features, shard), labels
+        if originals:
+            margins = np.stack([np.zeros(len(log_p)), log_p[:, 0]], 1)
+            none = None if ahead is None else np.zeros((len(log_p), 2 * LOOKAHEAD))
+            found = self._columns(arrays["hidden_target"][inside], margins, none, features, shard)
+            yield found, torch.ones(len(found))
+
+    def _columns(
+        self, hidden: NDArray[Any], margins: NDArray[Any], ahead: NDArray[Any] | None, features: str, shard: _Shard
+    ) -> Tensor:
+        parts = [hidden.astype(np.float32)]
+        if "margin" in features:
+            parts.append(np.maximum(margins, LOWEST).astype(np.float32))
+        if ahead is not None:
+            parts.append(np.maximum(ahead, LOWEST).astype(np.float32))
+        found = torch.from_numpy(np.concatenate(parts, 1))
+        if not bool(found.isfinite().all()):
+            bad = int((~found.isfinite().all(1)).sum())
+            raise SelfJudgeError(f"{shard.file} has {bad} rows with features that are no numbers: label again")
+        return found
+
+
+def _pieces(
+    waiting: list[tuple[Tensor, Tensor]], most: int, device: torch.device | None, generator: torch.Generator | None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    x, labels = (torch.cat(parts) for parts in zip(*waiting, strict=True))
+    if generator is not None:
+        order = torch.randperm(len(x), generator=generator)
+        x, labels = x[order], labels[order]
+    for a, b in zip(x.split(most), labels.split(most), strict=True):
+        yield (a, b) if device is None else (a.to(device), b.to(device))
+
+
+def _ahead(log_p: NDArray[Any], seed: int) -> NDArray[np.float32]:
+    """[n, 2K] what a judge would see of the drafts that follow: a block ends somewhere, so each row loses the last 0 to K."""
+    there = ~np.isnan(log_p)
+    seen = np.random.default_rng(seed).integers(0, LOOKAHEAD + 1, (len(log_p), 1))
+    there &= np.arange(LOOKAHEAD) < seen
+    return np.concatenate([np.where(there, log_p, 0), there], 1).astype(np.float32)
+
+
+def _one_pair(folders: Sequence[Path], manifests: Sequence[dict[str, Any]]) -> None:
+    for folder, manifest in zip(folders[1:], manifests[1:], strict=True):
+        if differing := [key for key in SAME if manifest.get(key) != manifests[0].get(key)]:
+            said = ", ".join(f"{key} {manifest.get(key)!r} and {manifests[0].get(key)!r}" for key in differing)
+            raise SelfJudgeError(f"{folder} and {folders[0]} are of different targets ({said}): a judge has one")
+
+
+def _tau(folder: Path, manifest: dict[str, Any], length: int, reject_recall: float, mean: bool) -> float | None:
+    """τ for these scores: the stored one where they are the stored scores, else from the folder's evidence."""
+    if manifest["method"] != "selfjudge":
+        return None
+    if length == manifest["suffix_length"] and not mean:
+        return float(manifest["tau"])
+    evidence = folder / "calibration.safetensors"
+    if not evidence.is_file():
+        raise SelfJudgeError(f"{folder} holds no evidence to find τ for these scores: give --tau")
+    return float(tau_of(evidence, length, reject_recall, mean=mean)["tau"])
+
+
+def _key(ids: Sequence[int]) -> str:
+    return hashlib.sha256(np.asarray(ids, np.int64).tobytes()).hexdigest()
+
+
+def _split(keys: Sequence[str], seed: int) -> NDArray[np.int8]:
+    """Which part each prompt belongs to: sorted by a hash of its tokens and the seed, cut by shares."""
+    order = sorted(range(len(keys)), key=lambda i: hashlib.sha256(f"{seed}:{keys[i]}".encode()).digest())
+    part = np.empty(len(keys), np.int8)
+    first = max(1, round(SHARES[0] * len(keys)))
+    second = min(max(first + 1, round((SHARES[0] + SHARES[1]) * len(keys))), len(keys) - 1)
+    for place, index in enumerate(order):
+        part[index] = 0 if place < first else 1 if place < second else 2
+    return part
