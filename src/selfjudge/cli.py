@@ -774,7 +774,7 @@ def demo(
     _positive(gamma=gamma, limit=limit, max_new_tokens=max_new_tokens)
     loaded = _pair("smollm2-135m", None, None, None, None)
 
-    from selfjudge.demo import OWN, own_judge, side_by_side
+    from selfjudge.demo import OWN, QUALITY, SHIPPED, own_judge, side_by_side
     from selfjudge.judge import Judge
     from selfjudge.prompts import BUILT_IN
 
@@ -786,7 +786,7 @@ def demo(
             if judge is not None:
                 judges[OWN] = judge
         if shipped := _shipped_judge(loaded):
-            judges["judged:F, shipped"] = Judge.from_pretrained(shipped)
+            judges[SHIPPED] = Judge.from_pretrained(shipped)
         found = side_by_side(
             loaded, [text for _, text in BUILT_IN[:limit]], judges,
             gamma=gamma, max_new_tokens=max_new_tokens, batch=1, notify=notify,
@@ -819,8 +819,8 @@ def demo(
         for r in rows
     ])  # fmt: skip
     typer.echo(
-        "m = tokens per target pass; judged = tokens taken against the target's choice; log-likelihood = the target's own view of the answer,"
-        f" per token: {rows[0]['log_likelihood']:.3f} for its greedy answer, {found['draft_log_likelihood']:.3f} for what the draft says alone."
+        "m = tokens per target pass; judged = tokens taken against the target's choice, with"
+        f" --quality {QUALITY}; log-likelihood = the target's own view of the answer, per token: {rows[0]['log_likelihood']:.3f} for its greedy answer, {found['draft_log_likelihood']:.3f} for what the draft says alone."
     )
     if found["substitutions"]:
         shown = ", ".join(f"{b!r} for {a!r}" + (f" ({n} ×)" if n > 1 else "") for a, b, n in found["substitutions"][:8])

@@ -21,7 +21,8 @@ from selfjudge.types import Generation, pooled_mean_accepted_length
 
 Notify = Callable[[str], None]
 WRITTEN = 24  # prompts that the target writes for the demo's own labels
-OWN = "judged:F, made just now"
+QUALITY = 0.9  # share of the unacceptable tokens that the judges shown must reject
+OWN, SHIPPED = "judged, made just now", "judged, shipped"
 
 
 def own_judge(pair: Pair, folder: Path, notify: Notify) -> tuple[Judge | None, dict[str, Any]]:
@@ -54,7 +55,7 @@ def side_by_side(
         ("plain", EXACT, 0),
         ("exact", EXACT, gamma),
         ("topk:2", TopK(special=special), gamma),
-        *((name, Judged(judge, judge.threshold("F"), special=special), gamma) for name, judge in judges.items()),
+        *((name, Judged(judge, judge.quality(QUALITY), special=special), gamma) for name, judge in judges.items()),
     ]
     notify("warming up …")  # the first pass may compile a kernel
     generate(pair, prompts[:1], gamma=gamma, max_new_tokens=2)

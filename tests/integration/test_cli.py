@@ -168,6 +168,66 @@ def test_distill_is_killed_and_goes_on(run, checkpoints: dict[str, str], tmp_pat
     assert "predicted" in text
 
 
+def test_label_train_study_and_generate_in_a_line(run, checkpoints: dict[str, str], tmp_path: Path) -> None:
+    """The main job on a tiny pair: labels with look-ahead, judges of every kind, decoding with them by θ and by quality."""
+    prompts = tmp_path / "prompts.jsonl"
+    words = [" ".join(f"w{(7 * i + 3 * j) % 90 + 3}" for j in range(4 + i % 5)) for i in range(40)]
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in words))
+    pair = ["--target", checkpoints["target"], "--draft", checkpoints["draft"]]
+    labels, judge = str(tmp_path / "labels"), str(tmp_path / "judge")
+    code, _, err = run(
+        "label", *pair, "--prompts", str(prompts), "--tau", "-0.5", "--suffix-length", "5", "--max-new-tokens", "24",
+        "--lookahead", "--out", labels,
+    )  # fmt: skip
+    assert code == 0, err
+    code, text, err = run("labels", "info", labels, "--json")
+    assert code == 0, err
+    tau = str(json.loads(text)[labels]["score_quantiles"]["75%"])
+    code, text, err = run("train", labels, "--out", judge, "--tau", tau)
+    assert code == 0, err
+    assert "ROC-AUC" in text
+    assert (tmp_path / "judge" / "roc.png").read_bytes().startswith(b"\x89PNG")
+    ask = ["generate", words[0], *pair, "--max-new-tokens", "16", "--json"]
+    tokens = {}
+    for name, options in {
+        "exact": [], "F": ["--theta", "F"], "strict": ["--quality", "1"], "loose": ["--quality", "0"], "all": ["--theta", "0"],
+    }.items():  # fmt: skip
+        code, text, err = run(*ask, *(["--judge", judge, *options] if options else []))
+        assert code == 0, err
+        tokens[name] = json.loads(text)
+    assert tokens["strict"]["threshold"] == 1.0
+    assert tokens["strict"]["token_ids"] == tokens["exact"]["token_ids"]
+    assert tokens["loose"]["threshold"] < 1.0
+    assert tokens["all"]["mean_accepted_length"] > tokens["exact"]["mean_accepted_length"]
+    ahead = str(tmp_path / "ahead")
+    code, text, err = run(
+        "train", labels, "--out", ahead, "--features", "hidden+margin+lookahead", "--model", "mlp", "--originals", "on",
+        "--suffix-length", "2", "--tau", tau, "--json",
+    )  # fmt: skip
+    assert code == 0, err
+    config = json.loads(text)
+    assert (config["model"], config["suffix_length"], config["tau"]) == ("mlp", 2, float(tau))
+    assert run(*ask, "--judge", ahead)[0] == 0
+    code, text, err = run("bench", "decode", *pair, "--judge", ahead, "--gammas", "2", "--limit", "1", "--repeats", "1",
+                          "--max-new-tokens", "8", "--prompts", str(prompts), "--json")  # fmt: skip
+    assert code == 0, err
+    judged = next(r for r in json.loads(text)["runs"] if r["name"] == "selfjudge-judged")
+    assert 0 < judged["judge_time_share"] < 1
+    code, _, err = run(
+        "label", *pair, "--prompts", str(prompts), "--tau", tau, "--suffix-length", "5", "--max-new-tokens", "24",
+        "--lookahead", "--out", f"{labels}2",
+    )  # fmt: skip
+    assert code == 0, err
+    code, text, err = run("study", f"{labels}2", "--out", str(tmp_path / "study"), "--json")
+    assert code == 0, err
+    found = json.loads(text)
+    assert len(found["features"]) == 3
+    assert {r["suffix_length"] for r in found["suffix_length"]} == {0, 5, 10, 20}
+    assert found["learning_curve"][-1]["labels"] > found["learning_curve"][0]["labels"]
+    assert (tmp_path / "study" / "learning_curve.png").is_file()
+    assert run("study", f"{labels}2", "--out", str(tmp_path / "again"))[0] == 0
+
+
 def _documented() -> list[re.Pattern[str]]:
     """The right column of the table in docs/errors.md; an ellipsis stands for anything."""
     rows = [line.split("|") for line in (DOCS / "errors.md").read_text().splitlines() if line.startswith("| ")]
@@ -246,6 +306,16 @@ def _wrong(checkpoints: dict[str, str], tmp: Path) -> dict[str, list[str]]:
         "begun": [*label, "--out", str(tmp / "begun"), "--tau", "-5"],
         "no labels": ["labels", "merge", str(tmp), "--out", str(tmp / "new")],
         "bench label": ["bench", "label", *target, *draft, "--prompts", "dolly"],
+        "quality and theta": [*ask, "--rule", "judged", "--judge", str(tmp / "foreign"), "--theta", "F", "--quality", "0.9"],
+        "quality unasked": [*ask, "--rule", "exact", "--quality", "0.9"],
+        "no such threshold": [*ask, "--judge", str(tmp / "foreign"), "--theta", "Q"],
+        "no curve": [*ask, "--judge", str(tmp / "foreign"), "--quality", "0.9"],
+        "judge nowhere": [*ask, "--judge", "no-such-org/no-such-judge"],
+        "train into": ["train", str(tmp), "--out", str(tmp)],
+        "train features": ["train", str(tmp), "--out", str(tmp / "new"), "--features", "taste"],
+        "train model": ["train", str(tmp), "--out", str(tmp / "new"), "--model", "forest"],
+        "originals": ["train", str(tmp), "--out", str(tmp / "new"), "--originals", "maybe"],
+        "lookahead": [*label, "--out", str(tmp / "new"), "--method", "autojudge+", "--lookahead"],
         "option": ["generate", "hi", "--no-such-option"],
         "argument": ["generate"],
     }  # fmt: skip
@@ -262,7 +332,7 @@ def test_every_row_of_the_bad_input_table(run, checkpoints: dict[str, str], tmp_
         matching = {pattern for pattern in documented if pattern.fullmatch(err.strip())}
         assert matching, f"{name}: not in docs/errors.md: {err}"
         unseen -= matching
-    # test_pull, test_decode, test_distill, test_tasks, test_sandbox, test_label
+    # test_pull, test_decode, test_distill, test_tasks, test_sandbox, test_label, test_train
     elsewhere = (
         "cannot fetch",
         "converting",
@@ -277,6 +347,13 @@ def test_every_row_of_the_bad_input_table(run, checkpoints: dict[str, str], tmp_
         "another process works",
         "and .* differ in",
         "there is no mismatch",
+        "prompts cannot be split",
+        "the part",
+        "all .* labels are",
+        "and .* are of different targets",
+        "has .* rows with features",
+        "these labels hold no look-ahead",
+        "holds",
     )
     missing = [
         p.pattern
@@ -329,7 +406,17 @@ def test_an_interrupt_is_no_success(run, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_help_carries_an_example_everywhere(run) -> None:
-    for command in (["pull"], ["generate"], ["ls"], ["bench", "decode"], ["bench", "passes"], ["demo"]):
+    commands = (
+        ["pull"],
+        ["generate"],
+        ["ls"],
+        ["bench", "decode"],
+        ["bench", "passes"],
+        ["demo"],
+        ["train"],
+        ["study"],
+    )
+    for command in commands:
         code, out, _ = run(*command, "--help")
         assert code == 0
         assert f"Example: selfjudge {' '.join(command)}" in " ".join(out.split())

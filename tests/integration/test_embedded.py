@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +15,7 @@ from equality import assert_same_tokens
 
 from selfjudge.accept import Exact, Judged, Sampling, SpeculativeSampling
 from selfjudge.bench import transformers_tokens
+from selfjudge.cli import main
 from selfjudge.judge import Judge
 from selfjudge.models.embedded import EMBEDDED
 from selfjudge.models.pair import Pair
@@ -18,6 +23,7 @@ from selfjudge.models.pull import _part
 from selfjudge.prompts import BUILT_IN
 from selfjudge.respond import respond
 from selfjudge.shells import generate, stream
+from selfjudge.types import Block
 
 PROMPTS = [text for _, text in BUILT_IN]
 
@@ -59,6 +65,71 @@ def test_a_refusing_judge_is_exact_and_the_guard_holds_back_an_accepting_one(emb
     relaxed = generate(embedded, prompt, always, gamma=3, max_new_tokens=24)[0]
     assert relaxed.mean_accepted_length > exact.mean_accepted_length
     assert relaxed.judged_share > 0
+
+
+def test_the_judge_that_ships_belongs_to_the_pair_and_decides(embedded: Pair) -> None:
+    """Its scores in the loop are those of plain transformers passes, on both engines, and stricter thresholds take less."""
+    folder = EMBEDDED["smollm2-135m"].judge
+    assert folder is not None
+    judge = Judge.from_pretrained(folder)
+    judge.check_target(embedded.target_id, embedded.target_sha256, embedded.hidden_size)
+    assert judge.config.thresholds["R"] >= judge.config.thresholds["F"] > 0
+    loose = Judged(judge, judge.quality(0.5), special=embedded.special_ids)
+    fast, slow = (
+        generate(embedded, PROMPTS[1:3], loose, gamma=4, max_new_tokens=32, engine=kind)
+        for kind in ("auto", "reference")
+    )
+    taken = 0
+    for prompt, one, other in zip(PROMPTS[1:3], fast, slow, strict=True):
+        if one.tokens == other.tokens:  # else the engines met a near-tie, of logits or of scores
+            assert one.origins == other.origins
+        ids = torch.tensor([[*embedded.encode(prompt), *one.tokens]])
+        captured: list[torch.Tensor] = []
+        hook = embedded.target.get_output_embeddings().register_forward_pre_hook(
+            lambda _, x, c=captured: c.append(x[0])
+        )
+        with torch.no_grad():
+            logits = embedded.target(ids, use_cache=False).logits
+        hook.remove()
+        block = Block(ids[:, 1:], torch.cat([logits[:, :-1], logits[:, -1:]], 1), captured[0])
+        scores = judge(block)[0, -len(one.tokens) :]
+        for origin, token, score in zip(one.origins, one.tokens, scores.tolist(), strict=True):
+            if origin == "judge":
+                taken += 1
+                assert score > loose.theta - 1e-3
+                assert token not in embedded.special_ids
+    assert taken
+    strict = Judged(judge, judge.quality(0.99), special=embedded.special_ids)
+    fewer = generate(embedded, PROMPTS[1:3], strict, gamma=4, max_new_tokens=32)
+    assert sum(a.judged_share for a in fewer) < sum(a.judged_share for a in fast)
+
+
+def demo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, *options: str) -> dict[str, Any]:
+    monkeypatch.setattr(
+        sys, "argv", ["selfjudge", "demo", "--limit", "1", "--max-new-tokens", "12", "--json", *options]
+    )
+    with contextlib.suppress(SystemExit):
+        main()
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_the_demo_ends_in_a_table(
+    embedded: Pair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    found = demo(monkeypatch, capsys, "--no-labels")
+    assert [row["rule"] for row in found["rows"]] == ["plain", "exact", "topk:2", "judged, shipped"]
+    assert found["rows"][0]["log_likelihood"] == pytest.approx(found["rows"][1]["log_likelihood"], abs=1e-3)
+    assert found["draft_log_likelihood"] < 0
+
+
+@pytest.mark.slow
+def test_the_demo_labels_and_trains_a_judge_of_its_own(
+    embedded: Pair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    own = demo(monkeypatch, capsys)["own"]
+    assert own["labels"] > 50
+    assert "auc" in own or "why_not" in own
 
 
 def test_draft_equal_to_target_accepts_everything(embedded: Pair) -> None:

@@ -124,7 +124,8 @@ def test_look_ahead_reads_what_the_draft_goes_on_with(tiny_pair: Pair, prompts: 
     for rows, arrays in read_shards(tmp_path / "labels"):
         for row, found in list(zip(rows, arrays["lookahead"], strict=True))[:20]:
             response = responses[row["prompt_id"]]
-            tokens = [*response["prompt_ids"], *response["response_ids"]][: row["position"]] + [row["draft_token"]]
+            read = [*response["prompt_ids"], *response["response_ids"]]
+            tokens = [*read[: row["position"]], row["draft_token"]]
             for expected in found:
                 with torch.no_grad():
                     said = int(tiny_pair.draft(torch.tensor([tokens])).logits[0, -1].argmax())

@@ -1,0 +1,146 @@
+"""What a judge buys and what it costs: `python benchmarks/judge_tradeoff.py --pair P --judge DIR --data DIR --out DIR`.
+
+Answers held-out prompts with `exact`, with a judge over its thresholds, and with rules that need none (margin, topk, fly, accepting at
+random), all over their own thresholds. For each: m, the target's mean log-likelihood of the answers, and agreement with the target's
+own greedy answer. `tradeoff.json` and a figure: at equal m, which rule keeps more?
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from difflib import SequenceMatcher
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from selfjudge.accept import EXACT, AcceptanceRule, FLy, Judged, Margin, TopK
+from selfjudge.judge import Judge, JudgeConfig
+from selfjudge.models.embedded import EMBEDDED
+from selfjudge.models.pair import Pair
+from selfjudge.quality import likelihoods, mean_log_likelihood
+from selfjudge.shells import generate
+from selfjudge.store import machine, versions, write_json
+from selfjudge.tasks import Task, task
+from selfjudge.types import pooled_mean_accepted_length
+
+START = time.monotonic()
+
+
+class Chance(Judge):
+    """Scores that have nothing to do with the token: uniform on [0, 1], a hash of the hidden state."""
+
+    def __init__(self, hidden_size: int) -> None:
+        torch.manual_seed(0)
+        super().__init__(JudgeConfig(hidden_size=hidden_size), weight=torch.randn(hidden_size))
+
+    def score(self, x: Tensor) -> Tensor:
+        return (torch.sin((x.float() @ self.weight).double() * 7919.0) * 43758.5453).frac().abs().float()
+
+
+def rules(judge: Judge, pair: Pair, gamma: int) -> list[tuple[str, float | str, AcceptanceRule]]:
+    special = pair.special_ids
+    chance = Chance(pair.hidden_size)
+    thetas: dict[float | str, float] = {q: judge.quality(q) for q in (0.99, 0.97, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)}
+    thetas |= {name: judge.threshold(name) for name in ("F", "R")}
+    made: list[tuple[str, float | str, AcceptanceRule]] = [("exact", "", EXACT)]
+    made += [("judged", name, Judged(judge, theta, special=special)) for name, theta in thetas.items()]
+    made += [("random", p, Judged(chance, 1 - p, special=special)) for p in (0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.45)]
+    made += [("margin", t, Margin(t, guard=True, special=special)) for t in (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)]
+    made += [("topk", k, TopK(k, guard=True, special=special)) for k in (2, 3, 5)]
+    windows = [w for w in (2, 4, 6) if w < gamma]
+    made += [("fly", w, FLy(0.3, w, guard=True, special=special)) for w in windows]
+    return made
+
+
+def agreement(one: Task, rows: Sequence[Any], texts: Sequence[str], own: Sequence[str]) -> float:
+    """Share of answers that are the target's own; on open prompts, how much of the wording is (by matching words)."""
+    if one.checkable:
+        mine, theirs = one.extract_many(rows, texts), one.extract_many(rows, own)
+        return sum(one.same(r, a, b) for r, a, b in zip(rows, mine, theirs, strict=True)) / len(rows)
+    ratios = [
+        SequenceMatcher(None, a.split(), b.split(), autojunk=False).ratio() for a, b in zip(texts, own, strict=True)
+    ]
+    return sum(ratios) / len(ratios)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pair", default="smollm2-135m")
+    parser.add_argument("--judge", type=Path, default=None)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--tasks", nargs="+", default=["gsm8k", "dolly"])
+    parser.add_argument("--limit", type=int, default=200)
+    parser.add_argument("--gamma", type=int, default=10)
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--only", nargs="*", default=[], help="rules to measure, all if not given")
+    parser.add_argument("--device", default=None)
+    o = parser.parse_args()
+    pair = Pair.load(o.pair, device=o.device)
+    judge = Judge.from_pretrained(o.judge or EMBEDDED[o.pair].judge)
+    found: dict[str, Any] = {
+        "pair": pair.name, "machine": machine(), "versions": versions(), "date": time.strftime("%Y-%m-%d"), "dtype": pair.dtype,
+        "gamma": o.gamma, "max_new_tokens": o.max_new_tokens, "batch": o.batch, "judge": dict(judge.config.thresholds),
+        "features": judge.config.features, "model": judge.config.model, "runs": [],
+    }  # fmt: skip
+    for name in o.tasks:
+        one = task(name, o.data)
+        rows = one.examples("test", o.limit)
+        prompts = [one.prompt(row) for row in rows]
+        encoded = pair.encode_many(prompts)
+        own: list[str] = []
+        for rule, value, built in rules(judge, pair, o.gamma):
+            if o.only and rule not in ("exact", *o.only):
+                continue
+            begun = time.monotonic()
+            answers = generate(pair, prompts, built, gamma=o.gamma, max_new_tokens=o.max_new_tokens, batch=o.batch)
+            seconds = time.monotonic() - begun
+            texts = [a.text for a in answers]
+            own = own or texts
+            seen = likelihoods(pair, [(e, a.tokens) for e, a in zip(encoded, answers, strict=True)])
+            total = sum(len(a.tokens) for a in answers)
+            found["runs"].append({
+                "task": name, "rule": rule, "value": value, "theta": getattr(built, "theta", None), "n": len(rows),
+                "mean_accepted_length": pooled_mean_accepted_length(answers), "tokens": total, "seconds": seconds,
+                "judged_share": sum(a.judged_share * len(a.tokens) for a in answers) / total,
+                "log_likelihood": mean_log_likelihood(seen), "agreement": agreement(one, rows, texts, own),
+                **({"score": _mean(one, rows, texts)} if one.checkable else {}),
+            })  # fmt: skip
+            last = found["runs"][-1]
+            print(f"[{time.monotonic() - START:.0f} s] {name} {rule} {value}: m {last['mean_accepted_length']:.3f}"
+                  f" log-likelihood {last['log_likelihood']:.4f} agreement {last['agreement']:.3f}", flush=True)  # fmt: skip
+            write_json(o.out / "tradeoff.json", found)
+    draw(o.out / "tradeoff.png", found["runs"], o.tasks)
+
+
+def _mean(one: Task, rows: Sequence[Any], texts: Sequence[str]) -> float:
+    scores = one.score_many(rows, texts)
+    key = next(iter(scores[0]))
+    return sum(score[key] for score in scores) / len(scores)
+
+
+def draw(file: Path, runs: list[dict[str, Any]], tasks: Sequence[str]) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4 * len(tasks)), layout="constrained")
+    axes = figure.subplots(len(tasks), 2, squeeze=False)
+    marks = {"exact": "*", "judged": "o", "random": "x", "margin": "s", "topk": "^", "fly": "v"}
+    for line, name in zip(axes, tasks, strict=True):
+        for axis, key in zip(line, ("log_likelihood", "agreement"), strict=True):
+            for rule, mark in marks.items():
+                mine = sorted(
+                    (r["mean_accepted_length"], r[key]) for r in runs if r["task"] == name and r["rule"] == rule
+                )
+                axis.plot([m for m, _ in mine], [v for _, v in mine], marker=mark, label=rule)
+            axis.set(title=name, xlabel="m", ylabel=key.replace("_", " "))
+    axes[0][0].legend()
+    figure.savefig(file, dpi=100)
+
+
+if __name__ == "__main__":
+    main()
