@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1024)
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--hidden-dtype", default="float16")
+    parser.add_argument("--lookahead", action="store_true")
     parser.add_argument("--device", default=None)
     parser.add_argument("--allow-unsafe", action="store_true")
     o = parser.parse_args()
@@ -64,6 +65,7 @@ def main() -> None:
             prompts=tuple(prompts), method=method, max_new_tokens=o.max_new_tokens, batch=o.batch,
             calibrate=o.calibrate if method == "selfjudge" else None, calibrate_prompts=o.calibrate_prompts,
             allow_unsafe=o.allow_unsafe, hidden_dtype=o.hidden_dtype,
+            lookahead=o.lookahead and method == "selfjudge",
         )  # fmt: skip
         out = o.out / method.replace("+", "-plus")
         manifest = label(pair, out, settings, data=o.data, notify=notify, warn=print)  # never resumed: it is timed

@@ -686,7 +686,6 @@ def train(
 
     Example: selfjudge train labels --out judge --features hidden+margin --model linear
     """
-    from selfjudge.models.pair import chosen_device
     from selfjudge.train import Settings
     from selfjudge.train import train as run
 
@@ -698,7 +697,7 @@ def train(
     )  # fmt: skip
     settings.check()
     with _progress() as update:
-        config = run(labels, out, settings, device=str(chosen_device(device or "cpu")), notify=update)
+        config = run(labels, out, settings, device=_fitting_device(device), notify=update)
     if push:
         from huggingface_hub import HfApi
 
@@ -736,18 +735,25 @@ def study(
 
     Example: selfjudge study labels --out study
     """
-    from selfjudge.models.pair import chosen_device
     from selfjudge.study import Settings
     from selfjudge.study import study as run
 
     with _progress() as update:
-        found = run(labels, out, Settings(features, seed), device=str(chosen_device(device or "cpu")), notify=update)
+        found = run(labels, out, Settings(features, seed), device=_fitting_device(device), notify=update)
     if as_json:
         _print_json(found)
         return
     for name in ("learning_curve", "features", "originals", "suffix_length", "transfer"):
         typer.echo(f"\n{name.replace('_', ' ')} (ROC-AUC on holdout mismatches)")
         _print_rows([_flat(row) for row in found[name]])
+
+
+def _fitting_device(name: str | None) -> str:
+    """Where to fit: the best device there is with float64."""
+    from selfjudge.models.pair import chosen_device
+
+    place = chosen_device(name)
+    return "cpu" if place.type == "mps" else str(place)
 
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:

@@ -17,12 +17,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from sklearn.metrics import roc_auc_score
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge import FEATURES, MODELS, Judge, JudgeConfig
 from selfjudge.store import provenance, write_json
 from selfjudge.train.card import write_card
-from selfjudge.train.fit import Fitted, fit_linear, fit_mlp, predict
+from selfjudge.train.fit import Fitted, auc, fit_linear, fit_mlp, predict
 from selfjudge.train.rows import PARTS, Rows
 from selfjudge.train.thresholds import at, quality_curve, thresholds
 
@@ -110,8 +111,6 @@ def choice(rows: Rows, tried: dict[str, Fitted], device: torch.device | None) ->
     """The only one, or the linear judge unless the MLP is better both where it was selected and on the holdout."""
     if len(tried) == 1:
         return next(iter(tried.values()))
-    from selfjudge.train.fit import auc
-
     linear, mlp = tried["linear"], tried["mlp"]
     on_holdout = [auc(rows, fitted.judge, rows.of("holdout"), device=device) for fitted in (linear, mlp)]
     return mlp if mlp.auc_select > linear.auc_select and on_holdout[1] > on_holdout[0] else linear
@@ -119,8 +118,6 @@ def choice(rows: Rows, tried: dict[str, Fitted], device: torch.device | None) ->
 
 def finish(rows: Rows, fitted: Fitted, settings: Settings, device: torch.device | None) -> tuple[Judge, dict[str, Any]]:
     """Thresholds and figures from the holdout, into the judge's configuration."""
-    from sklearn.metrics import roc_auc_score
-
     holdout = rows.of("holdout")
     scores, labels = predict(rows, fitted.judge, holdout, device=device)
     every, truth = predict(rows, fitted.judge, holdout, originals=True, device=device)
