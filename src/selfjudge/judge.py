@@ -24,7 +24,7 @@ from selfjudge.types import Block
 FORMAT_VERSION = 1
 FEATURES = ("hidden", "hidden+margin", "hidden+margin+lookahead")
 MODELS = ("linear", "mlp")
-MARGINS = 2  # columns of the group: log p(d) − log p(most likely), log p(d)
+MARGINS = 1  # columns of the group: log p(d) − log p(most likely)
 LOOKAHEAD = 4  # draft tokens after the judged one whose log-probabilities are read
 LOWEST = -50.0  # log-probabilities below say nothing more
 
@@ -210,10 +210,17 @@ class Judge(nn.Module):
                 raise SelfJudgeError(
                     f"{folder} has {key} {getattr(config, key)!r}, this version reads {' and '.join(map(repr, values))}"
                 )
+        expected = {"weight", "bias", *(("inner_weight", "inner_bias") if config.model == "mlp" else ())}
         try:
-            return cls(config, **load_file(folder / "model.safetensors"))
-        except (OSError, TypeError, SafetensorError) as error:
+            tensors = load_file(folder / "model.safetensors")
+        except (OSError, SafetensorError) as error:
             raise SelfJudgeError(f"cannot read {folder / 'model.safetensors'}: {error}") from None
+        if tensors.keys() != expected:
+            raise SelfJudgeError(
+                f"{folder / 'model.safetensors'} holds {', '.join(sorted(tensors)) or 'nothing'}, a judge of model {config.model} has"
+                f" {', '.join(sorted(expected))}"
+            )
+        return cls(config, **tensors)
 
 
 def with_columns(block: Block, features: str) -> Tensor:
@@ -222,13 +229,12 @@ def with_columns(block: Block, features: str) -> Tensor:
     hidden = block.hidden[:, 1:].float()
     if features == "hidden":
         return hidden
-    drafts, logits = block.draft_tokens, block.target_logits[:, :-1]
-    at = logits.gather(-1, drafts[..., None]).squeeze(-1).float()
-    log_p = at - logits.float().logsumexp(-1)
-    parts = [hidden, (at - logits.amax(-1).float())[..., None], log_p[..., None]]
+    logits = block.target_logits[:, :-1]
+    at = logits.gather(-1, block.draft_tokens[..., None]).squeeze(-1).float()
+    parts = [(at - logits.amax(-1).float())[..., None]]  # Δ log p = Δ logit
     if "lookahead" in features:
-        parts.append(lookahead_columns(log_p))
-    return torch.cat([parts[0], *(part.clamp_min(LOWEST) for part in parts[1:])], -1)
+        parts.append(lookahead_columns(at - logits.float().logsumexp(-1)))
+    return torch.cat([hidden, *(part.clamp_min(LOWEST) for part in parts)], -1)
 
 
 def lookahead_columns(log_p: Tensor) -> Tensor:

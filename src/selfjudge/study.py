@@ -115,8 +115,9 @@ class _Fits:
     def originals(self) -> list[dict[str, Any]]:
         """The target's own tokens as rows to learn from, and to be measured on."""
         made = []
+        plain = self.settings.features.removesuffix("+lookahead")  # none is stored for the target's own tokens
         for originals in (False, True):
-            fitted = self.fit("linear", originals=originals)
+            fitted = self.fit("linear", plain, originals=originals)
             both = self.holdout(fitted, originals=True)
             made.append({"originals": originals, "auc_mismatch": self.holdout(fitted), "auc_all": both})
         return made

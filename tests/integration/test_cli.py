@@ -201,7 +201,7 @@ def test_label_train_study_and_generate_in_a_line(run, checkpoints: dict[str, st
     assert tokens["all"]["mean_accepted_length"] > tokens["exact"]["mean_accepted_length"]
     ahead = str(tmp_path / "ahead")
     code, text, err = run(
-        "train", labels, "--out", ahead, "--features", "hidden+margin+lookahead", "--model", "mlp", "--originals", "on",
+        "train", labels, "--out", ahead, "--features", "hidden+margin+lookahead", "--model", "mlp",
         "--suffix-length", "2", "--tau", tau, "--json",
     )  # fmt: skip
     assert code == 0, err
@@ -353,6 +353,7 @@ def test_every_row_of_the_bad_input_table(run, checkpoints: dict[str, str], tmp_
         "and .* are of different targets",
         "has .* rows with features",
         "these labels hold no look-ahead",
+        "no look-ahead is stored",
         "holds",
     )
     missing = [

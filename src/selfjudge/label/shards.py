@@ -108,8 +108,10 @@ def finished(folder: Path) -> dict[str, Any]:
 
 
 def read_shards(folder: Path) -> Iterator[tuple[list[Row], Arrays]]:
-    """Rows and arrays of every shard in turn; a damaged one is refused."""
-    for shard in finished(folder)["shards"]:
+    """Rows and arrays of every shard in turn; a damaged one, or what belongs to all of them, is refused."""
+    manifest = finished(folder)
+    _whole(folder, manifest["files"])
+    for shard in manifest["shards"]:
         _whole(folder, shard["files"])
         labels, hidden, *_ = shard["files"]
         arrays, _ = read_tensors(folder / hidden)

@@ -70,7 +70,7 @@ def train(
     begun = time.monotonic()
     place = torch.device(device) if device else None
     rows = Rows(folders, suffix_length=settings.suffix_length, tau=settings.tau, seed=settings.seed, notify=notify)
-    rows.check(settings.features)
+    rows.check(settings.features, settings.originals)
     tried = candidates(rows, settings, place, notify)
     chosen = choice(rows, tried, place)
     judge, evidence = finish(rows, chosen, settings, place)

@@ -39,7 +39,7 @@ def card(judge: Judge, evidence: dict[str, Any], drawn: bool) -> str:
         "| source | labels | acceptable |", "| --- | ---: | ---: |",
         *(f"| {name} | {row['rows']:,} | {row['acceptable']:.1%} |" for name, row in evidence["counts"]["sources"].items()), "",
         "## Holdout", "",
-        f"{m['n_holdout']:,} mismatches of prompts that neither fitted nor chose anything. ROC-AUC {m['auc_mismatch']:.3f} on mismatches, {m['auc_all']:.3f}"
+        f"{m['n_holdout']:,} mismatches of prompts that fitted nothing and chose no C and no epoch (where both kinds were tried, the MLP also had to be better here). ROC-AUC {m['auc_mismatch']:.3f} on mismatches, {m['auc_all']:.3f}"
         f" with the target's own tokens added. On the part that chose the kind: {chosen}.", "",
         "| threshold | θ | acceptable tokens accepted | unacceptable tokens accepted |", "| --- | ---: | ---: | ---: |",
         *(_row(name, judge.config.thresholds[name], scores, labels) for name in ("F", "R", "F_accept", "F_reject")), "",

@@ -46,7 +46,8 @@ class Scaler:
             count += len(x)
         mean = total / count
         deviation = (squares / count - mean.square()).clamp_min(0).sqrt()
-        return cls(mean, torch.where(deviation > 1e-12, deviation, torch.ones_like(deviation)))
+        varies = deviation > 1e-7 * mean.abs() + 1e-12  # what rounding leaves of a constant is less
+        return cls(mean, torch.where(varies, deviation, torch.ones_like(deviation)))
 
     def __call__(self, x: Tensor) -> Tensor:
         return (x - self.mean.float()) / self.deviation.float()

@@ -45,7 +45,7 @@ class Rows:
 
     def __init__(
         self, folders: Sequence[Path], *, suffix_length: int | None = None, tau: float | None = None, mean: bool = False,
-        reject_recall: float = 0.9, seed: int = 0, notify: Callable[[str, float], None] | None = None,
+        seed: int = 0, notify: Callable[[str, float], None] | None = None,
     ) -> None:  # fmt: skip
         if not folders:
             raise SelfJudgeError("name at least one folder of labels")
@@ -72,7 +72,7 @@ class Rows:
                 raise SelfJudgeError(
                     f"{folder} holds scores of {manifest['suffix_length']} tokens, not {length}: label with --suffix-length {length}"
                 )
-            limit = tau if tau is not None else _tau(folder, manifest, length, reject_recall, mean)
+            limit = tau if tau is not None else _tau(folder, manifest, length, mean)
             self.taus.append(limit)
             keys = {row["prompt_id"]: _key(row["prompt_ids"]) for row in read_rows(folder / "responses.jsonl")}
             for shard, (rows, arrays) in zip(manifest["shards"], read_shards(folder), strict=True):
@@ -90,6 +90,7 @@ class Rows:
                 parts["sources"].append(np.asarray([sources.setdefault(r["source"], len(sources)) for r in rows]))
                 self.lookahead &= "lookahead" in arrays
                 feature: dict[str, NDArray[Any]] = {k: v for k, v in arrays.items() if k in FEATURE_ARRAYS}
+                _finite(self._shards[-1].file, feature, arrays["log_p"])
                 size += sum(array.nbytes for array in feature.values())
                 if size <= KEPT_BYTES:
                     kept.append(feature)
@@ -115,10 +116,12 @@ class Rows:
         found: NDArray[np.bool_] = self.part == PARTS.index(part)
         return found
 
-    def check(self, features: str) -> None:
+    def check(self, features: str, originals: bool = False) -> None:
         """Refuse rows that no judge can be trained on."""
         if "lookahead" in features and not self.lookahead:
             raise SelfJudgeError("these labels hold no look-ahead: label with --lookahead")
+        if "lookahead" in features and originals:
+            raise SelfJudgeError("no look-ahead is stored for the target's own tokens: use --originals off with it")
         if self.n_prompts < 3:
             raise SelfJudgeError(f"{self.n_prompts} prompts cannot be split in three: label more prompts")
         if self.labels.min() == self.labels.max():
@@ -163,28 +166,24 @@ class Rows:
         arrays = self._kept[number] if self._kept is not None else read_tensors(shard.file)[0]
         log_p = self.log_p[shard.start : shard.stop][inside]
         labels = torch.from_numpy(self.labels[shard.start : shard.stop][inside].astype(np.float32))
-        margins = np.stack([np.minimum(log_p[:, 1] - log_p[:, 0], 0), log_p[:, 1]], 1)
+        margins = np.minimum(log_p[:, 1:] - log_p[:, :1], 0)
         ahead = _ahead(arrays["lookahead"], shard.start)[inside] if "lookahead" in features else None
-        yield self._columns(arrays["hidden_draft"][inside], margins, ahead, features, shard), labels
+        yield self._columns(arrays["hidden_draft"][inside], margins, ahead, features), labels
         if originals:
-            margins = np.stack([np.zeros(len(log_p)), log_p[:, 0]], 1)
+            margins = np.zeros((len(log_p), 1))
             none = None if ahead is None else np.zeros((len(log_p), 2 * LOOKAHEAD))
-            found = self._columns(arrays["hidden_target"][inside], margins, none, features, shard)
+            found = self._columns(arrays["hidden_target"][inside], margins, none, features)
             yield found, torch.ones(len(found))
 
     def _columns(
-        self, hidden: NDArray[Any], margins: NDArray[Any], ahead: NDArray[Any] | None, features: str, shard: _Shard
+        self, hidden: NDArray[Any], margins: NDArray[Any], ahead: NDArray[Any] | None, features: str
     ) -> Tensor:
         parts = [hidden.astype(np.float32)]
         if "margin" in features:
             parts.append(np.maximum(margins, LOWEST).astype(np.float32))
         if ahead is not None:
             parts.append(np.maximum(ahead, LOWEST).astype(np.float32))
-        found = torch.from_numpy(np.concatenate(parts, 1))
-        if not bool(found.isfinite().all()):
-            bad = int((~found.isfinite().all(1)).sum())
-            raise SelfJudgeError(f"{shard.file} has {bad} rows with features that are no numbers: label again")
-        return found
+        return torch.from_numpy(np.concatenate(parts, 1))
 
 
 def _pieces(
@@ -196,6 +195,14 @@ def _pieces(
         x, labels = x[order], labels[order]
     for a, b in zip(x.split(most), labels.split(most), strict=True):
         yield (a, b) if device is None else (a.to(device), b.to(device))
+
+
+def _finite(file: Path, arrays: dict[str, NDArray[Any]], log_p: NDArray[Any]) -> None:
+    good = ~np.isnan(log_p).any(1)
+    for name in ("hidden_draft", "hidden_target"):
+        good &= np.isfinite(arrays[name]).all(1)
+    if not good.all():
+        raise SelfJudgeError(f"{file} has {int((~good).sum())} rows with features that are no numbers: label again")
 
 
 def _ahead(log_p: NDArray[Any], seed: int) -> NDArray[np.float32]:
@@ -213,7 +220,7 @@ def _one_pair(folders: Sequence[Path], manifests: Sequence[dict[str, Any]]) -> N
             raise SelfJudgeError(f"{folder} and {folders[0]} are of different targets ({said}): a judge has one")
 
 
-def _tau(folder: Path, manifest: dict[str, Any], length: int, reject_recall: float, mean: bool) -> float | None:
+def _tau(folder: Path, manifest: dict[str, Any], length: int, mean: bool) -> float | None:
     """τ for these scores: the stored one where they are the stored scores, else from the folder's evidence."""
     if manifest["method"] != "selfjudge":
         return None
@@ -222,7 +229,8 @@ def _tau(folder: Path, manifest: dict[str, Any], length: int, reject_recall: flo
     evidence = folder / "calibration.safetensors"
     if not evidence.is_file():
         raise SelfJudgeError(f"{folder} holds no evidence to find τ for these scores: give --tau")
-    return float(tau_of(evidence, length, reject_recall, mean=mean)["tau"])
+    recall = (manifest.get("tau_evidence") or {}).get("reject_recall", 0.9)
+    return float(tau_of(evidence, length, recall, mean=mean)["tau"])
 
 
 def _key(ids: Sequence[int]) -> str:
@@ -233,8 +241,8 @@ def _split(keys: Sequence[str], seed: int) -> NDArray[np.int8]:
     """Which part each prompt belongs to: sorted by a hash of its tokens and the seed, cut by shares."""
     order = sorted(range(len(keys)), key=lambda i: hashlib.sha256(f"{seed}:{keys[i]}".encode()).digest())
     part = np.empty(len(keys), np.int8)
-    first = max(1, round(SHARES[0] * len(keys)))
-    second = min(max(first + 1, round((SHARES[0] + SHARES[1]) * len(keys))), len(keys) - 1)
+    first = max(1, min(round(SHARES[0] * len(keys)), len(keys) - 2))
+    second = max(first + 1, min(round((SHARES[0] + SHARES[1]) * len(keys)), len(keys) - 1))
     for place, index in enumerate(order):
         part[index] = 0 if place < first else 1 if place < second else 2
     return part

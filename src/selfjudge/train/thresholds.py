@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-QUALITIES = (*(round(q / 100, 2) for q in range(50, 100)), 0.995, 0.999)
+QUALITIES = (*(round(q / 100, 2) for q in range(100)), 0.995, 0.999)
 
 
 def rates(scores: NDArray[Any], labels: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
