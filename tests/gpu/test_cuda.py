@@ -11,7 +11,7 @@ from selfjudge.decode import decode
 from selfjudge.engine import common_kind, make_engine
 from selfjudge.engine.cuda import CudaEngine, Kernels
 from selfjudge.errors import SelfJudgeError
-from selfjudge.judge import Judge
+from selfjudge.judge import FEATURES, Judge, JudgeConfig, columns
 from selfjudge.top import broken, regular, top
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -166,9 +166,13 @@ def test_rules_agree_with_the_reference_engine() -> None:
     prompts = prompts_of([5, 9, 30])
     torch.manual_seed(0)
     judge = Judge(Judge.constant(0.5, 64).config, weight=torch.randn(64)).to(CUDA)
+    deep = [
+        Judge(JudgeConfig(64, features=features, model="mlp"), torch.randn(16), 0.0, torch.randn(16, 64 + extra), torch.randn(16))
+        for features, extra in ((f, columns(f)) for f in FEATURES)
+    ]  # fmt: skip
     for rule in (
         Judged(judge, 0.4, special=(2,)), SpeculativeSampling(Sampling(0.8, top_p=0.9)),
-        Judged(judge, 0.6, SpeculativeSampling(Sampling(0.8))),
+        Judged(judge, 0.6, SpeculativeSampling(Sampling(0.8))), *(Judged(one.to(CUDA), 0.5) for one in deep),
     ):  # fmt: skip
         options = {"gamma": 4, "max_new_tokens": 40, "eos_ids": (2,), "seeds": [1, 2, 3]}
         assert run(target, draft, prompts, rule, **options) == run(target, draft, prompts, rule, "reference", **options)
