@@ -110,19 +110,23 @@ class AcceptanceRule:
         aligned = self.aligned(block, logits, choice)
         accepted = self.accepts(block, logits[:, :-1], aligned)
 
-        no_say = broken[:, :-1]
+        irregular, no_say = broken.any(), broken[:, :-1]
         if block.hidden is not None:
             no_say = no_say | ~block.hidden[:, 1:].isfinite().all(-1)
         if block.scores is not None:
             no_say = no_say | block.scores.isnan()
-        irregular = broken.any() | no_say.any()
-        if ids := self.guarded():
-            special = _ids(ids, drafts.device)
-            no_say = no_say | torch.isin(drafts, special) | torch.isin(choice[:, :-1], special)
-        accepted = torch.where(no_say, aligned, accepted)
-
+        if block.hidden is not None or block.scores is not None:
+            irregular = irregular | no_say.any()
+        if accepted is aligned:  # nothing but alignment: whoever has no say changes nothing
+            judged = torch.zeros_like(aligned)
+        else:
+            if ids := self.guarded():
+                special = _ids(ids, drafts.device)
+                no_say = no_say | torch.isin(drafts, special) | torch.isin(choice[:, :-1], special)
+            accepted = torch.where(no_say, aligned, accepted)
+            judged = accepted & ~aligned
         n = accepted.long().cumprod(1).sum(1)  # the walk: stop at the first refusal
-        return Verdict(n, self.following(block, logits, choice, aligned, n), accepted & ~aligned, irregular)
+        return Verdict(n, self.following(block, logits, choice, aligned, n), judged, irregular)
 
 
 def _log_p(logits: Tensor, drafts: Tensor) -> Tensor:
