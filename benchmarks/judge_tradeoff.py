@@ -34,8 +34,8 @@ class Chance(Judge):
     """Scores that have nothing to do with the token: uniform on [0, 1], a hash of the hidden state."""
 
     def __init__(self, hidden_size: int) -> None:
-        torch.manual_seed(0)
-        super().__init__(JudgeConfig(hidden_size=hidden_size), weight=torch.randn(hidden_size))
+        random = torch.Generator().manual_seed(0)
+        super().__init__(JudgeConfig(hidden_size=hidden_size), weight=torch.randn(hidden_size, generator=random))
 
     def score(self, x: Tensor) -> Tensor:
         return (torch.sin((x.float() @ self.weight).double() * 7919.0) * 43758.5453).frac().abs().float()
@@ -51,16 +51,18 @@ def rules(judge: Judge, pair: Pair, gamma: int) -> list[tuple[str, float | str, 
     made += [("random", p, Judged(chance, 1 - p, special=special)) for p in (0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.45)]
     made += [("margin", t, Margin(t, guard=True, special=special)) for t in (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)]
     made += [("topk", k, TopK(k, guard=True, special=special)) for k in (2, 3, 5)]
-    windows = [w for w in (2, 4, 6) if w < gamma]
-    made += [("fly", w, FLy(0.3, w, guard=True, special=special)) for w in windows]
+    for window in (w for w in (2, 4, 6) if w < gamma):
+        for entropy in (0.05, 0.15, 0.3):
+            made.append(("fly", f"{entropy}, {window}", FLy(entropy, window, guard=True, special=special)))
     return made
 
 
 def agreement(one: Task, rows: Sequence[Any], texts: Sequence[str], own: Sequence[str]) -> float:
-    """Share of answers that are the target's own; on open prompts, how much of the wording is (by matching words)."""
+    """Share of answers that are the target's own, where it gives one; on open prompts, how much of the wording is (by matching words)."""
     if one.checkable:
         mine, theirs = one.extract_many(rows, texts), one.extract_many(rows, own)
-        return sum(one.same(r, a, b) for r, a, b in zip(rows, mine, theirs, strict=True)) / len(rows)
+        given = [(r, a, b) for r, a, b in zip(rows, mine, theirs, strict=True) if b is not None]
+        return sum(one.same(*each) for each in given) / max(1, len(given))
     ratios = [
         SequenceMatcher(None, a.split(), b.split(), autojunk=False).ratio() for a, b in zip(texts, own, strict=True)
     ]
@@ -82,7 +84,10 @@ def main() -> None:
     parser.add_argument("--device", default=None)
     o = parser.parse_args()
     pair = Pair.load(o.pair, device=o.device)
-    judge = Judge.from_pretrained(o.judge or EMBEDDED[o.pair].judge)
+    shipped = EMBEDDED[o.pair].judge if o.pair in EMBEDDED else None
+    if o.judge is None and shipped is None:
+        parser.error(f"{o.pair} brings no judge: give --judge")
+    judge = Judge.from_pretrained(o.judge or shipped)
     found: dict[str, Any] = {
         "pair": pair.name, "machine": machine(), "versions": versions(), "date": time.strftime("%Y-%m-%d"), "dtype": pair.dtype,
         "gamma": o.gamma, "max_new_tokens": o.max_new_tokens, "batch": o.batch, "judge": dict(judge.config.thresholds),

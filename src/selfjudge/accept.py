@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import MISSING, dataclass, field, fields
-from functools import lru_cache
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -62,7 +62,7 @@ def sample(probabilities: Tensor, uniform: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, point, right=True).squeeze(-1).clamp_max(probabilities.shape[-1] - 1)
 
 
-@lru_cache(maxsize=16)
+@cache  # recorded cycles keep on reading them
 def _ids(ids: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(ids, dtype=torch.long, device=device)
 
@@ -409,6 +409,8 @@ def parse_rule(
     if issubclass(rule, Judged):
         if judge is None:
             raise SelfJudgeError(f"rule {name!r} needs a judge: give --judge FOLDER")
+        if "theta" in values and theta is not None:
+            raise SelfJudgeError(f"{spec} names a threshold already: leave out --theta and --quality")
         theta = values.pop("theta", theta)
         if theta is None:
             theta = "F" if "F" in judge.config.thresholds else 0.5

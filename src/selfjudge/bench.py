@@ -32,6 +32,7 @@ class _Run:
     name: str
     gamma: int
     answer: Callable[[Prompt], tuple[tuple[int, ...], Generation | None]]
+    judged: bool = False
 
 
 def bench_decode(
@@ -67,7 +68,9 @@ def bench_decode(
         runs += [_Run("transformers-assisted", g, theirs(gamma=g)) for g in gammas]
     runs += [_Run("selfjudge-plain", 0, ours(EXACT, 0))]
     runs += [_Run("selfjudge-exact", g, ours(EXACT, g)) for g in gammas]
-    runs += [_Run(f"selfjudge-{name}", g, ours(rule, g)) for name, rule in rules for g in gammas]
+    runs += [
+        _Run(f"selfjudge-{name}", g, ours(rule, g), rule.judge is not None) for name, rule in rules for g in gammas
+    ]
 
     floor = _floor(pair)
     seconds: dict[int, list[float]] = {i: [] for i in range(len(runs))}
@@ -103,7 +106,7 @@ def bench_decode(
                 "total": statistics.mean(seconds[i]),
                 **{p: sum(g.seconds[p] for g in ours_last[i]) for p in PHASES if ours_last[i]},
             },
-            "judge_time_share": _judge_time_share(ours_last[i]),
+            "judge_time_share": _judge_time_share(ours_last[i]) if run.judged else None,
             "over_floor": _over_floor(ours_last[i], floor),
         })  # fmt: skip
     return {
@@ -144,10 +147,9 @@ def _judged_share(generations: list[Generation]) -> float | None:
 
 
 def _judge_time_share(generations: list[Generation]) -> float | None:
-    """Share of the time of all phases that the judge took, where one was asked."""
+    """Share of the time of all phases that the judge took."""
     total = sum(g.seconds[p] for g in generations for p in PHASES)
-    judge = sum(g.seconds["judge"] for g in generations)
-    return judge / total if judge and total else None
+    return sum(g.seconds["judge"] for g in generations) / total if total else None
 
 
 def _best(rows: list[dict[str, Any]]) -> dict[str, Any]:

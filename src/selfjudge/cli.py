@@ -719,7 +719,11 @@ def train(
         }
         for name in ("F", "R")
     ])  # fmt: skip
-    typer.echo(f'try it: selfjudge generate "Why is the sky blue?" --judge {out} --quality 0.9')
+    if t["F"] >= 1:
+        typer.echo("F accepts nothing: choose a threshold with --quality", err=True)
+    typer.echo(
+        f'try it: selfjudge generate "Why is the sky blue?" --target {config["target"]} --judge {out} --quality 0.9'
+    )
 
 
 @app.command()
@@ -801,11 +805,12 @@ def demo(
     if as_json:
         _print_json({**found, "own": own})
         return
-    if own:
+    if own.get("labels"):
         typer.echo(
             f"{own['labels']} labels from the target's own likelihoods in {own['label_seconds']:.0f} s,"
             f" {own['acceptable']:.0%} acceptable (τ = {own['tau']:.2f})"
         )
+    if own:
         typer.echo(
             f"no judge from so few: {own['why_not']}" if "why_not" in own
             else f"a judge from them in {own['train_seconds']:.1f} s, ROC-AUC {own['auc']:.2f} on prompts it has not seen"
@@ -919,11 +924,12 @@ def _print_json(value: Any) -> None:
 def _print_rows(rows: list[dict[str, Any]]) -> None:
     """A table on a terminal; the same columns, unwrapped, in a pipe."""
     table = Table(box=None, pad_edge=False)
-    for column in rows[0]:
-        numeric = all(str(row[column])[:1].isdigit() for row in rows if row[column] != "")
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    for column in columns:
+        numeric = all(str(row[column])[:1].isdigit() for row in rows if row.get(column, "") != "")
         table.add_column(column, justify="right" if numeric else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(_cell(value) for value in row.values()))
+        table.add_row(*(_cell(row.get(column, "")) for column in columns))
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=160)

@@ -33,7 +33,10 @@ def own_judge(pair: Pair, folder: Path, notify: Notify) -> tuple[Judge | None, d
 
     begun = time.perf_counter()
     settings = LabelSettings(prompts=(f"self:{WRITTEN}",), max_new_tokens=64, suffix_length=10)
-    made = label(pair, folder / "labels", settings, notify=update, warn=notify)
+    try:
+        made = label(pair, folder / "labels", settings, notify=update, warn=notify)
+    except SelfJudgeError as error:
+        return None, {"labels": 0, "label_seconds": time.perf_counter() - begun, "why_not": str(error)}
     told = {"labels": made["rows"], "acceptable": made["acceptable"] / made["rows"], "tau": made["tau"]}
     told["label_seconds"] = time.perf_counter() - begun
     try:

@@ -201,6 +201,7 @@ class Judge(nn.Module):
         known = {f.name for f in fields(JudgeConfig)}
         if "hidden_size" not in raw:
             raise SelfJudgeError(f"{folder}/config.json names no hidden_size")
+        _checked(folder, raw)
         config = JudgeConfig(**{k: v for k, v in raw.items() if k in known})
         readable: dict[str, tuple[str, ...]] = {
             "layer": ("final",), "norm": ("post_final_norm",), "features": FEATURES, "model": MODELS,
@@ -221,6 +222,23 @@ class Judge(nn.Module):
                 f" {', '.join(sorted(expected))}"
             )
         return cls(config, **tensors)
+
+
+def _checked(folder: Path, raw: Mapping[str, Any]) -> None:
+    """Refuse values that no judge of this version has: a folder may come from anywhere."""
+
+    def share(value: Any) -> bool:
+        return isinstance(value, (int, float)) and 0 <= value <= 1
+
+    good = {
+        "hidden_size": lambda v: isinstance(v, int) and v > 0,
+        "thresholds": lambda v: isinstance(v, dict) and all(share(theta) for theta in v.values()),
+        "quality_curve": lambda v: isinstance(v, list) and all(isinstance(p, list) and len(p) == 2 and all(map(share, p)) for p in v),
+        "metrics": lambda v: isinstance(v, dict),
+    }  # fmt: skip
+    for key, holds in good.items():
+        if key in raw and not holds(raw[key]):
+            raise SelfJudgeError(f"{folder}/config.json has a {key} that no judge has: {str(raw[key])[:60]}")
 
 
 def with_columns(block: Block, features: str) -> Tensor:

@@ -104,14 +104,14 @@ def write_tensors(path: Path, arrays: Mapping[str, NDArray[Any]], metadata: Mapp
         raise
 
 
-def read_tensors(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
-    """What `write_tensors` wrote; a file that is missing or damaged is a one-line error."""
+def read_tensors(path: Path, names: Iterable[str] | None = None) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
+    """What `write_tensors` wrote, or the arrays of these names; a file that is missing or damaged is a one-line error."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, "numpy") as file:
             metadata: dict[str, Any] = json.loads((file.metadata() or {}).get("json", "{}"))
-            return {name: file.get_tensor(name) for name in file.keys()}, metadata  # noqa: SIM118
+            return {name: file.get_tensor(name) for name in names or file.keys()}, metadata
     except (OSError, ValueError, SafetensorError) as error:
         raise SelfJudgeError(f"cannot read {path}: {error}") from None
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,10 @@ class Settings:
     features: str = "hidden+margin"
     seed: int = 0
 
+    def check(self) -> None:
+        if self.features not in FEATURES:
+            raise SelfJudgeError(f"unknown features {self.features!r}; there are: {', '.join(FEATURES)}")
+
 
 def study(
     folder: Path,
@@ -45,6 +49,11 @@ def study(
 ) -> dict[str, Any]:
     """Run all studies; `study.json` and figures land in `out`."""
     settings = settings or Settings()
+    settings.check()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SelfJudgeError(f"cannot use {out} as a folder: {error}") from None
     begun = time.monotonic()
     tell = notify or (lambda stage, share: None)
     place = torch.device(device) if device else None
@@ -52,7 +61,7 @@ def study(
     rows.check(settings.features)
     fits = _Fits(rows, place, settings)
     found: dict[str, Any] = {
-        "labels": len(rows), "prompts": rows.n_prompts, "acceptable": float(rows.labels.mean()), "settings": asdict(settings),
+        "labels": int(rows.used.sum()), "prompts": rows.n_prompts, "acceptable": float(rows.labels[rows.used].mean()), "settings": asdict(settings),
         "target": rows.manifests[0]["target"], "draft": rows.manifests[0]["draft"], "C_grid": list(SOME_C),
         "machine": machine(), "versions": versions(), "date": time.strftime("%Y-%m-%d"),
     }  # fmt: skip
@@ -61,13 +70,12 @@ def study(
         "features": fits.features,
         "originals": fits.originals,
         "transfer": fits.transfer,
-        "suffix_length": lambda: _relabelled(folder, settings, place),
+        "suffix_length": fits.suffix_length,
     }
     for number, (name, run) in enumerate(studies.items()):
         tell(f"study: {name.replace('_', ' ')}", number / len(studies))
         found[name] = run()
     found["seconds"] = round(time.monotonic() - begun, 1)
-    out.mkdir(parents=True, exist_ok=True)
     found["figures"] = draw(out, found)
     write_json(out / "study.json", found)
     tell("study", 1.0)
@@ -86,9 +94,11 @@ class _Fits:
             return fit_mlp(self.rows, config, seed=self.settings.seed, device=self.device, **options)
         return fit_linear(self.rows, config, grid=SOME_C, device=self.device, **options)
 
-    def holdout(self, fitted: Fitted, chosen: NDArray[np.bool_] | None = None, **options: Any) -> float:
+    def holdout(self, fitted: Fitted, chosen: NDArray[np.bool_] | None = None, **options: Any) -> float | None:
+        """AUC on the holdout or some of it; None where that is of one kind."""
         mine = self.rows.of("holdout") if chosen is None else self.rows.of("holdout") & chosen
-        return auc(self.rows, fitted.judge, mine, device=self.device, **options)
+        found = auc(self.rows, fitted.judge, mine, device=self.device, **options)
+        return None if np.isnan(found) else found
 
     def learning_curve(self) -> list[dict[str, Any]]:
         """AUC against the number of labels, whole prompts at a time, at ten sizes up to all."""
@@ -137,27 +147,25 @@ class _Fits:
             )
         return made
 
+    def suffix_length(self) -> list[dict[str, Any]]:
+        """Labels by other scores: shorter suffixes, and the mean instead of the sum; τ from the same evidence each time.
 
-def _relabelled(folder: Path, settings: Settings, device: torch.device | None) -> list[dict[str, Any]]:
-    """Labels by other scores: shorter suffixes, and the mean instead of the sum; τ from the same evidence each time.
-
-    An AUC against easier labels is not a better judge: compare what they buy in decoding.
-    """
-    made: list[dict[str, Any]] = []
-    for length in LENGTHS:
-        for mean in (False, True):
-            try:
-                rows = Rows([folder], suffix_length=length, mean=mean, seed=settings.seed)
-                rows.check(settings.features)
-            except SelfJudgeError as error:
-                made.append({"suffix_length": length, "score": "mean" if mean else "sum", "why_not": str(error)})
-                continue
-            fits = _Fits(rows, device, settings)
-            made.append({
-                "suffix_length": length, "score": "mean" if mean else "sum", "tau": rows.taus[0],
-                "acceptable": float(rows.labels.mean()), "auc_mismatch": fits.holdout(fits.fit("linear")),
-            })  # fmt: skip
-    return made
+        An AUC against easier labels is not a better judge: compare what they buy in decoding.
+        """
+        made: list[dict[str, Any]] = []
+        for length in LENGTHS:
+            for mean in (False, True):
+                row: dict[str, Any] = {"suffix_length": length, "score": "mean" if mean else "sum"}
+                try:
+                    rows = self.rows.relabelled(length, mean=mean)
+                    rows.check(self.settings.features)
+                except SelfJudgeError as error:
+                    made.append({**row, "why_not": str(error)})
+                    continue
+                fits = replace(self, rows=rows)
+                row |= {"tau": rows.taus[0], "acceptable": float(rows.labels[rows.used].mean())}
+                made.append({**row, "auc_mismatch": fits.holdout(fits.fit("linear"))})
+        return made
 
 
 def draw(out: Path, found: dict[str, Any]) -> list[str]:

@@ -312,6 +312,8 @@ def _wrong(checkpoints: dict[str, str], tmp: Path) -> dict[str, list[str]]:
         "no curve": [*ask, "--judge", str(tmp / "foreign"), "--quality", "0.9"],
         "judge nowhere": [*ask, "--judge", "no-such-org/no-such-judge"],
         "train into": ["train", str(tmp), "--out", str(tmp)],
+        "train below a file": ["train", str(tmp), "--out", str(tmp / "prompts.jsonl" / "judge")],
+        "two thresholds": [*ask, "--rule", "judged:0.5", "--judge", str(tmp / "foreign"), "--theta", "0.4"],
         "train features": ["train", str(tmp), "--out", str(tmp / "new"), "--features", "taste"],
         "train model": ["train", str(tmp), "--out", str(tmp / "new"), "--model", "forest"],
         "originals": ["train", str(tmp), "--out", str(tmp / "new"), "--originals", "maybe"],
@@ -354,6 +356,7 @@ def test_every_row_of_the_bad_input_table(run, checkpoints: dict[str, str], tmp_
         "has .* rows with features",
         "these labels hold no look-ahead",
         "no look-ahead is stored",
+        "/config.json has a",
         "holds",
     )
     missing = [

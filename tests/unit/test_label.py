@@ -314,11 +314,11 @@ def test_another_prompts_file_or_tau_makes_everything_after_it_anew(
 ) -> None:
     file = prompts_file(tmp_path / "asked.jsonl", 12)
     settings = settings_of(f"file:{file}", tau=None)
-    monkeypatch.setattr("selfjudge.label.shipped_tau", lambda pair, n: {"tau": -8.0})
+    monkeypatch.setattr("selfjudge.label.shipped_tau", lambda target, draft, n: {"tau": -8.0})
     out = tmp_path / "labels"
     label(tiny_pair, out, settings)
     (out / "manifest.json").unlink()
-    monkeypatch.setattr("selfjudge.label.shipped_tau", lambda pair, n: {"tau": -2.0})
+    monkeypatch.setattr("selfjudge.label.shipped_tau", lambda target, draft, n: {"tau": -2.0})
     assert label(tiny_pair, out, settings, resume=True)["tau"] == -2.0
     for rows, _ in read_shards(out):
         assert all(row["label"] == int(row["score"] > -2.0) for row in rows)

@@ -203,6 +203,7 @@ def _same_settings(out: Path, pair: Pair, settings: Settings) -> None:
         "prompt files": {str(f): sha256(f) for f in files if f.is_file()},
     }  # fmt: skip
     then: dict[str, Any] = read_json(out / "settings.json") if (out / "settings.json").is_file() else now
+    then = {**asdict(Settings()), **then}  # what an older version did not know was as it is by default
     if differing := [k for k in now if k != "allow_unsafe" and then.get(k) != now[k]]:
         raise SelfJudgeError(f"{out} was begun with another {', '.join(differing)}: name another --out or remove it")
     write_json(out / "settings.json", now)
@@ -273,7 +274,7 @@ def _tau(pair: Pair, out: Path, settings: Settings, data: Path | None, notify: N
 
 
 def _known_tau(pair: Pair, settings: Settings) -> dict[str, Any]:
-    if (shipped := shipped_tau(pair, settings.suffix_length)) is None:
+    if (shipped := shipped_tau(pair.target_id, pair.draft_sha256, settings.suffix_length)) is None:
         raise SelfJudgeError(
             "no τ is known for this pair and suffix length: calibrate it (--calibrate gsm8k, or --calibrate arithmetic"
             " without any data) or give --tau"
@@ -281,16 +282,16 @@ def _known_tau(pair: Pair, settings: Settings) -> dict[str, Any]:
     return shipped
 
 
-def shipped_tau(pair: Pair, suffix_length: int) -> dict[str, Any] | None:
+def shipped_tau(target: str, draft_sha256: str, suffix_length: int) -> dict[str, Any] | None:
     """The τ that ships with an embedded pair, for its own draft and suffix length."""
     from selfjudge.models.embedded import EMBEDDED
 
-    embedded = EMBEDDED.get(pair.target_id)
+    embedded = EMBEDDED.get(target)
     file = embedded.draft / "tau.json" if embedded is not None and embedded.draft is not None else None
     if file is None or not file.is_file():
         return None
     found: dict[str, Any] = read_json(file)
-    if found["draft_sha256"] != pair.draft_sha256 or str(suffix_length) not in found["tau"]:
+    if found["draft_sha256"] != draft_sha256 or str(suffix_length) not in found["tau"]:
         return None
     return {**found["tau"][str(suffix_length)], "shipped": True}
 

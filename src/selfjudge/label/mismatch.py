@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 
 import torch
 
@@ -69,8 +70,8 @@ def mined(pair: Pair, responses: Sequence[tuple[Sequence[int], Sequence[int], bo
 def continued(pair: Pair, cases: Sequence[Case], count: int, *, batch: int) -> list[Case]:
     """The same cases with what the draft would say after each of its tokens: at most `count` tokens, as many as its window holds."""
     assert pair.draft is not None
-    window = context_window(pair.draft)
-    known = pair.draft.get_input_embeddings().weight.shape[0]
+    window = min(context_window(pair.draft), context_window(pair.target) - count)
+    known, heard = (m.get_input_embeddings().weight.shape[0] for m in (pair.draft, pair.target))
     begun = [
         (number, k, [*case.prompt, *case.response[:place], draft])
         for number, case in enumerate(cases)
@@ -82,5 +83,5 @@ def continued(pair: Pair, cases: Sequence[Case], count: int, *, batch: int) -> l
         pair.draft, [ids for _, _, ids in fitting], eos_ids=(), max_new_tokens=count, batch=batch
     ):
         number, k, _ = fitting[index]
-        ahead[number][k] = tokens
+        ahead[number][k] = list(takewhile(lambda token: token < heard, tokens))  # a draft may have more tokens
     return [replace(case, ahead=said) for case, said in zip(cases, ahead, strict=True)]

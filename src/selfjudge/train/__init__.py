@@ -65,24 +65,43 @@ def train(
     """Train a judge and write its folder; what it gives back is `config.json`."""
     settings = settings or Settings()
     settings.check()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise SelfJudgeError(f"{out} is not an empty folder: name a new one with --out")
+    _claim(out)
     begun = time.monotonic()
     place = torch.device(device) if device else None
-    rows = Rows(folders, suffix_length=settings.suffix_length, tau=settings.tau, seed=settings.seed, notify=notify)
+    rows = Rows(folders, seed=settings.seed, notify=notify)
+    if settings.suffix_length is not None or settings.tau is not None:
+        rows = rows.relabelled(settings.suffix_length, settings.tau)
     rows.check(settings.features, settings.originals)
     tried = candidates(rows, settings, place, notify)
     chosen = choice(rows, tried, place)
     judge, evidence = finish(rows, chosen, settings, place)
-    others = {kind: round(fitted.auc_select, 4) for kind, fitted in tried.items()}
-    evidence |= {"tried": others, "seconds": round(time.monotonic() - begun, 1)}
-    out.mkdir(parents=True, exist_ok=True)
-    write_card(out, judge, evidence)
-    write_json(
-        out / "run.json", provenance(settings=asdict(settings), labels=[str(f) for f in folders], **evidence["counts"])
-    )
-    judge.save_pretrained(out)
+    evidence["tried"] = {kind: round(fitted.auc_select, 4) for kind, fitted in tried.items()}
+    seconds = round(time.monotonic() - begun, 1)
+    try:
+        write_card(out, judge, evidence)
+        write_json(
+            out / "run.json",
+            provenance(
+                settings=asdict(settings), labels=[str(f) for f in folders], seconds=seconds, auc_select=evidence["tried"],
+                **evidence["counts"],
+            ),
+        )  # fmt: skip
+        judge.save_pretrained(out)
+    except OSError as error:
+        raise SelfJudgeError(f"cannot write {out}: {error}") from None
     return asdict(judge.config)
+
+
+def _claim(out: Path) -> None:
+    """Refuse a folder with anything in it but what a training that was killed has left."""
+    left = {"README.md", "roc.png", "run.json", "model.safetensors", ".README.md.partial", ".model.safetensors.partial"}
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        others = [file.name for file in out.iterdir() if file.name not in left]
+    except OSError as error:
+        raise SelfJudgeError(f"cannot use {out} as a folder: {error}") from None
+    if others:
+        raise SelfJudgeError(f"{out} is not an empty folder: name a new one with --out")
 
 
 def candidates(rows: Rows, settings: Settings, device: torch.device | None, notify: Notify | None) -> dict[str, Fitted]:
@@ -90,9 +109,9 @@ def candidates(rows: Rows, settings: Settings, device: torch.device | None, noti
     taus = {tau for tau in rows.taus if tau is not None}
     first = rows.manifests[0]
     methods = "+".join(dict.fromkeys(m["method"] for m in rows.manifests))
-    lengths = {m["suffix_length"] if settings.suffix_length is None else settings.suffix_length for m in rows.manifests}
+    lengths = set(rows.suffix_lengths)
     config = JudgeConfig(
-        hidden_size=rows.hidden_size, target=first["target"], draft=first["draft"], target_sha256=first["target_sha256"],
+        hidden_size=rows.hidden_size, target=first["target"], draft=", ".join(dict.fromkeys(m["draft"] for m in rows.manifests)), target_sha256=first["target_sha256"],
         draft_sha256=first["draft_sha256"], features=settings.features, label_method=methods,
         suffix_length=lengths.pop() if len(lengths) == 1 else None, tau=taus.pop() if len(taus) == 1 else None,
     )  # fmt: skip
@@ -120,15 +139,17 @@ def finish(rows: Rows, fitted: Fitted, settings: Settings, device: torch.device 
     """Thresholds and figures from the holdout, into the judge's configuration."""
     holdout = rows.of("holdout")
     scores, labels = predict(rows, fitted.judge, holdout, device=device)
-    every, truth = predict(rows, fitted.judge, holdout, originals=True, device=device)
     found = thresholds(scores, labels, reject=settings.reject)
     metrics = {
-        "auc_mismatch": float(roc_auc_score(labels, scores)), "auc_all": float(roc_auc_score(truth, every)),
-        "auc_select": fitted.auc_select, "n_labels": len(rows), "n_prompts": rows.n_prompts, "n_holdout": len(labels),
-        "acceptable_rate": float(rows.labels.mean()),
+        "auc_mismatch": float(roc_auc_score(labels, scores)),
+        "auc_select": fitted.auc_select, "n_labels": int(rows.used.sum()), "n_prompts": rows.n_prompts, "n_holdout": len(labels),
+        "n_aligned": int((~rows.used).sum()), "acceptable_rate": float(rows.labels[rows.used].mean()),
         **{f"{name}_{key}": value for name in ("F", "R") for key, value in at(scores, labels, found[name]).items()},
         **({} if fitted.c is None else {"C": fitted.c}),
     }  # fmt: skip
+    if "lookahead" not in settings.features:  # none is stored for the target's own tokens
+        every, truth = predict(rows, fitted.judge, holdout, originals=True, device=device)
+        metrics["auc_all"] = float(roc_auc_score(truth, every))
     config = replace(
         fitted.judge.config, thresholds=found, quality_curve=quality_curve(scores, labels), metrics=metrics
     )
@@ -136,8 +157,9 @@ def finish(rows: Rows, fitted: Fitted, settings: Settings, device: torch.device 
     counts = {
         "rows": {name: int(rows.of(name).sum()) for name in PARTS},
         "sources": {
-            str(name): {"rows": int((rows.sources == name).sum()), "acceptable": float(rows.labels[rows.sources == name].mean())}
-            for name in np.unique(rows.sources)
+            str(name): {"rows": int(mine.sum()), "acceptable": float(rows.labels[mine].mean())}
+            for name in np.unique(rows.sources[rows.used])
+            for mine in [rows.used & (rows.sources == name)]
         },
     }  # fmt: skip
     return judge, {"scores": scores, "labels": labels, "counts": counts}

@@ -17,7 +17,9 @@ BINS = 10
 def write_card(folder: Path, judge: Judge, evidence: dict[str, Any]) -> None:
     """README.md, and roc.png where matplotlib is installed."""
     drawn = draw(folder / "roc.png", judge, evidence["scores"], evidence["labels"])
-    (folder / "README.md").write_text(card(judge, evidence, drawn), encoding="utf-8")
+    partial = folder / ".README.md.partial"
+    partial.write_text(card(judge, evidence, drawn), encoding="utf-8")
+    partial.replace(folder / "README.md")
 
 
 def card(judge: Judge, evidence: dict[str, Any], drawn: bool) -> str:
@@ -30,17 +32,18 @@ def card(judge: Judge, evidence: dict[str, Any], drawn: bool) -> str:
         f"# A judge for {c.target}", "",
         f"It says which tokens of a draft model (labelled with {c.draft}) may stand although the target would have chosen others;"
         f" {kind} on `{c.features}`, made by `selfjudge train`.", "",
-        "```", f'selfjudge generate "Why is the sky blue?" --pair {c.target} --judge FOLDER --theta F', "```", "",
+        "```", f'selfjudge generate "Why is the sky blue?" --target {c.target} --judge FOLDER --quality 0.9', "```", "",
         "## Labels", "",
         f"{m['n_labels']:,} mismatches of {m['n_prompts']:,} prompts, method {c.label_method}"
         + (f", N = {c.suffix_length}" if c.suffix_length is not None else "")
         + (f", τ = {c.tau:.2f}" if c.tau is not None else "")
-        + f"; {m['acceptable_rate']:.1%} acceptable.", "",
+        + f"; {m['acceptable_rate']:.1%} acceptable. {m['n_aligned']:,} more that alignment accepts (ties) were left out.", "",
         "| source | labels | acceptable |", "| --- | ---: | ---: |",
         *(f"| {name} | {row['rows']:,} | {row['acceptable']:.1%} |" for name, row in evidence["counts"]["sources"].items()), "",
         "## Holdout", "",
-        f"{m['n_holdout']:,} mismatches of prompts that fitted nothing and chose no C and no epoch (where both kinds were tried, the MLP also had to be better here). ROC-AUC {m['auc_mismatch']:.3f} on mismatches, {m['auc_all']:.3f}"
-        f" with the target's own tokens added. On the part that chose the kind: {chosen}.", "",
+        f"{m['n_holdout']:,} mismatches of prompts that fitted nothing and chose no C and no epoch (where both kinds were tried, the MLP also had to be better here). ROC-AUC {m['auc_mismatch']:.3f} on mismatches"
+        + (f", {m['auc_all']:.3f} with the target's own tokens added" if "auc_all" in m else "")
+        + f". On the part that chose the kind: {chosen}.", "",
         "| threshold | θ | acceptable tokens accepted | unacceptable tokens accepted |", "| --- | ---: | ---: | ---: |",
         *(_row(name, judge.config.thresholds[name], scores, labels) for name in ("F", "R", "F_accept", "F_reject")), "",
         "F is the best F1, the stricter of its two readings (positive is acceptable, or is must-reject). R rejects the share it was asked for,"

@@ -6,6 +6,7 @@ The scaler is folded into what comes out: a judge reads plain columns.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 
@@ -173,7 +174,7 @@ def predict(
     rows: Rows, judge: Judge, chosen: NDArray[np.bool_], *, originals: bool = False, device: torch.device | None = None
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """P(acceptable) and labels of the chosen rows (in no particular order with `originals`)."""
-    judge = judge.to(device or "cpu")
+    judge = deepcopy(judge).to(device or "cpu")  # whoever decodes with it keeps it where it is
     scores, labels = [np.zeros(0, np.float32)], [np.zeros(0, np.float32)]
     for x, truth in rows.chunks(chosen, judge.config.features, originals=originals, device=device):
         scores.append(judge.score(x).cpu().numpy())

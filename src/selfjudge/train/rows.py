@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge import LOOKAHEAD, LOWEST, columns
+from selfjudge.label import shipped_tau
 from selfjudge.label.shards import finished, read_rows, read_shards
 from selfjudge.label.tau import tau_of, total
 from selfjudge.store import read_tensors
@@ -27,7 +29,6 @@ SHARES = (0.7, 0.15, 0.15)
 KEPT_BYTES = 2 << 30  # features up to this size stay in memory
 CHUNK_BYTES = 128 << 20  # of a piece of them in float32
 FEATURE_ARRAYS = ("hidden_draft", "hidden_target", "lookahead")
-SAME = ("target", "target_sha256", "hidden_size")  # what folders of one judge have in common
 
 
 @dataclass(frozen=True)
@@ -38,56 +39,45 @@ class _Shard:
 
 
 class Rows:
-    """Rows of one or several label folders.
+    """Rows of one or several label folders; labels are the stored ones until `relabelled`.
 
-    `labels` follow from the stored scores where `suffix_length`, `tau` or `mean` ask for it, and are the stored ones otherwise.
+    Rows whose draft token is the target's most likely one after all (in bfloat16, ties between two passes) belong to no part: alignment
+    accepts those.
     """
 
     def __init__(
-        self, folders: Sequence[Path], *, suffix_length: int | None = None, tau: float | None = None, mean: bool = False,
-        seed: int = 0, notify: Callable[[str, float], None] | None = None,
-    ) -> None:  # fmt: skip
+        self, folders: Sequence[Path], *, seed: int = 0, notify: Callable[[str, float], None] | None = None
+    ) -> None:
         if not folders:
             raise SelfJudgeError("name at least one folder of labels")
         self.folders = list(folders)
         self.manifests = [finished(folder) for folder in self.folders]
         _one_pair(self.folders, self.manifests)
         self.hidden_size = int(self.manifests[0]["hidden_size"])
-        relabel = suffix_length is not None or tau is not None or mean
-        self.taus: list[float | None] = []
-        self.suffix_length = suffix_length
+        self.taus: list[float | None] = [m["tau"] for m in self.manifests]
+        self.suffix_lengths: list[int] = [m["suffix_length"] for m in self.manifests]
         tell = notify or (lambda stage, share: None)
         kept: list[dict[str, NDArray[Any]]] = []
-        parts: dict[str, list[NDArray[Any]]] = {key: [] for key in ("labels", "log_p", "prompts", "sources")}
+        parts: dict[str, list[NDArray[Any]]] = {key: [] for key in ("labels", "log_p", "prompts", "sources", "aligned")}
+        self._suffix: list[tuple[NDArray[Any], NDArray[Any]]] = []
+        self._owner: list[int] = []
         size, n, self._shards = 0, 0, list[_Shard]()
         known: dict[str, int] = {}
         sources: dict[str, int] = {}
         count = sum(len(m["shards"]) for m in self.manifests)
         self.lookahead = True
-        for folder, manifest in zip(self.folders, self.manifests, strict=True):
-            length = manifest["suffix_length"] if suffix_length is None else suffix_length
-            if relabel and manifest["method"] != "selfjudge":
-                raise SelfJudgeError(f"{folder} holds {manifest['method']} labels: those do not follow from scores")
-            if length > manifest["suffix_length"]:
-                raise SelfJudgeError(
-                    f"{folder} holds scores of {manifest['suffix_length']} tokens, not {length}: label with --suffix-length {length}"
-                )
-            limit = tau if tau is not None else _tau(folder, manifest, length, mean)
-            self.taus.append(limit)
+        for number, (folder, manifest) in enumerate(zip(self.folders, self.manifests, strict=True)):
             keys = {row["prompt_id"]: _key(row["prompt_ids"]) for row in read_rows(folder / "responses.jsonl")}
             for shard, (rows, arrays) in zip(manifest["shards"], read_shards(folder), strict=True):
                 self._shards.append(_Shard(folder / list(shard["files"])[1], n, n + len(rows)))
+                self._owner.append(number)
                 n += len(rows)
-                if relabel:
-                    assert limit is not None
-                    scores = total(arrays["log_p"], arrays["original"], arrays["substituted"], length, mean=mean)
-                    found = (scores > limit).astype(np.int8)
-                else:
-                    found = np.asarray([row["label"] for row in rows], np.int8)
-                parts["labels"].append(found)
+                parts["labels"].append(np.asarray([row["label"] for row in rows], np.int8))
                 parts["log_p"].append(arrays["log_p"])
                 parts["prompts"].append(np.asarray([known.setdefault(keys[r["prompt_id"]], len(known)) for r in rows]))
                 parts["sources"].append(np.asarray([sources.setdefault(r["source"], len(sources)) for r in rows]))
+                parts["aligned"].append(arrays["rank"] == 0 if "rank" in arrays else np.zeros(len(rows), bool))
+                self._suffix.append((arrays["original"], arrays["substituted"]))
                 self.lookahead &= "lookahead" in arrays
                 feature: dict[str, NDArray[Any]] = {k: v for k, v in arrays.items() if k in FEATURE_ARRAYS}
                 _finite(self._shards[-1].file, feature, arrays["log_p"])
@@ -99,17 +89,42 @@ class Rows:
                 tell("reading labels", len(self._shards) / count)
         if not n:
             raise SelfJudgeError(f"{self.folders[0]} holds no labels: the draft never differed from the target")
-        self.labels, self.log_p, self.prompts, codes = (
-            np.concatenate(parts[key]) for key in ("labels", "log_p", "prompts", "sources")
-        )
-        names = list(sources)
-        self.sources = np.asarray(names)[codes.astype(int)]
+        self.labels, self.log_p, self.prompts, codes, aligned = (np.concatenate(found) for found in parts.values())
+        self.sources = np.asarray(list(sources))[codes.astype(int)]
         self.n_prompts = len(known)
-        self.part = _split(list(known), seed)[self.prompts.astype(int)]
+        self.part = np.where(aligned, -1, _split(list(known), seed)[self.prompts.astype(int)])
         self._kept: list[dict[str, NDArray[Any]]] | None = kept if size <= KEPT_BYTES else None
+
+    def relabelled(self, suffix_length: int | None = None, tau: float | None = None, *, mean: bool = False) -> Rows:
+        """The same rows with labels from the stored scores: over another suffix, with another τ, by the mean of the tokens."""
+        other = copy(self)
+        other.suffix_lengths, other.labels = [], self.labels.copy()
+        taus: list[float] = []
+        for folder, manifest in zip(self.folders, self.manifests, strict=True):
+            if manifest["method"] != "selfjudge":
+                raise SelfJudgeError(f"{folder} holds {manifest['method']} labels: those do not follow from scores")
+            length = manifest["suffix_length"] if suffix_length is None else suffix_length
+            if length > manifest["suffix_length"]:
+                raise SelfJudgeError(
+                    f"{folder} holds scores of {manifest['suffix_length']} tokens, not {length}: label with --suffix-length {length}"
+                )
+            other.suffix_lengths.append(length)
+            taus.append(tau if tau is not None else _tau(folder, manifest, length, mean))
+        for shard, owner, (original, substituted) in zip(self._shards, self._owner, self._suffix, strict=True):
+            rows = slice(shard.start, shard.stop)
+            scores = total(self.log_p[rows], original, substituted, other.suffix_lengths[owner], mean=mean)
+            other.labels[rows] = scores > taus[owner]
+        other.taus = [*taus]
+        return other
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    @property
+    def used(self) -> NDArray[np.bool_]:
+        """Which rows belong to any part."""
+        found: NDArray[np.bool_] = self.part >= 0
+        return found
 
     def of(self, part: str) -> NDArray[np.bool_]:
         """Which rows belong to a part."""
@@ -124,9 +139,12 @@ class Rows:
             raise SelfJudgeError("no look-ahead is stored for the target's own tokens: use --originals off with it")
         if self.n_prompts < 3:
             raise SelfJudgeError(f"{self.n_prompts} prompts cannot be split in three: label more prompts")
-        if self.labels.min() == self.labels.max():
-            which = "acceptable" if self.labels[0] else "unacceptable"
-            raise SelfJudgeError(f"all {len(self)} labels are {which}: there is nothing to learn; choose another τ")
+        used = self.labels[self.used]
+        if len(used) == 0:
+            raise SelfJudgeError(f"{self.folders[0]} holds no mismatch that alignment would refuse: label more prompts")
+        if used.min() == used.max():
+            which = "acceptable" if used[0] else "unacceptable"
+            raise SelfJudgeError(f"all {len(used)} labels are {which}: there is nothing to learn; choose another τ")
         for name in PARTS:
             mine = self.labels[self.of(name)]
             if len(mine) == 0 or mine.min() == mine.max():
@@ -163,7 +181,8 @@ class Rows:
         self, number: int, inside: NDArray[Any], features: str, originals: bool
     ) -> Iterator[tuple[Tensor, Tensor]]:
         shard = self._shards[number]
-        arrays = self._kept[number] if self._kept is not None else read_tensors(shard.file)[0]
+        needed = ["hidden_draft", *(["hidden_target"] * originals), *(["lookahead"] * ("lookahead" in features))]
+        arrays = self._kept[number] if self._kept is not None else read_tensors(shard.file, needed)[0]
         log_p = self.log_p[shard.start : shard.stop][inside]
         labels = torch.from_numpy(self.labels[shard.start : shard.stop][inside].astype(np.float32))
         margins = np.minimum(log_p[:, 1:] - log_p[:, :1], 0)
@@ -214,23 +233,28 @@ def _ahead(log_p: NDArray[Any], seed: int) -> NDArray[np.float32]:
 
 
 def _one_pair(folders: Sequence[Path], manifests: Sequence[dict[str, Any]]) -> None:
+    """One target for all: by checksum, by name where there is none."""
+    first = manifests[0]
     for folder, manifest in zip(folders[1:], manifests[1:], strict=True):
-        if differing := [key for key in SAME if manifest.get(key) != manifests[0].get(key)]:
-            said = ", ".join(f"{key} {manifest.get(key)!r} and {manifests[0].get(key)!r}" for key in differing)
+        known = manifest.get("target_sha256") and first.get("target_sha256")
+        same = ("target_sha256" if known else "target", "hidden_size")
+        if differing := [key for key in same if manifest.get(key) != first.get(key)]:
+            said = ", ".join(f"{key} {manifest.get(key)!r} and {first.get(key)!r}" for key in differing)
             raise SelfJudgeError(f"{folder} and {folders[0]} are of different targets ({said}): a judge has one")
 
 
-def _tau(folder: Path, manifest: dict[str, Any], length: int, mean: bool) -> float | None:
-    """τ for these scores: the stored one where they are the stored scores, else from the folder's evidence."""
-    if manifest["method"] != "selfjudge":
-        return None
+def _tau(folder: Path, manifest: dict[str, Any], length: int, mean: bool) -> float:
+    """τ for these scores: the stored one where they are the stored scores, else from the folder's evidence, else the shipped one."""
     if length == manifest["suffix_length"] and not mean:
         return float(manifest["tau"])
     evidence = folder / "calibration.safetensors"
-    if not evidence.is_file():
+    if evidence.is_file():
+        recall = (manifest.get("tau_evidence") or {}).get("reject_recall", 0.9)
+        return float(tau_of(evidence, length, recall, mean=mean)["tau"])
+    shipped = None if mean else shipped_tau(manifest["target"], manifest["draft_sha256"], length)
+    if shipped is None:
         raise SelfJudgeError(f"{folder} holds no evidence to find τ for these scores: give --tau")
-    recall = (manifest.get("tau_evidence") or {}).get("reject_recall", 0.9)
-    return float(tau_of(evidence, length, recall, mean=mean)["tau"])
+    return float(shipped["tau"])
 
 
 def _key(ids: Sequence[int]) -> str:
