@@ -25,7 +25,7 @@ from selfjudge.quality import likelihoods, mean_log_likelihood
 from selfjudge.shells import generate
 from selfjudge.store import machine, versions, write_json
 from selfjudge.tasks import Task, task
-from selfjudge.types import pooled_mean_accepted_length
+from selfjudge.types import pooled_judged_share, pooled_mean_accepted_length
 
 START = time.monotonic()
 
@@ -112,7 +112,7 @@ def main() -> None:
             found["runs"].append({
                 "task": name, "rule": rule, "value": value, "theta": getattr(built, "theta", None), "n": len(rows),
                 "mean_accepted_length": pooled_mean_accepted_length(answers), "tokens": total, "seconds": seconds,
-                "judged_share": sum(a.judged_share * len(a.tokens) for a in answers) / total,
+                "judged_share": pooled_judged_share(answers),
                 "log_likelihood": mean_log_likelihood(seen), "agreement": agreement(one, rows, texts, own),
                 **({"score": _mean(one, rows, texts)} if one.checkable else {}),
             })  # fmt: skip

@@ -20,7 +20,7 @@ from selfjudge.engine import shape_reason
 from selfjudge.models.pair import Pair, Prompt
 from selfjudge.shells import generate, rough_draft
 from selfjudge.store import machine, versions
-from selfjudge.types import PHASES, Generation, pooled_mean_accepted_length
+from selfjudge.types import PHASES, Generation, pooled_judged_share, pooled_mean_accepted_length
 
 Notify = Callable[[str], None]
 
@@ -100,7 +100,7 @@ def bench_decode(
             "ratio_to_plain": statistics.mean(ratios),
             "spread": [min(ratios), max(ratios)],
             "mean_accepted_length": pooled_mean_accepted_length(ours_last[i]),
-            "judged_share": _judged_share(ours_last[i]),
+            "judged_share": pooled_judged_share(ours_last[i]),
             "identical_to_plain": same / len(prompts),
             "seconds": {
                 "total": statistics.mean(seconds[i]),
@@ -139,11 +139,6 @@ def _over_floor(generations: list[Generation], floor: float | None) -> float | N
     """Time spent in the target over the time its weights take to read, prefill counted as one pass."""
     passes = sum(1 + g.cycles for g in generations)
     return sum(g.seconds["target"] for g in generations) / (passes * floor) if passes and floor else None
-
-
-def _judged_share(generations: list[Generation]) -> float | None:
-    total = sum(len(g.tokens) for g in generations)
-    return sum(g.judged_share * len(g.tokens) for g in generations) / total if total else None
 
 
 def _judge_time_share(generations: list[Generation]) -> float | None:

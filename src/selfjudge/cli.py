@@ -682,7 +682,7 @@ def train(
     as_json: AsJson = False,
     device: Device = None,
 ) -> None:
-    """Train a judge on labels: seconds, on any machine.
+    """Train a judge on labels.
 
     Example: selfjudge train labels --out judge --features hidden+margin --model linear
     """

@@ -17,7 +17,7 @@ from selfjudge.quality import likelihoods, mean_log_likelihood, substitutions
 from selfjudge.respond import respond
 from selfjudge.shells import generate
 from selfjudge.train import Settings, train
-from selfjudge.types import Generation, pooled_mean_accepted_length
+from selfjudge.types import Generation, pooled_judged_share, pooled_mean_accepted_length
 
 Notify = Callable[[str], None]
 WRITTEN = 24  # prompts that the target writes for the demo's own labels
@@ -28,8 +28,13 @@ OWN, SHIPPED = "judged, made just now", "judged, shipped"
 def own_judge(pair: Pair, folder: Path, notify: Notify) -> tuple[Judge | None, dict[str, Any]]:
     """A small labelling run and a judge from it. So few labels may not do: then there is none, and it is said why."""
 
+    told = ("", 0.0)
+
     def update(stage: str, share: float) -> None:
-        notify(f"{stage} ({share:.0%})")
+        nonlocal told
+        if stage.split(":")[0] != told[0] or share - told[1] >= 0.2 or share >= 1:  # a pipe shows every line
+            told = stage.split(":")[0], share
+            notify(f"{stage} ({share:.0%})")
 
     begun = time.perf_counter()
     settings = LabelSettings(prompts=(f"self:{WRITTEN}",), max_new_tokens=64, suffix_length=10)
@@ -37,15 +42,15 @@ def own_judge(pair: Pair, folder: Path, notify: Notify) -> tuple[Judge | None, d
         made = label(pair, folder / "labels", settings, notify=update, warn=notify)
     except SelfJudgeError as error:
         return None, {"labels": 0, "label_seconds": time.perf_counter() - begun, "why_not": str(error)}
-    told = {"labels": made["rows"], "acceptable": made["acceptable"] / made["rows"], "tau": made["tau"]}
-    told["label_seconds"] = time.perf_counter() - begun
+    found = {"labels": made["rows"], "acceptable": made["acceptable"] / made["rows"], "tau": made["tau"]}
+    found["label_seconds"] = time.perf_counter() - begun
     try:
         begun = time.perf_counter()
         config = train([folder / "labels"], folder / "judge", Settings(model="linear"), notify=update)
     except SelfJudgeError as error:
-        return None, {**told, "why_not": str(error)}
-    told |= {"auc": config["metrics"]["auc_mismatch"], "train_seconds": time.perf_counter() - begun}
-    return Judge.from_pretrained(folder / "judge"), told
+        return None, {**found, "why_not": str(error)}
+    found |= {"auc": config["metrics"]["auc_mismatch"], "train_seconds": time.perf_counter() - begun}
+    return Judge.from_pretrained(folder / "judge"), found
 
 
 def side_by_side(
@@ -80,7 +85,7 @@ def side_by_side(
             "rule": name,
             "gamma": g,
             "mean_accepted_length": pooled_mean_accepted_length(answers),
-            "judged_share": sum(a.judged_share * len(a.tokens) for a in answers) / total,
+            "judged_share": pooled_judged_share(answers),
             "tokens_per_second": total / elapsed,
             "speed_over_plain": total / elapsed / rows[0]["tokens_per_second"] if rows else 1.0,
             "same_answer_as_plain": sum(a.tokens == b.tokens for a, b in zip(answers, plain, strict=True)) / len(prompts),

@@ -3,3 +3,8 @@
 
 class SelfJudgeError(Exception):
     """Wrong input or a failed resource. The command line prints it as one line and exits with 2."""
+
+
+def first_line(error: Exception) -> str:
+    """What somebody else's exception says, short enough for a line of ours."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:160]

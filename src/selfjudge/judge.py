@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from selfjudge.errors import SelfJudgeError
+from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.store import read_json, write_json, write_tensors
 from selfjudge.types import Block
 
@@ -268,8 +268,7 @@ def push_folder(folder: Path, repository: str, api: Any, **options: Any) -> str:
         api.create_repo(repository, exist_ok=True, **options)
         return str(api.upload_folder(folder_path=folder, repo_id=repository, commit_message="Judge made by selfjudge"))
     except Exception as error:  # the hub client raises many kinds
-        line = next((text.strip() for text in str(error).splitlines() if text.strip()), type(error).__name__)
-        raise SelfJudgeError(f"cannot upload to {repository}: {line[:160]}") from None
+        raise SelfJudgeError(f"cannot upload to {repository}: {first_line(error)}") from None
 
 
 def _folder(source: str | Path) -> Path:
@@ -283,5 +282,4 @@ def _folder(source: str | Path) -> Path:
 
         return Path(snapshot_download(text, allow_patterns=["config.json", "model.safetensors", "README.md"]))
     except Exception as error:  # the hub client raises many kinds
-        line = next((part.strip() for part in str(error).splitlines() if part.strip()), type(error).__name__)
-        raise SelfJudgeError(f"{text} is no folder, and the hub did not give it ({line[:160]})") from None
+        raise SelfJudgeError(f"{text} is no folder, and the hub did not give it ({first_line(error)})") from None

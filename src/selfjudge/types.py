@@ -151,3 +151,9 @@ def pooled_mean_accepted_length(generations: list[Generation]) -> float | None:
     """Σ tokens / Σ cycles over a set, the figure every table reports as m."""
     cycles = sum(g.cycles for g in generations)
     return sum(len(g.tokens) - 1 for g in generations if g.cycles) / cycles if cycles else None
+
+
+def pooled_judged_share(generations: list[Generation]) -> float | None:
+    """Share of all tokens of a set that were accepted against the alignment rule."""
+    total = sum(len(g.tokens) for g in generations)
+    return sum(g.judged_share * len(g.tokens) for g in generations) / total if total else None

@@ -12,14 +12,16 @@ from typing import Any
 import pytest
 import torch
 from equality import assert_same_tokens
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from selfjudge.accept import Exact, Judged, Sampling, SpeculativeSampling
 from selfjudge.bench import transformers_tokens
 from selfjudge.cli import main
 from selfjudge.judge import Judge
+from selfjudge.label import shipped_tau
 from selfjudge.models.embedded import EMBEDDED
 from selfjudge.models.pair import Pair
-from selfjudge.models.pull import _part
+from selfjudge.models.pull import _part, pull
 from selfjudge.prompts import BUILT_IN
 from selfjudge.respond import respond
 from selfjudge.shells import generate, stream
@@ -56,6 +58,22 @@ def test_the_draft_is_of_use(embedded: Pair) -> None:
     assert accepted > 40  # of 160 tokens; a draft materialised wrongly agrees on next to none
 
 
+def test_the_draft_is_an_ordinary_model_that_says_what_our_engine_makes_it_say(embedded: Pair) -> None:
+    folder = pull("smollm2-135m", verify=False) / "draft"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = [embedded.encode(prompt) for prompt in PROMPTS[:3]]
+    ours = {i: answer for i, answer, _ in respond(model, ids, eos_ids=embedded.eos_ids, max_new_tokens=32)}
+    for index, prompt in enumerate(ids):
+        one = torch.tensor([prompt])
+        theirs = model.generate(
+            one, attention_mask=torch.ones_like(one), do_sample=False, max_new_tokens=32,
+            eos_token_id=sorted(embedded.eos_ids), pad_token_id=min(embedded.eos_ids),
+        )  # fmt: skip
+        assert ours[index] == theirs[0, len(prompt) :].tolist()
+    assert tokenizer.get_vocab() == embedded.tokenizer.get_vocab()
+
+
 def test_a_refusing_judge_is_exact_and_the_guard_holds_back_an_accepting_one(embedded: Pair) -> None:
     prompt, size = PROMPTS[1:2], embedded.hidden_size
     exact = generate(embedded, prompt, Exact(), gamma=3, max_new_tokens=24)[0]
@@ -79,10 +97,11 @@ def test_the_judge_that_ships_belongs_to_the_pair_and_decides(embedded: Pair) ->
         generate(embedded, PROMPTS[1:3], loose, gamma=4, max_new_tokens=32, engine=kind)
         for kind in ("auto", "reference")
     )
-    taken = 0
+    taken = same = 0
     for prompt, one, other in zip(PROMPTS[1:3], fast, slow, strict=True):
         if one.tokens == other.tokens:  # else the engines met a near-tie, of logits or of scores
             assert one.origins == other.origins
+            same += 1
         ids = torch.tensor([[*embedded.encode(prompt), *one.tokens]])
         captured: list[torch.Tensor] = []
         hook = embedded.target.get_output_embeddings().register_forward_pre_hook(
@@ -99,6 +118,7 @@ def test_the_judge_that_ships_belongs_to_the_pair_and_decides(embedded: Pair) ->
                 assert score > loose.theta - 1e-3
                 assert token not in embedded.special_ids
     assert taken
+    assert same
     strict = Judged(judge, judge.quality(0.99), special=embedded.special_ids)
     fewer = generate(embedded, PROMPTS[1:3], strict, gamma=4, max_new_tokens=32)
     assert sum(a.judged_share for a in fewer) < sum(a.judged_share for a in fast)
@@ -129,7 +149,9 @@ def test_the_demo_labels_and_trains_a_judge_of_its_own(
 ) -> None:
     own = demo(monkeypatch, capsys)["own"]
     assert own["labels"] > 50
-    assert "auc" in own or "why_not" in own
+    assert 0 < own["acceptable"] < 0.5
+    assert own["tau"] == shipped_tau("smollm2-135m", embedded.draft_sha256, 10)["tau"]
+    assert 0 <= own["auc"] <= 1 if "auc" in own else "too few" in own["why_not"]
 
 
 def test_draft_equal_to_target_accepts_everything(embedded: Pair) -> None:

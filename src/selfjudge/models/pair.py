@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from selfjudge.errors import SelfJudgeError
+from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.models.convert import load_gguf, quiet
 from selfjudge.models.embedded import EMBEDDED
 from selfjudge.models.pull import Progress, draft_sha256, pull
@@ -120,7 +120,7 @@ class Pair:
             try:
                 texts.append(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
             except Exception as error:  # whatever the model's own template raises
-                raise SelfJudgeError(f"the chat template does not take these messages: {_first_line(error)}") from None
+                raise SelfJudgeError(f"the chat template does not take these messages: {first_line(error)}") from None
         found: list[list[int]] = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
         return found
 
@@ -212,13 +212,9 @@ def _checkpoint(source: Path | str, dtype: torch.dtype) -> tuple[PreTrainedModel
             tokenizer = AutoTokenizer.from_pretrained(source)
     except Exception as error:  # transformers raises many kinds for a missing, gated or malformed checkpoint
         if isinstance(source, Path):
-            raise SelfJudgeError(f"{source} is no readable checkpoint: {_first_line(error)}") from None
+            raise SelfJudgeError(f"{source} is no readable checkpoint: {first_line(error)}") from None
         raise SelfJudgeError(
             f"unknown model {source!r}: no embedded model ({', '.join(EMBEDDED)}), file or folder of that name,"
-            f" and the hub did not give it ({_first_line(error)})"
+            f" and the hub did not give it ({first_line(error)})"
         ) from None
     return model.eval(), tokenizer
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:160]

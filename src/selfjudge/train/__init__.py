@@ -107,12 +107,12 @@ def _claim(out: Path) -> None:
 def candidates(rows: Rows, settings: Settings, device: torch.device | None, notify: Notify | None) -> dict[str, Fitted]:
     """The judges that `settings.model` asks for, by kind."""
     taus = {tau for tau in rows.taus if tau is not None}
-    first = rows.manifests[0]
-    methods = "+".join(dict.fromkeys(m["method"] for m in rows.manifests))
     lengths = set(rows.suffix_lengths)
+    first = rows.manifests[0]
+    drafts, methods = (dict.fromkeys(m[key] for m in rows.manifests) for key in ("draft", "method"))
     config = JudgeConfig(
-        hidden_size=rows.hidden_size, target=first["target"], draft=", ".join(dict.fromkeys(m["draft"] for m in rows.manifests)), target_sha256=first["target_sha256"],
-        draft_sha256=first["draft_sha256"], features=settings.features, label_method=methods,
+        hidden_size=rows.hidden_size, target=first["target"], target_sha256=first["target_sha256"], draft=", ".join(drafts),
+        draft_sha256=first["draft_sha256"], features=settings.features, label_method="+".join(methods),
         suffix_length=lengths.pop() if len(lengths) == 1 else None, tau=taus.pop() if len(taus) == 1 else None,
     )  # fmt: skip
     made: dict[str, Fitted] = {}
