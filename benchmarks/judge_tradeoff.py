@@ -1,6 +1,6 @@
-"""What a judge buys and what it costs: `python benchmarks/judge_tradeoff.py --pair P --judge DIR --data DIR --out DIR`.
+"""What judges buy and what they cost: `python benchmarks/judge_tradeoff.py --pair P --judge DIR... --data DIR --out DIR`.
 
-Answers held-out prompts with `exact`, with a judge over its thresholds, and with rules that need none (margin, topk, fly, accepting at
+Answers held-out prompts with `exact`, with each judge over its thresholds, and with rules that need none (margin, topk, fly, accepting at
 random), all over their own thresholds. For each: m, the target's mean log-likelihood of the answers, and agreement with the target's
 own greedy answer. `tradeoff.json` and a figure: at equal m, which rule keeps more?
 """
@@ -41,17 +41,24 @@ class Chance(Judge):
         return (torch.sin((x.float() @ self.weight).double() * 7919.0) * 43758.5453).frac().abs().float()
 
 
-def rules(judge: Judge, pair: Pair, gamma: int) -> list[tuple[str, float | str, AcceptanceRule]]:
+def rules(judges: dict[str, Judge], pair: Pair, gamma: int) -> list[tuple[str, float | str, AcceptanceRule]]:
+    """(name, threshold, rule): the first judge over all of its thresholds, the others over some."""
     special = pair.special_ids
     chance = Chance(pair.hidden_size)
-    thetas: dict[float | str, float] = {q: judge.quality(q) for q in (0.99, 0.97, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)}
-    thetas |= {name: judge.threshold(name) for name in ("F", "R")}
     made: list[tuple[str, float | str, AcceptanceRule]] = [("exact", "", EXACT)]
-    made += [("judged", name, Judged(judge, theta, special=special)) for name, theta in thetas.items()]
-    made += [("random", p, Judged(chance, 1 - p, special=special)) for p in (0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.45)]
-    made += [("margin", t, Margin(t, guard=True, special=special)) for t in (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)]
+    for number, (name, judge) in enumerate(judges.items()):
+        some = (0.97, 0.9, 0.8, 0.7)
+        thetas: dict[float | str, float] = {
+            q: judge.quality(q) for q in (some if number else sorted((*some, 0.99, 0.95, 0.6, 0.5)))
+        }
+        thetas["F"] = judge.threshold("F")
+        if judge.threshold("R") != judge.threshold("F"):
+            thetas["R"] = judge.threshold("R")
+        made += [(f"judged@{name}", value, Judged(judge, theta, special=special)) for value, theta in thetas.items()]
+    made += [("margin", t, Margin(t, guard=True, special=special)) for t in (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)]
+    made += [("random", p, Judged(chance, 1 - p, special=special)) for p in (0.03, 0.06, 0.1, 0.15, 0.2, 0.3)]
     made += [("topk", k, TopK(k, guard=True, special=special)) for k in (2, 3, 5)]
-    for window in (w for w in (2, 4, 6) if w < gamma):
+    for window in (w for w in (2, 6) if w < gamma):
         for entropy in (0.05, 0.15, 0.3):
             made.append(("fly", f"{entropy}, {window}", FLy(entropy, window, guard=True, special=special)))
     return made
@@ -72,7 +79,7 @@ def agreement(one: Task, rows: Sequence[Any], texts: Sequence[str], own: Sequenc
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pair", default="smollm2-135m")
-    parser.add_argument("--judge", type=Path, default=None)
+    parser.add_argument("--judge", type=Path, nargs="*", default=[], help="folders; the pair's own if none is given")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tasks", nargs="+", default=["gsm8k", "dolly"])
@@ -85,13 +92,17 @@ def main() -> None:
     o = parser.parse_args()
     pair = Pair.load(o.pair, device=o.device)
     shipped = EMBEDDED[o.pair].judge if o.pair in EMBEDDED else None
-    if o.judge is None and shipped is None:
+    if not o.judge and shipped is None:
         parser.error(f"{o.pair} brings no judge: give --judge")
-    judge = Judge.from_pretrained(o.judge or shipped)
+    judges = {folder.name: Judge.from_pretrained(folder) for folder in o.judge or [shipped]}
     found: dict[str, Any] = {
         "pair": pair.name, "machine": machine(), "versions": versions(), "date": time.strftime("%Y-%m-%d"), "dtype": pair.dtype,
-        "gamma": o.gamma, "max_new_tokens": o.max_new_tokens, "batch": o.batch, "judge": dict(judge.config.thresholds),
-        "features": judge.config.features, "model": judge.config.model, "runs": [],
+        "gamma": o.gamma, "max_new_tokens": o.max_new_tokens, "batch": o.batch, "runs": [],
+        "judges": {
+            name: {"thresholds": dict(c.thresholds), "features": c.features, "model": c.model, "tau": c.tau, "labels": c.label_method,
+                   "suffix_length": c.suffix_length, "auc_mismatch": c.metrics["auc_mismatch"], "acceptable_rate": c.metrics["acceptable_rate"]}
+            for name, judge in judges.items() for c in [judge.config]
+        },
     }  # fmt: skip
     for name in o.tasks:
         one = task(name, o.data)
@@ -99,8 +110,8 @@ def main() -> None:
         prompts = [one.prompt(row) for row in rows]
         encoded = pair.encode_many(prompts)
         own: list[str] = []
-        for rule, value, built in rules(judge, pair, o.gamma):
-            if o.only and rule not in ("exact", *o.only):
+        for rule, value, built in rules(judges, pair, o.gamma):
+            if o.only and rule.split("@")[0] not in ("exact", *o.only):
                 continue
             begun = time.monotonic()
             answers = generate(pair, prompts, built, gamma=o.gamma, max_new_tokens=o.max_new_tokens, batch=o.batch)
@@ -134,14 +145,16 @@ def draw(file: Path, runs: list[dict[str, Any]], tasks: Sequence[str]) -> None:
 
     figure = Figure(figsize=(10, 4 * len(tasks)), layout="constrained")
     axes = figure.subplots(len(tasks), 2, squeeze=False)
-    marks = {"exact": "*", "judged": "o", "random": "x", "margin": "s", "topk": "^", "fly": "v"}
+    marks = {"exact": "*", "random": "x", "margin": "s", "topk": "^", "fly": "v"}
+    names = list(dict.fromkeys(r["rule"] for r in runs))
     for line, name in zip(axes, tasks, strict=True):
         for axis, key in zip(line, ("log_likelihood", "agreement"), strict=True):
-            for rule, mark in marks.items():
+            for rule in names:
                 mine = sorted(
                     (r["mean_accepted_length"], r[key]) for r in runs if r["task"] == name and r["rule"] == rule
                 )
-                axis.plot([m for m, _ in mine], [v for _, v in mine], marker=mark, label=rule)
+                style = {"linestyle": "none"} if rule in ("fly", "exact") else {}
+                axis.plot([m for m, _ in mine], [v for _, v in mine], marker=marks.get(rule, "o"), label=rule, **style)
             axis.set(title=name, xlabel="m", ylabel=key.replace("_", " "))
     axes[0][0].legend()
     figure.savefig(file, dpi=100)

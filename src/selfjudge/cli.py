@@ -676,6 +676,10 @@ def train(
         int | None, typer.Option(help="Label anew from the stored scores with this N; τ from the stored evidence.")
     ] = None,
     tau: Annotated[float | None, typer.Option(help="Label anew from the stored scores with this τ.")] = None,
+    sources: Annotated[
+        str,
+        typer.Option(help="Learn from these sources of prompts alone, such as self or gsm8k,dolly; all if not given."),
+    ] = "",
     reject: Annotated[float, typer.Option(help="Share of the unacceptable tokens that threshold R rejects.")] = 0.9,
     push: Annotated[str | None, typer.Option(help="Upload to this hub repository, such as me/my-judge.")] = None,
     seed: Seed = 0,
@@ -693,7 +697,7 @@ def train(
         raise SelfJudgeError(f"--originals is on or off, not {originals!r}")
     settings = Settings(
         features=features, model=model, originals=originals == "on", suffix_length=suffix_length, tau=tau, reject=reject,
-        seed=seed,
+        sources=tuple(filter(None, sources.split(","))), seed=seed,
     )  # fmt: skip
     settings.check()
     with _progress() as update:
@@ -813,9 +817,9 @@ def demo(
     if own:
         typer.echo(
             f"no judge from so few: {own['why_not']}" if "why_not" in own
-            else f"a judge from them in {own['train_seconds']:.1f} s, ROC-AUC {own['auc']:.2f} on prompts it has not seen"
+            else f"a judge from them in {own['train_seconds']:.1f} s, ROC-AUC {own['auc']:.2f} on {own['auc_of']} mismatches of other prompts"
         )  # fmt: skip
-    typer.echo(f"\n> {BUILT_IN[0][1]}\n\n{rows[-1]['example']}\n")
+    typer.echo(f"\n> {BUILT_IN[0][1]}\n\n({rows[-1]['rule']})\n{rows[-1]['example']}\n")
     _print_rows([
         {
             "rule": r["rule"],
@@ -832,6 +836,9 @@ def demo(
     typer.echo(
         "m = tokens per target pass; judged = tokens taken against the target's choice, with"
         f" --quality {QUALITY}; log-likelihood = the target's own view of the answer, per token: {rows[0]['log_likelihood']:.3f} for its greedy answer, {found['draft_log_likelihood']:.3f} for what the draft says alone."
+    )
+    typer.echo(
+        "On a CPU exact may draft with int8 weights, since drafts do not change its answers; the other rules draft with float32."
     )
     if found["substitutions"]:
         shown = ", ".join(f"{b!r} for {a!r}" + (f" ({n} ×)" if n > 1 else "") for a, b, n in found["substitutions"][:8])

@@ -49,7 +49,8 @@ def own_judge(pair: Pair, folder: Path, notify: Notify) -> tuple[Judge | None, d
         config = train([folder / "labels"], folder / "judge", Settings(model="linear"), notify=update)
     except SelfJudgeError as error:
         return None, {**found, "why_not": str(error)}
-    found |= {"auc": config["metrics"]["auc_mismatch"], "train_seconds": time.perf_counter() - begun}
+    found |= {"auc": config["metrics"]["auc_mismatch"], "auc_of": config["metrics"]["n_holdout"]}
+    found["train_seconds"] = time.perf_counter() - begun
     return Judge.from_pretrained(folder / "judge"), found
 
 

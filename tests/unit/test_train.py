@@ -532,6 +532,31 @@ def test_an_mlp_learns_the_same_from_files(labels: Path, monkeypatch: pytest.Mon
     assert all(torch.equal(a, b) for a, b in zip(whole.judge.buffers(), again.judge.buffers(), strict=True))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("spare", [0, 1 << 60])
+def test_the_gpu_gives_the_same_judge_and_keeps_features_where_there_is_room(
+    labels: Path, monkeypatch: pytest.MonkeyPatch, spare: int
+) -> None:
+    monkeypatch.setattr(reading, "GPU_SPARE", spare)
+    rows, device = Rows([labels]), torch.device("cuda")
+    config = config_of(rows, "hidden+margin")
+    here, there = fit_linear(rows, config), fit_linear(rows, config, device=device)
+    assert here.c == there.c
+    assert torch.allclose(here.judge.weight, there.judge.weight.cpu(), atol=1e-4)
+    assert bool(rows._on_gpu) == (spare == 0)
+
+
+def test_a_judge_may_learn_from_some_sources_alone(labels: Path, tmp_path: Path) -> None:
+    config = train([labels], tmp_path / "judge", Settings(model="linear", sources=("s1",)))
+    rows = Rows([labels])
+    assert config["metrics"]["n_labels"] == int((rows.used & (rows.sources == "s1")).sum()) > 0
+    assert config["metrics"]["n_prompts"] == 30
+    assert list(read_json(tmp_path / "judge" / "run.json")["sources"]) == ["s1"]
+    with pytest.raises(SelfJudgeError, match=r"no labels come from s9; the sources are: s0, s1"):
+        train([labels], tmp_path / "none", Settings(sources=("s9",)))
+
+
 @pytest.mark.parametrize("originals", [False, True])
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, originals: bool, shuffled: bool) -> None:

@@ -41,6 +41,8 @@ class Settings:
     """Learn from the target's own tokens as well, as acceptable rows."""
     suffix_length: int | None = None
     tau: float | None = None
+    sources: tuple[str, ...] = ()
+    """Learn from rows of these sources of prompts alone; all if none is named."""
     reject: float = 0.9
     """Share of the unacceptable tokens that the threshold R rejects."""
     seed: int = 0
@@ -71,6 +73,8 @@ def train(
     rows = Rows(folders, seed=settings.seed, notify=notify)
     if settings.suffix_length is not None or settings.tau is not None:
         rows = rows.relabelled(settings.suffix_length, settings.tau)
+    if settings.sources:
+        rows = rows.only(settings.sources)
     rows.check(settings.features, settings.originals)
     tried = candidates(rows, settings, place, notify)
     chosen = choice(rows, tried, place)
@@ -143,7 +147,7 @@ def finish(rows: Rows, fitted: Fitted, settings: Settings, device: torch.device 
     metrics = {
         "auc_mismatch": float(roc_auc_score(labels, scores)),
         "auc_select": fitted.auc_select, "n_labels": int(rows.used.sum()), "n_prompts": rows.n_prompts, "n_holdout": len(labels),
-        "n_aligned": int((~rows.used).sum()), "acceptable_rate": float(rows.labels[rows.used].mean()),
+        "n_aligned": rows.n_aligned, "acceptable_rate": float(rows.labels[rows.used].mean()),
         **{f"{name}_{key}": value for name in ("F", "R") for key, value in at(scores, labels, found[name]).items()},
         **({} if fitted.c is None else {"C": fitted.c}),
     }  # fmt: skip

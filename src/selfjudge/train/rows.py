@@ -28,6 +28,7 @@ PARTS = ("fit", "select", "holdout")
 SHARES = (0.7, 0.15, 0.15)
 KEPT_BYTES = 2 << 30  # features up to this size stay in memory
 CHUNK_BYTES = 128 << 20  # of a piece of them in float32
+GPU_SPARE = 8 << 30  # of its memory is left free when features are kept there
 FEATURE_ARRAYS = ("hidden_draft", "hidden_target", "lookahead")
 
 
@@ -93,6 +94,8 @@ class Rows:
         self.sources = np.asarray(list(sources))[codes.astype(int)]
         self.n_prompts = len(known)
         self.part = np.where(aligned, -1, _split(list(known), seed)[self.prompts.astype(int)])
+        self.n_aligned = int(aligned.sum())
+        self._on_gpu: dict[tuple[int, str], Tensor] = {}
         self._kept: list[dict[str, NDArray[Any]]] | None = kept if size <= KEPT_BYTES else None
 
     def relabelled(self, suffix_length: int | None = None, tau: float | None = None, *, mean: bool = False) -> Rows:
@@ -115,6 +118,16 @@ class Rows:
             scores = total(self.log_p[rows], original, substituted, other.suffix_lengths[owner], mean=mean)
             other.labels[rows] = scores > taus[owner]
         other.taus = [*taus]
+        return other
+
+    def only(self, sources: Sequence[str]) -> Rows:
+        """The same rows, of which those of other sources belong to no part."""
+        if unknown := sorted(set(sources) - set(self.sources)):
+            known = ", ".join(sorted(set(self.sources)))
+            raise SelfJudgeError(f"no labels come from {', '.join(unknown)}; the sources are: {known}")
+        other = copy(self)
+        other.part = np.where(np.isin(self.sources, list(sources)), self.part, -1)
+        other.n_prompts = len(np.unique(self.prompts[np.isin(self.sources, list(sources))]))
         return other
 
     def __len__(self) -> int:
@@ -168,7 +181,7 @@ class Rows:
             inside = np.flatnonzero(chosen[shard.start : shard.stop])
             if not len(inside):
                 continue
-            for made in self._of_shard(number, inside, features, originals):
+            for made in self._of_shard(number, inside, features, originals, device):
                 waiting.append(made)
                 filled += len(made[1])
             if filled >= most:
@@ -178,31 +191,49 @@ class Rows:
             yield from _pieces(waiting, most, device, generator)
 
     def _of_shard(
-        self, number: int, inside: NDArray[Any], features: str, originals: bool
+        self, number: int, inside: NDArray[Any], features: str, originals: bool, device: torch.device | None
     ) -> Iterator[tuple[Tensor, Tensor]]:
         shard = self._shards[number]
         needed = ["hidden_draft", *(["hidden_target"] * originals), *(["lookahead"] * ("lookahead" in features))]
-        arrays = self._kept[number] if self._kept is not None else read_tensors(shard.file, needed)[0]
-        log_p = self.log_p[shard.start : shard.stop][inside]
-        labels = torch.from_numpy(self.labels[shard.start : shard.stop][inside].astype(np.float32))
-        margins = np.minimum(log_p[:, 1:] - log_p[:, :1], 0)
-        ahead = _ahead(arrays["lookahead"], shard.start)[inside] if "lookahead" in features else None
-        yield self._columns(arrays["hidden_draft"][inside], margins, ahead, features), labels
+        arrays = self._arrays(number, needed, device)
+        place = arrays["hidden_draft"].device
+        rows = torch.from_numpy(inside).to(place)
+        log_p = torch.from_numpy(self.log_p[shard.start : shard.stop][inside]).to(place)
+        labels = torch.from_numpy(self.labels[shard.start : shard.stop][inside].astype(np.float32)).to(place)
+        margins = (log_p[:, 1:] - log_p[:, :1]).clamp_max(0)
+        ahead = None
+        if "lookahead" in features:
+            ahead = torch.from_numpy(_ahead(arrays["lookahead"].cpu().numpy(), shard.start)).to(place)[rows]
+        yield _columns(arrays["hidden_draft"][rows], margins, ahead, features), labels
         if originals:
-            margins = np.zeros((len(log_p), 1))
-            none = None if ahead is None else np.zeros((len(log_p), 2 * LOOKAHEAD))
-            found = self._columns(arrays["hidden_target"][inside], margins, none, features)
-            yield found, torch.ones(len(found))
+            none = None if ahead is None else torch.zeros_like(ahead)
+            found = _columns(arrays["hidden_target"][rows], torch.zeros_like(margins), none, features)
+            yield found, torch.ones(len(found), device=place)
 
-    def _columns(
-        self, hidden: NDArray[Any], margins: NDArray[Any], ahead: NDArray[Any] | None, features: str
-    ) -> Tensor:
-        parts = [hidden.astype(np.float32)]
-        if "margin" in features:
-            parts.append(np.maximum(margins, LOWEST).astype(np.float32))
-        if ahead is not None:
-            parts.append(np.maximum(ahead, LOWEST).astype(np.float32))
-        return torch.from_numpy(np.concatenate(parts, 1))
+    def _arrays(self, number: int, names: Sequence[str], device: torch.device | None) -> dict[str, Tensor]:
+        """Features of a shard: from memory, from the GPU where there is room to keep them, or read."""
+        shard = self._shards[number]
+        if device is None or device.type != "cuda":
+            stored = self._kept[number] if self._kept is not None else read_tensors(shard.file, names)[0]
+            return {name: torch.from_numpy(stored[name]) for name in names}
+        found: dict[str, Tensor] = {}
+        for name in names:
+            if (tensor := self._on_gpu.get((number, name))) is None:
+                stored = self._kept[number] if self._kept is not None else read_tensors(shard.file, [name])[0]
+                tensor = torch.from_numpy(stored[name]).to(device)
+                if tensor.nbytes < torch.cuda.mem_get_info(device)[0] - GPU_SPARE:
+                    self._on_gpu[number, name] = tensor
+            found[name] = tensor
+        return found
+
+
+def _columns(hidden: Tensor, margins: Tensor, ahead: Tensor | None, features: str) -> Tensor:
+    parts = [hidden.float()]
+    if "margin" in features:
+        parts.append(margins.clamp_min(LOWEST).float())
+    if ahead is not None:
+        parts.append(ahead.clamp_min(LOWEST).float())
+    return torch.cat(parts, 1)
 
 
 def _pieces(
@@ -210,7 +241,7 @@ def _pieces(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     x, labels = (torch.cat(parts) for parts in zip(*waiting, strict=True))
     if generator is not None:
-        order = torch.randperm(len(x), generator=generator)
+        order = torch.randperm(len(x), generator=generator).to(x.device)
         x, labels = x[order], labels[order]
     for a, b in zip(x.split(most), labels.split(most), strict=True):
         yield (a, b) if device is None else (a.to(device), b.to(device))
