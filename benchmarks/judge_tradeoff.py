@@ -47,19 +47,19 @@ def rules(judges: dict[str, Judge], pair: Pair, gamma: int) -> list[tuple[str, f
     chance = Chance(pair.hidden_size)
     made: list[tuple[str, float | str, AcceptanceRule]] = [("exact", "", EXACT)]
     for number, (name, judge) in enumerate(judges.items()):
-        some = (0.97, 0.9, 0.8, 0.7)
+        some = (0.95, 0.9, 0.8, 0.7)
         thetas: dict[float | str, float] = {
-            q: judge.quality(q) for q in (some if number else sorted((*some, 0.99, 0.95, 0.6, 0.5)))
+            q: judge.quality(q) for q in (some if number else sorted((*some, 0.98, 0.6)))
         }
         thetas["F"] = judge.threshold("F")
         if judge.threshold("R") != judge.threshold("F"):
             thetas["R"] = judge.threshold("R")
         made += [(f"judged@{name}", value, Judged(judge, theta, special=special)) for value, theta in thetas.items()]
-    made += [("margin", t, Margin(t, guard=True, special=special)) for t in (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)]
+    made += [("margin", t, Margin(t, guard=True, special=special)) for t in (0.1, 0.25, 0.5, 0.75, 1.0, 1.5)]
     made += [("random", p, Judged(chance, 1 - p, special=special)) for p in (0.03, 0.06, 0.1, 0.15, 0.2, 0.3)]
     made += [("topk", k, TopK(k, guard=True, special=special)) for k in (2, 3, 5)]
     for window in (w for w in (2, 6) if w < gamma):
-        for entropy in (0.05, 0.15, 0.3):
+        for entropy in (0.05, 0.15):
             made.append(("fly", f"{entropy}, {window}", FLy(entropy, window, guard=True, special=special)))
     return made
 

@@ -34,6 +34,8 @@ def main() -> None:
     parser.add_argument("--prompts", nargs="+", default=["gsm8k:900", "livecodebench:300", "dolly:900", "self:900"])
     parser.add_argument("--auto", nargs="+", default=["gsm8k:300"])
     parser.add_argument("--auto-plus", nargs="+", default=["gsm8k:150", "dolly:150"])
+    parser.add_argument("--methods", nargs="+", default=["selfjudge", "autojudge", "autojudge+"])
+    parser.add_argument("--substitutions", type=int, default=None, help="most that the searches try in a response")
     parser.add_argument("--calibrate", default="gsm8k")
     parser.add_argument("--calibrate-prompts", type=int, default=100)
     parser.add_argument("--batch", type=int, default=1024)
@@ -47,7 +49,7 @@ def main() -> None:
     cuda = pair.target.device.type == "cuda"
     summary: dict[str, Any] = {
         "pair": pair.name, "machine": machine(), "versions": versions(), "date": time.strftime("%Y-%m-%d"),
-        "dtype": pair.dtype, "batch": o.batch, "max_new_tokens": o.max_new_tokens, "runs": [],
+        "dtype": pair.dtype, "batch": o.batch, "max_new_tokens": o.max_new_tokens, "substitutions": o.substitutions, "runs": [],
     }  # fmt: skip
     told: dict[str, float] = {}
 
@@ -57,6 +59,8 @@ def main() -> None:
             print(f"[{time.monotonic() - START:.0f} s] {stage} {share:.0%}", flush=True)
 
     for method, prompts in (("selfjudge", o.prompts), ("autojudge", o.auto), ("autojudge+", o.auto_plus)):
+        if method not in o.methods:
+            continue
         told.clear()
         if cuda:
             torch.cuda.reset_peak_memory_stats()
@@ -65,7 +69,7 @@ def main() -> None:
             prompts=tuple(prompts), method=method, max_new_tokens=o.max_new_tokens, batch=o.batch,
             calibrate=o.calibrate if method == "selfjudge" else None, calibrate_prompts=o.calibrate_prompts,
             allow_unsafe=o.allow_unsafe, hidden_dtype=o.hidden_dtype,
-            lookahead=o.lookahead and method == "selfjudge",
+            substitutions=None if method == "selfjudge" else o.substitutions, lookahead=o.lookahead and method == "selfjudge",
         )  # fmt: skip
         out = o.out / method.replace("+", "-plus")
         manifest = label(pair, out, settings, data=o.data, notify=notify, warn=print)  # never resumed: it is timed

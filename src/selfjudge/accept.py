@@ -121,12 +121,16 @@ class AcceptanceRule:
             judged = torch.zeros_like(aligned)
         else:
             if ids := self.guarded():
-                special = _ids(ids, drafts.device)
-                no_say = no_say | torch.isin(drafts, special) | torch.isin(choice[:, :-1], special)
+                no_say = no_say | _among(drafts, ids) | _among(choice[:, :-1], ids)
             accepted = torch.where(no_say, aligned, accepted)
             judged = accepted & ~aligned
         n = accepted.long().cumprod(1).sum(1)  # the walk: stop at the first refusal
         return Verdict(n, self.following(block, logits, choice, aligned, n), judged, irregular)
+
+
+def _among(tokens: Tensor, ids: tuple[int, ...]) -> Tensor:
+    """Which tokens are one of these ids. `torch.isin` sorts a longer list, which a CUDA graph cannot record."""
+    return (tokens[..., None] == _ids(ids, tokens.device)).any(-1)
 
 
 def _log_p(logits: Tensor, drafts: Tensor) -> Tensor:

@@ -543,6 +543,9 @@ def label(
     ] = None,
     calibrate_prompts: Annotated[int, typer.Option(help="Prompts for finding τ.")] = 100,
     reject_recall: Annotated[float, typer.Option(help="Share of the critical tokens that τ must refuse.")] = 0.9,
+    substitutions: Annotated[
+        int | None, typer.Option(help="Most draft tokens that autojudge and autojudge+ try in a response.")
+    ] = None,
     max_new_tokens: MaxNew = 256,
     batch: Annotated[int | None, typer.Option(help="Responses at a time: 64, on CUDA 1024.")] = None,
     hidden_dtype: Annotated[str, typer.Option(help="How hidden states are kept: float32 or float16.")] = "float32",
@@ -577,7 +580,7 @@ def label(
         prompts=tuple(prompts or ("self" if limit else "self:500",)), limit=limit, method=method, suffix_length=suffix_length,
         max_new_tokens=max_new_tokens, tau=tau, calibrate=calibrate, calibrate_prompts=calibrate_prompts,
         reject_recall=reject_recall, hidden_dtype=hidden_dtype, lookahead=lookahead, shard=_shard(shard), skip_broken=skip_broken,
-        allow_unsafe=allow_unsafe, seed=seed,
+        substitutions=substitutions, allow_unsafe=allow_unsafe, seed=seed,
         batch=(1024 if chosen_device(device).type == "cuda" else 64) if batch is None else batch,
     )  # fmt: skip
     settings.check()

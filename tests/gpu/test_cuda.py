@@ -6,7 +6,18 @@ import pytest
 import torch
 
 from conftest import VOCAB, tiny_model
-from selfjudge.accept import AcceptanceRule, Exact, Judged, Sampling, SpeculativeSampling
+from selfjudge.accept import (
+    AcceptanceRule,
+    Exact,
+    FLy,
+    Judged,
+    Margin,
+    Relaxed,
+    Sampling,
+    SpeculativeSampling,
+    TopK,
+    Typical,
+)
 from selfjudge.decode import decode
 from selfjudge.engine import common_kind, make_engine
 from selfjudge.engine.cuda import CudaEngine, Kernels
@@ -171,7 +182,8 @@ def test_rules_agree_with_the_reference_engine() -> None:
         for features, extra in ((f, columns(f)) for f in FEATURES)
     ]  # fmt: skip
     for rule in (
-        Judged(judge, 0.4, special=(2,)), SpeculativeSampling(Sampling(0.8, top_p=0.9)),
+        Judged(judge, 0.4, special=(2,)), Judged(judge, 0.4, special=(2, *range(20, 60))),
+        TopK(2), TopK(3, guard=True, special=(2, *range(20, 60))), Relaxed(), Typical(), Margin(), FLy(0.1, 2), SpeculativeSampling(Sampling(0.8, top_p=0.9)),
         Judged(judge, 0.6, SpeculativeSampling(Sampling(0.8))), *(Judged(one.to(CUDA), 0.5) for one in deep),
     ):  # fmt: skip
         options = {"gamma": 4, "max_new_tokens": 40, "eos_ids": (2,), "seeds": [1, 2, 3]}

@@ -180,6 +180,18 @@ def test_autojudge_rows_point_into_their_revision(
     assert manifest["tau"] is None
 
 
+def test_a_search_tries_no_more_substitutions_than_allowed(tiny_pair: Pair, prompts: str, tmp_path: Path) -> None:
+    tried = []
+    for name, most in (("all", None), ("some", 3)):
+        label(tiny_pair, tmp_path / name, settings_of(prompts, method="autojudge+", tau=None, substitutions=most))
+        rows = [row["prompt_id"] for rows, _ in read_shards(tmp_path / name) for row in rows]
+        tried.append({prompt: rows.count(prompt) for prompt in rows})
+    assert max(tried[0].values()) > 3
+    assert tried[1] == {prompt: min(3, count) for prompt, count in tried[0].items()}
+    with pytest.raises(SelfJudgeError, match="--substitutions must be at least 1, not 0"):
+        settings_of(prompts, substitutions=0).check()
+
+
 def test_twins_are_labelled_once_and_ids_are_unique(tiny_pair: Pair, tmp_path: Path) -> None:
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()

@@ -56,6 +56,8 @@ class Settings:
     hidden_dtype: str = "float32"
     lookahead: bool = False
     """Store the target's log-probabilities of what the draft would say after its token."""
+    substitutions: int | None = None
+    """Most draft tokens that answer preservation tries in a response; all if not given."""
     batch: int = 64
     shard: tuple[int, int] = (0, 1)
     """Which of how many: prompts i, i + n, i + 2n … are labelled."""
@@ -78,8 +80,9 @@ class Settings:
         for name in ("max_new_tokens", "batch", "calibrate_prompts"):
             if getattr(self, name) < 1:
                 raise SelfJudgeError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
-        if self.limit is not None and self.limit < 1:
-            raise SelfJudgeError(f"--limit must be at least 1, not {self.limit}")
+        for name in ("limit", "substitutions"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise SelfJudgeError(f"--{name} must be at least 1, not {value}")
         if not 0 < self.reject_recall <= 1:
             raise SelfJudgeError(f"--reject-recall must lie above 0 and not above 1, not {self.reject_recall}")
         if not 0 <= self.shard[0] < self.shard[1]:
@@ -425,7 +428,7 @@ def _autojudge(
         searches += begun
         before = len(searches) - len(begun)
         search(
-            pair, begun, check, max_new_tokens=settings.max_new_tokens, batch=settings.batch,
+            pair, begun, check, max_new_tokens=settings.max_new_tokens, batch=settings.batch, most=settings.substitutions,
             notify=lambda done, tried, before=before: notify((before + done) / len(responses)),  # type: ignore[misc]
         )  # fmt: skip
     if pair.target.device.type == "cuda":
