@@ -133,6 +133,12 @@ def _among(tokens: Tensor, ids: tuple[int, ...]) -> Tensor:
     return (tokens[..., None] == _ids(ids, tokens.device)).any(-1)
 
 
+def _confirmed(aligned: Tensor, window: int) -> Tensor:
+    """[B, γ] where d_{i+1} … d_{i+W} all match; beyond the block nothing matches."""
+    ahead = torch.nn.functional.pad(aligned, (0, window), value=False).unfold(1, window, 1)
+    return ahead[:, 1:].all(-1)[:, : aligned.shape[1]]
+
+
 def _log_p(logits: Tensor, drafts: Tensor) -> Tensor:
     """[B, γ] log p_i(d_i)."""
     log_p: Tensor = logits.float().log_softmax(-1)
@@ -318,10 +324,7 @@ class FLy(AcceptanceRule):
 
     def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
         unsure = _entropy(logits) / math.log(logits.shape[-1]) >= self.entropy
-        # confirmed_i: d_{i+1} … d_{i+W} all match; beyond the block nothing matches
-        ahead = torch.nn.functional.pad(aligned, (0, self.window), value=False).unfold(1, self.window, 1)
-        confirmed = ahead[:, 1:].all(-1)[:, : block.gamma]
-        return aligned | (unsure & confirmed)
+        return aligned | (unsure & _confirmed(aligned, self.window))
 
 
 @dataclass(frozen=True, eq=False)
@@ -329,7 +332,8 @@ class Judged(AcceptanceRule):
     """The base rule accepts, OR judge(h at d_i) > θ. With θ = 1 or no score it is the base rule, bit for bit.
 
     On top of `sampling` this is no longer lossless: the base's random numbers are drawn all the same, and the
-    residual is sampled only where both refuse.
+    residual is sampled only where both refuse. With `confirm` W, what the judge accepts stands only where the base rule
+    accepts the next W drafts of the block too: fewer substitutions, each of which is worth more tokens.
     """
 
     name = "judged"
@@ -338,11 +342,19 @@ class Judged(AcceptanceRule):
     judge: Judge  # type: ignore[misc]
     theta: float = 0.5
     base: AcceptanceRule = field(default_factory=Exact)
+    confirm: int = 0
     guard: bool = True
     special: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        _require(self.confirm >= 0, f"{self.name} needs confirm of at least 0, not {self.confirm}")
         object.__setattr__(self, "theta", self.judge.threshold(self.theta))
+
+    def check(self, gamma: int) -> None:
+        _require(
+            gamma == 0 or gamma > self.confirm,
+            f"{self.name} with confirm {self.confirm} needs gamma > {self.confirm}, not {gamma}: no mismatch could be confirmed",
+        )
 
     @property
     def sampling(self) -> Sampling | None:  # type: ignore[override]
@@ -363,7 +375,8 @@ class Judged(AcceptanceRule):
         return (self.judge(block) if block.scores is None else block.scores) > self.theta
 
     def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
-        return aligned | self.approves(block)
+        approved = self.approves(block)
+        return aligned | (approved & _confirmed(aligned, self.confirm) if self.confirm else approved)
 
 
 @dataclass(frozen=True, eq=False)
@@ -372,6 +385,10 @@ class JudgeOnly(Judged):
 
     name = "judge_only"
     summary = "the judge alone decides: P(acceptable) > θ"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require(self.confirm == 0, "judge_only has no alignment to confirm with: leave confirm out")
 
     def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
         return self.approves(block)
@@ -446,7 +463,7 @@ def _values(rule: type[AcceptanceRule], text: str) -> dict[str, Any]:
 
 
 def _convert(rule: str, key: str, value: str, default: object) -> object:
-    if key == "theta" and value in ("F", "R"):
+    if key == "theta" and value[:1] in ("F", "R", "q"):
         return value
     try:
         return _truth(value) if isinstance(default, bool) else int(value) if isinstance(default, int) else float(value)

@@ -128,7 +128,14 @@ class Judge(nn.Module):
         return torch.sigmoid(x @ self.weight + self.bias)
 
     def threshold(self, theta: float | str) -> float:
-        """A number in [0, 1], or one of the stored thresholds by name (`F`, `R`)."""
+        """A number in [0, 1], one of the stored thresholds by name (`F`, `R`), or `q0.9`: the one of quality 0.9."""
+        if isinstance(theta, str) and theta.startswith("q"):
+            try:
+                return self.quality(float(theta[1:]))
+            except ValueError:
+                raise SelfJudgeError(
+                    f"{theta!r} names no quality: write q and a share in [0, 1], such as q0.9"
+                ) from None
         if isinstance(theta, str):
             if theta not in self.config.thresholds:
                 known = ", ".join(sorted(self.config.thresholds)) or "none"

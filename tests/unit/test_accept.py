@@ -126,6 +126,20 @@ def test_judge_accepts_above_theta_and_reads_the_state_at_the_draft() -> None:
     assert verdict(Judged(judge, 0.49), b) == (2, 0, [True, True])
 
 
+def test_what_the_judge_accepts_may_need_confirmation() -> None:
+    always = Judge.constant(1.0, H)
+    rows = [[0.6, 0.3, 0.1]] * 5
+    rule = Judged(always, 0.5, confirm=2)
+    assert verdict(rule, block([1, 0, 0, 1], rows)) == (3, 0, [True, False, False, False])  # the last has no window
+    assert verdict(rule, block([1, 0, 1, 0], rows))[0] == 0  # a second mismatch in the window
+    assert verdict(Judged(always, 0.5), block([1, 0, 1, 0], rows))[0] == 4
+    rule.check(3)
+    for wrong in (lambda: rule.check(2), lambda: Judged(always, 0.5, confirm=-1), lambda: JudgeOnly(always, confirm=1)):
+        with pytest.raises(SelfJudgeError, match="confirm"):
+            wrong()
+    assert parse_rule("judged:0.4,confirm=3", judge=always).confirm == 3
+
+
 def test_judged_at_theta_one_is_the_base_rule_bit_for_bit() -> None:
     torch.manual_seed(0)
     always = Judge.constant(1.0, H)

@@ -29,7 +29,13 @@ def test_round_trip(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
 
-@pytest.mark.parametrize("theta", [-0.1, 1.1, float("nan"), "Q"])
+def test_a_threshold_may_be_named_by_its_quality() -> None:
+    judge = Judge(replace(CONFIG, quality_curve=((0.5, 0.2), (0.9, 0.6), (1.0, 1.0))))
+    assert judge.threshold("q0.9") == judge.quality(0.9) == 0.6
+    assert judge.threshold("q0.95") == 1.0
+
+
+@pytest.mark.parametrize("theta", [-0.1, 1.1, float("nan"), "Q", "q", "q2", "qx"])
 def test_thresholds_outside_are_refused(theta: float | str) -> None:
     with pytest.raises(SelfJudgeError):
         Judge(CONFIG).threshold(theta)

@@ -1020,10 +1020,14 @@ def test_the_configuration_says_everything(judged: tuple[str, Path, dict], label
 def test_the_folder_holds_a_card_a_figure_and_no_pickle(judged: tuple[str, Path, dict]) -> None:
     _, out, _ = judged
     files = {p.name: p.read_bytes() for p in out.iterdir()}
-    assert set(files) == {"config.json", "model.safetensors", "README.md", "roc.png", "run.json"}
+    assert set(files) == {"config.json", "model.safetensors", "README.md", "roc.json", "roc.png", "run.json"}
     assert not any(content.startswith((b"\x80", b"PK")) for content in files.values())
     assert files["roc.png"].startswith(b"\x89PNG\r\n\x1a\n")
     assert len(files["roc.png"]) > 5000
+    curve = json.loads(files["roc.json"])
+    assert np.trapezoid(curve["tpr"], curve["fpr"]) == pytest.approx(curve["auc"], abs=1e-3)
+    assert (curve["fpr"][0], curve["tpr"][0], curve["fpr"][-1], curve["tpr"][-1]) == (0, 0, 1, 1)
+    assert curve["R"][0] <= 0.1
     run = json.loads(files["run.json"])
     assert run["rows"] == {"fit": 420, "select": 90, "holdout": 90}
     assert {"argv", "time", "versions", "settings", "labels"} <= set(run)
@@ -1080,7 +1084,7 @@ def test_the_configuration_is_written_last(labels: Path, tmp_path: Path, monkeyp
 
     monkeypatch.setattr("selfjudge.judge.write_json", watched)
     train([labels], tmp_path / "whole", SETTINGS["linear"])
-    assert seen == [("config.json", {"model.safetensors", "README.md", "roc.png", "run.json"})]
+    assert seen == [("config.json", {"model.safetensors", "README.md", "roc.json", "roc.png", "run.json"})]
 
     def full(*_: Any) -> None:
         raise SelfJudgeError("no space left")

@@ -9,8 +9,10 @@ without a GPU cover this file.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -257,7 +259,7 @@ class CudaEngine:
         restore()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graphs = []
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _no_collection():
             warnings.simplefilter("ignore")  # a phase may have nothing to do, and its recording be empty
             for function in functions:
                 graph = torch.cuda.CUDAGraph()
@@ -266,6 +268,18 @@ class CudaEngine:
                 graphs.append(graph)
         restore()
         return [graph.replay for graph in graphs]
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage collection meanwhile: freeing another engine's recordings would spoil the one being made."""
+    running = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if running:
+            gc.enable()
 
 
 class Kernels:

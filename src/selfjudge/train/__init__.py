@@ -98,7 +98,15 @@ def train(
 
 def _claim(out: Path) -> None:
     """Refuse a folder with anything in it but what a training that was killed has left."""
-    left = {"README.md", "roc.png", "run.json", "model.safetensors", ".README.md.partial", ".model.safetensors.partial"}
+    left = {
+        "README.md",
+        "roc.json",
+        "roc.png",
+        "run.json",
+        "model.safetensors",
+        ".README.md.partial",
+        ".model.safetensors.partial",
+    }
     try:
         out.mkdir(parents=True, exist_ok=True)
         others = [file.name for file in out.iterdir() if file.name not in left]

@@ -9,13 +9,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from selfjudge.judge import Judge
+from selfjudge.store import write_json
 from selfjudge.train.thresholds import at, rates
 
 BINS = 10
+POINTS = 200  # of a stored ROC curve
 
 
 def write_card(folder: Path, judge: Judge, evidence: dict[str, Any]) -> None:
-    """README.md, and roc.png where matplotlib is installed."""
+    """README.md, roc.json, and roc.png where matplotlib is installed."""
+    write_json(folder / "roc.json", roc(judge, evidence["scores"], evidence["labels"]))
     drawn = draw(folder / "roc.png", judge, evidence["scores"], evidence["labels"])
     partial = folder / ".README.md.partial"
     partial.write_text(card(judge, evidence, drawn), encoding="utf-8")
@@ -72,6 +75,19 @@ def calibration(scores: NDArray[Any], labels: NDArray[Any]) -> list[tuple[float,
         for b in range(BINS)
         if (number == b).any()
     ]
+
+
+def roc(judge: Judge, scores: NDArray[Any], labels: NDArray[Any]) -> dict[str, Any]:
+    """The ROC curve in at most POINTS points, from nothing accepted to everything, and where F and R lie on it."""
+    _, kept, passed = rates(scores, labels)
+    chosen = np.unique(np.linspace(0, len(kept) - 1, POINTS).astype(int))[::-1]
+    places = {name: at(scores, labels, judge.config.thresholds[name]) for name in ("F", "R")}
+    return {
+        "auc": judge.config.metrics["auc_mismatch"],
+        "fpr": [round(float(x), 5) for x in passed[chosen] / max(1, (labels <= 0.5).sum())],
+        "tpr": [round(float(x), 5) for x in kept[chosen] / max(1, (labels > 0.5).sum())],
+        **{name: [does["accepts_unacceptable"], does["accepts_acceptable"]] for name, does in places.items()},
+    }
 
 
 def draw(file: Path, judge: Judge, scores: NDArray[Any], labels: NDArray[Any]) -> bool:
