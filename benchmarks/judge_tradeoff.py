@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from selfjudge.accept import EXACT, AcceptanceRule, FLy, Judged, Margin, TopK
+from selfjudge.evaluate import wording
 from selfjudge.judge import Judge, JudgeConfig
 from selfjudge.models.embedded import EMBEDDED
 from selfjudge.models.pair import Pair
@@ -70,9 +70,7 @@ def agreement(one: Task, rows: Sequence[Any], texts: Sequence[str], own: Sequenc
         mine, theirs = one.extract_many(rows, texts), one.extract_many(rows, own)
         given = [(r, a, b) for r, a, b in zip(rows, mine, theirs, strict=True) if b is not None]
         return sum(one.same(*each) for each in given) / max(1, len(given))
-    ratios = [
-        SequenceMatcher(None, a.split(), b.split(), autojunk=False).ratio() for a, b in zip(texts, own, strict=True)
-    ]
+    ratios = [wording(a, b) for a, b in zip(texts, own, strict=True)]
     return sum(ratios) / len(ratios)
 
 

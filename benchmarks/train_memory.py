@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from selfjudge.label.shards import FORMAT, write_rows, write_shard
-from selfjudge.store import machine, sha256, versions, write_json
+from selfjudge.label.shards import FORMAT, write_shard
+from selfjudge.store import machine, sha256, versions, write_json, write_rows
 
 SHARD = 10_000
 SUFFIX = 20

@@ -774,6 +774,141 @@ def _flat(row: dict[str, Any]) -> dict[str, Any]:
     return {k: f"{v:.3f}" if isinstance(v, float) else v for k, v in wide.items()}
 
 
+@app.command(name="eval")
+def eval_(
+    tasks: Annotated[
+        str, typer.Option(help="Tasks, separated by commas; a split other than test as livecodebench/all.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder of the results; what is done in it stays done.")],
+    rules: Annotated[
+        str, typer.Option(help="Rules, separated by blanks or semicolons: exact topk:2 judged:F judged:q0.9@NAME.")
+    ] = "exact judged:F",
+    judge: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME=FOLDER or FOLDER; {fold} in it: one for each fold of livecodebench. Repeat for several."
+        ),
+    ] = None,
+    gammas: Annotated[str, typer.Option(help="Draft tokens per cycle, separated by commas.")] = "10",
+    pair: PairName = "smollm2-135m",
+    target: Target = None,
+    draft: Draft = None,
+    limit: Annotated[int | None, typer.Option(help="Examples of each task; all if not given.")] = None,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option("--max-new-tokens", help="Most tokens an answer may have; the task's own if not given."),
+    ] = None,
+    batch: Annotated[int | None, typer.Option(help="Prompts at a time: 8, on CUDA 256.")] = None,
+    nli: Annotated[
+        str,
+        typer.Option(help="Factual consistency of summaries: an NLI model, proxy (the target itself), off, or auto."),
+    ] = "auto",
+    examples: Annotated[int, typer.Option(help="Answers of each run that are kept token by token.")] = 3,
+    compact: Annotated[bool, typer.Option("--compact", help="Leave texts out of the rows at the end.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with what was begun in --out.")] = False,
+    allow_unsafe: Annotated[
+        bool, typer.Option("--allow-unsafe", help="Run generated code even where it cannot be isolated.")
+    ] = False,
+    data: Data = None,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+    device: Device = None,
+    dtype: Dtype = None,
+) -> None:
+    """What rules gain and cost on tasks, compared with exact example by example.
+
+    Example: selfjudge eval --tasks arithmetic --limit 20 --rules "exact judged:q0.9 margin:0.5" --gammas 4 --out eval
+    """
+    from selfjudge.evaluate import Settings, evaluate, runs_of
+    from selfjudge.models.pair import chosen_device
+
+    if (out / "settings.json").is_file() and not resume:
+        raise SelfJudgeError(f"{out} holds an evaluation: go on with --resume, or name another --out")
+    names = [name for name in tasks.split(",") if name]
+    if not names:
+        raise SelfJudgeError("--tasks names no task; see selfjudge ls tasks")
+    quick = chosen_device(device).type == "cuda"
+    loaded = _pair(pair, target, draft, device, dtype)
+    specs = [spec for spec in rules.replace(";", " ").split() if spec]
+    runs = runs_of(specs, _numbers("--gammas", gammas), _judges(judge, loaded, specs), loaded.special_ids)
+    entails, nli = _entails(nli, names, loaded)
+    settings = Settings(limit, max_new_tokens, (256 if quick else 8) if batch is None else batch, seed, nli)
+    try:
+        with _progress() as update:
+            found = evaluate(
+                loaded, out, names, runs, settings, data=data, allow_unsafe=allow_unsafe, entails=entails, examples=examples,
+                compact=compact, notify=update, warn=lambda text: print(f"selfjudge: {text}", file=sys.stderr),
+            )  # fmt: skip
+    except KeyboardInterrupt:
+        print("selfjudge: interrupted; go on with --resume", file=sys.stderr)
+        raise
+    if as_json:
+        _print_json(found)
+        return
+    _print_rows([
+        {
+            "task": s["task"], "rule": s["rule"], "γ": s["gamma"], "n": s["n"], "m": _figure(s["mean_accepted_length"], ".2f"),
+            "Δm": _figure(s["m_ratio"] and s["m_ratio"] - 1, "+.1%"), s["measure"] or "score": _figure(s["score"], ".1%"),
+            "Δ points": _points(s), "agreement": _figure(s["agreement"], ".2f"), "judged": _figure(s["judged_share"], ".1%"),
+            "tokens/s": f"{s['tokens_per_second']:.0f}", "no answer": _figure(s["extraction_failures"], ".1%"),
+        }
+        for s in found
+    ])  # fmt: skip
+    typer.echo(f"rows and summaries are in {out}; draw them with: selfjudge report {out}")
+
+
+def _figure(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _points(summary: dict[str, Any]) -> str:
+    """A difference in points with the half-width of its interval."""
+    if summary["delta_score"] is None:
+        return ""
+    low, high = summary["delta_ci"]
+    return f"{100 * summary['delta_score']:+.1f} ± {50 * (high - low):.1f}"
+
+
+def _judges(given: list[str] | None, pair: Pair, specs: list[str]) -> dict[str, list[Any]]:
+    """Judges by name: the given ones, else the pair's own where a rule asks for one."""
+    from selfjudge.judge import Judge
+    from selfjudge.tasks.livecodebench import FOLDS
+
+    if not given and any(spec.startswith("judge") for spec in specs) and (shipped := _shipped_judge(pair)):
+        given = [f"shipped={shipped}"]
+    found: dict[str, list[Any]] = {}
+    for text in given or []:
+        name, named, place = text.partition("=")
+        if not named:
+            name, place = Path(text).name.replace("{fold}", "").strip("-_"), text
+        if not name or name in found or "/" in name or "@" in name:
+            raise SelfJudgeError(f"--judge {text}: give every judge a name of its own, such as mine={place or text}")
+        places = [place.format(fold=k) for k in range(FOLDS)] if "{fold}" in place else [place]
+        found[name] = [Judge.from_pretrained(one) for one in places]
+        for one in found[name]:
+            one.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
+    return found
+
+
+def _entails(nli: str, tasks: list[str], pair: Pair) -> tuple[Any, str]:
+    """What measures factual consistency, and its name; nothing where no task needs it."""
+    from selfjudge.consistency import DEFAULT_NLI, classifier, proxy
+
+    if nli == "off" or "cnn_dailymail" not in (name.partition("/")[0] for name in tasks):
+        return None, "off"
+    if nli == "proxy":
+        return proxy(pair), "proxy"
+    try:
+        return classifier(
+            DEFAULT_NLI if nli == "auto" else nli, pair.target.device
+        ), DEFAULT_NLI if nli == "auto" else nli
+    except SelfJudgeError as error:
+        if nli != "auto":
+            raise
+        print(f"selfjudge: {error}; factual consistency is the target's own word (fc_proxy)", file=sys.stderr)
+        return proxy(pair), "proxy"
+
+
 @app.command()
 def demo(
     gamma: Gamma = 3,

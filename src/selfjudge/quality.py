@@ -21,6 +21,7 @@ class Likelihood:
     """Of each token."""
     choices: list[int]
     """What the target would have said there."""
+    choice_log_p: list[float]
 
     @property
     def mean(self) -> float:
@@ -30,22 +31,25 @@ class Likelihood:
 @torch.no_grad()
 def likelihoods(pair: Pair, sequences: Sequences) -> list[Likelihood]:
     """The target's log-probability of every token of every answer, in one forced pass."""
-    found: list[Likelihood] = [Likelihood([], []) for _ in sequences]
+    found: list[Likelihood] = [Likelihood([], [], []) for _ in sequences]
     readable = [i for i, (_, answer) in enumerate(sequences) if answer]
     for part, hidden in forced(pair.target, [sequences[i] for i in readable]):
         chosen = [readable[p] for p in part]
         tokens = torch.tensor([t for i in chosen for t in sequences[i][1]], device=hidden.device)
         log_p: list[float] = []
         choices: list[int] = []
+        best: list[float] = []
         step = logit_rows(pair.target)
         for states, said in zip(hidden.split(step), tokens.split(step), strict=True):
             logits = logits_of(pair.target, states).float()
-            log_p += (logits.gather(1, said[:, None]).squeeze(1) - logits.logsumexp(-1)).tolist()
-            choices += logits.argmax(-1).tolist()
+            total, top = logits.logsumexp(-1), logits.max(-1)
+            log_p += (logits.gather(1, said[:, None]).squeeze(1) - total).tolist()
+            best += (top.values - total).tolist()
+            choices += top.indices.tolist()
         at = 0
         for i in chosen:
             size = len(sequences[i][1])
-            found[i] = Likelihood(log_p[at : at + size], choices[at : at + size])
+            found[i] = Likelihood(*(each[at : at + size] for each in (log_p, choices, best)))  # type: ignore[arg-type]
             at += size
     return found
 

@@ -21,12 +21,12 @@ from selfjudge.label import Settings, label
 from selfjudge.label.mismatch import draft_tokens, mismatches
 from selfjudge.label.preservation import Search, asked_target, next_mismatch, search
 from selfjudge.label.score import Scorer
-from selfjudge.label.shards import finished, info, merge, read_rows, read_shards
+from selfjudge.label.shards import finished, info, merge, read_shards
 from selfjudge.label.tau import scored, tau_of, total
 from selfjudge.models.pair import Pair
 from selfjudge.prompts import read_prompts
 from selfjudge.sources import Source, limited
-from selfjudge.store import write_tensors
+from selfjudge.store import read_rows, write_tensors
 
 
 def prompts_file(path: Path, count: int) -> Path:

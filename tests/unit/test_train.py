@@ -26,9 +26,9 @@ from torch import Tensor
 from selfjudge.accept import Judged
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge import FEATURES, LOWEST, MARGINS, Judge, JudgeConfig, columns, lookahead_columns, with_columns
-from selfjudge.label.shards import read_rows, read_shards, write_rows, write_shard
+from selfjudge.label.shards import read_shards, write_shard
 from selfjudge.label.tau import tau_of, total
-from selfjudge.store import read_json, sha256, write_json, write_tensors
+from selfjudge.store import read_json, read_rows, sha256, write_json, write_rows, write_tensors
 from selfjudge.train import Settings, candidates, choice, finish, train
 from selfjudge.train import fit as fitting
 from selfjudge.train import rows as reading

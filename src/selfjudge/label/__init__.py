@@ -23,13 +23,13 @@ from selfjudge.judge import LOOKAHEAD
 from selfjudge.label.mismatch import NOTHING, continued, mined
 from selfjudge.label.preservation import Search, asked_target, search
 from selfjudge.label.score import Case, Scorer, Scores
-from selfjudge.label.shards import FORMAT, Arrays, Row, read_rows, seal, sealed, unharmed, write_rows, write_shard
+from selfjudge.label.shards import FORMAT, Arrays, Row, seal, sealed, unharmed, write_shard
 from selfjudge.label.tau import FEWEST, begin, calibrate, extracted, scored
 from selfjudge.models.pair import Pair
 from selfjudge.respond import respond
 from selfjudge.sandbox import refuse_unisolated
 from selfjudge.sources import SELF, Asked, Notify, Source, given, limited, written
-from selfjudge.store import locked, provenance, read_json, sha256, write_json
+from selfjudge.store import locked, provenance, read_json, read_rows, sha256, write_json, write_rows
 from selfjudge.tasks import FILE, known, task
 from selfjudge.tasks.code import CodeTask
 

@@ -10,11 +10,9 @@ manifest.json               written last: its existence means done
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,37 +20,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.store import provenance, read_json, read_tensors, sha256, write_json, write_tensors
+from selfjudge.store import (
+    provenance,
+    read_json,
+    read_rows,
+    read_tensors,
+    sha256,
+    write_json,
+    write_rows,
+    write_tensors,
+)
 
 Row = dict[str, Any]
 Arrays = dict[str, NDArray[Any]]
 FORMAT = 1
-
-
-def write_rows(path: Path, rows: Iterable[Row]) -> None:
-    """A jsonl file, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            for row in rows:
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-
-
-def read_rows(path: Path) -> Iterator[Row]:
-    """The rows of a jsonl file, one at a time."""
-    try:
-        with path.open(encoding="utf-8") as file:
-            for line in file:
-                yield json.loads(line)
-    except (OSError, ValueError) as error:
-        raise SelfJudgeError(f"cannot read {path}: {error}") from None
 
 
 def sealed(seal: Path, folder: Path, made_from: str = "") -> dict[str, Any] | None:

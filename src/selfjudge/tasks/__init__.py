@@ -45,6 +45,9 @@ class Task:
         self.allow_unsafe = allow_unsafe
         """Run generated code even where it cannot be isolated."""
 
+    def prepare(self) -> None:
+        """Refuse to go on where something that scoring needs is missing."""
+
     def examples(self, split: str, limit: int | None = None) -> list[Row]:
         """The first `limit` rows of a split; every row has an `id`."""
         if split not in self.splits:
@@ -61,6 +64,10 @@ class Task:
     def question(self, row: Row) -> str:
         """The words that tell a row from others: no row of a training split has those of a test row."""
         return plain(self.prompt(row))
+
+    def story(self, row: Row) -> str | None:
+        """What a text must be consistent with, where it is a summary."""
+        return None
 
     def gold(self, row: Row) -> str | None:
         """The right answer as `extract` would give it, where there is one."""

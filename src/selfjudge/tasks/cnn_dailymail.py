@@ -19,11 +19,17 @@ class CnnDailymail(Task):
     new_tokens = 256
     hub = ("abisee/cnn_dailymail", "3.0.0")
 
+    def prepare(self) -> None:
+        _scorer()
+
     def rows(self, split: str) -> list[Row]:
         return self.load("test_first500.jsonl", split)
 
     def prompt(self, row: Row) -> str:
         return summarise(row["article"])
+
+    def story(self, row: Row) -> str:
+        return str(row["article"])
 
     def score(self, row: Row, text: str) -> dict[str, float]:
         """F measures of words, pairs of words and the longest common subsequence, stemmed."""

@@ -20,9 +20,9 @@ from torch import Tensor
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge import LOOKAHEAD, LOWEST, columns
 from selfjudge.label import shipped_tau
-from selfjudge.label.shards import finished, read_rows, read_shards
+from selfjudge.label.shards import finished, read_shards
 from selfjudge.label.tau import tau_of, total
-from selfjudge.store import read_tensors
+from selfjudge.store import read_rows, read_tensors
 
 PARTS = ("fit", "select", "holdout")
 SHARES = (0.7, 0.15, 0.15)

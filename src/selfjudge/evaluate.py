@@ -1,0 +1,424 @@
+"""Evaluation: tasks × rules × γ → what is gained and what is paid, example by example, against `exact`.
+
+<out>/settings.json                     what all runs in the folder share
+<out>/run.json                          who made it
+<out>/<task>/<rule>-g<γ>/
+    samples.jsonl.gz                    one row an example
+    examples.jsonl                      a few answers token by token, for the report's viewer
+    summary.json                        written last: its existence means done
+    work/part-00000.jsonl               `batch` answers each; they go once the summary stands
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from difflib import SequenceMatcher
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from selfjudge.accept import EXACT, AcceptanceRule, parse_rule
+from selfjudge.consistency import Entails, consistency
+from selfjudge.errors import SelfJudgeError
+from selfjudge.forced import forced
+from selfjudge.judge import Judge
+from selfjudge.models.pair import Pair
+from selfjudge.quality import likelihoods, substitutions
+from selfjudge.shells import generate
+from selfjudge.store import locked, machine, provenance, read_json, read_rows, versions, write_json, write_rows
+from selfjudge.tasks import FILE, Row, Task, task
+from selfjudge.types import PHASES, Generation
+
+Notify = Callable[[str, float], None]
+Judges = Mapping[str, Sequence[Judge]]
+"""By name: one judge, or one for each fold of LiveCodeBench."""
+RESAMPLES = 2000
+SUBSTITUTION_ANSWERS = 200  # of a run are looked through for what was said instead of what
+KEPT_SUBSTITUTIONS = 50
+TOTALS = ("tokens", "emitted", "cycles", "drafts_accepted", "judged")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all runs in a folder share."""
+
+    limit: int | None = None
+    max_new_tokens: int | None = None
+    """The task's own number if not given."""
+    batch: int = 64
+    seed: int = 0
+    nli: str = "off"
+    """What measures factual consistency: a model, `proxy` (the target itself) or `off`."""
+
+    def check(self) -> None:
+        for name in ("limit", "max_new_tokens", "batch"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise SelfJudgeError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One rule with one γ; `rules` holds one rule, or one for each fold."""
+
+    name: str
+    gamma: int
+    rules: tuple[AcceptanceRule, ...]
+    judge: str | None = None
+
+    @property
+    def folder(self) -> str:
+        return f"{self.name}-g{self.gamma}"
+
+    @cached_property
+    def identity(self) -> str:
+        """What decides its answers beside the prompts: the rules' options, thresholds and judges."""
+        digest = hashlib.sha256(f"{self.name}:{self.gamma}".encode())
+        for rule in self.rules:
+            digest.update(f":{getattr(rule, 'theta', '')}".encode())
+            for tensor in rule.judge.cpu().buffers() if rule.judge is not None else ():
+                digest.update(tensor.float().numpy().tobytes())
+        return digest.hexdigest()
+
+
+def runs_of(specs: Sequence[str], gammas: Sequence[int], judges: Judges, special: tuple[int, ...]) -> list[Run]:
+    """Runs from rules such as `exact`, `topk:2`, `judged:F@mine`; a judged rule that names no judge means each of them.
+
+    `exact` comes first: the others are compared with it.
+    """
+    found: dict[str, tuple[tuple[AcceptanceRule, ...], str | None]] = {}
+    for spec in sorted(specs, key=lambda spec: spec != "exact"):
+        rule, _, wanted = spec.partition("@")
+        if not rule.startswith("judge"):
+            if wanted:
+                raise SelfJudgeError(f"rule {rule!r} asks no judge: leave out @{wanted}")
+            found[spec] = (EXACT if rule == "exact" else parse_rule(rule, special=special),), None
+            continue
+        if not judges:
+            raise SelfJudgeError(f"rule {spec!r} needs a judge: give --judge NAME=FOLDER")
+        if wanted and wanted not in judges:
+            raise SelfJudgeError(f"rule {spec!r} names no known judge; judges are: {', '.join(judges)}")
+        for name in [wanted] if wanted else judges:
+            found[f"{rule}@{name}"] = tuple(parse_rule(rule, special=special, judge=j) for j in judges[name]), name
+    for gamma in gammas:
+        for rules, _ in found.values():
+            rules[0].check(gamma)
+    return [Run(name, gamma, rules, judge) for gamma in gammas for name, (rules, judge) in found.items()]
+
+
+def evaluate(
+    pair: Pair, out: Path, tasks: Sequence[str], runs: Sequence[Run], settings: Settings | None = None, *,
+    data: Path | None = None, allow_unsafe: bool = False, entails: Entails | None = None, examples: int = 3,
+    compact: bool = False, notify: Notify = lambda stage, share: None, warn: Callable[[str], None] = lambda text: None,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Run everything that is not yet done in `out`; all summaries that were asked for, in order.
+
+    `tasks` are names, with a split where it is not `test`: `livecodebench/all`. With `compact`, texts are left out of the
+    rows once everything is done.
+    """
+    settings = settings or Settings()
+    settings.check()
+    out.mkdir(parents=True, exist_ok=True)
+    with locked(out / ".lock", refuse=f"another process writes {out}: name another --out"):
+        _same_settings(out, pair, settings)
+        write_json(
+            out / "run.json", provenance(tasks=list(tasks), runs=[r.folder for r in runs], settings=asdict(settings))
+        )
+        summaries: list[dict[str, Any]] = []
+        for number, name in enumerate(tasks):
+            one, rows = _rows(name, settings.limit, data, allow_unsafe)
+            for place, run in enumerate(runs):
+                done = (number + place / len(runs)) / len(tasks)
+                folder = out / label_of(name) / run.folder
+                if not (folder / "summary.json").is_file():
+                    work = _Work(pair, one, rows, run, folder, settings, entails, examples)
+                    work.decode(lambda share, said, done=done: notify(  # type: ignore[misc]
+                        f"{said}", done + share / len(runs) / len(tasks)))  # fmt: skip
+                    work.finish(_own(folder.parent, run, warn))
+                summaries.append(read_json(folder / "summary.json"))
+                if summaries[-1]["run_sha256"] != run.identity:
+                    raise SelfJudgeError(
+                        f"{folder} was made with another judge or threshold: name another --out or remove it"
+                    )
+        if compact:
+            for name in tasks:
+                for run in runs:
+                    _without_texts(out / label_of(name) / run.folder / "samples.jsonl.gz")
+        return summaries
+
+
+def _same_settings(out: Path, pair: Pair, settings: Settings) -> None:
+    now = {
+        **asdict(settings), "target": pair.target_sha256 or pair.target_id, "draft": pair.draft_sha256 or pair.draft_id,
+        "dtype": pair.dtype,
+    }  # fmt: skip
+    file = out / "settings.json"
+    then = read_json(file) if file.is_file() else now
+    if differing := [key for key in now if then.get(key) != now[key]]:
+        raise SelfJudgeError(f"{out} was begun with another {', '.join(differing)}: name another --out or remove it")
+    write_json(file, now)
+
+
+def label_of(name: str) -> str:
+    """What a task is called in folders and tables: `livecodebench/all` is livecodebench-all, a file goes by its name."""
+    return f"file:{Path(name.removeprefix(FILE)).stem}" if name.startswith(FILE) else name.replace("/", "-")
+
+
+def _rows(name: str, limit: int | None, data: Path | None, allow_unsafe: bool) -> tuple[Task, list[Row]]:
+    """A task and its examples: the test split, another that is named, or all of a file."""
+    known, _, split = (name, "", "all") if name.startswith(FILE) else name.partition("/")
+    one = task(known, data, allow_unsafe=allow_unsafe)
+    one.prepare()
+    rows = one.examples(split or "test", limit)
+    if not rows:
+        raise SelfJudgeError(f"{name} has no examples")
+    return one, rows
+
+
+def _own(folder: Path, run: Run, warn: Callable[[str], None]) -> list[Row] | None:
+    """The rows of `exact` with the same γ (or any) on this task; None for `exact` itself and where there are none."""
+    if run.name == "exact":
+        return None
+    same = folder / f"exact-g{run.gamma}" / "samples.jsonl.gz"
+    found = [same] if same.is_file() else sorted(folder.glob("exact-g*/samples.jsonl.gz"))
+    if not found:
+        warn(f"{folder.name}: no run of `exact` to compare {run.name} with; add it to --rules")
+        return None
+    return list(read_rows(found[0]))
+
+
+def _without_texts(file: Path) -> None:
+    rows = list(read_rows(file))
+    if any("text" in row for row in rows):
+        write_rows(file, ({key: value for key, value in row.items() if key != "text"} for row in rows))
+
+
+class _Work:
+    """One task under one rule."""
+
+    def __init__(
+        self, pair: Pair, one: Task, rows: list[Row], run: Run, folder: Path, settings: Settings, entails: Entails | None,
+        examples: int,
+    ) -> None:  # fmt: skip
+        self.pair, self.task, self.rows, self.run, self.folder = pair, one, rows, run, folder
+        self.settings, self.entails, self.examples = settings, entails, examples
+        self.max_new_tokens = settings.max_new_tokens or one.new_tokens
+
+    def decode(self, notify: Callable[[float, str], None]) -> None:
+        """Answer all prompts, a part at a time; parts that are there stay."""
+        for number, rule, part in self._parts():
+            file = self.folder / "work" / f"part-{number:05d}.jsonl"
+            done = number * self.settings.batch / len(self.rows)
+            notify(min(1.0, done), f"{self.folder.parent.name}, {self.run.folder}")
+            if not file.is_file() or next(read_rows(file))["run_sha256"] != self.run.identity:
+                write_rows(file, self._answered(rule, part))
+
+    def _parts(self) -> Iterator[tuple[int, AcceptanceRule, list[Row]]]:
+        """(number, rule, rows): `batch` rows each; where there is a judge a fold, rows of one fold."""
+        groups: list[tuple[AcceptanceRule, list[Row]]] = [(self.run.rules[0], self.rows)]
+        if len(self.run.rules) > 1 and self.task.name == "livecodebench":
+            from selfjudge.tasks.livecodebench import fold
+
+            groups = [(rule, [r for r in self.rows if fold(r) == k]) for k, rule in enumerate(self.run.rules)]
+        number = 0
+        for rule, rows in groups:
+            for start in range(0, len(rows), self.settings.batch):
+                yield number, rule, rows[start : start + self.settings.batch]
+                number += 1
+
+    def _answered(self, rule: AcceptanceRule, rows: list[Row]) -> Iterator[Row]:
+        """The part's seconds, then a row for every example."""
+        begun = time.perf_counter()
+        answers = generate(
+            self.pair, [self.task.prompt(row) for row in rows], rule, gamma=self.run.gamma, max_new_tokens=self.max_new_tokens,
+            batch=self.settings.batch, seed=self.settings.seed,
+        )  # fmt: skip
+        total = time.perf_counter() - begun
+        phases = {p: max(a.seconds[p] for a in answers) for p in PHASES}  # the last to end took part in all passes
+        yield {"run_sha256": self.run.identity, "seconds": {**phases, "total": total}}
+        texts = [a.text for a in answers]
+        found = self.task.extract_many(rows, texts) if self.task.checkable else [None] * len(rows)
+        if self.task.checkable:
+            scores = [self.task.rate(row, answer) for row, answer in zip(rows, found, strict=True)]
+        else:
+            scores = self.task.score_many(rows, texts)
+        stories = [self.task.story(row) for row in rows]
+        if self.entails is not None and None not in stories:
+            name = "fc_proxy" if self.settings.nli == "proxy" else "fc"
+            for score, value in zip(scores, consistency(self.entails, [s or "" for s in stories], texts), strict=True):
+                score[name] = 0.0 if value is None else value
+        for row, answer, extracted, score in zip(rows, answers, found, scores, strict=True):
+            main = measure_of(score)
+            yield {
+                "id": row["id"], "answer": extracted, "score": score[main] if main else None, "scores": score,
+                "finish": answer.finish, "tokens": len(answer.tokens), "emitted": len(answer.tokens) - 1 if answer.cycles else 0,
+                "cycles": answer.cycles, "drafts_accepted": sum(o != "target" for o in answer.origins),
+                "judged": sum(o == "judge" for o in answer.origins), "text": answer.text,
+                "token_ids": answer.tokens, "origins": "".join(o[0] for o in answer.origins),
+            }  # fmt: skip
+
+    def finish(self, own: list[Row] | None) -> None:
+        """From the parts: samples, examples, and the summary last."""
+        seconds = dict.fromkeys((*PHASES, "total"), 0.0)
+        samples: list[Row] = []
+        for file in sorted((self.folder / "work").glob("part-*.jsonl")):
+            first, *rest = read_rows(file)
+            seconds = {phase: seconds[phase] + first["seconds"][phase] for phase in seconds}
+            samples += rest
+        order = {row["id"]: place for place, row in enumerate(self.rows)}
+        samples.sort(key=lambda sample: order[sample["id"]])
+        if own is not None:
+            self._compare(samples, {row["id"]: row for row in own})
+        answers = [_generation(sample) for sample in samples]
+        taken = self._substitutions(answers)
+        write_rows(self.folder / "examples.jsonl", self._examples(samples, answers))
+        kept = [{k: v for k, v in s.items() if k not in ("token_ids", "origins")} for s in samples]
+        write_rows(self.folder / "samples.jsonl.gz", kept)
+        write_json(self.folder / "summary.json", self._summary(kept, own, seconds, taken))
+        shutil.rmtree(self.folder / "work")
+
+    def _compare(self, samples: list[Row], own: Mapping[str, Row]) -> None:
+        """How far each answer is the one of `exact`."""
+        rows = {row["id"]: row for row in self.rows}
+        for sample in samples:
+            other = own.get(sample["id"])
+            if other is None:
+                sample["agrees"] = None
+            elif self.task.checkable:
+                known = other["answer"] is not None
+                same = known and self.task.same(rows[sample["id"]], other["answer"], sample["answer"])
+                sample["agrees"] = float(same) if known else None
+            else:
+                sample["agrees"] = wording(other["text"], sample["text"]) if "text" in other else None
+
+    def _substitutions(self, answers: Sequence[Generation]) -> list[tuple[str, str, int]]:
+        """What was said instead of what, in the first answers where anything was."""
+        some = [(i, a) for i, a in enumerate(answers) if "judge" in a.origins][:SUBSTITUTION_ANSWERS]
+        if not some:
+            return []
+        prompts = self.pair.encode_many([self.task.prompt(self.rows[i]) for i, _ in some])
+        seen = likelihoods(self.pair, [(ids, a.tokens) for ids, (_, a) in zip(prompts, some, strict=True)])
+        return substitutions(self.pair, [a for _, a in some], seen)[:KEPT_SUBSTITUTIONS]
+
+    def _examples(self, samples: list[Row], answers: Sequence[Generation]) -> list[Row]:
+        """The first answers with a judged token, else the first ones, token by token as the target and the judge see them."""
+        order = sorted(range(len(answers)), key=lambda i: "judge" not in answers[i].origins)[: self.examples]
+        prompts = self.pair.encode_many([self.task.prompt(self.rows[i]) for i in order])
+        sequences = [(ids, answers[i].tokens) for ids, i in zip(prompts, order, strict=True)]
+        seen = likelihoods(self.pair, sequences)
+        judged = self._judged(sequences, seen)
+        made = []
+        for n, i in enumerate(order):
+            one, cycle, tokens = seen[n], 0, []
+            for k, (token, origin) in enumerate(zip(answers[i].tokens, answers[i].origins, strict=True)):
+                tokens.append({
+                    "text": str(self.pair.tokenizer.decode([token])), "origin": origin, "choice": str(self.pair.tokenizer.decode([one.choices[k]])),
+                    "p": round(math.exp(one.log_p[k]), 4), "p_choice": round(math.exp(one.choice_log_p[k]), 4),
+                    "judge": judged[n][k], "cycle": cycle,
+                })  # fmt: skip
+                cycle += origin == "target"
+            prompt = self.task.prompt(self.rows[i])
+            said = prompt if isinstance(prompt, str) else "\n".join(m["content"] for m in prompt)
+            made.append(
+                {
+                    "id": samples[i]["id"],
+                    "prompt": said,
+                    "text": answers[i].text,
+                    "score": samples[i]["score"],
+                    "tokens": tokens,
+                }
+            )
+        return made
+
+    @torch.no_grad()
+    def _judged(
+        self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]], seen: Sequence[Any]
+    ) -> list[list[float | None]]:
+        """The judge's score of every token but the last (whose state no pass holds); None where it reads drafts ahead."""
+        found: list[list[float | None]] = [[None] * len(answer) for _, answer in sequences]
+        judge = self.run.rules[0].judge
+        if judge is None or "lookahead" in judge.config.features:
+            return found
+        for part, hidden in forced(self.pair.target, sequences):
+            at = 0
+            for i in part:
+                size = len(sequences[i][1])
+                states = hidden[at + 1 : at + size].float()  # the state that predicts the next token is the one at this
+                margins = torch.tensor(seen[i].log_p[:-1]) - torch.tensor(seen[i].choice_log_p[:-1])
+                x = torch.cat([states, margins.to(states)[:, None]], 1) if "margin" in judge.config.features else states
+                if size > 1:
+                    found[i][:-1] = [round(v, 4) for v in judge.to(states.device).score(x).tolist()]
+                at += size
+        return found
+
+    def _summary(
+        self, samples: list[Row], own: list[Row] | None, seconds: dict[str, float], taken: list[tuple[str, str, int]]
+    ) -> dict[str, Any]:
+        sums = {key: sum(s[key] for s in samples) for key in TOTALS}
+        m = sums["emitted"] / sums["cycles"] if sums["cycles"] else None
+        scores = {key: float(np.mean([s["scores"][key] for s in samples])) for key in samples[0]["scores"]}
+        measure = measure_of(scores)
+        values = np.asarray([s["score"] for s in samples], float) if measure else None
+        judge = self.run.rules[0].judge
+        config = judge.config if judge is not None else None
+        found: dict[str, Any] = {
+            "pair": self.pair.name, "task": self.folder.parent.name, "rule": self.run.name, "judge": self.run.judge,
+            "label_method": config and config.label_method, "features": config and config.features,
+            "suffix_length": config and config.suffix_length, "threshold": getattr(self.run.rules[0], "theta", None),
+            "gamma": self.run.gamma, "batch": self.settings.batch, "n": len(samples), "measure": measure,
+            "score": scores[measure] if measure else None, "score_ci": None if values is None else interval(values), "scores": scores,
+            "delta_score": None, "delta_ci": None, "agreement": None, "mean_accepted_length": m, "delta_m": None, "m_ratio": None,
+            "drafts_accepted": sums["drafts_accepted"] / max(1, sums["cycles"]), "judged_share": sums["judged"] / max(1, sums["tokens"]),
+            "tokens": sums["tokens"], "tokens_per_second": sums["tokens"] / max(1e-9, seconds["total"]),
+            "extraction_failures": float(np.mean([s["answer"] is None for s in samples])) if self.task.checkable else None,
+            "cut_off": float(np.mean([s["finish"] == "length" for s in samples])), "seconds": seconds, "substitutions": taken,
+            "max_new_tokens": self.max_new_tokens, "dtype": self.pair.dtype, "machine": machine(), "versions": versions(),
+            "date": time.strftime("%Y-%m-%d"), "run_sha256": self.run.identity,
+        }  # fmt: skip
+        if own is not None:
+            mine, theirs = {s["id"]: s for s in samples}, {s["id"]: s for s in own}
+            both = [name for name in mine if name in theirs]
+            cycles = sum(theirs[name]["cycles"] for name in both)
+            base = sum(theirs[name]["emitted"] for name in both) / cycles if cycles else None
+            if base and m:
+                found |= {"delta_m": m - base, "m_ratio": m / base}
+            if measure:
+                differences = np.asarray([mine[name]["score"] - theirs[name]["score"] for name in both])
+                found |= {"delta_score": float(differences.mean()), "delta_ci": interval(differences)}
+            agrees = [s["agrees"] for s in samples if s.get("agrees") is not None]
+            found["agreement"] = float(np.mean(agrees)) if agrees else None
+        return found
+
+
+def measure_of(scores: Mapping[str, float]) -> str | None:
+    """The measure that stands for a task: factual consistency where a classifier gave it, ROUGE-L, else the first."""
+    return next((name for name in ("fc", "rougeL") if name in scores), next(iter(scores), None))
+
+
+def wording(a: str, b: str) -> float:
+    """How much of the wording of two texts is the same, by matching words."""
+    return SequenceMatcher(None, a.split(), b.split(), autojunk=False).ratio()
+
+
+def interval(values: NDArray[Any], *, level: float = 0.95, seed: int = 0) -> tuple[float, float]:
+    """The bootstrap interval of a mean; of paired differences it is the paired one."""
+    rng = np.random.default_rng(seed)
+    means = [float(values[rng.integers(0, len(values), len(values))].mean()) for _ in range(RESAMPLES)]
+    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+_ORIGINS = {"d": "draft", "j": "judge", "t": "target"}
+
+
+def _generation(sample: Row) -> Generation:
+    origins: Any = tuple(_ORIGINS[letter] for letter in sample["origins"])
+    return Generation(tuple(sample["token_ids"]), origins, sample["text"], sample["cycles"], sample["finish"], 0)

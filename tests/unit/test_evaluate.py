@@ -1,0 +1,309 @@
+"""Evaluation: rows and figures by hand, comparison with exact, resuming, refusals, factual consistency."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
+
+from selfjudge import evaluate as evaluating
+from selfjudge.accept import Judged
+from selfjudge.consistency import classifier, consistency, proxy, sentences
+from selfjudge.errors import SelfJudgeError
+from selfjudge.evaluate import Run, Settings, evaluate, interval, label_of, runs_of, wording
+from selfjudge.judge import Judge
+from selfjudge.models.pair import Pair
+from selfjudge.shells import generate
+from selfjudge.store import read_rows
+from selfjudge.tasks.livecodebench import fold
+
+SMALL = Settings(max_new_tokens=14, batch=3)
+TIMED = ("seconds", "tokens_per_second", "machine", "versions", "date")
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> str:
+    rng = np.random.default_rng(0)
+    rows = [
+        {"prompt": " ".join(f"w{i}" for i in rng.integers(5, 50, rng.integers(2, 9))), "answer": "w7"} for _ in range(8)
+    ]
+    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return f"file:{tmp_path / 'mine.jsonl'}"
+
+
+@pytest.fixture
+def judges(tiny_pair: Pair) -> dict[str, list[Judge]]:
+    torch.manual_seed(0)
+    config = Judge.constant(0.5, tiny_pair.hidden_size).config
+    return {"mine": [Judge(config, weight=torch.randn(tiny_pair.hidden_size))]}
+
+
+def samples(folder: Path) -> list[dict[str, Any]]:
+    return list(read_rows(folder / "samples.jsonl.gz"))
+
+
+def lasting(summary: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in summary.items() if key not in TIMED}
+
+
+def test_figures_are_those_of_the_answers(tiny_pair: Pair, asked: str, judges: Any, tmp_path: Path) -> None:
+    runs = runs_of(["judged:0.4", "exact"], [3], judges, tiny_pair.special_ids)
+    assert [run.folder for run in runs] == ["exact-g3", "judged:0.4@mine-g3"]
+    exact, judged = evaluate(tiny_pair, tmp_path / "eval", [asked], runs, SMALL)
+    prompts = [json.loads(line)["prompt"] for line in Path(asked.removeprefix("file:")).read_text().splitlines()]
+    rules = {"exact": None, "judged": Judged(judges["mine"][0], 0.4, special=tiny_pair.special_ids)}
+    for summary, (name, rule) in zip((exact, judged), rules.items(), strict=True):
+        answers = generate(tiny_pair, prompts, rule, gamma=3, max_new_tokens=14, batch=1)  # batch 1: the same tokens
+        rows = samples(tmp_path / "eval" / "file:mine" / f"{summary['rule']}-g3")
+        assert [row["text"] for row in rows] == [a.text for a in answers]
+        assert [row["tokens"] for row in rows] == [len(a.tokens) for a in answers]
+        cycles = sum(a.cycles for a in answers)
+        assert summary["mean_accepted_length"] == pytest.approx(
+            sum(len(a.tokens) - 1 for a in answers if a.cycles) / cycles
+        )
+        taken = sum(o == "judge" for a in answers for o in a.origins)
+        assert summary["judged_share"] == pytest.approx(taken / sum(len(a.tokens) for a in answers))
+        assert (taken > 0) == (name == "judged")
+        assert summary["n"] == 8
+        assert summary["measure"] == "accuracy"
+        assert summary["extraction_failures"] == np.mean([row["answer"] is None for row in rows])
+    assert exact["delta_m"] is exact["delta_score"] is exact["agreement"] is None
+    assert judged["delta_m"] == pytest.approx(judged["mean_accepted_length"] - exact["mean_accepted_length"])
+    assert judged["m_ratio"] == pytest.approx(judged["mean_accepted_length"] / exact["mean_accepted_length"])
+    assert judged["delta_score"] == pytest.approx(judged["score"] - exact["score"])
+    assert judged["judge"] == "mine"
+    assert judged["threshold"] == 0.4
+    assert sum(n for _, _, n in judged["substitutions"]) > 0
+    assert not list((tmp_path / "eval").rglob("work"))
+
+
+def test_exact_gives_the_answers_of_plain_greedy_decoding(tiny_pair: Pair, asked: str, tmp_path: Path) -> None:
+    evaluate(tiny_pair, tmp_path / "eval", [asked], runs_of(["exact"], [4], {}, ()), SMALL)
+    prompts = [json.loads(line)["prompt"] for line in Path(asked.removeprefix("file:")).read_text().splitlines()]
+    plain = generate(tiny_pair, prompts, gamma=0, max_new_tokens=14)
+    assert [row["text"] for row in samples(tmp_path / "eval" / "file:mine" / "exact-g4")] == [a.text for a in plain]
+
+
+def test_examples_show_each_token_as_target_and_judge_see_it(
+    tiny_pair: Pair, asked: str, judges: Any, tmp_path: Path
+) -> None:
+    runs = runs_of(["judged:0.4"], [3], judges, tiny_pair.special_ids)
+    evaluate(tiny_pair, tmp_path / "eval", [asked], runs, SMALL, examples=2)
+    shown = list(read_rows(tmp_path / "eval" / "file:mine" / "judged:0.4@mine-g3" / "examples.jsonl"))
+    assert len(shown) == 2
+    for example in shown:
+        tokens = example["tokens"]
+        assert any(token["origin"] == "judge" for token in tokens)  # those come first
+        assert tokens[0]["cycle"] == 0
+        assert all(b["cycle"] - a["cycle"] == (a["origin"] == "target") for a, b in itertools.pairwise(tokens))
+        assert tokens[-1]["judge"] is None
+        for token in tokens[:-1]:
+            assert token["p"] <= token["p_choice"] + 1e-4
+            if token["origin"] == "judge":
+                assert token["judge"] > 0.4
+                assert token["choice"] != token["text"]
+            elif token["origin"] == "draft":
+                assert token["choice"] == token["text"]
+
+
+def test_what_was_interrupted_goes_on_to_the_same_summary(
+    tiny_pair: Pair, asked: str, judges: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = runs_of(["exact", "judged:0.4"], [3], judges, tiny_pair.special_ids)
+    whole = evaluate(tiny_pair, tmp_path / "whole", [asked], runs, SMALL)
+    calls = 0
+
+    def dies(*given: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 5:  # the second part of the second rule
+            raise KeyboardInterrupt
+        return generate(*given, **options)
+
+    monkeypatch.setattr(evaluating, "generate", dies)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(tiny_pair, tmp_path / "torn", [asked], runs, SMALL)
+    assert not (tmp_path / "torn" / "file:mine" / runs[1].folder / "summary.json").exists()
+    again = evaluate(tiny_pair, tmp_path / "torn", [asked], runs, SMALL)
+    assert calls == 5 + 2  # only what was missing
+    assert [lasting(s) for s in again] == [lasting(s) for s in whole]
+    for run in runs:
+        one, other = (tmp_path / name / "file:mine" / run.folder for name in ("whole", "torn"))
+        assert samples(one) == samples(other)
+        assert (one / "samples.jsonl.gz").read_bytes() == (other / "samples.jsonl.gz").read_bytes()
+
+
+def test_rules_may_be_added_and_other_settings_are_refused(
+    tiny_pair: Pair, asked: str, judges: Any, tmp_path: Path
+) -> None:
+    out = tmp_path / "eval"
+    special = tiny_pair.special_ids
+    file = Path(asked.removeprefix("file:"))
+    file.write_text(file.read_text().replace(', "answer": "w7"', ""))  # open prompts: agreement is that of the words
+    evaluate(tiny_pair, out, [asked], runs_of(["exact"], [3], {}, special), SMALL)
+    added = evaluate(tiny_pair, out, [asked], runs_of(["topk:9"], [3], {}, special), SMALL, compact=True)
+    own = {row["id"]: row["text"] for row in samples(out / "file:mine" / "exact-g3")}
+    agrees = [row["agrees"] for row in samples(out / "file:mine" / "topk:9-g3")]
+    assert added[0]["agreement"] == pytest.approx(np.mean(agrees))
+    assert 0 < added[0]["agreement"] < 1
+    assert len(own) == 8
+    assert added[0]["measure"] is added[0]["score"] is added[0]["delta_score"] is None
+    assert all("text" not in row for row in samples(out / "file:mine" / "topk:9-g3"))
+    with pytest.raises(SelfJudgeError, match="was begun with another max_new_tokens"):
+        evaluate(tiny_pair, out, [asked], runs_of(["exact"], [3], {}, special), Settings(max_new_tokens=9, batch=3))
+    evaluate(tiny_pair, out, [asked], runs_of(["judged:0.4"], [3], judges, special), SMALL)
+    other = {"mine": [Judge.constant(0.9, tiny_pair.hidden_size)]}
+    with pytest.raises(SelfJudgeError, match="another judge or threshold"):
+        evaluate(tiny_pair, out, [asked], runs_of(["judged:0.4"], [3], other, special), SMALL)
+
+
+def test_without_exact_nothing_is_compared_and_that_is_said(tiny_pair: Pair, asked: str, tmp_path: Path) -> None:
+    said: list[str] = []
+    found = evaluate(tiny_pair, tmp_path / "eval", [asked], runs_of(["topk:2"], [3], {}, ()), SMALL, warn=said.append)
+    assert found[0]["delta_score"] is found[0]["agreement"] is None
+    assert "no run of `exact`" in said[0]
+
+
+def test_rules_that_cannot_be_are_refused(judges: Any) -> None:
+    for specs, known, message in (
+        (["judged:F"], {}, "needs a judge"), (["judged:0.4@you"], judges, "names no known judge; judges are: mine"),
+        (["topk:2@mine"], judges, "asks no judge"), (["nothing"], {}, "unknown rule"), (["fly"], {}, "gamma > 6"),
+        (["judged:F"], judges, "no threshold 'F'"),
+    ):  # fmt: skip
+        with pytest.raises(SelfJudgeError, match=message):
+            runs_of(specs, [4], known, ())
+    twice = {"a": judges["mine"], "b": judges["mine"]}
+    assert [run.name for run in runs_of(["judged:0.3"], [4], twice, ())] == ["judged:0.3@a", "judged:0.3@b"]
+    for wrong in (Settings(limit=0), Settings(batch=0), Settings(max_new_tokens=0)):
+        with pytest.raises(SelfJudgeError, match="at least 1"):
+            wrong.check()
+
+
+def test_a_judge_for_each_fold_decides_the_problems_of_that_fold(tiny_pair: Pair, tmp_path: Path) -> None:
+    made = [Judge.constant(k / 10, tiny_pair.hidden_size) for k in range(4)]
+    (run,) = runs_of(["judged:0.5"], [3], {"folds": made}, ())
+    rows = [{"id": f"q{i}", "question_id": f"q{i}"} for i in range(40)]
+    one = type("Fake", (), {"name": "livecodebench", "new_tokens": 5})()
+    work = evaluating._Work(tiny_pair, one, rows, run, tmp_path, SMALL, None, 0)
+    seen = []
+    for number, (given, rule, part) in enumerate(work._parts()):
+        assert given == number
+        assert len(part) <= SMALL.batch
+        for row in part:
+            assert rule is run.rules[fold(row)]
+            seen.append(row["id"])
+    assert sorted(seen) == sorted(row["id"] for row in rows)
+
+
+def test_intervals_cover_the_mean_and_paired_ones_are_narrow() -> None:
+    rng = np.random.default_rng(1)
+    scores = rng.integers(0, 2, 400).astype(float)
+    low, high = interval(scores)
+    assert low < scores.mean() < high
+    assert high - low == pytest.approx(2 * 1.96 * scores.std() / 20, rel=0.15)
+    assert interval(np.zeros(50)) == (0.0, 0.0)
+    assert interval(scores) == interval(scores)  # the same every time
+
+
+def test_wording_and_labels() -> None:
+    assert wording("a b c d", "a b c d") == 1
+    assert wording("a b c d", "a b x d") == 0.75
+    assert label_of("livecodebench/all") == "livecodebench-all"
+    assert label_of("file:/some/where/mine.jsonl") == "file:mine"
+
+
+# factual consistency
+
+
+def test_sentences() -> None:
+    text = 'He said "Go." Then he left. It cost 3.5 million!\n- A point\n2. Another one\n\n***'
+    assert sentences(text) == ['He said "Go."', "Then he left.", "It cost 3.5 million!", "A point", "Another one"]
+    assert sentences("") == []
+
+
+def test_consistency_is_the_mean_over_sentences() -> None:
+    seen: list[tuple[str, str]] = []
+
+    def entails(pairs: Any) -> list[float]:
+        seen.extend(pairs)
+        return [1.0 if "yes" in sentence else -0.5 for _, sentence in pairs]
+
+    assert consistency(entails, ["S", "T", "U"], ["A yes. B no.", "", "C yes."]) == [0.25, None, 1.0]
+    assert seen == [("S", "A yes."), ("S", "B no."), ("U", "C yes.")]
+
+
+@pytest.fixture
+def nli(checkpoints: dict[str, str], tmp_path: Path) -> Path:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoints["target"])
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = BertConfig(
+        vocab_size=len(tokenizer) + 5, **shape, num_labels=3, initializer_range=2.0,
+        id2label={0: "CONTRADICTION", 1: "NEUTRAL", 2: "ENTAILMENT"},
+    )  # fmt: skip
+    BertForSequenceClassification(config).save_pretrained(tmp_path / "nli")
+    tokenizer.save_pretrained(tmp_path / "nli")
+    return tmp_path / "nli"
+
+
+def test_a_classifier_gives_entailment_less_contradiction(nli: Path) -> None:
+    entails = classifier(str(nli))
+    pairs = [("w5 w6 w7", "w8"), ("w9", "w10 w11 w12"), ("w5 w6 w7", "w9 w9")]
+    found = entails(pairs)
+    model = BertForSequenceClassification.from_pretrained(nli).eval()
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(nli)
+    for pair, value in zip(pairs, found, strict=True):
+        with torch.no_grad():
+            p = model(**tokenizer(*pair, return_tensors="pt")).logits[0].softmax(-1)
+        assert value == pytest.approx(float(p[2] - p[0]), abs=1e-4)
+    assert found[0] != pytest.approx(found[1], abs=1e-2)
+
+
+def test_models_that_are_no_classifiers_are_refused(nli: Path, tmp_path: Path) -> None:
+    with pytest.raises(SelfJudgeError, match="cannot load the NLI model"):
+        classifier(str(tmp_path / "nothing"))
+    config = json.loads((nli / "config.json").read_text())
+    config |= {"id2label": {"0": "good", "1": "bad", "2": "ugly"}, "label2id": {"good": 0, "bad": 1, "ugly": 2}}
+    (nli / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SelfJudgeError, match="is no NLI model: its labels are good, bad, ugly"):
+        classifier(str(nli))
+
+
+def test_the_proxy_is_the_targets_own_word(tiny_pair: Pair) -> None:
+    found = proxy(tiny_pair)([("w5 w6", "w7"), ("w8", "w9 w10")])
+    assert len(found) == 2
+    assert all(-1 <= value <= 1 for value in found)
+    assert found == pytest.approx(
+        [*proxy(tiny_pair)([("w5 w6", "w7")]), *proxy(tiny_pair)([("w8", "w9 w10")])], abs=1e-5
+    )
+
+
+def test_rows_are_gzipped_the_same_every_time(tmp_path: Path) -> None:
+    from selfjudge.store import write_rows
+
+    for name in ("a.jsonl.gz", "b.jsonl.gz"):
+        write_rows(tmp_path / name, [{"x": 1}, {"y": "ü"}])
+    assert (tmp_path / "a.jsonl.gz").read_bytes() == (tmp_path / "b.jsonl.gz").read_bytes()
+    with gzip.open(tmp_path / "a.jsonl.gz", "rt", encoding="utf-8") as file:
+        assert [json.loads(line) for line in file] == [{"x": 1}, {"y": "ü"}]
+    (tmp_path / "torn.jsonl.gz").write_bytes((tmp_path / "a.jsonl.gz").read_bytes()[:-9])
+    with pytest.raises(SelfJudgeError, match="cannot read"):
+        list(read_rows(tmp_path / "torn.jsonl.gz"))
+
+
+def test_a_runs_identity_knows_judge_and_threshold(tiny_pair: Pair, judges: Any) -> None:
+    def identity(spec: str, made: Any) -> str:
+        return runs_of([spec], [3], made, ())[0].identity
+
+    assert identity("judged:0.4", judges) == identity("judged:0.4", judges)
+    other = {"mine": [Judge.constant(0.5, tiny_pair.hidden_size)]}
+    assert len({identity("judged:0.4", judges), identity("judged:0.5", judges), identity("judged:0.4", other)}) == 3
+    assert isinstance(runs_of(["exact"], [3], {}, ())[0], Run)
