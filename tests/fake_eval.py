@@ -38,7 +38,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_run(
-    folder: Path, task: str, rule: str, gamma: int, samples: list[dict[str, Any]], exact: list[dict[str, Any]] | None, **more: Any
+    folder: Path, task: str, rule: str, gamma: int, samples: list[dict[str, Any]], exact: list[dict[str, Any]] | None, /, **more: Any
 ) -> dict[str, Any]:  # fmt: skip
     """One run: samples as given, a summary that follows from them."""
     place = folder / task / f"{rule}-g{gamma}"

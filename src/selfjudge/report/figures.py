@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,8 @@ from selfjudge.report.plots import PALETTE, Bars, Chart, Lines
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+LONGEST = 48
+"""Letters of a text in a figure."""
 MARKERS = {"circle": "o", "square": "s", "triangle": "^", "diamond": "D", "down": "v", "plus": "P"}
 
 
@@ -30,13 +33,15 @@ def draw(charts: Iterable[Chart], folder: Path) -> list[str]:
         axes.set_title(_plain(chart.title), fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
         names.append(f"{chart.id}.png")
-        figure.savefig(folder / names[-1], dpi=150)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # letters that its fonts lack are boxes, and nobody's concern
+            figure.savefig(folder / names[-1], dpi=150)
     return names
 
 
 def _plain(text: str) -> str:
-    """Text in which matplotlib sees no formula."""
-    return text.replace("$", r"\$")
+    """Text of bounded length in which matplotlib sees no formula."""
+    return (text if len(text) <= LONGEST else text[: LONGEST - 1] + "…").replace("$", r"\$")
 
 
 def _colour(style: int) -> str:

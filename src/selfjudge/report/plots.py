@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from selfjudge.report.order import by_task, named, rule_order, several, title, usual_gamma
 from selfjudge.report.records import Interval, Results, Run
-from selfjudge.report.table import slug
+from selfjudge.report.table import distinct, slug
 from selfjudge.report.tables import suffix_groups
 
 PALETTE = (
@@ -87,7 +87,8 @@ def plots(results: Results) -> dict[str, list[Chart]]:
         "suffix-length": list(suffixes(runs)), "roc": list(rocs(results)), "study": list(learning(results)),
         "labelling": list(label_rates(results)), "time": list(time_splits(runs)),
     }  # fmt: skip
-    return {name: charts for name, charts in made.items() if charts}
+    ids = iter(distinct(chart.id for charts in made.values() for chart in charts))
+    return {name: [replace(chart, id=next(ids)) for chart in charts] for name, charts in made.items() if charts}
 
 
 def _where(pair: str, task: str, runs: Sequence[Run]) -> tuple[str, str]:

@@ -59,7 +59,7 @@ def read_results(folders: Iterable[Path]) -> Results:
                         skipped[str(file.parent)] = f"the same configuration as {runs[run.key].folder}"
                     else:
                         runs[run.key] = run
-                elif isinstance(found.data.get("runs"), list):
+                elif isinstance(found.data.get("runs"), list) and found.data["runs"]:
                     labels += _label_runs(found)
                 else:
                     skipped[str(file)] = "not a summary that a report knows"
@@ -72,7 +72,7 @@ def read_results(folders: Iterable[Path]) -> Results:
                 studies.append(_study(found))
             else:
                 found = _Fields.of(file)
-                if not isinstance(found.data.get("thresholds"), dict):
+                if not (isinstance(found.data.get("thresholds"), dict) and found.data["thresholds"]):
                     continue  # the configuration of something else
                 judges.append(_judge(found))
             seen.add(file.resolve())

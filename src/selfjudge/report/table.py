@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,7 +82,18 @@ def signed_points(value: float | None) -> str:
 
 
 def slug(*parts: str) -> str:
-    return "-".join(filter(None, (re.sub(r"[^a-z0-9]+", "-", part.casefold()).strip("-") for part in parts)))
+    """A short name of letters, digits and dashes, for ids and files."""
+    return "-".join(filter(None, (re.sub(r"[^a-z0-9]+", "-", part.casefold()).strip("-")[:60] for part in parts)))
+
+
+def distinct(names: Iterable[str]) -> list[str]:
+    """The names, those that were there before with a number."""
+    seen: Counter[str] = Counter()
+    made = []
+    for name in names:
+        seen[name] += 1
+        made.append(name if seen[name] == 1 else f"{name}--{seen[name]}")
+    return made
 
 
 def text(value: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from selfjudge.report.intervals import Errors, around, error_of, m_errors, mean_error
@@ -15,6 +16,7 @@ from selfjudge.report.table import (
     Column,
     Row,
     Table,
+    distinct,
     fixed,
     interval,
     percent,
@@ -51,7 +53,8 @@ def tables(results: Results) -> list[Table]:
         *two_stage(results.runs), *suffix_lengths(results.runs), *judges(results.judges), *features(results),
         *labelling(results), *times(results.runs), *substituted(results.runs), *failures(results.runs), *provenances(results),
     ]  # fmt: skip
-    return [table for table in made if table.rows]
+    full = [table for table in made if table.rows]
+    return [replace(table, id=name) for table, name in zip(full, distinct(t.id for t in full), strict=True)]
 
 
 def averages(runs: Sequence[Run], against: Against) -> list[Table]:
@@ -304,7 +307,7 @@ def _of_group(name: str) -> tuple[Callable[[Row], str], Callable[[Row], str]]:
 
     def pairs(row: Row) -> str:
         found = row["groups"].get(name, {}).get("most_frequent", ())
-        return ",\n".join(f"{quoted(a)} → {quoted(b)} × {n}" for a, b, n in found)
+        return ",\n".join(f"{quoted(a)} → {quoted(b)}\N{NO-BREAK SPACE}×\N{NO-BREAK SPACE}{n}" for a, b, n in found)
 
     return share, pairs
 
