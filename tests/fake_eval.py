@@ -178,7 +178,7 @@ def write_judge(folder: Path, name: str, auc: float) -> Path:
 
 def write_label_run(folder: Path) -> Path:
     runs = [
-        {"method": name, "prompts": 420, "rows": rows, "acceptable": 0.15, "seconds": {"labels": 20.0}, "rows_per_hour": rate, "target_tokens_per_label": cost}
+        {"method": name, "prompts": 420, "rows": rows, "acceptable": 0.15, "seconds": {"tau": 24.7, "labels": 20.0}, "rows_per_hour": rate, "target_tokens_per_label": cost}
         for name, rows, rate, cost in (("selfjudge", 75545, 7667675.3, 30.9), ("autojudge", 5833, 987317.5, 368.6), ("autojudge+", 5531, 473365.4, 325.0))
     ]  # fmt: skip
     write_json(folder / "summary.json", {"pair": "smollm2-135m", "machine": MACHINE, "versions": VERSIONS, "date": "2026-11-14", "dtype": "bfloat16", "runs": runs})  # fmt: skip

@@ -37,6 +37,7 @@ from selfjudge.report.charts import number, svg, ticks
 from selfjudge.report.plots import plots
 from selfjudge.report.read import read_results
 from selfjudge.report.substitutions import group
+from selfjudge.report.table import fixed, signed
 
 ROOT = Path(__file__).parents[2]
 
@@ -109,6 +110,7 @@ def test_the_average_by_hand(small: Path, tmp_path: Path) -> None:
     assert mine["delta_m_ci"] == pytest.approx((0.625 - half, 0.625 + half))
     half = math.hypot(0.9 / math.sqrt(4) / 2, 0.9 / math.sqrt(2) / 2) / 2  # independent tasks
     assert mine["delta_ci"] == pytest.approx((-0.125 - half, -0.125 + half))
+    assert "| 3.75 / 25.0 (−25.0) | 2.50 / 50.0 (+0.0) | +0.62 " in (tmp_path / "report" / "tables.md").read_text()
     assert "not all were run" in (tmp_path / "report" / "tables.md").read_text()
 
 
@@ -158,7 +160,8 @@ def test_time_failures_and_labels_per_hour(whole: tuple[Path, dict[str, Any]]) -
     _, found = whole
     time = row(found, "time", task="mmlu", rule="exact")
     assert time["seconds"]["other"] == pytest.approx(0.2)  # the total is 0.2 s more than the phases
-    assert row(found, "labelling", method_of_labels="autojudge")["labels_per_hour"] == 987317.5
+    rate = row(found, "labelling", method_of_labels="autojudge")
+    assert (rate["labels_per_hour"], rate["tau_seconds"]) == (987317.5, 24.7)
     shares = row(found, "extraction", rule="exact")["shares"]
     assert shares["mmlu"] == row(found, "task-mmlu", rule="exact")["extraction_failures"]
 
@@ -466,11 +469,15 @@ def test_charts_are_well_formed_and_named(whole: tuple[Path, dict[str, Any]]) ->
         assert "nan" not in one.casefold().replace("finance", "")
 
 
+def test_figures_have_a_real_minus_and_none_before_zero() -> None:
+    assert (signed(-0.001), signed(-0.5), signed(None), fixed(-1234.5, 1)) == ("+0.00", "−0.50", "–", "−1,234.5")
+
+
 def test_ticks_are_round_and_inside() -> None:
     assert ticks(0, 1) == [0, 0.2, 0.4, 0.6, 0.8, 1.0]
     assert ticks(2.9, 4.7) == [3, 3.5, 4, 4.5]
     assert ticks(5, 5) == [5]
-    assert ticks(-0.3, 0.3) == [-0.3, -0.2, -0.1, 0, 0.1, 0.2, 0.3] or all(-0.3 <= t <= 0.3 for t in ticks(-0.3, 0.3))
+    assert all(-0.3 <= t <= 0.3 for t in ticks(-0.3, 0.3))
     assert (number(7.5e6), number(1200), number(-0.25)) == ("7.5M", "1.2k", "−0.25")
 
 

@@ -51,7 +51,7 @@ def labelling(results: Results) -> list[Table]:
     rows = [
         {
             "pair": run.pair, "method_of_labels": run.method, "prompts": run.prompts, "labels": run.rows, "acceptable": run.acceptable,
-            "labels_per_hour": run.rows_per_hour, "target_tokens_per_label": run.target_tokens_per_label,
+            "labels_per_hour": run.rows_per_hour, "tau_seconds": run.tau_seconds, "target_tokens_per_label": run.target_tokens_per_label,
             "machine": run.provenance.machine, "dtype": run.provenance.dtype,
         }
         for run in results.labels
@@ -59,7 +59,7 @@ def labelling(results: Results) -> list[Table]:
     columns = (
         Column("pair", lambda r: r["pair"], numeric=False), Column("method", lambda r: r["method_of_labels"], numeric=False),
         Column("prompts", lambda r: figure(r["prompts"], 0)), Column("labels", lambda r: f"{r['labels']:,}"),
-        Column("acceptable", lambda r: percent(r["acceptable"])), Column("labels/hour", lambda r: fixed(r["labels_per_hour"], 0)),
+        Column("acceptable", lambda r: percent(r["acceptable"])), Column("labels/hour", lambda r: fixed(r["labels_per_hour"], 0)), Column("τ, s", lambda r: fixed(r["tau_seconds"], 1), help="seconds spent on finding τ, not in labels/hour"),
         Column("target tokens/label", lambda r: fixed(r["target_tokens_per_label"], 1)),
         Column("measured on", lambda r: r["machine"], lambda r: r["dtype"], numeric=False),
     )  # fmt: skip

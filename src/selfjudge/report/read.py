@@ -286,7 +286,7 @@ def _label_runs(found: _Fields) -> list[LabelRun]:
     return [
         LabelRun(
             found.text("pair", "–"), row.text("method"), row.whole("prompts"), int(row.needed("rows")), row.number("acceptable"),
-            row.needed("rows_per_hour"), row.number("target_tokens_per_label"), made,
+            row.needed("rows_per_hour"), row.table("seconds").get("tau"), row.number("target_tokens_per_label"), made,
         )
         for row in found.objects("runs")
     ]  # fmt: skip

@@ -151,6 +151,8 @@ class LabelRun:
     rows: int
     acceptable: float | None
     rows_per_hour: float
+    """Prompts and responses included, the search for τ not."""
+    tau_seconds: float | None
     target_tokens_per_label: float | None
     provenance: Provenance
 

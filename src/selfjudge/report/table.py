@@ -15,7 +15,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Column:
-    """`small` stands smaller beside what `show` says; both get the whole row."""
+    """`small` stands smaller below what `show` says, in markdown after `joint`; both get the whole row."""
 
     head: str
     show: Callable[[Row], str]
@@ -23,6 +23,7 @@ class Column:
     numeric: bool = True
     wide: bool = False
     help: str = ""
+    joint: str = " "
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Table:
             f"| {' | '.join(heads)} |",
             f"| {' | '.join('---:' if c.numeric else '---' for c in self.columns)} |",
             *(
-                f"| {' | '.join(_escaped(f'{c.show(row)} {c.small(row)}'.strip()) for c in self.columns)} |"
+                f"| {' | '.join(_escaped(c.joint.join(filter(None, (c.show(row), c.small(row))))) for c in self.columns)} |"
                 for row in self.rows
             ),
             "", *([_escaped(self.note), ""] if self.note else []),
@@ -57,11 +58,12 @@ def _escaped(text: str) -> str:
 
 
 def fixed(value: float | None, digits: int = 2) -> str:
-    return "–" if value is None else f"{value:,.{digits}f}".replace("-", "−")
+    """Rounded, with a real minus and none before a zero."""
+    return "–" if value is None else f"{round(value, digits) + 0.0:,.{digits}f}".replace("-", "−")
 
 
 def signed(value: float | None, digits: int = 2) -> str:
-    return "–" if value is None else f"{value:+,.{digits}f}".replace("-", "−")
+    return "–" if value is None else f"{round(value, digits) + 0.0:+,.{digits}f}".replace("-", "−")
 
 
 def points(value: float | None, digits: int = 1) -> str:

@@ -72,7 +72,13 @@ def averages(runs: Sequence[Run], against: Against) -> list[Table]:
                 rules[run.rule].append(run)
         rows = [_average(chosen, against) for each in rules.values() for chosen in _sets(each) if len(chosen) > 1]
         heads = [
-            Column(title(t), _cell_of(t, "m"), _cell_of(t, "score"), help="m, then score in points and its change")
+            Column(
+                title(t),
+                _cell_of(t, "m"),
+                _cell_of(t, "score"),
+                help="m, then score in points and its change",
+                joint=" / ",
+            )
             for t in tasks
         ]
         columns = (
@@ -291,8 +297,7 @@ def substituted(runs: Sequence[Run]) -> list[Table]:
             rows.append({"pair": pair, "task": task, "rule": run.rule, "method": run.method, "gamma": run.gamma, "count": _count(run), "groups": groups})  # fmt: skip
     columns = (
         *_pair_column(runs),
-        Column("task", lambda r: title(r["task"]), numeric=False), Column("rule", lambda r: r["rule"], numeric=False),
-        Column("count", lambda r: f"{r['count']:,}"), *(Column(name, *_of_group(name), numeric=False, wide=True) for name in GROUPS),
+        Column("task and rule", lambda r: title(r["task"]), lambda r: r["rule"], numeric=False), Column("count", lambda r: f"{r['count']:,}"), *(Column(name, *_of_group(name), numeric=False, wide=True) for name in GROUPS),
     )  # fmt: skip
     note = (
         "Target’s choice → what was taken, and how often. Groups are guessed from the two tokens alone, by short lists of words and by"
@@ -344,7 +349,7 @@ def failures(runs: Sequence[Run]) -> list[Table]:
             "Answers that could not be extracted",
             columns,
             tuple(rows),
-            "Share of the examples; they count as wrong.",
+            "Share of the examples, at the γ that most runs of the task have.",
         )
     ]
 
