@@ -8,7 +8,6 @@ import os
 import select
 import shutil
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -147,4 +146,3 @@ class Browser:
             self._process.wait()
         os.close(self._out)
         os.close(self._in)
-        time.sleep(0)
