@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from selfjudge.cli import app
 
 COMMANDS = (
-    ["pull"], ["generate"], ["distill"], ["label"], ["labels", "merge"], ["labels", "info"], ["ls"], ["bench", "decode"],
-    ["bench", "passes"], ["bench", "draft"], ["bench", "label"], ["demo"],
+    ["pull"], ["generate"], ["distill"], ["label"], ["labels", "merge"], ["labels", "info"], ["train"], ["study"], ["eval"], ["report"],
+    ["ls"], ["bench", "decode"], ["bench", "passes"], ["bench", "draft"], ["bench", "label"], ["demo"],
 )  # fmt: skip
 
 print("# Command line\n\nMade by `make docs` from the program itself.\n")

@@ -910,6 +910,33 @@ def _entails(nli: str, tasks: list[str], pair: Pair) -> tuple[Any, str]:
 
 
 @app.command()
+def report(
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="Folders of eval, and of train, label and study if wanted.")
+    ],
+    out: Annotated[Path, typer.Option(help="The page; figures and tables go into a folder of the same name.")] = Path(
+        "report.html"
+    ),
+    as_json: AsJson = False,
+) -> None:
+    """One self-contained page of results: tables, trade-offs, ablations and a token viewer; figures and markdown beside it.
+
+    Example: selfjudge report eval judge --out report.html
+    """
+    from selfjudge.report import report as run
+
+    found = run(folders, out)
+    for one in found["left_out"]:
+        print(f"selfjudge: left out {one['folder']}: {one['why']}", file=sys.stderr)
+    if as_json:
+        _print_json(found["tables"])
+        return
+    typer.echo(
+        f"{out}: {found['runs']} runs, {len(found['tables'])} tables; {len(found['figures'])} figures and tables.md in {out.with_suffix('')}"
+    )
+
+
+@app.command()
 def demo(
     gamma: Gamma = 3,
     limit: Annotated[int, typer.Option(help="How many of the built-in prompts.")] = 8,

@@ -247,6 +247,10 @@ def _wrong(checkpoints: dict[str, str], tmp: Path) -> dict[str, list[str]]:
     (tmp / "asked.jsonl").write_text('{"prompt": "w5 w6"}\n{"prompt": "w9 w8 w7"}\n')
     (tmp / "begun").mkdir()
     (tmp / "begun" / "settings.json").write_text("{}")
+    (tmp / "page.html").mkdir()
+    for name, text in (("damaged", "[]"), ("unreadable", "{")):
+        (tmp / name).mkdir()
+        (tmp / name / "summary.json").write_text(text)
     label = ["label", *target, *draft, "--prompts", str(tmp / "asked.jsonl"), "--max-new-tokens", "24"]
     shutil.copytree(checkpoints["target"], tmp / "bare")
     (tmp / "bare" / "chat_template.jinja").unlink()
@@ -318,6 +322,13 @@ def _wrong(checkpoints: dict[str, str], tmp: Path) -> dict[str, list[str]]:
         "train model": ["train", str(tmp), "--out", str(tmp / "new"), "--model", "forest"],
         "originals": ["train", str(tmp), "--out", str(tmp / "new"), "--originals", "maybe"],
         "lookahead": [*label, "--out", str(tmp / "new"), "--method", "autojudge+", "--lookahead"],
+        "report nowhere": ["report", str(tmp / "nowhere")],
+        "report nothing": ["report", str(tmp / "begun")],
+        "report page": ["report", str(tmp / "begun"), "--out", str(tmp / "report.pdf")],
+        "report folder": ["report", str(tmp / "begun"), "--out", str(tmp / "page.html")],
+        "report among others": ["report", str(tmp / "begun"), "--out", str(tmp / "begun.html")],
+        "report damaged": ["report", str(tmp / "damaged")],
+        "report unreadable": ["report", str(tmp / "unreadable")],
         "option": ["generate", "hi", "--no-such-option"],
         "argument": ["generate"],
     }  # fmt: skip
@@ -419,6 +430,7 @@ def test_help_carries_an_example_everywhere(run) -> None:
         ["demo"],
         ["train"],
         ["study"],
+        ["report"],
     )
     for command in commands:
         code, out, _ = run(*command, "--help")

@@ -1,0 +1,180 @@
+"""What a report is made of: frozen records of the results that were read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from selfjudge.types import PHASES
+
+Interval = tuple[float, float]
+Key = tuple[str, str, str, int, str]
+"""(pair, task, rule, γ, fold)"""
+
+
+@dataclass(frozen=True)
+class Token:
+    """One token of an answer and what the target thought there."""
+
+    text: str
+    origin: str
+    choice: str
+    """The target's most likely token."""
+    p: float | None
+    p_choice: float | None
+    judge: float | None
+    """The judge's P(acceptable), where it was asked."""
+    cycle: int | None
+    """The target pass that emitted it; 0 is prefill."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """An answer for the viewer."""
+
+    id: str
+    prompt: str
+    score: float | None
+    tokens: tuple[Token, ...]
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """What figures were measured on, as text."""
+
+    machine: str = ""
+    dtype: str = ""
+    versions: str = ""
+    date: str = ""
+    commit: str = ""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One task decoded by one rule at one γ: eval's `summary.json` and what lies beside it. Scores are shares."""
+
+    folder: Path
+    pair: str
+    task: str
+    rule: str
+    """As given, its judge included: `judged:F@selfjudge`."""
+    judge: str
+    gamma: int
+    n: int
+    measure: str
+    score: float
+    score_ci: Interval | None
+    scores: Mapping[str, float]
+    delta_score: float | None
+    delta_ci: Interval | None
+    agreement: float | None
+    m: float | None
+    delta_m: float | None
+    m_ratio: float | None
+    drafts_accepted: float | None
+    judged_share: float | None
+    tokens_per_second: float | None
+    extraction_failures: float | None
+    threshold: float | None
+    label_method: str
+    features: str
+    suffix_length: int | None
+    fold: str
+    batch: int | None
+    max_new_tokens: int | None
+    seconds: Mapping[str, float]
+    substitutions: tuple[tuple[str, str, int], ...]
+    provenance: Provenance
+    lengths: Mapping[str, tuple[int, int]] = field(default_factory=dict, repr=False)
+    """(tokens, cycles) of every example, by id."""
+    examples: tuple[Example, ...] = field(default=(), repr=False)
+
+    @property
+    def name(self) -> str:
+        """The rule without options: `judged`."""
+        return re.split("[:@]", self.rule, maxsplit=1)[0]
+
+    @property
+    def option(self) -> str:
+        """What was chosen of it: `F`, `0.35`, `2`; empty where nothing was."""
+        return self.rule.partition("@")[0].partition(":")[2]
+
+    @property
+    def method(self) -> str:
+        """Rule name and judge; its options are points of one curve."""
+        return f"{self.name}@{self.judge}" if self.judge else self.name
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds by phase; what the total has beyond them is `other`."""
+        known = {phase: self.seconds[phase] for phase in PHASES if phase in self.seconds}
+        total = self.seconds.get("total", 0.0)
+        rest = total - sum(known.values())
+        return {**known, "other": rest} if rest > 0.005 * total else known
+
+    @property
+    def key(self) -> Key:
+        """What makes it another run."""
+        return self.pair, self.task, self.rule, self.gamma, self.fold
+
+
+@dataclass(frozen=True)
+class Roc:
+    """Of the holdout's mismatches: shares of unacceptable (x) and acceptable (y) tokens accepted."""
+
+    fpr: tuple[float, ...]
+    tpr: tuple[float, ...]
+    marks: Mapping[str, Interval]
+    auc: float | None
+
+
+@dataclass(frozen=True)
+class JudgeCard:
+    """A judge's `config.json`, and its ROC curve where there is one."""
+
+    folder: Path
+    name: str
+    config: Mapping[str, Any]
+    roc: Roc | None
+
+
+@dataclass(frozen=True)
+class LabelRun:
+    """One method of a label run's `summary.json`."""
+
+    pair: str
+    method: str
+    prompts: int | None
+    rows: int
+    acceptable: float | None
+    rows_per_hour: float
+    """Prompts and responses included, the search for τ not."""
+    tau_seconds: float | None
+    target_tokens_per_label: float | None
+    provenance: Provenance
+
+
+@dataclass(frozen=True)
+class Study:
+    """`study.json`: learning curve and features, ROC-AUC on holdout mismatches."""
+
+    name: str
+    target: str
+    learning_curve: tuple[Mapping[str, float | None], ...]
+    features: tuple[Mapping[str, Any], ...]
+    provenance: Provenance
+
+
+@dataclass(frozen=True)
+class Results:
+    """All that a report is made of."""
+
+    runs: tuple[Run, ...]
+    judges: tuple[JudgeCard, ...]
+    labels: tuple[LabelRun, ...]
+    studies: tuple[Study, ...]
+    skipped: tuple[tuple[str, str], ...]
+    """(folder, why) of what was found and left out."""

@@ -1,0 +1,566 @@
+"""The report: figures by hand, what is missing or damaged, and texts that try to break out."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from collections import Counter
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from fake_eval import (
+    HOSTILE,
+    write_all,
+    write_eval,
+    write_examples,
+    write_json,
+    write_judge,
+    write_label_run,
+    write_run,
+    write_study,
+)
+from selfjudge.cli import app
+from selfjudge.errors import SelfJudgeError
+from selfjudge.report import report
+from selfjudge.report.charts import number, svg, ticks
+from selfjudge.report.plots import plots
+from selfjudge.report.read import read_results
+from selfjudge.report.substitutions import group
+from selfjudge.report.table import fixed, signed
+
+ROOT = Path(__file__).parents[2]
+
+
+def samples(lengths: list[tuple[int, int]], scores: list[float]) -> list[dict[str, Any]]:
+    return [
+        {"id": str(i), "answer": "1", "score": s, "scores": {}, "tokens": t, "cycles": c, "drafts_accepted": 0, "judged": 1, "agrees": s}
+        for i, ((t, c), s) in enumerate(zip(lengths, scores, strict=True))
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """Two tasks, two rules, few examples: everything can be worked out by hand."""
+    folder = tmp_path / "eval"
+    exact = samples([(11, 5), (21, 5), (11, 5), (21, 5)], [1, 1, 0, 0])
+    write_run(folder, "gsm8k", "exact", 10, exact, None)
+    write_run(
+        folder,
+        "gsm8k",
+        "judged:F@j",
+        10,
+        samples([(11, 4), (21, 4), (11, 4), (21, 4)], [1, 0, 0, 0]),
+        exact,
+        threshold=0.25,
+    )
+    exact = samples([(11, 5), (11, 5)], [1, 0])
+    write_run(folder, "mmlu", "exact", 10, exact, None)
+    write_run(folder, "mmlu", "judged:F@j", 10, samples([(11, 4), (11, 4)], [1, 0]), exact)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """One of everything, reported."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder / "report.html", report(write_all(folder), folder / "report.html")
+
+
+def row(found: dict[str, Any], table: str, **wanted: Any) -> dict[str, Any]:
+    matching = [r for r in found["tables"][table] if all(r[k] == v for k, v in wanted.items())]
+    assert len(matching) == 1, (wanted, matching)
+    return matching[0]
+
+
+def test_the_per_task_table_by_hand(small: Path, tmp_path: Path) -> None:
+    found = report([small], tmp_path / "report.html")
+    mine = row(found, "task-gsm8k", rule="judged:F@j")
+    # m: (10 + 20 + 10 + 20) / 16 = 3.75 against 60 / 20 = 3
+    assert (mine["mean_accepted_length"], mine["delta_m"], mine["m_ratio"]) == (3.75, 0.75, 1.25)
+    # z of judged ∓1.25, of exact ∓1: differences ∓0.25, whose standard deviation is 0.25·√(4/3), over √4
+    half = 1.959964 * 0.25 * math.sqrt(4 / 3) / 2
+    assert mine["delta_m_ci"] == pytest.approx((0.75 - half, 0.75 + half))
+    assert mine["m_ratio_ci"] == pytest.approx((1.25, 1.25))  # every example's ratio is the same
+    assert (mine["score"], mine["delta_score"]) == (0.25, -0.25)
+    exact = row(found, "task-gsm8k", rule="exact")
+    assert (exact["delta_m"], exact["delta_m_ci"], exact["m_ratio"], exact["delta_score"]) == (None, None, None, None)
+    text = (tmp_path / "report" / "tables.md").read_text()
+    line = next(line for line in text.splitlines() if line.startswith("| judged:F@j θ 0.250 |"))
+    assert "| 3.75 | +0.75 \\[+0.47, +1.03\\] | 1.25 \\[1.25, 1.25\\] | 25.0 " in line
+    assert "| −25.0 \\[−47.5, −2.5\\] |" in line  # as eval stored it: ± 0.225
+
+
+def test_the_average_by_hand(small: Path, tmp_path: Path) -> None:
+    found = report([small], tmp_path / "report.html")
+    mine = row(found, "averages", rule="judged:F@j")
+    assert set(mine["tasks"]) == {"gsm8k", "mmlu"}
+    assert (mine["delta_m"], mine["m_ratio"], mine["delta_score"]) == (pytest.approx((0.75 + 0.5) / 2), 1.25, -0.125)
+    half = 1.959964 * 0.25 * math.sqrt(4 / 3) / 2 / 2  # MMLU's examples are alike: no error; half of the other's
+    assert mine["delta_m_ci"] == pytest.approx((0.625 - half, 0.625 + half))
+    half = math.hypot(0.9 / math.sqrt(4) / 2, 0.9 / math.sqrt(2) / 2) / 2  # independent tasks
+    assert mine["delta_ci"] == pytest.approx((-0.125 - half, -0.125 + half))
+    assert "| 3.75 / 25.0 (−25.0) | 2.50 / 50.0 (+0.0) | +0.62 " in (tmp_path / "report" / "tables.md").read_text()
+    assert "not all were run" in (tmp_path / "report" / "tables.md").read_text()
+
+
+def test_only_the_papers_tasks_are_averaged(whole: tuple[Path, dict[str, Any]]) -> None:
+    _, found = whole
+    for one in found["tables"]["averages"]:
+        assert set(one["tasks"]) <= {"gsm8k", "math500", "mmlu", "cnn_dailymail"}
+    assert len(row(found, "averages", rule="judged:F@selfjudge")["tasks"]) == 4
+    assert not [r for r in found["tables"]["averages"] if r["rule"] == "judged:0.35@selfjudge"]  # a point of the sweep
+    assert {"task-livecodebench", "task-arithmetic"} <= set(found["tables"])
+
+
+def test_each_task_at_its_own_gamma(tmp_path: Path) -> None:
+    one = samples([(11, 5), (21, 5)], [1, 0])
+    for task, gamma in (("gsm8k", 20), ("mmlu", 15)):
+        write_run(tmp_path / "eval", task, "exact", gamma, one, None)
+        write_run(tmp_path / "eval", task, "topk:2", gamma, one, one)
+    found = report([tmp_path / "eval"], tmp_path / "report.html")
+    assert [(r["rule"], r["gammas"]) for r in found["tables"]["averages"]] == [
+        ("exact", "15, 20"),
+        ("topk:2", "15, 20"),
+    ]
+
+
+def test_a_gamma_sweep_of_one_task_makes_no_average(tmp_path: Path) -> None:
+    one = samples([(11, 5), (21, 5)], [1, 0])
+    for task, gamma in (("gsm8k", 5), ("gsm8k", 10), ("mmlu", 10)):
+        write_run(tmp_path / "eval", task, "exact", gamma, one, None)
+    found = report([tmp_path / "eval"], tmp_path / "report.html")
+    assert [r["gammas"] for r in found["tables"]["averages"]] == ["10"]
+
+
+def test_ablations_compare_like_with_like(whole: tuple[Path, dict[str, Any]]) -> None:
+    _, found = whole
+    both = row(found, "two-stage", task="gsm8k", option="F")
+    tasks = {r["rule"]: r for r in found["tables"]["task-gsm8k"] if r["gamma"] == 10}
+    assert both["m_judge_only"] == tasks["judge_only:F@selfjudge"]["mean_accepted_length"]
+    assert both["delta_score"] == tasks["judged:F@selfjudge"]["score"] - tasks["judge_only:F@selfjudge"]["score"]
+    lengths = {(r["task"], r["suffix_length"]) for r in found["tables"]["suffix-length"]}
+    assert lengths == {
+        (task, n) for task in ("gsm8k", "mmlu") for n in (0, 5, 10, 20)
+    }  # elsewhere all judges have N = 20
+    assert not any("autojudge" in r["rule"] for r in found["tables"]["suffix-length"])
+
+
+def test_time_failures_and_labels_per_hour(whole: tuple[Path, dict[str, Any]]) -> None:
+    _, found = whole
+    time = row(found, "time", task="mmlu", rule="exact")
+    assert time["seconds"]["other"] == pytest.approx(0.2)  # the total is 0.2 s more than the phases
+    rate = row(found, "labelling", method_of_labels="autojudge")
+    assert (rate["labels_per_hour"], rate["tau_seconds"]) == (987317.5, 24.7)
+    shares = row(found, "extraction", rule="exact")["shares"]
+    assert shares["mmlu"] == row(found, "task-mmlu", rule="exact")["extraction_failures"]
+
+
+def test_substitutions_are_counted_by_group(whole: tuple[Path, dict[str, Any]]) -> None:
+    _, found = whole
+    mine = row(found, "substitutions", task="gsm8k", rule="judged:F@selfjudge")
+    assert {name: g["count"] for name, g in mine["groups"].items()} == {
+        "format": 19 + 9 + 8, "article": 41, "synonym": 17 + 11, "starter": 22 + 6, "other": 3 + 2 + 1,
+    }  # fmt: skip
+    assert mine["groups"]["format"]["share"] == pytest.approx(36 / 139)
+    assert mine["groups"]["format"]["most_frequent"][0] == ["\n", "\n\n", 19]
+    assert not [r for r in found["tables"]["substitutions"] if r["rule"] in ("exact", "judged:R@selfjudge")]
+
+
+@pytest.mark.parametrize(
+    ("choice", "taken", "expected"),
+    [
+        (" the", " a", "article"), (" The", " This", "article"), (" the", "the", "format"), ("The", " the", "format"), (".", ",", "format"),
+        ("\n", "\n\n", "format"), ("**", "*", "format"), (" +", " -", "other"), ("=", " =", "format"), (" So", " Therefore", "starter"),
+        (" so", " therefore", "synonym"), (" calculate", " find", "synonym"), (" calculates", " calculate", "synonym"), (" contain", " continue", "other"),
+        (" 5", " 6", "other"), (" John", " Mary", "other"), ("", "", "format"), (" the", " John", "other"),
+    ],
+)  # fmt: skip
+def test_groups_of_substitutions(choice: str, taken: str, expected: str) -> None:
+    assert group(choice, taken) == expected
+
+
+def test_sections_only_where_there_is_data(tmp_path: Path, whole: tuple[Path, dict[str, Any]]) -> None:
+    def sections(page: Path) -> list[str]:
+        return re.findall(r'<section id="([^"]+)"', page.read_text())
+
+    everything = sections(whole[0])
+    assert everything == [
+        "averages", "task", "trade-off", "gamma", "two-stage", "suffix-length", "roc", "study", "labelling", "time", "substitutions", "extraction",
+        "viewer", "provenance",
+    ]  # fmt: skip
+    report([write_judge(tmp_path, "j", 0.8)], tmp_path / "judge.html")
+    assert sections(tmp_path / "judge.html") == ["roc"]
+    report([write_label_run(tmp_path / "l"), write_study(tmp_path / "s")], tmp_path / "made.html")
+    assert sections(tmp_path / "made.html") == ["study", "labelling", "provenance"]
+    assert 'id="filter"' not in (tmp_path / "made.html").read_text()
+
+
+def test_the_roc_curve_marks_both_thresholds(tmp_path: Path) -> None:
+    folder = write_judge(tmp_path, "j", 0.8)
+    (chart,) = plots(read_results([folder]))["roc"]
+    drawn = ET.fromstring(svg(chart))
+    assert [t.text for t in drawn.iter("text") if t.get("class") == "tag"] == ["F", "R"]
+    marks = {s.points[0].tag: (s.points[0].x, s.points[0].y) for s in chart.series if s.marked}
+    stored = json.loads((folder / "roc.json").read_text())
+    assert marks == {"F": tuple(stored["F"]), "R": tuple(stored["R"])}
+
+
+def test_trade_offs_have_a_point_a_threshold(whole: tuple[Path, dict[str, Any]]) -> None:
+    charts = {c.task: c for c in plots(read_results([whole[0].parent / "eval"]))["trade-off"]}
+    series = {s.name: s for s in charts["math500"].series}
+    assert set(series) == {"exact", "topk", "fly", "judged@selfjudge", "judged@autojudge"}
+    assert len(series["judged@selfjudge"].points) == 6
+    assert {p.tag for p in series["judged@selfjudge"].points} == {"", "F", "R"}
+    xs = [p.x for p in series["judged@selfjudge"].points]
+    assert xs == sorted(xs)
+    assert charts["math500"].level == series["exact"].points[0].y
+
+
+def test_measured_results_of_this_repository(tmp_path: Path) -> None:
+    found = report([ROOT / "results" / "labels", ROOT / "results" / "judges"], tmp_path / "report.html")
+    stored = json.loads((ROOT / "results/labels/h200/smollm2-135m/summary.json").read_text())["runs"]
+    mine = {
+        r["method_of_labels"]: r["labels_per_hour"] for r in found["tables"]["labelling"] if r["pair"] == "smollm2-135m"
+    }
+    assert mine == {run["method"]: run["rows_per_hour"] for run in stored}
+    assert {"judges", "features"} <= set(found["tables"])
+    assert "learning-curve.png" in found["figures"]
+
+
+def test_the_files_beside_the_page(whole: tuple[Path, dict[str, Any]]) -> None:
+    page, found = whole
+    beside = page.with_suffix("")
+    assert {f.name for f in beside.iterdir()} == {"tables.md", "report.json", *found["figures"]}
+    assert len(found["figures"]) == len(set(found["figures"])) > 10
+    assert all((beside / name).read_bytes().startswith(b"\x89PNG") for name in found["figures"])
+    assert json.loads((beside / "report.json").read_text())["tables"].keys() == found["tables"].keys()
+    tables = re.split(r"(?m)^## ", (beside / "tables.md").read_text())[1:]
+    assert len(tables) == len(found["tables"])
+    for table in tables:  # whatever the texts hold, every line has the same columns
+        lines = [line for line in table.splitlines() if line.startswith("| ")]
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines}) == 1
+
+
+def test_a_second_report_takes_away_its_own_old_figures_alone(tmp_path: Path, small: Path) -> None:
+    out = tmp_path / "report.html"
+    first = report([small, write_judge(tmp_path, "j", 0.8)], out)
+    assert "roc.png" in first["figures"]
+    (tmp_path / "report" / "mine.txt").write_text("kept")
+    second = report([small], out)
+    assert "roc.png" not in second["figures"]
+    assert not (tmp_path / "report" / "roc.png").exists()
+    assert (tmp_path / "report" / "mine.txt").read_text() == "kept"
+
+
+def test_a_report_may_name_old_figures_that_are_not_its_own(tmp_path: Path, small: Path) -> None:
+    """A report.json that lists files elsewhere deletes nothing there."""
+    (tmp_path / "precious.png").write_text("kept")
+    write_json(tmp_path / "report" / "report.json", {"figures": ["../precious.png", "/etc/hostname", 5]})
+    report([small], tmp_path / "report.html")
+    assert (tmp_path / "precious.png").read_text() == "kept"
+
+
+# wrong input
+
+
+def summary_of(folder: Path) -> Path:
+    return folder / "gsm8k" / "exact-g10" / "summary.json"
+
+
+def change(name: str, value: Any) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        data = json.loads(summary_of(folder).read_text())
+        data[name] = value
+        summary_of(folder).write_text(json.dumps(data))
+
+    return damage
+
+
+def put(path: str, content: bytes) -> Callable[[Path], None]:
+    return lambda folder: (folder / "gsm8k" / "exact-g10" / path).write_bytes(content) and None
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (put("summary.json", b'{"task": "gsm8k", '), "cannot read .*summary.json: "),
+        (put("summary.json", b"[]"), "summary.json is damaged: it holds no JSON object"),
+        (put("summary.json", b"{}"), "summary.json is damaged: 'rule' is missing, not a text"),
+        (put("summary.json", b"\xff\xfe"), "cannot read .*summary.json"),
+        (change("score", "good"), "summary.json is damaged: 'score' is 'good', not a number"),
+        (change("score", None), "summary.json is damaged: 'score' is missing, not a number"),
+        (change("gamma", True), "'gamma' is True, not a number"),
+        (change("score_ci", [0.1]), "'score_ci' is .*, not two numbers"),
+        (change("substitutions", [["a", "b"]]), "'substitutions' is .*, not a list of"),
+        (change("seconds", [1]), "'seconds' is .*, not an object"),
+        (put("samples.jsonl.gz", b"no gzip"), "cannot read .*samples.jsonl.gz: "),
+        (put("samples.jsonl.gz", gzip.compress(b'{"id": "1", "tokens": 5, "cycles": 2}\n' * 50)[:-12]), "cannot read .*samples.jsonl.gz: "),
+        (put("samples.jsonl.gz", gzip.compress(b'{"id": "1"}\n')), "samples.jsonl.gz, line 1 is damaged: 'tokens' is missing"),
+        (put("examples.jsonl", b'{"id": "1", "tokens": [{"text": "a", "origin": "magic"}]}\n'), "examples.jsonl, tokens 1 is damaged: 'origin' is 'magic'"),
+        (put("examples.jsonl", b"{}\nnot json\n"), "examples.jsonl"),
+    ],
+)  # fmt: skip
+def test_damaged_files_are_refused_by_name(
+    small: Path, tmp_path: Path, damage: Callable[[Path], None], message: str
+) -> None:
+    damage(small)
+    with pytest.raises(SelfJudgeError, match=message) as caught:
+        report([small], tmp_path / "report.html")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "report.html").exists()
+    assert not (tmp_path / "report").exists()
+
+
+def test_damaged_curves_are_refused(tmp_path: Path) -> None:
+    folder = write_judge(tmp_path, "j", 0.8)
+    write_json(folder / "roc.json", {"fpr": [0, 1], "tpr": [0, 0.5, 1]})
+    with pytest.raises(SelfJudgeError, match=r"'tpr' is .*, not 2 numbers"):
+        report([folder], tmp_path / "report.html")
+
+
+def test_unfinished_and_repeated_runs_are_named_and_left_out(small: Path, tmp_path: Path) -> None:
+    summary_of(small).unlink()
+    shutil.copytree(small / "mmlu", tmp_path / "again" / "mmlu")
+    found = report([small, tmp_path / "again"], tmp_path / "report.html")
+    assert found["runs"] == 3
+    why = {
+        Path(one["folder"]).parent.parent.name + "/" + Path(one["folder"]).name: one["why"] for one in found["left_out"]
+    }
+    assert why["eval/exact-g10"] == "unfinished: it has no summary.json"
+    assert why["again/exact-g10"] == f"the same configuration as {small / 'mmlu' / 'exact-g10'}"
+    assert "unfinished: it has no summary.json" in (tmp_path / "report.html").read_text()
+
+
+def test_folders_may_overlap(small: Path, tmp_path: Path) -> None:
+    found = report([small, small / "mmlu", small], tmp_path / "report.html")
+    assert (found["runs"], found["left_out"]) == (4, [])
+
+
+def test_folders_without_results_are_refused(small: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    write_json(tmp_path / "foreign" / "summary.json", {"wheels": 4})
+    (tmp_path / "begun" / "gsm8k" / "exact-g10").mkdir(parents=True)
+    for name, message in {
+        "nowhere": "nowhere is no folder",
+        "empty": "empty holds no results: name folders that eval, train, label or study wrote",
+        "foreign": "foreign holds no results (.*not a summary that a report knows): ".replace("(", r"\(").replace(
+            ")", r"\)"
+        ),
+        "begun": r"begun holds no results \(.*unfinished",
+    }.items():
+        with pytest.raises(SelfJudgeError, match=message):
+            report([small, tmp_path / name], tmp_path / "report.html")
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_the_page_must_have_a_place_of_its_own(small: Path, tmp_path: Path) -> None:
+    with pytest.raises(SelfJudgeError, match=r"--out names the page, such as report.html, not .*report.pdf"):
+        report([small], tmp_path / "report.pdf")
+    with pytest.raises(SelfJudgeError, match="is where the figures go and holds other files"):
+        report([small], small.with_suffix(".html"))  # its figures would land among the results
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SelfJudgeError, match=r"cannot use .* as a folder"):
+        report([small], tmp_path / "file.html")
+    with pytest.raises(SelfJudgeError, match="cannot write"):
+        report([small], tmp_path / "file" / "report.html")
+
+
+def test_a_summary_with_the_least_there_may_be(tmp_path: Path) -> None:
+    least = {"task": "new", "rule": "exact", "gamma": 3, "n": 1, "score": 0.5, "mean_accepted_length": float("nan")}
+    write_json(tmp_path / "eval" / "new" / "exact-g3" / "summary.json", least)
+    found = report([tmp_path / "eval"], tmp_path / "report.html")
+    assert found["tables"]["task-new"][0]["mean_accepted_length"] is None
+    assert "NaN" not in (tmp_path / "report.html").read_text().split('id="data"')[1].split("</script>")[0]
+
+
+# texts
+
+
+class Page(HTMLParser):
+    """Collects what a browser would act upon."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags: Counter[str] = Counter()
+        self.attributes: list[tuple[str, str, str | None]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        self.attributes += [(tag, *pair) for pair in attrs]
+
+
+def test_no_text_breaks_out_of_the_page(whole: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    folder = tmp_path / "eval"
+    evil = HOSTILE[0].replace("/", "\u2215")  # a folder's name has no slash; the fields may
+    one = samples([(11, 5), (21, 5)], [1, 0])
+    for rule in ("exact", f"judged:{evil}@{HOSTILE[1]}"):
+        write_run(
+            folder, "task", rule.replace("/", "\u2215"), 10, one, one, rule=rule, pair=HOSTILE[0], task=HOSTILE[1], measure=HOSTILE[2],
+            machine=HOSTILE[3], dtype=HOSTILE[0], date=HOSTILE[0], fold=HOSTILE[3], features=HOSTILE[0], label_method=HOSTILE[1],
+            scores={HOSTILE[0]: 0.1},
+        )  # fmt: skip
+    (folder / f"{evil}-g10").mkdir()
+    evil_judge = write_judge(tmp_path, "<img src=x onerror=1>", 0.7)
+    report([folder, evil_judge], tmp_path / "evil.html")
+    for page in (whole[0], tmp_path / "evil.html"):
+        text = page.read_text()
+        found = Page(text)
+        assert found.tags["script"] == 2
+        assert not found.tags.keys() & {"img", "iframe", "object", "link", "base", "form", "b"}
+        assert not [
+            a for a in found.attributes if a[1].startswith("on") or a[1] in ("src", "style", "action", "srcdoc")
+        ]
+        assert all(value.startswith("#") for _, name, value in found.attributes if name == "href" and value)
+        assert "http://" not in text
+        assert "https://" not in text
+        ids = [value for _, name, value in found.attributes if name == "id"]
+        assert len(ids) == len(set(ids))
+
+
+def test_answers_reach_the_viewer_as_they_are(whole: tuple[Path, dict[str, Any]]) -> None:
+    text = whole[0].read_text()
+    raw = text.split('<script type="application/json" id="data">')[1].split("</script>")[0]
+    assert not set(raw) & set("<>&\u2028\u2029")
+    runs = json.loads(raw)["runs"]
+    assert {r["group"] for r in runs} >= {"GSM8K", "LiveCodeBench", "arithmetic"}
+    hostile = runs[0]["examples"][3]
+    assert [t[0] for t in hostile["tokens"][:4]] == list(HOSTILE[:4])
+    assert hostile["tokens"][4][0] == HOSTILE[4].replace("\ud800", "?")  # half a character cannot be written
+    assert hostile["id"] == HOSTILE[1]
+
+
+def test_only_this_script_and_style_may_run(whole: tuple[Path, dict[str, Any]]) -> None:
+    import base64
+    import hashlib
+
+    text = whole[0].read_text()
+    policy = next(v for _, n, v in Page(text).attributes if n == "content" and v and "default-src" in v)
+    for tag in ("script", "style"):
+        inner = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        assert len(inner) == 1
+        digest = base64.b64encode(hashlib.sha256(inner[0].encode()).digest()).decode()
+        assert f"{tag}-src 'sha256-{digest}'" in policy
+    assert "default-src 'none'" in policy
+
+
+def test_charts_are_well_formed_and_named(whole: tuple[Path, dict[str, Any]]) -> None:
+    drawn = re.findall(r"<svg class=\"chart\".*?</svg>", whole[0].read_text(), re.DOTALL)
+    assert len(drawn) == len(whole[1]["figures"])
+    for one in drawn:
+        root = ET.fromstring(one)
+        title, told = root.find("title"), root.find("desc")
+        assert title is not None
+        assert told is not None
+        assert title.text
+        assert told.text
+        assert root.get("role") == "img"
+        assert "nan" not in one.casefold().replace("finance", "")
+
+
+def test_figures_have_a_real_minus_and_none_before_zero() -> None:
+    assert (signed(-0.001), signed(-0.5), signed(None), fixed(-1234.5, 1)) == ("+0.00", "−0.50", "–", "−1,234.5")
+
+
+def test_ticks_are_round_and_inside() -> None:
+    assert ticks(0, 1) == [0, 0.2, 0.4, 0.6, 0.8, 1.0]
+    assert ticks(2.9, 4.7) == [3, 3.5, 4, 4.5]
+    assert ticks(5, 5) == [5]
+    assert all(-0.3 <= t <= 0.3 for t in ticks(-0.3, 0.3))
+    assert (number(7.5e6), number(1200), number(-0.25)) == ("7.5M", "1.2k", "−0.25")
+
+
+# the command
+
+
+def test_the_command(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (small / "gsm8k" / "fly-g10").mkdir()
+    done = CliRunner().invoke(app, ["report", "eval"])
+    assert done.exit_code == 0, done.output
+    assert done.stdout == "report.html: 4 runs, 7 tables; 4 figures and tables.md in report\n"
+    assert done.stderr == "selfjudge: left out eval/gsm8k/fly-g10: unfinished: it has no summary.json\n"
+    done = CliRunner().invoke(app, ["report", "eval", "--json", "--out", "other.html"])
+    rows = json.loads(done.stdout)
+    assert rows["averages"][1]["delta_m"] == 0.625
+    assert (tmp_path / "other.html").is_file()
+
+
+def test_a_report_needs_no_torch_and_no_numpy() -> None:
+    code = "import sys, selfjudge.report; print(sorted({'torch', 'transformers', 'numpy', 'matplotlib'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_tasks_whose_names_look_alike_stay_apart(tmp_path: Path) -> None:
+    one = samples([(11, 5), (21, 5)], [1, 0])
+    for place, task in enumerate(("a b", "a-b", "数学", "物理")):
+        for rule in ("exact", "topk:2"):
+            write_run(tmp_path / "eval", str(place), rule, 10, one, one, task=task)
+    found = report([tmp_path / "eval"], tmp_path / "report.html")
+    assert [name for name in found["tables"] if name.startswith("task")] == [
+        "task-a-b",
+        "task-a-b--2",
+        "task",
+        "task--2",
+    ]
+    assert len(set(found["figures"])) == len(found["figures"]) == 8
+    ids = [value for _, name, value in Page((tmp_path / "report.html").read_text()).attributes if name == "id"]
+    assert len(ids) == len(set(ids))
+
+
+def test_several_pairs_stay_apart(small: Path, tmp_path: Path) -> None:
+    shutil.copytree(small, tmp_path / "other")
+    for file in (tmp_path / "other").rglob("summary.json"):
+        file.write_text(json.dumps({**json.loads(file.read_text()), "pair": "another"}))
+    found = report([small, tmp_path / "other"], tmp_path / "report.html")
+    assert {"averages-another", "averages-smollm2-135m", "task-another-gsm8k", "task-smollm2-135m-gsm8k"} <= set(
+        found["tables"]
+    )
+    assert len([name for name in found["figures"] if name.startswith("trade-off")]) == 4
+
+
+def test_an_evaluation_of_one_run(tmp_path: Path) -> None:
+    import random
+
+    write_run(
+        tmp_path / "eval", "dolly", "exact", 4, samples([(5, 0), (1, 0)], [0.5, 0.5])[:1] + samples([(9, 4)], [1]), None
+    )
+    write_examples(tmp_path / "eval" / "dolly" / "exact-g4", random.Random(1), 4, 0.0)
+    found = report([tmp_path / "eval"], tmp_path / "report.html")
+    assert found["runs"] == 1
+    assert "averages" not in found["tables"]
+
+
+def test_the_made_up_tree_is_consistent(tmp_path: Path) -> None:
+    folder = write_eval(tmp_path, tasks=("gsm8k",), n=10)
+    run = next(r for r in read_results([folder]).runs if r.rule == "topk:2" and r.gamma == 5)
+    pooled = sum(t - 1 for t, _ in run.lengths.values()) / sum(c for _, c in run.lengths.values())
+    assert run.m == pytest.approx(pooled)
+
+
+def test_on_an_open_task_the_words_of_exact_stand_for_a_score(tmp_path: Path) -> None:
+    rows = samples([(11, 5), (11, 5)], [1, 1])
+    for rule, own, agreement in (("exact", None, None), ("topk:2", rows, 0.4)):
+        write_run(tmp_path / "eval", "dolly", rule, 10, rows, own)
+        file = tmp_path / "eval" / "dolly" / f"{rule}-g10" / "summary.json"
+        summary = json.loads(file.read_text())
+        none = dict.fromkeys(("measure", "score", "score_ci", "delta_score", "delta_ci"))
+        file.write_text(json.dumps(summary | none | {"agreement": agreement, "scores": {}}))
+    found = report([tmp_path / "eval"], tmp_path / "report.html")
+    mine = row(found, "task-dolly", rule="topk:2")
+    assert (mine["measure"], mine["score"], mine["delta_score"]) == ("matching words", 0.4, pytest.approx(-0.6))
+    assert row(found, "task-dolly", rule="exact")["score"] == 1
+    file.write_text(json.dumps(summary | none | {"agreement": None}))
+    with pytest.raises(SelfJudgeError, match="neither a score nor a run of exact"):
+        report([tmp_path / "eval"], tmp_path / "report.html")
