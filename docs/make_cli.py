@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from selfjudge.cli import app
 
 COMMANDS = (
-    ["pull"], ["generate"], ["distill"], ["label"], ["labels", "merge"], ["labels", "info"], ["train"], ["study"], ["eval"], ["report"],
+    ["pull"], ["generate"], ["distill"], ["label"], ["labels", "merge"], ["labels", "info"], ["train"], ["study"], ["eval"], ["report"], ["reproduce"],
     ["ls"], ["bench", "decode"], ["bench", "passes"], ["bench", "draft"], ["bench", "label"], ["demo"],
 )  # fmt: skip
 

@@ -857,6 +857,55 @@ def eval_(
     typer.echo(f"rows and summaries are in {out}; draw them with: selfjudge report {out}")
 
 
+@app.command()
+def reproduce(
+    out: Annotated[Path, typer.Option(help="Folder of all stages; what is done in it stays done.")],
+    preset: Annotated[str, typer.Option(help="quick, full, or paper (the paper's settings).")] = "quick",
+    pair: Annotated[
+        str, typer.Option(help="Embedded pair, or one of the paper's: llama-3.1-8b, qwen2.5-7b, llama-3.1-70b.")
+    ] = "smollm2-135m",
+    target: Target = None,
+    draft: Draft = None,
+    limit: Annotated[int | None, typer.Option(help="Examples of each task instead of the preset's number.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Prompts at a time: 8, on CUDA 256.")] = None,
+    nli: Annotated[
+        str, typer.Option(help="Factual consistency of summaries: an NLI model, proxy, off, or auto.")
+    ] = "auto",
+    allow_unsafe: Annotated[
+        bool, typer.Option("--allow-unsafe", help="Run generated code even where it cannot be isolated.")
+    ] = False,
+    data: Data = None,
+    as_json: AsJson = False,
+    device: Device = None,
+    dtype: Dtype = None,
+) -> None:
+    """Label by three methods, train, evaluate every rule, report: the paper's tables and figures for a pair.
+
+    Example: selfjudge reproduce --preset full --pair qwen2.5-coder-1.5b --data DIR --out reproduced
+    """
+    from selfjudge.models.pair import chosen_device
+    from selfjudge.reproduce import PAPER_PAIRS, PRESETS
+    from selfjudge.reproduce import reproduce as run
+
+    if preset not in PRESETS:
+        raise SelfJudgeError(f"unknown preset {preset!r}; presets are: {', '.join(PRESETS)}")
+    if target is None and pair in PAPER_PAIRS:
+        target, draft = PAPER_PAIRS[pair]
+    quick = chosen_device(device).type == "cuda"
+    loaded = _pair(pair, target, draft, device, dtype)
+    entails, nli = _entails(nli, list(PRESETS[preset].tasks), loaded)
+    with _progress() as update:
+        found = run(
+            loaded, out, PRESETS[preset], data=data, batch=(256 if quick else 8) if batch is None else batch, limit=limit,
+            device=_fitting_device(device), entails=entails, nli=nli, allow_unsafe=allow_unsafe, notify=update,
+            warn=lambda text: print(f"selfjudge: {text}", file=sys.stderr),
+        )  # fmt: skip
+    if as_json:
+        _print_json(found)
+        return
+    typer.echo(f"everything is in {out}; open {out / 'report.html'}")
+
+
 def _figure(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 

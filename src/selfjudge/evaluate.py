@@ -126,15 +126,20 @@ def evaluate(
     """
     settings = settings or Settings()
     settings.check()
-    out.mkdir(parents=True, exist_ok=True)
+    known = [
+        _rows(name, settings.limit, data, allow_unsafe) for name in tasks
+    ]  # what is wrong is refused before anything is written
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SelfJudgeError(f"cannot use {out} as a folder: {error}") from None
     with locked(out / ".lock", refuse=f"another process writes {out}: name another --out"):
         _same_settings(out, pair, settings)
         write_json(
             out / "run.json", provenance(tasks=list(tasks), runs=[r.folder for r in runs], settings=asdict(settings))
         )
         summaries: list[dict[str, Any]] = []
-        for number, name in enumerate(tasks):
-            one, rows = _rows(name, settings.limit, data, allow_unsafe)
+        for number, (name, (one, rows)) in enumerate(zip(tasks, known, strict=True)):
             for place, run in enumerate(runs):
                 done = (number + place / len(runs)) / len(tasks)
                 folder = out / label_of(name) / run.folder

@@ -1,0 +1,1 @@
+"""Where selfjudge meets other programs. Nothing in the core imports from here."""

@@ -1,0 +1,216 @@
+"""`selfjudge eval` and `report` as processes, killed and resumed; `reproduce` from labels to page; lm-evaluation-harness as driver."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from selfjudge.cli import app
+from selfjudge.judge import Judge, JudgeConfig
+from selfjudge.models.pair import Pair
+from selfjudge.reproduce import PRESETS, Preset, reproduce
+from selfjudge.shells import generate
+from selfjudge.store import read_json, read_rows
+
+TIMED = ("seconds", "tokens_per_second")
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> Path:
+    rng = np.random.default_rng(0)
+    rows = [{"prompt": " ".join(f"w{i}" for i in rng.integers(5, 50, 6)), "answer": "7"} for _ in range(40)]
+    file = tmp_path / "mine.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return file
+
+
+def command(checkpoints: dict[str, str], asked: Path, out: Path, *more: str) -> list[str]:
+    return [
+        "eval", "--target", checkpoints["target"], "--draft", checkpoints["draft"], "--tasks", f"file:{asked}", "--rules",
+        "exact topk:3", "--gammas", "3", "--batch", "2", "--max-new-tokens", "40", "--out", str(out), *more,
+    ]  # fmt: skip
+
+
+def test_kill_9_and_resume_give_the_summary_of_an_undisturbed_run(
+    checkpoints: dict[str, str], asked: Path, tmp_path: Path
+) -> None:
+    runner = CliRunner()
+    whole = runner.invoke(app, [*command(checkpoints, asked, tmp_path / "whole"), "--json"])
+    assert whole.exit_code == 0, whole.output
+    torn = tmp_path / "torn"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "selfjudge.cli", *command(checkpoints, asked, torn)], stderr=subprocess.DEVNULL
+    )
+    while not list(torn.glob("file:mine/*/work/part-00003.jsonl")) and process.poll() is None:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (torn / "file:mine" / "topk:3-g3" / "summary.json").exists()
+    again = runner.invoke(app, command(checkpoints, asked, torn))
+    assert "go on with --resume" in str(again.exception)
+    again = runner.invoke(app, [*command(checkpoints, asked, torn, "--resume"), "--json"])
+    assert again.exit_code == 0, again.output
+    for run in ("exact-g3", "topk:3-g3"):
+        one, other = (read_json(tmp_path / name / "file:mine" / run / "summary.json") for name in ("whole", "torn"))
+        assert {k: v for k, v in one.items() if k not in TIMED} == {k: v for k, v in other.items() if k not in TIMED}
+    page = tmp_path / "report.html"
+    shown = runner.invoke(app, ["report", str(torn), "--out", str(page), "--json"])
+    assert shown.exit_code == 0, shown.output
+    assert "topk:3" in page.read_text(encoding="utf-8")
+    table = runner.invoke(app, command(checkpoints, asked, torn, "--resume"))
+    assert "topk:3" in table.output
+    assert "±" in table.output
+
+
+def test_wrong_input_is_one_line(checkpoints: dict[str, str], asked: Path, tmp_path: Path) -> None:
+    Judge(JudgeConfig(hidden_size=3)).save_pretrained(tmp_path / "other")
+    for more, message in (
+        (["--rules", "judged:F"], "needs a judge"), (["--tasks", ""], "names no task"), (["--tasks", "nothing"], "unknown task"),
+        (["--gammas", "x"], "whole numbers"), (["--judge", f"a={tmp_path / 'other'}"], "width 3"),
+        (["--judge", f"a={tmp_path / 'none'}", "--rules", "judged:0.5"], "no judge folder"), (["--tasks", f"file:{tmp_path / 'no'}"], "does not exist"),
+        (["--rules", "judged:0.5", "--judge", "=x"], "a name of its own"), (["--limit", "0"], "at least 1"),
+    ):  # fmt: skip
+        found = CliRunner().invoke(app, [*command(checkpoints, asked, tmp_path / "none-eval"), *more])
+        assert found.exit_code != 0
+        assert message in str(found.exception), (more, found.exception)
+    assert not (tmp_path / "none-eval" / "file:mine").exists()
+
+
+def test_reproduce_goes_from_labels_to_a_page_and_keeps_what_is_done(
+    tiny_pair: Pair, asked: Path, tmp_path: Path
+) -> None:
+    preset = Preset(
+        "tiny", (f"file:{asked}",), (f"file:{asked}",), (f"file:{asked}",), (f"file:{asked}",), limit=6, sweep_tasks=(f"file:{asked}",),
+        gamma=3, gammas=(2,), label_tokens=40, eval_tokens=12, calibrate_prompts=4, substitutions=3,
+    )  # fmt: skip
+    said: list[str] = []
+    out = tmp_path / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "selfjudge.reproduce.shipped_tau", lambda *_: {"tau": -20.0}
+        )  # a tiny random model answers nothing
+        patch.setattr(
+            "selfjudge.label.shipped_tau", lambda *_: {"tau": -20.0, "shipped": True}
+        )  # that could be checked
+        found = reproduce(tiny_pair, out, preset, batch=8, warn=said.append)
+        assert (out / "report.html").is_file()
+        made = {path.parent.name for path in (out / "judges").glob("*/config.json")}
+        assert {"selfjudge", "paper"} <= made
+        runs = {path.parent.name for path in (out / "eval").rglob("summary.json")}
+        assert {
+            "exact-g3",
+            "exact-g2",
+            "topk:2-g3",
+            "judged:F@selfjudge-g3",
+            "judged:q0.9@selfjudge-g3",
+            "judge_only:F@selfjudge-g3",
+        } <= runs
+        assert "fly:0.15,6-g3" not in runs  # γ is too small for its window
+        before = {path: path.stat().st_mtime_ns for path in out.rglob("summary.json")}
+        again = reproduce(tiny_pair, out, preset, batch=8, warn=said.append)
+        assert {path: path.stat().st_mtime_ns for path in out.rglob("summary.json")} == before
+    assert again["tables"].keys() == found["tables"].keys()
+
+
+def test_presets_are_known() -> None:
+    assert set(PRESETS) == {"quick", "full", "paper"}
+    for preset in PRESETS.values():
+        assert set(preset.sweep_tasks) <= set(preset.tasks)
+    found = CliRunner().invoke(app, ["reproduce", "--preset", "huge", "--out", "x"])
+    assert "presets are: quick, full, paper" in str(found.exception)
+
+
+# lm-evaluation-harness
+
+
+@pytest.fixture
+def harness(checkpoints: dict[str, str]) -> Any:
+    pytest.importorskip("lm_eval")
+    from selfjudge.integrations.lm_eval import SelfJudgeLM
+
+    return SelfJudgeLM(target=checkpoints["target"], draft=checkpoints["draft"], gamma=3, batch_size=4, device="cpu")
+
+
+def test_the_harness_evaluates_through_the_decoder(harness: Any, asked: Path, tmp_path: Path) -> None:
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    common = f"dataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {asked}\ntest_split: test\ndoc_to_text: '{{{{prompt}}}}'\n"
+    (folder / "said.yaml").write_text(
+        f"task: said\n{common}doc_to_target: '{{{{answer}}}}'\noutput_type: generate_until\ngeneration_kwargs:\n  until: ['w9']\n"
+        "  max_gen_toks: 10\nmetric_list:\n  - metric: exact_match\n"
+    )
+    (folder / "chosen.yaml").write_text(
+        f"task: chosen\n{common}doc_to_choice: ['w5', 'w6 w7']\ndoc_to_target: 0\noutput_type: multiple_choice\nmetric_list:\n  - metric: acc\n"
+    )
+    found = lm_eval.simple_evaluate(
+        harness, tasks=["said", "chosen"], task_manager=TaskManager(include_path=str(folder)), limit=5, bootstrap_iters=0,
+        log_samples=True,
+    )  # fmt: skip
+    pair = harness.pair
+    prompts = [json.loads(line)["prompt"] for line in asked.read_text().splitlines()[:5]]
+    expected = generate(pair, prompts, gamma=0, max_new_tokens=10, stop=["w9"], raw=True)
+    assert [s["resps"][0][0] for s in found["samples"]["said"]] == [a.text for a in expected]
+    assert 0 <= found["results"]["chosen"]["acc,none"] <= 1
+
+
+def test_likelihoods_are_the_targets_own(harness: Any) -> None:
+    import torch
+    from lm_eval.api.instance import Instance
+
+    def asks(kind: Any, *arguments: Any) -> Instance:
+        return Instance(kind, {}, arguments, 0)
+
+    pair = harness.pair
+    ids = pair.tokenizer.encode("w5 w6 w7 w8", add_special_tokens=False)
+    with torch.no_grad():
+        log_p = pair.target(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+    value = sum(float(log_p[i - 1, ids[i]]) for i in range(len(ids) - 2, len(ids)))
+    ((found, _),) = harness.loglikelihood([asks("loglikelihood", "w5 w6", " w7 w8")], disable_tqdm=True)
+    assert found == pytest.approx(value, abs=1e-3)
+    (rolled,) = harness.loglikelihood_rolling([asks("loglikelihood_rolling", "w5 w6")])
+    assert rolled < 0
+
+
+def test_the_harness_takes_rules_and_refuses_nonsense(
+    checkpoints: dict[str, str], harness: Any, tmp_path: Path
+) -> None:
+    from lm_eval.api.instance import Instance
+
+    from selfjudge.integrations.lm_eval import SelfJudgeLM
+
+    models = {"target": checkpoints["target"], "draft": checkpoints["draft"], "device": "cpu"}
+    Judge.constant(1.0, harness.pair.hidden_size).save_pretrained(tmp_path / "always")
+    judged = SelfJudgeLM(**models, rule="judged:0.5", judge=str(tmp_path / "always"), gamma=3)
+    ask = [Instance("generate_until", {}, ("w5 w6", {"until": [], "max_gen_toks": 12}), 0)]
+    assert judged.generate_until(ask) != harness.generate_until(ask)
+    warm = [Instance("generate_until", {}, ("w5 w6", {"do_sample": True, "temperature": 0.7, "max_gen_toks": 5}), 0)]
+    assert isinstance(harness.generate_until(warm)[0], str)
+    for wrong, message in (
+        ({"rule": "nothing"}, "unknown rule"),
+        ({"speed": 3}, "unknown model argument speed"),
+        ({"rule": "judged:0.5"}, "needs a judge"),
+    ):
+        with pytest.raises(Exception, match=message):
+            SelfJudgeLM(**models, **wrong)
+
+
+def test_rows_of_an_evaluation_can_be_read_back(checkpoints: dict[str, str], asked: Path, tmp_path: Path) -> None:
+    out = tmp_path / "eval"
+    found = CliRunner().invoke(app, command(checkpoints, asked, out, "--limit", "3", "--compact"))
+    assert found.exit_code == 0, found.output
+    rows = list(read_rows(out / "file:mine" / "topk:3-g3" / "samples.jsonl.gz"))
+    assert [row["id"] for row in rows] == ["mine-1", "mine-2", "mine-3"]
+    assert all("text" not in row for row in rows)
