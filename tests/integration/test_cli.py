@@ -242,7 +242,9 @@ def _wrong(checkpoints: dict[str, str], tmp: Path) -> dict[str, list[str]]:
     Judge(JudgeConfig(hidden_size=32, target="another", target_sha256="f" * 64)).save_pretrained(tmp / "foreign")
     (tmp / "prompts.jsonl").write_text('{"question": "no prompt here"}\n')
     (tmp / "numbers.jsonl").write_text('{"prompt": 5}\n')
+    Judge(JudgeConfig(hidden_size=32)).save_pretrained(tmp / "plain")
     ask = ["generate", "w1 w2", *target, *draft]
+    serve = ["serve", *target, *draft, "--port", "0"]
     distill = ["distill", *target, "--out", str(tmp / "draft")]
     (tmp / "asked.jsonl").write_text('{"prompt": "w5 w6"}\n{"prompt": "w9 w8 w7"}\n')
     (tmp / "begun").mkdir()
@@ -318,6 +320,18 @@ def _wrong(checkpoints: dict[str, str], tmp: Path) -> dict[str, list[str]]:
         "train model": ["train", str(tmp), "--out", str(tmp / "new"), "--model", "forest"],
         "originals": ["train", str(tmp), "--out", str(tmp / "new"), "--originals", "maybe"],
         "lookahead": [*label, "--out", str(tmp / "new"), "--method", "autojudge+", "--lookahead"],
+        "rule range": [*ask, "--rule", "topk:99999999999"],
+        "backend": ["serve", "--backend", "magic"],
+        "backend vllm": ["serve", "--backend", "vllm"],
+        "serve limit": [*serve, "--max-queue", "0"],
+        "serve host": [*serve, "--host", "203.0.113.1"],
+        "serve port": [*serve, "--port", "99999"],
+        "serve theta": [*serve, "--theta", "0.4"],
+        "serve key": [*serve, "--api-key", " "],
+        "serve timeout": [*serve, "--timeout", "0"],
+        "serve temperature": [*serve, "--temperature", "3"],
+        "serve gamma": [*serve, "--gamma", "-1"],
+        "serve threshold": [*serve, "--judge", str(tmp / "plain")],
         "option": ["generate", "hi", "--no-such-option"],
         "argument": ["generate"],
     }  # fmt: skip
@@ -358,6 +372,7 @@ def test_every_row_of_the_bad_input_table(run, checkpoints: dict[str, str], tmp_
         "no look-ahead is stored",
         "/config.json has a",
         "holds",
+        "serving needs",
     )
     missing = [
         p.pattern
@@ -419,6 +434,7 @@ def test_help_carries_an_example_everywhere(run) -> None:
         ["demo"],
         ["train"],
         ["study"],
+        ["serve"],
     )
     for command in commands:
         code, out, _ = run(*command, "--help")

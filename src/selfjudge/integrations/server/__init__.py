@@ -38,12 +38,14 @@ def listen(host: str, port: int) -> socket.socket:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise SelfJudgeError(f"serving needs {error.name}: pip install 'selfjudge[serve]'") from None
+    if not 0 <= port < 1 << 16:
+        raise SelfJudgeError(f"cannot listen on {host}:{port}: ports lie between 0 and 65535")
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         bound = socket.socket(family, socket.SOCK_STREAM)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise SelfJudgeError(f"cannot listen on {host}:{port}: {first_line(error)}") from None
     return bound
 

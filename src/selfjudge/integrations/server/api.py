@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import secrets
 import time
@@ -79,7 +80,8 @@ class Service:
         if room < 1 or (asked is not None and min(asked, self.limits.tokens) > room):
             raise RefusedError(
                 400, f"the prompt has {len(prompt)} tokens and prompt and answer together at most {self.limits.context}:"
-                " shorten the prompt or lower max_tokens", "context_length_exceeded", "messages",
+                " shorten the prompt or lower max_tokens", "context_length_exceeded",
+                "messages" if isinstance(body, ChatRequest) else "prompt",
             )  # fmt: skip
         if asked is not None and asked > self.limits.tokens:
             raise RefusedError(400, f"max_tokens is at most {self.limits.tokens}, not {asked}", param="max_tokens")
@@ -93,7 +95,7 @@ class Service:
         loop = asyncio.get_running_loop()
 
         def send(update: Update) -> None:
-            if not loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # the event loop has ended, and nobody waits any more
                 loop.call_soon_threadsafe(updates.put_nowait, update)
 
         job = Job(

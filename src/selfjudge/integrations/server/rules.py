@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
@@ -46,6 +47,10 @@ class Rules:
     gamma: int
     most_gamma: int = 20
     built: OrderedDict[Choice, AcceptanceRule] = field(default_factory=OrderedDict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.special = self.pair.special_ids
 
     def choose(self, asked: Asked, sampling: Sampling | None) -> Choice:
         """The choice of a request, checked; a wrong one is a SelfJudgeError."""
@@ -79,13 +84,14 @@ class Rules:
 
     def build(self, choice: Choice) -> AcceptanceRule:
         """The same rule for equal choices, so that engines find what they recorded with it; the latest 64 are kept."""
-        if choice not in self.built:
-            judged = choice.rule.startswith("judge")
-            self.built[choice] = parse_rule(
-                choice.rule, special=self.pair.special_ids, sampling=choice.sampling,
-                judge=self.judge if judged else None, theta=choice.theta,
-            )  # fmt: skip
-            if len(self.built) > 64:
-                self.built.popitem(last=False)
-        self.built.move_to_end(choice)
-        return self.built[choice]
+        with self.lock:
+            if choice not in self.built:
+                judged = choice.rule.startswith("judge")
+                self.built[choice] = parse_rule(
+                    choice.rule, special=self.special, sampling=choice.sampling,
+                    judge=self.judge if judged else None, theta=choice.theta,
+                )  # fmt: skip
+                if len(self.built) > 64:
+                    self.built.popitem(last=False)
+            self.built.move_to_end(choice)
+            return self.built[choice]
