@@ -644,9 +644,9 @@ def test_the_embedded_pair_says_over_http_what_generate_says(start: Callable[...
     prompts = ["Why is the sky blue?", "Write a haiku about rain."]
     rules = [EXACT, parse_rule("judged", special=embedded.special_ids, judge=shipped, theta="R")]
     for prompt, how, rule in zip(prompts, ({"off": True}, {}), rules, strict=True):
-        (made,) = generate(embedded, [prompt], rule, gamma=3, max_new_tokens=32)
+        (made,) = generate(embedded, [prompt], rule, gamma=3, max_new_tokens=24)
         answer = server.client().chat.completions.create(
-            model="smollm2-135m", messages=[{"role": "user", "content": prompt}], max_tokens=32, temperature=0,
+            model="smollm2-135m", messages=[{"role": "user", "content": prompt}], max_tokens=24, temperature=0,
             extra_body={"selfjudge": how},
         )  # fmt: skip
         agrees(answer, made)

@@ -235,6 +235,23 @@ def test_rows_that_enter_get_what_they_would_get_alone(rule: AcceptanceRule, gam
     assert prefills > 2
 
 
+@pytest.mark.parametrize("gamma", [0, 3])
+def test_a_batch_that_has_emptied_takes_in_who_waits(gamma: int) -> None:
+    target, draft = tiny_model(seed=1), tiny_model(seed=2)
+    prompts, door = prompts_of([30, 4, 6, 5]), Door(3, 60)
+    tokens: list[list[int]] = [[] for _ in prompts]
+    steps = decode(
+        engine_of(target), engine_of(draft), prompts[:1], Exact(), gamma=gamma, max_new_tokens=9, door=door
+    )  # fmt: skip
+    for step in steps:
+        for emission in step.emissions:
+            tokens[emission.row] += emission.tokens
+            if emission.finish and emission.row in (0, 2):  # the batch is empty now
+                for new in [1, 2] if emission.row == 0 else [3]:
+                    door.put(Newcomer(prompts[new], 1 if new == 1 else 12))
+    assert tokens == [greedy(target, p, n) for p, n in zip(prompts, [9, 1, 12, 12], strict=True)]
+
+
 def test_the_door_refuses_rows_that_would_not_fit() -> None:
     with pytest.raises(SelfJudgeError, match="at most 20 tokens"):
         Door(2, 20).put(Newcomer([5] * 15, 6))

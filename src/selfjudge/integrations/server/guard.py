@@ -71,7 +71,7 @@ class Guard:
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length[:20]) > self.most_bytes:
             return None
-        found = b""
+        found = bytearray()
         while True:
             message = await receive()
             if message["type"] != "http.request":
@@ -80,7 +80,7 @@ class Guard:
             if len(found) > self.most_bytes:
                 return None
             if not message.get("more_body", False):
-                return {"type": "http.request", "body": found, "more_body": False}
+                return {"type": "http.request", "body": bytes(found), "more_body": False}
 
 
 async def _refuse(send: Send, status: int, message: str, code: str | None = None) -> None:
