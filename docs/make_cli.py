@@ -12,7 +12,7 @@ from selfjudge.cli import app
 
 COMMANDS = (
     ["pull"], ["generate"], ["distill"], ["label"], ["labels", "merge"], ["labels", "info"], ["train"], ["study"], ["eval"], ["report"], ["reproduce"],
-    ["ls"], ["bench", "decode"], ["bench", "passes"], ["bench", "draft"], ["bench", "label"], ["demo"],
+    ["ls"], ["bench", "decode"], ["bench", "passes"], ["bench", "draft"], ["bench", "label"], ["serve"], ["demo"],
 )  # fmt: skip
 
 print("# Command line\n\nMade by `make docs` from the program itself.\n")

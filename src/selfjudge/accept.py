@@ -446,6 +446,12 @@ def parse_rule(
     return rule(**values, **({"special": special} if "guard" in options(rule) else {}))
 
 
+def names_threshold(spec: str) -> bool:
+    """Whether a rule's text, such as `judged:0.4`, says its θ itself."""
+    name, _, rest = spec.partition(":")
+    return name in RULES and "theta" in _values(RULES[name], rest)
+
+
 def _values(rule: type[AcceptanceRule], text: str) -> dict[str, Any]:
     known = options(rule)
     order = list(known)
@@ -466,9 +472,11 @@ def _convert(rule: str, key: str, value: str, default: object) -> object:
     if key == "theta" and value[:1] in ("F", "R", "q"):
         return value
     try:
-        return _truth(value) if isinstance(default, bool) else int(value) if isinstance(default, int) else float(value)
+        found = _truth(value) if isinstance(default, bool) else int(value) if isinstance(default, int) else float(value)
     except ValueError:
         raise SelfJudgeError(f"rule {rule!r}: {key}={value!r} is not a number") from None
+    _require(abs(found) < 1 << 31, f"rule {rule!r}: {key}={value!r} is out of range")  # NaN is, too
+    return found
 
 
 def _truth(value: str) -> bool:

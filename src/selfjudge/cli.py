@@ -986,6 +986,72 @@ def report(
 
 
 @app.command()
+def serve(
+    backend: Annotated[str, typer.Option(help="torch: our own loop, on any machine.")] = "torch",
+    pair: PairName = "smollm2-135m",
+    target: Target = None,
+    draft: Draft = None,
+    rule: Annotated[
+        str | None,
+        typer.Option(help="Rule of requests that name none; judged where there is a judge, exact otherwise."),
+    ] = None,
+    judge: JudgeName = None,
+    theta: Annotated[
+        str | None, typer.Option("--theta", help="Judge threshold: a number in [0, 1], F or R; R if not given.")
+    ] = None,
+    quality: Quality = None,
+    gamma: Gamma = 5,
+    temperature: Annotated[float, typer.Option(help="Temperature of requests that name none; 0 is greedy.")] = 0.0,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 is any that is free.")] = 8000,
+    name: Annotated[str | None, typer.Option(help="What clients call the model; the pair's name if not given.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="Key that clients must send; SELFJUDGE_API_KEY if not given, or none.")
+    ] = None,
+    max_batch: Annotated[int, typer.Option(help="Answers decoded at a time.")] = 8,
+    max_batches: Annotated[int, typer.Option(help="Different rules decoded at a time.")] = 4,
+    max_queue: Annotated[int, typer.Option(help="Requests that may wait; more get a 429.")] = 64,
+    max_context: Annotated[int, typer.Option(help="Most tokens of a prompt with its answer.")] = 4096,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 1024,
+    max_body: Annotated[int, typer.Option(help="Most bytes of a request.")] = 1 << 20,
+    timeout: Annotated[float, typer.Option(help="Seconds after which a request is given up.")] = 600.0,
+    grace: Annotated[float, typer.Option(help="Seconds that running answers have to end in at SIGTERM.")] = 30.0,
+    engine: EngineName = "auto",
+    device: Device = None,
+    dtype: Dtype = None,
+) -> None:
+    """Serve a pair over HTTP as OpenAI's API does: chat completions, completions, models, health, metrics.
+
+    Example: selfjudge serve --pair smollm2-135m --theta R --port 8000
+    """
+    import os
+
+    if backend == "vllm":
+        raise SelfJudgeError("--backend vllm is not here yet: use --backend torch")
+    if backend != "torch":
+        raise SelfJudgeError(f"unknown backend {backend!r}; backends are: torch")
+
+    from selfjudge.integrations.server import Limits, listen
+    from selfjudge.integrations.server import serve as run
+    from selfjudge.judge import Judge
+
+    _positive(
+        max_batch=max_batch, max_batches=max_batches, max_queue=max_queue, max_context=max_context, max_tokens=max_tokens,
+        max_body=max_body,
+    )  # fmt: skip
+    bound = listen(host, port)
+    loaded = _pair(pair, target, draft, device, dtype, needs_draft=gamma > 0)
+    folder = judge or _shipped_judge(loaded)
+    found = Judge.from_pretrained(folder) if folder else None
+    limits = Limits(max_batch, max_batches, max_queue, max_context, max_tokens, max_body, timeout, grace)
+    run(
+        loaded, bound, judge=found, rule=rule or ("judged" if found else "exact"), theta=_threshold(theta), quality=quality,
+        gamma=gamma, limits=limits, name=name, api_key=os.environ.get("SELFJUDGE_API_KEY") if api_key is None else api_key,
+        temperature=temperature, engine=engine, notify=lambda line: typer.echo(line, err=True),
+    )  # fmt: skip
+
+
+@app.command()
 def demo(
     gamma: Gamma = 3,
     limit: Annotated[int, typer.Option(help="How many of the built-in prompts.")] = 8,

@@ -3,6 +3,7 @@
 One cycle: the draft proposes d_1 … d_γ, one target pass verifies them, the rule says how many stand, both caches
 are rewound, and the rows get their accepted drafts plus one token of the target. γ = 0 is plain autoregressive decoding.
 The loop yields one `Step` per target pass; text, streaming and statistics are layers above (`shells.py`).
+Between steps rows leave: those that finished, and those the caller cancels; where the caller keeps a `Door`, others enter.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,10 +22,43 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from selfjudge.accept import AcceptanceRule, sample
-from selfjudge.engine import Engine
+from selfjudge.engine import Engine, Output
 from selfjudge.errors import SelfJudgeError
 from selfjudge.top import regular, top
 from selfjudge.types import PHASES, Block, Emission, Finish, Origin, Singles, Step, Verdict
+
+
+class Newcomer(NamedTuple):
+    """A row that waits to enter a batch."""
+
+    prompt: Sequence[int]
+    max_new_tokens: int
+    seed: int = 0
+
+
+IDLE = Newcomer((0,), 1)
+
+
+@dataclass
+class Door:
+    """Where rows enter a batch that is under way: the caller puts them here between steps."""
+
+    rows: int
+    """The most rows at a time."""
+    length: int
+    """The most tokens a row may have, prompt and answer: static engines reserve so much for each."""
+    waiting: deque[Newcomer] = field(default_factory=deque)
+
+    def put(self, newcomer: Newcomer) -> None:
+        if len(newcomer.prompt) + newcomer.max_new_tokens > self.length:
+            raise SelfJudgeError(f"a row of this batch has at most {self.length} tokens, prompt and answer")
+        self.waiting.append(newcomer)
+
+    def take(self, there: int, static: bool) -> list[Newcomer]:
+        """Those who fit beside the rows that are there; with idle rows up to 1, 2, 4, 8 … in all for a static engine."""
+        new = [self.waiting.popleft() for _ in range(min(len(self.waiting), self.rows - there))]
+        total = there + len(new)
+        return new + [IDLE] * (min(1 << (total - 1).bit_length(), self.rows) - total) * static
 
 
 def decode(
@@ -34,54 +68,77 @@ def decode(
     rule: AcceptanceRule,
     *,
     gamma: int = 5,
-    max_new_tokens: int = 256,
+    max_new_tokens: int | Sequence[int] = 256,
     eos_ids: Collection[int] = (),
     seeds: Sequence[int] | None = None,
     confidence: float = 0.0,
-    cancelled: Collection[int] = (),
+    cancelled: set[int] | None = None,
+    door: Door | None = None,
 ) -> Iterator[Step]:
-    """Decode all prompts together; rows that finish leave the batch.
+    """Decode all prompts together; rows that finish leave the batch. `max_new_tokens` is one limit for all, or one for each.
 
     Drafting ends before γ once the draft itself gives what it has proposed so far a probability below `confidence`, in
     every row. It looks at the draft alone, so lossless rules stay lossless; static engines always draft γ.
 
     `draft` may be None only with γ = 0. `cancelled` may be filled by the caller between steps: those rows leave before
-    the next one. With a sampling rule, a row's random numbers depend on its own seed alone, not on its neighbours (with
-    `confidence`, how many of them are used depends on the neighbours too).
+    the next one, and are taken out of the set. So may the `door`: its rows enter while there is room, as soon as no pass
+    is in flight, with a step of their own for the prefill; they are numbered on from the prompts in the order of the door.
+    The loop ends once no row is left and none waits.
+
+    With a sampling rule, a row's random numbers depend on its own seed alone, not on its neighbours (with `confidence`,
+    how many of them are used depends on the neighbours too).
     """
     limits = check(target, draft, prompts, rule, gamma, max_new_tokens, confidence)
     draft = draft if gamma else None
-    rows = _Rows(np.arange(len(limits)), np.asarray(limits), np.zeros(len(limits), bool))
-    random = _Random(range(len(prompts)) if seeds is None else seeds, rule, gamma, target.device)
+    engines = [target] if draft is None else [target, draft]
+    rows = _Rows.new(0, limits)
+    seen = len(rows)
+    random = _Random(rule, gamma, target.device)
     longest = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)) + gamma + 1
-    for engine in (target, draft):
-        if engine is not None:
-            engine.reserve(len(rows), longest)
+    for engine in engines:
+        if door is not None:
+            engine.reserve(max(len(rows), door.rows), max(longest, door.length + gamma + 1))
+        engine.reserve(len(rows), longest)
 
-    # prefill: the target's token after the prompt belongs to no cycle
     timer = _Timer(target.device)
-    tokens, counts = _left_padded(prompts, target.device)
-    with timer("target"):
-        output = target.prefill(tokens, counts)
-    with timer("rule"), torch.no_grad():
-        verdict = rule(Block(tokens[:, :0], output.logits, output.hidden, uniforms=random.first()))
-    if draft is not None:
-        with timer("draft"):
-            draft.prefill(tokens, counts)
-    cycle = _cycle(target, draft, rule, gamma, verdict.next_token)
+    uniforms = random.enter(range(seen) if seeds is None else seeds)
+    first, packed = _begin([engine.prefill for engine in engines], prompts, rule, uniforms, timer)
+    cycle = _cycle(target, draft, rule, gamma, first)
     cycle.confidence = confidence
-    yield _emitted(0, rows, _packed(tokens[:, :0], verdict), timer, eos_ids)
+    yield _emitted(0, rows, packed, timer, eos_ids)
 
     number = 0
     flying: deque[tuple[int, Tensor, _Timer]] = deque()
     while True:
         if cancelled:
             rows.finished |= np.isin(rows.index, list(cancelled))
+            cancelled.difference_update(rows.index.tolist())
         alive = np.flatnonzero(~rows.finished).tolist()
         if not alive:
-            return
+            if door is None or not door.waiting:
+                return
+            flying.clear()  # nobody reads them
+        if door is not None and door.waiting and len(alive) < door.rows:
+            if not flying:
+                if len(alive) < len(rows):
+                    for engine in engines:
+                        engine.select(alive)
+                    random.select(alive)
+                new = door.take(len(alive), target.static)
+                asked, most = [n.prompt for n in new], [n.max_new_tokens for n in new]
+                arrived = _Rows.new(seen, check(target, draft, asked, rule, gamma, most))
+                arrived.finished = np.array([n is IDLE for n in new])
+                arrived.index[arrived.finished] = -1
+                seen += int((~arrived.finished).sum())
+                timer, uniforms = _Timer(target.device), random.enter(n.seed for n in new)
+                first, packed = _begin([engine.enter for engine in engines], asked, rule, uniforms, timer)
+                cycle = cycle.followed(alive, first)
+                step = _emitted(0, arrived, packed, timer, eos_ids)
+                rows = rows.take(alive).followed(arrived)
+                yield step
+                continue
         # a static engine has recordings for batches of 1, 2, 4, 8 … rows, and keeps idle rows until half of them are
-        if len(alive) < len(rows) and (not target.static or len(alive) <= len(rows) // 2):
+        elif len(alive) < len(rows) and (not target.static or len(alive) <= len(rows) // 2):
             if not flying:
                 kept = alive
                 if target.static:
@@ -99,6 +156,25 @@ def decode(
             continue
         done, packed, timer = flying.popleft()
         yield _emitted(done, rows, packed, timer, eos_ids)
+
+
+def _begin(
+    passes: Sequence[Callable[[Tensor, Tensor], Output]],
+    prompts: Sequence[Sequence[int]],
+    rule: AcceptanceRule,
+    uniforms: Tensor | None,
+    timer: _Timer,
+) -> tuple[Tensor, Tensor]:
+    """Prompts through target and draft: the target's token after each, which belongs to no cycle, and the packed verdict."""
+    tokens, counts = _left_padded(prompts, timer.device)
+    with timer("target"):
+        output = passes[0](tokens, counts)
+    with timer("rule"), torch.no_grad():
+        verdict = rule(Block(tokens[:, :0], output.logits, output.hidden, uniforms=uniforms))
+    for draft in passes[1:]:
+        with timer("draft"):
+            draft(tokens, counts)
+    return verdict.next_token, _packed(tokens[:, :0], verdict)
 
 
 def _cycle(target: Engine, draft: Engine | None, rule: AcceptanceRule, gamma: int, first: Tensor) -> _Cycle:
@@ -189,10 +265,15 @@ class _Cycle:
         self.target.select(rows)
         if self.draft is not None:
             self.draft.select(rows)
-        cycle = _cycle(self.target, self.draft, self.rule, self.gamma, self.last[rows, 0])
+        return self.followed(rows, self.last[:0, 0])
+
+    def followed(self, rows: list[int], first: Tensor) -> _Cycle:
+        """The cycle for these rows and, after them, new ones whose prefill yielded `first`; the engines have them already."""
+        last, backlog, missing = self.last[rows, 0], self.backlog[rows], self.missing[rows]
+        cycle = _cycle(self.target, self.draft, self.rule, self.gamma, torch.cat([last, first]))
         cycle.confidence = self.confidence
-        cycle.backlog.copy_(self.backlog[rows])
-        cycle.missing.copy_(self.missing[rows])
+        cycle.backlog[: len(rows)] = backlog
+        cycle.missing[: len(rows)] = missing
         return cycle
 
 
@@ -247,11 +328,20 @@ class _Rows:
     """Tokens each may still emit."""
     finished: NDArray[np.bool_]
 
+    @classmethod
+    def new(cls, first: int, limits: Sequence[int]) -> _Rows:
+        """Rows numbered from `first` on."""
+        return cls(np.arange(first, first + len(limits)), np.asarray(limits), np.zeros(len(limits), bool))
+
     def __len__(self) -> int:
         return len(self.index)
 
     def take(self, kept: list[int]) -> _Rows:
         return _Rows(self.index[kept], self.left[kept], self.finished[kept])
+
+    def followed(self, other: _Rows) -> _Rows:
+        mine, theirs = (self.index, self.left, self.finished), (other.index, other.left, other.finished)
+        return _Rows(*(np.concatenate(both) for both in zip(mine, theirs, strict=True)))
 
 
 def _packed(drafts: Tensor, verdict: Verdict) -> Tensor:
@@ -297,7 +387,7 @@ def check(
     prompts: Sequence[Sequence[int]],
     rule: AcceptanceRule,
     gamma: int,
-    max_new_tokens: int,
+    max_new_tokens: int | Sequence[int],
     confidence: float = 0.0,
 ) -> list[int]:
     """Refuse impossible requests before any work; the number of tokens each row may emit."""
@@ -307,23 +397,24 @@ def check(
         raise SelfJudgeError("gamma > 0 needs a draft model; use gamma 0 for plain decoding")
     if target.static and draft is not None and gamma and not draft.static:
         raise SelfJudgeError("a target on the cuda engine needs a draft on it too: use the reference engine for both")
-    if max_new_tokens < 1:
-        raise SelfJudgeError(f"max-new-tokens must be at least 1, not {max_new_tokens}")
     if not prompts:
         raise SelfJudgeError("there is no prompt to decode")
+    most = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
+    if min(most) < 1:
+        raise SelfJudgeError(f"max-new-tokens must be at least 1, not {min(most)}")
     if not 0 <= confidence <= 1:
         raise SelfJudgeError(f"confidence must lie in [0, 1], not {confidence}")
     rule.check(gamma)
     window = target.window if draft is None else min(target.window, draft.window)
     limits = []
-    for prompt in prompts:
+    for prompt, limit in zip(prompts, most, strict=True):
         if not prompt:
             raise SelfJudgeError("the prompt is empty: give at least one token")
         if len(prompt) >= window:
             raise SelfJudgeError(
                 f"the prompt has {len(prompt)} tokens and the context window holds {window}: shorten the prompt"
             )
-        limits.append(min(max_new_tokens, window - len(prompt)))
+        limits.append(min(limit, window - len(prompt)))
     return limits
 
 
@@ -339,28 +430,38 @@ class _Random:
 
     AHEAD = 32
 
-    def __init__(self, seeds: Sequence[int], rule: AcceptanceRule, gamma: int, device: torch.device) -> None:
-        self.device, self.gamma = device, 2 * gamma + 1
-        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds] if rule.sampling is not None else []
+    def __init__(self, rule: AcceptanceRule, gamma: int, device: torch.device) -> None:
+        self.device, self.gamma, self.wanted = device, 2 * gamma + 1, rule.sampling is not None
+        self.generators: list[torch.Generator] = []
         self.drawn: deque[Tensor] = deque()
 
-    def _draw(self, count: int) -> Tensor:
-        return torch.stack([torch.rand(count, generator=g) for g in self.generators]).to(self.device)
+    def _draw(self, generators: list[torch.Generator], cycles: int) -> Iterable[Tensor]:
+        """For each cycle [B, 2γ+1]; the same numbers whether drawn at once or one by one."""
+        numbers = torch.stack([torch.rand(cycles * self.gamma, generator=g) for g in generators]).to(self.device)
+        return numbers.view(-1, cycles, self.gamma).unbind(1)
 
-    def first(self) -> Tensor | None:
-        """[B, 1] for the token that prefill yields."""
-        return self._draw(1) if self.generators else None
+    def enter(self, seeds: Iterable[int]) -> Tensor | None:
+        """Rows with these seeds come after those that are there; [B, 1] for the tokens that their prefill yields."""
+        if not self.wanted:
+            return None
+        new = [torch.Generator().manual_seed(seed) for seed in seeds]
+        first = torch.stack([torch.rand(1, generator=g) for g in new]).to(self.device)
+        if self.drawn:
+            ahead = self._draw(new, len(self.drawn))
+            self.drawn = deque(torch.cat(both) for both in zip(self.drawn, ahead, strict=True))
+        self.generators += new
+        return first
 
     def next(self) -> Tensor | None:
         """[B, 2γ+1] for one cycle: γ to draw drafts, γ to accept them, one for the token that follows."""
-        if not self.generators:
+        if not self.wanted:
             return None
         if not self.drawn:
-            self.drawn.extend(self._draw(self.AHEAD * self.gamma).view(-1, self.AHEAD, self.gamma).unbind(1))
+            self.drawn.extend(self._draw(self.generators, self.AHEAD))
         return self.drawn.popleft()
 
     def select(self, rows: list[int]) -> None:
-        if self.generators:
+        if self.wanted:
             self.generators = [self.generators[i] for i in rows]
             self.drawn = deque(u[rows] for u in self.drawn)
 

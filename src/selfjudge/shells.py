@@ -1,4 +1,4 @@
-"""Shells around the loop: prompts in, text out, whole (`generate`) or token by token (`stream`)."""
+"""Shells around the loop: prompts in, text out, whole (`generate`), token by token (`stream`), or with coming and going (`Batch`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedTokenizerBase
 
 from selfjudge.accept import EXACT, AcceptanceRule
-from selfjudge.decode import decode
+from selfjudge.decode import Door, Newcomer, decode
 from selfjudge.engine import borrowed, common_kind, may_be_rough
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.pair import Pair, Prompt
@@ -44,11 +44,9 @@ def generate(
     results: dict[int, Generation] = {}
     for start in range(0, len(by_length), batch):
         rows = by_length[start : start + batch]
-        answers = [_Answer(pair.tokenizer, stop, len(encoded[i]), streamed=bool(stop)) for i in rows]
-        seeds = [_seed(seed, i) for i in rows]
-        for _ in _run(
-            pair, [encoded[i] for i in rows], answers, rule, gamma, max_new_tokens, seeds, confidence, engine
-        ):
+        answers = [Answer(pair.tokenizer, stop, len(encoded[i]), streamed=bool(stop)) for i in rows]
+        asked = [Newcomer(encoded[i], max_new_tokens, row_seed(seed, i)) for i in rows]
+        for _ in _run(pair, rule, gamma, confidence, engine, asked, dict(enumerate(answers))):
             pass
         results |= {i: answer.generation() for i, answer in zip(rows, answers, strict=True)}
     return [results[i] for i in range(len(encoded))]
@@ -72,14 +70,14 @@ class Stream:
         engine: str = "auto",
     ) -> None:
         ids = pair.encode(prompt, raw=raw)
-        self._answer = _Answer(pair.tokenizer, stop, len(ids))
-        self._steps = _run(
-            pair, [ids], [self._answer], rule, gamma, max_new_tokens, [_seed(seed, 0)], confidence, engine
-        )
+        self._answer = Answer(pair.tokenizer, stop, len(ids))
+        asked = [Newcomer(ids, max_new_tokens, row_seed(seed, 0))]
+        self._steps = _run(pair, rule, gamma, confidence, engine, asked, {0: self._answer})
 
     def __iter__(self) -> Iterator[Piece]:
-        for pieces in self._steps:
-            yield from pieces
+        for step in self._steps:
+            for _, pieces in step:
+                yield from pieces
 
     @property
     def generation(self) -> Generation:
@@ -89,6 +87,73 @@ class Stream:
 def stream(pair: Pair, prompt: Prompt, rule: AcceptanceRule | None = None, **options: object) -> Stream:
     """Answer one prompt token by token; takes the options of `generate` except `batch`."""
     return Stream(pair, prompt, rule, **options)  # type: ignore[arg-type]
+
+
+class Batch:
+    """Answers that one rule makes together, and that may come and go between steps. For one thread."""
+
+    def __init__(
+        self,
+        pair: Pair,
+        rule: AcceptanceRule | None = None,
+        *,
+        gamma: int = 5,
+        rows: int = 8,
+        length: int = 4096,
+        confidence: float = 0.0,
+        engine: str = "auto",
+    ) -> None:
+        """`rows` at most are decoded at a time, others wait; `length` is the most tokens of a prompt with its answer."""
+        self._tokenizer = pair.tokenizer
+        self._settings = pair, rule, gamma, confidence, engine
+        self._door = Door(rows, length)
+        self._answers: dict[int, Answer] = {}  # by the number that the loop gives or will give them
+        self._dropped: set[int] = set()
+        self._next = 0
+        self._steps: Iterator[Taken] | None = None
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def add(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_new_tokens: int = 256,
+        stop: Sequence[str] = (),
+        seed: int = 0,
+        streamed: bool = True,
+    ) -> Answer:
+        """A prompt of token ids that shall be answered from the next step on."""
+        answer = Answer(self._tokenizer, stop, len(prompt), streamed)
+        self._door.put(Newcomer(prompt, max_new_tokens, row_seed(seed, 0)))
+        self._answers[self._next] = answer
+        self._next += 1
+        return answer
+
+    def drop(self, answer: Answer) -> None:
+        """Give up an answer: it leaves before the next step."""
+        for row in [row for row, other in self._answers.items() if other is answer]:
+            del self._answers[row]
+            self._dropped.add(row)
+
+    def step(self) -> Taken:
+        """One pass over all rows, or the prefill of those that enter; nothing once none is left."""
+        if self._steps is None and self._door.waiting:
+            first = self._door.waiting.popleft()
+            self._steps = _run(*self._settings, [first], self._answers, self._dropped, self._door)
+        found = None if self._steps is None else next(self._steps, None)
+        if found is None:  # the loop has ended, and will number from 0 again
+            self._steps, self._next = None, 0
+            self._dropped.clear()
+        return found or []
+
+    def close(self) -> None:
+        """Give up all answers and end the loop, so that its engines can be used again."""
+        self._dropped.update(self._answers)
+        self._answers.clear()
+        self._door.waiting.clear()
+        self.step()
 
 
 def rough_draft(pair: Pair, rule: AcceptanceRule, engine: str = "auto") -> bool:
@@ -115,22 +180,23 @@ def _guarded(rule: AcceptanceRule, pair: Pair) -> AcceptanceRule:
     return _GUARDED[rule][1]
 
 
-def _seed(seed: int, row: int) -> int:
+def row_seed(seed: int, row: int) -> int:
+    """The seed of one row's random numbers."""
     return (seed * 1_000_003 + row) % (1 << 63)
 
 
 def _run(
     pair: Pair,
-    prompts: Sequence[Sequence[int]],
-    answers: Sequence[_Answer],
     rule: AcceptanceRule | None,
     gamma: int,
-    max_new_tokens: int,
-    seeds: Sequence[int],
     confidence: float,
     engine: str,
-) -> Iterator[list[Piece]]:
-    """Drive the loop over one batch, feeding each answer; yields the new pieces of every step."""
+    asked: Sequence[Newcomer],
+    answers: dict[int, Answer],
+    dropped: set[int] | None = None,
+    door: Door | None = None,
+) -> Iterator[Taken]:
+    """Drive the loop, feeding each answer, by its row, until it is finished; yields the new pieces of every step."""
     rule = _guarded(rule or EXACT, pair)
     if rule.judge is not None:
         rule.judge.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
@@ -144,32 +210,36 @@ def _run(
         if pair.draft is not None and drafted:
             rough = rough_draft(pair, rule, engine)
             draft = stack.enter_context(borrowed(pair.draft, int8=rough, kind=engine))
-        stopped: set[int] = set()
+        dropped = set() if dropped is None else dropped
         warned = False
-        start = time.perf_counter()
+        for first in answers.values():
+            first.begun = time.perf_counter()
         for step in decode(
-            target, draft, prompts, rule,
-            gamma=gamma, max_new_tokens=max_new_tokens, eos_ids=pair.eos_ids, seeds=seeds, confidence=confidence,
-            cancelled=stopped,
+            target, draft, [new.prompt for new in asked], rule, gamma=gamma,
+            max_new_tokens=[new.max_new_tokens for new in asked], seeds=[new.seed for new in asked],
+            eos_ids=pair.eos_ids, confidence=confidence, cancelled=dropped, door=door,
         ):  # fmt: skip
             if step.irregular and not warned:
                 warned = True
                 warnings.warn(
                     "non-finite logits or hidden states: alignment alone decided at those tokens", stacklevel=2
                 )
-            pieces: list[Piece] = []
+            taken: Taken = []
             now = time.perf_counter()
             for emission in step.emissions:
-                answer = answers[emission.row]
-                pieces += answer.take(emission.tokens, emission.origins, emission.finish, step)
-                answer.seconds["total"] = now - start
+                if (answer := answers.get(emission.row)) is None:
+                    continue  # given up
+                taken.append((answer, answer.take(emission.tokens, emission.origins, emission.finish, step)))
+                answer.seconds["total"] = now - answer.begun
+                if answer.finish:
+                    del answers[emission.row]
                 if answer.finish == "stop":
-                    stopped.add(emission.row)
-            yield pieces
+                    dropped.add(emission.row)
+            yield taken
 
 
-@dataclass
-class _Answer:
+@dataclass(eq=False)
+class Answer:
     """One answer in the making: tokens, origins, text, and the cut at a stop string."""
 
     tokenizer: PreTrainedTokenizerBase
@@ -183,6 +253,7 @@ class _Answer:
     shown: int = 0
     cycles: int = 0
     finish: Finish | None = None
+    begun: float = field(default_factory=time.perf_counter)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*PHASES, "total"), 0.0))
 
     def __post_init__(self) -> None:
@@ -191,7 +262,7 @@ class _Answer:
             raise SelfJudgeError("stop strings come as a list, and none may be empty")
 
     def take(self, tokens: Sequence[int], origins: Sequence[Origin], finish: Finish | None, step: Step) -> list[Piece]:
-        self.cycles = step.cycle
+        self.cycles += step.cycle > 0
         for phase in PHASES:
             self.seconds[phase] += step.seconds[phase]
         if not self.streamed:
@@ -245,6 +316,10 @@ class _Answer:
         )
 
 
+Taken = list[tuple[Answer, list[Piece]]]
+"""What each answer got from a step."""
+
+
 class Detokenizer:
     """Text of a growing token sequence, special tokens left out, never an incomplete character."""
 
@@ -260,7 +335,9 @@ class Detokenizer:
         new = self._new()
         if new.endswith("\ufffd"):
             return ""
-        self.context, self.read = self.read, len(self.ids)
+        if new:  # special tokens have no text and are no context
+            self.context = self.read
+        self.read = len(self.ids)
         return new
 
     def rest(self) -> str:

@@ -102,7 +102,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One target pass over all active rows. Cycle 0 is the prefill: its token belongs to no cycle."""
+    """One target pass over all active rows. Cycle 0 is a prefill: its tokens belong to no cycle."""
 
     cycle: int
     emissions: Sequence[Emission]

@@ -18,7 +18,7 @@ from selfjudge.accept import (
     TopK,
     Typical,
 )
-from selfjudge.decode import decode
+from selfjudge.decode import Door, Newcomer, decode
 from selfjudge.engine import common_kind, make_engine
 from selfjudge.engine.cuda import CudaEngine, Kernels
 from selfjudge.errors import SelfJudgeError
@@ -211,3 +211,31 @@ def test_a_draft_that_the_engine_cannot_run_takes_the_target_along() -> None:
 
 def test_the_engine_is_chosen_by_itself() -> None:
     assert isinstance(make_engine(tiny_model(hidden_size=64, head_dim=16).to(CUDA)), CudaEngine)
+
+
+@pytest.mark.parametrize("rule", [Exact(), SpeculativeSampling(Sampling(0.9))], ids=lambda r: r.name)
+def test_rows_that_enter_recorded_batches_get_what_they_would_get_alone(rule: AcceptanceRule) -> None:
+    target, draft = tiny_model(seed=1).to(CUDA), tiny_model(seed=2).to(CUDA)
+    prompts, limits = prompts_of([4, 40, 7, 1, 12, 5, 9]), [30, 8, 25, 1, 12, 20, 17]
+    alone = [
+        run(target, draft, [p], rule, gamma=3, max_new_tokens=n, seeds=[s])[0]
+        for s, (p, n) in enumerate(zip(prompts, limits, strict=True))
+    ]
+    waiting = [Newcomer(p, n, s) for s, (p, n) in enumerate(zip(prompts, limits, strict=True))]
+    door, tokens = Door(rows=4, length=80), {}
+    steps = decode(
+        make_engine(target),
+        make_engine(draft),
+        prompts[:1],
+        rule,
+        gamma=3,
+        max_new_tokens=limits[:1],
+        seeds=[0],
+        door=door,
+    )
+    for number, step in enumerate(steps):
+        for emission in step.emissions:
+            tokens.setdefault(emission.row, []).extend(emission.tokens)
+        for i in {0: [1, 2], 3: [3, 4], 5: [5, 6]}.get(number, ()):
+            door.put(waiting[i])
+    assert [tokens[i] for i in range(len(prompts))] == alone

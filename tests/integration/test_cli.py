@@ -242,7 +242,9 @@ def _wrong(checkpoints: dict[str, str], tmp: Path) -> dict[str, list[str]]:
     Judge(JudgeConfig(hidden_size=32, target="another", target_sha256="f" * 64)).save_pretrained(tmp / "foreign")
     (tmp / "prompts.jsonl").write_text('{"question": "no prompt here"}\n')
     (tmp / "numbers.jsonl").write_text('{"prompt": 5}\n')
+    Judge(JudgeConfig(hidden_size=32)).save_pretrained(tmp / "plain")
     ask = ["generate", "w1 w2", *target, *draft]
+    serve = ["serve", *target, *draft, "--port", "0"]
     distill = ["distill", *target, "--out", str(tmp / "draft")]
     (tmp / "asked.jsonl").write_text('{"prompt": "w5 w6"}\n{"prompt": "w9 w8 w7"}\n')
     (tmp / "begun").mkdir()
@@ -329,6 +331,18 @@ def _wrong(checkpoints: dict[str, str], tmp: Path) -> dict[str, list[str]]:
         "report among others": ["report", str(tmp / "begun"), "--out", str(tmp / "begun.html")],
         "report damaged": ["report", str(tmp / "damaged")],
         "report unreadable": ["report", str(tmp / "unreadable")],
+        "rule range": [*ask, "--rule", "topk:99999999999"],
+        "backend": ["serve", "--backend", "magic"],
+        "backend vllm": ["serve", "--backend", "vllm"],
+        "serve limit": [*serve, "--max-queue", "0"],
+        "serve host": [*serve, "--host", "203.0.113.1"],
+        "serve port": [*serve, "--port", "99999"],
+        "serve theta": [*serve, "--theta", "0.4"],
+        "serve key": [*serve, "--api-key", " "],
+        "serve timeout": [*serve, "--timeout", "0"],
+        "serve temperature": [*serve, "--temperature", "3"],
+        "serve gamma": [*serve, "--gamma", "-1"],
+        "serve threshold": [*serve, "--judge", str(tmp / "plain")],
         "option": ["generate", "hi", "--no-such-option"],
         "argument": ["generate"],
     }  # fmt: skip
@@ -369,6 +383,7 @@ def test_every_row_of_the_bad_input_table(run, checkpoints: dict[str, str], tmp_
         "no look-ahead is stored",
         "/config.json has a",
         "holds",
+        "serving needs",
     )
     missing = [
         p.pattern
@@ -431,6 +446,9 @@ def test_help_carries_an_example_everywhere(run) -> None:
         ["train"],
         ["study"],
         ["report"],
+        ["serve"],
+        ["eval"],
+        ["reproduce"],
     )
     for command in commands:
         code, out, _ = run(*command, "--help")

@@ -23,6 +23,7 @@ operation = st.one_of(
     st.tuples(st.just("extend"), st.integers(1, 7), st.integers(0, 2**16)),
     st.tuples(st.just("rewind"), st.integers(0, 5), st.integers(0, 2**16)),
     st.tuples(st.just("select"), st.integers(1, 4), st.integers(0, 2**16)),
+    st.tuples(st.just("enter"), st.integers(1, 3), st.integers(0, 2**16)),
 )
 
 
@@ -45,12 +46,16 @@ def test_every_logit_equals_a_fresh_forward(
     engine = make_engine(model, hidden=True, kind=engine_kind)
     rows: list[list[int]] = [[] for _ in range(batch)]
 
-    def extend(width: int, generator: torch.Generator) -> None:
-        tokens = torch.randint(0, VOCAB, (len(rows), width), generator=generator)
-        counts = torch.randint(1, width + 1, (len(rows),), generator=generator)
-        keep = int(counts.min())
-        output = engine.extend(tokens, counts, keep=keep)
-        for b, row in enumerate(rows):
+    def extend(width: int, generator: torch.Generator, new: int = 0) -> None:
+        """Append to all rows, or to as many new ones."""
+        if new:
+            rows.extend([] for _ in range(new))
+        chosen = rows[-new:]
+        tokens = torch.randint(0, VOCAB, (len(chosen), width), generator=generator)
+        counts = torch.randint(1, width + 1, (len(chosen),), generator=generator)
+        keep = 1 if new else int(counts.min())
+        output = engine.enter(tokens, counts) if new else engine.extend(tokens, counts, keep=keep)
+        for b, row in enumerate(chosen):
             row += tokens[b, width - int(counts[b]) :].tolist()
             with torch.inference_mode():
                 fresh = model(torch.tensor([row]), use_cache=False)
@@ -58,6 +63,7 @@ def test_every_logit_equals_a_fresh_forward(
             torch.testing.assert_close(output.logits[b], fresh.logits[0, -keep:], atol=2e-4, rtol=1e-4)
             torch.testing.assert_close(output.hidden[b], hidden[0, -keep:], atol=2e-4, rtol=1e-4)
 
+    engine.reserve(10, 100)
     engine.reserve(batch, 100)
     extend(6, random)
     for name, size, salt in plan:
@@ -73,6 +79,8 @@ def test_every_logit_equals_a_fresh_forward(
             chosen = torch.randperm(len(rows), generator=generator)[:size].tolist()
             engine.select(chosen)
             rows = [rows[i] for i in chosen]
+        elif name == "enter" and len(rows) + size <= 10:
+            extend(5 + salt % 40, generator, new=size)
     extend(3, random)
 
 

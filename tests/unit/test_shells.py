@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from conftest import tiny_model
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.pair import Pair
-from selfjudge.shells import Detokenizer, generate, stream
+from selfjudge.shells import Batch, Detokenizer, generate, stream
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
@@ -44,6 +44,15 @@ def test_detokenizer_gives_up_incomplete_characters_at_the_end(byte_tokenizer: P
     detokenizer = Detokenizer(byte_tokenizer)
     text = "".join(detokenizer.add(t) for t in ids) + detokenizer.rest()
     assert text == byte_tokenizer.decode(ids)
+
+
+def test_special_tokens_inside_an_answer_leave_the_text_alone(tiny_pair: Pair) -> None:
+    """Words of this tokenizer are joined by spaces, which a word has only after another one."""
+    ids = [7, 1, 8, 9, 1, 2, 10]
+    detokenizer = Detokenizer(tiny_pair.tokenizer)
+    assert (
+        "".join(map(detokenizer.add, ids)) == tiny_pair.tokenizer.decode(ids, skip_special_tokens=True) == "w3 w4 w5 w6"
+    )
 
 
 def test_streamed_pieces_are_the_whole_text(byte_pair: Pair) -> None:
@@ -109,3 +118,36 @@ def test_figures_of_an_answer(tiny_pair: Pair) -> None:
 def test_an_answer_that_prefill_ends_has_no_cycle(tiny_pair: Pair) -> None:
     (g,) = generate(tiny_pair, ["w1 w2"], gamma=3, max_new_tokens=1, raw=True)
     assert (g.cycles, g.mean_accepted_length, len(g.tokens)) == (0, None, 1)
+
+
+@pytest.mark.parametrize("engine", ["reference", "auto", "cuda"])
+def test_answers_come_and_go_in_a_batch(tiny_pair: Pair, engine: str) -> None:
+    """Six answers over two places, one given up, one ended by a stop string; each is what `generate` makes of it alone."""
+    prompts = ["w1 w2", "w3 w4 w5", "w6", "w7 w8", "w9 w1 w2 w3", "w5"]
+    alone = [generate(tiny_pair, [p], gamma=3, max_new_tokens=24, raw=True, engine=engine)[0] for p in prompts]
+    stop = " ".join(alone[1].text.split()[6:8])
+    batch = Batch(tiny_pair, gamma=3, rows=2, length=64, engine=engine)
+    for _ in range(2):  # the second time all over again
+        answers = [
+            batch.add(tiny_pair.encode(p, raw=True), max_new_tokens=24, stop=[stop] if i == 1 else (), streamed=i < 4)
+            for i, p in enumerate(prompts)
+        ]
+        texts = dict.fromkeys(map(id, answers), "")
+        steps = 0
+        while taken := batch.step():
+            assert len(taken) <= 2
+            for answer, pieces in taken:
+                texts[id(answer)] += "".join(p.text for p in pieces)
+            steps += 1
+            if steps == 4:
+                batch.drop(answers[0])
+        assert len(batch) == 0
+        assert answers[0].finish is None
+        assert 0 < len(answers[0].tokens) < 24
+        for i in (2, 3, 4, 5):
+            made = answers[i].generation()
+            assert (made.tokens, made.text, made.cycles) == (alone[i].tokens, alone[i].text, alone[i].cycles)
+            assert texts[id(answers[i])] == (made.text if i < 4 else "")
+        cut = answers[1].generation()
+        assert cut.finish == "stop"
+        assert cut.text == texts[id(answers[1])] == alone[1].text.split(stop)[0]

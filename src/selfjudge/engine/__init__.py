@@ -49,6 +49,10 @@ class Engine(Protocol):
     def prefill(self, tokens: Tensor, counts: Tensor) -> Output:
         """`extend` for the prompts of a batch: the last position alone is kept, and another batch may follow soon."""
 
+    def enter(self, tokens: Tensor, counts: Tensor) -> Output:
+        """`prefill` for rows that join a batch which is under way: they come after those that are there. A static engine
+        must have reserved room for them."""
+
     def rewind(self, refused: Tensor) -> None:
         """Forget the last refused[b] tokens of each row."""
 

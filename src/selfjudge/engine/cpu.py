@@ -219,12 +219,25 @@ class CpuEngine(Eager):
 
     @torch.inference_mode()
     def extend(self, tokens: Tensor, counts: Tensor | None = None, keep: int | None = None) -> Output:
+        if not self._slots:
+            self.lengths = [0] * len(tokens)
+        return self._extend(0, tokens, counts, keep)
+
+    @torch.inference_mode()
+    def enter(self, tokens: Tensor, counts: Tensor) -> Output:
+        first, shape = len(self.lengths), list(self._keys.shape)
+        shape[1] = len(tokens)
+        self._keys, self._values = (torch.cat([old, old.new_empty(shape)], 1) for old in (self._keys, self._values))
+        self.lengths = self.lengths + [0] * len(tokens)
+        return self._extend(first, tokens, counts, keep=1)
+
+    def _extend(self, first: int, tokens: Tensor, counts: Tensor | None, keep: int | None) -> Output:
+        """A pass over the rows from `first` on."""
         batch, width = tokens.shape
         keep = width if keep is None else keep
         taken = [width] * batch if counts is None else counts.tolist()
-        if not self._slots:
-            self.lengths = [0] * batch
-        self._reserve(batch, max(n + c for n, c in zip(self.lengths, taken, strict=True)))
+        lengths = self.lengths[first:]
+        self._reserve(len(self.lengths), max(n + c for n, c in zip(lengths, taken, strict=True)))
         ids = tokens.clamp(0, self._embeddings - 1)
         logits = torch.empty(batch, keep, self.vocab_size)
         states = torch.empty(batch, keep, self._packed.model.hidden)
@@ -235,14 +248,14 @@ class CpuEngine(Eager):
             wanted = [i for i, (_, column) in enumerate(part) if column >= width - keep]
             self._pass(
                 ids=[int(ids[b, column]) for b, column in part] if len(part) < len(flat) else ids[_valid(ids, counts)],
-                rows=[b for b, _ in part],
-                positions=[self.lengths[b] + column - (width - taken[b]) for b, column in part],
+                rows=[first + b for b, _ in part],
+                positions=[lengths[b] + column - (width - taken[b]) for b, column in part],
                 outputs=wanted,
                 logits=logits.view(-1, self.vocab_size)[written:],
                 states=states.view(batch * keep, -1)[written:],
             )
             written += len(wanted)
-        self.lengths = [n + c for n, c in zip(self.lengths, taken, strict=True)]
+        self.lengths[first:] = [n + c for n, c in zip(lengths, taken, strict=True)]
         return Output(logits, states if self._want_hidden else None)
 
     def _pass(

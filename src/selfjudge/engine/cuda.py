@@ -194,17 +194,29 @@ class CudaEngine:
         self.lengths.add_(width if counts is None else counts)
         return output
 
-    def _prefill(self, x: Tensor, slot: Tensor, position: Tensor, keep: int) -> Output:
-        """Long prompts, some rows and columns at a time."""
+    @torch.no_grad()
+    def enter(self, tokens: Tensor, counts: Tensor) -> Output:
+        there = len(self.lengths)
+        self._rows(there + len(tokens))
+        lengths = self.lengths[there:].zero_()
+        output = self._prefill(
+            *self._kernels.begin(tokens, counts, lengths, self.slots, self.weights.embedding), keep=1, there=there
+        )
+        lengths.add_(counts)
+        return output
+
+    def _prefill(self, x: Tensor, slot: Tensor, position: Tensor, keep: int, there: int = 0) -> Output:
+        """Long prompts, some rows and columns at a time, after the rows that are `there`."""
         batch, width = slot.shape
         rows = max(1, PREFILL_TOKENS // width)
         outputs = []
         for first in range(0, batch, rows):
             part = slice(first, min(first + rows, batch))
+            at = slice(there + part.start, there + part.stop)
             for start in range(0, width, PREFILL_TOKENS):
                 columns = slice(start, start + PREFILL_TOKENS)
                 wanted = min(keep, slot[part, columns].shape[1])
-                output = self._forward(x[part, columns], slot[part, columns], position[part, columns], part, wanted)
+                output = self._forward(x[part, columns], slot[part, columns], position[part, columns], at, wanted)
             outputs.append(output)
         hidden = torch.cat([o.hidden for o in outputs if o.hidden is not None]) if self._want_hidden else None
         return Output(torch.cat([o.logits for o in outputs]), hidden)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -64,6 +65,13 @@ class SlotLayer(DynamicLayer):
         heads, dim = self.values.shape[1], self.values.shape[3]
         self.value_buffer = self.values.gather(2, slots[:, None, :, None].expand(-1, heads, -1, dim))
         self.cut(slots.shape[1])
+
+    def join(self, other: SlotLayer, slots: int) -> None:
+        """Take the rows of another layer after its own; both get `slots` slots, the added ones first."""
+        mine, theirs = (0, 0, slots - self.used, 0), (0, 0, slots - other.used, 0)
+        self.key_buffer = torch.cat([pad(self.keys, mine), pad(other.keys, theirs)])
+        self.value_buffer = torch.cat([pad(self.values, mine), pad(other.values, theirs)])
+        self.cut(slots)
 
     def select(self, rows: Tensor) -> None:
         self.key_buffer = self.keys.index_select(0, rows)
@@ -117,6 +125,21 @@ class ReferenceEngine(Eager):
         self.lengths = self.lengths + valid.sum(1)
         self._tidy()
         assert output is not None
+        return output
+
+    @torch.inference_mode()
+    def enter(self, tokens: Tensor, counts: Tensor) -> Output:
+        """The newcomers have a cache of their own first: a pass over this one would cover every row."""
+        other = ReferenceEngine(self.model, hidden=self._want_hidden)
+        output = other.prefill(tokens, counts)
+        slots = max(self.slots, other.slots)
+        for mine, theirs in zip(self.cache.layers, other.cache.layers, strict=True):
+            mine.join(theirs, slots)
+        left, right = (slots - self.slots, 0), (slots - other.slots, 0)
+        self.valid = torch.cat([pad(self.valid, left), pad(other.valid, right)])
+        self.positions = torch.cat([pad(self.positions, left), pad(other.positions, right)])
+        self.lengths = torch.cat([self.lengths, other.lengths])
+        self.slots = slots
         return output
 
     def _pass(self, tokens: Tensor, valid: Tensor, positions: Tensor, keep: int) -> Output | None:

@@ -1,1 +1,1 @@
-"""Where selfjudge meets other programs. Nothing in the core imports from here."""
+"""Ways to put the loop, or a judge alone, into other programs. The core knows nothing of them."""

@@ -1,0 +1,94 @@
+"""What stands before every request: the API key, the size of the body, a count of what was answered."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from selfjudge.integrations.server.metrics import Metrics
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+ASGI = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+
+KINDS = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error", 504: "timeout"}
+BODY_SECONDS = 30.0  # that a client has to send its request in
+
+
+def error_body(status: int, message: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
+    """An error as OpenAI's clients read it."""
+    readable = " ".join(message.encode("utf-8", "replace").decode().split())  # one line, no lone surrogates
+    kind = KINDS.get(status, "invalid_request_error")
+    return {"error": {"message": readable[:1000], "type": kind, "param": param, "code": code}}
+
+
+class Guard:
+    """An ASGI application around another one."""
+
+    def __init__(self, app: ASGI, *, api_key: str | None, most_bytes: int, metrics: Metrics) -> None:
+        self.app, self.metrics, self.most_bytes = app, metrics, most_bytes
+        self.key = None if api_key is None else f"Bearer {api_key}".encode()
+        self.known = {"/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions"}
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                endpoint = scope["path"] if scope["path"] in self.known else "other"
+                self.metrics.add("requests_total", endpoint=endpoint, status=str(message["status"]))
+            await send(message)
+
+        headers = dict(scope["headers"])
+        given = headers.get(b"authorization", b"")
+        if self.key is not None and scope["path"] != "/health" and not hmac.compare_digest(given, self.key):
+            await _refuse(counted, 401, "wrong or missing API key: send it as a bearer token", "invalid_api_key")
+            return
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                body = await self._body(headers, receive)
+        except TimeoutError:
+            await _refuse(counted, 408, "the request did not arrive in time")
+            return
+        if body is None:
+            await _refuse(counted, 413, f"the request has more than {self.most_bytes} bytes", "request_too_large")
+            return
+        pending = [body]
+
+        async def replay() -> Message:
+            return pending.pop() if pending else await receive()
+
+        await self.app(scope, replay, counted)
+
+    async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> Message | None:
+        """The whole body as one message, or what came instead of it; None if it is too large."""
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit() or int(length[:20]) > self.most_bytes:
+            return None
+        found = bytearray()
+        while True:
+            message = await receive()
+            if message["type"] != "http.request":
+                return message
+            found += message.get("body", b"")
+            if len(found) > self.most_bytes:
+                return None
+            if not message.get("more_body", False):
+                return {"type": "http.request", "body": bytes(found), "more_body": False}
+
+
+async def _refuse(send: Send, status: int, message: str, code: str | None = None) -> None:
+    content = json.dumps(error_body(status, message, code)).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+    if status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    if status in (408, 413):
+        headers.append((b"connection", b"close"))  # the rest of the body is not read
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": content})

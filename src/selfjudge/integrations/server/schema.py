@@ -1,0 +1,181 @@
+"""Bodies of requests, as OpenAI's clients send them. What would change an answer and is not supported is refused by name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    "n": (1,), "best_of": (1,), "logprobs": (False,), "top_logprobs": (0,), "echo": (False,), "suffix": ("",),
+    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},), "frequency_penalty": (0, 0.0), "presence_penalty": (0, 0.0),
+    "logit_bias": ({},), "modalities": (["text"],), "audio": (), "prediction": (), "web_search_options": (),
+    "reasoning_effort": (), "verbosity": (),
+}  # fmt: skip
+"""Fields that are not supported, and the values at which they say nothing."""
+
+
+def _whole(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("a lone surrogate is no character") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_whole)]
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Extension(Strict):
+    """The field `selfjudge`: how this one request is decoded."""
+
+    rule: Annotated[Text, Field(max_length=64)] | None = None
+    theta: float | Literal["F", "R"] | None = None
+    quality: float | None = None
+    gamma: int | None = None
+    off: bool = False
+
+
+class StreamOptions(Strict):
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: Text
+
+
+class Message(Strict):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text | list[TextPart]
+    name: str | None = None
+
+    def plain(self) -> dict[str, str]:
+        """As chat templates want it."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class Request(Strict):
+    """What both endpoints have in common."""
+
+    model: str | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    selfjudge: Extension | None = None
+
+    # accepted and without effect
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    parallel_tool_calls: Any = None
+
+    # refused, see _REFUSED
+    n: Any = None
+    logprobs: Any = None
+    frequency_penalty: Any = None
+    presence_penalty: Any = None
+    logit_bias: Any = None
+
+    @model_validator(mode="after")
+    def _supported(self) -> Request:
+        for name, silent in _REFUSED.items():
+            value = getattr(self, name, None)
+            if value is not None and not any(type(value) is type(s) and value == s for s in silent):
+                raise ValueError(f"{name} is not supported by this server: leave it out")
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options goes with stream: true")
+        return self
+
+    @field_validator("temperature")
+    @classmethod
+    def _not_tiny(cls, value: float | None) -> float | None:
+        if value is not None and 0 < value < 0.01:
+            raise ValueError("temperature is 0 (greedy) or at least 0.01")
+        return value
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @field_validator("stop")
+    @classmethod
+    def _readable(cls, value: str | list[str] | None) -> str | list[str] | None:
+        if any(not 0 < len(s) <= 512 for s in ([value] if isinstance(value, str) else value or [])):
+            raise ValueError("stop strings have 1 to 512 characters")
+        return value
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens
+
+
+class ChatRequest(Request):
+    """POST /v1/chat/completions"""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+
+    top_logprobs: Any = None
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    response_format: Any = None
+    modalities: Any = None
+    audio: Any = None
+    prediction: Any = None
+    web_search_options: Any = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> ChatRequest:
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("max_tokens and max_completion_tokens are the same limit: give one")
+        return self
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+
+
+class TextRequest(Request):
+    """POST /v1/completions: one prompt, as text or as token ids."""
+
+    prompt: Text | list[int] | list[Text] | list[list[int]]
+
+    best_of: Any = None
+    echo: Any = None
+    suffix: Any = None
+
+    @property
+    def one_prompt(self) -> str | list[int]:
+        """The prompt; a list of one counts as one."""
+        value: Any = self.prompt
+        if isinstance(value, list) and value and not isinstance(value[0], int):
+            if len(value) > 1:
+                raise ValueError("one prompt a request: send several requests, they are decoded together")
+            return value[0]  # type: ignore[no-any-return]
+        return value  # type: ignore[no-any-return]
+
+    @model_validator(mode="after")
+    def _one(self) -> TextRequest:
+        if not self.one_prompt:
+            raise ValueError("the prompt is empty: give at least one token")
+        return self

@@ -1,0 +1,658 @@
+"""The server as its clients meet it: a real process, OpenAI's own client, raw bytes, signals."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+import pytest
+import schemathesis
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from conftest import tiny_model
+from selfjudge.accept import EXACT, Sampling, SpeculativeSampling, parse_rule
+from selfjudge.errors import SelfJudgeError
+from selfjudge.integrations.server import listen
+from selfjudge.judge import Judge, JudgeConfig
+from selfjudge.models.embedded import EMBEDDED
+from selfjudge.models.pair import Pair
+from selfjudge.shells import generate
+from selfjudge.types import Generation
+
+WINDOW = 4096
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen[str]
+    port: int
+    log: list[str]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def client(self, key: str = "none", **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60, **options)
+
+    def send(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, **options: Any
+    ) -> tuple[int, dict[str, str], Any]:
+        """Status, headers and body, decoded where it is JSON."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        try:
+            data = body if isinstance(body, bytes) or body is None or options else json.dumps(body).encode()
+            connection.request(method, path, data, {"content-type": "application/json", **(headers or {})}, **options)
+            response = connection.getresponse()
+            text = response.read().decode()
+            kept = {k.lower(): v for k, v in response.getheaders()}
+            return response.status, kept, json.loads(text) if "json" in kept.get("content-type", "") else text
+        finally:
+            connection.close()
+
+    def metric(self, name: str) -> float:
+        """The sum over all labels."""
+        lines = [line for line in self.send("GET", "/metrics")[2].splitlines() if line.startswith(f"selfjudge_{name}")]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line[10 + len(name)] in " {")
+
+    def wait_for(self, name: str, value: float) -> None:
+        for _ in range(600):
+            if self.metric(name) == value:
+                return
+            time.sleep(0.05)
+        raise AssertionError(f"{name} is {self.metric(name)}, not {value}: {self.log}")
+
+    def wait_until_idle(self) -> None:
+        for name in ("queue_depth", "running", "batches"):
+            self.wait_for(name, 0)
+
+
+@pytest.fixture(scope="module")
+def start() -> Iterator[Callable[..., Server]]:
+    """Starts servers that end with the module."""
+    started: list[Server] = []
+
+    def begin(*arguments: str, threads: int = 1, **environment: str) -> Server:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "selfjudge.cli", "serve", "--port", "0", *arguments],
+            stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": str(threads), **environment},
+        )  # fmt: skip
+        log: list[str] = []
+        assert process.stderr is not None
+        for line in process.stderr:
+            log.append(line)
+            if line.startswith("serving"):
+                break
+        else:
+            raise AssertionError(f"the server did not start: {log}")
+        threading.Thread(target=lambda: log.extend(process.stderr or ()), daemon=True).start()
+        started.append(Server(process, int(log[-1].split(":")[-1].split("/")[0]), log))
+        return started[-1]
+
+    yield begin
+    for server in started:
+        server.process.kill()
+        server.process.wait()
+
+
+def save(folder: Path, tokenizer: Any, noise: float = 0.0, **options: Any) -> str:
+    """A model whose answers never end by themselves: it has no use for special tokens."""
+    model = tiny_model(seed=1, max_position_embeddings=WINDOW, **options)
+    with torch.no_grad():
+        torch.manual_seed(1)
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * noise * p.std().nan_to_num(0.0))
+        model.get_output_embeddings().weight[tokenizer.all_special_ids] = 0
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def endless(checkpoints: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Target, a draft that often agrees, and a judge, as options of the command."""
+    root = tmp_path_factory.mktemp("endless")
+    tokenizer = AutoTokenizer.from_pretrained(checkpoints["target"])
+    judge = Judge(
+        JudgeConfig(hidden_size=32, thresholds={"F": 0.4, "R": 0.6}, quality_curve=((0.5, 0.3), (0.9, 0.8))),
+        torch.randn(32, generator=torch.Generator().manual_seed(3)),
+    )
+    judge.save_pretrained(root / "judge")
+    target, draft = save(root / "target", tokenizer), save(root / "draft", tokenizer, noise=0.08)
+    return ["--target", target, "--draft", draft, "--judge", str(root / "judge"), "--name", "tiny", "--gamma", "3"]
+
+
+@pytest.fixture(scope="module")
+def pair(endless: list[str]) -> Pair:
+    return Pair.load(endless[1], endless[3], device="cpu")
+
+
+@pytest.fixture(scope="module")
+def judge(endless: list[str]) -> Judge:
+    return Judge.from_pretrained(endless[5])
+
+
+@pytest.fixture(scope="module")
+def server(start: Callable[..., Server], endless: list[str]) -> Server:
+    return start(*endless, "--max-batch", "4", "--max-tokens", "2000", "--max-body", "100000")
+
+
+def words(seed: int, count: int) -> str:
+    return " ".join(f"w{(11 * seed + 7 * i) % 50}" for i in range(count))
+
+
+def ask(server: Server, prompt: str, **options: Any) -> Any:
+    options = {"max_tokens": 40, "temperature": 0, **options}
+    return server.client().chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": prompt}], **options
+    )
+
+
+def agrees(answer: Any, expected: Generation) -> None:
+    assert answer.choices[0].message.content == expected.text
+    assert answer.choices[0].finish_reason == ("length" if expected.finish == "length" else "stop")
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (
+        expected.prompt_tokens,
+        len(expected.tokens),
+    )
+    assert answer.selfjudge["mean_accepted_length"] == expected.mean_accepted_length
+    assert answer.selfjudge["judged_share"] == expected.judged_share
+
+
+def expected(pair: Pair, judge: Judge, prompt: str, how: dict[str, Any], **options: Any) -> Generation:
+    """What `generate` says, by the field `selfjudge` of the request."""
+    how = dict(how)
+    gamma = how.pop("gamma", 3)
+    name = "exact" if how.get("off") else how.get("rule", "judged")
+    theta = judge.quality(how["quality"]) if "quality" in how else how.get("theta", "R")
+    judged = {"judge": judge, "theta": theta} if name == "judged" else {}
+    rule = parse_rule(name, special=pair.special_ids, **judged)
+    return generate(pair, [prompt], rule, gamma=gamma, max_new_tokens=options.pop("max_new_tokens", 40), **options)[0]
+
+
+HOW: list[dict[str, Any]] = [
+    {}, {"off": True}, {"theta": "F"}, {"theta": 0.2}, {"quality": 0.9}, {"rule": "topk:3"}, {"gamma": 1},
+    {"off": True, "gamma": 0}, {"rule": "exact", "gamma": 5},
+]  # fmt: skip
+
+
+def test_greedy_answers_are_those_of_generate(server: Server, pair: Pair, judge: Judge) -> None:
+    shares = []
+    for i, how in enumerate(HOW):
+        answer = ask(server, words(i, 3 + i), extra_body={"selfjudge": how})
+        agrees(answer, expected(pair, judge, words(i, 3 + i), how))
+        shares.append(answer.selfjudge["judged_share"])
+    assert shares[1] == 0 < shares[0]
+    assert ask(server, "w1").selfjudge["theta"] == 0.6  # R is what serving defaults to
+
+
+def test_lossless_and_relaxed_requests_side_by_side(server: Server, pair: Pair, judge: Judge) -> None:
+    """Three of every choice of rule at once, more choices than batches and more requests than places."""
+    requests = [(words(i, 2 + i % 9), HOW[i % len(HOW)]) for i in range(3 * len(HOW))]
+
+    async def all_at_once() -> list[Any]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
+            return await asyncio.gather(*(
+                client.chat.completions.create(
+                    model="tiny", messages=[{"role": "user", "content": prompt}], max_tokens=10 + 3 * i,
+                    extra_body={"selfjudge": how},
+                )
+                for i, (prompt, how) in enumerate(requests)
+            ))  # fmt: skip
+
+    for i, (answer, (prompt, how)) in enumerate(zip(asyncio.run(all_at_once()), requests, strict=True)):
+        agrees(answer, expected(pair, judge, prompt, how, max_new_tokens=10 + 3 * i))
+    server.wait_until_idle()
+
+
+def test_sampling_follows_the_seed(server: Server, pair: Pair) -> None:
+    options = {"temperature": 0.9, "top_p": 0.95, "extra_body": {"selfjudge": {"off": True}}}
+    answer = ask(server, "w3 w4", seed=7, **options)
+    rule = SpeculativeSampling(Sampling(0.9, 0.95))
+    agrees(answer, generate(pair, ["w3 w4"], rule, gamma=3, max_new_tokens=40, seed=7)[0])
+    assert ask(server, "w3 w4", seed=8, **options).choices[0].message.content != answer.choices[0].message.content
+    free = {ask(server, "w3 w4", **options).choices[0].message.content for _ in range(3)}
+    assert len(free) == 3  # without a seed every answer is another
+    assert ask(server, "w3", temperature=0.9).selfjudge["rule"] == "judged"  # on top of sampling
+
+
+def test_streams_carry_the_same_text_and_usage(server: Server, pair: Pair, judge: Judge) -> None:
+    made = expected(pair, judge, words(4, 6), {})
+    chunks = list(ask(server, words(4, 6), stream=True, stream_options={"include_usage": True}))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks[:-1]) == made.text
+    assert [c.choices[0].finish_reason for c in chunks[:-1]] == [None] * (len(chunks) - 2) + ["length"]
+    assert chunks[-2].selfjudge["mean_accepted_length"] == made.mean_accepted_length
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == len(made.tokens)
+    assert all(c.usage is None for c in chunks[:-1])
+    assert len({c.id for c in chunks}) == 1
+    assert len(chunks) > made.cycles / 2
+    without = list(ask(server, words(4, 6), stream=True))
+    assert without[-1].choices[0].finish_reason == "length"
+
+
+def test_completions_take_text_and_token_ids(server: Server, pair: Pair) -> None:
+    client = server.client()
+    (made,) = generate(pair, ["w5 w6"], gamma=3, max_new_tokens=16, raw=True)
+    for prompt in ("w5 w6", ["w5 w6"], [9, 10], [[9, 10]]):
+        answer = client.completions.create(
+            model="tiny", prompt=prompt, temperature=0, extra_body={"selfjudge": {"off": True}}
+        )
+        assert answer.choices[0].text == made.text
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 16  # what OpenAI's endpoint makes where none is named
+    stream = client.completions.create(
+        model="tiny", prompt="w5 w6", temperature=0, stream=True, extra_body={"selfjudge": {"off": True}}
+    )
+    assert "".join(chunk.choices[0].text for chunk in stream) == made.text
+
+
+def test_stop_strings_also_across_chunks(server: Server, pair: Pair, judge: Judge) -> None:
+    whole = expected(pair, judge, words(2, 4), {}).text
+    stop = " ".join(whole.split()[9:12])  # three words come in more than one chunk
+    for options in ({"stop": stop}, {"stop": ["never seen", stop]}):
+        answer = ask(server, words(2, 4), **options)
+        assert answer.choices[0].message.content == whole.split(stop)[0]
+        assert answer.choices[0].finish_reason == "stop"
+        pieces = [c.choices[0].delta.content or "" for c in ask(server, words(2, 4), stream=True, **options)]
+        assert "".join(pieces) == whole.split(stop)[0]
+
+
+def test_thirty_two_streams_and_some_clients_that_go(server: Server, pair: Pair, judge: Judge) -> None:
+    before = server.metric('generations_total{finish="cancelled"}')
+
+    async def one(client: openai.AsyncOpenAI, i: int) -> str | None:
+        how = HOW[i % 3]
+        stream = await client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": words(i, 3 + i % 5)}], stream=True,
+            max_tokens=1900 if i % 4 == 0 else 60, extra_body={"selfjudge": how},
+        )  # fmt: skip
+        text, chunks = "", 0
+        async for chunk in stream:
+            text += chunk.choices[0].delta.content or ""
+            chunks += 1
+            if i % 4 == 0 and chunks == 3:
+                await stream.close()
+                return None
+        return text
+
+    async def all_at_once() -> list[str | None]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
+            return await asyncio.gather(*(one(client, i) for i in range(32)))
+
+    for i, text in enumerate(asyncio.run(all_at_once())):
+        if i % 4:
+            assert text == expected(pair, judge, words(i, 3 + i % 5), HOW[i % 3], max_new_tokens=60).text
+    server.wait_until_idle()
+    assert server.metric('generations_total{finish="cancelled"}') - before == 8  # their work was not done
+    assert server.metric("event_loop_tasks") < 10
+
+
+def test_a_client_that_goes_before_a_whole_answer(server: Server) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port)
+    body = json.dumps({"messages": [{"role": "user", "content": "w1"}], "max_tokens": 2000})
+    connection.request("POST", "/v1/chat/completions", body, {"content-type": "application/json"})
+    server.wait_for("running", 1)
+    before = server.metric('generations_total{finish="cancelled"}')
+    connection.close()
+    server.wait_until_idle()
+    assert server.metric('generations_total{finish="cancelled"}') == before + 1
+
+
+GOOD = {"messages": [{"role": "user", "content": "w1"}], "max_tokens": 3}
+BAD: list[tuple[Any, str]] = [
+    (b"", "JSON object"), (b"{", "JSON object"), (b"\xff\xfe\x00", ""), (b"[" * 50_000, ""), (b"[]", ""), (b"null", ""),
+    (b'"text"', "JSON object"), (b"1" * 5_000, ""), ({}, "messages"), ({**GOOD, "messages": []}, "messages"),
+    ({**GOOD, "messages": "w1"}, "messages"), ({**GOOD, "messages": [{"role": "tool", "content": "x"}]}, "role"),
+    ({**GOOD, "messages": [{"role": "user", "content": " "}]}, "empty"),
+    ({**GOOD, "messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
+    ({**GOOD, "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
+    ({**GOOD, "max_tokens": 0}, "max_tokens"), ({**GOOD, "max_tokens": 2001}, "at most 2000"),
+    ({**GOOD, "max_tokens": "3"}, "max_tokens"), ({**GOOD, "max_tokens": 10**30}, "max_tokens"),
+    ({**GOOD, "max_completion_tokens": 4}, "same limit"), ({**GOOD, "temperature": 3}, "temperature"),
+    ({**GOOD, "temperature": float("nan")}, "temperature"), ({**GOOD, "temperature": 1e-9}, "0.01"),
+    ({**GOOD, "top_p": 0}, "top_p"), ({**GOOD, "stop": [""]}, "stop"), ({**GOOD, "stop": ["x"] * 17}, "stop"),
+    ({**GOOD, "stream_options": {"include_usage": True}}, "stream"), ({**GOOD, "n": 2}, "n is not supported"),
+    ({**GOOD, "logprobs": True}, "logprobs is not"), ({**GOOD, "tools": [{"type": "function"}]}, "tools is not"),
+    ({**GOOD, "response_format": {"type": "json_object"}}, "response_format is not"),
+    ({**GOOD, "frequency_penalty": 0.5}, "frequency_penalty is not"), ({**GOOD, "no_such_field": 1}, "no_such_field"),
+    ({**GOOD, "\ud800": 1}, ""), ({**GOOD, "selfjudge": {"thetta": 1}}, "thetta"),
+    ({**GOOD, "selfjudge": {"theta": 2}}, "must lie in [0, 1]"), ({**GOOD, "selfjudge": {"theta": "Q"}}, "theta"),
+    ({**GOOD, "selfjudge": {"quality": -1}}, "quality"), ({**GOOD, "selfjudge": {"gamma": 21}}, "between 0 and 20"),
+    ({**GOOD, "selfjudge": {"gamma": 10**40}}, ""), ({**GOOD, "selfjudge": {"rule": "magic"}}, "unknown rule"),
+    ({**GOOD, "selfjudge": {"rule": "topk:k=" + "9" * 40}}, "out of range"), ({**GOOD, "selfjudge": {"rule": ""}}, "unknown rule"),
+    ({**GOOD, "selfjudge": {"rule": "relaxed:delta=nan"}}, "out of range"),
+    ({**GOOD, "selfjudge": {"rule": "fly:window=3", "gamma": 3}}, "gamma > 3"),
+    ({**GOOD, "selfjudge": {"rule": "exact", "theta": 0.5}}, "asks no judge"),
+    ({**GOOD, "selfjudge": {"rule": "judged:0.3", "theta": 0.5}}, "names a threshold already"),
+    ({**GOOD, "selfjudge": {"off": True, "theta": 0.5}}, "off means"),
+    ({**GOOD, "selfjudge": {"quality": 0.5, "theta": 0.5}}, "quality chooses"),
+    ({**GOOD, "selfjudge": {"rule": "topk:2"}, "temperature": 0.7}, "takes no temperature"),
+    ({**GOOD, "selfjudge": "off"}, "selfjudge"),
+]  # fmt: skip
+
+
+def test_malformed_bodies(server: Server) -> None:
+    for body, message in BAD:
+        status, _, answer = server.send("POST", "/v1/chat/completions", body)
+        assert status == 400, (body, answer)
+        assert set(answer["error"]) == {"message", "type", "param", "code"}
+        assert answer["error"]["type"] == "invalid_request_error"
+        assert message in answer["error"]["message"], (body, answer)
+    for body in (
+        {"prompt": ""}, {"prompt": []}, {"prompt": ["w1", "w2"]}, {"prompt": [61]}, {"prompt": [-1]}, {"prompt": [True]},
+        {"prompt": "w1", "echo": True}, {"prompt": "w1", "logprobs": 0}, {"prompt": "w1", "suffix": "w2"}, {"prompt": " "},
+    ):  # fmt: skip
+        status, _, answer = server.send("POST", "/v1/completions", body)
+        assert status == 400, (body, answer)
+    assert server.send("POST", "/v1/completions", {"prompt": "w1"}, {"content-type": "text/plain"})[0] == 400
+    with pytest.raises(openai.BadRequestError, match="n is not supported"):
+        ask(server, "w1", n=3)
+    assert server.send("GET", "/v1/chat/completions")[0] == 405
+    assert server.send("GET", "/nope")[2]["error"]["message"] == "Not Found"
+    harmless = {"user": "me", "n": 1, "tools": [], "logprobs": False, "frequency_penalty": 0, "store": False}
+    assert server.send("POST", "/v1/chat/completions", {**GOOD, **harmless})[0] == 200
+
+
+def test_models(server: Server) -> None:
+    client = server.client()
+    assert [m.id for m in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    for call in (lambda: client.models.retrieve("a/b"), lambda: ask(server, "w1", extra_body={"model": "gpt-9"})):
+        with pytest.raises(openai.NotFoundError, match="only 'tiny'"):
+            call()
+
+
+def test_oversized_prompts_and_bodies(server: Server) -> None:
+    status, _, answer = server.send("POST", "/v1/completions", {"prompt": "w1 " * (WINDOW + 1)})
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    status, _, answer = server.send("POST", "/v1/completions", {"prompt": "w1 " * (WINDOW - 100), "max_tokens": 200})
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    status, _, answer = server.send("POST", "/v1/completions", {"prompt": "w1 " * 40_000})
+    assert (status, answer["error"]["code"]) == (413, "request_too_large")
+
+    def chunks() -> Iterator[bytes]:
+        for _ in range(200):
+            yield b"x" * 1000
+
+    try:  # no length is told in advance; the server stops listening when it has enough
+        status, _, answer = server.send("POST", "/v1/completions", chunks(), encode_chunked=True)
+    except (BrokenPipeError, ConnectionResetError):
+        status = 413
+    assert status == 413
+    assert server.send("GET", "/health")[0] == 200
+
+
+def test_health_and_metrics(server: Server) -> None:
+    ask(server, "w1 w2", extra_body={"selfjudge": {"rule": "topk:5"}})
+    assert server.send("GET", "/health")[2] == {"status": "ok"}
+    status, headers, text = server.send("GET", "/metrics")
+    assert status == 200
+    assert headers["content-type"].startswith("text/plain; version=0.0.4")
+    for line in text.splitlines():
+        assert line.startswith("# ") or float(line.rsplit(" ", 1)[1]) >= 0
+    assert 1 <= server.metric("mean_accepted_length") <= 6
+    assert server.metric('tokens_total{origin="judge"}') > 0
+    assert server.metric("time_to_first_token_seconds_count") > 0
+    assert server.metric("request_seconds_count") == server.metric("generations_total")
+    assert server.metric('requests_total{endpoint="/v1/chat/completions",status="200"}') > 0
+
+
+def test_a_queue_that_is_full_a_time_that_is_over_and_an_orderly_end(
+    start: Callable[..., Server], endless: list[str]
+) -> None:
+    server = start(*endless, "--max-batch", "1", "--max-queue", "2", "--max-tokens", "4000", "--timeout", "3")
+    client = server.client()
+
+    def stream(tokens: int) -> Any:
+        return client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "w1"}], stream=True, max_tokens=tokens,
+            extra_body={"selfjudge": {"off": True, "gamma": 0}},
+        )  # fmt: skip
+
+    running = stream(4000)
+    next(running)
+    server.wait_for("running", 1)
+    waiting = [stream(20), stream(20)]
+    server.wait_for("queue_depth", 2)
+    with pytest.raises(openai.RateLimitError, match="2 requests wait") as full:
+        ask(server, "w1")
+    assert int(full.value.response.headers["retry-after"]) >= 1
+    assert full.value.response.json()["error"]["type"] == "rate_limit_error"
+    waiting[0].close()  # who waits and goes leaves the queue
+    server.wait_for("queue_depth", 1)
+    running.close()
+    assert len("".join(c.choices[0].delta.content or "" for c in waiting[1]).split()) == 20
+    server.wait_until_idle()
+
+    slow = [stream(4000) for _ in range(3)]  # the last waits for 8,000 tokens, one a pass
+    with pytest.raises(openai.APIError, match="took too long"):
+        list(slow[-1])
+    for one in slow:
+        one.close()
+    server.wait_until_idle()
+
+    last = stream(300)
+    next(last)
+    server.process.send_signal(signal.SIGTERM)
+    for _ in range(100):
+        try:
+            status, headers, _ = server.send("POST", "/v1/chat/completions", GOOD)
+        except OSError:
+            break  # it has ended already
+        if status == 503:
+            assert int(headers["retry-after"]) >= 1
+            assert server.send("GET", "/health")[2] == {"status": "stopping"}
+            break
+    chunks = list(last)
+    assert len("".join(c.choices[0].delta.content or "" for c in chunks).split()) == 300
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert server.process.wait(30) == 0
+    assert not any("Traceback" in line for line in server.log)
+
+
+@pytest.fixture(scope="module")
+def byte_server(start: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Server:
+    """Random models over bytes, whose answers are full of incomplete characters; behind a key; with little patience."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE({"<eos>": 0, **{c: i + 1 for i, c in enumerate(alphabet)}}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>")
+    root = tmp_path_factory.mktemp("bytes")
+    target, draft = (
+        save(root / n, tokenizer, noise, vocab_size=257) for n, noise in (("target", 0.0), ("draft", 0.05))
+    )
+    options = ["--target", target, "--draft", draft, "--name", "tiny", "--max-tokens", "4000", "--grace", "0.2"]
+    return start(*options, SELFJUDGE_API_KEY="s3cret-π\n")
+
+
+def test_api_key_whole_characters_and_an_end_that_does_not_wait(byte_server: Server) -> None:
+    server = byte_server
+    for key in ("wrong", "s3cret", "S3cret-π", "s3cret-ππ"):
+        status, headers, answer = server.send("GET", "/v1/models", headers={"authorization": f"Bearer {key}".encode()})
+        assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
+        assert headers["www-authenticate"] == "Bearer"
+    assert server.send("GET", "/metrics")[0] == server.send("POST", "/v1/completions", {"prompt": "x"})[0] == 401
+    assert server.send("GET", "/health")[0] == 200
+    with pytest.raises(openai.AuthenticationError, match="API key"):
+        server.client("wrong").models.list()
+    right = {"authorization": "Bearer s3cret-π".encode()}
+    assert server.send("GET", "/v1/models", headers=right)[0] == 200
+
+    halves = 0
+    for seed in range(8):
+        body = {"prompt": f"{seed} naïve 東京 🙂", "max_tokens": 150, "temperature": 1, "seed": seed}
+        text = server.send("POST", "/v1/completions", body, right)[2]["choices"][0]["text"]
+        _, _, events = server.send("POST", "/v1/completions", {**body, "stream": True}, right)
+        lines = [line.removeprefix("data: ") for line in events.split("\n\n") if line]
+        assert lines.pop() == "[DONE]"
+        pieces = [json.loads(line)["choices"][0]["text"] for line in lines]
+        assert "".join(pieces) == text
+        assert not any(piece.endswith("\ufffd") for piece in pieces[:-2])  # the last token may leave one open
+        halves += text.count("\ufffd")
+    assert halves > 0  # there was something to get wrong
+
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    body = json.dumps({"prompt": "x", "max_tokens": 4000, "stream": True, "selfjudge": {"gamma": 0}})
+    connection.request("POST", "/v1/completions", body, {"content-type": "application/json", **right})
+    response = connection.getresponse()
+    assert response.read(5) == b"data:"
+    server.process.send_signal(signal.SIGTERM)
+    rest = response.read().decode()
+    assert "about to stop" in rest
+    assert "[DONE]" not in rest
+    assert server.process.wait(30) == 0
+
+
+FUZZ = settings(
+    max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True
+)
+
+
+def test_no_request_that_follows_or_breaks_the_schema_makes_the_server_fail(server: Server) -> None:
+    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    seen: set[tuple[str, int]] = set()
+    for found in schema.get_all_operations():
+        operation = found.ok()
+        modes = [schemathesis.GenerationMode.POSITIVE]
+        if operation.body:
+            modes.append(schemathesis.GenerationMode.NEGATIVE)
+        for mode in modes:
+
+            @given(case=operation.as_strategy(generation_mode=mode))
+            @FUZZ
+            def one(case: schemathesis.Case) -> None:
+                if isinstance(case.body, dict):
+                    case.body.setdefault("max_tokens", 4)
+                response = case.call(timeout=60)
+                assert response.status_code < 500, response.text
+                if response.status_code >= 400:
+                    assert response.json()["error"]["message"]
+                seen.add((case.path, response.status_code))
+
+            one()
+    assert {("/v1/completions", 400), ("/v1/chat/completions", 400), ("/health", 200), ("/metrics", 200)} <= seen
+    server.wait_until_idle()
+
+
+json_value = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["F", "exact", "judged"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "temperature": st.floats(0, 2), "top_p": st.floats(0, 1), "top_k": st.integers(-1, 99),
+    "stop": st.text(max_size=3) | st.lists(st.text(max_size=3), max_size=3), "stream": st.booleans(), "seed": st.integers(),
+    "stream_options": st.fixed_dictionaries({"include_usage": st.booleans()}), "n": st.integers(0, 2),
+    "selfjudge": st.fixed_dictionaries({}, optional={
+        "rule": st.sampled_from(["exact", "sampling", "judged", "judge_only", "topk", "relaxed", "typical", "margin", "fly"])
+        | st.text(max_size=9).map("topk:".__add__), "theta": st.floats(-1, 2) | st.sampled_from(["F", "R"]),
+        "quality": st.floats(0, 1), "gamma": st.integers(-1, 8), "off": st.booleans(),
+    }),
+}  # fmt: skip
+almost = st.fixed_dictionaries(
+    {
+        "messages": st.just([{"role": "user", "content": "w1 w2"}]) | json_value,
+        "max_tokens": st.integers(0, 30) | json_value,
+    },
+    optional={name: value | json_value for name, value in FIELDS.items()},
+)
+
+
+def test_no_body_makes_the_server_fail(server: Server) -> None:
+    statuses: set[int] = set()
+
+    @given(body=almost | json_value | st.binary(max_size=30))
+    @settings(FUZZ, max_examples=300)
+    def one(body: Any) -> None:
+        status, _, answer = server.send("POST", "/v1/chat/completions", body)
+        assert status in (200, 400), answer
+        statuses.add(status)
+
+    one()
+    assert statuses == {200, 400}
+    server.wait_until_idle()
+    assert server.metric('generations_total{finish="error"}') == 0
+
+
+def test_nothing_is_left_of_five_hundred_requests(server: Server) -> None:
+    process = psutil.Process(server.process.pid)
+
+    def some(count: int) -> None:
+        """Whole answers, streams, streams that are left, refusals; by eight clients."""
+
+        def client(mine: range) -> None:
+            api = server.client()
+            for i in mine:
+                options = {"max_tokens": 5 + i % 20, "extra_body": {"selfjudge": HOW[i % len(HOW)]}}
+                message = {"role": "user", "content": words(i, 1 + i % 30)}
+                if i % 5 == 4:
+                    server.send("POST", "/v1/chat/completions", {**GOOD, "n": i})
+                    continue
+                stream = api.chat.completions.create(model="tiny", messages=[message], stream=i % 2 == 0, **options)
+                if i % 2 == 0:
+                    for _ in zip(stream, range(1 if i % 6 == 0 else 1000), strict=False):
+                        pass
+                    stream.close()
+
+        threads = [threading.Thread(target=client, args=(range(k, count, 8),)) for k in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        server.wait_until_idle()
+
+    some(150)
+    memory, threads = process.memory_info().rss, process.num_threads()
+    tasks = server.metric("event_loop_tasks")
+    answers = server.metric("generations_total")
+    some(500)
+    assert server.metric("generations_total") - answers == 400
+    assert process.memory_info().rss - memory < 40e6
+    assert process.num_threads() <= threads + 1
+    assert server.metric("event_loop_tasks") <= tasks + 2
+    assert not any("Traceback" in line for line in server.log)
+
+
+def test_the_embedded_pair_says_over_http_what_generate_says(start: Callable[..., Server], embedded: Pair) -> None:
+    server = start("--pair", "smollm2-135m", "--device", "cpu", "--dtype", "float32", "--gamma", "3", threads=2)
+    shipped = Judge.from_pretrained(EMBEDDED["smollm2-135m"].judge or "")
+    prompts = ["Why is the sky blue?", "Write a haiku about rain."]
+    rules = [EXACT, parse_rule("judged", special=embedded.special_ids, judge=shipped, theta="R")]
+    for prompt, how, rule in zip(prompts, ({"off": True}, {}), rules, strict=True):
+        (made,) = generate(embedded, [prompt], rule, gamma=3, max_new_tokens=24)
+        answer = server.client().chat.completions.create(
+            model="smollm2-135m", messages=[{"role": "user", "content": prompt}], max_tokens=24, temperature=0,
+            extra_body={"selfjudge": how},
+        )  # fmt: skip
+        agrees(answer, made)
+
+
+def test_serving_without_its_packages_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    with pytest.raises(SelfJudgeError, match=r"serving needs fastapi: pip install 'selfjudge\[serve\]'"):
+        listen("127.0.0.1", 0)

@@ -1,0 +1,141 @@
+"""Queue and batches without HTTP: who comes first, who goes, and what a failure takes along."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from selfjudge.integrations.server.metrics import Metrics
+from selfjudge.integrations.server.rules import Asked, Rules
+from selfjudge.integrations.server.scheduler import ClosedError, FullError, Job, Limits, Scheduler, Update
+from selfjudge.models.pair import Pair
+from selfjudge.shells import Batch, Taken, generate
+
+Begin = Callable[..., Scheduler]
+
+
+@pytest.fixture
+def begin(tiny_pair: Pair) -> Iterator[Begin]:
+    """Schedulers that end with the test."""
+    begun: list[Scheduler] = []
+
+    def one(**limits: int) -> Scheduler:
+        rules = Rules(tiny_pair, None, "exact", None, 2)
+        begun.append(Scheduler(tiny_pair, rules, Limits(**{"context": 90, **limits}), Metrics()))
+        return begun[-1]
+
+    yield one
+    for scheduler in begun:
+        if scheduler.alive:
+            scheduler.stop()
+
+
+def job(
+    scheduler: Scheduler, gamma: int = 2, tokens: int = 20, prompt: tuple[int, ...] = (5, 6)
+) -> tuple[Job, queue.Queue]:
+    updates: queue.Queue[Update] = queue.Queue()
+    return Job(prompt, scheduler.rules.choose(Asked(gamma=gamma), None), tokens, updates.put), updates
+
+
+def last(updates: queue.Queue) -> Update:
+    while True:
+        update: Update = updates.get(timeout=60)
+        if update.result is not None or update.failure:
+            return update
+
+
+def test_nobody_overtakes(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One batch at a time: the second choice waits for the first, and holds back a later request of the first."""
+    scheduler = begin(batches=1, batch=4)
+    order: list[tuple[int, ...]] = []
+    add = Batch.add
+    monkeypatch.setattr(Batch, "add", lambda self, prompt, **o: order.append(tuple(prompt)) or add(self, prompt, **o))
+    jobs = [job(scheduler, gamma, prompt=(5, 6 + i)) for i, gamma in enumerate((2, 2, 0, 2, 0))]
+    for one, _ in jobs:
+        scheduler.submit(one)
+    scheduler.start()
+    for (_, updates), i in zip(jobs, range(5), strict=True):
+        result = last(updates).result
+        assert result is not None
+        assert result.tokens == generate_ids(scheduler.pair, (5, 6 + i))
+    assert order == [(5, 6 + i) for i in range(5)]
+    assert scheduler.busy == 0
+
+
+def generate_ids(pair: Pair, prompt: tuple[int, ...]) -> tuple[int, ...]:
+    (made,) = generate(pair, [pair.tokenizer.decode(list(prompt))], gamma=2, max_new_tokens=20, raw=True)
+    return made.tokens
+
+
+def test_a_batch_that_fails_takes_its_own_answers_along(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = begin()
+    step = Batch.step
+
+    def sometimes(self: Batch) -> Taken:
+        if self._settings[2] == 0 and self._answers:
+            raise MemoryError("no room")
+        return step(self)
+
+    monkeypatch.setattr(Batch, "step", sometimes)
+    good, bad = job(scheduler, 2), job(scheduler, 0)
+    for one, _ in (good, bad):
+        scheduler.submit(one)
+    scheduler.start()
+    assert last(bad[1]).failure == "error"
+    assert last(good[1]).result is not None
+    monkeypatch.setattr(Batch, "step", step)
+    again = job(scheduler, 0)
+    scheduler.submit(again[0])
+    assert last(again[1]).result is not None
+    assert scheduler.alive
+    assert scheduler.busy == 0
+
+
+def test_who_gives_up_leaves_the_queue_or_the_batch(begin: Begin) -> None:
+    scheduler = begin(queue=2)
+    jobs = [job(scheduler, tokens=80) for _ in range(2)]
+    for one, _ in jobs:
+        scheduler.submit(one)
+    with pytest.raises(FullError):
+        scheduler.submit(job(scheduler)[0])
+    scheduler.cancel(jobs[0][0], "cancelled")  # it waits still: there is no thread yet
+    assert last(jobs[0][1]).failure == "cancelled"
+    assert scheduler.busy == 1
+    scheduler.start()
+    scheduler.cancel(jobs[1][0], "timeout")
+    assert last(jobs[1][1]).failure in ("timeout", None)  # unless it was faster
+    scheduler.cancel(jobs[1][0], "cancelled")  # what is over is over
+    assert jobs[1][1].empty()
+
+
+def test_the_end_gives_up_what_is_left(begin: Begin) -> None:
+    scheduler = begin(batch=1)
+    jobs = [job(scheduler, tokens=80) for _ in range(3)]
+    for one, _ in jobs:
+        scheduler.submit(one)
+    scheduler.start()
+    scheduler.stop()
+    assert not scheduler.alive
+    assert last(jobs[2][1]).failure == "shutdown"
+    assert all(one.over for one, _ in jobs)
+    with pytest.raises(ClosedError):
+        scheduler.submit(job(scheduler)[0])
+
+
+def test_metrics_are_what_prometheus_reads() -> None:
+    metrics = Metrics()
+    metrics.add("requests_total", endpoint="/health", status="200")
+    metrics.add("requests_total", 2, endpoint="/health", status="503")
+    for seconds in (0.003, 0.3, 1000.0):
+        metrics.observe("request_seconds", seconds)
+    metrics.gauge("running", "Now.", lambda: 3)
+    lines = metrics.text().splitlines()
+    assert 'selfjudge_requests_total{endpoint="/health",status="503"} 2' in lines
+    assert 'selfjudge_request_seconds_bucket{le="0.25"} 1' in lines
+    assert 'selfjudge_request_seconds_bucket{le="0.5"} 2' in lines
+    assert 'selfjudge_request_seconds_bucket{le="+Inf"} 3' in lines
+    assert "selfjudge_request_seconds_count 3" in lines
+    assert "selfjudge_running 3" in lines
+    assert metrics.total("requests_total") == 3
