@@ -84,8 +84,8 @@ class Run:
         digest = hashlib.sha256(f"{self.name}:{self.gamma}".encode())
         for rule in self.rules:
             digest.update(f":{getattr(rule, 'theta', '')}".encode())
-            for tensor in rule.judge.cpu().buffers() if rule.judge is not None else ():
-                digest.update(tensor.float().numpy().tobytes())
+            for tensor in rule.judge.buffers() if rule.judge is not None else ():
+                digest.update(tensor.float().cpu().numpy().tobytes())  # the judge stays where recordings know it
         return digest.hexdigest()
 
 
