@@ -1,0 +1,1 @@
+"""Adapters to other engines; nothing in the core imports them."""
