@@ -78,7 +78,9 @@ def parts(one: Sequence[int], other: Sequence[int]) -> int | None:
 
 
 @torch.no_grad()
-def doubt(pair: Pair, judge: Judge, theta: float, prompt: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
+def doubt(
+    pair: Pair, judge: Judge, theta: float, prompt: Sequence[int], one: Sequence[int], other: Sequence[int]
+) -> bool:
     """Whether the answers part where arithmetic decides: a near-tie of the target or of the draft, or a score near θ."""
     at = parts(one, other)
     assert at is not None
