@@ -20,6 +20,7 @@ from selfjudge.errors import SelfJudgeError
 
 if TYPE_CHECKING:
     from selfjudge.accept import AcceptanceRule
+    from selfjudge.label.backend import Backend
     from selfjudge.models.pair import Pair
     from selfjudge.types import Generation
 
@@ -559,6 +560,10 @@ def label(
     allow_unsafe: Annotated[
         bool, typer.Option("--allow-unsafe", help="Run generated code even where it cannot be isolated.")
     ] = False,
+    backend: Annotated[str, typer.Option(help="What runs the target: torch, or vllm (docs/vllm.md).")] = "torch",
+    engine_options: Annotated[
+        str, typer.Option(help='JSON for vllm.LLM, such as {"tensor_parallel_size": 2}; with --backend vllm.')
+    ] = "",
     seed: Seed = 0,
     data: Data = None,
     as_json: AsJson = False,
@@ -577,15 +582,15 @@ def label(
         prompts=tuple(prompts or ("self" if limit else "self:500",)), limit=limit, method=method, suffix_length=suffix_length,
         max_new_tokens=max_new_tokens, tau=tau, calibrate=calibrate, calibrate_prompts=calibrate_prompts,
         reject_recall=reject_recall, hidden_dtype=hidden_dtype, lookahead=lookahead, shard=_shard(shard), skip_broken=skip_broken,
-        allow_unsafe=allow_unsafe, seed=seed,
+        allow_unsafe=allow_unsafe, seed=seed, backend=backend,
         batch=(1024 if chosen_device(device).type == "cuda" else 64) if batch is None else batch,
     )  # fmt: skip
     settings.check()
-    loaded = _pair(pair, target, draft, device, dtype)
+    loaded, handed = _label_backend(backend, engine_options, pair, target, draft, device, dtype)
     try:
         with _progress() as update:
             result = run(
-                loaded, out, settings, data=data, resume=resume, notify=update,
+                loaded, out, settings, backend=handed, data=data, resume=resume, notify=update,
                 warn=lambda text: print(f"selfjudge: {text}", file=sys.stderr),
             )  # fmt: skip
     except KeyboardInterrupt:
@@ -852,6 +857,25 @@ def _pair(
 
     with _progress() as update:
         return Pair.load(target or name, draft, device=device, dtype=dtype, needs_draft=needs_draft, progress=update)
+
+
+def _label_backend(
+    backend: str, options: str, name: str, target: str | None, draft: str | None, device: str | None, dtype: str | None
+) -> tuple[Pair, Backend | None]:
+    """The pair, and what runs its target if it is not this process."""
+    if backend != "vllm":
+        if options:
+            raise SelfJudgeError("--engine-options are vLLM's: they go with --backend vllm")
+        return _pair(name, target, draft, device, dtype), None
+    from importlib.util import find_spec
+
+    from selfjudge.integrations.vllm.label import Vllm, outlined, parsed
+
+    if find_spec("vllm") is None:
+        raise SelfJudgeError("vLLM is not installed here: pip install vllm (or selfjudge[vllm])")
+    given = parsed(options)
+    pair, model = outlined(target or name, draft, device=device, dtype=dtype)
+    return pair, Vllm(pair, model, given)
 
 
 def _rule(
