@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from selfjudge.accept import Judged
+from selfjudge.cli import main
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.vllm import serve
 from selfjudge.integrations.vllm.approval import MARK, Approval, Rows
 from selfjudge.integrations.vllm.config import OFF, Settings, Thresholds, requested_threshold, target_sha256
 from selfjudge.integrations.vllm.counts import Counts
+from selfjudge.integrations.vllm.label import outlined, parsed
 from selfjudge.judge import FEATURES, Judge, JudgeConfig, columns
+from selfjudge.models.pair import Pair
 from selfjudge.store import fingerprint
 from selfjudge.types import Block
 
@@ -192,6 +196,57 @@ def test_the_command_of_an_embedded_pair(no_pull: None) -> None:
 def test_a_command_that_cannot_work_is_refused(no_pull: None, options: dict[str, Any], message: str) -> None:
     with pytest.raises(SelfJudgeError, match=message):
         serve.command(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--backend", "jax"], "unknown backend 'jax'; backends are: torch, vllm"),
+        (["--backend", "vllm", "--method", "autojudge"], "--method autojudge needs --backend torch"),
+        (["--backend", "vllm", "--calibrate", "arithmetic"], "--backend vllm searches for no τ: find it with --backend torch, then give --tau"),
+        (["--backend", "vllm", "--prompts", "self:3"], "self-written ones need --backend torch"),
+        (["--backend", "vllm", "--prompts", "arithmetic:3"], "vLLM is not installed here"),
+        (["--engine-options", "{}"], "--engine-options are vLLM's: they go with --backend vllm"),
+    ],
+)  # fmt: skip
+def test_labelling_in_vllm_that_cannot_work_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path, options: list[str], message: str
+) -> None:
+    prompts = [] if "--prompts" in options else ["--prompts", "arithmetic:3"]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "argv", ["selfjudge", "label", "--out", str(tmp_path / "out"), *prompts, *options])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("text", ["{", "[1]"])
+def test_engine_options_are_a_json_object(text: str) -> None:
+    with pytest.raises(SelfJudgeError, match="--engine-options is"):
+        parsed(text)
+
+
+def test_an_outline_holds_the_output_matrix_and_nothing_else(checkpoints: dict[str, str]) -> None:
+    whole = Pair.load(checkpoints["target"], checkpoints["draft"], device="cpu", dtype="float32")
+    pair, model = outlined(checkpoints["target"], checkpoints["draft"], device="cpu", dtype="float32")
+    assert model == checkpoints["target"]
+    assert torch.equal(pair.target.get_output_embeddings().weight, whole.target.get_output_embeddings().weight)
+    assert {p.device.type for p in pair.target.parameters()} == {"meta", "cpu"}
+    for name in (
+        "name",
+        "special_ids",
+        "eos_ids",
+        "hidden_size",
+        "dtype",
+        "target_sha256",
+        "draft_sha256",
+        "target_id",
+    ):
+        assert getattr(pair, name) == getattr(whole, name)
+    with pytest.raises(SelfJudgeError, match="is no checkpoint of safetensors"):
+        outlined("/nowhere", checkpoints["draft"], device="cpu")
 
 
 def test_without_vllm_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.vllm import config, plugin, v1
+from selfjudge.integrations.vllm.signatures import exactly
 from selfjudge.integrations.vllm.worker import _adapter
 from selfjudge.judge import Judge
 
@@ -101,6 +102,11 @@ def test_an_unknown_record_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(v1, "ExecuteModelState", State)
     with pytest.raises(SelfJudgeError, match=r"State has no logits, spec_decode_metadata, sample_hidden_states"):
         v1.check()
+
+
+def test_a_sampler_of_another_class_is_refused() -> None:
+    with pytest.raises(SelfJudgeError, match="object stands where RejectionSampler is known"):
+        exactly(object(), RejectionSampler)
 
 
 def test_an_engine_without_drafts_does_not_start(tiny: Path) -> None:

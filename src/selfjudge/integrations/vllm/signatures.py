@@ -31,6 +31,12 @@ def has(thing: Any, *names: str) -> None:
         _unknown(f"{type(thing).__qualname__} has no {', '.join(missing)}")
 
 
+def exactly(thing: Any, kind: type) -> None:
+    """Refuse an object of another class: its methods may do something else."""
+    if type(thing) is not kind:
+        _unknown(f"{type(thing).__qualname__} stands where {kind.__qualname__} is known")
+
+
 def _unknown(what: str) -> None:
     from vllm import __version__
 

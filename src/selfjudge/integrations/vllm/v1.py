@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu_model_runner import ExecuteModelState
 from selfjudge.integrations.vllm.approval import Agree, Approval, Rows
 from selfjudge.integrations.vllm.config import Thresholds
 from selfjudge.integrations.vllm.counts import Counts
-from selfjudge.integrations.vllm.signatures import has, holds, takes
+from selfjudge.integrations.vllm.signatures import exactly, has, holds, takes
 
 
 def check() -> None:
@@ -59,6 +59,7 @@ class Adapter:
         has(runner, "execute_model_state", "input_batch", "requests", "rejection_sampler")
         self.runner, self.approval, self.thresholds, self.agree = runner, approval, thresholds, agree
         self.sampler = runner.rejection_sampler
+        exactly(self.sampler, RejectionSampler)
         self.sampler.__class__ = JudgeSampler  # keeps whatever this version's constructor has made
         self.sampler.approval, self.sampler.counts = approval, counts
 

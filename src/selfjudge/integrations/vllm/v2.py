@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from selfjudge.integrations.vllm.approval import Agree, Approval, Rows
 from selfjudge.integrations.vllm.config import OFF, Thresholds
 from selfjudge.integrations.vllm.counts import Counts
-from selfjudge.integrations.vllm.signatures import has, holds, takes
+from selfjudge.integrations.vllm.signatures import exactly, has, holds, takes
 
 
 def check() -> None:
@@ -137,6 +137,7 @@ class Adapter:
             approval, thresholds, runner.max_num_reqs, self.sampler.num_speculative_steps, approval.special.device
         )
         self.sampler.sampler.logits_processors.append(mark)
+        exactly(self.sampler, RejectionSampler)
         self.sampler.__class__ = JudgeSampler  # keeps whatever this version's constructor has made
         self.sampler.approval, self.sampler.counts = approval, counts
         self.sampler.mark, self.sampler.agree = mark, agree
