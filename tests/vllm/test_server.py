@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import time
 import urllib.request
@@ -15,7 +16,9 @@ from openai import OpenAI
 from selfjudge.integrations.vllm.counts import COUNTERS, MULTIPROCESS
 from selfjudge.integrations.vllm.serve import command
 
-PORT = 18631
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    PORT = free.getsockname()[1]
 ADDRESS = f"http://127.0.0.1:{PORT}"
 QUESTION = [{"role": "user", "content": "What is 15% of 240?"}]
 FLAGS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "8", "--generation-config", "vllm")  # fmt: skip

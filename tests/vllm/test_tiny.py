@@ -36,6 +36,7 @@ def runs(pair: Pair) -> list[dict[str, Any]]:
         {"prompts": prompts, "params": {**greedy(TOKENS), "logprobs": 0}},
         {"prompts": prompts, "params": greedy(TOKENS, theta=0.0)},
         {"prompts": prompts, "params": {**greedy(TOKENS, theta=0.0), "allowed_token_ids": ALLOWED}},
+        {"prompts": prompts, "params": {**greedy(TOKENS, theta=0.0), "temperature": 0.7, "seed": 1}},
     ]
 
 
@@ -43,7 +44,7 @@ def check(pair: Pair, judge: Judge, answers: Answers) -> None:
     """What `runs` asked for, said by the torch loop; with these weights no score comes near θ and no choice near a tie."""
     exact = ours(pair, Exact())
     judged = {theta: ours(pair, Judged(judge, theta)) for theta in (0.25, 0.5, 0.75)}
-    plain, off, mixed, logprobs, always, allowed = answers[:6]
+    plain, off, mixed, logprobs, always, allowed, sampled = answers[:7]
     assert judged[0.5] != exact
     assert plain["tokens"] == judged[0.5]
     assert off["tokens"] == exact
@@ -59,6 +60,9 @@ def check(pair: Pair, judge: Judge, answers: Answers) -> None:
     assert always["tokens"] != ours(pair, Judged(judge, 0.0, guard=False))  # the guard had something to do
     assert not {token for tokens in always["tokens"] for token in tokens} <= set(ALLOWED)
     assert {token for tokens in allowed["tokens"] for token in tokens} <= set(ALLOWED)  # what is banned stays banned
+    for counts in sampled["counts"]:
+        assert counts["judged_tokens"] > 0
+        assert counts["tokens"] > counts["aligned_tokens"]
     assert logprobs["tokens"] == judged[0.5]
     for prompt, tokens, said in zip(PROMPTS, logprobs["tokens"], logprobs["logprobs"], strict=True):
         ids = torch.tensor([[*pair.encode(prompt, raw=True), *tokens]])
@@ -108,7 +112,7 @@ def test_sampling_without_the_judge_draws_from_the_target(tiny_pair: Pair, first
     """The second and third token of many answers, verified drafts among them, against the target's exact distribution."""
     prompt = tiny_pair.encode(PROMPTS[0], raw=True)
     contexts, weights = torch.tensor([prompt]), torch.ones(1, dtype=torch.float64)
-    tokens = torch.tensor(first_runner[6]["tokens"])
+    tokens = torch.tensor(first_runner[7]["tokens"])
     for place in range(SAMPLED):
         with torch.no_grad():
             p = tiny_pair.target(contexts).logits[:, -1].double().softmax(-1) * weights[:, None]
@@ -125,6 +129,6 @@ def test_sampling_without_the_judge_draws_from_the_target(tiny_pair: Pair, first
 
 
 def test_sampling_with_the_judge_takes_more_drafts(first_runner: Answers) -> None:
-    (counts,) = first_runner[7]["counts"]
+    (counts,) = first_runner[8]["counts"]
     assert counts["judged_tokens"] > 0
-    assert len({tuple(tokens) for tokens in first_runner[7]["tokens"]}) > 20
+    assert len({tuple(tokens) for tokens in first_runner[8]["tokens"]}) > 20

@@ -17,6 +17,7 @@ from selfjudge.judge import Judge, end_ids, special_ids
 from selfjudge.store import fingerprint, read_json, weight_files
 
 KEY = "selfjudge"
+COMPLAINTS = 100  # about requests, in the log of one engine
 OFF = 1.0
 """No score is greater: the lossless rule, bit for bit."""
 
@@ -96,7 +97,7 @@ class Thresholds:
         try:
             return requested_threshold(self.judge, self.default, params.extra_args)
         except SelfJudgeError as error:
-            if str(error) not in self._complained:
+            if str(error) not in self._complained and len(self._complained) < COMPLAINTS:
                 self._complained.add(str(error))
                 self.warn(f"a request is decoded without the judge: {error}")
             return OFF

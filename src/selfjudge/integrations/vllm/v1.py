@@ -65,6 +65,7 @@ class Adapter:
 
     def before_sampling(self) -> None:
         """Ask the judge about the drafts that are about to be verified."""
+        self.sampler.asked = self.sampler.marked = None
         state = self.runner.execute_model_state
         if state is None or state.spec_decode_metadata is None:
             return

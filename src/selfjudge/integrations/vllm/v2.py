@@ -61,9 +61,8 @@ class JudgeSampler(RejectionSampler):
             return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
         drafted = np.diff(input_batch.cu_num_logits_np) - 1
         rows = Rows.of(torch.from_numpy(drafted).long().to(logits.device, non_blocking=True), int(drafted.sum()))
-        predicts = (
-            torch.arange(len(rows.owner), device=logits.device) + rows.owner
-        )  # a request's last row predicts none
+        # a request's last row predicts no draft
+        predicts = torch.arange(len(rows.owner), device=logits.device) + rows.owner
         slots = input_batch.expanded_idx_mapping[predicts].long()
         drafts = input_batch.input_ids[input_batch.logits_indices][predicts + 1]
         approved = self.approval(hidden[predicts + 1], logits[predicts], drafts, self.mark.theta[slots], rows.owner)
@@ -116,9 +115,8 @@ class Mark(LogitsProcessor):
         """Called once for the batch, or for several parts of a large one."""
         if self.open:
             at = ctx.expanded_idx_mapping.long(), ctx.expanded_local_pos.long()
-            drafts = torch.cat(
-                [ctx.input_ids[1:], ctx.input_ids.new_full((1,), -1)]
-            )  # row i predicts what row i + 1 read
+            # row i predicts what row i + 1 has read; the last row of a part is the last of a request
+            drafts = torch.cat([ctx.input_ids[1:], ctx.input_ids.new_full((1,), -1)])
             raised, aligned = self.approval.mark(logits, drafts, self.approved[at])
             for table, flags in zip(self.found, (torch.ones_like(raised), raised, aligned), strict=True):
                 table[at] = flags
@@ -144,6 +142,7 @@ class Adapter:
 
     def before_sampling(self) -> None:
         """Keep the states at the rows that are about to be verified."""
+        self.sampler.hidden = None
         state = self.runner.execute_model_state
         if state is not None and state.hidden_states is not None and state.input_batch.num_draft_tokens > 0:
             self.sampler.hidden = state.hidden_states[state.input_batch.logits_indices]
