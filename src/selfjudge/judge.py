@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -251,22 +251,49 @@ def _checked(folder: Path, raw: Mapping[str, Any]) -> None:
 def with_columns(block: Block, features: str) -> Tensor:
     """[B, γ, H + columns] what a judge reads of a Block; row i is the state at d_i and what was said of d_i."""
     assert block.hidden is not None
-    hidden = block.hidden[:, 1:].float()
+    return beside(block.hidden[:, 1:], block.target_logits[:, :-1], block.draft_tokens, features)
+
+
+def beside(hidden: Tensor, logits: Tensor, drafts: Tensor, features: str, owner: Tensor | None = None) -> Tensor:
+    """States at drafts [..., H], the rows that predict them [..., V] and the drafts [...] → [..., H + columns].
+
+    The last axis of `drafts` is a block, or several one after another: `owner` [...] then says which.
+    """
+    hidden = hidden.float()
     if features == "hidden":
         return hidden
-    logits = block.target_logits[:, :-1]
-    at = logits.gather(-1, block.draft_tokens[..., None]).squeeze(-1).float()
+    at = logits.gather(-1, drafts[..., None]).squeeze(-1).float()
     parts = [(at - logits.amax(-1).float())[..., None]]  # Δ log p = Δ logit
     if "lookahead" in features:
-        parts.append(lookahead_columns(at - logits.float().logsumexp(-1)))
+        parts.append(lookahead_columns(at - logits.float().logsumexp(-1), owner))
     return torch.cat([hidden, *(part.clamp_min(LOWEST) for part in parts)], -1)
 
 
-def lookahead_columns(log_p: Tensor) -> Tensor:
-    """[B, γ] log-probabilities of the drafts → [B, γ, 2K]: those of the K drafts after each, 0 past the end, and which there are."""
-    after = F.pad(log_p, (0, LOOKAHEAD)).unfold(1, LOOKAHEAD, 1)[:, 1:]
-    there = F.pad(torch.ones_like(log_p), (0, LOOKAHEAD)).unfold(1, LOOKAHEAD, 1)[:, 1:]
-    return torch.cat([after, there], -1)
+def lookahead_columns(log_p: Tensor, owner: Tensor | None = None) -> Tensor:
+    """[..., γ] log-probabilities of the drafts → [..., γ, 2K]: those of the K drafts after each, 0 past the end of its block,
+    and which there are."""
+    block = torch.zeros_like(log_p, dtype=torch.long) if owner is None else owner
+
+    def after(x: Tensor, fill: int) -> Tensor:
+        return F.pad(x, (0, LOOKAHEAD), value=fill).unfold(-1, LOOKAHEAD, 1)[..., 1:, :]
+
+    there = after(block, -1) == block[..., None]
+    return torch.cat([torch.where(there, after(log_p, 0), 0), there.to(log_p.dtype)], -1)
+
+
+def end_ids(*sources: Any) -> frozenset[int]:
+    """Every id that ends an answer: `eos_token_id` of generation config, model config and tokenizer."""
+    found: set[int] = set()
+    for source in sources:
+        value = getattr(source, "eos_token_id", None)
+        found.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
+    return frozenset(found)
+
+
+def special_ids(tokenizer: Any, ends: Iterable[int]) -> tuple[int, ...]:
+    """End-of-sequence and other special tokens of a tokenizer of transformers: those the guard is for."""
+    added = {i for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items() if token.special}
+    return tuple(sorted({*ends, *added, *tokenizer.all_special_ids}))
 
 
 def push_folder(folder: Path, repository: str, api: Any, **options: Any) -> str:

@@ -53,6 +53,19 @@ def fingerprint(files: Iterable[Path]) -> str:
     return digest.hexdigest() if found else ""
 
 
+def weight_files(reference: str | Path) -> list[Path]:
+    """The weight files of a checkpoint folder, or of a hub model as far as they are in the local hub cache."""
+    folder = Path(reference)
+    if not folder.is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        config = try_to_load_from_cache(str(reference), "config.json")
+        if not isinstance(config, str):
+            return []
+        folder = Path(config).parent
+    return [*folder.glob("*.safetensors")] or [*folder.glob("*.bin")]
+
+
 def read_json(path: Path) -> Any:
     """Read a JSON file; unreadable or malformed content is a one-line error."""
     try:

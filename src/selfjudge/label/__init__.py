@@ -20,13 +20,13 @@ from selfjudge.engine import release
 from selfjudge.engine.reference import context_window
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge import LOOKAHEAD
+from selfjudge.label.backend import BACKENDS, Backend, Torch
 from selfjudge.label.mismatch import NOTHING, continued, mined
 from selfjudge.label.preservation import Search, asked_target, search
 from selfjudge.label.score import Case, Scorer, Scores
 from selfjudge.label.shards import FORMAT, Arrays, Row, seal, sealed, unharmed, write_shard
 from selfjudge.label.tau import FEWEST, begin, calibrate, extracted, scored
 from selfjudge.models.pair import Pair
-from selfjudge.respond import respond
 from selfjudge.sandbox import refuse_unisolated
 from selfjudge.sources import SELF, Asked, Notify, Source, given, limited, written
 from selfjudge.store import locked, provenance, read_json, read_rows, sha256, write_json, write_rows
@@ -65,12 +65,17 @@ class Settings:
     allow_unsafe: bool = False
     """Run generated code where it cannot be isolated."""
     seed: int = 0
+    backend: str = "torch"
 
     def check(self) -> None:
         """Refuse what cannot work before any model is loaded."""
         self.sources()
         if self.method not in METHODS:
             raise SelfJudgeError(f"unknown method {self.method!r}; methods are: {', '.join(METHODS)}")
+        if self.backend not in BACKENDS:
+            raise SelfJudgeError(f"unknown backend {self.backend!r}; backends are: {', '.join(BACKENDS)}")
+        if self.backend == "vllm":
+            self._check_vllm()
         if self.lookahead and self.method != "selfjudge":
             raise SelfJudgeError(f"--lookahead goes with --method selfjudge, not with {self.method}")
         if self.hidden_dtype not in ("float32", "float16"):
@@ -102,15 +107,26 @@ class Settings:
                 if not (known(source.name) and task(source.name).checkable):
                     raise SelfJudgeError(f"{source.name} has no checkable answers: autojudge+ takes such prompts")
 
+    def _check_vllm(self) -> None:
+        """What asks the target again and again, or samples, is the torch backend's."""
+        if self.method != "selfjudge":
+            raise SelfJudgeError(f"--backend vllm labels by likelihood: --method {self.method} needs --backend torch")
+        if self.calibrate is not None:
+            raise SelfJudgeError("--backend vllm searches for no τ: find it with --backend torch, then give --tau")
+        if any(source.name in SELF for source in self.sources()):
+            raise SelfJudgeError(
+                "--backend vllm takes prompts of tasks and files: self-written ones need --backend torch"
+            )
+
     def sources(self) -> list[Source]:
         return limited([Source.parse(text) for text in self.prompts], self.limit)
 
 
 def label(
-    pair: Pair, out: Path, settings: Settings, *, data: Path | None = None, resume: bool = False,
+    pair: Pair, out: Path, settings: Settings, *, backend: Backend | None = None, data: Path | None = None, resume: bool = False,
     notify: Notify = lambda stage, share: None, warn: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Label into the folder `out`; what its manifest says."""
+    """Label into the folder `out`; what its manifest says. The target runs here, unless a `backend` is handed in."""
     settings.check()
     if pair.draft is None:
         raise SelfJudgeError(f"{pair.target_id} brings no draft of its own: name one with --draft")
@@ -128,7 +144,7 @@ def label(
             _possible(pair, settings, data)  # before anything is written
         out.mkdir(parents=True, exist_ok=True)
         with locked(out / ".lock", refuse=f"another process works on {out}"):
-            return _label(pair, out, settings, data, notify, warn)
+            return _label(pair, out, settings, backend or Torch(pair), data, notify, warn)
     except OSError as error:
         raise SelfJudgeError(f"cannot write {out}: {error}; what is done is kept, go on with --resume") from None
 
@@ -150,8 +166,9 @@ def _possible(pair: Pair, settings: Settings, data: Path | None) -> None:
 
 
 def _label(
-    pair: Pair, out: Path, settings: Settings, data: Path | None, notify: Notify, warn: Callable[[str], None]
-) -> dict[str, Any]:
+    pair: Pair, out: Path, settings: Settings, backend: Backend, data: Path | None, notify: Notify,
+    warn: Callable[[str], None],
+) -> dict[str, Any]:  # fmt: skip
     _same_settings(out, pair, settings)
     if (out / "manifest.json").is_file():
         found: dict[str, Any] = read_json(out / "manifest.json")
@@ -170,11 +187,11 @@ def _label(
             f"{tau['critical']} of {tau['mismatches']} mismatches are critical, too {'many' if many else 'few'} to find τ by:"
             f" it is set by an {tau['fallback']}"
         )
-    files = _responses(pair, out, settings, prompts, notify)
+    files = _responses(pair, out, settings, backend, prompts, notify)
     clock.append(time.monotonic())
     if pair.target.device.type == "cuda":
         release(pair.target)  # the memory of its engine is needed now
-    shards = list(_shards(pair, out, settings, files, len(prompts), tau["tau"], data, notify))
+    shards = list(_shards(pair, out, settings, backend, files, len(prompts), tau["tau"], data, notify))
     clock.append(time.monotonic())
     rows = sum(shard["rows"] for shard in shards)
     if not rows and settings.method != "selfjudge" and not sum(shard["searched"] for shard in shards):
@@ -299,7 +316,9 @@ def shipped_tau(target: str, draft_sha256: str, suffix_length: int) -> dict[str,
     return {**found["tau"][str(suffix_length)], "shipped": True}
 
 
-def _responses(pair: Pair, out: Path, settings: Settings, prompts: Sequence[Row], notify: Notify) -> list[Path]:
+def _responses(
+    pair: Pair, out: Path, settings: Settings, backend: Backend, prompts: Sequence[Row], notify: Notify
+) -> list[Path]:
     """Files of responses, `batch` prompts each: greedy, as fast as the engine makes them."""
     files = []
     work = out / "work"
@@ -311,9 +330,9 @@ def _responses(pair: Pair, out: Path, settings: Settings, prompts: Sequence[Row]
             continue
         part = prompts[start : start + settings.batch]
         found: dict[int, tuple[list[int], str]] = {}
-        for index, tokens, finish in respond(
-            pair.target, [row["prompt_ids"] for row in part], eos_ids=pair.eos_ids,
-            max_new_tokens=settings.max_new_tokens, batch=settings.batch,
+        for index, tokens, finish in backend.respond(
+            [row["prompt_ids"] for row in part], eos_ids=pair.eos_ids, max_new_tokens=settings.max_new_tokens,
+            batch=settings.batch,
         ):  # fmt: skip
             found[index] = tokens, finish
             notify("the target answers", (start + len(found)) / len(prompts))
@@ -327,8 +346,8 @@ def _public(row: Row) -> Row:
 
 
 def _shards(
-    pair: Pair, out: Path, settings: Settings, files: Sequence[Path], all_rows: int, tau: float | None, data: Path | None,
-    notify: Notify,
+    pair: Pair, out: Path, settings: Settings, backend: Backend, files: Sequence[Path], all_rows: int, tau: float | None,
+    data: Path | None, notify: Notify,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Every shard of labels, made or found."""
     size = SHARD if settings.method == "selfjudge" else settings.batch  # searches advance together
@@ -336,7 +355,7 @@ def _shards(
     number, done = 0, 0
     made = _selfjudge if settings.method == "selfjudge" else _autojudge
     ahead = LOOKAHEAD if settings.lookahead else 0
-    scorer = Scorer(pair.target, suffix_length=settings.suffix_length, lookahead=ahead)
+    scorer = backend.scorer(suffix_length=settings.suffix_length, lookahead=ahead)
     origin = hashlib.sha256("".join([*map(sha256, files), repr(tau)]).encode()).hexdigest()
 
     begun, labelled = time.monotonic(), 0

@@ -149,7 +149,10 @@ class Scorer:
             ).last_hidden_state
         self.tokens += sum(len(c.prompt) + len(c.response) for c in cases)
         self.padded += ids.numel()
-        made = [self._own(case, hidden[row]) for row, case in enumerate(cases)]
+        made = [
+            self._own(case, hidden[row, len(case.prompt) - 1 : len(case.prompt) + len(case.response)])
+            for row, case in enumerate(cases)
+        ]
         branches = [
             branch
             for row, case in enumerate(cases)
@@ -160,11 +163,11 @@ class Scorer:
             self._read(pack, cache, made)
         return made
 
-    def _own(self, case: Case, hidden: Tensor) -> Scores:
-        """What the response itself tells; the branches are still to come."""
-        first, count = len(case.prompt) - 1, len(case.places)
+    def _own(self, case: Case, states: Tensor) -> Scores:
+        """What the response itself tells, by the states from the last token of the prompt on: each predicts the next token.
+        The branches are still to come."""
+        count = len(case.places)
         response = torch.tensor(list(case.response), device=self.device)
-        states = hidden[first : first + len(case.response)]  # each predicts one token of the response
         places = torch.tensor(list(case.places), dtype=torch.long, device=self.device)
         drafts = torch.tensor(list(case.drafts), dtype=torch.long, device=self.device)
         nothing = torch.zeros(0, device=self.device)
@@ -191,8 +194,8 @@ class Scorer:
             rank=torch.cat(rank).int().cpu().numpy(),
             original=original,
             substituted=np.full_like(original, np.nan),
-            hidden_target=hidden[first + 1 + places].float().cpu().numpy(),
-            hidden_draft=np.empty((count, hidden.shape[-1]), np.float32),
+            hidden_target=states[1 + places].float().cpu().numpy(),
+            hidden_draft=np.empty((count, states.shape[-1]), np.float32),
             lookahead=np.full((count, self.lookahead), np.nan, np.float32),
         )
 
@@ -227,9 +230,7 @@ class Scorer:
         tokens, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         owner, starts = np.full(shape, -1, np.int64), np.zeros(shape, np.int64)
         flat: list[_Branch] = []
-        first: list[int] = []  # places in the flattened rows: of draft tokens, and of states that predict a token
-        scored: list[int] = []
-        follows: list[int] = []
+        first: list[int] = []  # places of draft tokens in the flattened rows
         for row, branches in enumerate(rows):
             at = 0
             for branch in branches:
@@ -238,8 +239,6 @@ class Scorer:
                 positions[row, here] = branch.start + np.arange(len(branch.tokens))
                 flat.append(branch)
                 first.append(row * wide + at)
-                scored += range(row * wide + at, row * wide + at + len(branch.follows))
-                follows += branch.follows
                 at = here.stop
         cache = self._selected(prefixes, [row[0].case for row in rows], int(starts.max()), wide)
         place, mine, begins = (torch.from_numpy(a).to(self.device) for a in (positions, owner, starts))
@@ -250,7 +249,13 @@ class Scorer:
             ).last_hidden_state.flatten(0, 1)  # fmt: skip
         self.tokens += sum(len(branch.tokens) for branch in flat)
         self.padded += tokens.size
-        states = hidden[torch.tensor(first, device=self.device)].float().cpu().numpy()
+        self._told(flat, hidden, first, made)
+
+    def _told(self, flat: Sequence[_Branch], hidden: Tensor, first: Sequence[int], made: Sequence[Scores]) -> None:
+        """Fill in what branches tell, whose states begin at these rows of `hidden` [R, H]."""
+        scored = [at + i for branch, at in zip(flat, first, strict=True) for i in range(len(branch.follows))]
+        follows = [token for branch in flat for token in branch.follows]
+        states = hidden[torch.tensor(first, dtype=torch.long, device=self.device)].float().cpu().numpy()
         log_p = self._log_p(
             hidden[torch.tensor(scored, dtype=torch.long, device=self.device)],
             torch.tensor(follows, dtype=torch.long, device=self.device),

@@ -10,10 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from selfjudge.errors import SelfJudgeError, first_line
+from selfjudge.judge import end_ids, special_ids
 from selfjudge.models.convert import load_gguf, quiet
 from selfjudge.models.embedded import EMBEDDED
 from selfjudge.models.pull import Progress, draft_sha256, pull
-from selfjudge.store import fingerprint
+from selfjudge.store import fingerprint, weight_files
 
 Prompt = str | Sequence[Mapping[str, str]]
 """A user message, or a whole conversation as chat messages."""
@@ -86,17 +87,12 @@ class Pair:
     @property
     def eos_ids(self) -> frozenset[int]:
         """Every id that ends an answer, from the generation config, the model config and the tokenizer."""
-        found: set[int] = set()
-        for source in (self.target.generation_config, self.target.config, self.tokenizer):
-            value = getattr(source, "eos_token_id", None)
-            found.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
-        return frozenset(found)
+        return end_ids(self.target.generation_config, self.target.config, self.tokenizer)
 
     @property
     def special_ids(self) -> tuple[int, ...]:
         """End-of-sequence and other special tokens: there the judge has no say."""
-        added = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
-        return tuple(sorted(self.eos_ids | added | set(self.tokenizer.all_special_ids)))
+        return special_ids(self.tokenizer, self.eos_ids)
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """Token ids of a prompt, through the chat template with generation prompt unless `raw`."""
@@ -186,23 +182,11 @@ def _load(
         return model.to(place), tokenizer, fingerprint([path])
     if path.is_dir():
         model, tokenizer = _checkpoint(path, dtype)
-        return model.to(place), tokenizer, fingerprint(_weights(path))
+        return model.to(place), tokenizer, fingerprint(weight_files(path))
     if path.suffix == ".gguf" or path.is_absolute() or reference.startswith((".", "~")):
         raise SelfJudgeError(f"{reference} does not exist: the {role} must be a folder, a GGUF file or a hub id")
     model, tokenizer = _checkpoint(reference, dtype)
-    return model.to(place), tokenizer, fingerprint(_hub_weights(reference))
-
-
-def _weights(folder: Path) -> list[Path]:
-    return [*folder.glob("*.safetensors")] or [*folder.glob("*.bin")]
-
-
-def _hub_weights(reference: str) -> list[Path]:
-    """The weight files of a hub model in the local hub cache."""
-    from huggingface_hub import try_to_load_from_cache
-
-    config = try_to_load_from_cache(reference, "config.json")
-    return _weights(Path(config).parent) if isinstance(config, str) else []
+    return model.to(place), tokenizer, fingerprint(weight_files(reference))
 
 
 def _checkpoint(source: Path | str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -1,0 +1,82 @@
+"""The judge's word on flat rows of drafts, as a mask and as a mark on logits; imports no vLLM.
+
+vLLM verifies the drafts of all requests as one flat list: n rows, of which request `owner[i]` owns row i.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from selfjudge.judge import Judge, beside
+from selfjudge.top import top
+
+Agree = Callable[[Tensor], Tensor]
+"""Makes all ranks of a tensor-parallel group hold the same mask."""
+MARK = 1.0e4
+"""Above every logit and far from what float32 cannot hold, at any sensible temperature."""
+
+
+class Approval:
+    """Judge and guard on one device."""
+
+    def __init__(self, judge: Judge, special: Sequence[int], device: torch.device) -> None:
+        self.judge = judge.to(device)
+        self.special = torch.tensor(list(special), dtype=torch.long, device=device)
+
+    def __call__(self, hidden: Tensor, logits: Tensor, drafts: Tensor, theta: float | Tensor, owner: Tensor) -> Tensor:
+        """[n] whether the judge lets each draft stand, from the states at the drafts [n, H] and the target's own rows [n, V].
+
+        Never where there is no draft (−1), at special tokens, or where numbers are broken; what `accept.Judged` does.
+        """
+        there, drafts = drafts >= 0, drafts.long().clamp_min(0)
+        choice, broken = top(logits)
+        score = self.judge.score(beside(hidden, logits, drafts, self.judge.config.features, owner))
+        regular = ~broken & hidden.isfinite().all(-1)
+        return (score > theta) & there & regular & ~self._special(drafts) & ~self._special(choice)
+
+    def mark(self, logits: Tensor, drafts: Tensor, approved: Tensor) -> tuple[Tensor, Tensor]:
+        """Raise approved drafts to the top of the logits they will be verified with [n, V], in place.
+
+        A greedy check then finds the draft to be the most likely token, a random one finds its probability to be 1.
+        Tokens that something else banned (−inf) stay banned, and the guard looks at the choice of these rows, too.
+        Returns which drafts were raised [n] and which were the most likely token before [n].
+        """
+        there, drafts = drafts >= 0, drafts.long().clamp_min(0)
+        choice = logits.argmax(-1)
+        at = logits.gather(1, drafts[:, None]).squeeze(1)
+        raised = approved & there & (at > -math.inf) & ~self._special(choice)
+        logits.scatter_(1, drafts[:, None], torch.where(raised, MARK, at)[:, None])
+        return raised, there & (choice == drafts)
+
+    def _special(self, tokens: Tensor) -> Tensor:
+        return torch.isin(tokens, self.special)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How n flat rows belong to R requests."""
+
+    owner: Tensor
+    """[n] the request of each row."""
+    place: Tensor
+    """[n] its number within the request's block, from 0."""
+    counts: Tensor
+    """[R] drafts of each request."""
+
+    @classmethod
+    def of(cls, counts: Tensor, total: int) -> Rows:
+        """From the number of drafts of each request on the device, and their sum on the host: nothing waits."""
+        requests = torch.arange(len(counts), device=counts.device)
+        owner = torch.repeat_interleave(requests, counts, output_size=total)
+        first = counts.cumsum(0) - counts
+        return cls(owner, torch.arange(total, device=counts.device) - first[owner], counts)
+
+    def leading(self, flags: Tensor) -> Tensor:
+        """[R] how many flags [n] of each request's block hold before the first that does not."""
+        stops = torch.where(flags, self.counts[self.owner], self.place)
+        return self.counts.scatter_reduce(0, self.owner, stops, "amin")

@@ -1,0 +1,46 @@
+"""Entry point of vLLM's general plugins: does nothing unless the environment asks for the judge.
+
+`SELFJUDGE_VLLM` holds the settings as JSON, for programs that start vLLM themselves and pass no flags on:
+
+    SELFJUDGE_VLLM='{"judge": "judge"}' python -m some.program
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from typing import Any
+
+from selfjudge.errors import SelfJudgeError
+from selfjudge.integrations.vllm import WORKER
+from selfjudge.integrations.vllm.config import KEY
+
+ASKED = "SELFJUDGE_VLLM"
+
+
+def register() -> None:
+    """Let every engine of this process that names no worker take ours, if `SELFJUDGE_VLLM` is set."""
+    text = os.environ.get(ASKED)
+    if not text:
+        return
+    try:
+        settings = json.loads(text)
+    except ValueError:
+        raise SelfJudgeError(f"{ASKED} is no JSON: {text[:60]!r}") from None
+    from vllm.engine.arg_utils import EngineArgs
+
+    if not hasattr(EngineArgs.create_engine_config, KEY):
+        EngineArgs.create_engine_config = _judged(EngineArgs.create_engine_config, settings)
+
+
+def _judged(create: Any, settings: dict[str, Any]) -> Any:
+    @functools.wraps(create)
+    def create_engine_config(self: Any, *args: Any, **options: Any) -> Any:
+        if self.worker_cls == "auto":
+            self.worker_cls = WORKER
+            self.additional_config = {KEY: settings, **(self.additional_config or {})}
+        return create(self, *args, **options)
+
+    setattr(create_engine_config, KEY, True)
+    return create_engine_config

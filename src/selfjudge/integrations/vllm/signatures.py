@@ -1,0 +1,45 @@
+"""The parts of vLLM that the adapters lean on, written down: another shape of them is refused, never worked around."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from selfjudge.errors import SelfJudgeError
+
+
+def takes(function: Callable[..., Any], *known: Sequence[str]) -> None:
+    """Refuse a function whose parameters are none of the known lists."""
+    found = [name for name in inspect.signature(function).parameters if name != "self"]
+    if found not in [list(names) for names in known]:
+        wanted = " or ".join(f"({', '.join(names)})" for names in known)
+        _unknown(f"{function.__qualname__} takes ({', '.join(found)}), known is {wanted}")
+
+
+def holds(record: type, *names: str) -> None:
+    """Refuse a record that lacks one of these fields."""
+    found = [f.name for f in fields(record)] if is_dataclass(record) else list(getattr(record, "_fields", ()))
+    if missing := [name for name in names if name not in found]:
+        _unknown(f"{record.__qualname__} has no {', '.join(missing)}")
+
+
+def has(thing: Any, *names: str) -> None:
+    """Refuse an object that lacks one of these attributes."""
+    if missing := [name for name in names if not hasattr(thing, name)]:
+        _unknown(f"{type(thing).__qualname__} has no {', '.join(missing)}")
+
+
+def exactly(thing: Any, kind: type) -> None:
+    """Refuse an object of another class: its methods may do something else."""
+    if type(thing) is not kind:
+        _unknown(f"{type(thing).__qualname__} stands where {kind.__qualname__} is known")
+
+
+def _unknown(what: str) -> None:
+    from vllm import __version__
+
+    raise SelfJudgeError(
+        f"this selfjudge does not know vLLM {__version__}: {what}; use a version named in docs/vllm.md"
+    )

@@ -1,0 +1,148 @@
+"""vLLM's second model runner (`vllm.v1.worker.gpu`): GPUs with Triton; draft models from 0.31.
+
+Its rejection sampler is handed the logits of all rows; a request with k drafts owns k + 1 of them, and row i predicts the
+token that row i + 1 has read. The sampling parameters are applied to a copy, by a list of logits processors: the last of
+them is ours and sets the mark there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_runner import ExecuteModelState
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcessor
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+
+from selfjudge.integrations.vllm.approval import Agree, Approval, Rows
+from selfjudge.integrations.vllm.config import OFF, Thresholds
+from selfjudge.integrations.vllm.counts import Counts
+from selfjudge.integrations.vllm.signatures import exactly, has, holds, takes
+
+
+def check() -> None:
+    """Refuse a vLLM whose second runner is not the known one."""
+    takes(RejectionSampler.__call__, ("logits", "input_batch", "draft_logits", "invalid_drafts"))
+    takes(LogitsProcessor.add_request, ("req_idx", "sampling_params"))
+    takes(LogitsProcessor.apply, ("logits", "ctx"))
+    takes(LogitsProcessor.apply_staged_writes, ())
+    takes(
+        Sampler.apply_sampling_params,
+        ("logits", "expanded_idx_mapping", "idx_mapping", "idx_mapping_np", "pos", "input_ids", "expanded_local_pos",
+         "seq_lens_upper_bound_np", "skip_top_k_top_p"),
+    )  # fmt: skip
+    holds(LogitsContext, "expanded_idx_mapping", "input_ids")
+    holds(ExecuteModelState, "input_batch", "hidden_states")
+    holds(
+        InputBatch, "num_reqs", "num_draft_tokens", "input_ids", "logits_indices", "cu_num_logits_np",
+        "expanded_idx_mapping", "expanded_local_pos",
+    )  # fmt: skip
+
+
+class JudgeSampler(RejectionSampler):
+    """vLLM's rejection sampler, in which an approved draft is accepted."""
+
+    approval: Approval
+    counts: Counts
+    mark: Mark
+    agree: Agree
+    hidden: Tensor | None = None
+    """[rows, H] the states of this step; None outside of a step (warm-up)."""
+
+    def __call__(
+        self, logits: Tensor, input_batch: Any, draft_logits: Tensor | None = None, invalid_drafts: Tensor | None = None
+    ) -> Any:
+        hidden, self.hidden = self.hidden, None
+        if hidden is None:
+            return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
+        drafted = np.diff(input_batch.cu_num_logits_np) - 1
+        rows = Rows.of(torch.from_numpy(drafted).long().to(logits.device, non_blocking=True), int(drafted.sum()))
+        # a request's last row predicts no draft
+        predicts = torch.arange(len(rows.owner), device=logits.device) + rows.owner
+        slots = input_batch.expanded_idx_mapping[predicts].long()
+        drafts = input_batch.input_ids[input_batch.logits_indices][predicts + 1]
+        approved = self.approval(hidden[predicts + 1], logits[predicts], drafts, self.mark.theta[slots], rows.owner)
+        self.mark.begin(slots, rows.place, self.agree(approved))
+        try:
+            output = super().__call__(logits, input_batch, draft_logits, invalid_drafts)
+        finally:
+            self.mark.open = False
+        accepted = output.num_sampled.long() - 1
+        seen, raised, aligned = (table[slots, rows.place] for table in self.mark.found)
+        # where all requests are lossless and plain, vLLM asks no logits processor
+        self.counts.add(rows, accepted, raised, torch.where(seen, aligned, rows.place < accepted[rows.owner]))
+        return output
+
+
+class Mark(LogitsProcessor):
+    """Sets the judge's mark on the copy of the logits that is verified. Keeps by request slot what outlives a row: θ, and
+    for the block in hand, what the judge said [slots, γ+1] and what became of it."""
+
+    open = False
+    """Whether a verification is in hand."""
+
+    def __init__(
+        self, approval: Approval, thresholds: Thresholds, slots: int, gamma: int, device: torch.device
+    ) -> None:
+        self.approval, self.thresholds = approval, thresholds
+        self.theta = torch.full((slots,), OFF, device=device)
+        self.approved = torch.zeros((slots, gamma + 1), dtype=torch.bool, device=device)
+        self.found = self.approved.new_zeros((3, slots, gamma + 1))
+        """Seen here, raised, aligned anyway."""
+        self._staged: dict[int, float] = {}
+
+    def add_request(self, req_idx: int, sampling_params: Any) -> bool:
+        self._staged[req_idx] = self.thresholds(sampling_params)
+        return self._staged[req_idx] < OFF
+
+    def apply_staged_writes(self) -> None:
+        if self._staged:
+            where, what = torch.tensor(list(self._staged)), torch.tensor(list(self._staged.values()))
+            self.theta[where.to(self.theta.device, non_blocking=True)] = what.to(self.theta.device, non_blocking=True)
+            self._staged = {}
+
+    def begin(self, slots: Tensor, place: Tensor, approved: Tensor) -> None:
+        self.approved.zero_()
+        self.found.zero_()
+        self.approved[slots, place] = approved
+        self.open = True
+
+    def apply(self, logits: Tensor, ctx: Any) -> Tensor:
+        """Called once for the batch, or for several parts of a large one."""
+        if self.open:
+            at = ctx.expanded_idx_mapping.long(), ctx.expanded_local_pos.long()
+            # row i predicts what row i + 1 has read; the last row of a part is the last of a request
+            drafts = torch.cat([ctx.input_ids[1:], ctx.input_ids.new_full((1,), -1)])
+            raised, aligned = self.approval.mark(logits, drafts, self.approved[at])
+            for table, flags in zip(self.found, (torch.ones_like(raised), raised, aligned), strict=True):
+                table[at] = flags
+        return logits
+
+
+class Adapter:
+    """Between a runner and its sampler."""
+
+    def __init__(self, runner: Any, approval: Approval, counts: Counts, thresholds: Thresholds, agree: Agree) -> None:
+        has(runner, "execute_model_state", "rejection_sampler", "max_num_reqs")
+        has(runner.rejection_sampler, "sampler", "num_speculative_steps")
+        has(runner.rejection_sampler.sampler, "logits_processors")
+        self.runner, self.sampler = runner, runner.rejection_sampler
+        mark = Mark(
+            approval, thresholds, runner.max_num_reqs, self.sampler.num_speculative_steps, approval.special.device
+        )
+        self.sampler.sampler.logits_processors.append(mark)
+        exactly(self.sampler, RejectionSampler)
+        self.sampler.__class__ = JudgeSampler  # keeps whatever this version's constructor has made
+        self.sampler.approval, self.sampler.counts = approval, counts
+        self.sampler.mark, self.sampler.agree = mark, agree
+
+    def before_sampling(self) -> None:
+        """Keep the states at the rows that are about to be verified."""
+        self.sampler.hidden = None
+        state = self.runner.execute_model_state
+        if state is not None and state.hidden_states is not None and state.input_batch.num_draft_tokens > 0:
+            self.sampler.hidden = state.hidden_states[state.input_batch.logits_indices]

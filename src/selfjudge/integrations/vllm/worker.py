@@ -1,0 +1,107 @@
+"""The worker: vLLM's own for this platform, with a judge beside its sampler."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.utils.import_utils import resolve_obj_by_qualname
+
+from selfjudge.errors import SelfJudgeError
+from selfjudge.integrations.vllm import config
+from selfjudge.integrations.vllm.approval import Approval
+from selfjudge.integrations.vllm.counts import Counts
+from selfjudge.integrations.vllm.kernels import mend
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_worker import Worker as Base
+else:
+    _WORKERS = {"cpu": "cpu_worker.CPUWorker", "xpu": "xpu_worker.XPUWorker"}
+    Base = resolve_obj_by_qualname(f"vllm.v1.worker.{_WORKERS.get(current_platform.device_type, 'gpu_worker.Worker')}")
+
+logger = init_logger("vllm.selfjudge")  # vLLM shows its own loggers
+
+
+class JudgeWorker(Base):
+    """Start vLLM with `--worker-cls selfjudge.integrations.vllm.JudgeWorker`; settings in `config.Settings`.
+
+    Everything that would keep the judge from deciding is an error at start-up: there is no silent plain decoding.
+    """
+
+    _adapter: Any = None
+    _counts: Counts | None = None
+
+    def __init__(self, vllm_config: Any, *args: Any, **options: Any) -> None:
+        self._settings, self._judge = config.load(vllm_config)
+        mend(logger.warning)
+        super().__init__(vllm_config, *args, **options)
+
+    def load_model(self, *args: Any, **options: Any) -> None:
+        super().load_model(*args, **options)
+        runner = self.model_runner
+        if getattr(runner, "rejection_sampler", None) is None:
+            if get_pp_group().is_last_rank:
+                raise SelfJudgeError(
+                    f"{type(runner).__qualname__} of this vLLM verifies no drafts: the judge has no place"
+                )
+            return  # the last stage of the pipeline decides
+        device = torch.device(runner.device)
+        special = config.guarded_ids(self._settings, self.model_config, _tokenizer(self.model_config))
+        theta = self._settings.threshold(self._judge)
+        group = get_tp_group()
+        served = self.model_config.served_model_name
+        name = served[0] if isinstance(served, (list, tuple)) else served
+        self._counts = Counts(device, str(name), str(self.parallel_config.data_parallel_rank))
+        self._reports = group.rank_in_group == 0
+
+        def agree(mask: Tensor) -> Tensor:
+            """One bit that differs would let ranks decode different texts: the first one's word counts."""
+            return mask if group.world_size == 1 else group.broadcast(mask.to(torch.uint8), src=0).bool()
+
+        adapter = _adapter(type(runner.rejection_sampler).__module__)
+        self._adapter = adapter(
+            runner, Approval(self._judge, special, device), self._counts,
+            config.Thresholds(self._judge, theta, logger.warning), agree,
+        )  # fmt: skip
+        logger.info(
+            "The judge %s decides with θ = %.4g, %d tokens are guarded", self._settings.judge, theta, len(special)
+        )
+
+    @torch.inference_mode()
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        if self._adapter is not None:
+            self._adapter.before_sampling()
+        return super().sample_tokens(grammar_output)
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        if self._counts is not None and self._reports:
+            self._counts.report(idle=scheduler_output.total_num_scheduled_tokens == 0)
+        return super().execute_model(scheduler_output)
+
+    def selfjudge_counts(self) -> dict[str, int] | None:
+        """For `collective_rpc`: what the judge did so far; None on ranks that do not sample."""
+        if self._counts is None:
+            return None
+        if self._reports:
+            self._counts.report(idle=True)
+        return self._counts.read()
+
+
+def _tokenizer(model: Any) -> Any:
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    return cached_tokenizer_from_config(model)
+
+
+def _adapter(module: str) -> Any:
+    """The adapter for the runner whose rejection sampler lives in that module of vLLM."""
+    if module.startswith("vllm.v1.worker.gpu."):
+        from selfjudge.integrations.vllm import v2 as version
+    else:
+        from selfjudge.integrations.vllm import v1 as version  # type: ignore[no-redef]
+    version.check()
+    return version.Adapter

@@ -1,0 +1,255 @@
+"""What the vLLM adapter does without vLLM: settings, wishes of requests, the mask, the mark, the counts, the command."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from selfjudge.accept import Judged
+from selfjudge.cli import main
+from selfjudge.errors import SelfJudgeError
+from selfjudge.integrations.vllm import serve
+from selfjudge.integrations.vllm.approval import MARK, Approval, Rows
+from selfjudge.integrations.vllm.config import OFF, Settings, Thresholds, requested_threshold, target_sha256
+from selfjudge.integrations.vllm.counts import Counts
+from selfjudge.integrations.vllm.label import outlined, parsed
+from selfjudge.judge import FEATURES, Judge, JudgeConfig, columns
+from selfjudge.models.pair import Pair
+from selfjudge.store import fingerprint
+from selfjudge.types import Block
+
+H, V = 6, 11
+CPU = torch.device("cpu")
+
+
+def judge(features: str = "hidden", **options: Any) -> Judge:
+    torch.manual_seed(3)
+    config = JudgeConfig(
+        H, features=features, thresholds={"F": 0.6, "R": 0.7}, quality_curve=((0.5, 0.2), (0.9, 0.4)), **options
+    )
+    return Judge(config, torch.randn(H + columns(features)))
+
+
+@pytest.mark.parametrize(
+    ("given_", "theta"),
+    [({}, 0.7), ({"theta": "F"}, 0.6), ({"theta": 0.1}, 0.1), ({"quality": 0.9}, 0.4), ({"guard": False}, 0.7)],
+)
+def test_settings_choose_a_threshold(given_: dict[str, Any], theta: float) -> None:
+    assert Settings.read({"selfjudge": {"judge": "folder", **given_}}).threshold(judge()) == theta
+
+
+@pytest.mark.parametrize(
+    ("additional", "message"),
+    [
+        (None, "does not know its judge"),
+        ({"selfjudge": {"quality": 0.9}}, "does not know its judge"),
+        ({"selfjudge": {"judge": "j", "thetta": 1}}, "unknown setting 'thetta'"),
+        ({"selfjudge": {"judge": "j", "guard": "no"}}, "guard is true or false, not 'no'"),
+        ({"selfjudge": {"judge": "j", "theta": 0.1, "quality": 0.9}}, "quality chooses θ: give one of theta and quality"),
+        ({"selfjudge": {"judge": "j", "theta": 2}}, r"threshold θ must lie in \[0, 1\], not 2"),
+        ({"selfjudge": {"judge": "j", "theta": "X"}}, "stores no threshold 'X'"),
+        ({"selfjudge": {"judge": "j", "theta": True}}, "theta must be a number, not True"),
+        ({"selfjudge": {"judge": "j", "quality": "R"}}, r"quality is a share in \[0, 1\], not 'R'"),
+    ],
+)  # fmt: skip
+def test_settings_that_make_no_sense_are_refused(additional: Any, message: str) -> None:
+    with pytest.raises(SelfJudgeError, match=message):
+        Settings.read(additional).threshold(judge())
+
+
+@pytest.mark.parametrize(
+    ("extra", "theta"),
+    [
+        (None, 0.7),
+        ({"other": 1}, 0.7),
+        ({"selfjudge": {"off": True}}, OFF),
+        ({"selfjudge": {"off": False}}, 0.7),
+        ({"selfjudge": {"theta": 0}}, 0),
+        ({"selfjudge": {"theta": "F"}}, 0.6),
+        ({"selfjudge": {"quality": 0.5}}, 0.2),
+        ({"selfjudge": '{"quality": 0.5}'}, 0.2),
+        ({"selfjudge": {"quality": 1.0}}, OFF),
+    ],
+)
+def test_a_request_may_ask_for_its_own(extra: Any, theta: float) -> None:
+    assert requested_threshold(judge(), 0.7, extra) == theta
+
+
+@pytest.mark.parametrize("wish", ["off", "{", 3, {}, {"off": 1}, {"theta": 7}, {"off": True, "theta": 0.1}, {"x": 1}])
+def test_a_wish_that_cannot_be_read_is_lossless_and_said_once(wish: Any) -> None:
+    said: list[str] = []
+    thresholds = Thresholds(judge(), 0.7, said.append)
+    params = type("Params", (), {"extra_args": {"selfjudge": wish}})
+    assert thresholds(params) == thresholds(params) == OFF
+    assert len(said) == 1
+    assert said[0].startswith("a request is decoded without the judge: ")
+
+
+@given(
+    counts=st.lists(st.integers(0, 4), min_size=1, max_size=5).filter(sum),
+    features=st.sampled_from(FEATURES),
+    seed=st.integers(0, 1000),
+    special=st.sets(st.integers(0, V - 1), max_size=3),
+)
+def test_flat_rows_are_judged_as_blocks_are(counts: list[int], features: str, seed: int, special: set[int]) -> None:
+    """What the rule `judged` says of each request's block alone, for all drafts that alignment refuses."""
+    torch.manual_seed(seed)
+    n, theta = sum(counts), 0.5
+    drafts, hidden, logits = torch.randint(0, V, (n,)), torch.randn(n, H), torch.randn(n, V) * 3
+    if seed % 5 == 0:
+        hidden[0, 0] = torch.nan
+    rows = Rows.of(torch.tensor(counts), n)
+    mask = Approval(judge(features), sorted(special), CPU)(hidden, logits, drafts, theta, rows.owner)
+    marked, copy = logits.clone(), logits.clone()
+    raised, aligned = Approval(judge(features), sorted(special), CPU).mark(marked, drafts, mask)
+    assert torch.equal(raised, mask)
+    assert torch.equal(aligned, drafts == copy.argmax(-1))
+    rule, at = Judged(judge(features), theta, special=tuple(special)), 0
+    accepted = []
+    for count in counts:
+        here = slice(at, at + count)
+        block = Block(
+            drafts[None, here], torch.cat([logits[here], torch.zeros(1, V)])[None],
+            torch.cat([torch.zeros(1, H), hidden[here]])[None],
+        )  # fmt: skip
+        verdict = rule(block)
+        k = int(verdict.n_accepted)
+        taken = marked[here].argmax(-1) == drafts[here]
+        assert int(rows.leading(marked.argmax(-1) == drafts)[len(accepted)]) == k == int(taken.long().cumprod(0).sum())
+        assert verdict.judged[0].tolist() == (mask & ~aligned)[here].tolist()
+        accepted.append(k)
+        at += count
+    counted = Counts(CPU, "model", "0")
+    counted.add(rows, torch.tensor(accepted), raised, aligned)
+    found = counted.read()
+    cycles = sum(count > 0 for count in counts)
+    assert found["cycles"] == cycles
+    assert found["tokens"] == sum(accepted) + cycles
+    assert found["aligned_tokens"] <= found["tokens"]
+    assert found["tokens"] == found["aligned_tokens"] or found["judged_tokens"] > 0
+
+
+def test_each_row_has_the_threshold_of_its_request() -> None:
+    hidden, logits, drafts = torch.randn(4, H), torch.randn(4, V), torch.tensor([1, 2, 3, -1])
+    rows = Rows.of(torch.tensor([2, 2]), 4)
+    mask = Approval(judge(), (), CPU)(hidden, logits, drafts, torch.tensor([0.0, OFF])[rows.owner], rows.owner)
+    assert mask.tolist() == [True, True, False, False]
+
+
+def test_a_mark_spares_banned_tokens_missing_drafts_and_special_choices() -> None:
+    logits = torch.tensor([[1.0, -torch.inf, 0.0], [2.0, 0.0, 1.0], [0.0, 0.0, 5.0], [0.0, 1.0, 2.0]])
+    raised, aligned = Approval(judge(), [2], CPU).mark(
+        logits, torch.tensor([1, -1, 0, 2]), torch.tensor([True, True, True, False])
+    )
+    assert raised.tolist() == [False, False, False, False]  # banned, no draft, the row's choice is special
+    assert aligned.tolist() == [False, False, False, True]
+    assert logits.max() < MARK
+
+
+def test_the_hash_of_a_pulled_target_is_that_of_its_manifest(tmp_path: Path) -> None:
+    folder = tmp_path / "target"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"weights")
+    assert target_sha256(str(folder)) == fingerprint([folder / "model.safetensors"])
+    (tmp_path / "manifest.json").write_text(json.dumps({"sha256": "abc"}))
+    assert target_sha256(str(folder)) == "abc"
+
+
+@pytest.fixture
+def no_pull(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "pull", lambda name, verify: Path("/models") / name)
+
+
+def test_the_command_of_an_embedded_pair(no_pull: None) -> None:
+    words = serve.command("smollm2-135m", quality=0.9, gamma=3, port=9000, more=["--dtype", "float32"])
+    options = dict(zip(words[3:-2:2], words[4:-2:2], strict=True))
+    assert options["--model"] == "/models/smollm2-135m/target"
+    assert json.loads(options["--speculative-config"]) == {
+        "model": "/models/smollm2-135m/draft", "num_speculative_tokens": 3,
+    }  # fmt: skip
+    settings = json.loads(options["--additional-config"])["selfjudge"]
+    assert settings["quality"] == 0.9
+    assert Judge.from_pretrained(settings["judge"]).config.target == "smollm2-135m"
+    assert options["--worker-cls"] == "selfjudge.integrations.vllm.JudgeWorker"
+    assert options["--served-model-name"] == "smollm2-135m"
+    assert words[-2:] == ["--dtype", "float32"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target": "org/big"}, "org/big brings no draft of its own: name one with --draft"),
+        ({"target": "org/big", "draft": "org/small"}, "no judge ships for org/big: give --judge FOLDER"),
+        ({"gamma": 0}, "gamma must be 1 or more, not 0"),
+        ({"theta": "X"}, "stores no threshold 'X'"),
+        ({"theta": 0.5, "quality": 0.5}, "give one of theta and quality"),
+        ({"judge": "/nowhere"}, "is no judge folder"),
+    ],
+)
+def test_a_command_that_cannot_work_is_refused(no_pull: None, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SelfJudgeError, match=message):
+        serve.command(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--backend", "jax"], "unknown backend 'jax'; backends are: torch, vllm"),
+        (["--backend", "vllm", "--method", "autojudge"], "--method autojudge needs --backend torch"),
+        (["--backend", "vllm", "--calibrate", "arithmetic"], "--backend vllm searches for no τ: find it with --backend torch, then give --tau"),
+        (["--backend", "vllm", "--prompts", "self:3"], "self-written ones need --backend torch"),
+        (["--backend", "vllm", "--prompts", "arithmetic:3"], "vLLM is not installed here"),
+        (["--engine-options", "{}"], "--engine-options are vLLM's: they go with --backend vllm"),
+    ],
+)  # fmt: skip
+def test_labelling_in_vllm_that_cannot_work_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path, options: list[str], message: str
+) -> None:
+    prompts = [] if "--prompts" in options else ["--prompts", "arithmetic:3"]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "argv", ["selfjudge", "label", "--out", str(tmp_path / "out"), *prompts, *options])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("text", ["{", "[1]"])
+def test_engine_options_are_a_json_object(text: str) -> None:
+    with pytest.raises(SelfJudgeError, match="--engine-options is"):
+        parsed(text)
+
+
+def test_an_outline_holds_the_output_matrix_and_nothing_else(checkpoints: dict[str, str]) -> None:
+    whole = Pair.load(checkpoints["target"], checkpoints["draft"], device="cpu", dtype="float32")
+    pair, model = outlined(checkpoints["target"], checkpoints["draft"], device="cpu", dtype="float32")
+    assert model == checkpoints["target"]
+    assert torch.equal(pair.target.get_output_embeddings().weight, whole.target.get_output_embeddings().weight)
+    assert {p.device.type for p in pair.target.parameters()} == {"meta", "cpu"}
+    for name in (
+        "name",
+        "special_ids",
+        "eos_ids",
+        "hidden_size",
+        "dtype",
+        "target_sha256",
+        "draft_sha256",
+        "target_id",
+    ):
+        assert getattr(pair, name) == getattr(whole, name)
+    with pytest.raises(SelfJudgeError, match="is no checkpoint of safetensors"):
+        outlined("/nowhere", checkpoints["draft"], device="cpu")
+
+
+def test_without_vllm_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "find_spec", lambda name: None)
+    with pytest.raises(SelfJudgeError, match="vLLM is not installed here"):
+        serve.main(["python"])

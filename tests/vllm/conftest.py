@@ -1,0 +1,46 @@
+"""A tiny pair that vLLM runs, and the embedded one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from selfjudge.judge import Judge, JudgeConfig
+from selfjudge.models.pair import Pair
+
+VOCAB = 61
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of a random pair whose heads can be split in two, and two judges for it."""
+    root = tmp_path_factory.mktemp("tiny")
+    words = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{i}" for i in range(VOCAB - 4))]
+    for name, seed, layers in (("target", 1, 2), ("draft", 2, 1)):
+        torch.manual_seed(seed)
+        config = hf.LlamaConfig(
+            vocab_size=VOCAB, hidden_size=128, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=96, initializer_range=0.3, tie_word_embeddings=False,
+            bos_token_id=1, eos_token_id=2, pad_token_id=0,
+        )  # fmt: skip
+        hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(root / name)
+        inner = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+        inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        hf.PreTrainedTokenizerFast(
+            tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+        ).save_pretrained(root / name)
+    torch.manual_seed(0)
+    for features, extra in (("hidden", 0), ("hidden+margin+lookahead", 9)):
+        settings = JudgeConfig(128, features=features, thresholds={"R": 0.5}, quality_curve=((0.5, 0.25), (1.0, 0.75)))
+        weight = torch.cat([torch.randn(128), torch.linspace(0.1, 0.3, extra)])
+        Judge(settings, weight).save_pretrained(root / features)
+    return root
+
+
+@pytest.fixture(scope="session")
+def tiny_pair(tiny: Path) -> Pair:
+    return Pair.load(str(tiny / "target"), str(tiny / "draft"), device="cpu", dtype="float32")

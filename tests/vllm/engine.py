@@ -1,0 +1,60 @@
+"""One engine in a process of its own: `python engine.py JOB ANSWERS`, both JSON files.
+
+A job is {"engine": options of vllm.LLM, "v2": bool, "runs": [{"prompts": [token ids], "params": sampling parameters, of all or
+of each}]}; an answer to a run is {"tokens": [[…]], "logprobs": [[…]], "counts": what the judge did meanwhile on every rank}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+
+def interpret_triton() -> None:
+    """Let vLLM take Triton's interpreter for a CPU backend, so that its second model runner works here."""
+    sys.path.insert(0, str(Path(sys.prefix) / "triton"))
+    os.environ.update(TRITON_INTERPRET="1", VLLM_USE_V2_MODEL_RUNNER="1")
+    import triton.backends
+
+    driver = SimpleNamespace(is_active=lambda: True)
+    triton.backends.backends = {"cpu": SimpleNamespace(driver=driver, compiler=None)}
+
+
+def answer(llm: Any, judged: bool, prompts: list[list[int]], params: Any) -> dict[str, Any]:
+    from vllm import SamplingParams
+
+    made = [SamplingParams(detokenize=False, **one) for one in (params if isinstance(params, list) else [params])]
+    before = llm.collective_rpc("selfjudge_counts") if judged else []
+    outputs = llm.generate(
+        [{"prompt_token_ids": ids} for ids in prompts], made if len(made) > 1 else made[0], use_tqdm=False
+    )
+    after = llm.collective_rpc("selfjudge_counts") if judged else []
+    return {
+        "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+        "logprobs": [
+            [place[token].logprob for token, place in zip(one.token_ids, one.logprobs, strict=True)]
+            for one in (output.outputs[0] for output in outputs)
+            if one.logprobs
+        ],
+        "counts": [{k: now[k] - then[k] for k in now} for now, then in zip(after, before, strict=True)],
+    }
+
+
+def main() -> None:
+    job = json.loads(Path(sys.argv[1]).read_text())
+    if job.get("v2"):
+        interpret_triton()
+    from vllm import LLM
+
+    options = {"dtype": "float32", "enforce_eager": True, "max_num_seqs": 32, "seed": 0, "generation_config": "vllm"}
+    llm = LLM(**(options | job["engine"]))
+    answers = [answer(llm, "additional_config" in job["engine"], **run) for run in job["runs"]]
+    Path(sys.argv[2]).write_text(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""What the tests ask of engines, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+WORKER = "selfjudge.integrations.vllm.JudgeWorker"
+GAMMA = 4  # of the embedded pair
+TINY_GAMMA = 3
+Answers = list[dict[str, Any]]
+
+
+def environment(**more: str) -> dict[str, str]:
+    paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    quiet = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
+    return {**os.environ, **quiet, "VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": os.pathsep.join(paths), **more}
+
+
+def started(engine: dict[str, Any], runs: list[dict[str, Any]], v2: bool, **variables: str) -> tuple[str, Answers]:
+    """What the engine said on stderr, and its answers; none where it did not start."""
+    if engine.get("tensor_parallel_size", 1) == 1:
+        variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    with tempfile.TemporaryDirectory() as name:
+        job, answers = Path(name) / "job.json", Path(name) / "answers.json"
+        job.write_text(json.dumps({"engine": engine, "runs": runs, "v2": v2}))
+        command = [sys.executable, str(HERE / "engine.py"), str(job), str(answers)]
+        done = subprocess.run(command, env=environment(**variables), capture_output=True, text=True, timeout=900)
+        return done.stderr + done.stdout, json.loads(answers.read_text()) if answers.exists() else []
+
+
+def run(engine: dict[str, Any], runs: list[dict[str, Any]], *, v2: bool = False, **variables: str) -> Answers:
+    said, answers = started(engine, runs, v2, **variables)
+    assert answers, said[-4000:]
+    return answers
+
+
+def greedy(tokens: int, **asked: Any) -> dict[str, Any]:
+    """Sampling parameters; `asked` goes to the judge."""
+    return {"temperature": 0, "max_tokens": tokens, **({"extra_args": {"selfjudge": asked}} if asked else {})}
+
+
+def tiny_engine(tiny: Path, features: str = "hidden", **options: Any) -> dict[str, Any]:
+    return {
+        "model": str(tiny / "target"), "max_model_len": 64, "worker_cls": WORKER,
+        "speculative_config": {"model": str(tiny / "draft"), "num_speculative_tokens": TINY_GAMMA},
+        "additional_config": {"selfjudge": {"judge": str(tiny / features)}}, **options,
+    }  # fmt: skip

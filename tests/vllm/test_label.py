@@ -1,0 +1,70 @@
+"""Labels made with the target inside vLLM are those that torch makes, on the embedded pair in float32."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engines import environment
+
+from selfjudge.label.shards import read_rows
+from selfjudge.store import read_json, read_tensors
+
+QUESTIONS = ["What is 15% of 240?", "Name three colours.", "Why is the sky blue?"]
+COMMAND = [
+    sys.executable,
+    "-c",
+    "from selfjudge.cli import main; main()",
+    "label",
+    "--dtype",
+    "float32",
+    "--device",
+    "cpu",
+]
+OPTIONS = {"enforce_eager": True, "max_model_len": 512, "max_num_seqs": 16, "block_size": 32}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    root = tmp_path_factory.mktemp("labels")
+    prompts = root / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in QUESTIONS))
+    for name, more in (("torch", []), ("vllm", ["--backend", "vllm", "--engine-options", json.dumps(OPTIONS)])):
+        done = subprocess.run(
+            [*COMMAND, "--prompts", str(prompts), "--max-new-tokens", "48", "--lookahead", "--out", str(root / name), *more],
+            env=environment(), capture_output=True, text=True, timeout=900,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+    return root / "torch", root / "vllm"
+
+
+def test_the_responses_are_the_same(folders: tuple[Path, Path]) -> None:
+    ours, theirs = (list(read_rows(folder / "responses.jsonl")) for folder in folders)
+    assert ours == theirs
+
+
+def test_the_rows_and_their_scores_are_the_same(folders: tuple[Path, Path]) -> None:
+    ours, theirs = (list(read_rows(folder / "labels-00000.jsonl")) for folder in folders)
+    assert len(ours) > 20
+    for one, other in zip(ours, theirs, strict=True):
+        for name in ("prefix_score", "suffix_score", "score"):
+            assert one.pop(name) == pytest.approx(other.pop(name), abs=1e-3)
+        assert one == other
+    a, b = (read_json(folder / "manifest.json") for folder in folders)
+    assert {k: a[k] for k in ("target", "target_sha256", "draft_sha256", "tau", "dtype", "hidden_size")} == {
+        k: b[k] for k in ("target", "target_sha256", "draft_sha256", "tau", "dtype", "hidden_size")
+    }
+
+
+def test_states_and_likelihoods_are_the_same(folders: tuple[Path, Path]) -> None:
+    ours, theirs = (read_tensors(folder / "hidden-00000.safetensors")[0] for folder in folders)
+    assert ours.keys() == theirs.keys()
+    for name, array in ours.items():
+        if name.startswith("hidden"):
+            assert np.abs(array - theirs[name]).max() < 1e-3 * np.abs(array).max()
+        else:
+            np.testing.assert_allclose(array, theirs[name], atol=1e-3, err_msg=name)

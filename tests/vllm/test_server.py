@@ -1,0 +1,112 @@
+"""The OpenAI-compatible server, started by the short form and driven by the real client."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from engines import GAMMA, environment
+from openai import OpenAI
+
+from selfjudge.integrations.vllm.counts import COUNTERS, MULTIPROCESS
+from selfjudge.integrations.vllm.serve import command
+
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    PORT = free.getsockname()[1]
+ADDRESS = f"http://127.0.0.1:{PORT}"
+QUESTION = [{"role": "user", "content": "What is 15% of 240?"}]
+FLAGS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "8", "--generation-config", "vllm")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
+    folder = tmp_path_factory.mktemp("server")
+    (folder / "metrics").mkdir()
+    asked = command("smollm2-135m", quality=0.5, gamma=GAMMA, port=PORT, more=FLAGS)
+    with (folder / "log").open("w") as log:
+        server = subprocess.Popen(
+            asked, env=environment(**{MULTIPROCESS: str(folder / "metrics")}), stdout=log, stderr=subprocess.STDOUT
+        )
+        try:
+            for _ in range(600):
+                assert server.poll() is None, (folder / "log").read_text()[-4000:]
+                if answers("/health"):
+                    break
+                time.sleep(0.5)
+            yield OpenAI(base_url=f"{ADDRESS}/v1", api_key="none")
+        finally:
+            server.terminate()
+            server.wait(60)
+
+
+def answers(path: str) -> str | None:
+    try:
+        with urllib.request.urlopen(ADDRESS + path, timeout=5) as reply:
+            return str(reply.read().decode()) or "yes"
+    except OSError:
+        return None
+
+
+def ask(client: OpenAI, **asked: object) -> str:
+    extra = {"extra_body": {"vllm_xargs": asked}} if asked else {}
+    reply = client.chat.completions.create(
+        model="smollm2-135m", messages=QUESTION, temperature=0, max_tokens=24, **extra
+    )
+    return str(reply.choices[0].message.content)
+
+
+def counters() -> dict[str, float]:
+    """The judge's counters as `/metrics` shows them."""
+    found = {}
+    for line in (answers("/metrics") or "").splitlines():
+        name, _, value = line.rpartition(" ")
+        for counter in COUNTERS:
+            if name.startswith(f"selfjudge:{counter}_total"):
+                assert 'model_name="smollm2-135m"' in name
+                found[counter] = float(value)
+    return found
+
+
+def test_judged_and_lossless_requests_share_a_server(client: OpenAI) -> None:
+    judged, lossless, always = (
+        ask(client),
+        ask(client, selfjudge='{"off": true}'),
+        ask(client, selfjudge='{"theta": 0}'),
+    )
+    assert len({judged, lossless, always}) == 3
+    assert ask(client, selfjudge='{"theta": 1.0}') == lossless
+    assert ask(client, selfjudge='{"quality": 0.5}') == judged
+    assert ask(client, selfjudge="nonsense") == lossless
+    streamed = client.chat.completions.create(
+        model="smollm2-135m", messages=QUESTION, temperature=0, max_tokens=24, stream=True
+    )
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == judged
+
+
+def test_the_counters_are_among_the_metrics(client: OpenAI) -> None:
+    before = counters()
+    ask(client, selfjudge='{"theta": 0}')
+    after = before
+    for _ in range(40):  # the worker reports when it has nothing else to do
+        after = counters()
+        if after.get("tokens", 0) >= before.get("tokens", 0) + 23:
+            break
+        time.sleep(0.5)
+    new = {name: after[name] - before.get(name, 0) for name in COUNTERS}
+    assert new["tokens"] == new["cycles"] * (GAMMA + 1) >= 23
+    assert new["judged_tokens"] > 0
+    assert new["cycles"] <= new["aligned_tokens"] < new["tokens"]
+    assert "vllm:spec_decode_num_accepted_tokens_total" in (answers("/metrics") or "")
+
+
+def test_the_command_names_the_checkpoints_of_the_pair() -> None:
+    words = command("smollm2-135m", theta="F", gamma=2, more=["--tensor-parallel-size", "2"])
+    model = Path(words[words.index("--model") + 1])
+    assert (model / "config.json").is_file()
+    assert words[-2:] == ["--tensor-parallel-size", "2"]
