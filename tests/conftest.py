@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here asks the hub; what is missing is missed at once
+
 import pytest
 import torch
 import transformers as hf
