@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import warnings
 from collections.abc import Iterator
@@ -824,8 +825,11 @@ def eval_(
 
     Example: selfjudge eval --tasks arithmetic --limit 20 --rules "exact judged:q0.9 margin:0.5" --gammas 4 --out eval
     """
+    from dataclasses import replace
+
     from selfjudge.evaluate import Settings, evaluate, runs_of
     from selfjudge.models.pair import chosen_device
+    from selfjudge.store import read_json
 
     if (out / "settings.json").is_file() and not resume:
         raise SelfJudgeError(f"{out} holds an evaluation: go on with --resume, or name another --out")
@@ -833,11 +837,16 @@ def eval_(
     if not names:
         raise SelfJudgeError("--tasks names no task; see selfjudge ls tasks")
     quick = chosen_device(device).type == "cuda"
+    settings = Settings(limit, max_new_tokens, (256 if quick else 8) if batch is None else batch, seed)
+    settings.check()
     loaded = _pair(pair, target, draft, device, dtype)
     specs = [spec for spec in rules.replace(";", " ").split() if spec]
     runs = runs_of(specs, _numbers("--gammas", gammas), _judges(judge, loaded, specs), loaded.special_ids)
+    begun = out / "cnn_dailymail" / "task.json"
+    if nli == "auto" and begun.is_file():  # what it began with
+        nli = read_json(begun).get("nli", nli)
     entails, nli = _entails(nli, names, loaded)
-    settings = Settings(limit, max_new_tokens, (256 if quick else 8) if batch is None else batch, seed, nli)
+    settings = replace(settings, nli=nli)
     try:
         with _progress() as update:
             found = evaluate(
@@ -937,7 +946,7 @@ def _judges(given: list[str] | None, pair: Pair, specs: list[str]) -> dict[str, 
             name, place = Path(text).name.replace("{fold}", "").strip("-_"), text
         if not name or name in found or "/" in name or "@" in name:
             raise SelfJudgeError(f"--judge {text}: give every judge a name of its own, such as mine={place or text}")
-        places = [place.format(fold=k) for k in range(FOLDS)] if "{fold}" in place else [place]
+        places = [place.replace("{fold}", str(k)) for k in range(FOLDS)] if "{fold}" in place else [place]
         found[name] = [Judge.from_pretrained(one) for one in places]
         for one in found[name]:
             one.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
@@ -1041,16 +1050,18 @@ def serve(
         raise SelfJudgeError(f"unknown backend {backend!r}; backends are: torch, vllm")
     key = os.environ.get("SELFJUDGE_API_KEY") if api_key is None else api_key
     if backend == "vllm":
-        for option, given in (
-            ("--rule", rule not in (None, "judged")),
-            ("--temperature", temperature != 0),
-            ("--engine", engine != "auto"),
-        ):
+        ours = {
+            "--rule": rule not in (None, "judged"), "--temperature": temperature != 0, "--engine": engine != "auto", "--device": device is not None,
+            "--max-batch": max_batch != 8, "--max-queue": max_queue != 64, "--max-context": max_context != 4096, "--max-tokens": max_tokens != 1024,
+        }  # fmt: skip
+        if key is not None and not key.strip():
+            raise SelfJudgeError("the API key is empty: give one, or none at all")
+        for option, given in ours.items():
             if given:
                 raise SelfJudgeError(f"{option} goes with --backend torch")
         _serve_vllm(
             target or pair, draft, judge, _threshold(theta), quality, gamma, host, port, key,
-            [*(["--served-model-name", name] if name else []), *(["--dtype", dtype] if dtype else []), *vllm.split()],
+            [*(["--served-model-name", name] if name else []), *(["--dtype", dtype] if dtype else []), *shlex.split(vllm)],
         )  # fmt: skip
         return
     if vllm:

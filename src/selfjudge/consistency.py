@@ -66,7 +66,7 @@ def classifier(name: str, device: torch.device | None = None) -> Entails:
         for start in range(0, len(pairs), BATCH):
             part = pairs[start : start + BATCH]
             inputs = tokenizer(
-                [story for story, _ in part], [sentence for _, sentence in part], truncation="only_first", padding=True,
+                [story for story, _ in part], [sentence for _, sentence in part], truncation="longest_first", padding=True,
                 max_length=min(512, tokenizer.model_max_length), return_tensors="pt",
             )  # fmt: skip
             p = model(**inputs.to(model.device)).logits.float().softmax(-1)

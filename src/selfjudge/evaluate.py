@@ -30,11 +30,11 @@ from selfjudge.accept import EXACT, AcceptanceRule, parse_rule
 from selfjudge.consistency import Entails, consistency
 from selfjudge.errors import SelfJudgeError
 from selfjudge.forced import forced
-from selfjudge.judge import Judge
+from selfjudge.judge import LOWEST, Judge
 from selfjudge.models.pair import Pair
 from selfjudge.quality import likelihoods, substitutions
 from selfjudge.shells import generate
-from selfjudge.store import locked, machine, provenance, read_json, read_rows, versions, write_json, write_rows
+from selfjudge.store import locked, machine, provenance, read_json, read_rows, sha256, versions, write_json, write_rows
 from selfjudge.tasks import FILE, Row, Task, task
 from selfjudge.types import PHASES, Generation
 
@@ -127,42 +127,51 @@ def evaluate(
     settings = settings or Settings()
     settings.check()
     known = [
-        _rows(name, settings.limit, data, allow_unsafe) for name in tasks
+        examples_of(name, settings.limit, data, allow_unsafe) for name in tasks
     ]  # what is wrong is refused before anything is written
+    if len({label_of(name) for name in tasks}) < len(tasks):
+        raise SelfJudgeError("two of the tasks have one name: evaluate them into different folders")
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        return _evaluate(
+            pair, out, dict(zip(tasks, known, strict=True)), runs, settings, entails, examples, compact, notify, warn
+        )
     except OSError as error:
-        raise SelfJudgeError(f"cannot use {out} as a folder: {error}") from None
+        raise SelfJudgeError(f"cannot write {out}: {error}; once that is mended, go on with --resume") from None
+
+
+def _evaluate(
+    pair: Pair, out: Path, tasks: Mapping[str, tuple[Task, list[Row]]], runs: Sequence[Run], settings: Settings,
+    entails: Entails | None, examples: int, compact: bool, notify: Notify, warn: Callable[[str], None],
+) -> list[dict[str, Any]]:  # fmt: skip
+    out.mkdir(parents=True, exist_ok=True)
     with locked(out / ".lock", refuse=f"another process writes {out}: name another --out"):
         _same_settings(out, pair, settings)
         write_json(
             out / "run.json", provenance(tasks=list(tasks), runs=[r.folder for r in runs], settings=asdict(settings))
         )
         summaries: list[dict[str, Any]] = []
-        for number, (name, (one, rows)) in enumerate(zip(tasks, known, strict=True)):
-            for place, run in enumerate(runs):
-                done = (number + place / len(runs)) / len(tasks)
-                folder = out / label_of(name) / run.folder
-                if not (folder / "summary.json").is_file():
-                    work = _Work(pair, one, rows, run, folder, settings, entails, examples)
+        for number, (name, (one, rows)) in enumerate(tasks.items()):
+            place = out / label_of(name)
+            _same_rows(place, name, one, rows, settings.nli)
+            for turn, run in enumerate(runs):
+                done = (number + turn / len(runs)) / len(tasks)
+                work = _Work(pair, one, rows, run, place / run.folder, settings, entails, examples)
+                if not work.done:
                     work.decode(lambda share, said, done=done: notify(  # type: ignore[misc]
-                        f"{said}", done + share / len(runs) / len(tasks)))  # fmt: skip
-                    work.finish(_own(folder.parent, run, warn))
-                summaries.append(read_json(folder / "summary.json"))
-                if summaries[-1]["run_sha256"] != run.identity:
-                    raise SelfJudgeError(
-                        f"{folder} was made with another judge or threshold: name another --out or remove it"
-                    )
-        if compact:
-            for name in tasks:
+                        said, done + share / len(runs) / len(tasks)))  # fmt: skip
+                    work.finish()
+                summaries.append(work.compared(_own(place, run, warn)))
+            if compact:
                 for run in runs:
-                    _without_texts(out / label_of(name) / run.folder / "samples.jsonl.gz")
+                    if one.checkable or run.name != "exact":  # what the wording of others is compared with stays
+                        _without_texts(place / run.folder / "samples.jsonl.gz")
         return summaries
 
 
 def _same_settings(out: Path, pair: Pair, settings: Settings) -> None:
+    shared = {key: value for key, value in asdict(settings).items() if key != "nli"}  # that is a matter of some tasks
     now = {
-        **asdict(settings), "target": pair.target_sha256 or pair.target_id, "draft": pair.draft_sha256 or pair.draft_id,
+        **shared, "target": pair.target_sha256 or pair.target_id, "draft": pair.draft_sha256 or pair.draft_id,
         "dtype": pair.dtype,
     }  # fmt: skip
     file = out / "settings.json"
@@ -172,12 +181,27 @@ def _same_settings(out: Path, pair: Pair, settings: Settings) -> None:
     write_json(file, now)
 
 
+def _same_rows(folder: Path, name: str, one: Task, rows: Sequence[Row], nli: str) -> None:
+    """Refuse other examples than those that this folder was begun with: runs are compared example by example."""
+    if len({row["id"] for row in rows}) < len(rows):
+        raise SelfJudgeError(f"{name} has two examples with one id: give each its own")
+    digest = hashlib.sha256("".join(f"{row['id']}:{one.prompt(row)}\n" for row in rows).encode("utf-8", "replace"))
+    now = {"task": name, "examples": len(rows), "rows_sha256": digest.hexdigest()}
+    if one.story(rows[0]) is not None:
+        now["nli"] = nli
+    file = folder / "task.json"
+    then = read_json(file) if file.is_file() else now
+    if differing := [key for key in now if then.get(key) != now[key]]:
+        raise SelfJudgeError(f"{folder} was begun with another {', '.join(differing)}: name another --out or remove it")
+    write_json(file, now)
+
+
 def label_of(name: str) -> str:
     """What a task is called in folders and tables: `livecodebench/all` is livecodebench-all, a file goes by its name."""
     return f"file:{Path(name.removeprefix(FILE)).stem}" if name.startswith(FILE) else name.replace("/", "-")
 
 
-def _rows(name: str, limit: int | None, data: Path | None, allow_unsafe: bool) -> tuple[Task, list[Row]]:
+def examples_of(name: str, limit: int | None, data: Path | None, allow_unsafe: bool) -> tuple[Task, list[Row]]:
     """A task and its examples: the test split, another that is named, or all of a file."""
     known, _, split = (name, "", "all") if name.startswith(FILE) else name.partition("/")
     one = task(known, data, allow_unsafe=allow_unsafe)
@@ -188,16 +212,15 @@ def _rows(name: str, limit: int | None, data: Path | None, allow_unsafe: bool) -
     return one, rows
 
 
-def _own(folder: Path, run: Run, warn: Callable[[str], None]) -> list[Row] | None:
-    """The rows of `exact` with the same γ (or any) on this task; None for `exact` itself and where there are none."""
+def _own(folder: Path, run: Run, warn: Callable[[str], None]) -> Path | None:
+    """The run of `exact` to compare with: with the same γ, else with any; None for `exact` itself and where there is none."""
     if run.name == "exact":
         return None
-    same = folder / f"exact-g{run.gamma}" / "samples.jsonl.gz"
-    found = [same] if same.is_file() else sorted(folder.glob("exact-g*/samples.jsonl.gz"))
+    same = folder / f"exact-g{run.gamma}"
+    found = [f for f in (same, *sorted(folder.glob("exact-g*"))) if (f / "summary.json").is_file()]
     if not found:
         warn(f"{folder.name}: no run of `exact` to compare {run.name} with; add it to --rules")
-        return None
-    return list(read_rows(found[0]))
+    return found[0] if found else None
 
 
 def _without_texts(file: Path) -> None:
@@ -216,15 +239,31 @@ class _Work:
         self.pair, self.task, self.rows, self.run, self.folder = pair, one, rows, run, folder
         self.settings, self.entails, self.examples = settings, entails, examples
         self.max_new_tokens = settings.max_new_tokens or one.new_tokens
+        self.checkable = one.checkable
+
+    @property
+    def done(self) -> bool:
+        """Whether the summary stands, made with this very rule."""
+        if not (self.folder / "summary.json").is_file():
+            return False
+        if read_json(self.folder / "summary.json")["run_sha256"] != self.run.identity:
+            raise SelfJudgeError(
+                f"{self.folder} was made with another judge or threshold: name another --out or remove it"
+            )
+        shutil.rmtree(self.folder / "work", ignore_errors=True)
+        return True
 
     def decode(self, notify: Callable[[float, str], None]) -> None:
         """Answer all prompts, a part at a time; parts that are there stay."""
         for number, rule, part in self._parts():
-            file = self.folder / "work" / f"part-{number:05d}.jsonl"
             done = number * self.settings.batch / len(self.rows)
             notify(min(1.0, done), f"{self.folder.parent.name}, {self.run.folder}")
+            file = self._file(number)
             if not file.is_file() or next(read_rows(file))["run_sha256"] != self.run.identity:
                 write_rows(file, self._answered(rule, part))
+
+    def _file(self, number: int) -> Path:
+        return self.folder / "work" / f"part-{number:05d}.jsonl"
 
     def _parts(self) -> Iterator[tuple[int, AcceptanceRule, list[Row]]]:
         """(number, rule, rows): `batch` rows each; where there is a judge a fold, rows of one fold."""
@@ -250,8 +289,8 @@ class _Work:
         phases = {p: max(a.seconds[p] for a in answers) for p in PHASES}  # the last to end took part in all passes
         yield {"run_sha256": self.run.identity, "seconds": {**phases, "total": total}}
         texts = [a.text for a in answers]
-        found = self.task.extract_many(rows, texts) if self.task.checkable else [None] * len(rows)
-        if self.task.checkable:
+        found = self.task.extract_many(rows, texts) if self.checkable else [None] * len(rows)
+        if self.checkable:
             scores = [self.task.rate(row, answer) for row, answer in zip(rows, found, strict=True)]
         else:
             scores = self.task.score_many(rows, texts)
@@ -270,39 +309,54 @@ class _Work:
                 "token_ids": answer.tokens, "origins": "".join(o[0] for o in answer.origins),
             }  # fmt: skip
 
-    def finish(self, own: list[Row] | None) -> None:
-        """From the parts: samples, examples, and the summary last."""
-        seconds = dict.fromkeys((*PHASES, "total"), 0.0)
-        samples: list[Row] = []
-        for file in sorted((self.folder / "work").glob("part-*.jsonl")):
-            first, *rest = read_rows(file)
-            seconds = {phase: seconds[phase] + first["seconds"][phase] for phase in seconds}
-            samples += rest
+    def finish(self) -> None:
+        """From the parts: samples, examples, and the summary last.
+
+        The first part records graphs and packs weights: where there are others, it does not count for speed.
+        """
+        parts = [list(read_rows(self._file(number))) for number, _, _ in self._parts()]
+        timed = parts[1:] or parts
+        seconds = {phase: sum(part[0]["seconds"][phase] for part in timed) for phase in (*PHASES, "total")}
+        speed = sum(row["tokens"] for part in timed for row in part[1:]) / max(1e-9, seconds["total"])
         order = {row["id"]: place for place, row in enumerate(self.rows)}
-        samples.sort(key=lambda sample: order[sample["id"]])
-        if own is not None:
-            self._compare(samples, {row["id"]: row for row in own})
+        samples = sorted((row for part in parts for row in part[1:]), key=lambda sample: order[sample["id"]])
         answers = [_generation(sample) for sample in samples]
         taken = self._substitutions(answers)
         write_rows(self.folder / "examples.jsonl", self._examples(samples, answers))
         kept = [{k: v for k, v in s.items() if k not in ("token_ids", "origins")} for s in samples]
         write_rows(self.folder / "samples.jsonl.gz", kept)
-        write_json(self.folder / "summary.json", self._summary(kept, own, seconds, taken))
+        write_json(self.folder / "summary.json", self._summary(kept, seconds, speed, taken))
         shutil.rmtree(self.folder / "work")
 
-    def _compare(self, samples: list[Row], own: Mapping[str, Row]) -> None:
-        """How far each answer is the one of `exact`."""
+    def compared(self, exact: Path | None) -> dict[str, Any]:
+        """The summary, compared with that run of `exact`; what was compared with the same one stays as it is."""
+        summary: dict[str, Any] = read_json(self.folder / "summary.json")
+        with_what = None if exact is None else f"{exact.name}:{sha256(exact / 'samples.jsonl.gz')}"
+        if summary["compared_with"] == with_what or exact is None:
+            return summary
+        samples = list(read_rows(self.folder / "samples.jsonl.gz"))
+        own = {row["id"]: row for row in read_rows(exact / "samples.jsonl.gz")}
         rows = {row["id"]: row for row in self.rows}
         for sample in samples:
-            other = own.get(sample["id"])
-            if other is None:
-                sample["agrees"] = None
-            elif self.task.checkable:
+            other = own[sample["id"]]
+            if self.checkable:
                 known = other["answer"] is not None
                 same = known and self.task.same(rows[sample["id"]], other["answer"], sample["answer"])
                 sample["agrees"] = float(same) if known else None
-            else:
-                sample["agrees"] = wording(other["text"], sample["text"]) if "text" in other else None
+            elif "text" in other and "text" in sample:
+                sample["agrees"] = wording(other["text"], sample["text"])
+        agrees = [sample["agrees"] for sample in samples if sample.get("agrees") is not None]
+        summary |= {"compared_with": with_what, "agreement": float(np.mean(agrees)) if agrees else None}
+        if exact.name == f"exact-g{self.run.gamma}" and summary["mean_accepted_length"]:
+            base = read_json(exact / "summary.json")["mean_accepted_length"]
+            m = summary["mean_accepted_length"]
+            summary |= {"delta_m": m - base, "m_ratio": m / base} if base else {}
+        if summary["measure"]:
+            differences = np.asarray([sample["score"] - own[sample["id"]]["score"] for sample in samples])
+            summary |= {"delta_score": float(differences.mean()), "delta_ci": interval(differences)}
+        write_rows(self.folder / "samples.jsonl.gz", samples)
+        write_json(self.folder / "summary.json", summary)
+        return summary
 
     def _substitutions(self, answers: Sequence[Generation]) -> list[tuple[str, str, int]]:
         """What was said instead of what, in the first answers where anything was."""
@@ -358,6 +412,7 @@ class _Work:
                 size = len(sequences[i][1])
                 states = hidden[at + 1 : at + size].float()  # the state that predicts the next token is the one at this
                 margins = torch.tensor(seen[i].log_p[:-1]) - torch.tensor(seen[i].choice_log_p[:-1])
+                margins = margins.clamp(LOWEST, 0)
                 x = torch.cat([states, margins.to(states)[:, None]], 1) if "margin" in judge.config.features else states
                 if size > 1:
                     found[i][:-1] = [round(v, 4) for v in judge.to(states.device).score(x).tolist()]
@@ -365,7 +420,7 @@ class _Work:
         return found
 
     def _summary(
-        self, samples: list[Row], own: list[Row] | None, seconds: dict[str, float], taken: list[tuple[str, str, int]]
+        self, samples: list[Row], seconds: dict[str, float], speed: float, taken: list[tuple[str, str, int]]
     ) -> dict[str, Any]:
         sums = {key: sum(s[key] for s in samples) for key in TOTALS}
         m = sums["emitted"] / sums["cycles"] if sums["cycles"] else None
@@ -374,33 +429,21 @@ class _Work:
         values = np.asarray([s["score"] for s in samples], float) if measure else None
         judge = self.run.rules[0].judge
         config = judge.config if judge is not None else None
-        found: dict[str, Any] = {
+        thetas = {getattr(rule, "theta", None) for rule in self.run.rules}
+        return {
             "pair": self.pair.name, "task": self.folder.parent.name, "rule": self.run.name, "judge": self.run.judge,
             "label_method": config and config.label_method, "features": config and config.features,
-            "suffix_length": config and config.suffix_length, "threshold": getattr(self.run.rules[0], "theta", None),
+            "suffix_length": config and config.suffix_length, "threshold": thetas.pop() if len(thetas) == 1 else None,
             "gamma": self.run.gamma, "batch": self.settings.batch, "n": len(samples), "measure": measure,
             "score": scores[measure] if measure else None, "score_ci": None if values is None else interval(values), "scores": scores,
             "delta_score": None, "delta_ci": None, "agreement": None, "mean_accepted_length": m, "delta_m": None, "m_ratio": None,
             "drafts_accepted": sums["drafts_accepted"] / max(1, sums["cycles"]), "judged_share": sums["judged"] / max(1, sums["tokens"]),
-            "tokens": sums["tokens"], "tokens_per_second": sums["tokens"] / max(1e-9, seconds["total"]),
-            "extraction_failures": float(np.mean([s["answer"] is None for s in samples])) if self.task.checkable else None,
+            "tokens": sums["tokens"], "tokens_per_second": speed,
+            "extraction_failures": float(np.mean([s["answer"] is None for s in samples])) if self.checkable else None,
             "cut_off": float(np.mean([s["finish"] == "length" for s in samples])), "seconds": seconds, "substitutions": taken,
             "max_new_tokens": self.max_new_tokens, "dtype": self.pair.dtype, "machine": machine(), "versions": versions(),
-            "date": time.strftime("%Y-%m-%d"), "run_sha256": self.run.identity,
+            "date": time.strftime("%Y-%m-%d"), "commit": provenance()["commit"], "run_sha256": self.run.identity, "compared_with": None,
         }  # fmt: skip
-        if own is not None:
-            mine, theirs = {s["id"]: s for s in samples}, {s["id"]: s for s in own}
-            both = [name for name in mine if name in theirs]
-            cycles = sum(theirs[name]["cycles"] for name in both)
-            base = sum(theirs[name]["emitted"] for name in both) / cycles if cycles else None
-            if base and m:
-                found |= {"delta_m": m - base, "m_ratio": m / base}
-            if measure:
-                differences = np.asarray([mine[name]["score"] - theirs[name]["score"] for name in both])
-                found |= {"delta_score": float(differences.mean()), "delta_ci": interval(differences)}
-            agrees = [s["agrees"] for s in samples if s.get("agrees") is not None]
-            found["agreement"] = float(np.mean(agrees)) if agrees else None
-        return found
 
 
 def measure_of(scores: Mapping[str, float]) -> str | None:

@@ -13,7 +13,7 @@ from typing import Any
 from selfjudge.consistency import Entails
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate import Settings as EvalSettings
-from selfjudge.evaluate import evaluate, runs_of
+from selfjudge.evaluate import evaluate, examples_of, runs_of
 from selfjudge.judge import Judge
 from selfjudge.label import Settings as LabelSettings
 from selfjudge.label import label, shipped_tau
@@ -46,7 +46,9 @@ class Preset:
     """Tasks on which thresholds, γ and N are swept."""
     gamma: int = 10
     gammas: tuple[int, ...] = ()
-    """Other γ, for `exact` and the main judges."""
+    """Other γ, for `exact` and the main judges on the first task."""
+    task_gammas: tuple[tuple[str, int], ...] = ()
+    """Tasks with a γ of their own."""
     label_tokens: int = 512
     """Most tokens of an answer that is labelled."""
     eval_tokens: int | None = None
@@ -63,14 +65,15 @@ PRESETS = {
         gamma=4, label_tokens=96, eval_tokens=96, calibrate_prompts=6, substitutions=6,
     ),
     "full": Preset(
-        "every method on every task at full size; one GPU",
+        "every method on every task, of LiveCodeBench the fold that no judge has seen; one GPU",
         ("gsm8k:700", "livecodebench:300", "dolly:700", "self:500"), ("gsm8k:210",), ("gsm8k:100", "dolly:360"),
         ("gsm8k", "math500", "mmlu", "cnn_dailymail", "livecodebench"), limit=1319, sweep_tasks=("gsm8k", "mmlu"), gammas=(5, 20),
     ),
     "paper": Preset(
         "the paper's own settings: 500 GSM8K, 220 LiveCodeBench and 500 Dolly prompts, originals as acceptable rows, γ = 20 and 15",
         ("gsm8k:500", "livecodebench:220", "dolly:500"), ("gsm8k:500",), ("gsm8k:500", "dolly:500"),
-        ("gsm8k", "math500", "mmlu", "cnn_dailymail", "livecodebench"), gamma=20, gammas=(15,), substitutions=None, originals=True,
+        ("gsm8k", "math500", "mmlu", "cnn_dailymail", "livecodebench"), gamma=20, task_gammas=(("mmlu", 15),), sweep_tasks=("gsm8k", "mmlu"), substitutions=None,
+        originals=True,
     ),
 }  # fmt: skip
 
@@ -83,9 +86,12 @@ def reproduce(
     """Run what is not yet done below `out`; the report's tables."""
     from selfjudge.report import report
 
+    settings = EvalSettings(preset.limit if limit is None else limit, preset.eval_tokens, batch, nli=nli)
+    settings.check()
+    for name in preset.tasks:  # what is wrong with them is better known before hours of labelling
+        examples_of(name, settings.limit, data, allow_unsafe)
     folders = _labels(pair, out / "labels", preset, data, batch, allow_unsafe, notify, warn)
     judges = _judges(folders, out / "judges", preset, device, notify, warn)
-    settings = EvalSettings(limit or preset.limit, preset.eval_tokens, batch, nli=nli)
 
     def run(tasks: Sequence[str], rules: Sequence[str], gammas: Sequence[int]) -> None:
         runs = runs_of(rules, gammas, judges, pair.special_ids)
@@ -97,10 +103,13 @@ def reproduce(
     free = [rule for rule in FREE_RULES if not rule.startswith("fly") or preset.gamma > 6]
     main = [name for name in judges if not name.startswith("n=")]
     own = [f"judged:{theta}@{name}" for name in main for theta in ("F", "R")]
-    run(preset.tasks, [*free, *own, "judge_only:F@selfjudge"], [preset.gamma])
+    own_gamma = dict(preset.task_gammas)
+    for name in preset.tasks:
+        run([name], [*free, *own, "judge_only:F@selfjudge"], [own_gamma.get(name, preset.gamma)])
     sweep = [f"judged:{theta}@{name}" for name in main for theta in SWEEP]
     lengths = [f"judged:q0.9@{name}" for name in judges if name.startswith("n=")]
-    run(preset.sweep_tasks, ["exact", *sweep, *lengths, "margin:0.25", "margin:1"], [preset.gamma])
+    for name in preset.sweep_tasks:
+        run([name], ["exact", *sweep, *lengths, "margin:0.25", "margin:1"], [own_gamma.get(name, preset.gamma)])
     if preset.gammas:
         named = [f"judged:F@{name}" for name in ("selfjudge", "autojudge") if name in judges]
         run(preset.tasks[:1], ["exact", *named, "judged:R@selfjudge"], preset.gammas)

@@ -164,6 +164,28 @@ def test_rules_may_be_added_and_other_settings_are_refused(
         evaluate(tiny_pair, out, [asked], runs_of(["judged:0.4"], [3], other, special), SMALL)
 
 
+def test_exact_may_come_later_and_other_examples_are_refused(tiny_pair: Pair, asked: str, tmp_path: Path) -> None:
+    out, special = tmp_path / "eval", tiny_pair.special_ids
+    file = Path(asked.removeprefix("file:"))
+    evaluate(tiny_pair, out, [asked], runs_of(["topk:9"], [3], {}, special), SMALL)
+    evaluate(tiny_pair, out, [asked], runs_of(["exact"], [2], {}, special), SMALL)
+    (other,) = evaluate(tiny_pair, out, [asked], runs_of(["topk:9"], [3], {}, special), SMALL)
+    assert other["delta_score"] is not None
+    assert other["delta_m"] is None  # another γ
+    both = evaluate(tiny_pair, out, [asked], runs_of(["exact", "topk:9"], [3], {}, special), SMALL)
+    assert both[1]["delta_m"] == pytest.approx(both[1]["mean_accepted_length"] - both[0]["mean_accepted_length"])
+    whole = evaluate(tiny_pair, tmp_path / "new", [asked], runs_of(["exact", "topk:9"], [3], {}, special), SMALL)
+    assert [lasting(s) for s in both] == [lasting(s) for s in whole]
+    file.write_text(file.read_text().replace("w5", "w6", 1))
+    with pytest.raises(SelfJudgeError, match="begun with another rows_sha256"):
+        evaluate(tiny_pair, out, [asked], runs_of(["exact"], [3], {}, special), SMALL)
+    file.write_text('{"prompt": "w5", "id": "a"}\n{"prompt": "w6", "id": "a"}\n')
+    with pytest.raises(SelfJudgeError, match="two examples with one id"):
+        evaluate(tiny_pair, tmp_path / "twins", [asked], runs_of(["exact"], [3], {}, special), SMALL)
+    with pytest.raises(SelfJudgeError, match="two of the tasks have one name"):
+        evaluate(tiny_pair, tmp_path / "twice", [asked, asked], runs_of(["exact"], [3], {}, special), SMALL)
+
+
 def test_without_exact_nothing_is_compared_and_that_is_said(tiny_pair: Pair, asked: str, tmp_path: Path) -> None:
     said: list[str] = []
     found = evaluate(tiny_pair, tmp_path / "eval", [asked], runs_of(["topk:2"], [3], {}, ()), SMALL, warn=said.append)
@@ -190,7 +212,7 @@ def test_a_judge_for_each_fold_decides_the_problems_of_that_fold(tiny_pair: Pair
     made = [Judge.constant(k / 10, tiny_pair.hidden_size) for k in range(4)]
     (run,) = runs_of(["judged:0.5"], [3], {"folds": made}, ())
     rows = [{"id": f"q{i}", "question_id": f"q{i}"} for i in range(40)]
-    one = type("Fake", (), {"name": "livecodebench", "new_tokens": 5})()
+    one = type("Fake", (), {"name": "livecodebench", "new_tokens": 5, "checkable": True})()
     work = evaluating._Work(tiny_pair, one, rows, run, tmp_path, SMALL, None, 0)
     seen = []
     for number, (given, rule, part) in enumerate(work._parts()):

@@ -562,5 +562,27 @@ def test_on_an_open_task_the_words_of_exact_stand_for_a_score(tmp_path: Path) ->
     assert (mine["measure"], mine["score"], mine["delta_score"]) == ("matching words", 0.4, pytest.approx(-0.6))
     assert row(found, "task-dolly", rule="exact")["score"] == 1
     file.write_text(json.dumps(summary | none | {"agreement": None}))
-    with pytest.raises(SelfJudgeError, match="neither a score nor a run of exact"):
-        report([tmp_path / "eval"], tmp_path / "report.html")
+    found = report([tmp_path / "eval"], tmp_path / "report.html")
+    assert [r["rule"] for r in found["tables"]["task-dolly"]] == ["exact"]
+    assert "neither a score nor a run of exact" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_folders_of_labels_tell_their_rate(tmp_path: Path) -> None:
+    folder = tmp_path / "labels"
+    write_json(folder / "manifest.json", {
+        "format_version": 1, "target": "t", "method": "selfjudge", "rows": 500, "acceptable": 50, "prompts": 20, "shards": [], "target_tokens": 1500,
+    })  # fmt: skip
+    write_json(folder / "run.json", {"seconds": {"prompts": 1.0, "tau": 30.0, "responses": 2.0, "labels": 7.0}})
+    found = report([folder], tmp_path / "report.html")
+    (mine,) = found["tables"]["labelling"]
+    assert mine["labels_per_hour"] == pytest.approx(500 / 10 * 3600)
+    assert mine["acceptable"] == 0.1
+
+
+def test_qualities_are_points_of_a_sweep(tmp_path: Path) -> None:
+    rows = samples([(11, 5), (11, 5)], [1, 0])
+    write_run(tmp_path / "eval", "gsm8k", "exact", 10, rows, None)
+    for option in ("F", "q0.9", "q0.8"):
+        write_run(tmp_path / "eval", "gsm8k", f"judged:{option}@j", 10, rows, rows)
+    found = report([tmp_path / "eval"], tmp_path / "report.html")
+    assert {r["rule"] for r in found["tables"]["time"]} == {"exact", "judged:F@j"}

@@ -59,11 +59,12 @@ class SelfJudgeLM(TemplateLM):
         for index, request in enumerate(requests):
             options = dict(request.args[1])
             until = options.pop("until", None) or []
-            sampled = bool(options.pop("do_sample", False)) or float(options.get("temperature") or 0) > 0
+            warmth = options.pop("temperature", None)
+            sampled = bool(options.pop("do_sample", warmth is not None and float(warmth) > 0)) and warmth != 0
             key = (
                 tuple([until] if isinstance(until, str) else until),
                 int(options.pop("max_gen_toks", None) or options.pop("max_new_tokens", None) or self.max_gen_toks),
-                float(options.pop("temperature", None) or 1.0) if sampled else None,
+                float(1.0 if warmth is None else warmth) if sampled else None,
                 float(options.pop("top_p", None) or 1.0), int(options.pop("top_k", None) or 0),
             )  # fmt: skip
             groups[key].append(index)
@@ -71,13 +72,21 @@ class SelfJudgeLM(TemplateLM):
         for (until, length, temperature, top_p, top_k), members in groups.items():
             rule = self._rule(temperature, top_p, top_k) if temperature else self._rule(None)
             answers = generate(
-                self.pair, [requests[i].args[0] for i in members], rule, gamma=self.gamma, max_new_tokens=length,
+                self.pair, [self._begun(requests[i].args[0]) for i in members], rule, gamma=self.gamma, max_new_tokens=length,
                 stop=[s for s in until if s], batch=self.batch, raw=True,
             )  # fmt: skip
             for i, answer in zip(members, answers, strict=True):
                 texts[i] = answer.text
                 self.cache_hook.add_partial("generate_until", requests[i].args, answer.text)
         return [texts[i] for i in range(len(requests))]
+
+    def _begun(self, text: str) -> str:
+        """A text without the token that the tokenizer puts in front by itself: a chat template may have written it."""
+        bos = self.pair.tokenizer.bos_token
+        doubled = (
+            bos and text.startswith(bos) and self.pair.tokenizer("").input_ids[:1] == [self.pair.tokenizer.bos_token_id]
+        )
+        return text.removeprefix(bos) if doubled else text
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **_: Any
@@ -115,6 +124,11 @@ class SelfJudgeLM(TemplateLM):
 
 
 if __name__ == "__main__":
+    import sys
+
     from lm_eval.__main__ import cli_evaluate
 
-    cli_evaluate()
+    try:
+        cli_evaluate()
+    except SelfJudgeError as error:
+        sys.exit(f"selfjudge: {error}")

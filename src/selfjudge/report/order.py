@@ -17,11 +17,11 @@ TITLES = {
 
 
 def title(task: str) -> str:
-    return TITLES.get(task, task)
+    return TITLES.get(task, task) if task != "livecodebench-all" else "LiveCodeBench, all folds"
 
 
 def task_order(task: str) -> tuple[int, str]:
-    known = (*PAPER, "livecodebench")
+    known = (*PAPER, "livecodebench", "livecodebench-all")
     return (known.index(task) if task in known else len(known), task)
 
 
@@ -29,7 +29,7 @@ def rule_order(run: Run) -> tuple[Any, ...]:
     """`exact`, other rules, judged, judge_only; F and R before numbers."""
     rank = {"exact": 0, "judged": 2, "judge_only": 3}.get(run.name, 1)
     try:
-        option: tuple[int, float, str] = (1, float(run.option), "")
+        option: tuple[int, float, str] = (1, float(run.option.removeprefix("q")), "")
     except ValueError:
         option = (0, 0.0, run.option)
     return rank, run.method, option, run.gamma, run.fold
@@ -53,9 +53,9 @@ def usual_gamma(runs: Iterable[Run]) -> int:
 
 
 def named(run: Run) -> bool:
-    """Whether its option is no number: F, R or nothing. Numbers of a judged rule are points of a sweep."""
+    """Whether its option is no number: F, R or nothing. Numbers and qualities of a judged rule are points of a sweep."""
     try:
-        float(run.option)
+        float(run.option.removeprefix("q"))
     except ValueError:
         return True
     return not run.judge

@@ -51,8 +51,19 @@ def read_results(folders: Iterable[Path]) -> Results:
             if file.resolve() in seen:
                 empty = False
                 continue
-            if file.name == "summary.json":
+            if file.name == "manifest.json":
+                if (made := _labelled(_Fields.of(file))) is None:
+                    continue  # the manifest of something else
+                labels.append(made)
+            elif file.name.startswith("summary"):
                 found = _Fields.of(file)
+                if (
+                    found.data.get("measure", "") is None
+                    and found.data.get("agreement") is None
+                    and found.data.get("rule") != "exact"
+                ):
+                    skipped[str(file.parent)] = "it has neither a score nor a run of exact to agree with"
+                    continue
                 if RUN_FOLDER.fullmatch(file.parent.name) or {"task", "rule"} <= found.data.keys():
                     run = _run(found)
                     if run.key in runs:
@@ -91,7 +102,7 @@ def read_results(folders: Iterable[Path]) -> Results:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    for name in ("summary.json", "study.json", "config.json", "judge.json"):
+    for name in ("summary*.json", "manifest.json", "study.json", "config.json", "judge.json"):
         yield from sorted(folder.rglob(name))
 
 
@@ -190,10 +201,6 @@ def _open(found: _Fields) -> _Fields:
     if found.data.get("measure", "score") is not None:
         return found
     agreement = found.number("agreement")
-    if agreement is None and found.text("rule") != "exact":
-        raise SelfJudgeError(
-            f"{found.file} has neither a score nor a run of exact to agree with: add exact to eval's --rules"
-        )
     standing: dict[str, Any] = {"measure": "matching words", "score": 1.0 if agreement is None else agreement}
     standing["delta_score"] = None if agreement is None else agreement - 1
     return _Fields(found.file, {**found.data, **standing}, found.where)
@@ -305,6 +312,21 @@ def _label_runs(found: _Fields) -> list[LabelRun]:
         )
         for row in found.objects("runs")
     ]  # fmt: skip
+
+
+def _labelled(found: _Fields) -> LabelRun | None:
+    """A folder that `selfjudge label` wrote; its seconds stand in run.json."""
+    if not ({"method", "rows", "shards"} <= found.data.keys() and (found.file.parent / "run.json").is_file()):
+        return None
+    seconds = _Fields.of(found.file.parent / "run.json").table("seconds")
+    spent = sum(seconds.values()) - seconds.get("tau", 0.0)
+    rows = int(found.needed("rows"))
+    if not (rows and spent > 0):
+        return None
+    return LabelRun(
+        found.text("target", "–"), found.text("method"), found.whole("prompts"), rows, found.needed("acceptable") / rows,
+        rows / spent * 3600, seconds.get("tau"), (found.number("target_tokens") or 0) / rows, _provenance(found),
+    )  # fmt: skip
 
 
 def _study(found: _Fields) -> Study:

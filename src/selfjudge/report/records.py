@@ -143,7 +143,7 @@ class JudgeCard:
 
 @dataclass(frozen=True)
 class LabelRun:
-    """One method of a label run's `summary.json`."""
+    """One method of a label run."""
 
     pair: str
     method: str

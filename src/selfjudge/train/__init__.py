@@ -155,7 +155,7 @@ def finish(rows: Rows, fitted: Fitted, settings: Settings, device: torch.device 
     metrics = {
         "auc_mismatch": float(roc_auc_score(labels, scores)),
         "auc_select": fitted.auc_select, "n_labels": int(rows.used.sum()), "n_prompts": rows.n_prompts, "n_holdout": len(labels),
-        "n_aligned": rows.n_aligned, "acceptable_rate": float(rows.labels[rows.used].mean()),
+        "n_aligned": int(rows.aligned.sum()), "acceptable_rate": float(rows.labels[rows.used].mean()),
         **{f"{name}_{key}": value for name in ("F", "R") for key, value in at(scores, labels, found[name]).items()},
         **({} if fitted.c is None else {"C": fitted.c}),
     }  # fmt: skip

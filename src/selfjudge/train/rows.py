@@ -94,7 +94,7 @@ class Rows:
         self.sources = np.asarray(list(sources))[codes.astype(int)]
         self.n_prompts = len(known)
         self.part = np.where(aligned, -1, _split(list(known), seed)[self.prompts.astype(int)])
-        self.n_aligned = int(aligned.sum())
+        self.aligned: NDArray[np.bool_] = aligned.astype(bool)
         self._on_gpu: dict[tuple[int, str], Tensor] = {}
         self._kept: list[dict[str, NDArray[Any]]] | None = kept if size <= KEPT_BYTES else None
 
@@ -125,9 +125,9 @@ class Rows:
         if unknown := sorted(set(sources) - set(self.sources)):
             known = ", ".join(sorted(set(self.sources)))
             raise SelfJudgeError(f"no labels come from {', '.join(unknown)}; the sources are: {known}")
-        other = copy(self)
-        other.part = np.where(np.isin(self.sources, list(sources)), self.part, -1)
-        other.n_prompts = len(np.unique(self.prompts[np.isin(self.sources, list(sources))]))
+        other, mine = copy(self), np.isin(self.sources, list(sources))
+        other.part, other.aligned = np.where(mine, self.part, -1), self.aligned & mine
+        other.n_prompts = len(np.unique(self.prompts[mine]))
         return other
 
     def __len__(self) -> int:
