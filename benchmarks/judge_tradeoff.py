@@ -55,6 +55,11 @@ def rules(judges: dict[str, Judge], pair: Pair, gamma: int) -> list[tuple[str, f
         if judge.threshold("R") != judge.threshold("F"):
             thetas["R"] = judge.threshold("R")
         made += [(f"judged@{name}", value, Judged(judge, theta, special=special)) for value, theta in thetas.items()]
+    name, judge = next(iter(judges.items()))
+    for window in (w for w in (2, 4, 6) if w < gamma):
+        for quality in (0.9, 0.8, 0.6, 0.4):
+            rule = Judged(judge, judge.quality(quality), confirm=window, special=special)
+            made.append((f"judged, confirm {window}@{name}", quality, rule))
     made += [("margin", t, Margin(t, guard=True, special=special)) for t in (0.1, 0.25, 0.5, 0.75, 1.0, 1.5)]
     made += [("random", p, Judged(chance, 1 - p, special=special)) for p in (0.03, 0.06, 0.1, 0.15, 0.2, 0.3)]
     made += [("topk", k, TopK(k, guard=True, special=special)) for k in (2, 3, 5)]
@@ -109,7 +114,7 @@ def main() -> None:
         encoded = pair.encode_many(prompts)
         own: list[str] = []
         for rule, value, built in rules(judges, pair, o.gamma):
-            if o.only and rule.split("@")[0] not in ("exact", *o.only):
+            if o.only and rule.split("@")[0].split(",")[0] not in ("exact", *o.only):
                 continue
             begun = time.monotonic()
             answers = generate(pair, prompts, built, gamma=o.gamma, max_new_tokens=o.max_new_tokens, batch=o.batch)
