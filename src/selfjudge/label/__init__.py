@@ -29,7 +29,7 @@ from selfjudge.label.tau import FEWEST, begin, calibrate, extracted, scored
 from selfjudge.models.pair import Pair
 from selfjudge.sandbox import refuse_unisolated
 from selfjudge.sources import SELF, Asked, Notify, Source, given, limited, written
-from selfjudge.store import locked, provenance, read_json, read_rows, sha256, write_json, write_rows
+from selfjudge.store import locked, provenance, read_json, read_rows, refuse_other, sha256, write_json, write_rows
 from selfjudge.tasks import FILE, known, task
 from selfjudge.tasks.code import CodeTask
 
@@ -224,8 +224,7 @@ def _same_settings(out: Path, pair: Pair, settings: Settings) -> None:
     }  # fmt: skip
     then: dict[str, Any] = read_json(out / "settings.json") if (out / "settings.json").is_file() else now
     then = {**asdict(Settings()), **then}  # what an older version did not know was as it is by default
-    if differing := [k for k in now if k != "allow_unsafe" and then.get(k) != now[k]]:
-        raise SelfJudgeError(f"{out} was begun with another {', '.join(differing)}: name another --out or remove it")
+    refuse_other(out, then, {key: value for key, value in now.items() if key != "allow_unsafe"})
     write_json(out / "settings.json", now)
 
 

@@ -235,7 +235,7 @@ def _run(found: _Fields) -> Run:
 
 
 def _provenance(found: _Fields) -> Provenance:
-    """From the file itself; the commit from the nearest run.json at or above it, up to the folder of the evaluation."""
+    """From the file itself; what it lacks from the nearest run.json at or above it, up to the folder of the evaluation."""
     places = (found.file.parent, *found.file.parent.parents[:2])
     beside = next((place / "run.json" for place in places if (place / "run.json").is_file()), None)
     made = _Fields.of(beside).data if beside else {}
@@ -248,7 +248,7 @@ def _provenance(found: _Fields) -> Provenance:
         versions = ", ".join(f"{name} {version}" for name, version in versions.items())
     return Provenance(
         str(machine or ""), found.text("dtype", ""), str(versions or ""),
-        str(found.data.get("date") or made.get("time") or ""), str(made.get("commit") or "")[:12],
+        str(found.data.get("date") or made.get("time") or ""), str(found.data.get("commit") or made.get("commit") or "")[:12],
     )  # fmt: skip
 
 
