@@ -52,6 +52,7 @@ def main() -> None:
     parser.add_argument("--auto-plus", nargs="+", default=["gsm8k:150", "dolly:150"])
     parser.add_argument("--methods", nargs="+", default=["selfjudge", "autojudge", "autojudge+"])
     parser.add_argument("--substitutions", type=int, default=None, help="most that the searches try in a response")
+    parser.add_argument("--tau", type=float, default=None, help="a known τ; calibrated if not given")
     parser.add_argument("--calibrate", default="gsm8k")
     parser.add_argument("--calibrate-prompts", type=int, default=100)
     parser.add_argument("--batch", type=int, default=1024)
@@ -83,7 +84,8 @@ def main() -> None:
         begun = time.monotonic()
         settings = Settings(
             prompts=tuple(prompts), method=method, max_new_tokens=o.max_new_tokens, batch=o.batch,
-            calibrate=o.calibrate if method == "selfjudge" else None, calibrate_prompts=o.calibrate_prompts,
+            tau=o.tau if method == "selfjudge" else None,
+            calibrate=o.calibrate if method == "selfjudge" and o.tau is None else None, calibrate_prompts=o.calibrate_prompts,
             allow_unsafe=o.allow_unsafe, hidden_dtype=o.hidden_dtype,
             substitutions=None if method == "selfjudge" else o.substitutions, lookahead=o.lookahead and method == "selfjudge",
         )  # fmt: skip
@@ -103,6 +105,8 @@ def main() -> None:
         print(f"[{time.monotonic() - START:.0f} s]", json.dumps(summary["runs"][-1]), flush=True)
         if method == "selfjudge":
             keep_scores(out, o.out)
+            if o.tau is not None:
+                continue
             evidence = out / "calibration.safetensors"
             shutil.copy(evidence, o.out / "calibration.safetensors")
             taus = {

@@ -352,13 +352,13 @@ def bench_draft(
     _positive(limit=limit, batch=batch, max_new_tokens=max_new_tokens)
 
     from selfjudge.prompts import BUILT_IN, read_prompts
-    from selfjudge.tasks import known, task
+    from selfjudge.tasks import known, split_of, task
 
     texts: dict[str, list[Any]] = {}
     for name in prompts or ():
         if known(name):
             one = task(name, data)
-            texts[name] = [one.prompt(row) for row in one.examples("test", limit)]
+            texts[name] = [one.prompt(row) for row in one.examples(split_of(name) or "test", limit)]
         else:
             texts[name] = list(read_prompts(Path(name).expanduser())[:limit])
     loaded = _pair(pair, target, draft, device, dtype)
@@ -811,6 +811,9 @@ def eval_(
     ] = "auto",
     examples: Annotated[int, typer.Option(help="Answers of each run that are kept token by token.")] = 3,
     compact: Annotated[bool, typer.Option("--compact", help="Leave texts out of the rows at the end.")] = False,
+    no_times: Annotated[
+        bool, typer.Option("--no-times", help="Leave out tokens/s: for a machine that does other work meanwhile.")
+    ] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with what was begun in --out.")] = False,
     allow_unsafe: Annotated[
         bool, typer.Option("--allow-unsafe", help="Run generated code even where it cannot be isolated.")
@@ -851,7 +854,7 @@ def eval_(
         with _progress() as update:
             found = evaluate(
                 loaded, out, names, runs, settings, data=data, allow_unsafe=allow_unsafe, entails=entails, examples=examples,
-                compact=compact, notify=update, warn=lambda text: print(f"selfjudge: {text}", file=sys.stderr),
+                compact=compact, times=not no_times, notify=update, warn=lambda text: print(f"selfjudge: {text}", file=sys.stderr),
             )  # fmt: skip
     except KeyboardInterrupt:
         print("selfjudge: interrupted; go on with --resume", file=sys.stderr)
@@ -864,7 +867,7 @@ def eval_(
             "task": s["task"], "rule": s["rule"], "γ": s["gamma"], "n": s["n"], "m": _figure(s["mean_accepted_length"], ".2f"),
             "Δm": _figure(s["m_ratio"] and s["m_ratio"] - 1, "+.1%"), s["measure"] or "score": _figure(s["score"], ".1%"),
             "Δ points": _points(s), "agreement": _figure(s["agreement"], ".2f"), "judged": _figure(s["judged_share"], ".1%"),
-            "tokens/s": f"{s['tokens_per_second']:.0f}", "no answer": _figure(s["extraction_failures"], ".1%"),
+            "tokens/s": _figure(s["tokens_per_second"], ".0f"), "no answer": _figure(s["extraction_failures"], ".1%"),
         }
         for s in found
     ])  # fmt: skip

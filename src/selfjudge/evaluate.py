@@ -16,7 +16,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from difflib import SequenceMatcher
 from functools import cached_property
 from pathlib import Path
@@ -35,7 +35,7 @@ from selfjudge.models.pair import Pair
 from selfjudge.quality import likelihoods, substitutions
 from selfjudge.shells import generate
 from selfjudge.store import locked, provenance, read_json, read_rows, refuse_other, sha256, write_json, write_rows
-from selfjudge.tasks import FILE, Row, Task, task
+from selfjudge.tasks import FILE, Row, Task, split_of, task
 from selfjudge.types import PHASES, Generation
 
 Notify = Callable[[str, float], None]
@@ -78,12 +78,18 @@ class Run:
     def folder(self) -> str:
         return f"{self.name}-g{self.gamma}"
 
-    @cached_property
+    @property
     def identity(self) -> str:
-        """What decides its answers beside the prompts: the rules' options, thresholds and judges."""
-        digest = hashlib.sha256(f"{self.name}:{self.gamma}".encode())
+        """What its results are known by: its name, and what decides its answers."""
+        return hashlib.sha256(f"{self.name}:{self.meaning}".encode()).hexdigest()
+
+    @cached_property
+    def meaning(self) -> str:
+        """What decides its answers beside the prompts, whatever its name: γ, the rules' options, thresholds and judges."""
+        digest = hashlib.sha256(str(self.gamma).encode())
         for rule in self.rules:
-            digest.update(f":{getattr(rule, 'theta', '')}".encode())
+            options = {f.name: getattr(rule, f.name) for f in fields(rule) if f.name not in ("judge", "base")}
+            digest.update(f"{rule.name}:{options}".encode())
             for tensor in rule.judge.buffers() if rule.judge is not None else ():
                 digest.update(tensor.float().cpu().numpy().tobytes())  # the judge stays where recordings know it
         return digest.hexdigest()
@@ -117,12 +123,13 @@ def runs_of(specs: Sequence[str], gammas: Sequence[int], judges: Judges, special
 def evaluate(
     pair: Pair, out: Path, tasks: Sequence[str], runs: Sequence[Run], settings: Settings | None = None, *,
     data: Path | None = None, allow_unsafe: bool = False, entails: Entails | None = None, examples: int = 3,
-    compact: bool = False, notify: Notify = lambda stage, share: None, warn: Callable[[str], None] = lambda text: None,
+    compact: bool = False, times: bool = True, notify: Notify = lambda stage, share: None,
+    warn: Callable[[str], None] = lambda text: None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Run everything that is not yet done in `out`; all summaries that were asked for, in order.
 
     `tasks` are names, with a split where it is not `test`: `livecodebench/all`. With `compact`, texts are left out of the
-    rows once everything is done.
+    rows once everything is done. Without `times`, those of decoding are: for a device that is shared.
     """
     settings = settings or Settings()
     settings.check()
@@ -132,15 +139,16 @@ def evaluate(
         raise SelfJudgeError("two of the tasks have one name: evaluate them into different folders")
     try:
         return _evaluate(
-            pair, out, dict(zip(tasks, known, strict=True)), runs, settings, entails, examples, compact, notify, warn
-        )
+            pair, out, dict(zip(tasks, known, strict=True)), runs, settings, entails, examples, compact, times,
+            notify, warn,
+        )  # fmt: skip
     except OSError as error:
         raise SelfJudgeError(f"cannot write {out}: {error}; once that is mended, go on with --resume") from None
 
 
 def _evaluate(
     pair: Pair, out: Path, tasks: Mapping[str, tuple[Task, list[Row]]], runs: Sequence[Run], settings: Settings,
-    entails: Entails | None, examples: int, compact: bool, notify: Notify, warn: Callable[[str], None],
+    entails: Entails | None, examples: int, compact: bool, times: bool, notify: Notify, warn: Callable[[str], None],
 ) -> list[dict[str, Any]]:  # fmt: skip
     out.mkdir(parents=True, exist_ok=True)
     with locked(out / ".lock", refuse=f"another process writes {out}: name another --out"):
@@ -154,8 +162,11 @@ def _evaluate(
             _same_rows(place, name, one, rows, settings.nli)
             for turn, run in enumerate(runs):
                 done = (number + turn / len(runs)) / len(tasks)
-                work = _Work(pair, one, rows, run, place / run.folder, settings, entails, examples)
-                if not work.done:
+                work = _Work(pair, one, rows, run, place / run.folder, settings, entails, examples, times)
+                same = next((r for r in runs[:turn] if r.meaning == run.meaning), None)
+                if not work.done and same is not None:
+                    work.take_over(place / same.folder)
+                elif not work.done:
                     work.decode(lambda share, said, done=done: notify(  # type: ignore[misc]
                         said, done + share / len(runs) / len(tasks)))  # fmt: skip
                     work.finish()
@@ -201,10 +212,9 @@ def label_of(name: str) -> str:
 
 def examples_of(name: str, limit: int | None, data: Path | None, allow_unsafe: bool) -> tuple[Task, list[Row]]:
     """A task and its examples: the test split, another that is named, or all of a file."""
-    known, _, split = (name, "", "all") if name.startswith(FILE) else name.partition("/")
-    one = task(known, data, allow_unsafe=allow_unsafe)
+    one = task(name, data, allow_unsafe=allow_unsafe)
     one.prepare()
-    rows = one.examples(split or "test", limit)
+    rows = one.examples(split_of(name) or ("all" if name.startswith(FILE) else "test"), limit)
     if not rows:
         raise SelfJudgeError(f"{name} has no examples")
     return one, rows
@@ -232,10 +242,10 @@ class _Work:
 
     def __init__(
         self, pair: Pair, one: Task, rows: list[Row], run: Run, folder: Path, settings: Settings, entails: Entails | None,
-        examples: int,
+        examples: int, times: bool,
     ) -> None:  # fmt: skip
         self.pair, self.task, self.rows, self.run, self.folder = pair, one, rows, run, folder
-        self.settings, self.entails, self.examples = settings, entails, examples
+        self.settings, self.entails, self.examples, self.times = settings, entails, examples, times
         self.max_new_tokens = settings.max_new_tokens or one.new_tokens
         self.checkable = one.checkable
 
@@ -316,6 +326,7 @@ class _Work:
         timed = parts[1:] or parts
         seconds = {phase: sum(part[0]["seconds"][phase] for part in timed) for phase in (*PHASES, "total")}
         speed = sum(row["tokens"] for part in timed for row in part[1:]) / max(1e-9, seconds["total"])
+        spent, rate = (seconds, speed) if self.times else ({}, None)
         order = {row["id"]: place for place, row in enumerate(self.rows)}
         samples = sorted((row for part in parts for row in part[1:]), key=lambda sample: order[sample["id"]])
         answers = [_generation(sample) for sample in samples]
@@ -323,8 +334,16 @@ class _Work:
         write_rows(self.folder / "examples.jsonl", self._examples(samples, answers))
         kept = [{k: v for k, v in s.items() if k not in ("token_ids", "origins")} for s in samples]
         write_rows(self.folder / "samples.jsonl.gz", kept)
-        write_json(self.folder / "summary.json", self._summary(kept, seconds, speed, taken))
+        write_json(self.folder / "summary.json", self._summary(kept, spent, rate, taken))
         shutil.rmtree(self.folder / "work")
+
+    def take_over(self, folder: Path) -> None:
+        """The answers of the same rule under another name: F and R may be one threshold."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for name in ("samples.jsonl.gz", "examples.jsonl"):
+            shutil.copy(folder / name, self.folder / name)
+        summary = read_json(folder / "summary.json")
+        write_json(self.folder / "summary.json", {**summary, "rule": self.run.name, "run_sha256": self.run.identity})
 
     def compared(self, exact: Path | None) -> dict[str, Any]:
         """The summary, compared with that run of `exact`; what was compared with the same one stays as it is."""
@@ -412,7 +431,7 @@ class _Work:
         return found
 
     def _summary(
-        self, samples: list[Row], seconds: dict[str, float], speed: float, taken: list[tuple[str, str, int]]
+        self, samples: list[Row], seconds: dict[str, float], speed: float | None, taken: list[tuple[str, str, int]]
     ) -> dict[str, Any]:
         sums = {key: sum(s[key] for s in samples) for key in TOTALS}
         m = sums["emitted"] / sums["cycles"] if sums["cycles"] else None
@@ -426,7 +445,7 @@ class _Work:
         return {
             "pair": self.pair.name, "task": self.folder.parent.name, "rule": self.run.name, "judge": self.run.judge,
             "label_method": config and config.label_method, "features": config and config.features,
-            "suffix_length": config and config.suffix_length, "threshold": thetas.pop() if len(thetas) == 1 else None,
+            "suffix_length": config and config.suffix_length, "label_prompts": config and config.metrics.get("n_prompts"), "threshold": thetas.pop() if len(thetas) == 1 else None,
             "gamma": self.run.gamma, "batch": self.settings.batch, "n": len(samples), "measure": measure,
             "score": scores[measure] if measure else None, "score_ci": None if values is None else interval(values), "scores": scores,
             "delta_score": None, "delta_ci": None, "agreement": None, "mean_accepted_length": m, "delta_m": None, "m_ratio": None,

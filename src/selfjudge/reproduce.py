@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from selfjudge.judge import Judge
 from selfjudge.label import Settings as LabelSettings
 from selfjudge.label import label, shipped_tau
 from selfjudge.models.pair import Pair
+from selfjudge.sources import Source
+from selfjudge.tasks.livecodebench import FOLDS
 from selfjudge.train import Settings as TrainSettings
 from selfjudge.train import train
 
@@ -29,7 +31,13 @@ PAPER_PAIRS = {
 }
 """The paper's own pairs. None of them was run here."""
 FREE_RULES = ("exact", "topk:2", "relaxed", "margin:0.5", "fly:0.15,6")
+CODE = "livecodebench/all"
+"""All problems; those of a fold are decoded with judges that were labelled on the others."""
 SWEEP = ("q0.98", "q0.95", "q0.9", "q0.8", "q0.7")
+
+
+def _folds(each: int) -> tuple[str, ...]:
+    return tuple(f"livecodebench/fold-{k}:{each}" for k in range(FOLDS))
 
 
 @dataclass(frozen=True)
@@ -65,14 +73,14 @@ PRESETS = {
         gamma=4, label_tokens=96, eval_tokens=96, calibrate_prompts=6, substitutions=6,
     ),
     "full": Preset(
-        "every method on every task, of LiveCodeBench the fold that no judge has seen; one GPU",
-        ("gsm8k:700", "livecodebench:300", "dolly:700", "self:500"), ("gsm8k:210",), ("gsm8k:100", "dolly:360"),
-        ("gsm8k", "math500", "mmlu", "cnn_dailymail", "livecodebench"), limit=1319, sweep_tasks=("gsm8k", "mmlu"), gammas=(5, 20),
+        "every method on every task; one GPU",
+        ("gsm8k:700", *_folds(75), "dolly:700", "self:500"), ("gsm8k:210",), ("gsm8k:100", "dolly:360"),
+        ("gsm8k", "math500", "mmlu", "cnn_dailymail", CODE), limit=1319, sweep_tasks=("gsm8k", "mmlu"), gammas=(5, 20),
     ),
     "paper": Preset(
         "the paper's own settings: 500 GSM8K, 220 LiveCodeBench and 500 Dolly prompts, originals as acceptable rows, γ = 20 and 15",
-        ("gsm8k:500", "livecodebench:220", "dolly:500"), ("gsm8k:500",), ("gsm8k:500", "dolly:500"),
-        ("gsm8k", "math500", "mmlu", "cnn_dailymail", "livecodebench"), gamma=20, task_gammas=(("mmlu", 15),), sweep_tasks=("gsm8k", "mmlu"), substitutions=None,
+        ("gsm8k:500", *_folds(55), "dolly:500"), ("gsm8k:500",), ("gsm8k:500", "dolly:500"),
+        ("gsm8k", "math500", "mmlu", "cnn_dailymail", CODE), gamma=20, task_gammas=(("mmlu", 15),), sweep_tasks=("gsm8k", "mmlu"), substitutions=None,
         originals=True,
     ),
 }  # fmt: skip
@@ -91,10 +99,10 @@ def reproduce(
     for name in preset.tasks:  # what is wrong with them is better known before hours of labelling
         examples_of(name, settings.limit, data, allow_unsafe)
     folders = _labels(pair, out / "labels", preset, data, batch, allow_unsafe, notify, warn)
-    judges = _judges(folders, out / "judges", preset, device, notify, warn)
+    judges, folded = _judges(folders, out / "judges", preset, device, notify, warn)
 
     def run(tasks: Sequence[str], rules: Sequence[str], gammas: Sequence[int]) -> None:
-        runs = runs_of(rules, gammas, judges, pair.special_ids)
+        runs = runs_of(rules, gammas, {**judges, **folded} if CODE in tasks else judges, pair.special_ids)
         evaluate(
             pair, out / "eval", tasks, runs, settings, data=data, allow_unsafe=allow_unsafe, entails=entails,
             notify=_named("evaluating", notify), warn=warn,
@@ -149,31 +157,46 @@ def _labels(
 
 def _judges(
     folders: dict[str, Path], out: Path, preset: Preset, device: str | None, notify: Notify, warn: Callable[[str], None]
-) -> dict[str, list[Judge]]:
-    """Judges by name: one a method, one of self-written prompts alone, the paper's features, and one for each N."""
+) -> tuple[dict[str, list[Judge]], dict[str, list[Judge]]]:
+    """Judges by name: one a method, one of self-written prompts alone, the paper's features, and one for each N.
+
+    Beside them those that take the place of some on LiveCodeBench: one for each fold, labelled on the others.
+    """
+    own = [folders["selfjudge"]]
     wanted: dict[str, tuple[list[Path], TrainSettings]] = {
-        "selfjudge": ([folders["selfjudge"]], TrainSettings(originals=preset.originals)),
-        "paper": ([folders["selfjudge"]], TrainSettings(features="hidden", model="linear", originals=True)),
+        "selfjudge": (own, TrainSettings(originals=preset.originals)),
+        "paper": (own, TrainSettings(features="hidden", model="linear", originals=True)),
     }
-    if any(prompt.startswith("self") for prompt in preset.prompts):
-        wanted["self-written"] = [folders["selfjudge"]], TrainSettings(sources=("self",))
+    names = [Source.parse(prompt).name for prompt in preset.prompts]
+    folds = [f"livecodebench/fold-{k}" for k in range(FOLDS)] if CODE in preset.tasks else []
+    wanted |= {
+        f"{name}-{fold.rpartition('/')[2]}": (own, replace(settings, sources=tuple(n for n in names if n != fold)))
+        for name, (_, settings) in wanted.items()
+        for fold in folds
+    }
+    if "self" in names:
+        wanted["self-written"] = own, TrainSettings(sources=("self",))
     for method in ("autojudge", "autojudge-plus"):
         if method in folders:
             wanted[method] = [folders[method]], TrainSettings()
-    wanted |= {f"n={n}": ([folders["selfjudge"]], TrainSettings(suffix_length=n)) for n in (0, 5, 10)}
-    found: dict[str, list[Judge]] = {}
+    wanted |= {f"n={n}": (own, TrainSettings(suffix_length=n)) for n in (0, 5, 10)}
+    found: dict[str, Judge] = {}
     for name, (labels, settings) in wanted.items():
         folder = out / name
         if not (folder / "config.json").is_file():
             try:
                 train(labels, folder, settings, device=device, notify=_named(f"judge {name}", notify))
             except SelfJudgeError as error:
-                if name == "selfjudge":
+                if name.startswith("selfjudge"):
                     raise
                 warn(f"judge {name}: {error}; it is left out")
                 continue
-        found[name] = [Judge.from_pretrained(folder)]
-    return found
+        found[name] = Judge.from_pretrained(folder)
+    by_fold = {
+        name: [found[f"{name}-fold-{k}"] for k in range(FOLDS)]
+        for name in ("selfjudge", "paper") if folds and all(f"{name}-fold-{k}" in found for k in range(FOLDS))
+    }  # fmt: skip
+    return {name: [judge] for name, judge in found.items() if "-fold-" not in name}, by_fold
 
 
 def _named(name: str, notify: Notify) -> Notify:

@@ -297,6 +297,7 @@ def _wrong(checkpoints: dict[str, str], tmp: Path) -> dict[str, list[str]]:
         "pull": ["pull", "nope"],
         "ls": ["ls", "nope"],
         "prompts": ["bench", "decode", *target, *draft, "--prompts", str(tmp / "prompts.jsonl")],
+        "split for tests": [*label, "--prompts", "livecodebench/test-1", "--out", str(tmp / "new"), "--tau", "-5"],
         "gammas": ["bench", "decode", *target, *draft, "--gammas", "1,x"],
         "confidence": [*ask, "--confidence", "1.5"],
         "data": [*distill, "--prompts", "gsm8k"],

@@ -213,7 +213,7 @@ def test_a_judge_for_each_fold_decides_the_problems_of_that_fold(tiny_pair: Pair
     (run,) = runs_of(["judged:0.5"], [3], {"folds": made}, ())
     rows = [{"id": f"q{i}", "question_id": f"q{i}"} for i in range(40)]
     one = type("Fake", (), {"name": "livecodebench", "new_tokens": 5, "checkable": True})()
-    work = evaluating._Work(tiny_pair, one, rows, run, tmp_path, SMALL, None, 0)
+    work = evaluating._Work(tiny_pair, one, rows, run, tmp_path, SMALL, None, 0, True)
     seen = []
     for number, (given, rule, part) in enumerate(work._parts()):
         assert given == number
@@ -329,3 +329,29 @@ def test_a_runs_identity_knows_judge_and_threshold(tiny_pair: Pair, judges: Any)
     other = {"mine": [Judge.constant(0.5, tiny_pair.hidden_size)]}
     assert len({identity("judged:0.4", judges), identity("judged:0.5", judges), identity("judged:0.4", other)}) == 3
     assert isinstance(runs_of(["exact"], [3], {}, ())[0], Run)
+
+
+def test_two_names_of_one_rule_are_decoded_once(
+    tiny_pair: Pair, asked: str, judges: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = []
+    monkeypatch.setattr(evaluating, "generate", lambda *a, **k: counted.append(a[2]) or generate(*a, **k))
+    (judge,) = judges["mine"]
+    judge.config.thresholds.update(F=0.4, R=0.4)
+    runs = runs_of(["exact", "judged:F", "judged:R", "judged:0.4,confirm=1"], [3], judges, ())
+    found = json.loads(json.dumps(evaluate(tiny_pair, tmp_path / "eval", [asked], runs, SMALL)))
+    assert len(counted) == 3 * 3  # three parts of exact, of one threshold, of what is confirmed
+    assert [s["rule"] for s in found] == [run.name for run in runs]
+    once, again = ({k: v for k, v in s.items() if k not in ("rule", "run_sha256")} for s in found[1:3])
+    assert once == again
+    assert samples(tmp_path / "eval" / "file:mine" / runs[1].folder) == samples(
+        tmp_path / "eval" / "file:mine" / runs[2].folder
+    )
+    assert evaluate(tiny_pair, tmp_path / "eval", [asked], runs, SMALL) == found
+    assert len(counted) == 9
+
+
+def test_times_can_be_left_out(tiny_pair: Pair, asked: str, tmp_path: Path) -> None:
+    (found,) = evaluate(tiny_pair, tmp_path, [asked], runs_of(["exact"], [3], {}, ()), SMALL, times=False)
+    assert (found["tokens_per_second"], found["seconds"]) == (None, {})
+    assert found["mean_accepted_length"] > 1

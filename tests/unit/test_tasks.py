@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from selfjudge.errors import SelfJudgeError
+from selfjudge.sources import Source, given
 from selfjudge.tasks import NAMES, Task, known, plain, task
 from selfjudge.tasks.answers import boxed, code_block, final_number, final_words, numbers, same_number, tagged
 from selfjudge.tasks.arithmetic import Arithmetic
@@ -199,9 +200,10 @@ def test_published_rows(name: str) -> None:
         kind, _, k = split.partition("-")
         if kind in ("test", "all"):
             continue
-        test = f"test-{k}" if k else "test"
-        assert not prompts[split] & prompts[test], (split, test)
-        assert not questions[split] & questions[test], (split, test)
+        tests = [f"test-{j}" for j in range(4) if str(j) != k] if kind == "fold" else [f"test-{k}" if k else "test"]
+        for test in tests:  # judges that learn from a fold are those of the others
+            assert not prompts[split] & prompts[test], (split, test)
+            assert not questions[split] & questions[test], (split, test)
 
 
 SOLUTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -250,8 +252,27 @@ def test_folds(made_up: Path) -> None:
         assert not train & test
         assert not seen & test
         seen |= test
+        assert one.examples(f"fold-{k}") == one.examples(f"test-{k}")
     assert seen == everything
     assert one.examples("train") == one.examples("train-0")
+
+
+def test_prompts_come_from_splits_that_may_be_learnt_from(made_up: Path) -> None:
+    def ids(name: str) -> list[str]:
+        return [asked.id for asked in given(Source.parse(name), made_up)]
+
+    one = task("livecodebench", made_up)
+    assert ids("livecodebench") == ids("livecodebench/train-0") == [row["id"] for row in one.examples("train")]
+    assert ids("livecodebench/fold-2") == [row["id"] for row in one.examples("test-2")]
+    assert given(Source.parse("livecodebench/fold-2:1"), made_up)[0].source == "livecodebench/fold-2"
+    for name, message in (
+        ("livecodebench/test-1", "take one of: train, train-0, fold-0"),
+        ("livecodebench/all", "nothing is learnt"),
+        ("math500/test", "it is for tests alone"),
+        ("gsm8k/nonsense", "has no split 'nonsense'"),
+    ):
+        with pytest.raises(SelfJudgeError, match=message):
+            ids(name)
 
 
 def test_a_sample_of_mmlu_has_all_subjects(tmp_path: Path) -> None:

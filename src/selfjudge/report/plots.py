@@ -209,7 +209,7 @@ def suffixes(runs: Sequence[Run]) -> Iterable[Lines]:
         return f"N = {run.suffix_length}" + (f", {run.judge}" if len(judges[run.suffix_length]) > 1 else "")
 
     style = styles(map(length, every))
-    for number, ((pair, task, gamma, method, features, _), mine) in enumerate(grouped.items()):
+    for number, ((pair, task, gamma, features, _, method, _), mine) in enumerate(grouped.items()):
         heading, part = _where(pair, task, runs)
         which = ", ".join(filter(None, (f"γ = {gamma}", method, features)))
         if series := _curves(mine, length, style):

@@ -227,7 +227,7 @@ def _run(found: _Fields) -> Run:
         drafts_accepted=found.number("drafts_accepted"), judged_share=found.number("judged_share"),
         tokens_per_second=found.number("tokens_per_second"), extraction_failures=found.number("extraction_failures"),
         threshold=found.number("threshold"), label_method=found.text("label_method", ""), features=found.text("features", ""),
-        suffix_length=found.whole("suffix_length"), fold=found.text("fold", ""), batch=found.whole("batch"),
+        suffix_length=found.whole("suffix_length"), label_prompts=found.whole("label_prompts"), fold=found.text("fold", ""), batch=found.whole("batch"),
         max_new_tokens=found.whole("max_new_tokens"), seconds=found.table("seconds"),
         substitutions=tuple((str(a), str(b), int(n)) for a, b, n in substitutions),
         provenance=_provenance(found), lengths=_lengths(folder / "samples.jsonl.gz"), examples=_examples(folder / "examples.jsonl"),

@@ -82,6 +82,8 @@ class Run:
     label_method: str
     features: str
     suffix_length: int | None
+    label_prompts: int | None
+    """How many prompts its judge was labelled with."""
     fold: str
     batch: int | None
     max_new_tokens: int | None
@@ -104,8 +106,9 @@ class Run:
 
     @property
     def method(self) -> str:
-        """Rule name and judge; its options are points of one curve."""
-        return f"{self.name}@{self.judge}" if self.judge else self.name
+        """Rule name, options that are named, and judge; the first option gives the points of one curve."""
+        named = "".join(f", {option}" for option in self.option.split(",") if "=" in option)
+        return f"{self.name}{named}@{self.judge}" if self.judge else f"{self.name}{named}"
 
     @property
     def phases(self) -> dict[str, float]:

@@ -213,16 +213,20 @@ def _pair_column(runs: Iterable[Run]) -> list[Column]:
 
 
 def suffix_groups(runs: Sequence[Run]) -> dict[tuple[Any, ...], list[Run]]:
-    """Judged runs that differ in the N of their judge's labels and in nothing else that is known but θ."""
+    """Judged runs whose judges' labels differ in N and in nothing else that is known, at thresholds that several N have."""
     found: dict[tuple[Any, ...], list[Run]] = defaultdict(list)
     for run in runs:
         if run.name == "judged" and run.suffix_length is not None:
-            found[run.pair, run.task, run.gamma, run.label_method, run.features, run.fold].append(run)
-    return {
-        key: sorted(mine, key=lambda r: (r.suffix_length or 0, rule_order(r)))
-        for key, mine in sorted(found.items(), key=lambda item: (item[0][0], task_order(item[0][1]), item[0][2:]))
-        if several(r.suffix_length for r in mine)
-    }
+            labels = run.label_method, run.label_prompts or 0
+            found[run.pair, run.task, run.gamma, run.features, run.fold, *labels].append(run)
+    kept: dict[tuple[Any, ...], list[Run]] = {}
+    for key, mine in sorted(found.items(), key=lambda item: (item[0][0], task_order(item[0][1]), item[0][2:])):
+        lengths: dict[str, set[int | None]] = defaultdict(set)
+        for run in mine:
+            lengths[run.option].add(run.suffix_length)
+        if shared := [run for run in mine if len(lengths[run.option]) > 1]:
+            kept[key] = sorted(shared, key=lambda r: (r.suffix_length or 0, rule_order(r)))
+    return kept
 
 
 def suffix_lengths(runs: Sequence[Run]) -> list[Table]:

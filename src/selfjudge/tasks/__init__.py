@@ -129,20 +129,25 @@ class Task:
 
 
 def task(name: str, data: Path | None = None, *, allow_unsafe: bool = False) -> Task:
-    """A task by name, or `file:PATH`."""
+    """A task by name, or `file:PATH`; a split that is named with it (`livecodebench/all`) makes no difference."""
     made: Task
     if name.startswith(FILE):
         made = import_module("selfjudge.tasks.file").TASK(Path(name.removeprefix(FILE)).expanduser())
-    elif name in NAMES:
-        made = import_module(f"selfjudge.tasks.{name}").TASK(data, allow_unsafe=allow_unsafe)
+    elif (own := name.partition("/")[0]) in NAMES:
+        made = import_module(f"selfjudge.tasks.{own}").TASK(data, allow_unsafe=allow_unsafe)
     else:
         raise SelfJudgeError(f"unknown task {name!r}; tasks are: {', '.join(NAMES)}, {FILE}PATH")
     return made
 
 
 def known(name: str) -> bool:
-    """Does this name a task?"""
-    return name in NAMES or name.startswith(FILE)
+    """Does this name a task, or a split of one?"""
+    return name.partition("/")[0] in NAMES or name.startswith(FILE)
+
+
+def split_of(name: str) -> str | None:
+    """The split that is named with a task: `all` of `livecodebench/all`."""
+    return None if name.startswith(FILE) else name.partition("/")[2] or None
 
 
 def read_jsonl(path: Path) -> list[Row]:

@@ -24,7 +24,7 @@ class LiveCodeBench(CodeTask):
     name = "livecodebench"
     summary = "programming contests, public tests only; test is one fold of four, train the others"
     licence = "CC"
-    splits = ("train", "test", "all", *(f"{part}-{k}" for k in range(FOLDS) for part in ("train", "test")))
+    splits = ("train", "test", "all", *(f"{part}-{k}" for k in range(FOLDS) for part in ("train", "test", "fold")))
     new_tokens = 1024
     hub = (_HUB, None)
     prelude = "\n".join(  # contest sites import these; starter code needs typing
@@ -33,7 +33,10 @@ class LiveCodeBench(CodeTask):
     ) + "\nimport math, collections, heapq, bisect, itertools, functools, re, string, random, sys, operator"  # fmt: skip
 
     def rows(self, split: str) -> list[Row]:
-        """`train-k` and `test-k`: without and with fold k; `train` and `test` mean k = 0."""
+        """`train-k` and `test-k`: without and with fold k; `train` and `test` mean k = 0.
+
+        `fold-k` has the rows of `test-k` and may be learnt from, by the judges of the other folds.
+        """
         rows = (
             self.from_hub("test") if self.folder is None else [*self.load(_FIRST, "test"), *self.load(_SECOND, "test")]
         )
@@ -41,7 +44,7 @@ class LiveCodeBench(CodeTask):
         if split == "all":
             return rows
         part, _, k = split.partition("-")
-        return [row for row in rows if (fold(row) == int(k or 0)) == (part == "test")]
+        return [row for row in rows if (fold(row) == int(k or 0)) == (part != "train")]
 
     def from_hub(self, split: str) -> list[Row]:
         """All 880 problems of release 5; read as plain files, for `datasets` runs no loading scripts any more."""

@@ -1,0 +1,153 @@
+"""What else a judge might read: `python benchmarks/judge_features.py --labels DIR --pair P --out FILE`.
+
+From a folder of labels: the state after the draft token is what a judge reads. Beside it stand, one at a time and all together,
+the state before it (which predicts it), a state of a middle layer, the draft's own state, the target's entropy, log-probability and
+rank, and, where the labels hold it, look-ahead. ROC-AUC on the mismatches of the holdout's prompts, as `selfjudge study` measures it; labels stay as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from selfjudge.forced import attention, width
+from selfjudge.judge import JudgeConfig
+from selfjudge.judge import columns as feature_columns
+from selfjudge.label.shards import read_shards
+from selfjudge.models.pair import Pair
+from selfjudge.store import machine, read_rows, versions, write_json
+from selfjudge.study import SOME_C
+from selfjudge.train.fit import auc, fit_linear, fit_mlp
+from selfjudge.train.rows import Rows
+
+TOKENS = {"cuda": 131072}  # of a pass
+
+
+@dataclass(frozen=True)
+class Place:
+    """A draft token and the text before it."""
+
+    before: tuple[int, ...]
+    token: int
+
+
+class Wider(Rows):
+    """Rows whose features are followed by other columns."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__([folder])
+        self.narrow = self.hidden_size
+        self.extra = torch.empty(len(self), 0)
+
+    def read_also(self, columns: Sequence[Tensor]) -> None:
+        self.extra = torch.cat([torch.empty(len(self), 0), *(c.float().reshape(len(self), -1) for c in columns)], 1)
+        self.hidden_size = self.narrow + self.extra.shape[1]
+
+    def _arrays(self, number: int, names: Sequence[str], device: torch.device | None) -> dict[str, Tensor]:
+        found = dict(super()._arrays(number, names, device))
+        shard = self._shards[number]
+        hidden = found["hidden_draft"]
+        extra = self.extra[shard.start : shard.stop].to(hidden.device)
+        found["hidden_draft"] = torch.cat([hidden.float(), extra], 1)
+        return found
+
+
+def places(folder: Path) -> tuple[list[Place], dict[str, NDArray[Any]]]:
+    """Every row's place, and the small columns that are stored."""
+    texts = {
+        row["prompt_id"]: (*row["prompt_ids"], *row["response_ids"]) for row in read_rows(folder / "responses.jsonl")
+    }
+    found: list[Place] = []
+    small: dict[str, list[NDArray[Any]]] = {"entropy": [], "rank": [], "log_p": []}
+    for rows, arrays in read_shards(folder):
+        found += [Place(texts[row["prompt_id"]][: row["position"]], row["draft_token"]) for row in rows]
+        for name, parts in small.items():
+            parts.append(arrays[name])
+    return found, {name: np.concatenate(parts) for name, parts in small.items()}
+
+
+@torch.no_grad()
+def states(model: Any, asked: Sequence[Place], middle: bool) -> dict[str, Tensor]:
+    """`before` and `after` the token [n, H] after the final norm, and `middle`: after it, of the layer in the middle."""
+    device = model.device
+    order = sorted(range(len(asked)), key=lambda i: -len(asked[i].before))
+    names = ("before", "after", *(["middle"] * middle))
+    found = {name: torch.zeros(len(asked), model.config.hidden_size) for name in names}
+    most = TOKENS.get(device.type, 4096)
+    while order:
+        wide = width(len(asked[order[0]].before) + 1, device)
+        part, order = order[: max(1, most // wide)], order[max(1, most // wide) :]
+        ids = torch.zeros(len(part), wide, dtype=torch.long)
+        for row, i in enumerate(part):
+            ids[row, : len(asked[i].before) + 1] = torch.tensor([*asked[i].before, asked[i].token])
+        with attention():
+            seen = model.base_model(input_ids=ids.to(device), use_cache=False, output_hidden_states=middle)
+        rows = torch.arange(len(part), device=device)
+        last = torch.tensor([len(asked[i].before) for i in part], device=device)
+        found["before"][part] = seen.last_hidden_state[rows, last - 1].float().cpu()
+        found["after"][part] = seen.last_hidden_state[rows, last].float().cpu()
+        if middle:
+            found["middle"][part] = seen.hidden_states[len(seen.hidden_states) // 2][rows, last].float().cpu()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--labels", type=Path, required=True)
+    parser.add_argument("--pair", default="smollm2-135m")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", default=None)
+    o = parser.parse_args()
+    begun = time.monotonic()
+    pair = Pair.load(o.pair, device=o.device)
+    rows = Wider(o.labels)
+    asked, small = places(o.labels)
+    target, draft = states(pair.target, asked, True), states(pair.draft, asked, False)
+    log_p = torch.from_numpy(small["log_p"]).float()
+    numbers = torch.stack(
+        [torch.from_numpy(small["entropy"]).float(), torch.from_numpy(small["rank"]).float().log1p(), log_p[:, 1]], 1
+    )
+    groups: dict[str, list[Tensor]] = {
+        "": [],
+        "entropy, rank, log-probability": [numbers],
+        "preceding state": [target["before"]],
+        "middle layer": [target["middle"]],
+        "draft's state": [draft["after"]],
+        "all of these": [numbers, target["before"], target["middle"], draft["after"]],
+    }
+    groups |= {"look-ahead": []} if rows.lookahead else {}
+    print(f"[{time.monotonic() - begun:.0f} s] states of {len(rows)} rows", flush=True)
+    device = pair.target.device if pair.target.device.type == "cuda" else None
+    found: dict[str, Any] = {
+        "pair": pair.name, "labels": int(rows.used.sum()), "holdout": int(rows.of("holdout").sum()),
+        "acceptable": float(rows.labels[rows.used].mean()), "machine": machine(), "versions": versions(),
+        "date": time.strftime("%Y-%m-%d"), "dtype": pair.dtype, "C_grid": list(SOME_C), "runs": [],
+    }  # fmt: skip
+    for name, columns in groups.items():
+        rows.read_also(columns)
+        features = "hidden+margin+lookahead" if name == "look-ahead" else "hidden+margin"
+        row: dict[str, Any] = {"beside": name, "columns": rows.hidden_size + feature_columns(features)}
+        for kind in ("linear", "mlp"):
+            config = JudgeConfig(rows.hidden_size, features=features, model=kind)
+            fitted = (
+                fit_mlp(rows, config, device=device)
+                if kind == "mlp"
+                else fit_linear(rows, config, grid=SOME_C, device=device)
+            )
+            row[kind] = auc(rows, fitted.judge, rows.of("holdout"), device=device)
+        found["runs"].append(row)
+        print(f"[{time.monotonic() - begun:.0f} s] {row}", flush=True)
+        write_json(o.out, {**found, "seconds": round(time.monotonic() - begun, 1)})
+
+
+if __name__ == "__main__":
+    main()
