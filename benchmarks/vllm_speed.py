@@ -113,7 +113,7 @@ class Engine:
             asked["additional_config"] = {KEY: {"judge": str(judge)}}
         if o.mode == "judge":
             asked["worker_cls"] = WORKER
-        self.judged = o.mode == "judge"
+        self.judged, self.folder = o.mode == "judge", folder
         begun = time.monotonic()
         self.llm = LLM(**asked)
         config = self.llm.llm_engine.vllm_config
@@ -232,8 +232,8 @@ def speed(
 def accuracy(
     o: argparse.Namespace, engine: Engine, rows: list[Row], prompts: list[list[int]], asked: dict[str, Any], out: Measured
 ) -> None:  # fmt: skip
-    tokenizer = engine.llm.get_tokenizer()
     one = task("gsm8k", o.data)
+    tokenizer = AutoTokenizer.from_pretrained(engine.folder / "target")
     for name, wish in asked.items():
         if name in ("off", "refusing"):
             continue  # speculative, measured there
