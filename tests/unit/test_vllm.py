@@ -75,7 +75,7 @@ def test_settings_that_make_no_sense_are_refused(additional: Any, message: str) 
         ({"selfjudge": {"theta": "F"}}, 0.6),
         ({"selfjudge": {"quality": 0.5}}, 0.2),
         ({"selfjudge": '{"quality": 0.5}'}, 0.2),
-        ({"selfjudge": {"quality": 1.0}}, OFF),
+        ({"selfjudge": {"quality": 1.0}}, 1.0),
     ],
 )
 def test_a_request_may_ask_for_its_own(extra: Any, theta: float) -> None:
@@ -134,6 +134,18 @@ def test_flat_rows_are_judged_as_blocks_are(counts: list[int], features: str, se
     assert found["tokens"] == sum(accepted) + cycles
     assert found["aligned_tokens"] <= found["tokens"]
     assert found["tokens"] == found["aligned_tokens"] or found["judged_tokens"] > 0
+
+
+def test_a_step_without_the_judge_counts_what_was_accepted_for_both() -> None:
+    counted = Counts(CPU, "model", "0")
+    counted.add_lossless(Rows.of(torch.tensor([3, 0, 2]), 5), torch.tensor([2, -1, 0]))  # the second has no drafts
+    assert counted.read() == {"cycles": 2, "tokens": 4, "aligned_tokens": 4, "judged_tokens": 0}
+
+
+def test_off_is_no_threshold_that_a_request_can_name() -> None:
+    """θ = 1 refuses everything and asks the judge; where all requests say off, it is not asked."""
+    assert requested_threshold(judge(), 0.7, {"selfjudge": {"theta": 1.0}}) < OFF
+    assert requested_threshold(judge(), 0.7, {"selfjudge": {"off": True}}) == OFF
 
 
 def test_each_row_has_the_threshold_of_its_request() -> None:

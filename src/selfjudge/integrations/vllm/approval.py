@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -47,14 +48,15 @@ class Approval:
         Returns which drafts were raised [n] and which were the most likely token before [n].
         """
         there, drafts = drafts >= 0, drafts.long().clamp_min(0)
-        choice = logits.argmax(-1)
+        choice, _ = top(logits)
         at = logits.gather(1, drafts[:, None]).squeeze(1)
         raised = approved & there & (at > -math.inf) & ~self._special(choice)
         logits.scatter_(1, drafts[:, None], torch.where(raised, MARK, at)[:, None])
         return raised, there & (choice == drafts)
 
     def _special(self, tokens: Tensor) -> Tensor:
-        return torch.isin(tokens, self.special)
+        """[n] which tokens are guarded; `torch.isin` would sort, and wait for the device."""
+        return (tokens[:, None] == self.special).any(-1)
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,16 @@ class Rows:
         owner = torch.repeat_interleave(requests, counts, output_size=total)
         first = counts.cumsum(0) - counts
         return cls(owner, torch.arange(total, device=counts.device) - first[owner], counts)
+
+    @cached_property
+    def drafted(self) -> Tensor:
+        """[R] which requests have drafts."""
+        return self.counts > 0
+
+    @cached_property
+    def cycles(self) -> Tensor:
+        """How many requests have drafts."""
+        return self.drafted.sum()
 
     def leading(self, flags: Tensor) -> Tensor:
         """[R] how many flags [n] of each request's block hold before the first that does not."""

@@ -6,6 +6,7 @@ Everything here reads vLLM's objects and imports none of it.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -18,8 +19,8 @@ from selfjudge.store import fingerprint, read_json, weight_files
 
 KEY = "selfjudge"
 COMPLAINTS = 100  # about requests, in the log of one engine
-OFF = 1.0
-"""No score is greater: the lossless rule, bit for bit."""
+OFF = math.inf
+"""No score is greater: the lossless rule, bit for bit. θ = 1 refuses as much, but the judge is asked."""
 
 
 @dataclass(frozen=True)

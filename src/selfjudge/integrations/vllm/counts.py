@@ -41,12 +41,16 @@ class Counts:
 
     def add(self, rows: Rows, accepted: Tensor, raised: Tensor, aligned: Tensor) -> None:
         """One step: accepted drafts of each request [R]; which rows were raised and which aligned anyway [n]."""
-        drafted = rows.counts > 0
         taken = rows.place < accepted[rows.owner]
         self.total += torch.stack([
-            drafted.sum(), ((accepted + 1) * drafted).sum(), ((rows.leading(aligned) + 1) * drafted).sum(),
+            rows.cycles, (accepted * rows.drafted).sum() + rows.cycles, rows.leading(aligned).sum() + rows.cycles,
             (taken & raised & ~aligned).sum(),
         ])  # fmt: skip
+
+    def add_lossless(self, rows: Rows, accepted: Tensor) -> None:
+        """One step in which nobody asked the judge: what was accepted [R] is what would have been."""
+        tokens = (accepted * rows.drafted).sum() + rows.cycles
+        self.total += torch.stack([rows.cycles, tokens, tokens, torch.zeros_like(tokens)])
 
     def read(self) -> dict[str, int]:
         """The totals now; waits for the device."""

@@ -15,7 +15,7 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.gpu_model_runner import ExecuteModelState
 
 from selfjudge.integrations.vllm.approval import Agree, Approval, Rows
-from selfjudge.integrations.vllm.config import Thresholds
+from selfjudge.integrations.vllm.config import OFF, Thresholds
 from selfjudge.integrations.vllm.counts import Counts
 from selfjudge.integrations.vllm.signatures import exactly, has, holds, takes
 
@@ -25,7 +25,7 @@ def check() -> None:
     takes(RejectionSampler.forward, ("metadata", "draft_probs", "logits", "sampling_metadata"))
     takes(RejectionSampler.apply_logits_processors, ("logits", "sampling_metadata", "metadata"))
     holds(ExecuteModelState, "logits", "spec_decode_metadata", "sample_hidden_states")
-    holds(SpecDecodeMetadata, "draft_token_ids", "num_draft_tokens", "cu_num_draft_tokens", "target_logits_indices")
+    holds(SpecDecodeMetadata, "draft_token_ids", "num_draft_tokens", "target_logits_indices")
 
 
 class JudgeSampler(RejectionSampler):
@@ -33,21 +33,26 @@ class JudgeSampler(RejectionSampler):
 
     approval: Approval
     counts: Counts
-    asked: tuple[Rows, Tensor] | None = None
-    """The rows of this step and which of them the judge approved; None outside of a step (profiling runs)."""
+    asked: tuple[Rows, Tensor | None] | None = None
+    """The rows of this step and which of them the judge approved, if a request wants to know; None outside of a step
+    (profiling runs)."""
     marked: tuple[Tensor, Tensor] | None = None
 
     def apply_logits_processors(self, logits: Tensor, sampling_metadata: Any, metadata: Any) -> Tensor:
         logits = super().apply_logits_processors(logits, sampling_metadata, metadata)
-        if self.asked is not None:
+        if self.asked is not None and self.asked[1] is not None:
             self.marked = self.approval.mark(logits, metadata.draft_token_ids, self.asked[1])
         return logits
 
     def forward(self, metadata: Any, draft_probs: Tensor | None, logits: Tensor, sampling_metadata: Any) -> Any:
         output = super().forward(metadata, draft_probs, logits, sampling_metadata)
-        if self.asked is not None and self.marked is not None:
+        if self.asked is not None:
             rows, _ = self.asked
-            self.counts.add(rows, (output.sampled_token_ids >= 0).sum(1) - 1, *self.marked)  # the last is no draft
+            accepted = (output.sampled_token_ids >= 0).sum(1) - 1  # the last is no draft
+            if self.marked is None:
+                self.counts.add_lossless(rows, accepted)
+            else:
+                self.counts.add(rows, accepted, *self.marked)
         self.asked = self.marked = None
         return output
 
@@ -62,6 +67,8 @@ class Adapter:
         exactly(self.sampler, RejectionSampler)
         self.sampler.__class__ = JudgeSampler  # keeps whatever this version's constructor has made
         self.sampler.approval, self.sampler.counts = approval, counts
+        self._known: dict[str, tuple[Any, float]] = {}
+        self._last: tuple[list[int], Rows] | None = None
 
     def before_sampling(self) -> None:
         """Ask the judge about the drafts that are about to be verified."""
@@ -70,22 +77,39 @@ class Adapter:
         if state is None or state.spec_decode_metadata is None:
             return
         drafts = state.spec_decode_metadata
-        ends = drafts.cu_num_draft_tokens.long()
-        rows = Rows.of(torch.diff(ends, prepend=ends.new_zeros(1)), len(drafts.draft_token_ids))
+        rows, thresholds = self._rows(drafts), self._wishes()
+        if all(theta == OFF for theta in thresholds):
+            self.sampler.asked = rows, None
+            return
         predicts = drafts.target_logits_indices
         approved = self.approval(
             state.sample_hidden_states[predicts + 1],  # the row after the one that predicts a draft is the draft's own
             state.logits[predicts],
             drafts.draft_token_ids,
-            self._theta(rows),
+            _each(thresholds, rows),
             rows.owner,
         )
         self.sampler.asked = rows, self.agree(approved)
 
-    def _theta(self, rows: Rows) -> float | Tensor:
-        """One θ for all, or [n] where requests differ."""
-        requests = self.runner.requests
-        found = [self.thresholds(requests[name].sampling_params) for name in self.runner.input_batch.req_ids]
-        if len(set(found)) == 1:
-            return found[0]
-        return torch.tensor(found).to(rows.owner.device, non_blocking=True)[rows.owner]
+    def _rows(self, drafts: Any) -> Rows:
+        """The rows of this step, which mostly are those of the last one: then nothing is computed."""
+        if self._last is None or self._last[0] != drafts.num_draft_tokens:
+            counts = torch.tensor(drafts.num_draft_tokens).to(drafts.draft_token_ids.device, non_blocking=True)
+            self._last = drafts.num_draft_tokens, Rows.of(counts, len(drafts.draft_token_ids))
+        return self._last[1]
+
+    def _wishes(self) -> list[float]:
+        """θ of each request of the batch, read once."""
+        known, self._known = self._known, {}
+        for name in self.runner.input_batch.req_ids:
+            params = self.runner.requests[name].sampling_params
+            found = known.get(name)
+            self._known[name] = found if found and found[0] is params else (params, self.thresholds(params))
+        return [theta for _, theta in self._known.values()]
+
+
+def _each(thresholds: list[float], rows: Rows) -> float | Tensor:
+    """One θ for all, or [n] where requests differ."""
+    if len(set(thresholds)) == 1:
+        return thresholds[0]
+    return torch.tensor(thresholds).to(rows.owner.device, non_blocking=True)[rows.owner]

