@@ -58,6 +58,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--eager", action="store_true", help="no compilation and no CUDA graphs, for CPUs")
     parser.add_argument("--async-scheduling", action="store_true", help="ask for it; vLLM may leave it off for drafts")
+    parser.add_argument(
+        "--cache", type=float, default=None, help="GiB for the KV cache; vLLM's own choice if not given"
+    )
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no measurement after so many")
     o = parser.parse_args()
     if len(o.batch) != len(o.prompts):
@@ -105,6 +108,8 @@ class Engine:
         }  # fmt: skip
         if find_spec("flashinfer") is None and not o.eager:
             asked["attention_backend"] = "FLASH_ATTN"
+        if o.cache is not None:  # the device is shared: vLLM must not measure it
+            asked |= {"kv_cache_memory_bytes": int(o.cache * 2**30), "gpu_memory_utilization": 0.1}
         if o.async_scheduling:
             asked["async_scheduling"] = True
         if o.mode != "plain":
