@@ -326,9 +326,10 @@ def test_other_answers_in_texts() -> None:
     mmlu = task("mmlu")
     found = [mmlu.extract({}, text) for text in (
         "The answer is (B).", "the answer is **(c)**", "The answer is: D", "Is the answer is (A)? The answer is (B)", "answer is \\boxed{A}",
-        "The answer is a bird.", "The answer is Dover.", "(A)",
+        "The answer is a bird.", "The answer is Dover.", "(A)", "The right choice is \\(\\boxed{B}\\).", "\\boxed{A} or \\boxed{\\text{(C)}}",
+        "\\boxed{24}", "\\boxed{A}, so the answer is (D)",
     )]  # fmt: skip
-    assert found == ["B", "C", "D", "B", "A", None, None, None]
+    assert found == ["B", "C", "D", "B", "A", None, None, None, "B", "C", None, "D"]
 
 
 def test_equal_numbers() -> None:

@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from selfjudge.tasks import Row, Task, apart, numbered, plain
 
 _ANSWER = re.compile(r"(?i:answer is):?\s*\**\s*(?:\\boxed\{)?\s*(?:\(\s*([A-Da-d])\s*\)|([A-D])(?![\w']))")
+_BOXED = re.compile(r"\\boxed\{\s*(?:\\text\{)?\s*\(?([A-D])\)?\s*\}")  # models that learnt from MATH
 
 
 class Mmlu(Task):
@@ -49,8 +50,10 @@ class Mmlu(Task):
         return "ABCD"[row["answer"]]
 
     def extract(self, row: Row, text: str) -> str | None:
-        found = _ANSWER.findall(text)
-        return (found[-1][0] or found[-1][1]).upper() if found else None
+        if found := _ANSWER.findall(text):
+            return str(found[-1][0] or found[-1][1]).upper()
+        boxed: list[str] = _BOXED.findall(text)
+        return boxed[-1] if boxed else None
 
 
 TASK = Mmlu
