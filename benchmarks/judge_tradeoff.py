@@ -144,12 +144,14 @@ def _mean(one: Task, rows: Sequence[Any], texts: Sequence[str]) -> float:
 
 
 def draw(file: Path, runs: list[dict[str, Any]], tasks: Sequence[str]) -> None:
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4 * len(tasks)), layout="constrained")
+    figure = Figure(figsize=(13, 4 * len(tasks)), layout="constrained")
     axes = figure.subplots(len(tasks), 2, squeeze=False)
     marks = {"exact": "*", "random": "x", "margin": "s", "topk": "^", "fly": "v"}
     names = list(dict.fromkeys(r["rule"] for r in runs))
+    colours = dict(zip(names, colormaps["tab20"].colors, strict=False))  # type: ignore[attr-defined]
     for line, name in zip(axes, tasks, strict=True):
         for axis, key in zip(line, ("log_likelihood", "agreement"), strict=True):
             for rule in names:
@@ -157,9 +159,16 @@ def draw(file: Path, runs: list[dict[str, Any]], tasks: Sequence[str]) -> None:
                     (r["mean_accepted_length"], r[key]) for r in runs if r["task"] == name and r["rule"] == rule
                 )
                 style = {"linestyle": "none"} if rule in ("fly", "exact") else {}
-                axis.plot([m for m, _ in mine], [v for _, v in mine], marker=marks.get(rule, "o"), label=rule, **style)
+                axis.plot(
+                    [m for m, _ in mine],
+                    [v for _, v in mine],
+                    marker=marks.get(rule, "o"),
+                    label=rule,
+                    color=colours[rule],
+                    **style,
+                )
             axis.set(title=name, xlabel="m", ylabel=key.replace("_", " "))
-    axes[0][0].legend()
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside right center")
     figure.savefig(file, dpi=100)
 
 
