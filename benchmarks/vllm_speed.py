@@ -73,7 +73,7 @@ class Measured:
 
     def __init__(self, file: Path, mode: str, settings: dict[str, Any], seconds: float) -> None:
         self.file, self.mode, self.settings, self.seconds = file, mode, settings, seconds
-        self.mine: dict[str, Any] = {"runs": [], "accuracy": [], "error": None}
+        self.mine: dict[str, Any] = {"runs": [], "accuracy": [], "error": None, "whole": False}
         if file.exists():
             refuse_other(file, read_json(file), settings)
 
@@ -84,7 +84,7 @@ class Measured:
 
     def add(self, kind: str, **found: Any) -> None:
         self.mine[kind].append(found)
-        self.save()
+        self.save()  # for the first time here: an engine that does not start replaces no results
         shown = {
             k: round(v, 3) if isinstance(v, float) else v for k, v in found.items() if k not in ("answers", "correct")
         }
@@ -225,13 +225,19 @@ def speed(
         for wish in asked.values():  # kernels, graphs and caches that are made at first use
             engine.answer(prompts[:batch], 8, wish)
         for repeat in range(o.repeats):
-            for name, wish in asked.items():
+            for name, wish in rotated(list(asked.items()), repeat):
                 if out.late:
                     say(f"no time left for {name} at {batch}")
                     continue
                 found = engine.measure(prompts[:n], batch, o.max_new_tokens, wish)
                 found["answers"] = digests(found["answers"])
                 out.add("runs", setting=name, batch=batch, repeat=repeat, **found)
+
+
+def rotated(items: list[tuple[str, Any]], by: int) -> list[tuple[str, Any]]:
+    """Another one first in every repeat, so that none always follows the same."""
+    by %= len(items)
+    return items[by:] + items[:by]
 
 
 def accuracy(
@@ -287,18 +293,19 @@ def main() -> None:
             **engine.about, "machine": machine(), "versions": versions() | known, "date": time.strftime("%Y-%m-%d"),
             "thresholds": dict(judge.config.thresholds) | {f"q{q:g}": judge.quality(q) for q in o.qualities},
         }  # fmt: skip
-        out.save()
         say(f"engine: {engine.about}")
         speed(o, engine, prompts, asked, out)
         if o.accuracy:
             accuracy(o, engine, rows[: o.accuracy], prompts[: o.accuracy], asked, out)
         wish = asked.get("R")
         out.mine["waits"] = waits(lambda: engine.answer(prompts[: max(o.batch)], 16, wish))
+        out.mine["whole"] = not out.late
         out.save()
         say(f"the host waits at {out.mine['waits']}")
     except BaseException as error:
         out.mine["error"] = f"{type(error).__name__}: {first_line(error)}"
-        out.save()
+        if out.mine["runs"]:
+            out.save()
         raise
     say("done")
 

@@ -36,6 +36,7 @@ from selfjudge.quality import likelihoods, substitutions
 from selfjudge.shells import generate
 from selfjudge.store import locked, provenance, read_json, read_rows, refuse_other, sha256, write_json, write_rows
 from selfjudge.tasks import FILE, Row, Task, split_of, task
+from selfjudge.tasks.livecodebench import fold, learnt_folds
 from selfjudge.types import PHASES, Generation
 
 Notify = Callable[[str, float], None]
@@ -160,10 +161,11 @@ def _evaluate(
         for number, (name, (one, rows)) in enumerate(tasks.items()):
             place = out / label_of(name)
             _same_rows(place, name, one, rows, settings.nli)
+            _learnt(one, rows, runs, warn)
             for turn, run in enumerate(runs):
                 done = (number + turn / len(runs)) / len(tasks)
                 work = _Work(pair, one, rows, run, place / run.folder, settings, entails, examples, times)
-                same = next((r for r in runs[:turn] if r.meaning == run.meaning), None)
+                same = next((r for r in runs[:turn] if (r.judge, r.meaning) == (run.judge, run.meaning)), None)
                 if not work.done and same is not None:
                     work.take_over(place / same.folder)
                 elif not work.done:
@@ -196,6 +198,22 @@ def _same_rows(folder: Path, name: str, one: Task, rows: Sequence[Row], nli: str
     if one.story(rows[0]) is not None:
         now["nli"] = nli
     _keep(folder / "task.json", now)
+
+
+def _learnt(one: Task, rows: Sequence[Row], runs: Sequence[Run], warn: Callable[[str], None]) -> None:
+    """Say which judges have seen the problems that they decide about."""
+    if one.name != "livecodebench":
+        return
+    there = {fold(row) for row in rows}
+    for name in dict.fromkeys(run.judge for run in runs if run.judge):
+        judges = next([rule.judge for rule in run.rules] for run in runs if run.judge == name)
+        for k, judge in enumerate(judges):
+            asked = there & {k} if len(judges) > 1 else there
+            if judge is not None and asked & learnt_folds(judge.config.sources):
+                warn(
+                    f"the judge {name} was labelled with problems of {one.name} that it now decides about; docs/eval.md says how to give one for each fold"
+                )
+                break
 
 
 def _keep(file: Path, now: dict[str, Any]) -> None:
@@ -256,7 +274,7 @@ class _Work:
             return False
         if read_json(self.folder / "summary.json")["run_sha256"] != self.run.identity:
             raise SelfJudgeError(
-                f"{self.folder} was made with another judge or threshold: name another --out or remove it"
+                f"{self.folder} was made with another judge or threshold, or by another version: name another --out or remove it"
             )
         shutil.rmtree(self.folder / "work", ignore_errors=True)
         return True
@@ -277,8 +295,6 @@ class _Work:
         """(number, rule, rows): `batch` rows each; where there is a judge a fold, rows of one fold."""
         groups: list[tuple[AcceptanceRule, list[Row]]] = [(self.run.rules[0], self.rows)]
         if len(self.run.rules) > 1 and self.task.name == "livecodebench":
-            from selfjudge.tasks.livecodebench import fold
-
             groups = [(rule, [r for r in self.rows if fold(r) == k]) for k, rule in enumerate(self.run.rules)]
         number = 0
         for rule, rows in groups:
@@ -342,8 +358,10 @@ class _Work:
         self.folder.mkdir(parents=True, exist_ok=True)
         for name in ("samples.jsonl.gz", "examples.jsonl"):
             shutil.copy(folder / name, self.folder / name)
-        summary = read_json(folder / "summary.json")
-        write_json(self.folder / "summary.json", {**summary, "rule": self.run.name, "run_sha256": self.run.identity})
+        mine: dict[str, Any] = {"rule": self.run.name, "run_sha256": self.run.identity}
+        mine |= {} if self.times else {"tokens_per_second": None, "seconds": {}}
+        write_json(self.folder / "summary.json", {**read_json(folder / "summary.json"), **mine})
+        shutil.rmtree(self.folder / "work", ignore_errors=True)
 
     def compared(self, exact: Path | None) -> dict[str, Any]:
         """The summary, compared with that run of `exact`; what was compared with the same one stays as it is."""
@@ -390,7 +408,7 @@ class _Work:
         prompts = self.pair.encode_many([self.task.prompt(self.rows[i]) for i in order])
         sequences = [(ids, answers[i].tokens) for ids, i in zip(prompts, order, strict=True)]
         seen = likelihoods(self.pair, sequences)
-        judged = self._judged(sequences, seen)
+        judged = self._judged([self._judge(self.rows[i]) for i in order], sequences, seen)
         made = []
         for n, i in enumerate(order):
             one, cycle, tokens = seen[n], 0, []
@@ -408,24 +426,33 @@ class _Work:
             })  # fmt: skip
         return made
 
+    def _judge(self, row: Row) -> Judge | None:
+        """Who decided about this example."""
+        if len(self.run.rules) > 1 and self.task.name == "livecodebench":
+            return self.run.rules[fold(row)].judge
+        return self.run.rules[0].judge
+
     @torch.no_grad()
     def _judged(
-        self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]], seen: Sequence[Any]
+        self,
+        judges: Sequence[Judge | None],
+        sequences: Sequence[tuple[Sequence[int], Sequence[int]]],
+        seen: Sequence[Any],
     ) -> list[list[float | None]]:
-        """The judge's score of every token but the last (whose state no pass holds); None where it reads drafts ahead."""
+        """The judges' scores of every token but the last (whose state no pass holds); None where they read drafts ahead."""
         found: list[list[float | None]] = [[None] * len(answer) for _, answer in sequences]
-        judge = self.run.rules[0].judge
-        if judge is None or "lookahead" in judge.config.features:
+        if all(judge is None or "lookahead" in judge.config.features for judge in judges):
             return found
         for part, hidden in forced(self.pair.target, sequences):
             at = 0
             for i in part:
-                size = len(sequences[i][1])
+                size, judge = len(sequences[i][1]), judges[i]
                 states = hidden[at + 1 : at + size].float()  # the state that predicts the next token is the one at this
                 margins = torch.tensor(seen[i].log_p[:-1]) - torch.tensor(seen[i].choice_log_p[:-1])
                 margins = margins.clamp(LOWEST, 0)
-                x = torch.cat([states, margins.to(states)[:, None]], 1) if "margin" in judge.config.features else states
-                if size > 1:
+                if size > 1 and judge is not None and "lookahead" not in judge.config.features:
+                    marked = "margin" in judge.config.features
+                    x = torch.cat([states, margins.to(states)[:, None]], 1) if marked else states
                     found[i][:-1] = [round(v, 4) for v in judge.to(states.device).score(x).tolist()]
                 at += size
         return found

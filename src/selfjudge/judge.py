@@ -51,6 +51,8 @@ class JudgeConfig:
     label_method: str = ""
     suffix_length: int | None = None
     tau: float | None = None
+    sources: tuple[str, ...] = ()
+    """Of the prompts it was labelled with, where that is known."""
     quality_curve: tuple[tuple[float, float], ...] = ()
     """(share of unacceptable tokens that is rejected, the most permissive θ that does so), ascending."""
     thresholds: Mapping[str, float] = field(default_factory=dict)
@@ -209,7 +211,8 @@ class Judge(nn.Module):
         if "hidden_size" not in raw:
             raise SelfJudgeError(f"{folder}/config.json names no hidden_size")
         _checked(folder, raw)
-        config = JudgeConfig(**{k: v for k, v in raw.items() if k in known})
+        given: dict[str, Any] = {k: v for k, v in raw.items() if k in known}
+        config = JudgeConfig(**given | {"sources": tuple(given.get("sources", ()))})
         readable: dict[str, tuple[str, ...]] = {
             "layer": ("final",), "norm": ("post_final_norm",), "features": FEATURES, "model": MODELS,
         }  # fmt: skip
@@ -242,6 +245,7 @@ def _checked(folder: Path, raw: Mapping[str, Any]) -> None:
         "thresholds": lambda v: isinstance(v, dict) and all(share(theta) for theta in v.values()),
         "quality_curve": lambda v: isinstance(v, list) and all(isinstance(p, list) and len(p) == 2 and all(map(share, p)) for p in v),
         "metrics": lambda v: isinstance(v, dict),
+        "sources": lambda v: isinstance(v, list) and all(isinstance(name, str) for name in v),
     }  # fmt: skip
     for key, holds in good.items():
         if key in raw and not holds(raw[key]):

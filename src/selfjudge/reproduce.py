@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ from selfjudge.evaluate import evaluate, examples_of, runs_of
 from selfjudge.judge import Judge
 from selfjudge.label import Settings as LabelSettings
 from selfjudge.label import label, shipped_tau
+from selfjudge.label.shards import info
 from selfjudge.models.pair import Pair
 from selfjudge.sources import Source
-from selfjudge.tasks.livecodebench import FOLDS
+from selfjudge.tasks.livecodebench import FOLDS, learnt_folds
 from selfjudge.train import Settings as TrainSettings
 from selfjudge.train import train
 
@@ -102,7 +103,11 @@ def reproduce(
     judges, folded = _judges(folders, out / "judges", preset, device, notify, warn)
 
     def run(tasks: Sequence[str], rules: Sequence[str], gammas: Sequence[int]) -> None:
-        runs = runs_of(rules, gammas, {**judges, **folded} if CODE in tasks else judges, pair.special_ids)
+        known = judges
+        if CODE in tasks:  # judges that have seen its problems take no part
+            known = unseen(judges, folded)
+            rules = [rule for rule in rules if rule.partition("@")[2] in ("", *known)]
+        runs = runs_of(rules, gammas, known, pair.special_ids)
         evaluate(
             pair, out / "eval", tasks, runs, settings, data=data, allow_unsafe=allow_unsafe, entails=entails,
             notify=_named("evaluating", notify), warn=warn,
@@ -167,7 +172,8 @@ def _judges(
         "selfjudge": (own, TrainSettings(originals=preset.originals)),
         "paper": (own, TrainSettings(features="hidden", model="linear", originals=True)),
     }
-    names = [Source.parse(prompt).name for prompt in preset.prompts]
+    there = {name for folder in own for name in info(folder)["sources"]}
+    names = [name for name in (Source.parse(prompt).name for prompt in preset.prompts) if name in there]
     folds = [f"livecodebench/fold-{k}" for k in range(FOLDS)] if CODE in preset.tasks else []
     wanted |= {
         f"{name}-{fold.rpartition('/')[2]}": (own, replace(settings, sources=tuple(n for n in names if n != fold)))
@@ -187,7 +193,7 @@ def _judges(
             try:
                 train(labels, folder, settings, device=device, notify=_named(f"judge {name}", notify))
             except SelfJudgeError as error:
-                if name.startswith("selfjudge"):
+                if name == "selfjudge":
                     raise
                 warn(f"judge {name}: {error}; it is left out")
                 continue
@@ -197,6 +203,12 @@ def _judges(
         for name in ("selfjudge", "paper") if folds and all(f"{name}-fold-{k}" in found for k in range(FOLDS))
     }  # fmt: skip
     return {name: [judge] for name, judge in found.items() if "-fold-" not in name}, by_fold
+
+
+def unseen(judges: Mapping[str, list[Judge]], folded: Mapping[str, list[Judge]]) -> dict[str, list[Judge]]:
+    """The judges that may decide about LiveCodeBench: one for each fold, or one that was labelled with nothing of it."""
+    others = {name: found for name, found in judges.items() if not learnt_folds(found[0].config.sources)}
+    return {**others, **folded}
 
 
 def _named(name: str, notify: Notify) -> Notify:

@@ -15,7 +15,7 @@ from selfjudge.self_written import written_passages, written_prompts
 from selfjudge.tasks import FILE, Task, known, split_of, task
 from selfjudge.tasks.cnn_dailymail import summarise
 
-LEARNT = ("train", "fold-")  # splits begin with one of these
+LEARNABLE = ("train", "fold-", "dev", "validation")  # splits begin with one of these
 SELF = ("self", "self-summaries")
 SELF_COUNT = 20000  # prompts that the target writes if no number is given
 Notify = Callable[[str, float], None]
@@ -104,16 +104,16 @@ def given(source: Source, data: Path | None, *, skip_broken: Callable[[str], Non
     """The prompts of a task's training split, or of another that may be learnt from, or of a file; broken lines are refused, or told to `skip_broken`."""
     if known(source.name):
         one, split = task(source.name, data), split_of(source.name) or "train"
-        if split in one.splits and not split.startswith(LEARNT):
-            raise SelfJudgeError(f"{source.name}: nothing is learnt from this split; take one of: {_learnt(one)}")
+        if split in one.splits and not split.startswith(LEARNABLE):
+            raise SelfJudgeError(f"{source.name}: nothing is learnt from this split; take one of: {_learnable(one)}")
         return [Asked(row["id"], source.name, one.prompt(row), row) for row in one.examples(split, source.count)]
     path = Path(source.name).expanduser()
     prompts = read_prompts(path, skip_broken=skip_broken)[: source.count]
     return [Asked(f"{path.stem}-{i}", source.name, prompt) for i, prompt in enumerate(prompts)]
 
 
-def _learnt(one: Task) -> str:
-    return ", ".join(split for split in one.splits if split.startswith(LEARNT)) or "none, it is for tests alone"
+def _learnable(one: Task) -> str:
+    return ", ".join(split for split in one.splits if split.startswith(LEARNABLE)) or "none, it is for tests alone"
 
 
 def written(pair: Pair, source: Source, seed: int, batch: int, notify: Notify) -> tuple[list[Asked], dict[str, Any]]:

@@ -16,11 +16,16 @@ import pytest
 from typer.testing import CliRunner
 
 from selfjudge.cli import app
+from selfjudge.errors import SelfJudgeError
 from selfjudge.judge import Judge, JudgeConfig
+from selfjudge.label import Settings as LabelSettings
+from selfjudge.label import label
 from selfjudge.models.pair import Pair
-from selfjudge.reproduce import PRESETS, Preset, reproduce
+from selfjudge.reproduce import CODE, PRESETS, Preset, _judges, reproduce, unseen
 from selfjudge.shells import generate
+from selfjudge.sources import Asked, Source
 from selfjudge.store import read_json, read_rows
+from selfjudge.train import train
 
 TIMED = ("seconds", "tokens_per_second")
 
@@ -120,6 +125,47 @@ def test_reproduce_goes_from_labels_to_a_page_and_keeps_what_is_done(
         again = reproduce(tiny_pair, out, preset, batch=8, warn=said.append)
         assert {path: path.stat().st_mtime_ns for path in out.rglob("summary.json")} == before
     assert again["tables"].keys() == found["tables"].keys()
+
+
+def test_judges_of_a_fold_have_learnt_from_the_others(
+    tiny_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def given(source: Source, data: Path | None, **_: Any) -> list[Asked]:
+        rng = np.random.default_rng(int(source.name[-1]))
+        texts = [" ".join(f"w{i}" for i in rng.integers(5, 50, rng.integers(2, 9))) for _ in range(8)]
+        return [Asked(f"{source.name}-{i}", source.name, text) for i, text in enumerate(texts)]
+
+    monkeypatch.setattr("selfjudge.label.given", given)
+    monkeypatch.setattr("selfjudge.reproduce.shipped_tau", lambda *_: {"tau": -20.0})
+    monkeypatch.setattr("selfjudge.label.shipped_tau", lambda *_: {"tau": -20.0, "shipped": True})
+    folds = [f"livecodebench/fold-{k}" for k in range(4)]
+    preset = Preset("folds", tuple(folds), (), (), (CODE,), label_tokens=40)
+    folder = tmp_path / "labels"
+    label(tiny_pair, folder, LabelSettings(prompts=preset.prompts, max_new_tokens=40))
+    said: list[str] = []
+    judges, folded = _judges({"selfjudge": folder}, tmp_path / "judges", preset, None, lambda *_: None, said.append)
+    assert all(text.startswith("judge n=") for text in said)  # a given τ is for one N
+    assert judges["selfjudge"][0].config.sources == tuple(folds)
+    for name in ("selfjudge", "paper"):
+        for k, judge in enumerate(folded[name]):
+            assert judge.config.sources == tuple(fold for fold in folds if not fold.endswith(str(k)))
+    assert not set(judges) & {f"selfjudge-fold-{k}" for k in range(4)}
+
+    said.clear()
+    monkeypatch.setattr("selfjudge.reproduce.train", _refusing(train, "paper-fold-2"))
+    judges, folded = _judges({"selfjudge": folder}, tmp_path / "again", preset, None, lambda *_: None, said.append)
+    assert list(folded) == ["selfjudge"]  # a judge of all folds must not stand in for one of three
+    assert said[0] == "judge paper-fold-2: no; it is left out"
+    assert sorted(unseen(judges, folded)) == ["selfjudge"]
+
+
+def _refusing(train: Any, name: str) -> Any:
+    def trained(labels: Any, out: Path, *given: Any, **options: Any) -> Any:
+        if out.name == name:
+            raise SelfJudgeError("no")
+        return train(labels, out, *given, **options)
+
+    return trained
 
 
 def test_presets_are_known() -> None:

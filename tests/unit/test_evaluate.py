@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,11 @@ from selfjudge.accept import Judged
 from selfjudge.consistency import classifier, consistency, proxy, sentences
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate import Run, Settings, evaluate, interval, label_of, runs_of, wording
-from selfjudge.judge import Judge
+from selfjudge.judge import Judge, JudgeConfig
 from selfjudge.models.pair import Pair
 from selfjudge.shells import generate
 from selfjudge.store import read_rows
-from selfjudge.tasks.livecodebench import fold
+from selfjudge.tasks.livecodebench import fold, learnt_folds
 
 SMALL = Settings(max_new_tokens=14, batch=3)
 TIMED = ("seconds", "tokens_per_second", "machine", "versions", "date")
@@ -349,6 +350,45 @@ def test_two_names_of_one_rule_are_decoded_once(
     )
     assert evaluate(tiny_pair, tmp_path / "eval", [asked], runs, SMALL) == found
     assert len(counted) == 9
+    twins = {"mine": [judge], "other": [Judge(replace(judge.config, suffix_length=5), weight=judge.weight)]}
+    both = evaluate(tiny_pair, tmp_path / "twins", [asked], runs_of(["judged:F"], [3], twins, ()), SMALL)
+    assert [(s["judge"], s["suffix_length"]) for s in both] == [("mine", None), ("other", 5)]  # each is named
+
+
+def test_what_is_taken_over_leaves_no_work_and_no_times(
+    tiny_pair: Pair, asked: str, judges: Any, tmp_path: Path
+) -> None:
+    judges["mine"][0].config.thresholds.update(F=0.4, R=0.4)
+    first, second = runs_of(["judged:F", "judged:R"], [3], judges, ())
+    evaluate(tiny_pair, tmp_path, [asked], [first], SMALL)
+    left = tmp_path / "file:mine" / second.folder / "work"
+    left.mkdir(parents=True)
+    (left / "part-00000.jsonl").write_text("half a li")
+    timed, taken = evaluate(tiny_pair, tmp_path, [asked], [first, second], SMALL, times=False)
+    assert timed["tokens_per_second"] > 0
+    assert (taken["tokens_per_second"], taken["seconds"]) == (None, {})
+    assert not left.exists()
+
+
+def test_judges_that_have_seen_the_problems_are_named() -> None:
+    assert learnt_folds(("gsm8k", "livecodebench")) == {1, 2, 3}
+    assert learnt_folds(("livecodebench/train-2", "self")) == {0, 1, 3}
+    assert learnt_folds(("livecodebench/fold-1", "livecodebench/fold-3")) == {1, 3}
+    rows = [{"id": f"q{i}", "question_id": f"q{i}"} for i in range(40)]
+    one = type("Fake", (), {"name": "livecodebench"})()
+
+    def said(*sources: tuple[str, ...], asked: list[Any] = rows) -> list[str]:
+        made = [Judge(JudgeConfig(hidden_size=4, sources=names)) for names in sources]
+        found: list[str] = []
+        evaluating._learnt(one, asked, runs_of(["exact", "judged:0.5"], [3], {"mine": made}, ()), found.append)
+        return found
+
+    assert "the judge mine was labelled with problems" in said(("livecodebench",))[0]
+    assert not said(("livecodebench",), asked=[row for row in rows if fold(row) == 0])
+    others = [tuple(f"livecodebench/fold-{j}" for j in range(4) if j != k) for k in range(4)]
+    assert not said(*others)
+    assert said(*reversed(others))
+    assert not said(("gsm8k",))
 
 
 def test_times_can_be_left_out(tiny_pair: Pair, asked: str, tmp_path: Path) -> None:

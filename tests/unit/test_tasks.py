@@ -257,7 +257,9 @@ def test_folds(made_up: Path) -> None:
     assert one.examples("train") == one.examples("train-0")
 
 
-def test_prompts_come_from_splits_that_may_be_learnt_from(made_up: Path) -> None:
+def test_prompts_come_from_splits_that_may_be_learnt_from(
+    made_up: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def ids(name: str) -> list[str]:
         return [asked.id for asked in given(Source.parse(name), made_up)]
 
@@ -265,6 +267,12 @@ def test_prompts_come_from_splits_that_may_be_learnt_from(made_up: Path) -> None
     assert ids("livecodebench") == ids("livecodebench/train-0") == [row["id"] for row in one.examples("train")]
     assert ids("livecodebench/fold-2") == [row["id"] for row in one.examples("test-2")]
     assert given(Source.parse("livecodebench/fold-2:1"), made_up)[0].source == "livecodebench/fold-2"
+    assert known("gsm8k/nonsense")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gsm8k").mkdir()
+    (tmp_path / "gsm8k" / "mine.jsonl").write_text('{"prompt": "Sing."}')
+    assert ids("gsm8k/mine.jsonl") == ["mine-0"]  # a file that happens to lie in a folder of that name
+    assert ids("mbpp/validation") == [row["id"] for row in task("mbpp", made_up).examples("validation")]
     for name, message in (
         ("livecodebench/test-1", "take one of: train, train-0, fold-0"),
         ("livecodebench/all", "nothing is learnt"),

@@ -153,7 +153,7 @@ def _grouped(tables: Sequence[Table]) -> str:
     kinds: dict[str, list[Table]] = {"Tasks of the average": [], "Code, apart as in the paper": [], "Other tasks": []}
     for table in tables:
         task = table.rows[0]["task"]
-        kinds[list(kinds)[0 if task in PAPER else 1 if task == "livecodebench" else 2]].append(table)
+        kinds[list(kinds)[0 if task in PAPER else 1 if task.startswith("livecodebench") else 2]].append(table)
     return "".join(
         f"<div data-block><h3>{heading}</h3>{''.join(map(_table, mine))}</div>"
         for heading, mine in kinds.items()

@@ -106,8 +106,8 @@ class Run:
 
     @property
     def method(self) -> str:
-        """Rule name, options that are named, and judge; the first option gives the points of one curve."""
-        named = "".join(f", {option}" for option in self.option.split(",") if "=" in option)
+        """Rule name, options after the first, and judge; the first one gives the points of one curve."""
+        named = "".join(f", {option}" for option in self.option.split(",")[1:])
         return f"{self.name}{named}@{self.judge}" if self.judge else f"{self.name}{named}"
 
     @property

@@ -142,7 +142,7 @@ def task(name: str, data: Path | None = None, *, allow_unsafe: bool = False) -> 
 
 def known(name: str) -> bool:
     """Does this name a task, or a split of one?"""
-    return name.partition("/")[0] in NAMES or name.startswith(FILE)
+    return name in NAMES or name.startswith(FILE) or (name.partition("/")[0] in NAMES and not Path(name).is_file())
 
 
 def split_of(name: str) -> str | None:

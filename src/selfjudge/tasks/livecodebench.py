@@ -6,6 +6,7 @@ Passing the public tests is easier than the benchmark's own measure: these figur
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from hashlib import sha256
 
 from selfjudge.sandbox import Trial
@@ -83,6 +84,16 @@ class LiveCodeBench(CodeTask):
 def fold(row: Row) -> int:
     """0 … 3, by the hash of the problem's name: the same whatever other problems are at hand."""
     return sha256(row["question_id"].encode()).digest()[0] % FOLDS
+
+
+def learnt_folds(sources: Iterable[str]) -> set[int]:
+    """The folds that labels from these sources of prompts have seen."""
+    found: set[int] = set()
+    for name, _, split in (source.partition("/") for source in sources):
+        if name == LiveCodeBench.name:
+            part, _, k = (split or "train").partition("-")
+            found |= {int(k)} if part == "fold" else set(range(FOLDS)) - {int(k or 0)}
+    return found
 
 
 TASK = LiveCodeBench

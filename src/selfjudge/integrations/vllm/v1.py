@@ -69,6 +69,7 @@ class Adapter:
         self.sampler.approval, self.sampler.counts = approval, counts
         self._known: dict[str, tuple[Any, float]] = {}
         self._last: tuple[list[int], Rows] | None = None
+        self._mixed: tuple[Rows, list[float], Tensor] | None = None
 
     def before_sampling(self) -> None:
         """Ask the judge about the drafts that are about to be verified."""
@@ -86,7 +87,7 @@ class Adapter:
             state.sample_hidden_states[predicts + 1],  # the row after the one that predicts a draft is the draft's own
             state.logits[predicts],
             drafts.draft_token_ids,
-            _each(thresholds, rows),
+            self._each(thresholds, rows),
             rows.owner,
         )
         self.sampler.asked = rows, self.agree(approved)
@@ -107,9 +108,11 @@ class Adapter:
             self._known[name] = found if found and found[0] is params else (params, self.thresholds(params))
         return [theta for _, theta in self._known.values()]
 
-
-def _each(thresholds: list[float], rows: Rows) -> float | Tensor:
-    """One θ for all, or [n] where requests differ."""
-    if len(set(thresholds)) == 1:
-        return thresholds[0]
-    return torch.tensor(thresholds).to(rows.owner.device, non_blocking=True)[rows.owner]
+    def _each(self, thresholds: list[float], rows: Rows) -> float | Tensor:
+        """One θ for all, or [n] where requests differ, as in the last step while nothing changes."""
+        if len(set(thresholds)) == 1:
+            return thresholds[0]
+        if self._mixed is None or self._mixed[0] is not rows or self._mixed[1] != thresholds:
+            found = torch.tensor(thresholds).to(rows.owner.device, non_blocking=True)[rows.owner]
+            self._mixed = rows, thresholds, found
+        return self._mixed[2]
