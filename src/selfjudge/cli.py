@@ -684,6 +684,9 @@ def train(
     suffix_length: Annotated[
         int | None, typer.Option(help="Label anew from the stored scores with this N; τ from the stored evidence.")
     ] = None,
+    suffix_gap: Annotated[
+        int, typer.Option(help="Label anew without the first tokens of the suffix; τ from the stored evidence.")
+    ] = 0,
     tau: Annotated[float | None, typer.Option(help="Label anew from the stored scores with this τ.")] = None,
     sources: Annotated[
         str,
@@ -705,7 +708,7 @@ def train(
     if originals not in ("on", "off"):
         raise SelfJudgeError(f"--originals is on or off, not {originals!r}")
     settings = Settings(
-        features=features, model=model, originals=originals == "on", suffix_length=suffix_length, tau=tau, reject=reject,
+        features=features, model=model, originals=originals == "on", suffix_length=suffix_length, suffix_gap=suffix_gap, tau=tau, reject=reject,
         sources=tuple(filter(None, sources.split(","))), seed=seed,
     )  # fmt: skip
     settings.check()

@@ -50,6 +50,7 @@ class JudgeConfig:
     model: str = "linear"
     label_method: str = ""
     suffix_length: int | None = None
+    suffix_gap: int = 0
     tau: float | None = None
     sources: tuple[str, ...] = ()
     """Of the prompts it was labelled with, where that is known."""

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge import FEATURES, JudgeConfig
+from selfjudge.label.tau import told_apart
 from selfjudge.store import machine, versions, write_json
 from selfjudge.train.fit import GRID, Fitted, auc, fit_linear, fit_mlp
 from selfjudge.train.rows import Rows
@@ -24,6 +25,7 @@ from selfjudge.train.rows import Rows
 Notify = Callable[[str, float], None]
 POINTS = 10
 LENGTHS = (0, 5, 10, 20)
+GAPS = (0, 1, 2, 3, 5)
 SOME_C = GRID[:6:2]  # a study compares many fits: three strengths of regularisation each
 
 
@@ -71,6 +73,7 @@ def study(
         "originals": fits.originals,
         "transfer": fits.transfer,
         "suffix_length": fits.suffix_length,
+        "suffix_gap": fits.suffix_gap,
     }
     for number, (name, run) in enumerate(studies.items()):
         tell(f"study: {name.replace('_', ' ')}", number / len(studies))
@@ -148,24 +151,32 @@ class _Fits:
         return made
 
     def suffix_length(self) -> list[dict[str, Any]]:
-        """Labels by other scores: shorter suffixes, and the mean instead of the sum; τ from the same evidence each time.
+        """Labels by other scores: shorter suffixes, and the mean instead of the sum."""
+        return [self._scored(length, mean=mean) for length in LENGTHS for mean in (False, True)]
+
+    def suffix_gap(self) -> list[dict[str, Any]]:
+        """Labels by scores that pass over the first tokens after the substitution."""
+        longest = min(self.rows.suffix_lengths)
+        return [self._scored(longest, gap=gap) for gap in GAPS if gap < longest]
+
+    def _scored(self, length: int, *, mean: bool = False, gap: int = 0) -> dict[str, Any]:
+        """Labels by another score, τ from the same evidence each time: how many are acceptable, how well a judge learns them, and
+        how well the score itself tells substitutions that kept the answer from those that changed it.
 
         An AUC against easier labels is not a better judge: compare what they buy in decoding.
         """
-        made: list[dict[str, Any]] = []
-        for length in LENGTHS:
-            for mean in (False, True):
-                row: dict[str, Any] = {"suffix_length": length, "score": "mean" if mean else "sum"}
-                try:
-                    rows = self.rows.relabelled(length, mean=mean)
-                    rows.check(self.settings.features)
-                except SelfJudgeError as error:
-                    made.append({**row, "why_not": str(error)})
-                    continue
-                fits = replace(self, rows=rows)
-                row |= {"tau": rows.taus[0], "acceptable": float(rows.labels[rows.used].mean())}
-                made.append({**row, "auc_mismatch": fits.holdout(fits.fit("linear"))})
-        return made
+        row: dict[str, Any] = {"suffix_length": length, "suffix_gap": gap, "score": "mean" if mean else "sum"}
+        evidence = self.rows.folders[0] / "calibration.safetensors"
+        if evidence.is_file():
+            row["told_apart"] = told_apart(evidence, length, mean=mean, gap=gap)
+        try:
+            rows = self.rows.relabelled(length, mean=mean, gap=gap)
+            rows.check(self.settings.features)
+        except SelfJudgeError as error:
+            return {**row, "why_not": str(error)}
+        fits = replace(self, rows=rows)
+        row |= {"tau": rows.taus[0], "acceptable": float(rows.labels[rows.used].mean())}
+        return {**row, "auc_mismatch": fits.holdout(fits.fit("linear"))}
 
 
 def draw(out: Path, found: dict[str, Any]) -> list[str]:

@@ -223,6 +223,7 @@ def test_label_train_study_and_generate_in_a_line(run, checkpoints: dict[str, st
     found = json.loads(text)
     assert len(found["features"]) == 3
     assert {r["suffix_length"] for r in found["suffix_length"]} == {0, 5, 10, 20}
+    assert found["suffix_gap"][0]["suffix_gap"] == 0
     assert found["learning_curve"][-1]["labels"] > found["learning_curve"][0]["labels"]
     assert (tmp_path / "study" / "learning_curve.png").is_file()
     assert run("study", f"{labels}2", "--out", str(tmp_path / "again"))[0] == 0

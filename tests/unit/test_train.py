@@ -27,7 +27,7 @@ from selfjudge.accept import Judged
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge import FEATURES, LOWEST, MARGINS, Judge, JudgeConfig, columns, lookahead_columns, with_columns
 from selfjudge.label.shards import read_shards, write_shard
-from selfjudge.label.tau import tau_of, total
+from selfjudge.label.tau import tau_of, told_apart, total
 from selfjudge.store import read_json, read_rows, sha256, write_json, write_rows, write_tensors
 from selfjudge.train import Settings, candidates, choice, finish, train
 from selfjudge.train import fit as fitting
@@ -629,6 +629,24 @@ def test_labels_follow_from_the_stored_scores(labels: Path, length: int, mean: b
     assert not np.array_equal(rows.labels, Rows([labels]).relabelled(tau=-0.7, mean=mean).labels)
 
 
+@pytest.mark.parametrize("gap", [1, 3])
+def test_the_first_tokens_of_a_suffix_can_be_passed_over(labels: Path, gap: int) -> None:
+    arrays, evidence = all_arrays(labels), load_file(labels / "calibration.safetensors")
+    rows = Rows([labels]).relabelled(gap=gap)
+    expected = tau_of(labels / "calibration.safetensors", SUFFIX, 0.9, gap=gap)["tau"]
+    assert rows.taus == [expected] != [TAU]
+    hand = np.asarray([by_hand(arrays, k, SUFFIX) - by_hand(arrays, k, gap) for k in range(len(rows))])
+    hand += arrays["log_p"][:, 1] - arrays["log_p"][:, 0]  # what is before the suffix stands
+    clear = np.abs(hand - expected) > 1e-4
+    assert np.array_equal(rows.labels[clear], hand[clear] > expected)
+    assert clear.mean() > 0.99
+    found = told_apart(labels / "calibration.safetensors", SUFFIX, gap=gap)
+    scores = total(evidence["log_p"], evidence["original"], evidence["substituted"], SUFFIX, gap=gap)
+    assert found == pytest.approx(roc_auc_score(evidence["critical"] == 0, scores))
+    with pytest.raises(SelfJudgeError, match=f"--suffix-gap {SUFFIX} leaves nothing"):
+        Rows([labels]).relabelled(gap=SUFFIX)
+
+
 def test_stored_labels_are_left_alone(tmp_path: Path) -> None:
     """Where nothing is asked for: those of other methods do not follow from scores at all."""
     made = folder(tmp_path / "labels", method="autojudge")
@@ -687,6 +705,8 @@ def test_autojudge_labels_cannot_be_made_again(tmp_path: Path, asked: dict[str, 
 
 
 def test_a_judge_says_which_labels_it_learned(labels: Path, tmp_path: Path) -> None:
+    gapped = train([labels], tmp_path / "gapped", Settings(model="linear", features="hidden", suffix_gap=2))
+    assert (gapped["suffix_gap"], gapped["tau"]) == (2, Rows([labels]).relabelled(gap=2).taus[0])
     settings = Settings(model="linear", features="hidden", suffix_length=3)
     config = train([labels], tmp_path / "judge", settings)
     rows = Rows([labels]).relabelled(suffix_length=3)
@@ -708,7 +728,7 @@ def one_line(error: pytest.ExceptionInfo[SelfJudgeError]) -> None:
         (Settings(features="hidden+x"), r"unknown features 'hidden\+x'; there are: hidden"),
         (Settings(model="forest"), "unknown model 'forest'; there are: linear, mlp, auto"),
         (Settings(reject=0.0), "--reject"), (Settings(reject=1.5), "--reject"), (Settings(reject=math.nan), "--reject"),
-        (Settings(suffix_length=-1), "--suffix-length"), (Settings(tau=math.nan), "--tau"), (Settings(tau=math.inf), "--tau"),
+        (Settings(suffix_length=-1), "--suffix-length"), (Settings(suffix_gap=-1), "--suffix-gap"), (Settings(tau=math.nan), "--tau"), (Settings(tau=math.inf), "--tau"),
     ],
 )  # fmt: skip
 def test_settings_are_checked_before_anything_is_read(tmp_path: Path, settings: Settings, message: str) -> None:

@@ -73,9 +73,10 @@ class Scores:
         return suffix_term(self.original, self.substituted, length)
 
 
-def suffix_term(original: NDArray[Any], substituted: NDArray[Any], length: int) -> Floats:
-    """[K] over at most `length` tokens; past the end of a response, where `original` is nan, nothing is added."""
-    change = np.where(np.isnan(original), 0, substituted - original)[:, :length]
+def suffix_term(original: NDArray[Any], substituted: NDArray[Any], length: int, gap: int = 0) -> Floats:
+    """[K] over at most `length` tokens without the first `gap`; past the end of a response, where `original` is nan, nothing
+    is added."""
+    change = np.where(np.isnan(original), 0, substituted - original)[:, gap:length]
     found: Floats = change.sum(1, dtype=np.float32)
     return found
 

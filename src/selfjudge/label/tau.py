@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from sklearn.metrics import roc_auc_score
 
 from selfjudge.engine.reference import context_window
 from selfjudge.errors import SelfJudgeError
@@ -110,10 +111,12 @@ def calibrate(
     return {"task": task.name, "prompts": len(searches), **tau_of(evidence, suffix_length, reject_recall)}
 
 
-def tau_of(evidence: Path, suffix_length: int, reject_recall: float, *, mean: bool = False) -> dict[str, Any]:
-    """τ for a suffix length, by sum or by mean over the tokens that are scored, from stored evidence."""
+def tau_of(
+    evidence: Path, suffix_length: int, reject_recall: float, *, mean: bool = False, gap: int = 0
+) -> dict[str, Any]:
+    """τ for a suffix length and gap, by sum or by mean over the tokens that are scored, from stored evidence."""
     arrays, _ = read_tensors(evidence)
-    scores = total(arrays["log_p"], arrays["original"], arrays["substituted"], suffix_length, mean=mean)
+    scores = total(arrays["log_p"], arrays["original"], arrays["substituted"], suffix_length, mean=mean, gap=gap)
     finite = np.isfinite(scores)
     scores, of_critical = scores[finite], arrays["critical"].astype(bool)[finite]
     critical = scores[of_critical]
@@ -131,12 +134,23 @@ def tau_of(evidence: Path, suffix_length: int, reject_recall: float, *, mean: bo
     }  # fmt: skip
 
 
+def told_apart(evidence: Path, suffix_length: int, *, mean: bool = False, gap: int = 0) -> float | None:
+    """ROC-AUC of the score at telling substitutions that kept the answer from critical ones; None if they are of one kind."""
+    arrays, _ = read_tensors(evidence)
+    scores = total(arrays["log_p"], arrays["original"], arrays["substituted"], suffix_length, mean=mean, gap=gap)
+    finite, kept = np.isfinite(scores), arrays["critical"] == 0
+    one_kind = len(set(kept[finite].tolist())) < 2
+    return None if one_kind else float(roc_auc_score(kept[finite], scores[finite]))
+
+
 def total(
-    log_p: NDArray[Any], original: NDArray[Any], substituted: NDArray[Any], suffix_length: int, *, mean: bool = False
-) -> NDArray[np.float32]:
-    """[K] the score over at most `suffix_length` tokens; with `mean`, divided by the number of tokens that it sums."""
-    found = log_p[:, 1] - log_p[:, 0] + suffix_term(original, substituted, suffix_length)
+    log_p: NDArray[Any], original: NDArray[Any], substituted: NDArray[Any], suffix_length: int, *, mean: bool = False,
+    gap: int = 0,
+) -> NDArray[np.float32]:  # fmt: skip
+    """[K] the score over at most `suffix_length` tokens, of which the first `gap` are passed over; with `mean`, divided by the
+    number of tokens that it sums."""
+    found = log_p[:, 1] - log_p[:, 0] + suffix_term(original, substituted, suffix_length, gap)
     if mean:
-        found = found / (1 + (~np.isnan(original[:, :suffix_length])).sum(1))
+        found = found / (1 + (~np.isnan(original[:, gap:suffix_length])).sum(1))
     scores: NDArray[np.float32] = found.astype(np.float32)
     return scores

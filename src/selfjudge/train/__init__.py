@@ -40,6 +40,8 @@ class Settings:
     originals: bool = False
     """Learn from the target's own tokens as well, as acceptable rows."""
     suffix_length: int | None = None
+    suffix_gap: int = 0
+    """Tokens right after the substitution that the score passes over."""
     tau: float | None = None
     sources: tuple[str, ...] = ()
     """Learn from rows of these sources of prompts alone; all if none is named."""
@@ -56,6 +58,8 @@ class Settings:
             raise SelfJudgeError(f"--reject must lie above 0 and not above 1, not {self.reject}")
         if self.suffix_length is not None and self.suffix_length < 0:
             raise SelfJudgeError(f"--suffix-length must not be negative, not {self.suffix_length}")
+        if self.suffix_gap < 0:
+            raise SelfJudgeError(f"--suffix-gap must not be negative, not {self.suffix_gap}")
         if self.tau is not None and not np.isfinite(self.tau):
             raise SelfJudgeError(f"--tau must be a number, not {self.tau}")
 
@@ -71,8 +75,8 @@ def train(
     begun = time.monotonic()
     place = torch.device(device) if device else None
     rows = Rows(folders, seed=settings.seed, notify=notify)
-    if settings.suffix_length is not None or settings.tau is not None:
-        rows = rows.relabelled(settings.suffix_length, settings.tau)
+    if settings.suffix_length is not None or settings.tau is not None or settings.suffix_gap:
+        rows = rows.relabelled(settings.suffix_length, settings.tau, gap=settings.suffix_gap)
     if settings.sources:
         rows = rows.only(settings.sources)
     rows.check(settings.features, settings.originals)
@@ -125,7 +129,7 @@ def candidates(rows: Rows, settings: Settings, device: torch.device | None, noti
     config = JudgeConfig(
         hidden_size=rows.hidden_size, target=first["target"], target_sha256=first["target_sha256"], draft=", ".join(drafts),
         draft_sha256=first["draft_sha256"], features=settings.features, label_method="+".join(methods),
-        suffix_length=lengths.pop() if len(lengths) == 1 else None, tau=taus.pop() if len(taus) == 1 else None,
+        suffix_length=lengths.pop() if len(lengths) == 1 else None, suffix_gap=settings.suffix_gap, tau=taus.pop() if len(taus) == 1 else None,
         sources=tuple(str(name) for name in np.unique(rows.sources[rows.used])),
     )  # fmt: skip
     made: dict[str, Fitted] = {}

@@ -39,6 +39,7 @@ def card(judge: Judge, evidence: dict[str, Any], drawn: bool) -> str:
         "## Labels", "",
         f"{m['n_labels']:,} mismatches of {m['n_prompts']:,} prompts, method {c.label_method}"
         + (f", N = {c.suffix_length}" if c.suffix_length is not None else "")
+        + (f" without the first {c.suffix_gap}" if c.suffix_gap else "")
         + (f", τ = {c.tau:.2f}" if c.tau is not None else "")
         + f"; {m['acceptable_rate']:.1%} acceptable. {m['n_aligned']:,} more that alignment accepts (ties) were left out.", "",
         "| source | labels | acceptable |", "| --- | ---: | ---: |",

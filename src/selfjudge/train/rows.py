@@ -98,8 +98,11 @@ class Rows:
         self._on_gpu: dict[tuple[int, str], Tensor] = {}
         self._kept: list[dict[str, NDArray[Any]]] | None = kept if size <= KEPT_BYTES else None
 
-    def relabelled(self, suffix_length: int | None = None, tau: float | None = None, *, mean: bool = False) -> Rows:
-        """The same rows with labels from the stored scores: over another suffix, with another τ, by the mean of the tokens."""
+    def relabelled(
+        self, suffix_length: int | None = None, tau: float | None = None, *, mean: bool = False, gap: int = 0
+    ) -> Rows:
+        """The same rows with labels from the stored scores: over another suffix or without its first tokens, with another τ, by
+        the mean of the tokens."""
         other = copy(self)
         other.suffix_lengths, other.labels = [], self.labels.copy()
         taus: list[float] = []
@@ -111,11 +114,13 @@ class Rows:
                 raise SelfJudgeError(
                     f"{folder} holds scores of {manifest['suffix_length']} tokens, not {length}: label with --suffix-length {length}"
                 )
+            if gap and gap >= length:
+                raise SelfJudgeError(f"--suffix-gap {gap} leaves nothing of a suffix of {length} tokens")
             other.suffix_lengths.append(length)
-            taus.append(tau if tau is not None else _tau(folder, manifest, length, mean))
+            taus.append(tau if tau is not None else _tau(folder, manifest, length, mean, gap))
         for shard, owner, (original, substituted) in zip(self._shards, self._owner, self._suffix, strict=True):
             rows = slice(shard.start, shard.stop)
-            scores = total(self.log_p[rows], original, substituted, other.suffix_lengths[owner], mean=mean)
+            scores = total(self.log_p[rows], original, substituted, other.suffix_lengths[owner], mean=mean, gap=gap)
             other.labels[rows] = scores > taus[owner]
         other.taus = [*taus]
         return other
@@ -274,15 +279,15 @@ def _one_pair(folders: Sequence[Path], manifests: Sequence[dict[str, Any]]) -> N
             raise SelfJudgeError(f"{folder} and {folders[0]} are of different targets ({said}): a judge has one")
 
 
-def _tau(folder: Path, manifest: dict[str, Any], length: int, mean: bool) -> float:
+def _tau(folder: Path, manifest: dict[str, Any], length: int, mean: bool, gap: int) -> float:
     """τ for these scores: the stored one where they are the stored scores, else from the folder's evidence, else the shipped one."""
-    if length == manifest["suffix_length"] and not mean:
+    if length == manifest["suffix_length"] and not mean and not gap:
         return float(manifest["tau"])
     evidence = folder / "calibration.safetensors"
     if evidence.is_file():
         recall = (manifest.get("tau_evidence") or {}).get("reject_recall", 0.9)
-        return float(tau_of(evidence, length, recall, mean=mean)["tau"])
-    shipped = None if mean else shipped_tau(manifest["target"], manifest["draft_sha256"], length)
+        return float(tau_of(evidence, length, recall, mean=mean, gap=gap)["tau"])
+    shipped = None if mean or gap else shipped_tau(manifest["target"], manifest["draft_sha256"], length)
     if shipped is None:
         raise SelfJudgeError(f"{folder} holds no evidence to find τ for these scores: give --tau")
     return float(shipped["tau"])

@@ -1,0 +1,60 @@
+"""Numbers for numbers: `python benchmarks/label_numbers.py --labels DIR --out FILE`.
+
+A number that stands for another fits its sentence and is wrong. What do labels by likelihood say of such substitutions on GSM8K
+prompts, with and without the first tokens of the suffix?
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import AutoTokenizer
+
+from selfjudge.label.shards import finished, read_shards
+from selfjudge.label.tau import tau_of, total
+from selfjudge.models.pull import pull
+from selfjudge.store import write_json
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--labels", type=Path, required=True, help="a folder with its own τ evidence")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--source", default="gsm8k")
+    o = parser.parse_args()
+    manifest = finished(o.labels)
+    tokenizer = AutoTokenizer.from_pretrained(pull(manifest["target"]) / "target")
+
+    def number(token: int) -> bool:
+        return str(tokenizer.decode([token])).strip().isdigit()
+
+    both: list[bool] = []
+    parts: list[dict[str, Any]] = []
+    for rows, arrays in read_shards(o.labels):
+        mine = np.asarray([row["source"] == o.source for row in rows])
+        parts.append({key: arrays[key][mine] for key in ("log_p", "original", "substituted")})
+        both += [number(r["target_token"]) and number(r["draft_token"]) for r in rows if r["source"] == o.source]
+    arrays = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
+    numbers = np.asarray(both)
+    change = np.where(np.isnan(arrays["original"]), 0, arrays["substituted"] - arrays["original"])
+    found: dict[str, Any] = {"labels": str(manifest["target"]), "source": o.source, "rows": len(numbers), "groups": []}
+    for name, group in (("numbers for numbers", numbers), ("others", ~numbers)):
+        row: dict[str, Any] = {
+            "group": name, "rows": int(group.sum()), "median_change_of_the_next_token": float(np.median(change[group, 0])),
+            "median_change_of_tokens_4_to_20": float(np.median(change[group, 3:].sum(1))),
+        }  # fmt: skip
+        for gap in (0, 3):
+            length = manifest["suffix_length"]
+            scores = total(arrays["log_p"], arrays["original"], arrays["substituted"], length, gap=gap)
+            tau = tau_of(o.labels / "calibration.safetensors", length, 0.9, gap=gap)["tau"]
+            row[f"acceptable_gap_{gap}"] = float((scores[group] > tau).mean())
+        found["groups"].append(row)
+        print(row)
+    write_json(o.out, found)
+
+
+if __name__ == "__main__":
+    main()
