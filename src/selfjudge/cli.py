@@ -51,6 +51,9 @@ PairName = Annotated[str, typer.Option("--pair", help="Embedded pair (see `selfj
 Target = Annotated[str | None, typer.Option(help="Target model: hub id, checkpoint folder or GGUF file.")]
 Draft = Annotated[str | None, typer.Option(help="Draft model: hub id, checkpoint folder or GGUF file.")]
 Gamma = Annotated[int, typer.Option(help="Draft tokens per cycle; 0 is plain decoding.")]
+AutoGamma = Annotated[
+    int | None, typer.Option("--gamma", help="Draft tokens per cycle: 5, on a CPU 3; 0 is plain decoding.")
+]
 MaxNew = Annotated[int, typer.Option("--max-new-tokens", help="Most tokens an answer may have.")]
 Seed = Annotated[int, typer.Option(help="Seed of the random numbers when sampling.")]
 Device = Annotated[str | None, typer.Option(help="cuda, mps or cpu; chosen if not given.")]
@@ -96,7 +99,7 @@ def generate(
     judge: JudgeName = None,
     theta: Theta = None,
     quality: Quality = None,
-    gamma: Gamma = 5,
+    gamma: AutoGamma = None,
     confidence: Confidence = 0.0,
     max_new_tokens: MaxNew = 256,
     temperature: Annotated[
@@ -122,6 +125,7 @@ def generate(
     if prompt == "-":
         prompt = sys.stdin.read()
     rule = rule or ("judged" if judge or theta or quality is not None else "exact")
+    gamma = _fitting_gamma(gamma, device)
     loaded = _pair(pair, target, draft, device, dtype, needs_draft=gamma > 0)
     built = _rule(rule, loaded, judge, theta, quality, temperature, top_p, top_k)
 
@@ -1022,7 +1026,7 @@ def serve(
         str | None, typer.Option("--theta", help="Judge threshold: a number in [0, 1], F or R; R if not given.")
     ] = None,
     quality: Quality = None,
-    gamma: Gamma = 5,
+    gamma: AutoGamma = None,
     temperature: Annotated[float, typer.Option(help="Temperature of requests that name none; 0 is greedy.")] = 0.0,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 is any that is free.")] = 8000,
@@ -1066,7 +1070,7 @@ def serve(
             if given:
                 raise SelfJudgeError(f"{option} goes with --backend torch")
         _serve_vllm(
-            target or pair, draft, judge, _threshold(theta), quality, gamma, host, port, key,
+            target or pair, draft, judge, _threshold(theta), quality, 5 if gamma is None else gamma, host, port, key,
             [*(["--served-model-name", name] if name else []), *(["--dtype", dtype] if dtype else []), *shlex.split(vllm)],
         )  # fmt: skip
         return
@@ -1082,6 +1086,7 @@ def serve(
         max_body=max_body,
     )  # fmt: skip
     bound = listen(host, port)
+    gamma = _fitting_gamma(gamma, device)
     loaded = _pair(pair, target, draft, device, dtype, needs_draft=gamma > 0)
     folder = judge or _shipped_judge(loaded)
     found = Judge.from_pretrained(folder) if folder else None
@@ -1187,10 +1192,26 @@ def demo(
 def _pair(
     name: str, target: str | None, draft: str | None, device: str | None, dtype: str | None, needs_draft: bool = True
 ) -> Pair:
+    from difflib import get_close_matches
+
+    from selfjudge.models.embedded import EMBEDDED
     from selfjudge.models.pair import Pair
 
+    asked = target or name
+    if asked not in EMBEDDED and not Path(asked).exists() and "/" not in asked:
+        if close := get_close_matches(asked, EMBEDDED, 1, 0.8):
+            raise SelfJudgeError(f"there is no model {asked!r}: do you mean {close[0]}?")
+        if target is None:
+            raise SelfJudgeError(f"unknown embedded pair {asked!r}; there are: {', '.join(EMBEDDED)}")
     with _progress() as update:
-        return Pair.load(target or name, draft, device=device, dtype=dtype, needs_draft=needs_draft, progress=update)
+        return Pair.load(asked, draft, device=device, dtype=dtype, needs_draft=needs_draft, progress=update)
+
+
+def _fitting_gamma(given: int | None, device: str | None) -> int:
+    """Where a pass of a few tokens costs more than a pass of one, fewer drafts pay."""
+    from selfjudge.models.pair import chosen_device
+
+    return given if given is not None else 3 if chosen_device(device).type == "cpu" else 5
 
 
 def _label_backend(

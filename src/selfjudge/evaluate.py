@@ -307,7 +307,7 @@ class _Work:
         begun = time.perf_counter()
         answers = generate(
             self.pair, [self.task.prompt(row) for row in rows], rule, gamma=self.run.gamma, max_new_tokens=self.max_new_tokens,
-            batch=self.settings.batch, seed=self.settings.seed,
+            batch=self.settings.batch, seed=self.settings.seed, alike=True,
         )  # fmt: skip
         total = time.perf_counter() - begun
         phases = {p: max(a.seconds[p] for a in answers) for p in PHASES}  # the last to end took part in all passes

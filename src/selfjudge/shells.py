@@ -33,8 +33,12 @@ def generate(
     batch: int = 8,
     raw: bool = False,
     engine: str = "auto",
+    alike: bool = False,
 ) -> list[Generation]:
-    """Answer all prompts, `batch` at a time, in the order given. `confidence` is that of `decode`."""
+    """Answer all prompts, `batch` at a time, in the order given. `confidence` is that of `decode`.
+
+    With `alike` the draft has the same weights under every rule, for comparing them: a lossless one may else draft roughly.
+    """
     if isinstance(prompts, str):
         raise SelfJudgeError("prompts come as a list: generate(pair, [prompt])")
     if batch < 1:
@@ -46,7 +50,7 @@ def generate(
         rows = by_length[start : start + batch]
         answers = [Answer(pair.tokenizer, stop, len(encoded[i]), streamed=bool(stop)) for i in rows]
         asked = [Newcomer(encoded[i], max_new_tokens, row_seed(seed, i)) for i in rows]
-        for _ in _run(pair, rule, gamma, confidence, engine, asked, dict(enumerate(answers))):
+        for _ in _run(pair, rule, gamma, confidence, engine, asked, dict(enumerate(answers)), alike=alike):
             pass
         results |= {i: answer.generation() for i, answer in zip(rows, answers, strict=True)}
     return [results[i] for i in range(len(encoded))]
@@ -195,6 +199,7 @@ def _run(
     answers: dict[int, Answer],
     dropped: set[int] | None = None,
     door: Door | None = None,
+    alike: bool = False,
 ) -> Iterator[Taken]:
     """Drive the loop, feeding each answer, by its row, until it is finished; yields the new pieces of every step."""
     rule = _guarded(rule or EXACT, pair)
@@ -208,7 +213,7 @@ def _run(
         target = stack.enter_context(borrowed(pair.target, hidden=rule.judge is not None, int8=pair.int8, kind=engine))
         draft = None
         if pair.draft is not None and drafted:
-            rough = rough_draft(pair, rule, engine)
+            rough = pair.int8 if alike else rough_draft(pair, rule, engine)
             draft = stack.enter_context(borrowed(pair.draft, int8=rough, kind=engine))
         dropped = set() if dropped is None else dropped
         warned = False

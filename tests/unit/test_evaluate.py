@@ -15,6 +15,7 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
 from selfjudge import evaluate as evaluating
+from selfjudge import shells
 from selfjudge.accept import Judged
 from selfjudge.consistency import classifier, consistency, proxy, sentences
 from selfjudge.errors import SelfJudgeError
@@ -395,3 +396,12 @@ def test_times_can_be_left_out(tiny_pair: Pair, asked: str, tmp_path: Path) -> N
     (found,) = evaluate(tiny_pair, tmp_path, [asked], runs_of(["exact"], [3], {}, ()), SMALL, times=False)
     assert (found["tokens_per_second"], found["seconds"]) == (None, {})
     assert found["mean_accepted_length"] > 1
+
+
+def test_all_rules_draft_with_the_same_weights(
+    tiny_pair: Pair, asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shells, "rough_draft", lambda *_: pytest.fail("rules are not comparable"))
+    evaluate(tiny_pair, tmp_path, [asked], runs_of(["exact"], [3], {}, ()), SMALL)
+    with pytest.raises(pytest.fail.Exception):
+        generate(tiny_pair, ["w5"], gamma=3, max_new_tokens=2)

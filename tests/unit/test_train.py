@@ -690,6 +690,12 @@ def test_without_evidence_another_score_needs_a_tau(tmp_path: Path, length: int 
     assert Rows([made]).relabelled(suffix_length=length, mean=mean, tau=-2.0).taus == [-2.0]
 
 
+def test_nothing_is_written_where_there_are_no_labels(tmp_path: Path) -> None:
+    with pytest.raises(SelfJudgeError, match="label folder"):
+        train([tmp_path / "nowhere"], tmp_path / "judge")
+    assert not (tmp_path / "judge").exists()
+
+
 def test_a_longer_suffix_than_the_stored_one_is_refused(labels: Path, tmp_path: Path) -> None:
     with pytest.raises(SelfJudgeError, match=r"scores of 6 tokens, not 7: label with --suffix-length 7") as error:
         train([labels], tmp_path / "judge", Settings(suffix_length=7, tau=-1.0))
@@ -1011,7 +1017,7 @@ def test_the_configuration_says_everything(judged: tuple[str, Path, dict], label
     expected = {
         "format_version": 1, "target": "t", "draft": "d", "target_sha256": "a" * 64, "draft_sha256": "b" * 64,
         "hidden_size": HIDDEN, "layer": "final", "norm": "post_final_norm", "features": settings.features, "model": kind,
-        "label_method": "selfjudge", "suffix_length": SUFFIX, "tau": TAU,
+        "label_method": "selfjudge", "suffix_length": SUFFIX, "suffix_gap": 0, "tau": TAU, "sources": sorted(set(rows.sources.tolist())),
     }  # fmt: skip
     assert {key: stored[key] for key in expected} == expected
     assert set(stored) == {*expected, "quality_curve", "thresholds", "metrics"}

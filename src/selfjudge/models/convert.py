@@ -117,9 +117,10 @@ def draft_model(tensors: Mapping[str, Tensor], raw: Mapping[str, Any], target: P
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence transformers' own progress bars and advice: ours is the only voice on stderr."""
+    """Silence transformers' own progress bars and advice, and the hub's retries: ours is the only voice on stderr."""
     from transformers.utils import logging as hf_logging
 
+    logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
     level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity(logging.CRITICAL)
     hf_logging.disable_progress_bar()

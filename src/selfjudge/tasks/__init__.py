@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
 import os
 import re
 import zlib
@@ -176,6 +177,7 @@ def hub_rows(task: str, name: str, config: str | None = None, **options: Any) ->
         raise SelfJudgeError(
             f"{task} needs its data: give --data DIR or set SELFJUDGE_DATA, or install datasets to read it from the hub"
         ) from None
+    logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)  # what went wrong is said once, below
     try:
         return [dict(row) for row in load_dataset(name, config, **options)]
     except Exception as error:  # the hub, the network, the disk: its errors are of many kinds

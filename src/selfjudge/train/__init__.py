@@ -71,10 +71,16 @@ def train(
     """Train a judge and write its folder; what it gives back is `config.json`."""
     settings = settings or Settings()
     settings.check()
+    new = not out.exists()
     _claim(out)
     begun = time.monotonic()
     place = torch.device(device) if device else None
-    rows = Rows(folders, seed=settings.seed, notify=notify)
+    try:
+        rows = Rows(folders, seed=settings.seed, notify=notify)
+    except SelfJudgeError:
+        if new:
+            out.rmdir()  # nothing is left of a training that could not begin
+        raise
     if settings.suffix_length is not None or settings.tau is not None or settings.suffix_gap:
         rows = rows.relabelled(settings.suffix_length, settings.tau, gap=settings.suffix_gap)
     if settings.sources:
