@@ -83,6 +83,19 @@ def row(found: dict[str, Any], table: str, **wanted: Any) -> dict[str, Any]:
     return matching[0]
 
 
+def test_runs_over_other_examples_are_a_task_of_their_own(small: Path, tmp_path: Path) -> None:
+    few = samples([(11, 5), (21, 5)], [1, 1])
+    write_run(tmp_path / "few", "gsm8k", "exact", 10, few, None)
+    write_run(tmp_path / "few", "gsm8k", "judged:q0.9@j", 10, samples([(11, 2), (21, 2)], [1, 0]), few)
+    found = report([small, tmp_path / "few"], tmp_path / "report.html")
+    assert not found["left_out"]
+    rules = {name: {r["rule"] for r in found["tables"][name]} for name in found["tables"] if name.startswith("task-")}
+    assert rules["task-gsm8k"] == {"exact", "judged:F@j"}
+    assert rules["task-gsm8k-2-examples"] == {"exact", "judged:q0.9@j"}
+    assert set(row(found, "averages", rule="judged:F@j")["tasks"]) == {"gsm8k", "mmlu"}
+    assert "GSM8K, 2 examples" in (tmp_path / "report.html").read_text()
+
+
 def test_the_per_task_table_by_hand(small: Path, tmp_path: Path) -> None:
     found = report([small], tmp_path / "report.html")
     mine = row(found, "task-gsm8k", rule="judged:F@j")

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from selfjudge.report.records import Run
+from selfjudge.report.records import APART, Run
 
 PAPER = ("gsm8k", "math500", "mmlu", "cnn_dailymail")
 """The tasks whose average the paper reports."""
@@ -17,12 +17,14 @@ TITLES = {
 
 
 def title(task: str) -> str:
-    return TITLES.get(task, task) if task != "livecodebench-all" else "LiveCodeBench, all folds"
+    name, _, apart = task.partition(APART)
+    known = TITLES.get(name, name) if name != "livecodebench-all" else "LiveCodeBench, all folds"
+    return f"{known}, {apart}" if apart else known
 
 
 def task_order(task: str) -> tuple[int, str]:
-    known = (*PAPER, "livecodebench", "livecodebench-all")
-    return (known.index(task) if task in known else len(known), task)
+    known, name = (*PAPER, "livecodebench", "livecodebench-all"), task.partition(APART)[0]
+    return (known.index(name) if name in known else len(known), task)
 
 
 def rule_order(run: Run) -> tuple[Any, ...]:

@@ -10,13 +10,15 @@ import json
 import math
 import re
 import zlib
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.report.records import (
+    APART,
     Example,
     Interval,
     JudgeCard,
@@ -97,8 +99,24 @@ def read_results(folders: Iterable[Path]) -> Results:
                 f"{folder} holds no results" + (f" ({why})" if why else "")
                 + ": name folders that eval, train, label or study wrote"
             )  # fmt: skip
-    ordered = sorted(runs.values(), key=lambda run: (run.pair, run.task, run.rule, run.gamma, run.fold))
+    ordered = sorted(_apart(runs.values()), key=lambda run: run.key)
     return Results(tuple(ordered), tuple(judges), tuple(labels), tuple(studies), tuple(skipped.items()))
+
+
+def _apart(runs: Iterable[Run]) -> Iterator[Run]:
+    """Runs over other examples, or with other limits, than most of a task's are a task of their own: they do not compare."""
+    found = list(runs)
+    sizes: dict[tuple[str, str], set[tuple[int, int]]] = defaultdict(set)
+    for run in found:
+        sizes[run.pair, run.task].add((run.n, run.max_new_tokens or 0))
+    for run in found:
+        known, mine = sizes[run.pair, run.task], (run.n, run.max_new_tokens or 0)
+        if mine == max(known):
+            yield run
+            continue
+        words = [f"{mine[0]:,} examples"] if len({n for n, _ in known}) > 1 else []
+        words += [f"{mine[1]:,} tokens"] if len({tokens for _, tokens in known}) > 1 else []
+        yield replace(run, task=f"{run.task}{APART}{', '.join(words)}")
 
 
 def _files(folder: Path) -> Iterator[Path]:

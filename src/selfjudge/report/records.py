@@ -11,8 +11,10 @@ from typing import Any
 from selfjudge.types import PHASES
 
 Interval = tuple[float, float]
-Key = tuple[str, str, str, int, str]
-"""(pair, task, rule, γ, fold)"""
+Key = tuple[str, str, str, int, str, int, int]
+"""(pair, task, rule, γ, fold, examples, most tokens of an answer)"""
+APART = " · "
+"""Between a task and what sets some of its runs apart."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ class Run:
     @property
     def key(self) -> Key:
         """What makes it another run."""
-        return self.pair, self.task, self.rule, self.gamma, self.fold
+        return self.pair, self.task, self.rule, self.gamma, self.fold, self.n, self.max_new_tokens or 0
 
 
 @dataclass(frozen=True)
