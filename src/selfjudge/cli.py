@@ -1192,19 +1192,13 @@ def demo(
 def _pair(
     name: str, target: str | None, draft: str | None, device: str | None, dtype: str | None, needs_draft: bool = True
 ) -> Pair:
-    from difflib import get_close_matches
-
     from selfjudge.models.embedded import EMBEDDED
     from selfjudge.models.pair import Pair
 
-    asked = target or name
-    if asked not in EMBEDDED and not Path(asked).exists() and "/" not in asked:
-        if close := get_close_matches(asked, EMBEDDED, 1, 0.8):
-            raise SelfJudgeError(f"there is no model {asked!r}: do you mean {close[0]}?")
-        if target is None:
-            raise SelfJudgeError(f"unknown embedded pair {asked!r}; there are: {', '.join(EMBEDDED)}")
+    if target is None and name not in EMBEDDED and not Path(name).exists() and "/" not in name:
+        raise SelfJudgeError(f"unknown embedded pair {name!r}; there are: {', '.join(EMBEDDED)}")
     with _progress() as update:
-        return Pair.load(asked, draft, device=device, dtype=dtype, needs_draft=needs_draft, progress=update)
+        return Pair.load(target or name, draft, device=device, dtype=dtype, needs_draft=needs_draft, progress=update)
 
 
 def _fitting_gamma(given: int | None, device: str | None) -> int:

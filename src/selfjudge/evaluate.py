@@ -266,6 +266,7 @@ class _Work:
         self.settings, self.entails, self.examples, self.times = settings, entails, examples, times
         self.max_new_tokens = settings.max_new_tokens or one.new_tokens
         self.checkable = one.checkable
+        self.by_fold = len(run.rules) > 1 and one.name == "livecodebench"
 
     @property
     def done(self) -> bool:
@@ -294,7 +295,7 @@ class _Work:
     def _parts(self) -> Iterator[tuple[int, AcceptanceRule, list[Row]]]:
         """(number, rule, rows): `batch` rows each; where there is a judge a fold, rows of one fold."""
         groups: list[tuple[AcceptanceRule, list[Row]]] = [(self.run.rules[0], self.rows)]
-        if len(self.run.rules) > 1 and self.task.name == "livecodebench":
+        if self.by_fold:
             groups = [(rule, [r for r in self.rows if fold(r) == k]) for k, rule in enumerate(self.run.rules)]
         number = 0
         for rule, rows in groups:
@@ -340,9 +341,10 @@ class _Work:
         """
         parts = [list(read_rows(self._file(number))) for number, _, _ in self._parts()]
         timed = parts[1:] or parts
-        seconds = {phase: sum(part[0]["seconds"][phase] for part in timed) for phase in (*PHASES, "total")}
-        speed = sum(row["tokens"] for part in timed for row in part[1:]) / max(1e-9, seconds["total"])
-        spent, rate = (seconds, speed) if self.times else ({}, None)
+        seconds, speed = dict[str, float](), None
+        if self.times:
+            seconds = {phase: sum(part[0]["seconds"][phase] for part in timed) for phase in (*PHASES, "total")}
+            speed = sum(row["tokens"] for part in timed for row in part[1:]) / max(1e-9, seconds["total"])
         order = {row["id"]: place for place, row in enumerate(self.rows)}
         samples = sorted((row for part in parts for row in part[1:]), key=lambda sample: order[sample["id"]])
         answers = [_generation(sample) for sample in samples]
@@ -350,7 +352,7 @@ class _Work:
         write_rows(self.folder / "examples.jsonl", self._examples(samples, answers))
         kept = [{k: v for k, v in s.items() if k not in ("token_ids", "origins")} for s in samples]
         write_rows(self.folder / "samples.jsonl.gz", kept)
-        write_json(self.folder / "summary.json", self._summary(kept, spent, rate, taken))
+        write_json(self.folder / "summary.json", self._summary(kept, seconds, speed, taken))
         shutil.rmtree(self.folder / "work")
 
     def take_over(self, folder: Path) -> None:
@@ -428,9 +430,7 @@ class _Work:
 
     def _judge(self, row: Row) -> Judge | None:
         """Who decided about this example."""
-        if len(self.run.rules) > 1 and self.task.name == "livecodebench":
-            return self.run.rules[fold(row)].judge
-        return self.run.rules[0].judge
+        return self.run.rules[fold(row) if self.by_fold else 0].judge
 
     @torch.no_grad()
     def _judged(

@@ -172,7 +172,7 @@ def _judges(
         "selfjudge": (own, TrainSettings(originals=preset.originals)),
         "paper": (own, TrainSettings(features="hidden", model="linear", originals=True)),
     }
-    there = {name for folder in own for name in info(folder)["sources"]}
+    there = info(folders["selfjudge"])["sources"]
     names = [name for name in (Source.parse(prompt).name for prompt in preset.prompts) if name in there]
     folds = [f"livecodebench/fold-{k}" for k in range(FOLDS)] if CODE in preset.tasks else []
     wanted |= {

@@ -7,6 +7,7 @@ import fcntl
 import gzip
 import hashlib
 import json
+import logging
 import os
 import platform
 import subprocess
@@ -95,6 +96,18 @@ def write_text(path: Path, text: str) -> None:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+@contextlib.contextmanager
+def quiet_hub() -> Iterator[None]:
+    """Silence the hub's own words on every retry: what went wrong is said once, by whoever asked it."""
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def refuse_other(folder: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from sklearn.metrics import roc_auc_score
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge import FEATURES, JudgeConfig
-from selfjudge.label.tau import told_apart
-from selfjudge.store import machine, versions, write_json
+from selfjudge.label.tau import total
+from selfjudge.store import machine, read_tensors, versions, write_json
 from selfjudge.train.fit import GRID, Fitted, auc, fit_linear, fit_mlp
 from selfjudge.train.rows import Rows
 
@@ -177,6 +178,15 @@ class _Fits:
         fits = replace(self, rows=rows)
         row |= {"tau": rows.taus[0], "acceptable": float(rows.labels[rows.used].mean())}
         return {**row, "auc_mismatch": fits.holdout(fits.fit("linear"))}
+
+
+def told_apart(evidence: Path, suffix_length: int, *, mean: bool = False, gap: int = 0) -> float | None:
+    """ROC-AUC of the score at telling substitutions that kept the answer from critical ones; None if they are of one kind."""
+    arrays, _ = read_tensors(evidence)
+    scores = total(arrays["log_p"], arrays["original"], arrays["substituted"], suffix_length, mean=mean, gap=gap)
+    finite, kept = np.isfinite(scores), arrays["critical"] == 0
+    one_kind = len(set(kept[finite].tolist())) < 2
+    return None if one_kind else float(roc_auc_score(kept[finite], scores[finite]))
 
 
 def draw(out: Path, found: dict[str, Any]) -> list[str]:

@@ -25,7 +25,11 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.judge import FEATURES, Judge, JudgeConfig, columns
 from selfjudge.top import broken, regular, top
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("error:using the reference engine"),  # a model it cannot run would test another engine
+]
 CUDA = torch.device("cuda")
 
 
@@ -199,6 +203,7 @@ def test_rows_that_finish_at_different_times() -> None:
     assert fast == run(target, target, prompts, Exact(), "reference", gamma=3, max_new_tokens=60)
 
 
+@pytest.mark.filterwarnings("ignore:using the reference engine")
 def test_a_draft_that_the_engine_cannot_run_takes_the_target_along() -> None:
     """Heads 12 wide have no kernel: both models then run on the reference engine."""
     target = tiny_model(seed=1, hidden_size=64, head_dim=16).to(CUDA)
@@ -215,7 +220,7 @@ def test_the_engine_is_chosen_by_itself() -> None:
 
 @pytest.mark.parametrize("rule", [Exact(), SpeculativeSampling(Sampling(0.9))], ids=lambda r: r.name)
 def test_rows_that_enter_recorded_batches_get_what_they_would_get_alone(rule: AcceptanceRule) -> None:
-    target, draft = tiny_model(seed=1).to(CUDA), tiny_model(seed=2).to(CUDA)
+    target, draft = (tiny_model(seed=s, hidden_size=64, head_dim=16).to(CUDA) for s in (1, 2))
     prompts, limits = prompts_of([4, 40, 7, 1, 12, 5, 9]), [30, 8, 25, 1, 12, 20, 17]
     alone = [
         run(target, draft, [p], rule, gamma=3, max_new_tokens=n, seeds=[s])[0]

@@ -272,7 +272,7 @@ def _wrong(checkpoints: dict[str, str], tmp: Path) -> dict[str, list[str]]:
     return {
         "unknown model": ["generate", "hi", "--target", "no-such-org/no-such-model", *draft],
         "unknown pair": ["generate", "hi", "--pair", "nobody"],
-        "nearly a pair": ["generate", "hi", "--pair", "smollm2-135"],
+        "nearly a model": ["generate", "hi", "--target", "smollm2-135"],
         "missing file": ["generate", "hi", "--target", "./missing.gguf", *draft],
         "no draft": ["generate", "hi", *target],
         "tokenizer mismatch": ["generate", "hi", *target, "--draft", checkpoints["stranger"]],

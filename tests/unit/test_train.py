@@ -27,8 +27,9 @@ from selfjudge.accept import Judged
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge import FEATURES, LOWEST, MARGINS, Judge, JudgeConfig, columns, lookahead_columns, with_columns
 from selfjudge.label.shards import read_shards, write_shard
-from selfjudge.label.tau import tau_of, told_apart, total
+from selfjudge.label.tau import tau_of, total
 from selfjudge.store import read_json, read_rows, sha256, write_json, write_rows, write_tensors
+from selfjudge.study import told_apart
 from selfjudge.train import Settings, candidates, choice, finish, train
 from selfjudge.train import fit as fitting
 from selfjudge.train import rows as reading

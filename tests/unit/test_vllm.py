@@ -143,7 +143,7 @@ def test_a_step_without_the_judge_counts_what_was_accepted_for_both() -> None:
 
 
 def test_off_is_no_threshold_that_a_request_can_name() -> None:
-    """θ = 1 refuses everything and asks the judge; where all requests say off, it is not asked."""
+    """So that the worker can tell who asks and is refused from who does not ask."""
     assert requested_threshold(judge(), 0.7, {"selfjudge": {"theta": 1.0}}) < OFF
     assert requested_threshold(judge(), 0.7, {"selfjudge": {"off": True}}) == OFF
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.metrics import roc_auc_score
 
 from selfjudge.engine.reference import context_window
 from selfjudge.errors import SelfJudgeError
@@ -132,15 +131,6 @@ def tau_of(
         "acceptable_rate": float((scores > tau).mean()),
         "fallback": f"acceptable rate {ACCEPTABLE_RATE:.0%}" if weak else None,
     }  # fmt: skip
-
-
-def told_apart(evidence: Path, suffix_length: int, *, mean: bool = False, gap: int = 0) -> float | None:
-    """ROC-AUC of the score at telling substitutions that kept the answer from critical ones; None if they are of one kind."""
-    arrays, _ = read_tensors(evidence)
-    scores = total(arrays["log_p"], arrays["original"], arrays["substituted"], suffix_length, mean=mean, gap=gap)
-    finite, kept = np.isfinite(scores), arrays["critical"] == 0
-    one_kind = len(set(kept[finite].tolist())) < 2
-    return None if one_kind else float(roc_auc_score(kept[finite], scores[finite]))
 
 
 def total(

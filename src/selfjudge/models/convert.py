@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.store import read_json, write_json, write_tensors
+from selfjudge.store import quiet_hub, read_json, write_json, write_tensors
 
 STORED_DTYPE = torch.float16  # 4-bit weights, dequantised, keep 11 bits
 
@@ -120,12 +120,11 @@ def quiet() -> Iterator[None]:
     """Silence transformers' own progress bars and advice, and the hub's retries: ours is the only voice on stderr."""
     from transformers.utils import logging as hf_logging
 
-    logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
     level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity(logging.CRITICAL)
     hf_logging.disable_progress_bar()
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # the GGUF reader draws its bar unasked
+        with quiet_hub(), contextlib.redirect_stderr(io.StringIO()):  # the GGUF reader draws its bar unasked
             yield
     finally:
         hf_logging.set_verbosity(level)

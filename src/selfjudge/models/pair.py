@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 import torch
@@ -185,6 +186,8 @@ def _load(
         return model.to(place), tokenizer, fingerprint(weight_files(path))
     if path.suffix == ".gguf" or path.is_absolute() or reference.startswith((".", "~")):
         raise SelfJudgeError(f"{reference} does not exist: the {role} must be a folder, a GGUF file or a hub id")
+    if close := get_close_matches(reference, EMBEDDED, 1, 0.8):  # the hub is asked for half a minute before it says no
+        raise SelfJudgeError(f"there is no model {reference!r}: do you mean {close[0]}?")
     model, tokenizer = _checkpoint(reference, dtype)
     return model.to(place), tokenizer, fingerprint(weight_files(reference))
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import logging
 import os
 import re
 import zlib
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from selfjudge.errors import SelfJudgeError
+from selfjudge.store import quiet_hub
 
 Row = dict[str, Any]
 Prompt = str | Sequence[Mapping[str, str]]
@@ -177,9 +177,9 @@ def hub_rows(task: str, name: str, config: str | None = None, **options: Any) ->
         raise SelfJudgeError(
             f"{task} needs its data: give --data DIR or set SELFJUDGE_DATA, or install datasets to read it from the hub"
         ) from None
-    logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)  # what went wrong is said once, below
     try:
-        return [dict(row) for row in load_dataset(name, config, **options)]
+        with quiet_hub():
+            return [dict(row) for row in load_dataset(name, config, **options)]
     except Exception as error:  # the hub, the network, the disk: its errors are of many kinds
         why = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise SelfJudgeError(f"cannot load {name} from the hub ({why}): check the network or give --data DIR") from None
