@@ -119,8 +119,11 @@ class Engine:
         if o.mode == "judge":
             asked["worker_cls"] = WORKER
         self.judged, self.folder = o.mode == "judge", folder
+        self.own = Stopwatch()
         begun = time.monotonic()
         self.llm = LLM(**asked)
+        if self.judged:
+            self.llm.collective_rpc(self.own.watch)
         config = self.llm.llm_engine.vllm_config
         self.about = {
             "start_seconds": time.monotonic() - begun,
@@ -148,13 +151,40 @@ class Engine:
 
     def measure(self, prompts: Sequence[list[int]], batch: int, tokens: int, wish: Any) -> dict[str, Any]:
         """Answer all prompts, `batch` at a time."""
-        before, begun, answers = self.counts(), time.perf_counter(), []
+        before, answers = self.counts(), []
+        self.own.seconds, begun = 0.0, time.perf_counter()
         for at in range(0, len(prompts), batch):
             answers += self.answer(prompts[at : at + batch], tokens, wish)
         seconds = time.perf_counter() - begun
         total = sum(map(len, answers))
         found = {"n": len(prompts), "tokens": total, "seconds": seconds, "tokens_per_second": total / seconds}
+        if self.judged:
+            found["worker_share"] = self.own.seconds / seconds
         return {**found, **_lengths({k: v - before.get(k, 0) for k, v in self.counts().items()}), "answers": answers}
+
+
+class Stopwatch:
+    """The host's seconds in the worker's own code, which this process runs itself."""
+
+    seconds = 0.0
+
+    def watch(self, worker: Any) -> None:
+        adapter, counts = worker._adapter, worker._counts
+        for owner, name in (
+            (adapter, "before_sampling"), (adapter.sampler, "count"), (adapter.sampler.approval, "mark"), (counts, "report"),
+        ):  # fmt: skip
+            if hasattr(owner, name):
+                setattr(owner, name, self.timed(getattr(owner, name)))
+
+    def timed(self, act: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **options: Any) -> Any:
+            begun = time.perf_counter()
+            try:
+                return act(*args, **options)
+            finally:
+                self.seconds += time.perf_counter() - begun
+
+        return timed
 
 
 def _runner(worker: Any) -> str:

@@ -94,6 +94,11 @@ class AcceptanceRule:
         """[B] the target's token after n accepted drafts."""
         return choice.gather(1, n[:, None]).squeeze(1)
 
+    def settled(self, block: Block) -> bool:
+        """Whether alignment alone decides about all of the block, so that the judge need not be asked. Never on a GPU, which
+        would have to be waited for."""
+        return False
+
     def check(self, gamma: int) -> None:
         """Refuse a γ this rule cannot work with."""
 
@@ -104,17 +109,17 @@ class AcceptanceRule:
     def __call__(self, block: Block) -> Verdict:
         drafts = block.draft_tokens
         logits = block.target_logits
-        choice, broken = top(logits)  # [B, γ+1]
+        choice, broken = top(logits) if block.top is None else block.top  # [B, γ+1]
         if self.reads_logits and (logits.is_cuda or bool(broken.any())):  # on a GPU the copy is cheaper than asking
             logits = regular(logits)
         aligned = self.aligned(block, logits, choice)
         accepted = self.accepts(block, logits[:, :-1], aligned)
 
         irregular, no_say = broken.any(), broken[:, :-1]
-        if block.hidden is not None:
-            no_say = no_say | ~block.hidden[:, 1:].isfinite().all(-1)
         if block.scores is not None:
             no_say = no_say | block.scores.isnan()
+        elif block.hidden is not None:
+            no_say = no_say | ~block.hidden[:, 1:].isfinite().all(-1)
         if block.hidden is not None or block.scores is not None:
             irregular = irregular | no_say.any()
         if accepted is aligned:  # nothing but alignment: whoever has no say changes nothing
@@ -374,7 +379,15 @@ class Judged(AcceptanceRule):
         """[B, γ] judge(h at d_i) > θ; a NaN score approves nothing."""
         return (self.judge(block) if block.scores is None else block.scores) > self.theta
 
+    def settled(self, block: Block) -> bool:
+        drafts = block.draft_tokens
+        if drafts.is_cuda or block.top is None or not isinstance(self.base, Exact):
+            return False
+        return torch.equal(drafts, block.top[0][:, :-1])
+
     def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
+        if block.scores is None and self.settled(block):
+            return aligned
         approved = self.approves(block)
         return aligned | (approved & _confirmed(aligned, self.confirm) if self.confirm else approved)
 
@@ -389,6 +402,9 @@ class JudgeOnly(Judged):
     def __post_init__(self) -> None:
         super().__post_init__()
         _require(self.confirm == 0, "judge_only has no alignment to confirm with: leave confirm out")
+
+    def settled(self, block: Block) -> bool:
+        return False
 
     def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
         return self.approves(block)

@@ -222,6 +222,9 @@ class _Cycle:
             engines = [self.target] if self.draft is None else [self.target, self.draft]
             state = [self.last, self.backlog, self.missing, *(t for engine in engines for t in engine.state())]
             self.steps = self.target.capture([self.propose, self.verify, self.judge, self.decide], state)
+            # nobody reads these after a recording: the next ones may use their memory, which for large batches is most of it
+            for name in ("draft_logits", "output", "top", "block"):
+                vars(self).pop(name, None)
         timer = _Timer(self.target.device)
         for phase, step in zip(PHASES, self.steps, strict=True):
             with timer(phase):
@@ -240,12 +243,14 @@ class _Cycle:
 
     def verify(self) -> None:
         self.output = self.target.extend(torch.cat([self.last, self.drafts], 1))
+        self.top = top(self.output.logits)
 
     def judge(self) -> None:
         u, drafted = self.uniforms, self.drafts.shape[1]
         chosen = None if u is None else torch.cat([u[:, self.gamma : self.gamma + drafted], u[:, -1:]], 1)
-        self.block = Block(self.drafts, self.output.logits, self.output.hidden, self.draft_logits, chosen)
-        if self.rule.judge is not None and self.gamma:
+        output = self.output
+        self.block = Block(self.drafts, output.logits, output.hidden, self.draft_logits, chosen, top=self.top)
+        if self.rule.judge is not None and self.gamma and not self.rule.settled(self.block):
             self.block = replace(self.block, scores=self.rule.judge(self.block))
 
     def decide(self) -> None:

@@ -359,7 +359,8 @@ class _Work:
         """The answers of the same rule under another name: F and R may be one threshold."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for name in ("samples.jsonl.gz", "examples.jsonl"):
-            shutil.copy(folder / name, self.folder / name)
+            if (folder / name).is_file():  # who keeps results may have left out the second
+                shutil.copy(folder / name, self.folder / name)
         mine: dict[str, Any] = {"rule": self.run.name, "run_sha256": self.run.identity}
         mine |= {} if self.times else {"tokens_per_second": None, "seconds": {}}
         write_json(self.folder / "summary.json", {**read_json(folder / "summary.json"), **mine})

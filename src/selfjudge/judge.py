@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,11 @@ from torch import Tensor, nn
 
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.store import read_json, write_json, write_tensors
+from selfjudge.top import has_triton
 from selfjudge.types import Block
+
+if TYPE_CHECKING:
+    from selfjudge.judge_triton import Weights
 
 FORMAT_VERSION = 1
 FEATURES = ("hidden", "hidden+margin", "hidden+margin+lookahead")
@@ -118,10 +122,25 @@ class Judge(nn.Module):
         return cls(JudgeConfig(hidden_size=hidden_size, label_method="constant"), bias=bias)
 
     def forward(self, block: Block) -> Tensor:
-        """[B, γ] P(acceptable) of each draft, from the hidden state at that draft."""
+        """[B, γ] P(acceptable) of each draft, from the hidden state at that draft; NaN where that is broken."""
         if block.hidden is None:
             raise SelfJudgeError("the judge needs the target's hidden states and this backend returned none")
-        return self.score(with_columns(block, self.config.features))
+        if block.top is not None and block.hidden.is_cuda and (fused := self.fused()) is not None:
+            from selfjudge.judge_triton import scores
+
+            with torch.cuda.device(block.hidden.device):  # kernels are launched on the current device
+                return scores(fused, block.hidden, block.target_logits, *block.top, block.draft_tokens)
+        said = self.score(with_columns(block, self.config.features))
+        return torch.where(block.hidden[:, 1:].isfinite().all(-1), said, math.nan)
+
+    def fused(self) -> Weights | None:
+        """What the judge as one kernel reads; None where there is no Triton for this platform, or no kernel for this judge."""
+        if type(self) is not Judge or "lookahead" in self.config.features or not has_triton():
+            return None
+        from selfjudge.judge_triton import Weights
+
+        margin = "margin" in self.config.features
+        return Weights(self.weight, self.bias, self.inner_weight, self.inner_bias, margin, LOWEST)
 
     def score(self, x: Tensor) -> Tensor:
         """[..., hidden size + columns] → [...]"""
@@ -256,19 +275,25 @@ def _checked(folder: Path, raw: Mapping[str, Any]) -> None:
 def with_columns(block: Block, features: str) -> Tensor:
     """[B, γ, H + columns] what a judge reads of a Block; row i is the state at d_i and what was said of d_i."""
     assert block.hidden is not None
-    return beside(block.hidden[:, 1:], block.target_logits[:, :-1], block.draft_tokens, features)
+    choice = None if block.top is None else block.top[0][:, :-1]
+    return beside(block.hidden[:, 1:], block.target_logits[:, :-1], block.draft_tokens, features, choice=choice)
 
 
-def beside(hidden: Tensor, logits: Tensor, drafts: Tensor, features: str, owner: Tensor | None = None) -> Tensor:
+def beside(
+    hidden: Tensor, logits: Tensor, drafts: Tensor, features: str, owner: Tensor | None = None,
+    choice: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """States at drafts [..., H], the rows that predict them [..., V] and the drafts [...] → [..., H + columns].
 
-    The last axis of `drafts` is a block, or several one after another: `owner` [...] then says which.
+    The last axis of `drafts` is a block, or several one after another: `owner` [...] then says which. `choice` [...] are the
+    most likely tokens, if they are known.
     """
     hidden = hidden.float()
     if features == "hidden":
         return hidden
     at = logits.gather(-1, drafts[..., None]).squeeze(-1).float()
-    parts = [(at - logits.amax(-1).float())[..., None]]  # Δ log p = Δ logit
+    best = logits.amax(-1) if choice is None else logits.gather(-1, choice[..., None]).squeeze(-1)
+    parts = [(at - best.float())[..., None]]  # Δ log p = Δ logit
     if "lookahead" in features:
         parts.append(lookahead_columns(at - logits.float().logsumexp(-1), owner))
     return torch.cat([hidden, *(part.clamp_min(LOWEST) for part in parts)], -1)

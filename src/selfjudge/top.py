@@ -7,8 +7,8 @@ row would otherwise keep one corner of the device busy for longer than a layer t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -30,7 +30,9 @@ def broken(logits: Tensor) -> Tensor:
 
 def top(logits: Tensor) -> tuple[Tensor, Tensor]:
     """[..., V] → the argmax of the regular logits [...] and whether the row is broken [...]."""
-    if logits.is_cuda and (split_top := _split_top()) is not None:
+    if logits.is_cuda and has_triton():
+        from selfjudge.top_triton import split_top
+
         with torch.cuda.device(logits.device):  # kernels are launched on the current device
             return split_top(logits)
     odd = broken(logits)
@@ -40,11 +42,6 @@ def top(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def _split_top() -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
-    """The Triton kernels; None where there is no Triton for this platform."""
-    try:
-        from selfjudge.top_triton import split_top
-    except ImportError:
-        return None
-    found: Callable[[Tensor], tuple[Tensor, Tensor]] = split_top
-    return found
+def has_triton() -> bool:
+    """Whether there is a Triton for this platform."""
+    return find_spec("triton") is not None

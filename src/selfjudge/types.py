@@ -35,7 +35,9 @@ class Block:
     uniforms: Tensor | None = None
     """[B, γ+1] one number in [0, 1) for each draft's acceptance and one for the token after (sampling only)."""
     scores: Tensor | None = None
-    """[B, γ] the judge's P(acceptable) of each draft, where a judge was asked."""
+    """[B, γ] the judge's P(acceptable) of each draft, where a judge was asked; NaN where it could not say."""
+    top: tuple[Tensor, Tensor] | None = None
+    """[B, γ+1] the target's most likely token of each row and whether the row is broken, where that is known already."""
 
     @property
     def gamma(self) -> int:

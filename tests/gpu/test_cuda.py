@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from conftest import VOCAB, tiny_model
+from kernel_checks import check_all
 from selfjudge.accept import (
     AcceptanceRule,
     Exact,
@@ -142,6 +143,10 @@ def test_one_engine_serves_batches_of_many_sizes() -> None:
             for e in step.emissions:
                 tokens[e.row] += e.tokens
         assert tokens == run(target, draft, prompts, Exact(), "reference", gamma=3, max_new_tokens=20)
+
+
+def test_judge_mark_and_counts_as_kernels() -> None:
+    check_all(CUDA)
 
 
 @pytest.mark.parametrize("size", [1000, 49152, 151936])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,7 +25,8 @@ from selfjudge.accept import (
     sample,
 )  # fmt: skip
 from selfjudge.errors import SelfJudgeError
-from selfjudge.judge import Judge
+from selfjudge.judge import Judge, JudgeConfig
+from selfjudge.top import top
 from selfjudge.types import Block
 
 H = 3
@@ -153,6 +155,29 @@ def test_judged_at_theta_one_is_the_base_rule_bit_for_bit() -> None:
             assert torch.equal(one.n_accepted, other.n_accepted)
             assert torch.equal(one.next_token, other.next_token)
             assert not one.judged.any()
+
+
+class Counting(Judge):
+    """Accepts everything, and counts how often it was asked."""
+
+    asked = 0
+
+    def score(self, x: torch.Tensor) -> torch.Tensor:
+        self.asked += 1
+        return torch.ones(x.shape[:-1])
+
+
+@pytest.mark.parametrize(("drafts", "asked"), [([0, 0], 0), ([0, 1], 1), ([1, 0], 1)])
+def test_a_judge_is_asked_only_where_a_draft_differs(drafts: list[int], asked: int) -> None:
+    judge = Counting(JudgeConfig(H))
+    b = block(drafts, ROWS)
+    b = replace(b, top=top(b.target_logits))
+    assert verdict(Judged(judge, 0.5), b) == (2, 0, [d == 1 for d in drafts])
+    assert judge.asked == asked
+    judge.asked = 0
+    assert verdict(JudgeOnly(judge, 0.5), b)[0] == 2
+    assert judge.asked == 1
+    assert not Judged(judge, 0.5, SpeculativeSampling()).settled(b)
 
 
 def test_judge_only_may_refuse_an_aligned_draft() -> None:

@@ -1297,7 +1297,7 @@ def block_of(seed: int, rows: int = 5, gamma: int = 6, vocabulary: int = 11, hid
     logits[1, 1, drafts[1, 1]] = -200.0
     logits[2, 2, drafts[2, 2]] = -torch.inf
     states = torch.randn(rows, gamma + 1, hidden, generator=g)
-    return SimpleNamespace(draft_tokens=drafts, target_logits=logits, hidden=states, scores=None)
+    return SimpleNamespace(draft_tokens=drafts, target_logits=logits, hidden=states, scores=None, top=None)
 
 
 def labelled(path: Path, block: Any) -> Path:

@@ -106,7 +106,11 @@ def test_flat_rows_are_judged_as_blocks_are(counts: list[int], features: str, se
     if seed % 5 == 0:
         hidden[0, 0] = torch.nan
     rows = Rows.of(torch.tensor(counts), n)
-    mask = Approval(judge(features), sorted(special), CPU)(hidden, logits, drafts, theta, rows.owner)
+    # a request's rows: each predicts a draft that the row after it has read, and the last one predicts none
+    at = torch.arange(n) + rows.owner
+    states, predicting = torch.zeros(n + len(counts), H), torch.zeros(n + len(counts), V)
+    states[at + 1], predicting[at] = hidden, logits
+    mask = Approval(judge(features), sorted(special), CPU)(states, predicting, at, drafts, theta, rows.owner)
     marked, copy = logits.clone(), logits.clone()
     raised, aligned = Approval(judge(features), sorted(special), CPU).mark(marked, drafts, mask)
     assert torch.equal(raised, mask)
@@ -149,9 +153,10 @@ def test_off_is_no_threshold_that_a_request_can_name() -> None:
 
 
 def test_each_row_has_the_threshold_of_its_request() -> None:
-    hidden, logits, drafts = torch.randn(4, H), torch.randn(4, V), torch.tensor([1, 2, 3, -1])
+    hidden, logits, drafts = torch.randn(6, H), torch.randn(6, V), torch.tensor([1, 2, 3, -1])
     rows = Rows.of(torch.tensor([2, 2]), 4)
-    mask = Approval(judge(), (), CPU)(hidden, logits, drafts, torch.tensor([0.0, OFF])[rows.owner], rows.owner)
+    at, theta = torch.tensor([0, 1, 3, 4]), torch.tensor([0.0, OFF])[rows.owner]
+    mask = Approval(judge(), (), CPU)(hidden, logits, at, drafts, theta, rows.owner)
     assert mask.tolist() == [True, True, False, False]
 
 

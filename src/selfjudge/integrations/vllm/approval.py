@@ -28,15 +28,24 @@ class Approval:
     def __init__(self, judge: Judge, special: Sequence[int], device: torch.device) -> None:
         self.judge = judge.to(device)
         self.special = torch.tensor(list(special), dtype=torch.long, device=device)
+        self.fused = self.judge.fused() if device.type == "cuda" else None
 
-    def __call__(self, hidden: Tensor, logits: Tensor, drafts: Tensor, theta: float | Tensor, owner: Tensor) -> Tensor:
-        """[n] whether the judge lets each draft stand, from the states at the drafts [n, H] and the target's own rows [n, V].
+    def __call__(
+        self, hidden: Tensor, logits: Tensor, at: Tensor, drafts: Tensor, theta: float | Tensor, owner: Tensor
+    ) -> Tensor:
+        """[n] whether the judge lets each draft stand. Of the target's own rows [m, V], row `at[i]` predicts draft i, and the
+        row after it of the states [m, H] has read it.
 
         Never where there is no draft (−1), at special tokens, or where numbers are broken; what `accept.Judged` does.
         """
+        if self.fused is not None:
+            from selfjudge.judge_triton import approvals
+
+            return approvals(self.fused, hidden, logits, *top(logits), at, drafts, theta, self.special)
+        hidden, logits = hidden[at + 1], logits[at]
         there, drafts = drafts >= 0, drafts.long().clamp_min(0)
         choice, broken = top(logits)
-        score = self.judge.score(beside(hidden, logits, drafts, self.judge.config.features, owner))
+        score = self.judge.score(beside(hidden, logits, drafts, self.judge.config.features, owner, choice))
         regular = ~broken & hidden.isfinite().all(-1)
         return (score > theta) & there & regular & ~self._special(drafts) & ~self._special(choice)
 
@@ -47,8 +56,12 @@ class Approval:
         Tokens that something else banned (−inf) stay banned, and the guard looks at the choice of these rows, too.
         Returns which drafts were raised [n] and which were the most likely token before [n].
         """
-        there, drafts = drafts >= 0, drafts.long().clamp_min(0)
         choice, _ = top(logits)
+        if self.fused is not None:
+            from selfjudge.integrations.vllm.approval_triton import mark
+
+            return mark(logits, choice, drafts, approved, self.special, MARK)
+        there, drafts = drafts >= 0, drafts.long().clamp_min(0)
         at = logits.gather(1, drafts[:, None]).squeeze(1)
         raised = approved & there & (at > -math.inf) & ~self._special(choice)
         logits.scatter_(1, drafts[:, None], torch.where(raised, MARK, at)[:, None])
@@ -69,6 +82,8 @@ class Rows:
     """[n] its number within the request's block, from 0."""
     counts: Tensor
     """[R] drafts of each request."""
+    first: Tensor
+    """[R] the row of its first one."""
 
     @classmethod
     def of(cls, counts: Tensor, total: int) -> Rows:
@@ -76,7 +91,7 @@ class Rows:
         requests = torch.arange(len(counts), device=counts.device)
         owner = torch.repeat_interleave(requests, counts, output_size=total)
         first = counts.cumsum(0) - counts
-        return cls(owner, torch.arange(total, device=counts.device) - first[owner], counts)
+        return cls(owner, torch.arange(total, device=counts.device) - first[owner], counts, first)
 
     @cached_property
     def drafted(self) -> Tensor:

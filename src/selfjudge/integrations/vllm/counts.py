@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from selfjudge.integrations.vllm.approval import Rows
+from selfjudge.top import has_triton
 
 COUNTERS = {
     "cycles": "Verified blocks of drafts.",
@@ -33,6 +34,7 @@ class Counts:
 
     def __init__(self, device: torch.device, *labels: str) -> None:
         self.total = torch.zeros(len(COUNTERS), dtype=torch.long, device=device)
+        self._fused = device.type == "cuda" and has_triton()
         self._labels = labels
         self._shown = [0] * len(COUNTERS)
         self._copy = torch.zeros_like(self.total, device="cpu", pin_memory=device.type == "cuda")
@@ -41,6 +43,11 @@ class Counts:
 
     def add(self, rows: Rows, accepted: Tensor, raised: Tensor, aligned: Tensor) -> None:
         """One step: accepted drafts of each request [R]; which rows were raised and which aligned anyway [n]."""
+        if self._fused:
+            from selfjudge.integrations.vllm.approval_triton import count
+
+            count(self.total, rows.first, rows.counts, accepted, raised, aligned)
+            return
         taken = rows.place < accepted[rows.owner]
         self.total += torch.stack([
             rows.cycles, (accepted * rows.drafted).sum() + rows.cycles, rows.leading(aligned).sum() + rows.cycles,

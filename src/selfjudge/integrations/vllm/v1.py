@@ -46,15 +46,19 @@ class JudgeSampler(RejectionSampler):
 
     def forward(self, metadata: Any, draft_probs: Tensor | None, logits: Tensor, sampling_metadata: Any) -> Any:
         output = super().forward(metadata, draft_probs, logits, sampling_metadata)
+        self.count(output.sampled_token_ids)
+        return output
+
+    def count(self, sampled: Tensor) -> None:
+        """What became of this step's drafts, from the tokens that were sampled [R, γ+1], −1 where there is none."""
         if self.asked is not None:
             rows, _ = self.asked
-            accepted = (output.sampled_token_ids >= 0).sum(1) - 1  # the last is no draft
+            accepted = (sampled >= 0).sum(1) - 1  # the last is no draft
             if self.marked is None:
                 self.counts.add_lossless(rows, accepted)
             else:
                 self.counts.add(rows, accepted, *self.marked)
         self.asked = self.marked = None
-        return output
 
 
 class Adapter:
@@ -82,10 +86,10 @@ class Adapter:
         if all(theta == OFF for theta in thresholds):
             self.sampler.asked = rows, None
             return
-        predicts = drafts.target_logits_indices
         approved = self.approval(
-            state.sample_hidden_states[predicts + 1],  # the row after the one that predicts a draft is the draft's own
-            state.logits[predicts],
+            state.sample_hidden_states,
+            state.logits,
+            drafts.target_logits_indices,
             drafts.draft_token_ids,
             self._each(thresholds, rows),
             rows.owner,

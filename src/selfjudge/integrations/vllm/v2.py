@@ -65,7 +65,7 @@ class JudgeSampler(RejectionSampler):
         predicts = torch.arange(len(rows.owner), device=logits.device) + rows.owner
         slots = input_batch.expanded_idx_mapping[predicts].long()
         drafts = input_batch.input_ids[input_batch.logits_indices][predicts + 1]
-        approved = self.approval(hidden[predicts + 1], logits[predicts], drafts, self.mark.theta[slots], rows.owner)
+        approved = self.approval(hidden, logits, predicts, drafts, self.mark.theta[slots], rows.owner)
         self.mark.begin(slots, rows.place, self.agree(approved))
         try:
             output = super().__call__(logits, input_batch, draft_logits, invalid_drafts)

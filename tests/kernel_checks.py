@@ -1,0 +1,111 @@
+"""Triton kernels against the torch operations they replace, on whatever device there is.
+
+On a GPU `tests/gpu` calls these; without one, `python kernel_checks.py` runs them under Triton's interpreter (`make test-vllm`).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from selfjudge.integrations.vllm.approval import Approval, Rows
+from selfjudge.integrations.vllm.counts import Counts
+from selfjudge.judge import FEATURES, Judge, JudgeConfig, columns
+from selfjudge.top import broken, regular
+from selfjudge.types import Block
+
+VOCAB, HIDDEN = 5000, 300
+SPECIAL = (0, 17, 4999)
+
+
+def random_judge(features: str, units: int) -> Judge:
+    """One whose scores lie on both sides of a half."""
+    config = JudgeConfig(HIDDEN, features=features, model="mlp" if units else "linear")
+    width = HIDDEN + columns(features)
+    if not units:
+        return Judge(config, torch.randn(width) / 10, 0.3)
+    inner = torch.randn(units, width) / 10, torch.randn(units)
+    return Judge(config, torch.randn(units) / units**0.5, 0.3, *inner)
+
+
+def check_top(device: torch.device, dtype: torch.dtype) -> None:
+    from selfjudge.top_triton import split_top
+
+    logits = torch.randn(3, 2, VOCAB, device=device).to(dtype)
+    logits[0, 0, 7], logits[0, 1, VOCAB - 1], logits[1, 0], logits[1, 1] = torch.nan, torch.inf, -torch.inf, torch.nan
+    choice, odd = split_top(logits)
+    assert torch.equal(choice, regular(logits.float()).argmax(-1))
+    assert torch.equal(odd, broken(logits))
+
+
+def check_scores(device: torch.device, dtype: torch.dtype, features: str, units: int) -> None:
+    """Blocks: what `Judge.score` says, for every row that it can be asked about."""
+    from selfjudge.judge_triton import scores
+    from selfjudge.top_triton import split_top
+
+    judge = random_judge(features, units).to(device)
+    hidden, logits = torch.randn(3, 5, HIDDEN, device=device), torch.randn(3, 5, VOCAB, device=device) * 4
+    hidden, logits = hidden.to(dtype), logits.to(dtype)
+    drafts = torch.randint(VOCAB, (3, 4), device=device)
+    drafts[0] = logits[0, :-1].argmax(-1)
+    logits[1, 0, drafts[1, 0]] = -torch.inf  # far below: the margin has an end
+    hidden[2, 1, 5], hidden[2, 2, 6] = torch.nan, torch.inf
+    fused = judge.fused()
+    assert fused is not None
+    found = scores(fused, hidden, logits, *split_top(logits), drafts)
+    wanted = judge(Block(drafts, logits, hidden))
+    torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-4, equal_nan=True)
+    assert wanted[2].isnan().tolist() == [True, True, False, False]
+
+
+def check_approval(device: torch.device, dtype: torch.dtype, features: str, units: int) -> None:
+    """Flat rows of requests: approval, mark and counts."""
+    counts = torch.tensor([3, 0, 5, 1, 4, *[2] * 40], device=device)
+    n = int(counts.sum())
+    rows = Rows.of(counts, n)
+    at = torch.arange(n, device=device) + rows.owner
+    m = n + len(counts)
+    hidden, logits = torch.randn(m, HIDDEN, device=device), torch.randn(m, VOCAB, device=device) * 4
+    hidden, logits = hidden.to(dtype), logits.to(dtype)
+    drafts = torch.randint(VOCAB, (n,), device=device, dtype=torch.int32)
+    drafts[::3] = logits[at[::3]].argmax(-1).int()
+    drafts[1], drafts[4] = -1, SPECIAL[1]
+    hidden[at[5] + 1, 3], hidden[at[6] + 1, 2], logits[at[7], 9] = torch.nan, torch.inf, torch.nan
+    logits[at[8], SPECIAL[2]] = 50.0
+    plain, ours = (Approval(random_judge(features, units), SPECIAL, device) for _ in range(2))
+    ours.judge.load_state_dict(plain.judge.state_dict())
+    plain.fused, ours.fused = None, ours.judge.fused()
+    assert ours.fused is not None
+    for theta in (0.5, torch.rand(n, device=device), 1.0, torch.full((n,), torch.inf, device=device)):
+        found = ours(hidden, logits, at, drafts, theta, rows.owner)
+        assert torch.equal(found, plain(hidden, logits, at, drafts, theta, rows.owner))
+    approved = plain(hidden, logits, at, drafts, 0.5, rows.owner)
+    assert 0 < int(approved.sum()) < n - 8
+    processed = [logits[at].float() for _ in range(2)]
+    for copy in processed:
+        copy[:, 3] += 1
+        copy[10, drafts[10]] = -torch.inf
+    marks = [one.mark(copy, drafts, approved) for one, copy in zip((plain, ours), processed, strict=True)]
+    torch.testing.assert_close(*processed, atol=0, rtol=0, equal_nan=True)
+    assert all(torch.equal(a, b) for a, b in zip(*marks, strict=True))
+    accepted = torch.minimum(torch.arange(len(counts), device=device) % 6, counts)
+    totals = [Counts(device, "model", "0") for _ in range(2)]
+    for total, flag in zip(totals, (False, True), strict=True):
+        total._fused = flag
+        total.add(rows, accepted, *marks[0])
+    assert totals[0].read() == totals[1].read()
+    assert totals[0].read()["judged_tokens"] > 0
+
+
+def check_all(device: torch.device) -> None:
+    torch.manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16):
+        check_top(device, dtype)
+        for features in FEATURES[:2]:
+            for units in (0, 24):
+                check_scores(device, dtype, features, units)
+                check_approval(device, dtype, features, units)
+
+
+if __name__ == "__main__":
+    check_all(torch.device("cpu"))
+    print("the kernels agree")
