@@ -176,7 +176,7 @@ def _evaluate(
             if compact:
                 for run in runs:
                     if one.checkable or run.name != "exact":  # what the wording of others is compared with stays
-                        _without_texts(place / run.folder / "samples.jsonl.gz")
+                        _compacted(place / run.folder / "samples.jsonl.gz")
         return summaries
 
 
@@ -249,10 +249,17 @@ def _own(folder: Path, run: Run, warn: Callable[[str], None]) -> Path | None:
     return found[0] if found else None
 
 
-def _without_texts(file: Path) -> None:
+def _compacted(file: Path) -> None:
+    """Rows for keeping: without texts, their numbers to five digits."""
     rows = list(read_rows(file))
     if any("text" in row for row in rows):
-        write_rows(file, ({key: value for key, value in row.items() if key != "text"} for row in rows))
+        write_rows(file, ({key: _short(value) for key, value in row.items() if key != "text"} for row in rows))
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _short(one) for key, one in value.items()}
+    return round(value, 5) if isinstance(value, float) else value
 
 
 class _Work:
