@@ -161,8 +161,8 @@ class _Fits:
         return [self._scored(longest, gap=gap) for gap in GAPS if gap < longest]
 
     def _scored(self, length: int, *, mean: bool = False, gap: int = 0) -> dict[str, Any]:
-        """Labels by another score, τ from the same evidence each time: how many are acceptable, how well a judge learns them, and
-        how well the score itself tells substitutions that kept the answer from those that changed it.
+        """Labels by another score, τ from the same evidence each time: how many are acceptable, how well a judge learns them, how far
+        the margin alone goes, and how well the score itself tells substitutions that kept the answer from those that changed it.
 
         An AUC against easier labels is not a better judge: compare what they buy in decoding.
         """
@@ -177,6 +177,9 @@ class _Fits:
             return {**row, "why_not": str(error)}
         fits = replace(self, rows=rows)
         row |= {"tau": rows.taus[0], "acceptable": float(rows.labels[rows.used].mean())}
+        mine = rows.of("holdout")
+        margins = rows.log_p[mine, 1] - rows.log_p[mine, 0]
+        row["auc_margin"] = float(roc_auc_score(rows.labels[mine], margins))
         return {**row, "auc_mismatch": fits.holdout(fits.fit("linear"))}
 
 
