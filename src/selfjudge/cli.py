@@ -1390,6 +1390,11 @@ def main() -> None:
         if type(error).__name__ == "NoArgsIsHelpError":  # a bare `selfjudge` is a question, not a mistake
             print(str(error))
             raise SystemExit(0) from None
+        if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported here
+            said = ". ".join(str(error).split(". ")[:2])
+            _fail(
+                f"{said}: use a smaller --batch where there is one, or a device without other work; finished parts are kept"
+            )
         if hasattr(error, "format_message"):  # typer's usage errors
             _fail(f"{error.format_message()} (see --help)")
         raise

@@ -475,6 +475,19 @@ def test_an_interrupt_is_no_success(run, monkeypatch: pytest.MonkeyPatch) -> Non
     assert run("pull", "smollm2-135m")[0] == 130
 
 
+def test_a_full_device_is_one_line(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 GiB"
+        )
+
+    monkeypatch.setattr("selfjudge.cli.app", lambda **_: full())
+    code, out, err = run("ls", "rules")
+    assert (code, out) == (2, "")
+    assert err.startswith("selfjudge: CUDA out of memory. Tried to allocate 2.00 GiB: use a smaller --batch")
+    assert err.count("\n") == 1
+
+
 def test_help_carries_an_example_everywhere(run) -> None:
     commands = (
         ["pull"],
