@@ -158,22 +158,25 @@ class Engine:
         seconds = time.perf_counter() - begun
         total = sum(map(len, answers))
         found = {"n": len(prompts), "tokens": total, "seconds": seconds, "tokens_per_second": total / seconds}
-        if self.judged:
+        if self.own.watching:
             found["worker_share"] = self.own.seconds / seconds
         return {**found, **_lengths({k: v - before.get(k, 0) for k, v in self.counts().items()}), "answers": answers}
 
 
 class Stopwatch:
-    """The host's seconds in the worker's own code, which this process runs itself."""
+    """The host's seconds in the worker's own code, which this process runs itself. With vLLM's first runner only: with the
+    second, our code and its own are one function."""
 
     seconds = 0.0
+    watching = False
 
     def watch(self, worker: Any) -> None:
         adapter, counts = worker._adapter, worker._counts
+        self.watching = hasattr(adapter.sampler, "count")
         for owner, name in (
             (adapter, "before_sampling"), (adapter.sampler, "count"), (adapter.sampler.approval, "mark"), (counts, "report"),
         ):  # fmt: skip
-            if hasattr(owner, name):
+            if self.watching:
                 setattr(owner, name, self.timed(getattr(owner, name)))
 
     def timed(self, act: Callable[..., Any]) -> Callable[..., Any]:

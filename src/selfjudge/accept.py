@@ -95,8 +95,8 @@ class AcceptanceRule:
         return choice.gather(1, n[:, None]).squeeze(1)
 
     def settled(self, block: Block) -> bool:
-        """Whether alignment alone decides about all of the block, so that the judge need not be asked. Never on a GPU, which
-        would have to be waited for."""
+        """Whether alignment alone decides about all of the block, so that the judge need not be asked. Only on a CPU: another
+        device would have to be waited for."""
         return False
 
     def check(self, gamma: int) -> None:
@@ -381,7 +381,7 @@ class Judged(AcceptanceRule):
 
     def settled(self, block: Block) -> bool:
         drafts = block.draft_tokens
-        if drafts.is_cuda or block.top is None or not isinstance(self.base, Exact):
+        if drafts.device.type != "cpu" or block.top is None or not isinstance(self.base, Exact):
             return False
         return torch.equal(drafts, block.top[0][:, :-1])
 

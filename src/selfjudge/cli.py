@@ -817,7 +817,9 @@ def eval_(
         typer.Option(help="Factual consistency of summaries: an NLI model, proxy (the target itself), off, or auto."),
     ] = "auto",
     examples: Annotated[int, typer.Option(help="Answers of each run that are kept token by token.")] = 3,
-    compact: Annotated[bool, typer.Option("--compact", help="Leave texts out of the rows at the end.")] = False,
+    compact: Annotated[
+        bool, typer.Option("--compact", help="Leave texts out of the rows at the end, and round to five decimals.")
+    ] = False,
     no_times: Annotated[
         bool, typer.Option("--no-times", help="Leave out tokens/s: for a machine that does other work meanwhile.")
     ] = False,

@@ -250,8 +250,8 @@ def _own(folder: Path, run: Run, warn: Callable[[str], None]) -> Path | None:
 
 
 def _compacted(file: Path) -> None:
-    """Rows for keeping: without texts, their numbers to five digits."""
-    rows = list(read_rows(file))
+    """Rows for keeping: without texts, their numbers to five decimals. Who keeps results may have left rows out."""
+    rows = list(read_rows(file)) if file.is_file() else []
     if any("text" in row for row in rows):
         write_rows(file, ({key: _short(value) for key, value in row.items() if key != "text"} for row in rows))
 
@@ -365,9 +365,9 @@ class _Work:
     def take_over(self, folder: Path) -> None:
         """The answers of the same rule under another name: F and R may be one threshold."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        for name in ("samples.jsonl.gz", "examples.jsonl"):
-            if (folder / name).is_file():  # who keeps results may have left out the second
-                shutil.copy(folder / name, self.folder / name)
+        shutil.copy(folder / "samples.jsonl.gz", self.folder)
+        if (folder / "examples.jsonl").is_file():  # who keeps results may have left them out
+            shutil.copy(folder / "examples.jsonl", self.folder)
         mine: dict[str, Any] = {"rule": self.run.name, "run_sha256": self.run.identity}
         mine |= {} if self.times else {"tokens_per_second": None, "seconds": {}}
         write_json(self.folder / "summary.json", {**read_json(folder / "summary.json"), **mine})

@@ -158,12 +158,33 @@ def test_rules_may_be_added_and_other_settings_are_refused(
     assert len(own) == 8
     assert added[0]["measure"] is added[0]["score"] is added[0]["delta_score"] is None
     assert all("text" not in row for row in samples(out / "file:mine" / "topk:9-g3"))
+    assert agrees == [round(value, 5) for value in agrees]
     with pytest.raises(SelfJudgeError, match="was begun with another max_new_tokens"):
         evaluate(tiny_pair, out, [asked], runs_of(["exact"], [3], {}, special), Settings(max_new_tokens=9, batch=3))
     evaluate(tiny_pair, out, [asked], runs_of(["judged:0.4"], [3], judges, special), SMALL)
     other = {"mine": [Judge.constant(0.9, tiny_pair.hidden_size)]}
     with pytest.raises(SelfJudgeError, match="another judge or threshold"):
         evaluate(tiny_pair, out, [asked], runs_of(["judged:0.4"], [3], other, special), SMALL)
+
+
+def test_results_that_were_thinned_out_can_be_gone_on_with(
+    tiny_pair: Pair, asked: str, judges: Any, tmp_path: Path
+) -> None:
+    """Kept results may lack examples, and rows of runs that need no more."""
+    out, special = tmp_path / "eval", tiny_pair.special_ids
+    evaluate(tiny_pair, out, [asked], runs_of(["exact", "judged:0.4", "topk:9"], [3], judges, special), SMALL)
+    place = out / "file:mine"
+    for run in place.glob("*-g3"):
+        (run / "examples.jsonl").unlink()
+    (place / "topk:9-g3" / "samples.jsonl.gz").unlink()
+    rules = ["exact", "judged:0.4", "judged:theta=0.4", "topk:9"]
+    found = evaluate(tiny_pair, out, [asked], runs_of(rules, [3], judges, special), SMALL, compact=True)
+    assert [s["rule"] for s in found] == ["exact", "judged:0.4@mine", "judged:theta=0.4@mine", "topk:9"]
+    assert found[1]["score"] == found[2]["score"]
+    assert sorted(f.name for f in (place / "judged:theta=0.4@mine-g3").iterdir()) == [
+        "samples.jsonl.gz",
+        "summary.json",
+    ]
 
 
 def test_exact_may_come_later_and_other_examples_are_refused(tiny_pair: Pair, asked: str, tmp_path: Path) -> None:
