@@ -129,7 +129,7 @@ class Judge(nn.Module):
             from selfjudge.judge_triton import scores
 
             with torch.cuda.device(block.hidden.device):  # kernels are launched on the current device
-                return scores(fused, block.hidden, block.target_logits, *block.top, block.draft_tokens)
+                return scores(fused, block.hidden, block.target_logits, block.top[0], block.draft_tokens)
         said = self.score(with_columns(block, self.config.features))
         return torch.where(block.hidden[:, 1:].isfinite().all(-1), said, math.nan)
 

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from selfjudge.top_triton import ROW_BLOCK, ROW_WARPS, row_top
+
 LINEAR_BLOCK, TILE = 1024, 8192  # columns of a linear judge, numbers of an MLP's matrix: what a program holds at a time
 
 
@@ -37,22 +39,27 @@ def among(token, special_ptr, specials, SPECIALS: tl.constexpr):
 
 @triton.jit
 def _judge(
-    hidden_ptr, logit_ptr, choice_ptr, broken_ptr, at_ptr, draft_ptr, weight_ptr, bias_ptr, inner_ptr, inner_bias_ptr,
-    theta_ptr, special_ptr, out_ptr, hidden_step, logit_step, hidden, units, theta, specials, LOWEST: tl.constexpr,
+    hidden_ptr, logit_ptr, choice_ptr, at_ptr, draft_ptr, weight_ptr, bias_ptr, inner_ptr, inner_bias_ptr, theta_ptr,
+    special_ptr, out_ptr, hidden_step, logit_step, hidden, vocabulary, units, theta, specials, LOWEST: tl.constexpr,
     GAMMA: tl.constexpr, MARGIN: tl.constexpr, MLP: tl.constexpr, APPROVE: tl.constexpr, THETAS: tl.constexpr,
-    BLOCK: tl.constexpr, UNITS: tl.constexpr, SPECIALS: tl.constexpr,
+    BLOCK: tl.constexpr, UNITS: tl.constexpr, SPECIALS: tl.constexpr, ROW_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """APPROVE: whether the draft may stand, else its score, NaN where the state is broken."""
+    """APPROVE: whether the draft may stand, else its score, NaN where the state is broken.
+
+    The most likely token of the draft's row is looked for where it is to approve, else given.
+    """
     i = tl.program_id(0)
     # rows of blocks: each has GAMMA drafts and one row more
     row = i // GAMMA * (GAMMA + 1) + i % GAMMA if GAMMA else tl.load(at_ptr + i)
     row = row.to(tl.int64)
     token = tl.load(draft_ptr + i).to(tl.int64)
-    choice = tl.load(choice_ptr + row)
+    logits = logit_ptr + row * logit_step
+    if APPROVE:
+        choice, best, broken = row_top(logits, vocabulary, ROW_BLOCK)
     margin = 0.0
     if MARGIN:
-        logits = logit_ptr + row * logit_step
-        best = tl.load(logits + choice).to(tl.float32)
+        if not APPROVE:
+            best = tl.load(logits + tl.load(choice_ptr + row)).to(tl.float32)
         margin = tl.load(logits + tl.maximum(token, 0)).to(tl.float32) - best  # Δ log p = Δ logit
         margin = tl.where(margin < LOWEST, LOWEST, margin)
     state = hidden_ptr + (row + 1) * hidden_step
@@ -87,7 +94,7 @@ def _judge(
     score = tl.sigmoid(x + tl.load(bias_ptr))
     if APPROVE:
         least = tl.load(theta_ptr + i) if THETAS else theta
-        stands = (score > least) & (token >= 0) & (finite != 0) & (tl.load(broken_ptr + row) == 0)
+        stands = (score > least) & (token >= 0) & (finite != 0) & (broken == 0)
         if SPECIALS:
             stands = stands & (among(token, special_ptr, specials, SPECIALS) == 0)
             stands = stands & (among(choice, special_ptr, specials, SPECIALS) == 0)
@@ -97,37 +104,38 @@ def _judge(
 
 
 def _launch(
-    judge: Weights, hidden: Tensor, logits: Tensor, choice: Tensor, broken: Tensor, at: Tensor | None, drafts: Tensor,
-    out: Tensor, gamma: int, theta: float | Tensor, special: Tensor | None,
+    judge: Weights, hidden: Tensor, logits: Tensor, choice: Tensor | None, at: Tensor | None, drafts: Tensor, out: Tensor,
+    gamma: int, theta: float | Tensor, special: Tensor | None,
 ) -> Tensor:  # fmt: skip
     units = 0 if judge.inner_bias is None else len(judge.inner_bias)
     block_units = triton.next_power_of_2(units) if units else 1
     n, specials = drafts.numel(), 0 if special is None else len(special)
+    approve = choice is None
     _judge[(n,)](
-        hidden, logits, choice, broken, at, drafts, judge.weight, judge.bias, judge.inner_weight, judge.inner_bias,
+        hidden, logits, choice, at, drafts, judge.weight, judge.bias, judge.inner_weight, judge.inner_bias,
         theta if isinstance(theta, Tensor) else None, special, out, hidden.stride(0), logits.stride(0),
-        hidden.shape[1], units, 0.0 if isinstance(theta, Tensor) else theta, specials, LOWEST=judge.lowest,
-        GAMMA=gamma, MARGIN=judge.margin, MLP=units > 0, APPROVE=out.dtype == torch.bool,
+        hidden.shape[1], logits.shape[1], units, 0.0 if isinstance(theta, Tensor) else theta, specials,
+        LOWEST=judge.lowest, GAMMA=gamma, MARGIN=judge.margin, MLP=units > 0, APPROVE=approve,
         THETAS=isinstance(theta, Tensor), BLOCK=max(16, TILE // block_units) if units else LINEAR_BLOCK,
-        UNITS=block_units, SPECIALS=triton.next_power_of_2(specials) if specials else 0, num_warps=4,
+        UNITS=block_units, SPECIALS=triton.next_power_of_2(specials) if specials else 0, ROW_BLOCK=ROW_BLOCK,
+        num_warps=ROW_WARPS if approve else 4,
     )  # fmt: skip
     return out
 
 
-def scores(judge: Weights, hidden: Tensor, logits: Tensor, choice: Tensor, broken: Tensor, drafts: Tensor) -> Tensor:
-    """[B, γ] P(acceptable) of the drafts of blocks: states [B, γ+1, H], logits [B, γ+1, V] and what `top` says of them."""
+def scores(judge: Weights, hidden: Tensor, logits: Tensor, choice: Tensor, drafts: Tensor) -> Tensor:
+    """[B, γ] P(acceptable) of the drafts of blocks: states [B, γ+1, H], logits [B, γ+1, V] and their most likely tokens."""
     out = torch.empty(drafts.shape, dtype=torch.float32, device=drafts.device)
-    flat = hidden.flatten(0, 1), logits.flatten(0, 1), choice, broken
+    flat = hidden.flatten(0, 1), logits.flatten(0, 1), choice
     return _launch(judge, *flat, None, drafts.contiguous(), out, drafts.shape[1], 0.0, None)
 
 
 def approvals(
-    judge: Weights, hidden: Tensor, logits: Tensor, choice: Tensor, broken: Tensor, at: Tensor, drafts: Tensor,
-    theta: float | Tensor, special: Tensor,
+    judge: Weights, hidden: Tensor, logits: Tensor, at: Tensor, drafts: Tensor, theta: float | Tensor, special: Tensor
 ) -> Tensor:  # fmt: skip
     """[n] which drafts may stand: row `at[i]` of logits [m, V] predicts draft i, the row after of states [m, H] has read it.
 
     Never where there is no draft (−1), at special tokens, or where numbers are broken.
     """
     out = torch.empty(len(drafts), dtype=torch.bool, device=drafts.device)
-    return _launch(judge, hidden, logits, choice, broken, at, drafts, out, 0, theta, special)
+    return _launch(judge, hidden, logits, None, at, drafts, out, 0, theta, special)

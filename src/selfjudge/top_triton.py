@@ -1,4 +1,4 @@
-"""`top` for CUDA: a row of logits is split over many programs."""
+"""`top` for CUDA: a row of logits is split over many programs; inside another kernel, one program reads it all."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 CHUNK = 2048  # logits per program
+ROW_BLOCK, ROW_WARPS = 8192, 16  # logits that a program reads at a time where it reads a whole row
 
 
 @triton.jit
@@ -33,6 +34,26 @@ def _row_top(best_ptr, place_ptr, odd_ptr, choice_ptr, broken_ptr, chunks, BLOCK
     odd = tl.max(tl.load(odd_ptr + row * chunks + at, mask=at < chunks, other=0).to(tl.int32), 0)
     tl.store(choice_ptr + row, tl.load(place_ptr + row * chunks + where))
     tl.store(broken_ptr + row, odd != 0)
+
+
+@triton.jit
+def row_top(x_ptr, size, BLOCK: tl.constexpr):
+    """`top` of one row inside a program: the most likely token, its logit, and whether the row is broken."""
+    column = tl.arange(0, BLOCK)
+    best = tl.full([BLOCK], -float("inf"), tl.float32)  # of each column of blocks, and where it was first seen
+    place = tl.zeros([BLOCK], tl.int32)
+    odd = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, size, BLOCK):
+        at = first + column
+        x = tl.load(x_ptr + at, mask=at < size, other=-float("inf")).to(tl.float32)
+        nan, endless = x != x, x == float("inf")
+        x = tl.where(nan, -float("inf"), tl.where(endless, 1.0e30, x))
+        place = tl.where(x > best, at, place)
+        best = tl.where(x > best, x, best)
+        odd = odd | (nan | endless).to(tl.int32)
+    most = tl.max(best, 0)
+    choice = tl.min(tl.where(best == most, place, size), 0).to(tl.int64)
+    return choice, most, tl.max(odd, 0) != 0
 
 
 def split_top(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -145,7 +145,7 @@ def test_one_engine_serves_batches_of_many_sizes() -> None:
         assert tokens == run(target, draft, prompts, Exact(), "reference", gamma=3, max_new_tokens=20)
 
 
-def test_judge_mark_and_counts_as_kernels() -> None:
+def test_judge_and_mark_as_kernels() -> None:
     check_all(CUDA)
 
 

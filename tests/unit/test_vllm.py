@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ from selfjudge.accept import Judged
 from selfjudge.cli import main
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.vllm import serve
-from selfjudge.integrations.vllm.approval import MARK, Approval, Rows
+from selfjudge.integrations.vllm.approval import MARK, Approval, LastRows, Rows
 from selfjudge.integrations.vllm.config import OFF, Settings, Thresholds, requested_threshold, target_sha256
-from selfjudge.integrations.vllm.counts import Counts
+from selfjudge.integrations.vllm.counts import STEPS, Counts, Step
 from selfjudge.integrations.vllm.label import outlined, parsed
 from selfjudge.judge import FEATURES, Judge, JudgeConfig, columns
 from selfjudge.models.pair import Pair
@@ -131,7 +132,7 @@ def test_flat_rows_are_judged_as_blocks_are(counts: list[int], features: str, se
         accepted.append(k)
         at += count
     counted = Counts(CPU, "model", "0")
-    counted.add(rows, torch.tensor(accepted), raised, aligned)
+    counted.add(rows, torch.tensor(accepted) + 1, torch.stack([raised, aligned]))
     found = counted.read()
     cycles = sum(count > 0 for count in counts)
     assert found["cycles"] == cycles
@@ -142,8 +143,70 @@ def test_flat_rows_are_judged_as_blocks_are(counts: list[int], features: str, se
 
 def test_a_step_without_the_judge_counts_what_was_accepted_for_both() -> None:
     counted = Counts(CPU, "model", "0")
-    counted.add_lossless(Rows.of(torch.tensor([3, 0, 2]), 5), torch.tensor([2, -1, 0]))  # the second has no drafts
+    counted.add(Rows.of(torch.tensor([3, 0, 2]), 5), torch.tensor([3, 0, 1]), None)  # the second has no drafts
     assert counted.read() == {"cycles": 2, "tokens": 4, "aligned_tokens": 4, "judged_tokens": 0}
+
+
+def drawn_step(dice: random.Random, rows: LastRows, partly: bool) -> tuple[Step, list[int]]:
+    """A step of up to four requests, and what it adds to each counter, counted one draft at a time."""
+    counts = dice.choice([[3, 0, 2], [2, 2], [1], [0, 3, 3, 1], [0]])
+    accepted = [dice.randint(0, count) for count in counts]
+    judged = dice.random() < 0.7
+    flags = torch.tensor([[dice.random() < 0.6 for _ in range(sum(counts))] for _ in range(3)], dtype=torch.bool)
+    sampled = torch.full((len(counts), max(counts) + 1), -1, dtype=torch.int32)
+    wanted, at = [0, 0, 0, 0], 0
+    for i, (count, k) in enumerate(zip(counts, accepted, strict=True)):
+        sampled[i, : k + 1] = 7
+        raised, aligned, seen = ([False] * count for _ in range(3))
+        if judged:
+            raised, aligned, seen = flags[:, at : at + count].tolist()
+        known = [judged and (s or not partly) for s in seen]
+        aligned = [flag if here else place < k for place, (flag, here) in enumerate(zip(aligned, known, strict=True))]
+        leading = next((place for place, flag in enumerate(aligned) if not flag), count)
+        if count:
+            against = sum(raised[place] and not aligned[place] for place in range(k))
+            wanted = [a + b for a, b in zip(wanted, [1, k + 1, leading + 1, against], strict=True)]
+        at += count
+    step = Step(rows(counts, CPU), sampled, (flags if partly else flags[:2]) if judged else None)
+    return (step._replace(sampled=(sampled >= 0).sum(1, dtype=torch.int32)) if partly else step), wanted
+
+
+@given(seed=st.integers(0, 10_000), partly=st.booleans())
+def test_steps_that_are_counted_together_count_as_one_by_one(seed: int, partly: bool) -> None:
+    """Whatever changes between them: requests, the longest block, whether the judge was asked."""
+    dice, rows, counted, wanted = random.Random(seed), LastRows(), Counts(CPU, "model", "0"), [0, 0, 0, 0]
+    for _ in range(dice.randint(1, 2 * STEPS + 20)):
+        step, more = drawn_step(dice, rows, partly)
+        counted.add(*step)
+        wanted = [a + b for a, b in zip(wanted, more, strict=True)]
+        if dice.random() < 0.02:
+            assert list(counted.read().values()) == wanted
+    assert list(counted.read().values()) == wanted == list(counted.read().values())
+
+
+def test_steps_are_kept_until_there_are_enough_or_somebody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted, rows, shown = Counts(CPU, "model", "0"), LastRows(), []
+    monkeypatch.setattr(counted, "_show", shown.append)
+    monkeypatch.setattr("selfjudge.integrations.vllm.counts.EVERY", -1.0)
+    for _ in range(STEPS - 1):
+        counted.add(rows([2, 1], CPU), torch.tensor([3, 1]), None)
+    assert counted.total.tolist() == [0, 0, 0, 0]
+    counted.add(rows([2, 1], CPU), torch.tensor([3, 1]), None)
+    assert counted.total.tolist() == [2 * STEPS, 4 * STEPS, 4 * STEPS, 0]
+    for idle in (True, False):
+        counted.add(rows([1], CPU), torch.tensor([2]), None)
+        counted.report(idle=idle)
+    assert shown == [[2 * STEPS + n, 4 * STEPS + 2 * n, 4 * STEPS + 2 * n, 0] for n in (1, 2)]
+
+
+def test_rows_are_computed_when_they_change() -> None:
+    rows = LastRows()
+    first = rows([2, 0, 1], CPU)
+    assert rows([2, 0, 1], CPU) is first
+    other = rows([1, 2], CPU)
+    assert [t.tolist() for t in (other.owner, other.place, other.counts, other.predicting)] == [
+        [0, 1, 1], [0, 0, 1], [1, 2], [0, 2, 3],
+    ]  # fmt: skip
 
 
 def test_off_is_no_threshold_that_a_request_can_name() -> None:

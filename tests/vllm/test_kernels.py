@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 
-def test_judge_mark_and_counts_are_what_torch_says() -> None:
+def test_judge_and_mark_are_what_torch_says() -> None:
     checks = Path(__file__).parents[1] / "kernel_checks.py"
     paths = os.pathsep.join([str(Path(sys.prefix) / "triton"), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": paths, "TRITON_INTERPRET": "1"}

@@ -41,7 +41,7 @@ class Approval:
         if self.fused is not None:
             from selfjudge.judge_triton import approvals
 
-            return approvals(self.fused, hidden, logits, *top(logits), at, drafts, theta, self.special)
+            return approvals(self.fused, hidden, logits, at, drafts, theta, self.special)
         hidden, logits = hidden[at + 1], logits[at]
         there, drafts = drafts >= 0, drafts.long().clamp_min(0)
         choice, broken = top(logits)
@@ -49,23 +49,23 @@ class Approval:
         regular = ~broken & hidden.isfinite().all(-1)
         return (score > theta) & there & regular & ~self._special(drafts) & ~self._special(choice)
 
-    def mark(self, logits: Tensor, drafts: Tensor, approved: Tensor) -> tuple[Tensor, Tensor]:
+    def mark(self, logits: Tensor, drafts: Tensor, approved: Tensor) -> Tensor:
         """Raise approved drafts to the top of the logits they will be verified with [n, V], in place.
 
         A greedy check then finds the draft to be the most likely token, a random one finds its probability to be 1.
         Tokens that something else banned (−inf) stay banned, and the guard looks at the choice of these rows, too.
-        Returns which drafts were raised [n] and which were the most likely token before [n].
+        Returns flags [2, n]: which drafts were raised, and which were the most likely token before.
         """
-        choice, _ = top(logits)
         if self.fused is not None:
             from selfjudge.integrations.vllm.approval_triton import mark
 
-            return mark(logits, choice, drafts, approved, self.special, MARK)
+            return mark(logits, drafts, approved, self.special, MARK)
+        choice, _ = top(logits)
         there, drafts = drafts >= 0, drafts.long().clamp_min(0)
         at = logits.gather(1, drafts[:, None]).squeeze(1)
         raised = approved & there & (at > -math.inf) & ~self._special(choice)
         logits.scatter_(1, drafts[:, None], torch.where(raised, MARK, at)[:, None])
-        return raised, there & (choice == drafts)
+        return torch.stack([raised, there & (choice == drafts)])
 
     def _special(self, tokens: Tensor) -> Tensor:
         """[n] which tokens are guarded; `torch.isin` would sort, and wait for the device."""
@@ -82,8 +82,6 @@ class Rows:
     """[n] its number within the request's block, from 0."""
     counts: Tensor
     """[R] drafts of each request."""
-    first: Tensor
-    """[R] the row of its first one."""
 
     @classmethod
     def of(cls, counts: Tensor, total: int) -> Rows:
@@ -91,19 +89,27 @@ class Rows:
         requests = torch.arange(len(counts), device=counts.device)
         owner = torch.repeat_interleave(requests, counts, output_size=total)
         first = counts.cumsum(0) - counts
-        return cls(owner, torch.arange(total, device=counts.device) - first[owner], counts, first)
+        return cls(owner, torch.arange(total, device=counts.device) - first[owner], counts)
 
     @cached_property
-    def drafted(self) -> Tensor:
-        """[R] which requests have drafts."""
-        return self.counts > 0
-
-    @cached_property
-    def cycles(self) -> Tensor:
-        """How many requests have drafts."""
-        return self.drafted.sum()
+    def predicting(self) -> Tensor:
+        """[n] the rows of logits that predict a draft, where a request owns one more, its last."""
+        return torch.arange(len(self.owner), device=self.owner.device) + self.owner
 
     def leading(self, flags: Tensor) -> Tensor:
         """[R] how many flags [n] of each request's block hold before the first that does not."""
         stops = torch.where(flags, self.counts[self.owner], self.place)
         return self.counts.scatter_reduce(0, self.owner, stops, "amin")
+
+
+class LastRows:
+    """The rows of a step, which mostly are those of the last one: then nothing is computed."""
+
+    def __init__(self) -> None:
+        self._last: tuple[list[int], Rows] | None = None
+
+    def __call__(self, counts: list[int], device: torch.device) -> Rows:
+        if self._last is None or self._last[0] != counts:
+            on_device = torch.tensor(counts).to(device, non_blocking=True)
+            self._last = counts, Rows.of(on_device, sum(counts))
+        return self._last[1]

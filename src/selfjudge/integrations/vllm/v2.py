@@ -18,7 +18,7 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, 
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
-from selfjudge.integrations.vllm.approval import Agree, Approval, Rows
+from selfjudge.integrations.vllm.approval import Agree, Approval, LastRows
 from selfjudge.integrations.vllm.config import OFF, Thresholds
 from selfjudge.integrations.vllm.counts import Counts
 from selfjudge.integrations.vllm.signatures import exactly, has, holds, takes
@@ -50,6 +50,7 @@ class JudgeSampler(RejectionSampler):
     counts: Counts
     mark: Mark
     agree: Agree
+    rows: LastRows
     hidden: Tensor | None = None
     """[rows, H] the states of this step; None outside of a step (warm-up)."""
 
@@ -59,22 +60,17 @@ class JudgeSampler(RejectionSampler):
         hidden, self.hidden = self.hidden, None
         if hidden is None:
             return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
-        drafted = np.diff(input_batch.cu_num_logits_np) - 1
-        rows = Rows.of(torch.from_numpy(drafted).long().to(logits.device, non_blocking=True), int(drafted.sum()))
-        # a request's last row predicts no draft
-        predicts = torch.arange(len(rows.owner), device=logits.device) + rows.owner
-        slots = input_batch.expanded_idx_mapping[predicts].long()
-        drafts = input_batch.input_ids[input_batch.logits_indices][predicts + 1]
-        approved = self.approval(hidden, logits, predicts, drafts, self.mark.theta[slots], rows.owner)
+        rows = self.rows((np.diff(input_batch.cu_num_logits_np) - 1).tolist(), logits.device)
+        slots = input_batch.expanded_idx_mapping[rows.predicting].long()
+        drafts = input_batch.input_ids[input_batch.logits_indices][rows.predicting + 1]
+        approved = self.approval(hidden, logits, rows.predicting, drafts, self.mark.theta[slots], rows.owner)
         self.mark.begin(slots, rows.place, self.agree(approved))
         try:
             output = super().__call__(logits, input_batch, draft_logits, invalid_drafts)
         finally:
             self.mark.open = False
-        accepted = output.num_sampled.long() - 1
-        seen, raised, aligned = (table[slots, rows.place] for table in self.mark.found)
-        # where all requests are lossless and plain, vLLM asks no logits processor
-        self.counts.add(rows, accepted, raised, torch.where(seen, aligned, rows.place < accepted[rows.owner]))
+        # vLLM makes the numbers anew for every step
+        self.counts.add(rows, output.num_sampled, self.mark.found[:, slots, rows.place])
         return output
 
 
@@ -92,7 +88,7 @@ class Mark(LogitsProcessor):
         self.theta = torch.full((slots,), OFF, device=device)
         self.approved = torch.zeros((slots, gamma + 1), dtype=torch.bool, device=device)
         self.found = self.approved.new_zeros((3, slots, gamma + 1))
-        """Seen here, raised, aligned anyway."""
+        """Raised, aligned anyway, seen here: where all requests are lossless and plain, vLLM asks no logits processor."""
         self._staged: dict[int, float] = {}
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
@@ -117,9 +113,8 @@ class Mark(LogitsProcessor):
             at = ctx.expanded_idx_mapping.long(), ctx.expanded_local_pos.long()
             # row i predicts what row i + 1 has read; the last row of a part is the last of a request
             drafts = torch.cat([ctx.input_ids[1:], ctx.input_ids.new_full((1,), -1)])
-            raised, aligned = self.approval.mark(logits, drafts, self.approved[at])
-            for table, flags in zip(self.found, (torch.ones_like(raised), raised, aligned), strict=True):
-                table[at] = flags
+            self.found[(slice(2), *at)] = self.approval.mark(logits, drafts, self.approved[at])
+            self.found[2][at] = True
         return logits
 
 
@@ -138,7 +133,7 @@ class Adapter:
         exactly(self.sampler, RejectionSampler)
         self.sampler.__class__ = JudgeSampler  # keeps whatever this version's constructor has made
         self.sampler.approval, self.sampler.counts = approval, counts
-        self.sampler.mark, self.sampler.agree = mark, agree
+        self.sampler.mark, self.sampler.agree, self.sampler.rows = mark, agree, LastRows()
 
     def before_sampling(self) -> None:
         """Keep the states at the rows that are about to be verified."""
