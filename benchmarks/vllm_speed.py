@@ -172,11 +172,11 @@ class Stopwatch:
 
     def watch(self, worker: Any) -> None:
         adapter, counts = worker._adapter, worker._counts
-        self.watching = hasattr(adapter.sampler, "count")
-        for owner, name in (
-            (adapter, "before_sampling"), (adapter.sampler, "count"), (adapter.sampler.approval, "mark"), (counts, "report"),
-        ):  # fmt: skip
-            if self.watching:
+        self.watching = hasattr(adapter, "approval")
+        if self.watching:
+            for owner, name in (
+                (adapter, "before_sampling"), (adapter.approval, "mark"), (counts, "add"), (counts, "report"),
+            ):  # fmt: skip
                 setattr(owner, name, self.timed(getattr(owner, name)))
 
     def timed(self, act: Callable[..., Any]) -> Callable[..., Any]:

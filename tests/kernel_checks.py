@@ -13,7 +13,7 @@ from selfjudge.judge import FEATURES, Judge, JudgeConfig, columns
 from selfjudge.top import broken, regular
 from selfjudge.types import Block
 
-VOCAB, HIDDEN = 9000, 300  # more than one block of a row, and no multiple of it
+VOCAB, HIDDEN = 9000, 1100  # more than one block of a row, and no multiple of it
 SPECIAL = (5, 17, 8999)
 
 
@@ -22,8 +22,8 @@ def random_judge(features: str, units: int) -> Judge:
     config = JudgeConfig(HIDDEN, features=features, model="mlp" if units else "linear")
     width = HIDDEN + columns(features)
     if not units:
-        return Judge(config, torch.randn(width) / 10, 0.3)
-    inner = torch.randn(units, width) / 10, torch.randn(units)
+        return Judge(config, torch.randn(width) / 30, 0.3)
+    inner = torch.randn(units, width) / 30, torch.randn(units)
     return Judge(config, torch.randn(units) / units**0.5, 0.3, *inner)
 
 
@@ -64,15 +64,17 @@ def check_scores(device: torch.device, dtype: torch.dtype, features: str, units:
     assert wanted[2].isnan().tolist() == [True, True, False, False]
 
 
-def check_approval(device: torch.device, dtype: torch.dtype, features: str, units: int) -> None:
-    """Flat rows of requests: approval and mark."""
-    counts = torch.tensor([3, 0, 5, 1, 4, *[2] * 40], device=device)
+def check_approval(
+    device: torch.device, dtype: torch.dtype, features: str, units: int, special: tuple[int, ...]
+) -> None:
+    """Flat rows of requests: approval and mark. The rows of logits are part of wider ones, as where a vocabulary was padded."""
+    counts = torch.tensor([3, 0, 5, 1, 4, *[2] * 6], device=device)
     n = int(counts.sum())
     rows = Rows.of(counts, n)
     at = torch.arange(n, device=device) + rows.owner
     m = n + len(counts)
-    hidden, logits = torch.randn(m, HIDDEN, device=device), torch.randn(m, VOCAB, device=device) * 4
-    hidden, logits = hidden.to(dtype), logits.to(dtype)
+    hidden, logits = torch.randn(m, HIDDEN, device=device), torch.randn(m, VOCAB + 24, device=device) * 4
+    hidden, logits = hidden.to(dtype), logits.to(dtype)[:, :VOCAB]
     drafts = torch.randint(VOCAB, (n,), device=device, dtype=torch.int32)
     drafts[::3] = logits[at[::3]].argmax(-1).int()
     drafts[1], drafts[4] = -1, SPECIAL[1]
@@ -83,10 +85,11 @@ def check_approval(device: torch.device, dtype: torch.dtype, features: str, unit
     odd_rows(odd)
     logits[at[first:]] = odd
     drafts[first:] = torch.tensor([3, VOCAB - 2, 0, 0, 60, 8998])
-    plain, ours = (Approval(random_judge(features, units), SPECIAL, device) for _ in range(2))
+    plain, ours = (Approval(random_judge(features, units), special, device) for _ in range(2))
     ours.judge.load_state_dict(plain.judge.state_dict())
     plain.fused, ours.fused = None, ours.judge.fused()
     assert ours.fused is not None
+    ours.warm_up(VOCAB, dtype)
     for theta in (0.5, torch.rand(n, device=device), 1.0, torch.full((n,), torch.inf, device=device)):
         found = ours(hidden, logits, at, drafts, theta, rows.owner)
         assert torch.equal(found, plain(hidden, logits, at, drafts, theta, rows.owner))
@@ -112,7 +115,8 @@ def check_all(device: torch.device) -> None:
         for features in FEATURES[:2]:
             for units in (0, 24):
                 check_scores(device, dtype, features, units)
-                check_approval(device, dtype, features, units)
+                for special in (SPECIAL, ())[: 2 if dtype == torch.float32 else 1]:
+                    check_approval(device, dtype, features, units, special)
 
 
 if __name__ == "__main__":

@@ -67,6 +67,18 @@ class Approval:
         logits.scatter_(1, drafts[:, None], torch.where(raised, MARK, at)[:, None])
         return torch.stack([raised, there & (choice == drafts)])
 
+    def warm_up(self, vocabulary: int, dtype: torch.dtype) -> None:
+        """Compile the kernels that the first requests would otherwise wait for, on rows of this width."""
+        if self.fused is None:
+            return
+        device = self.special.device
+        states = torch.zeros((2, self.judge.config.hidden_size), dtype=dtype, device=device)
+        logits = torch.zeros((2, vocabulary), dtype=dtype, device=device)
+        first = torch.zeros(1, dtype=torch.int32, device=device)
+        for theta in (1.0, torch.ones(1, device=device)):  # one for all requests, and one for each
+            refused = self(states, logits, first, first, theta, first)
+        self.mark(logits[:1].float(), first, refused)
+
     def _special(self, tokens: Tensor) -> Tensor:
         """[n] which tokens are guarded; `torch.isin` would sort, and wait for the device."""
         return (tokens[:, None] == self.special).any(-1)

@@ -62,9 +62,11 @@ class JudgeWorker(Base):
             """One bit that differs would let ranks decode different texts: the first one's word counts."""
             return mask if group.world_size == 1 else group.broadcast(mask.to(torch.uint8), src=0).bool()
 
+        approval = Approval(self._judge, special, device)
+        approval.warm_up(self.model_config.get_vocab_size(), self.model_config.dtype)
         adapter = _adapter(type(runner.rejection_sampler).__module__)
         self._adapter = adapter(
-            runner, Approval(self._judge, special, device), self._counts,
+            runner, approval, self._counts,
             config.Thresholds(self._judge, theta, logger.warning), agree,
         )  # fmt: skip
         logger.info(
