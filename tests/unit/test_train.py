@@ -36,6 +36,7 @@ from selfjudge.train import rows as reading
 from selfjudge.train.fit import LOOSE, Fitted, Scaler, auc, fit_linear, fit_mlp, logistic, predict
 from selfjudge.train.rows import PARTS, Rows
 from selfjudge.train.thresholds import at, quality_curve, rates, thresholds
+from selfjudge.types import Block
 
 HIDDEN, SUFFIX, TAU = 12, 6, -4.0
 WIDTH = HIDDEN + MARGINS  # of hidden+margin
@@ -1094,11 +1095,9 @@ def test_a_round_trip_gives_identical_scores(judged: tuple[str, Path, dict], lab
     settings = SETTINGS[kind]
     fitted = candidates(rows, settings, None, None)[kind]  # the same again, never written
     assert torch.equal(fitted.judge.score(x), one.score(x))
-    block = SimpleNamespace(
-        hidden=torch.randn(2, 4, HIDDEN), target_logits=torch.randn(2, 4, 9), draft_tokens=torch.ones(2, 3).long()
-    )
-    assert torch.equal(one(block), other(block))  # type: ignore[arg-type]
-    assert one(block).shape == (2, 3)  # type: ignore[arg-type]
+    block = Block(torch.ones(2, 3).long(), torch.randn(2, 4, 9), torch.randn(2, 4, HIDDEN))
+    assert torch.equal(one(block), other(block))
+    assert one(block).shape == (2, 3)
 
 
 def test_the_configuration_is_written_last(labels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
