@@ -186,6 +186,7 @@ def harness(checkpoints: dict[str, str]) -> Any:
     return SelfJudgeLM(target=checkpoints["target"], draft=checkpoints["draft"], gamma=3, batch_size=4, device="cpu")
 
 
+@pytest.mark.slow
 def test_the_harness_evaluates_through_the_decoder(harness: Any, asked: Path, tmp_path: Path) -> None:
     import lm_eval
     from lm_eval.tasks import TaskManager

@@ -255,6 +255,7 @@ def test_a_run_that_fails_anywhere_goes_on_to_the_same_bytes(
     assert content(out) == content(expected)
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_the_command_ends_in_the_same_bytes(checkpoints: dict[str, str], tmp_path: Path) -> None:
     asked = prompts_file(tmp_path / "asked.jsonl", 200)
 

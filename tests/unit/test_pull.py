@@ -175,6 +175,7 @@ def test_killed_while_converting_then_resumed_without_fetching(world: Path) -> N
     assert leftovers(world) == []
 
 
+@pytest.mark.slow
 def test_two_processes_at_once_convert_once(world: Path) -> None:
     children = [start(SLOW=str(world / "converting")) for _ in range(2)]
     assert [child.wait() for child in children] == [0, 0]
