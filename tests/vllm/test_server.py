@@ -20,7 +20,7 @@ with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     PORT = free.getsockname()[1]
 ADDRESS = f"http://127.0.0.1:{PORT}"
-QUESTION = [{"role": "user", "content": "What is 15% of 240?"}]
+QUESTION = [{"role": "user", "content": "Why is the sky blue?"}]
 FLAGS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "8", "--generation-config", "vllm")  # fmt: skip
 
 
