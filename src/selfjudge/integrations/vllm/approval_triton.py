@@ -1,4 +1,4 @@
-"""The mark of `approval` as one kernel: what a step costs beside it is launching."""
+"""The mark of `approval` as one kernel: a step costs what it launches."""
 
 from __future__ import annotations
 
