@@ -87,6 +87,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tasks", nargs="+", default=["gsm8k", "dolly"])
     parser.add_argument("--limit", type=int, default=200)
+    parser.add_argument(
+        "--skip", type=int, default=0, help="test rows to leave out first, so that a choice is made on others"
+    )
     parser.add_argument("--gamma", type=int, default=10)
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--batch", type=int, default=256)
@@ -100,7 +103,7 @@ def main() -> None:
     judges = {folder.name: Judge.from_pretrained(folder) for folder in o.judge or [shipped]}
     found: dict[str, Any] = {
         "pair": pair.name, "machine": machine(), "versions": versions(), "date": time.strftime("%Y-%m-%d"), "dtype": pair.dtype,
-        "gamma": o.gamma, "max_new_tokens": o.max_new_tokens, "batch": o.batch, "runs": [],
+        "gamma": o.gamma, "max_new_tokens": o.max_new_tokens, "batch": o.batch, "skip": o.skip, "runs": [],
         "judges": {
             name: {"thresholds": dict(c.thresholds), "features": c.features, "model": c.model, "tau": c.tau, "labels": c.label_method,
                    "suffix_length": c.suffix_length, "auc_mismatch": c.metrics["auc_mismatch"], "acceptable_rate": c.metrics["acceptable_rate"]}
@@ -109,7 +112,7 @@ def main() -> None:
     }  # fmt: skip
     for name in o.tasks:
         one = task(name, o.data)
-        rows = one.examples("test", o.limit)
+        rows = one.examples("test", o.skip + o.limit)[o.skip :]
         prompts = [one.prompt(row) for row in rows]
         encoded = pair.encode_many(prompts)
         own: list[str] = []

@@ -692,6 +692,10 @@ def train(
         int, typer.Option(help="Label anew without the first tokens of the suffix; τ from the stored evidence.")
     ] = 0,
     tau: Annotated[float | None, typer.Option(help="Label anew from the stored scores with this τ.")] = None,
+    acceptable: Annotated[
+        float | None,
+        typer.Option(help="Label anew with the τ that calls this share of the mismatches acceptable, such as 0.3."),
+    ] = None,
     sources: Annotated[
         str,
         typer.Option(help="Learn from these sources of prompts alone, such as self or gsm8k,dolly; all if not given."),
@@ -712,7 +716,8 @@ def train(
     if originals not in ("on", "off"):
         raise SelfJudgeError(f"--originals is on or off, not {originals!r}")
     settings = Settings(
-        features=features, model=model, originals=originals == "on", suffix_length=suffix_length, suffix_gap=suffix_gap, tau=tau, reject=reject,
+        features=features, model=model, originals=originals == "on", suffix_length=suffix_length, suffix_gap=suffix_gap, tau=tau,
+        acceptable=acceptable, reject=reject,
         sources=tuple(filter(None, sources.split(","))), seed=seed,
     )  # fmt: skip
     settings.check()

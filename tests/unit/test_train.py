@@ -723,6 +723,21 @@ def test_a_judge_says_which_labels_it_learned(labels: Path, tmp_path: Path) -> N
     assert config["metrics"]["acceptable_rate"] != pytest.approx(float(Rows([labels]).labels.mean()))
 
 
+def test_a_stated_share_of_the_mismatches_is_acceptable(labels: Path, tmp_path: Path) -> None:
+    every = Rows([labels])
+    rows = every.relabelled(acceptable=0.4, gap=1)
+    assert rows.labels[rows.used].mean() == pytest.approx(0.4, abs=1.5 / rows.used.sum())
+    again = every.relabelled(tau=rows.taus[0], gap=1)
+    assert (again.labels == rows.labels).all()
+    one = every.only([every.sources[0]])
+    own = one.relabelled(acceptable=0.4)
+    assert own.labels[own.used].mean() == pytest.approx(0.4, abs=1.5 / own.used.sum())
+    settings = Settings(model="linear", features="hidden", suffix_gap=1, acceptable=0.4)
+    config = train([labels], tmp_path / "judge", settings)
+    assert (config["tau"], config["suffix_gap"]) == (rows.taus[0], 1)
+    assert config["metrics"]["acceptable_rate"] == pytest.approx(float(rows.labels[rows.used].mean()))
+
+
 # what is refused
 
 
@@ -737,6 +752,7 @@ def one_line(error: pytest.ExceptionInfo[SelfJudgeError]) -> None:
         (Settings(model="forest"), "unknown model 'forest'; there are: linear, mlp, auto"),
         (Settings(reject=0.0), "--reject"), (Settings(reject=1.5), "--reject"), (Settings(reject=math.nan), "--reject"),
         (Settings(suffix_length=-1), "--suffix-length"), (Settings(suffix_gap=-1), "--suffix-gap"), (Settings(tau=math.nan), "--tau"), (Settings(tau=math.inf), "--tau"),
+        (Settings(acceptable=0.0), "--acceptable"), (Settings(acceptable=1.0), "--acceptable"), (Settings(acceptable=0.3, tau=-1.0), "give one of them"),
     ],
 )  # fmt: skip
 def test_settings_are_checked_before_anything_is_read(tmp_path: Path, settings: Settings, message: str) -> None:

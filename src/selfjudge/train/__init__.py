@@ -43,6 +43,8 @@ class Settings:
     suffix_gap: int = 0
     """Tokens right after the substitution that the score passes over."""
     tau: float | None = None
+    acceptable: float | None = None
+    """Instead of τ: the share of the mismatches that is called acceptable."""
     sources: tuple[str, ...] = ()
     """Learn from rows of these sources of prompts alone; all if none is named."""
     reject: float = 0.9
@@ -62,6 +64,10 @@ class Settings:
             raise SelfJudgeError(f"--suffix-gap must not be negative, not {self.suffix_gap}")
         if self.tau is not None and not np.isfinite(self.tau):
             raise SelfJudgeError(f"--tau must be a number, not {self.tau}")
+        if self.acceptable is not None and not 0 < self.acceptable < 1:
+            raise SelfJudgeError(f"--acceptable must lie between 0 and 1, not {self.acceptable}")
+        if self.acceptable is not None and self.tau is not None:
+            raise SelfJudgeError("--tau and --acceptable say the same thing twice: give one of them")
 
 
 def train(
@@ -81,10 +87,13 @@ def train(
         if new:
             out.rmdir()  # nothing is left of a training that could not begin
         raise
-    if settings.suffix_length is not None or settings.tau is not None or settings.suffix_gap:
-        rows = rows.relabelled(settings.suffix_length, settings.tau, gap=settings.suffix_gap)
     if settings.sources:
         rows = rows.only(settings.sources)
+    anew = (settings.suffix_length, settings.tau, settings.acceptable)
+    if settings.suffix_gap or any(wish is not None for wish in anew):
+        rows = rows.relabelled(
+            settings.suffix_length, settings.tau, gap=settings.suffix_gap, acceptable=settings.acceptable
+        )
     rows.check(settings.features, settings.originals)
     tried = candidates(rows, settings, place, notify)
     chosen = choice(rows, tried, place)

@@ -99,13 +99,13 @@ class Rows:
         self._kept: list[dict[str, NDArray[Any]]] | None = kept if size <= KEPT_BYTES else None
 
     def relabelled(
-        self, suffix_length: int | None = None, tau: float | None = None, *, mean: bool = False, gap: int = 0
-    ) -> Rows:
-        """The same rows with labels from the stored scores: over another suffix or without its first tokens, with another τ, by
-        the mean of the tokens."""
+        self, suffix_length: int | None = None, tau: float | None = None, *, mean: bool = False, gap: int = 0,
+        acceptable: float | None = None,
+    ) -> Rows:  # fmt: skip
+        """The same rows with labels from the stored scores: over another suffix or without its first tokens, with another τ or one
+        that calls this share of the mismatches acceptable, by the mean of the tokens."""
         other = copy(self)
         other.suffix_lengths, other.labels = [], self.labels.copy()
-        taus: list[float] = []
         for folder, manifest in zip(self.folders, self.manifests, strict=True):
             if manifest["method"] != "selfjudge":
                 raise SelfJudgeError(f"{folder} holds {manifest['method']} labels: those do not follow from scores")
@@ -117,11 +117,18 @@ class Rows:
             if gap and gap >= length:
                 raise SelfJudgeError(f"--suffix-gap {gap} leaves nothing of a suffix of {length} tokens")
             other.suffix_lengths.append(length)
-            taus.append(tau if tau is not None else _tau(folder, manifest, length, mean, gap))
-        for shard, owner, (original, substituted) in zip(self._shards, self._owner, self._suffix, strict=True):
-            rows = slice(shard.start, shard.stop)
-            scores = total(self.log_p[rows], original, substituted, other.suffix_lengths[owner], mean=mean, gap=gap)
-            other.labels[rows] = scores > taus[owner]
+        scores = [
+            total(self.log_p[shard.start : shard.stop], *suffix, other.suffix_lengths[owner], mean=mean, gap=gap)
+            for shard, owner, suffix in zip(self._shards, self._owner, self._suffix, strict=True)
+        ]
+        if acceptable is not None:  # one τ for all folders
+            tau = float(np.quantile(np.concatenate(scores)[self.used], 1 - acceptable))
+        taus = [
+            tau if tau is not None else _tau(folder, manifest, length, mean, gap)
+            for folder, manifest, length in zip(self.folders, self.manifests, other.suffix_lengths, strict=True)
+        ]
+        for shard, owner, found in zip(self._shards, self._owner, scores, strict=True):
+            other.labels[shard.start : shard.stop] = found > taus[owner]
         other.taus = [*taus]
         return other
 
