@@ -2,7 +2,8 @@
 
 Answers held-out prompts with `exact`, with each judge over its thresholds, and with rules that need none (margin, topk, fly, accepting at
 random), all over their own thresholds. For each: m, the target's mean log-likelihood of the answers, and agreement with the target's
-own greedy answer. `tradeoff.json` and a figure: at equal m, which rule keeps more?
+own greedy answer. `tradeoff.json` and a figure: at equal m, which rule keeps more? `ahead` of a judged run says by how much it lies above
+the margin rule and above chance there, between whose points straight lines are drawn, from `exact` on.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +139,27 @@ def main() -> None:
             print(f"[{time.monotonic() - START:.0f} s] {name} {rule} {value}: m {last['mean_accepted_length']:.3f}"
                   f" log-likelihood {last['log_likelihood']:.4f} agreement {last['agreement']:.3f}", flush=True)  # fmt: skip
             write_json(o.out / "tradeoff.json", found)
+    compare(found["runs"])
+    write_json(o.out / "tradeoff.json", found)
     draw(o.out / "tradeoff.png", found["runs"], o.tasks)
+
+
+def compare(runs: list[dict[str, Any]]) -> None:
+    """Give every judged run its lead at equal m; nothing where the other rule was not measured on both sides."""
+    for run in (r for r in runs if r["rule"].startswith("judged")):
+        run["ahead"] = {}
+        for other in ("margin", "random"):
+            curve = sorted(
+                (r for r in runs if r["task"] == run["task"] and r["rule"] in ("exact", other)), key=lambda r: r["mean_accepted_length"]
+            )  # fmt: skip
+            m = run["mean_accepted_length"]
+            for low, high in pairwise(curve):
+                near, far = low["mean_accepted_length"], high["mean_accepted_length"]
+                if near <= m < far:
+                    share = (m - near) / (far - near)
+                    run["ahead"][other] = {
+                        key: run[key] - (low[key] + share * (high[key] - low[key])) for key in ("log_likelihood", "agreement")
+                    }  # fmt: skip
 
 
 def _mean(one: Task, rows: Sequence[Any], texts: Sequence[str]) -> float:

@@ -122,6 +122,7 @@ def bench_decode(
         "repeats": repeats,
         "confidence": confidence,
         "draft_dtype": "int8" if rough_draft(pair, EXACT) else pair.dtype,
+        "judged_draft_dtype": "int8" if pair.draft_int8 else pair.dtype,
         "target_floor_milliseconds": None if floor is None else floor * 1e3,
         "runs": rows,
         "best": _best(rows),

@@ -58,6 +58,10 @@ MaxNew = Annotated[int, typer.Option("--max-new-tokens", help="Most tokens an an
 Seed = Annotated[int, typer.Option(help="Seed of the random numbers when sampling.")]
 Device = Annotated[str | None, typer.Option(help="cuda, mps or cpu; chosen if not given.")]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; chosen if not given.")]
+DraftDtype = Annotated[
+    str | None,
+    typer.Option(help="int8: draft with int8 weights under every rule (CPU); lossless rules do so anyway."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 EngineName = Annotated[str, typer.Option("--engine", help="auto, reference, cpu or cuda.")]
 Confidence = Annotated[
@@ -117,6 +121,7 @@ def generate(
     engine: EngineName = "auto",
     device: Device = None,
     dtype: Dtype = None,
+    draft_dtype: DraftDtype = None,
 ) -> None:
     """Answer one prompt, streaming.
 
@@ -126,7 +131,7 @@ def generate(
         prompt = sys.stdin.read()
     rule = rule or ("judged" if judge or theta or quality is not None else "exact")
     gamma = _fitting_gamma(gamma, device)
-    loaded = _pair(pair, target, draft, device, dtype, needs_draft=gamma > 0)
+    loaded = _pair(pair, target, draft, device, dtype, draft_dtype, needs_draft=gamma > 0)
     built = _rule(rule, loaded, judge, theta, quality, temperature, top_p, top_k)
 
     from selfjudge.shells import Stream
@@ -223,6 +228,7 @@ def bench_decode(
     as_json: AsJson = False,
     device: Device = None,
     dtype: Dtype = None,
+    draft_dtype: DraftDtype = None,
 ) -> None:
     """Time transformers (plain, assisted) and our loop (γ = 0, exact, judged) on the same prompts, in one run.
 
@@ -230,7 +236,7 @@ def bench_decode(
     """
     lengths = _numbers("--gammas", gammas)
     _positive(repeats=repeats, limit=limit, max_new_tokens=max_new_tokens)
-    loaded = _pair(pair, target, draft, device, dtype)
+    loaded = _pair(pair, target, draft, device, dtype, draft_dtype)
 
     from selfjudge.bench import bench_decode as run
     from selfjudge.prompts import BUILT_IN, read_prompts
@@ -1056,6 +1062,7 @@ def serve(
     engine: EngineName = "auto",
     device: Device = None,
     dtype: Dtype = None,
+    draft_dtype: DraftDtype = None,
 ) -> None:
     """Serve a pair over HTTP as OpenAI's API does: chat completions, completions, models, health, metrics.
 
@@ -1068,7 +1075,7 @@ def serve(
     key = os.environ.get("SELFJUDGE_API_KEY") if api_key is None else api_key
     if backend == "vllm":
         ours = {
-            "--rule": rule not in (None, "judged"), "--temperature": temperature != 0, "--engine": engine != "auto", "--device": device is not None,
+            "--rule": rule not in (None, "judged"), "--temperature": temperature != 0, "--engine": engine != "auto", "--device": device is not None, "--draft-dtype": draft_dtype is not None,
             "--max-batch": max_batch != 8, "--max-queue": max_queue != 64, "--max-context": max_context != 4096, "--max-tokens": max_tokens != 1024,
         }  # fmt: skip
         if key is not None and not key.strip():
@@ -1094,7 +1101,7 @@ def serve(
     )  # fmt: skip
     bound = listen(host, port)
     gamma = _fitting_gamma(gamma, device)
-    loaded = _pair(pair, target, draft, device, dtype, needs_draft=gamma > 0)
+    loaded = _pair(pair, target, draft, device, dtype, draft_dtype, needs_draft=gamma > 0)
     folder = judge or _shipped_judge(loaded)
     found = Judge.from_pretrained(folder) if folder else None
     limits = Limits(max_batch, max_batches, max_queue, max_context, max_tokens, max_body, timeout, grace)
@@ -1188,24 +1195,26 @@ def demo(
         "m = tokens per target pass; judged = tokens taken against the target's choice, with"
         f" --quality {QUALITY}; log-likelihood = the target's own view of the answer, per token: {rows[0]['log_likelihood']:.3f} for its greedy answer, {found['draft_log_likelihood']:.3f} for what the draft says alone."
     )
-    typer.echo(
-        "On a CPU exact may draft with int8 weights, since drafts do not change its answers; the other rules draft with float32."
-    )
+    if found["draft_int8"]:
+        typer.echo("All rules draft with int8 weights here (generate --draft-dtype int8).")
     if found["substitutions"]:
         shown = ", ".join(f"{b!r} for {a!r}" + (f" ({n} ×)" if n > 1 else "") for a, b, n in found["substitutions"][:8])
         typer.echo(f"taken by the judge: {shown}")
 
 
 def _pair(
-    name: str, target: str | None, draft: str | None, device: str | None, dtype: str | None, needs_draft: bool = True
-) -> Pair:
+    name: str, target: str | None, draft: str | None, device: str | None, dtype: str | None, draft_dtype: str | None = None,
+    needs_draft: bool = True,
+) -> Pair:  # fmt: skip
     from selfjudge.models.embedded import EMBEDDED
     from selfjudge.models.pair import Pair
 
     if target is None and name not in EMBEDDED and not Path(name).exists() and "/" not in name:
         raise SelfJudgeError(f"unknown embedded pair {name!r}; there are: {', '.join(EMBEDDED)}")
     with _progress() as update:
-        return Pair.load(target or name, draft, device=device, dtype=dtype, needs_draft=needs_draft, progress=update)
+        return Pair.load(
+            target or name, draft, device=device, dtype=dtype, draft_dtype=draft_dtype, needs_draft=needs_draft, progress=update
+        )  # fmt: skip
 
 
 def _fitting_gamma(given: int | None, device: str | None) -> int:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from selfjudge.accept import EXACT, AcceptanceRule, Judged, TopK
+from selfjudge.engine import may_be_rough
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge import Judge
 from selfjudge.label import Settings as LabelSettings
@@ -59,6 +61,9 @@ def side_by_side(
     notify: Notify,
 ) -> dict[str, Any]:  # fmt: skip
     """Answer the prompts plainly, with `exact`, with `topk` and with every judge; one row of figures for each."""
+    assert pair.draft is not None
+    if may_be_rough(pair.draft):  # the fastest way to draft, for all rules alike
+        pair = replace(pair, draft_int8=True)
     special = pair.special_ids
     configurations: list[tuple[str, AcceptanceRule, int]] = [
         ("plain", EXACT, 0),
@@ -94,7 +99,10 @@ def side_by_side(
             "example": answers[0].text,
         })  # fmt: skip
     notify("the draft alone …")
-    return {"rows": rows, "draft_log_likelihood": _draft_alone(pair, encoded, max_new_tokens), "substitutions": changed}
+    return {
+        "rows": rows, "draft_log_likelihood": _draft_alone(pair, encoded, max_new_tokens), "substitutions": changed,
+        "draft_int8": pair.draft_int8,
+    }  # fmt: skip
 
 
 def _draft_alone(pair: Pair, encoded: Sequence[Sequence[int]], max_new_tokens: int) -> float:

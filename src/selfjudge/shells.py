@@ -163,8 +163,8 @@ class Batch:
 def rough_draft(pair: Pair, rule: AcceptanceRule, engine: str = "auto") -> bool:
     """Whether the draft runs with int8 weights: asked for, or harmless. It is harmless on the CPU engine under a lossless
     rule, where drafts decide how fast an answer comes and not what it says, unless the draft is the target itself."""
-    if pair.draft is None or pair.int8:
-        return pair.int8
+    if pair.draft is None or pair.int8 or pair.draft_int8:
+        return pair.int8 or pair.draft_int8
     itself = pair.draft is pair.target or (pair.target_sha256 != "" and pair.target_sha256 == pair.draft_sha256)
     return rule.lossless and not itself and may_be_rough(pair.draft, engine)
 
@@ -213,7 +213,7 @@ def _run(
         target = stack.enter_context(borrowed(pair.target, hidden=rule.judge is not None, int8=pair.int8, kind=engine))
         draft = None
         if pair.draft is not None and drafted:
-            rough = pair.int8 if alike else rough_draft(pair, rule, engine)
+            rough = pair.int8 or pair.draft_int8 if alike else rough_draft(pair, rule, engine)
             draft = stack.enter_context(borrowed(pair.draft, int8=rough, kind=engine))
         dropped = set() if dropped is None else dropped
         warned = False

@@ -350,6 +350,8 @@ def _wrong(checkpoints: dict[str, str], tmp: Path) -> dict[str, list[str]]:
         "rule range": [*ask, "--rule", "topk:99999999999"],
         "backend": ["serve", "--backend", "magic"],
         "backend option": ["serve", "--backend", "vllm", "--rule", "topk:2"],
+        "draft dtype": [*ask, "--draft-dtype", "float16"],
+        "draft dtype of another backend": ["serve", "--backend", "vllm", "--draft-dtype", "int8"],
         "option of another backend": [*serve, "--vllm", "--enforce-eager"],
         "serve limit": [*serve, "--max-queue", "0"],
         "serve host": [*serve, "--host", "203.0.113.1"],

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from dataclasses import replace
+
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from conftest import tiny_model
+from selfjudge import shells
+from selfjudge.accept import EXACT, TopK
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.pair import Pair
 from selfjudge.shells import Batch, Detokenizer, generate, stream
@@ -151,3 +156,27 @@ def test_answers_come_and_go_in_a_batch(tiny_pair: Pair, engine: str) -> None:
         cut = answers[1].generation()
         assert cut.finish == "stop"
         assert cut.text == texts[id(answers[1])] == alone[1].text.split(stop)[0]
+
+
+def test_a_draft_may_be_rough_under_every_rule(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    lend, lent = shells.borrowed, []
+
+    @contextmanager
+    def noting(model, *, int8: bool = False, **options):
+        lent.append(("draft" if model is tiny_pair.draft else "target", int8))
+        with lend(model, **options) as engine:  # these are too narrow for int8
+            yield engine
+
+    monkeypatch.setattr(shells, "borrowed", noting)
+    asked = replace(tiny_pair, draft_int8=True)
+    for pair, rule, rough in ((tiny_pair, TopK(), False), (asked, TopK(), True), (asked, EXACT, True)):
+        lent.clear()
+        generate(pair, ["w5"], rule, gamma=2, max_new_tokens=2)
+        assert lent == [("target", False), ("draft", rough)]
+
+
+@pytest.mark.parametrize(("dtype", "message"), [("float16", "or int8 on a cpu, not 'float16'"), ("", "not ''")])
+def test_a_draft_is_int8_or_as_its_target(checkpoints: dict[str, str], dtype: str, message: str) -> None:
+    with pytest.raises(SelfJudgeError, match=message):
+        Pair.load(checkpoints["target"], checkpoints["draft"], device="cpu", draft_dtype=dtype)
+    assert Pair.load(checkpoints["target"], checkpoints["draft"], device="cpu", draft_dtype="int8").draft_int8

@@ -37,6 +37,8 @@ class Pair:
     draft_sha256: str = ""
     int8: bool = False
     """Whether the engines shall use weights quantised to int8 (CPU engine)."""
+    draft_int8: bool = False
+    """Whether the draft alone shall use such weights, under every rule; under lossless rules it does so anyway."""
 
     @classmethod
     def load(
@@ -46,18 +48,21 @@ class Pair:
         *,
         device: str | None = None,
         dtype: str | torch.dtype | None = None,
+        draft_dtype: str | None = None,
         needs_draft: bool = True,
         progress: Progress | None = None,
     ) -> Pair:
         """Load by embedded name (which brings its draft), hub id, checkpoint folder or GGUF file.
 
         The device is cuda, mps or cpu, whichever is there first; the dtype bfloat16 on cuda, float16 on mps, float32
-        on cpu. The dtype `int8` loads float32 and lets the CPU engine quantise. Without `needs_draft` the pair may lack
-        a draft and serves plain decoding alone.
+        on cpu. The dtype `int8` loads float32 and lets the CPU engine quantise; as `draft_dtype`, the draft alone. Without
+        `needs_draft` the pair may lack a draft and serves plain decoding alone.
         """
         place = chosen_device(device)
         int8 = dtype == "int8"
-        if int8 and place.type != "cpu":
+        if draft_dtype not in (None, "int8"):
+            raise SelfJudgeError(f"a draft has the target's dtype, or int8 on a cpu, not {draft_dtype!r}")
+        if (int8 or draft_dtype) and place.type != "cpu":
             raise SelfJudgeError(f"dtype int8 is for the cpu, not for {place.type}")
         kind = torch.float32 if int8 else chosen_dtype(dtype, place)
         name = target if draft is None else f"{target}+{draft}"
@@ -74,7 +79,9 @@ class Pair:
             rows = one.get_input_embeddings().weight.shape[0]
             if rows < len(tokenizer):
                 raise SelfJudgeError(f"{which} embeds {rows} tokens and its tokenizer has {len(tokenizer)}")
-        return cls(name, model, small, tokenizer, target, draft, target_sha256, small_sha256, int8)
+        return cls(
+            name, model, small, tokenizer, target, draft, target_sha256, small_sha256, int8, draft_dtype == "int8"
+        )
 
     @property
     def dtype(self) -> str:

@@ -1,0 +1,69 @@
+"""Does γ change greedy answers, and where? `python benchmarks/gamma_ties.py --pair P --data DIR --out FILE`.
+
+`exact` is lossless up to rounding: other γ are other matrix shapes, for which a library may choose kernels that round otherwise, and two tokens
+that the target finds equally likely may then change places. Answers GSM8K with each γ, counts answers that part from those of the first, and asks
+the target itself, token by token, how far apart the two tokens are where they do: a few steps of the dtype are ties, more would be a fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from selfjudge.accept import EXACT
+from selfjudge.models.pair import Pair
+from selfjudge.shells import generate
+from selfjudge.store import machine, versions, write_json
+from selfjudge.tasks import task
+
+
+def parting(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """The first place at which two answers differ."""
+    differing = (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differing, None if len(one) == len(other) else min(len(one), len(other)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pair", default="smollm2-135m")
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--limit", type=int, default=256)
+    parser.add_argument("--gammas", type=int, nargs="+", default=[10, 5, 10, 5, 6])
+    parser.add_argument("--max-new-tokens", type=int, default=512)
+    parser.add_argument("--gaps", type=int, default=40, help="partings to look at")
+    parser.add_argument("--device", default=None)
+    o = parser.parse_args()
+    pair = Pair.load(o.pair, device=o.device)
+    asked = task("gsm8k", o.data)
+    prompts = [asked.prompt(row) for row in asked.examples("test", o.limit)]
+    first: list[Sequence[int]] = []
+    runs, gaps = [], list[float]()
+    for gamma in o.gammas:
+        answers = generate(pair, prompts, EXACT, gamma=gamma, max_new_tokens=o.max_new_tokens, batch=len(prompts))
+        tokens = [a.tokens for a in answers]
+        first = first or list(tokens)
+        places = [parting(a, b) for a, b in zip(first, tokens, strict=True)]
+        runs.append({"gamma": gamma, "parted": sum(place is not None for place in places)})
+        print(runs[-1], flush=True)
+        if gaps or not runs[-1]["parted"]:
+            continue
+        for ids, mine, theirs, place in zip(pair.encode_many(prompts), first, tokens, places, strict=True):
+            if place is not None and place < min(len(mine), len(theirs)) and len(gaps) < o.gaps:
+                context = torch.tensor([[*ids, *mine[:place]]], device=pair.target.device)
+                with torch.no_grad():
+                    logits = pair.target(context, logits_to_keep=1).logits[0, -1].float()
+                gaps.append(round(float(logits[mine[place]] - logits[theirs[place]]), 3))
+    print("gaps", gaps)
+    write_json(o.out, {
+        "pair": pair.name, "machine": machine(), "versions": versions(), "date": time.strftime("%Y-%m-%d"), "dtype": pair.dtype,
+        "prompts": len(prompts), "max_new_tokens": o.max_new_tokens, "runs": runs, "gaps": gaps,
+    })  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
