@@ -11,6 +11,7 @@ import argparse
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -42,23 +43,24 @@ def main() -> None:
     asked = task("gsm8k", o.data)
     prompts = [asked.prompt(row) for row in asked.examples("test", o.limit)]
     first: list[Sequence[int]] = []
-    runs, gaps = [], list[float]()
+    runs, gaps = list[dict[str, Any]](), list[dict[str, Any]]()
     for gamma in o.gammas:
         answers = generate(pair, prompts, EXACT, gamma=gamma, max_new_tokens=o.max_new_tokens, batch=len(prompts))
         tokens = [a.tokens for a in answers]
         first = first or list(tokens)
         places = [parting(a, b) for a, b in zip(first, tokens, strict=True)]
-        runs.append({"gamma": gamma, "parted": sum(place is not None for place in places)})
-        print(runs[-1], flush=True)
+        runs.append({"gamma": gamma, "parted": [row for row, place in enumerate(places) if place is not None]})
+        print(gamma, len(runs[-1]["parted"]), flush=True)
         if gaps or not runs[-1]["parted"]:
             continue
-        for ids, mine, theirs, place in zip(pair.encode_many(prompts), first, tokens, places, strict=True):
+        answered = zip(pair.encode_many(prompts), first, tokens, places, strict=True)
+        for row, (ids, mine, theirs, place) in enumerate(answered):
             if place is not None and place < min(len(mine), len(theirs)) and len(gaps) < o.gaps:
                 context = torch.tensor([[*ids, *mine[:place]]], device=pair.target.device)
                 with torch.no_grad():
                     logits = pair.target(context, logits_to_keep=1).logits[0, -1].float()
-                gaps.append(round(float(logits[mine[place]] - logits[theirs[place]]), 3))
-    print("gaps", gaps)
+                gaps.append({"gamma": gamma, "row": row, "logits": [float(logits[t[place]]) for t in (mine, theirs)]})
+    print("logits", [one["logits"] for one in gaps])
     write_json(o.out, {
         "pair": pair.name, "machine": machine(), "versions": versions(), "date": time.strftime("%Y-%m-%d"), "dtype": pair.dtype,
         "prompts": len(prompts), "max_new_tokens": o.max_new_tokens, "runs": runs, "gaps": gaps,

@@ -105,16 +105,18 @@ def main() -> None:
     judges = {folder.name: Judge.from_pretrained(folder) for folder in o.judge or [shipped]}
     found: dict[str, Any] = {
         "pair": pair.name, "machine": machine(), "versions": versions(), "date": time.strftime("%Y-%m-%d"), "dtype": pair.dtype,
-        "gamma": o.gamma, "max_new_tokens": o.max_new_tokens, "batch": o.batch, "skip": o.skip, "runs": [],
+        "gamma": o.gamma, "max_new_tokens": o.max_new_tokens, "batch": o.batch, "skip": o.skip, "limit": o.limit, "runs": [],
         "judges": {
             name: {"thresholds": dict(c.thresholds), "features": c.features, "model": c.model, "tau": c.tau, "labels": c.label_method,
-                   "suffix_length": c.suffix_length, "auc_mismatch": c.metrics["auc_mismatch"], "acceptable_rate": c.metrics["acceptable_rate"]}
+                   "suffix_length": c.suffix_length, "suffix_gap": c.suffix_gap, "auc_mismatch": c.metrics["auc_mismatch"], "acceptable_rate": c.metrics["acceptable_rate"]}
             for name, judge in judges.items() for c in [judge.config]
         },
     }  # fmt: skip
     for name in o.tasks:
         one = task(name, o.data)
         rows = one.examples("test", o.skip + o.limit)[o.skip :]
+        if not rows:
+            parser.error(f"{name} has no test rows after the first {o.skip}")
         prompts = [one.prompt(row) for row in rows]
         encoded = pair.encode_many(prompts)
         own: list[str] = []
@@ -139,8 +141,8 @@ def main() -> None:
             print(f"[{time.monotonic() - START:.0f} s] {name} {rule} {value}: m {last['mean_accepted_length']:.3f}"
                   f" log-likelihood {last['log_likelihood']:.4f} agreement {last['agreement']:.3f}", flush=True)  # fmt: skip
             write_json(o.out / "tradeoff.json", found)
-    compare(found["runs"])
-    write_json(o.out / "tradeoff.json", found)
+        compare([run for run in found["runs"] if run["task"] == name])
+        write_json(o.out / "tradeoff.json", found)
     draw(o.out / "tradeoff.png", found["runs"], o.tasks)
 
 

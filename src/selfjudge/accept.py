@@ -438,11 +438,8 @@ def parse_rule(
 
     A temperature (`sampling`) belongs to `sampling` and to the judged rules on top of it; the others are greedy.
     """
-    name, _, rest = spec.partition(":")
-    if name not in RULES:
-        raise SelfJudgeError(f"unknown rule {name!r}; rules are: {', '.join(RULES)}")
-    rule = RULES[name]
-    values = _values(rule, rest)
+    rule, values = read_rule(spec)
+    name = rule.name
     if issubclass(rule, Judged):
         if judge is None:
             raise SelfJudgeError(f"rule {name!r} needs a judge: give --judge FOLDER")
@@ -460,6 +457,14 @@ def parse_rule(
     if sampling is not None:
         raise SelfJudgeError(f"rule {name!r} is greedy and takes no temperature; sample with --rule sampling")
     return rule(**values, **({"special": special} if "guard" in options(rule) else {}))
+
+
+def read_rule(spec: str) -> tuple[type[AcceptanceRule], dict[str, Any]]:
+    """The class that a rule's text names and the options it gives; needs neither pair nor judge."""
+    name, _, rest = spec.partition(":")
+    if name not in RULES:
+        raise SelfJudgeError(f"unknown rule {name!r}; rules are: {', '.join(RULES)}")
+    return RULES[name], _values(RULES[name], rest)
 
 
 def names_threshold(spec: str) -> bool:

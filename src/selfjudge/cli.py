@@ -130,6 +130,11 @@ def generate(
     if prompt == "-":
         prompt = sys.stdin.read()
     rule = rule or ("judged" if judge or theta or quality is not None else "exact")
+    _check_pair(pair, target)
+
+    from selfjudge.accept import read_rule
+
+    read_rule(rule)  # what is wrong is said before anything is loaded
     gamma = _fitting_gamma(gamma, device)
     loaded = _pair(pair, target, draft, device, dtype, draft_dtype, needs_draft=gamma > 0)
     built = _rule(rule, loaded, judge, theta, quality, temperature, top_p, top_k)
@@ -253,7 +258,7 @@ def bench_decode(
         _print_json(result)
         return
     typer.echo(
-        f"{result['pair']}, {result['device']}, {result['dtype']} (our draft {result['draft_dtype']}), batch 1, {result['prompts']} prompts of"
+        f"{result['pair']}, {result['device']}, {result['dtype']} (our draft {result['draft_dtype']}, under judged {result['judged_draft_dtype']}), batch 1, {result['prompts']} prompts of"
         f" {max_new_tokens} new tokens, {repeats} repeats; {_describe(result)}"
     )
     _print_rows([
@@ -695,7 +700,10 @@ def train(
         int | None, typer.Option(help="Label anew from the stored scores with this N; τ from the stored evidence.")
     ] = None,
     suffix_gap: Annotated[
-        int, typer.Option(help="Label anew without the first tokens of the suffix; τ from the stored evidence.")
+        int,
+        typer.Option(
+            help="Label anew without the first tokens of the suffix; τ from the stored evidence if none is given."
+        ),
     ] = 0,
     tau: Annotated[float | None, typer.Option(help="Label anew from the stored scores with this τ.")] = None,
     acceptable: Annotated[
@@ -1099,6 +1107,7 @@ def serve(
         max_batch=max_batch, max_batches=max_batches, max_queue=max_queue, max_context=max_context, max_tokens=max_tokens,
         max_body=max_body,
     )  # fmt: skip
+    _check_pair(pair, target)
     bound = listen(host, port)
     gamma = _fitting_gamma(gamma, device)
     loaded = _pair(pair, target, draft, device, dtype, draft_dtype, needs_draft=gamma > 0)
@@ -1206,15 +1215,21 @@ def _pair(
     name: str, target: str | None, draft: str | None, device: str | None, dtype: str | None, draft_dtype: str | None = None,
     needs_draft: bool = True,
 ) -> Pair:  # fmt: skip
-    from selfjudge.models.embedded import EMBEDDED
+    _check_pair(name, target)
+
     from selfjudge.models.pair import Pair
 
-    if target is None and name not in EMBEDDED and not Path(name).exists() and "/" not in name:
-        raise SelfJudgeError(f"unknown embedded pair {name!r}; there are: {', '.join(EMBEDDED)}")
     with _progress() as update:
         return Pair.load(
             target or name, draft, device=device, dtype=dtype, draft_dtype=draft_dtype, needs_draft=needs_draft, progress=update
         )  # fmt: skip
+
+
+def _check_pair(name: str, target: str | None) -> None:
+    from selfjudge.models.embedded import EMBEDDED
+
+    if target is None and name not in EMBEDDED and not Path(name).exists() and "/" not in name:
+        raise SelfJudgeError(f"unknown embedded pair {name!r}; there are: {', '.join(EMBEDDED)}")
 
 
 def _fitting_gamma(given: int | None, device: str | None) -> int:

@@ -56,6 +56,8 @@ class JudgeConfig:
     suffix_length: int | None = None
     suffix_gap: int = 0
     tau: float | None = None
+    acceptable: float | None = None
+    """The share of the mismatches that τ was chosen to call acceptable, where it was chosen so."""
     sources: tuple[str, ...] = ()
     """Of the prompts it was labelled with, where that is known."""
     quality_curve: tuple[tuple[float, float], ...] = ()

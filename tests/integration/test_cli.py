@@ -123,7 +123,7 @@ def test_bench_decode(run, pair: list[str]) -> None:
         assert row["identical_to_plain"] == 1.0
         assert row["spread"][0] <= row["ratio_to_plain"] <= row["spread"][1]
     assert set(result) >= {"machine", "versions", "dtype", "runs", "date"}
-    assert result["draft_dtype"] == "float32"
+    assert (result["draft_dtype"], result["judged_draft_dtype"]) == ("float32", "float32")
     code, out, _ = run(
         "bench", "decode", *pair, "--gammas", "1", "--limit", "1", "--repeats", "1", "--max-new-tokens", "6"
     )
@@ -202,11 +202,12 @@ def test_label_train_study_and_generate_in_a_line(run, checkpoints: dict[str, st
     ahead = str(tmp_path / "ahead")
     code, text, err = run(
         "train", labels, "--out", ahead, "--features", "hidden+margin+lookahead", "--model", "mlp",
-        "--suffix-length", "2", "--tau", tau, "--json",
+        "--suffix-length", "2", "--acceptable", "0.25", "--json",
     )  # fmt: skip
     assert code == 0, err
     config = json.loads(text)
-    assert (config["model"], config["suffix_length"], config["tau"]) == ("mlp", 2, float(tau))
+    assert (config["model"], config["suffix_length"], config["acceptable"]) == ("mlp", 2, 0.25)
+    assert config["metrics"]["acceptable_rate"] == pytest.approx(0.25, abs=0.02)
     assert run(*ask, "--judge", ahead)[0] == 0
     code, text, err = run("bench", "decode", *pair, "--judge", ahead, "--gammas", "2", "--limit", "1", "--repeats", "1",
                           "--max-new-tokens", "8", "--prompts", str(prompts), "--json")  # fmt: skip

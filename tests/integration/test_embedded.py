@@ -14,7 +14,7 @@ import torch
 from equality import assert_same_tokens
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from selfjudge.accept import Exact, Judged, Sampling, SpeculativeSampling
+from selfjudge.accept import Exact, Judged, Sampling, SpeculativeSampling, TopK
 from selfjudge.bench import transformers_tokens
 from selfjudge.cli import main
 from selfjudge.judge import Judge
@@ -141,6 +141,15 @@ def test_the_demo_ends_in_a_table(
     assert [row["rule"] for row in found["rows"]] == ["plain", "exact", "topk:2", "judged, shipped"]
     assert found["rows"][0]["log_likelihood"] == pytest.approx(found["rows"][1]["log_likelihood"], abs=1e-3)
     assert found["draft_log_likelihood"] < 0
+    assert found["draft_int8"]
+
+
+def test_a_rough_draft_changes_few_drafts(embedded: Pair) -> None:
+    rough = dataclasses.replace(embedded, draft_int8=True)
+    whole, quick = (generate(pair, PROMPTS[:2], TopK(), gamma=3, max_new_tokens=24) for pair in (embedded, rough))
+    for one, other in zip(whole, quick, strict=True):
+        assert other.mean_accepted_length == pytest.approx(one.mean_accepted_length, rel=0.5)
+        assert other.text[:12] == one.text[:12]
 
 
 @pytest.mark.slow

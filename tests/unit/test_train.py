@@ -734,8 +734,30 @@ def test_a_stated_share_of_the_mismatches_is_acceptable(labels: Path, tmp_path: 
     assert own.labels[own.used].mean() == pytest.approx(0.4, abs=1.5 / own.used.sum())
     settings = Settings(model="linear", features="hidden", suffix_gap=1, acceptable=0.4)
     config = train([labels], tmp_path / "judge", settings)
-    assert (config["tau"], config["suffix_gap"]) == (rows.taus[0], 1)
+    assert (config["tau"], config["suffix_gap"], config["acceptable"]) == (rows.taus[0], 1, 0.4)
     assert config["metrics"]["acceptable_rate"] == pytest.approx(float(rows.labels[rows.used].mean()))
+    assert "by a stated share; 40." in (tmp_path / "judge" / "README.md").read_text(encoding="utf-8")
+
+
+def test_a_stated_share_is_one_of_all_folders_and_of_the_sources_that_are_used(labels: Path, tmp_path: Path) -> None:
+    other = folder(tmp_path / "other", seed=5)
+    rows = Rows([labels, other]).relabelled(acceptable=0.3)
+    assert rows.taus[0] == rows.taus[1]
+    assert rows.labels[rows.used].mean() == pytest.approx(0.3, abs=1.5 / rows.used.sum())
+    source = str(Rows([labels]).sources[0])
+    config = train(
+        [labels],
+        tmp_path / "judge",
+        Settings(model="linear", features="hidden", sources=(source,), acceptable=0.3),
+    )
+    assert config["metrics"]["acceptable_rate"] == pytest.approx(0.3, abs=1.5 / config["metrics"]["n_labels"])
+
+
+def test_a_stated_share_of_nothing_is_said_to_be_of_nothing(labels: Path) -> None:
+    rows = Rows([labels])
+    rows.part[:] = -1
+    with pytest.raises(SelfJudgeError, match="no mismatch that alignment would refuse"):
+        rows.relabelled(acceptable=0.3).check("hidden", False)
 
 
 # what is refused
@@ -1035,7 +1057,7 @@ def test_the_configuration_says_everything(judged: tuple[str, Path, dict], label
     expected = {
         "format_version": 1, "target": "t", "draft": "d", "target_sha256": "a" * 64, "draft_sha256": "b" * 64,
         "hidden_size": HIDDEN, "layer": "final", "norm": "post_final_norm", "features": settings.features, "model": kind,
-        "label_method": "selfjudge", "suffix_length": SUFFIX, "suffix_gap": 0, "tau": TAU, "sources": sorted(set(rows.sources.tolist())),
+        "label_method": "selfjudge", "suffix_length": SUFFIX, "suffix_gap": 0, "tau": TAU, "acceptable": None, "sources": sorted(set(rows.sources.tolist())),
     }  # fmt: skip
     assert {key: stored[key] for key in expected} == expected
     assert set(stored) == {*expected, "quality_curve", "thresholds", "metrics"}

@@ -63,7 +63,9 @@ class Pair:
         if draft_dtype not in (None, "int8"):
             raise SelfJudgeError(f"a draft has the target's dtype, or int8 on a cpu, not {draft_dtype!r}")
         if (int8 or draft_dtype) and place.type != "cpu":
-            raise SelfJudgeError(f"dtype int8 is for the cpu, not for {place.type}")
+            raise SelfJudgeError(f"{'dtype' if int8 else 'draft dtype'} int8 is for the cpu, not for {place.type}")
+        if draft_dtype and not int8 and chosen_dtype(dtype, place) != torch.float32:
+            raise SelfJudgeError("draft dtype int8 goes with a target in float32")
         kind = torch.float32 if int8 else chosen_dtype(dtype, place)
         name = target if draft is None else f"{target}+{draft}"
         model, tokenizer, target_sha256 = _load(target, "target", place, kind, progress)

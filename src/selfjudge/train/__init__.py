@@ -145,6 +145,7 @@ def candidates(rows: Rows, settings: Settings, device: torch.device | None, noti
         hidden_size=rows.hidden_size, target=first["target"], target_sha256=first["target_sha256"], draft=", ".join(drafts),
         draft_sha256=first["draft_sha256"], features=settings.features, label_method="+".join(methods),
         suffix_length=lengths.pop() if len(lengths) == 1 else None, suffix_gap=settings.suffix_gap, tau=taus.pop() if len(taus) == 1 else None,
+        acceptable=settings.acceptable,
         sources=tuple(str(name) for name in np.unique(rows.sources[rows.used])),
     )  # fmt: skip
     made: dict[str, Fitted] = {}

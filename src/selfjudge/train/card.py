@@ -41,6 +41,7 @@ def card(judge: Judge, evidence: dict[str, Any], drawn: bool) -> str:
         + (f", N = {c.suffix_length}" if c.suffix_length is not None else "")
         + (f" without the first {c.suffix_gap}" if c.suffix_gap else "")
         + (f", τ = {c.tau:.2f}" if c.tau is not None else "")
+        + (" by a stated share" if c.acceptable is not None else "")
         + f"; {m['acceptable_rate']:.1%} acceptable. {m['n_aligned']:,} more that alignment accepts (ties) were left out.", "",
         "| source | labels | acceptable |", "| --- | ---: | ---: |",
         *(f"| {name} | {row['rows']:,} | {row['acceptable']:.1%} |" for name, row in evidence["counts"]["sources"].items()), "",

@@ -122,7 +122,10 @@ class Rows:
             for shard, owner, suffix in zip(self._shards, self._owner, self._suffix, strict=True)
         ]
         if acceptable is not None:  # one τ for all folders
-            tau = float(np.quantile(np.concatenate(scores)[self.used], 1 - acceptable))
+            used = np.concatenate(scores)[self.used]
+            tau = (
+                float(np.quantile(used, 1 - acceptable)) if len(used) else 0.0
+            )  # `check` refuses rows of which none is used
         taus = [
             tau if tau is not None else _tau(folder, manifest, length, mean, gap)
             for folder, manifest, length in zip(self.folders, self.manifests, other.suffix_lengths, strict=True)
@@ -296,7 +299,7 @@ def _tau(folder: Path, manifest: dict[str, Any], length: int, mean: bool, gap: i
         return float(tau_of(evidence, length, recall, mean=mean, gap=gap)["tau"])
     shipped = None if mean or gap else shipped_tau(manifest["target"], manifest["draft_sha256"], length)
     if shipped is None:
-        raise SelfJudgeError(f"{folder} holds no evidence to find τ for these scores: give --tau")
+        raise SelfJudgeError(f"{folder} holds no evidence to find τ for these scores: give --tau or --acceptable")
     return float(shipped["tau"])
 
 
