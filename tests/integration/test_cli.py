@@ -352,6 +352,9 @@ def _wrong(checkpoints: dict[str, str], tmp: Path) -> dict[str, list[str]]:
         "backend": ["serve", "--backend", "magic"],
         "backend option": ["serve", "--backend", "vllm", "--rule", "topk:2"],
         "draft dtype": [*ask, "--draft-dtype", "float16"],
+        "draft dtype beside another": [*ask, "--draft-dtype", "int8", "--dtype", "bfloat16", "--device", "cpu"],
+        "share": ["train", str(tmp), "--out", str(tmp / "new"), "--acceptable", "2"],
+        "share and tau": ["train", str(tmp), "--out", str(tmp / "new"), "--acceptable", "0.3", "--tau", "-1"],
         "draft dtype of another backend": ["serve", "--backend", "vllm", "--draft-dtype", "int8"],
         "option of another backend": [*serve, "--vllm", "--enforce-eager"],
         "serve limit": [*serve, "--max-queue", "0"],
@@ -393,7 +396,7 @@ def test_every_row_of_the_bad_input_table(
         matching = {pattern for pattern in documented if pattern.fullmatch(err.strip())}
         assert matching, f"{name}: not in docs/errors.md: {err}"
         unseen -= matching
-    # test_pull, test_decode, test_distill, test_tasks, test_sandbox, test_label, test_train
+    # test_pull, test_decode, test_distill, test_tasks, test_sandbox, test_label, test_shells, test_train
     elsewhere = (
         "cannot fetch",
         "converting",
@@ -427,6 +430,7 @@ def test_every_row_of_the_bad_input_table(
         "is no NLI model",
         "no labels come from",
         "was made with",
+        "draft dtype int8 is for the cpu",
     )
     missing = [
         p.pattern

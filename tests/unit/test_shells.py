@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -13,6 +14,7 @@ from conftest import tiny_model
 from selfjudge import shells
 from selfjudge.accept import EXACT, TopK
 from selfjudge.errors import SelfJudgeError
+from selfjudge.models import pair as pairs
 from selfjudge.models.pair import Pair
 from selfjudge.shells import Batch, Detokenizer, generate, stream
 
@@ -180,3 +182,9 @@ def test_a_draft_is_int8_or_as_its_target(checkpoints: dict[str, str], dtype: st
     with pytest.raises(SelfJudgeError, match=message):
         Pair.load(checkpoints["target"], checkpoints["draft"], device="cpu", draft_dtype=dtype)
     assert Pair.load(checkpoints["target"], checkpoints["draft"], device="cpu", draft_dtype="int8").draft_int8
+
+
+def test_int8_drafts_are_for_the_cpu(checkpoints: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairs, "chosen_device", lambda name: torch.device("cuda"))
+    with pytest.raises(SelfJudgeError, match="draft dtype int8 is for the cpu, not for cuda"):
+        Pair.load(checkpoints["target"], checkpoints["draft"], draft_dtype="int8")
