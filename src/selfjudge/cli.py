@@ -132,9 +132,12 @@ def generate(
     rule = rule or ("judged" if judge or theta or quality is not None else "exact")
     _check_pair(pair, target)
 
-    from selfjudge.accept import read_rule
+    _positive(max_new_tokens=max_new_tokens)
 
-    read_rule(rule)  # what is wrong is said before anything is loaded
+    from selfjudge.accept import Judged, parse_rule, read_rule
+
+    if not issubclass(read_rule(rule)[0], Judged):  # what is wrong is said before anything is loaded
+        parse_rule(rule)
     gamma = _fitting_gamma(gamma, device)
     loaded = _pair(pair, target, draft, device, dtype, draft_dtype, needs_draft=gamma > 0)
     built = _rule(rule, loaded, judge, theta, quality, temperature, top_p, top_k)

@@ -753,6 +753,13 @@ def test_a_stated_share_is_one_of_all_folders_and_of_the_sources_that_are_used(l
     assert config["metrics"]["acceptable_rate"] == pytest.approx(0.3, abs=1.5 / config["metrics"]["n_labels"])
 
 
+def test_nothing_is_left_of_a_training_that_could_not_begin(tmp_path: Path) -> None:
+    few = folder(tmp_path / "labels", prompts=2)
+    with pytest.raises(SelfJudgeError):
+        train([few], tmp_path / "judge", Settings(model="linear"))
+    assert not (tmp_path / "judge").exists()
+
+
 def test_a_stated_share_of_nothing_is_said_to_be_of_nothing(labels: Path) -> None:
     rows = Rows([labels])
     rows.part[:] = -1

@@ -83,18 +83,18 @@ def train(
     place = torch.device(device) if device else None
     try:
         rows = Rows(folders, seed=settings.seed, notify=notify)
+        if settings.sources:
+            rows = rows.only(settings.sources)
+        anew = (settings.suffix_length, settings.tau, settings.acceptable)
+        if settings.suffix_gap or any(wish is not None for wish in anew):
+            rows = rows.relabelled(
+                settings.suffix_length, settings.tau, gap=settings.suffix_gap, acceptable=settings.acceptable
+            )
+        rows.check(settings.features, settings.originals)
     except SelfJudgeError:
         if new:
             out.rmdir()  # nothing is left of a training that could not begin
         raise
-    if settings.sources:
-        rows = rows.only(settings.sources)
-    anew = (settings.suffix_length, settings.tau, settings.acceptable)
-    if settings.suffix_gap or any(wish is not None for wish in anew):
-        rows = rows.relabelled(
-            settings.suffix_length, settings.tau, gap=settings.suffix_gap, acceptable=settings.acceptable
-        )
-    rows.check(settings.features, settings.originals)
     tried = candidates(rows, settings, place, notify)
     chosen = choice(rows, tried, place)
     judge, evidence = finish(rows, chosen, settings, place)
