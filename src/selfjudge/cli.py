@@ -131,7 +131,6 @@ def generate(
         prompt = sys.stdin.read()
     rule = rule or ("judged" if judge or theta or quality is not None else "exact")
     _check_pair(pair, target)
-
     _positive(max_new_tokens=max_new_tokens)
 
     from selfjudge.accept import Judged, parse_rule, read_rule

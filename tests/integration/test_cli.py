@@ -186,6 +186,7 @@ def test_label_train_study_and_generate_in_a_line(run, checkpoints: dict[str, st
     code, text, err = run("train", labels, "--out", judge, "--tau", tau)
     assert code == 0, err
     assert "ROC-AUC" in text
+    assert json.loads((tmp_path / "judge" / "config.json").read_text(encoding="utf-8"))["tau"] == float(tau)
     assert (tmp_path / "judge" / "roc.png").read_bytes().startswith(b"\x89PNG")
     ask = ["generate", words[0], *pair, "--max-new-tokens", "16", "--json"]
     tokens = {}

@@ -121,11 +121,9 @@ class Rows:
             total(self.log_p[shard.start : shard.stop], *suffix, other.suffix_lengths[owner], mean=mean, gap=gap)
             for shard, owner, suffix in zip(self._shards, self._owner, self._suffix, strict=True)
         ]
-        if acceptable is not None:  # one τ for all folders
+        if acceptable is not None:  # one τ for all folders; rows of which none is used are refused by `check`
             used = np.concatenate(scores)[self.used]
-            tau = (
-                float(np.quantile(used, 1 - acceptable)) if len(used) else 0.0
-            )  # `check` refuses rows of which none is used
+            tau = float(np.quantile(used, 1 - acceptable)) if len(used) else 0.0
         taus = [
             tau if tau is not None else _tau(folder, manifest, length, mean, gap)
             for folder, manifest, length in zip(self.folders, self.manifests, other.suffix_lengths, strict=True)
