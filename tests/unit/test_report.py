@@ -12,6 +12,7 @@ import sys
 import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,8 @@ from selfjudge.cli import app
 from selfjudge.errors import SelfJudgeError
 from selfjudge.report import report
 from selfjudge.report.charts import number, svg, ticks
-from selfjudge.report.plots import plots
+from selfjudge.report.order import named, timed
+from selfjudge.report.plots import Lines, Point, Series, plots
 from selfjudge.report.read import read_results
 from selfjudge.report.substitutions import group
 from selfjudge.report.table import fixed, signed
@@ -238,6 +240,31 @@ def test_trade_offs_have_a_point_a_threshold(whole: tuple[Path, dict[str, Any]])
     xs = [p.x for p in series["judged@selfjudge"].points]
     assert xs == sorted(xs)
     assert charts["math500"].level == series["exact"].points[0].y
+
+
+def test_what_loses_much_is_out_of_view(whole: tuple[Path, dict[str, Any]]) -> None:
+    chart = next(c for c in plots(read_results([whole[0].parent / "eval"]))["trade-off"] if c.task == "math500")
+    assert isinstance(chart, Lines)
+    assert chart.level is not None
+    lost = Series("lost", 5, (Point(2.0, chart.level), Point(99.0, chart.level - 15.1, "far away", "F")))
+    wide = replace(chart, series=(*chart.series, lost))
+    drawn = ET.fromstring(svg(wide))
+    assert [float(t.text or "nan") for t in drawn.iter("text") if t.text == "100"] == []  # the axis ends long before 99
+    assert sum(e.tag == "clipPath" for e in drawn.iter()) == 1
+    clipped = [e for e in drawn.iter("path") if e.get("clip-path") == f"url(#{chart.id}-view)"]
+    assert len(clipped) == 1
+    assert len(list(drawn.iter("title"))) == len(list(ET.fromstring(svg(chart)).iter("title"))) + 1
+    assert not [e for e in ET.fromstring(svg(chart)).iter() if e.tag == "clipPath"]
+
+
+def test_a_sweep_is_timed_where_nothing_else_of_its_method_is(whole: tuple[Path, dict[str, Any]]) -> None:
+    runs = [r for r in read_results([whole[0].parent / "eval"]).runs if r.task == "math500"]
+    judged = [r for r in runs if r.method == "judged@selfjudge" and r.gamma == 10]
+    swept = {r.rule for r in judged if not named(r)}
+    assert swept
+    assert not swept & {r.rule for r in timed(runs)}
+    untimed = [replace(r, seconds={}) if r in judged and named(r) else r for r in runs]
+    assert swept <= {r.rule for r in timed(untimed)}
 
 
 def test_measured_results_of_this_repository(tmp_path: Path) -> None:

@@ -48,17 +48,18 @@ def number(value: float) -> str:
     return f"{value:g}".replace("-", "−")
 
 
-def _range(values: Sequence[float]) -> tuple[float, float]:
+def spread(values: Sequence[float]) -> tuple[float, float]:
+    """The values' range with a margin."""
     low, high = min(values), max(values)
     margin = 0.06 * (high - low) or max(0.5, abs(high) * 0.05)
     return low - margin, high + margin
 
 
 def _axes(chart: Lines) -> tuple[Scale, Scale, list[float], list[float]]:
-    every = [p for s in chart.series for p in s.points]
+    every = [p for s in chart.series for p in s.points if chart.sees(p)]
     ys = [*(p.y for p in every), *([] if chart.level is None else [chart.level])]
     (x_low, x_high), (y_low, y_high) = (
-        ((0.0, 1.0), (0.0, 1.0)) if chart.unit else (_range([p.x for p in every]), _range(ys))
+        ((0.0, 1.0), (0.0, 1.0)) if chart.unit else (spread([p.x for p in every]), spread(ys))
     )
     if chart.log_x:
         x_low, x_high = min(p.x for p in every) / 1.2, max(p.x for p in every) * 1.2
@@ -100,17 +101,21 @@ def _lines(chart: Lines) -> str:
     parts.append(f'<text class="name" x="13" y="{middle}" text-anchor="middle" transform="rotate(-90 13 {middle})">{escape(chart.y)}</text>')  # fmt: skip
     if chart.level is not None:
         parts.append(f'<path class="level" d="M{LEFT} {y(chart.level)}H{right}"/>')
-    parts += [_series(series, x, y) for series in chart.series]
+    if not all(chart.sees(p) for s in chart.series for p in s.points):
+        parts.append(f'<clipPath id="{chart.id}-view"><path d="M{LEFT} {TOP}H{right}V{bottom}H{LEFT}z"/></clipPath>')
+    parts += [_series(chart, series, x, y) for series in chart.series]
     return _whole(chart, HEIGHT, parts, _told(chart))
 
 
-def _series(series: Series, x: Scale, y: Scale) -> str:
+def _series(chart: Lines, series: Series, x: Scale, y: Scale) -> str:
     colour, mark, dash = look(series.style)
     parts = [f'<g class="{colour}">']
+    seen = [p for p in series.points if chart.sees(p)]
     if len(series.points) > 1:
         path = "L".join(f"{x(p.x)} {y(p.y)}" for p in series.points)
-        parts.append(f'<path class="line" d="M{path}"' + (f' stroke-dasharray="{dash}"' if dash else "") + "/>")
-    for point in series.points if series.marked else ():
+        view = "" if len(seen) == len(series.points) else f' clip-path="url(#{chart.id}-view)"'
+        parts.append(f'<path class="line" d="M{path}"' + (f' stroke-dasharray="{dash}"' if dash else "") + f"{view}/>")
+    for point in seen if series.marked else ():
         parts.append(f'<path class="mark" d="{_mark(mark, x(point.x), y(point.y))}"><title>{escape(point.label)}</title></path>')  # fmt: skip
         if point.tag:
             below = 14 if series.style % 2 else -7  # neighbours do not write into the same place

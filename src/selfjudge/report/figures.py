@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from selfjudge.report.charts import look
+from selfjudge.report.charts import look, spread
 from selfjudge.report.plots import PALETTE, Bars, Chart, Lines
 
 if TYPE_CHECKING:
@@ -64,8 +64,12 @@ def _lines(axes: Axes, chart: Lines) -> None:
         )  # fmt: skip
         named.add(series.name)
         for point in series.points:
-            if point.tag:
+            if point.tag and chart.sees(point):
                 axes.annotate(_plain(point.tag), (point.x, point.y), (4, 4), textcoords="offset points", fontsize=8)
+    seen = [p for s in chart.series for p in s.points if chart.sees(p)]
+    if len(seen) < sum(len(s.points) for s in chart.series):
+        for limit, values in ((axes.set_xlim, [p.x for p in seen]), (axes.set_ylim, [p.y for p in seen])):
+            limit(*spread(values))
     if chart.level is not None:
         axes.axhline(chart.level, color=_colour(0), linewidth=1, linestyle=":", zorder=0)
     if chart.band is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from selfjudge.report.records import APART, Run
@@ -65,3 +65,11 @@ def named(run: Run) -> bool:
 
 def several(values: Iterable[Any]) -> bool:
     return len(set(values)) > 1
+
+
+def timed(runs: Sequence[Run]) -> list[Run]:
+    """One task's runs at its usual γ whose time is known; of a sweep over θ only where nothing else of its method is."""
+    gamma = usual_gamma(runs)
+    mine = [r for r in runs if r.gamma == gamma and sum(r.phases.values()) > 0]
+    known = {r.method for r in mine if named(r)}
+    return [r for r in mine if named(r) or r.method not in known]

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from selfjudge.report.order import by_task, named, rule_order, several, title, usual_gamma
+from selfjudge.report.order import by_task, named, rule_order, several, timed, title, usual_gamma
 from selfjudge.report.records import Interval, Results, Run
 from selfjudge.report.table import distinct, slug
 from selfjudge.report.tables import suffix_groups
@@ -18,6 +18,8 @@ PALETTE = (
 """(light, dark) of each style; style 0 is `exact`."""
 MARKS = ("circle", "square", "triangle", "diamond", "down", "plus")
 DASHES = ("", "6 3", "2 3", "8 3 2 3")
+IN_VIEW = 15.0
+"""Points of score below `exact` that a trade-off shows: what loses more would press all else into a corner."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,11 @@ class Lines:
     """The y of `exact`."""
     band: Interval | None = None
     """And its interval."""
+    floor: float | None = None
+    """Points below it are out of view; lines run on to the edge."""
+
+    def sees(self, point: Point) -> bool:
+        return self.floor is None or point.y >= self.floor
 
 
 @dataclass(frozen=True)
@@ -133,9 +140,12 @@ def _trade_off(
         ),
         None,
     )
+    level = 100 * exact.score if exact else None
+    kept = [p for s in series for p in s.points if level is None or p.y >= level - IN_VIEW]
     return Lines(
-        name, heading, "m", _score(one), series, one.task, level=100 * exact.score if exact else None,
+        name, heading, "m", _score(one), series, one.task, level=level,
         band=(100 * exact.score_ci[0], 100 * exact.score_ci[1]) if exact and exact.score_ci else None,
+        floor=None if level is None or len(kept) < 2 else level - IN_VIEW,
     )  # fmt: skip
 
 
@@ -266,12 +276,11 @@ def label_rates(results: Results) -> Iterable[Bars]:
 def time_splits(runs: Sequence[Run]) -> Iterable[Bars]:
     names = ("draft", "target", "judge", "rule", "other")
     for (pair, task), mine in by_task(runs).items():
-        gamma = usual_gamma(mine)
-        chosen = [r for r in mine if r.gamma == gamma and sum(r.phases.values()) > 0 and named(r)]
+        chosen = timed(mine)
         rows = tuple(
             (r.rule + (f", fold {r.fold}" if r.fold else ""), tuple(r.phases.get(n, 0.0) / sum(r.phases.values()) for n in names))
             for r in chosen
         )  # fmt: skip
         if rows:
             heading, part = _where(pair, task, runs)
-            yield Bars(slug("time", part), f"{heading}, γ = {gamma}", "share of the time", rows, names, task, shares=True)  # fmt: skip
+            yield Bars(slug("time", part), f"{heading}, γ = {chosen[0].gamma}", "share of the time", rows, names, task, shares=True)  # fmt: skip

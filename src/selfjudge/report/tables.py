@@ -9,7 +9,7 @@ from typing import Any
 
 from selfjudge.report.intervals import Errors, around, error_of, m_errors, mean_error
 from selfjudge.report.making import features, judges, labelling, provenances
-from selfjudge.report.order import PAPER, by_task, named, rule_order, several, task_order, title, usual_gamma
+from selfjudge.report.order import PAPER, by_task, named, rule_order, several, task_order, timed, title, usual_gamma
 from selfjudge.report.records import Results, Run
 from selfjudge.report.substitutions import GROUPS, group
 from selfjudge.report.table import (
@@ -250,15 +250,11 @@ def suffix_lengths(runs: Sequence[Run]) -> list[Table]:
 
 
 def times(runs: Sequence[Run]) -> list[Table]:
-    """At each task's usual γ, without the sweeps of θ."""
-    rows = []
-    for (pair, task), mine in by_task(runs).items():
-        gamma = usual_gamma(mine)
-        rows += [
-            {"pair": pair, "task": task, "rule": r.rule, "method": r.method, "gamma": gamma, "seconds": r.phases, "total": sum(r.phases.values()), "batch": r.batch}
-            for r in mine
-            if r.gamma == gamma and sum(r.phases.values()) > 0 and named(r)
-        ]  # fmt: skip
+    rows = [
+        {"pair": pair, "task": task, "rule": r.rule, "method": r.method, "gamma": r.gamma, "seconds": r.phases, "total": sum(r.phases.values()), "batch": r.batch}
+        for (pair, task), mine in by_task(runs).items()
+        for r in timed(mine)
+    ]  # fmt: skip
     columns = (
         *_pair_column(runs),
         Column("task", lambda r: title(r["task"]), numeric=False), Column("rule", lambda r: r["rule"], numeric=False), Column("γ", lambda r: str(r["gamma"])),
