@@ -1,0 +1,52 @@
+"""A strong draft from a target: its own weights, rounded to a few bits. `python benchmarks/rounded_draft.py --pair P --bits 3 --out FOLDER`.
+
+Not a draft that saves time (it has the target's size) but one that answers a question: what does a judge buy where the draft is good, so that its
+mismatches are choices between two likely words? Linear layers are rounded to the nearest of 2^bits levels between the least and the largest of each
+group of weights; embeddings, norms and biases stay. FOLDER is an ordinary checkpoint: `selfjudge label --target P --draft FOLDER`, then `train`, `eval`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from selfjudge.models.pair import Pair
+from selfjudge.store import write_json
+
+
+def rounded(weight: Tensor, bits: int, group: int) -> Tensor:
+    """`weight` with each group of `group` weights of a row on 2^bits evenly spaced levels."""
+    rows, columns = weight.shape
+    groups = weight.float().reshape(rows, columns // group, group)
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    step = ((high - low) / (2**bits - 1)).clamp_min(1e-12)
+    return (((groups - low) / step).round() * step + low).reshape(rows, columns).to(weight.dtype)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pair", default="smollm2-135m")
+    parser.add_argument("--bits", type=int, default=3)
+    parser.add_argument("--group", type=int, default=64)
+    parser.add_argument("--device", default=None)
+    parser.add_argument("--out", type=Path, required=True)
+    o = parser.parse_args()
+    pair = Pair.load(o.pair, device=o.device)
+    head = pair.target.get_output_embeddings()
+    changed = 0
+    with torch.no_grad():
+        for module in pair.target.modules():
+            if isinstance(module, nn.Linear) and module is not head:
+                module.weight.copy_(rounded(module.weight, o.bits, o.group))
+                changed += module.weight.numel()
+    pair.target.half().save_pretrained(o.out)
+    pair.tokenizer.save_pretrained(o.out)
+    write_json(o.out / "rounded.json", {"of": o.pair, "bits": o.bits, "group": o.group, "weights": changed})
+    print(f"{changed:,} weights of {o.pair} on {2**o.bits} levels a group of {o.group}: {o.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""The strong draft of docs/eval.md: what rounding does to weights."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "rounded_draft.py"
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_each_group_lies_on_few_levels_and_near_its_weights(bits: int) -> None:
+    rounded = runpy.run_path(str(SCRIPT))["rounded"]
+    weight = torch.randn(6, 256, generator=torch.Generator().manual_seed(0))
+    got = rounded(weight, bits, 64)
+    groups = weight.reshape(6, 4, 64)
+    step = (groups.amax(-1) - groups.amin(-1)) / (2**bits - 1)
+    error = (got - weight).abs().reshape(6, 4, 64).amax(-1)
+    assert (error <= step / 2 + 1e-6).all()
+    levels = [len(torch.unique((g * 1e4).round())) for g in got.reshape(24, 64)]
+    assert max(levels) <= 2**bits
+    assert min(levels) > 2
+    assert torch.allclose(got.reshape(6, 4, 64).amax(-1), groups.amax(-1))  # the ends of a group are levels
+
+
+def test_a_constant_group_stays() -> None:
+    rounded = runpy.run_path(str(SCRIPT))["rounded"]
+    assert torch.equal(rounded(torch.full((1, 64), 0.25), 3, 64), torch.full((1, 64), 0.25))
+
+
+def test_a_row_that_groups_do_not_divide_is_refused() -> None:
+    rounded = runpy.run_path(str(SCRIPT))["rounded"]
+    with pytest.raises(RuntimeError, match="shape"):
+        rounded(torch.zeros(2, 100), 3, 64)
