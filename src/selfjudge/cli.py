@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from selfjudge.errors import SelfJudgeError
+from selfjudge.errors import EMPTY_PROMPT, SelfJudgeError
 
 if TYPE_CHECKING:
     from selfjudge.accept import AcceptanceRule
@@ -35,6 +36,9 @@ app = typer.Typer(
 )
 bench_app = typer.Typer(help="Side by side against transformers and plain decoding, in one run.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
+
+QUIET = 15.0
+"""Seconds after which a stage that goes on says so where there is no progress bar."""
 
 # options that mean the same everywhere
 JudgeName = Annotated[
@@ -129,6 +133,8 @@ def generate(
     """
     if prompt == "-":
         prompt = sys.stdin.read()
+    if not prompt.strip():
+        raise SelfJudgeError(EMPTY_PROMPT)
     rule = rule or ("judged" if judge or theta or quality is not None else "exact")
     _check_pair(pair, target)
     _positive(max_new_tokens=max_new_tokens)
@@ -726,6 +732,10 @@ def train(
 
     Example: selfjudge train labels --out judge --features hidden+margin --model linear
     """
+    for folder in labels:
+        if not folder.is_dir():
+            raise SelfJudgeError(f"{folder} does not exist: name folders that selfjudge label has written")
+
     from selfjudge.train import Settings
     from selfjudge.train import train as run
 
@@ -1359,14 +1369,20 @@ def _cell(value: Any) -> str:
 
 @contextmanager
 def _progress() -> Iterator[Any]:
-    """A progress bar on stderr that appears with the first report of work; a line a stage where there is no terminal."""
+    """A progress bar on stderr that appears with the first report of work; where there is no terminal, a line a stage and one every QUIET seconds."""
     if not Console(file=sys.stderr).is_terminal:
-        seen: list[str] = []
+        seen, last = set[str](), 0.0
 
         def say(stage: str, share: float) -> None:
-            if stage not in seen:
-                seen.append(stage)
-                print(stage if share >= 1 else f"{stage} …", file=sys.stderr, flush=True)
+            nonlocal last
+            known, now = stage in seen, time.monotonic()
+            if known and now - last < QUIET:
+                return
+            seen.add(stage)
+            last = now
+            print(
+                f"{stage} {share:.0%}" if known else stage if share >= 1 else f"{stage} …", file=sys.stderr, flush=True
+            )
 
         yield say
         return

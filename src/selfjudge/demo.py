@@ -34,7 +34,7 @@ def own_judge(pair: Pair, folder: Path, notify: Notify) -> tuple[Judge | None, d
 
     def update(stage: str, share: float) -> None:
         nonlocal told
-        if stage.split(":")[0] != told[0] or share - told[1] >= 0.2 or share >= 1:  # a pipe shows every line
+        if stage.split(":")[0] != told[0] or share - told[1] >= 0.1 or share >= 1:  # a pipe shows every line
             told = stage.split(":")[0], share
             notify(f"{stage} ({share:.0%})")
 

@@ -1,5 +1,7 @@
 """The one exception a user is meant to see: its text is a single line that says what is wrong and what to do."""
 
+EMPTY_PROMPT = "the prompt is empty: give at least one word"
+
 
 class SelfJudgeError(Exception):
     """Wrong input or a failed resource. The command line prints it as one line and exits with 2."""

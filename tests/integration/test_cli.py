@@ -338,6 +338,7 @@ def _wrong(checkpoints: dict[str, str], tmp: Path) -> dict[str, list[str]]:
         "train into": ["train", str(tmp), "--out", str(tmp)],
         "train below a file": ["train", str(tmp), "--out", str(tmp / "prompts.jsonl" / "judge")],
         "two thresholds": [*ask, "--rule", "judged:0.5", "--judge", str(tmp / "foreign"), "--theta", "0.4"],
+        "labels gone": ["train", str(tmp / "gone"), "--out", str(tmp / "new")],
         "train features": ["train", str(tmp), "--out", str(tmp / "new"), "--features", "taste"],
         "train model": ["train", str(tmp), "--out", str(tmp / "new"), "--model", "forest"],
         "originals": ["train", str(tmp), "--out", str(tmp / "new"), "--originals", "maybe"],

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from selfjudge.errors import SelfJudgeError, first_line
+from selfjudge.errors import EMPTY_PROMPT, SelfJudgeError, first_line
 from selfjudge.judge import end_ids, special_ids
 from selfjudge.models.convert import load_gguf, quiet
 from selfjudge.models.embedded import EMBEDDED
@@ -107,7 +107,7 @@ class Pair:
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """Token ids of a prompt, through the chat template with generation prompt unless `raw`."""
         if not prompt or (isinstance(prompt, str) and not prompt.strip()):
-            raise SelfJudgeError("the prompt is empty: give at least one word")
+            raise SelfJudgeError(EMPTY_PROMPT)
         if raw:
             if not isinstance(prompt, str):
                 raise SelfJudgeError("a raw prompt must be a string, not chat messages")

@@ -18,7 +18,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response, Streami
 from starlette.exceptions import HTTPException
 
 from selfjudge.accept import Sampling
-from selfjudge.errors import SelfJudgeError
+from selfjudge.errors import EMPTY_PROMPT, SelfJudgeError
 from selfjudge.integrations.server.guard import ASGI, Guard, error_body
 from selfjudge.integrations.server.metrics import Metrics
 from selfjudge.integrations.server.rules import Asked, Rules
@@ -174,7 +174,7 @@ def make_app(service: Service, api_key: str | None) -> ASGI:
         """Answer a conversation."""
         messages = [message.plain() for message in body.messages]
         if not any(message["content"].strip() for message in messages):
-            raise RefusedError(400, "the prompt is empty: give at least one word", param="messages")
+            raise RefusedError(400, EMPTY_PROMPT, param="messages")
         return await respond(request, body, await service.encode(messages, raw=False), CHAT, None)
 
     @app.post("/v1/completions")
