@@ -1,8 +1,12 @@
-"""A strong draft from a target: its own weights, rounded to a few bits. `python benchmarks/rounded_draft.py --pair P --bits 3 --out FOLDER`.
+"""A strong draft from a target: its own weights, rounded to a few bits. `python benchmarks/rounded_draft.py --target P --out FOLDER`.
 
 Not a draft that saves time (it has the target's size) but one that answers a question: what does a judge buy where the draft is good, so that its
 mismatches are choices between two likely words? Linear layers are rounded to the nearest of 2^bits levels between the least and the largest of each
-group of weights; embeddings, norms and biases stay. FOLDER is an ordinary checkpoint: `selfjudge label --target P --draft FOLDER`, then `train`, `eval`.
+group of weights; embeddings, head, norms and biases stay. FOLDER is an ordinary checkpoint. Then
+
+    python benchmarks/label_run.py --pair P --draft FOLDER --methods selfjudge --prompts gsm8k:600 dolly:400 self:200 --data DIR --out LABELS
+    selfjudge train LABELS/selfjudge --suffix-gap 3 --model linear --out JUDGE
+    selfjudge eval --target P --draft FOLDER --judge gap=JUDGE --rules "exact judged:q0.8@gap margin:1" --tasks gsm8k --data DIR --out OUT
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ from selfjudge.store import write_json
 def rounded(weight: Tensor, bits: int, group: int) -> Tensor:
     """`weight` with each group of `group` weights of a row on 2^bits evenly spaced levels."""
     rows, columns = weight.shape
+    if columns % group:
+        raise SystemExit(f"rows of {columns} weights cannot be cut into groups of {group}: choose another --group")
     groups = weight.float().reshape(rows, columns // group, group)
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     step = ((high - low) / (2**bits - 1)).clamp_min(1e-12)
@@ -28,13 +34,13 @@ def rounded(weight: Tensor, bits: int, group: int) -> Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pair", default="smollm2-135m")
+    parser.add_argument("--target", default="smollm2-135m", help="embedded name, hub id or folder")
     parser.add_argument("--bits", type=int, default=3)
-    parser.add_argument("--group", type=int, default=64)
+    parser.add_argument("--group", type=int, default=128)
     parser.add_argument("--device", default=None)
     parser.add_argument("--out", type=Path, required=True)
     o = parser.parse_args()
-    pair = Pair.load(o.pair, device=o.device)
+    pair = Pair.load(o.target, device=o.device, needs_draft=False)
     head = pair.target.get_output_embeddings()
     changed = 0
     with torch.no_grad():
@@ -44,8 +50,8 @@ def main() -> None:
                 changed += module.weight.numel()
     pair.target.half().save_pretrained(o.out)
     pair.tokenizer.save_pretrained(o.out)
-    write_json(o.out / "rounded.json", {"of": o.pair, "bits": o.bits, "group": o.group, "weights": changed})
-    print(f"{changed:,} weights of {o.pair} on {2**o.bits} levels a group of {o.group}: {o.out}")
+    write_json(o.out / "rounded.json", {"of": o.target, "bits": o.bits, "group": o.group, "weights": changed})
+    print(f"{changed:,} weights of {o.target} on {2**o.bits} levels a group of {o.group}: {o.out}")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from selfjudge.judge import LOWEST, Judge
 from selfjudge.models.pair import Pair
 from selfjudge.quality import likelihoods, substitutions
 from selfjudge.shells import generate
-from selfjudge.store import locked, provenance, read_json, read_rows, refuse_other, sha256, write_json, write_rows
+from selfjudge.store import locked, provenance, read_json, read_rows, refuse_other, write_json, write_rows
 from selfjudge.tasks import FILE, Row, Task, split_of, task
 from selfjudge.tasks.livecodebench import fold, learnt_folds
 from selfjudge.types import PHASES, Generation
@@ -154,9 +154,9 @@ def _evaluate(
     out.mkdir(parents=True, exist_ok=True)
     with locked(out / ".lock", refuse=f"another process writes {out}: name another --out"):
         _same_settings(out, pair, settings)
-        write_json(
-            out / "run.json", provenance(tasks=list(tasks), runs=[r.folder for r in runs], settings=asdict(settings))
-        )
+        write_json(out / "run.json", provenance(
+            tasks=list(tasks), runs=[r.folder for r in runs], settings=asdict(settings), earlier=_earlier(out / "run.json"),
+        ))  # fmt: skip
         summaries: list[dict[str, Any]] = []
         for number, (name, (one, rows)) in enumerate(tasks.items()):
             place = out / label_of(name)
@@ -178,6 +178,15 @@ def _evaluate(
                     if one.checkable or run.name != "exact":  # what the wording of others is compared with stays
                         _compacted(place / run.folder / "samples.jsonl.gz")
         return summaries
+
+
+def _earlier(file: Path) -> list[dict[str, Any]]:
+    """What was asked of this folder before, oldest first."""
+    if not file.is_file():
+        return []
+    last: dict[str, Any] = read_json(file)
+    kept = {key: last.get(key) for key in ("argv", "commit", "time", "tasks", "runs")}
+    return [*last.get("earlier", []), kept]
 
 
 def _same_settings(out: Path, pair: Pair, settings: Settings) -> None:
@@ -243,10 +252,18 @@ def _own(folder: Path, run: Run, warn: Callable[[str], None]) -> Path | None:
     if run.name == "exact":
         return None
     same = folder / f"exact-g{run.gamma}"
-    found = [f for f in (same, *sorted(folder.glob("exact-g*"))) if (f / "summary.json").is_file()]
-    if not found:
+    known = [f for f in (same, *sorted(folder.glob("exact-g*"))) if (f / "summary.json").is_file()]
+    found = [f for f in known if (f / "samples.jsonl.gz").is_file()]  # who keeps results may have left rows out
+    if not known:
         warn(f"{folder.name}: no run of `exact` to compare {run.name} with; add it to --rules")
     return found[0] if found else None
+
+
+def _fingerprint(exact: Path) -> str:
+    """Which run of `exact` that is; `--compact` leaves it as it is."""
+    rows = read_rows(exact / "samples.jsonl.gz")
+    kept = "".join(f"{row['id']}:{row['answer']}:{row['tokens']}\n" for row in rows)
+    return f"{exact.name}:{hashlib.sha256(kept.encode('utf-8', 'replace')).hexdigest()}"
 
 
 def _compacted(file: Path) -> None:
@@ -374,10 +391,14 @@ class _Work:
         shutil.rmtree(self.folder / "work", ignore_errors=True)
 
     def compared(self, exact: Path | None) -> dict[str, Any]:
-        """The summary, compared with that run of `exact`; what was compared with the same one stays as it is."""
+        """The summary, compared with that run of `exact`; what was compared with the same one stays as it is, and so does
+        what was compared once with rows that are no longer kept."""
         summary: dict[str, Any] = read_json(self.folder / "summary.json")
-        with_what = None if exact is None else f"{exact.name}:{sha256(exact / 'samples.jsonl.gz')}"
-        if summary["compared_with"] == with_what or exact is None:
+        if exact is None:
+            return summary
+        with_what, before = _fingerprint(exact), summary["compared_with"]
+        needed = () if before is None else (self.folder, self.folder.parent / before.partition(":")[0])
+        if before == with_what or not all((place / "samples.jsonl.gz").is_file() for place in needed):
             return summary
         samples = list(read_rows(self.folder / "samples.jsonl.gz"))
         own = {row["id"]: row for row in read_rows(exact / "samples.jsonl.gz")}

@@ -187,6 +187,66 @@ def test_results_that_were_thinned_out_can_be_gone_on_with(
     ]
 
 
+@pytest.mark.parametrize("spec", ["exact", "judged:0.4"])
+def test_a_batch_of_64_gives_what_single_prompts_give(tiny_pair: Pair, judges: Any, tmp_path: Path, spec: str) -> None:
+    rng = np.random.default_rng(1)
+    prompts = [" ".join(f"w{i}" for i in rng.integers(5, 50, rng.integers(2, 30))) for _ in range(64)]
+    file = tmp_path / "many.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": prompt, "answer": "w7"}) for prompt in prompts))
+    made = {}
+    for batch in (64, 1):
+        out = tmp_path / f"batch-{batch}"
+        runs = runs_of([spec], [3], judges, tiny_pair.special_ids)
+        (found,) = evaluate(tiny_pair, out, [f"file:{file}"], runs, Settings(max_new_tokens=24, batch=batch))
+        rows = samples(out / "file:many" / runs[0].folder)
+        made[batch] = (found["mean_accepted_length"], found["judged_share"], rows)
+    assert made[64] == made[1]
+    assert len({row["tokens"] for row in made[1][2]} | {row["cycles"] for row in made[1][2]}) > 3  # a ragged batch
+    assert (made[1][1] > 0) == spec.startswith("judged")
+
+
+def test_a_folder_says_all_that_was_asked_of_it(tiny_pair: Pair, asked: str, judges: Any, tmp_path: Path) -> None:
+    out, special = tmp_path / "eval", tiny_pair.special_ids
+    for rules in (["exact"], ["exact", "topk:9"], ["exact", "judged:0.4"]):
+        evaluate(tiny_pair, out, [asked], runs_of(rules, [3], judges, special), SMALL)
+    told = json.loads((out / "run.json").read_text())
+    assert told["runs"] == ["exact-g3", "judged:0.4@mine-g3"]
+    assert [before["runs"] for before in told["earlier"]] == [["exact-g3"], ["exact-g3", "topk:9-g3"]]
+
+
+def test_compact_results_that_were_thinned_out_can_be_gone_on_with(
+    tiny_pair: Pair, asked: str, judges: Any, tmp_path: Path
+) -> None:
+    """Compaction changes the rows of `exact`, not which run it is; comparisons stand where rows are gone."""
+    out, special = tmp_path / "eval", tiny_pair.special_ids
+    first = evaluate(
+        tiny_pair, out, [asked], runs_of(["exact", "topk:9"], [3, 2], judges, special), SMALL, compact=True
+    )
+    place = out / "file:mine"
+    rows = (place / "topk:9-g3" / "samples.jsonl.gz").read_bytes()
+    again = evaluate(
+        tiny_pair, out, [asked], runs_of(["exact", "topk:9"], [3, 2], judges, special), SMALL, compact=True
+    )
+    first = json.loads(json.dumps(first))
+    assert again == first
+    assert (place / "topk:9-g3" / "samples.jsonl.gz").read_bytes() == rows
+    for gone in ("topk:9-g3", "exact-g2"):  # rows of a rule, and of the `exact` that another was compared with
+        (place / gone / "samples.jsonl.gz").unlink()
+    more = evaluate(
+        tiny_pair,
+        out,
+        [asked],
+        runs_of(["exact", "topk:9", "judged:0.4"], [3, 2], judges, special),
+        SMALL,
+        compact=True,
+    )
+    assert [s for s in more if s["rule"] != "judged:0.4@mine"] == first
+    late = {s["gamma"]: s for s in more if s["rule"] == "judged:0.4@mine"}
+    assert late[3]["delta_m"] is not None
+    assert late[2]["delta_m"] is None  # the rows at that γ are gone: compared with those of the other
+    assert late[2]["delta_score"] is not None
+
+
 def test_exact_may_come_later_and_other_examples_are_refused(tiny_pair: Pair, asked: str, tmp_path: Path) -> None:
     out, special = tmp_path / "eval", tiny_pair.special_ids
     file = Path(asked.removeprefix("file:"))

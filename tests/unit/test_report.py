@@ -35,8 +35,9 @@ from selfjudge.cli import app
 from selfjudge.errors import SelfJudgeError
 from selfjudge.report import report
 from selfjudge.report.charts import number, svg, ticks
+from selfjudge.report.figures import _lines, draw
 from selfjudge.report.order import named, timed
-from selfjudge.report.plots import Lines, Point, Series, plots
+from selfjudge.report.plots import Lines, Point, Series, plots, trade_offs
 from selfjudge.report.read import read_results
 from selfjudge.report.substitutions import group
 from selfjudge.report.table import fixed, signed
@@ -242,19 +243,37 @@ def test_trade_offs_have_a_point_a_threshold(whole: tuple[Path, dict[str, Any]])
     assert charts["math500"].level == series["exact"].points[0].y
 
 
-def test_what_loses_much_is_out_of_view(whole: tuple[Path, dict[str, Any]]) -> None:
-    chart = next(c for c in plots(read_results([whole[0].parent / "eval"]))["trade-off"] if c.task == "math500")
-    assert isinstance(chart, Lines)
-    assert chart.level is not None
-    lost = Series("lost", 5, (Point(2.0, chart.level), Point(99.0, chart.level - 15.1, "far away", "F")))
-    wide = replace(chart, series=(*chart.series, lost))
-    drawn = ET.fromstring(svg(wide))
-    assert [float(t.text or "nan") for t in drawn.iter("text") if t.text == "100"] == []  # the axis ends long before 99
-    assert sum(e.tag == "clipPath" for e in drawn.iter()) == 1
-    clipped = [e for e in drawn.iter("path") if e.get("clip-path") == f"url(#{chart.id}-view)"]
-    assert len(clipped) == 1
-    assert len(list(drawn.iter("title"))) == len(list(ET.fromstring(svg(chart)).iter("title"))) + 1
-    assert not [e for e in ET.fromstring(svg(chart)).iter() if e.tag == "clipPath"]
+def test_what_loses_much_is_out_of_view(whole: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    runs = [r for r in read_results([whole[0].parent / "eval"]).runs if r.task == "math500"]
+    exact = next(r for r in runs if r.name == "exact")
+    at, below = (
+        replace(next(r for r in runs if r.name == "topk"), rule=name, m=m, score=exact.score - lost)
+        for name, m, lost in (("topk:7", 6.0, 0.15), ("topk:9", 99.0, 0.151))
+    )
+    (near,) = trade_offs([*runs, at])
+    (far,) = trade_offs([*runs, at, below])
+    assert near.floor is None
+    assert far.floor == pytest.approx(100 * exact.score - 15)
+    assert far.title == f"{near.title}; 1 below, out of view"
+    drawn = {name: ET.fromstring(svg(chart)) for name, chart in (("near", near), ("far", far))}
+    assert [len([e for e in d.iter() if e.tag.endswith("clipPath")]) for d in drawn.values()] == [0, 1]
+    marks = [[e.find("title") for e in d.iter("path") if e.get("class") == "mark"] for d in drawn.values()]
+    assert len(marks[0]) == len(marks[1])
+    ticks = [[t.text for t in d.iter("text") if t.get("text-anchor") == "middle"] for d in drawn.values()]
+    assert ticks[0][:-1] == ticks[1][:-1]  # the axis does not stretch to m = 99
+    (only,) = trade_offs([exact, replace(below, m=2.0)])  # nothing would be left to see
+    assert only.floor is None
+    assert draw([far], tmp_path) == [f"{far.id}.png"]
+
+
+def test_a_clipped_picture_keeps_the_line_of_exact() -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    points = (Point(2, 50), Point(3, 52), Point(9, 20))
+    _lines(figure.subplots(), Lines("i", "t", "m", "y", (Series("a", 1, points),), level=60, floor=45))
+    (axes,) = figure.axes
+    (low, high), (left, right) = axes.get_ylim(), axes.get_xlim()
+    assert low < 50 < 60 < high < 70
+    assert left < 2 < 3 < right < 4
 
 
 def test_a_sweep_is_timed_where_nothing_else_of_its_method_is(whole: tuple[Path, dict[str, Any]]) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from selfjudge.models.pair import Pair
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "rounded_draft.py"
 
 
@@ -33,5 +35,19 @@ def test_a_constant_group_stays() -> None:
 
 def test_a_row_that_groups_do_not_divide_is_refused() -> None:
     rounded = runpy.run_path(str(SCRIPT))["rounded"]
-    with pytest.raises(RuntimeError, match="shape"):
+    with pytest.raises(SystemExit, match="rows of 100 weights"):
         rounded(torch.zeros(2, 100), 3, 64)
+
+
+def test_the_folder_is_a_draft_and_only_linear_layers_are_rounded(
+    checkpoints: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "rounded"
+    monkeypatch.setattr("sys.argv", ["x", "--target", checkpoints["target"], "--group", "8", "--bits", "2", "--device", "cpu", "--out", str(out)])  # fmt: skip
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    pair = Pair.load(checkpoints["target"], str(out), device="cpu", dtype="float32")
+    assert pair.draft is not None
+    mine, theirs = pair.draft.state_dict(), pair.target.state_dict()
+    same = {name for name in theirs if torch.allclose(mine[name], theirs[name], atol=1e-3)}
+    linear = {f"{name}.weight" for name, module in pair.target.named_modules() if isinstance(module, torch.nn.Linear)}
+    assert set(theirs) - same == linear - {"lm_head.weight"}

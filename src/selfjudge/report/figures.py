@@ -68,8 +68,8 @@ def _lines(axes: Axes, chart: Lines) -> None:
                 axes.annotate(_plain(point.tag), (point.x, point.y), (4, 4), textcoords="offset points", fontsize=8)
     seen = [p for s in chart.series for p in s.points if chart.sees(p)]
     if len(seen) < sum(len(s.points) for s in chart.series):
-        for limit, values in ((axes.set_xlim, [p.x for p in seen]), (axes.set_ylim, [p.y for p in seen])):
-            limit(*spread(values))
+        axes.set_xlim(*spread([p.x for p in seen]))
+        axes.set_ylim(*spread([*(p.y for p in seen), *([] if chart.level is None else [chart.level])]))
     if chart.level is not None:
         axes.axhline(chart.level, color=_colour(0), linewidth=1, linestyle=":", zorder=0)
     if chart.band is not None:

@@ -141,11 +141,15 @@ def _trade_off(
         None,
     )
     level = 100 * exact.score if exact else None
-    kept = [p for s in series for p in s.points if level is None or p.y >= level - IN_VIEW]
+    every = [p for s in series for p in s.points]
+    kept = [p for p in every if level is None or p.y >= level - IN_VIEW]
+    clipped = level is not None and 1 < len(kept) < len(every)
+    if clipped:
+        heading += f"; {len(every) - len(kept)} below, out of view"
     return Lines(
         name, heading, "m", _score(one), series, one.task, level=level,
         band=(100 * exact.score_ci[0], 100 * exact.score_ci[1]) if exact and exact.score_ci else None,
-        floor=None if level is None or len(kept) < 2 else level - IN_VIEW,
+        floor=level - IN_VIEW if level is not None and clipped else None,
     )  # fmt: skip
 
 
