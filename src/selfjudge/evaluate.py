@@ -420,6 +420,12 @@ class _Work:
         if summary["measure"]:
             differences = np.asarray([sample["score"] - own[sample["id"]]["score"] for sample in samples])
             summary |= {"delta_score": float(differences.mean()), "delta_ci": interval(differences)}
+        more = {
+            name: np.asarray([sample["scores"][name] - own[sample["id"]]["scores"][name] for sample in samples])
+            for name in summary["scores"] if name != summary["measure"]
+        }  # fmt: skip
+        summary["delta_scores"] = {name: float(values.mean()) for name, values in more.items()}
+        summary["delta_scores_ci"] = {name: interval(values) for name, values in more.items()}
         write_rows(self.folder / "samples.jsonl.gz", samples)
         write_json(self.folder / "summary.json", summary)
         return summary
@@ -504,7 +510,7 @@ class _Work:
             "suffix_length": config and config.suffix_length, "label_prompts": config and config.metrics.get("n_prompts"), "threshold": thetas.pop() if len(thetas) == 1 else None,
             "gamma": self.run.gamma, "batch": self.settings.batch, "n": len(samples), "measure": measure,
             "score": scores[measure] if measure else None, "score_ci": None if values is None else interval(values), "scores": scores,
-            "delta_score": None, "delta_ci": None, "agreement": None, "mean_accepted_length": m, "delta_m": None, "m_ratio": None,
+            "delta_score": None, "delta_ci": None, "delta_scores": {}, "delta_scores_ci": {}, "agreement": None, "mean_accepted_length": m, "delta_m": None, "m_ratio": None,
             "drafts_accepted": sums["drafts_accepted"] / max(1, sums["cycles"]), "judged_share": sums["judged"] / max(1, sums["tokens"]),
             "tokens": sums["tokens"], "tokens_per_second": speed,
             "extraction_failures": float(np.mean([s["answer"] is None for s in samples])) if self.checkable else None,

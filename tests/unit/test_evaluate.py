@@ -24,6 +24,7 @@ from selfjudge.judge import Judge, JudgeConfig
 from selfjudge.models.pair import Pair
 from selfjudge.shells import generate
 from selfjudge.store import read_rows
+from selfjudge.tasks import Task
 from selfjudge.tasks.livecodebench import fold, learnt_folds
 
 SMALL = Settings(max_new_tokens=14, batch=3)
@@ -203,6 +204,23 @@ def test_a_batch_of_64_gives_what_single_prompts_give(tiny_pair: Pair, judges: A
     assert made[64] == made[1]
     assert len({row["tokens"] for row in made[1][2]} | {row["cycles"] for row in made[1][2]}) > 3  # a ragged batch
     assert (made[1][1] > 0) == spec.startswith("judged")
+
+
+def test_other_measures_are_compared_as_well(
+    tiny_pair: Pair, asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rate, rng = Task.rate, np.random.default_rng(0)
+    monkeypatch.setattr(Task, "rate", lambda *given: {**rate(*given), "chance": rng.random()})
+    out = tmp_path / "eval"
+    runs = runs_of(["exact", "topk:9"], [3], {}, tiny_pair.special_ids)
+    exact, other = evaluate(tiny_pair, out, [asked], runs, SMALL)
+    assert (exact["delta_scores"], exact["delta_scores_ci"]) == ({}, {})
+    assert set(other["delta_scores"]) == set(other["delta_scores_ci"]) == {"chance"}
+    moved = other["scores"]["chance"] - exact["scores"]["chance"]
+    assert other["delta_scores"]["chance"] == pytest.approx(moved)
+    low, high = other["delta_scores_ci"]["chance"]
+    assert moved != 0
+    assert low < moved < high
 
 
 def test_a_folder_says_all_that_was_asked_of_it(tiny_pair: Pair, asked: str, judges: Any, tmp_path: Path) -> None:

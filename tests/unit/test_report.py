@@ -172,6 +172,23 @@ def test_ablations_compare_like_with_like(whole: tuple[Path, dict[str, Any]]) ->
     assert not any("autojudge" in r["rule"] for r in found["tables"]["suffix-length"])
 
 
+def test_other_measures_and_their_change(tmp_path: Path) -> None:
+    exact = samples([(11, 5), (11, 5)], [1, 0])
+    write_run(tmp_path, "cnn_dailymail", "exact", 10, exact, None, scores={"rouge_l": 0.5, "fc": 0.6})
+    more = {
+        "scores": {"rouge_l": 0.5, "fc": 0.55},
+        "delta_scores": {"fc": -0.05},
+        "delta_scores_ci": {"fc": [-0.06, -0.04]},
+    }
+    write_run(tmp_path, "cnn_dailymail", "topk:2", 10, samples([(11, 4), (11, 4)], [1, 0]), exact, **more)
+    report([tmp_path], tmp_path / "page.html")
+    assert "55.0 −5.0 [−6.0, −4.0]" in (tmp_path / "page" / "tables.md").read_text().replace("\\", "")
+    damaged = tmp_path / "cnn_dailymail" / "topk:2-g10" / "summary.json"
+    damaged.write_text(damaged.read_text().replace("[-0.06, -0.04]", "[1]"))
+    with pytest.raises(SelfJudgeError, match=r"delta_scores_ci is damaged: 'fc' is .*, not two numbers"):
+        report([tmp_path], tmp_path / "again.html")
+
+
 def test_time_failures_and_labels_per_hour(whole: tuple[Path, dict[str, Any]]) -> None:
     _, found = whole
     time = row(found, "time", task="mmlu", rule="exact")

@@ -194,6 +194,14 @@ class _Fields:
             raise self.wrong(key, "an object")
         return {str(k): float(v) for k, v in value.items() if _is_number(v)}
 
+    def intervals(self, key: str) -> dict[str, Interval]:
+        """An object's pairs of numbers."""
+        value = self.data.get(key) or {}
+        if not isinstance(value, dict):
+            raise self.wrong(key, "an object")
+        inner = _Fields(self.file, value, f"{self.where}, {key}")
+        return {str(name): found for name in value if (found := inner.interval(name)) is not None}
+
     def objects(self, key: str) -> list[_Fields]:
         value = self.data.get(key) or []
         if not isinstance(value, list):
@@ -240,7 +248,8 @@ def _run(found: _Fields) -> Run:
         rule=f"{rule}@{judge}" if judge and "@" not in rule else rule,
         gamma=int(found.needed("gamma")), n=int(found.needed("n")), measure=found.text("measure", "score"),
         score=found.needed("score"), score_ci=found.interval("score_ci"), scores=found.table("scores"),
-        delta_score=found.number("delta_score"), delta_ci=found.interval("delta_ci"), agreement=found.number("agreement"),
+        delta_score=found.number("delta_score"), delta_ci=found.interval("delta_ci"),
+        delta_scores=found.table("delta_scores"), delta_scores_ci=found.intervals("delta_scores_ci"), agreement=found.number("agreement"),
         m=found.number("mean_accepted_length"), delta_m=found.number("delta_m"), m_ratio=found.number("m_ratio"),
         drafts_accepted=found.number("drafts_accepted"), judged_share=found.number("judged_share"),
         tokens_per_second=found.number("tokens_per_second"), extraction_failures=found.number("extraction_failures"),

@@ -72,6 +72,9 @@ class Run:
     scores: Mapping[str, float]
     delta_score: float | None
     delta_ci: Interval | None
+    delta_scores: Mapping[str, float]
+    """Of the measures beside the one that stands for the task."""
+    delta_scores_ci: Mapping[str, Interval]
     agreement: float | None
     m: float | None
     delta_m: float | None

@@ -155,7 +155,7 @@ def per_task(pair: str, task: str, runs: Sequence[Run], against: Against, pairs:
             "mean_accepted_length": run.m, "delta_m": run.delta_m, "delta_m_ci": around(run.delta_m, errors.delta_m),
             "m_ratio": run.m_ratio if run.name != "exact" else None, "m_ratio_ci": around(run.m_ratio, errors.m_ratio),
             "measure": run.measure, "score": run.score, "score_ci": run.score_ci, "delta_score": run.delta_score, "delta_ci": run.delta_ci,
-            "scores": dict(run.scores), "agreement": run.agreement, "drafts_accepted": run.drafts_accepted, "judged_share": run.judged_share,
+            "scores": dict(run.scores), "delta_scores": dict(run.delta_scores), "delta_scores_ci": dict(run.delta_scores_ci), "agreement": run.agreement, "drafts_accepted": run.drafts_accepted, "judged_share": run.judged_share,
             "tokens_per_second": run.tokens_per_second, "extraction_failures": run.extraction_failures,
         })  # fmt: skip
     measure = runs[0].measure
@@ -170,13 +170,25 @@ def per_task(pair: str, task: str, runs: Sequence[Run], against: Against, pairs:
         Column("m ratio", lambda r: fixed(r["m_ratio"]), lambda r: interval(r["m_ratio_ci"], fixed), help="m over that of exact"),
         Column(measure, lambda r: points(r["score"]), lambda r: interval(r["score_ci"], points), help="points"),
         Column("Δtask", lambda r: signed_points(r["delta_score"]), lambda r: interval(r["delta_ci"], signed_points), help="points against exact"),
-        *(Column(name, _other(name), help="points") for name in others),
+        *(Column(name, _other(name), _change(name), help="points, and their change against exact") for name in others),
         Column("same answer", lambda r: percent(r["agreement"]), help="as exact; of open tasks the share of matching words"),
         Column("drafts/cycle", lambda r: fixed(r["drafts_accepted"]), help="drafted tokens accepted in a cycle"),
         Column("judged", lambda r: percent(r["judged_share"]), help="tokens taken against the target's choice"),
         Column("tokens/s", lambda r: fixed(r["tokens_per_second"], 0 if (r["tokens_per_second"] or 0) >= 100 else 1)),
     ]  # fmt: skip
     return Table(slug("task", pair if pairs else "", task), title(task) + (f", {pair}" if pairs else ""), tuple(columns), tuple(rows))  # fmt: skip
+
+
+def _change(name: str) -> Callable[[Row], str]:
+    def show(row: Row) -> str:
+        found = row["delta_scores"].get(name)
+        return (
+            ""
+            if found is None
+            else f"{signed_points(found)} {interval(row['delta_scores_ci'].get(name), signed_points)}"
+        )
+
+    return show
 
 
 def _other(name: str) -> Callable[[Row], str]:
