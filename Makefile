@@ -42,6 +42,7 @@ docs: .venv/.installed
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
+	@echo "installing into .venv: some minutes the first time"
 	$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev,eval]"
 	touch $@
 

@@ -527,6 +527,8 @@ def distill(
     )  # fmt: skip
     settings.check()
     loaded = _pair(target, None, None, device, dtype, needs_draft=False)
+    if loaded.target.device.type == "cpu" and not prompts:
+        typer.echo("on a CPU so many answers take hours; a first try: --prompts self:200 --minutes 5", err=True)
     try:
         with _progress() as update:
             result = run(loaded, out, settings, data=data, batch=batch, notify=update)
@@ -907,7 +909,7 @@ def eval_(
             "task": s["task"], "rule": s["rule"], "γ": s["gamma"], "n": s["n"], "m": _figure(s["mean_accepted_length"], ".2f"),
             "Δm": _figure(s["m_ratio"] and s["m_ratio"] - 1, "+.1%"), s["measure"] or "score": _figure(s["score"], ".1%"),
             "Δ points": _points(s), "agreement": _figure(s["agreement"], ".2f"), "judged": _figure(s["judged_share"], ".1%"),
-            "tokens/s": _figure(s["tokens_per_second"], ".0f"), "no answer": _figure(s["extraction_failures"], ".1%"),
+            "tokens/s": _figure(s["tokens_per_second"], ".0f"), "no answer": _figure(s["extraction_failures"], ".1%"), "cut off": _figure(s["cut_off"], ".1%"),
         }
         for s in found
     ])  # fmt: skip
@@ -1347,7 +1349,8 @@ def _print_json(value: Any) -> None:
 def _print_rows(rows: list[dict[str, Any]]) -> None:
     """A table on a terminal; the same columns, unwrapped, in a pipe."""
     table = Table(box=None, pad_edge=False)
-    columns = list(dict.fromkeys(column for row in rows for column in row))
+    named = dict.fromkeys(column for row in rows for column in row)
+    columns = [column for column in named if any(row.get(column, "") != "" for row in rows)]
     for column in columns:
         numeric = all(str(row[column])[:1].isdigit() for row in rows if row.get(column, "") != "")
         table.add_column(column, justify="right" if numeric else "left", overflow="fold")

@@ -124,7 +124,10 @@ def test_a_label_costs_its_own_tokens_alone(suffix_length: int) -> None:
     model = tiny_model(seed=1)
     cases = cases_of([(9, 40), (3, 33), (20, 21)])
     scorer = Scorer(model, suffix_length=suffix_length)
-    scorer(cases)
+    told: list[float] = []
+    scorer(cases, told.append)
+    assert told == sorted(told)
+    assert told[-1] == 1
     once = sum(len(c.prompt) + len(c.response) for c in cases)
     labels = sum(len(c.places) for c in cases)
     assert scorer.tokens - once <= 1.25 * (1 + suffix_length) * labels

@@ -397,7 +397,7 @@ def _selfjudge(
     cases = mined(pair, read, settings.suffix_length)
     if settings.lookahead:
         cases = continued(pair, cases, LOOKAHEAD, batch=settings.batch)
-    found = scorer(cases)
+    found = scorer(cases, notify)
     rows: list[Row] = []
     finite: list[bool] = []
     for row, case, scores in zip(responses, cases, found, strict=True):

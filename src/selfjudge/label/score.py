@@ -9,7 +9,7 @@ rows, rows into passes; a mask lets each branch see the response up to its own p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -110,8 +110,8 @@ class Scorer:
         self._most = TOKENS.get(self.device.type, 512)
         self._pack = PACK.get(self.device.type, 64)
 
-    def __call__(self, cases: Sequence[Case]) -> list[Scores]:
-        """The scores of every case, in order."""
+    def __call__(self, cases: Sequence[Case], notify: Callable[[float], None] = lambda share: None) -> list[Scores]:
+        """The scores of every case, in order; `notify` hears the share that is done."""
         assert all(a < b for case in cases for a, b in pairwise(case.places))
         found: list[Scores | None] = [None] * len(cases)
         sizes = [len(case.prompt) + len(case.response) for case in cases]
@@ -131,6 +131,7 @@ class Scorer:
                 continue
             for i, scores in zip(part, scored, strict=True):
                 found[i] = scores
+            notify(1 - len(order) / len(cases))
         return [scores for scores in found if scores is not None]
 
     @torch.no_grad()

@@ -24,7 +24,7 @@ from selfjudge.report.table import Column, Row, Table
 SECTIONS = (
     ("averages", "Averages", "Change against <code>exact</code>, averaged over the tasks as in the paper. m is the number of tokens a target pass yields, its own included. Every cell has m, then the score in points and its change."),
     ("task", "Per task", "Every run. Brackets are 95 % intervals: of scores and Δtask by paired bootstrap over examples, of Δm and its ratio by the paired, linearised ratio."),
-    ("trade-off", "Trade-off", "Score against m. A line is a method, a point one of its thresholds; F and R are the judge’s own. The dotted line is <code>exact</code> and the band its 95 % interval. Up and to the right is better; what loses more than 15 points is out of view here and below, and in the tables."),
+    ("trade-off", "Trade-off", "Score against m. A line is a method, a point one of its thresholds; F and R are the judge’s own. The dotted line is <code>exact</code> and the band its 95 % interval. Up and to the right is better. Where some lose more than 15 points and others do not, those are out of view, and the title says how many."),
     ("gamma", "Draft length γ", "m and score against the number of tokens drafted in a cycle."),
     ("two-stage", "Two stages", "<code>judged</code> accepts what alignment or the judge accepts, <code>judge_only</code> what the judge accepts."),
     ("suffix-length", "Suffix length N", "Judges whose labels scored N tokens after the substitution, compared by decoding with them."),

@@ -252,7 +252,7 @@ def _run(found: _Fields) -> Run:
         delta_scores=found.table("delta_scores"), delta_scores_ci=found.intervals("delta_scores_ci"), agreement=found.number("agreement"),
         m=found.number("mean_accepted_length"), delta_m=found.number("delta_m"), m_ratio=found.number("m_ratio"),
         drafts_accepted=found.number("drafts_accepted"), judged_share=found.number("judged_share"),
-        tokens_per_second=found.number("tokens_per_second"), extraction_failures=found.number("extraction_failures"),
+        tokens_per_second=found.number("tokens_per_second"), extraction_failures=found.number("extraction_failures"), cut_off=found.number("cut_off"),
         threshold=found.number("threshold"), label_method=found.text("label_method", ""), features=found.text("features", ""),
         suffix_length=found.whole("suffix_length"), label_prompts=found.whole("label_prompts"), fold=found.text("fold", ""), batch=found.whole("batch"),
         max_new_tokens=found.whole("max_new_tokens"), seconds=found.table("seconds"),

@@ -83,6 +83,7 @@ class Run:
     judged_share: float | None
     tokens_per_second: float | None
     extraction_failures: float | None
+    cut_off: float | None
     threshold: float | None
     label_method: str
     features: str

@@ -156,7 +156,7 @@ def per_task(pair: str, task: str, runs: Sequence[Run], against: Against, pairs:
             "m_ratio": run.m_ratio if run.name != "exact" else None, "m_ratio_ci": around(run.m_ratio, errors.m_ratio),
             "measure": run.measure, "score": run.score, "score_ci": run.score_ci, "delta_score": run.delta_score, "delta_ci": run.delta_ci,
             "scores": dict(run.scores), "delta_scores": dict(run.delta_scores), "delta_scores_ci": dict(run.delta_scores_ci), "agreement": run.agreement, "drafts_accepted": run.drafts_accepted, "judged_share": run.judged_share,
-            "tokens_per_second": run.tokens_per_second, "extraction_failures": run.extraction_failures,
+            "tokens_per_second": run.tokens_per_second, "extraction_failures": run.extraction_failures, "cut_off": run.cut_off,
         })  # fmt: skip
     measure = runs[0].measure
     others = sorted({name for run in runs for name in run.scores} - {measure})
@@ -174,6 +174,7 @@ def per_task(pair: str, task: str, runs: Sequence[Run], against: Against, pairs:
         Column("same answer", lambda r: percent(r["agreement"]), help="as exact; of open tasks the share of matching words"),
         Column("drafts/cycle", lambda r: fixed(r["drafts_accepted"]), help="drafted tokens accepted in a cycle"),
         Column("judged", lambda r: percent(r["judged_share"]), help="tokens taken against the target's choice"),
+        Column("cut off", lambda r: percent(r["cut_off"]), help="answers that ended at the length limit"),
         Column("tokens/s", lambda r: fixed(r["tokens_per_second"], 0 if (r["tokens_per_second"] or 0) >= 100 else 1)),
     ]  # fmt: skip
     return Table(slug("task", pair if pairs else "", task), title(task) + (f", {pair}" if pairs else ""), tuple(columns), tuple(rows))  # fmt: skip
