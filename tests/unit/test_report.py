@@ -258,6 +258,10 @@ def test_trade_offs_have_a_point_a_threshold(whole: tuple[Path, dict[str, Any]])
     xs = [p.x for p in series["judged@selfjudge"].points]
     assert xs == sorted(xs)
     assert charts["math500"].level == series["exact"].points[0].y
+    every = plots(read_results([whole[0].parent / "eval"]))
+    alone = {s.name for chart in every["two-stage"] for s in chart.series}
+    assert any(name.startswith("judge_only") for name in alone)
+    assert not any(s.name.startswith("judge_only") for chart in every["trade-off"] for s in chart.series)
 
 
 def test_what_loses_much_is_out_of_view(whole: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:

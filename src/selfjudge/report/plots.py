@@ -154,11 +154,11 @@ def _trade_off(
 
 
 def trade_offs(runs: Sequence[Run]) -> Iterable[Lines]:
-    """Score against m at each task's usual γ: a line a method, a point a threshold."""
+    """Score against m at each task's usual γ: a line a method, a point a threshold. A judge alone has charts of its own."""
     style = styles(r.method for r in sorted(runs, key=rule_order))
     for (pair, task), mine in by_task(runs).items():
         gamma = usual_gamma(mine)
-        chosen = [r for r in mine if r.gamma == gamma and r.m is not None and not r.fold]
+        chosen = [r for r in mine if r.gamma == gamma and r.m is not None and not r.fold and r.name != "judge_only"]
         if several(r.rule for r in chosen):
             heading, part = _where(pair, task, runs)
             yield _trade_off(
