@@ -527,11 +527,20 @@ def distill(
     )  # fmt: skip
     settings.check()
     loaded = _pair(target, None, None, device, dtype, needs_draft=False)
-    if loaded.target.device.type == "cpu" and not prompts:
-        typer.echo("on a CPU so many answers take hours; a first try: --prompts self:200 --minutes 5", err=True)
+    slow = loaded.target.device.type == "cpu" and not prompts
     try:
         with _progress() as update:
-            result = run(loaded, out, settings, data=data, batch=batch, notify=update)
+
+            def notify(stage: str, share: float) -> None:
+                nonlocal slow
+                if slow:  # said when work begins, not before a refusal
+                    slow = False
+                    typer.echo(
+                        "on a CPU so many answers take hours; a first try: --prompts self:200 --minutes 5", err=True
+                    )
+                update(stage, share)
+
+            result = run(loaded, out, settings, data=data, batch=batch, notify=notify)
     except KeyboardInterrupt:
         print("selfjudge: interrupted; the same command goes on from here", file=sys.stderr)
         raise
