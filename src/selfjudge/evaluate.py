@@ -256,6 +256,8 @@ def _own(folder: Path, run: Run, warn: Callable[[str], None]) -> Path | None:
     found = [f for f in known if (f / "samples.jsonl.gz").is_file()]  # who keeps results may have left rows out
     if not known:
         warn(f"{folder.name}: no run of `exact` to compare {run.name} with; add it to --rules")
+    elif not found:
+        warn(f"{folder.name}: no run of `exact` has kept its rows: {run.name} is not compared anew")
     return found[0] if found else None
 
 

@@ -263,6 +263,11 @@ def test_compact_results_that_were_thinned_out_can_be_gone_on_with(
     assert late[3]["delta_m"] is not None
     assert late[2]["delta_m"] is None  # the rows at that γ are gone: compared with those of the other
     assert late[2]["delta_score"] is not None
+    (place / "exact-g3" / "samples.jsonl.gz").unlink()
+    said: list[str] = []
+    (alone,) = evaluate(tiny_pair, out, [asked], runs_of(["topk:8"], [3], {}, special), SMALL, warn=said.append)
+    assert alone["delta_score"] is None
+    assert said == ["file:mine: no run of `exact` has kept its rows: topk:8 is not compared anew"]
 
 
 def test_exact_may_come_later_and_other_examples_are_refused(tiny_pair: Pair, asked: str, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from fake_eval import (
@@ -288,7 +289,7 @@ def test_what_loses_much_is_out_of_view(whole: tuple[Path, dict[str, Any]], tmp_
 
 
 def test_a_clipped_picture_keeps_the_line_of_exact() -> None:
-    figure = pytest.importorskip("matplotlib.figure").Figure()
+    figure = Figure()
     points = (Point(2, 50), Point(3, 52), Point(9, 20))
     _lines(figure.subplots(), Lines("i", "t", "m", "y", (Series("a", 1, points),), level=60, floor=45))
     (axes,) = figure.axes

@@ -140,17 +140,17 @@ def _trade_off(
         ),
         None,
     )
-    level = 100 * exact.score if exact else None
-    every = [p for s in series for p in s.points]
-    kept = [p for p in every if level is None or p.y >= level - IN_VIEW]
-    clipped = level is not None and 1 < len(kept) < len(every)
-    if clipped:
-        heading += f"; {len(every) - len(kept)} below, out of view"
-    return Lines(
-        name, heading, "m", _score(one), series, one.task, level=level,
+    made = Lines(
+        name, heading, "m", _score(one), series, one.task, level=100 * exact.score if exact else None,
         band=(100 * exact.score_ci[0], 100 * exact.score_ci[1]) if exact and exact.score_ci else None,
-        floor=level - IN_VIEW if level is not None and clipped else None,
     )  # fmt: skip
+    if made.level is None:
+        return made
+    clipped = replace(made, floor=made.level - IN_VIEW)
+    seen = [clipped.sees(p) for s in series for p in s.points]
+    if all(seen) or sum(seen) < 2:
+        return made
+    return replace(clipped, title=f"{heading}; {seen.count(False)} below, out of view")
 
 
 def trade_offs(runs: Sequence[Run]) -> Iterable[Lines]:

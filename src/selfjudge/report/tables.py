@@ -182,12 +182,9 @@ def per_task(pair: str, task: str, runs: Sequence[Run], against: Against, pairs:
 
 def _change(name: str) -> Callable[[Row], str]:
     def show(row: Row) -> str:
-        found = row["delta_scores"].get(name)
-        return (
-            ""
-            if found is None
-            else f"{signed_points(found)} {interval(row['delta_scores_ci'].get(name), signed_points)}"
-        )
+        if name not in row["delta_scores"]:
+            return ""
+        return f"{signed_points(row['delta_scores'][name])} {interval(row['delta_scores_ci'].get(name), signed_points)}"
 
     return show
 
