@@ -535,9 +535,7 @@ def distill(
                 nonlocal slow
                 if slow:  # said when work begins, not before a refusal
                     slow = False
-                    typer.echo(
-                        "on a CPU so many answers take hours; a first try: --prompts self:200 --minutes 5", err=True
-                    )
+                    typer.echo("on a CPU so many answers take hours; docs/distill.md has a small first try", err=True)
                 update(stage, share)
 
             result = run(loaded, out, settings, data=data, batch=batch, notify=notify)
