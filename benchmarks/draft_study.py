@@ -13,14 +13,14 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from selfjudge.bench_draft import bench_draft
-from selfjudge.distill import Settings, export, prepare
+from selfjudge.bench.draft import bench_draft
+from selfjudge.distill.pipeline import Settings, export, prepare
 from selfjudge.distill.student import Shape, Student
 from selfjudge.distill.train import train
 from selfjudge.models.convert import draft_model
 from selfjudge.models.pair import Pair
 from selfjudge.store import write_json
-from selfjudge.tasks import task
+from selfjudge.tasks.base import task
 
 START = time.monotonic()
 TOLD: dict[str, float] = {}  # stage → the share last told

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from selfjudge.accept import EXACT
+from selfjudge.decoding.rules import EXACT
+from selfjudge.decoding.text import generate
 from selfjudge.models.pair import Pair
-from selfjudge.shells import generate
 from selfjudge.store import machine, versions, write_json
-from selfjudge.tasks import task
+from selfjudge.tasks.base import task
 
 
 def parting(one: Sequence[int], other: Sequence[int]) -> int | None:

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from selfjudge.accept import EXACT
-from selfjudge.bench_passes import bench_passes, draw_passes, pass_seconds, random_model
-from selfjudge.decode import decode
-from selfjudge.engine import borrowed
+from selfjudge.bench.passes import bench_passes, draw_passes, pass_seconds, random_model
+from selfjudge.decoding.loop import decode
+from selfjudge.decoding.rules import EXACT
+from selfjudge.engine.select import borrowed
 from selfjudge.models.pair import Pair
-from selfjudge.prompts import BUILT_IN
+from selfjudge.prompts.builtin import BUILT_IN
 from selfjudge.store import machine, versions
 
 OUT = Path(sys.argv[1])

@@ -19,15 +19,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from selfjudge.forced import attention, width
-from selfjudge.judge import JudgeConfig
-from selfjudge.judge import columns as feature_columns
-from selfjudge.label.shards import read_shards
+from selfjudge.engine.teacher_forced import attention, width
+from selfjudge.judge.model import JudgeConfig
+from selfjudge.judge.model import columns as feature_columns
+from selfjudge.label.folder import read_shards
 from selfjudge.models.pair import Pair
 from selfjudge.store import machine, read_rows, versions, write_json
-from selfjudge.study import SOME_C
+from selfjudge.train.dataset import Rows
 from selfjudge.train.fit import auc, fit_linear, fit_mlp
-from selfjudge.train.rows import Rows
+from selfjudge.train.study import SOME_C
 
 TOKENS = {"cuda": 131072}  # of a pass
 

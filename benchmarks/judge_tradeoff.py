@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfjudge.accept import EXACT, AcceptanceRule, FLy, Judged, Margin, TopK
-from selfjudge.evaluate import wording
-from selfjudge.judge import Judge, JudgeConfig
-from selfjudge.models.embedded import EMBEDDED
+from selfjudge.decoding.rules import EXACT, AcceptanceRule, FLy, Judged, Margin, TopK
+from selfjudge.decoding.text import generate
+from selfjudge.evaluate.likelihood import likelihoods, mean_log_likelihood
+from selfjudge.evaluate.pipeline import wording
+from selfjudge.judge.model import Judge, JudgeConfig
+from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.models.pair import Pair
-from selfjudge.quality import likelihoods, mean_log_likelihood
-from selfjudge.shells import generate
 from selfjudge.store import machine, versions, write_json
-from selfjudge.tasks import Task, task
+from selfjudge.tasks.base import Task, task
 from selfjudge.types import pooled_judged_share, pooled_mean_accepted_length
 
 START = time.monotonic()

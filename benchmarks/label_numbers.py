@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 
-from selfjudge.label.shards import finished, read_shards
-from selfjudge.label.tau import tau_of, total
+from selfjudge.label.calibrate import tau_of, total
+from selfjudge.label.folder import finished, read_shards
 from selfjudge.models.pull import pull
 from selfjudge.store import write_json
 

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from selfjudge.label import Settings, label
-from selfjudge.label.shards import read_shards
-from selfjudge.label.tau import tau_of
+from selfjudge.label.calibrate import tau_of
+from selfjudge.label.folder import read_shards
+from selfjudge.label.pipeline import Settings, label
 from selfjudge.models.pair import Pair
 from selfjudge.store import machine, read_json, versions, write_json, write_rows, write_tensors
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from selfjudge.label.shards import FORMAT, write_shard
+from selfjudge.label.folder import FORMAT, write_shard
 from selfjudge.store import machine, sha256, versions, write_json, write_rows
 
 SHARD = 10_000

@@ -25,11 +25,11 @@ from transformers import AutoTokenizer
 from selfjudge.errors import first_line
 from selfjudge.integrations.vllm import WORKER
 from selfjudge.integrations.vllm.config import KEY
-from selfjudge.judge import Judge
-from selfjudge.models.embedded import EMBEDDED
+from selfjudge.judge.model import Judge
+from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.models.pull import pull
 from selfjudge.store import machine, read_json, refuse_other, versions, write_json
-from selfjudge.tasks import Row, task
+from selfjudge.tasks.base import Row, task
 
 START = time.monotonic()
 MODES = ("plain", "speculative", "judge")

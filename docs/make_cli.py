@@ -8,7 +8,7 @@ os.environ.update(COLUMNS="100", TERM="dumb", NO_COLOR="1")
 
 from typer.testing import CliRunner
 
-from selfjudge.cli import app
+from selfjudge.cli.main import app
 
 COMMANDS = (
     ["pull"], ["generate"], ["distill"], ["label"], ["labels", "merge"], ["labels", "info"], ["train"], ["study"], ["eval"], ["report"], ["reproduce"],

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from selfjudge.integrations.vllm.approval import Approval, Rows
-from selfjudge.judge import FEATURES, Judge, JudgeConfig, columns
-from selfjudge.top import broken, regular
+from selfjudge.judge.model import FEATURES, Judge, JudgeConfig, columns
+from selfjudge.ops.argmax import broken, regular
 from selfjudge.types import Block
 
 VOCAB, HIDDEN = 9000, 1100  # more than one block of a row, and no multiple of it
@@ -34,7 +34,7 @@ def odd_rows(logits: Tensor) -> None:
 
 
 def check_top(device: torch.device, dtype: torch.dtype) -> None:
-    from selfjudge.top_triton import split_top
+    from selfjudge.ops.argmax_triton import split_top
 
     logits = torch.randn(3, 2, VOCAB, device=device).to(dtype)
     odd_rows(logits.view(6, VOCAB))
@@ -46,8 +46,8 @@ def check_top(device: torch.device, dtype: torch.dtype) -> None:
 
 def check_scores(device: torch.device, dtype: torch.dtype, features: str, units: int) -> None:
     """Blocks: what `Judge.score` says, for every row that it can be asked about."""
-    from selfjudge.judge_triton import scores
-    from selfjudge.top_triton import split_top
+    from selfjudge.ops.argmax_triton import split_top
+    from selfjudge.ops.judge_score_triton import scores
 
     judge = random_judge(features, units).to(device)
     hidden, logits = torch.randn(3, 5, HIDDEN, device=device), torch.randn(3, 5, VOCAB, device=device) * 4

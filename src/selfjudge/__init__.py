@@ -11,17 +11,17 @@ from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from selfjudge.accept import Sampling, parse_rule
+    from selfjudge.decoding.rules import Sampling, parse_rule
+    from selfjudge.decoding.text import generate, stream
     from selfjudge.errors import SelfJudgeError
-    from selfjudge.judge import Judge, JudgeConfig
+    from selfjudge.judge.model import Judge, JudgeConfig
     from selfjudge.models.pair import Pair
-    from selfjudge.shells import generate, stream
     from selfjudge.types import Block, Generation, Step, Verdict
 
 _WHERE = {
-    "Block": "types", "Generation": "types", "Judge": "judge", "JudgeConfig": "judge", "Pair": "models.pair",
-    "Sampling": "accept", "SelfJudgeError": "errors", "Step": "types", "Verdict": "types",
-    "generate": "shells", "parse_rule": "accept", "stream": "shells",
+    "Block": "types", "Generation": "types", "Judge": "judge.model", "JudgeConfig": "judge.model", "Pair": "models.pair",
+    "Sampling": "decoding.rules", "SelfJudgeError": "errors", "Step": "types", "Verdict": "types",
+    "generate": "decoding.text", "parse_rule": "decoding.rules", "stream": "decoding.text",
 }  # fmt: skip
 
 __all__ = [

@@ -7,7 +7,8 @@ import torch
 
 from conftest import VOCAB, tiny_model
 from kernel_checks import check_all
-from selfjudge.accept import (
+from selfjudge.decoding.loop import Door, Newcomer, decode
+from selfjudge.decoding.rules import (
     AcceptanceRule,
     Exact,
     FLy,
@@ -19,12 +20,12 @@ from selfjudge.accept import (
     TopK,
     Typical,
 )
-from selfjudge.decode import Door, Newcomer, decode
-from selfjudge.engine import common_kind, make_engine
-from selfjudge.engine.cuda import CudaEngine, Kernels
+from selfjudge.engine.cuda.engine import CudaEngine
+from selfjudge.engine.cuda.kernels_torch import Kernels
+from selfjudge.engine.select import common_kind, make_engine
 from selfjudge.errors import SelfJudgeError
-from selfjudge.judge import FEATURES, Judge, JudgeConfig, columns
-from selfjudge.top import broken, regular, top
+from selfjudge.judge.model import FEATURES, Judge, JudgeConfig, columns
+from selfjudge.ops.argmax import broken, regular, top
 
 pytestmark = [
     pytest.mark.gpu,
@@ -53,7 +54,7 @@ def prompts_of(lengths: list[int]) -> list[list[int]]:
     ("batch", "width", "heads", "kv", "dim"), [(3, 5, 6, 2, 64), (80, 1, 9, 3, 64), (2, 70, 4, 4, 128)]
 )
 def test_triton_kernels_agree_with_torch(dtype, batch: int, width: int, heads: int, kv: int, dim: int) -> None:
-    from selfjudge.engine.kernels_triton import TritonKernels
+    from selfjudge.engine.cuda.kernels_triton import TritonKernels
 
     torch.manual_seed(0)
     ours, theirs = TritonKernels(CUDA), Kernels()
@@ -95,7 +96,7 @@ def test_triton_kernels_agree_with_torch(dtype, batch: int, width: int, heads: i
 @pytest.mark.parametrize("inputs", [64, 576, 1536, 3000, 8960])
 def test_products_of_few_rows(rows: int, inputs: int) -> None:
     """Every way to cut a product: one part, several, tails that are no multiple of a tile."""
-    from selfjudge.engine.kernels_triton import TritonKernels
+    from selfjudge.engine.cuda.kernels_triton import TritonKernels
 
     torch.manual_seed(0)
     ours, theirs = TritonKernels(CUDA), Kernels()

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from selfjudge import cli
-from selfjudge.judge import Judge, JudgeConfig
+from selfjudge.cli import main as cli
+from selfjudge.judge.model import Judge, JudgeConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -490,7 +490,7 @@ def test_a_full_device_is_one_line(run, monkeypatch: pytest.MonkeyPatch) -> None
             "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 GiB"
         )
 
-    monkeypatch.setattr("selfjudge.cli.app", lambda **_: full())
+    monkeypatch.setattr("selfjudge.cli.main.app", lambda **_: full())
     code, out, err = run("ls", "rules")
     assert (code, out) == (2, "")
     assert err.startswith("selfjudge: CUDA out of memory. Tried to allocate 2.00 GiB: use a smaller --batch")

@@ -14,17 +14,17 @@ import torch
 from equality import assert_same_tokens
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from selfjudge.accept import Exact, Judged, Sampling, SpeculativeSampling, TopK
-from selfjudge.bench import transformers_tokens
-from selfjudge.cli import main
-from selfjudge.judge import Judge
-from selfjudge.label import shipped_tau
-from selfjudge.models.embedded import EMBEDDED
+from selfjudge.bench.decode import transformers_tokens
+from selfjudge.cli.main import main
+from selfjudge.decoding.plain import respond
+from selfjudge.decoding.rules import Exact, Judged, Sampling, SpeculativeSampling, TopK
+from selfjudge.decoding.text import generate, stream
+from selfjudge.judge.model import Judge
+from selfjudge.label.pipeline import shipped_tau
+from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.models.pair import Pair
 from selfjudge.models.pull import _part, pull
-from selfjudge.prompts import BUILT_IN
-from selfjudge.respond import respond
-from selfjudge.shells import generate, stream
+from selfjudge.prompts.builtin import BUILT_IN
 from selfjudge.types import Block
 
 PROMPTS = [text for _, text in BUILT_IN]

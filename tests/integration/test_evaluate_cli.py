@@ -15,17 +15,17 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from selfjudge.cli import app
+from selfjudge.cli.main import app
+from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
-from selfjudge.judge import Judge, JudgeConfig
-from selfjudge.label import Settings as LabelSettings
-from selfjudge.label import label
+from selfjudge.evaluate.reproduce import CODE, PRESETS, Preset, _judges, reproduce, unseen
+from selfjudge.judge.model import Judge, JudgeConfig
+from selfjudge.label.pipeline import Settings as LabelSettings
+from selfjudge.label.pipeline import label
 from selfjudge.models.pair import Pair
-from selfjudge.reproduce import CODE, PRESETS, Preset, _judges, reproduce, unseen
-from selfjudge.shells import generate
-from selfjudge.sources import Asked, Source
+from selfjudge.prompts.sources import Asked, Source
 from selfjudge.store import read_json, read_rows
-from selfjudge.train import train
+from selfjudge.train.pipeline import train
 
 TIMED = ("seconds", "tokens_per_second")
 
@@ -102,10 +102,10 @@ def test_reproduce_goes_from_labels_to_a_page_and_keeps_what_is_done(
     out = tmp_path / "out"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "selfjudge.reproduce.shipped_tau", lambda *_: {"tau": -20.0}
+            "selfjudge.evaluate.reproduce.shipped_tau", lambda *_: {"tau": -20.0}
         )  # a tiny random model answers nothing
         patch.setattr(
-            "selfjudge.label.shipped_tau", lambda *_: {"tau": -20.0, "shipped": True}
+            "selfjudge.label.pipeline.shipped_tau", lambda *_: {"tau": -20.0, "shipped": True}
         )  # that could be checked
         found = reproduce(tiny_pair, out, preset, batch=8, warn=said.append)
         assert (out / "report.html").is_file()
@@ -135,9 +135,9 @@ def test_judges_of_a_fold_have_learnt_from_the_others(
         texts = [" ".join(f"w{i}" for i in rng.integers(5, 50, rng.integers(2, 9))) for _ in range(8)]
         return [Asked(f"{source.name}-{i}", source.name, text) for i, text in enumerate(texts)]
 
-    monkeypatch.setattr("selfjudge.label.given", given)
-    monkeypatch.setattr("selfjudge.reproduce.shipped_tau", lambda *_: {"tau": -20.0})
-    monkeypatch.setattr("selfjudge.label.shipped_tau", lambda *_: {"tau": -20.0, "shipped": True})
+    monkeypatch.setattr("selfjudge.label.pipeline.given", given)
+    monkeypatch.setattr("selfjudge.evaluate.reproduce.shipped_tau", lambda *_: {"tau": -20.0})
+    monkeypatch.setattr("selfjudge.label.pipeline.shipped_tau", lambda *_: {"tau": -20.0, "shipped": True})
     folds = [f"livecodebench/fold-{k}" for k in range(4)]
     preset = Preset("folds", tuple(folds), (), (), (CODE,), label_tokens=40)
     folder = tmp_path / "labels"
@@ -152,7 +152,7 @@ def test_judges_of_a_fold_have_learnt_from_the_others(
     assert not set(judges) & {f"selfjudge-fold-{k}" for k in range(4)}
 
     said.clear()
-    monkeypatch.setattr("selfjudge.reproduce.train", _refusing(train, "paper-fold-2"))
+    monkeypatch.setattr("selfjudge.evaluate.reproduce.train", _refusing(train, "paper-fold-2"))
     judges, folded = _judges({"selfjudge": folder}, tmp_path / "again", preset, None, lambda *_: None, said.append)
     assert list(folded) == ["selfjudge"]  # a judge of all folds must not stand in for one of three
     assert said[0] == "judge paper-fold-2: no; it is left out"

@@ -11,7 +11,7 @@ import pytest
 from browser import CHROMIUM, Browser
 
 from fake_eval import HOSTILE, write_eval, write_judge
-from selfjudge.report import report
+from selfjudge.report.pipeline import report
 
 pytestmark = pytest.mark.skipif(
     CHROMIUM is None, reason="no chromium on this machine (Debian: apt-get install chromium)"

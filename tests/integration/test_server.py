@@ -27,13 +27,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from conftest import tiny_model
-from selfjudge.accept import EXACT, Sampling, SpeculativeSampling, parse_rule
+from selfjudge.decoding.rules import EXACT, Sampling, SpeculativeSampling, parse_rule
+from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
-from selfjudge.integrations.server import listen
-from selfjudge.judge import Judge, JudgeConfig
-from selfjudge.models.embedded import EMBEDDED
+from selfjudge.integrations.server.server import listen
+from selfjudge.judge.model import Judge, JudgeConfig
+from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.models.pair import Pair
-from selfjudge.shells import generate
 from selfjudge.types import Generation
 
 WINDOW = 4096

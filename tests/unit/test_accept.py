@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers as hf
 
-from selfjudge.accept import (
+from selfjudge.decoding.rules import (
     RULES,
     Exact,
     FLy,
@@ -25,8 +25,8 @@ from selfjudge.accept import (
     sample,
 )  # fmt: skip
 from selfjudge.errors import SelfJudgeError
-from selfjudge.judge import Judge, JudgeConfig
-from selfjudge.top import top
+from selfjudge.judge.model import Judge, JudgeConfig
+from selfjudge.ops.argmax import top
 from selfjudge.types import Block
 
 H = 3

@@ -10,11 +10,13 @@ import transformers as hf
 from scipy.stats import chisquare
 
 from conftest import CONFIGS, VOCAB, tiny_model
-from selfjudge.accept import AcceptanceRule, Exact, Judged, Sampling, SpeculativeSampling, TopK
-from selfjudge.decode import Door, Newcomer, decode
-from selfjudge.engine import Engine, cuda, make_engine
+from selfjudge.decoding.loop import Door, Newcomer, decode
+from selfjudge.decoding.rules import AcceptanceRule, Exact, Judged, Sampling, SpeculativeSampling, TopK
+from selfjudge.engine.base import Engine
+from selfjudge.engine.cuda import engine as cuda
+from selfjudge.engine.select import make_engine
 from selfjudge.errors import SelfJudgeError
-from selfjudge.judge import Judge
+from selfjudge.judge.model import Judge
 from selfjudge.types import Step
 
 KIND = "reference"
@@ -302,7 +304,7 @@ class _NoResidual(SpeculativeSampling):
     """The classic mistake: correct with p itself instead of norm(max(0, p − q))."""
 
     def following(self, block, logits, choice, aligned, n):  # type: ignore[no-untyped-def]
-        from selfjudge.accept import sample
+        from selfjudge.decoding.rules import sample
 
         p = self.sampling.warp(logits).softmax(-1)
         return sample(p[torch.arange(len(n)), n], block.uniforms[:, -1])

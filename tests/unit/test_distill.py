@@ -19,20 +19,20 @@ import transformers as hf
 from safetensors.torch import load_file
 from torch import Tensor
 
-import selfjudge.distill
 import selfjudge.distill.data as data_module
+import selfjudge.distill.pipeline
 import selfjudge.distill.student as student_module
-import selfjudge.forced as forced_module
+import selfjudge.engine.teacher_forced as forced_module
 from conftest import CONFIGS, VOCAB, tiny_model
-from selfjudge.distill import Settings, distill
+from selfjudge.decoding.text import generate
 from selfjudge.distill.data import Corpus, Job, chunks, jobs, largest, teacher
+from selfjudge.distill.pipeline import Settings, distill
 from selfjudge.distill.student import Shape, Student, distillation_loss
 from selfjudge.distill.train import State, top1, train
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.convert import draft_model, materialise, read_compact, write_compact
 from selfjudge.models.pair import Pair
-from selfjudge.shells import generate
-from selfjudge.sources import Source
+from selfjudge.prompts.sources import Source
 from selfjudge.store import read_tensors, write_tensors
 
 train_module = sys.modules["selfjudge.distill.train"]  # the package has a function of that name
@@ -444,7 +444,9 @@ def loaded(folder: Path) -> hf.PreTrainedModel:
 def test_a_whole_run(
     pair: Pair, checkpoints: dict[str, str], settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(selfjudge.distill, "INT8_LOSS", 1.0)  # a few held-out answers tell nothing about rounding
+    monkeypatch.setattr(
+        selfjudge.distill.pipeline, "INT8_LOSS", 1.0
+    )  # a few held-out answers tell nothing about rounding
     out = tmp_path / "out"
     told: list[tuple[str, float]] = []
     result = distill(pair, out, replace(settings, minutes=0.03), notify=lambda *what: told.append(what))
@@ -493,7 +495,7 @@ def test_float16_is_kept_where_int8_costs_agreement(
     pair: Pair, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = iter([{"all": 0.75}, {"all": 0.25}])
-    monkeypatch.setattr(selfjudge.distill, "top1", lambda *_: next(measured))
+    monkeypatch.setattr(selfjudge.distill.pipeline, "top1", lambda *_: next(measured))
     out = tmp_path / "out"
     result = distill(pair, out, settings)
     assert result["compact"]["format"] == "float16"
@@ -621,7 +623,9 @@ def test_a_disk_that_fills_up_while_models_are_written(
     """The kernel refuses to let files grow: safetensors' own writer fails, not a stand-in for it."""
     import resource
 
-    monkeypatch.setattr(selfjudge.distill, "INT8_LOSS", 1.0)  # 100,000 bytes hold the compact form and no checkpoint
+    monkeypatch.setattr(
+        selfjudge.distill.pipeline, "INT8_LOSS", 1.0
+    )  # 100,000 bytes hold the compact form and no checkpoint
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def notify(told: str, share: float) -> None:

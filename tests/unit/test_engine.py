@@ -7,11 +7,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import selfjudge.engine
+import selfjudge.engine.select
 from conftest import CONFIGS, VOCAB, tiny_model
-from selfjudge.engine import borrowed, cpu, cuda, make_engine, reference, release
-from selfjudge.engine.cpu import CpuEngine
+from selfjudge.engine import reference
+from selfjudge.engine.cpu import engine as cpu
+from selfjudge.engine.cpu.engine import CpuEngine
+from selfjudge.engine.cuda import engine as cuda
 from selfjudge.engine.reference import ReferenceEngine
+from selfjudge.engine.select import borrowed, make_engine, release
 from selfjudge.errors import SelfJudgeError
 
 MODELS = {kind: tiny_model(kind) for kind in CONFIGS}
@@ -125,7 +128,7 @@ def test_the_cpu_engine_declines_what_it_cannot_run(kind: str) -> None:
     assert cpu.why_not(MODELS[kind])
     with pytest.raises(SelfJudgeError, match="cannot run this model"):
         make_engine(MODELS[kind], kind="cpu")
-    selfjudge.engine._say_once.cache_clear()
+    selfjudge.engine.select._say_once.cache_clear()
     with pytest.warns(UserWarning, match="using the reference engine"):
         engine = make_engine(MODELS[kind])
     assert isinstance(engine, ReferenceEngine)

@@ -14,17 +14,17 @@ import pytest
 import torch
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
-from selfjudge import evaluate as evaluating
-from selfjudge import shells
-from selfjudge.accept import Judged
-from selfjudge.consistency import classifier, consistency, proxy, sentences
+from selfjudge.decoding import text as shells
+from selfjudge.decoding.rules import Judged
+from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
-from selfjudge.evaluate import Run, Settings, evaluate, interval, label_of, runs_of, wording
-from selfjudge.judge import Judge, JudgeConfig
+from selfjudge.evaluate import pipeline as evaluating
+from selfjudge.evaluate.consistency import classifier, consistency, proxy, sentences
+from selfjudge.evaluate.pipeline import Run, Settings, evaluate, interval, label_of, runs_of, wording
+from selfjudge.judge.model import Judge, JudgeConfig
 from selfjudge.models.pair import Pair
-from selfjudge.shells import generate
 from selfjudge.store import read_rows
-from selfjudge.tasks import Task
+from selfjudge.tasks.base import Task
 from selfjudge.tasks.livecodebench import fold, learnt_folds
 
 SMALL = Settings(max_new_tokens=14, batch=3)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.judge import Judge, JudgeConfig
+from selfjudge.judge.model import Judge, JudgeConfig
 from selfjudge.types import Block
 
 CONFIG = JudgeConfig(hidden_size=4, target="t", target_sha256="a" * 64, thresholds={"F": 0.4, "R": 0.7})

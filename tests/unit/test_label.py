@@ -17,15 +17,15 @@ import torch
 
 from conftest import VOCAB, tiny_model
 from selfjudge.errors import SelfJudgeError
-from selfjudge.label import Settings, label
+from selfjudge.label.calibrate import scored, tau_of, total
+from selfjudge.label.folder import finished, info, merge, read_shards
 from selfjudge.label.mismatch import draft_tokens, mismatches
+from selfjudge.label.pipeline import Settings, label
 from selfjudge.label.preservation import Search, asked_target, next_mismatch, search
 from selfjudge.label.score import Scorer
-from selfjudge.label.shards import finished, info, merge, read_shards
-from selfjudge.label.tau import scored, tau_of, total
 from selfjudge.models.pair import Pair
-from selfjudge.prompts import read_prompts
-from selfjudge.sources import Source, limited
+from selfjudge.prompts.builtin import read_prompts
+from selfjudge.prompts.sources import Source, limited
 from selfjudge.store import read_rows, write_tensors
 
 
@@ -158,7 +158,8 @@ def test_autojudge_rows_point_into_their_revision(
 ) -> None:
     """With duplicates and kept substitutions: every row names a response in which its tokens stand."""
     monkeypatch.setattr(
-        "selfjudge.label.asked_target", lambda *_, **__: lambda searches, texts: [len(t) % 2 == 0 for t in texts]
+        "selfjudge.label.pipeline.asked_target",
+        lambda *_, **__: lambda searches, texts: [len(t) % 2 == 0 for t in texts],
     )
     out = tmp_path / "labels"
     manifest = label(tiny_pair, out, settings_of(prompts, method="autojudge+", tau=None, max_new_tokens=90))
@@ -229,7 +230,7 @@ def test_a_run_that_fails_anywhere_goes_on_to_the_same_bytes(
     at: int, tiny_pair: Pair, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The at-th file that is put into place is the last thing that happens; what follows it is done by the second run."""
-    monkeypatch.setattr("selfjudge.label.SHARD", 4)
+    monkeypatch.setattr("selfjudge.label.pipeline.SHARD", 4)
     expected = tmp_path / "undisturbed"
     label(tiny_pair, expected, settings_of(prompts))
     out = tmp_path / "labels"
@@ -289,7 +290,7 @@ def test_killed_and_resumed_the_command_ends_in_the_same_bytes(checkpoints: dict
 def test_damage_is_found_by_its_checksum_and_done_again(
     name: str, finished_before: bool, tiny_pair: Pair, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("selfjudge.label.SHARD", 4)
+    monkeypatch.setattr("selfjudge.label.pipeline.SHARD", 4)
     out = tmp_path / "labels"
     label(tiny_pair, out, settings_of(prompts))
     expected = content(out)
@@ -327,11 +328,11 @@ def test_another_prompts_file_or_tau_makes_everything_after_it_anew(
 ) -> None:
     file = prompts_file(tmp_path / "asked.jsonl", 12)
     settings = settings_of(f"file:{file}", tau=None)
-    monkeypatch.setattr("selfjudge.label.shipped_tau", lambda target, draft, n: {"tau": -8.0})
+    monkeypatch.setattr("selfjudge.label.pipeline.shipped_tau", lambda target, draft, n: {"tau": -8.0})
     out = tmp_path / "labels"
     label(tiny_pair, out, settings)
     (out / "manifest.json").unlink()
-    monkeypatch.setattr("selfjudge.label.shipped_tau", lambda target, draft, n: {"tau": -2.0})
+    monkeypatch.setattr("selfjudge.label.pipeline.shipped_tau", lambda target, draft, n: {"tau": -2.0})
     assert label(tiny_pair, out, settings, resume=True)["tau"] == -2.0
     for rows, _ in read_shards(out):
         assert all(row["label"] == int(row["score"] > -2.0) for row in rows)

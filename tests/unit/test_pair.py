@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.pair import Pair
-from selfjudge.shells import generate
 
 
 def test_folders(checkpoints: dict[str, str], tiny_pair: Pair) -> None:

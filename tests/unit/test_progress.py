@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from selfjudge import cli
+from selfjudge.cli import main as cli
 
 
 def test_a_stage_is_said_once_and_again_when_it_goes_on(

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from conftest import VOCAB
-from selfjudge.accept import Judged
-from selfjudge.judge import Judge
+from selfjudge.decoding.rules import Judged
+from selfjudge.decoding.text import generate
+from selfjudge.evaluate.likelihood import likelihoods, mean_log_likelihood, substitutions
+from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
-from selfjudge.quality import likelihoods, mean_log_likelihood, substitutions
-from selfjudge.shells import generate
 
 
 def test_likelihoods_are_those_of_one_sequence_at_a_time(tiny_pair: Pair) -> None:

@@ -32,12 +32,12 @@ from fake_eval import (
     write_run,
     write_study,
 )
-from selfjudge.cli import app
+from selfjudge.cli.main import app
 from selfjudge.errors import SelfJudgeError
-from selfjudge.report import report
 from selfjudge.report.charts import number, svg, ticks
 from selfjudge.report.figures import _lines, draw
 from selfjudge.report.order import named, timed
+from selfjudge.report.pipeline import report
 from selfjudge.report.plots import Lines, Point, Series, plots, trade_offs
 from selfjudge.report.read import read_results
 from selfjudge.report.substitutions import group
@@ -579,7 +579,7 @@ def test_the_command(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_report_needs_no_torch_and_no_numpy() -> None:
-    code = "import sys, selfjudge.report; print(sorted({'torch', 'transformers', 'numpy', 'matplotlib'} & set(sys.modules)))"
+    code = "import sys, selfjudge.report.pipeline; print(sorted({'torch', 'transformers', 'numpy', 'matplotlib'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 

@@ -11,15 +11,15 @@ import pytest
 import torch
 import transformers as hf
 
-import selfjudge.respond
+import selfjudge.decoding.plain
 from conftest import VOCAB, tiny_model
-from selfjudge.accept import Sampling
-from selfjudge.bench_draft import accepted, agreement, bench_draft
-from selfjudge.engine import borrowed
+from selfjudge.bench.draft import accepted, agreement, bench_draft
+from selfjudge.decoding.plain import respond
+from selfjudge.decoding.rules import Sampling
+from selfjudge.engine.select import borrowed
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.pair import Pair
-from selfjudge.respond import respond
-from selfjudge.self_written import _fault, user_header, written_passages, written_prompts
+from selfjudge.prompts.self_written import _fault, user_header, written_passages, written_prompts
 from selfjudge.types import Emission, Singles
 
 CHAT = "{% for m in messages %}<s> w7 {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w0{% endif %}"
@@ -36,7 +36,7 @@ def pair(checkpoints: dict[str, str]) -> Pair:
 @pytest.fixture(params=["reference", "auto", "cuda"])
 def engine_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference engine, the fastest of this machine, and the static engine (torch operations without a GPU)."""
-    monkeypatch.setattr(selfjudge.respond, "borrowed", partial(borrowed, kind=request.param))
+    monkeypatch.setattr(selfjudge.decoding.plain, "borrowed", partial(borrowed, kind=request.param))
 
 
 def prompts_of(lengths: list[int], seed: int = 0) -> list[list[int]]:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from selfjudge import sandbox
 from selfjudge.errors import SelfJudgeError
-from selfjudge.sandbox import Limits, Run, Trial, each, run, run_tests, same_output
+from selfjudge.tasks.sandbox import runner as sandbox
+from selfjudge.tasks.sandbox.runner import Limits, Run, Trial, each, run, run_tests, same_output
 
 WHY_NOT = sandbox.unavailable()
 isolated = pytest.mark.skipif(bool(WHY_NOT), reason=f"cannot isolate: {WHY_NOT}")
@@ -193,7 +193,7 @@ os.execv(sys.executable, [sys.executable, "-S", "-c", "import time; time.sleep(6
     if anywhere == "unsafe":
         pytest.skip("not held without namespaces")
     caller = subprocess.Popen(
-        [sys.executable, "-c", f"from selfjudge.sandbox import run\nrun({code!r})"],
+        [sys.executable, "-c", f"from selfjudge.tasks.sandbox.runner import run\nrun({code!r})"],
         env={**os.environ, "TMPDIR": str(tmp_path)},
     )
     try:

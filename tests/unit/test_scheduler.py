@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from selfjudge.decoding.text import Batch, Taken, generate
 from selfjudge.integrations.server.metrics import Metrics
 from selfjudge.integrations.server.rules import Asked, Rules
 from selfjudge.integrations.server.scheduler import ClosedError, FullError, Job, Limits, Scheduler, Update
 from selfjudge.models.pair import Pair
-from selfjudge.shells import Batch, Taken, generate
 
 Begin = Callable[..., Scheduler]
 

@@ -11,12 +11,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from conftest import tiny_model
-from selfjudge import shells
-from selfjudge.accept import EXACT, TopK
+from selfjudge.decoding import text as shells
+from selfjudge.decoding.rules import EXACT, TopK
+from selfjudge.decoding.text import Batch, Detokenizer, generate, stream
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models import pair as pairs
 from selfjudge.models.pair import Pair
-from selfjudge.shells import Batch, Detokenizer, generate, stream
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.sources import Source, given
-from selfjudge.tasks import NAMES, Task, known, plain, task
-from selfjudge.tasks.answers import boxed, code_block, final_number, final_words, numbers, same_number, tagged
+from selfjudge.prompts.sources import Source, given
 from selfjudge.tasks.arithmetic import Arithmetic
-from selfjudge.tasks.latex import normalised, same_maths
+from selfjudge.tasks.base import NAMES, Task, known, plain, task
 from selfjudge.tasks.livecodebench import fold
+from selfjudge.tasks.scoring.answers import boxed, code_block, final_number, final_words, numbers, same_number, tagged
+from selfjudge.tasks.scoring.latex import normalised, same_maths
 
 MADE_UP: dict[str, dict[str, list[dict[str, Any]]]] = {
     "gsm8k": {
@@ -400,7 +400,7 @@ def test_math_verify_itself() -> None:
 
 
 def test_rouge(made_up: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from selfjudge.tasks import cnn_dailymail
+    from selfjudge.tasks.base import cnn_dailymail
 
     class Scorer:
         def __init__(self, measures: tuple[str, ...], use_stemmer: bool) -> None:
@@ -540,5 +540,5 @@ def test_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_hubs_dolly_is_sorted_as_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     published = at_hand("dolly")
     rows = [{k: v for k, v in row.items() if k != "id"} for row in published.rows("train") + published.rows("test")]
-    monkeypatch.setattr("selfjudge.tasks.hub_rows", lambda *_, **__: rows[::-1])
+    monkeypatch.setattr("selfjudge.tasks.base.hub_rows", lambda *_, **__: rows[::-1])
     assert published.from_hub("test") == rows

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from selfjudge.top import broken, regular, top
+from selfjudge.ops.argmax import broken, regular, top
 
 NAN, INF = math.nan, math.inf
 ROWS = [

@@ -23,18 +23,27 @@ from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
-from selfjudge.accept import Judged
+from selfjudge.decoding.rules import Judged
 from selfjudge.errors import SelfJudgeError
-from selfjudge.judge import FEATURES, LOWEST, MARGINS, Judge, JudgeConfig, columns, lookahead_columns, with_columns
-from selfjudge.label.shards import read_shards, write_shard
-from selfjudge.label.tau import tau_of, total
+from selfjudge.judge.model import (
+    FEATURES,
+    LOWEST,
+    MARGINS,
+    Judge,
+    JudgeConfig,
+    columns,
+    lookahead_columns,
+    with_columns,
+)
+from selfjudge.label.calibrate import tau_of, total
+from selfjudge.label.folder import read_shards, write_shard
 from selfjudge.store import read_json, read_rows, sha256, write_json, write_rows, write_tensors
-from selfjudge.study import told_apart
-from selfjudge.train import Settings, candidates, choice, finish, train
+from selfjudge.train import dataset as reading
 from selfjudge.train import fit as fitting
-from selfjudge.train import rows as reading
+from selfjudge.train.dataset import PARTS, Rows
 from selfjudge.train.fit import LOOSE, Fitted, Scaler, auc, fit_linear, fit_mlp, logistic, predict
-from selfjudge.train.rows import PARTS, Rows
+from selfjudge.train.pipeline import Settings, candidates, choice, finish, train
+from selfjudge.train.study import told_apart
 from selfjudge.train.thresholds import at, quality_curve, rates, thresholds
 from selfjudge.types import Block
 
@@ -1153,14 +1162,14 @@ def test_the_configuration_is_written_last(labels: Path, tmp_path: Path, monkeyp
         seen.append((path.name, {p.name for p in path.parent.iterdir()}))
         write_json(path, value)
 
-    monkeypatch.setattr("selfjudge.judge.write_json", watched)
+    monkeypatch.setattr("selfjudge.judge.model.write_json", watched)
     train([labels], tmp_path / "whole", SETTINGS["linear"])
     assert seen == [("config.json", {"model.safetensors", "README.md", "roc.json", "roc.png", "run.json"})]
 
     def full(*_: Any) -> None:
         raise SelfJudgeError("no space left")
 
-    monkeypatch.setattr("selfjudge.judge.write_tensors", full)
+    monkeypatch.setattr("selfjudge.judge.model.write_tensors", full)
     with pytest.raises(SelfJudgeError, match="no space"):
         train([labels], tmp_path / "torn", SETTINGS["linear"])
     assert not (tmp_path / "torn" / "config.json").exists()
@@ -1174,7 +1183,7 @@ def test_a_judge_over_an_old_one_is_never_half_of_each(tmp_path: Path, monkeypat
     def full(*_: Any) -> None:
         raise SelfJudgeError("no space left")
 
-    monkeypatch.setattr("selfjudge.judge.write_tensors", full)
+    monkeypatch.setattr("selfjudge.judge.model.write_tensors", full)
     with pytest.raises(SelfJudgeError):
         Judge(JudgeConfig(hidden_size=3), torch.zeros(3)).save_pretrained(tmp_path)
     assert not (tmp_path / "config.json").exists()

@@ -13,15 +13,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfjudge.accept import Judged
-from selfjudge.cli import main
+from selfjudge.cli.main import main
+from selfjudge.decoding.rules import Judged
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.vllm import serve
 from selfjudge.integrations.vllm.approval import MARK, Approval, LastRows, Rows
 from selfjudge.integrations.vllm.config import OFF, Settings, Thresholds, requested_threshold, target_sha256
 from selfjudge.integrations.vllm.counts import STEPS, Counts, Step
 from selfjudge.integrations.vllm.label import outlined, parsed
-from selfjudge.judge import FEATURES, Judge, JudgeConfig, columns
+from selfjudge.judge.model import FEATURES, Judge, JudgeConfig, columns
 from selfjudge.models.pair import Pair
 from selfjudge.store import fingerprint
 from selfjudge.types import Block

@@ -9,7 +9,7 @@ import torch
 import transformers as hf
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from selfjudge.judge import Judge, JudgeConfig
+from selfjudge.judge.model import Judge, JudgeConfig
 from selfjudge.models.pair import Pair
 
 VOCAB = 61

@@ -9,14 +9,14 @@ import pytest
 import torch
 from engines import GAMMA, WORKER, Answers, greedy, run
 
-from selfjudge.accept import Judged
-from selfjudge.judge import Judge
-from selfjudge.models.embedded import EMBEDDED
+from selfjudge.decoding.plain import respond
+from selfjudge.decoding.rules import Judged
+from selfjudge.decoding.text import generate
+from selfjudge.judge.model import Judge
+from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.models.pair import Pair
 from selfjudge.models.pull import pull
-from selfjudge.prompts import BUILT_IN
-from selfjudge.respond import respond
-from selfjudge.shells import generate
+from selfjudge.prompts.builtin import BUILT_IN
 from selfjudge.types import Block
 
 PROMPTS = [text for _, text in BUILT_IN][:6]

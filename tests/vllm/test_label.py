@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from engines import environment
 
-from selfjudge.label.shards import read_rows
+from selfjudge.label.folder import read_rows
 from selfjudge.store import read_json, read_tensors
 
 QUESTIONS = ["What is 15% of 240?", "Name three colours.", "Why is the sky blue?"]
 COMMAND = [
     sys.executable,
     "-c",
-    "from selfjudge.cli import main; main()",
+    "from selfjudge.cli.main import main; main()",
     "label",
     "--dtype",
     "float32",

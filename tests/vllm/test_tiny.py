@@ -10,10 +10,10 @@ import pytest
 import torch
 from engines import TINY_GAMMA, Answers, greedy, run, tiny_engine
 
-from selfjudge.accept import AcceptanceRule, Exact, Judged
-from selfjudge.judge import Judge
+from selfjudge.decoding.rules import AcceptanceRule, Exact, Judged
+from selfjudge.decoding.text import generate
+from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
-from selfjudge.shells import generate
 
 PROMPTS = ["w1 w5 w26", "w2 w5 w26 w40", "w3", "w9 w50 w7 w7 w7", "w11 w12"]
 TOKENS = 20

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from selfjudge.accept import Sampling
+from selfjudge.decoding.plain import respond
+from selfjudge.decoding.rules import Sampling
+from selfjudge.engine.teacher_forced import GRID, Sequences, forced, logit_rows, logits_of, width
 from selfjudge.errors import SelfJudgeError
-from selfjudge.forced import GRID, Sequences, forced, logit_rows, logits_of, width
 from selfjudge.models.pair import Pair
-from selfjudge.respond import respond
-from selfjudge.sources import SELF, Notify, Source, given, written
+from selfjudge.prompts.sources import SELF, Notify, Source, given, written
 from selfjudge.store import read_tensors, write_tensors
 
 CHUNK = 4096  # answers per file

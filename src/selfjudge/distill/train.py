@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from selfjudge.distill.data import Corpus
 from selfjudge.distill.student import Student, distillation_loss
+from selfjudge.engine.teacher_forced import attention
 from selfjudge.errors import SelfJudgeError
-from selfjudge.forced import attention
 from selfjudge.store import read_tensors, write_tensors
 
 WARM_UP = 100  # steps

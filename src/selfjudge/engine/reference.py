@@ -17,8 +17,9 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
-from selfjudge.engine import Eager, Output
+from selfjudge.engine.base import Eager, Output
 from selfjudge.errors import SelfJudgeError
+from selfjudge.models.tokens import context_window
 
 PREFILL_CHUNK = 512  # bounds mask and activation memory: nothing grows with the square of the prompt
 HOLE_SHARE = 0.25  # compact when more than this share of the slots, and HOLE_SLACK more, exceed the longest row
@@ -240,15 +241,6 @@ def _joined(first: Output | None, second: Output | None) -> Output | None:
     if first.hidden is not None and second.hidden is not None:
         hidden = torch.cat([first.hidden, second.hidden], 1)
     return Output(torch.cat([first.logits, second.logits], 1), hidden)
-
-
-def context_window(model: PreTrainedModel) -> int:
-    """The most positions the model was made for."""
-    config = model.config.get_text_config()
-    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
-        if value := getattr(config, name, None):
-            return int(value)
-    return 1 << 30
 
 
 def attention_kinds(model: PreTrainedModel) -> set[str]:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from selfjudge.accept import AcceptanceRule, Sampling, parse_rule
+from selfjudge.decoding.rules import AcceptanceRule, Sampling, parse_rule
+from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
-from selfjudge.judge import Judge
-from selfjudge.models.embedded import EMBEDDED
+from selfjudge.evaluate.likelihood import likelihoods
+from selfjudge.judge.model import Judge
+from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.models.pair import Pair
-from selfjudge.quality import likelihoods
-from selfjudge.shells import generate
 
 try:
     from lm_eval.api.model import TemplateLM

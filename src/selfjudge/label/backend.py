@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from selfjudge.decoding.plain import Answer, respond
 from selfjudge.label.score import Scorer
 from selfjudge.models.pair import Pair
-from selfjudge.respond import Answer, respond
 
 BACKENDS = ("torch", "vllm")
 

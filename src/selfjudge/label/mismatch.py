@@ -8,11 +8,11 @@ from itertools import takewhile
 
 import torch
 
-from selfjudge.engine.reference import context_window
-from selfjudge.forced import Sequences, forced, logit_rows, logits_of
+from selfjudge.decoding.plain import respond
+from selfjudge.engine.teacher_forced import Sequences, forced, logit_rows, logits_of
 from selfjudge.label.score import Case
 from selfjudge.models.pair import Pair
-from selfjudge.respond import respond
+from selfjudge.models.tokens import context_window
 
 NOTHING = "there is no mismatch to label: the draft says what the target says (is it the same model?)"
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from selfjudge.engine.reference import context_window
+from selfjudge.decoding.plain import respond
 from selfjudge.label.mismatch import differ, draft_tokens
 from selfjudge.models.pair import Pair
-from selfjudge.respond import respond
+from selfjudge.models.tokens import context_window
 
 VERDICT_TOKENS = 12
 SAME_QUESTION = """Two replies to the same request are given. Do they mean the same?

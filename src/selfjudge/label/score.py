@@ -21,8 +21,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from selfjudge.engine.reference import SlotLayer, attention_kinds, context_window
-from selfjudge.forced import attention, logit_rows, logits_of, width
+from selfjudge.engine.reference import SlotLayer, attention_kinds
+from selfjudge.engine.teacher_forced import attention, logit_rows, logits_of, width
+from selfjudge.models.tokens import context_window
 
 TOKENS = {"cuda": 65536}  # of a pass, by device
 PACK = {"cuda": 512}  # tokens of branches in a row, by device

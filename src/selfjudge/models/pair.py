@@ -11,10 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from selfjudge.errors import EMPTY_PROMPT, SelfJudgeError, first_line
-from selfjudge.judge import end_ids, special_ids
+from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.models.convert import load_gguf, quiet
-from selfjudge.models.embedded import EMBEDDED
 from selfjudge.models.pull import Progress, draft_sha256, pull
+from selfjudge.models.tokens import end_ids, special_ids
 from selfjudge.store import fingerprint, weight_files
 
 Prompt = str | Sequence[Mapping[str, str]]

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.models.embedded import EMBEDDED, Embedded
+from selfjudge.models.catalogue import EMBEDDED, Embedded
 from selfjudge.store import home, locked, sha256, write_json
 
 Progress = Callable[[str, float], None]

@@ -94,7 +94,7 @@ def viewer_data(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _asset(name: str) -> str:
-    return resources.files("selfjudge.report").joinpath(name).read_text(encoding="utf-8")
+    return resources.files("selfjudge.report").joinpath("assets", name).read_text(encoding="utf-8")
 
 
 def _style() -> str:

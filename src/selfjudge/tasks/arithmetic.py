@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
 
-from selfjudge.tasks import Row
+from selfjudge.tasks.base import Row
 from selfjudge.tasks.gsm8k import Gsm8k
 
 SIZES = {"train": 2000, "test": 500}

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.tasks import Row, Task
+from selfjudge.tasks.base import Row, Task
 
 MEASURES = ("rouge1", "rouge2", "rougeL")
 

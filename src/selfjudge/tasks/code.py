@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from selfjudge.sandbox import Limits, Trial, each, run_tests
-from selfjudge.tasks import Row, Task
-from selfjudge.tasks.answers import code_block
+from selfjudge.tasks.base import Row, Task
+from selfjudge.tasks.sandbox.runner import Limits, Trial, each, run_tests
+from selfjudge.tasks.scoring.answers import code_block
 
 
 class CodeTask(Task):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from hashlib import sha256
 
-from selfjudge.tasks import Row, Task, apart, numbered
+from selfjudge.tasks.base import Row, Task, apart, numbered
 
 TEST_ROWS = 1000
 

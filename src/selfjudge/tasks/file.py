@@ -6,8 +6,8 @@ from hashlib import sha256
 from pathlib import Path
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.tasks import FILE, Prompt, Row, Task, plain, read_jsonl
-from selfjudge.tasks.answers import boxed, final_number, final_words, same_number, same_words, tagged
+from selfjudge.tasks.base import FILE, Prompt, Row, Task, plain, read_jsonl
+from selfjudge.tasks.scoring.answers import boxed, final_number, final_words, same_number, same_words, tagged
 
 TEST_SHARE = 5  # one prompt of five
 

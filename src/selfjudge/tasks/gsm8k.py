@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from selfjudge.tasks import Row, Task, numbered
-from selfjudge.tasks.answers import final_number, numbers, same_number
+from selfjudge.tasks.base import Row, Task, numbered
+from selfjudge.tasks.scoring.answers import final_number, numbers, same_number
 
 
 class Gsm8k(Task):

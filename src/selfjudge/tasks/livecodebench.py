@@ -9,9 +9,9 @@ import json
 from collections.abc import Iterable
 from hashlib import sha256
 
-from selfjudge.sandbox import Trial
-from selfjudge.tasks import Row, hub_rows
+from selfjudge.tasks.base import Row, hub_rows
 from selfjudge.tasks.code import CodeTask
+from selfjudge.tasks.sandbox.runner import Trial
 
 FOLDS = 4
 _FIRST, _SECOND = "release_v1_public_tests.jsonl", "derived_v5_window_279_sample_tests.jsonl"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from selfjudge.tasks import Row, Task
-from selfjudge.tasks.answers import boxed, tagged
-from selfjudge.tasks.latex import same_maths
+from selfjudge.tasks.base import Row, Task
+from selfjudge.tasks.scoring.answers import boxed, tagged
+from selfjudge.tasks.scoring.latex import same_maths
 
 
 class Math500(Task):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from selfjudge.sandbox import Trial
-from selfjudge.tasks import Row
+from selfjudge.tasks.base import Row
 from selfjudge.tasks.code import CodeTask
+from selfjudge.tasks.sandbox.runner import Trial
 
 _IDS = {"test": range(11, 511), "validation": range(511, 601), "train": range(601, 975)}
 

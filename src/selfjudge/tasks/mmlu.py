@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 
-from selfjudge.tasks import Row, Task, apart, numbered, plain
+from selfjudge.tasks.base import Row, Task, apart, numbered, plain
 
 _ANSWER = re.compile(r"(?i:answer is):?\s*\**\s*(?:\\boxed\{)?\s*(?:\(\s*([A-Da-d])\s*\)|([A-D])(?![\w']))")
 _BOXED = re.compile(r"\\boxed\{\s*(?:\\text\{)?\s*\(?([A-D])\)?\s*\}")  # models that learnt from MATH

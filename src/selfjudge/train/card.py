@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from selfjudge.judge import Judge
+from selfjudge.judge.model import Judge
 from selfjudge.store import write_json
 from selfjudge.train.thresholds import at, rates
 

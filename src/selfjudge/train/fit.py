@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
 
-from selfjudge.judge import Judge, JudgeConfig
-from selfjudge.train.rows import Rows
+from selfjudge.judge.model import Judge, JudgeConfig
+from selfjudge.train.dataset import Rows
 
 GRID = tuple(float(c) for c in np.logspace(-3, 2, 10))
 LOOSE = 100.0  # C of the columns beside the hidden state: a handful of them needs no holding back

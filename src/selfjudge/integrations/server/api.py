@@ -17,7 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
-from selfjudge.accept import Sampling
+from selfjudge.decoding.rules import Sampling
 from selfjudge.errors import EMPTY_PROMPT, SelfJudgeError
 from selfjudge.integrations.server.guard import ASGI, Guard, error_body
 from selfjudge.integrations.server.metrics import Metrics

@@ -6,9 +6,9 @@ import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from selfjudge.accept import RULES, AcceptanceRule, Judged, Sampling, names_threshold, parse_rule
+from selfjudge.decoding.rules import RULES, AcceptanceRule, Judged, Sampling, names_threshold, parse_rule
 from selfjudge.errors import SelfJudgeError
-from selfjudge.judge import Judge
+from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
 
 LOSSLESS = ("exact", "sampling")  # one and the same promise, at temperature 0 and above

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from selfjudge.decoding.text import Answer, Batch
 from selfjudge.integrations.server.metrics import Metrics
 from selfjudge.integrations.server.rules import Choice, Rules
 from selfjudge.models.pair import Pair
-from selfjudge.shells import Answer, Batch
 from selfjudge.types import Generation
 
 LOG = logging.getLogger("selfjudge.server")

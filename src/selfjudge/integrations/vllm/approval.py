@@ -13,8 +13,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from selfjudge.judge import Judge, beside
-from selfjudge.top import top
+from selfjudge.judge.model import Judge, beside
+from selfjudge.ops.argmax import top
 
 Agree = Callable[[Tensor], Tensor]
 """Makes all ranks of a tensor-parallel group hold the same mask."""
@@ -39,7 +39,7 @@ class Approval:
         Never where there is no draft (−1), at special tokens, or where numbers are broken; what `accept.Judged` does.
         """
         if self.fused is not None:
-            from selfjudge.judge_triton import approvals
+            from selfjudge.ops.judge_score_triton import approvals
 
             return approvals(self.fused, hidden, logits, at, drafts, theta, self.special)
         hidden, logits = hidden[at + 1], logits[at]

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from selfjudge.judge_triton import among
-from selfjudge.top_triton import ROW_BLOCK, ROW_WARPS, row_top
+from selfjudge.ops.argmax_triton import ROW_BLOCK, ROW_WARPS, row_top
+from selfjudge.ops.judge_score_triton import among
 
 
 @triton.jit

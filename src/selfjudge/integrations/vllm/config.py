@@ -14,7 +14,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.judge import Judge, end_ids, special_ids
+from selfjudge.judge.model import Judge
+from selfjudge.models.tokens import end_ids, special_ids
 from selfjudge.store import fingerprint, read_json, weight_files
 
 KEY = "selfjudge"

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
+from selfjudge.decoding.plain import Answer
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.label.score import Case, Scorer, Scores
-from selfjudge.models.embedded import EMBEDDED
+from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.models.pair import Pair, check_tokenizers, chosen_device, chosen_dtype
 from selfjudge.models.pull import pull
-from selfjudge.respond import Answer
 from selfjudge.store import fingerprint, read_json, weight_files
 
 CASES = 1 << 18  # tokens of responses that are scored together

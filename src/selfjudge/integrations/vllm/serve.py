@@ -14,8 +14,8 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.vllm import WORKER
 from selfjudge.integrations.vllm.config import KEY, chosen_threshold
 from selfjudge.integrations.vllm.counts import MULTIPROCESS
-from selfjudge.judge import Judge
-from selfjudge.models.embedded import EMBEDDED
+from selfjudge.judge.model import Judge
+from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.models.pull import pull
 
 

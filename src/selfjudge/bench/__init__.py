@@ -1,0 +1,1 @@
+"""Speed and drafts, measured side by side in one run."""

@@ -1,0 +1,187 @@
+"""Speed, side by side in one run: transformers plain, transformers assisted, our loop with γ = 0 and with drafts.
+
+Every configuration answers the same prompts in every repeat; ratios are taken within a repeat and reported with their
+spread, so that a machine that slows down slows down all of them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from selfjudge.bench.passes import bandwidth, bytes_per_pass
+from selfjudge.decoding.rules import EXACT, AcceptanceRule
+from selfjudge.decoding.text import generate, rough_draft
+from selfjudge.engine.base import shape_reason
+from selfjudge.models.pair import Pair, Prompt
+from selfjudge.store import machine, versions
+from selfjudge.types import PHASES, Generation, pooled_judged_share, pooled_mean_accepted_length
+
+Notify = Callable[[str], None]
+
+
+@dataclass
+class _Run:
+    """One configuration: answers a prompt and says with which tokens."""
+
+    name: str
+    gamma: int
+    answer: Callable[[Prompt], tuple[tuple[int, ...], Generation | None]]
+    judged: bool = False
+
+
+def bench_decode(
+    pair: Pair,
+    prompts: Sequence[Prompt],
+    *,
+    gammas: Sequence[int] = (2, 4, 6),
+    rules: Sequence[tuple[str, AcceptanceRule]] = (),
+    max_new_tokens: int = 64,
+    repeats: int = 3,
+    confidence: float = 0.0,
+    raw: bool = False,
+    peers: bool = True,
+    notify: Notify | None = None,
+) -> dict[str, Any]:
+    """Time every configuration at batch 1; the result is what `selfjudge bench decode --json` prints."""
+
+    def ours(rule: AcceptanceRule, gamma: int) -> Callable[[Prompt], tuple[tuple[int, ...], Generation]]:
+        def answer(prompt: Prompt) -> tuple[tuple[int, ...], Generation]:
+            (result,) = generate(
+                pair, [prompt], rule, gamma=gamma, max_new_tokens=max_new_tokens, confidence=confidence, raw=raw
+            )
+            return result.tokens, result
+
+        return answer
+
+    def theirs(**options: Any) -> Callable[[Prompt], tuple[tuple[int, ...], None]]:
+        return lambda prompt: (transformers_tokens(pair, prompt, max_new_tokens, raw=raw, **options), None)
+
+    runs = []
+    if peers:
+        runs += [_Run("transformers-plain", 0, theirs())]
+        runs += [_Run("transformers-assisted", g, theirs(gamma=g)) for g in gammas]
+    runs += [_Run("selfjudge-plain", 0, ours(EXACT, 0))]
+    runs += [_Run("selfjudge-exact", g, ours(EXACT, g)) for g in gammas]
+    runs += [
+        _Run(f"selfjudge-{name}", g, ours(rule, g), rule.judge is not None) for name, rule in rules for g in gammas
+    ]
+
+    floor = _floor(pair)
+    seconds: dict[int, list[float]] = {i: [] for i in range(len(runs))}
+    tokens: dict[int, list[tuple[int, ...]]] = {}
+    ours_last: dict[int, list[Generation]] = {}
+    warm = prompts if pair.target.device.type == "cuda" else prompts[:1]  # on CUDA, every shape is recorded once
+    for repeat in range(repeats + 1):  # repeat 0 warms up
+        for i, run in enumerate(runs):
+            if notify:
+                notify(f"{run.name} γ={run.gamma}, " + (f"repeat {repeat}/{repeats}" if repeat else "warm-up"))
+            start = time.perf_counter()
+            answered = [run.answer(prompt) for prompt in (prompts if repeat else warm)]
+            if repeat:
+                seconds[i].append(time.perf_counter() - start)
+                tokens[i] = [t for t, _ in answered]
+                ours_last[i] = [g for _, g in answered if g is not None]
+
+    speeds = {i: [sum(map(len, tokens[i])) / s for s in seconds[i]] for i in seconds}
+    rows = []
+    for i, run in enumerate(runs):
+        ratios = [mine / plain for mine, plain in zip(speeds[i], speeds[0], strict=True)]
+        same = sum(mine == plain for mine, plain in zip(tokens[i], tokens[0], strict=True))
+        rows.append({
+            "name": run.name,
+            "gamma": run.gamma,
+            "tokens_per_second": statistics.mean(speeds[i]),
+            "ratio_to_plain": statistics.mean(ratios),
+            "spread": [min(ratios), max(ratios)],
+            "mean_accepted_length": pooled_mean_accepted_length(ours_last[i]),
+            "judged_share": pooled_judged_share(ours_last[i]),
+            "identical_to_plain": same / len(prompts),
+            "seconds": {
+                "total": statistics.mean(seconds[i]),
+                **{p: sum(g.seconds[p] for g in ours_last[i]) for p in PHASES if ours_last[i]},
+            },
+            "judge_time_share": _judge_time_share(ours_last[i]) if run.judged else None,
+            "over_floor": _over_floor(ours_last[i], floor),
+        })  # fmt: skip
+    return {
+        "machine": machine(),
+        "versions": versions(),
+        "date": time.strftime("%Y-%m-%d"),
+        "pair": pair.name,
+        "device": str(pair.target.device),
+        "dtype": pair.dtype,
+        "batch": 1,
+        "prompts": len(prompts),
+        "max_new_tokens": max_new_tokens,
+        "repeats": repeats,
+        "confidence": confidence,
+        "draft_dtype": "int8" if rough_draft(pair, EXACT) else pair.dtype,
+        "judged_draft_dtype": "int8" if pair.draft_int8 else pair.dtype,
+        "target_floor_milliseconds": None if floor is None else floor * 1e3,
+        "runs": rows,
+        "best": _best(rows),
+    }
+
+
+def _floor(pair: Pair) -> float | None:
+    """Seconds that reading the target's weights takes, for the shapes whose bytes we can count."""
+    if shape_reason(pair.target) is not None:
+        return None
+    return bytes_per_pass(pair.target, 1, 0, pair.int8) / bandwidth(pair.target.device)
+
+
+def _over_floor(generations: list[Generation], floor: float | None) -> float | None:
+    """Time spent in the target over the time its weights take to read, prefill counted as one pass."""
+    passes = sum(1 + g.cycles for g in generations)
+    return sum(g.seconds["target"] for g in generations) / (passes * floor) if passes and floor else None
+
+
+def _judge_time_share(generations: list[Generation]) -> float | None:
+    """Share of the time of all phases that the judge took."""
+    total = sum(g.seconds[p] for g in generations for p in PHASES)
+    return sum(g.seconds["judge"] for g in generations) / total if total else None
+
+
+def _best(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Each name at its own best γ, and our `exact` against the peers at theirs."""
+    best: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        name = row["name"]
+        if name not in best or row["tokens_per_second"] > best[name]["tokens_per_second"]:
+            best[name] = row
+    exact = best.get("selfjudge-exact")
+    peers = ("transformers-plain", "transformers-assisted", "selfjudge-plain")
+    ratio = {p: exact["tokens_per_second"] / best[p]["tokens_per_second"] for p in peers if exact and p in best}
+    return {"gamma": {name: row["gamma"] for name, row in best.items()}, "exact_over": ratio}
+
+
+@torch.inference_mode()
+def transformers_tokens(
+    pair: Pair, prompt: Prompt, max_new_tokens: int, *, gamma: int = 0, raw: bool = False
+) -> tuple[int, ...]:
+    """The same answer by `model.generate`: greedy, with the draft as assistant where γ > 0."""
+    ids = torch.tensor([pair.encode(prompt, raw=raw)], device=pair.target.device)
+    options: dict[str, Any] = {}
+    if gamma:
+        assert pair.draft is not None
+        config = pair.draft.generation_config
+        config.num_assistant_tokens = gamma
+        config.num_assistant_tokens_schedule = "constant"
+        config.assistant_confidence_threshold = 0.0
+        options["assistant_model"] = pair.draft
+    output = pair.target.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=sorted(pair.eos_ids),
+        pad_token_id=min(pair.eos_ids, default=0),
+        **options,
+    )
+    return tuple(output[0, ids.shape[1] :].tolist())

@@ -1,0 +1,195 @@
+"""What a forward pass costs: against batch, tokens per pass and context length, and against the memory it must read.
+
+A pass reads every weight (the embedding table apart, where the head has its own) and the keys and values of its rows; that
+many bytes over the measured bandwidth is the floor that the `over_floor` column compares with.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from selfjudge.engine.base import Engine
+from selfjudge.engine.cpu import engine as cpu
+from selfjudge.engine.select import make_engine
+from selfjudge.errors import SelfJudgeError
+from selfjudge.store import machine, versions
+
+_QWEN = {"model_type": "qwen2", "rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+_LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen2.5-1.5b": {
+        **_QWEN, "vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+        "num_attention_heads": 12, "num_key_value_heads": 2, "max_position_embeddings": 32768, "tie_word_embeddings": True,
+    },
+    "qwen-draft-8x320": {
+        **_QWEN, "vocab_size": 151936, "hidden_size": 320, "intermediate_size": 960, "num_hidden_layers": 8,
+        "num_attention_heads": 5, "num_key_value_heads": 5, "max_position_embeddings": 32768, "tie_word_embeddings": False,
+    },
+    "llama-3.1-8b": {
+        **_LLAMA, "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072, "tie_word_embeddings": False,
+    },
+    "llama-3.2-1b": {
+        **_LLAMA, "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+"""Shapes of well-known models, filled with random weights: only the time of a pass means something."""
+
+
+def random_model(shape: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """A model of a known shape with random weights."""
+    if shape not in SHAPES:
+        raise SelfJudgeError(f"unknown shape {shape!r}; shapes are: {', '.join(SHAPES)}")
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPES[shape]), dtype=dtype)
+    return model.eval()
+
+
+def bandwidth(device: torch.device) -> float:
+    """Bytes per second of memory traffic: a large copy on CUDA (read and written), a large sum on a CPU (read)."""
+    if device.type == "cuda":
+        source = torch.empty(1 << 31, dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        return 2 * source.numel() / seconds_of(lambda: target.copy_(source), device, repeats=10)
+    numbers = torch.ones(1 << 27)
+    return 4 * numbers.numel() / seconds_of(lambda: numbers.sum(), device, repeats=5)
+
+
+def seconds_of(function: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Median seconds of a call, after one to warm up."""
+    function()
+    times = []
+    for _ in range(repeats):
+        if device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            function()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / 1e3)
+        else:
+            begin = time.perf_counter()
+            function()
+            times.append(time.perf_counter() - begin)
+    return float(statistics.median(times))
+
+
+def bytes_per_pass(model: PreTrainedModel, batch: int, context: int, int8: bool = False) -> int:
+    """What a pass must read at least: the weights once, and the cached keys and values of every row."""
+    config = model.config.get_text_config()
+    if int8:
+        weights = cpu.packed(model, True).bytes_per_pass
+    else:
+        weights = sum(p.numel() * p.element_size() for p in model.parameters())
+        if model.get_input_embeddings().weight is not model.get_output_embeddings().weight:
+            weights -= model.get_input_embeddings().weight.numel() * model.dtype.itemsize
+    dim = model.base_model.layers[0].self_attn.head_dim
+    cache = 2 * config.num_hidden_layers * config.num_key_value_heads * dim * context * batch * model.dtype.itemsize
+    return int(weights + cache)
+
+
+@torch.no_grad()
+def pass_seconds(
+    model: PreTrainedModel,
+    batch: int,
+    tokens: int,
+    context: int,
+    *,
+    int8: bool = False,
+    kind: str = "auto",
+    repeats: int = 10,
+) -> float:
+    """Median seconds of one pass of `tokens` tokens a row after `context` cached ones."""
+    engine: Engine = make_engine(model, int8=int8, kind=kind)
+    engine.reserve(batch, context + tokens + 1)
+    size = model.get_input_embeddings().weight.shape[0]
+    engine.extend(torch.randint(size, (batch, context), device=model.device), keep=1)
+    x = torch.randint(size, (batch, tokens), device=model.device)
+    back = torch.full((batch,), tokens, device=model.device)
+
+    def step() -> None:
+        engine.extend(x)
+        engine.rewind(back)
+
+    (captured,) = engine.capture([step], engine.state())
+    return seconds_of(captured, model.device, repeats)
+
+
+def bench_passes(
+    model: PreTrainedModel,
+    name: str,
+    *,
+    batches: Sequence[int] = (1,),
+    tokens: Sequence[int] = (1, 2, 4, 6, 8, 11),
+    contexts: Sequence[int] = (300,),
+    int8: bool = False,
+    kind: str = "auto",
+    repeats: int = 10,
+    notify: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
+    """Time every combination; the result is what `selfjudge bench passes --json` prints."""
+    speed = bandwidth(model.device)
+    rows = []
+    for batch in batches:
+        for context in contexts:
+            for count in tokens:
+                if notify:
+                    notify(f"batch {batch}, context {context}, {count} tokens a pass")
+                seconds = pass_seconds(model, batch, count, context, int8=int8, kind=kind, repeats=repeats)
+                floor = bytes_per_pass(model, batch, context, int8) / speed
+                rows.append({
+                    "batch": batch, "context": context, "tokens": count, "milliseconds": seconds * 1e3,
+                    "floor_milliseconds": floor * 1e3, "over_floor": seconds / floor,
+                })  # fmt: skip
+    return {
+        "model": name,
+        "engine": type(make_engine(model, int8=int8, kind=kind)).__name__,
+        "machine": machine(),
+        "versions": versions(),
+        "date": time.strftime("%Y-%m-%d"),
+        "dtype": "int8" if int8 else str(model.dtype).removeprefix("torch."),
+        "gigabytes_per_second": speed / 1e9,
+        "runs": rows,
+    }
+
+
+def draw_passes(result: dict[str, Any], file: Path) -> None:
+    """Cost against tokens per pass, context and batch: one panel for each that varies."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    axes = [a for a in ("tokens", "context", "batch") if len({r[a] for r in result["runs"]}) > 1] or ["tokens"]
+    figure, panels = plt.subplots(1, len(axes), figsize=(5 * len(axes), 4), squeeze=False)
+    for panel, axis in zip(panels[0], axes, strict=True):
+        others = [a for a in ("tokens", "context", "batch") if a != axis]
+        groups = sorted({tuple(r[o] for o in others) for r in result["runs"]})
+        for group in groups:
+            rows = [r for r in result["runs"] if tuple(r[o] for o in others) == group]
+            if len(rows) < 2:
+                continue
+            label = ", ".join(f"{o} {v}" for o, v in zip(others, group, strict=True))
+            (line,) = panel.plot([r[axis] for r in rows], [r["milliseconds"] for r in rows], marker="o", label=label)
+            panel.plot([r[axis] for r in rows], [r["floor_milliseconds"] for r in rows], ":", color=line.get_color())
+        panel.set_xlabel({"tokens": "tokens per pass (γ+1)", "context": "context length", "batch": "batch"}[axis])
+        panel.set_ylabel("milliseconds (dotted: memory floor)")
+        panel.set_ylim(bottom=0)
+        if axis == "batch":
+            panel.set_xscale("log", base=2)
+        if len(groups) <= 8:
+            panel.legend(fontsize=7)
+    device = result["machine"].get("gpu") or result["machine"].get("cpu", "")
+    figure.suptitle(f"{result['model']}, {result['dtype']}, {device}, {result['date']}", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+    plt.close(figure)

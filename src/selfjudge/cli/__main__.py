@@ -1,0 +1,5 @@
+"""`python -m selfjudge.cli`."""
+
+from selfjudge.cli.main import main
+
+main()

@@ -1,0 +1,1 @@
+"""The cycle of speculative decoding: acceptance rules, the loop, and the text layer above it."""

@@ -1,0 +1,85 @@
+"""Answers of the target alone, as fast as its engine makes them: the loop with γ = 0 over large batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import cache
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from selfjudge.decoding.loop import decode
+from selfjudge.decoding.rules import EXACT, AcceptanceRule, Sampling, SpeculativeSampling
+from selfjudge.engine.base import Engine, shape_reason
+from selfjudge.engine.select import borrowed
+from selfjudge.types import FINISHES, Finish, Singles
+
+Answer = tuple[int, list[int], Finish]
+"""Index of the prompt, the tokens with the end token, why it ended."""
+
+
+def respond(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    eos_ids: Collection[int],
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    seeds: Sequence[int] | None = None,
+    batch: int = 1024,
+    notify: Callable[[int], None] | None = None,
+) -> Iterator[Answer]:
+    """Answer every prompt, greedily or by sampling; answers come as they are finished, in no particular order.
+
+    A sampled answer depends on its own seed alone, not on the batch it was part of.
+    """
+    rule = _rule(sampling)
+    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))  # the longest first: one cache then fits all
+    with borrowed(model) as engine:
+        room = _room(model, engine)
+        while order:
+            size = min(batch, _rows_that_fit(model, len(prompts[order[0]]) + max_new_tokens, room))
+            part, order = order[:size], order[size:]
+            tokens = np.zeros((len(part), max_new_tokens), np.int32)
+            lengths = np.zeros(len(part), np.int64)
+            for step in decode(
+                engine, None, [prompts[i] for i in part], rule, gamma=0, max_new_tokens=max_new_tokens,
+                eos_ids=eos_ids, seeds=None if seeds is None else [seeds[i] for i in part],
+            ):  # fmt: skip
+                got = step.emissions
+                assert isinstance(got, Singles)
+                tokens[got.rows, lengths[got.rows]] = got.tokens
+                lengths[got.rows] += 1
+                for i in np.flatnonzero(got.ended).tolist():
+                    row, finish = got.rows[i], FINISHES[got.ended[i]]
+                    assert finish is not None
+                    yield part[row], tokens[row, : lengths[row]].tolist(), finish
+                if notify:
+                    notify(len(got))
+
+
+@cache
+def _rule(sampling: Sampling | None) -> AcceptanceRule:
+    """The same rule every time, as `EXACT` is."""
+    return EXACT if sampling is None else SpeculativeSampling(sampling)
+
+
+def _room(model: PreTrainedModel, engine: Engine) -> float:
+    """Bytes of the device's memory for caches and logits: half of what is free, or of what the engine holds already."""
+    if model.device.type != "cuda":
+        return 0.0
+    free, _ = torch.cuda.mem_get_info(model.device)
+    free += torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
+    return 0.5 * (free + getattr(engine, "cache_bytes", 0))
+
+
+def _rows_that_fit(model: PreTrainedModel, length: int, room: float) -> int:
+    """How many rows of that length may be decoded together."""
+    if model.device.type != "cuda" or shape_reason(model) is not None:
+        return 64
+    config = model.config.get_text_config()
+    dim = model.base_model.layers[0].self_attn.head_dim
+    row = 2 * config.num_hidden_layers * config.num_key_value_heads * dim * (length + 258) * model.dtype.itemsize
+    row += 16 * config.vocab_size  # logits and their distribution
+    return 1 << max(0, int(room / row).bit_length() - 1)

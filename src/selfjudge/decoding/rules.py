@@ -1,0 +1,512 @@
+"""Acceptance rules: Block → Verdict, pure tensor functions, batched on the first axis.
+
+A rule says which drafts it accepts; the walk that stops at the first refusal, the token that follows it and the
+guards are the same for all and stand in `AcceptanceRule.__call__`. A new rule is one class.
+
+Rows: p_i, the target's distribution of d_i, is row i−1 of `Block.target_logits` (`predicting` below).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from selfjudge.errors import SelfJudgeError
+from selfjudge.judge.model import Judge
+from selfjudge.ops.argmax import regular, top
+from selfjudge.types import Block, Verdict
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Temperature, then top-k, then top-p, as in transformers; applied to target and draft alike."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature > 0):
+            raise SelfJudgeError(
+                f"temperature must be a positive number, not {self.temperature}; greedy is --rule exact"
+            )
+        if not 0 < self.top_p <= 1:
+            raise SelfJudgeError(f"top-p must lie in (0, 1], not {self.top_p}")
+        if self.top_k < 0:
+            raise SelfJudgeError(f"top-k must be 0 (off) or positive, not {self.top_k}")
+
+    def warp(self, logits: Tensor) -> Tensor:
+        """[..., V] → [..., V] with filtered tokens at −inf."""
+        logits = logits.float() / self.temperature
+        if 0 < self.top_k < logits.shape[-1]:
+            kth = logits.topk(self.top_k, dim=-1).values[..., -1:]
+            logits = logits.masked_fill(logits < kth, -math.inf)
+        if self.top_p < 1:
+            ascending, order = logits.sort(dim=-1)
+            cut = ascending.softmax(-1).cumsum(-1) <= 1 - self.top_p
+            cut[..., -1] = False  # the most likely token always stays
+            logits = logits.masked_fill(torch.zeros_like(cut).scatter(-1, order, cut), -math.inf)
+        return logits
+
+
+def sample(probabilities: Tensor, uniform: Tensor) -> Tensor:
+    """[..., V], [...] → [...] one token each by inversion of the cumulative distribution (need not be normalised)."""
+    cumulative = probabilities.cumsum(-1)
+    total = cumulative[..., -1:]
+    point = torch.minimum(uniform.unsqueeze(-1) * total, total * (1 - 1e-6))
+    return torch.searchsorted(cumulative, point, right=True).squeeze(-1).clamp_max(probabilities.shape[-1] - 1)
+
+
+@cache  # recorded cycles keep on reading them
+def _ids(ids: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(ids, dtype=torch.long, device=device)
+
+
+@dataclass(frozen=True, eq=False)
+class AcceptanceRule:
+    """Base of all rules: greedy alignment (d_i = argmax p_i) and the walk.
+
+    `special` holds end-of-sequence and other special token ids. Where `guard` is set, the rule has no say at a row
+    whose draft or whose most likely target token is special: alignment alone decides there.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    lossless: ClassVar[bool] = False
+    reads_logits: ClassVar[bool] = True  # beyond their argmax
+    sampling: ClassVar[Sampling | None] = None
+    judge: ClassVar[Judge | None] = None
+
+    def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
+        """[B, γ] which drafts this rule accepts; `logits` [B, γ, V] are the rows that predict them."""
+        raise NotImplementedError
+
+    def aligned(self, block: Block, logits: Tensor, choice: Tensor) -> Tensor:
+        """[B, γ] which drafts the lossless alignment rule accepts."""
+        return block.draft_tokens == choice[:, :-1]
+
+    def following(self, block: Block, logits: Tensor, choice: Tensor, aligned: Tensor, n: Tensor) -> Tensor:
+        """[B] the target's token after n accepted drafts."""
+        return choice.gather(1, n[:, None]).squeeze(1)
+
+    def settled(self, block: Block) -> bool:
+        """Whether alignment alone decides about all of the block, so that the judge need not be asked. Only on a CPU: another
+        device would have to be waited for."""
+        return False
+
+    def check(self, gamma: int) -> None:
+        """Refuse a γ this rule cannot work with."""
+
+    def guarded(self) -> tuple[int, ...]:
+        """Ids at which alignment alone decides."""
+        return getattr(self, "special", ()) if getattr(self, "guard", False) else ()
+
+    def __call__(self, block: Block) -> Verdict:
+        drafts = block.draft_tokens
+        logits = block.target_logits
+        choice, broken = top(logits) if block.top is None else block.top  # [B, γ+1]
+        if self.reads_logits and (logits.is_cuda or bool(broken.any())):  # on a GPU the copy is cheaper than asking
+            logits = regular(logits)
+        aligned = self.aligned(block, logits, choice)
+        accepted = self.accepts(block, logits[:, :-1], aligned)
+
+        irregular, no_say = broken.any(), broken[:, :-1]
+        if block.scores is not None:
+            no_say = no_say | block.scores.isnan()
+        elif block.hidden is not None:
+            no_say = no_say | ~block.hidden[:, 1:].isfinite().all(-1)
+        if block.hidden is not None or block.scores is not None:
+            irregular = irregular | no_say.any()
+        if accepted is aligned:  # nothing but alignment: whoever has no say changes nothing
+            judged = torch.zeros_like(aligned)
+        else:
+            if ids := self.guarded():
+                no_say = no_say | _among(drafts, ids) | _among(choice[:, :-1], ids)
+            accepted = torch.where(no_say, aligned, accepted)
+            judged = accepted & ~aligned
+        n = accepted.long().cumprod(1).sum(1)  # the walk: stop at the first refusal
+        return Verdict(n, self.following(block, logits, choice, aligned, n), judged, irregular)
+
+
+def _among(tokens: Tensor, ids: tuple[int, ...]) -> Tensor:
+    """Which tokens are one of these ids. `torch.isin` sorts a longer list, which a CUDA graph cannot record."""
+    return (tokens[..., None] == _ids(ids, tokens.device)).any(-1)
+
+
+def _confirmed(aligned: Tensor, window: int) -> Tensor:
+    """[B, γ] where d_{i+1} … d_{i+W} all match; beyond the block nothing matches."""
+    ahead = torch.nn.functional.pad(aligned, (0, window), value=False).unfold(1, window, 1)
+    return ahead[:, 1:].all(-1)[:, : aligned.shape[1]]
+
+
+def _log_p(logits: Tensor, drafts: Tensor) -> Tensor:
+    """[B, γ] log p_i(d_i)."""
+    log_p: Tensor = logits.float().log_softmax(-1)
+    return log_p.gather(-1, drafts[..., None]).squeeze(-1)
+
+
+def _entropy(logits: Tensor) -> Tensor:
+    """[..., V] → [...] in nats."""
+    terms: Tensor = torch.special.entr(logits.float().softmax(-1))
+    return terms.sum(-1)
+
+
+@dataclass(frozen=True, eq=False)
+class Exact(AcceptanceRule):
+    """d_i = argmax p_i. Lossless at temperature 0."""
+
+    name = "exact"
+    summary = "the draft is the target's most likely token; lossless for greedy decoding"
+    lossless = True
+    reads_logits = False
+
+    def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
+        return aligned
+
+
+EXACT = Exact()
+"""One object for all callers: rules are told apart by identity, and engines find what they recorded with this one."""
+
+
+@dataclass(frozen=True, eq=False)
+class SpeculativeSampling(AcceptanceRule):
+    """u < min(1, p_i(d_i)/q_i(d_i)); at a refusal sample from norm(max(0, p_i − q_i)). Lossless in distribution."""
+
+    name = "sampling"
+    summary = "accept with probability min(1, p/q), else sample the residual; lossless in distribution"
+    lossless = True
+
+    sampling: Sampling = field(default_factory=Sampling)  # type: ignore[misc]
+
+    def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
+        return aligned
+
+    def aligned(self, block: Block, logits: Tensor, choice: Tensor) -> Tensor:
+        assert block.uniforms is not None
+        if not block.gamma:
+            return block.draft_tokens == choice[:, :0]
+        p, q = self._distributions(block, logits)
+        at = block.draft_tokens[..., None]
+        p_d, q_d = p[:, :-1].gather(-1, at).squeeze(-1), q.gather(-1, at).squeeze(-1)
+        return block.uniforms[:, :-1] * q_d < p_d  # accept if u < p/q
+
+    def following(self, block: Block, logits: Tensor, choice: Tensor, aligned: Tensor, n: Tensor) -> Tensor:
+        assert block.uniforms is not None
+        p, q = self._distributions(block, logits)
+        rows = torch.arange(len(n), device=n.device)
+        p_n = p[rows, n]
+        if block.gamma:
+            at = n.clamp_max(block.gamma - 1)
+            # the bonus row has no q; and where alignment accepts but the judge refuses, p itself is the correction
+            refused = (n < block.gamma) & ~aligned[rows, at]
+            q_n = q[rows, at] * refused[:, None]
+            residual = (p_n - q_n).clamp_min(0)  # norm(max(0, p − q))
+            p_n = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_n)
+        return sample(p_n, block.uniforms[:, -1])
+
+    def _distributions(self, block: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
+        p = self.sampling.warp(logits).softmax(-1)
+        return p, p[:, :0] if block.draft_logits is None else regular(block.draft_logits).softmax(-1)
+
+
+@dataclass(frozen=True, eq=False)
+class TopK(AcceptanceRule):
+    """d_i is among the k most likely tokens of p_i."""
+
+    name = "topk"
+    summary = "the draft is among the target's k most likely tokens (k=2 in the paper)"
+
+    k: int = 2
+    guard: bool = False
+    special: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _require(self.k >= 1, f"topk needs k of at least 1, not {self.k}")
+
+    def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
+        return _rank(logits, block.draft_tokens) < self.k
+
+
+def _rank(logits: Tensor, drafts: Tensor) -> Tensor:
+    """[B, γ] how many tokens are more likely than d_i (0 = the most likely)."""
+    return (logits > logits.gather(-1, drafts[..., None])).sum(-1)
+
+
+@dataclass(frozen=True, eq=False)
+class Relaxed(AcceptanceRule):
+    """d_i is among the k most likely tokens and p_i(top) − p_i(d_i) ≤ delta (TensorRT-LLM's relaxed acceptance)."""
+
+    name = "relaxed"
+    summary = "top-k and a probability gap to the best of at most delta (TensorRT-LLM)"
+
+    k: int = 10
+    delta: float = 0.6
+    guard: bool = False
+    special: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _require(self.k >= 1, f"relaxed needs k of at least 1, not {self.k}")
+        _require(0 <= self.delta <= 1, f"relaxed needs delta in [0, 1], not {self.delta}")
+
+    def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
+        p = logits.float().softmax(-1)
+        gap = p.amax(-1) - p.gather(-1, block.draft_tokens[..., None]).squeeze(-1)
+        return (_rank(logits, block.draft_tokens) < self.k) & (gap <= self.delta)
+
+
+@dataclass(frozen=True, eq=False)
+class Typical(AcceptanceRule):
+    """p_i(d_i) > min(ε, δ·exp(−H(p_i))): Medusa's typical acceptance, at the given softmax temperature."""
+
+    name = "typical"
+    summary = "the draft's probability exceeds min(epsilon, delta·exp(−entropy)) (Medusa)"
+
+    epsilon: float = 0.09
+    delta: float = 0.3
+    temperature: float = 1.0
+    guard: bool = False
+    special: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _require(0 < self.epsilon <= 1, f"typical needs epsilon in (0, 1], not {self.epsilon}")
+        _require(0 < self.delta < 1, f"typical needs delta in (0, 1), not {self.delta}")
+        _require(self.temperature > 0, f"typical needs a positive temperature, not {self.temperature}")
+
+    def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
+        logits = logits.float() / self.temperature
+        threshold = (self.delta * torch.exp(-_entropy(logits))).clamp_max(self.epsilon)
+        return aligned | (_log_p(logits, block.draft_tokens).exp() > threshold)
+
+
+@dataclass(frozen=True, eq=False)
+class Margin(AcceptanceRule):
+    """log p_i(top) − log p_i(d_i) < threshold (MARS, as a log-probability margin)."""
+
+    name = "margin"
+    summary = "the target prefers its own choice by a log-probability margin below the threshold (MARS)"
+
+    threshold: float = 0.7
+    guard: bool = False
+    special: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _require(self.threshold >= 0, f"margin needs a threshold of at least 0, not {self.threshold}")
+
+    def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
+        at_draft = logits.gather(-1, block.draft_tokens[..., None]).squeeze(-1)
+        return aligned | (logits.amax(-1) - at_draft < self.threshold)  # Δ log p = Δ logit
+
+
+@dataclass(frozen=True, eq=False)
+class FLy(AcceptanceRule):
+    """A mismatch passes where the target is unsure (H/log V ≥ entropy) and the next `window` drafts all match.
+
+    The whole window must lie inside the block: a mismatch closer to its end cannot be confirmed and is refused.
+    """
+
+    name = "fly"
+    summary = "a mismatch passes when the target is unsure and the next `window` drafts match (FLy)"
+
+    entropy: float = 0.3
+    window: int = 6
+    guard: bool = False
+    special: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.entropy <= 1, f"fly needs a normalised entropy in [0, 1], not {self.entropy}")
+        _require(self.window >= 1, f"fly needs a window of at least 1, not {self.window}")
+
+    def check(self, gamma: int) -> None:
+        _require(
+            gamma == 0 or gamma > self.window,
+            f"fly with window {self.window} needs gamma > {self.window}, not {gamma}: no mismatch could be confirmed",
+        )
+
+    def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
+        unsure = _entropy(logits) / math.log(logits.shape[-1]) >= self.entropy
+        return aligned | (unsure & _confirmed(aligned, self.window))
+
+
+@dataclass(frozen=True, eq=False)
+class Judged(AcceptanceRule):
+    """The base rule accepts, OR judge(h at d_i) > θ. With θ = 1 or no score it is the base rule, bit for bit.
+
+    On top of `sampling` this is no longer lossless: the base's random numbers are drawn all the same, and the
+    residual is sampled only where both refuse. With `confirm` W, what the judge accepts stands only where the base rule
+    accepts the next W drafts of the block too: fewer substitutions, each of which is worth more tokens.
+    """
+
+    name = "judged"
+    summary = "exact or sampling accepts, or the judge does: P(acceptable) > θ"
+
+    judge: Judge  # type: ignore[misc]
+    theta: float = 0.5
+    base: AcceptanceRule = field(default_factory=Exact)
+    confirm: int = 0
+    guard: bool = True
+    special: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _require(self.confirm >= 0, f"{self.name} needs confirm of at least 0, not {self.confirm}")
+        object.__setattr__(self, "theta", self.judge.threshold(self.theta))
+
+    def check(self, gamma: int) -> None:
+        _require(
+            gamma == 0 or gamma > self.confirm,
+            f"{self.name} with confirm {self.confirm} needs gamma > {self.confirm}, not {gamma}: no mismatch could be confirmed",
+        )
+
+    @property
+    def sampling(self) -> Sampling | None:  # type: ignore[override]
+        return self.base.sampling
+
+    @property
+    def reads_logits(self) -> bool:  # type: ignore[override]
+        return self.base.reads_logits
+
+    def aligned(self, block: Block, logits: Tensor, choice: Tensor) -> Tensor:
+        return self.base.aligned(block, logits, choice)
+
+    def following(self, block: Block, logits: Tensor, choice: Tensor, aligned: Tensor, n: Tensor) -> Tensor:
+        return self.base.following(block, logits, choice, aligned, n)
+
+    def approves(self, block: Block) -> Tensor:
+        """[B, γ] judge(h at d_i) > θ; a NaN score approves nothing."""
+        return (self.judge(block) if block.scores is None else block.scores) > self.theta
+
+    def settled(self, block: Block) -> bool:
+        drafts = block.draft_tokens
+        if drafts.device.type != "cpu" or block.top is None or not isinstance(self.base, Exact):
+            return False
+        return torch.equal(drafts, block.top[0][:, :-1])
+
+    def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
+        if block.scores is None and self.settled(block):
+            return aligned
+        approved = self.approves(block)
+        return aligned | (approved & _confirmed(aligned, self.confirm) if self.confirm else approved)
+
+
+@dataclass(frozen=True, eq=False)
+class JudgeOnly(Judged):
+    """judge(h at d_i) > θ alone; guarded tokens are still decided by alignment."""
+
+    name = "judge_only"
+    summary = "the judge alone decides: P(acceptable) > θ"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require(self.confirm == 0, "judge_only has no alignment to confirm with: leave confirm out")
+
+    def settled(self, block: Block) -> bool:
+        return False
+
+    def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
+        return self.approves(block)
+
+
+RULES: dict[str, type[AcceptanceRule]] = {
+    rule.name: rule for rule in (Exact, SpeculativeSampling, TopK, Relaxed, Typical, Margin, FLy, Judged, JudgeOnly)
+}
+
+_FIXED = {"judge", "base", "sampling", "special"}
+
+
+def options(rule: type[AcceptanceRule]) -> dict[str, object]:
+    """The options a rule takes on the command line, with their defaults."""
+    found: dict[str, object] = {}
+    for f in fields(rule):
+        if f.name not in _FIXED:
+            found[f.name] = None if f.default is MISSING else f.default
+    return found
+
+
+def parse_rule(
+    spec: str,
+    *,
+    special: tuple[int, ...] = (),
+    sampling: Sampling | None = None,
+    judge: Judge | None = None,
+    theta: float | str | None = None,
+) -> AcceptanceRule:
+    """Build a rule from `name`, `name:value,…` or `name:option=value,…`, such as `topk:3` or `relaxed:k=5,delta=0.2`.
+
+    A temperature (`sampling`) belongs to `sampling` and to the judged rules on top of it; the others are greedy.
+    """
+    rule, values = read_rule(spec)
+    name = rule.name
+    if issubclass(rule, Judged):
+        if judge is None:
+            raise SelfJudgeError(f"rule {name!r} needs a judge: give --judge FOLDER")
+        if "theta" in values and theta is not None:
+            raise SelfJudgeError(f"{spec} names a threshold already: leave out --theta and --quality")
+        theta = values.pop("theta", theta)
+        if theta is None:
+            theta = "F" if "F" in judge.config.thresholds else 0.5
+        base = SpeculativeSampling(sampling) if sampling else Exact()
+        return rule(judge, judge.threshold(theta), base, special=special, **values)
+    if judge is not None or theta is not None:
+        raise SelfJudgeError(f"rule {name!r} asks no judge: leave out --judge and --theta, or use --rule judged")
+    if rule is SpeculativeSampling:
+        return SpeculativeSampling(sampling or Sampling())
+    if sampling is not None:
+        raise SelfJudgeError(f"rule {name!r} is greedy and takes no temperature; sample with --rule sampling")
+    return rule(**values, **({"special": special} if "guard" in options(rule) else {}))
+
+
+def read_rule(spec: str) -> tuple[type[AcceptanceRule], dict[str, Any]]:
+    """The class that a rule's text names and the options it gives; needs neither pair nor judge."""
+    name, _, rest = spec.partition(":")
+    if name not in RULES:
+        raise SelfJudgeError(f"unknown rule {name!r}; rules are: {', '.join(RULES)}")
+    return RULES[name], _values(RULES[name], rest)
+
+
+def names_threshold(spec: str) -> bool:
+    """Whether a rule's text, such as `judged:0.4`, says its θ itself."""
+    name, _, rest = spec.partition(":")
+    return name in RULES and "theta" in _values(RULES[name], rest)
+
+
+def _values(rule: type[AcceptanceRule], text: str) -> dict[str, Any]:
+    known = options(rule)
+    order = list(known)
+    values: dict[str, Any] = {}
+    for index, part in enumerate(filter(None, text.split(","))):
+        key, given, value = part.partition("=")
+        if not given:
+            if index >= len(order):
+                raise SelfJudgeError(f"rule {rule.name!r} takes at most {len(order)} values, got {text!r}")
+            key, value = order[index], part
+        if key not in known:
+            raise SelfJudgeError(f"rule {rule.name!r} has no option {key!r}; it has: {', '.join(order) or 'none'}")
+        values[key] = _convert(rule.name, key, value, known[key])
+    return values
+
+
+def _convert(rule: str, key: str, value: str, default: object) -> object:
+    if key == "theta" and value[:1] in ("F", "R", "q"):
+        return value
+    try:
+        found = _truth(value) if isinstance(default, bool) else int(value) if isinstance(default, int) else float(value)
+    except ValueError:
+        raise SelfJudgeError(f"rule {rule!r}: {key}={value!r} is not a number") from None
+    _require(abs(found) < 1 << 31, f"rule {rule!r}: {key}={value!r} is out of range")  # NaN is, too
+    return found
+
+
+def _truth(value: str) -> bool:
+    try:
+        return {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}[value.lower()]
+    except KeyError:
+        raise ValueError(value) from None
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise SelfJudgeError(message)

@@ -1,0 +1,98 @@
+"""What an engine is: one model, a ragged batch, a cache that can be rewound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, device
+from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """The last `keep` positions of a pass."""
+
+    logits: Tensor
+    """[B, keep, V]"""
+    hidden: Tensor | None
+    """[B, keep, H] the tensor that feeds the LM head, where it was asked for."""
+
+
+class Engine(Protocol):
+    """One model over a ragged batch: every row has its own number of cached tokens."""
+
+    vocab_size: int
+    window: int
+    """Context window: the most positions a row may hold."""
+    device: device
+    static: bool
+    """Whether every pass must have the shape of the first: `capture` then replays it without Python."""
+    version: int
+    """Changes whenever the tensors behind a recording are replaced."""
+    recorded: dict[Hashable, Any]
+    """What was recorded with this engine, for the next batch of the same shape."""
+
+    def reserve(self, batch: int, length: int) -> None:
+        """Begin a batch: room for `batch` rows of at most `length` tokens, none of them filled."""
+
+    def extend(self, tokens: Tensor, counts: Tensor | None = None, keep: int | None = None) -> Output:
+        """Append tokens [B, T]; where `counts` [B] is given, row b takes its last counts[b] tokens only."""
+
+    def prefill(self, tokens: Tensor, counts: Tensor) -> Output:
+        """`extend` for the prompts of a batch: the last position alone is kept, and another batch may follow soon."""
+
+    def enter(self, tokens: Tensor, counts: Tensor) -> Output:
+        """`prefill` for rows that join a batch which is under way: they come after those that are there. A static engine
+        must have reserved room for them."""
+
+    def rewind(self, refused: Tensor) -> None:
+        """Forget the last refused[b] tokens of each row."""
+
+    def select(self, rows: list[int]) -> None:
+        """Keep these rows, in this order; the others leave the batch."""
+
+    def state(self) -> list[Tensor]:
+        """The tensors that a pass changes in place, the cache itself apart."""
+
+    def capture(self, functions: Sequence[Callable[[], None]], state: Sequence[Tensor]) -> list[Callable[[], None]]:
+        """The same functions over the same tensors, recorded where the engine can; `state` is left as it was."""
+
+
+class Eager:
+    """What engines that run every pass from Python have in common."""
+
+    static = False
+    version = 0
+
+    def __init__(self) -> None:
+        self.recorded: dict[Hashable, Any] = {}
+
+    def extend(self, tokens: Tensor, counts: Tensor | None = None, keep: int | None = None) -> Output:
+        raise NotImplementedError
+
+    def prefill(self, tokens: Tensor, counts: Tensor) -> Output:
+        return self.extend(tokens, counts, keep=1)
+
+    def state(self) -> list[Tensor]:
+        return []
+
+    def capture(self, functions: Sequence[Callable[[], None]], state: Sequence[Tensor]) -> list[Callable[[], None]]:
+        return list(functions)
+
+
+def shape_reason(model: PreTrainedModel) -> str | None:
+    """Why a model has not the shape of Llama or Qwen2 that the fast engines know; None if it has."""
+    config = model.config.get_text_config()
+    if type(model).__name__ not in ("LlamaForCausalLM", "Qwen2ForCausalLM", "MistralForCausalLM"):
+        return f"models of type {config.model_type!r} run on the reference engine"
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if kinds - {"full_attention"} or (not kinds and getattr(config, "sliding_window", None)):
+        return "it has sliding-window layers"
+    rope = (config.rope_parameters or {}).get("rope_type", "default")
+    if rope not in ("default", "linear", "llama3", "yarn"):
+        return f"its rotary embedding is of type {rope!r}"
+    if config.hidden_act != "silu":
+        return f"its activation is {config.hidden_act!r}"
+    return None

@@ -1,0 +1,295 @@
+"""The CUDA engine: Llama- and Qwen2-shaped models with a static cache, every pass of one shape, replayed as a graph.
+
+Row b of the cache holds its tokens at slots 0 … length−1; refused tokens are simply overwritten, so a rewind is a
+subtraction on the device. The last slot takes the tokens that padding brings along. A smaller batch lives in the first
+rows of the same cache, so what was recorded for a batch size stays good. The steps of a pass are Triton kernels
+(`kernels_triton.py`); without Triton, or on a CPU, they run as torch operations, which is how the tests on machines
+without a GPU cover this file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import cached_property
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from selfjudge.engine.base import Output, shape_reason
+from selfjudge.engine.cuda.kernels_torch import Kernels
+from selfjudge.models.tokens import context_window
+
+PREFILL_TOKENS = 32768  # tokens of prompts per pass
+RECORDED_TOKENS = 8192  # prompts of at most this many tokens in all are replayed as a graph once their shape came twice
+SLOTS = 256  # caches come in multiples of this, so that the next batch is likely to fit the last one's
+STEP_TOKENS = 32  # a pass of at most this many tokens a row is a decoding step and covers the whole batch
+
+
+def why_not(model: PreTrainedModel) -> str | None:
+    """Why this engine cannot run the model; None if it can."""
+    if (reason := shape_reason(model)) is not None:
+        return reason
+    dim = model.model.layers[0].self_attn.head_dim
+    if model.device.type == "cuda" and dim not in (16, 32, 64, 128, 256):
+        return f"its heads are {dim} wide"
+    if model.model.layers[0].mlp.gate_proj.bias is not None:
+        return "its feed-forward layers have biases"
+    return None
+
+
+class _Weights:
+    """The model's matrices, queries, keys and values fused into one, gate and up into another."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        config, body = model.config.get_text_config(), model.base_model
+        self.layers = []
+        for layer in body.layers:
+            attention, mlp = layer.self_attn, layer.mlp
+            parts = (attention.q_proj, attention.k_proj, attention.v_proj)
+            bias = None if parts[0].bias is None else torch.cat([p.bias.detach() for p in parts])
+            self.layers.append((
+                layer.input_layernorm.weight.detach(),
+                torch.cat([p.weight.detach() for p in parts]),
+                bias,
+                attention.o_proj.weight.detach(),
+                None if attention.o_proj.bias is None else attention.o_proj.bias.detach(),
+                layer.post_attention_layernorm.weight.detach(),
+                torch.cat([mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()]),
+                mlp.down_proj.weight.detach(),
+            ))  # fmt: skip
+        self.embedding = body.embed_tokens.weight.detach()
+        self.norm = body.norm.weight.detach()
+        self.head = model.get_output_embeddings().weight.detach()
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.dim = body.layers[0].self_attn.head_dim
+        self.epsilon: float = config.rms_norm_eps
+        self.rotary = body.rotary_emb
+
+
+_WEIGHTS: WeakKeyDictionary[PreTrainedModel, _Weights] = WeakKeyDictionary()
+
+
+def forget(model: PreTrainedModel) -> None:
+    """Drop a model's fused weights; the next engine makes them anew."""
+    _WEIGHTS.pop(model, None)
+
+
+_Prefill = tuple[Callable[[], None], Tensor, Tensor, Output]
+"""A recorded prefill: replay, its tokens, its counts, its output."""
+
+
+class CudaEngine:
+    """See the module's docstring."""
+
+    static = True
+
+    def __init__(self, model: PreTrainedModel, *, hidden: bool = False) -> None:
+        if model not in _WEIGHTS:
+            _WEIGHTS[model] = _Weights(model)
+        self.weights = _WEIGHTS[model]
+        self.device, self.dtype = model.device, model.dtype
+        self.vocab_size: int = self.weights.head.shape[0]
+        self.window = context_window(model)
+        self.slots = 0
+        self.version = 0
+        self.recorded: dict[Hashable, Any] = {}
+        self._want_hidden = hidden
+        self._pool: Any = None  # the memory that recordings share: they never run at the same time
+        self._prefills: dict[Hashable, Any] = {}  # shape of prompts → 1 (seen once) or its recording
+        self._cosine = self._sine = self._lengths = torch.empty(0, dtype=torch.long, device=self.device)
+        self._keys = self._values = torch.empty(0, 0, dtype=self.dtype, device=self.device)
+        self._rows(0)
+
+    @cached_property
+    def _kernels(self) -> Kernels:
+        if self.device.type == "cuda":
+            try:
+                from selfjudge.engine.cuda.kernels_triton import TritonKernels
+            except ImportError:
+                return Kernels()
+            return TritonKernels(self.device)
+        return Kernels()
+
+    @torch.no_grad()
+    def reserve(self, batch: int, length: int) -> None:
+        w = self.weights
+        slots = (length + 2 + SLOTS - 1) // SLOTS * SLOTS
+        if self.slots >= slots and len(self._lengths) >= batch:
+            self._rows(batch)
+            self.lengths.zero_()
+            return
+        self.slots = 0  # until all is there
+        self.version += 1
+        self.recorded.clear()
+        self._prefills.clear()
+        self._pool = None
+        self._keys = self._values = self._keys[:0, :0].clone()  # free the old cache before the new one is there
+        self._lengths = self._lengths[:0].clone()
+        self._rows(0)
+        shape = (len(w.layers), batch, w.kv_heads, slots, w.dim)
+        self._keys = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        self._values = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        self._lengths = torch.zeros(batch, dtype=torch.long, device=self.device)
+        self.slots = slots
+        self._rows(batch)
+        positions = torch.arange(slots, device=self.device)[None]
+        cosine, sine = w.rotary(torch.empty(1, dtype=torch.float32, device=self.device), positions)
+        self._cosine, self._sine = cosine[0].float().contiguous(), sine[0].float().contiguous()
+
+    @torch.no_grad()
+    def prefill(self, tokens: Tensor, counts: Tensor) -> Output:
+        """Prompts are padded to 64, 128, 256 … tokens, so that few recordings serve all of them."""
+        batch, width = tokens.shape
+        padded = max(64, 1 << (width - 1).bit_length())
+        if self.device.type != "cuda" or batch * padded > RECORDED_TOKENS or padded > self.slots:
+            return self.extend(tokens, counts, keep=1)
+        key = (batch, padded)
+        uses = self._prefills.get(key, 0)
+        if not uses:
+            if len(self._prefills) >= 32:
+                self._prefills.clear()
+            self._prefills[key] = 1
+            return self.extend(tokens, counts, keep=1)
+        if isinstance(uses, int):
+            uses = self._prefills[key] = self._recorded_prefill(batch, padded)
+        replay, all_tokens, all_counts, output = cast(_Prefill, uses)
+        all_tokens[:, padded - width :].copy_(tokens)
+        all_counts.copy_(counts)
+        replay()
+        return output
+
+    def _recorded_prefill(self, batch: int, width: int) -> _Prefill:
+        tokens = torch.zeros(batch, width, dtype=torch.long, device=self.device)
+        counts = torch.ones(batch, dtype=torch.long, device=self.device)
+        outputs: list[Output] = []
+        (replay,) = self.capture([lambda: outputs.append(self.extend(tokens, counts, keep=1))], self.state())
+        return replay, tokens, counts, outputs[-1]
+
+    @property
+    def cache_bytes(self) -> int:
+        return 2 * self._keys.numel() * int(self.dtype.itemsize)
+
+    def _rows(self, batch: int) -> None:
+        """Work on the first rows of the cache."""
+        self.lengths = self._lengths[:batch]
+        self.keys, self.values = self._keys[:, :batch], self._values[:, :batch]
+
+    @torch.no_grad()
+    def extend(self, tokens: Tensor, counts: Tensor | None = None, keep: int | None = None) -> Output:
+        batch, width = tokens.shape
+        keep = width if keep is None else keep
+        if not self.slots:
+            self.reserve(batch, self.window)
+        x, slot, position = self._kernels.begin(tokens, counts, self.lengths, self.slots, self.weights.embedding)
+        if width <= STEP_TOKENS:
+            output = self._forward(x, slot, position, slice(0, batch), keep)
+        else:
+            output = self._prefill(x, slot, position, keep)
+        self.lengths.add_(width if counts is None else counts)
+        return output
+
+    @torch.no_grad()
+    def enter(self, tokens: Tensor, counts: Tensor) -> Output:
+        there = len(self.lengths)
+        self._rows(there + len(tokens))
+        lengths = self.lengths[there:].zero_()
+        output = self._prefill(
+            *self._kernels.begin(tokens, counts, lengths, self.slots, self.weights.embedding), keep=1, there=there
+        )
+        lengths.add_(counts)
+        return output
+
+    def _prefill(self, x: Tensor, slot: Tensor, position: Tensor, keep: int, there: int = 0) -> Output:
+        """Long prompts, some rows and columns at a time, after the rows that are `there`."""
+        batch, width = slot.shape
+        rows = max(1, PREFILL_TOKENS // width)
+        outputs = []
+        for first in range(0, batch, rows):
+            part = slice(first, min(first + rows, batch))
+            at = slice(there + part.start, there + part.stop)
+            for start in range(0, width, PREFILL_TOKENS):
+                columns = slice(start, start + PREFILL_TOKENS)
+                wanted = min(keep, slot[part, columns].shape[1])
+                output = self._forward(x[part, columns], slot[part, columns], position[part, columns], at, wanted)
+            outputs.append(output)
+        hidden = torch.cat([o.hidden for o in outputs if o.hidden is not None]) if self._want_hidden else None
+        return Output(torch.cat([o.logits for o in outputs]), hidden)
+
+    def _forward(self, x: Tensor, slot: Tensor, position: Tensor, rows: slice, keep: int) -> Output:
+        """Embedded tokens [B, T, H] through all layers; `parts` is what a product left to be added to x."""
+        w, kernels = self.weights, self._kernels
+        batch, width = slot.shape
+        x = x.reshape(batch * width, -1)
+        parts: Tensor | None = None
+        for i, (attention_norm, qkv, bias, out, out_bias, mlp_norm, gate_up, down) in enumerate(w.layers):
+            keys, values = self.keys[i, rows], self.values[i, rows]
+            mixed = kernels.product(kernels.norm(x, parts, attention_norm, w.epsilon), qkv, bias)
+            q = kernels.rotate(mixed, self._cosine, self._sine, slot, position, keys, values, w.heads)
+            parts = kernels.add(x, kernels.attention(q, keys, values, position), out, out_bias)
+            parts = kernels.add(x, kernels.gated(kernels.norm(x, parts, mlp_norm, w.epsilon), gate_up), down, None)
+        y = kernels.norm(x, parts, w.norm, w.epsilon).view(batch, width, -1)[:, width - keep :]
+        logits = F.linear(y.reshape(batch * keep, -1), w.head)
+        return Output(logits.view(batch, keep, -1), y if self._want_hidden else None)
+
+    def rewind(self, refused: Tensor) -> None:
+        self.lengths.sub_(refused)
+
+    @torch.no_grad()
+    def select(self, rows: list[int]) -> None:
+        index = torch.tensor(rows, dtype=torch.long, device=self.device)
+        lengths = self.lengths[index]
+        for cache in (self.keys, self.values):
+            for layer in cache:  # one at a time: the copy needs no second cache
+                layer[: len(rows)] = layer[index]
+        self._rows(len(rows))
+        self.lengths.copy_(lengths)
+
+    def state(self) -> list[Tensor]:
+        return [self.lengths]
+
+    def capture(self, functions: Sequence[Callable[[], None]], state: Sequence[Tensor]) -> list[Callable[[], None]]:
+        if self.device.type != "cuda":
+            return list(functions)
+        saved = [tensor.clone() for tensor in state]
+
+        def restore() -> None:
+            for tensor, value in zip(state, saved, strict=True):
+                tensor.copy_(value)
+
+        warm = torch.cuda.Stream(self.device)
+        warm.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(warm):
+            for function in functions:
+                function()
+        torch.cuda.current_stream(self.device).wait_stream(warm)
+        restore()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        graphs = []
+        with warnings.catch_warnings(), _no_collection():
+            warnings.simplefilter("ignore")  # a phase may have nothing to do, and its recording be empty
+            for function in functions:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=self._pool):
+                    function()
+                graphs.append(graph)
+        restore()
+        return [graph.replay for graph in graphs]
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage collection meanwhile: freeing another engine's recordings would spoil the one being made."""
+    running = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if running:
+            gc.enable()

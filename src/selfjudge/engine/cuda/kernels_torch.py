@@ -1,0 +1,81 @@
+"""The steps of a pass as torch operations: the contracts that `kernels_triton` keeps as well."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Kernels:
+    """The steps of a pass as torch operations.
+
+    A product may come in parts [S, M, N] whose sum it is; whatever reads it adds them up.
+    """
+
+    def begin(
+        self, tokens: Tensor, counts: Tensor | None, lengths: Tensor, slots: int, embedding: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens [B, T] embedded [B, T, H], and the slot and position [B, T] of each. Padding goes to the last slot."""
+        width = tokens.shape[1]
+        column = torch.arange(width, device=tokens.device)
+        missing = torch.zeros_like(lengths) if counts is None else width - counts
+        place = (lengths[:, None] + column - missing[:, None]).clamp(0, slots - 2)
+        valid = column >= missing[:, None]
+        x = F.embedding(tokens.clamp(0, embedding.shape[0] - 1), embedding)
+        return x, torch.where(valid, place, slots - 1), torch.where(valid, place, 0)
+
+    def norm(self, x: Tensor, parts: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
+        """Add the parts to x [M, H] in place; x normalised."""
+        if parts is not None:
+            x.add_(parts.sum(0))
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(x.dtype) * weight
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """[M, K] · [N, K]ᵀ → [S, M, N]"""
+        return F.linear(x, weight, bias)[None]
+
+    def add(self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        """x + y · weightᵀ, in place; or the parts [S, M, N] that the next norm is to add to x."""
+        x.addmm_(y, weight.t())
+        if bias is not None:
+            x.add_(bias)
+        return None
+
+    def rotate(
+        self,
+        qkv: Tensor,
+        cosine: Tensor,
+        sine: Tensor,
+        slot: Tensor,
+        position: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        heads: int,
+    ) -> Tensor:
+        """Rotate queries and keys [S, M, (Hq+2Hk)·D], file keys and values at their slots; queries [B, T, Hq, D]."""
+        batch, width = slot.shape
+        kv, dim = keys.shape[1], keys.shape[3]
+        q, k, v = qkv.sum(0).to(keys.dtype).view(batch, width, -1, dim).split([heads, kv, kv], 2)
+        c, s = cosine[position][:, :, None], sine[position][:, :, None]
+
+        def turned(t: Tensor) -> Tensor:
+            a, b = t.float().chunk(2, -1)
+            return (t.float() * c + torch.cat([-b, a], -1) * s).to(t.dtype)
+
+        index = slot[:, None, :, None].expand(batch, kv, width, dim)
+        keys.scatter_(2, index, turned(k).transpose(1, 2))
+        values.scatter_(2, index, v.transpose(1, 2))
+        return turned(q)
+
+    def attention(self, q: Tensor, keys: Tensor, values: Tensor, position: Tensor) -> Tensor:
+        """[B, T, Hq, D] against the slots up to each query's position → [B·T, Hq·D]"""
+        seen = torch.arange(keys.shape[2], device=q.device) <= position[:, None, :, None]
+        mixed = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=seen, enable_gqa=True)
+        return mixed.transpose(1, 2).reshape(q.shape[0] * q.shape[1], -1)
+
+    def gated(self, x: Tensor, weight: Tensor) -> Tensor:
+        """[M, K] · [2I, K]ᵀ, gate and up → silu(gate) · up [M, I]"""
+        gate, up = F.linear(x, weight).chunk(2, -1)
+        return F.silu(gate) * up

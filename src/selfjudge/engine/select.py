@@ -1,0 +1,85 @@
+"""Which engine runs a model, and the shelf on which static engines wait for the next batch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from weakref import WeakKeyDictionary
+
+from transformers import PreTrainedModel
+
+from selfjudge.engine.base import Engine
+from selfjudge.engine.cpu import engine as cpu
+from selfjudge.engine.cuda import engine as cuda
+from selfjudge.engine.reference import ReferenceEngine
+from selfjudge.errors import SelfJudgeError
+
+KINDS = ("auto", "reference", "cpu", "cuda")
+
+
+def make_engine(model: PreTrainedModel, *, hidden: bool = False, int8: bool = False, kind: str = "auto") -> Engine:
+    """The fastest engine for a model, or the one named.
+
+    `hidden` asks for the states a judge reads; `int8` for quantised weights, which the CPU engine alone offers.
+    """
+    if kind not in KINDS:
+        raise SelfJudgeError(f"unknown engine {kind!r}; engines are: {', '.join(KINDS)}")
+    if kind == "auto":
+        kind = "cuda" if model.device.type == "cuda" else "cpu"
+        reason = cuda.why_not(model) if kind == "cuda" else cpu.why_not(model, int8=int8)
+        if reason is not None and not int8:
+            _say_once(f"using the reference engine: {reason}")
+            kind = "reference"
+    if int8 and kind != "cpu":
+        raise SelfJudgeError(f"int8 weights need the cpu engine, not {kind}")
+    if kind == "reference":
+        return ReferenceEngine(model, hidden=hidden)
+    reason = cuda.why_not(model) if kind == "cuda" else cpu.why_not(model, int8=int8)
+    if reason is not None:
+        raise SelfJudgeError(f"the {kind} engine cannot run this model: {reason}")
+    return cuda.CudaEngine(model, hidden=hidden) if kind == "cuda" else cpu.CpuEngine(model, hidden=hidden, int8=int8)
+
+
+def may_be_rough(draft: PreTrainedModel, kind: str = "auto") -> bool:
+    """Whether the CPU engine can run a draft with int8 weights."""
+    return kind in ("auto", "cpu") and cpu.why_not(draft, int8=True) is None
+
+
+def common_kind(target: PreTrainedModel, draft: PreTrainedModel, kind: str) -> str:
+    """The engine for a pair: a recorded cycle holds both models, so either both are on the cuda engine or neither."""
+    if kind == "auto" and target.device.type == "cuda":
+        for model in (target, draft):
+            if (reason := cuda.why_not(model)) is not None:
+                _say_once(f"using the reference engine: {reason}")
+                return "reference"
+    return kind
+
+
+_IDLE: WeakKeyDictionary[PreTrainedModel, list[tuple[bool, Engine]]] = WeakKeyDictionary()
+
+
+@contextmanager
+def borrowed(
+    model: PreTrainedModel, *, hidden: bool = False, int8: bool = False, kind: str = "auto"
+) -> Iterator[Engine]:
+    """An engine for one batch. A static engine goes back on a shelf, so that the next batch finds its recordings."""
+    shelf = _IDLE.setdefault(model, [])
+    wanted = kind == "cuda" or (kind == "auto" and model.device.type == "cuda")
+    found = next((i for i, (had, _) in enumerate(shelf) if wanted and had == hidden), None)
+    engine = make_engine(model, hidden=hidden, int8=int8, kind=kind) if found is None else shelf.pop(found)[1]
+    yield engine  # after an exception, out of memory say, the engine is not to be trusted and goes
+    if engine.static:
+        shelf.append((hidden, engine))
+
+
+def release(model: PreTrainedModel) -> None:
+    """Give back the memory of a model's engines: caches, recordings and fused weights."""
+    _IDLE.pop(model, None)
+    cuda.forget(model)
+
+
+@cache
+def _say_once(text: str) -> None:
+    warnings.warn(text, stacklevel=3)

@@ -1,0 +1,80 @@
+"""Teacher-forced passes: one look at whole prompts and answers, many at once, for what stands at every token of the answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import PreTrainedModel
+
+from selfjudge.models.tokens import context_window
+
+GRID = 64  # widths of batches are multiples of this: the first pass of every new shape is slow on CUDA
+TOKENS = {"cuda": 131072}  # of a pass, by device
+LOGITS = {"cuda": 1 << 29}  # at a time, by device
+Sequences = Sequence[tuple[Sequence[int], Sequence[int]]]
+"""Prompts and their answers."""
+
+
+def width(longest: int, device: torch.device, window: int = 1 << 30) -> int:
+    """How wide a batch is whose longest row has so many tokens, for a model with that context window."""
+    return min(-(-longest // GRID) * GRID, max(longest, window)) if device.type == "cuda" else longest
+
+
+def attention() -> AbstractContextManager[None]:
+    """All ways of scaled dot-product attention but cuDNN's, which plans anew for every shape."""
+    allowed = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    manager: AbstractContextManager[None] = sdpa_kernel(allowed)
+    return manager
+
+
+@torch.no_grad()
+def forced(
+    model: PreTrainedModel, sequences: Sequences, *, tokens: int | None = None
+) -> Iterator[tuple[list[int], Tensor]]:
+    """Indices of sequences and, for all tokens of their answers in that order, the hidden state that predicts each [R, H].
+
+    The states are those after the final norm: what the output matrix multiplies. Sequences of like length share a pass of
+    at most `tokens` tokens, half as many when memory does not suffice.
+    """
+    device, window = model.device, context_window(model)
+    known = model.get_input_embeddings().weight.shape[0]
+    tokens = tokens or TOKENS.get(device.type, 8192)
+    sizes = [len(prompt) + len(answer) for prompt, answer in sequences]
+    order = sorted(range(len(sequences)), key=lambda i: -sizes[i])
+    while order:
+        wide = width(sizes[order[0]], device, window)
+        count = max(1, tokens // wide)
+        part, order = order[:count], order[count:]
+        ids = torch.zeros(len(part), wide, dtype=torch.long)
+        predicts = torch.zeros(len(part), wide, dtype=torch.bool)
+        for row, i in enumerate(part):
+            prompt, answer = sequences[i]
+            ids[row, : sizes[i]] = torch.tensor([*prompt, *answer])
+            predicts[row, len(prompt) - 1 : sizes[i] - 1] = True
+        ids.clamp_(max=known - 1)  # a target may have more tokens than its draft
+        try:
+            with attention():
+                hidden = model.base_model(input_ids=ids.to(device), use_cache=False).last_hidden_state
+                found = hidden[predicts.to(device)]
+        except torch.OutOfMemoryError:
+            if len(part) == 1:
+                raise
+            tokens, order = tokens // 2, part + order
+            continue
+        yield part, found
+
+
+def logit_rows(model: PreTrainedModel) -> int:
+    """How many rows of logits are made at a time."""
+    return max(1, LOGITS.get(model.device.type, 1 << 26) // int(model.get_output_embeddings().weight.shape[0]))
+
+
+def logits_of(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """The output matrix, and the cap that some models put on logits."""
+    logits: Tensor = model.get_output_embeddings()(hidden)
+    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    return cap * torch.tanh(logits / cap) if cap else logits

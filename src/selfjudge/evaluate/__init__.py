@@ -1,0 +1,1 @@
+"""`selfjudge eval`: what rules gain and cost on tasks."""

@@ -1,0 +1,99 @@
+"""Factual consistency of a summary: does its story entail each of its sentences, or contradict them?
+
+FC = mean over the sentences of P(entailed) − P(contradicted), by an NLI classifier, or, where there is none, by the target
+itself choosing between three letters. The second is a proxy and is called so wherever it is reported.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+import torch
+
+from selfjudge.engine.teacher_forced import forced, logits_of
+from selfjudge.errors import SelfJudgeError, first_line
+from selfjudge.models.convert import quiet
+from selfjudge.models.pair import Pair
+
+DEFAULT_NLI = "microsoft/deberta-large-mnli"
+BATCH = 16
+LONGEST = 1024  # tokens of a story that the proxy reads
+_QUESTION = (
+    "Read the article, then the statement.\n\nArticle: {story}\n\nStatement: {sentence}\n\n"
+    "Does the article (A) support the statement, (B) leave it open, or (C) contradict it? Answer with one letter."
+)
+
+Entails = Callable[[Sequence[tuple[str, str]]], list[float]]
+"""(story, sentence) pairs → P(entailed) − P(contradicted) of each."""
+
+
+def sentences(text: str) -> list[str]:
+    """The sentences of a text, by their marks and by lines; list marks are left out."""
+    lines = (re.sub(r"^\s*(?:[-*•]|\d+[.)])\s+", "", line) for line in text.splitlines())
+    ends = r"(?:(?<=[.!?])|(?<=[.!?][\"')\]]))\s+(?=[A-Z0-9\"'(])"
+    return [part.strip() for line in lines for part in re.split(ends, line) if re.search(r"\w", part)]
+
+
+def consistency(entails: Entails, stories: Sequence[str], texts: Sequence[str]) -> list[float | None]:
+    """FC of every text against its story; None for a text without a sentence."""
+    split = [sentences(text) for text in texts]
+    values = iter(entails([(story, one) for story, parts in zip(stories, split, strict=True) for one in parts]))
+    return [sum(next(values) for _ in parts) / len(parts) if parts else None for parts in split]
+
+
+def classifier(name: str, device: torch.device | None = None) -> Entails:
+    """An NLI classifier of transformers: a hub id or a folder."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    try:
+        with quiet():
+            tokenizer = AutoTokenizer.from_pretrained(name)
+            model = AutoModelForSequenceClassification.from_pretrained(name).eval()
+    except (OSError, ValueError, KeyError) as error:
+        raise SelfJudgeError(f"cannot load the NLI model {name}: {first_line(error)}") from None
+    labels = {str(label).lower(): int(i) for i, label in model.config.id2label.items()}
+    places = [next((i for label, i in labels.items() if start in label), None) for start in ("entail", "contra")]
+    if None in places:
+        raise SelfJudgeError(
+            f"{name} is no NLI model: its labels are {', '.join(labels)}, not entailment and contradiction"
+        )
+    model.to(device or "cpu")
+
+    @torch.no_grad()
+    def entails(pairs: Sequence[tuple[str, str]]) -> list[float]:
+        found: list[float] = []
+        for start in range(0, len(pairs), BATCH):
+            part = pairs[start : start + BATCH]
+            inputs = tokenizer(
+                [story for story, _ in part], [sentence for _, sentence in part], truncation="longest_first", padding=True,
+                max_length=min(512, tokenizer.model_max_length), return_tensors="pt",
+            )  # fmt: skip
+            p = model(**inputs.to(model.device)).logits.float().softmax(-1)
+            found += (p[:, places[0]] - p[:, places[1]]).tolist()
+        return found
+
+    return entails
+
+
+def proxy(pair: Pair) -> Entails:
+    """The target's own word: its probabilities of the letters A (supported) and C (contradicted)."""
+    letters = [pair.tokenizer.encode(letter, add_special_tokens=False)[-1] for letter in "ABC"]
+
+    @torch.no_grad()
+    def entails(pairs: Sequence[tuple[str, str]]) -> list[float]:
+        asked = pair.encode_many([_QUESTION.format(story=_cut(pair, s), sentence=one) for s, one in pairs])
+        found = [0.0] * len(pairs)
+        for part, hidden in forced(pair.target, [(ids, letters[:1]) for ids in asked]):
+            p = logits_of(pair.target, hidden)[:, letters].float().softmax(-1)
+            for i, value in zip(part, (p[:, 0] - p[:, 2]).tolist(), strict=True):
+                found[i] = value
+        return found
+
+    return entails
+
+
+def _cut(pair: Pair, story: str) -> str:
+    """As much of a story as the proxy reads."""
+    ids = pair.tokenizer.encode(story, add_special_tokens=False)
+    return story if len(ids) <= LONGEST else str(pair.tokenizer.decode(ids[:LONGEST]))

@@ -1,0 +1,72 @@
+"""What a relaxed rule costs, without any benchmark: how likely the target finds what was said, and what was said instead."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from selfjudge.engine.teacher_forced import Sequences, forced, logit_rows, logits_of
+from selfjudge.models.pair import Pair
+from selfjudge.types import Generation
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """The target's view of an answer."""
+
+    log_p: list[float]
+    """Of each token."""
+    choices: list[int]
+    """What the target would have said there."""
+    choice_log_p: list[float]
+
+    @property
+    def mean(self) -> float:
+        return sum(self.log_p) / max(1, len(self.log_p))
+
+
+@torch.no_grad()
+def likelihoods(pair: Pair, sequences: Sequences) -> list[Likelihood]:
+    """The target's log-probability of every token of every answer, in one forced pass."""
+    found: list[Likelihood] = [Likelihood([], [], []) for _ in sequences]
+    readable = [i for i, (_, answer) in enumerate(sequences) if answer]
+    for part, hidden in forced(pair.target, [sequences[i] for i in readable]):
+        chosen = [readable[p] for p in part]
+        tokens = torch.tensor([t for i in chosen for t in sequences[i][1]], device=hidden.device)
+        log_p: list[float] = []
+        choices: list[int] = []
+        best: list[float] = []
+        step = logit_rows(pair.target)
+        for states, said in zip(hidden.split(step), tokens.split(step), strict=True):
+            logits = logits_of(pair.target, states).float()
+            total, top = logits.logsumexp(-1), logits.max(-1)
+            log_p += (logits.gather(1, said[:, None]).squeeze(1) - total).tolist()
+            best += (top.values - total).tolist()
+            choices += top.indices.tolist()
+        at = 0
+        for i in chosen:
+            size = len(sequences[i][1])
+            found[i] = Likelihood(*(each[at : at + size] for each in (log_p, choices, best)))  # type: ignore[arg-type]
+            at += size
+    return found
+
+
+def mean_log_likelihood(seen: Sequence[Likelihood]) -> float:
+    """Over all tokens of all answers."""
+    count = sum(len(one.log_p) for one in seen)
+    return sum(sum(one.log_p) for one in seen) / max(1, count)
+
+
+def substitutions(pair: Pair, answers: Sequence[Generation], seen: Sequence[Likelihood]) -> list[tuple[str, str, int]]:
+    """(what the target would have said, what was accepted instead, how often), the most frequent first."""
+    pairs = Counter(
+        (choice, token)
+        for answer, one in zip(answers, seen, strict=True)
+        for token, origin, choice in zip(answer.tokens, answer.origins, one.choices, strict=True)
+        if origin == "judge" and choice != token
+    )
+    text = {i: str(pair.tokenizer.decode([i])) for both in pairs for i in both}
+    return [(text[a], text[b], n) for (a, b), n in pairs.most_common()]

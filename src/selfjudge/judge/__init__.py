@@ -1,0 +1,1 @@
+"""The judge: a tiny classifier over what the verification pass computed anyway."""

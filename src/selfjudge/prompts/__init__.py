@@ -1,0 +1,1 @@
+"""Where prompts come from: built in, files, tasks, the target itself."""

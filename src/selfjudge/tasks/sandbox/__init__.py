@@ -1,0 +1,1 @@
+"""Untrusted programs, run with limits."""

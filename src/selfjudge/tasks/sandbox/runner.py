@@ -1,0 +1,282 @@
+"""Runs programs that a model wrote: limits, no network, no view of the user's files, killed whole. See docs/tasks.md.
+
+`run` runs one program, `run_tests` checks one against tests, `each` does many things at once. Linux only. Where the
+kernel gives no namespaces, programs are refused unless `allow_unsafe` is set.
+"""
+
+from __future__ import annotations
+
+import json
+import marshal
+import os
+import secrets
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from functools import cache
+from pathlib import Path
+from typing import IO, Any, Literal, TypeVar
+
+from selfjudge.errors import SelfJudgeError
+from selfjudge.tasks.sandbox import jail
+
+A = TypeVar("A")
+B = TypeVar("B")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one program may use. Memory, files and CPU time count for each of its processes."""
+
+    seconds: float = 30.0
+    """Of wall clock: far more than CPU time, so that a busy machine does not decide a result."""
+    cpu_seconds: int = 10
+    memory: int = 1 << 30
+    file: int = 16 << 20
+    """The largest file."""
+    disk: int = 64 << 20
+    """All files together (only where isolated)."""
+    processes: int = 8
+    """Threads count as processes."""
+    open_files: int = 64
+    output: int = 1 << 20
+    """Bytes of standard output, and of standard error; a program that prints more is killed."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a program ended."""
+
+    stdout: str
+    stderr: str
+    code: int | None
+    """Exit code, or minus the signal that ended it; None if it was killed from outside."""
+    killed: Literal["", "time", "output"]
+    seconds: float
+
+
+@cache
+def unavailable() -> str:
+    """Why programs cannot be isolated on this machine; empty if they can."""
+    if not sys.platform.startswith("linux"):
+        return f"{sys.platform} has no namespaces"
+    try:
+        tried = _run(["-c", "print(7)"], {}, "", Limits(), isolated=True)
+    except SelfJudgeError as error:
+        return str(error)
+    return "" if tried.stdout == "7\n" else f"Python does not start in it: {' '.join(tried.stderr.split())}"
+
+
+def refuse_unisolated() -> None:
+    """Raise where programs cannot be isolated."""
+    if why := unavailable():
+        raise SelfJudgeError(
+            f"generated code cannot be isolated here ({why}): allow user namespaces, or take the risk with --allow-unsafe"
+        )
+
+
+def run(
+    code: str, stdin: str = "", *, files: Mapping[str, str] | None = None, limits: Limits | None = None,
+    allow_unsafe: bool = False,
+) -> Run:  # fmt: skip
+    """Run a Python program with the standard library, in a folder of its own that holds `files`."""
+    isolated = not unavailable()
+    if not allow_unsafe:
+        refuse_unisolated()
+    return _run(["main.py"], {**(files or {}), "main.py": code}, stdin, limits or Limits(), isolated=isolated)
+
+
+def _run(arguments: Sequence[str], files: Mapping[str, str], stdin: str, limits: Limits, *, isolated: bool) -> Run:
+    python = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
+    prefixes = dict.fromkeys(os.path.realpath(p) for p in (sys.base_prefix, sys.base_exec_prefix, Path(python).parent))
+    processes = limits.processes + (2 if isolated else _processes())  # with ours
+    job: dict[str, Any] = {
+        "isolated": isolated,
+        "python_folders": list(prefixes),
+        "files": dict(files),
+        "disk": limits.disk,
+        # -s -P and no variables but these are what -I means; -I itself would ignore the seed of hashes, and a program
+        # that prints a set would be right one day and wrong the next. -S: no package but the standard library's.
+        "command": [python, "-s", "-S", "-P", *arguments],
+        "environment": {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"},  # noqa: S108
+        "limits": {
+            "RLIMIT_CPU": (limits.cpu_seconds, limits.cpu_seconds + 1),
+            "RLIMIT_AS": (limits.memory, limits.memory),
+            "RLIMIT_FSIZE": (limits.file, limits.file),
+            "RLIMIT_NPROC": (processes, processes),
+            "RLIMIT_NOFILE": (limits.open_files, limits.open_files),
+            "RLIMIT_CORE": (0, 0),
+        },
+    }
+    with tempfile.TemporaryDirectory(prefix="selfjudge-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        (folder / "work").mkdir()
+        (folder / "job").write_bytes(marshal.dumps(job))
+        (folder / "stdin").write_text(stdin, encoding="utf-8", errors="replace")
+        return _watch(folder, limits)
+
+
+def _watch(folder: Path, limits: Limits) -> Run:
+    """Start the jail and read what comes until it ends, says too much or takes too long."""
+    began = time.monotonic()
+    status, status_in_jail = os.pipe()
+    try:
+        with (folder / "stdin").open("rb") as stdin:
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", jail.__file__, str(folder), str(status_in_jail)],
+                stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=(status_in_jail,), cwd="/",
+                env={}, start_new_session=True,
+            )  # fmt: skip
+    except OSError as error:
+        os.close(status)
+        raise SelfJudgeError(f"cannot start a process: {error}") from None
+    finally:
+        os.close(status_in_jail)
+    killed: Literal["", "time", "output"] = ""
+    assert process.stdout
+    assert process.stderr
+    with process, os.fdopen(status, "rb") as told, selectors.DefaultSelector() as waiting:
+        streams: list[IO[bytes]] = [process.stdout, process.stderr, told]
+        read = [bytearray() for _ in streams]
+        for stream, buffer in zip(streams, read, strict=True):
+            waiting.register(stream, selectors.EVENT_READ, buffer)
+        try:
+            while waiting.get_map() and not killed:
+                left = began + limits.seconds - time.monotonic()
+                if left <= 0:
+                    killed = "time"
+                for key, _ in waiting.select(max(0.0, left)):
+                    chunk = os.read(key.fd, 1 << 16)
+                    key.data.extend(chunk)
+                    if not chunk:
+                        waiting.unregister(key.fileobj)
+                    elif len(key.data) > limits.output:
+                        killed = "output"
+        finally:
+            _end(process)
+    out, err, how = (bytes(buffer[: limits.output]).decode("utf-8", "replace") for buffer in read)
+    word, _, rest = how.partition(" ")
+    if not killed and word != "exit":
+        raise SelfJudgeError(" ".join((rest or err or "the jail ended early").split()))
+    code = int(rest) if word == "exit" else None
+    if code in (-signal.SIGXCPU, -signal.SIGKILL) and not killed:
+        killed = "time"
+    return Run(out, err, code, killed, time.monotonic() - began)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Let the jail kill all that it started, or, should it not, kill the jail."""
+    process.terminate()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _processes() -> int:
+    """Those that this user has already: without a namespace the kernel counts them all."""
+    mine = os.getuid()
+    count = 0
+    for path in Path("/proc").glob("[0-9]*/task/*"):
+        with suppress(OSError):
+            count += path.stat().st_uid == mine
+    return count
+
+
+def each(function: Callable[[A], B], items: Iterable[A], workers: int | None = None) -> list[B]:
+    """`function` of every item, as many at once as there are CPU cores, in order."""
+    with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0))) as pool:
+        return list(pool.map(function, items))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """`assert`: statements that must run through after the code. `stdin`: what the code prints when it reads `given`.
+    `call`: what `function` (a method of `Solution`, or a function) returns for `given`, one JSON value a line."""
+
+    kind: Literal["assert", "stdin", "call"]
+    given: str
+    expected: str = ""
+    function: str = ""
+
+
+_HARNESS = """\
+import builtins, json, os, sys, types
+builtins.exit = builtins.quit = sys.exit
+with open("test.json", encoding="utf-8") as file:
+    test = json.load(file)
+os.remove("test.json")
+kind, space = test["kind"], types.ModuleType("__main__" if test["kind"] == "stdin" else "solution")
+sys.modules[space.__name__], sys.argv = space, ["solution.py"]
+sys.setrecursionlimit(50000)
+def do(text, name):
+    exec(compile(text, name, "exec", dont_inherit=True), space.__dict__)
+do(test["prelude"], "prelude")
+do(test["code"], "solution.py")
+if kind == "assert":
+    do(test["given"], "test")
+    value = True
+elif kind == "call":
+    owner = space.Solution() if hasattr(space, "Solution") else space
+    value = getattr(owner, test["function"])(*[json.loads(line) for line in test["given"].split("\\n") if line.strip()])
+if kind != "stdin":
+    sys.stdout.flush()
+    os.write(1, ("\\n" + test["mark"] + json.dumps(value, default=list)).encode())
+"""
+
+
+def run_tests(
+    code: str, tests: Sequence[Trial], *, prelude: str = "", limits: Limits | None = None, allow_unsafe: bool = False,
+    workers: int | None = None,
+) -> list[bool]:  # fmt: skip
+    """Which tests a program passes. Each runs in a process of its own; `prelude` runs before the code.
+
+    A program that ends by itself before its test (`exit()`) does not pass it: the harness ends with a mark that the
+    code was not told. Expected values never enter the sandbox, except in asserts.
+    """
+
+    def passes(test: Trial) -> bool:
+        mark = secrets.token_hex(16)
+        told = {"kind": test.kind, "code": code, "prelude": prelude, "function": test.function, "mark": mark}
+        given = "" if test.kind == "stdin" else test.given
+        ended = run(
+            _HARNESS, test.given if test.kind == "stdin" else "", limits=limits, allow_unsafe=allow_unsafe,
+            files={"test.json": json.dumps({**told, "given": given})},
+        )  # fmt: skip
+        if ended.killed or ended.code != 0:
+            return False
+        if test.kind == "stdin":
+            return same_output(ended.stdout, test.expected)
+        _, found, value = ended.stdout.rpartition(f"\n{mark}")
+        return bool(found) and (test.kind == "assert" or _same_value(value, test.expected))
+
+    return each(passes, tests, workers)
+
+
+def _same_value(got: str, expected: str) -> bool:
+    try:
+        return bool(json.loads(got) == json.loads(expected))
+    except (ValueError, RecursionError):  # a program may print anything
+        return False
+
+
+def same_output(got: str, expected: str) -> bool:
+    """Equal lines, blanks at their ends aside; a line of numbers may write them in another way."""
+    ours, theirs = ([line.strip() for line in text.strip().splitlines()] for text in (got, expected))
+    return len(ours) == len(theirs) and all(a == b or _same_numbers(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def _same_numbers(a: str, b: str) -> bool:
+    try:
+        return [Decimal(word) for word in a.split()] == [Decimal(word) for word in b.split()]
+    except InvalidOperation:
+        return False

@@ -1,0 +1,198 @@
+"""Training: label folders → a judge with thresholds, a card and a figure.
+
+    fit       70 % of the prompts: weights and scaler
+    select    15 %: C, the epoch of an MLP
+    holdout   15 %: thresholds and everything that is reported
+
+θ never sees the rows that chose C, and no prompt stands in two parts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.metrics import roc_auc_score
+
+from selfjudge.errors import SelfJudgeError
+from selfjudge.judge.model import FEATURES, MODELS, Judge, JudgeConfig
+from selfjudge.store import provenance, write_json
+from selfjudge.train.card import write_card
+from selfjudge.train.dataset import PARTS, Rows
+from selfjudge.train.fit import Fitted, auc, fit_linear, fit_mlp, predict
+from selfjudge.train.thresholds import at, quality_curve, thresholds
+
+Notify = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides a judge."""
+
+    features: str = "hidden+margin"
+    model: str = "auto"
+    """`auto` fits both kinds and takes the MLP only if it is better on `select` and on the holdout."""
+    originals: bool = False
+    """Learn from the target's own tokens as well, as acceptable rows."""
+    suffix_length: int | None = None
+    suffix_gap: int = 0
+    """Tokens right after the substitution that the score passes over."""
+    tau: float | None = None
+    acceptable: float | None = None
+    """Instead of τ: the share of the mismatches that is called acceptable."""
+    sources: tuple[str, ...] = ()
+    """Learn from rows of these sources of prompts alone; all if none is named."""
+    reject: float = 0.9
+    """Share of the unacceptable tokens that the threshold R rejects."""
+    seed: int = 0
+
+    def check(self) -> None:
+        if self.features not in FEATURES:
+            raise SelfJudgeError(f"unknown features {self.features!r}; there are: {', '.join(FEATURES)}")
+        if self.model not in (*MODELS, "auto"):
+            raise SelfJudgeError(f"unknown model {self.model!r}; there are: {', '.join(MODELS)}, auto")
+        if not 0 < self.reject <= 1:
+            raise SelfJudgeError(f"--reject must lie above 0 and not above 1, not {self.reject}")
+        if self.suffix_length is not None and self.suffix_length < 0:
+            raise SelfJudgeError(f"--suffix-length must not be negative, not {self.suffix_length}")
+        if self.suffix_gap < 0:
+            raise SelfJudgeError(f"--suffix-gap must not be negative, not {self.suffix_gap}")
+        if self.tau is not None and not np.isfinite(self.tau):
+            raise SelfJudgeError(f"--tau must be a number, not {self.tau}")
+        if self.acceptable is not None and not 0 < self.acceptable < 1:
+            raise SelfJudgeError(f"--acceptable must lie between 0 and 1, not {self.acceptable}")
+        if self.acceptable is not None and self.tau is not None:
+            raise SelfJudgeError("--tau and --acceptable say the same thing twice: give one of them")
+
+
+def train(
+    folders: Sequence[Path], out: Path, settings: Settings | None = None, *, device: str | None = None,
+    notify: Notify | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Train a judge and write its folder; what it gives back is `config.json`."""
+    settings = settings or Settings()
+    settings.check()
+    new = not out.exists()
+    _claim(out)
+    begun = time.monotonic()
+    place = torch.device(device) if device else None
+    try:
+        rows = Rows(folders, seed=settings.seed, notify=notify)
+        if settings.sources:
+            rows = rows.only(settings.sources)
+        anew = (settings.suffix_length, settings.tau, settings.acceptable)
+        if settings.suffix_gap or any(wish is not None for wish in anew):
+            rows = rows.relabelled(
+                settings.suffix_length, settings.tau, gap=settings.suffix_gap, acceptable=settings.acceptable
+            )
+        rows.check(settings.features, settings.originals)
+    except SelfJudgeError:
+        if new:
+            out.rmdir()  # nothing is left of a training that could not begin
+        raise
+    tried = candidates(rows, settings, place, notify)
+    chosen = choice(rows, tried, place)
+    judge, evidence = finish(rows, chosen, settings, place)
+    evidence["tried"] = {kind: round(fitted.auc_select, 4) for kind, fitted in tried.items()}
+    seconds = round(time.monotonic() - begun, 1)
+    try:
+        write_card(out, judge, evidence)
+        write_json(
+            out / "run.json",
+            provenance(
+                settings=asdict(settings), labels=[str(f) for f in folders], seconds=seconds, auc_select=evidence["tried"],
+                **evidence["counts"],
+            ),
+        )  # fmt: skip
+        judge.save_pretrained(out)
+    except OSError as error:
+        raise SelfJudgeError(f"cannot write {out}: {error}") from None
+    return asdict(judge.config)
+
+
+def _claim(out: Path) -> None:
+    """Refuse a folder with anything in it but what a training that was killed has left."""
+    left = {
+        "README.md",
+        "roc.json",
+        "roc.png",
+        "run.json",
+        "model.safetensors",
+        ".README.md.partial",
+        ".model.safetensors.partial",
+    }
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        others = [file.name for file in out.iterdir() if file.name not in left]
+    except OSError as error:
+        raise SelfJudgeError(f"cannot use {out} as a folder: {error}") from None
+    if others:
+        raise SelfJudgeError(f"{out} is not an empty folder: name a new one with --out")
+
+
+def candidates(rows: Rows, settings: Settings, device: torch.device | None, notify: Notify | None) -> dict[str, Fitted]:
+    """The judges that `settings.model` asks for, by kind."""
+    taus = {tau for tau in rows.taus if tau is not None}
+    lengths = set(rows.suffix_lengths)
+    first = rows.manifests[0]
+    drafts, methods = (dict.fromkeys(m[key] for m in rows.manifests) for key in ("draft", "method"))
+    config = JudgeConfig(
+        hidden_size=rows.hidden_size, target=first["target"], target_sha256=first["target_sha256"], draft=", ".join(drafts),
+        draft_sha256=first["draft_sha256"], features=settings.features, label_method="+".join(methods),
+        suffix_length=lengths.pop() if len(lengths) == 1 else None, suffix_gap=settings.suffix_gap, tau=taus.pop() if len(taus) == 1 else None,
+        acceptable=settings.acceptable,
+        sources=tuple(str(name) for name in np.unique(rows.sources[rows.used])),
+    )  # fmt: skip
+    made: dict[str, Fitted] = {}
+    if settings.model in ("linear", "auto"):
+        made["linear"] = fit_linear(rows, config, originals=settings.originals, device=device, notify=notify)
+    if settings.model in ("mlp", "auto"):
+        deep = replace(config, model="mlp")
+        made["mlp"] = fit_mlp(
+            rows, deep, originals=settings.originals, seed=settings.seed, device=device, notify=notify
+        )
+    return made
+
+
+def choice(rows: Rows, tried: dict[str, Fitted], device: torch.device | None) -> Fitted:
+    """The only one, or the linear judge unless the MLP is better both where it was selected and on the holdout."""
+    if len(tried) == 1:
+        return next(iter(tried.values()))
+    linear, mlp = tried["linear"], tried["mlp"]
+    on_holdout = [auc(rows, fitted.judge, rows.of("holdout"), device=device) for fitted in (linear, mlp)]
+    return mlp if mlp.auc_select > linear.auc_select and on_holdout[1] > on_holdout[0] else linear
+
+
+def finish(rows: Rows, fitted: Fitted, settings: Settings, device: torch.device | None) -> tuple[Judge, dict[str, Any]]:
+    """Thresholds and figures from the holdout, into the judge's configuration."""
+    holdout = rows.of("holdout")
+    scores, labels = predict(rows, fitted.judge, holdout, device=device)
+    found = thresholds(scores, labels, reject=settings.reject)
+    metrics = {
+        "auc_mismatch": float(roc_auc_score(labels, scores)),
+        "auc_select": fitted.auc_select, "n_labels": int(rows.used.sum()), "n_prompts": rows.n_prompts, "n_holdout": len(labels),
+        "n_aligned": int(rows.aligned.sum()), "acceptable_rate": float(rows.labels[rows.used].mean()),
+        **{f"{name}_{key}": value for name in ("F", "R") for key, value in at(scores, labels, found[name]).items()},
+        **({} if fitted.c is None else {"C": fitted.c}),
+    }  # fmt: skip
+    if "lookahead" not in settings.features:  # none is stored for the target's own tokens
+        every, truth = predict(rows, fitted.judge, holdout, originals=True, device=device)
+        metrics["auc_all"] = float(roc_auc_score(truth, every))
+    config = replace(
+        fitted.judge.config, thresholds=found, quality_curve=quality_curve(scores, labels), metrics=metrics
+    )
+    judge = Judge(config, **dict(fitted.judge.cpu().named_buffers()))
+    counts = {
+        "rows": {name: int(rows.of(name).sum()) for name in PARTS},
+        "sources": {
+            str(name): {"rows": int(mine.sum()), "acceptable": float(rows.labels[mine].mean())}
+            for name in np.unique(rows.sources[rows.used])
+            for mine in [rows.used & (rows.sources == name)]
+        },
+    }  # fmt: skip
+    return judge, {"scores": scores, "labels": labels, "counts": counts}
