@@ -15,7 +15,7 @@ test-all: .venv/.installed
 	$(BIN)/pytest -m "slow and not gpu"
 
 # the oldest transformers we support, and the newest that vLLM allows
-COMPAT := $(addprefix tests/unit/test_,decode.py distill.py engine.py evaluate.py label.py pair.py quality.py score.py shells.py)
+COMPAT := $(addprefix tests/unit/test_,decode.py distill.py engine.py evaluate.py label.py likelihood.py pair.py score.py text.py)
 test-compat: .compat/5.17.0 .compat/5.19.0
 	PYTHONPATH=.compat/5.17.0 $(BIN)/pytest $(COMPAT) -m "not slow and not gpu" -k "not distribution and not killed"
 	PYTHONPATH=.compat/5.19.0 $(BIN)/pytest $(COMPAT) -m "not slow and not gpu" -k "not distribution and not killed"

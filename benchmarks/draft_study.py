@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from selfjudge.bench.draft import bench_draft
-from selfjudge.distill.pipeline import Settings, export, prepare
+from selfjudge.distill.pipeline import DistillConfig, export, prepare
 from selfjudge.distill.student import Shape, Student
 from selfjudge.distill.train import train
 from selfjudge.models.convert import draft_model
@@ -68,7 +68,7 @@ def main() -> None:
     o = parser.parse_args()
     pair = Pair.load(o.target, device=o.device, needs_draft=False)
     say("loaded", o.target)
-    settings = Settings(
+    settings = DistillConfig(
         minutes=o.final_minutes, prompts=tuple(o.prompts), rate=o.rate, batch_tokens=o.batch_tokens,
         max_new_tokens=o.max_new_tokens,
     )  # fmt: skip

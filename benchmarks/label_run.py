@@ -19,7 +19,7 @@ import torch
 
 from selfjudge.label.calibrate import tau_of
 from selfjudge.label.folder import read_shards
-from selfjudge.label.pipeline import Settings, label
+from selfjudge.label.pipeline import LabelConfig, label
 from selfjudge.models.pair import Pair
 from selfjudge.store import machine, read_json, versions, write_json, write_rows, write_tensors
 
@@ -82,7 +82,7 @@ def main() -> None:
         if cuda:
             torch.cuda.reset_peak_memory_stats()
         begun = time.monotonic()
-        settings = Settings(
+        settings = LabelConfig(
             prompts=tuple(prompts), method=method, max_new_tokens=o.max_new_tokens, batch=o.batch,
             tau=o.tau if method == "selfjudge" else None,
             calibrate=o.calibrate if method == "selfjudge" and o.tau is None else None, calibrate_prompts=o.calibrate_prompts,

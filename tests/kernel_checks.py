@@ -34,11 +34,11 @@ def odd_rows(logits: Tensor) -> None:
 
 
 def check_top(device: torch.device, dtype: torch.dtype) -> None:
-    from selfjudge.ops.argmax_triton import split_top
+    from selfjudge.ops.argmax_triton import split_argmax
 
     logits = torch.randn(3, 2, VOCAB, device=device).to(dtype)
     odd_rows(logits.view(6, VOCAB))
-    choice, odd = split_top(logits)
+    choice, odd = split_argmax(logits)
     assert torch.equal(choice, regular(logits.float()).argmax(-1))
     assert choice[2].tolist() == [60, 8997]
     assert torch.equal(odd, broken(logits))
@@ -46,7 +46,7 @@ def check_top(device: torch.device, dtype: torch.dtype) -> None:
 
 def check_scores(device: torch.device, dtype: torch.dtype, features: str, units: int) -> None:
     """Blocks: what `Judge.score` says, for every row that it can be asked about."""
-    from selfjudge.ops.argmax_triton import split_top
+    from selfjudge.ops.argmax_triton import split_argmax
     from selfjudge.ops.judge_score_triton import scores
 
     judge = random_judge(features, units).to(device)
@@ -58,7 +58,7 @@ def check_scores(device: torch.device, dtype: torch.dtype, features: str, units:
     hidden[2, 1, 5], hidden[2, 2, 6] = torch.nan, torch.inf
     fused = judge.fused()
     assert fused is not None
-    found = scores(fused, hidden, logits, split_top(logits)[0], drafts)
+    found = scores(fused, hidden, logits, split_argmax(logits)[0], drafts)
     wanted = judge(Block(drafts, logits, hidden))
     torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-4, equal_nan=True)
     assert wanted[2].isnan().tolist() == [True, True, False, False]

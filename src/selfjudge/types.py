@@ -36,7 +36,7 @@ class Block:
     """[B, γ+1] one number in [0, 1) for each draft's acceptance and one for the token after (sampling only)."""
     scores: Tensor | None = None
     """[B, γ] the judge's P(acceptable) of each draft, where a judge was asked; NaN where it could not say."""
-    top: tuple[Tensor, Tensor] | None = None
+    argmax: tuple[Tensor, Tensor] | None = None
     """[B, γ+1] the target's most likely token of each row and whether the row is broken, where that is known already."""
 
     @property
@@ -70,7 +70,7 @@ class Emission(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Singles(Sequence[Emission]):
+class TokenColumn(Sequence[Emission]):
     """The emissions of a step without drafts: one token a row, made into records only where they are looked at.
 
     A batch of a thousand rows has a thousand of them every few milliseconds; whoever wants speed reads the arrays.

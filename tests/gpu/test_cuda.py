@@ -7,7 +7,7 @@ import torch
 
 from conftest import VOCAB, tiny_model
 from kernel_checks import check_all
-from selfjudge.decoding.loop import Door, Newcomer, decode
+from selfjudge.decoding.loop import AdmissionQueue, Request, decode
 from selfjudge.decoding.rules import (
     AcceptanceRule,
     Exact,
@@ -25,7 +25,7 @@ from selfjudge.engine.cuda.kernels_torch import Kernels
 from selfjudge.engine.select import common_kind, make_engine
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.model import FEATURES, Judge, JudgeConfig, columns
-from selfjudge.ops.argmax import broken, regular, top
+from selfjudge.ops.argmax import argmax_checked, broken, regular
 
 pytestmark = [
     pytest.mark.gpu,
@@ -156,7 +156,7 @@ def test_the_most_likely_token_in_two_kernels(dtype, size: int) -> None:
     torch.manual_seed(0)
     logits = torch.randn(3, 2, size, device=CUDA, dtype=dtype)
     logits[0, 0, 7], logits[0, 1, size - 1], logits[1, 0], logits[1, 1] = torch.nan, torch.inf, -torch.inf, torch.nan
-    choice, odd = top(logits)
+    choice, odd = argmax_checked(logits)
     assert torch.equal(choice.cpu(), regular(logits.float()).argmax(-1).cpu())
     assert torch.equal(odd.cpu(), broken(logits).cpu())
     assert odd.tolist() == [[True, True], [False, True], [False, False]]
@@ -232,8 +232,8 @@ def test_rows_that_enter_recorded_batches_get_what_they_would_get_alone(rule: Ac
         run(target, draft, [p], rule, gamma=3, max_new_tokens=n, seeds=[s])[0]
         for s, (p, n) in enumerate(zip(prompts, limits, strict=True))
     ]
-    waiting = [Newcomer(p, n, s) for s, (p, n) in enumerate(zip(prompts, limits, strict=True))]
-    door, tokens = Door(rows=4, length=80), {}
+    waiting = [Request(p, n, s) for s, (p, n) in enumerate(zip(prompts, limits, strict=True))]
+    queue, tokens = AdmissionQueue(rows=4, length=80), {}
     steps = decode(
         make_engine(target),
         make_engine(draft),
@@ -242,11 +242,11 @@ def test_rows_that_enter_recorded_batches_get_what_they_would_get_alone(rule: Ac
         gamma=3,
         max_new_tokens=limits[:1],
         seeds=[0],
-        door=door,
+        queue=queue,
     )
     for number, step in enumerate(steps):
         for emission in step.emissions:
             tokens.setdefault(emission.row, []).extend(emission.tokens)
         for i in {0: [1, 2], 3: [3, 4], 5: [5, 6]}.get(number, ()):
-            door.put(waiting[i])
+            queue.put(waiting[i])
     assert [tokens[i] for i in range(len(prompts))] == alone

@@ -10,7 +10,7 @@ import transformers as hf
 from scipy.stats import chisquare
 
 from conftest import CONFIGS, VOCAB, tiny_model
-from selfjudge.decoding.loop import Door, Newcomer, decode
+from selfjudge.decoding.loop import AdmissionQueue, Request, decode
 from selfjudge.decoding.rules import AcceptanceRule, Exact, Judged, Sampling, SpeculativeSampling, TopK
 from selfjudge.engine.base import Engine
 from selfjudge.engine.cuda import engine as cuda
@@ -217,13 +217,13 @@ def test_rows_that_enter_get_what_they_would_get_alone(rule: AcceptanceRule, gam
         run(target, draft, [p], rule, gamma=gamma, max_new_tokens=n, seeds=[s], eos_ids=[7])[0][0]
         for s, (p, n) in enumerate(zip(prompts, limits, strict=True))
     ]
-    waiting = [Newcomer(p, n, s) for s, (p, n) in enumerate(zip(prompts, limits, strict=True))]
-    door = Door(rows=3, length=60)
+    waiting = [Request(p, n, s) for s, (p, n) in enumerate(zip(prompts, limits, strict=True))]
+    queue = AdmissionQueue(rows=3, length=60)
     tokens: dict[int, list[int]] = {}
     most = prefills = 0
     steps = decode(
         engine_of(target), engine_of(draft), prompts[:1], rule,
-        gamma=gamma, max_new_tokens=limits[:1], seeds=[0], eos_ids=[7], door=door,
+        gamma=gamma, max_new_tokens=limits[:1], seeds=[0], eos_ids=[7], queue=queue,
     )  # fmt: skip
     for number, step in enumerate(steps):
         prefills += step.cycle == 0
@@ -231,7 +231,7 @@ def test_rows_that_enter_get_what_they_would_get_alone(rule: AcceptanceRule, gam
         for emission in step.emissions:
             tokens.setdefault(emission.row, []).extend(emission.tokens)
         for i in {0: [1, 2, 3, 4], 3: [5], 5: [6, 7]}.get(number, ()):
-            door.put(waiting[i])
+            queue.put(waiting[i])
     assert [tokens[i] for i in range(len(prompts))] == alone
     assert most == 3
     assert prefills > 2
@@ -240,36 +240,36 @@ def test_rows_that_enter_get_what_they_would_get_alone(rule: AcceptanceRule, gam
 @pytest.mark.parametrize("gamma", [0, 3])
 def test_a_batch_that_has_emptied_takes_in_who_waits(gamma: int) -> None:
     target, draft = tiny_model(seed=1), tiny_model(seed=2)
-    prompts, door = prompts_of([30, 4, 6, 5]), Door(3, 60)
+    prompts, queue = prompts_of([30, 4, 6, 5]), AdmissionQueue(3, 60)
     tokens: list[list[int]] = [[] for _ in prompts]
     steps = decode(
-        engine_of(target), engine_of(draft), prompts[:1], Exact(), gamma=gamma, max_new_tokens=9, door=door
+        engine_of(target), engine_of(draft), prompts[:1], Exact(), gamma=gamma, max_new_tokens=9, queue=queue
     )  # fmt: skip
     for step in steps:
         for emission in step.emissions:
             tokens[emission.row] += emission.tokens
             if emission.finish and emission.row in (0, 2):  # the batch is empty now
                 for new in [1, 2] if emission.row == 0 else [3]:
-                    door.put(Newcomer(prompts[new], 1 if new == 1 else 12))
+                    queue.put(Request(prompts[new], 1 if new == 1 else 12))
     assert tokens == [greedy(target, p, n) for p, n in zip(prompts, [9, 1, 12, 12], strict=True)]
 
 
 def test_the_door_refuses_rows_that_would_not_fit() -> None:
     with pytest.raises(SelfJudgeError, match="at most 20 tokens"):
-        Door(2, 20).put(Newcomer([5] * 15, 6))
+        AdmissionQueue(2, 20).put(Request([5] * 15, 6))
 
 
 def test_a_row_may_be_cancelled_before_it_enters() -> None:
     model = tiny_model(seed=1)
-    cancelled, door = set(), Door(2, 60)
+    cancelled, queue = set(), AdmissionQueue(2, 60)
     rows = []
     for step in decode(
-        engine_of(model), engine_of(model), prompts_of([4]), Exact(), gamma=2, max_new_tokens=20, cancelled=cancelled, door=door
+        engine_of(model), engine_of(model), prompts_of([4]), Exact(), gamma=2, max_new_tokens=20, cancelled=cancelled, queue=queue
     ):  # fmt: skip
         rows.append([e.row for e in step.emissions])
         if step.cycle == 1 and len(rows) == 2:
             for prompt in prompts_of([5, 6]):
-                door.put(Newcomer(prompt, 10))
+                queue.put(Request(prompt, 10))
             cancelled.add(1)
     assert [2] in rows  # takes the place that row 1 gave up
     assert sum(1 in r for r in rows) <= 1

@@ -26,7 +26,7 @@ import selfjudge.engine.teacher_forced as forced_module
 from conftest import CONFIGS, VOCAB, tiny_model
 from selfjudge.decoding.text import generate
 from selfjudge.distill.data import Corpus, Job, chunks, jobs, largest, teacher
-from selfjudge.distill.pipeline import Settings, distill
+from selfjudge.distill.pipeline import DistillConfig, distill
 from selfjudge.distill.student import Shape, Student, distillation_loss
 from selfjudge.distill.train import State, top1, train
 from selfjudge.errors import SelfJudgeError
@@ -49,13 +49,13 @@ def pair(checkpoints: dict[str, str]) -> Pair:
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> Settings:
+def settings(tmp_path: Path) -> DistillConfig:
     """A run of a second or two on a file of prompts."""
     file = tmp_path / "prompts.jsonl"
     random = np.random.default_rng(0)
     prompts = [" ".join(f"w{i}" for i in random.integers(1, 50, size)) for size in random.integers(2, 12, 20)]
     file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
-    return Settings(
+    return DistillConfig(
         layers=1, width=64, minutes=0.004, prompts=(f"{file}:20x3",), max_new_tokens=24, held_out=4, top_k=8,
         batch_tokens=1024, rate=5e-3,
     )  # fmt: skip
@@ -442,7 +442,7 @@ def loaded(folder: Path) -> hf.PreTrainedModel:
 
 
 def test_a_whole_run(
-    pair: Pair, checkpoints: dict[str, str], settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, checkpoints: dict[str, str], settings: DistillConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         selfjudge.distill.pipeline, "INT8_LOSS", 1.0
@@ -492,7 +492,7 @@ def test_a_whole_run(
 
 
 def test_float16_is_kept_where_int8_costs_agreement(
-    pair: Pair, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, settings: DistillConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = iter([{"all": 0.75}, {"all": 0.25}])
     monkeypatch.setattr(selfjudge.distill.pipeline, "top1", lambda *_: next(measured))
@@ -532,7 +532,7 @@ def killer(stage: str, occurrence: int) -> Callable[[str, float], None]:
     [("the target answers", 1), ("the target answers", 3), ("the target answers, top-k", 2), ("training", 1), ("writing", 1)],
 )  # fmt: skip
 def test_a_killed_run_goes_on(
-    stage: str, occurrence: int, pair: Pair, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stage: str, occurrence: int, pair: Pair, settings: DistillConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(data_module, "CHUNK", 16)
     out = tmp_path / "out"
@@ -556,7 +556,9 @@ def test_a_killed_run_goes_on(
         assert all(np.array_equal(one[name], other[name]) for name in one)
 
 
-def test_a_longer_run_that_is_killed_is_not_taken_for_finished(pair: Pair, settings: Settings, tmp_path: Path) -> None:
+def test_a_longer_run_that_is_killed_is_not_taken_for_finished(
+    pair: Pair, settings: DistillConfig, tmp_path: Path
+) -> None:
     out, longer = tmp_path / "out", replace(settings, minutes=settings.minutes * 2)
     distill(pair, out, settings)
     with pytest.raises(Killed):
@@ -565,7 +567,7 @@ def test_a_longer_run_that_is_killed_is_not_taken_for_finished(pair: Pair, setti
     assert distill(pair, out, longer)["settings"]["minutes"] == longer.minutes
 
 
-def test_a_folder_of_somebody_else_is_left_alone(pair: Pair, settings: Settings, tmp_path: Path) -> None:
+def test_a_folder_of_somebody_else_is_left_alone(pair: Pair, settings: DistillConfig, tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("mine")
     with pytest.raises(SelfJudgeError, match="holds other files"):
         distill(pair, tmp_path, settings)
@@ -573,7 +575,7 @@ def test_a_folder_of_somebody_else_is_left_alone(pair: Pair, settings: Settings,
 
 
 def test_other_settings_are_refused_and_more_minutes_are_not(
-    pair: Pair, settings: Settings, tmp_path: Path, checkpoints: dict[str, str]
+    pair: Pair, settings: DistillConfig, tmp_path: Path, checkpoints: dict[str, str]
 ) -> None:
     out = tmp_path / "out"
     first = distill(pair, out, settings)
@@ -592,7 +594,7 @@ def test_other_settings_are_refused_and_more_minutes_are_not(
 @pytest.mark.parametrize(
     "name", ["train.safetensors", "answers-00000.safetensors", "prompts.safetensors", "settings.json"]
 )
-def test_a_damaged_file_is_named(pair: Pair, settings: Settings, tmp_path: Path, name: str) -> None:
+def test_a_damaged_file_is_named(pair: Pair, settings: DistillConfig, tmp_path: Path, name: str) -> None:
     out = tmp_path / "out"
     with pytest.raises(Killed):
         distill(pair, out, settings, notify=killer("writing", 1))
@@ -604,7 +606,7 @@ def test_a_damaged_file_is_named(pair: Pair, settings: Settings, tmp_path: Path,
 
 
 def test_a_full_disk_leaves_nothing_half_written(
-    pair: Pair, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, settings: DistillConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
@@ -618,7 +620,7 @@ def test_a_full_disk_leaves_nothing_half_written(
 
 @pytest.mark.parametrize(("stage", "size"), [("training", 30_000), ("writing", 30_000), ("writing", 100_000)])
 def test_a_disk_that_fills_up_while_models_are_written(
-    pair: Pair, settings: Settings, tmp_path: Path, stage: str, size: int, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, settings: DistillConfig, tmp_path: Path, stage: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel refuses to let files grow: safetensors' own writer fails, not a stand-in for it."""
     import resource
@@ -645,7 +647,7 @@ def test_a_disk_that_fills_up_while_models_are_written(
 
 
 @pytest.mark.parametrize("prompts", ["self:4", "file"])
-def test_a_target_without_chat_template(pair: Pair, settings: Settings, tmp_path: Path, prompts: str) -> None:
+def test_a_target_without_chat_template(pair: Pair, settings: DistillConfig, tmp_path: Path, prompts: str) -> None:
     pair.tokenizer.chat_template = None
     wanted = replace(settings, prompts=(prompts,)) if prompts != "file" else settings
     with pytest.raises(SelfJudgeError, match="chat template") as caught:
@@ -663,7 +665,7 @@ def test_a_target_without_chat_template(pair: Pair, settings: Settings, tmp_path
     ],
 )  # fmt: skip
 def test_useless_settings_are_refused(
-    pair: Pair, settings: Settings, tmp_path: Path, change: dict[str, Any], message: str
+    pair: Pair, settings: DistillConfig, tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(SelfJudgeError, match=message) as caught:
         distill(pair, tmp_path / "out", replace(settings, **change))
@@ -671,18 +673,18 @@ def test_useless_settings_are_refused(
 
 
 @pytest.mark.parametrize("change", [{"top_k": 200}, {"seed": 2**31}, {"seed": -1}, {"free_embeddings": True}])
-def test_unusual_settings_work(pair: Pair, settings: Settings, tmp_path: Path, change: dict[str, Any]) -> None:
+def test_unusual_settings_work(pair: Pair, settings: DistillConfig, tmp_path: Path, change: dict[str, Any]) -> None:
     result = distill(pair, tmp_path / "out", replace(settings, **change))
     assert result["training"]["steps"] > 0
 
 
-def test_a_target_in_bfloat16(checkpoints: dict[str, str], settings: Settings, tmp_path: Path) -> None:
+def test_a_target_in_bfloat16(checkpoints: dict[str, str], settings: DistillConfig, tmp_path: Path) -> None:
     pair = Pair.load(checkpoints["target"], device="cpu", dtype="bfloat16", needs_draft=False)
     assert distill(pair, tmp_path / "out", settings)["training"]["steps"] > 0
     assert loaded(tmp_path / "out")(torch.tensor([[5, 6]])).logits.isfinite().all()
 
 
-def test_a_target_that_writes_its_own_prompts(pair: Pair, settings: Settings, tmp_path: Path) -> None:
+def test_a_target_that_writes_its_own_prompts(pair: Pair, settings: DistillConfig, tmp_path: Path) -> None:
     pair.target.generation_config.eos_token_id = [2, 20, 21, 22]  # a random model ends rarely
     result = distill(pair, tmp_path / "out", replace(settings, prompts=("self:40x2",)))
     (source,) = result["sources"]
@@ -692,7 +694,7 @@ def test_a_target_that_writes_its_own_prompts(pair: Pair, settings: Settings, tm
 
 
 def test_a_file_whose_name_begins_with_self_is_a_file(
-    pair: Pair, settings: Settings, tmp_path: Path, monkeypatch
+    pair: Pair, settings: DistillConfig, tmp_path: Path, monkeypatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copy(tmp_path / "prompts.jsonl", tmp_path / "selfmade.jsonl")
@@ -700,7 +702,7 @@ def test_a_file_whose_name_begins_with_self_is_a_file(
     assert result["sources"][0]["licence"] == "given by the user"
 
 
-def test_a_folder_that_cannot_be_written(pair: Pair, settings: Settings, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written(pair: Pair, settings: DistillConfig, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(SelfJudgeError, match="cannot write") as caught:
         distill(pair, tmp_path / "file" / "out", settings)

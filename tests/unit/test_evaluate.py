@@ -20,14 +20,14 @@ from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate import pipeline as evaluating
 from selfjudge.evaluate.consistency import classifier, consistency, proxy, sentences
-from selfjudge.evaluate.pipeline import Run, Settings, evaluate, interval, label_of, runs_of, wording
+from selfjudge.evaluate.pipeline import EvalConfig, Run, evaluate, interval, label_of, runs_of, wording
 from selfjudge.judge.model import Judge, JudgeConfig
 from selfjudge.models.pair import Pair
 from selfjudge.store import read_rows
 from selfjudge.tasks.base import Task
 from selfjudge.tasks.livecodebench import fold, learnt_folds
 
-SMALL = Settings(max_new_tokens=14, batch=3)
+SMALL = EvalConfig(max_new_tokens=14, batch=3)
 TIMED = ("seconds", "tokens_per_second", "machine", "versions", "date")
 
 
@@ -161,7 +161,7 @@ def test_rules_may_be_added_and_other_settings_are_refused(
     assert all("text" not in row for row in samples(out / "file:mine" / "topk:9-g3"))
     assert agrees == [round(value, 5) for value in agrees]
     with pytest.raises(SelfJudgeError, match="was begun with another max_new_tokens"):
-        evaluate(tiny_pair, out, [asked], runs_of(["exact"], [3], {}, special), Settings(max_new_tokens=9, batch=3))
+        evaluate(tiny_pair, out, [asked], runs_of(["exact"], [3], {}, special), EvalConfig(max_new_tokens=9, batch=3))
     evaluate(tiny_pair, out, [asked], runs_of(["judged:0.4"], [3], judges, special), SMALL)
     other = {"mine": [Judge.constant(0.9, tiny_pair.hidden_size)]}
     with pytest.raises(SelfJudgeError, match="another judge or threshold"):
@@ -198,7 +198,7 @@ def test_a_batch_of_64_gives_what_single_prompts_give(tiny_pair: Pair, judges: A
     for batch in (64, 1):
         out = tmp_path / f"batch-{batch}"
         runs = runs_of([spec], [3], judges, tiny_pair.special_ids)
-        (found,) = evaluate(tiny_pair, out, [f"file:{file}"], runs, Settings(max_new_tokens=24, batch=batch))
+        (found,) = evaluate(tiny_pair, out, [f"file:{file}"], runs, EvalConfig(max_new_tokens=24, batch=batch))
         rows = samples(out / "file:many" / runs[0].folder)
         made[batch] = (found["mean_accepted_length"], found["judged_share"], rows)
     assert made[64] == made[1]
@@ -309,7 +309,7 @@ def test_rules_that_cannot_be_are_refused(judges: Any) -> None:
             runs_of(specs, [4], known, ())
     twice = {"a": judges["mine"], "b": judges["mine"]}
     assert [run.name for run in runs_of(["judged:0.3"], [4], twice, ())] == ["judged:0.3@a", "judged:0.3@b"]
-    for wrong in (Settings(limit=0), Settings(batch=0), Settings(max_new_tokens=0)):
+    for wrong in (EvalConfig(limit=0), EvalConfig(batch=0), EvalConfig(max_new_tokens=0)):
         with pytest.raises(SelfJudgeError, match="at least 1"):
             wrong.check()
 
@@ -505,7 +505,7 @@ def test_times_can_be_left_out(tiny_pair: Pair, asked: str, tmp_path: Path) -> N
 def test_all_rules_draft_with_the_same_weights(
     tiny_pair: Pair, asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shells, "rough_draft", lambda *_: pytest.fail("rules are not comparable"))
+    monkeypatch.setattr(shells, "int8_draft", lambda *_: pytest.fail("rules are not comparable"))
     evaluate(tiny_pair, tmp_path, [asked], runs_of(["exact"], [3], {}, ()), SMALL)
     with pytest.raises(pytest.fail.Exception):
         generate(tiny_pair, ["w5"], gamma=3, max_new_tokens=2)

@@ -20,7 +20,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.label.calibrate import scored, tau_of, total
 from selfjudge.label.folder import finished, info, merge, read_shards
 from selfjudge.label.mismatch import draft_tokens, mismatches
-from selfjudge.label.pipeline import Settings, label
+from selfjudge.label.pipeline import LabelConfig, label
 from selfjudge.label.preservation import Search, asked_target, next_mismatch, search
 from selfjudge.label.score import Scorer
 from selfjudge.models.pair import Pair
@@ -44,8 +44,8 @@ def prompts(tmp_path: Path) -> str:
     return str(prompts_file(tmp_path / "asked.jsonl", 12))
 
 
-def settings_of(asked: str, **options: object) -> Settings:
-    return replace(Settings(prompts=(asked,), tau=-8.0, max_new_tokens=24, batch=5), **options)  # type: ignore[arg-type]
+def settings_of(asked: str, **options: object) -> LabelConfig:
+    return replace(LabelConfig(prompts=(asked,), tau=-8.0, max_new_tokens=24, batch=5), **options)  # type: ignore[arg-type]
 
 
 def content(folder: Path) -> dict[str, bytes]:

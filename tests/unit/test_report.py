@@ -123,7 +123,9 @@ def test_the_average_by_hand(small: Path, tmp_path: Path) -> None:
     mine = row(found, "averages", rule="judged:F@j")
     assert set(mine["tasks"]) == {"gsm8k", "mmlu"}
     assert (mine["delta_m"], mine["m_ratio"], mine["delta_score"]) == (pytest.approx((0.75 + 0.5) / 2), 1.25, -0.125)
-    half = 1.959964 * 0.25 * math.sqrt(4 / 3) / 2 / 2  # MMLU's examples are alike: no error; half of the other's
+    half = (
+        1.959964 * 0.25 * math.sqrt(4 / 3) / 2 / 2
+    )  # MMLU's examples are same_draft_weights: no error; half of the other's
     assert mine["delta_m_ci"] == pytest.approx((0.625 - half, 0.625 + half))
     half = math.hypot(0.9 / math.sqrt(4) / 2, 0.9 / math.sqrt(2) / 2) / 2  # independent tasks
     assert mine["delta_ci"] == pytest.approx((-0.125 - half, -0.125 + half))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from selfjudge.decoding.text import Batch, Taken, generate
+from selfjudge.decoding.text import Batch, StepOutput, generate
 from selfjudge.integrations.server.metrics import Metrics
 from selfjudge.integrations.server.rules import Asked, Rules
 from selfjudge.integrations.server.scheduler import ClosedError, FullError, Job, Limits, Scheduler, Update
@@ -73,7 +73,7 @@ def test_a_batch_that_fails_takes_its_own_answers_along(begin: Begin, monkeypatc
     scheduler = begin()
     step = Batch.step
 
-    def sometimes(self: Batch) -> Taken:
+    def sometimes(self: Batch) -> StepOutput:
         if self._settings[2] == 0 and self._answers:
             raise MemoryError("no room")
         return step(self)

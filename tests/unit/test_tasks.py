@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.prompts.sources import Source, given
+from selfjudge.prompts.sources import Source, load_prompts
 from selfjudge.tasks.arithmetic import Arithmetic
 from selfjudge.tasks.base import NAMES, Task, known, plain, task
 from selfjudge.tasks.livecodebench import fold
@@ -261,12 +261,12 @@ def test_prompts_come_from_splits_that_may_be_learnt_from(
     made_up: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ids(name: str) -> list[str]:
-        return [asked.id for asked in given(Source.parse(name), made_up)]
+        return [asked.id for asked in load_prompts(Source.parse(name), made_up)]
 
     one = task("livecodebench", made_up)
     assert ids("livecodebench") == ids("livecodebench/train-0") == [row["id"] for row in one.examples("train")]
     assert ids("livecodebench/fold-2") == [row["id"] for row in one.examples("test-2")]
-    assert given(Source.parse("livecodebench/fold-2:1"), made_up)[0].source == "livecodebench/fold-2"
+    assert load_prompts(Source.parse("livecodebench/fold-2:1"), made_up)[0].source == "livecodebench/fold-2"
     assert known("gsm8k/nonsense")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gsm8k").mkdir()
@@ -442,7 +442,7 @@ def test_programs_that_solve(made_up: Path) -> None:
     )
     answers = one.extract_many(rows, texts)
     assert answers == ["0", "0,1", "0", "", None]
-    assert [one.worth(row, answer) for row, answer in zip(rows, answers, strict=True)] == [
+    assert [one.is_scorable(row, answer) for row, answer in zip(rows, answers, strict=True)] == [
         True,
         True,
         True,

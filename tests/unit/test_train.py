@@ -31,9 +31,9 @@ from selfjudge.judge.model import (
     MARGINS,
     Judge,
     JudgeConfig,
+    block_features,
     columns,
     lookahead_columns,
-    with_columns,
 )
 from selfjudge.label.calibrate import tau_of, total
 from selfjudge.label.folder import read_shards, write_shard
@@ -42,8 +42,8 @@ from selfjudge.train import dataset as reading
 from selfjudge.train import fit as fitting
 from selfjudge.train.dataset import PARTS, Rows
 from selfjudge.train.fit import LOOSE, Fitted, Scaler, auc, fit_linear, fit_mlp, logistic, predict
-from selfjudge.train.pipeline import Settings, candidates, choice, finish, train
-from selfjudge.train.study import told_apart
+from selfjudge.train.pipeline import TrainConfig, candidates, choice, finish, train
+from selfjudge.train.study import critical_auc
 from selfjudge.train.thresholds import at, quality_curve, rates, thresholds
 from selfjudge.types import Block
 
@@ -347,7 +347,7 @@ def flipped(rows: Rows, *parts: str) -> Rows:
 
 
 def test_thresholds_do_not_see_the_rows_that_chose_c(labels: Path) -> None:
-    settings = Settings(model="linear")
+    settings = TrainConfig(model="linear")
     rows = Rows([labels])
     fitted = candidates(rows, settings, None, None)["linear"]
     judge, evidence = finish(rows, fitted, settings, None)
@@ -362,7 +362,7 @@ def test_thresholds_do_not_see_the_rows_that_chose_c(labels: Path) -> None:
 
 
 def test_the_holdout_influences_neither_weights_nor_c(labels: Path) -> None:
-    settings = Settings(model="auto")
+    settings = TrainConfig(model="auto")
     plain = candidates(Rows([labels]), settings, None, None)
     other = candidates(flipped(Rows([labels]), "holdout"), settings, None, None)
     for kind in ("linear", "mlp"):
@@ -492,7 +492,7 @@ def test_a_score_equal_to_theta_is_not_accepted() -> None:
 
 def test_a_stored_threshold_does_in_a_rule_what_it_did_on_the_holdout(labels: Path) -> None:
     """The same `>` there and here, although θ is itself one of the scores and went through a file of text."""
-    settings = Settings(model="linear", features="hidden")
+    settings = TrainConfig(model="linear", features="hidden")
     rows = Rows([labels])
     judge, evidence = finish(rows, candidates(rows, settings, None, None)["linear"], settings, None)
     truth = evidence["labels"]
@@ -559,13 +559,13 @@ def test_the_gpu_gives_the_same_judge_and_keeps_features_where_there_is_room(
 
 
 def test_a_judge_may_learn_from_some_sources_alone(labels: Path, tmp_path: Path) -> None:
-    config = train([labels], tmp_path / "judge", Settings(model="linear", sources=("s1",)))
+    config = train([labels], tmp_path / "judge", TrainConfig(model="linear", sources=("s1",)))
     rows = Rows([labels])
     assert config["metrics"]["n_labels"] == int((rows.used & (rows.sources == "s1")).sum()) > 0
     assert config["metrics"]["n_prompts"] == 30
     assert list(read_json(tmp_path / "judge" / "run.json")["sources"]) == ["s1"]
     with pytest.raises(SelfJudgeError, match=r"no labels come from s9; the sources are: s0, s1"):
-        train([labels], tmp_path / "none", Settings(sources=("s9",)))
+        train([labels], tmp_path / "none", TrainConfig(sources=("s9",)))
 
 
 @pytest.mark.parametrize("originals", [False, True])
@@ -651,7 +651,7 @@ def test_the_first_tokens_of_a_suffix_can_be_passed_over(labels: Path, gap: int)
     clear = np.abs(hand - expected) > 1e-4
     assert np.array_equal(rows.labels[clear], hand[clear] > expected)
     assert clear.mean() > 0.99
-    found = told_apart(labels / "calibration.safetensors", SUFFIX, gap=gap)
+    found = critical_auc(labels / "calibration.safetensors", SUFFIX, gap=gap)
     scores = total(evidence["log_p"], evidence["original"], evidence["substituted"], SUFFIX, gap=gap)
     assert found == pytest.approx(roc_auc_score(evidence["critical"] == 0, scores))
     with pytest.raises(SelfJudgeError, match=f"--suffix-gap {SUFFIX} leaves nothing"):
@@ -709,7 +709,7 @@ def test_nothing_is_written_where_there_are_no_labels(tmp_path: Path) -> None:
 
 def test_a_longer_suffix_than_the_stored_one_is_refused(labels: Path, tmp_path: Path) -> None:
     with pytest.raises(SelfJudgeError, match=r"scores of 6 tokens, not 7: label with --suffix-length 7") as error:
-        train([labels], tmp_path / "judge", Settings(suffix_length=7, tau=-1.0))
+        train([labels], tmp_path / "judge", TrainConfig(suffix_length=7, tau=-1.0))
     assert "\n" not in str(error.value)
 
 
@@ -722,9 +722,9 @@ def test_autojudge_labels_cannot_be_made_again(tmp_path: Path, asked: dict[str, 
 
 
 def test_a_judge_says_which_labels_it_learned(labels: Path, tmp_path: Path) -> None:
-    gapped = train([labels], tmp_path / "gapped", Settings(model="linear", features="hidden", suffix_gap=2))
+    gapped = train([labels], tmp_path / "gapped", TrainConfig(model="linear", features="hidden", suffix_gap=2))
     assert (gapped["suffix_gap"], gapped["tau"]) == (2, Rows([labels]).relabelled(gap=2).taus[0])
-    settings = Settings(model="linear", features="hidden", suffix_length=3)
+    settings = TrainConfig(model="linear", features="hidden", suffix_length=3)
     config = train([labels], tmp_path / "judge", settings)
     rows = Rows([labels]).relabelled(suffix_length=3)
     assert (config["suffix_length"], config["tau"]) == (3, rows.taus[0])
@@ -741,7 +741,7 @@ def test_a_stated_share_of_the_mismatches_is_acceptable(labels: Path, tmp_path: 
     one = every.only([every.sources[0]])
     own = one.relabelled(acceptable=0.4)
     assert own.labels[own.used].mean() == pytest.approx(0.4, abs=1.5 / own.used.sum())
-    settings = Settings(model="linear", features="hidden", suffix_gap=1, acceptable=0.4)
+    settings = TrainConfig(model="linear", features="hidden", suffix_gap=1, acceptable=0.4)
     config = train([labels], tmp_path / "judge", settings)
     assert (config["tau"], config["suffix_gap"], config["acceptable"]) == (rows.taus[0], 1, 0.4)
     assert config["metrics"]["acceptable_rate"] == pytest.approx(float(rows.labels[rows.used].mean()))
@@ -757,7 +757,7 @@ def test_a_stated_share_is_one_of_all_folders_and_of_the_sources_that_are_used(l
     config = train(
         [labels],
         tmp_path / "judge",
-        Settings(model="linear", features="hidden", sources=(source,), acceptable=0.3),
+        TrainConfig(model="linear", features="hidden", sources=(source,), acceptable=0.3),
     )
     assert config["metrics"]["acceptable_rate"] == pytest.approx(0.3, abs=1.5 / config["metrics"]["n_labels"])
 
@@ -765,7 +765,7 @@ def test_a_stated_share_is_one_of_all_folders_and_of_the_sources_that_are_used(l
 def test_nothing_is_left_of_a_training_that_could_not_begin(tmp_path: Path) -> None:
     few = folder(tmp_path / "labels", prompts=2)
     with pytest.raises(SelfJudgeError):
-        train([few], tmp_path / "judge", Settings(model="linear"))
+        train([few], tmp_path / "judge", TrainConfig(model="linear"))
     assert not (tmp_path / "judge").exists()
 
 
@@ -786,14 +786,14 @@ def one_line(error: pytest.ExceptionInfo[SelfJudgeError]) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (Settings(features="hidden+x"), r"unknown features 'hidden\+x'; there are: hidden"),
-        (Settings(model="forest"), "unknown model 'forest'; there are: linear, mlp, auto"),
-        (Settings(reject=0.0), "--reject"), (Settings(reject=1.5), "--reject"), (Settings(reject=math.nan), "--reject"),
-        (Settings(suffix_length=-1), "--suffix-length"), (Settings(suffix_gap=-1), "--suffix-gap"), (Settings(tau=math.nan), "--tau"), (Settings(tau=math.inf), "--tau"),
-        (Settings(acceptable=0.0), "--acceptable"), (Settings(acceptable=1.0), "--acceptable"), (Settings(acceptable=0.3, tau=-1.0), "give one of them"),
+        (TrainConfig(features="hidden+x"), r"unknown features 'hidden\+x'; there are: hidden"),
+        (TrainConfig(model="forest"), "unknown model 'forest'; there are: linear, mlp, auto"),
+        (TrainConfig(reject=0.0), "--reject"), (TrainConfig(reject=1.5), "--reject"), (TrainConfig(reject=math.nan), "--reject"),
+        (TrainConfig(suffix_length=-1), "--suffix-length"), (TrainConfig(suffix_gap=-1), "--suffix-gap"), (TrainConfig(tau=math.nan), "--tau"), (TrainConfig(tau=math.inf), "--tau"),
+        (TrainConfig(acceptable=0.0), "--acceptable"), (TrainConfig(acceptable=1.0), "--acceptable"), (TrainConfig(acceptable=0.3, tau=-1.0), "give one of them"),
     ],
 )  # fmt: skip
-def test_settings_are_checked_before_anything_is_read(tmp_path: Path, settings: Settings, message: str) -> None:
+def test_settings_are_checked_before_anything_is_read(tmp_path: Path, settings: TrainConfig, message: str) -> None:
     with pytest.raises(SelfJudgeError, match=message) as error:
         train([tmp_path / "nowhere"], tmp_path / "judge", settings)
     one_line(error)
@@ -803,7 +803,7 @@ def test_settings_are_checked_before_anything_is_read(tmp_path: Path, settings: 
 @pytest.mark.parametrize(("tau", "which"), [(-1e6, "acceptable"), (1e6, "unacceptable")])
 def test_labels_of_one_kind_are_refused(labels: Path, tmp_path: Path, tau: float, which: str) -> None:
     with pytest.raises(SelfJudgeError, match=f"all 600 labels are {which}.*another τ") as error:
-        train([labels], tmp_path / "judge", Settings(tau=tau))
+        train([labels], tmp_path / "judge", TrainConfig(tau=tau))
     one_line(error)
 
 
@@ -841,7 +841,7 @@ def test_features_that_are_no_numbers_are_refused(tmp_path: Path, name: str, val
     with pytest.raises(
         SelfJudgeError, match=r"hidden-0000\d.safetensors has \d rows with features that are no numbers"
     ) as error:
-        train([made], tmp_path / "judge", Settings(model="linear"))
+        train([made], tmp_path / "judge", TrainConfig(model="linear"))
     one_line(error)
     assert not (tmp_path / "judge" / "config.json").exists()
 
@@ -895,7 +895,7 @@ def test_a_damaged_shard_is_refused(tmp_path: Path) -> None:
 
 def test_lookahead_has_to_be_labelled(labels: Path, tmp_path: Path) -> None:
     """In every folder."""
-    settings = Settings(features="hidden+margin+lookahead", model="linear")
+    settings = TrainConfig(features="hidden+margin+lookahead", model="linear")
     assert train([labels], tmp_path / "judge", settings)["features"] == settings.features
     with pytest.raises(SelfJudgeError, match="no look-ahead: label with --lookahead") as error:
         train([labels, folder(tmp_path / "without", first=60)], tmp_path / "other", settings)
@@ -917,9 +917,9 @@ def test_nothing_is_overwritten(labels: Path, tmp_path: Path) -> None:
     (tmp_path / "killed").mkdir()
     for left in ("README.md", "roc.png", "model.safetensors"):  # config.json comes last: it was killed before
         (tmp_path / "killed" / left).write_text("half")
-    train([labels], tmp_path / "killed", Settings(model="linear"))
+    train([labels], tmp_path / "killed", TrainConfig(model="linear"))
     with pytest.raises(SelfJudgeError, match="not an empty folder"):
-        train([labels], tmp_path / "killed", Settings(model="linear"))
+        train([labels], tmp_path / "killed", TrainConfig(model="linear"))
 
 
 def test_a_draft_token_that_alignment_accepts_is_no_mismatch(tmp_path: Path) -> None:
@@ -937,7 +937,7 @@ def test_a_draft_token_that_alignment_accepts_is_no_mismatch(tmp_path: Path) -> 
     rows = Rows([labels])
     assert 0.15 < (~rows.used).mean() < 0.25
     assert np.array_equal(rows.part[rows.used], plain.part[rows.used])
-    config = train([labels], tmp_path / "judge", Settings(model="linear"))
+    config = train([labels], tmp_path / "judge", TrainConfig(model="linear"))
     assert config["metrics"]["n_labels"] == rows.used.sum()
     assert config["metrics"]["n_aligned"] == (~rows.used).sum()
 
@@ -958,7 +958,7 @@ def test_a_configuration_that_no_judge_has_is_refused(tmp_path: Path, wrong: dic
 
 
 def test_an_mlp_learns_what_no_plane_tells_and_auto_takes_it(xor: Path, tmp_path: Path) -> None:
-    rows, settings = Rows([xor]), Settings(features="hidden")
+    rows, settings = Rows([xor]), TrainConfig(features="hidden")
     tried = candidates(rows, settings, None, None)
     holdout = {kind: auc(rows, fitted.judge, rows.of("holdout")) for kind, fitted in tried.items()}
     assert tried["mlp"].auc_select > 0.9 < holdout["mlp"]
@@ -971,7 +971,7 @@ def test_an_mlp_learns_what_no_plane_tells_and_auto_takes_it(xor: Path, tmp_path
 
 
 def test_auto_keeps_the_linear_judge_on_few_rows_of_a_plane(labels: Path, tmp_path: Path) -> None:
-    rows, settings = Rows([labels]), Settings()
+    rows, settings = Rows([labels]), TrainConfig()
     tried = candidates(rows, settings, None, None)
     holdout = {kind: auc(rows, fitted.judge, rows.of("holdout")) for kind, fitted in tried.items()}
     both = tried["mlp"].auc_select > tried["linear"].auc_select and holdout["mlp"] > holdout["linear"]
@@ -1054,7 +1054,7 @@ def test_the_epoch_is_the_one_of_the_best_auc_on_select(xor: Path) -> None:
 # the artefact
 
 
-SETTINGS = {"linear": Settings(model="linear"), "mlp": Settings(model="mlp", features="hidden")}
+SETTINGS = {"linear": TrainConfig(model="linear"), "mlp": TrainConfig(model="mlp", features="hidden")}
 
 
 @pytest.fixture(scope="module", params=list(SETTINGS))
@@ -1350,7 +1350,7 @@ def block_of(seed: int, rows: int = 5, gamma: int = 6, vocabulary: int = 11, hid
     logits[1, 1, drafts[1, 1]] = -200.0
     logits[2, 2, drafts[2, 2]] = -torch.inf
     states = torch.randn(rows, gamma + 1, hidden, generator=g)
-    return SimpleNamespace(draft_tokens=drafts, target_logits=logits, hidden=states, scores=None, top=None)
+    return SimpleNamespace(draft_tokens=drafts, target_logits=logits, hidden=states, scores=None, argmax=None)
 
 
 def labelled(path: Path, block: Any) -> Path:
@@ -1380,7 +1380,7 @@ def test_a_block_is_read_as_the_rows_were(tmp_path: Path, features: str) -> None
     block = block_of(0)
     rows = Rows([labelled(tmp_path / "labels", block)])
     x, _ = everything(rows, np.ones(len(rows), bool), features)
-    found = with_columns(block, features)
+    found = block_features(block, features)
     assert found.shape == (5, 6, HIDDEN + columns(features))
     assert found.dtype == torch.float32
     same = WIDTH if "margin" in features else HIDDEN
@@ -1410,7 +1410,7 @@ def test_blocks_end_early_in_the_look_ahead_that_is_learned_from(tmp_path: Path)
     every = np.ones(len(rows), bool)
     x, _ = everything(rows, every, "hidden+margin+lookahead")
     assert torch.equal(everything(rows, every, "hidden+margin+lookahead")[0], x)
-    whole = with_columns(block, "hidden+margin+lookahead").reshape(x.shape)
+    whole = block_features(block, "hidden+margin+lookahead").reshape(x.shape)
     values, there = x[:, WIDTH : WIDTH + 4], x[:, WIDTH + 4 :]
     assert torch.equal(there, there.cummin(1).values)
     assert (there <= whole[:, WIDTH + 4 :]).all()
@@ -1424,7 +1424,7 @@ def test_the_targets_own_token_is_read_as_the_original_was(tmp_path: Path) -> No
     every = np.ones(len(rows), bool)
     x, y = everything(rows, every, "hidden+margin", originals=True)
     block.draft_tokens, block.hidden = block.target_logits[:, :-1].argmax(-1), -block.hidden
-    found = with_columns(block, "hidden+margin")
+    found = block_features(block, "hidden+margin")
     assert torch.allclose(found.reshape(-1, WIDTH), x[len(rows) :], atol=1e-5)
     assert (y[len(rows) :] == 1).all()
 
@@ -1432,7 +1432,7 @@ def test_the_targets_own_token_is_read_as_the_original_was(tmp_path: Path) -> No
 def test_half_precision_logits_are_read_in_full() -> None:
     block = block_of(2)
     block.target_logits, block.hidden = block.target_logits.bfloat16(), block.hidden.bfloat16()
-    found = with_columns(block, "hidden+margin+lookahead").double()
+    found = block_features(block, "hidden+margin+lookahead").double()
     said = block.target_logits[:, :-1].double().log_softmax(-1)
     own = said.gather(-1, block.draft_tokens[..., None])[..., 0]
     most = said.amax(-1)
@@ -1503,4 +1503,4 @@ def test_originals_do_not_go_with_look_ahead(tmp_path: Path) -> None:
     """They have none, so a judge would learn from its absence that the last draft of a block is acceptable."""
     labels = folder(tmp_path / "labels", lookahead=True)
     with pytest.raises(SelfJudgeError, match="own tokens"):
-        train([labels], tmp_path / "judge", Settings(features="hidden+margin+lookahead", originals=True))
+        train([labels], tmp_path / "judge", TrainConfig(features="hidden+margin+lookahead", originals=True))

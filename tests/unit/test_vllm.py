@@ -18,7 +18,7 @@ from selfjudge.decoding.rules import Judged
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.vllm import serve
 from selfjudge.integrations.vllm.approval import MARK, Approval, LastRows, Rows
-from selfjudge.integrations.vllm.config import OFF, Settings, Thresholds, requested_threshold, target_sha256
+from selfjudge.integrations.vllm.config import OFF, Thresholds, WorkerConfig, requested_threshold, target_sha256
 from selfjudge.integrations.vllm.counts import STEPS, Counts, Step
 from selfjudge.integrations.vllm.label import outlined, parsed
 from selfjudge.judge.model import FEATURES, Judge, JudgeConfig, columns
@@ -43,7 +43,7 @@ def judge(features: str = "hidden", **options: Any) -> Judge:
     [({}, 0.7), ({"theta": "F"}, 0.6), ({"theta": 0.1}, 0.1), ({"quality": 0.9}, 0.4), ({"guard": False}, 0.7)],
 )
 def test_settings_choose_a_threshold(given_: dict[str, Any], theta: float) -> None:
-    assert Settings.read({"selfjudge": {"judge": "folder", **given_}}).threshold(judge()) == theta
+    assert WorkerConfig.read({"selfjudge": {"judge": "folder", **given_}}).threshold(judge()) == theta
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_settings_choose_a_threshold(given_: dict[str, Any], theta: float) -> No
 )  # fmt: skip
 def test_settings_that_make_no_sense_are_refused(additional: Any, message: str) -> None:
     with pytest.raises(SelfJudgeError, match=message):
-        Settings.read(additional).threshold(judge())
+        WorkerConfig.read(additional).threshold(judge())
 
 
 @pytest.mark.parametrize(

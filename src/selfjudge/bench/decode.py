@@ -16,7 +16,7 @@ import torch
 
 from selfjudge.bench.passes import bandwidth, bytes_per_pass
 from selfjudge.decoding.rules import EXACT, AcceptanceRule
-from selfjudge.decoding.text import generate, rough_draft
+from selfjudge.decoding.text import generate, int8_draft
 from selfjudge.engine.base import shape_reason
 from selfjudge.models.pair import Pair, Prompt
 from selfjudge.store import machine, versions
@@ -121,7 +121,7 @@ def bench_decode(
         "max_new_tokens": max_new_tokens,
         "repeats": repeats,
         "confidence": confidence,
-        "draft_dtype": "int8" if rough_draft(pair, EXACT) else pair.dtype,
+        "draft_dtype": "int8" if int8_draft(pair, EXACT) else pair.dtype,
         "judged_draft_dtype": "int8" if pair.draft_int8 else pair.dtype,
         "target_floor_milliseconds": None if floor is None else floor * 1e3,
         "runs": rows,

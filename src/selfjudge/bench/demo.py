@@ -11,14 +11,13 @@ from typing import Any
 from selfjudge.decoding.plain import respond
 from selfjudge.decoding.rules import EXACT, AcceptanceRule, Judged, TopK
 from selfjudge.decoding.text import generate
-from selfjudge.engine.select import may_be_rough
+from selfjudge.engine.select import supports_int8_draft
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.likelihood import likelihoods, mean_log_likelihood, substitutions
 from selfjudge.judge.model import Judge
-from selfjudge.label.pipeline import Settings as LabelSettings
-from selfjudge.label.pipeline import label
+from selfjudge.label.pipeline import LabelConfig, label
 from selfjudge.models.pair import Pair
-from selfjudge.train.pipeline import Settings, train
+from selfjudge.train.pipeline import TrainConfig, train
 from selfjudge.types import Generation, pooled_judged_share, pooled_mean_accepted_length
 
 Notify = Callable[[str], None]
@@ -39,7 +38,7 @@ def own_judge(pair: Pair, folder: Path, notify: Notify) -> tuple[Judge | None, d
             notify(f"{stage} ({share:.0%})")
 
     begun = time.perf_counter()
-    settings = LabelSettings(prompts=(f"self:{WRITTEN}",), max_new_tokens=64, suffix_length=10)
+    settings = LabelConfig(prompts=(f"self:{WRITTEN}",), max_new_tokens=64, suffix_length=10)
     try:
         made = label(pair, folder / "labels", settings, notify=update, warn=notify)
     except SelfJudgeError as error:
@@ -48,7 +47,7 @@ def own_judge(pair: Pair, folder: Path, notify: Notify) -> tuple[Judge | None, d
     found["label_seconds"] = time.perf_counter() - begun
     try:
         begun = time.perf_counter()
-        config = train([folder / "labels"], folder / "judge", Settings(model="linear"), notify=update)
+        config = train([folder / "labels"], folder / "judge", TrainConfig(model="linear"), notify=update)
     except SelfJudgeError as error:
         return None, {**found, "why_not": str(error)}
     found |= {"auc": config["metrics"]["auc_mismatch"], "auc_of": config["metrics"]["n_holdout"]}
@@ -62,7 +61,7 @@ def side_by_side(
 ) -> dict[str, Any]:  # fmt: skip
     """Answer the prompts plainly, with `exact`, with `topk` and with every judge; one row of figures for each."""
     assert pair.draft is not None
-    if may_be_rough(pair.draft):  # the fastest way to draft, for all rules alike
+    if supports_int8_draft(pair.draft):  # the fastest way to draft, for all rules alike
         pair = replace(pair, draft_int8=True)
     special = pair.special_ids
     configurations: list[tuple[str, AcceptanceRule, int]] = [

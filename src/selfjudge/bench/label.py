@@ -13,7 +13,7 @@ import torch
 from selfjudge.decoding.plain import respond
 from selfjudge.errors import SelfJudgeError
 from selfjudge.label.calibrate import begin, extracted
-from selfjudge.label.mismatch import NOTHING, mined
+from selfjudge.label.mismatch import NOTHING, find_mismatches
 from selfjudge.label.preservation import search
 from selfjudge.label.score import Case, Scorer
 from selfjudge.models.pair import Pair
@@ -55,10 +55,10 @@ def bench_label(
     read = [(prompt, found[i][0], found[i][1] == "length") for i, prompt in enumerate(prompts)]
 
     notify("our labels")
-    Scorer(pair.target, suffix_length=suffix_length)(mined(pair, read[:1], suffix_length))  # warm
+    Scorer(pair.target, suffix_length=suffix_length)(find_mismatches(pair, read[:1], suffix_length))  # warm
     scorer = Scorer(pair.target, suffix_length=suffix_length)
     with _timed(device) as ours:
-        made = mined(pair, read, suffix_length)
+        made = find_mismatches(pair, read, suffix_length)
         scorer(made)
     labels = sum(len(case.places) for case in made)
     if not labels:

@@ -436,13 +436,13 @@ def bench_label(
     if suffix_length < 0:
         raise SelfJudgeError(f"--suffix-length must not be negative, not {suffix_length}")
 
-    from selfjudge.prompts.sources import Source, given
+    from selfjudge.prompts.sources import Source, load_prompts
     from selfjudge.tasks.base import task
 
     one = task(prompts, data)
     if not one.checkable:
         raise SelfJudgeError(f"{prompts} has no checkable answers, which answer preservation needs")
-    asked = given(Source(prompts, limit), data)
+    asked = load_prompts(Source(prompts, limit), data)
     loaded = _pair(pair, target, draft, device, dtype)
 
     from selfjudge.bench.label import bench_label as run
@@ -516,11 +516,11 @@ def distill(
 
     Example: selfjudge distill --target smollm2-135m --out my-draft --prompts self:20000x3 --minutes 8
     """
-    from selfjudge.distill.pipeline import Settings
+    from selfjudge.distill.pipeline import DistillConfig
     from selfjudge.distill.pipeline import distill as run
 
     _positive(batch=batch)
-    settings = Settings(
+    settings = DistillConfig(
         layers=layers, width=width, inner=inner, free_embeddings=free_embeddings, minutes=minutes, steps=steps,
         prompts=tuple(prompts or ("self:20000x3",)), max_new_tokens=max_new_tokens, held_out=held_out, top_k=top_k,
         rate=rate, batch_tokens=batch_tokens, seed=seed,
@@ -610,11 +610,11 @@ def label(
 
     Example: selfjudge label --prompts self:200 --calibrate arithmetic --out labels
     """
-    from selfjudge.label.pipeline import Settings
+    from selfjudge.label.pipeline import LabelConfig
     from selfjudge.label.pipeline import label as run
     from selfjudge.models.pair import chosen_device
 
-    settings = Settings(
+    settings = LabelConfig(
         prompts=tuple(prompts or ("self" if limit else "self:500",)), limit=limit, method=method, suffix_length=suffix_length,
         max_new_tokens=max_new_tokens, tau=tau, calibrate=calibrate, calibrate_prompts=calibrate_prompts,
         reject_recall=reject_recall, hidden_dtype=hidden_dtype, lookahead=lookahead, shard=_shard(shard), skip_broken=skip_broken,
@@ -745,12 +745,12 @@ def train(
         if not folder.is_dir():
             raise SelfJudgeError(f"{folder} does not exist: name folders that selfjudge label has written")
 
-    from selfjudge.train.pipeline import Settings
+    from selfjudge.train.pipeline import TrainConfig
     from selfjudge.train.pipeline import train as run
 
     if originals not in ("on", "off"):
         raise SelfJudgeError(f"--originals is on or off, not {originals!r}")
-    settings = Settings(
+    settings = TrainConfig(
         features=features, model=model, originals=originals == "on", suffix_length=suffix_length, suffix_gap=suffix_gap, tau=tau,
         acceptable=acceptable, reject=reject,
         sources=tuple(filter(None, sources.split(","))), seed=seed,
@@ -799,11 +799,11 @@ def study(
 
     Example: selfjudge study labels --out study
     """
-    from selfjudge.train.study import Settings
+    from selfjudge.train.study import StudyConfig
     from selfjudge.train.study import study as run
 
     with _progress() as update:
-        found = run(labels, out, Settings(features, seed), device=_fitting_device(device), notify=update)
+        found = run(labels, out, StudyConfig(features, seed), device=_fitting_device(device), notify=update)
     if as_json:
         _print_json(found)
         return
@@ -879,7 +879,7 @@ def eval_(
     """
     from dataclasses import replace
 
-    from selfjudge.evaluate.pipeline import Settings, evaluate, runs_of
+    from selfjudge.evaluate.pipeline import EvalConfig, evaluate, runs_of
     from selfjudge.models.pair import chosen_device
     from selfjudge.store import read_json
 
@@ -889,7 +889,7 @@ def eval_(
     if not names:
         raise SelfJudgeError("--tasks names no task; see selfjudge ls tasks")
     quick = chosen_device(device).type == "cuda"
-    settings = Settings(limit, max_new_tokens, (256 if quick else 8) if batch is None else batch, seed)
+    settings = EvalConfig(limit, max_new_tokens, (256 if quick else 8) if batch is None else batch, seed)
     settings.check()
     loaded = _pair(pair, target, draft, device, dtype)
     specs = [spec for spec in rules.replace(";", " ").split() if spec]

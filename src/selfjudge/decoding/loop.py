@@ -3,7 +3,7 @@
 One cycle: the draft proposes d_1 … d_γ, one target pass verifies them, the rule says how many stand, both caches
 are rewound, and the rows get their accepted drafts plus one token of the target. γ = 0 is plain autoregressive decoding.
 The loop yields one `Step` per target pass; text, streaming and statistics are layers above (`shells.py`).
-Between steps rows leave: those that finished, and those the caller cancels; where the caller keeps a `Door`, others enter.
+Between steps rows leave: those that finished, and those the caller cancels; where the caller keeps a `AdmissionQueue`, others enter.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from torch import Tensor
 from selfjudge.decoding.rules import AcceptanceRule, sample
 from selfjudge.engine.base import Engine, Output
 from selfjudge.errors import SelfJudgeError
-from selfjudge.ops.argmax import regular, top
-from selfjudge.types import PHASES, Block, Emission, Finish, Origin, Singles, Step, Verdict
+from selfjudge.ops.argmax import argmax_checked, regular
+from selfjudge.types import PHASES, Block, Emission, Finish, Origin, Step, TokenColumn, Verdict
 
 
-class Newcomer(NamedTuple):
+class Request(NamedTuple):
     """A row that waits to enter a batch."""
 
     prompt: Sequence[int]
@@ -36,25 +36,25 @@ class Newcomer(NamedTuple):
     seed: int = 0
 
 
-IDLE = Newcomer((0,), 1)
+IDLE = Request((0,), 1)
 
 
 @dataclass
-class Door:
+class AdmissionQueue:
     """Where rows enter a batch that is under way: the caller puts them here between steps."""
 
     rows: int
     """The most rows at a time."""
     length: int
     """The most tokens a row may have, prompt and answer: static engines reserve so much for each."""
-    waiting: deque[Newcomer] = field(default_factory=deque)
+    waiting: deque[Request] = field(default_factory=deque)
 
-    def put(self, newcomer: Newcomer) -> None:
-        if len(newcomer.prompt) + newcomer.max_new_tokens > self.length:
+    def put(self, request: Request) -> None:
+        if len(request.prompt) + request.max_new_tokens > self.length:
             raise SelfJudgeError(f"a row of this batch has at most {self.length} tokens, prompt and answer")
-        self.waiting.append(newcomer)
+        self.waiting.append(request)
 
-    def take(self, there: int, static: bool) -> list[Newcomer]:
+    def take(self, there: int, static: bool) -> list[Request]:
         """Those who fit beside the rows that are there; with idle rows up to 1, 2, 4, 8 … in all for a static engine."""
         new = [self.waiting.popleft() for _ in range(min(len(self.waiting), self.rows - there))]
         total = there + len(new)
@@ -73,7 +73,7 @@ def decode(
     seeds: Sequence[int] | None = None,
     confidence: float = 0.0,
     cancelled: set[int] | None = None,
-    door: Door | None = None,
+    queue: AdmissionQueue | None = None,
 ) -> Iterator[Step]:
     """Decode all prompts together; rows that finish leave the batch. `max_new_tokens` is one limit for all, or one for each.
 
@@ -81,8 +81,8 @@ def decode(
     every row. It looks at the draft alone, so lossless rules stay lossless; static engines always draft γ.
 
     `draft` may be None only with γ = 0. `cancelled` may be filled by the caller between steps: those rows leave before
-    the next one, and are taken out of the set. So may the `door`: its rows enter while there is room, as soon as no pass
-    is in flight, with a step of their own for the prefill; they are numbered on from the prompts in the order of the door.
+    the next one, and are taken out of the set. So may the `queue`: its rows enter while there is room, as soon as no pass
+    is in flight, with a step of their own for the prefill; they are numbered on from the prompts in the order of the queue.
     The loop ends once no row is left and none waits.
 
     With a sampling rule, a row's random numbers depend on its own seed alone, not on its neighbours (with `confidence`,
@@ -96,8 +96,8 @@ def decode(
     random = _Random(rule, gamma, target.device)
     longest = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)) + gamma + 1
     for engine in engines:
-        if door is not None:
-            engine.reserve(max(len(rows), door.rows), max(longest, door.length + gamma + 1))
+        if queue is not None:
+            engine.reserve(max(len(rows), queue.rows), max(longest, queue.length + gamma + 1))
         engine.reserve(len(rows), longest)
 
     timer = _Timer(target.device)
@@ -108,23 +108,23 @@ def decode(
     yield _emitted(0, rows, packed, timer, eos_ids)
 
     number = 0
-    flying: deque[tuple[int, Tensor, _Timer]] = deque()
+    in_flight: deque[tuple[int, Tensor, _Timer]] = deque()
     while True:
         if cancelled:
             rows.finished |= np.isin(rows.index, list(cancelled))
             cancelled.difference_update(rows.index.tolist())
         alive = np.flatnonzero(~rows.finished).tolist()
         if not alive:
-            if door is None or not door.waiting:
+            if queue is None or not queue.waiting:
                 return
-            flying.clear()  # nobody reads them
-        if door is not None and door.waiting and len(alive) < door.rows:
-            if not flying:
+            in_flight.clear()  # nobody reads them
+        if queue is not None and queue.waiting and len(alive) < queue.rows:
+            if not in_flight:
                 if len(alive) < len(rows):
                     for engine in engines:
                         engine.select(alive)
                     random.select(alive)
-                new = door.take(len(alive), target.static)
+                new = queue.take(len(alive), target.static)
                 asked, most = [n.prompt for n in new], [n.max_new_tokens for n in new]
                 arrived = _Rows.new(seen, check(target, draft, asked, rule, gamma, most))
                 arrived.finished = np.array([n is IDLE for n in new])
@@ -139,7 +139,7 @@ def decode(
                 continue
         # a static engine has recordings for batches of 1, 2, 4, 8 … rows, and keeps idle rows until half of them are
         elif len(alive) < len(rows) and (not target.static or len(alive) <= len(rows) // 2):
-            if not flying:
+            if not in_flight:
                 kept = alive
                 if target.static:
                     idle = np.flatnonzero(rows.finished).tolist()
@@ -147,14 +147,14 @@ def decode(
                 rows = rows.take(kept)
                 cycle = cycle.select(kept)
                 random.select(kept)
-        elif len(flying) < 2:
+        elif len(in_flight) < 2:
             number += 1
-            flying.append((number, *cycle.run(random.next())))
-            if target.static and len(flying) < 2:
+            in_flight.append((number, *cycle.run(random.next())))
+            if target.static and len(in_flight) < 2:
                 continue  # the device works on the next cycle while the host reads this one
-        if not flying:
+        if not in_flight:
             continue
-        done, packed, timer = flying.popleft()
+        done, packed, timer = in_flight.popleft()
         yield _emitted(done, rows, packed, timer, eos_ids)
 
 
@@ -223,7 +223,7 @@ class _Cycle:
             state = [self.last, self.backlog, self.missing, *(t for engine in engines for t in engine.state())]
             self.steps = self.target.capture([self.propose, self.verify, self.judge, self.decide], state)
             # nobody reads these after a recording: the next ones may use their memory, which for large batches is most of it
-            for name in ("draft_logits", "output", "top", "block"):
+            for name in ("draft_logits", "output", "argmax", "block"):
                 vars(self).pop(name, None)
         timer = _Timer(self.target.device)
         for phase, step in zip(PHASES, self.steps, strict=True):
@@ -243,13 +243,13 @@ class _Cycle:
 
     def verify(self) -> None:
         self.output = self.target.extend(torch.cat([self.last, self.drafts], 1))
-        self.top = top(self.output.logits)
+        self.argmax = argmax_checked(self.output.logits)
 
     def judge(self) -> None:
         u, drafted = self.uniforms, self.drafts.shape[1]
         chosen = None if u is None else torch.cat([u[:, self.gamma : self.gamma + drafted], u[:, -1:]], 1)
         output = self.output
-        self.block = Block(self.drafts, output.logits, output.hidden, self.draft_logits, chosen, top=self.top)
+        self.block = Block(self.drafts, output.logits, output.hidden, self.draft_logits, chosen, argmax=self.argmax)
         if self.rule.judge is not None and self.gamma and not self.rule.settled(self.block):
             self.block = replace(self.block, scores=self.rule.judge(self.block))
 
@@ -305,7 +305,7 @@ def _propose(
             drawn_from.append(logits)
             tokens.append(sample(logits.softmax(-1), u[:, i]))
         else:
-            tokens.append(top(logits[:, :vocab_size])[0])
+            tokens.append(argmax_checked(logits[:, :vocab_size])[0])
         if confidence > 0:
             known = logits[:, :vocab_size].float()
             log_q += known.gather(1, tokens[-1][:, None]).squeeze(1) - known.logsumexp(-1)
@@ -366,7 +366,7 @@ def _emitted(number: int, rows: _Rows, packed: Tensor, timer: _Timer, eos_ids: C
         rows.left[active] -= 1
         ended = np.where(np.isin(tokens, list(eos_ids)), 1, np.where(rows.left[active] == 0, 2, 0))
         rows.finished[active] = ended > 0
-        return Step(number, Singles(rows.index[active], tokens, ended), seconds, irregular)
+        return Step(number, TokenColumn(rows.index[active], tokens, ended), seconds, irregular)
     emissions = []
     for i in active.tolist():
         *found, k, following, _ = table[i].tolist()

@@ -13,7 +13,7 @@ from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rules import EXACT, AcceptanceRule, Sampling, SpeculativeSampling
 from selfjudge.engine.base import Engine, shape_reason
 from selfjudge.engine.select import borrowed
-from selfjudge.types import FINISHES, Finish, Singles
+from selfjudge.types import FINISHES, Finish, TokenColumn
 
 Answer = tuple[int, list[int], Finish]
 """Index of the prompt, the tokens with the end token, why it ended."""
@@ -48,7 +48,7 @@ def respond(
                 eos_ids=eos_ids, seeds=None if seeds is None else [seeds[i] for i in part],
             ):  # fmt: skip
                 got = step.emissions
-                assert isinstance(got, Singles)
+                assert isinstance(got, TokenColumn)
                 tokens[got.rows, lengths[got.rows]] = got.tokens
                 lengths[got.rows] += 1
                 for i in np.flatnonzero(got.ended).tolist():

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.model import Judge
-from selfjudge.ops.argmax import regular, top
+from selfjudge.ops.argmax import argmax_checked, regular
 from selfjudge.types import Block, Verdict
 
 
@@ -109,7 +109,7 @@ class AcceptanceRule:
     def __call__(self, block: Block) -> Verdict:
         drafts = block.draft_tokens
         logits = block.target_logits
-        choice, broken = top(logits) if block.top is None else block.top  # [B, γ+1]
+        choice, broken = argmax_checked(logits) if block.argmax is None else block.argmax  # [B, γ+1]
         if self.reads_logits and (logits.is_cuda or bool(broken.any())):  # on a GPU the copy is cheaper than asking
             logits = regular(logits)
         aligned = self.aligned(block, logits, choice)
@@ -381,9 +381,9 @@ class Judged(AcceptanceRule):
 
     def settled(self, block: Block) -> bool:
         drafts = block.draft_tokens
-        if drafts.device.type != "cpu" or block.top is None or not isinstance(self.base, Exact):
+        if drafts.device.type != "cpu" or block.argmax is None or not isinstance(self.base, Exact):
             return False
-        return torch.equal(drafts, block.top[0][:, :-1])
+        return torch.equal(drafts, block.argmax[0][:, :-1])
 
     def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
         if block.scores is None and self.settled(block):

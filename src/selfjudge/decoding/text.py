@@ -12,9 +12,9 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedTokenizerBase
 
-from selfjudge.decoding.loop import Door, Newcomer, decode
+from selfjudge.decoding.loop import AdmissionQueue, Request, decode
 from selfjudge.decoding.rules import EXACT, AcceptanceRule
-from selfjudge.engine.select import borrowed, common_kind, may_be_rough
+from selfjudge.engine.select import borrowed, common_kind, supports_int8_draft
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.pair import Pair, Prompt
 from selfjudge.types import PHASES, Finish, Generation, Origin, Piece, Step
@@ -33,7 +33,7 @@ def generate(
     batch: int = 8,
     raw: bool = False,
     engine: str = "auto",
-    alike: bool = False,
+    same_draft_weights: bool = False,
 ) -> list[Generation]:
     """Answer all prompts, `batch` at a time, in the order given. `confidence` is that of `decode`.
 
@@ -49,8 +49,17 @@ def generate(
     for start in range(0, len(by_length), batch):
         rows = by_length[start : start + batch]
         answers = [Answer(pair.tokenizer, stop, len(encoded[i]), streamed=bool(stop)) for i in rows]
-        asked = [Newcomer(encoded[i], max_new_tokens, row_seed(seed, i)) for i in rows]
-        for _ in _run(pair, rule, gamma, confidence, engine, asked, dict(enumerate(answers)), alike=alike):
+        asked = [Request(encoded[i], max_new_tokens, row_seed(seed, i)) for i in rows]
+        for _ in _run(
+            pair,
+            rule,
+            gamma,
+            confidence,
+            engine,
+            asked,
+            dict(enumerate(answers)),
+            same_draft_weights=same_draft_weights,
+        ):
             pass
         results |= {i: answer.generation() for i, answer in zip(rows, answers, strict=True)}
     return [results[i] for i in range(len(encoded))]
@@ -75,7 +84,7 @@ class Stream:
     ) -> None:
         ids = pair.encode(prompt, raw=raw)
         self._answer = Answer(pair.tokenizer, stop, len(ids))
-        asked = [Newcomer(ids, max_new_tokens, row_seed(seed, 0))]
+        asked = [Request(ids, max_new_tokens, row_seed(seed, 0))]
         self._steps = _run(pair, rule, gamma, confidence, engine, asked, {0: self._answer})
 
     def __iter__(self) -> Iterator[Piece]:
@@ -110,11 +119,11 @@ class Batch:
         """`rows` at most are decoded at a time, others wait; `length` is the most tokens of a prompt with its answer."""
         self._tokenizer = pair.tokenizer
         self._settings = pair, rule, gamma, confidence, engine
-        self._door = Door(rows, length)
+        self._queue = AdmissionQueue(rows, length)
         self._answers: dict[int, Answer] = {}  # by the number that the loop gives or will give them
         self._dropped: set[int] = set()
         self._next = 0
-        self._steps: Iterator[Taken] | None = None
+        self._steps: Iterator[StepOutput] | None = None
 
     def __len__(self) -> int:
         return len(self._answers)
@@ -130,7 +139,7 @@ class Batch:
     ) -> Answer:
         """A prompt of token ids that shall be answered from the next step on."""
         answer = Answer(self._tokenizer, stop, len(prompt), streamed)
-        self._door.put(Newcomer(prompt, max_new_tokens, row_seed(seed, 0)))
+        self._queue.put(Request(prompt, max_new_tokens, row_seed(seed, 0)))
         self._answers[self._next] = answer
         self._next += 1
         return answer
@@ -141,11 +150,11 @@ class Batch:
             del self._answers[row]
             self._dropped.add(row)
 
-    def step(self) -> Taken:
+    def step(self) -> StepOutput:
         """One pass over all rows, or the prefill of those that enter; nothing once none is left."""
-        if self._steps is None and self._door.waiting:
-            first = self._door.waiting.popleft()
-            self._steps = _run(*self._settings, [first], self._answers, self._dropped, self._door)
+        if self._steps is None and self._queue.waiting:
+            first = self._queue.waiting.popleft()
+            self._steps = _run(*self._settings, [first], self._answers, self._dropped, self._queue)
         found = None if self._steps is None else next(self._steps, None)
         if found is None:  # the loop has ended, and will number from 0 again
             self._steps, self._next = None, 0
@@ -156,17 +165,17 @@ class Batch:
         """Give up all answers and end the loop, so that its engines can be used again."""
         self._dropped.update(self._answers)
         self._answers.clear()
-        self._door.waiting.clear()
+        self._queue.waiting.clear()
         self.step()
 
 
-def rough_draft(pair: Pair, rule: AcceptanceRule, engine: str = "auto") -> bool:
+def int8_draft(pair: Pair, rule: AcceptanceRule, engine: str = "auto") -> bool:
     """Whether the draft runs with int8 weights: asked for, or harmless. It is harmless on the CPU engine under a lossless
     rule, where drafts decide how fast an answer comes and not what it says, unless the draft is the target itself."""
     if pair.draft is None or pair.int8 or pair.draft_int8:
         return pair.int8 or pair.draft_int8
     itself = pair.draft is pair.target or (pair.target_sha256 != "" and pair.target_sha256 == pair.draft_sha256)
-    return rule.lossless and not itself and may_be_rough(pair.draft, engine)
+    return rule.lossless and not itself and supports_int8_draft(pair.draft, engine)
 
 
 _GUARDED: WeakKeyDictionary[AcceptanceRule, tuple[tuple[int, ...], AcceptanceRule]] = WeakKeyDictionary()
@@ -195,12 +204,12 @@ def _run(
     gamma: int,
     confidence: float,
     engine: str,
-    asked: Sequence[Newcomer],
+    asked: Sequence[Request],
     answers: dict[int, Answer],
     dropped: set[int] | None = None,
-    door: Door | None = None,
-    alike: bool = False,
-) -> Iterator[Taken]:
+    queue: AdmissionQueue | None = None,
+    same_draft_weights: bool = False,
+) -> Iterator[StepOutput]:
     """Drive the loop, feeding each answer, by its row, until it is finished; yields the new pieces of every step."""
     rule = _guarded(rule or EXACT, pair)
     if rule.judge is not None:
@@ -213,7 +222,7 @@ def _run(
         target = stack.enter_context(borrowed(pair.target, hidden=rule.judge is not None, int8=pair.int8, kind=engine))
         draft = None
         if pair.draft is not None and drafted:
-            rough = pair.int8 or pair.draft_int8 if alike else rough_draft(pair, rule, engine)
+            rough = pair.int8 or pair.draft_int8 if same_draft_weights else int8_draft(pair, rule, engine)
             draft = stack.enter_context(borrowed(pair.draft, int8=rough, kind=engine))
         dropped = set() if dropped is None else dropped
         warned = False
@@ -222,14 +231,14 @@ def _run(
         for step in decode(
             target, draft, [new.prompt for new in asked], rule, gamma=gamma,
             max_new_tokens=[new.max_new_tokens for new in asked], seeds=[new.seed for new in asked],
-            eos_ids=pair.eos_ids, confidence=confidence, cancelled=dropped, door=door,
+            eos_ids=pair.eos_ids, confidence=confidence, cancelled=dropped, queue=queue,
         ):  # fmt: skip
             if step.irregular and not warned:
                 warned = True
                 warnings.warn(
                     "non-finite logits or hidden states: alignment alone decided at those tokens", stacklevel=2
                 )
-            taken: Taken = []
+            taken: StepOutput = []
             now = time.perf_counter()
             for emission in step.emissions:
                 if (answer := answers.get(emission.row)) is None:
@@ -321,7 +330,7 @@ class Answer:
         )
 
 
-Taken = list[tuple[Answer, list[Piece]]]
+StepOutput = list[tuple[Answer, list[Piece]]]
 """What each answer got from a step."""
 
 

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from selfjudge.decoding.plain import respond
 from selfjudge.decoding.rules import Sampling
-from selfjudge.engine.teacher_forced import GRID, Sequences, forced, logit_rows, logits_of, width
+from selfjudge.engine.teacher_forced import GRID, Sequences, logit_rows, logits_of, teacher_forced, width
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.pair import Pair
-from selfjudge.prompts.sources import SELF, Notify, Source, given, written
+from selfjudge.prompts.sources import SELF, Notify, Source, load_prompts, write_prompts
 from selfjudge.store import read_tensors, write_tensors
 
 CHUNK = 4096  # answers per file
@@ -38,10 +38,10 @@ def make_prompts(
     rows: list[dict[str, Any]] = []
     report: dict[str, Any] = {}
     seen: set[tuple[int, ...]] = set()
-    found = {source.name: given(source, data) for source in sources if source.name not in SELF}
+    found = {source.name: load_prompts(source, data) for source in sources if source.name not in SELF}
     for source in sources:
         if source.name in SELF:
-            asked, report[source.name] = written(pair, source, seed, batch, notify)
+            asked, report[source.name] = write_prompts(pair, source, seed, batch, notify)
         else:
             asked, report[source.name] = found[source.name], {"given": len(found[source.name])}
         encoded = pair.encode_many([one.prompt for one in asked])
@@ -156,7 +156,7 @@ def teacher(pair: Pair, sequences: Sequences, k: int) -> tuple[Any, Any]:
     starts = np.cumsum([0, *(len(answer) for _, answer in sequences)])
     log_p = np.empty((starts[-1], k), np.float16)
     index = np.empty((starts[-1], k), np.int32)
-    for part, hidden in forced(pair.target, sequences):
+    for part, hidden in teacher_forced(pair.target, sequences):
         values, places = [], []
         for piece in hidden.split(logit_rows(pair.target)):
             logits = logits_of(pair.target, piece)

@@ -27,14 +27,14 @@ from selfjudge.engine.select import release
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.convert import materialise, quiet, read_compact, write_compact
 from selfjudge.models.pair import Pair
-from selfjudge.prompts.sources import SELF, Source, given
+from selfjudge.prompts.sources import SELF, Source, load_prompts
 from selfjudge.store import locked, provenance, read_json, read_tensors, refuse_other, sha256, write_json
 
 INT8_LOSS = 0.002  # of top-1 agreement: what int8 rows may cost before float16 is kept
 
 
 @dataclass(frozen=True)
-class Settings:
+class DistillConfig:
     """What decides the result; a run is continued only with the same ones (`minutes` may grow)."""
 
     layers: int = 4
@@ -81,7 +81,7 @@ class Settings:
 
 
 def distill(
-    pair: Pair, out: Path, settings: Settings, *, data: Path | None = None, batch: int = 1024,
+    pair: Pair, out: Path, settings: DistillConfig, *, data: Path | None = None, batch: int = 1024,
     notify: Callable[[str, float], None] = lambda stage, share: None,
 ) -> dict[str, Any]:  # fmt: skip
     """Make a draft for `pair.target` in the folder `out`; what `run.json` says. Goes on where an earlier call ended."""
@@ -95,7 +95,7 @@ def distill(
         if not (out / "work" / "prompts.safetensors").is_file():
             for source in settings.sources:  # before anything is written
                 if source.name not in SELF:
-                    given(source, data)
+                    load_prompts(source, data)
         out.mkdir(parents=True, exist_ok=True)
         with locked(out / ".lock", waiting=f"waiting for another process that works on {out} …"):
             if (finished := _same_settings(out, pair, settings)) is not None:
@@ -118,7 +118,13 @@ def distill(
 
 
 def prepare(
-    pair: Pair, work: Path, settings: Settings, *, data: Path | None, batch: int, notify: Callable[[str, float], None]
+    pair: Pair,
+    work: Path,
+    settings: DistillConfig,
+    *,
+    data: Path | None,
+    batch: int,
+    notify: Callable[[str, float], None],
 ) -> tuple[Corpus, Corpus, dict[str, Any]]:
     """Make, or read, the answers: those to held-out prompts, all others, and what became of the prompts by source."""
     prompts = work / "prompts.safetensors"
@@ -146,7 +152,7 @@ def _not_a_strangers(out: Path) -> None:
             raise SelfJudgeError(f"{out} holds other files ({strange[0]} …): name a new or empty folder with --out")
 
 
-def _same_settings(out: Path, pair: Pair, settings: Settings) -> dict[str, Any] | None:
+def _same_settings(out: Path, pair: Pair, settings: DistillConfig) -> dict[str, Any] | None:
     """Refuse to continue a run with other settings than it was begun with; more minutes or steps are fine. A finished run's result."""
     files = [Path(source.name).expanduser() for source in settings.sources]
     now = {
@@ -165,7 +171,7 @@ def _same_settings(out: Path, pair: Pair, settings: Settings) -> dict[str, Any] 
 
 
 def export(
-    pair: Pair, student: Student, held_out: Corpus, corpus: Corpus, out: Path, settings: Settings,
+    pair: Pair, student: Student, held_out: Corpus, corpus: Corpus, out: Path, settings: DistillConfig,
     yields: dict[str, Any], state: State,
 ) -> dict[str, Any]:  # fmt: skip
     """Write the compact form, the checkpoint, the card and, last, `run.json`; the student keeps the shipped weights."""

@@ -42,7 +42,7 @@ def make_engine(model: PreTrainedModel, *, hidden: bool = False, int8: bool = Fa
     return cuda.CudaEngine(model, hidden=hidden) if kind == "cuda" else cpu.CpuEngine(model, hidden=hidden, int8=int8)
 
 
-def may_be_rough(draft: PreTrainedModel, kind: str = "auto") -> bool:
+def supports_int8_draft(draft: PreTrainedModel, kind: str = "auto") -> bool:
     """Whether the CPU engine can run a draft with int8 weights."""
     return kind in ("auto", "cpu") and cpu.why_not(draft, int8=True) is None
 

@@ -32,7 +32,7 @@ def attention() -> AbstractContextManager[None]:
 
 
 @torch.no_grad()
-def forced(
+def teacher_forced(
     model: PreTrainedModel, sequences: Sequences, *, tokens: int | None = None
 ) -> Iterator[tuple[list[int], Tensor]]:
     """Indices of sequences and, for all tokens of their answers in that order, the hidden state that predicts each [R, H].

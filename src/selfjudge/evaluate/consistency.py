@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from selfjudge.engine.teacher_forced import forced, logits_of
+from selfjudge.engine.teacher_forced import logits_of, teacher_forced
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.models.convert import quiet
 from selfjudge.models.pair import Pair
@@ -84,7 +84,7 @@ def proxy(pair: Pair) -> Entails:
     def entails(pairs: Sequence[tuple[str, str]]) -> list[float]:
         asked = pair.encode_many([_QUESTION.format(story=_cut(pair, s), sentence=one) for s, one in pairs])
         found = [0.0] * len(pairs)
-        for part, hidden in forced(pair.target, [(ids, letters[:1]) for ids in asked]):
+        for part, hidden in teacher_forced(pair.target, [(ids, letters[:1]) for ids in asked]):
             p = logits_of(pair.target, hidden)[:, letters].float().softmax(-1)
             for i, value in zip(part, (p[:, 0] - p[:, 2]).tolist(), strict=True):
                 found[i] = value

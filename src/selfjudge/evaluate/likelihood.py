@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from selfjudge.engine.teacher_forced import Sequences, forced, logit_rows, logits_of
+from selfjudge.engine.teacher_forced import Sequences, logit_rows, logits_of, teacher_forced
 from selfjudge.models.pair import Pair
 from selfjudge.types import Generation
 
@@ -33,7 +33,7 @@ def likelihoods(pair: Pair, sequences: Sequences) -> list[Likelihood]:
     """The target's log-probability of every token of every answer, in one forced pass."""
     found: list[Likelihood] = [Likelihood([], [], []) for _ in sequences]
     readable = [i for i, (_, answer) in enumerate(sequences) if answer]
-    for part, hidden in forced(pair.target, [sequences[i] for i in readable]):
+    for part, hidden in teacher_forced(pair.target, [sequences[i] for i in readable]):
         chosen = [readable[p] for p in part]
         tokens = torch.tensor([t for i in chosen for t in sequences[i][1]], device=hidden.device)
         log_p: list[float] = []

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from selfjudge.decoding.rules import EXACT, AcceptanceRule, parse_rule
 from selfjudge.decoding.text import generate
-from selfjudge.engine.teacher_forced import forced
+from selfjudge.engine.teacher_forced import teacher_forced
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.consistency import Entails, consistency
 from selfjudge.evaluate.likelihood import likelihoods, substitutions
@@ -49,7 +49,7 @@ TOTALS = ("tokens", "emitted", "cycles", "drafts_accepted", "judged")
 
 
 @dataclass(frozen=True)
-class Settings:
+class EvalConfig:
     """What all runs in a folder share."""
 
     limit: int | None = None
@@ -122,7 +122,7 @@ def runs_of(specs: Sequence[str], gammas: Sequence[int], judges: Judges, special
 
 
 def evaluate(
-    pair: Pair, out: Path, tasks: Sequence[str], runs: Sequence[Run], settings: Settings | None = None, *,
+    pair: Pair, out: Path, tasks: Sequence[str], runs: Sequence[Run], settings: EvalConfig | None = None, *,
     data: Path | None = None, allow_unsafe: bool = False, entails: Entails | None = None, examples: int = 3,
     compact: bool = False, times: bool = True, notify: Notify = lambda stage, share: None,
     warn: Callable[[str], None] = lambda text: None,
@@ -132,7 +132,7 @@ def evaluate(
     `tasks` are names, with a split where it is not `test`: `livecodebench/all`. With `compact`, texts are left out of the
     rows once everything is done. Without `times`, those of decoding are: for a device that is shared.
     """
-    settings = settings or Settings()
+    settings = settings or EvalConfig()
     settings.check()
     # what is wrong with a task is refused before anything is written
     known = [examples_of(name, settings.limit, data, allow_unsafe) for name in tasks]
@@ -148,7 +148,7 @@ def evaluate(
 
 
 def _evaluate(
-    pair: Pair, out: Path, tasks: Mapping[str, tuple[Task, list[Row]]], runs: Sequence[Run], settings: Settings,
+    pair: Pair, out: Path, tasks: Mapping[str, tuple[Task, list[Row]]], runs: Sequence[Run], settings: EvalConfig,
     entails: Entails | None, examples: int, compact: bool, times: bool, notify: Notify, warn: Callable[[str], None],
 ) -> list[dict[str, Any]]:  # fmt: skip
     out.mkdir(parents=True, exist_ok=True)
@@ -189,7 +189,7 @@ def _earlier(file: Path) -> list[dict[str, Any]]:
     return [*last.get("earlier", []), kept]
 
 
-def _same_settings(out: Path, pair: Pair, settings: Settings) -> None:
+def _same_settings(out: Path, pair: Pair, settings: EvalConfig) -> None:
     shared = {key: value for key, value in asdict(settings).items() if key != "nli"}  # that is a matter of some tasks
     now = {
         **shared, "target": pair.target_sha256 or pair.target_id, "draft": pair.draft_sha256 or pair.draft_id,
@@ -285,7 +285,7 @@ class _Work:
     """One task under one rule."""
 
     def __init__(
-        self, pair: Pair, one: Task, rows: list[Row], run: Run, folder: Path, settings: Settings, entails: Entails | None,
+        self, pair: Pair, one: Task, rows: list[Row], run: Run, folder: Path, settings: EvalConfig, entails: Entails | None,
         examples: int, times: bool,
     ) -> None:  # fmt: skip
         self.pair, self.task, self.rows, self.run, self.folder = pair, one, rows, run, folder
@@ -334,7 +334,7 @@ class _Work:
         begun = time.perf_counter()
         answers = generate(
             self.pair, [self.task.prompt(row) for row in rows], rule, gamma=self.run.gamma, max_new_tokens=self.max_new_tokens,
-            batch=self.settings.batch, seed=self.settings.seed, alike=True,
+            batch=self.settings.batch, seed=self.settings.seed, same_draft_weights=True,
         )  # fmt: skip
         total = time.perf_counter() - begun
         phases = {p: max(a.seconds[p] for a in answers) for p in PHASES}  # the last to end took part in all passes
@@ -480,7 +480,7 @@ class _Work:
         found: list[list[float | None]] = [[None] * len(answer) for _, answer in sequences]
         if all(judge is None or "lookahead" in judge.config.features for judge in judges):
             return found
-        for part, hidden in forced(self.pair.target, sequences):
+        for part, hidden in teacher_forced(self.pair.target, sequences):
             at = 0
             for i in part:
                 size, judge = len(sequences[i][1]), judges[i]

@@ -12,17 +12,14 @@ from typing import Any
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.consistency import Entails
-from selfjudge.evaluate.pipeline import Settings as EvalSettings
-from selfjudge.evaluate.pipeline import evaluate, examples_of, runs_of
+from selfjudge.evaluate.pipeline import EvalConfig, evaluate, examples_of, runs_of
 from selfjudge.judge.model import Judge
 from selfjudge.label.folder import info
-from selfjudge.label.pipeline import Settings as LabelSettings
-from selfjudge.label.pipeline import label, shipped_tau
+from selfjudge.label.pipeline import LabelConfig, label, shipped_tau
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.sources import Source
 from selfjudge.tasks.livecodebench import FOLDS, learnt_folds
-from selfjudge.train.pipeline import Settings as TrainSettings
-from selfjudge.train.pipeline import train
+from selfjudge.train.pipeline import TrainConfig, train
 
 Notify = Callable[[str, float], None]
 PAPER_PAIRS = {
@@ -95,7 +92,7 @@ def reproduce(
     """Run what is not yet done below `out`; the report's tables."""
     from selfjudge.report.pipeline import report
 
-    settings = EvalSettings(preset.limit if limit is None else limit, preset.eval_tokens, batch, nli=nli)
+    settings = EvalConfig(preset.limit if limit is None else limit, preset.eval_tokens, batch, nli=nli)
     settings.check()
     for name in preset.tasks:  # what is wrong with them is better known before hours of labelling
         examples_of(name, settings.limit, data, allow_unsafe)
@@ -143,7 +140,7 @@ def _labels(
         ("autojudge+", preset.auto_plus),
     ):
         folder = out / method.replace("+", "-plus")
-        settings = LabelSettings(
+        settings = LabelConfig(
             prompts=prompts, method=method, max_new_tokens=preset.label_tokens, batch=batch, hidden_dtype="float16",
             calibrate=calibrate if method == "selfjudge" else None, calibrate_prompts=preset.calibrate_prompts,
             substitutions=None if method == "selfjudge" else preset.substitutions, allow_unsafe=allow_unsafe,
@@ -168,9 +165,9 @@ def _judges(
     Beside them those that take the place of some on LiveCodeBench: one for each fold, labelled on the others.
     """
     own = [folders["selfjudge"]]
-    wanted: dict[str, tuple[list[Path], TrainSettings]] = {
-        "selfjudge": (own, TrainSettings(originals=preset.originals)),
-        "paper": (own, TrainSettings(features="hidden", model="linear", originals=True)),
+    wanted: dict[str, tuple[list[Path], TrainConfig]] = {
+        "selfjudge": (own, TrainConfig(originals=preset.originals)),
+        "paper": (own, TrainConfig(features="hidden", model="linear", originals=True)),
     }
     there = info(folders["selfjudge"])["sources"]
     names = [name for name in (Source.parse(prompt).name for prompt in preset.prompts) if name in there]
@@ -181,11 +178,11 @@ def _judges(
         for fold in folds
     }
     if "self" in names:
-        wanted["self-written"] = own, TrainSettings(sources=("self",))
+        wanted["self-written"] = own, TrainConfig(sources=("self",))
     for method in ("autojudge", "autojudge-plus"):
         if method in folders:
-            wanted[method] = [folders[method]], TrainSettings()
-    wanted |= {f"n={n}": (own, TrainSettings(suffix_length=n)) for n in (0, 5, 10)}
+            wanted[method] = [folders[method]], TrainConfig()
+    wanted |= {f"n={n}": (own, TrainConfig(suffix_length=n)) for n in (0, 5, 10)}
     found: dict[str, Judge] = {}
     for name, (labels, settings) in wanted.items():
         folder = out / name

@@ -127,12 +127,12 @@ class Judge(nn.Module):
         """[B, γ] P(acceptable) of each draft, from the hidden state at that draft; NaN where that is broken."""
         if block.hidden is None:
             raise SelfJudgeError("the judge needs the target's hidden states and this backend returned none")
-        if block.top is not None and block.hidden.is_cuda and (fused := self.fused()) is not None:
+        if block.argmax is not None and block.hidden.is_cuda and (fused := self.fused()) is not None:
             from selfjudge.ops.judge_score_triton import scores
 
             with torch.cuda.device(block.hidden.device):  # kernels are launched on the current device
-                return scores(fused, block.hidden, block.target_logits, block.top[0], block.draft_tokens)
-        said = self.score(with_columns(block, self.config.features))
+                return scores(fused, block.hidden, block.target_logits, block.argmax[0], block.draft_tokens)
+        said = self.score(block_features(block, self.config.features))
         return torch.where(block.hidden[:, 1:].isfinite().all(-1), said, math.nan)
 
     def fused(self) -> Weights | None:
@@ -274,14 +274,14 @@ def _checked(folder: Path, raw: Mapping[str, Any]) -> None:
             raise SelfJudgeError(f"{folder}/config.json has a {key} that no judge has: {str(raw[key])[:60]}")
 
 
-def with_columns(block: Block, features: str) -> Tensor:
+def block_features(block: Block, features: str) -> Tensor:
     """[B, γ, H + columns] what a judge reads of a Block; row i is the state at d_i and what was said of d_i."""
     assert block.hidden is not None
-    choice = None if block.top is None else block.top[0][:, :-1]
-    return beside(block.hidden[:, 1:], block.target_logits[:, :-1], block.draft_tokens, features, choice=choice)
+    choice = None if block.argmax is None else block.argmax[0][:, :-1]
+    return token_features(block.hidden[:, 1:], block.target_logits[:, :-1], block.draft_tokens, features, choice=choice)
 
 
-def beside(
+def token_features(
     hidden: Tensor, logits: Tensor, drafts: Tensor, features: str, owner: Tensor | None = None,
     choice: Tensor | None = None,
 ) -> Tensor:  # fmt: skip

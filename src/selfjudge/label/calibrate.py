@@ -52,7 +52,7 @@ def begin(
     return [
         Search(ids, tuple(tokens), str(one.prompt), one.id, one.row, answer)
         for one, ids, tokens, answer in zip(asked, prompts, responses, answers, strict=True)
-        if answer is not None and task.worth(one.row or {}, answer)
+        if answer is not None and task.is_scorable(one.row or {}, answer)
     ]
 
 

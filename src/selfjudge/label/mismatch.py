@@ -9,7 +9,7 @@ from itertools import takewhile
 import torch
 
 from selfjudge.decoding.plain import respond
-from selfjudge.engine.teacher_forced import Sequences, forced, logit_rows, logits_of
+from selfjudge.engine.teacher_forced import Sequences, logit_rows, logits_of, teacher_forced
 from selfjudge.label.score import Case
 from selfjudge.models.pair import Pair
 from selfjudge.models.tokens import context_window
@@ -26,7 +26,7 @@ def draft_tokens(pair: Pair, sequences: Sequences) -> list[list[int]]:
     found: list[list[int]] = [list(response) for _, response in sequences]
     seen = [(prompt, response[: max(0, window - len(prompt))]) for prompt, response in sequences]
     readable = [i for i, (_, response) in enumerate(seen) if response]
-    for part, hidden in forced(pair.draft, [seen[i] for i in readable]):
+    for part, hidden in teacher_forced(pair.draft, [seen[i] for i in readable]):
         said = [
             logits_of(pair.draft, piece)[:, :vocabulary].argmax(-1) for piece in hidden.split(logit_rows(pair.draft))
         ]
@@ -56,7 +56,9 @@ def differ(own: int, draft: int, special: frozenset[int]) -> bool:
     return own != draft and own not in special and draft not in special
 
 
-def mined(pair: Pair, responses: Sequence[tuple[Sequence[int], Sequence[int], bool]], suffix_length: int) -> list[Case]:
+def find_mismatches(
+    pair: Pair, responses: Sequence[tuple[Sequence[int], Sequence[int], bool]], suffix_length: int
+) -> list[Case]:
     """What can be labelled in each response: prompt, response, and whether the length limit cut it."""
     special = frozenset(pair.special_ids)
     drafts = draft_tokens(pair, [(prompt, response) for prompt, response, _ in responses])
@@ -67,7 +69,7 @@ def mined(pair: Pair, responses: Sequence[tuple[Sequence[int], Sequence[int], bo
     return cases
 
 
-def continued(pair: Pair, cases: Sequence[Case], count: int, *, batch: int) -> list[Case]:
+def with_lookahead(pair: Pair, cases: Sequence[Case], count: int, *, batch: int) -> list[Case]:
     """The same cases with what the draft would say after each of its tokens: at most `count` tokens, as many as its window holds."""
     assert pair.draft is not None
     window = min(context_window(pair.draft), context_window(pair.target) - count)

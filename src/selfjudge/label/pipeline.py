@@ -22,12 +22,12 @@ from selfjudge.judge.model import LOOKAHEAD
 from selfjudge.label.backend import BACKENDS, Backend, Torch
 from selfjudge.label.calibrate import FEWEST, begin, calibrate, extracted, scored
 from selfjudge.label.folder import FORMAT, Arrays, Row, seal, sealed, unharmed, write_shard
-from selfjudge.label.mismatch import NOTHING, continued, mined
+from selfjudge.label.mismatch import NOTHING, find_mismatches, with_lookahead
 from selfjudge.label.preservation import Search, asked_target, search
 from selfjudge.label.score import Case, Scorer, Scores
 from selfjudge.models.pair import Pair
 from selfjudge.models.tokens import context_window
-from selfjudge.prompts.sources import SELF, Asked, Notify, Source, given, limited, written
+from selfjudge.prompts.sources import SELF, Asked, Notify, Source, limited, load_prompts, write_prompts
 from selfjudge.store import locked, provenance, read_json, read_rows, refuse_other, sha256, write_json, write_rows
 from selfjudge.tasks.base import FILE, known, task
 from selfjudge.tasks.code import CodeTask
@@ -39,7 +39,7 @@ SHARD = 64  # responses
 
 
 @dataclass(frozen=True)
-class Settings:
+class LabelConfig:
     """What decides the labels; a run is continued only with the same ones."""
 
     prompts: tuple[str, ...] = ("self:500",)
@@ -123,7 +123,7 @@ class Settings:
 
 
 def label(
-    pair: Pair, out: Path, settings: Settings, *, backend: Backend | None = None, data: Path | None = None, resume: bool = False,
+    pair: Pair, out: Path, settings: LabelConfig, *, backend: Backend | None = None, data: Path | None = None, resume: bool = False,
     notify: Notify = lambda stage, share: None, warn: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:  # fmt: skip
     """Label into the folder `out`; what its manifest says. The target runs here, unless a `backend` is handed in."""
@@ -149,14 +149,14 @@ def label(
         raise SelfJudgeError(f"cannot write {out}: {error}; what is done is kept, go on with --resume") from None
 
 
-def _possible(pair: Pair, settings: Settings, data: Path | None) -> None:
+def _possible(pair: Pair, settings: LabelConfig, data: Path | None) -> None:
     """Refuse early what would fail late: prompts that cannot be read, a τ that cannot be had, code that cannot be run."""
     for source in settings.sources():
         if source.name not in SELF:
-            given(source, data, skip_broken=(lambda text: None) if settings.skip_broken else None)
+            load_prompts(source, data, skip_broken=(lambda text: None) if settings.skip_broken else None)
     checked = [settings.calibrate] if settings.calibrate else []
     if settings.calibrate:
-        given(Source(settings.calibrate, settings.calibrate_prompts), data)
+        load_prompts(Source(settings.calibrate, settings.calibrate_prompts), data)
     elif settings.tau is None and settings.method == "selfjudge":
         _known_tau(pair, settings)
     if settings.method != "selfjudge":
@@ -166,7 +166,7 @@ def _possible(pair: Pair, settings: Settings, data: Path | None) -> None:
 
 
 def _label(
-    pair: Pair, out: Path, settings: Settings, backend: Backend, data: Path | None, notify: Notify,
+    pair: Pair, out: Path, settings: LabelConfig, backend: Backend, data: Path | None, notify: Notify,
     warn: Callable[[str], None],
 ) -> dict[str, Any]:  # fmt: skip
     _same_settings(out, pair, settings)
@@ -215,7 +215,7 @@ def _label(
     return manifest
 
 
-def _same_settings(out: Path, pair: Pair, settings: Settings) -> None:
+def _same_settings(out: Path, pair: Pair, settings: LabelConfig) -> None:
     files = [Path(source.name.removeprefix(FILE)).expanduser() for source in settings.sources()]
     now = {
         **asdict(settings), "prompts": list(settings.prompts), "shard": list(settings.shard),
@@ -223,17 +223,17 @@ def _same_settings(out: Path, pair: Pair, settings: Settings) -> None:
         "prompt files": {str(f): sha256(f) for f in files if f.is_file()},
     }  # fmt: skip
     then: dict[str, Any] = read_json(out / "settings.json") if (out / "settings.json").is_file() else now
-    then = {**asdict(Settings()), **then}  # what an older version did not know was as it is by default
+    then = {**asdict(LabelConfig()), **then}  # what an older version did not know was as it is by default
     refuse_other(out, then, {key: value for key, value in now.items() if key != "allow_unsafe"})
     write_json(out / "settings.json", now)
 
 
 def _prompts(
-    pair: Pair, out: Path, settings: Settings, data: Path | None, notify: Notify, warn: Callable[[str], None]
+    pair: Pair, out: Path, settings: LabelConfig, data: Path | None, notify: Notify, warn: Callable[[str], None]
 ) -> tuple[list[Row], dict[str, Any]]:
     """Rows {prompt_id, source, prompt_ids, request, row}, and what became of each source's prompts."""
-    file, vouched = out / "work" / "prompts.jsonl", out / "work" / "prompts.json"
-    if found := sealed(vouched, out / "work"):
+    file, seal_file = out / "work" / "prompts.jsonl", out / "work" / "prompts.json"
+    if found := sealed(seal_file, out / "work"):
         return list(read_rows(file)), found["yields"]
     rows: list[Row] = []
     yields: dict[str, Any] = {}
@@ -243,9 +243,9 @@ def _prompts(
     names: Counter[str] = Counter()
     for source in settings.sources():
         if source.name in SELF:
-            asked, report = written(pair, source, settings.seed, settings.batch, notify)
+            asked, report = write_prompts(pair, source, settings.seed, settings.batch, notify)
         else:
-            asked = given(source, data, skip_broken=warn if settings.skip_broken else None)
+            asked = load_prompts(source, data, skip_broken=warn if settings.skip_broken else None)
             report = {"given": len(asked)}
         encoded = pair.encode_many([one.prompt for one in asked])
         short = [(one, ids) for one, ids in zip(asked, encoded, strict=True) if len(ids) <= longest]
@@ -267,11 +267,11 @@ def _prompts(
     if not mine:
         raise SelfJudgeError("there is no prompt left to label: give more with --prompts")
     write_rows(file, mine)
-    seal(vouched, out / "work", ("prompts.jsonl",), yields=yields)
+    seal(seal_file, out / "work", ("prompts.jsonl",), yields=yields)
     return mine, yields
 
 
-def _tau(pair: Pair, out: Path, settings: Settings, data: Path | None, notify: Notify) -> dict[str, Any]:
+def _tau(pair: Pair, out: Path, settings: LabelConfig, data: Path | None, notify: Notify) -> dict[str, Any]:
     """τ and what speaks for it: given, calibrated here, or shipped with the pair."""
     if settings.tau is not None:
         return {"tau": settings.tau, "given": True}
@@ -279,20 +279,20 @@ def _tau(pair: Pair, out: Path, settings: Settings, data: Path | None, notify: N
         if settings.method != "selfjudge":
             return {"tau": None}  # these labels need none
         return _known_tau(pair, settings)
-    vouched = out / "work" / "calibration.json"
-    if (found := sealed(vouched, out)) is not None:
+    seal_file = out / "work" / "calibration.json"
+    if (found := sealed(seal_file, out)) is not None:
         return {k: v for k, v in found.items() if k not in ("files", "made_from")}
     source = Source(settings.calibrate, settings.calibrate_prompts)
     result = calibrate(
-        pair, task(settings.calibrate, data, allow_unsafe=settings.allow_unsafe), given(source, data), suffix_length=settings.suffix_length,
+        pair, task(settings.calibrate, data, allow_unsafe=settings.allow_unsafe), load_prompts(source, data), suffix_length=settings.suffix_length,
         reject_recall=settings.reject_recall, max_new_tokens=settings.max_new_tokens, batch=settings.batch,
         evidence=out / "calibration.safetensors", notify=notify,
     )  # fmt: skip
-    seal(vouched, out, ("calibration.safetensors",), **result)
+    seal(seal_file, out, ("calibration.safetensors",), **result)
     return result
 
 
-def _known_tau(pair: Pair, settings: Settings) -> dict[str, Any]:
+def _known_tau(pair: Pair, settings: LabelConfig) -> dict[str, Any]:
     if (shipped := shipped_tau(pair.target_id, pair.draft_sha256, settings.suffix_length)) is None:
         raise SelfJudgeError(
             "no τ is known for this pair and suffix length: calibrate it (--calibrate gsm8k, or --calibrate arithmetic"
@@ -316,7 +316,7 @@ def shipped_tau(target: str, draft_sha256: str, suffix_length: int) -> dict[str,
 
 
 def _responses(
-    pair: Pair, out: Path, settings: Settings, backend: Backend, prompts: Sequence[Row], notify: Notify
+    pair: Pair, out: Path, settings: LabelConfig, backend: Backend, prompts: Sequence[Row], notify: Notify
 ) -> list[Path]:
     """Files of responses, `batch` prompts each: greedy, as fast as the engine makes them."""
     files = []
@@ -345,7 +345,7 @@ def _public(row: Row) -> Row:
 
 
 def _shards(
-    pair: Pair, out: Path, settings: Settings, backend: Backend, files: Sequence[Path], all_rows: int, tau: float | None,
+    pair: Pair, out: Path, settings: LabelConfig, backend: Backend, files: Sequence[Path], all_rows: int, tau: float | None,
     data: Path | None, notify: Notify,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Every shard of labels, made or found."""
@@ -388,15 +388,15 @@ def _shards(
 
 
 def _selfjudge(
-    pair: Pair, settings: Settings, responses: Sequence[Row], scorer: Scorer, tau: float | None, data: Path | None,
+    pair: Pair, settings: LabelConfig, responses: Sequence[Row], scorer: Scorer, tau: float | None, data: Path | None,
     notify: Callable[[float], None],
 ) -> tuple[list[Row], Arrays, list[Row], dict[str, Any]]:  # fmt: skip
     """Labels by likelihood; rows whose score is no number are left out and counted."""
     assert tau is not None
     read = [(row["prompt_ids"], row["response_ids"], row["finish"] == "length") for row in responses]
-    cases = mined(pair, read, settings.suffix_length)
+    cases = find_mismatches(pair, read, settings.suffix_length)
     if settings.lookahead:
-        cases = continued(pair, cases, LOOKAHEAD, batch=settings.batch)
+        cases = with_lookahead(pair, cases, LOOKAHEAD, batch=settings.batch)
     found = scorer(cases, notify)
     rows: list[Row] = []
     finite: list[bool] = []
@@ -412,7 +412,7 @@ def _selfjudge(
 
 
 def _autojudge(
-    pair: Pair, settings: Settings, responses: Sequence[Row], scorer: Scorer, tau: float | None, data: Path | None,
+    pair: Pair, settings: LabelConfig, responses: Sequence[Row], scorer: Scorer, tau: float | None, data: Path | None,
     notify: Callable[[float], None],
 ) -> tuple[list[Row], Arrays, list[Row], dict[str, Any]]:  # fmt: skip
     """Labels by preserved answers; on open prompts (autojudge+) the target says whether the meaning is the same.
@@ -493,7 +493,7 @@ def _row(
     }  # fmt: skip
 
 
-def _arrays(found: Sequence[Scores], settings: Settings, hidden_size: int) -> Arrays:
+def _arrays(found: Sequence[Scores], settings: LabelConfig, hidden_size: int) -> Arrays:
     """Everything but the rows, row-aligned."""
     empty = Scores(
         log_p=np.zeros((0, 2), np.float32), entropy=np.zeros(0, np.float32), rank=np.zeros(0, np.int32),
@@ -513,4 +513,4 @@ def _arrays(found: Sequence[Scores], settings: Settings, hidden_size: int) -> Ar
     return arrays
 
 
-__all__ = ["METHODS", "Settings", "label", "shipped_tau"]
+__all__ = ["METHODS", "LabelConfig", "label", "shipped_tau"]

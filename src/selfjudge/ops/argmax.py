@@ -27,13 +27,13 @@ def broken(logits: Tensor) -> Tensor:
     return torch.logical_or(torch.isnan(most), torch.isposinf(most))
 
 
-def top(logits: Tensor) -> tuple[Tensor, Tensor]:
+def argmax_checked(logits: Tensor) -> tuple[Tensor, Tensor]:
     """[..., V] → the argmax of the regular logits [...] and whether the row is broken [...]."""
     if logits.is_cuda and has_triton():
-        from selfjudge.ops.argmax_triton import split_top
+        from selfjudge.ops.argmax_triton import split_argmax
 
         with torch.cuda.device(logits.device):  # kernels are launched on the current device
-            return split_top(logits)
+            return split_argmax(logits)
     odd = broken(logits)
     if logits.is_cuda or bool(odd.any()):  # on a GPU the copy is cheaper than asking
         logits = regular(logits)

@@ -12,7 +12,7 @@ ROW_BLOCK, ROW_WARPS = 8192, 16  # logits that a program reads at a time where i
 
 
 @triton.jit
-def _chunk_top(x_ptr, best_ptr, place_ptr, odd_ptr, size, stride, chunks, BLOCK: tl.constexpr):
+def _chunk_argmax(x_ptr, best_ptr, place_ptr, odd_ptr, size, stride, chunks, BLOCK: tl.constexpr):
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = chunk * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * stride + at, mask=at < size, other=-float("inf")).to(tl.float32)
@@ -26,7 +26,7 @@ def _chunk_top(x_ptr, best_ptr, place_ptr, odd_ptr, size, stride, chunks, BLOCK:
 
 
 @triton.jit
-def _row_top(best_ptr, place_ptr, odd_ptr, choice_ptr, broken_ptr, chunks, BLOCK: tl.constexpr):
+def _row_argmax(best_ptr, place_ptr, odd_ptr, choice_ptr, broken_ptr, chunks, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     best = tl.load(best_ptr + row * chunks + at, mask=at < chunks, other=-float("inf"))
@@ -37,7 +37,7 @@ def _row_top(best_ptr, place_ptr, odd_ptr, choice_ptr, broken_ptr, chunks, BLOCK
 
 
 @triton.jit
-def row_top(x_ptr, size, BLOCK: tl.constexpr):
+def row_argmax(x_ptr, size, BLOCK: tl.constexpr):
     """`top` of one row inside a program: the most likely token, its logit, and whether the row is broken."""
     column = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], -float("inf"), tl.float32)  # of each column of blocks, and where it was first seen
@@ -56,7 +56,7 @@ def row_top(x_ptr, size, BLOCK: tl.constexpr):
     return choice, most, tl.max(odd, 0) != 0
 
 
-def split_top(logits: Tensor) -> tuple[Tensor, Tensor]:
+def split_argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     """`top` as two kernels: the best of every chunk, then the best of those."""
     flat = logits.reshape(-1, logits.shape[-1])
     rows, size = flat.shape
@@ -66,8 +66,8 @@ def split_top(logits: Tensor) -> tuple[Tensor, Tensor]:
     odd_chunk = torch.empty(rows, chunks, dtype=torch.int8, device=flat.device)
     choice = torch.empty(rows, dtype=torch.int64, device=flat.device)
     odd = torch.empty(rows, dtype=torch.bool, device=flat.device)
-    _chunk_top[(rows, chunks)](
+    _chunk_argmax[(rows, chunks)](
         flat, best, place, odd_chunk, size, flat.stride(0), chunks, BLOCK=CHUNK, num_warps=4
     )  # fmt: skip
-    _row_top[(rows,)](best, place, odd_chunk, choice, odd, chunks, BLOCK=triton.next_power_of_2(chunks), num_warps=1)
+    _row_argmax[(rows,)](best, place, odd_chunk, choice, odd, chunks, BLOCK=triton.next_power_of_2(chunks), num_warps=1)
     return choice.view(logits.shape[:-1]), odd.view(logits.shape[:-1])

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from selfjudge.ops.argmax_triton import ROW_BLOCK, ROW_WARPS, row_top
+from selfjudge.ops.argmax_triton import ROW_BLOCK, ROW_WARPS, row_argmax
 
 LINEAR_BLOCK, TILE = 1024, 8192  # columns of a linear judge, numbers of an MLP's matrix: what a program holds at a time
 
@@ -55,7 +55,7 @@ def _judge(
     token = tl.load(draft_ptr + i).to(tl.int64)
     logits = logit_ptr + row * logit_step
     if APPROVE:
-        choice, best, broken = row_top(logits, vocabulary, ROW_BLOCK)
+        choice, best, broken = row_argmax(logits, vocabulary, ROW_BLOCK)
     margin = 0.0
     if MARGIN:
         if not APPROVE:

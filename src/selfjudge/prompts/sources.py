@@ -100,7 +100,7 @@ class Asked:
     row: dict[str, Any] | None = None
 
 
-def given(source: Source, data: Path | None, *, skip_broken: Callable[[str], None] | None = None) -> list[Asked]:
+def load_prompts(source: Source, data: Path | None, *, skip_broken: Callable[[str], None] | None = None) -> list[Asked]:
     """The prompts of a task's training split, or of another that may be learnt from, or of a file; broken lines are refused, or told to `skip_broken`."""
     if known(source.name):
         one, split = task(source.name, data), split_of(source.name) or "train"
@@ -116,7 +116,9 @@ def _learnable(one: Task) -> str:
     return ", ".join(split for split in one.splits if split.startswith(LEARNABLE)) or "none, it is for tests alone"
 
 
-def written(pair: Pair, source: Source, seed: int, batch: int, notify: Notify) -> tuple[list[Asked], dict[str, Any]]:
+def write_prompts(
+    pair: Pair, source: Source, seed: int, batch: int, notify: Notify
+) -> tuple[list[Asked], dict[str, Any]]:
     """Prompts that the target writes itself, and what became of those it wrote."""
     count = source.count
     assert count is not None

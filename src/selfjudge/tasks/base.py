@@ -86,7 +86,7 @@ class Task:
         """Are two extracted answers equal? A missing one equals nothing."""
         return a is not None and a == b
 
-    def worth(self, row: Row, answer: str | None) -> bool:
+    def is_scorable(self, row: Row, answer: str | None) -> bool:
         """Can this answer of a response be preserved, or is there none?"""
         return answer is not None
 
@@ -196,7 +196,7 @@ def plain(prompt: Prompt) -> str:
     return " ".join(re.findall(r"\w+", text.casefold()))
 
 
-def apart(task: Task, rows: Iterable[Row], test: Iterable[Row]) -> list[Row]:
+def without_test_questions(task: Task, rows: Iterable[Row], test: Iterable[Row]) -> list[Row]:
     """The rows that ask nothing that the test rows ask."""
     asked = {task.question(row) for row in test}
     return [row for row in rows if task.question(row) not in asked]

@@ -54,7 +54,7 @@ class CodeTask(Task):
             code, [test], prelude=self.prelude, limits=self.limits, allow_unsafe=self.allow_unsafe, workers=1
         )[0]
 
-    def worth(self, row: Row, answer: str | None) -> bool:
+    def is_scorable(self, row: Row, answer: str | None) -> bool:
         """A program that passes no test has nothing to preserve: any other that fails would equal it."""
         return bool(answer)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from hashlib import sha256
 
-from selfjudge.tasks.base import Row, Task, apart, numbered
+from selfjudge.tasks.base import Row, Task, numbered, without_test_questions
 
 TEST_ROWS = 1000
 
@@ -21,7 +21,9 @@ class Dolly(Task):
     def rows(self, split: str) -> list[Row]:
         rows = numbered("dolly", self.load("databricks-dolly-15k.sha256-sorted.jsonl", split))
         test = rows[-TEST_ROWS:]
-        return test if split == "test" else apart(self, rows[:-TEST_ROWS], test)  # a few instructions occur twice
+        return (
+            test if split == "test" else without_test_questions(self, rows[:-TEST_ROWS], test)
+        )  # a few instructions occur twice
 
     def from_hub(self, split: str) -> list[Row]:
         """One split there, in another order: sorted as the file is."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 
-from selfjudge.tasks.base import Row, Task, apart, numbered, plain
+from selfjudge.tasks.base import Row, Task, numbered, plain, without_test_questions
 
 _ANSWER = re.compile(r"(?i:answer is):?\s*\**\s*(?:\\boxed\{)?\s*(?:\(\s*([A-Da-d])\s*\)|([A-D])(?![\w']))")
 _BOXED = re.compile(r"\\boxed\{\s*(?:\\text\{)?\s*\(?([A-D])\)?\s*\}")  # models that learnt from MATH
@@ -34,7 +34,9 @@ class Mmlu(Task):
 
     def rows(self, split: str) -> list[Row]:
         rows = numbered(f"mmlu-{split}", self.load(f"{split}.jsonl", split))
-        return rows if split == "test" else apart(self, rows, self.rows("test"))  # five questions occur in both
+        return (
+            rows if split == "test" else without_test_questions(self, rows, self.rows("test"))
+        )  # five questions occur in both
 
     def prompt(self, row: Row) -> str:
         choices = "\n".join(f"({letter}) {choice}" for letter, choice in zip("ABCD", row["choices"], strict=True))

@@ -31,7 +31,7 @@ Notify = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
-class Settings:
+class TrainConfig:
     """What decides a judge."""
 
     features: str = "hidden+margin"
@@ -71,11 +71,11 @@ class Settings:
 
 
 def train(
-    folders: Sequence[Path], out: Path, settings: Settings | None = None, *, device: str | None = None,
+    folders: Sequence[Path], out: Path, settings: TrainConfig | None = None, *, device: str | None = None,
     notify: Notify | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Train a judge and write its folder; what it gives back is `config.json`."""
-    settings = settings or Settings()
+    settings = settings or TrainConfig()
     settings.check()
     new = not out.exists()
     _claim(out)
@@ -135,7 +135,9 @@ def _claim(out: Path) -> None:
         raise SelfJudgeError(f"{out} is not an empty folder: name a new one with --out")
 
 
-def candidates(rows: Rows, settings: Settings, device: torch.device | None, notify: Notify | None) -> dict[str, Fitted]:
+def candidates(
+    rows: Rows, settings: TrainConfig, device: torch.device | None, notify: Notify | None
+) -> dict[str, Fitted]:
     """The judges that `settings.model` asks for, by kind."""
     taus = {tau for tau in rows.taus if tau is not None}
     lengths = set(rows.suffix_lengths)
@@ -168,7 +170,9 @@ def choice(rows: Rows, tried: dict[str, Fitted], device: torch.device | None) ->
     return mlp if mlp.auc_select > linear.auc_select and on_holdout[1] > on_holdout[0] else linear
 
 
-def finish(rows: Rows, fitted: Fitted, settings: Settings, device: torch.device | None) -> tuple[Judge, dict[str, Any]]:
+def finish(
+    rows: Rows, fitted: Fitted, settings: TrainConfig, device: torch.device | None
+) -> tuple[Judge, dict[str, Any]]:
     """Thresholds and figures from the holdout, into the judge's configuration."""
     holdout = rows.of("holdout")
     scores, labels = predict(rows, fitted.judge, holdout, device=device)

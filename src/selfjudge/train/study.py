@@ -31,7 +31,7 @@ SOME_C = GRID[:6:2]  # a study compares many fits: three strengths of regularisa
 
 
 @dataclass(frozen=True)
-class Settings:
+class StudyConfig:
     """What a study holds fixed."""
 
     features: str = "hidden+margin"
@@ -45,13 +45,13 @@ class Settings:
 def study(
     folder: Path,
     out: Path,
-    settings: Settings | None = None,
+    settings: StudyConfig | None = None,
     *,
     device: str | None = None,
     notify: Notify | None = None,
 ) -> dict[str, Any]:
     """Run all studies; `study.json` and figures land in `out`."""
-    settings = settings or Settings()
+    settings = settings or StudyConfig()
     settings.check()
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -90,7 +90,7 @@ def study(
 class _Fits:
     rows: Rows
     device: torch.device | None
-    settings: Settings
+    settings: StudyConfig
 
     def fit(self, kind: str, features: str | None = None, **options: Any) -> Fitted:
         config = JudgeConfig(self.rows.hidden_size, features=features or self.settings.features, model=kind)
@@ -169,7 +169,7 @@ class _Fits:
         row: dict[str, Any] = {"suffix_length": length, "suffix_gap": gap, "score": "mean" if mean else "sum"}
         evidence = self.rows.folders[0] / "calibration.safetensors"
         if evidence.is_file():
-            row["told_apart"] = told_apart(evidence, length, mean=mean, gap=gap)
+            row["told_apart"] = critical_auc(evidence, length, mean=mean, gap=gap)
         try:
             rows = self.rows.relabelled(length, mean=mean, gap=gap)
             rows.check(self.settings.features)
@@ -183,7 +183,7 @@ class _Fits:
         return {**row, "auc_mismatch": fits.holdout(fits.fit("linear"))}
 
 
-def told_apart(evidence: Path, suffix_length: int, *, mean: bool = False, gap: int = 0) -> float | None:
+def critical_auc(evidence: Path, suffix_length: int, *, mean: bool = False, gap: int = 0) -> float | None:
     """ROC-AUC of the score at telling substitutions that kept the answer from critical ones; None if they are of one kind."""
     arrays, _ = read_tensors(evidence)
     scores = total(arrays["log_p"], arrays["original"], arrays["substituted"], suffix_length, mean=mean, gap=gap)

@@ -13,8 +13,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from selfjudge.judge.model import Judge, beside
-from selfjudge.ops.argmax import top
+from selfjudge.judge.model import Judge, token_features
+from selfjudge.ops.argmax import argmax_checked
 
 Agree = Callable[[Tensor], Tensor]
 """Makes all ranks of a tensor-parallel group hold the same mask."""
@@ -44,8 +44,8 @@ class Approval:
             return approvals(self.fused, hidden, logits, at, drafts, theta, self.special)
         hidden, logits = hidden[at + 1], logits[at]
         there, drafts = drafts >= 0, drafts.long().clamp_min(0)
-        choice, broken = top(logits)
-        score = self.judge.score(beside(hidden, logits, drafts, self.judge.config.features, owner, choice))
+        choice, broken = argmax_checked(logits)
+        score = self.judge.score(token_features(hidden, logits, drafts, self.judge.config.features, owner, choice))
         regular = ~broken & hidden.isfinite().all(-1)
         return (score > theta) & there & regular & ~self._special(drafts) & ~self._special(choice)
 
@@ -60,7 +60,7 @@ class Approval:
             from selfjudge.integrations.vllm.approval_triton import mark
 
             return mark(logits, drafts, approved, self.special, MARK)
-        choice, _ = top(logits)
+        choice, _ = argmax_checked(logits)
         there, drafts = drafts >= 0, drafts.long().clamp_min(0)
         at = logits.gather(1, drafts[:, None]).squeeze(1)
         raised = approved & there & (at > -math.inf) & ~self._special(choice)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from selfjudge.ops.argmax_triton import ROW_BLOCK, ROW_WARPS, row_top
+from selfjudge.ops.argmax_triton import ROW_BLOCK, ROW_WARPS, row_argmax
 from selfjudge.ops.judge_score_triton import among
 
 
@@ -18,7 +18,7 @@ def _mark(
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64)
     logits, token = logit_ptr + i * step, tl.load(draft_ptr + i).to(tl.int64)
-    choice, _, _ = row_top(logits, vocabulary, BLOCK)
+    choice, _, _ = row_argmax(logits, vocabulary, BLOCK)
     there = token >= 0
     at = logits + tl.maximum(token, 0)
     raised = (tl.load(approved_ptr + i) != 0) & there & (tl.load(at).to(tl.float32) > -float("inf"))

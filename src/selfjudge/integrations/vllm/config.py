@@ -25,7 +25,7 @@ OFF = math.inf
 
 
 @dataclass(frozen=True)
-class Settings:
+class WorkerConfig:
     """The object under "selfjudge" of vLLM's `--additional-config`."""
 
     judge: str
@@ -36,7 +36,7 @@ class Settings:
     """Leave special tokens to the target."""
 
     @classmethod
-    def read(cls, additional: Any) -> Settings:
+    def read(cls, additional: Any) -> WorkerConfig:
         raw = additional.get(KEY) if isinstance(additional, Mapping) else None
         if not isinstance(raw, Mapping) or not isinstance(raw.get("judge"), str):
             raise SelfJudgeError(
@@ -124,10 +124,10 @@ def refuse(config: Any) -> None:
         raise SelfJudgeError(f"JudgeWorker does not work with {reason}")
 
 
-def load(config: Any) -> tuple[Settings, Judge]:
+def load(config: Any) -> tuple[WorkerConfig, Judge]:
     """The judge of a vLLM configuration, checked against its target."""
     refuse(config)
-    settings = Settings.read(config.additional_config)
+    settings = WorkerConfig.read(config.additional_config)
     judge = Judge.from_pretrained(settings.judge)
     model = config.model_config
     judge.check_target(model.model, target_sha256(model.model), model.get_hidden_size())
@@ -148,7 +148,7 @@ def target_sha256(model: str) -> str:
     return fingerprint(weight_files(path if path.is_dir() else model))
 
 
-def guarded_ids(settings: Settings, model: Any, tokenizer: Any) -> tuple[int, ...]:
+def guarded_ids(settings: WorkerConfig, model: Any, tokenizer: Any) -> tuple[int, ...]:
     """Where the judge has no say: the special tokens that `Pair` finds."""
     if not settings.guard:
         return ()

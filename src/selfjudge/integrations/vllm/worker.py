@@ -27,7 +27,7 @@ logger = init_logger("vllm.selfjudge")  # vLLM shows its own loggers
 
 
 class JudgeWorker(Base):
-    """Start vLLM with `--worker-cls selfjudge.integrations.vllm.JudgeWorker`; settings in `config.Settings`.
+    """Start vLLM with `--worker-cls selfjudge.integrations.vllm.JudgeWorker`; settings in `config.WorkerConfig`.
 
     Everything that would keep the judge from deciding is an error at start-up: there is no silent plain decoding.
     """

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from equality import assert_same_tokens
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from equality import assert_same_tokens
 from selfjudge.bench.decode import transformers_tokens
 from selfjudge.cli.main import main
 from selfjudge.decoding.plain import respond

@@ -20,7 +20,7 @@ from selfjudge.engine.select import borrowed
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.self_written import _fault, user_header, written_passages, written_prompts
-from selfjudge.types import Emission, Singles
+from selfjudge.types import Emission, TokenColumn
 
 CHAT = "{% for m in messages %}<s> w7 {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w0{% endif %}"
 
@@ -101,7 +101,7 @@ def test_no_prompts_and_no_answers() -> None:
 
 
 def test_singles_are_emissions() -> None:
-    singles = Singles(np.array([4, 0, 2]), np.array([9, 8, 7]), np.array([0, 1, 2]))
+    singles = TokenColumn(np.array([4, 0, 2]), np.array([9, 8, 7]), np.array([0, 1, 2]))
     made = [
         Emission(4, (9,), ("target",)),
         Emission(0, (8,), ("target",), "eos"),

@@ -11,13 +11,13 @@ import sys
 import time
 from pathlib import Path
 
-import fake_model
 import pytest
 
+import fake_model
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.pull import pull
 
-SCRIPT = Path(__file__).with_name("fake_model.py")
+SCRIPT = Path(fake_model.__file__)
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from selfjudge.decoding.rules import (
 )  # fmt: skip
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.model import Judge, JudgeConfig
-from selfjudge.ops.argmax import top
+from selfjudge.ops.argmax import argmax_checked
 from selfjudge.types import Block
 
 H = 3
@@ -171,7 +171,7 @@ class Counting(Judge):
 def test_a_judge_is_asked_only_where_a_draft_differs(drafts: list[int], asked: int) -> None:
     judge = Counting(JudgeConfig(H))
     b = block(drafts, ROWS)
-    b = replace(b, top=top(b.target_logits))
+    b = replace(b, argmax=argmax_checked(b.target_logits))
     assert verdict(Judged(judge, 0.5), b) == (2, 0, [d == 1 for d in drafts])
     assert judge.asked == asked
     judge.asked = 0

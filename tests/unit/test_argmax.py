@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from selfjudge.ops.argmax import broken, regular, top
+from selfjudge.ops.argmax import argmax_checked, broken, regular
 
 NAN, INF = math.nan, math.inf
 ROWS = [
@@ -27,7 +27,7 @@ ROWS = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_odd_rows(dtype: torch.dtype) -> None:
     logits = torch.tensor([row for row, _, _ in ROWS], dtype=dtype)
-    choice, odd = top(logits)
+    choice, odd = argmax_checked(logits)
     assert choice.tolist() == [best for _, best, _ in ROWS]
     assert choice.tolist() == regular(logits).argmax(-1).tolist()
     assert odd.tolist() == broken(logits).tolist() == [bad for _, _, bad in ROWS]
@@ -36,10 +36,10 @@ def test_odd_rows(dtype: torch.dtype) -> None:
 def test_each_row_alone_and_any_leading_shape() -> None:
     """One odd row does not decide how the others are read."""
     for row, best, bad in ROWS:
-        choice, odd = top(torch.tensor(row))
+        choice, odd = argmax_checked(torch.tensor(row))
         assert (int(choice), bool(odd)) == (best, bad)
     logits = torch.randn(2, 5, 300, generator=torch.Generator().manual_seed(0))
-    choice, odd = top(logits)
+    choice, odd = argmax_checked(logits)
     assert torch.equal(choice, logits.argmax(-1))
     assert odd.shape == (2, 5)
     assert not odd.any()

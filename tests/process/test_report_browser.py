@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import CHROMIUM, Browser
 
+from browser import CHROMIUM, Browser
 from fake_eval import HOSTILE, write_eval, write_judge
 from selfjudge.report.pipeline import report
 

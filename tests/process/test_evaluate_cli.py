@@ -20,8 +20,7 @@ from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.reproduce import CODE, PRESETS, Preset, _judges, reproduce, unseen
 from selfjudge.judge.model import Judge, JudgeConfig
-from selfjudge.label.pipeline import Settings as LabelSettings
-from selfjudge.label.pipeline import label
+from selfjudge.label.pipeline import LabelConfig, label
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.sources import Asked, Source
 from selfjudge.store import read_json, read_rows
@@ -135,13 +134,13 @@ def test_judges_of_a_fold_have_learnt_from_the_others(
         texts = [" ".join(f"w{i}" for i in rng.integers(5, 50, rng.integers(2, 9))) for _ in range(8)]
         return [Asked(f"{source.name}-{i}", source.name, text) for i, text in enumerate(texts)]
 
-    monkeypatch.setattr("selfjudge.label.pipeline.given", given)
+    monkeypatch.setattr("selfjudge.label.pipeline.load_prompts", given)
     monkeypatch.setattr("selfjudge.evaluate.reproduce.shipped_tau", lambda *_: {"tau": -20.0})
     monkeypatch.setattr("selfjudge.label.pipeline.shipped_tau", lambda *_: {"tau": -20.0, "shipped": True})
     folds = [f"livecodebench/fold-{k}" for k in range(4)]
     preset = Preset("folds", tuple(folds), (), (), (CODE,), label_tokens=40)
     folder = tmp_path / "labels"
-    label(tiny_pair, folder, LabelSettings(prompts=preset.prompts, max_new_tokens=40))
+    label(tiny_pair, folder, LabelConfig(prompts=preset.prompts, max_new_tokens=40))
     said: list[str] = []
     judges, folded = _judges({"selfjudge": folder}, tmp_path / "judges", preset, None, lambda *_: None, said.append)
     assert all(text.startswith("judge n=") for text in said)  # a given τ is for one N
