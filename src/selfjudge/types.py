@@ -6,12 +6,61 @@ This module imports no torch: reports and stores read these records on machines 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from selfjudge.errors import SelfJudgeError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
+
+MAX_GAMMA = 20
+"""The most draft tokens of a cycle, everywhere: the longest blocks that the paper uses."""
+DEFAULT_THETA = "R"
+"""The judge's threshold where nobody names one, everywhere: the strict one of the two that a judge is trained with."""
+
+
+def default_gamma(device: str) -> int:
+    """Draft tokens of a cycle where nobody names a number: on a CPU a pass of many tokens costs more, so fewer pay."""
+    return 3 if device == "cpu" else 5
+
+
+def setting(
+    default: Any,
+    help: str,  # noqa: A002 (the word that typer and argparse use)
+    *,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    above: float | None = None,
+    choices: Sequence[str] = (),
+) -> Any:
+    """A field of a config: default, meaning and range, declared once for Python and for the command line."""
+    return field(
+        default=default,
+        metadata={"help": help, "minimum": minimum, "maximum": maximum, "above": above, "choices": tuple(choices)},
+    )
+
+
+def check_settings(config: Any) -> None:
+    """Refuse values outside the ranges that the fields of a config declare; None means not given."""
+    for f in fields(config):
+        value, name = getattr(config, f.name), f"`{f.name}`"
+        if value is None or not f.metadata:
+            continue
+        choices, low, high, above = (f.metadata[key] for key in ("choices", "minimum", "maximum", "above"))
+        if choices and value not in choices:
+            raise SelfJudgeError(f"unknown {name} {value!r}; there are: {', '.join(choices)}")
+        if isinstance(value, float) and not isfinite(value):
+            raise SelfJudgeError(f"{name} must be a finite number, not {value}")
+        if low is not None and value < low:
+            raise SelfJudgeError(f"{name} must be at least {low}, not {value}")
+        if above is not None and value <= above:
+            raise SelfJudgeError(f"{name} must be more than {above}, not {value}")
+        if high is not None and value > high:
+            raise SelfJudgeError(f"{name} must be at most {high}, not {value}")
+
 
 Origin = Literal["draft", "judge", "target"]
 """Who put a token there: `draft` = drafted and aligned, `judge` = drafted and accepted against alignment
