@@ -5,8 +5,9 @@ This module imports no torch: reports and stores read these records on machines 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from importlib import import_module
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -25,6 +26,24 @@ DEFAULT_THETA = "R"
 def default_gamma(device: str) -> int:
     """Draft tokens of a cycle where nobody names a number: on a CPU a pass of many tokens costs more, so fewer pay."""
     return 3 if device == "cpu" else 5
+
+
+def lazy_exports(
+    package: str, modules: Mapping[str, Sequence[str]]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """`__getattr__`, `__dir__` and `__all__` of a package that re-exports `{module: names}` when they are first used.
+
+    So that a command line that only checks its input, or a report, does not wait for torch.
+    """
+    where = {name: module for module, names in modules.items() for name in names}
+
+    def get(name: str) -> Any:
+        if name not in where:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(f"{package}.{where[name]}"), name)
+
+    names = sorted(where)
+    return get, lambda: names, names
 
 
 def setting(
