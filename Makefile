@@ -2,15 +2,19 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all test-compat test-vllm lint format bench docs clean
+.PHONY: demo test test-unit test-process test-network test-all test-compat test-vllm lint format bench docs clean
 
 demo: .venv/.installed
 	$(BIN)/selfjudge demo
 
+# three tiers, each a folder of tests/: what they may do is written in pyproject.toml
 test: .venv/.installed
-	$(BIN)/pytest -m "not slow and not gpu"
+	$(BIN)/pytest -m "not slow and not gpu" --durations=20
 
-# the full-size variants
+test-unit test-process test-network: test-%: .venv/.installed
+	$(BIN)/pytest tests/$* -m "not slow" --durations=20
+
+# the full-size variants of all tiers
 test-all: .venv/.installed
 	$(BIN)/pytest -m "slow and not gpu"
 

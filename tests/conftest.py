@@ -11,6 +11,7 @@ import torch
 import transformers as hf
 
 from selfjudge.models.pair import Pair
+from tiers import pytest_collection_modifyitems, pytest_runtest_call, pytest_runtest_protocol  # noqa: F401
 
 VOCAB = 61
 _COMMON = {

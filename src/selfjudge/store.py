@@ -16,6 +16,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -239,7 +240,9 @@ def provenance(**extra: Any) -> dict[str, Any]:
     }
 
 
+@cache
 def _output(*command: str) -> str:
+    """What another program says, asked once; nothing where it cannot be asked."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
