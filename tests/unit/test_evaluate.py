@@ -188,7 +188,7 @@ def test_results_that_were_thinned_out_can_be_gone_on_with(
     ]
 
 
-@pytest.mark.parametrize("spec", ["exact", "judged:0.4"])
+@pytest.mark.parametrize("spec", ["exact", "judged:0.4", "sampling"])
 def test_a_batch_of_64_gives_what_single_prompts_give(tiny_pair: Pair, judges: Any, tmp_path: Path, spec: str) -> None:
     rng = np.random.default_rng(1)
     prompts = [" ".join(f"w{i}" for i in rng.integers(5, 50, rng.integers(2, 30))) for _ in range(64)]

@@ -29,6 +29,7 @@ def generate(
     max_new_tokens: int = 256,
     stop: Sequence[str] = (),
     seed: int = 0,
+    seeds: Sequence[int] | None = None,
     confidence: float = 0.0,
     batch: int = 8,
     raw: bool = False,
@@ -37,19 +38,23 @@ def generate(
 ) -> list[Generation]:
     """Answer all prompts, `batch` at a time, in the order given. `confidence` is that of `decode`.
 
-    With `alike` the draft has the same weights under every rule, for comparing them: a lossless one may else draft roughly.
+    `seeds` gives every prompt its own seed; else it follows from `seed` and the prompt's place in the list.
+    With `same_draft_weights` the draft has the same weights under every rule, for comparing them: under a lossless rule
+    it may otherwise run with int8.
     """
     if isinstance(prompts, str):
         raise SelfJudgeError("prompts come as a list: generate(pair, [prompt])")
     if batch < 1:
         raise SelfJudgeError(f"batch must be at least 1, not {batch}")
+    if seeds is None:
+        seeds = [row_seed(seed, i) for i in range(len(prompts))]
     encoded = [pair.encode(prompt, raw=raw) for prompt in prompts]
     by_length = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))  # neighbours of like length: little padding
     results: dict[int, Generation] = {}
     for start in range(0, len(by_length), batch):
         rows = by_length[start : start + batch]
         answers = [Answer(pair.tokenizer, stop, len(encoded[i]), streamed=bool(stop)) for i in rows]
-        asked = [Request(encoded[i], max_new_tokens, row_seed(seed, i)) for i in rows]
+        asked = [Request(encoded[i], max_new_tokens, seeds[i]) for i in rows]
         for _ in _run(
             pair,
             rule,

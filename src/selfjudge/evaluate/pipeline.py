@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from selfjudge.decoding.rules import EXACT, AcceptanceRule, parse_rule
-from selfjudge.decoding.text import generate
+from selfjudge.decoding.text import generate, row_seed
 from selfjudge.engine.teacher_forced import teacher_forced
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.consistency import Entails, consistency
@@ -291,6 +291,7 @@ class _Work:
         self.pair, self.task, self.rows, self.run, self.folder = pair, one, rows, run, folder
         self.settings, self.entails, self.examples, self.times = settings, entails, examples, times
         self.max_new_tokens = settings.max_new_tokens or one.new_tokens
+        self.seeds = {row["id"]: row_seed(settings.seed, place) for place, row in enumerate(rows)}  # whatever the batch
         self.checkable = one.checkable
         self.by_fold = len(run.rules) > 1 and one.name == "livecodebench"
 
@@ -334,7 +335,7 @@ class _Work:
         begun = time.perf_counter()
         answers = generate(
             self.pair, [self.task.prompt(row) for row in rows], rule, gamma=self.run.gamma, max_new_tokens=self.max_new_tokens,
-            batch=self.settings.batch, seed=self.settings.seed, same_draft_weights=True,
+            batch=self.settings.batch, seeds=[self.seeds[row["id"]] for row in rows], same_draft_weights=True,
         )  # fmt: skip
         total = time.perf_counter() - begun
         phases = {p: max(a.seconds[p] for a in answers) for p in PHASES}  # the last to end took part in all passes
