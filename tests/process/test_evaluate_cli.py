@@ -24,7 +24,7 @@ from selfjudge.label.pipeline import LabelConfig, label
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.sources import Asked, Source
 from selfjudge.store import read_json, read_rows
-from selfjudge.train.pipeline import train
+from selfjudge.train.pipeline import train_judge
 
 TIMED = ("seconds", "tokens_per_second")
 
@@ -151,7 +151,7 @@ def test_judges_of_a_fold_have_learnt_from_the_others(
     assert not set(judges) & {f"selfjudge-fold-{k}" for k in range(4)}
 
     said.clear()
-    monkeypatch.setattr("selfjudge.evaluate.reproduce.train", _refusing(train, "paper-fold-2"))
+    monkeypatch.setattr("selfjudge.evaluate.reproduce.train_judge", _refusing(train_judge, "paper-fold-2"))
     judges, folded = _judges({"selfjudge": folder}, tmp_path / "again", preset, None, lambda *_: None, said.append)
     assert list(folded) == ["selfjudge"]  # a judge of all folds must not stand in for one of three
     assert said[0] == "judge paper-fold-2: no; it is left out"

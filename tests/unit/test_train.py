@@ -26,7 +26,6 @@ from torch import Tensor
 from selfjudge.decoding.rules import Judged
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.model import (
-    FEATURES,
     LOWEST,
     MARGINS,
     Judge,
@@ -40,12 +39,13 @@ from selfjudge.label.folder import read_shards, write_shard
 from selfjudge.store import read_json, read_rows, sha256, write_json, write_rows, write_tensors
 from selfjudge.train import dataset as reading
 from selfjudge.train import fit as fitting
+from selfjudge.train.config import TrainConfig
 from selfjudge.train.dataset import PARTS, Rows
 from selfjudge.train.fit import LOOSE, Fitted, Scaler, auc, fit_linear, fit_mlp, logistic, predict
-from selfjudge.train.pipeline import TrainConfig, candidates, choice, finish, train
+from selfjudge.train.pipeline import candidates, choice, finish, train_judge
 from selfjudge.train.study import critical_auc
 from selfjudge.train.thresholds import at, quality_curve, rates, thresholds
-from selfjudge.types import Block
+from selfjudge.types import JUDGE_FEATURES, Block
 
 HIDDEN, SUFFIX, TAU = 12, 6, -4.0
 WIDTH = HIDDEN + MARGINS  # of hidden+margin
@@ -559,13 +559,13 @@ def test_the_gpu_gives_the_same_judge_and_keeps_features_where_there_is_room(
 
 
 def test_a_judge_may_learn_from_some_sources_alone(labels: Path, tmp_path: Path) -> None:
-    config = train([labels], tmp_path / "judge", TrainConfig(model="linear", sources=("s1",)))
+    config = train_judge([labels], tmp_path / "judge", TrainConfig(model="linear", sources=("s1",)))
     rows = Rows([labels])
     assert config["metrics"]["n_labels"] == int((rows.used & (rows.sources == "s1")).sum()) > 0
     assert config["metrics"]["n_prompts"] == 30
     assert list(read_json(tmp_path / "judge" / "run.json")["sources"]) == ["s1"]
     with pytest.raises(SelfJudgeError, match=r"no labels come from s9; the sources are: s0, s1"):
-        train([labels], tmp_path / "none", TrainConfig(sources=("s9",)))
+        train_judge([labels], tmp_path / "none", TrainConfig(sources=("s9",)))
 
 
 @pytest.mark.parametrize("originals", [False, True])
@@ -703,13 +703,13 @@ def test_without_evidence_another_score_needs_a_tau(tmp_path: Path, length: int 
 
 def test_nothing_is_written_where_there_are_no_labels(tmp_path: Path) -> None:
     with pytest.raises(SelfJudgeError, match="label folder"):
-        train([tmp_path / "nowhere"], tmp_path / "judge")
+        train_judge([tmp_path / "nowhere"], tmp_path / "judge")
     assert not (tmp_path / "judge").exists()
 
 
 def test_a_longer_suffix_than_the_stored_one_is_refused(labels: Path, tmp_path: Path) -> None:
     with pytest.raises(SelfJudgeError, match=r"scores of 6 tokens, not 7: label with --suffix-length 7") as error:
-        train([labels], tmp_path / "judge", TrainConfig(suffix_length=7, tau=-1.0))
+        train_judge([labels], tmp_path / "judge", TrainConfig(suffix_length=7, tau=-1.0))
     assert "\n" not in str(error.value)
 
 
@@ -722,10 +722,10 @@ def test_autojudge_labels_cannot_be_made_again(tmp_path: Path, asked: dict[str, 
 
 
 def test_a_judge_says_which_labels_it_learned(labels: Path, tmp_path: Path) -> None:
-    gapped = train([labels], tmp_path / "gapped", TrainConfig(model="linear", features="hidden", suffix_gap=2))
+    gapped = train_judge([labels], tmp_path / "gapped", TrainConfig(model="linear", features="hidden", suffix_gap=2))
     assert (gapped["suffix_gap"], gapped["tau"]) == (2, Rows([labels]).relabelled(gap=2).taus[0])
     settings = TrainConfig(model="linear", features="hidden", suffix_length=3)
-    config = train([labels], tmp_path / "judge", settings)
+    config = train_judge([labels], tmp_path / "judge", settings)
     rows = Rows([labels]).relabelled(suffix_length=3)
     assert (config["suffix_length"], config["tau"]) == (3, rows.taus[0])
     assert config["metrics"]["acceptable_rate"] == pytest.approx(float(rows.labels.mean()))
@@ -742,7 +742,7 @@ def test_a_stated_share_of_the_mismatches_is_acceptable(labels: Path, tmp_path: 
     own = one.relabelled(acceptable=0.4)
     assert own.labels[own.used].mean() == pytest.approx(0.4, abs=1.5 / own.used.sum())
     settings = TrainConfig(model="linear", features="hidden", suffix_gap=1, acceptable=0.4)
-    config = train([labels], tmp_path / "judge", settings)
+    config = train_judge([labels], tmp_path / "judge", settings)
     assert (config["tau"], config["suffix_gap"], config["acceptable"]) == (rows.taus[0], 1, 0.4)
     assert config["metrics"]["acceptable_rate"] == pytest.approx(float(rows.labels[rows.used].mean()))
     assert "by a stated share; 40." in (tmp_path / "judge" / "README.md").read_text(encoding="utf-8")
@@ -754,7 +754,7 @@ def test_a_stated_share_is_one_of_all_folders_and_of_the_sources_that_are_used(l
     assert rows.taus[0] == rows.taus[1]
     assert rows.labels[rows.used].mean() == pytest.approx(0.3, abs=1.5 / rows.used.sum())
     source = str(Rows([labels]).sources[0])
-    config = train(
+    config = train_judge(
         [labels],
         tmp_path / "judge",
         TrainConfig(model="linear", features="hidden", sources=(source,), acceptable=0.3),
@@ -765,7 +765,7 @@ def test_a_stated_share_is_one_of_all_folders_and_of_the_sources_that_are_used(l
 def test_nothing_is_left_of_a_training_that_could_not_begin(tmp_path: Path) -> None:
     few = folder(tmp_path / "labels", prompts=2)
     with pytest.raises(SelfJudgeError):
-        train([few], tmp_path / "judge", TrainConfig(model="linear"))
+        train_judge([few], tmp_path / "judge", TrainConfig(model="linear"))
     assert not (tmp_path / "judge").exists()
 
 
@@ -786,16 +786,23 @@ def one_line(error: pytest.ExceptionInfo[SelfJudgeError]) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (TrainConfig(features="hidden+x"), r"unknown features 'hidden\+x'; there are: hidden"),
-        (TrainConfig(model="forest"), "unknown model 'forest'; there are: linear, mlp, auto"),
-        (TrainConfig(reject=0.0), "--reject"), (TrainConfig(reject=1.5), "--reject"), (TrainConfig(reject=math.nan), "--reject"),
-        (TrainConfig(suffix_length=-1), "--suffix-length"), (TrainConfig(suffix_gap=-1), "--suffix-gap"), (TrainConfig(tau=math.nan), "--tau"), (TrainConfig(tau=math.inf), "--tau"),
-        (TrainConfig(acceptable=0.0), "--acceptable"), (TrainConfig(acceptable=1.0), "--acceptable"), (TrainConfig(acceptable=0.3, tau=-1.0), "give one of them"),
+        (TrainConfig(features="hidden+x"), r"unknown `features` 'hidden\+x'; there are: hidden"),
+        (TrainConfig(model="forest"), "unknown `model` 'forest'; there are: linear, mlp, auto"),
+        (TrainConfig(reject=0.0), "`reject`"),
+        (TrainConfig(reject=1.5), "`reject`"),
+        (TrainConfig(reject=math.nan), "`reject`"),
+        (TrainConfig(suffix_length=-1), "`suffix_length`"),
+        (TrainConfig(suffix_gap=-1), "`suffix_gap`"),
+        (TrainConfig(tau=math.nan), "`tau`"),
+        (TrainConfig(tau=math.inf), "`tau`"),
+        (TrainConfig(acceptable=0.0), "`acceptable`"),
+        (TrainConfig(acceptable=1.0), "`acceptable`"),
+        (TrainConfig(acceptable=0.3, tau=-1.0), "give one of them"),
     ],
-)  # fmt: skip
+)
 def test_settings_are_checked_before_anything_is_read(tmp_path: Path, settings: TrainConfig, message: str) -> None:
     with pytest.raises(SelfJudgeError, match=message) as error:
-        train([tmp_path / "nowhere"], tmp_path / "judge", settings)
+        train_judge([tmp_path / "nowhere"], tmp_path / "judge", settings)
     one_line(error)
     assert not (tmp_path / "judge").exists()
 
@@ -803,7 +810,7 @@ def test_settings_are_checked_before_anything_is_read(tmp_path: Path, settings: 
 @pytest.mark.parametrize(("tau", "which"), [(-1e6, "acceptable"), (1e6, "unacceptable")])
 def test_labels_of_one_kind_are_refused(labels: Path, tmp_path: Path, tau: float, which: str) -> None:
     with pytest.raises(SelfJudgeError, match=f"all 600 labels are {which}.*another τ") as error:
-        train([labels], tmp_path / "judge", TrainConfig(tau=tau))
+        train_judge([labels], tmp_path / "judge", TrainConfig(tau=tau))
     one_line(error)
 
 
@@ -811,7 +818,7 @@ def test_labels_of_one_kind_are_refused(labels: Path, tmp_path: Path, tau: float
 def test_too_few_prompts_are_refused(tmp_path: Path, prompts: int, message: str) -> None:
     made = folder(tmp_path / "labels", prompts=prompts, each=30, shards=1)
     with pytest.raises(SelfJudgeError, match=message) as error:
-        train([made], tmp_path / "judge")
+        train_judge([made], tmp_path / "judge")
     one_line(error)
 
 
@@ -841,21 +848,21 @@ def test_features_that_are_no_numbers_are_refused(tmp_path: Path, name: str, val
     with pytest.raises(
         SelfJudgeError, match=r"hidden-0000\d.safetensors has \d rows with features that are no numbers"
     ) as error:
-        train([made], tmp_path / "judge", TrainConfig(model="linear"))
+        train_judge([made], tmp_path / "judge", TrainConfig(model="linear"))
     one_line(error)
     assert not (tmp_path / "judge" / "config.json").exists()
 
 
 def test_mixed_widths_are_refused(labels: Path, tmp_path: Path) -> None:
     with pytest.raises(SelfJudgeError, match="hidden_size 8 and 12") as error:
-        train([labels, folder(tmp_path / "narrow", hidden=8)], tmp_path / "judge")
+        train_judge([labels, folder(tmp_path / "narrow", hidden=8)], tmp_path / "judge")
     one_line(error)
 
 
 def test_labels_of_another_target_are_refused(labels: Path, tmp_path: Path) -> None:
     """By checksum; by name where there is none. The same weights under another name are welcome."""
     with pytest.raises(SelfJudgeError, match=r"different targets .target_sha256 'other'.*a judge has one") as error:
-        train([labels, folder(tmp_path / "other", target_sha256="other")], tmp_path / "judge")
+        train_judge([labels, folder(tmp_path / "other", target_sha256="other")], tmp_path / "judge")
     one_line(error)
     unknown = [folder(tmp_path / name, target=name, target_sha256="") for name in ("one", "two")]
     with pytest.raises(SelfJudgeError, match=r"different targets .target 'two' and 'one'"):
@@ -873,15 +880,15 @@ def test_a_folder_without_rows_is_refused(tmp_path: Path, shards: int) -> None:
     if not shards:
         write_json(made / "manifest.json", read_json(made / "manifest.json") | {"shards": []})
     with pytest.raises(SelfJudgeError, match="holds no labels") as error:
-        train([made], tmp_path / "judge")
+        train_judge([made], tmp_path / "judge")
     one_line(error)
 
 
 def test_no_folder_and_no_label_folder_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SelfJudgeError, match="at least one folder"):
-        train([], tmp_path / "judge")
+        train_judge([], tmp_path / "judge")
     with pytest.raises(SelfJudgeError, match="no label folder"):
-        train([tmp_path], tmp_path / "judge")
+        train_judge([tmp_path], tmp_path / "judge")
 
 
 def test_a_damaged_shard_is_refused(tmp_path: Path) -> None:
@@ -890,15 +897,15 @@ def test_a_damaged_shard_is_refused(tmp_path: Path) -> None:
         file.seek(-5, 2)
         file.write(b"\xff")
     with pytest.raises(SelfJudgeError, match=r"hidden-00001\.safetensors is missing or damaged"):
-        train([made], tmp_path / "judge")
+        train_judge([made], tmp_path / "judge")
 
 
 def test_lookahead_has_to_be_labelled(labels: Path, tmp_path: Path) -> None:
     """In every folder."""
     settings = TrainConfig(features="hidden+margin+lookahead", model="linear")
-    assert train([labels], tmp_path / "judge", settings)["features"] == settings.features
+    assert train_judge([labels], tmp_path / "judge", settings)["features"] == settings.features
     with pytest.raises(SelfJudgeError, match="no look-ahead: label with --lookahead") as error:
-        train([labels, folder(tmp_path / "without", first=60)], tmp_path / "other", settings)
+        train_judge([labels, folder(tmp_path / "without", first=60)], tmp_path / "other", settings)
     one_line(error)
 
 
@@ -911,15 +918,15 @@ def test_nothing_is_overwritten(labels: Path, tmp_path: Path) -> None:
         "file/below": "cannot use .*below as a folder",
     }.items():  # fmt: skip
         with pytest.raises(SelfJudgeError, match=message) as error:
-            train([labels], tmp_path / name)
+            train_judge([labels], tmp_path / name)
         one_line(error)
     assert [p.name for p in (tmp_path / "full").iterdir()] == ["kept.txt"]
     (tmp_path / "killed").mkdir()
     for left in ("README.md", "roc.png", "model.safetensors"):  # config.json comes last: it was killed before
         (tmp_path / "killed" / left).write_text("half")
-    train([labels], tmp_path / "killed", TrainConfig(model="linear"))
+    train_judge([labels], tmp_path / "killed", TrainConfig(model="linear"))
     with pytest.raises(SelfJudgeError, match="not an empty folder"):
-        train([labels], tmp_path / "killed", TrainConfig(model="linear"))
+        train_judge([labels], tmp_path / "killed", TrainConfig(model="linear"))
 
 
 def test_a_draft_token_that_alignment_accepts_is_no_mismatch(tmp_path: Path) -> None:
@@ -937,7 +944,7 @@ def test_a_draft_token_that_alignment_accepts_is_no_mismatch(tmp_path: Path) -> 
     rows = Rows([labels])
     assert 0.15 < (~rows.used).mean() < 0.25
     assert np.array_equal(rows.part[rows.used], plain.part[rows.used])
-    config = train([labels], tmp_path / "judge", TrainConfig(model="linear"))
+    config = train_judge([labels], tmp_path / "judge", TrainConfig(model="linear"))
     assert config["metrics"]["n_labels"] == rows.used.sum()
     assert config["metrics"]["n_aligned"] == (~rows.used).sum()
 
@@ -964,7 +971,7 @@ def test_an_mlp_learns_what_no_plane_tells_and_auto_takes_it(xor: Path, tmp_path
     assert tried["mlp"].auc_select > 0.9 < holdout["mlp"]
     assert tried["linear"].auc_select < 0.65 > holdout["linear"]
     assert choice(rows, tried, None) is tried["mlp"]
-    config = train([xor], tmp_path / "judge", settings)
+    config = train_judge([xor], tmp_path / "judge", settings)
     assert config["model"] == "mlp"
     assert config["metrics"]["auc_mismatch"] == pytest.approx(holdout["mlp"], abs=1e-6)
     assert "C" not in config["metrics"]
@@ -977,7 +984,7 @@ def test_auto_keeps_the_linear_judge_on_few_rows_of_a_plane(labels: Path, tmp_pa
     both = tried["mlp"].auc_select > tried["linear"].auc_select and holdout["mlp"] > holdout["linear"]
     assert choice(rows, tried, None) is tried["mlp" if both else "linear"]
     assert not both
-    config = train([labels], tmp_path / "judge", settings)
+    config = train_judge([labels], tmp_path / "judge", settings)
     assert config["model"] == "linear"
     assert config["metrics"]["C"] == tried["linear"].c
     assert config["metrics"]["auc_mismatch"] > 0.85
@@ -1062,7 +1069,7 @@ def judged(
     request: pytest.FixtureRequest, labels: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, Path, dict]:
     out = tmp_path_factory.mktemp("judge") / request.param
-    return request.param, out, train([labels], out, SETTINGS[request.param])
+    return request.param, out, train_judge([labels], out, SETTINGS[request.param])
 
 
 def test_the_configuration_says_everything(judged: tuple[str, Path, dict], labels: Path) -> None:
@@ -1163,7 +1170,7 @@ def test_the_configuration_is_written_last(labels: Path, tmp_path: Path, monkeyp
         write_json(path, value)
 
     monkeypatch.setattr("selfjudge.judge.model.write_json", watched)
-    train([labels], tmp_path / "whole", SETTINGS["linear"])
+    train_judge([labels], tmp_path / "whole", SETTINGS["linear"])
     assert seen == [("config.json", {"model.safetensors", "README.md", "roc.json", "roc.png", "run.json"})]
 
     def full(*_: Any) -> None:
@@ -1171,7 +1178,7 @@ def test_the_configuration_is_written_last(labels: Path, tmp_path: Path, monkeyp
 
     monkeypatch.setattr("selfjudge.judge.model.write_tensors", full)
     with pytest.raises(SelfJudgeError, match="no space"):
-        train([labels], tmp_path / "torn", SETTINGS["linear"])
+        train_judge([labels], tmp_path / "torn", SETTINGS["linear"])
     assert not (tmp_path / "torn" / "config.json").exists()
     with pytest.raises(SelfJudgeError, match="no judge folder"):
         Judge.from_pretrained(tmp_path / "torn")
@@ -1204,7 +1211,7 @@ def test_tensors_of_another_kind_than_the_configuration_are_refused(
 def test_other_features_than_the_tensors_are_refused(judged: tuple[str, Path, dict], tmp_path: Path) -> None:
     _, out, config = judged
     (tmp_path / "model.safetensors").write_bytes((out / "model.safetensors").read_bytes())
-    for features in FEATURES:
+    for features in JUDGE_FEATURES:
         write_json(tmp_path / "config.json", read_json(out / "config.json") | {"features": features})
         if features == config["features"]:
             Judge.from_pretrained(tmp_path)
@@ -1227,7 +1234,7 @@ def test_the_reject_share_decides_r(labels: Path) -> None:
 def test_two_folders_make_one_judge(labels: Path, tmp_path: Path) -> None:
     """What differs between them is left open: τ, N; the methods are named."""
     more = folder(tmp_path / "more", method="autojudge", first=60, prompts=20, seed=4, suffix_length=5)
-    config = train([labels, more], tmp_path / "judge", SETTINGS["linear"])
+    config = train_judge([labels, more], tmp_path / "judge", SETTINGS["linear"])
     assert (config["label_method"], config["tau"], config["suffix_length"]) == ("selfjudge+autojudge", TAU, None)
     assert config["metrics"]["n_labels"] == 800
     assert config["metrics"]["n_prompts"] == 80
@@ -1245,7 +1252,7 @@ def test_originals_are_acceptable_rows(labels: Path, tmp_path: Path) -> None:
     assert (x[mine][:, HIDDEN] == 0).all()
     assert torch.equal(x[~mine][:, :HIDDEN], torch.tensor(plain["hidden_draft"]))
     assert np.array_equal(y[~mine].numpy(), rows.labels[rows.of("fit")])
-    config = train([labels], tmp_path / "with", replace(SETTINGS["linear"], originals=True))
+    config = train_judge([labels], tmp_path / "with", replace(SETTINGS["linear"], originals=True))
     assert config["metrics"]["n_labels"] == 600
     without = candidates(rows, SETTINGS["linear"], None, None)["linear"]
     assert not torch.allclose(Judge.from_pretrained(tmp_path / "with").weight, without.judge.weight, atol=1e-3)
@@ -1374,7 +1381,7 @@ def labelled(path: Path, block: Any) -> Path:
     return folder(path, prompts=b, each=gamma, shards=1, change=fill, method="autojudge")
 
 
-@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("features", JUDGE_FEATURES)
 def test_a_block_is_read_as_the_rows_were(tmp_path: Path, features: str) -> None:
     """All but the look-ahead, which the next test compares."""
     block = block_of(0)
@@ -1503,4 +1510,4 @@ def test_originals_do_not_go_with_look_ahead(tmp_path: Path) -> None:
     """They have none, so a judge would learn from its absence that the last draft of a block is acceptable."""
     labels = folder(tmp_path / "labels", lookahead=True)
     with pytest.raises(SelfJudgeError, match="own tokens"):
-        train([labels], tmp_path / "judge", TrainConfig(features="hidden+margin+lookahead", originals=True))
+        train_judge([labels], tmp_path / "judge", TrainConfig(features="hidden+margin+lookahead", originals=True))

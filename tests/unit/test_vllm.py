@@ -21,10 +21,10 @@ from selfjudge.integrations.vllm.approval import MARK, Approval, LastRows, Rows
 from selfjudge.integrations.vllm.config import OFF, Thresholds, WorkerConfig, requested_threshold, target_sha256
 from selfjudge.integrations.vllm.counts import STEPS, Counts, Step
 from selfjudge.integrations.vllm.label import outlined, parsed
-from selfjudge.judge.model import FEATURES, Judge, JudgeConfig, columns
+from selfjudge.judge.model import Judge, JudgeConfig, columns
 from selfjudge.models.pair import Pair
 from selfjudge.store import fingerprint
-from selfjudge.types import Block
+from selfjudge.types import JUDGE_FEATURES, Block
 
 H, V = 6, 11
 CPU = torch.device("cpu")
@@ -95,7 +95,7 @@ def test_a_wish_that_cannot_be_read_is_lossless_and_said_once(wish: Any) -> None
 
 @given(
     counts=st.lists(st.integers(0, 4), min_size=1, max_size=5).filter(sum),
-    features=st.sampled_from(FEATURES),
+    features=st.sampled_from(JUDGE_FEATURES),
     seed=st.integers(0, 1000),
     special=st.sets(st.integers(0, V - 1), max_size=3),
 )

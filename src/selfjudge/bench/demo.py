@@ -17,7 +17,8 @@ from selfjudge.evaluate.likelihood import likelihoods, mean_log_likelihood, subs
 from selfjudge.judge.model import Judge
 from selfjudge.label.pipeline import LabelConfig, label
 from selfjudge.models.pair import Pair
-from selfjudge.train.pipeline import TrainConfig, train
+from selfjudge.train.config import TrainConfig
+from selfjudge.train.pipeline import train_judge
 from selfjudge.types import Generation, pooled_judged_share, pooled_mean_accepted_length
 
 Notify = Callable[[str], None]
@@ -47,7 +48,7 @@ def own_judge(pair: Pair, folder: Path, notify: Notify) -> tuple[Judge | None, d
     found["label_seconds"] = time.perf_counter() - begun
     try:
         begun = time.perf_counter()
-        config = train([folder / "labels"], folder / "judge", TrainConfig(model="linear"), notify=update)
+        config = train_judge([folder / "labels"], folder / "judge", TrainConfig(model="linear"), notify=update)
     except SelfJudgeError as error:
         return None, {**found, "why_not": str(error)}
     found |= {"auc": config["metrics"]["auc_mismatch"], "auc_of": config["metrics"]["n_holdout"]}

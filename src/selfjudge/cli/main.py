@@ -745,8 +745,8 @@ def train(
         if not folder.is_dir():
             raise SelfJudgeError(f"{folder} does not exist: name folders that selfjudge label has written")
 
-    from selfjudge.train.pipeline import TrainConfig
-    from selfjudge.train.pipeline import train as run
+    from selfjudge.train.config import TrainConfig
+    from selfjudge.train.pipeline import train_judge
 
     if originals not in ("on", "off"):
         raise SelfJudgeError(f"--originals is on or off, not {originals!r}")
@@ -757,7 +757,7 @@ def train(
     )  # fmt: skip
     settings.check()
     with _progress() as update:
-        config = run(labels, out, settings, device=_fitting_device(device), notify=update)
+        config = train_judge(labels, out, settings, device=_fitting_device(device), notify=update)
     if push:
         from huggingface_hub import HfApi
 
@@ -799,11 +799,11 @@ def study(
 
     Example: selfjudge study labels --out study
     """
-    from selfjudge.train.study import StudyConfig
-    from selfjudge.train.study import study as run
+    from selfjudge.train.config import StudyConfig
+    from selfjudge.train.study import run_study
 
     with _progress() as update:
-        found = run(labels, out, StudyConfig(features, seed), device=_fitting_device(device), notify=update)
+        found = run_study(labels, out, StudyConfig(features, seed), device=_fitting_device(device), notify=update)
     if as_json:
         _print_json(found)
         return

@@ -19,7 +19,8 @@ from selfjudge.label.pipeline import LabelConfig, label, shipped_tau
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.sources import Source
 from selfjudge.tasks.livecodebench import FOLDS, learnt_folds
-from selfjudge.train.pipeline import TrainConfig, train
+from selfjudge.train.config import TrainConfig
+from selfjudge.train.pipeline import train_judge
 
 Notify = Callable[[str, float], None]
 PAPER_PAIRS = {
@@ -188,7 +189,7 @@ def _judges(
         folder = out / name
         if not (folder / "config.json").is_file():
             try:
-                train(labels, folder, settings, device=device, notify=_named(f"judge {name}", notify))
+                train_judge(labels, folder, settings, device=device, notify=_named(f"judge {name}", notify))
             except SelfJudgeError as error:
                 if name == "selfjudge":
                     raise

@@ -20,14 +20,12 @@ from torch import Tensor, nn
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.ops.argmax import has_triton
 from selfjudge.store import read_json, write_json, write_tensors
-from selfjudge.types import Block
+from selfjudge.types import JUDGE_FEATURES, JUDGE_MODELS, Block
 
 if TYPE_CHECKING:
     from selfjudge.ops.judge_score_triton import Weights
 
 FORMAT_VERSION = 1
-FEATURES = ("hidden", "hidden+margin", "hidden+margin+lookahead")
-MODELS = ("linear", "mlp")
 MARGINS = 1  # columns of the group: log p(d) − log p(most likely)
 LOOKAHEAD = 4  # draft tokens after the judged one whose log-probabilities are read
 LOWEST = -50.0  # log-probabilities below say nothing more
@@ -89,7 +87,7 @@ class Judge(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.config = config
-        for key, known in (("features", FEATURES), ("model", MODELS)):
+        for key, known in (("features", JUDGE_FEATURES), ("model", JUDGE_MODELS)):
             if getattr(config, key) not in known:
                 raise SelfJudgeError(
                     f"unknown {key} {getattr(config, key)!r} of a judge; there are: {', '.join(known)}"
@@ -236,7 +234,7 @@ class Judge(nn.Module):
         given: dict[str, Any] = {k: v for k, v in raw.items() if k in known}
         config = JudgeConfig(**given | {"sources": tuple(given.get("sources", ()))})
         readable: dict[str, tuple[str, ...]] = {
-            "layer": ("final",), "norm": ("post_final_norm",), "features": FEATURES, "model": MODELS,
+            "layer": ("final",), "norm": ("post_final_norm",), "features": JUDGE_FEATURES, "model": JUDGE_MODELS,
         }  # fmt: skip
         for key, values in readable.items():
             if getattr(config, key) not in values:

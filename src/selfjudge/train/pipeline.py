@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,10 @@ import torch
 from sklearn.metrics import roc_auc_score
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.judge.model import FEATURES, MODELS, Judge, JudgeConfig
+from selfjudge.judge.model import Judge, JudgeConfig
 from selfjudge.store import provenance, write_json
 from selfjudge.train.card import write_card
+from selfjudge.train.config import TrainConfig
 from selfjudge.train.dataset import PARTS, Rows
 from selfjudge.train.fit import Fitted, auc, fit_linear, fit_mlp, predict
 from selfjudge.train.thresholds import at, quality_curve, thresholds
@@ -30,47 +31,7 @@ from selfjudge.train.thresholds import at, quality_curve, thresholds
 Notify = Callable[[str, float], None]
 
 
-@dataclass(frozen=True)
-class TrainConfig:
-    """What decides a judge."""
-
-    features: str = "hidden+margin"
-    model: str = "auto"
-    """`auto` fits both kinds and takes the MLP only if it is better on `select` and on the holdout."""
-    originals: bool = False
-    """Learn from the target's own tokens as well, as acceptable rows."""
-    suffix_length: int | None = None
-    suffix_gap: int = 0
-    """Tokens right after the substitution that the score passes over."""
-    tau: float | None = None
-    acceptable: float | None = None
-    """Instead of τ: the share of the mismatches that is called acceptable."""
-    sources: tuple[str, ...] = ()
-    """Learn from rows of these sources of prompts alone; all if none is named."""
-    reject: float = 0.9
-    """Share of the unacceptable tokens that the threshold R rejects."""
-    seed: int = 0
-
-    def check(self) -> None:
-        if self.features not in FEATURES:
-            raise SelfJudgeError(f"unknown features {self.features!r}; there are: {', '.join(FEATURES)}")
-        if self.model not in (*MODELS, "auto"):
-            raise SelfJudgeError(f"unknown model {self.model!r}; there are: {', '.join(MODELS)}, auto")
-        if not 0 < self.reject <= 1:
-            raise SelfJudgeError(f"--reject must lie above 0 and not above 1, not {self.reject}")
-        if self.suffix_length is not None and self.suffix_length < 0:
-            raise SelfJudgeError(f"--suffix-length must not be negative, not {self.suffix_length}")
-        if self.suffix_gap < 0:
-            raise SelfJudgeError(f"--suffix-gap must not be negative, not {self.suffix_gap}")
-        if self.tau is not None and not np.isfinite(self.tau):
-            raise SelfJudgeError(f"--tau must be a number, not {self.tau}")
-        if self.acceptable is not None and not 0 < self.acceptable < 1:
-            raise SelfJudgeError(f"--acceptable must lie between 0 and 1, not {self.acceptable}")
-        if self.acceptable is not None and self.tau is not None:
-            raise SelfJudgeError("--tau and --acceptable say the same thing twice: give one of them")
-
-
-def train(
+def train_judge(
     folders: Sequence[Path], out: Path, settings: TrainConfig | None = None, *, device: str | None = None,
     notify: Notify | None = None,
 ) -> dict[str, Any]:  # fmt: skip
@@ -85,8 +46,7 @@ def train(
         rows = Rows(folders, seed=settings.seed, notify=notify)
         if settings.sources:
             rows = rows.only(settings.sources)
-        anew = (settings.suffix_length, settings.tau, settings.acceptable)
-        if settings.suffix_gap or any(wish is not None for wish in anew):
+        if settings.relabels:
             rows = rows.relabelled(
                 settings.suffix_length, settings.tau, gap=settings.suffix_gap, acceptable=settings.acceptable
             )
