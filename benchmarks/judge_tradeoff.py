@@ -22,7 +22,8 @@ from selfjudge.decoding.rules import EXACT, AcceptanceRule, FLy, Judged, Margin,
 from selfjudge.decoding.text import generate
 from selfjudge.evaluate.likelihood import likelihoods, mean_log_likelihood
 from selfjudge.evaluate.pipeline import wording
-from selfjudge.judge.model import Judge, JudgeConfig
+from selfjudge.judge.config import JudgeConfig
+from selfjudge.judge.model import Judge
 from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.models.pair import Pair
 from selfjudge.store import machine, versions, write_json

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from selfjudge.integrations.vllm.approval import Approval, Rows
-from selfjudge.judge.model import Judge, JudgeConfig, columns
+from selfjudge.judge.config import FEATURES, JudgeConfig, columns
+from selfjudge.judge.model import Judge
 from selfjudge.ops.argmax import broken, regular
-from selfjudge.types import JUDGE_FEATURES, Block
+from selfjudge.types import Block
 
 VOCAB, HIDDEN = 9000, 1100  # more than one block of a row, and no multiple of it
 SPECIAL = (5, 17, 8999)
@@ -112,7 +113,7 @@ def check_all(device: torch.device) -> None:
     torch.manual_seed(0)
     for dtype in (torch.float32, torch.bfloat16):
         check_top(device, dtype)
-        for features in JUDGE_FEATURES[:2]:
+        for features in FEATURES[:2]:
             for units in (0, 24):
                 check_scores(device, dtype, features, units)
                 for special in (SPECIAL, ())[: 2 if dtype == torch.float32 else 1]:

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from selfjudge.decoding.rules import Sampling, parse_rule
     from selfjudge.decoding.text import generate, stream
     from selfjudge.errors import SelfJudgeError
-    from selfjudge.judge.model import Judge, JudgeConfig
+    from selfjudge.judge.config import JudgeConfig
+    from selfjudge.judge.model import Judge
     from selfjudge.models.pair import Pair
     from selfjudge.types import Block, Generation, Step, Verdict
 

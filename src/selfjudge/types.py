@@ -23,11 +23,6 @@ DEFAULT_THETA = "R"
 """The judge's threshold where nobody names one, everywhere: the strict one of the two that a judge is trained with."""
 
 
-JUDGE_FEATURES = ("hidden", "hidden+margin", "hidden+margin+lookahead")
-"""What a judge may read: the target's hidden state, and log-probabilities of the same pass."""
-JUDGE_MODELS = ("linear", "mlp")
-
-
 def default_gamma(device: str) -> int:
     """Draft tokens of a cycle where nobody names a number: on a CPU a pass of many tokens costs more, so fewer pay."""
     return 3 if device == "cpu" else 5

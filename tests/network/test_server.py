@@ -31,7 +31,8 @@ from selfjudge.decoding.rules import EXACT, Sampling, SpeculativeSampling, parse
 from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.server.server import listen
-from selfjudge.judge.model import Judge, JudgeConfig
+from selfjudge.judge.config import JudgeConfig
+from selfjudge.judge.model import Judge
 from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.models.pair import Pair
 from selfjudge.types import Generation

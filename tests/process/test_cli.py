@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from selfjudge.cli import main as cli
-from selfjudge.judge.model import Judge, JudgeConfig
+from selfjudge.judge.config import JudgeConfig
+from selfjudge.judge.model import Judge
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -19,7 +19,8 @@ from selfjudge.cli.main import app
 from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.reproduce import CODE, PRESETS, Preset, _judges, reproduce, unseen
-from selfjudge.judge.model import Judge, JudgeConfig
+from selfjudge.judge.config import JudgeConfig
+from selfjudge.judge.model import Judge
 from selfjudge.label.pipeline import LabelConfig, label
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.sources import Asked, Source
@@ -81,7 +82,7 @@ def test_wrong_input_is_one_line(checkpoints: dict[str, str], asked: Path, tmp_p
     for more, message in (
         (["--rules", "judged:F"], "needs a judge"), (["--tasks", ""], "names no task"), (["--tasks", "nothing"], "unknown task"),
         (["--gammas", "x"], "whole numbers"), (["--judge", f"a={tmp_path / 'other'}"], "width 3"),
-        (["--judge", f"a={tmp_path / 'none'}", "--rules", "judged:0.5"], "no judge folder"), (["--tasks", f"file:{tmp_path / 'no'}"], "does not exist"),
+        (["--judge", f"a={tmp_path / 'none'}", "--rules", "judged:0.5"], "not a judge folder"), (["--tasks", f"file:{tmp_path / 'no'}"], "does not exist"),
         (["--rules", "judged:0.5", "--judge", "=x"], "a name of its own"), (["--limit", "0"], "at least 1"),
     ):  # fmt: skip
         found = CliRunner().invoke(app, [*command(checkpoints, asked, tmp_path / "none-eval"), *more])

@@ -21,7 +21,8 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate import pipeline as evaluating
 from selfjudge.evaluate.consistency import classifier, consistency, proxy, sentences
 from selfjudge.evaluate.pipeline import EvalConfig, Run, evaluate, interval, label_of, runs_of, wording
-from selfjudge.judge.model import Judge, JudgeConfig
+from selfjudge.judge.config import JudgeConfig
+from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
 from selfjudge.store import read_rows
 from selfjudge.tasks.base import Task

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.judge.model import Judge, JudgeConfig
+from selfjudge.judge.config import JudgeConfig
+from selfjudge.judge.model import Judge
 from selfjudge.types import Block
 
 CONFIG = JudgeConfig(hidden_size=4, target="t", target_sha256="a" * 64, thresholds={"F": 0.4, "R": 0.7})
@@ -66,7 +67,7 @@ def test_what_is_not_understood_is_refused(tmp_path: Path, change: dict, message
 
 
 def test_broken_folders_are_one_line(tmp_path: Path) -> None:
-    with pytest.raises(SelfJudgeError, match="no judge folder"):
+    with pytest.raises(SelfJudgeError, match="not a judge folder"):
         Judge.from_pretrained(tmp_path)
     Judge(CONFIG).save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"junk")

@@ -25,7 +25,8 @@ from selfjudge.decoding.rules import (
     sample,
 )  # fmt: skip
 from selfjudge.errors import SelfJudgeError
-from selfjudge.judge.model import Judge, JudgeConfig
+from selfjudge.judge.config import JudgeConfig
+from selfjudge.judge.model import Judge
 from selfjudge.ops.argmax import argmax_checked
 from selfjudge.types import Block
 

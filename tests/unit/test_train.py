@@ -25,15 +25,9 @@ from torch import Tensor
 
 from selfjudge.decoding.rules import Judged
 from selfjudge.errors import SelfJudgeError
-from selfjudge.judge.model import (
-    LOWEST,
-    MARGINS,
-    Judge,
-    JudgeConfig,
-    block_features,
-    columns,
-    lookahead_columns,
-)
+from selfjudge.judge.config import FEATURES, LOWEST, MARGINS, JudgeConfig, columns
+from selfjudge.judge.features import block_features, lookahead_columns
+from selfjudge.judge.model import Judge
 from selfjudge.label.calibrate import tau_of, total
 from selfjudge.label.folder import read_shards, write_shard
 from selfjudge.store import read_json, read_rows, sha256, write_json, write_rows, write_tensors
@@ -45,7 +39,7 @@ from selfjudge.train.fit import LOOSE, Fitted, Scaler, auc, fit_linear, fit_mlp,
 from selfjudge.train.pipeline import candidates, choice, finish, train_judge
 from selfjudge.train.study import critical_auc
 from selfjudge.train.thresholds import at, quality_curve, rates, thresholds
-from selfjudge.types import JUDGE_FEATURES, Block
+from selfjudge.types import Block
 
 HIDDEN, SUFFIX, TAU = 12, 6, -4.0
 WIDTH = HIDDEN + MARGINS  # of hidden+margin
@@ -472,7 +466,7 @@ def test_quality_picks_from_the_curve() -> None:
         assert theta == min(t for s, t in curve if s >= share)
         assert bad - accepted(scores, truth, theta)[1] >= share * bad
     for share in (-0.1, 1.1, float("nan")):
-        with pytest.raises(SelfJudgeError, match="quality is a share"):
+        with pytest.raises(SelfJudgeError, match="`quality` must lie"):
             judge.quality(share)
     with pytest.raises(SelfJudgeError, match="no quality curve"):
         Judge(JudgeConfig(hidden_size=1)).quality(0.9)
@@ -1180,7 +1174,7 @@ def test_the_configuration_is_written_last(labels: Path, tmp_path: Path, monkeyp
     with pytest.raises(SelfJudgeError, match="no space"):
         train_judge([labels], tmp_path / "torn", SETTINGS["linear"])
     assert not (tmp_path / "torn" / "config.json").exists()
-    with pytest.raises(SelfJudgeError, match="no judge folder"):
+    with pytest.raises(SelfJudgeError, match="not a judge folder"):
         Judge.from_pretrained(tmp_path / "torn")
 
 
@@ -1211,7 +1205,7 @@ def test_tensors_of_another_kind_than_the_configuration_are_refused(
 def test_other_features_than_the_tensors_are_refused(judged: tuple[str, Path, dict], tmp_path: Path) -> None:
     _, out, config = judged
     (tmp_path / "model.safetensors").write_bytes((out / "model.safetensors").read_bytes())
-    for features in JUDGE_FEATURES:
+    for features in FEATURES:
         write_json(tmp_path / "config.json", read_json(out / "config.json") | {"features": features})
         if features == config["features"]:
             Judge.from_pretrained(tmp_path)
@@ -1280,7 +1274,7 @@ def test_a_judge_comes_from_the_hub(
     assert asked == ["owner/name"]
     assert all(torch.equal(a, b) for a, b in zip(judge.buffers(), Judge.from_pretrained(out).buffers(), strict=True))
     for local in ("./owner", "owner", str(tmp_path / "x"), Path("owner/name"), "a/b/c"):
-        with pytest.raises(SelfJudgeError, match="no judge folder"):
+        with pytest.raises(SelfJudgeError, match="not a judge folder"):
             Judge.from_pretrained(local)
     Judge(JudgeConfig(hidden_size=2)).save_pretrained("owner/name")  # what is here is not asked for there
     assert Judge.from_pretrained("owner/name").config.hidden_size == 2
@@ -1381,7 +1375,7 @@ def labelled(path: Path, block: Any) -> Path:
     return folder(path, prompts=b, each=gamma, shards=1, change=fill, method="autojudge")
 
 
-@pytest.mark.parametrize("features", JUDGE_FEATURES)
+@pytest.mark.parametrize("features", FEATURES)
 def test_a_block_is_read_as_the_rows_were(tmp_path: Path, features: str) -> None:
     """All but the look-ahead, which the next test compares."""
     block = block_of(0)

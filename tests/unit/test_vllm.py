@@ -21,10 +21,11 @@ from selfjudge.integrations.vllm.approval import MARK, Approval, LastRows, Rows
 from selfjudge.integrations.vllm.config import OFF, Thresholds, WorkerConfig, requested_threshold, target_sha256
 from selfjudge.integrations.vllm.counts import STEPS, Counts, Step
 from selfjudge.integrations.vllm.label import outlined, parsed
-from selfjudge.judge.model import Judge, JudgeConfig, columns
+from selfjudge.judge.config import FEATURES, JudgeConfig, columns
+from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
 from selfjudge.store import fingerprint
-from selfjudge.types import JUDGE_FEATURES, Block
+from selfjudge.types import Block
 
 H, V = 6, 11
 CPU = torch.device("cpu")
@@ -54,8 +55,8 @@ def test_settings_choose_a_threshold(given_: dict[str, Any], theta: float) -> No
         ({"selfjudge": {"judge": "j", "thetta": 1}}, "unknown setting 'thetta'"),
         ({"selfjudge": {"judge": "j", "guard": "no"}}, "guard is true or false, not 'no'"),
         ({"selfjudge": {"judge": "j", "theta": 0.1, "quality": 0.9}}, "quality chooses θ: give one of theta and quality"),
-        ({"selfjudge": {"judge": "j", "theta": 2}}, r"threshold θ must lie in \[0, 1\], not 2"),
-        ({"selfjudge": {"judge": "j", "theta": "X"}}, "stores no threshold 'X'"),
+        ({"selfjudge": {"judge": "j", "theta": 2}}, r"`theta` must lie in \[0, 1\], not 2"),
+        ({"selfjudge": {"judge": "j", "theta": "X"}}, "has no threshold 'X'"),
         ({"selfjudge": {"judge": "j", "theta": True}}, "theta must be a number, not True"),
         ({"selfjudge": {"judge": "j", "quality": "R"}}, r"quality is a share in \[0, 1\], not 'R'"),
     ],
@@ -95,7 +96,7 @@ def test_a_wish_that_cannot_be_read_is_lossless_and_said_once(wish: Any) -> None
 
 @given(
     counts=st.lists(st.integers(0, 4), min_size=1, max_size=5).filter(sum),
-    features=st.sampled_from(JUDGE_FEATURES),
+    features=st.sampled_from(FEATURES),
     seed=st.integers(0, 1000),
     special=st.sets(st.integers(0, V - 1), max_size=3),
 )
@@ -268,9 +269,9 @@ def test_the_command_of_an_embedded_pair(no_pull: None) -> None:
         ({"target": "org/big"}, "org/big brings no draft of its own: name one with --draft"),
         ({"target": "org/big", "draft": "org/small"}, "no judge ships for org/big: give --judge FOLDER"),
         ({"gamma": 0}, "gamma must be 1 or more, not 0"),
-        ({"theta": "X"}, "stores no threshold 'X'"),
+        ({"theta": "X"}, "has no threshold 'X'"),
         ({"theta": 0.5, "quality": 0.5}, "give one of theta and quality"),
-        ({"judge": "/nowhere"}, "is no judge folder"),
+        ({"judge": "/nowhere"}, "is not a judge folder"),
     ],
 )
 def test_a_command_that_cannot_work_is_refused(no_pull: None, options: dict[str, Any], message: str) -> None:

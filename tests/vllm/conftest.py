@@ -9,7 +9,8 @@ import torch
 import transformers as hf
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from selfjudge.judge.model import Judge, JudgeConfig
+from selfjudge.judge.config import JudgeConfig
+from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
 
 VOCAB = 61

@@ -80,7 +80,7 @@ def test_a_judge_of_another_target(
     real: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
 ) -> None:
     given = json.loads((Path(real.additional_config["selfjudge"]["judge"]) / "config.json").read_text())
-    from selfjudge.judge.model import JudgeConfig
+    from selfjudge.judge.config import JudgeConfig
 
     Judge(JudgeConfig(**{**given, **changes})).save_pretrained(tmp_path)
     monkeypatch.setattr(real, "additional_config", {"selfjudge": {"judge": str(tmp_path)}})

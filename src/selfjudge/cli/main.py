@@ -761,7 +761,7 @@ def train(
     if push:
         from huggingface_hub import HfApi
 
-        from selfjudge.judge.model import push_folder
+        from selfjudge.judge.hub import push_folder
 
         typer.echo(push_folder(out, push, HfApi()), err=True)
     if as_json:

@@ -32,7 +32,8 @@ from selfjudge.engine.teacher_forced import teacher_forced
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.consistency import Entails, consistency
 from selfjudge.evaluate.likelihood import likelihoods, substitutions
-from selfjudge.judge.model import LOWEST, Judge
+from selfjudge.judge.config import LOWEST
+from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
 from selfjudge.store import locked, provenance, read_json, read_rows, refuse_other, write_json, write_rows
 from selfjudge.tasks.base import FILE, Row, Task, split_of, task

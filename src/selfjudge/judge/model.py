@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,57 +16,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from selfjudge.errors import SelfJudgeError, first_line
+from selfjudge.errors import SelfJudgeError
+from selfjudge.judge.config import FEATURES, LOWEST, MODELS, JudgeConfig
+from selfjudge.judge.features import block_features
+from selfjudge.judge.hub import find_judge, push_folder
 from selfjudge.ops.argmax import has_triton
-from selfjudge.store import read_json, write_json, write_tensors
-from selfjudge.types import JUDGE_FEATURES, JUDGE_MODELS, Block
+from selfjudge.store import write_json, write_tensors
+from selfjudge.types import DEFAULT_THETA, Block
 
 if TYPE_CHECKING:
     from selfjudge.ops.judge_score_triton import Weights
-
-FORMAT_VERSION = 1
-MARGINS = 1  # columns of the group: log p(d) − log p(most likely)
-LOOKAHEAD = 4  # draft tokens after the judged one whose log-probabilities are read
-LOWEST = -50.0  # log-probabilities below say nothing more
-
-
-def columns(features: str) -> int:
-    """How many columns `features` has beside the hidden state."""
-    return MARGINS * ("margin" in features) + 2 * LOOKAHEAD * ("lookahead" in features)
-
-
-@dataclass(frozen=True)
-class JudgeConfig:
-    """Where a judge comes from and what it reads. The target must be the one named (an empty name or hash matches any);
-    the draft is recorded, not required: another draft for the same target is fine."""
-
-    hidden_size: int
-    target: str = ""
-    draft: str = ""
-    target_sha256: str = ""
-    draft_sha256: str = ""
-    layer: str = "final"
-    norm: str = "post_final_norm"
-    features: str = "hidden"
-    model: str = "linear"
-    label_method: str = ""
-    suffix_length: int | None = None
-    suffix_gap: int = 0
-    tau: float | None = None
-    acceptable: float | None = None
-    """The share of the mismatches that τ was chosen to call acceptable, where it was chosen so."""
-    sources: tuple[str, ...] = ()
-    """Of the prompts it was labelled with, where that is known."""
-    quality_curve: tuple[tuple[float, float], ...] = ()
-    """(share of unacceptable tokens that is rejected, the most permissive θ that does so), ascending."""
-    thresholds: Mapping[str, float] = field(default_factory=dict)
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    format_version: int = FORMAT_VERSION
-
-    @property
-    def width(self) -> int:
-        """Columns that the judge reads."""
-        return self.hidden_size + columns(self.features)
 
 
 class Judge(nn.Module):
@@ -87,7 +45,7 @@ class Judge(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.config = config
-        for key, known in (("features", JUDGE_FEATURES), ("model", JUDGE_MODELS)):
+        for key, known in (("features", FEATURES), ("model", MODELS)):
             if getattr(config, key) not in known:
                 raise SelfJudgeError(
                     f"unknown {key} {getattr(config, key)!r} of a judge; there are: {', '.join(known)}"
@@ -156,25 +114,30 @@ class Judge(nn.Module):
                 return self.quality(float(theta[1:]))
             except ValueError:
                 raise SelfJudgeError(
-                    f"{theta!r} names no quality: write q and a share in [0, 1], such as q0.9"
+                    f"threshold {theta!r} is not a quality: write q and a share in [0, 1], such as q0.9"
                 ) from None
         if isinstance(theta, str):
             if theta not in self.config.thresholds:
                 known = ", ".join(sorted(self.config.thresholds)) or "none"
                 raise SelfJudgeError(
-                    f"this judge stores no threshold {theta!r} (it has: {known}); give a number in [0, 1]"
+                    f"this judge has no threshold {theta!r} (it has: {known}); give a number in [0, 1]"
                 )
             theta = self.config.thresholds[theta]
         if not 0.0 <= theta <= 1.0:
-            raise SelfJudgeError(f"threshold θ must lie in [0, 1], not {theta}")
+            raise SelfJudgeError(f"`theta` must lie in [0, 1], not {theta}")
         return float(theta)
+
+    @property
+    def default_threshold(self) -> float:
+        """θ where nobody names one."""
+        return self.config.thresholds.get(DEFAULT_THETA, 0.5)
 
     def quality(self, share: float) -> float:
         """The most permissive θ that rejected at least this share of the unacceptable tokens it was measured on."""
         if not 0 <= share <= 1:
-            raise SelfJudgeError(f"quality is a share in [0, 1], not {share}")
+            raise SelfJudgeError(f"`quality` must lie in [0, 1], not {share}")
         if not self.config.quality_curve:
-            raise SelfJudgeError("this judge stores no quality curve: give --theta")
+            raise SelfJudgeError("this judge has no quality curve: give `theta` instead of `quality`")
         return next((theta for rejected, theta in self.config.quality_curve if rejected >= share), 1.0)
 
     def check_target(self, name: str, sha256: str, hidden_size: int) -> None:
@@ -213,122 +176,19 @@ class Judge(nn.Module):
 
     @classmethod
     def from_pretrained(cls, source: str | Path) -> Judge:
-        """Load a judge folder or a repository of the hub; anything this version does not understand is refused."""
+        """Load a judge by embedded name, folder or hub id; anything this version does not understand is refused."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        folder = _folder(source)
-        if not (folder / "config.json").is_file():
-            raise SelfJudgeError(f"{folder} is no judge folder: it has no config.json")
-        raw: dict[str, Any] = read_json(folder / "config.json")
-        if not isinstance(raw, dict):
-            raise SelfJudgeError(f"{folder}/config.json is no JSON object")
-        if raw.get("format_version") != FORMAT_VERSION:
-            raise SelfJudgeError(
-                f"{folder} has judge format {raw.get('format_version')}, this version reads {FORMAT_VERSION}"
-            )
-        known = {f.name for f in fields(JudgeConfig)}
-        if "hidden_size" not in raw:
-            raise SelfJudgeError(f"{folder}/config.json names no hidden_size")
-        _checked(folder, raw)
-        given: dict[str, Any] = {k: v for k, v in raw.items() if k in known}
-        config = JudgeConfig(**given | {"sources": tuple(given.get("sources", ()))})
-        readable: dict[str, tuple[str, ...]] = {
-            "layer": ("final",), "norm": ("post_final_norm",), "features": JUDGE_FEATURES, "model": JUDGE_MODELS,
-        }  # fmt: skip
-        for key, values in readable.items():
-            if getattr(config, key) not in values:
-                raise SelfJudgeError(
-                    f"{folder} has {key} {getattr(config, key)!r}, this version reads {' and '.join(map(repr, values))}"
-                )
+        config, file = JudgeConfig.from_pretrained(source), find_judge(source) / "model.safetensors"
         expected = {"weight", "bias", *(("inner_weight", "inner_bias") if config.model == "mlp" else ())}
         try:
-            tensors = load_file(folder / "model.safetensors")
+            tensors = load_file(file)
         except (OSError, SafetensorError) as error:
-            raise SelfJudgeError(f"cannot read {folder / 'model.safetensors'}: {error}") from None
+            raise SelfJudgeError(f"cannot read {file}: {error}") from None
         if tensors.keys() != expected:
             raise SelfJudgeError(
-                f"{folder / 'model.safetensors'} holds {', '.join(sorted(tensors)) or 'nothing'}, a judge of model {config.model} has"
+                f"{file} holds {', '.join(sorted(tensors)) or 'nothing'}, a judge of model {config.model} has"
                 f" {', '.join(sorted(expected))}"
             )
         return cls(config, **tensors)
-
-
-def _checked(folder: Path, raw: Mapping[str, Any]) -> None:
-    """Refuse values that no judge of this version has: a folder may come from anywhere."""
-
-    def share(value: Any) -> bool:
-        return isinstance(value, (int, float)) and 0 <= value <= 1
-
-    good = {
-        "hidden_size": lambda v: isinstance(v, int) and v > 0,
-        "thresholds": lambda v: isinstance(v, dict) and all(share(theta) for theta in v.values()),
-        "quality_curve": lambda v: isinstance(v, list) and all(isinstance(p, list) and len(p) == 2 and all(map(share, p)) for p in v),
-        "metrics": lambda v: isinstance(v, dict),
-        "sources": lambda v: isinstance(v, list) and all(isinstance(name, str) for name in v),
-    }  # fmt: skip
-    for key, holds in good.items():
-        if key in raw and not holds(raw[key]):
-            raise SelfJudgeError(f"{folder}/config.json has a {key} that no judge has: {str(raw[key])[:60]}")
-
-
-def block_features(block: Block, features: str) -> Tensor:
-    """[B, γ, H + columns] what a judge reads of a Block; row i is the state at d_i and what was said of d_i."""
-    assert block.hidden is not None
-    choice = None if block.argmax is None else block.argmax[0][:, :-1]
-    return token_features(block.hidden[:, 1:], block.target_logits[:, :-1], block.draft_tokens, features, choice=choice)
-
-
-def token_features(
-    hidden: Tensor, logits: Tensor, drafts: Tensor, features: str, owner: Tensor | None = None,
-    choice: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """States at drafts [..., H], the rows that predict them [..., V] and the drafts [...] → [..., H + columns].
-
-    The last axis of `drafts` is a block, or several one after another: `owner` [...] then says which. `choice` [...] are the
-    most likely tokens, if they are known.
-    """
-    hidden = hidden.float()
-    if features == "hidden":
-        return hidden
-    at = logits.gather(-1, drafts[..., None]).squeeze(-1).float()
-    best = logits.amax(-1) if choice is None else logits.gather(-1, choice[..., None]).squeeze(-1)
-    parts = [(at - best.float())[..., None]]  # Δ log p = Δ logit
-    if "lookahead" in features:
-        parts.append(lookahead_columns(at - logits.float().logsumexp(-1), owner))
-    return torch.cat([hidden, *(part.clamp_min(LOWEST) for part in parts)], -1)
-
-
-def lookahead_columns(log_p: Tensor, owner: Tensor | None = None) -> Tensor:
-    """[..., γ] log-probabilities of the drafts → [..., γ, 2K]: those of the K drafts after each, 0 past the end of its block,
-    and which there are."""
-    block = torch.zeros_like(log_p, dtype=torch.long) if owner is None else owner
-
-    def after(x: Tensor, fill: int) -> Tensor:
-        return F.pad(x, (0, LOOKAHEAD), value=fill).unfold(-1, LOOKAHEAD, 1)[..., 1:, :]
-
-    there = after(block, -1) == block[..., None]
-    return torch.cat([torch.where(there, after(log_p, 0), 0), there.to(log_p.dtype)], -1)
-
-
-def push_folder(folder: Path, repository: str, api: Any, **options: Any) -> str:
-    """Upload a whole folder, card and figures included."""
-    try:
-        api.create_repo(repository, exist_ok=True, **options)
-        return str(api.upload_folder(folder_path=folder, repo_id=repository, commit_message="Judge made by selfjudge"))
-    except Exception as error:  # the hub client raises many kinds
-        raise SelfJudgeError(f"cannot upload to {repository}: {first_line(error)}") from None
-
-
-def _folder(source: str | Path) -> Path:
-    """A local folder, or the local copy of a hub repository `owner/name`."""
-    folder = Path(source).expanduser()
-    text = str(source)
-    if isinstance(source, Path) or folder.exists() or text.count("/") != 1 or text.startswith((".", "~", "/")):
-        return folder
-    try:
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(text, allow_patterns=["config.json", "model.safetensors", "README.md"]))
-    except Exception as error:  # the hub client raises many kinds
-        raise SelfJudgeError(f"{text} is no folder, and the hub did not give it ({first_line(error)})") from None

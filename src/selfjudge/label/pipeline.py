@@ -18,7 +18,7 @@ import numpy as np
 
 from selfjudge.engine.select import release
 from selfjudge.errors import SelfJudgeError
-from selfjudge.judge.model import LOOKAHEAD
+from selfjudge.judge.config import LOOKAHEAD
 from selfjudge.label.backend import BACKENDS, Backend, Torch
 from selfjudge.label.calibrate import FEWEST, begin, calibrate, extracted, scored
 from selfjudge.label.folder import FORMAT, Arrays, Row, seal, sealed, unharmed, write_shard

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.types import JUDGE_FEATURES, JUDGE_MODELS, check_settings, setting
+from selfjudge.judge.config import FEATURES, MODELS
+from selfjudge.types import check_settings, setting
 
 
 @dataclass(frozen=True)
@@ -15,12 +16,12 @@ class TrainConfig:
     features: str = setting(
         "hidden+margin",
         "What the judge reads: hidden (as in the paper), hidden+margin or hidden+margin+lookahead.",
-        choices=JUDGE_FEATURES,
+        choices=FEATURES,
     )
     model: str = setting(
         "auto",
         "linear, mlp, or auto: both are fitted, the one with the better ROC-AUC on the prompts that select is taken.",
-        choices=(*JUDGE_MODELS, "auto"),
+        choices=(*MODELS, "auto"),
     )
     originals: bool = setting(
         False, "on: learn from the target's own tokens as well, as acceptable rows, as public code does; or off."
@@ -66,7 +67,7 @@ class StudyConfig:
     """What a study holds fixed."""
 
     features: str = setting(
-        "hidden+margin", "What the judge reads in all studies but that of features.", choices=JUDGE_FEATURES
+        "hidden+margin", "What the judge reads in all studies but that of features.", choices=FEATURES
     )
     seed: int = setting(0, "Seed of the split by prompts and of the MLP.")
 

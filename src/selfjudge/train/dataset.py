@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.judge.model import LOOKAHEAD, LOWEST, columns
+from selfjudge.judge.config import LOOKAHEAD, LOWEST, columns
 from selfjudge.label.calibrate import tau_of, total
 from selfjudge.label.folder import finished, read_shards
 from selfjudge.label.pipeline import shipped_tau

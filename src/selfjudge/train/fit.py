@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
 
-from selfjudge.judge.model import Judge, JudgeConfig
+from selfjudge.judge.config import JudgeConfig
+from selfjudge.judge.model import Judge
 from selfjudge.train.dataset import Rows
 
 GRID = tuple(float(c) for c in np.logspace(-3, 2, 10))

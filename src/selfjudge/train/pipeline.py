@@ -20,7 +20,8 @@ import torch
 from sklearn.metrics import roc_auc_score
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.judge.model import Judge, JudgeConfig
+from selfjudge.judge.config import JudgeConfig
+from selfjudge.judge.model import Judge
 from selfjudge.store import provenance, write_json
 from selfjudge.train.card import write_card
 from selfjudge.train.config import TrainConfig

@@ -17,13 +17,12 @@ from numpy.typing import NDArray
 from sklearn.metrics import roc_auc_score
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.judge.model import JudgeConfig
+from selfjudge.judge.config import FEATURES, JudgeConfig
 from selfjudge.label.calibrate import total
 from selfjudge.store import machine, read_tensors, versions, write_json
 from selfjudge.train.config import StudyConfig
 from selfjudge.train.dataset import Rows
 from selfjudge.train.fit import GRID, Fitted, auc, fit_linear, fit_mlp
-from selfjudge.types import JUDGE_FEATURES
 
 Notify = Callable[[str, float], None]
 POINTS = 10
@@ -113,7 +112,7 @@ class _Fits:
 
     def features(self) -> list[dict[str, Any]]:
         """Every group of features that the labels hold."""
-        known = [f for f in JUDGE_FEATURES if self.rows.lookahead or "lookahead" not in f]
+        known = [f for f in FEATURES if self.rows.lookahead or "lookahead" not in f]
         return [{"features": f, **{k: self.holdout(self.fit(k, f)) for k in ("linear", "mlp")}} for f in known]
 
     def originals(self) -> list[dict[str, Any]]:

@@ -13,7 +13,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from selfjudge.judge.model import Judge, token_features
+from selfjudge.judge.features import token_features
+from selfjudge.judge.model import Judge
 from selfjudge.ops.argmax import argmax_checked
 
 Agree = Callable[[Tensor], Tensor]

@@ -1,0 +1,108 @@
+"""What a judge is made for and what it reads: `config.json` of a judge folder. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from selfjudge.errors import SelfJudgeError
+from selfjudge.judge.hub import find_judge
+from selfjudge.store import read_json
+
+FORMAT_VERSION = 1
+FEATURES = ("hidden", "hidden+margin", "hidden+margin+lookahead")
+MODELS = ("linear", "mlp")
+MARGINS = 1  # columns of the group: log p(d) − log p(most likely)
+LOOKAHEAD = 4  # draft tokens after the judged one whose log-probabilities are read
+LOWEST = -50.0  # log-probabilities below say nothing more
+
+
+def columns(features: str) -> int:
+    """How many columns `features` has beside the hidden state."""
+    return MARGINS * ("margin" in features) + 2 * LOOKAHEAD * ("lookahead" in features)
+
+
+@dataclass(frozen=True)
+class JudgeConfig:
+    """Where a judge comes from and what it reads. The target must be the one named (an empty name or hash matches any);
+    the draft is recorded, not required: another draft for the same target is fine."""
+
+    hidden_size: int
+    target: str = ""
+    draft: str = ""
+    target_sha256: str = ""
+    draft_sha256: str = ""
+    layer: str = "final"
+    norm: str = "post_final_norm"
+    features: str = "hidden"
+    model: str = "linear"
+    label_method: str = ""
+    suffix_length: int | None = None
+    suffix_gap: int = 0
+    tau: float | None = None
+    acceptable: float | None = None
+    """The share of the mismatches that τ was chosen to call acceptable, where it was chosen so."""
+    sources: tuple[str, ...] = ()
+    """Of the prompts it was labelled with, where that is known."""
+    quality_curve: tuple[tuple[float, float], ...] = ()
+    """(share of unacceptable tokens that is rejected, the most permissive θ that does so), ascending."""
+    thresholds: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    format_version: int = FORMAT_VERSION
+
+    @classmethod
+    def from_pretrained(cls, source: str | Path) -> JudgeConfig:
+        """The config of a judge: an embedded name, a folder or a hub id. What this version does not understand is refused."""
+        folder = find_judge(source)
+        if not (folder / "config.json").is_file():
+            raise SelfJudgeError(f"{folder} is not a judge folder: it has no config.json")
+        raw = read_json(folder / "config.json")
+        if not isinstance(raw, dict):
+            raise SelfJudgeError(f"{folder}/config.json is not a JSON object")
+        if raw.get("format_version") != FORMAT_VERSION:
+            raise SelfJudgeError(
+                f"{folder} has judge format {raw.get('format_version')}, this version reads {FORMAT_VERSION}"
+            )
+        if "hidden_size" not in raw:
+            raise SelfJudgeError(f"{folder}/config.json names no hidden_size")
+        for key, holds in _VALID.items():
+            if key in raw and not holds(raw[key]):
+                raise SelfJudgeError(f"{folder}/config.json has an impossible {key}: {str(raw[key])[:60]}")
+        known = {f.name for f in fields(cls)}
+        values: dict[str, Any] = {k: v for k, v in raw.items() if k in known}
+        config = cls(**values | {"sources": tuple(raw.get("sources", ()))})
+        for key, readable in _READABLE.items():
+            if getattr(config, key) not in readable:
+                raise SelfJudgeError(
+                    f"{folder} has {key} {getattr(config, key)!r}, this version reads {' and '.join(map(repr, readable))}"
+                )
+        return config
+
+    @property
+    def width(self) -> int:
+        """Columns that the judge reads."""
+        return self.hidden_size + columns(self.features)
+
+
+def _share(value: Any) -> bool:
+    return isinstance(value, (int, float)) and 0 <= value <= 1
+
+
+# a folder may come from anywhere
+_VALID: dict[str, Callable[[Any], bool]] = {
+    "hidden_size": lambda v: isinstance(v, int) and v > 0,
+    "thresholds": lambda v: isinstance(v, dict) and all(_share(theta) for theta in v.values()),
+    "quality_curve": lambda v: (
+        isinstance(v, list) and all(isinstance(p, list) and len(p) == 2 and all(map(_share, p)) for p in v)
+    ),
+    "metrics": lambda v: isinstance(v, dict),
+    "sources": lambda v: isinstance(v, list) and all(isinstance(name, str) for name in v),
+}
+_READABLE: dict[str, tuple[str, ...]] = {
+    "layer": ("final",),
+    "norm": ("post_final_norm",),
+    "features": FEATURES,
+    "model": MODELS,
+}
