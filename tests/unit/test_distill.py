@@ -580,7 +580,7 @@ def test_other_settings_are_refused_and_more_minutes_are_not(
     out = tmp_path / "out"
     first = distill(pair, out, settings)
     for wrong in (replace(settings, layers=2), replace(settings, seed=1, top_k=4)):
-        with pytest.raises(SelfJudgeError, match=r"another .*: name another --out") as caught:
+        with pytest.raises(SelfJudgeError, match=r"another .*: name another `out`") as caught:
             distill(pair, out, wrong)
         assert "\n" not in str(caught.value)
     stranger = replace(pair, target_sha256="0" * 64)
