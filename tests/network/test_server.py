@@ -68,10 +68,14 @@ class Server:
         finally:
             connection.close()
 
-    def metric(self, name: str) -> float:
-        """The sum over all labels."""
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum over all labels, or over those that have these values."""
         lines = [line for line in self.send("GET", "/metrics")[2].splitlines() if line.startswith(f"selfjudge_{name}")]
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line[10 + len(name)] in " {")
+        return sum(
+            float(line.rsplit(" ", 1)[1])
+            for line in lines
+            if line[10 + len(name)] in " {" and all(f'{key}="{value}"' in line for key, value in labels.items())
+        )
 
     def wait_for(self, name: str, value: float) -> None:
         for _ in range(600):
@@ -278,7 +282,7 @@ def test_stop_strings_also_across_chunks(server: Server, pair: Pair, judge: Judg
 
 
 def test_thirty_two_streams_and_some_clients_that_go(server: Server, pair: Pair, judge: Judge) -> None:
-    before = server.metric('generations_total{finish="cancelled"}')
+    before = server.metric("generations_total", finish="cancelled")
 
     async def one(client: openai.AsyncOpenAI, i: int) -> str | None:
         how = HOW[i % 3]
@@ -303,7 +307,7 @@ def test_thirty_two_streams_and_some_clients_that_go(server: Server, pair: Pair,
         if i % 4:
             assert text == expected(pair, judge, words(i, 3 + i % 5), HOW[i % 3], max_new_tokens=60).text
     server.wait_until_idle()
-    assert server.metric('generations_total{finish="cancelled"}') - before == 8  # their work was not done
+    assert server.metric("generations_total", finish="cancelled") - before == 8  # their work was not done
     assert server.metric("event_loop_tasks") < 10
 
 
@@ -312,10 +316,10 @@ def test_a_client_that_goes_before_a_whole_answer(server: Server) -> None:
     body = json.dumps({"messages": [{"role": "user", "content": "w1"}], "max_tokens": 2000})
     connection.request("POST", "/v1/chat/completions", body, {"content-type": "application/json"})
     server.wait_for("running", 1)
-    before = server.metric('generations_total{finish="cancelled"}')
+    before = server.metric("generations_total", finish="cancelled")
     connection.close()
     server.wait_until_idle()
-    assert server.metric('generations_total{finish="cancelled"}') == before + 1
+    assert server.metric("generations_total", finish="cancelled") == before + 1
 
 
 GOOD = {"messages": [{"role": "user", "content": "w1"}], "max_tokens": 3}
@@ -342,10 +346,10 @@ BAD: list[tuple[Any, str]] = [
     ({**GOOD, "selfjudge": {"rule": "topk:k=" + "9" * 40}}, "out of range"), ({**GOOD, "selfjudge": {"rule": ""}}, "unknown rule"),
     ({**GOOD, "selfjudge": {"rule": "relaxed:delta=nan"}}, "out of range"),
     ({**GOOD, "selfjudge": {"rule": "fly:window=3", "gamma": 3}}, "gamma > 3"),
-    ({**GOOD, "selfjudge": {"rule": "exact", "theta": 0.5}}, "asks no judge"),
+    ({**GOOD, "selfjudge": {"rule": "exact", "theta": 0.5}}, "does not use a judge"),
     ({**GOOD, "selfjudge": {"rule": "judged:0.3", "theta": 0.5}}, "names a threshold already"),
-    ({**GOOD, "selfjudge": {"off": True, "theta": 0.5}}, "off means"),
-    ({**GOOD, "selfjudge": {"quality": 0.5, "theta": 0.5}}, "quality chooses"),
+    ({**GOOD, "selfjudge": {"off": True, "theta": 0.5}}, "`off` means"),
+    ({**GOOD, "selfjudge": {"quality": 0.5, "theta": 0.5}}, "`quality` chooses"),
     ({**GOOD, "selfjudge": {"rule": "topk:2"}, "temperature": 0.7}, "takes no temperature"),
     ({**GOOD, "selfjudge": "off"}, "selfjudge"),
 ]  # fmt: skip
@@ -404,17 +408,21 @@ def test_oversized_prompts_and_bodies(server: Server) -> None:
 
 def test_health_and_metrics(server: Server) -> None:
     ask(server, "w1 w2", extra_body={"selfjudge": {"rule": "topk:5"}})
+    ask(server, "w1 w2", extra_body={"selfjudge": {"off": True}})
     assert server.send("GET", "/health")[2] == {"status": "ok"}
     status, headers, text = server.send("GET", "/metrics")
     assert status == 200
     assert headers["content-type"].startswith("text/plain; version=0.0.4")
     for line in text.splitlines():
         assert line.startswith("# ") or float(line.rsplit(" ", 1)[1]) >= 0
-    assert 1 <= server.metric("mean_accepted_length") <= 6
-    assert server.metric('tokens_total{origin="judge"}') > 0
+    for mode in ("judged", "off"):
+        assert 1 <= server.metric("mean_accepted_length", mode=mode) <= 6
+        assert server.metric("requests_total", endpoint="/v1/chat/completions", status="200", mode=mode) > 0
+        assert server.metric("generations_total", mode=mode) > 0
+    assert server.metric("tokens_total", origin="judge", mode="judged") > 0
+    assert server.metric("tokens_total", origin="judge", mode="off") == 0
     assert server.metric("time_to_first_token_seconds_count") > 0
     assert server.metric("request_seconds_count") == server.metric("generations_total")
-    assert server.metric('requests_total{endpoint="/v1/chat/completions",status="200"}') > 0
 
 
 def test_a_queue_that_is_full_a_time_that_is_over_and_an_orderly_end(
@@ -597,7 +605,7 @@ def test_no_body_makes_the_server_fail(server: Server) -> None:
     one()
     assert statuses == {200, 400}
     server.wait_until_idle()
-    assert server.metric('generations_total{finish="error"}') == 0
+    assert server.metric("generations_total", finish="error") == 0
 
 
 def test_nothing_is_left_of_five_hundred_requests(server: Server) -> None:

@@ -23,7 +23,7 @@ SCRIPT = Path(fake_model.__file__)
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An index of local wheels, an empty cache, and the fake model registered."""
-    from selfjudge.models import convert, embedded
+    from selfjudge.models import catalogue, convert
 
     (tmp_path / "wheels").mkdir()
     fake_model.build_wheels(tmp_path / "wheels")
@@ -36,7 +36,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     fake_model.install()
     yield tmp_path
     convert.convert = original
-    embedded.EMBEDDED.pop("fake", None)
+    catalogue.EMBEDDED.pop("fake", None)
 
 
 def conversions(world: Path) -> int:

@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from selfjudge.decoding.text import Batch, StepOutput, generate
+from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.integrations.server.metrics import Metrics
-from selfjudge.integrations.server.rules import Asked, Rules
-from selfjudge.integrations.server.scheduler import ClosedError, FullError, Job, Limits, Scheduler, Update
+from selfjudge.integrations.server.rules import Rules
+from selfjudge.integrations.server.scheduler import ClosedError, FullError, Job, Scheduler, Update
+from selfjudge.integrations.server.schema import DecodeOptions
 from selfjudge.models.pair import Pair
 
 Begin = Callable[..., Scheduler]
@@ -23,7 +25,7 @@ def begin(tiny_pair: Pair) -> Iterator[Begin]:
 
     def one(**limits: int) -> Scheduler:
         rules = Rules(tiny_pair, None, "exact", None, 2)
-        begun.append(Scheduler(tiny_pair, rules, Limits(**{"context": 90, **limits}), Metrics()))
+        begun.append(Scheduler(tiny_pair, rules, ServerConfig(**{"max_context": 90, **limits}), Metrics()))
         return begun[-1]
 
     yield one
@@ -36,7 +38,7 @@ def job(
     scheduler: Scheduler, gamma: int = 2, tokens: int = 20, prompt: tuple[int, ...] = (5, 6)
 ) -> tuple[Job, queue.Queue]:
     updates: queue.Queue[Update] = queue.Queue()
-    return Job(prompt, scheduler.rules.choose(Asked(gamma=gamma), None), tokens, updates.put), updates
+    return Job(prompt, scheduler.rules.choose(DecodeOptions(gamma=gamma), None), tokens, updates.put), updates
 
 
 def last(updates: queue.Queue) -> Update:
@@ -48,7 +50,7 @@ def last(updates: queue.Queue) -> Update:
 
 def test_nobody_overtakes(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
     """One batch at a time: the second choice waits for the first, and holds back a later request of the first."""
-    scheduler = begin(batches=1, batch=4)
+    scheduler = begin(max_batches=1, max_batch=4)
     order: list[tuple[int, ...]] = []
     add = Batch.add
     monkeypatch.setattr(Batch, "add", lambda self, prompt, **o: order.append(tuple(prompt)) or add(self, prompt, **o))
@@ -94,7 +96,7 @@ def test_a_batch_that_fails_takes_its_own_answers_along(begin: Begin, monkeypatc
 
 
 def test_who_gives_up_leaves_the_queue_or_the_batch(begin: Begin) -> None:
-    scheduler = begin(queue=2)
+    scheduler = begin(max_queue=2)
     jobs = [job(scheduler, tokens=80) for _ in range(2)]
     for one, _ in jobs:
         scheduler.submit(one)
@@ -111,7 +113,7 @@ def test_who_gives_up_leaves_the_queue_or_the_batch(begin: Begin) -> None:
 
 
 def test_the_end_gives_up_what_is_left(begin: Begin) -> None:
-    scheduler = begin(batch=1)
+    scheduler = begin(max_batch=1)
     jobs = [job(scheduler, tokens=80) for _ in range(3)]
     for one, _ in jobs:
         scheduler.submit(one)
@@ -139,3 +141,24 @@ def test_metrics_are_what_prometheus_reads() -> None:
     assert "selfjudge_request_seconds_count 3" in lines
     assert "selfjudge_running 3" in lines
     assert metrics.total("requests_total") == 3
+    assert metrics.total("requests_total", status="503") == 2
+
+
+def test_metrics_tell_judged_from_off(begin: Begin) -> None:
+    scheduler = begin()
+    scheduler.start()
+    made = {}
+    for mode, rule in (("judged", "topk:9"), ("off", "exact")):
+        updates: queue.Queue[Update] = queue.Queue()
+        scheduler.submit(Job((5, 6), scheduler.rules.choose(DecodeOptions(rule=rule), None), 20, updates.put))
+        made[mode] = last(updates).result
+    total = scheduler.metrics.total
+    lines = scheduler.metrics.text().splitlines()
+    for mode, result in made.items():
+        assert total("generations_total", mode=mode) == 1
+        assert total("tokens_total", mode=mode) == len(result.tokens)
+        assert total("tokens_total", mode=mode, origin="judge") == result.origins.count("judge")
+        assert total("cycles_total", mode=mode) == result.cycles
+        assert f'selfjudge_mean_accepted_length{{mode="{mode}"}} {result.mean_accepted_length:g}' in lines
+        assert f'selfjudge_request_seconds_count{{mode="{mode}"}} 1' in lines
+    assert made["off"].judged_share == 0 < made["judged"].judged_share

@@ -1120,26 +1120,27 @@ def serve(
     if vllm:
         raise SelfJudgeError("--vllm goes with --backend vllm")
 
-    from selfjudge.integrations.server.server import Limits, listen
-    from selfjudge.integrations.server.server import serve as run
+    from selfjudge.integrations.server import ServerConfig, listen
+    from selfjudge.integrations.server import serve as run
     from selfjudge.judge.model import Judge
 
-    _positive(
-        max_batch=max_batch, max_batches=max_batches, max_queue=max_queue, max_context=max_context, max_tokens=max_tokens,
-        max_body=max_body,
-    )  # fmt: skip
-    _check_pair(pair, target)
-    bound = listen(host, port)
     gamma = _fitting_gamma(gamma, device)
+    config = ServerConfig(
+        rule, _threshold(theta), quality, gamma, temperature, name, key, engine, max_batch, max_batches, max_queue,
+        max_context, max_tokens, max_body, timeout, grace,
+    )  # fmt: skip
+    config.check()
+    _check_pair(pair, target)
+    listener = listen(host, port)
     loaded = _pair(pair, target, draft, device, dtype, draft_dtype, needs_draft=gamma > 0)
     folder = judge or _shipped_judge(loaded)
-    found = Judge.from_pretrained(folder) if folder else None
-    limits = Limits(max_batch, max_batches, max_queue, max_context, max_tokens, max_body, timeout, grace)
     run(
-        loaded, bound, judge=found, rule=rule or ("judged" if found else "exact"), theta=_threshold(theta), quality=quality,
-        gamma=gamma, limits=limits, name=name, api_key=key,
-        temperature=temperature, engine=engine, notify=lambda line: typer.echo(line, err=True),
-    )  # fmt: skip
+        loaded,
+        listener,
+        config,
+        judge=Judge.from_pretrained(folder) if folder else None,
+        notify=lambda line: typer.echo(line, err=True),
+    )
 
 
 def _serve_vllm(

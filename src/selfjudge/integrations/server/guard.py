@@ -1,4 +1,4 @@
-"""What stands before every request: the API key, the size of the body, a count of what was answered."""
+"""Checked before every request: the API key and the size of the body. Counts what was answered."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def error_body(status: int, message: str, code: str | None = None, param: str | 
 class Guard:
     """An ASGI application around another one."""
 
-    def __init__(self, app: ASGI, *, api_key: str | None, most_bytes: int, metrics: Metrics) -> None:
-        self.app, self.metrics, self.most_bytes = app, metrics, most_bytes
+    def __init__(self, app: ASGI, *, api_key: str | None, max_bytes: int, metrics: Metrics) -> None:
+        self.app, self.metrics, self.max_bytes = app, metrics, max_bytes
         self.key = None if api_key is None else f"Bearer {api_key}".encode()
         self.known = {"/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions"}
 
@@ -42,12 +42,14 @@ class Guard:
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 endpoint = scope["path"] if scope["path"] in self.known else "other"
-                self.metrics.add("requests_total", endpoint=endpoint, status=str(message["status"]))
+                mode = scope.get("state", {}).get("mode")  # known once a completion was accepted
+                labels = {"endpoint": endpoint, "status": str(message["status"]), **({"mode": mode} if mode else {})}
+                self.metrics.add("requests_total", **labels)
             await send(message)
 
         headers = dict(scope["headers"])
-        given = headers.get(b"authorization", b"")
-        if self.key is not None and scope["path"] != "/health" and not hmac.compare_digest(given, self.key):
+        sent = headers.get(b"authorization", b"")
+        if self.key is not None and scope["path"] != "/health" and not hmac.compare_digest(sent, self.key):
             await _refuse(counted, 401, "wrong or missing API key: send it as a bearer token", "invalid_api_key")
             return
         try:
@@ -57,7 +59,7 @@ class Guard:
             await _refuse(counted, 408, "the request did not arrive in time")
             return
         if body is None:
-            await _refuse(counted, 413, f"the request has more than {self.most_bytes} bytes", "request_too_large")
+            await _refuse(counted, 413, f"the request has more than {self.max_bytes} bytes", "request_too_large")
             return
         pending = [body]
 
@@ -69,18 +71,18 @@ class Guard:
     async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> Message | None:
         """The whole body as one message, or what came instead of it; None if it is too large."""
         length = headers.get(b"content-length", b"0")
-        if not length.isdigit() or int(length[:20]) > self.most_bytes:
+        if not length.isdigit() or int(length[:20]) > self.max_bytes:
             return None
-        found = bytearray()
+        body = bytearray()
         while True:
             message = await receive()
             if message["type"] != "http.request":
                 return message
-            found += message.get("body", b"")
-            if len(found) > self.most_bytes:
+            body += message.get("body", b"")
+            if len(body) > self.max_bytes:
                 return None
             if not message.get("more_body", False):
-                return {"type": "http.request", "body": bytes(found), "more_body": False}
+                return {"type": "http.request", "body": bytes(body), "more_body": False}
 
 
 async def _refuse(send: Send, status: int, message: str, code: str | None = None) -> None:

@@ -5,13 +5,19 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from selfjudge.decoding.rules import RULES, AcceptanceRule, Judged, Sampling, names_threshold, parse_rule
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
+from selfjudge.types import MAX_GAMMA
 
-LOSSLESS = ("exact", "sampling")  # one and the same promise, at temperature 0 and above
+if TYPE_CHECKING:
+    from selfjudge.integrations.server.schema import DecodeOptions
+
+LOSSLESS = ("exact", "sampling")  # the same promise, at temperature 0 and above
+MAX_BUILT = 64  # rules that are kept for requests to come
 
 
 @dataclass(frozen=True)
@@ -23,16 +29,10 @@ class Choice:
     gamma: int
     sampling: Sampling | None
 
-
-@dataclass(frozen=True)
-class Asked:
-    """What a request says of itself; None is the server's own."""
-
-    rule: str | None = None
-    theta: float | str | None = None
-    quality: float | None = None
-    gamma: int | None = None
-    off: bool = False
+    @property
+    def mode(self) -> str:
+        """The label `mode` of the metrics: `judged` where drafts may be accepted against the target's choice."""
+        return "off" if self.rule in LOSSLESS or self.gamma == 0 else "judged"
 
 
 @dataclass
@@ -45,53 +45,54 @@ class Rules:
     theta: float | str | None
     """Of the judged rules: a number or the name of a threshold."""
     gamma: int
-    most_gamma: int = 20
     built: OrderedDict[Choice, AcceptanceRule] = field(default_factory=OrderedDict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self.special = self.pair.special_ids
 
-    def choose(self, asked: Asked, sampling: Sampling | None) -> Choice:
+    def choose(self, options: DecodeOptions, sampling: Sampling | None) -> Choice:
         """The choice of a request, checked; a wrong one is a SelfJudgeError."""
-        if asked.off and (asked.rule, asked.theta, asked.quality) != (None, None, None):
-            raise SelfJudgeError("off means without judge: leave out rule, theta and quality")
-        if asked.theta is not None and asked.quality is not None:
-            raise SelfJudgeError("quality chooses θ: leave out one of quality and theta")
-        spec = "exact" if asked.off else self.rule if asked.rule is None else asked.rule
-        if spec in LOSSLESS:
-            spec = "exact" if sampling is None else "sampling"
-        gamma = self.gamma if asked.gamma is None else asked.gamma
-        if not 0 <= gamma <= self.most_gamma:
-            raise SelfJudgeError(f"gamma must lie between 0 and {self.most_gamma}, not {gamma}")
+        if options.off and (options.rule, options.theta, options.quality) != (None, None, None):
+            raise SelfJudgeError("`off` means without judge: leave out `rule`, `theta` and `quality`")
+        if options.theta is not None and options.quality is not None:
+            raise SelfJudgeError("`quality` chooses θ: leave out one of `quality` and `theta`")
+        rule = "exact" if options.off else self.rule if options.rule is None else options.rule
+        if rule in LOSSLESS:
+            rule = "exact" if sampling is None else "sampling"
+        gamma = self.gamma if options.gamma is None else options.gamma
+        if not 0 <= gamma <= MAX_GAMMA:
+            raise SelfJudgeError(f"`gamma` must lie between 0 and {MAX_GAMMA}, not {gamma}")
         if gamma and self.pair.draft is None:
-            raise SelfJudgeError("gamma > 0 needs a draft model; this server has none")
-        choice = Choice(spec, self._theta(spec, asked), gamma, sampling)
+            raise SelfJudgeError("`gamma` above 0 needs a draft model, and this server has none")
+        choice = Choice(rule, self._theta(rule, options), gamma, sampling)
         self.build(choice).check(gamma)
         return choice
 
-    def _theta(self, spec: str, asked: Asked) -> float | None:
-        rule = RULES.get(spec.partition(":")[0])
-        if rule is None or not issubclass(rule, Judged) or self.judge is None:
-            if asked.theta is not None or asked.quality is not None:
-                raise SelfJudgeError(f"rule {spec!r} asks no judge here: leave out theta and quality")
+    def _theta(self, rule: str, options: DecodeOptions) -> float | None:
+        kind = RULES.get(rule.partition(":")[0])
+        if kind is None or not issubclass(kind, Judged) or self.judge is None:
+            if options.theta is not None or options.quality is not None:
+                raise SelfJudgeError(f"rule {rule!r} does not use a judge here: leave out `theta` and `quality`")
             return None
-        if asked.quality is not None:
-            return self.judge.quality(asked.quality)
-        if asked.theta is not None:
-            return self.judge.threshold(asked.theta)
-        return None if self.theta is None or names_threshold(spec) else self.judge.threshold(self.theta)
+        if options.quality is not None:
+            return self.judge.quality(options.quality)
+        if options.theta is not None:
+            return self.judge.threshold(options.theta)
+        return None if self.theta is None or names_threshold(rule) else self.judge.threshold(self.theta)
 
     def build(self, choice: Choice) -> AcceptanceRule:
-        """The same rule for equal choices, so that engines find what they recorded with it; the latest 64 are kept."""
+        """The same rule for equal choices, so that engines find what they recorded with it."""
         with self.lock:
             if choice not in self.built:
-                judged = choice.rule.startswith("judge")
                 self.built[choice] = parse_rule(
-                    choice.rule, special=self.special, sampling=choice.sampling,
-                    judge=self.judge if judged else None, theta=choice.theta,
-                )  # fmt: skip
-                if len(self.built) > 64:
+                    choice.rule,
+                    special=self.special,
+                    sampling=choice.sampling,
+                    judge=self.judge if choice.rule.startswith("judge") else None,
+                    theta=choice.theta,
+                )
+                if len(self.built) > MAX_BUILT:
                     self.built.popitem(last=False)
             self.built.move_to_end(choice)
             return self.built[choice]

@@ -1,7 +1,7 @@
 """The queue and the batches: one thread decodes, everything else only asks it to.
 
 Requests with the same choice of rule share a batch and enter it as places become free. Batches of different choices take
-turns, one pass each. Nobody overtakes: a request that must wait for a place holds back those that came later.
+turns, one pass each. The queue is first in, first out: a request that must wait for a place holds back those after it.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from selfjudge.decoding.text import Answer, Batch
-from selfjudge.integrations.server.metrics import Metrics
+from selfjudge.integrations.server.config import ServerConfig
+from selfjudge.integrations.server.metrics import MODES, Metrics
 from selfjudge.integrations.server.rules import Choice, Rules
 from selfjudge.models.pair import Pair
 from selfjudge.types import Generation
@@ -26,30 +28,8 @@ Failure = Literal["cancelled", "timeout", "shutdown", "error"]
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What the server takes at most."""
-
-    batch: int = 8
-    """Answers decoded at a time, all choices together."""
-    batches: int = 4
-    """Batches at a time, that is different choices; static engines keep a cache for each."""
-    queue: int = 64
-    """Requests that wait for a place."""
-    context: int = 4096
-    """Tokens of a prompt and its answer."""
-    tokens: int = 1024
-    """Tokens of an answer."""
-    body: int = 1 << 20
-    """Bytes of a request."""
-    seconds: float = 600.0
-    """From the arrival of a request to the end of its answer."""
-    grace: float = 30.0
-    """Seconds that running answers have to end in when the server is told to stop."""
-
-
-@dataclass(frozen=True)
 class Update:
-    """News of a job; the last one has a result or a failure."""
+    """What is new about a job; the last update has a result or a failure."""
 
     text: str = ""
     result: Generation | None = None
@@ -58,7 +38,7 @@ class Update:
 
 @dataclass(eq=False)
 class Job:
-    """An answer somebody waits for. `send` is called by the decoding thread and must not block."""
+    """An answer that a client waits for. `send` is called by the decoding thread and must not block."""
 
     prompt: Sequence[int]
     choice: Choice
@@ -80,38 +60,40 @@ class ClosedError(Exception):
     """The server is about to stop."""
 
 
-class _Live:
-    """A batch under way and whose answers it makes."""
+class _ActiveBatch:
+    """A batch that is being decoded, and the jobs of its answers."""
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
         self.jobs: dict[Answer, Job] = {}
 
     def answer(self, job: Job) -> Answer | None:
-        return next((answer for answer, other in self.jobs.items() if other is job), None)
+        return next((answer for answer, candidate in self.jobs.items() if candidate is job), None)
 
 
 class Scheduler:
     """See the module's docstring."""
 
-    def __init__(self, pair: Pair, rules: Rules, limits: Limits, metrics: Metrics, engine: str = "auto") -> None:
-        self.pair, self.rules, self.limits, self.metrics, self.engine = pair, rules, limits, metrics, engine
+    def __init__(self, pair: Pair, rules: Rules, config: ServerConfig, metrics: Metrics) -> None:
+        self.pair, self.rules, self.config, self.metrics = pair, rules, config, metrics
         self._state = threading.Condition()  # guards all that follows
         self._queue: deque[Job] = deque()
-        self._live: dict[Choice, _Live] = {}  # changed by the decoding thread alone
+        self._active: dict[Choice, _ActiveBatch] = {}  # changed by the decoding thread alone
         self._given_up: list[Job] = []
         self._running = 0
-        self._prefilled = 0  # tokens that prefill yielded, which belong to no cycle
+        self._prefilled = dict.fromkeys(MODES, 0)  # tokens that prefill yielded, which belong to no cycle
         self.closed = self._stopping = False
         self._thread = threading.Thread(target=self._work, name="decode", daemon=True)
         metrics.gauge("queue_depth", "Requests that wait for a place.", lambda: len(self._queue))
         metrics.gauge("running", "Answers being decoded.", lambda: self._running)
-        metrics.gauge("batches", "Batches being decoded, one for each choice of rule.", lambda: len(self._live))
-        metrics.gauge("mean_accepted_length", "Tokens per verification pass, over all answers so far.", self._mean)
+        metrics.gauge("batches", "Batches being decoded, one for each choice of rule.", lambda: len(self._active))
+        about = "Tokens per verification pass by mode, over all answers so far."
+        for mode in MODES:
+            metrics.gauge("mean_accepted_length", about, partial(self._mean_accepted_length, mode), mode=mode)
 
-    def _mean(self) -> float:
-        cycles = self.metrics.total("cycles_total")
-        return (self.metrics.total("tokens_total") - self._prefilled) / cycles if cycles else 0.0
+    def _mean_accepted_length(self, mode: str) -> float:
+        cycles = self.metrics.total("cycles_total", mode=mode)
+        return (self.metrics.total("tokens_total", mode=mode) - self._prefilled[mode]) / cycles if cycles else 0.0
 
     def start(self) -> None:
         self._thread.start()
@@ -131,7 +113,7 @@ class Scheduler:
         with self._state:
             if self.closed:
                 raise ClosedError
-            if len(self._queue) >= self.limits.queue:
+            if len(self._queue) >= self.config.max_queue:
                 raise FullError
             self._queue.append(job)
             self._state.notify()
@@ -165,97 +147,104 @@ class Scheduler:
 
     def _work(self) -> None:
         while self._prepare():
-            for choice in list(self._live):
+            for choice in list(self._active):
                 self._turn(choice)
 
     def _prepare(self) -> bool:
-        """Wait for something to do, take out who gave up, let in who waits; False when it is time to stop."""
+        """Wait for work, remove jobs that were given up, admit those that wait; False when it is time to stop."""
         with self._state:
-            while not (self._queue or self._live or self._stopping):
+            while not (self._queue or self._active or self._stopping):
                 self._state.wait()
-            if self._stopping and not self._live:
+            if self._stopping and not self._active:
                 return False
             given_up, self._given_up = self._given_up, []
             if self._stopping:
-                given_up = [job for live in self._live.values() for job in live.jobs.values()]
+                given_up = [job for active in self._active.values() for job in active.jobs.values()]
             entering: list[Job] = []
-            while self._queue and self._running + len(entering) < self.limits.batch:
-                choices = {*self._live, *(job.choice for job in entering), self._queue[0].choice}
-                if len(choices) > self.limits.batches:
+            while self._queue and self._running + len(entering) < self.config.max_batch:
+                choices = {*self._active, *(job.choice for job in entering), self._queue[0].choice}
+                if len(choices) > self.config.max_batches:
                     break
                 entering.append(self._queue.popleft())
             self._running += len(entering)
         for job in entering:
             self._enter(job)
         for job in given_up:
-            live = self._live.get(job.choice)
-            if not job.over and live is not None and (answer := live.answer(job)) is not None:
-                live.batch.drop(answer)
-                self._leave(live, answer, job.given_up or "shutdown")
+            active = self._active.get(job.choice)
+            if not job.over and active is not None and (answer := active.answer(job)) is not None:
+                active.batch.drop(answer)
+                self._leave(active, answer, job.given_up or "shutdown")
         return True
 
     def _enter(self, job: Job) -> None:
-        live = self._live.get(job.choice)
+        active = self._active.get(job.choice)
         try:
-            if live is None:
-                live = _Live(Batch(
-                    self.pair, self.rules.build(job.choice), gamma=job.choice.gamma, rows=self.limits.batch,
-                    length=self.limits.context, engine=self.engine,
-                ))  # fmt: skip
-            answer = live.batch.add(
+            if active is None:
+                batch = Batch(
+                    self.pair,
+                    self.rules.build(job.choice),
+                    gamma=job.choice.gamma,
+                    rows=self.config.max_batch,
+                    length=self.config.max_context,
+                    engine=self.config.engine,
+                )
+                active = _ActiveBatch(batch)
+            answer = active.batch.add(
                 job.prompt, max_new_tokens=job.max_new_tokens, stop=job.stop, seed=job.seed, streamed=job.streamed
             )
         except Exception:
-            LOG.exception("an answer could not be begun")
+            LOG.exception("an answer could not be started")
             with self._state:
                 self._running -= 1
             self._end(job, None, "error")
             return
-        live.jobs[answer] = job
+        active.jobs[answer] = job
         with self._state:
-            self._live[job.choice] = live
+            self._active[job.choice] = active
 
     def _turn(self, choice: Choice) -> None:
         """One pass of one batch."""
-        live = self._live[choice]
+        active = self._active[choice]
         try:
-            taken = live.batch.step()
+            output = active.batch.step()
         except Exception:  # out of memory, say: these answers are lost, the server goes on
             LOG.exception("a batch failed")
-            for answer in list(live.jobs):
-                self._leave(live, answer, "error")
-            taken = []
-        for answer, pieces in taken:
-            job = live.jobs.get(answer)
+            for answer in list(active.jobs):
+                self._leave(active, answer, "error")
+            output = []
+        for answer, pieces in output:
+            job = active.jobs.get(answer)
             if job is None:
                 continue
             if answer.cycles == 0:
-                self.metrics.observe("time_to_first_token_seconds", time.perf_counter() - job.arrived)
+                waited = time.perf_counter() - job.arrived
+                self.metrics.observe("time_to_first_token_seconds", waited, mode=choice.mode)
             if text := "".join(piece.text for piece in pieces):
                 job.send(Update(text))
             if answer.finish is not None:
-                self._leave(live, answer, None)
-        if not live.jobs:
+                self._leave(active, answer, None)
+        if not active.jobs:
             with self._state:
-                del self._live[choice]
-            live.batch.close()
+                del self._active[choice]
+            active.batch.close()
 
-    def _leave(self, live: _Live, answer: Answer, failure: Failure | None) -> None:
-        job = live.jobs.pop(answer)
+    def _leave(self, active: _ActiveBatch, answer: Answer, failure: Failure | None) -> None:
+        job = active.jobs.pop(answer)
         with self._state:
             self._running -= 1
         self._end(job, answer, failure)
 
     def _end(self, job: Job, answer: Answer | None, failure: Failure | None) -> None:
         job.over = True
+        mode = job.choice.mode
         result = answer.generation() if answer is not None and failure is None else None
         finish = failure or ("length" if result is not None and result.finish == "length" else "stop")
-        self.metrics.add("generations_total", finish=finish)
-        self.metrics.observe("request_seconds", time.perf_counter() - job.arrived)
+        self.metrics.add("generations_total", mode=mode, finish=finish)
+        self.metrics.observe("request_seconds", time.perf_counter() - job.arrived, mode=mode)
         if answer is not None:
-            self.metrics.add("prompt_tokens_total", answer.prompt_tokens)
-            self.metrics.add("cycles_total", answer.cycles)
+            self.metrics.add("prompt_tokens_total", answer.prompt_tokens, mode=mode)
+            self.metrics.add("cycles_total", answer.cycles, mode=mode)
             for origin in ("draft", "judge", "target"):
-                self.metrics.add("tokens_total", answer.origins.count(origin), origin=origin)
-            self._prefilled += bool(answer.tokens)
+                self.metrics.add("tokens_total", answer.origins.count(origin), mode=mode, origin=origin)
+            self._prefilled[mode] += bool(answer.tokens)
         job.send(Update(result=result, failure=failure))

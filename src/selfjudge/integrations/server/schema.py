@@ -1,4 +1,7 @@
-"""Bodies of requests, as OpenAI's clients send them. What would change an answer and is not supported is refused by name."""
+"""Bodies of requests, as OpenAI's clients send them.
+
+What would change an answer and is not supported is refused by name.
+"""
 
 from __future__ import annotations
 
@@ -6,33 +9,33 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
-_REFUSED: dict[str, tuple[Any, ...]] = {
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "n": (1,), "best_of": (1,), "logprobs": (False,), "top_logprobs": (0,), "echo": (False,), "suffix": ("",),
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},), "frequency_penalty": (0, 0.0), "presence_penalty": (0, 0.0),
     "logit_bias": ({},), "modalities": (["text"],), "audio": (), "prediction": (), "web_search_options": (),
     "reasoning_effort": (), "verbosity": (),
 }  # fmt: skip
-"""Fields that are not supported, and the values at which they say nothing."""
+"""Fields that are not supported, and the values at which they change nothing."""
 
 
-def _whole(text: str) -> str:
+def _encodable(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError("a lone surrogate is no character") from None
+        raise ValueError("a lone surrogate is not a character") from None
     return text
 
 
-Text = Annotated[str, AfterValidator(_whole)]
+Text = Annotated[str, AfterValidator(_encodable)]
 
 
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class Extension(Strict):
-    """The field `selfjudge`: how this one request is decoded."""
+class DecodeOptions(Strict):
+    """The field `selfjudge`: how this request is decoded; None is the server's own setting."""
 
     rule: Annotated[Text, Field(max_length=64)] | None = None
     theta: float | Literal["F", "R"] | None = None
@@ -74,7 +77,7 @@ class Request(Strict):
     stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    selfjudge: Extension | None = None
+    selfjudge: DecodeOptions | None = None
 
     # accepted and without effect
     user: Any = None
@@ -85,7 +88,7 @@ class Request(Strict):
     prompt_cache_key: Any = None
     parallel_tool_calls: Any = None
 
-    # refused, see _REFUSED
+    # refused, see UNSUPPORTED
     n: Any = None
     logprobs: Any = None
     frequency_penalty: Any = None
@@ -94,12 +97,12 @@ class Request(Strict):
 
     @model_validator(mode="after")
     def _supported(self) -> Request:
-        for name, silent in _REFUSED.items():
+        for name, neutral in UNSUPPORTED.items():
             value = getattr(self, name, None)
-            if value is not None and not any(type(value) is type(s) and value == s for s in silent):
+            if value is not None and not any(type(value) is type(s) and value == s for s in neutral):
                 raise ValueError(f"{name} is not supported by this server: leave it out")
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options goes with stream: true")
+            raise ValueError("stream_options needs stream: true")
         return self
 
     @field_validator("temperature")
@@ -115,13 +118,13 @@ class Request(Strict):
 
     @field_validator("stop")
     @classmethod
-    def _readable(cls, value: str | list[str] | None) -> str | list[str] | None:
+    def _stop_lengths(cls, value: str | list[str] | None) -> str | list[str] | None:
         if any(not 0 < len(s) <= 512 for s in ([value] if isinstance(value, str) else value or [])):
             raise ValueError("stop strings have 1 to 512 characters")
         return value
 
     @property
-    def most_tokens(self) -> int | None:
+    def token_limit(self) -> int | None:
         return self.max_tokens
 
 
@@ -145,13 +148,13 @@ class ChatRequest(Request):
     verbosity: Any = None
 
     @model_validator(mode="after")
-    def _one_limit(self) -> ChatRequest:
+    def _same_limit(self) -> ChatRequest:
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens and max_completion_tokens are the same limit: give one")
         return self
 
     @property
-    def most_tokens(self) -> int | None:
+    def token_limit(self) -> int | None:
         return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
 
 
@@ -165,17 +168,17 @@ class TextRequest(Request):
     suffix: Any = None
 
     @property
-    def one_prompt(self) -> str | list[int]:
+    def single_prompt(self) -> str | list[int]:
         """The prompt; a list of one counts as one."""
         value: Any = self.prompt
         if isinstance(value, list) and value and not isinstance(value[0], int):
             if len(value) > 1:
-                raise ValueError("one prompt a request: send several requests, they are decoded together")
+                raise ValueError("a request has one prompt: send several requests, they are decoded together")
             return value[0]  # type: ignore[no-any-return]
         return value  # type: ignore[no-any-return]
 
     @model_validator(mode="after")
-    def _one(self) -> TextRequest:
-        if not self.one_prompt:
+    def _not_empty(self) -> TextRequest:
+        if not self.single_prompt:
             raise ValueError("the prompt is empty: give at least one token")
         return self

@@ -1,0 +1,46 @@
+"""How the server decodes where a request says nothing else, and what it accepts at most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from selfjudge.errors import SelfJudgeError
+from selfjudge.types import MAX_GAMMA, check_settings, setting
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Settings of `serve`. The fields without a range of their own are checked against pair and judge when it starts."""
+
+    rule: str | None = setting(None, "Rule of requests that name none; judged where there is a judge, exact otherwise.")
+    theta: float | str | None = None
+    """The judge's threshold, a number or a name; `types.DEFAULT_THETA` if neither it nor `quality` is given."""
+    quality: float | None = None
+    """Choose θ by the share of unacceptable tokens that must be rejected."""
+    gamma: int | None = setting(
+        None, "Draft tokens per cycle; by device if not given, 0 is plain decoding.", minimum=0, maximum=MAX_GAMMA
+    )
+    temperature: float = setting(0.0, "Temperature of requests that name none; 0 is greedy.", minimum=0, maximum=2)
+    name: str | None = setting(None, "What clients call the model; the pair's name if not given.")
+    api_key: str | None = setting(None, "Key that clients must send; SELFJUDGE_API_KEY if not given, or none.")
+    engine: str = "auto"
+    max_batch: int = setting(8, "Answers decoded at a time.", minimum=1)
+    max_batches: int = setting(
+        4, "Different rules decoded at a time; on CUDA each keeps a cache of its own.", minimum=1
+    )
+    max_queue: int = setting(64, "Requests that may wait; more get a 429.", minimum=1)
+    max_context: int = setting(4096, "Most tokens of a prompt with its answer.", minimum=2)
+    max_tokens: int = setting(1024, "Most tokens of an answer.", minimum=1)
+    max_body: int = setting(1 << 20, "Most bytes of a request.", minimum=1)
+    timeout: float = setting(600.0, "Seconds after which a request is given up.", above=0)
+    grace: float = setting(30.0, "Seconds that running answers have to end in at SIGTERM.", minimum=0)
+
+    def check(self) -> None:
+        """Refuse values that no server can have."""
+        check_settings(self)
+        if 0 < self.temperature < 0.01:
+            raise SelfJudgeError(f"`temperature` must be 0 (greedy) or at least 0.01, not {self.temperature}")
+        if self.api_key is not None and not self.api_key.strip():
+            raise SelfJudgeError("`api_key` is empty: give a key, or none at all")
+        if self.theta is not None and self.quality is not None:
+            raise SelfJudgeError("`quality` chooses θ: leave out one of `quality` and `theta`")
