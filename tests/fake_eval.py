@@ -200,3 +200,28 @@ def write_all(folder: Path) -> list[Path]:
         write_eval(folder / "eval"), write_judge(folder / "judges", "selfjudge", 0.84), write_judge(folder / "judges", "autojudge", 0.74),
         write_label_run(folder / "labels"), write_study(folder / "study"),
     ]  # fmt: skip
+
+
+def demo_result() -> dict[str, Any]:
+    """What `selfjudge demo --json` prints, with the tokens of the first answer; one rule has none."""
+    words = [
+        [word if i else word.strip(), "target" if i % 4 == 3 else "draft", word, 0.5, None]
+        for i, word in enumerate(WORDS)
+    ]
+    judged = [[t, "judge", " grass", 0.625, 0.81] if i % 5 == 1 else [t, *rest] for i, (t, *rest) in enumerate(words)]
+    hostile = [[text, "judge", HOSTILE[1], None, None] for text in HOSTILE]
+    same = {
+        "gamma": 3,
+        "tokens_per_second": 50.0,
+        "speed_over_plain": 1.5,
+        "same_answer_as_plain": 1.0,
+        "log_likelihood": -0.42,
+    }
+    rows: list[dict[str, Any]] = [
+        {"rule": "plain", "mean_accepted_length": None, "judged_share": 0.0, **same, "gamma": 0, "speed_over_plain": 1.0, "tokens": words},
+        {"rule": "exact", "mean_accepted_length": 2.1, "judged_share": 0.0, **same, "tokens": words},
+        {"rule": "topk:2", "mean_accepted_length": 2.8, "judged_share": 0.1, **same, "example": HOSTILE[0]},
+        {"rule": "judged, shipped", "mean_accepted_length": 2.6, "judged_share": 0.05, **same, "speed_over_plain": 1.8,
+         "tokens_per_second": 60.0, "same_answer_as_plain": 0.25, "tokens": judged + hostile},
+    ]  # fmt: skip
+    return {"prompt": HOSTILE[3], "rows": rows, "draft_log_likelihood": -2.1, "substitutions": [], "draft_int8": True}

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from browser import CHROMIUM, Browser
-from fake_eval import HOSTILE, write_eval, write_judge
+from fake_eval import HOSTILE, demo_result, write_eval, write_judge
+from selfjudge.report.demo import demo_page
 from selfjudge.report.pipeline import report
 
 pytestmark = pytest.mark.skipif(
@@ -229,3 +230,27 @@ def test_text_can_be_told_from_what_is_behind_it(opened: Browser, scheme: str) -
         })()"""
     )
     assert [s for s, ratio in found if ratio < 4.5] == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_demo_page(browser: Browser, tmp_path: Path, scheme: str) -> None:
+    """Tokens are coloured by origin, and one shows what the target wanted when it is pointed at or focused."""
+    result, page = demo_result(), tmp_path / "demo.html"
+    page.write_text(demo_page(result), encoding="utf-8")
+    browser.complaints.clear()
+    browser.media("", scheme)
+    browser.open(page, 390)
+    judged = "[...document.querySelectorAll('.marked')].at(-1).querySelectorAll('.token.judge')"
+    tokens = result["rows"][-1]["tokens"]
+    assert browser.run(f"{judged}.length") == sum(token[1] == "judge" for token in tokens)
+    paper = "getComputedStyle(document.body).backgroundColor"
+    assert browser.run(f"getComputedStyle({judged}[0]).backgroundColor") != browser.run(paper)
+    wanted = f"getComputedStyle({judged}[0], '::after').content"
+    assert browser.run(wanted) == "none"
+    browser.run(f"{judged}[0].focus()")
+    assert browser.run(wanted) == '"target wanted “␣grass” (p 0.62); judge’s score 0.81"'
+    assert browser.run("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    shown = browser.run("[...document.querySelectorAll('.marked')].at(-1).textContent")
+    assert shown == "".join(token[0] for token in tokens).replace("\ud800", "?").replace("\x00", "")
+    assert browser.run("window.hacked") is None
+    assert browser.complaints == []

@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 
 from fake_eval import (
     HOSTILE,
+    demo_result,
     write_all,
     write_eval,
     write_examples,
@@ -35,6 +36,7 @@ from fake_eval import (
 from selfjudge.cli.main import app
 from selfjudge.errors import SelfJudgeError
 from selfjudge.report.charts import number, svg, ticks
+from selfjudge.report.demo import demo_page, finding
 from selfjudge.report.figures import _lines, draw
 from selfjudge.report.order import named, timed
 from selfjudge.report.pipeline import report
@@ -510,6 +512,33 @@ def test_no_text_breaks_out_of_the_page(whole: tuple[Path, dict[str, Any]], tmp_
         assert "https://" not in text
         ids = [value for _, name, value in found.attributes if name == "id"]
         assert len(ids) == len(set(ids))
+
+
+def test_the_demo_page_says_what_was_found() -> None:
+    result = demo_result()
+    assert finding(result) == (
+        "The judge (judged, shipped) yields 2.60 tokens per target pass, exact 2.10; it is 1.80 × as fast as plain"
+        " decoding, exact 1.50 ×. It accepts 5.0\N{NO-BREAK SPACE}% of its tokens against the target’s choice, and 25 % of its"
+        " answers are those of plain decoding. The target gives its tokens a log-likelihood of −0.420: its own greedy"
+        " answers have −0.420, the draft alone −2.100."
+    )
+    text = demo_page(result)
+    assert 'data-wanted="target wanted “␣grass” (p 0.62); judge’s score 0.81"' in text
+    assert "rejects 90 % of bad substitutions (q0.9)" in text
+    found = Page(text)
+    assert found.tags["script"] == 2
+    assert not found.tags.keys() & {"img", "b", "form"}
+    assert not [a for a in found.attributes if a[1].startswith("on") or a[1] in ("src", "style")]
+
+
+def test_the_page_of_a_demo_that_was_stopped() -> None:
+    result = demo_result()
+    begun = {"rows": [{k: v for k, v in row.items() if k not in ("tokens", "example")} for row in result["rows"][:2]]}
+    text = demo_page(begun)
+    assert "The demo was stopped before a judge had answered." in text
+    assert 'id="answers"' not in text
+    without = {"rows": [{**row, "tokens": None, "example": "Blue <b>sky</b>"} for row in result["rows"]]}
+    assert demo_page(without).count('<div class="tokens">Blue &lt;b&gt;sky&lt;/b&gt;</div>') == 4
 
 
 def test_answers_reach_the_viewer_as_they_are(whole: tuple[Path, dict[str, Any]]) -> None:

@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable, Sequence
 from html import escape
 
+from markupsafe import Markup
+
 from selfjudge.report.plots import DASHES, MARKS, PALETTE, Bars, Chart, Lines, Series
 
 WIDTH, HEIGHT = 460, 310
@@ -192,18 +194,16 @@ def _whole(chart: Chart, height: float, parts: Sequence[str], told: str) -> str:
     )
 
 
-def legend(charts: Sequence[Chart]) -> str:
-    """One list for all charts of a section: line, mark and name of each style; boxes where they are bars."""
+def legend(charts: Sequence[Chart]) -> list[tuple[str, Markup]]:
+    """One list for all charts of a section: name, and line and mark of each style; boxes where they are bars."""
     shown: dict[str, int] = {}
     for chart in charts:
         if isinstance(chart, Lines):
             shown |= {s.name: s.style for s in chart.series}
         elif len(chart.names) > 1:
             shown |= {name: style for style, name in enumerate(chart.names, 1)}
-    if not shown:
-        return ""
     boxes = all(isinstance(chart, Bars) for chart in charts)
-    return '<ul class="legend">' + "".join(f"<li>{_swatch(style, boxes)}{escape(name)}</li>" for name, style in shown.items()) + "</ul>"  # fmt: skip
+    return [(name, Markup(_swatch(style, boxes))) for name, style in shown.items()]  # noqa: S704
 
 
 def _swatch(style: int, box: bool) -> str:

@@ -1,73 +1,140 @@
-"""Tables, charts and answers → one HTML page that needs nothing else. Every text from a result is escaped.
+"""Tables, charts and answers → one HTML page that needs nothing else.
 
-Tables and charts are in the page as they are; the script adds the filter, the theme and the token viewer. A content policy
-allows this one script and style sheet by their hashes, so even a text that slipped through could not run or load anything.
+Jinja escapes every text from a result. A content policy allows the page's script and style sheet by their hashes:
+a text that slipped through could not run or load anything. Tables and charts are in the page as they are.
+The script adds the filter, the theme and the token viewer.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
-from html import escape
+from dataclasses import dataclass
+from functools import cache
 from importlib import resources
-from string import Template
 from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 from selfjudge.report.charts import legend, svg
 from selfjudge.report.order import PAPER, by_task, rule_order, several, task_order, title
 from selfjudge.report.plots import PALETTE, Chart
 from selfjudge.report.records import Results, Run
-from selfjudge.report.table import Column, Row, Table
+from selfjudge.report.table import Table
 
-SECTIONS = (
-    ("averages", "Averages", "Change against <code>exact</code>, averaged over the tasks as in the paper. m is the number of tokens a target pass yields, its own included. Every cell has m, then the score in points and its change."),
-    ("task", "Per task", "Every run. Brackets are 95 % intervals: of scores and Δtask by paired bootstrap over examples, of Δm and its ratio by the paired, linearised ratio."),
-    ("trade-off", "Trade-off", "Score against m. A line is a method, a point one of its thresholds; F and R are the judge’s own. The dotted line is <code>exact</code> and the band its 95 % interval. Up and to the right is better. Where some lose more than 15 points and others do not, those are out of view, and the title says how many."),
-    ("gamma", "Draft length γ", "m and score against the number of tokens drafted in a cycle."),
-    ("two-stage", "Two stages", "<code>judged</code> accepts what alignment or the judge accepts, <code>judge_only</code> what the judge accepts."),
-    ("suffix-length", "Suffix length N", "Judges whose labels scored N tokens after the substitution, compared by decoding with them."),
-    ("roc", "Judges", "On mismatches of held-out prompts: which share of the acceptable and of the unacceptable draft tokens each threshold takes."),
-    ("study", "Learning curves", "What more labels, and more to read, bring."),
-    ("labelling", "Labelling", "Labels per hour of each labelling method, prompts and responses included, the search for τ not."),
-    ("time", "Time", "Where the time of decoding goes."),
-    ("substitutions", "Substitutions", "What is taken instead of the target’s choice, by task: for each method its threshold F, else the run with most."),
-    ("extraction", "Extraction", "Answers in which no answer was found."),
-    ("viewer", "Tokens", "An answer, token by token."),
-    ("provenance", "Provenance", "What the figures were measured on."),
-)  # fmt: skip
+SECTIONS = {
+    "averages": (
+        "Averages",
+        "Change against <code>exact</code>, averaged over the tasks as in the paper. m is the number of tokens that a target"
+        " pass yields, its own included. Every cell has m, then the score in points and its change.",
+    ),
+    "task": (
+        "Per task",
+        "Every run. Brackets are 95 % intervals: of scores and their change by paired bootstrap over examples, of Δm and"
+        " its ratio by the paired, linearised ratio.",
+    ),
+    "trade-off": (
+        "Trade-off",
+        "Score against m. A line is a method, a point one of its thresholds; F and R are the judge’s own. The dotted line"
+        " is <code>exact</code> and the band its 95 % interval. Up and to the right is better. Where some lose more than"
+        " 15 points and others do not, those are out of view, and the title says how many.",
+    ),
+    "gamma": ("Draft length γ", "m and score against the number of tokens drafted in a cycle."),
+    "two-stage": (
+        "Two stages",
+        "<code>judged</code> accepts what alignment or the judge accepts, <code>judge_only</code> what the judge accepts.",
+    ),
+    "suffix-length": (
+        "Suffix length N",
+        "Judges whose labels scored N tokens after the substitution, compared by decoding with them.",
+    ),
+    "roc": (
+        "Judges",
+        "On mismatches of held-out prompts: which share of the acceptable and of the unacceptable draft tokens each"
+        " threshold takes.",
+    ),
+    "study": ("Learning curves", "What more labels, and more to read, bring."),
+    "labelling": (
+        "Labelling",
+        "Labels per hour of each labelling method, prompts and responses included, the search for τ not.",
+    ),
+    "time": ("Time", "Where the time of decoding goes."),
+    "substitutions": (
+        "Substitutions",
+        "What is taken instead of the target’s choice, by task: for each method its threshold F, else the run with most.",
+    ),
+    "extraction": ("Extraction", "Answers in which no answer was found."),
+    "viewer": ("Tokens", "An answer, token by token."),
+    "provenance": ("Provenance", "What the figures were measured on."),
+}
+"""Heading and explanation of every section, in the page's order."""
 TABLES = {"roc": ("judges",), "study": ("features",)}
 """Sections whose tables have another name; the others’ begin with the section’s own."""
-LETTERS: dict[str, str | int | None] = {
-    "<": "\\u003c",
-    ">": "\\u003e",
-    "&": "\\u0026",
-    "\u2028": "\\u2028",
-    "\u2029": "\\u2029",
-}
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section as the template shows it; tables stand below the heading given with them, if any."""
+
+    id: str
+    heading: str
+    about: Markup
+    legend: Sequence[tuple[str, Markup]] = ()
+    figures: Sequence[tuple[Chart, Markup]] = ()
+    tables: Sequence[tuple[str, Sequence[Table]]] = ()
 
 
 def page(results: Results, tables: Sequence[Table], charts: Mapping[str, Sequence[Chart]]) -> str:
     """The whole page."""
-    shown = {name: body for name, _, _ in SECTIONS if (body := _body(name, results, tables, charts))}
+    runs = results.runs
+    methods: dict[str, dict[str, None]] = {}
+    for run in sorted(runs, key=rule_order):
+        methods.setdefault(run.method, {})[run.rule] = None
+    return render(
+        "report.html",
+        title=_title(results),
+        lead=_lead(results),
+        sections=_sections(results, tables, charts),
+        tasks=[(task, title(task)) for task in sorted({r.task for r in runs}, key=task_order)],
+        methods={method: list(rules) for method, rules in methods.items()},
+        skipped=results.skipped,
+        data=viewer_data(runs),
+    )
+
+
+def render(template: str, **values: Any) -> str:
+    """A page from a template of assets/, with the style sheet and the script in it."""
     style, script = _style(), _asset("page.js")
     policy = f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; base-uri 'none'; form-action 'none'"
-    return Template(_asset("page.html")).substitute(
-        policy=escape(policy), title=escape(_title(results)), style=style, lead=escape(_lead(results)),
-        nav="".join(f'<li><a href="#{name}">{heading}</a></li>' for name, heading, _ in SECTIONS if name in shown),
-        filter=_filter(results.runs), footer="Intervals are 95 %; scores are points of 100.",
-        body="\n".join(
-            f'<section id="{name}" aria-labelledby="{name}-h"><h2 id="{name}-h">{heading}</h2><p>{about}</p>{shown[name]}</section>'
-            for name, heading, about in SECTIONS if name in shown
-        ),
-        data=as_script(viewer_data(results.runs)), script=script,
-    )  # fmt: skip
+    return _templates().get_template(template).render(style=style, script=script, policy=policy, **values)
 
 
-def as_script(value: Any) -> str:
-    """JSON that no HTML parser can leave: `</script>`, comments and line separators are escaped."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).translate(str.maketrans(LETTERS))  # fmt: skip
+@cache
+def _templates() -> Environment:
+    made = Environment(
+        loader=PackageLoader("selfjudge.report", "assets"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
+    made.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    return made
+
+
+def _asset(name: str) -> Markup:
+    return Markup(resources.files("selfjudge.report").joinpath("assets", name).read_text(encoding="utf-8"))  # noqa: S704
+
+
+def _style() -> Markup:
+    colours = "".join(f".s{i}{{--c:light-dark({light},{dark})}}" for i, (light, dark) in enumerate(PALETTE))
+    return _asset("page.css") + Markup(colours)  # noqa: S704
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
 def viewer_data(runs: Sequence[Run]) -> dict[str, Any]:
@@ -93,19 +160,6 @@ def viewer_data(runs: Sequence[Run]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _asset(name: str) -> str:
-    return resources.files("selfjudge.report").joinpath("assets", name).read_text(encoding="utf-8")
-
-
-def _style() -> str:
-    colours = "".join(f".s{i}{{--c:light-dark({light},{dark})}}" for i, (light, dark) in enumerate(PALETTE))
-    return _asset("page.css") + colours
-
-
-def _hash(text: str) -> str:
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
-
-
 def _title(results: Results) -> str:
     pairs = sorted({run.pair for run in results.runs})
     return f"Evaluation of {', '.join(pairs)}" if pairs else "Judges and labels"
@@ -121,8 +175,8 @@ def _lead(results: Results) -> str:
         parts += ["; ".join(machines)] if machines else []
         parts += [dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"] if dates else []
     else:
-        found = ((results.judges, "judge"), (results.labels, "labelling run"), (results.studies, "study"))
-        parts.append(", ".join(_counted(len(kind), name) for kind, name in found if kind))
+        kinds = ((results.judges, "judge"), (results.labels, "labelling run"), (results.studies, "study"))
+        parts.append(", ".join(_counted(len(kind), name) for kind, name in kinds if kind))
     return ". ".join(parts) + "."
 
 
@@ -130,98 +184,23 @@ def _counted(n: int, what: str) -> str:
     return f"{n} {what}" if n == 1 else f"{n} {what.removesuffix('y') + 'ies' if what.endswith('y') else what + 's'}"
 
 
-def _body(name: str, results: Results, tables: Sequence[Table], charts: Mapping[str, Sequence[Chart]]) -> str:
-    if name == "viewer":
-        return VIEWER if any(run.examples for run in results.runs) else ""
-    mine = [t for t in tables if any(t.id == n or t.id.startswith(f"{n}-") for n in TABLES.get(name, (name,)))]
-    if name == "task":
-        body = _grouped(mine)
-    else:
+def _sections(results: Results, tables: Sequence[Table], charts: Mapping[str, Sequence[Chart]]) -> list[Section]:
+    """The sections that there is something to show in."""
+    sections = []
+    for name, (heading, about) in SECTIONS.items():
         drawn = charts.get(name, ())
-        figures = "".join(
-            f'<figure data-task="{escape(c.task)}"><figcaption>{escape(c.title)}</figcaption>{svg(c)}</figure>' for c in drawn
-        )  # fmt: skip
-        body = (f'{legend(drawn)}<div class="facets">{figures}</div>' if drawn else "") + "".join(map(_table, mine))
-    if name == "provenance" and results.skipped:
-        left = "".join(f"<li><code>{escape(place)}</code>: {escape(why)}</li>" for place, why in results.skipped)
-        body += f'<h3>Left out</h3><ul class="left-out">{left}</ul>'
-    return body
+        mine = [t for t in tables if any(t.id == n or t.id.startswith(f"{n}-") for n in TABLES.get(name, (name,)))]
+        if drawn or mine or (name == "viewer" and any(run.examples for run in results.runs)):
+            grouped = _grouped(mine) if name == "task" else [("", mine)]
+            figures = [(chart, Markup(svg(chart))) for chart in drawn]  # noqa: S704
+            sections.append(Section(name, heading, Markup(about), legend(drawn), figures, grouped))  # noqa: S704
+    return sections
 
 
-def _grouped(tables: Sequence[Table]) -> str:
+def _grouped(tables: Sequence[Table]) -> list[tuple[str, list[Table]]]:
     """The paper's four tasks, LiveCodeBench, others."""
     kinds: dict[str, list[Table]] = {"Tasks of the average": [], "Code, apart as in the paper": [], "Other tasks": []}
     for table in tables:
         task = table.rows[0]["task"]
         kinds[list(kinds)[0 if task in PAPER else 1 if task.startswith("livecodebench") else 2]].append(table)
-    return "".join(
-        f"<div data-block><h3>{heading}</h3>{''.join(map(_table, mine))}</div>"
-        for heading, mine in kinds.items()
-        if mine
-    )
-
-
-def _table(table: Table) -> str:
-    heads = "".join(
-        f'<th scope="col"{_kind(c)}{f""" title="{escape(c.help)}" """ if c.help else ""}>{escape(c.head)}</th>' for c in table.columns
-    )  # fmt: skip
-    rows = "".join(_row(table, row) for row in table.rows)
-    note = f'<p class="note">{escape(table.note)}</p>' if table.note else ""
-    return (
-        f'<div data-block id="{table.id}-table"><div class="scroll" tabindex="0" role="region" aria-label="{escape(table.title)}">'
-        f"<table><caption>{escape(table.title)}</caption><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>{note}</div>"
-    )
-
-
-def _row(table: Table, row: Row) -> str:
-    names = {key: str(row[key]) for key in ("task", "method", "rule") if isinstance(row.get(key), str)}
-    marks = "".join(f' data-{key}="{escape(value)}"' for key, value in names.items())
-    exact = ' class="exact"' if row.get("rule") == "exact" else ""
-    cells = []
-    for number, column in enumerate(table.columns):
-        small = column.small(row)
-        text = escape(column.show(row)) + (f"<small>{escape(small)}</small>" if small else "")
-        cells.append(f'<th scope="row"{_kind(column)}>{text}</th>' if number == 0 else f"<td{_kind(column)}>{text}</td>")  # fmt: skip
-    return f"<tr data-row{marks}{exact}>{''.join(cells)}</tr>"
-
-
-def _kind(column: Column) -> str:
-    return ' class="number"' if column.numeric else ' class="wide"' if column.wide else ""
-
-
-def _filter(runs: Sequence[Run]) -> str:
-    """Shown by the script; without it all rows are there."""
-    if not runs:
-        return ""
-    tasks = "".join(f'<option value="{escape(t)}">{escape(title(t))}</option>' for t in sorted({r.task for r in runs}, key=task_order))  # fmt: skip
-    methods: dict[str, list[str]] = {}
-    for run in sorted(runs, key=rule_order):
-        known = methods.setdefault(run.method, [])
-        known += [] if run.rule in known else [run.rule]
-    rules = "".join(
-        f'<option value="r:{escape(known[0])}">{escape(known[0])}</option>' if len(known) == 1
-        else f'<optgroup label="{escape(method)}"><option value="m:{escape(method)}">{escape(method)}, all</option>'
-        + "".join(f'<option value="r:{escape(rule)}">{escape(rule)}</option>' for rule in known) + "</optgroup>"
-        for method, known in methods.items()
-    )  # fmt: skip
-    return (
-        '<div class="controls" id="filter" role="search" aria-label="Filter tables and charts" hidden>'
-        f'<label>Task<select id="filter-task"><option value="">all tasks</option>{tasks}</select></label>'
-        f'<label>Rule<select id="filter-rule"><option value="">all rules</option>{rules}</select></label>'
-        '<button type="button" id="filter-clear">Show all</button><output id="filter-said" for="filter-task filter-rule"></output></div>'
-    )
-
-
-VIEWER = """<div id="token-viewer" hidden>
-<div class="controls">
-<label>Task<select id="pick-task"></select></label><label>Rule<select id="pick-rule"></select></label><label>Example<select id="pick-example"></select></label>
-</div>
-<ul class="legend" aria-label="Origins of tokens"><li><span class="key">draft</span> drafted, and the target’s choice</li>
-<li><span class="key token judge">judge</span> drafted, accepted against the target’s choice (solid line)</li>
-<li><span class="key token target">target</span> the target’s own (dotted line)</li></ul>
-<div class="viewer"><div class="answer"><details class="prompt"><summary>Prompt</summary><pre id="prompt"></pre></details>
-<p class="note" id="facts" aria-live="polite"></p>
-<div class="tokens" id="tokens" role="listbox" aria-label="Tokens of the answer" aria-describedby="keys"></div>
-<p class="keys" id="keys"><kbd>←</kbd> <kbd>→</kbd> token, <kbd>↑</kbd> <kbd>↓</kbd> line, <kbd>n</kbd> <kbd>p</kbd> next or previous judged token, <kbd>Home</kbd> <kbd>End</kbd></p></div>
-<aside class="details" id="details" aria-live="polite" aria-label="The token"></aside></div>
-</div><noscript><p>The viewer needs the page’s script.</p></noscript>"""
+    return [(heading, mine) for heading, mine in kinds.items() if mine]

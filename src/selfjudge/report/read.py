@@ -140,7 +140,7 @@ class _Fields:
     def checked(cls, file: Path, data: Any, where: str = "") -> _Fields:
         if not isinstance(data, dict):
             raise SelfJudgeError(f"{file}{where} is damaged: it holds no JSON object")
-        return cls(file, _writable(data), where)
+        return cls(file, writable(data), where)
 
     def wrong(self, key: str, should: str) -> SelfJudgeError:
         found = "missing" if self.data.get(key) is None else f"{self.data[key]!r:.40}"
@@ -209,13 +209,13 @@ class _Fields:
         return [self.checked(self.file, row, f", {key} {number}") for number, row in enumerate(value, 1)]
 
 
-def _writable(value: Any) -> Any:
+def writable(value: Any) -> Any:
     """The value with halves of characters, which JSON can hold and no file, replaced."""
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode("utf-8")
     if isinstance(value, dict):
-        return {_writable(k): _writable(v) for k, v in value.items()}
-    return [_writable(v) for v in value] if isinstance(value, list) else value
+        return {writable(k): writable(v) for k, v in value.items()}
+    return [writable(v) for v in value] if isinstance(value, list) else value
 
 
 def _is_number(value: Any) -> bool:

@@ -11,6 +11,8 @@ from typing import Any
 from selfjudge.report.records import Interval
 
 Row = Mapping[str, Any]
+LETTERS_SHOWN = 24
+"""Of a token in a table."""
 
 
 @dataclass(frozen=True)
@@ -108,3 +110,10 @@ def figure(value: Any, digits: int) -> str:
 
 def share(value: Any) -> str:
     return percent(value) if isinstance(value, int | float) else text(value)
+
+
+def quoted(token: str) -> str:
+    """A token with its spaces, line ends and other invisible characters visible; long ones are cut."""
+    token = token if len(token) <= LETTERS_SHOWN else token[: LETTERS_SHOWN - 1] + "…"
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in token.replace("\\", "\\\\"))
+    return f"“{shown.replace(' ', '␣')}”"

@@ -21,6 +21,7 @@ from selfjudge.report.table import (
     interval,
     percent,
     points,
+    quoted,
     signed,
     signed_points,
     slug,
@@ -29,8 +30,6 @@ from selfjudge.report.table import (
 
 PAIRS_SHOWN = 4
 """Substitutions named in each group."""
-LETTERS_SHOWN = 24
-"""Of a token in a table."""
 
 
 class Against:
@@ -325,13 +324,6 @@ def _of_group(name: str) -> tuple[Callable[[Row], str], Callable[[Row], str]]:
         return ",\n".join(f"{quoted(a)} → {quoted(b)}\N{NO-BREAK SPACE}×\N{NO-BREAK SPACE}{n}" for a, b, n in found)
 
     return share, pairs
-
-
-def quoted(token: str) -> str:
-    """A token with its spaces, line ends and other invisible characters visible; long ones are cut."""
-    token = token if len(token) <= LETTERS_SHOWN else token[: LETTERS_SHOWN - 1] + "…"
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in token.replace("\\", "\\\\"))
-    return f"“{shown.replace(' ', '␣')}”"
 
 
 def failures(runs: Sequence[Run]) -> list[Table]:

@@ -1,7 +1,7 @@
 "use strict";
 (() => {
-  const data = JSON.parse(document.getElementById("data").textContent);
   const at = (id) => document.getElementById(id);
+  const data = JSON.parse(at("data").textContent);
   const make = (name, text, kind) => {
     const node = document.createElement(name);
     if (text !== undefined) node.textContent = text;

@@ -1,0 +1,105 @@
+"""The page of `selfjudge demo`: the rules side by side, and the first answer under each of them, token by token."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from selfjudge.report.page import render
+from selfjudge.report.read import ORIGINS, writable
+from selfjudge.report.table import Column, Table, fixed, percent, quoted
+
+
+def demo_page(result: Mapping[str, Any]) -> str:
+    """One self-contained HTML page from what `selfjudge demo --json` prints.
+
+    A row of `result["rows"]` may have `tokens`: `[text, origin, target's choice, its probability, judge's score]` of its
+    first answer. Without them the answer is shown as plain text. All but `rows` may be missing: a demo that was stopped
+    has what it got to.
+    """
+    result = writable(result)
+    rows: list[dict[str, Any]] = result["rows"]
+    return render(
+        "demo.html",
+        title="Speculative decoding with a judge, on this machine",
+        finding=finding(result),
+        table=_table(result),
+        prompt=result.get("prompt") or "",
+        answers=[_answer(row) for row in rows if row.get("tokens") or row.get("example")],
+        data={},
+    )
+
+
+def finding(result: Mapping[str, Any]) -> str:
+    """What came out, in one or two sentences: the fastest judge against `exact`, plain decoding and the draft alone."""
+    rows = {row["rule"]: row for row in result["rows"]}
+    judged = [row for row in result["rows"] if row["rule"].startswith("judged")]
+    if not judged or "exact" not in rows:
+        return "The demo was stopped before a judge had answered."
+    best, exact = max(judged, key=lambda row: row["tokens_per_second"]), rows["exact"]
+    passes = ""
+    if best["mean_accepted_length"] and exact["mean_accepted_length"]:
+        passes = (
+            f"{best['mean_accepted_length']:.2f} tokens per target pass, exact {exact['mean_accepted_length']:.2f}; "
+        )
+    parts = [
+        f"The judge ({best['rule']}) yields {passes}it is {best['speed_over_plain']:.2f} × as fast as plain decoding,"
+        f" exact {exact['speed_over_plain']:.2f} ×.",
+        f"It accepts {percent(best['judged_share'])} of its tokens against the target’s choice, and"
+        f" {100 * best['same_answer_as_plain']:.0f} % of its answers are those of plain decoding.",
+    ]
+    if result.get("draft_log_likelihood") is not None and "plain" in rows:
+        parts.append(
+            f"The target gives its tokens a log-likelihood of {fixed(best['log_likelihood'], 3)}: its own greedy answers"
+            f" have {fixed(rows['plain']['log_likelihood'], 3)}, the draft alone {fixed(result['draft_log_likelihood'], 3)}."
+        )
+    return " ".join(parts)
+
+
+def _table(result: Mapping[str, Any]) -> Table:
+    columns = (
+        Column("rule", lambda r: r["rule"], numeric=False),
+        Column("γ", lambda r: str(r["gamma"])),
+        Column("m", lambda r: fixed(r["mean_accepted_length"]), help="tokens per target pass"),
+        Column("judged", lambda r: percent(r["judged_share"]), help="tokens taken against the target's choice"),
+        Column("tokens/s", lambda r: fixed(r["tokens_per_second"], 1)),
+        Column("× plain", lambda r: fixed(r["speed_over_plain"]), help="speed over plain decoding"),
+        Column("same answer", lambda r: percent(r["same_answer_as_plain"]), help="as plain decoding, token for token"),
+        Column(
+            "log-likelihood", lambda r: fixed(r["log_likelihood"], 3), help="of the answers, per token, by the target"
+        ),
+    )
+    quality = result.get("quality", 0.9)
+    notes = [f"The judges’ threshold rejects {100 * quality:g} % of bad substitutions (q{quality:g})."]
+    if result.get("draft_log_likelihood") is not None:
+        notes.append(f"The draft’s own answers: log-likelihood {fixed(result['draft_log_likelihood'], 3)}.")
+    if result.get("draft_int8"):
+        notes.append("All rules draft with int8 weights here.")
+    return Table("rules", "Rules side by side", columns, tuple(result["rows"]), " ".join(notes))
+
+
+def _answer(row: Mapping[str, Any]) -> dict[str, Any]:
+    tokens = [_token(*token) for token in row.get("tokens") or ()]
+    counts = Counter(token["origin"] for token in tokens)
+    return {
+        "rule": row["rule"],
+        "text": row.get("example") or "",
+        "tokens": tokens,
+        "counts": ", ".join(f"{counts[origin]} {origin}" for origin in ORIGINS) if tokens else "",
+    }
+
+
+def _token(
+    text: str, origin: str, choice: str | None = None, probability: float | None = None, score: float | None = None,
+    *_: Any,
+) -> dict[str, str]:  # fmt: skip
+    """A token as the template shows it; `wanted` says what the target wanted where that is another token."""
+    wanted: Sequence[str] = ()
+    if choice is not None and choice != text:
+        certainty = "" if probability is None else f" (p {probability:.2f})"
+        wanted = [
+            f"target wanted {quoted(choice)}{certainty}",
+            *([] if score is None else [f"judge’s score {score:.2f}"]),
+        ]
+    return {"text": text, "origin": origin if origin in ORIGINS else "draft", "wanted": "; ".join(wanted)}
