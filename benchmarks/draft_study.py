@@ -13,6 +13,7 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from selfjudge.bench.config import DraftBenchConfig
 from selfjudge.bench.draft import bench_draft
 from selfjudge.distill.pipeline import DistillConfig, export, prepare
 from selfjudge.distill.student import Shape, Student
@@ -95,7 +96,9 @@ def main() -> None:
 
     def measured(student: Student, text: str) -> dict[str, object]:
         small = draft_model(student.tensors(), student.raw, pair.target).to(pair.target.device, pair.target.dtype)
-        result = bench_draft(replace(pair, draft=small), asked, max_new_tokens=o.max_new_tokens)
+        result = bench_draft(
+            replace(pair, draft=small), asked, DraftBenchConfig(max_new_tokens=o.max_new_tokens, batch=64)
+        )
         trained_parameters = sum(t.numel() for t in student.tensors().values())
         result |= {"shape": text, "trained_parameters": trained_parameters}
         say(

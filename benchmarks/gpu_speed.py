@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from selfjudge.bench.config import PassesConfig
 from selfjudge.bench.passes import bench_passes, draw_passes, pass_seconds, random_model
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rules import EXACT
@@ -189,19 +190,15 @@ def shapes() -> None:
 
 
 def passes(pair: Pair) -> None:
-    one = bench_passes(
-        pair.target, "smollm2-135m", tokens=(1, 2, 4, 6, 8, 11), contexts=(100, 300, 1000, 3000), repeats=30
-    )
-    two = bench_passes(
-        pair.target, "smollm2-135m", batches=(1, 4, 16, 64, 256, 1024), tokens=(1, 6), contexts=(300,), repeats=20
-    )
+    single = PassesConfig(contexts=(100, 300, 1000, 3000), repeats=30)
+    batched = PassesConfig(batches=(1, 4, 16, 64, 256, 1024), tokens=(1, 6), repeats=20)
+    one = bench_passes(pair.target, "smollm2-135m", single)
+    two = bench_passes(pair.target, "smollm2-135m", batched)
     one["runs"] += [r for r in two["runs"] if r["batch"] > 1]
     write("passes-smollm2-135m.json", one)
     draw_passes(two, OUT / "passes-smollm2-135m.png")
     model = random_model("qwen2.5-1.5b", CUDA, torch.bfloat16)
-    large = bench_passes(
-        model, "shape:qwen2.5-1.5b", tokens=(1, 2, 4, 6, 8, 11), contexts=(100, 300, 1000, 3000), repeats=30
-    )
+    large = bench_passes(model, "shape:qwen2.5-1.5b", single)
     write("passes-qwen2.5-1.5b-shape.json", large)
     draw_passes(large, OUT / "passes-qwen2.5-1.5b-shape.png")
 

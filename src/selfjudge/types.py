@@ -65,20 +65,23 @@ def setting(
 def check_settings(config: Any) -> None:
     """Refuse values outside the ranges that the fields of a config declare; None means not given."""
     for f in fields(config):
-        value, name = getattr(config, f.name), f"`{f.name}`"
-        if value is None or not f.metadata:
+        given, name = getattr(config, f.name), f"`{f.name}`"
+        if not f.metadata:
             continue
         choices, low, high, above = (f.metadata[key] for key in ("choices", "minimum", "maximum", "above"))
-        if choices and value not in choices:
-            raise SelfJudgeError(f"unknown {name} {value!r}; there are: {', '.join(choices)}")
-        if isinstance(value, float) and not isfinite(value):
-            raise SelfJudgeError(f"{name} must be a finite number, not {value}")
-        if low is not None and value < low:
-            raise SelfJudgeError(f"{name} must be at least {low}, not {value}")
-        if above is not None and value <= above:
-            raise SelfJudgeError(f"{name} must be more than {above}, not {value}")
-        if high is not None and value > high:
-            raise SelfJudgeError(f"{name} must be at most {high}, not {value}")
+        for value in given if isinstance(given, tuple) else (given,):
+            if value is None:
+                continue
+            if choices and value not in choices:
+                raise SelfJudgeError(f"unknown {name} {value!r}; there are: {', '.join(choices)}")
+            if isinstance(value, float) and not isfinite(value):
+                raise SelfJudgeError(f"{name} must be a finite number, not {value}")
+            if low is not None and value < low:
+                raise SelfJudgeError(f"{name} must be at least {low}, not {value}")
+            if above is not None and value <= above:
+                raise SelfJudgeError(f"{name} must be more than {above}, not {value}")
+            if high is not None and value > high:
+                raise SelfJudgeError(f"{name} must be at most {high}, not {value}")
 
 
 Origin = Literal["draft", "judge", "target"]

@@ -13,6 +13,7 @@ import transformers as hf
 
 import selfjudge.decoding.plain
 from conftest import VOCAB, tiny_model
+from selfjudge.bench.config import DraftBenchConfig
 from selfjudge.bench.draft import accepted, agreement, bench_draft
 from selfjudge.decoding.plain import respond
 from selfjudge.decoding.rules import Sampling
@@ -203,9 +204,8 @@ def test_bench_draft_pools_over_all_prompts() -> None:
     target, other = (tiny_model(seed=s, max_position_embeddings=512) for s in (1, 2))
     tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=_tokenizer(), eos_token="</s>")
     sets = {"short": prompts_of([3, 4, 5]), "long": prompts_of([20, 30])}
-    same = bench_draft(
-        Pair("p", target, target, tokenizer, "t", "t"), sets, gammas=(3,), max_new_tokens=41, batch=2, repeats=1
-    )
+    config = DraftBenchConfig(gammas=(3,), max_new_tokens=41, batch=2, repeats=1)
+    same = bench_draft(Pair("p", target, target, tokenizer, "t", "t"), sets, config)
     assert [row["prompts"] for row in same["runs"]] == ["short", "long", "all"]
     assert [row["n"] for row in same["runs"]] == [3, 2, 5]
     for row in same["runs"]:
@@ -213,12 +213,10 @@ def test_bench_draft_pools_over_all_prompts() -> None:
         assert 3.5 < row["m_gamma_3"] <= 4  # the end of an answer cuts its last cycle
         assert row["predicted_speedup_gamma_3"] > 0
     assert same["runs"][-1]["answer_tokens"] == sum(row["answer_tokens"] for row in same["runs"][:-1])
-    unlike = bench_draft(
-        Pair("p", target, other, tokenizer, "t", "d"), sets, gammas=(3,), max_new_tokens=41, batch=2, repeats=1
-    )
+    unlike = bench_draft(Pair("p", target, other, tokenizer, "t", "d"), sets, config)
     assert unlike["runs"][-1]["top1"] < 0.5
     assert 1 <= unlike["runs"][-1]["m_gamma_3"] < 2
-    with pytest.raises(SelfJudgeError, match="--draft"):
+    with pytest.raises(SelfJudgeError, match="`draft`"):
         bench_draft(Pair("p", target, None, tokenizer, "t", ""), sets)
 
 

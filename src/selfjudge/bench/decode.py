@@ -9,11 +9,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from selfjudge.bench.config import DecodeBenchConfig
 from selfjudge.bench.passes import bandwidth, bytes_per_pass
 from selfjudge.decoding.rules import EXACT, AcceptanceRule
 from selfjudge.decoding.text import generate, int8_draft
@@ -27,88 +28,41 @@ Notify = Callable[[str], None]
 
 @dataclass
 class _Run:
-    """One configuration: answers a prompt and says with which tokens."""
+    """One configuration: answers a prompt and says with which tokens; then what its last repeat gave."""
 
     name: str
     gamma: int
     answer: Callable[[Prompt], tuple[tuple[int, ...], Generation | None]]
     judged: bool = False
+    seconds: list[float] = field(default_factory=list)
+    """Of each repeat."""
+    tokens: list[tuple[int, ...]] = field(default_factory=list)
+    generations: list[Generation] = field(default_factory=list)
+
+    @property
+    def speeds(self) -> list[float]:
+        """Tokens per second of each repeat."""
+        return [sum(map(len, self.tokens)) / s for s in self.seconds]
 
 
 def bench_decode(
     pair: Pair,
     prompts: Sequence[Prompt],
-    *,
-    gammas: Sequence[int] = (2, 4, 6),
     rules: Sequence[tuple[str, AcceptanceRule]] = (),
-    max_new_tokens: int = 64,
-    repeats: int = 3,
-    confidence: float = 0.0,
-    raw: bool = False,
-    peers: bool = True,
-    notify: Notify | None = None,
+    config: DecodeBenchConfig | None = None,
+    *,
+    notify: Notify = lambda text: None,
 ) -> dict[str, Any]:
-    """Time every configuration at batch 1; the result is what `selfjudge bench decode --json` prints."""
+    """Time every configuration at batch 1; the result is what `selfjudge bench decode --json` prints.
 
-    def ours(rule: AcceptanceRule, gamma: int) -> Callable[[Prompt], tuple[tuple[int, ...], Generation]]:
-        def answer(prompt: Prompt) -> tuple[tuple[int, ...], Generation]:
-            (result,) = generate(
-                pair, [prompt], rule, gamma=gamma, max_new_tokens=max_new_tokens, confidence=confidence, raw=raw
-            )
-            return result.tokens, result
-
-        return answer
-
-    def theirs(**options: Any) -> Callable[[Prompt], tuple[tuple[int, ...], None]]:
-        return lambda prompt: (transformers_tokens(pair, prompt, max_new_tokens, raw=raw, **options), None)
-
-    runs = []
-    if peers:
-        runs += [_Run("transformers-plain", 0, theirs())]
-        runs += [_Run("transformers-assisted", g, theirs(gamma=g)) for g in gammas]
-    runs += [_Run("selfjudge-plain", 0, ours(EXACT, 0))]
-    runs += [_Run("selfjudge-exact", g, ours(EXACT, g)) for g in gammas]
-    runs += [
-        _Run(f"selfjudge-{name}", g, ours(rule, g), rule.judge is not None) for name, rule in rules for g in gammas
-    ]
-
+    Ratios are to the first configuration, the `baseline`: transformers without draft, or our own loop without `peers`.
+    """
+    config = config or DecodeBenchConfig()
+    config.check()
+    runs = _runs(pair, rules, config)
     floor = _floor(pair)
-    seconds: dict[int, list[float]] = {i: [] for i in range(len(runs))}
-    tokens: dict[int, list[tuple[int, ...]]] = {}
-    ours_last: dict[int, list[Generation]] = {}
-    warm = prompts if pair.target.device.type == "cuda" else prompts[:1]  # on CUDA, every shape is recorded once
-    for repeat in range(repeats + 1):  # repeat 0 warms up
-        for i, run in enumerate(runs):
-            if notify:
-                notify(f"{run.name} γ={run.gamma}, " + (f"repeat {repeat}/{repeats}" if repeat else "warm-up"))
-            start = time.perf_counter()
-            answered = [run.answer(prompt) for prompt in (prompts if repeat else warm)]
-            if repeat:
-                seconds[i].append(time.perf_counter() - start)
-                tokens[i] = [t for t, _ in answered]
-                ours_last[i] = [g for _, g in answered if g is not None]
-
-    speeds = {i: [sum(map(len, tokens[i])) / s for s in seconds[i]] for i in seconds}
-    rows = []
-    for i, run in enumerate(runs):
-        ratios = [mine / plain for mine, plain in zip(speeds[i], speeds[0], strict=True)]
-        same = sum(mine == plain for mine, plain in zip(tokens[i], tokens[0], strict=True))
-        rows.append({
-            "name": run.name,
-            "gamma": run.gamma,
-            "tokens_per_second": statistics.mean(speeds[i]),
-            "ratio_to_plain": statistics.mean(ratios),
-            "spread": [min(ratios), max(ratios)],
-            "mean_accepted_length": pooled_mean_accepted_length(ours_last[i]),
-            "judged_share": pooled_judged_share(ours_last[i]),
-            "identical_to_plain": same / len(prompts),
-            "seconds": {
-                "total": statistics.mean(seconds[i]),
-                **{p: sum(g.seconds[p] for g in ours_last[i]) for p in PHASES if ours_last[i]},
-            },
-            "judge_time_share": _judge_time_share(ours_last[i]) if run.judged else None,
-            "over_floor": _over_floor(ours_last[i], floor),
-        })  # fmt: skip
+    _time(runs, prompts, config.repeats, notify, warm_all=pair.target.device.type == "cuda")
+    rows = [_row(run, runs[0], floor) for run in runs]
     return {
         "machine": machine(),
         "versions": versions(),
@@ -118,14 +72,82 @@ def bench_decode(
         "dtype": pair.dtype,
         "batch": 1,
         "prompts": len(prompts),
-        "max_new_tokens": max_new_tokens,
-        "repeats": repeats,
-        "confidence": confidence,
+        "max_new_tokens": config.max_new_tokens,
+        "repeats": config.repeats,
+        "confidence": config.confidence,
         "draft_dtype": "int8" if int8_draft(pair, EXACT) else pair.dtype,
         "judged_draft_dtype": "int8" if pair.draft_int8 else pair.dtype,
         "target_floor_milliseconds": None if floor is None else floor * 1e3,
+        "baseline": runs[0].name,
         "runs": rows,
         "best": _best(rows),
+    }
+
+
+def _runs(pair: Pair, rules: Sequence[tuple[str, AcceptanceRule]], config: DecodeBenchConfig) -> list[_Run]:
+    """All configurations, the baseline first."""
+
+    def ours(rule: AcceptanceRule, gamma: int) -> Callable[[Prompt], tuple[tuple[int, ...], Generation]]:
+        def answer(prompt: Prompt) -> tuple[tuple[int, ...], Generation]:
+            (result,) = generate(
+                pair,
+                [prompt],
+                rule,
+                gamma=gamma,
+                max_new_tokens=config.max_new_tokens,
+                confidence=config.confidence,
+                raw=config.raw,
+            )
+            return result.tokens, result
+
+        return answer
+
+    def theirs(gamma: int = 0) -> Callable[[Prompt], tuple[tuple[int, ...], None]]:
+        limit = config.max_new_tokens
+        return lambda prompt: (transformers_tokens(pair, prompt, limit, gamma=gamma, raw=config.raw), None)
+
+    runs = []
+    if config.peers:
+        runs += [_Run("transformers-plain", 0, theirs())]
+        runs += [_Run("transformers-assisted", g, theirs(g)) for g in config.gammas]
+    runs += [_Run("selfjudge-plain", 0, ours(EXACT, 0))]
+    runs += [_Run("selfjudge-exact", g, ours(EXACT, g)) for g in config.gammas]
+    for name, rule in rules:
+        runs += [_Run(f"selfjudge-{name}", g, ours(rule, g), rule.judge is not None) for g in config.gammas]
+    return runs
+
+
+def _time(runs: Sequence[_Run], prompts: Sequence[Prompt], repeats: int, notify: Notify, *, warm_all: bool) -> None:
+    """Answer all prompts with every configuration, `repeats` times after a warm-up."""
+    warm = prompts if warm_all else prompts[:1]  # on CUDA, every shape is recorded once
+    for repeat in range(repeats + 1):  # repeat 0 warms up
+        for run in runs:
+            notify(f"{run.name} γ={run.gamma}, " + (f"repeat {repeat}/{repeats}" if repeat else "warm-up"))
+            start = time.perf_counter()
+            answers = [run.answer(prompt) for prompt in (prompts if repeat else warm)]
+            if repeat:
+                run.seconds.append(time.perf_counter() - start)
+                run.tokens = [tokens for tokens, _ in answers]
+                run.generations = [generation for _, generation in answers if generation is not None]
+
+
+def _row(run: _Run, baseline: _Run, floor: float | None) -> dict[str, Any]:
+    """The figures of one configuration."""
+    ratios = [mine / plain for mine, plain in zip(run.speeds, baseline.speeds, strict=True)]
+    same = sum(mine == plain for mine, plain in zip(run.tokens, baseline.tokens, strict=True))
+    phases = {p: sum(g.seconds[p] for g in run.generations) for p in PHASES if run.generations}
+    return {
+        "name": run.name,
+        "gamma": run.gamma,
+        "tokens_per_second": statistics.mean(run.speeds),
+        "ratio_to_plain": statistics.mean(ratios),
+        "spread": [min(ratios), max(ratios)],
+        "mean_accepted_length": pooled_mean_accepted_length(run.generations),
+        "judged_share": pooled_judged_share(run.generations),
+        "identical_to_plain": same / len(run.tokens),
+        "seconds": {"total": statistics.mean(run.seconds), **phases},
+        "judge_time_share": _judge_time_share(run.generations) if run.judged else None,
+        "over_floor": _over_floor(run.generations, floor),
     }
 
 

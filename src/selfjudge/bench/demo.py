@@ -1,113 +1,165 @@
-"""`selfjudge demo`: the whole line on the embedded pair: labels, a judge, decoding side by side, what it costs in quality."""
+"""`selfjudge demo`: the whole line on the embedded pair: labels, a judge, decoding side by side, its cost in quality."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from selfjudge.bench.config import DemoConfig
 from selfjudge.decoding.plain import respond
 from selfjudge.decoding.rules import EXACT, AcceptanceRule, Judged, TopK
 from selfjudge.decoding.text import generate
 from selfjudge.engine.select import supports_int8_draft
 from selfjudge.errors import SelfJudgeError
-from selfjudge.evaluate.likelihood import likelihoods, mean_log_likelihood, substitutions
+from selfjudge.evaluate.likelihood import Likelihood, likelihoods, mean_log_likelihood, substitutions
 from selfjudge.judge.model import Judge
 from selfjudge.label.pipeline import LabelConfig, label
 from selfjudge.models.pair import Pair
+from selfjudge.prompts.builtin import BUILT_IN
+from selfjudge.store import machine, versions
 from selfjudge.train.config import TrainConfig
 from selfjudge.train.pipeline import train_judge
 from selfjudge.types import Generation, pooled_judged_share, pooled_mean_accepted_length
 
 Notify = Callable[[str], None]
-WRITTEN = 24  # prompts that the target writes for the demo's own labels
-QUALITY = 0.9  # share of the unacceptable tokens that the judges shown must reject
+WRITTEN = 24
+"""Prompts that the target writes for the demo's own labels."""
+QUALITY = 0.9
+"""Share of the bad substitutions that the judges shown must reject."""
 OWN, SHIPPED = "judged, made just now", "judged, shipped"
 
 
-def own_judge(pair: Pair, folder: Path, notify: Notify) -> tuple[Judge | None, dict[str, Any]]:
-    """A small labelling run and a judge from it. So few labels may not do: then there is none, and it is said why."""
+class Demo:
+    """`result` is what the demo has found so far: it can be printed whenever the demo is stopped."""
 
-    told = ("", 0.0)
+    def __init__(self, pair: Pair, config: DemoConfig, notify: Notify = lambda text: None) -> None:
+        assert pair.draft is not None
+        if supports_int8_draft(pair.draft):  # the fastest way to draft, for all rules alike
+            pair = replace(pair, draft_int8=True)
+        self.pair, self.config, self.notify = pair, config, notify
+        self.prompts = [text for _, text in BUILT_IN[: config.limit]]
+        self._encoded = [pair.encode(prompt) for prompt in self.prompts]
+        self._plain: list[Generation] = []
+        self.judges: dict[str, Judge] = {}
+        self.result: dict[str, Any] = {
+            "pair": pair.name,
+            "machine": machine(),
+            "versions": versions(),
+            "date": time.strftime("%Y-%m-%d"),
+            "prompt": self.prompts[0],
+            "prompts": len(self.prompts),
+            "max_new_tokens": config.max_new_tokens,
+            "quality": QUALITY,
+            "own": {},
+            "rows": [],
+            "draft_log_likelihood": None,
+            "substitutions": [],
+            "draft_int8": pair.draft_int8,
+        }
 
-    def update(stage: str, share: float) -> None:
-        nonlocal told
-        if stage.split(":")[0] != told[0] or share - told[1] >= 0.1 or share >= 1:  # a pipe shows every line
-            told = stage.split(":")[0], share
-            notify(f"{stage} ({share:.0%})")
+    def make_judge(self, folder: Path) -> None:
+        """A small labelling run and a judge from it. So few labels may not do: then `own` says why there is none."""
+        own = self.result["own"]
+        try:
+            begun = time.perf_counter()
+            config = LabelConfig(prompts=(f"self:{WRITTEN}",), max_new_tokens=64, suffix_length=10)
+            labels = label(self.pair, folder / "labels", config, notify=self._stage(), warn=self.notify)
+            own |= {
+                "labels": labels["rows"],
+                "acceptable": labels["acceptable"] / labels["rows"],
+                "tau": labels["tau"],
+                "label_seconds": time.perf_counter() - begun,
+            }
+            begun = time.perf_counter()
+            judge = train_judge(
+                [folder / "labels"], folder / "judge", TrainConfig(model="linear"), notify=self._stage()
+            )
+            own |= {
+                "auc": judge["metrics"]["auc_mismatch"],
+                "auc_of": judge["metrics"]["n_holdout"],
+                "train_seconds": time.perf_counter() - begun,
+            }
+        except SelfJudgeError as error:
+            own["why_not"] = str(error)
+        else:
+            self.judges[OWN] = Judge.from_pretrained(folder / "judge")
 
-    begun = time.perf_counter()
-    settings = LabelConfig(prompts=(f"self:{WRITTEN}",), max_new_tokens=64, suffix_length=10)
-    try:
-        made = label(pair, folder / "labels", settings, notify=update, warn=notify)
-    except SelfJudgeError as error:
-        return None, {"labels": 0, "label_seconds": time.perf_counter() - begun, "why_not": str(error)}
-    found = {"labels": made["rows"], "acceptable": made["acceptable"] / made["rows"], "tau": made["tau"]}
-    found["label_seconds"] = time.perf_counter() - begun
-    try:
-        begun = time.perf_counter()
-        config = train_judge([folder / "labels"], folder / "judge", TrainConfig(model="linear"), notify=update)
-    except SelfJudgeError as error:
-        return None, {**found, "why_not": str(error)}
-    found |= {"auc": config["metrics"]["auc_mismatch"], "auc_of": config["metrics"]["n_holdout"]}
-    found["train_seconds"] = time.perf_counter() - begun
-    return Judge.from_pretrained(folder / "judge"), found
+    def _stage(self) -> Callable[[str, float], None]:
+        """Progress as lines: each stage, and every tenth of it."""
+        stage, shown = "", 0.0
 
+        def update(text: str, share: float) -> None:
+            nonlocal stage, shown
+            if text.split(":")[0] != stage or share - shown >= 0.1 or share >= 1:
+                stage, shown = text.split(":")[0], share
+                self.notify(f"{text} ({share:.0%})")
 
-def side_by_side(
-    pair: Pair, prompts: Sequence[str], judges: dict[str, Judge], *, gamma: int, max_new_tokens: int, batch: int,
-    notify: Notify,
-) -> dict[str, Any]:  # fmt: skip
-    """Answer the prompts plainly, with `exact`, with `topk` and with every judge; one row of figures for each."""
-    assert pair.draft is not None
-    if supports_int8_draft(pair.draft):  # the fastest way to draft, for all rules alike
-        pair = replace(pair, draft_int8=True)
-    special = pair.special_ids
-    configurations: list[tuple[str, AcceptanceRule, int]] = [
-        ("plain", EXACT, 0),
-        ("exact", EXACT, gamma),
-        ("topk:2", TopK(special=special), gamma),
-        *((name, Judged(judge, judge.quality(QUALITY), special=special), gamma) for name, judge in judges.items()),
-    ]
-    notify("warming up …")  # the first pass may compile a kernel
-    generate(pair, prompts[:1], gamma=gamma, max_new_tokens=2)
-    encoded = [pair.encode(prompt) for prompt in prompts]
-    rows: list[dict[str, Any]] = []
-    plain: list[Generation] = []
-    changed: list[tuple[str, str, int]] = []
-    for name, rule, g in configurations:
-        notify(f"{name}: answering {len(prompts)} prompts …")
+        return update
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Answer the prompts plainly, with `exact`, `topk` and every judge: one row of figures for each, as it comes."""
+        special, gamma = self.pair.special_ids, self.config.gamma
+        configurations: list[tuple[str, AcceptanceRule, int]] = [
+            ("plain", EXACT, 0),
+            ("exact", EXACT, gamma),
+            ("topk:2", TopK(special=special), gamma),
+            *((name, Judged(judge, judge.quality(QUALITY), special=special), gamma) for name, judge in self.judges.items()),
+        ]  # fmt: skip
+        self.notify("warming up …")  # the first pass may compile a kernel
+        generate(self.pair, self.prompts[:1], gamma=gamma, max_new_tokens=2)
+        for name, rule, drafts in configurations:
+            self.notify(f"{name}: answering {len(self.prompts)} prompts …")
+            row = self._row(name, rule, drafts)
+            self.result["rows"].append(row)
+            yield row
+        self.notify("the draft alone …")
+        self.result["draft_log_likelihood"] = self._draft_alone()
+
+    def _row(self, name: str, rule: AcceptanceRule, gamma: int) -> dict[str, Any]:
         start = time.perf_counter()
-        answers = generate(pair, prompts, rule, gamma=g, max_new_tokens=max_new_tokens, batch=batch)
-        elapsed = time.perf_counter() - start
-        plain = plain or answers
-        seen = likelihoods(pair, [(e, a.tokens) for e, a in zip(encoded, answers, strict=True)])
+        answers = generate(
+            self.pair, self.prompts, rule, gamma=gamma, max_new_tokens=self.config.max_new_tokens, batch=1
+        )
+        speed = sum(len(a.tokens) for a in answers) / (time.perf_counter() - start)
+        self._plain = self._plain or answers
+        views = likelihoods(self.pair, [(e, a.tokens) for e, a in zip(self._encoded, answers, strict=True)])
         if rule.judge is not None:
-            changed = substitutions(pair, answers, seen) or changed
-        total = sum(len(a.tokens) for a in answers)
-        rows.append({
+            changed = substitutions(self.pair, answers, views)
+            self.result["substitutions"] = changed or self.result["substitutions"]
+        same = sum(a.tokens == b.tokens for a, b in zip(answers, self._plain, strict=True))
+        first = self.result["rows"][0]["tokens_per_second"] if self.result["rows"] else speed
+        return {
             "rule": name,
-            "gamma": g,
+            "gamma": gamma,
             "mean_accepted_length": pooled_mean_accepted_length(answers),
             "judged_share": pooled_judged_share(answers),
-            "tokens_per_second": total / elapsed,
-            "speed_over_plain": total / elapsed / rows[0]["tokens_per_second"] if rows else 1.0,
-            "same_answer_as_plain": sum(a.tokens == b.tokens for a, b in zip(answers, plain, strict=True)) / len(prompts),
-            "log_likelihood": mean_log_likelihood(seen),
+            "tokens_per_second": speed,
+            "speed_over_plain": speed / first,
+            "same_answer_as_plain": same / len(answers),
+            "log_likelihood": mean_log_likelihood(views),
             "example": answers[0].text,
-        })  # fmt: skip
-    notify("the draft alone …")
-    return {
-        "rows": rows, "draft_log_likelihood": _draft_alone(pair, encoded, max_new_tokens), "substitutions": changed,
-        "draft_int8": pair.draft_int8,
-    }  # fmt: skip
+            "tokens": self._tokens(answers[0], views[0]),
+        }
 
+    def _tokens(self, answer: Generation, view: Likelihood) -> list[list[Any]]:
+        """Of each token: text, origin, what the target would have said, its probability, the judge's score."""
+        decode = self.pair.tokenizer.decode
+        return [
+            [str(decode([token])), origin, str(decode([choice])), math.exp(log_p), None]
+            for token, origin, choice, log_p in zip(
+                answer.tokens, answer.origins, view.choices, view.choice_log_p, strict=True
+            )
+        ]
 
-def _draft_alone(pair: Pair, encoded: Sequence[Sequence[int]], max_new_tokens: int) -> float:
-    """How likely the target finds the draft's own greedy answers: what quality would be if everything were accepted."""
-    assert pair.draft is not None
-    said = respond(pair.draft, encoded, eos_ids=pair.eos_ids, max_new_tokens=max_new_tokens)
-    answers = {index: answer for index, answer, _ in said}
-    return mean_log_likelihood(likelihoods(pair, [(e, answers[i]) for i, e in enumerate(encoded)]))
+    def _draft_alone(self) -> float:
+        """How likely the target finds the draft's own greedy answers: the quality if everything were accepted."""
+        assert self.pair.draft is not None
+        answers = respond(
+            self.pair.draft, self._encoded, eos_ids=self.pair.eos_ids, max_new_tokens=self.config.max_new_tokens
+        )
+        by_prompt = {index: answer for index, answer, _ in answers}
+        return mean_log_likelihood(likelihoods(self.pair, [(e, by_prompt[i]) for i, e in enumerate(self._encoded)]))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from selfjudge.bench.config import DraftBenchConfig
 from selfjudge.bench.passes import pass_seconds
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.plain import respond
@@ -22,54 +24,72 @@ CONTEXT = 300  # cached tokens when a pass is timed
 def bench_draft(
     pair: Pair,
     prompts: Mapping[str, Sequence[Sequence[int]]],
+    config: DraftBenchConfig | None = None,
     *,
-    gammas: Sequence[int] = (5, 10),
-    max_new_tokens: int = 256,
-    batch: int = 64,
-    repeats: int = 20,
-    notify: Callable[[str], None] | None = None,
+    notify: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Top-1 agreement and pooled m for every set of prompts and for all of them together; costs and predicted speed-up."""
+    """Agreement and pooled m for every set of prompts and for all of them together; costs and predicted speed-up."""
     if pair.draft is None:
-        raise SelfJudgeError(f"{pair.target_id} brings no draft of its own: name one with --draft")
-    tell = notify or (lambda text: None)
+        raise SelfJudgeError(f"no draft ships for {pair.target_id}: name one with `draft`")
+    config = config or DraftBenchConfig()
+    config.check()
     target_seconds = {
-        t: pass_seconds(pair.target, 1, t, CONTEXT, repeats=repeats) for t in (1, *(g + 1 for g in gammas))
+        tokens: pass_seconds(pair.target, 1, tokens, CONTEXT, repeats=config.repeats)
+        for tokens in (1, *(g + 1 for g in config.gammas))
     }
-    draft_seconds = pass_seconds(pair.draft, 1, 1, CONTEXT, repeats=repeats)
-    runs: list[dict[str, Any]] = []
-    pooled: dict[int, list[int]] = {gamma: [0, 0] for gamma in gammas}
-    agreed = [0, 0]
-    for name, asked in prompts.items():
-        tell(f"{name}: agreement")
-        row: dict[str, Any] = {"prompts": name, "n": len(asked)}
-        hits, seen = agreement(pair, asked, max_new_tokens=max_new_tokens, batch=batch)
-        agreed[0], agreed[1] = agreed[0] + hits, agreed[1] + seen
-        row["top1"], row["answer_tokens"] = hits / max(1, seen), seen
-        for gamma in gammas:
-            tell(f"{name}: γ = {gamma}")
-            tokens, cycles = accepted(pair, asked, gamma=gamma, max_new_tokens=max_new_tokens, batch=batch)
-            pooled[gamma][0] += tokens
-            pooled[gamma][1] += cycles
-            row[f"m_gamma_{gamma}"] = tokens / max(1, cycles)
-        runs.append(row)
-    runs.append({
-        "prompts": "all", "n": sum(r["n"] for r in runs), "top1": agreed[0] / max(1, agreed[1]), "answer_tokens": agreed[1],
-        **{f"m_gamma_{g}": t / max(1, c) for g, (t, c) in pooled.items()},
-    })  # fmt: skip
-    plain = target_seconds[1]
+    draft_seconds = pass_seconds(pair.draft, 1, 1, CONTEXT, repeats=config.repeats)
+    counts = {name: _count(pair, name, ids, config, notify) for name, ids in prompts.items()}
+    runs = [_row(name, count) for name, count in counts.items()]
+    total: Counter[str] = Counter()
+    for count in counts.values():
+        total.update(count)
+    runs.append(_row("all", total))
     for row in runs:
-        for gamma in gammas:  # m tokens for γ draft steps and one pass of γ+1 tokens, against m passes of one token
+        for (
+            gamma
+        ) in config.gammas:  # m tokens for γ draft steps and one pass of γ+1 tokens, against m passes of one token
             cycle = gamma * draft_seconds + target_seconds[gamma + 1]
-            row[f"predicted_speedup_gamma_{gamma}"] = row[f"m_gamma_{gamma}"] * plain / cycle
+            row[f"predicted_speedup_gamma_{gamma}"] = row[f"m_gamma_{gamma}"] * target_seconds[1] / cycle
     return {
-        "pair": pair.name, "machine": machine(), "versions": versions(), "date": time.strftime("%Y-%m-%d"),
-        "device": str(pair.target.device), "dtype": pair.dtype, "max_new_tokens": max_new_tokens,
+        "pair": pair.name,
+        "machine": machine(),
+        "versions": versions(),
+        "date": time.strftime("%Y-%m-%d"),
+        "device": str(pair.target.device),
+        "dtype": pair.dtype,
+        "max_new_tokens": config.max_new_tokens,
         "draft_parameters": sum(p.numel() for p in pair.draft.parameters()),
-        "draft_pass_milliseconds": draft_seconds * 1e3, "context": CONTEXT,
+        "draft_pass_milliseconds": draft_seconds * 1e3,
+        "context": CONTEXT,
         "target_pass_milliseconds": {str(t): s * 1e3 for t, s in target_seconds.items()},
-        "draft_over_target": draft_seconds / plain, "runs": runs,
-    }  # fmt: skip
+        "draft_over_target": draft_seconds / target_seconds[1],
+        "runs": runs,
+    }
+
+
+def _count(
+    pair: Pair, name: str, prompts: Sequence[Sequence[int]], config: DraftBenchConfig, notify: Callable[[str], None]
+) -> Counter[str]:
+    """What a set of prompts adds to the sums: prompts, answer tokens, agreement, and tokens and cycles for each γ."""
+    notify(f"{name}: agreement")
+    hits, seen = agreement(pair, prompts, max_new_tokens=config.max_new_tokens, batch=config.batch)
+    sums = Counter(n=len(prompts), hits=hits, seen=seen)
+    for gamma in config.gammas:
+        notify(f"{name}: γ = {gamma}")
+        tokens, cycles = accepted(pair, prompts, gamma=gamma, max_new_tokens=config.max_new_tokens, batch=config.batch)
+        sums[f"tokens_{gamma}"], sums[f"cycles_{gamma}"] = tokens, cycles
+    return sums
+
+
+def _row(name: str, sums: Counter[str]) -> dict[str, Any]:
+    gammas = [key.removeprefix("cycles_") for key in sums if key.startswith("cycles_")]
+    return {
+        "prompts": name,
+        "n": sums["n"],
+        "top1": sums["hits"] / max(1, sums["seen"]),
+        "answer_tokens": sums["seen"],
+        **{f"m_gamma_{g}": sums[f"tokens_{g}"] / max(1, sums[f"cycles_{g}"]) for g in gammas},
+    }
 
 
 def accepted(
@@ -83,9 +103,14 @@ def accepted(
     with borrowed(pair.target, kind=kind) as target, borrowed(pair.draft, kind=kind) as draft:
         for start in range(0, len(order), batch):
             for step in decode(
-                target, draft, order[start : start + batch], EXACT, gamma=gamma, max_new_tokens=max_new_tokens,
+                target,
+                draft,
+                order[start : start + batch],
+                EXACT,
+                gamma=gamma,
+                max_new_tokens=max_new_tokens,
                 eos_ids=pair.eos_ids,
-            ):  # fmt: skip
+            ):
                 if step.cycle:
                     cycles += len(step.emissions)
                     tokens += sum(len(e.tokens) for e in step.emissions)
@@ -93,12 +118,14 @@ def accepted(
 
 
 def agreement(pair: Pair, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, batch: int) -> tuple[int, int]:
-    """At how many tokens of the target's greedy answers the draft, given all before, would have said the same; of how many."""
+    """At how many tokens of the target's greedy answers the draft, given all before, agrees; of how many."""
     assert pair.draft is not None
     answers = respond(pair.target, prompts, eos_ids=pair.eos_ids, max_new_tokens=max_new_tokens, batch=batch)
     sequences = [(prompts[index], answer) for index, answer, _ in answers]
-    said = draft_tokens(pair, sequences)
+    proposals = draft_tokens(pair, sequences)
     hits = sum(
-        d == y for drafts, (_, answer) in zip(said, sequences, strict=True) for d, y in zip(drafts, answer, strict=True)
+        d == y
+        for drafts, (_, answer) in zip(proposals, sequences, strict=True)
+        for d, y in zip(drafts, answer, strict=True)
     )
     return hits, sum(len(answer) for _, answer in sequences)

@@ -6,10 +6,12 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from selfjudge.bench.config import LabelBenchConfig
 from selfjudge.decoding.plain import respond
 from selfjudge.errors import SelfJudgeError
 from selfjudge.label.calibrate import begin, extracted
@@ -38,72 +40,121 @@ def _timed(device: torch.device) -> Iterator[_Clock]:
 
 
 def bench_label(
-    pair: Pair, task: Task, asked: Sequence[Asked], *, suffix_length: int = 20, max_new_tokens: int = 128, batch: int = 64,
-    public_labels: int = 24, tries: int = 4, seed: int = 0, notify: Callable[[str], None] = lambda text: None,
-) -> dict[str, Any]:  # fmt: skip
-    """Label the responses to the prompts of a task with a checkable answer in three ways; a search tries `tries` places."""
-    device = pair.target.device
+    pair: Pair,
+    task: Task,
+    asked: Sequence[Asked],
+    config: LabelBenchConfig | None = None,
+    *,
+    notify: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """Label the responses to the prompts of a task with a checkable answer in three ways."""
+    config = config or LabelBenchConfig()
+    config.check()
+    bench = _Bench(pair, task, asked, config)
     notify("the target answers")
-    prompts = pair.encode_many([one.prompt for one in asked])
-    found = {
-        i: (tokens, finish)
-        for i, tokens, finish in respond(
-            pair.target, prompts, eos_ids=pair.eos_ids, max_new_tokens=max_new_tokens, batch=batch
-        )
-    }
-    responses = [found[i][0] for i in range(len(prompts))]
-    read = [(prompt, found[i][0], found[i][1] == "length") for i, prompt in enumerate(prompts)]
-
+    bench.respond()
     notify("our labels")
-    Scorer(pair.target, suffix_length=suffix_length)(find_mismatches(pair, read[:1], suffix_length))  # warm
-    scorer = Scorer(pair.target, suffix_length=suffix_length)
-    with _timed(device) as ours:
-        made = find_mismatches(pair, read, suffix_length)
-        scorer(made)
-    labels = sum(len(case.places) for case in made)
-    if not labels:
-        raise SelfJudgeError(NOTHING)
-    once = sum(len(case.prompt) + len(case.response) for case in made)
-    runs = [_row("selfjudge", labels, ours, scorer.tokens)]
-    runs[0]["branch_tokens_per_label"] = (scorer.tokens - once) / labels
-
+    cases, ours = bench.ours()
     notify("the public call pattern")
-    every = [(case, k) for case in made for k in range(len(case.places))]
-    chosen = random.Random(seed).sample(every, min(public_labels, len(every)))  # noqa: S311
-    _public(pair, *chosen[0], suffix_length)  # warm
-    with _timed(device) as theirs:
-        tokens = sum(_public(pair, case, k, suffix_length) for case, k in chosen)
-    runs.append(_row("public-pattern", len(chosen), theirs, tokens))
-
+    runs = [ours, bench.public_pattern(cases)]
     notify("answer preservation")
-    ended = [i for i in range(len(prompts)) if found[i][1] == "eos"]
-    searches = begin(pair, task, [asked[i] for i in ended], [prompts[i] for i in ended], [responses[i] for i in ended])
-    with _timed(device) as slow:
-        search(pair, searches, extracted(task), max_new_tokens=max_new_tokens, batch=batch, most=tries)
-    tried = sum(len(one.events) for one in searches)
-    if tried:
-        tokens = sum(event.tokens for one in searches for event in one.events)
-        runs.append(_row("answer-preservation", tried, slow, tokens))
+    runs += bench.answer_preservation()
     for row in runs:
         row["ratio_to_public_pattern"] = row["labels_per_second"] / runs[1]["labels_per_second"]
     return {
-        "pair": pair.name, "machine": machine(), "versions": versions(), "date": time.strftime("%Y-%m-%d"),
-        "device": str(device), "dtype": pair.dtype, "task": task.name, "prompts": len(prompts),
-        "suffix_length": suffix_length, "max_new_tokens": max_new_tokens, "batch": batch, "runs": runs,
-    }  # fmt: skip
+        "pair": pair.name,
+        "machine": machine(),
+        "versions": versions(),
+        "date": time.strftime("%Y-%m-%d"),
+        "device": str(pair.target.device),
+        "dtype": pair.dtype,
+        "task": task.name,
+        "prompts": len(asked),
+        "suffix_length": config.suffix_length,
+        "max_new_tokens": config.max_new_tokens,
+        "batch": config.batch,
+        "runs": runs,
+    }
+
+
+@dataclass
+class _Bench:
+    """The responses that all ways label, and each way."""
+
+    pair: Pair
+    task: Task
+    asked: Sequence[Asked]
+    config: LabelBenchConfig
+
+    def respond(self) -> None:
+        """The target's answers, which are not part of any time."""
+        pair, config = self.pair, self.config
+        self.prompts = pair.encode_many([one.prompt for one in self.asked])
+        answers = respond(
+            pair.target, self.prompts, eos_ids=pair.eos_ids, max_new_tokens=config.max_new_tokens, batch=config.batch
+        )
+        by_prompt = {index: (tokens, finish) for index, tokens, finish in answers}
+        self.responses = [by_prompt[i][0] for i in range(len(self.prompts))]
+        self.finishes = [by_prompt[i][1] for i in range(len(self.prompts))]
+
+    def ours(self) -> tuple[list[Case], dict[str, Any]]:
+        pair, length = self.pair, self.config.suffix_length
+        cut_off = [finish == "length" for finish in self.finishes]
+        answers = list(zip(self.prompts, self.responses, cut_off, strict=True))
+        Scorer(pair.target, suffix_length=length)(find_mismatches(pair, answers[:1], length))  # warm
+        scorer = Scorer(pair.target, suffix_length=length)
+        with _timed(pair.target.device) as clock:
+            cases = find_mismatches(pair, answers, length)
+            scorer(cases)
+        labels = sum(len(case.places) for case in cases)
+        if not labels:
+            raise SelfJudgeError(NOTHING)
+        once = sum(len(case.prompt) + len(case.response) for case in cases)
+        row = _row("selfjudge", labels, clock, scorer.tokens)
+        return cases, {**row, "branch_tokens_per_label": (scorer.tokens - once) / labels}
+
+    def public_pattern(self, cases: Sequence[Case]) -> dict[str, Any]:
+        pair, config = self.pair, self.config
+        places = [(case, k) for case in cases for k in range(len(case.places))]
+        chosen = random.Random(config.seed).sample(places, min(config.public_labels, len(places)))  # noqa: S311
+        label_by_public_pattern(pair, *chosen[0], config.suffix_length)  # warm
+        with _timed(pair.target.device) as clock:
+            tokens = sum(label_by_public_pattern(pair, case, k, config.suffix_length) for case, k in chosen)
+        return _row("public-pattern", len(chosen), clock, tokens)
+
+    def answer_preservation(self) -> list[dict[str, Any]]:
+        """No row where no answer ended, or none had a place to try."""
+        ended = [i for i, finish in enumerate(self.finishes) if finish == "eos"]
+        searches = begin(
+            self.pair,
+            self.task,
+            [self.asked[i] for i in ended],
+            [self.prompts[i] for i in ended],
+            [self.responses[i] for i in ended],
+        )
+        config, answer = self.config, extracted(self.task)
+        with _timed(self.pair.target.device) as clock:
+            search(
+                self.pair, searches, answer, max_new_tokens=config.max_new_tokens, batch=config.batch, most=config.tries
+            )
+        events = [event for each in searches for event in each.events]
+        return [_row("answer-preservation", len(events), clock, sum(e.tokens for e in events))] if events else []
 
 
 def _row(name: str, labels: int, clock: _Clock, tokens: int) -> dict[str, Any]:
     return {
-        "name": name, "labels": labels, "labels_per_second": labels / clock.seconds,
-        "cpu_seconds_per_label": clock.cpu_seconds / labels, "target_tokens_per_label": tokens / labels,
+        "name": name,
+        "labels": labels,
+        "labels_per_second": labels / clock.seconds,
+        "cpu_seconds_per_label": clock.cpu_seconds / labels,
+        "target_tokens_per_label": tokens / labels,
         "seconds": clock.seconds,
-    }  # fmt: skip
+    }
 
 
 @torch.no_grad()
-def _public(pair: Pair, case: Case, k: int, suffix_length: int) -> int:
-    """One label as public code makes it: a whole sequence for the score, two more for the states. Tokens that were read."""
+def label_by_public_pattern(pair: Pair, case: Case, k: int, suffix_length: int) -> int:
+    """One label as public code makes it: a whole sequence for the score, two more for the states. Tokens read."""
     place, draft = case.places[k], case.drafts[k]
     prompt, response = list(case.prompt), list(case.response)
     before = prompt + response[:place]

@@ -8,47 +8,27 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from selfjudge.bench.config import PassesConfig
+from selfjudge.bench.shapes import SHAPES, check_shape
 from selfjudge.engine.base import Engine
 from selfjudge.engine.cpu import engine as cpu
 from selfjudge.engine.select import make_engine
-from selfjudge.errors import SelfJudgeError
 from selfjudge.store import machine, versions
 
-_QWEN = {"model_type": "qwen2", "rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
-_LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen2.5-1.5b": {
-        **_QWEN, "vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
-        "num_attention_heads": 12, "num_key_value_heads": 2, "max_position_embeddings": 32768, "tie_word_embeddings": True,
-    },
-    "qwen-draft-8x320": {
-        **_QWEN, "vocab_size": 151936, "hidden_size": 320, "intermediate_size": 960, "num_hidden_layers": 8,
-        "num_attention_heads": 5, "num_key_value_heads": 5, "max_position_embeddings": 32768, "tie_word_embeddings": False,
-    },
-    "llama-3.1-8b": {
-        **_LLAMA, "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072, "tie_word_embeddings": False,
-    },
-    "llama-3.2-1b": {
-        **_LLAMA, "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072,
-        "tie_word_embeddings": True,
-    },
-}  # fmt: skip
-"""Shapes of well-known models, filled with random weights: only the time of a pass means something."""
+AXES = {"tokens": "tokens per pass (γ+1)", "context": "context length", "batch": "batch"}
 
 
 def random_model(shape: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     """A model of a known shape with random weights."""
-    if shape not in SHAPES:
-        raise SelfJudgeError(f"unknown shape {shape!r}; shapes are: {', '.join(SHAPES)}")
+    check_shape(shape)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPES[shape]), dtype=dtype)
     return model.eval()
@@ -127,32 +107,33 @@ def pass_seconds(
 def bench_passes(
     model: PreTrainedModel,
     name: str,
+    config: PassesConfig | None = None,
     *,
-    batches: Sequence[int] = (1,),
-    tokens: Sequence[int] = (1, 2, 4, 6, 8, 11),
-    contexts: Sequence[int] = (300,),
     int8: bool = False,
-    kind: str = "auto",
-    repeats: int = 10,
-    notify: Callable[[str], None] | None = None,
+    notify: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Time every combination; the result is what `selfjudge bench passes --json` prints."""
+    config = config or PassesConfig()
+    config.check()
     speed = bandwidth(model.device)
     rows = []
-    for batch in batches:
-        for context in contexts:
-            for count in tokens:
-                if notify:
-                    notify(f"batch {batch}, context {context}, {count} tokens a pass")
-                seconds = pass_seconds(model, batch, count, context, int8=int8, kind=kind, repeats=repeats)
-                floor = bytes_per_pass(model, batch, context, int8) / speed
-                rows.append({
-                    "batch": batch, "context": context, "tokens": count, "milliseconds": seconds * 1e3,
-                    "floor_milliseconds": floor * 1e3, "over_floor": seconds / floor,
-                })  # fmt: skip
+    for batch, context, count in product(config.batches, config.contexts, config.tokens):
+        notify(f"batch {batch}, context {context}, {count} tokens a pass")
+        seconds = pass_seconds(model, batch, count, context, int8=int8, kind=config.engine, repeats=config.repeats)
+        floor = bytes_per_pass(model, batch, context, int8) / speed
+        rows.append(
+            {
+                "batch": batch,
+                "context": context,
+                "tokens": count,
+                "milliseconds": seconds * 1e3,
+                "floor_milliseconds": floor * 1e3,
+                "over_floor": seconds / floor,
+            }
+        )
     return {
         "model": name,
-        "engine": type(make_engine(model, int8=int8, kind=kind)).__name__,
+        "engine": type(make_engine(model, int8=int8, kind=config.engine)).__name__,
         "machine": machine(),
         "versions": versions(),
         "date": time.strftime("%Y-%m-%d"),
@@ -169,27 +150,32 @@ def draw_passes(result: dict[str, Any], file: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    axes = [a for a in ("tokens", "context", "batch") if len({r[a] for r in result["runs"]}) > 1] or ["tokens"]
+    axes = [a for a in AXES if len({r[a] for r in result["runs"]}) > 1] or ["tokens"]
     figure, panels = plt.subplots(1, len(axes), figsize=(5 * len(axes), 4), squeeze=False)
     for panel, axis in zip(panels[0], axes, strict=True):
-        others = [a for a in ("tokens", "context", "batch") if a != axis]
-        groups = sorted({tuple(r[o] for o in others) for r in result["runs"]})
-        for group in groups:
-            rows = [r for r in result["runs"] if tuple(r[o] for o in others) == group]
-            if len(rows) < 2:
-                continue
-            label = ", ".join(f"{o} {v}" for o, v in zip(others, group, strict=True))
-            (line,) = panel.plot([r[axis] for r in rows], [r["milliseconds"] for r in rows], marker="o", label=label)
-            panel.plot([r[axis] for r in rows], [r["floor_milliseconds"] for r in rows], ":", color=line.get_color())
-        panel.set_xlabel({"tokens": "tokens per pass (γ+1)", "context": "context length", "batch": "batch"}[axis])
-        panel.set_ylabel("milliseconds (dotted: memory floor)")
-        panel.set_ylim(bottom=0)
-        if axis == "batch":
-            panel.set_xscale("log", base=2)
-        if len(groups) <= 8:
-            panel.legend(fontsize=7)
+        _draw_panel(panel, axis, result["runs"])
     device = result["machine"].get("gpu") or result["machine"].get("cpu", "")
     figure.suptitle(f"{result['model']}, {result['dtype']}, {device}, {result['date']}", fontsize=10)
     figure.tight_layout()
     figure.savefig(file, dpi=110)
     plt.close(figure)
+
+
+def _draw_panel(panel: Any, axis: str, runs: list[dict[str, Any]]) -> None:
+    """Milliseconds against one axis, a line for each combination of the others."""
+    others = [a for a in AXES if a != axis]
+    groups = sorted({tuple(r[o] for o in others) for r in runs})
+    for group in groups:
+        rows = [r for r in runs if tuple(r[o] for o in others) == group]
+        if len(rows) < 2:
+            continue
+        label = ", ".join(f"{o} {v}" for o, v in zip(others, group, strict=True))
+        (line,) = panel.plot([r[axis] for r in rows], [r["milliseconds"] for r in rows], marker="o", label=label)
+        panel.plot([r[axis] for r in rows], [r["floor_milliseconds"] for r in rows], ":", color=line.get_color())
+    panel.set_xlabel(AXES[axis])
+    panel.set_ylabel("milliseconds (dotted: memory floor)")
+    panel.set_ylim(bottom=0)
+    if axis == "batch":
+        panel.set_xscale("log", base=2)
+    if len(groups) <= 8:
+        panel.legend(fontsize=7)

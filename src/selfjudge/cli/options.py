@@ -1,40 +1,61 @@
-"""Options of the command line: those that mean the same everywhere, and those that a config declares."""
+"""Options of the command line: each is written once, as a field of a config that declares default, meaning and range.
+
+A command takes whole groups of options: `@config_options(LabelConfig)` gives it the options of that config, and the
+command gets the built and checked config as one argument.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import MISSING, Field, fields
-from typing import Annotated, Any, get_type_hints
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, Field, dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
+from selfjudge.types import check_settings
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Data = Annotated[Path | None, typer.Option(help="Folder of the benchmarks' files; SELFJUDGE_DATA if not given.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with what was begun in --out.")]
+AllowUnsafe = Annotated[
+    bool, typer.Option("--allow-unsafe", help="Run generated code even where it cannot be isolated.")
+]
+PromptLimit = Annotated[int, typer.Option(help="Most prompts to use.", min=1)]
+
 
 def config_options(
-    config: type, *, without: tuple[str, ...] = (), **defaults: Any
+    config: type, argument: str = "config", *, without: Sequence[str] = (), commas: Sequence[str] = (), **defaults: Any
 ) -> Callable[[Callable[..., Any]], Any]:
-    """Give a command the options that a config declares; it gets the built and checked config as its argument `config`.
+    """Give a command the options that a config declares; it gets the built and checked config as its `argument`.
 
     Every field made by `types.setting` becomes an option of its own name, default, help and range, unless it is in
-    `without`. `defaults` are for fields whose default the command line chooses otherwise.
+    `without`. Names of the field in `commas` are given as one list with commas instead of by repeating the option.
+    `defaults` are for fields whose default the command line chooses otherwise.
     """
     hints = get_type_hints(config)
     declared = {f.name: f for f in fields(config) if "help" in f.metadata and f.name not in without}
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         own = inspect.signature(command, eval_str=True)
-        parameters = [p for p in own.parameters.values() if p.name != "config"]
+        parameters = [p for p in own.parameters.values() if p.name != argument]
 
         def wrapped(**given: Any) -> Any:
-            values = {name: _as_field(given.pop(name)) for name in declared}
-            return command(config=config(**values), **given)
+            built = config(**{name: _as_field(given.pop(name)) for name in declared})
+            built.check() if hasattr(built, "check") else check_settings(built)
+            return command(**{argument: built}, **given)
 
         for name, f in declared.items():
-            kind = inspect.Parameter.KEYWORD_ONLY
             default = defaults.get(name, None if f.default is MISSING else f.default)
+            annotation = _annotated(f, hints[name], default, name in commas)
             parameters.append(
-                inspect.Parameter(name, kind, default=_as_option(default), annotation=_annotated(hints[name], f))
-            )
+                inspect.Parameter(
+                    name, inspect.Parameter.KEYWORD_ONLY, default=_as_option(hints[name], default, name in commas),
+                    annotation=annotation,
+                )
+            )  # fmt: skip
         wrapped.__name__, wrapped.__doc__ = command.__name__, command.__doc__
         wrapped.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
@@ -45,19 +66,76 @@ def config_options(
     return decorate
 
 
-def _annotated(hint: Any, f: Field[Any]) -> Any:
-    low, high = f.metadata["minimum"], f.metadata["maximum"]
-    number = hint in (int, float, int | None, float | None)
-    bounds = {"min": low, "max": high} if number else {}
-    words = f.metadata["help"]
+def _annotated(f: Field[Any], hint: Any, default: Any, commas: bool) -> Any:
+    """The annotated type that typer reads for a field."""
+    words, low, high = (f.metadata[key] for key in ("help", "minimum", "maximum"))
     if f.metadata["choices"]:
-        words = f"{words.rstrip('.')}: {', '.join(f.metadata['choices'])}."
-    return Annotated[list[str] | None if hint == tuple[str, ...] else hint, typer.Option(help=words, **bounds)]
+        choice: Any = Literal[tuple(f.metadata["choices"])]
+        return Annotated[choice | None if default is None else choice, typer.Option(help=words)]
+    if hint is bool and not default:
+        return Annotated[bool, typer.Option(f"--{f.name.replace('_', '-')}", help=words)]
+    if hint == tuple[int, ...]:
+        return Annotated[Parsed, typer.Option(parser=Numbers(low, high), metavar="INT,INT,…", help=words)]
+    if hint == tuple[int, int]:
+        return Annotated[Parsed, typer.Option(parser=part_of, metavar="I/N", help=words)]
+    if hint == tuple[str, ...]:
+        if commas:
+            return Annotated[Parsed, typer.Option(parser=names, metavar="NAME,NAME,…", help=words)]
+        return Annotated[list[str], typer.Option(help=words)]
+    bounds = {"min": low, "max": high} if hint in (int, float, int | None, float | None) else {}
+    return Annotated[hint, typer.Option(help=words, **bounds)]
 
 
-def _as_option(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+def _as_option(hint: Any, value: Any, commas: bool) -> Any:
+    """A default as it would be typed."""
+    if not isinstance(value, tuple):
+        return value
+    if hint == tuple[int, int]:
+        return "/".join(map(str, value))
+    return ",".join(map(str, value)) if commas or hint == tuple[int, ...] else list(value)
 
 
 def _as_field(value: Any) -> Any:
+    if isinstance(value, Parsed):
+        return value.value
     return tuple(value) if isinstance(value, list) else value
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """What a text on the command line means."""
+
+    value: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Reads whole numbers separated by commas."""
+
+    low: float | None
+    high: float | None
+
+    def __call__(self, text: str) -> Parsed:
+        try:
+            numbers = tuple(int(part) for part in text.split(","))
+        except ValueError:
+            raise typer.BadParameter(f"whole numbers separated by commas are needed, not {text!r}") from None
+        for number in numbers:
+            if self.low is not None and number < self.low:
+                raise typer.BadParameter(f"numbers must be at least {self.low}, not {number}")
+            if self.high is not None and number > self.high:
+                raise typer.BadParameter(f"numbers must be at most {self.high}, not {number}")
+        return Parsed(numbers)
+
+
+def names(text: str) -> Parsed:
+    """Names separated by commas."""
+    return Parsed(tuple(filter(None, (name.strip() for name in text.split(",")))))
+
+
+def part_of(text: str) -> Parsed:
+    """`i/n`: which part of how many."""
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not found or not int(found[1]) < int(found[2]):
+        raise typer.BadParameter(f"i/n with i from 0 to n − 1 is needed, such as 0/4, not {text!r}")
+    return Parsed((int(found[1]), int(found[2])))

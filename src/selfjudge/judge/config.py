@@ -10,6 +10,7 @@ from typing import Any
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.hub import find_judge
 from selfjudge.store import read_json
+from selfjudge.types import DEFAULT_THETA
 
 FORMAT_VERSION = 1
 FEATURES = ("hidden", "hidden+margin", "hidden+margin+lookahead")
@@ -84,6 +85,56 @@ class JudgeConfig:
     def width(self) -> int:
         """Columns that the judge reads."""
         return self.hidden_size + columns(self.features)
+
+    def threshold(self, theta: float | str) -> float:
+        """A number in [0, 1], one of the stored thresholds by name (`F`, `R`), or `q0.9`: the one of quality 0.9."""
+        if isinstance(theta, str) and theta.startswith("q"):
+            try:
+                return self.quality(float(theta[1:]))
+            except ValueError:
+                raise SelfJudgeError(
+                    f"threshold {theta!r} is not a quality: write q and a share in [0, 1], such as q0.9"
+                ) from None
+        if isinstance(theta, str):
+            if theta not in self.thresholds:
+                known = ", ".join(sorted(self.thresholds)) or "none"
+                raise SelfJudgeError(
+                    f"this judge has no threshold {theta!r} (it has: {known}); give a number in [0, 1]"
+                )
+            theta = self.thresholds[theta]
+        if not 0.0 <= theta <= 1.0:
+            raise SelfJudgeError(f"`theta` must lie in [0, 1], not {theta}")
+        return float(theta)
+
+    @property
+    def default_threshold(self) -> float:
+        """θ where nobody names one."""
+        return self.thresholds.get(DEFAULT_THETA, 0.5)
+
+    def quality(self, share: float) -> float:
+        """The most permissive θ that rejected at least this share of the unacceptable tokens it was measured on."""
+        if not 0 <= share <= 1:
+            raise SelfJudgeError(f"`quality` must lie in [0, 1], not {share}")
+        if not self.quality_curve:
+            raise SelfJudgeError("this judge has no quality curve: give `theta` instead of `quality`")
+        return next((theta for rejected, theta in self.quality_curve if rejected >= share), 1.0)
+
+    def check_target(self, name: str, sha256: str, hidden_size: int) -> None:
+        """Refuse a target this judge was not trained for."""
+        if self.hidden_size != hidden_size:
+            raise SelfJudgeError(
+                f"this judge reads hidden states of width {self.hidden_size}, the target {name} has {hidden_size}:"
+                " use a judge trained for this target"
+            )
+        if self.target_sha256 and sha256:
+            same = self.target_sha256 == sha256
+        else:
+            same = not self.target or self.target == name
+        if not same:
+            raise SelfJudgeError(
+                f"this judge was trained for {self.target or 'another model'} (sha256 {self.target_sha256[:12] or 'unknown'}),"
+                f" not for {name} ({sha256[:12] or 'unknown'}): use a judge trained for this target"
+            )
 
 
 def _share(value: Any) -> bool:

@@ -22,7 +22,7 @@ from selfjudge.judge.features import block_features
 from selfjudge.judge.hub import find_judge, push_folder
 from selfjudge.ops.argmax import has_triton
 from selfjudge.store import write_json, write_tensors
-from selfjudge.types import DEFAULT_THETA, Block
+from selfjudge.types import Block
 
 if TYPE_CHECKING:
     from selfjudge.ops.judge_score_triton import Weights
@@ -108,55 +108,20 @@ class Judge(nn.Module):
         return torch.sigmoid(x @ self.weight + self.bias)
 
     def threshold(self, theta: float | str) -> float:
-        """A number in [0, 1], one of the stored thresholds by name (`F`, `R`), or `q0.9`: the one of quality 0.9."""
-        if isinstance(theta, str) and theta.startswith("q"):
-            try:
-                return self.quality(float(theta[1:]))
-            except ValueError:
-                raise SelfJudgeError(
-                    f"threshold {theta!r} is not a quality: write q and a share in [0, 1], such as q0.9"
-                ) from None
-        if isinstance(theta, str):
-            if theta not in self.config.thresholds:
-                known = ", ".join(sorted(self.config.thresholds)) or "none"
-                raise SelfJudgeError(
-                    f"this judge has no threshold {theta!r} (it has: {known}); give a number in [0, 1]"
-                )
-            theta = self.config.thresholds[theta]
-        if not 0.0 <= theta <= 1.0:
-            raise SelfJudgeError(f"`theta` must lie in [0, 1], not {theta}")
-        return float(theta)
+        """θ by number or by name: `JudgeConfig.threshold`."""
+        return self.config.threshold(theta)
 
     @property
     def default_threshold(self) -> float:
-        """θ where nobody names one."""
-        return self.config.thresholds.get(DEFAULT_THETA, 0.5)
+        return self.config.default_threshold
 
     def quality(self, share: float) -> float:
-        """The most permissive θ that rejected at least this share of the unacceptable tokens it was measured on."""
-        if not 0 <= share <= 1:
-            raise SelfJudgeError(f"`quality` must lie in [0, 1], not {share}")
-        if not self.config.quality_curve:
-            raise SelfJudgeError("this judge has no quality curve: give `theta` instead of `quality`")
-        return next((theta for rejected, theta in self.config.quality_curve if rejected >= share), 1.0)
+        """θ that rejects this share of bad substitutions: `JudgeConfig.quality`."""
+        return self.config.quality(share)
 
     def check_target(self, name: str, sha256: str, hidden_size: int) -> None:
         """Refuse a target this judge was not trained for."""
-        config = self.config
-        if config.hidden_size != hidden_size:
-            raise SelfJudgeError(
-                f"this judge reads hidden states of width {config.hidden_size}, the target {name} has {hidden_size}:"
-                " use a judge trained for this target"
-            )
-        if config.target_sha256 and sha256:
-            same = config.target_sha256 == sha256
-        else:
-            same = not config.target or config.target == name
-        if not same:
-            raise SelfJudgeError(
-                f"this judge was trained for {config.target or 'another model'} (sha256 {config.target_sha256[:12] or 'unknown'}),"
-                f" not for {name} ({sha256[:12] or 'unknown'}): use a judge trained for this target"
-            )
+        self.config.check_target(name, sha256, hidden_size)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write `model.safetensors`, then `config.json` (its existence means the folder is whole)."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
+
+from selfjudge.errors import SelfJudgeError
 
 
 @dataclass(frozen=True)
@@ -65,3 +68,19 @@ EMBEDDED = {
         ),
     )
 }
+
+
+def check_reference(reference: str, role: str) -> None:
+    """Refuse a model's reference that names nothing, before anything is loaded; what may be a hub id is believed."""
+    name = reference.removesuffix("/draft")
+    if name in EMBEDDED:
+        if reference != name and EMBEDDED[name].draft is None:
+            raise SelfJudgeError(f"no draft ships for {name}: name one with `draft`")
+        return
+    path = Path(reference).expanduser()
+    if path.exists():
+        return
+    if path.suffix == ".gguf" or path.is_absolute() or reference.startswith((".", "~")):
+        raise SelfJudgeError(f"{reference} does not exist: the {role} must be a folder, a GGUF file or a hub id")
+    if close := get_close_matches(reference, EMBEDDED, 1, 0.8):  # the hub is asked for half a minute before it says no
+        raise SelfJudgeError(f"there is no model {reference!r}: do you mean {close[0]}?")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from selfjudge.errors import EMPTY_PROMPT, SelfJudgeError, first_line
-from selfjudge.models.catalogue import EMBEDDED
+from selfjudge.models.catalogue import EMBEDDED, check_reference
 from selfjudge.models.convert import load_gguf, quiet
 from selfjudge.models.pull import Progress, draft_sha256, pull
 from selfjudge.models.tokens import end_ids, special_ids
@@ -177,11 +176,10 @@ def _load(
     reference: str, role: str, place: torch.device, dtype: torch.dtype, progress: Progress | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
     """Model, tokenizer and a hash that identifies the weights."""
+    check_reference(reference, role)
     name = reference.removesuffix("/draft")
     if name in EMBEDDED:
         wants_draft = reference.endswith("/draft")
-        if wants_draft and EMBEDDED[name].draft is None:
-            raise SelfJudgeError(f"{name} brings no draft of its own: name one with --draft")
         folder = pull(name, progress, verify=False) / ("draft" if wants_draft else "target")
         identity = (draft_sha256(EMBEDDED[name]) or "") if wants_draft else EMBEDDED[name].sha256
         model, tokenizer = _checkpoint(folder, dtype)
@@ -193,10 +191,6 @@ def _load(
     if path.is_dir():
         model, tokenizer = _checkpoint(path, dtype)
         return model.to(place), tokenizer, fingerprint(weight_files(path))
-    if path.suffix == ".gguf" or path.is_absolute() or reference.startswith((".", "~")):
-        raise SelfJudgeError(f"{reference} does not exist: the {role} must be a folder, a GGUF file or a hub id")
-    if close := get_close_matches(reference, EMBEDDED, 1, 0.8):  # the hub is asked for half a minute before it says no
-        raise SelfJudgeError(f"there is no model {reference!r}: do you mean {close[0]}?")
     model, tokenizer = _checkpoint(reference, dtype)
     return model.to(place), tokenizer, fingerprint(weight_files(reference))
 

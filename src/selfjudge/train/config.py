@@ -24,7 +24,7 @@ class TrainConfig:
         choices=(*MODELS, "auto"),
     )
     originals: bool = setting(
-        False, "on: learn from the target's own tokens as well, as acceptable rows, as public code does; or off."
+        False, "Learn from the target's own tokens as well, as acceptable rows, as public code does."
     )
     suffix_length: int | None = setting(
         None, "Label again from the stored scores with this N; τ comes from the stored evidence.", minimum=0

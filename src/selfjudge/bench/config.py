@@ -1,0 +1,83 @@
+"""What a measurement is made with. Imports no torch, so that the command line can check its options at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from selfjudge.types import MAX_GAMMA, check_settings, setting
+
+
+@dataclass(frozen=True)
+class DecodeBenchConfig:
+    """`bench decode`: which configurations are timed, and how often."""
+
+    gammas: tuple[int, ...] = setting((1, 2, 3, 4, 6), "Draft lengths to try.", minimum=1, maximum=MAX_GAMMA)
+    max_new_tokens: int = setting(64, "Most tokens an answer may have.", minimum=1)
+    repeats: int = setting(3, "Repeats of the whole round.", minimum=1)
+    confidence: float = setting(
+        0.0, "End drafting early once the draft gives its proposal less than this probability; 0 is off.",
+        minimum=0, maximum=1,
+    )  # fmt: skip
+    raw: bool = setting(False, "Use the prompt as it is, without chat template.")
+    peers: bool = setting(True, "Time transformers as well; without, our own plain decoding is the baseline.")
+
+    def check(self) -> None:
+        check_settings(self)
+
+
+@dataclass(frozen=True)
+class PassesConfig:
+    """`bench passes`: which forward passes are timed, and how often."""
+
+    batches: tuple[int, ...] = setting((1,), "Batch sizes.", minimum=1)
+    tokens: tuple[int, ...] = setting((1, 2, 4, 6, 8, 11), "Tokens per pass (γ+1).", minimum=1)
+    contexts: tuple[int, ...] = setting((300,), "Context lengths.", minimum=1)
+    engine: str = setting("auto", "What runs the models.", choices=("auto", "reference", "cpu", "cuda"))
+    repeats: int = setting(10, "Timed passes of each kind.", minimum=1)
+
+    def check(self) -> None:
+        check_settings(self)
+
+
+@dataclass(frozen=True)
+class DraftBenchConfig:
+    """`bench draft`: how a draft is compared with its target."""
+
+    gammas: tuple[int, ...] = setting((5, 10), "Draft lengths.", minimum=1, maximum=MAX_GAMMA)
+    max_new_tokens: int = setting(128, "Most tokens an answer may have.", minimum=1)
+    batch: int = setting(16, "Prompts at a time.", minimum=1)
+    repeats: int = 20
+    """Timed passes of each kind."""
+
+    def check(self) -> None:
+        check_settings(self)
+
+
+@dataclass(frozen=True)
+class LabelBenchConfig:
+    """`bench label`: how much is labelled in each way."""
+
+    suffix_length: int = setting(20, "N: tokens after the substitution that are scored.", minimum=0)
+    max_new_tokens: int = setting(128, "Most tokens an answer may have.", minimum=1)
+    batch: int = setting(64, "Responses at a time.", minimum=1)
+    public_labels: int = 24
+    """Labels made by the public call pattern."""
+    tries: int = 4
+    """Places of a response that answer preservation tries."""
+    seed: int = 0
+
+    def check(self) -> None:
+        check_settings(self)
+
+
+@dataclass(frozen=True)
+class DemoConfig:
+    """`demo`: how much is decoded by each rule."""
+
+    gamma: int = setting(3, "Draft tokens per cycle.", minimum=1, maximum=MAX_GAMMA)
+    limit: int = setting(8, "How many of the built-in prompts.", minimum=1)
+    max_new_tokens: int = setting(96, "Most tokens an answer may have.", minimum=1)
+    labels: bool = setting(True, "Label and train a small judge first.")
+
+    def check(self) -> None:
+        check_settings(self)

@@ -1,0 +1,113 @@
+"""`selfjudge generate`."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from selfjudge.cli.groups import DecodeOptions, JudgeOptions, PairOptions, build_rule
+from selfjudge.cli.options import AsJson, config_options
+from selfjudge.cli.output import figure, print_json
+from selfjudge.errors import EMPTY_PROMPT, SelfJudgeError
+
+if TYPE_CHECKING:
+    from selfjudge.decoding.rules import AcceptanceRule
+    from selfjudge.decoding.text import Stream
+    from selfjudge.types import Generation
+
+TINTS = {"draft": "", "judge": "black on green", "target": "blue"}
+
+
+@config_options(DecodeOptions, "decode")
+@config_options(JudgeOptions, "judge_options")
+@config_options(PairOptions, "models")
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The user's message; - reads it from standard input.")],
+    rule: Annotated[
+        str | None,
+        typer.Option(
+            help="Acceptance rule, such as topk:2 or judged:0.4; exact, or judged with --judge, if not given."
+        ),
+    ] = None,
+    color: Annotated[
+        bool, typer.Option("--color", help="Tint tokens: plain = draft, green = judge, blue = target.")
+    ] = False,
+    as_json: AsJson = False,
+    *,
+    models: PairOptions,
+    judge_options: JudgeOptions,
+    decode: DecodeOptions,
+) -> None:
+    """Answer one prompt, streaming.
+
+    Example: selfjudge generate "Why is the sky blue?" --rule topk:2 --gamma 4 --color
+    """
+    if prompt == "-":
+        prompt = sys.stdin.read()
+    if not prompt.strip():
+        raise SelfJudgeError(EMPTY_PROMPT)
+    spec = rule or ("judged" if judge_options.given else "exact")
+    judge = judge_options.load(models, spec)
+    build_rule(spec, (), judge, judge_options, decode)  # what is wrong is said before the models are loaded
+    gamma = decode.chosen_gamma(models)
+    pair = models.load(needs_draft=gamma > 0)
+    built = build_rule(spec, pair.special_ids, judge, judge_options, decode)
+
+    from selfjudge.decoding.text import Stream
+
+    answer = Stream(
+        pair,
+        prompt,
+        built,
+        gamma=gamma,
+        max_new_tokens=decode.max_new_tokens,
+        stop=decode.stop,
+        seed=decode.seed,
+        confidence=decode.confidence,
+        raw=decode.raw,
+        engine=decode.engine,
+    )
+    _show(answer, color, quiet=as_json)
+    result = answer.generation
+    if as_json:
+        print_json({**_as_json(result, built), "pair": pair.name, "rule": spec, "gamma": gamma})
+        return
+    typer.echo()
+    typer.echo(
+        f"{len(result.tokens)} tokens, m = {figure(result.mean_accepted_length, '.2f', '–')},"
+        f" {result.judged_share:.0%} accepted against alignment, {result.tokens_per_second:.1f} tokens/s",
+        err=True,
+    )
+
+
+def _show(answer: Stream, color: bool, quiet: bool) -> None:
+    """Print the pieces as they come."""
+    console = Console(force_terminal=True if color else None, highlight=False, soft_wrap=True)
+    for piece in answer:
+        if quiet:
+            continue
+        if color:
+            console.print(Text(piece.text, style=TINTS[piece.origin]), end="")
+        else:
+            sys.stdout.write(piece.text)
+            sys.stdout.flush()
+
+
+def _as_json(result: Generation, rule: AcceptanceRule) -> dict[str, Any]:
+    return {
+        "text": result.text,
+        "token_ids": result.tokens,
+        "origins": result.origins,
+        "finish": result.finish,
+        "cycles": result.cycles,
+        "mean_accepted_length": result.mean_accepted_length,
+        "drafts_accepted": result.drafts_accepted,
+        "judged_share": result.judged_share,
+        "tokens_per_second": result.tokens_per_second,
+        "seconds": dict(result.seconds),
+        "threshold": getattr(rule, "theta", None),
+    }

@@ -1,0 +1,201 @@
+"""Groups of options that several commands share, and what they are turned into: a pair, a judge, a rule.
+
+What the command line and small files can tell is refused here, before torch is imported or a model is loaded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from selfjudge.cli.output import progress
+from selfjudge.errors import SelfJudgeError
+from selfjudge.models.catalogue import EMBEDDED, check_reference
+from selfjudge.types import MAX_GAMMA, check_settings, default_gamma, setting
+
+if TYPE_CHECKING:
+    from selfjudge.decoding.rules import AcceptanceRule
+    from selfjudge.judge.model import Judge
+    from selfjudge.models.pair import Pair
+
+DTYPES = ("float32", "bfloat16", "float16", "int8")
+ENGINES = ("auto", "reference", "cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class DeviceOptions:
+    """Where models run."""
+
+    device: str | None = setting(None, "cuda, mps or cpu; chosen if not given.")
+    dtype: str | None = setting(None, "Format of the weights; chosen if not given; int8 is for a CPU.", choices=DTYPES)
+
+    def check(self) -> None:
+        check_settings(self)
+        if self.device is not None and not re.fullmatch(r"(cuda|mps|cpu)(:\d+)?", self.device):
+            raise SelfJudgeError(f"`device` is cuda, mps or cpu, not {self.device!r}")
+
+    @property
+    def device_type(self) -> str:
+        """cuda, mps or cpu: the given one, or the best there is."""
+        from selfjudge.models.pair import chosen_device
+
+        return chosen_device(self.device).type
+
+    @property
+    def fitting_device(self) -> str:
+        """Where to fit a judge: the best device there is with float64."""
+        from selfjudge.models.pair import chosen_device
+
+        place = chosen_device(self.device)
+        return "cpu" if place.type == "mps" else str(place)
+
+
+@dataclass(frozen=True)
+class PairOptions(DeviceOptions):
+    """Which models."""
+
+    pair: str = setting("smollm2-135m", "Embedded pair (see `selfjudge ls pairs`).")
+    target: str | None = setting(None, "Target model: hub id, checkpoint folder or GGUF file.")
+    draft: str | None = setting(None, "Draft model: hub id, checkpoint folder or GGUF file.")
+    draft_dtype: str | None = setting(
+        None, "Draft with int8 weights under every rule (CPU); lossless rules do so anyway.", choices=("int8",)
+    )
+
+    def check(self) -> None:
+        super().check()
+        if self.target is None and self.pair not in EMBEDDED and not Path(self.pair).exists() and "/" not in self.pair:
+            raise SelfJudgeError(f"unknown embedded pair {self.pair!r}; there are: {', '.join(EMBEDDED)}")
+        check_reference(self.name, "target")
+        if self.draft is not None:
+            check_reference(self.draft, "draft")
+
+    @property
+    def name(self) -> str:
+        """The target, as it was named."""
+        return self.target or self.pair
+
+    @property
+    def shipped_judge(self) -> Path | None:
+        """The judge in the package for this target, labelled with this draft or another."""
+        known = EMBEDDED.get(self.name)
+        return known.judge if known else None
+
+    def load(self, *, needs_draft: bool = True) -> Pair:
+        """The models, pulled where they have to be."""
+        if needs_draft and self.draft is None and (self.name not in EMBEDDED or EMBEDDED[self.name].draft is None):
+            raise SelfJudgeError(f"no draft ships for {self.name}: name one with `draft`")
+
+        from selfjudge.models.pair import Pair
+
+        with progress() as update:
+            return Pair.load(
+                self.name,
+                self.draft,
+                device=self.device,
+                dtype=self.dtype,
+                draft_dtype=self.draft_dtype,
+                needs_draft=needs_draft,
+                progress=update,
+            )
+
+
+@dataclass(frozen=True)
+class JudgeOptions:
+    """Which judge, and how strict it is."""
+
+    judge: str | None = setting(None, "Judge folder or hub id; that of the embedded pair if not given.")
+    theta: str | None = setting(
+        None, "Judge threshold: a number in [0, 1], larger accepts less, or F or R (the default)."
+    )
+    quality: float | None = setting(
+        None, "Choose θ so that the judge rejects this share of bad substitutions: 0.9 rejects 90 %.",
+        minimum=0, maximum=1,
+    )  # fmt: skip
+
+    def check(self) -> None:
+        check_settings(self)
+        if self.quality is not None and self.theta is not None:
+            raise SelfJudgeError("`quality` chooses θ: leave out one of `quality` and `theta`")
+        if isinstance(self.threshold, float) and not 0 <= self.threshold <= 1:
+            raise SelfJudgeError(f"`theta` must lie in [0, 1], not {self.threshold}")
+        if self.judge is not None:
+            self._check(self.judge)
+
+    @property
+    def given(self) -> bool:
+        """Whether anything was said about a judge."""
+        return self.judge is not None or self.theta is not None or self.quality is not None
+
+    @property
+    def threshold(self) -> float | str | None:
+        """A number, or the name of a threshold that a judge stores."""
+        try:
+            return None if self.theta is None else float(self.theta)
+        except ValueError:
+            return self.theta
+
+    def _check(self, source: str | Path) -> None:
+        """Refuse a folder that is not a judge's, or a threshold that this judge does not have."""
+        from selfjudge.judge.config import JudgeConfig
+
+        config = JudgeConfig.from_pretrained(source)
+        if self.threshold is not None:
+            config.threshold(self.threshold)
+        if self.quality is not None:
+            config.quality(self.quality)
+
+    def load(self, models: PairOptions, spec: str = "judged") -> Judge | None:
+        """The judge that a rule of this name needs, before any other model is loaded."""
+        source = self.judge or (models.shipped_judge if spec.startswith("judge") else None)
+        if source is None:
+            return None
+        self._check(source)
+
+        from selfjudge.judge.model import Judge
+
+        return Judge.from_pretrained(source)
+
+
+@dataclass(frozen=True)
+class DecodeOptions:
+    """How an answer is decoded."""
+
+    gamma: int | None = setting(
+        None, "Draft tokens per cycle: 5, on a CPU 3; 0 is plain decoding.", minimum=0, maximum=MAX_GAMMA
+    )
+    confidence: float = setting(
+        0.0, "End drafting early once the draft gives its proposal less than this probability; 0 is off.",
+        minimum=0, maximum=1,
+    )  # fmt: skip
+    max_new_tokens: int = setting(256, "Most tokens an answer may have.", minimum=1)
+    temperature: float | None = setting(None, "Sample at this temperature (rules sampling, judged).", above=0)
+    top_p: float = setting(1.0, "Nucleus filter, applied to both models.", above=0, maximum=1)
+    top_k: int = setting(0, "Keep the k most likely tokens of both models; 0 is off.", minimum=0)
+    stop: tuple[str, ...] = setting((), "Stop string; may be given several times.")
+    seed: int = setting(0, "Seed of the random numbers when sampling.")
+    raw: bool = setting(False, "Use the prompt as it is, without chat template.")
+    engine: str = setting("auto", "What runs the models.", choices=ENGINES)
+
+    def chosen_gamma(self, models: PairOptions) -> int:
+        """γ as it was given, or the one that suits the device."""
+        return default_gamma(models.device_type) if self.gamma is None else self.gamma
+
+
+def build_rule(
+    spec: str, special: Sequence[int], judge: Judge | None, options: JudgeOptions, sampling: DecodeOptions | None = None
+) -> AcceptanceRule:
+    """The acceptance rule of that text, with the judge and the temperature that the options name."""
+    from selfjudge.decoding.rules import Sampling, parse_rule
+
+    drawn: Any = None
+    if sampling and (sampling.temperature is not None or sampling.top_p != 1.0 or sampling.top_k):
+        drawn = Sampling(1.0 if sampling.temperature is None else sampling.temperature, sampling.top_p, sampling.top_k)
+    theta = options.threshold
+    if options.quality is not None:
+        if judge is None:
+            raise SelfJudgeError(f"rule {spec!r} does not use a judge: `quality` is for rule judged")
+        theta = judge.quality(options.quality)
+    return parse_rule(spec, special=tuple(special), sampling=drawn, judge=judge, theta=theta)

