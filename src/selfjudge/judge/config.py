@@ -126,11 +126,8 @@ class JudgeConfig:
                 f"this judge reads hidden states of width {self.hidden_size}, the target {name} has {hidden_size}:"
                 " use a judge trained for this target"
             )
-        if self.target_sha256 and sha256:
-            same = self.target_sha256 == sha256
-        else:
-            same = not self.target or self.target == name
-        if not same:
+        hashed = bool(self.target_sha256 and sha256)
+        if self.target_sha256 != sha256 if hashed else self.target not in ("", name):
             raise SelfJudgeError(
                 f"this judge was trained for {self.target or 'another model'} (sha256 {self.target_sha256[:12] or 'unknown'}),"
                 f" not for {name} ({sha256[:12] or 'unknown'}): use a judge trained for this target"
