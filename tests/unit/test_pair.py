@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -37,7 +39,7 @@ def test_different_tokenizers_are_refused_by_name(checkpoints: dict[str, str]) -
     [
         ("/no/such/folder", {}, "does not exist"), ("x.gguf", {}, "does not exist"),
         ("no-such-org/no-such-model", {}, "unknown model"), ("smollm2-135m", {"device": "tpu9"}, "device"),
-        ("smollm2-135m", {"dtype": "int3"}, "unknown dtype"),
+        ("smollm2-135m", {"dtype": "int3"}, "unknown `dtype`"),
     ],
 )  # fmt: skip
 def test_unusable_references(target: str, options: dict, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +50,7 @@ def test_unusable_references(target: str, options: dict, message: str, monkeypat
 
 
 def test_a_target_without_draft(checkpoints: dict[str, str]) -> None:
-    with pytest.raises(SelfJudgeError, match="--draft"):
+    with pytest.raises(SelfJudgeError, match=r"no draft ships for .*: name one with `draft`"):
         Pair.load(checkpoints["target"])
     pair = Pair.load(checkpoints["target"], needs_draft=False)
     assert len(generate(pair, ["w1"], gamma=0, max_new_tokens=5)[0].tokens) == 5
@@ -57,7 +59,7 @@ def test_a_target_without_draft(checkpoints: dict[str, str]) -> None:
 
 
 def test_a_folder_that_is_no_checkpoint(tmp_path) -> None:
-    with pytest.raises(SelfJudgeError, match="no readable checkpoint"):
+    with pytest.raises(SelfJudgeError, match="not a readable checkpoint"):
         Pair.load(str(tmp_path), str(tmp_path))
     (tmp_path / "m.gguf").write_bytes(b"GGUF but not really")
     with pytest.raises(SelfJudgeError, match="GGUF"):
@@ -71,3 +73,10 @@ def test_prompts(tiny_pair: Pair) -> None:
     for empty in ("", "  \n", []):
         with pytest.raises(SelfJudgeError, match="empty"):
             tiny_pair.encode(empty)
+
+
+def test_a_pair_knows_the_judge_that_ships(tiny_pair: Pair) -> None:
+    assert tiny_pair.judge is None
+    embedded = dataclasses.replace(tiny_pair, target_id="smollm2-135m")
+    assert embedded.judge is embedded.judge
+    assert embedded.judge.config.target == "smollm2-135m"

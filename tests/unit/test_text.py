@@ -177,7 +177,9 @@ def test_a_draft_may_be_rough_under_every_rule(tiny_pair: Pair, monkeypatch: pyt
         assert lent == [("target", False), ("draft", rough)]
 
 
-@pytest.mark.parametrize(("dtype", "message"), [("float16", "or int8 on a cpu, not 'float16'"), ("", "not ''")])
+@pytest.mark.parametrize(
+    ("dtype", "message"), [("float16", "can only be int8, on a cpu, not 'float16'"), ("", "not ''")]
+)
 def test_a_draft_is_int8_or_as_its_target(checkpoints: dict[str, str], dtype: str, message: str) -> None:
     with pytest.raises(SelfJudgeError, match=message):
         Pair.load(checkpoints["target"], checkpoints["draft"], device="cpu", draft_dtype=dtype)
@@ -186,5 +188,5 @@ def test_a_draft_is_int8_or_as_its_target(checkpoints: dict[str, str], dtype: st
 
 def test_int8_drafts_are_for_the_cpu(checkpoints: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pairs, "chosen_device", lambda name: torch.device("cuda"))
-    with pytest.raises(SelfJudgeError, match="draft dtype int8 is for the cpu, not for cuda"):
+    with pytest.raises(SelfJudgeError, match="`draft_dtype` int8 needs a cpu, not cuda"):
         Pair.load(checkpoints["target"], checkpoints["draft"], draft_dtype="int8")

@@ -129,7 +129,7 @@ def label(
     """Label into the folder `out`; what its manifest says. The target runs here, unless a `backend` is handed in."""
     settings.check()
     if pair.draft is None:
-        raise SelfJudgeError(f"{pair.target_id} brings no draft of its own: name one with --draft")
+        raise SelfJudgeError(f"no draft ships for {pair.target_id}: name one with `draft`")
     if pair.int8:
         raise SelfJudgeError("labels are made with whole weights: leave out --dtype int8")
     if out.exists() and not out.is_dir():

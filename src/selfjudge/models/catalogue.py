@@ -8,6 +8,7 @@ from importlib import resources
 from pathlib import Path
 
 from selfjudge.errors import SelfJudgeError
+from selfjudge.judge.hub import shipped_judge
 
 
 @dataclass(frozen=True)
@@ -31,16 +32,13 @@ class Embedded:
     @property
     def draft(self) -> Path | None:
         """The folder of the compact draft that ships in the package, if there is one."""
-        return self._shipped("drafts", "draft.safetensors")
+        folder = Path(str(resources.files("selfjudge.models"))) / "drafts" / self.name
+        return folder if (folder / "draft.safetensors").is_file() else None
 
     @property
     def judge(self) -> Path | None:
         """The folder of the judge that ships in the package, if there is one."""
-        return self._shipped("judges", "config.json")
-
-    def _shipped(self, kind: str, file: str) -> Path | None:
-        folder = Path(str(resources.files("selfjudge.models") / kind / self.name))
-        return folder if (folder / file).is_file() else None
+        return shipped_judge(self.name)
 
 
 EMBEDDED = {
@@ -74,13 +72,26 @@ def check_reference(reference: str, role: str) -> None:
     """Refuse a model's reference that names nothing, before anything is loaded; what may be a hub id is believed."""
     name = reference.removesuffix("/draft")
     if name in EMBEDDED:
-        if reference != name and EMBEDDED[name].draft is None:
-            raise SelfJudgeError(f"no draft ships for {name}: name one with `draft`")
+        if reference != name:
+            draft_for(name, None)  # refuses where none ships
         return
     path = Path(reference).expanduser()
     if path.exists():
         return
     if path.suffix == ".gguf" or path.is_absolute() or reference.startswith((".", "~")):
         raise SelfJudgeError(f"{reference} does not exist: the {role} must be a folder, a GGUF file or a hub id")
-    if close := get_close_matches(reference, EMBEDDED, 1, 0.8):  # the hub is asked for half a minute before it says no
+    if close := get_close_matches(reference, EMBEDDED, 1, 0.8):  # the hub takes half a minute to say no
         raise SelfJudgeError(f"there is no model {reference!r}: do you mean {close[0]}?")
+
+
+def shipped_draft(target: str) -> str | None:
+    """The reference (`NAME/draft`) of the draft that ships for a target, if there is one."""
+    return f"{target}/draft" if target in EMBEDDED and EMBEDDED[target].draft is not None else None
+
+
+def draft_for(target: str, draft: str | None) -> str:
+    """The draft to load with a target: the one that is named, else the one that ships."""
+    chosen = draft or shipped_draft(target)
+    if chosen is None:
+        raise SelfJudgeError(f"no draft ships for {target}: name one with `draft`")
+    return chosen

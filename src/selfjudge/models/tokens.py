@@ -1,4 +1,4 @@
-"""What tokenizers and configurations say: which tokens end a text or are special, how long a context may be."""
+"""Facts from tokenizers and model configs: end tokens, special tokens, the context window."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
 
 def end_ids(*sources: Any) -> frozenset[int]:
     """Every id that ends an answer: `eos_token_id` of generation config, model config and tokenizer."""
-    found: set[int] = set()
+    ids: set[int] = set()
     for source in sources:
         value = getattr(source, "eos_token_id", None)
-        found.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
-    return frozenset(found)
+        ids.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
+    return frozenset(ids)
 
 
 def special_ids(tokenizer: Any, ends: Iterable[int]) -> tuple[int, ...]:
-    """End-of-sequence and other special tokens of a tokenizer of transformers: those the guard is for."""
+    """End-of-sequence and other special tokens of a tokenizer of transformers: the guard leaves them to the target."""
     added = {i for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items() if token.special}
     return tuple(sorted({*ends, *added, *tokenizer.all_special_ids}))
 
