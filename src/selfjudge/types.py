@@ -129,6 +129,34 @@ class Verdict:
     """[] whether a non-finite logit or hidden state was met (alignment alone decided there)."""
 
 
+class Judgement(NamedTuple):
+    """What the pass knew about a draft that was accepted against the target's choice."""
+
+    place: int
+    """Among the tokens of the emission."""
+    target_token: int
+    """What the target would have said."""
+    target_probability: float
+    score: float | None
+    """The judge's P(acceptable); None under rules without a judge."""
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedToken:
+    """A token of an answer that was accepted against the target's choice."""
+
+    index: int
+    """Place among the tokens of the answer."""
+    token: int
+    text: str
+    target_token: int
+    """What the target would have said."""
+    target_text: str
+    target_probability: float
+    score: float | None
+    """The judge's P(acceptable); None under rules without a judge."""
+
+
 class Emission(NamedTuple):
     """What one row got from one step."""
 
@@ -138,6 +166,8 @@ class Emission(NamedTuple):
     origins: tuple[Origin, ...]
     finish: Finish | None = None
     """Why the row ended with this emission; None while it goes on."""
+    judged: tuple[Judgement, ...] = ()
+    """About its tokens of origin `judge`, where the loop was asked to trace them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,6 +201,8 @@ class Piece:
     text: str
     token: int
     origin: Origin
+    judged: JudgedToken | None = None
+    """What the target wanted instead, where the token was accepted against it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +231,8 @@ class Generation:
     prompt_tokens: int
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Wall clock by phase plus `total`; in a batch, the time of the passes this row took part in."""
+    judged_tokens: tuple[JudgedToken, ...] = ()
+    """The tokens of origin `judge`, and what the target wanted there."""
 
     @property
     def mean_accepted_length(self) -> float | None:

@@ -7,7 +7,8 @@ import torch
 
 from conftest import VOCAB, tiny_model
 from kernel_checks import check_all
-from selfjudge.decoding.loop import AdmissionQueue, Request, decode
+from selfjudge.decoding.admission import AdmissionQueue, Request
+from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rules import (
     AcceptanceRule,
     Exact,
@@ -15,11 +16,11 @@ from selfjudge.decoding.rules import (
     Judged,
     Margin,
     Relaxed,
-    Sampling,
     SpeculativeSampling,
     TopK,
     Typical,
 )
+from selfjudge.decoding.sampling import Sampling
 from selfjudge.engine.cuda.engine import CudaEngine
 from selfjudge.engine.cuda.kernels_torch import Kernels
 from selfjudge.engine.select import common_kind, make_engine

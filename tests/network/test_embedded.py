@@ -17,7 +17,8 @@ from equality import assert_same_tokens
 from selfjudge.bench.decode import transformers_tokens
 from selfjudge.cli.main import main
 from selfjudge.decoding.plain import respond
-from selfjudge.decoding.rules import Exact, Judged, Sampling, SpeculativeSampling, TopK
+from selfjudge.decoding.rules import Exact, Judged, SpeculativeSampling, TopK
+from selfjudge.decoding.sampling import Sampling
 from selfjudge.decoding.text import generate, stream
 from selfjudge.judge.model import Judge
 from selfjudge.label.pipeline import shipped_tau

@@ -27,7 +27,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from conftest import tiny_model
-from selfjudge.decoding.rules import EXACT, Sampling, SpeculativeSampling, parse_rule
+from selfjudge.decoding.rule_parser import parse_rule
+from selfjudge.decoding.rules import EXACT, SpeculativeSampling
+from selfjudge.decoding.sampling import Sampling
 from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.server.server import listen

@@ -10,8 +10,10 @@ import transformers as hf
 from scipy.stats import chisquare
 
 from conftest import CONFIGS, VOCAB, tiny_model
-from selfjudge.decoding.loop import AdmissionQueue, Request, decode
-from selfjudge.decoding.rules import AcceptanceRule, Exact, Judged, Sampling, SpeculativeSampling, TopK
+from selfjudge.decoding.admission import AdmissionQueue, Request
+from selfjudge.decoding.loop import decode
+from selfjudge.decoding.rules import AcceptanceRule, Exact, Judged, SpeculativeSampling, TopK
+from selfjudge.decoding.sampling import Sampling
 from selfjudge.engine.base import Engine
 from selfjudge.engine.cuda import engine as cuda
 from selfjudge.engine.select import make_engine
@@ -304,7 +306,7 @@ class _NoResidual(SpeculativeSampling):
     """The classic mistake: correct with p itself instead of norm(max(0, p − q))."""
 
     def following(self, block, logits, choice, aligned, n):  # type: ignore[no-untyped-def]
-        from selfjudge.decoding.rules import sample
+        from selfjudge.decoding.sampling import sample
 
         p = self.sampling.warp(logits).softmax(-1)
         return sample(p[torch.arange(len(n)), n], block.uniforms[:, -1])
@@ -357,7 +359,7 @@ def test_the_goodness_of_fit_test_catches_a_wrong_correction() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"gamma": -1}, "gamma must be 0"), ({"max_new_tokens": 0}, "at least 1"),
+        ({"gamma": -1}, "`gamma` must lie between 0"), ({"max_new_tokens": 0}, "at least 1"),
         ({"prompts": [[]]}, "empty"), ({"prompts": []}, "no prompt"), ({"prompts": [[5] * 96]}, "context window"),
         ({"draft": None}, "needs a draft"),
     ],

@@ -16,7 +16,7 @@ from conftest import VOCAB, tiny_model
 from selfjudge.bench.config import DraftBenchConfig
 from selfjudge.bench.draft import accepted, agreement, bench_draft
 from selfjudge.decoding.plain import respond
-from selfjudge.decoding.rules import Sampling
+from selfjudge.decoding.sampling import Sampling
 from selfjudge.engine.select import borrowed
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.pair import Pair

@@ -9,21 +9,9 @@ import pytest
 import torch
 import transformers as hf
 
-from selfjudge.decoding.rules import (
-    RULES,
-    Exact,
-    FLy,
-    Judged,
-    JudgeOnly,
-    Margin,
-    Relaxed,
-    Sampling,
-    SpeculativeSampling,
-    TopK,
-    Typical,
-    parse_rule,
-    sample,
-)  # fmt: skip
+from selfjudge.decoding.rule_parser import RULES, parse_rule
+from selfjudge.decoding.rules import Exact, FLy, Judged, JudgeOnly, Margin, Relaxed, SpeculativeSampling, TopK, Typical
+from selfjudge.decoding.sampling import Sampling, sample
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
@@ -116,7 +104,7 @@ def test_fly_needs_uncertainty_and_a_matching_window() -> None:
     assert verdict(rule, block([1, 0, 1], [flat, sure, sure, sure]))[0] == 0  # a second mismatch in the window
     assert verdict(rule, block([1, 0, 0], [sure, sure, sure, sure]))[0] == 0  # the target was sure
     assert verdict(rule, block([0, 1, 0], [sure, flat, sure, sure]))[0] == 1  # the window leaves the block
-    with pytest.raises(SelfJudgeError, match="gamma > 6"):
+    with pytest.raises(SelfJudgeError, match="`gamma` > 6"):
         FLy().check(5)
 
 

@@ -12,8 +12,9 @@ from transformers import PreTrainedTokenizerFast
 
 from conftest import tiny_model
 from selfjudge.decoding import text as shells
+from selfjudge.decoding.answer import Detokenizer
 from selfjudge.decoding.rules import EXACT, TopK
-from selfjudge.decoding.text import Batch, Detokenizer, generate, stream
+from selfjudge.decoding.text import Batch, generate, stream
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models import pair as pairs
 from selfjudge.models.pair import Pair
@@ -101,7 +102,7 @@ def test_stop_strings_end_one_row_and_never_show(tiny_pair: Pair) -> None:
     answer = stream(tiny_pair, prompts[1], gamma=3, max_new_tokens=30, raw=True, stop=[stop])
     shown = "".join(p.text for p in answer)
     assert shown == cut.text  # nothing of the stop string was ever shown
-    with pytest.raises(SelfJudgeError, match="stop string"):
+    with pytest.raises(SelfJudgeError, match="`stop` is a list"):
         generate(tiny_pair, prompts, stop=[""])
 
 

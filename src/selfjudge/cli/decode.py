@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -57,9 +58,9 @@ def generate(
     pair = models.load(needs_draft=gamma > 0)
     built = build_rule(spec, pair.special_ids, judge, judge_options, decode)
 
-    from selfjudge.decoding.text import Stream
+    from selfjudge.decoding.text import stream
 
-    answer = Stream(
+    answer = stream(
         pair,
         prompt,
         built,
@@ -108,6 +109,7 @@ def _as_json(result: Generation, rule: AcceptanceRule) -> dict[str, Any]:
         "drafts_accepted": result.drafts_accepted,
         "judged_share": result.judged_share,
         "tokens_per_second": result.tokens_per_second,
+        "judged_tokens": [asdict(token) for token in result.judged_tokens],
         "seconds": dict(result.seconds),
         "threshold": getattr(rule, "theta", None),
     }

@@ -188,7 +188,8 @@ def build_rule(
     spec: str, special: Sequence[int], judge: Judge | None, options: JudgeOptions, sampling: DecodeOptions | None = None
 ) -> AcceptanceRule:
     """The acceptance rule of that text, with the judge and the temperature that the options name."""
-    from selfjudge.decoding.rules import Sampling, parse_rule
+    from selfjudge.decoding.rule_parser import parse_rule
+    from selfjudge.decoding.sampling import Sampling
 
     drawn: Any = None
     if sampling and (sampling.temperature is not None or sampling.top_p != 1.0 or sampling.top_k):

@@ -75,7 +75,7 @@ def _pairs() -> list[dict[str, Any]]:
 
 
 def _rules() -> list[dict[str, Any]]:
-    from selfjudge.decoding.rules import RULES, options
+    from selfjudge.decoding.rule_parser import RULES, options
 
     return [{"name": r.name, "options": options(r), "accepts when": r.summary} for r in RULES.values()]
 

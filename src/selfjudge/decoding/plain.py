@@ -10,7 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from selfjudge.decoding.loop import decode
-from selfjudge.decoding.rules import EXACT, AcceptanceRule, Sampling, SpeculativeSampling
+from selfjudge.decoding.rules import EXACT, AcceptanceRule, SpeculativeSampling
+from selfjudge.decoding.sampling import Sampling
 from selfjudge.engine.base import Engine, shape_reason
 from selfjudge.engine.select import borrowed
 from selfjudge.types import FINISHES, Finish, TokenColumn

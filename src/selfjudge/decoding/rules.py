@@ -9,57 +9,18 @@ Rows: p_i, the target's distribution of d_i, is row i−1 of `Block.target_logit
 from __future__ import annotations
 
 import math
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from selfjudge.decoding.sampling import Sampling, sample
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.model import Judge
 from selfjudge.ops.argmax import argmax_checked, regular
 from selfjudge.types import Block, Verdict
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Temperature, then top-k, then top-p, as in transformers; applied to target and draft alike."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature > 0):
-            raise SelfJudgeError(
-                f"temperature must be a positive number, not {self.temperature}; greedy is --rule exact"
-            )
-        if not 0 < self.top_p <= 1:
-            raise SelfJudgeError(f"top-p must lie in (0, 1], not {self.top_p}")
-        if self.top_k < 0:
-            raise SelfJudgeError(f"top-k must be 0 (off) or positive, not {self.top_k}")
-
-    def warp(self, logits: Tensor) -> Tensor:
-        """[..., V] → [..., V] with filtered tokens at −inf."""
-        logits = logits.float() / self.temperature
-        if 0 < self.top_k < logits.shape[-1]:
-            kth = logits.topk(self.top_k, dim=-1).values[..., -1:]
-            logits = logits.masked_fill(logits < kth, -math.inf)
-        if self.top_p < 1:
-            ascending, order = logits.sort(dim=-1)
-            cut = ascending.softmax(-1).cumsum(-1) <= 1 - self.top_p
-            cut[..., -1] = False  # the most likely token always stays
-            logits = logits.masked_fill(torch.zeros_like(cut).scatter(-1, order, cut), -math.inf)
-        return logits
-
-
-def sample(probabilities: Tensor, uniform: Tensor) -> Tensor:
-    """[..., V], [...] → [...] one token each by inversion of the cumulative distribution (need not be normalised)."""
-    cumulative = probabilities.cumsum(-1)
-    total = cumulative[..., -1:]
-    point = torch.minimum(uniform.unsqueeze(-1) * total, total * (1 - 1e-6))
-    return torch.searchsorted(cumulative, point, right=True).squeeze(-1).clamp_max(probabilities.shape[-1] - 1)
 
 
 @cache  # recorded cycles keep on reading them
@@ -324,7 +285,7 @@ class FLy(AcceptanceRule):
     def check(self, gamma: int) -> None:
         _require(
             gamma == 0 or gamma > self.window,
-            f"fly with window {self.window} needs gamma > {self.window}, not {gamma}: no mismatch could be confirmed",
+            f"fly with window {self.window} needs `gamma` > {self.window}, not {gamma}: no mismatch could be confirmed",
         )
 
     def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
@@ -346,7 +307,7 @@ class Judged(AcceptanceRule):
 
     judge: Judge  # type: ignore[misc]
     theta: float = 0.5
-    base: AcceptanceRule = field(default_factory=Exact)
+    base: AcceptanceRule = EXACT
     confirm: int = 0
     guard: bool = True
     special: tuple[int, ...] = ()
@@ -358,7 +319,7 @@ class Judged(AcceptanceRule):
     def check(self, gamma: int) -> None:
         _require(
             gamma == 0 or gamma > self.confirm,
-            f"{self.name} with confirm {self.confirm} needs gamma > {self.confirm}, not {gamma}: no mismatch could be confirmed",
+            f"{self.name} with confirm {self.confirm} needs `gamma` > {self.confirm}, not {gamma}: no mismatch could be confirmed",
         )
 
     @property
@@ -408,103 +369,6 @@ class JudgeOnly(Judged):
 
     def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
         return self.approves(block)
-
-
-RULES: dict[str, type[AcceptanceRule]] = {
-    rule.name: rule for rule in (Exact, SpeculativeSampling, TopK, Relaxed, Typical, Margin, FLy, Judged, JudgeOnly)
-}
-
-_FIXED = {"judge", "base", "sampling", "special"}
-
-
-def options(rule: type[AcceptanceRule]) -> dict[str, object]:
-    """The options a rule takes on the command line, with their defaults."""
-    found: dict[str, object] = {}
-    for f in fields(rule):
-        if f.name not in _FIXED:
-            found[f.name] = None if f.default is MISSING else f.default
-    return found
-
-
-def parse_rule(
-    spec: str,
-    *,
-    special: tuple[int, ...] = (),
-    sampling: Sampling | None = None,
-    judge: Judge | None = None,
-    theta: float | str | None = None,
-) -> AcceptanceRule:
-    """Build a rule from `name`, `name:value,…` or `name:option=value,…`, such as `topk:3` or `relaxed:k=5,delta=0.2`.
-
-    A temperature (`sampling`) belongs to `sampling` and to the judged rules on top of it; the others are greedy.
-    """
-    rule, values = read_rule(spec)
-    name = rule.name
-    if issubclass(rule, Judged):
-        if judge is None:
-            raise SelfJudgeError(f"rule {name!r} needs a judge: give --judge FOLDER")
-        if "theta" in values and theta is not None:
-            raise SelfJudgeError(f"{spec} names a threshold already: leave out --theta and --quality")
-        theta = values.pop("theta", theta)
-        if theta is None:
-            theta = "F" if "F" in judge.config.thresholds else 0.5
-        base = SpeculativeSampling(sampling) if sampling else Exact()
-        return rule(judge, judge.threshold(theta), base, special=special, **values)
-    if judge is not None or theta is not None:
-        raise SelfJudgeError(f"rule {name!r} asks no judge: leave out --judge and --theta, or use --rule judged")
-    if rule is SpeculativeSampling:
-        return SpeculativeSampling(sampling or Sampling())
-    if sampling is not None:
-        raise SelfJudgeError(f"rule {name!r} is greedy and takes no temperature; sample with --rule sampling")
-    return rule(**values, **({"special": special} if "guard" in options(rule) else {}))
-
-
-def read_rule(spec: str) -> tuple[type[AcceptanceRule], dict[str, Any]]:
-    """The class that a rule's text names and the options it gives; needs neither pair nor judge."""
-    name, _, rest = spec.partition(":")
-    if name not in RULES:
-        raise SelfJudgeError(f"unknown rule {name!r}; rules are: {', '.join(RULES)}")
-    return RULES[name], _values(RULES[name], rest)
-
-
-def names_threshold(spec: str) -> bool:
-    """Whether a rule's text, such as `judged:0.4`, says its θ itself."""
-    name, _, rest = spec.partition(":")
-    return name in RULES and "theta" in _values(RULES[name], rest)
-
-
-def _values(rule: type[AcceptanceRule], text: str) -> dict[str, Any]:
-    known = options(rule)
-    order = list(known)
-    values: dict[str, Any] = {}
-    for index, part in enumerate(filter(None, text.split(","))):
-        key, given, value = part.partition("=")
-        if not given:
-            if index >= len(order):
-                raise SelfJudgeError(f"rule {rule.name!r} takes at most {len(order)} values, got {text!r}")
-            key, value = order[index], part
-        if key not in known:
-            raise SelfJudgeError(f"rule {rule.name!r} has no option {key!r}; it has: {', '.join(order) or 'none'}")
-        values[key] = _convert(rule.name, key, value, known[key])
-    return values
-
-
-def _convert(rule: str, key: str, value: str, default: object) -> object:
-    if key == "theta" and value[:1] in ("F", "R", "q"):
-        return value
-    try:
-        found = _truth(value) if isinstance(default, bool) else int(value) if isinstance(default, int) else float(value)
-    except ValueError:
-        raise SelfJudgeError(f"rule {rule!r}: {key}={value!r} is not a number") from None
-    _require(abs(found) < 1 << 31, f"rule {rule!r}: {key}={value!r} is out of range")  # NaN is, too
-    return found
-
-
-def _truth(value: str) -> bool:
-    try:
-        return {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}[value.lower()]
-    except KeyError:
-        raise ValueError(value) from None
 
 
 def _require(holds: bool, message: str) -> None:

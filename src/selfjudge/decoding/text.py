@@ -1,4 +1,4 @@
-"""Shells around the loop: prompts in, text out, whole (`generate`), token by token (`stream`), or with coming and going (`Batch`)."""
+"""Text around the loop: prompts in, answers out, whole (`generate`), token by token (`stream`), or coming and going (`Batch`)."""
 
 from __future__ import annotations
 
@@ -6,91 +6,133 @@ import contextlib
 import dataclasses
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypedDict, Unpack, cast, overload
 from weakref import WeakKeyDictionary
 
-from transformers import PreTrainedTokenizerBase
-
-from selfjudge.decoding.loop import AdmissionQueue, Request, decode
-from selfjudge.decoding.rules import EXACT, AcceptanceRule
+from selfjudge.decoding.admission import AdmissionQueue, Request
+from selfjudge.decoding.answer import Answer
+from selfjudge.decoding.loop import decode
+from selfjudge.decoding.rule_parser import resolve_rule
+from selfjudge.decoding.rules import AcceptanceRule
+from selfjudge.decoding.sampling import Sampling
 from selfjudge.engine.select import borrowed, common_kind, supports_int8_draft
 from selfjudge.errors import SelfJudgeError
+from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair, Prompt
-from selfjudge.types import PHASES, Finish, Generation, Origin, Piece, Step
+from selfjudge.types import Generation, Piece, Step, default_gamma
 
 
+class RuleOptions(TypedDict, total=False):
+    """What completes a rule that is given as text."""
+
+    judge: Judge | str | Path | None
+    """A judge, its folder, hub id or embedded name; the one that ships for the pair if not given."""
+    theta: float | str | None
+    """The judge's threshold: a number, `F` or `R`; R if not given."""
+    quality: float | None
+    """Instead of `theta`: the share of bad substitutions that the judge must reject."""
+    sampling: Sampling | None
+    """Temperature and filters, for the rules sampling and judged."""
+
+
+class DecodingOptions(RuleOptions, total=False):
+    """How answers are decoded; the same everywhere, with the same defaults."""
+
+    gamma: int | None
+    """Draft tokens per cycle: 3 on a CPU, 5 elsewhere; 0 is plain decoding."""
+    confidence: float
+    """End drafting early once the draft gives its proposal less than this probability; 0, off."""
+    engine: str
+    """auto, reference, cpu or cuda."""
+    same_draft_weights: bool
+    """False: under lossless rules a draft on a CPU may run with int8 weights. True is for comparing rules."""
+    trace: bool
+    """True: note what the target wanted at judged tokens."""
+
+
+class AnswerOptions(DecodingOptions, total=False):
+    """Options of `generate` and `stream`."""
+
+    max_new_tokens: int
+    """256"""
+    stop: Sequence[str]
+    """Strings that end an answer."""
+    seed: int
+    """0"""
+    raw: bool
+    """Use the prompt as it is, without chat template."""
+
+
+class GenerateOptions(AnswerOptions, total=False):
+    """Options of `generate` alone."""
+
+    batch: int
+    """Prompts that are decoded together: 8."""
+    seeds: Sequence[int] | None
+    """A seed for every prompt; else it follows from `seed` and the prompt's place in the list."""
+
+
+@overload
+def generate(  # type: ignore[overload-overlap]  # a string is a sequence of strings, and one prompt
+    pair: Pair, prompts: Prompt, rule: str | AcceptanceRule | None = None, **options: Unpack[GenerateOptions]
+) -> Generation: ...
+@overload
+def generate(
+    pair: Pair, prompts: Sequence[Prompt], rule: str | AcceptanceRule | None = None, **options: Unpack[GenerateOptions]
+) -> list[Generation]: ...
 def generate(
     pair: Pair,
-    prompts: Sequence[Prompt],
-    rule: AcceptanceRule | None = None,
-    *,
-    gamma: int = 5,
-    max_new_tokens: int = 256,
-    stop: Sequence[str] = (),
-    seed: int = 0,
-    seeds: Sequence[int] | None = None,
-    confidence: float = 0.0,
-    batch: int = 8,
-    raw: bool = False,
-    engine: str = "auto",
-    same_draft_weights: bool = False,
-) -> list[Generation]:
-    """Answer all prompts, `batch` at a time, in the order given. `confidence` is that of `decode`.
+    prompts: Prompt | Sequence[Prompt],
+    rule: str | AcceptanceRule | None = None,
+    **options: Unpack[GenerateOptions],
+) -> Generation | list[Generation]:
+    """Answer one prompt (a string or chat messages) or a list of them, in the order given.
 
-    `seeds` gives every prompt its own seed; else it follows from `seed` and the prompt's place in the list.
-    With `same_draft_weights` the draft has the same weights under every rule, for comparing them: under a lossless rule
-    it may otherwise run with int8.
+    >>> generate(pair, "Why is the sky blue?", rule="judged", quality=0.9).text  # doctest: +SKIP
+
+    A rule is text (see `selfjudge ls rules`) or an object; `exact` if not given. `GenerateOptions` says what the options are.
     """
-    if isinstance(prompts, str):
-        raise SelfJudgeError("prompts come as a list: generate(pair, [prompt])")
+    batch, seed, seeds = options.pop("batch", 8), options.pop("seed", 0), options.pop("seeds", None)
+    most, stop, raw = options.pop("max_new_tokens", 256), options.pop("stop", ()), options.pop("raw", False)
     if batch < 1:
-        raise SelfJudgeError(f"batch must be at least 1, not {batch}")
-    if seeds is None:
-        seeds = [row_seed(seed, i) for i in range(len(prompts))]
-    encoded = [pair.encode(prompt, raw=raw) for prompt in prompts]
+        raise SelfJudgeError(f"`batch` must be at least 1, not {batch}")
+    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Mapping))
+    listed = cast("Sequence[Prompt]", [prompts] if single else prompts)
+    seeds = [row_seed(seed, i) for i in range(len(listed))] if seeds is None else seeds
+    encoded = [pair.encode(prompt, raw=raw) for prompt in listed]
+    decoding = _Decoding.of(pair, rule, cast("DecodingOptions", options))
     by_length = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))  # neighbours of like length: little padding
     results: dict[int, Generation] = {}
     for start in range(0, len(by_length), batch):
         rows = by_length[start : start + batch]
         answers = [Answer(pair.tokenizer, stop, len(encoded[i]), streamed=bool(stop)) for i in rows]
-        asked = [Request(encoded[i], max_new_tokens, seeds[i]) for i in rows]
-        for _ in _run(
-            pair,
-            rule,
-            gamma,
-            confidence,
-            engine,
-            asked,
-            dict(enumerate(answers)),
-            same_draft_weights=same_draft_weights,
-        ):
+        requests = [Request(encoded[i], most, seeds[i]) for i in rows]
+        for _ in decoding.steps(requests, dict(enumerate(answers))):
             pass
         results |= {i: answer.generation() for i, answer in zip(rows, answers, strict=True)}
-    return [results[i] for i in range(len(encoded))]
+    return results[0] if single else [results[i] for i in range(len(encoded))]
 
 
+def stream(
+    pair: Pair, prompt: Prompt, rule: str | AcceptanceRule | None = None, **options: Unpack[AnswerOptions]
+) -> Stream:
+    """Answer one prompt token by token; a rule and options as for `generate`."""
+    most, stop = options.pop("max_new_tokens", 256), options.pop("stop", ())
+    ids, seed = pair.encode(prompt, raw=options.pop("raw", False)), options.pop("seed", 0)
+    answer = Answer(pair.tokenizer, stop, len(ids))
+    decoding = _Decoding.of(pair, rule, cast("DecodingOptions", options))
+    return Stream(answer, decoding.steps([Request(ids, most, row_seed(seed, 0))], {0: answer}))
+
+
+@dataclass
 class Stream:
     """Iterate over the pieces of one answer; `generation` holds the whole afterwards."""
 
-    def __init__(
-        self,
-        pair: Pair,
-        prompt: Prompt,
-        rule: AcceptanceRule | None = None,
-        *,
-        gamma: int = 5,
-        max_new_tokens: int = 256,
-        stop: Sequence[str] = (),
-        seed: int = 0,
-        confidence: float = 0.0,
-        raw: bool = False,
-        engine: str = "auto",
-    ) -> None:
-        ids = pair.encode(prompt, raw=raw)
-        self._answer = Answer(pair.tokenizer, stop, len(ids))
-        asked = [Request(ids, max_new_tokens, row_seed(seed, 0))]
-        self._steps = _run(pair, rule, gamma, confidence, engine, asked, {0: self._answer})
+    _answer: Answer
+    _steps: Iterator[StepOutput]
 
     def __iter__(self) -> Iterator[Piece]:
         for step in self._steps:
@@ -102,28 +144,20 @@ class Stream:
         return self._answer.generation()
 
 
-def stream(pair: Pair, prompt: Prompt, rule: AcceptanceRule | None = None, **options: object) -> Stream:
-    """Answer one prompt token by token; takes the options of `generate` except `batch`."""
-    return Stream(pair, prompt, rule, **options)  # type: ignore[arg-type]
-
-
 class Batch:
     """Answers that one rule makes together, and that may come and go between steps. For one thread."""
 
     def __init__(
         self,
         pair: Pair,
-        rule: AcceptanceRule | None = None,
+        rule: str | AcceptanceRule | None = None,
         *,
-        gamma: int = 5,
         rows: int = 8,
         length: int = 4096,
-        confidence: float = 0.0,
-        engine: str = "auto",
+        **options: Unpack[DecodingOptions],
     ) -> None:
         """`rows` at most are decoded at a time, others wait; `length` is the most tokens of a prompt with its answer."""
-        self._tokenizer = pair.tokenizer
-        self._settings = pair, rule, gamma, confidence, engine
+        self._decoding = _Decoding.of(pair, rule, options)
         self._queue = AdmissionQueue(rows, length)
         self._answers: dict[int, Answer] = {}  # by the number that the loop gives or will give them
         self._dropped: set[int] = set()
@@ -143,7 +177,7 @@ class Batch:
         streamed: bool = True,
     ) -> Answer:
         """A prompt of token ids that shall be answered from the next step on."""
-        answer = Answer(self._tokenizer, stop, len(prompt), streamed)
+        answer = Answer(self._decoding.pair.tokenizer, stop, len(prompt), streamed)
         self._queue.put(Request(prompt, max_new_tokens, row_seed(seed, 0)))
         self._answers[self._next] = answer
         self._next += 1
@@ -159,12 +193,12 @@ class Batch:
         """One pass over all rows, or the prefill of those that enter; nothing once none is left."""
         if self._steps is None and self._queue.waiting:
             first = self._queue.waiting.popleft()
-            self._steps = _run(*self._settings, [first], self._answers, self._dropped, self._queue)
-        found = None if self._steps is None else next(self._steps, None)
-        if found is None:  # the loop has ended, and will number from 0 again
+            self._steps = self._decoding.steps([first], self._answers, self._dropped, self._queue)
+        output = None if self._steps is None else next(self._steps, None)
+        if output is None:  # the loop has ended, and will number from 0 again
             self._steps, self._next = None, 0
             self._dropped.clear()
-        return found or []
+        return output or []
 
     def close(self) -> None:
         """Give up all answers and end the loop, so that its engines can be used again."""
@@ -172,6 +206,93 @@ class Batch:
         self._answers.clear()
         self._queue.waiting.clear()
         self.step()
+
+
+StepOutput = list[tuple[Answer, list[Piece]]]
+"""What each answer got from a step."""
+
+
+@dataclass(frozen=True)
+class _Decoding:
+    """A pair and a rule with all that decides how they decode."""
+
+    pair: Pair
+    rule: AcceptanceRule
+    gamma: int
+    confidence: float = 0.0
+    engine: str = "auto"
+    same_draft_weights: bool = False
+    trace: bool = True
+
+    @classmethod
+    def of(cls, pair: Pair, rule: str | AcceptanceRule | None, options: DecodingOptions) -> _Decoding:
+        given: dict[str, Any] = dict(options)
+        about_rule = {key: given.pop(key) for key in RuleOptions.__annotations__ if key in given}
+        built = _guarded(resolve_rule(pair, rule, **about_rule), pair)
+        gamma = given.pop("gamma", None)
+        return cls(pair, built, default_gamma(pair.target.device.type) if gamma is None else gamma, **given)
+
+    def steps(
+        self,
+        requests: Sequence[Request],
+        answers: dict[int, Answer],
+        dropped: set[int] | None = None,
+        queue: AdmissionQueue | None = None,
+    ) -> Iterator[StepOutput]:
+        """Drive the loop, feeding each answer, by its row, until it is finished; yields the new pieces of every step."""
+        pair, rule, kind = self.pair, self.rule, self.engine
+        if rule.judge is not None:
+            rule.judge.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
+            rule.judge.to(pair.target.device)
+        with contextlib.ExitStack() as stack:
+            drafts = pair.draft if self.gamma > 0 else None
+            if drafts is not None:
+                kind = common_kind(pair.target, drafts, kind)
+            target = stack.enter_context(
+                borrowed(pair.target, hidden=rule.judge is not None, int8=pair.int8, kind=kind)
+            )
+            draft = None
+            if drafts is not None:
+                asked_for = pair.int8 or pair.draft_int8
+                int8 = asked_for if self.same_draft_weights else int8_draft(pair, rule, kind)
+                draft = stack.enter_context(borrowed(drafts, int8=int8, kind=kind))
+            dropped, warned = set() if dropped is None else dropped, False
+            for answer in answers.values():
+                answer.started = time.perf_counter()
+            for step in decode(
+                target,
+                draft,
+                [request.prompt for request in requests],
+                rule,
+                gamma=self.gamma,
+                max_new_tokens=[request.max_new_tokens for request in requests],
+                seeds=[request.seed for request in requests],
+                eos_ids=pair.eos_ids,
+                confidence=self.confidence,
+                cancelled=dropped,
+                queue=queue,
+                trace=self.trace,
+            ):
+                if step.irregular and not warned:
+                    warned = True
+                    warnings.warn("non-finite logits or hidden states: alignment alone decided there", stacklevel=2)
+                yield _hand_out(step, answers, dropped)
+
+
+def _hand_out(step: Step, answers: dict[int, Answer], dropped: set[int]) -> StepOutput:
+    """Give each answer its tokens of a step; finished ones leave `answers`, those cut by a stop string are dropped."""
+    output: StepOutput = []
+    now = time.perf_counter()
+    for emission in step.emissions:
+        if (answer := answers.get(emission.row)) is None:
+            continue  # given up
+        output.append((answer, answer.take(emission, step)))
+        answer.seconds["total"] = now - answer.started
+        if answer.finish:
+            del answers[emission.row]
+        if answer.finish == "stop":
+            dropped.add(emission.row)
+    return output
 
 
 def int8_draft(pair: Pair, rule: AcceptanceRule, engine: str = "auto") -> bool:
@@ -201,179 +322,3 @@ def _guarded(rule: AcceptanceRule, pair: Pair) -> AcceptanceRule:
 def row_seed(seed: int, row: int) -> int:
     """The seed of one row's random numbers."""
     return (seed * 1_000_003 + row) % (1 << 63)
-
-
-def _run(
-    pair: Pair,
-    rule: AcceptanceRule | None,
-    gamma: int,
-    confidence: float,
-    engine: str,
-    asked: Sequence[Request],
-    answers: dict[int, Answer],
-    dropped: set[int] | None = None,
-    queue: AdmissionQueue | None = None,
-    same_draft_weights: bool = False,
-) -> Iterator[StepOutput]:
-    """Drive the loop, feeding each answer, by its row, until it is finished; yields the new pieces of every step."""
-    rule = _guarded(rule or EXACT, pair)
-    if rule.judge is not None:
-        rule.judge.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
-        rule.judge.to(pair.target.device)
-    drafted = pair.draft is not None and gamma > 0
-    with contextlib.ExitStack() as stack:
-        if pair.draft is not None and drafted:
-            engine = common_kind(pair.target, pair.draft, engine)
-        target = stack.enter_context(borrowed(pair.target, hidden=rule.judge is not None, int8=pair.int8, kind=engine))
-        draft = None
-        if pair.draft is not None and drafted:
-            rough = pair.int8 or pair.draft_int8 if same_draft_weights else int8_draft(pair, rule, engine)
-            draft = stack.enter_context(borrowed(pair.draft, int8=rough, kind=engine))
-        dropped = set() if dropped is None else dropped
-        warned = False
-        for first in answers.values():
-            first.begun = time.perf_counter()
-        for step in decode(
-            target, draft, [new.prompt for new in asked], rule, gamma=gamma,
-            max_new_tokens=[new.max_new_tokens for new in asked], seeds=[new.seed for new in asked],
-            eos_ids=pair.eos_ids, confidence=confidence, cancelled=dropped, queue=queue,
-        ):  # fmt: skip
-            if step.irregular and not warned:
-                warned = True
-                warnings.warn(
-                    "non-finite logits or hidden states: alignment alone decided at those tokens", stacklevel=2
-                )
-            taken: StepOutput = []
-            now = time.perf_counter()
-            for emission in step.emissions:
-                if (answer := answers.get(emission.row)) is None:
-                    continue  # given up
-                taken.append((answer, answer.take(emission.tokens, emission.origins, emission.finish, step)))
-                answer.seconds["total"] = now - answer.begun
-                if answer.finish:
-                    del answers[emission.row]
-                if answer.finish == "stop":
-                    dropped.add(emission.row)
-            yield taken
-
-
-@dataclass(eq=False)
-class Answer:
-    """One answer in the making: tokens, origins, text, and the cut at a stop string."""
-
-    tokenizer: PreTrainedTokenizerBase
-    stop: Sequence[str]
-    prompt_tokens: int
-    streamed: bool = True
-    """Whether text is wanted token by token; a whole answer without stop strings is decoded once, at its end."""
-    tokens: list[int] = field(default_factory=list)
-    origins: list[Origin] = field(default_factory=list)
-    text: str = ""
-    shown: int = 0
-    cycles: int = 0
-    finish: Finish | None = None
-    begun: float = field(default_factory=time.perf_counter)
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*PHASES, "total"), 0.0))
-
-    def __post_init__(self) -> None:
-        self._text = Detokenizer(self.tokenizer)
-        if isinstance(self.stop, str) or any(not s for s in self.stop):
-            raise SelfJudgeError("stop strings come as a list, and none may be empty")
-
-    def take(self, tokens: Sequence[int], origins: Sequence[Origin], finish: Finish | None, step: Step) -> list[Piece]:
-        self.cycles += step.cycle > 0
-        for phase in PHASES:
-            self.seconds[phase] += step.seconds[phase]
-        if not self.streamed:
-            self.tokens += tokens
-            self.origins += origins
-            self.finish = finish
-            if finish is not None:
-                self.text = self._text.whole(self.tokens)
-            return []
-        pieces = []
-        for i, (token, origin) in enumerate(zip(tokens, origins, strict=True)):
-            self.tokens.append(token)
-            self.origins.append(origin)
-            self.text += self._text.add(token)
-            last = finish is not None and i + 1 == len(tokens)
-            if last:
-                self.text += self._text.rest()
-            cut = min(
-                (at for s in self.stop if (at := self.text.find(s, max(0, self.shown - len(s)))) >= 0), default=-1
-            )
-            if cut >= 0:
-                self.text, self.finish = self.text[:cut], "stop"
-            elif last:
-                self.finish = finish
-            pieces.append(Piece(self._showable(), token, origin))
-            if self.finish:
-                break
-        return pieces
-
-    def _showable(self) -> str:
-        """Text not yet shown, less an end that may turn out to begin a stop string."""
-        end = len(self.text)
-        if self.finish is None:
-            for s in self.stop:
-                held = next((n for n in range(min(len(s) - 1, end), 0, -1) if self.text.endswith(s[:n])), 0)
-                end = min(end, len(self.text) - held)
-        new, self.shown = self.text[self.shown : end], max(self.shown, end)
-        return new
-
-    def generation(self) -> Generation:
-        if self.finish is None:
-            raise SelfJudgeError("the answer is not finished: iterate over the whole stream first")
-        return Generation(
-            tuple(self.tokens),
-            tuple(self.origins),
-            self.text,
-            self.cycles,
-            self.finish,
-            self.prompt_tokens,
-            self.seconds,
-        )
-
-
-StepOutput = list[tuple[Answer, list[Piece]]]
-"""What each answer got from a step."""
-
-
-class Detokenizer:
-    """Text of a growing token sequence, special tokens left out, never an incomplete character."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
-        self.ids: list[int] = []
-        self.context = 0  # decode from here: a few tokens back, for tokenizers that treat a first word differently
-        self.read = 0
-
-    def add(self, token: int) -> str:
-        """The text this token completes; empty while a multi-byte character is open."""
-        self.ids.append(token)
-        new = self._new()
-        if new.endswith("\ufffd"):
-            return ""
-        if new:  # special tokens have no text and are no context
-            self.context = self.read
-        self.read = len(self.ids)
-        return new
-
-    def rest(self) -> str:
-        """What is left at the end, incomplete characters included."""
-        new = self._new()
-        self.read = len(self.ids)
-        return new
-
-    def whole(self, ids: list[int]) -> str:
-        """The text of a complete sequence."""
-        return self._decode(ids)
-
-    def _new(self) -> str:
-        if self.read == len(self.ids):
-            return ""
-        before = self._decode(self.ids[self.context : self.read])
-        return self._decode(self.ids[self.context :])[len(before) :]
-
-    def _decode(self, ids: list[int]) -> str:
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from selfjudge.decoding.plain import respond
-from selfjudge.decoding.rules import Sampling
+from selfjudge.decoding.sampling import Sampling
 from selfjudge.engine.teacher_forced import GRID, Sequences, logit_rows, logits_of, teacher_forced, width
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.pair import Pair

@@ -47,6 +47,9 @@ class Engine(Protocol):
         """`prefill` for rows that join a batch which is under way: they come after those that are there. A static engine
         must have reserved room for them."""
 
+    def bucket(self, rows: int, now: int = 0) -> int:
+        """How many rows a batch should have in which `rows` are live and, if it is under way, `now` are there."""
+
     def rewind(self, refused: Tensor) -> None:
         """Forget the last refused[b] tokens of each row."""
 
@@ -74,6 +77,9 @@ class Eager:
 
     def prefill(self, tokens: Tensor, counts: Tensor) -> Output:
         return self.extend(tokens, counts, keep=1)
+
+    def bucket(self, rows: int, now: int = 0) -> int:
+        return rows
 
     def state(self) -> list[Tensor]:
         return []

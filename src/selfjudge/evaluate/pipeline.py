@@ -26,7 +26,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from selfjudge.decoding.rules import EXACT, AcceptanceRule, parse_rule
+from selfjudge.decoding.rule_parser import parse_rule
+from selfjudge.decoding.rules import EXACT, AcceptanceRule
 from selfjudge.decoding.text import generate, row_seed
 from selfjudge.engine.teacher_forced import teacher_forced
 from selfjudge.errors import SelfJudgeError

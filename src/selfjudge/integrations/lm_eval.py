@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from selfjudge.decoding.rules import AcceptanceRule, Sampling, parse_rule
+from selfjudge.decoding.rule_parser import parse_rule
+from selfjudge.decoding.rules import AcceptanceRule
+from selfjudge.decoding.sampling import Sampling
 from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.likelihood import likelihoods

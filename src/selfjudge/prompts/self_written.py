@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from selfjudge.decoding.plain import respond
-from selfjudge.decoding.rules import Sampling
+from selfjudge.decoding.sampling import Sampling
 from selfjudge.errors import SelfJudgeError
 
 LONGEST = 160  # tokens of a self-written prompt

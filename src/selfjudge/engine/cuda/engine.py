@@ -238,6 +238,10 @@ class CudaEngine:
         logits = F.linear(y.reshape(batch * keep, -1), w.head)
         return Output(logits.view(batch, keep, -1), y if self._want_hidden else None)
 
+    def bucket(self, rows: int, now: int = 0) -> int:
+        """Recordings are for 1, 2, 4, 8 … rows; idle rows stay until they are half of the batch."""
+        return now if now and rows > now // 2 else 1 << (rows - 1).bit_length()
+
     def rewind(self, refused: Tensor) -> None:
         self.lengths.sub_(refused)
 

@@ -7,7 +7,9 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from selfjudge.decoding.rules import RULES, AcceptanceRule, Judged, Sampling, names_threshold, parse_rule
+from selfjudge.decoding.rule_parser import RULES, names_threshold, parse_rule
+from selfjudge.decoding.rules import AcceptanceRule, Judged
+from selfjudge.decoding.sampling import Sampling
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from selfjudge.decoding.text import Answer, Batch
+from selfjudge.decoding.answer import Answer
+from selfjudge.decoding.text import Batch
 from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.integrations.server.metrics import MODES, Metrics
 from selfjudge.integrations.server.rules import Choice, Rules

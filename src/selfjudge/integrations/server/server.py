@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import replace
 
-from selfjudge.decoding.rules import names_threshold
+from selfjudge.decoding.rule_parser import names_threshold
 from selfjudge.decoding.text import Batch
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.integrations.server.config import ServerConfig

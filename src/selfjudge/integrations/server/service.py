@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from selfjudge.decoding.rules import Sampling
+from selfjudge.decoding.sampling import Sampling
 from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.integrations.server.errors import RefusedError
 from selfjudge.integrations.server.metrics import Metrics

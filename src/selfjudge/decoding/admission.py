@@ -1,0 +1,129 @@
+"""Who is in a batch: requests that wait, rows that enter, emit and leave."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from selfjudge.engine.base import Engine
+from selfjudge.errors import SelfJudgeError
+from selfjudge.types import Emission, Finish, Judgement, Origin, TokenColumn
+
+
+class Request(NamedTuple):
+    """A prompt that waits to enter a batch."""
+
+    prompt: Sequence[int]
+    max_new_tokens: int
+    seed: int = 0
+
+
+IDLE = Request((0,), 1)
+"""Fills a batch up to a size for which the engine has a recording; nobody reads what it says."""
+
+
+@dataclass
+class AdmissionQueue:
+    """Where requests wait for a batch that is under way: the caller puts them here between steps."""
+
+    rows: int
+    """The most rows at a time."""
+    length: int
+    """The most tokens a row may have, prompt and answer: static engines reserve so much for each."""
+    waiting: deque[Request] = field(default_factory=deque)
+
+    def put(self, request: Request) -> None:
+        if len(request.prompt) + request.max_new_tokens > self.length:
+            raise SelfJudgeError(f"a row of this batch has at most {self.length} tokens, prompt and answer")
+        self.waiting.append(request)
+
+    def open(self, alive: int) -> bool:
+        """Whether somebody waits and there is room beside `alive` rows."""
+        return bool(self.waiting) and alive < self.rows
+
+    def take(self, alive: int, engine: Engine) -> list[Request]:
+        """Those who fit beside `alive` rows, and idle ones up to a size that the engine likes."""
+        requests = [self.waiting.popleft() for _ in range(min(len(self.waiting), self.rows - alive))]
+        total = alive + len(requests)
+        return requests + [IDLE] * (min(engine.bucket(total), self.rows) - total)
+
+
+@dataclass
+class Rows:
+    """What the loop keeps of the rows in the batch."""
+
+    index: NDArray[np.int64]
+    """Number of each row, in the order of prompts and queue; −1 for idle ones."""
+    left: NDArray[np.int64]
+    """Tokens each may still emit."""
+    finished: NDArray[np.bool_]
+
+    @classmethod
+    def new(cls, first: int, limits: Sequence[int], requests: Sequence[Request] = ()) -> Rows:
+        """Rows numbered from `first` on; those of idle requests are finished from the start."""
+        idle = np.array([request is IDLE for request in requests] or [False] * len(limits), bool)
+        return cls(np.where(idle, -1, first + np.cumsum(~idle) - 1), np.asarray(limits), idle)
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def alive(self) -> list[int]:
+        return np.flatnonzero(~self.finished).tolist()
+
+    def cancel(self, cancelled: set[int] | None) -> None:
+        """Finish the rows that the caller gave up, and take them out of the caller's set."""
+        if cancelled:
+            self.finished |= np.isin(self.index, list(cancelled))
+            cancelled.difference_update(self.index.tolist())
+
+    def take(self, kept: list[int]) -> Rows:
+        return Rows(self.index[kept], self.left[kept], self.finished[kept])
+
+    def extended(self, other: Rows) -> Rows:
+        mine, theirs = (self.index, self.left, self.finished), (other.index, other.left, other.finished)
+        return Rows(*(np.concatenate(both) for both in zip(mine, theirs, strict=True)))
+
+    def emit(self, table: NDArray[Any], gamma: int, eos_ids: Collection[int]) -> Sequence[Emission]:
+        """What the live rows get from a packed verdict [B, …], cut at the end token and at their limits."""
+        active = np.flatnonzero(~self.finished)
+        if gamma == 0:  # one token a row, all rows at once
+            tokens = table[active, 1]
+            self.left[active] -= 1
+            ended = np.where(np.isin(tokens, list(eos_ids)), 1, np.where(self.left[active] == 0, 2, 0))
+            self.finished[active] = ended > 0
+            return TokenColumn(self.index[active], tokens, ended)
+        return tuple(self._emission(i, table[i], gamma, eos_ids) for i in active.tolist())
+
+    def _emission(self, row: int, packed: NDArray[Any], gamma: int, eos_ids: Collection[int]) -> Emission:
+        *body, k, following, _ = packed.tolist()
+        tokens = [*body[:k], following]
+        judged = body[gamma : 2 * gamma]
+        origins: list[Origin] = ["judge" if judged[j] else "draft" for j in range(k)]
+        origins.append("target")
+        finish: Finish | None = None
+        for j, token in enumerate(tokens):
+            if token in eos_ids or j + 1 == self.left[row]:
+                finish = "eos" if token in eos_ids else "length"
+                tokens, origins = tokens[: j + 1], origins[: j + 1]
+                break
+        self.left[row] -= len(tokens)
+        self.finished[row] = finish is not None
+        traced = len(body) > 2 * gamma and "judge" in origins
+        judgements = _judgements(packed[2 * gamma : 5 * gamma], origins) if traced else ()
+        return Emission(int(self.index[row]), tuple(tokens), tuple(origins), finish, judgements)
+
+
+def _judgements(traced: NDArray[Any], origins: Sequence[Origin]) -> tuple[Judgement, ...]:
+    """[3γ] what `cycle.trace` wrote → about the tokens of origin `judge`."""
+    choice, p, score = traced.reshape(3, -1)
+    p, score = (bits.astype(np.int32).view(np.float32) for bits in (p, score))
+    return tuple(
+        Judgement(j, int(choice[j]), float(p[j]), None if np.isnan(score[j]) else float(score[j]))
+        for j, origin in enumerate(origins)
+        if origin == "judge"
+    )

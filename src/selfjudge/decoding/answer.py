@@ -1,0 +1,153 @@
+"""One answer in the making: tokens become text, stop strings cut it, judged tokens are noted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedTokenizerBase
+
+from selfjudge.errors import SelfJudgeError
+from selfjudge.types import PHASES, Emission, Finish, Generation, JudgedToken, Judgement, Origin, Piece, Step
+
+
+@dataclass(eq=False)
+class Answer:
+    """One answer in the making."""
+
+    tokenizer: PreTrainedTokenizerBase
+    stop: Sequence[str]
+    prompt_tokens: int
+    streamed: bool = True
+    """Whether text is wanted token by token; a whole answer without stop strings is decoded once, at its end."""
+    tokens: list[int] = field(default_factory=list)
+    origins: list[Origin] = field(default_factory=list)
+    judged_tokens: list[JudgedToken] = field(default_factory=list)
+    text: str = ""
+    shown: int = 0
+    cycles: int = 0
+    finish: Finish | None = None
+    started: float = field(default_factory=time.perf_counter)
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*PHASES, "total"), 0.0))
+
+    def __post_init__(self) -> None:
+        self._text = Detokenizer(self.tokenizer)
+        if isinstance(self.stop, str) or any(not s for s in self.stop):
+            raise SelfJudgeError("`stop` is a list of strings, and none may be empty")
+
+    def take(self, emission: Emission, step: Step) -> list[Piece]:
+        """Add what a step emitted; the new pieces of text, if the answer is streamed."""
+        self.cycles += step.cycle > 0
+        for phase in PHASES:
+            self.seconds[phase] += step.seconds[phase]
+        judged = {about.place: self._judged(emission, about) for about in emission.judged}
+        if not self.streamed:
+            self.tokens += emission.tokens
+            self.origins += emission.origins
+            self.judged_tokens += judged.values()
+            self.finish = emission.finish
+            if self.finish is not None:
+                self.text = self._text.whole(self.tokens)
+            return []
+        pieces = []
+        for i, (token, origin) in enumerate(zip(emission.tokens, emission.origins, strict=True)):
+            last = emission.finish is not None and i + 1 == len(emission.tokens)
+            pieces.append(
+                Piece(self._add(token, origin, emission.finish if last else None), token, origin, judged.get(i))
+            )
+            self.judged_tokens += [judged[i]] if i in judged else []
+            if self.finish:
+                break
+        return pieces
+
+    def _judged(self, emission: Emission, about: Judgement) -> JudgedToken:
+        token = emission.tokens[about.place]
+        return JudgedToken(
+            index=len(self.tokens) + about.place,
+            token=token,
+            text=self._text.whole([token]),
+            target_token=about.target_token,
+            target_text=self._text.whole([about.target_token]),
+            target_probability=about.target_probability,
+            score=about.score,
+        )
+
+    def _add(self, token: int, origin: Origin, finish: Finish | None) -> str:
+        """The text that a token lets us show; sets `finish` at the end or at a stop string."""
+        self.tokens.append(token)
+        self.origins.append(origin)
+        self.text += self._text.add(token)
+        if finish is not None:
+            self.text += self._text.rest()
+        starts = (self.text.find(s, max(0, self.shown - len(s))) for s in self.stop)
+        cut = min((at for at in starts if at >= 0), default=-1)
+        if cut >= 0:
+            self.text, self.finish = self.text[:cut], "stop"
+        else:
+            self.finish = finish
+        return self._showable()
+
+    def _showable(self) -> str:
+        """Text not yet shown, less an end that may turn out to begin a stop string."""
+        end = len(self.text)
+        if self.finish is None:
+            for s in self.stop:
+                held = next((n for n in range(min(len(s) - 1, end), 0, -1) if self.text.endswith(s[:n])), 0)
+                end = min(end, len(self.text) - held)
+        new, self.shown = self.text[self.shown : end], max(self.shown, end)
+        return new
+
+    def generation(self) -> Generation:
+        if self.finish is None:
+            raise SelfJudgeError("the answer is not finished: read the whole stream first")
+        return Generation(
+            tuple(self.tokens),
+            tuple(self.origins),
+            self.text,
+            self.cycles,
+            self.finish,
+            self.prompt_tokens,
+            self.seconds,
+            tuple(self.judged_tokens),
+        )
+
+
+class Detokenizer:
+    """Text of a growing token sequence, special tokens left out, never an incomplete character."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self.ids: list[int] = []
+        self.context = 0  # decode from here: a few tokens back, for tokenizers that treat a first word differently
+        self.read = 0
+
+    def add(self, token: int) -> str:
+        """The text this token completes; empty while a multi-byte character is open."""
+        self.ids.append(token)
+        new = self._new()
+        if new.endswith("\ufffd"):
+            return ""
+        if new:  # special tokens have no text and are no context
+            self.context = self.read
+        self.read = len(self.ids)
+        return new
+
+    def rest(self) -> str:
+        """What is left at the end, incomplete characters included."""
+        new = self._new()
+        self.read = len(self.ids)
+        return new
+
+    def whole(self, ids: list[int]) -> str:
+        """The text of a complete sequence."""
+        return self._decode(ids)
+
+    def _new(self) -> str:
+        if self.read == len(self.ids):
+            return ""
+        before = self._decode(self.ids[self.context : self.read])
+        return self._decode(self.ids[self.context :])[len(before) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))

@@ -1,0 +1,221 @@
+"""One cycle: the draft proposes, the target verifies, the judge scores, the rule decides, both caches are rewound."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from selfjudge.decoding.rules import AcceptanceRule
+from selfjudge.decoding.sampling import sample
+from selfjudge.engine.base import Engine
+from selfjudge.ops.argmax import argmax_checked, regular
+from selfjudge.types import PHASES, Block, Verdict
+
+RECORDINGS = 32  # of cycles that an engine keeps: each holds its own outputs on the device
+
+
+class Cycle:
+    """One cycle as functions over fixed tensors, so that an engine may record them and replay them without Python."""
+
+    def __init__(
+        self, target: Engine, draft: Engine | None, rule: AcceptanceRule, gamma: int, *, trace: bool, first: Tensor
+    ) -> None:
+        """`first` [B] are the tokens that prefill yielded; `trace` asks for what the target wanted at judged tokens."""
+        self.target, self.draft, self.rule, self.gamma = target, draft, rule, gamma
+        self.trace = trace
+        self.confidence = 0.0
+        self.last = first[:, None].clone()
+        self.backlog = torch.cat([self.last, self.last], 1)  # the newest emitted tokens; the draft lacks the last
+        self.missing = torch.ones_like(first)  # `missing` of them
+        self.uniforms = (
+            None if rule.sampling is None else first.new_zeros((len(first), 2 * gamma + 1), dtype=torch.float32)
+        )
+        self.steps: list[Callable[[], None]] | None = None
+
+    def begin(self, first: Tensor) -> None:
+        """Start over with the tokens that prefill yielded."""
+        self.last.copy_(first[:, None])
+        self.backlog.copy_(first[:, None].expand_as(self.backlog))
+        self.missing.fill_(1)
+
+    @torch.no_grad()
+    def run(self, uniforms: Tensor | None) -> tuple[Tensor, PhaseTimer]:
+        """Start one cycle; the packed verdict, not yet waited for."""
+        if self.uniforms is not None and uniforms is not None:
+            self.uniforms.copy_(uniforms)
+        if self.steps is None:
+            engines = [self.target] if self.draft is None else [self.target, self.draft]
+            state = [self.last, self.backlog, self.missing, *(t for engine in engines for t in engine.state())]
+            self.steps = self.target.capture([self.propose, self.verify, self.judge, self.decide], state)
+            # nobody reads these after a recording: the next ones may use their memory, which for large batches is most
+            for name in ("draft_logits", "output", "argmax", "block"):
+                vars(self).pop(name, None)
+        timer = PhaseTimer(self.target.device)
+        for phase, step in zip(PHASES, self.steps, strict=True):
+            with timer(phase):
+                step()
+        return timer.sent(self.packed), timer
+
+    def propose(self) -> None:
+        self.drafts, self.draft_logits = self.last[:, :0], None
+        if self.draft is not None:
+            behind = self.draft.static or bool((self.missing > 1).any())
+            backlog, missing = (self.backlog, self.missing) if behind else (self.backlog[:, 1:], None)
+            self.drafts, self.draft_logits = self._proposals(self.draft, backlog, missing)
+
+    def _proposals(self, draft: Engine, backlog: Tensor, missing: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """[B, γ] drafts and, when sampling, the [B, γ, V] logits they were drawn from; fewer if the draft is unsure."""
+        tokens: list[Tensor] = []
+        drawn_from: list[Tensor] = []
+        size, sampling = self.target.vocab_size, self.rule.sampling
+        confidence = 0.0 if draft.static else self.confidence
+        log_q = torch.zeros(len(backlog), device=backlog.device)  # of everything proposed so far
+        output = draft.extend(backlog, missing, keep=1)
+        for i in range(self.gamma):
+            logits = output.logits[:, -1]
+            if sampling is not None:
+                assert self.uniforms is not None
+                logits = sampling.warp(_over_vocabulary(regular(logits), size))
+                drawn_from.append(logits)
+                tokens.append(sample(logits.softmax(-1), self.uniforms[:, i]))
+            else:
+                tokens.append(argmax_checked(logits[:, :size])[0])
+            if confidence > 0:
+                known = logits[:, :size].float()
+                log_q += known.gather(1, tokens[-1][:, None]).squeeze(1) - known.logsumexp(-1)
+                if bool((log_q < math.log(confidence)).all()):
+                    break
+            if i + 1 < self.gamma:
+                output = draft.extend(tokens[-1][:, None])
+        return torch.stack(tokens, 1), torch.stack(drawn_from, 1) if drawn_from else None
+
+    def verify(self) -> None:
+        self.output = self.target.extend(torch.cat([self.last, self.drafts], 1))
+        self.argmax = argmax_checked(self.output.logits)
+
+    def judge(self) -> None:
+        u, drafted = self.uniforms, self.drafts.shape[1]
+        chosen = None if u is None else torch.cat([u[:, self.gamma : self.gamma + drafted], u[:, -1:]], 1)
+        output = self.output
+        self.block = Block(self.drafts, output.logits, output.hidden, self.draft_logits, chosen, argmax=self.argmax)
+        if self.rule.judge is not None and self.gamma and not self.rule.settled(self.block):
+            self.block = replace(self.block, scores=self.rule.judge(self.block))
+
+    def decide(self) -> None:
+        verdict = self.rule(self.block)
+        k, drafted = verdict.n_accepted, self.drafts.shape[1]
+        self.target.rewind(drafted - k)
+        self.last.copy_(verdict.next_token[:, None])
+        if self.draft is not None:
+            self.draft.rewind((drafted - 1 - k).clamp_min(0))  # the last draft itself was never fed to the draft
+            # a fully accepted block leaves the draft two tokens behind: d_γ and the bonus token
+            self.backlog.copy_(torch.cat([self.drafts[:, -1:], self.last], 1))
+            self.missing.copy_(1 + (k == drafted).long())
+        self.packed = pack(self.drafts, verdict, trace(self.block, verdict) if self.trace else None)
+
+    def continued(self, rows: list[int], first: Tensor) -> Cycle:
+        """The cycle for these rows and, after them, new ones whose prefill yielded `first`; the engines have them."""
+        last, backlog, missing = self.last[rows, 0], self.backlog[rows], self.missing[rows]
+        cycle = find_cycle(
+            self.target, self.draft, self.rule, self.gamma, trace=self.trace, first=torch.cat([last, first])
+        )
+        cycle.confidence = self.confidence
+        cycle.backlog[: len(rows)] = backlog
+        cycle.missing[: len(rows)] = missing
+        return cycle
+
+
+def find_cycle(
+    target: Engine, draft: Engine | None, rule: AcceptanceRule, gamma: int, *, trace: bool, first: Tensor
+) -> Cycle:
+    """A new cycle, or the one this engine recorded for an earlier batch of the same shape."""
+    trace = trace and gamma > 0 and not rule.lossless
+    if not target.static:
+        return Cycle(target, draft, rule, gamma, trace=trace, first=first)
+    key = (rule, gamma, trace, len(first), draft, draft and draft.version)
+    if key in target.recorded:
+        cycle: Cycle = target.recorded.pop(key)
+        target.recorded[key] = cycle  # the latest used goes last, and is dropped last
+        cycle.begin(first)
+        return cycle
+    while len(target.recorded) >= RECORDINGS:
+        target.recorded.pop(next(iter(target.recorded)))
+    cycle = target.recorded[key] = Cycle(target, draft, rule, gamma, trace=trace, first=first)
+    return cycle
+
+
+def _over_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
+    """Draft logits over the target's vocabulary: families pad their embedding matrices to different sizes."""
+    missing = vocab_size - logits.shape[-1]
+    if missing > 0:
+        return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
+    return logits[..., :vocab_size]
+
+
+def trace(block: Block, verdict: Verdict) -> Tensor:
+    """[B, 3γ] at each draft: the target's choice, its probability and the judge's score, the last two as bits of float32."""
+    assert block.argmax is not None
+    choice, shape = block.argmax[0][:, :-1], block.draft_tokens.shape
+    if block.draft_tokens.device.type == "cpu" and not verdict.judged.any():
+        return choice.new_zeros(shape[0], 3 * shape[1])  # nobody will look
+    logits = regular(block.target_logits[:, :-1]).float()
+    p = (logits.gather(-1, choice[..., None]).squeeze(-1) - logits.logsumexp(-1)).exp()
+    score = torch.full_like(p, math.nan) if block.scores is None else block.scores.float()
+    return torch.cat([choice, p.view(torch.int32).long(), score.view(torch.int32).long()], 1)
+
+
+def pack(drafts: Tensor, verdict: Verdict, traced: Tensor | None = None) -> Tensor:
+    """[B, 2γ+3] or [B, 5γ+3] all the host wants to know, in one piece: d, judged, trace, n, next token, irregular."""
+    n, following = verdict.n_accepted[:, None], verdict.next_token[:, None]
+    parts = [drafts, verdict.judged.long(), *([] if traced is None else [traced])]
+    return torch.cat([*parts, n, following, verdict.irregular.long().expand_as(n)], 1)
+
+
+class PhaseTimer:
+    """Wall clock of one cycle by phase. On CUDA by events, so that the host need not wait between phases."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.spans: list[tuple[str, Any, Any]] = []
+        self.arrived: Any = None
+
+    def _now(self) -> Any:
+        if self.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            return event
+        if self.device.type == "mps":
+            torch.mps.synchronize()
+        return time.perf_counter()
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = self._now()
+        yield
+        self.spans.append((phase, start, self._now()))
+
+    def sent(self, packed: Tensor) -> Tensor:
+        """A copy of the verdict that the next cycle cannot overwrite, on its way to the host."""
+        if self.device.type != "cuda":
+            return packed
+        host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+        host.copy_(packed, non_blocking=True)
+        self.arrived = torch.cuda.Event()
+        self.arrived.record()
+        return host
+
+    def seconds(self) -> dict[str, float]:
+        """Wait for what was sent; the seconds of each phase."""
+        if self.device.type == "cuda":
+            (self.arrived or torch.cuda.current_stream(self.device)).synchronize()
+        total = dict.fromkeys(PHASES, 0.0)
+        for phase, start, end in self.spans:
+            total[phase] += start.elapsed_time(end) / 1e3 if self.device.type == "cuda" else end - start
+        return total

@@ -1,0 +1,95 @@
+"""Sampling: temperature and filters, drawing by inversion, and each row's own random numbers."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from selfjudge.errors import SelfJudgeError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Temperature, then top-k, then top-p, as in transformers; applied to target and draft alike."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature > 0):
+            raise SelfJudgeError(
+                f"`temperature` must be a positive number, not {self.temperature}; rule exact is greedy"
+            )
+        if not 0 < self.top_p <= 1:
+            raise SelfJudgeError(f"`top_p` must lie in (0, 1], not {self.top_p}")
+        if self.top_k < 0:
+            raise SelfJudgeError(f"`top_k` must be 0 (off) or positive, not {self.top_k}")
+
+    def warp(self, logits: Tensor) -> Tensor:
+        """[..., V] → [..., V] with filtered tokens at −inf."""
+        logits = logits.float() / self.temperature
+        if 0 < self.top_k < logits.shape[-1]:
+            kth = logits.topk(self.top_k, dim=-1).values[..., -1:]
+            logits = logits.masked_fill(logits < kth, -math.inf)
+        if self.top_p < 1:
+            ascending, order = logits.sort(dim=-1)
+            cut = ascending.softmax(-1).cumsum(-1) <= 1 - self.top_p
+            cut[..., -1] = False  # the most likely token always stays
+            logits = logits.masked_fill(torch.zeros_like(cut).scatter(-1, order, cut), -math.inf)
+        return logits
+
+
+def sample(probabilities: Tensor, uniform: Tensor) -> Tensor:
+    """[..., V], [...] → [...] one token each by inversion of the cumulative distribution (need not be normalised)."""
+    cumulative = probabilities.cumsum(-1)
+    total = cumulative[..., -1:]
+    point = torch.minimum(uniform.unsqueeze(-1) * total, total * (1 - 1e-6))
+    return torch.searchsorted(cumulative, point, right=True).squeeze(-1).clamp_max(probabilities.shape[-1] - 1)
+
+
+class RandomNumbers:
+    """Each row's own random numbers: the same ones whatever its neighbours do, drawn for many cycles at a time."""
+
+    AHEAD = 32
+
+    def __init__(self, wanted: bool, gamma: int, device: torch.device) -> None:
+        """`wanted` is False under greedy rules: nothing is drawn then."""
+        self.wanted, self.per_cycle, self.device = wanted, 2 * gamma + 1, device
+        self.generators: list[torch.Generator] = []
+        self.drawn: deque[Tensor] = deque()
+
+    def _draw(self, generators: list[torch.Generator], cycles: int) -> Iterable[Tensor]:
+        """For each cycle [B, 2γ+1]; the same numbers whether drawn at once or one by one."""
+        numbers = torch.stack([torch.rand(cycles * self.per_cycle, generator=g) for g in generators]).to(self.device)
+        return numbers.view(-1, cycles, self.per_cycle).unbind(1)
+
+    def enter(self, seeds: Iterable[int]) -> Tensor | None:
+        """Rows with these seeds come after those that are there; [B, 1] for the tokens that their prefill yields."""
+        if not self.wanted:
+            return None
+        new = [torch.Generator().manual_seed(seed) for seed in seeds]
+        first = torch.stack([torch.rand(1, generator=g) for g in new]).to(self.device)
+        if self.drawn:
+            ahead = self._draw(new, len(self.drawn))
+            self.drawn = deque(torch.cat(both) for both in zip(self.drawn, ahead, strict=True))
+        self.generators += new
+        return first
+
+    def next(self) -> Tensor | None:
+        """[B, 2γ+1] for one cycle: γ to draw drafts, γ to accept them, one for the token that follows."""
+        if not self.wanted:
+            return None
+        if not self.drawn:
+            self.drawn.extend(self._draw(self.generators, self.AHEAD))
+        return self.drawn.popleft()
+
+    def select(self, rows: list[int]) -> None:
+        if self.wanted:
+            self.generators = [self.generators[i] for i in rows]
+            self.drawn = deque(u[rows] for u in self.drawn)
