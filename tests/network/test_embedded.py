@@ -125,7 +125,10 @@ def test_the_judge_that_ships_belongs_to_the_pair_and_decides(embedded: Pair) ->
     assert sum(a.judged_share for a in fewer) < sum(a.judged_share for a in fast)
 
 
-def demo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, *options: str) -> dict[str, Any]:
+def demo(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path, *options: str
+) -> dict[str, Any]:
+    options = ("--out", str(tmp_path / "demo.html"), *options)
     monkeypatch.setattr(
         sys, "argv", ["selfjudge", "demo", "--limit", "1", "--max-new-tokens", "12", "--json", *options]
     )
@@ -136,9 +139,10 @@ def demo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, *option
 
 
 def test_the_demo_ends_in_a_table(
-    embedded: Pair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    embedded: Pair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
-    found = demo(monkeypatch, capsys, "--no-labels")
+    found = demo(monkeypatch, capsys, tmp_path, "--no-labels")
+    assert "judged, shipped" in (tmp_path / "demo.html").read_text()
     assert [row["rule"] for row in found["rows"]] == ["plain", "exact", "topk:2", "judged, shipped"]
     assert found["rows"][0]["log_likelihood"] == pytest.approx(found["rows"][1]["log_likelihood"], abs=1e-3)
     assert found["draft_log_likelihood"] < 0
@@ -155,9 +159,9 @@ def test_a_rough_draft_changes_few_drafts(embedded: Pair) -> None:
 
 @pytest.mark.slow
 def test_the_demo_labels_and_trains_a_judge_of_its_own(
-    embedded: Pair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    embedded: Pair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
-    own = demo(monkeypatch, capsys)["own"]
+    own = demo(monkeypatch, capsys, tmp_path)["own"]
     assert own["labels"] > 50
     assert 0 < own["acceptable"] < 0.5
     assert own["tau"] == shipped_tau("smollm2-135m", embedded.draft_sha256, 10)["tau"]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -12,10 +13,9 @@ from selfjudge.bench.config import DemoConfig
 from selfjudge.cli.groups import PairOptions
 from selfjudge.cli.options import AsJson, config_options
 from selfjudge.cli.output import figure, print_json, status, warn
+from selfjudge.store import write_text
 
-if TYPE_CHECKING:
-    from selfjudge.bench.demo import Demo
-
+Say = Callable[[str], None]
 COLUMNS = ("rule", "γ", "m", "judged", "tokens/s", "× plain", "same answer", "log-likelihood")
 
 
@@ -36,42 +36,42 @@ def demo(
     from selfjudge.bench.demo import SHIPPED, Demo
     from selfjudge.judge.model import Judge
 
-    with status() as notify, tempfile.TemporaryDirectory() as folder:
-        run = Demo(pair, config, notify)
+    with status() as line, tempfile.TemporaryDirectory() as folder:
+        run = Demo(pair, config, line)
+        say = (lambda text: None) if as_json else line.print
         try:
             if config.labels:
                 run.make_judge(Path(folder))
-                if not as_json:
-                    _show_own(run.result["own"])
+                _show_own(run.result["own"], say)
             if models.shipped_judge:
                 run.judges[SHIPPED] = Judge.from_pretrained(models.shipped_judge)
             for row in run.rows():
-                if not as_json:
-                    _show_row(row, heading=len(run.result["rows"]) == 1)
+                _show_row(row, say, heading=len(run.result["rows"]) == 1)
         except KeyboardInterrupt:
-            _finish(run, out, as_json)
             warn("interrupted; this is what was done until then")
             raise
-    _finish(run, out, as_json)
+        finally:
+            line.stop()
+            _finish(run.result, out, as_json)
 
 
-def _show_own(own: dict[str, Any]) -> None:
+def _show_own(own: dict[str, Any], say: Say) -> None:
     """What labelling and training gave, as soon as it is there."""
     if own.get("labels"):
-        _say(
+        say(
             f"{own['labels']} labels from the target's own likelihoods in {own['label_seconds']:.0f} s,"
             f" {own['acceptable']:.0%} acceptable (τ = {own['tau']:.2f})"
         )
     if "why_not" in own:
-        _say(f"no judge from so few: {own['why_not']}")
+        say(f"no judge from so few: {own['why_not']}")
     elif "auc" in own:
-        _say(
+        say(
             f"a judge from them in {own['train_seconds']:.1f} s, ROC-AUC {own['auc']:.2f}"
             f" on {own['auc_of']} mismatches of other prompts"
         )
 
 
-def _show_row(row: dict[str, Any], heading: bool) -> None:
+def _show_row(row: dict[str, Any], say: Say, heading: bool) -> None:
     """A line of the table, as soon as it is there."""
     cells = (
         row["rule"],
@@ -84,37 +84,41 @@ def _show_row(row: dict[str, Any], heading: bool) -> None:
         f"{row['log_likelihood']:.3f}",
     )
     for line in (COLUMNS, cells) if heading else (cells,):
-        _say(
+        say(
             f"{line[0]:<22}"
             + "".join(f"{cell:>{len(name) + 3}}" for name, cell in zip(COLUMNS[1:], line[1:], strict=True))
         )
 
 
-def _finish(run: Demo, out: Path, as_json: bool) -> None:
-    """The page, and what stands below the table."""
-    result = run.result
-    rows = result["rows"]
+def _finish(result: dict[str, Any], out: Path, as_json: bool) -> None:
+    """The page, and what stands below the table: of what there is, also after Ctrl-C."""
+    if result["rows"]:
+        from selfjudge.report.demo import demo_page
+
+        write_text(out, demo_page(result))
     if as_json:
         print_json(result)
-    elif rows:
-        _say(f"\n> {result['prompt']}\n\n({rows[-1]['rule']})\n{rows[-1]['example']}\n")
-        _say("m = tokens per target pass; judged = tokens taken against the target's choice; same answer = as plain.")
-        _say(
-            f"The judges' thresholds reject {result['quality']:.0%} of bad substitutions (--quality {result['quality']})."
+    elif result["rows"]:
+        _show_notes(result)
+        typer.echo(f"the same as a page: {out}")
+
+
+def _show_notes(result: dict[str, Any]) -> None:
+    """An answer, and what the columns mean."""
+    rows = result["rows"]
+    typer.echo(f"\n> {result['prompt']}\n\n({rows[-1]['rule']})\n{rows[-1]['example']}\n")
+    typer.echo("m = tokens per target pass; judged = tokens taken against the target's choice; same answer = as plain.")
+    typer.echo(
+        f"The judges' thresholds reject {result['quality']:.0%} of bad substitutions (--quality {result['quality']})."
+    )
+    if result["draft_log_likelihood"] is not None:
+        typer.echo(
+            "log-likelihood = the target's own view of the answer, per token:"
+            f" {rows[0]['log_likelihood']:.3f} for its greedy answer,"
+            f" {result['draft_log_likelihood']:.3f} for what the draft says alone."
         )
-        if result["draft_log_likelihood"] is not None:
-            _say(
-                "log-likelihood = the target's own view of the answer, per token:"
-                f" {rows[0]['log_likelihood']:.3f} for its greedy answer,"
-                f" {result['draft_log_likelihood']:.3f} for what the draft says alone."
-            )
-        if result["draft_int8"]:
-            _say("All rules draft with int8 weights here (generate --draft-dtype int8).")
-        if result["substitutions"]:
-            pairs = [f"{b!r} for {a!r}" + (f" ({n} ×)" if n > 1 else "") for a, b, n in result["substitutions"][:8]]
-            _say(f"taken by the judge: {', '.join(pairs)}")
-
-
-def _say(text: str) -> None:
-    """A line of the result, at once also in a pipe."""
-    print(text, flush=True)
+    if result["draft_int8"]:
+        typer.echo("All rules draft with int8 weights here (generate --draft-dtype int8).")
+    if result["substitutions"]:
+        pairs = [f"{b!r} for {a!r}" + (f" ({n} ×)" if n > 1 else "") for a, b, n in result["substitutions"][:8]]
+        typer.echo(f"taken by the judge: {', '.join(pairs)}")

@@ -69,6 +69,7 @@ def config_options(
 def _annotated(f: Field[Any], hint: Any, default: Any, commas: bool) -> Any:
     """The annotated type that typer reads for a field."""
     words, low, high = (f.metadata[key] for key in ("help", "minimum", "maximum"))
+    words = f"{words.removesuffix('.')}."
     if f.metadata["choices"]:
         choice: Any = Literal[tuple(f.metadata["choices"])]
         return Annotated[choice | None if default is None else choice, typer.Option(help=words)]

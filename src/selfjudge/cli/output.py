@@ -126,12 +126,36 @@ def _lines() -> Callable[[str, float], None]:
     return report
 
 
+class StatusLine:
+    """Reports of what is going on: one changing line on a terminal, a line a report elsewhere; both on stderr."""
+
+    def __init__(self) -> None:
+        console = Console(file=sys.stderr)
+        self._spinner = console.status("") if console.is_terminal else None
+
+    def __call__(self, text: str) -> None:
+        if self._spinner is None:
+            print(text, file=sys.stderr, flush=True)
+        else:
+            self._spinner.update(text)
+            self._spinner.start()
+
+    def print(self, text: str) -> None:
+        """A line of the result on stdout, at once also in a pipe."""
+        self.stop()
+        print(text, flush=True)
+
+    def stop(self) -> None:
+        """Take the changing line away until the next report."""
+        if self._spinner is not None:
+            self._spinner.stop()
+
+
 @contextmanager
-def status() -> Iterator[Callable[[str], None]]:
-    """One changing line on a terminal, a line a report elsewhere."""
-    console = Console(file=sys.stderr)
-    if not console.is_terminal:
-        yield lambda text: print(text, file=sys.stderr, flush=True)
-        return
-    with console.status("") as line:
-        yield line.update
+def status() -> Iterator[StatusLine]:
+    """A line that says what is going on while the work lasts."""
+    line = StatusLine()
+    try:
+        yield line
+    finally:
+        line.stop()

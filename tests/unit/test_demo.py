@@ -1,0 +1,92 @@
+"""The demo on a tiny pair: rows as they come, nothing lost on Ctrl-C, a page at the end."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from selfjudge.bench.demo import Demo
+from selfjudge.cli import main as cli
+from selfjudge.cli.groups import PairOptions
+from selfjudge.models.pair import Pair
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run_demo(
+    tiny_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Run:
+    """Call the demo on the tiny pair; returns (exit code, stdout, stderr)."""
+    monkeypatch.setattr(PairOptions, "load", lambda self, **_: tiny_pair)
+    monkeypatch.setattr(PairOptions, "shipped_judge", None)
+
+    def call(*options: str) -> tuple[int, str, str]:
+        page = str(tmp_path / "demo.html")
+        arguments = ["--no-labels", "--limit", "1", "--max-new-tokens", "6", "--out", page, *options]
+        monkeypatch.setattr(sys, "argv", ["selfjudge", "demo", *arguments])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        streams = capsys.readouterr()
+        return int(stop.value.code or 0), streams.out, streams.err
+
+    return call
+
+
+def test_rows_a_page_and_the_tokens_of_the_first_answer(run_demo: Run, tmp_path: Path) -> None:
+    code, out, _ = run_demo("--json")
+    assert code == 0
+    result = json.loads(out)
+    assert [row["rule"] for row in result["rows"]] == ["plain", "exact", "topk:2"]
+    for row in result["rows"]:
+        assert "".join(text for text, *_ in row["tokens"]).split()
+        for _, origin, choice, probability, score in row["tokens"]:
+            assert origin in ("draft", "judge", "target")
+            assert choice
+            assert 0 < probability <= 1
+            assert score is None
+    assert result["draft_log_likelihood"] < 0
+    assert "topk:2" in (tmp_path / "demo.html").read_text()
+
+
+def test_a_row_is_printed_before_the_next_rule_answers(
+    run_demo: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[str] = []
+    answer = Demo._row
+
+    def watched(self: Demo, name: str, *rest: Any) -> dict[str, Any]:
+        out = capsys.readouterr().out
+        seen.append(out)
+        return answer(self, name, *rest)
+
+    monkeypatch.setattr(Demo, "_row", watched)
+    assert run_demo()[0] == 0
+    assert seen[0] == ""
+    assert "plain" in seen[1]
+    assert "exact" in seen[2]
+
+
+def test_an_interrupt_loses_nothing(run_demo: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    answer = Demo._row
+
+    def interrupted(self: Demo, name: str, *rest: Any) -> dict[str, Any]:
+        if name == "topk:2":
+            raise KeyboardInterrupt
+        return answer(self, name, *rest)
+
+    monkeypatch.setattr(Demo, "_row", interrupted)
+    code, out, err = run_demo()
+    assert code == 130
+    assert "exact" in out
+    assert "(exact)" in out
+    assert "interrupted" in err
+    assert "exact" in (tmp_path / "demo.html").read_text()
+    code, out, _ = run_demo("--json")
+    assert code == 130
+    assert [row["rule"] for row in json.loads(out)["rows"]] == ["plain", "exact"]
