@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
+
+from common import Progress, say
 
 from selfjudge.bench.config import DraftBenchConfig
 from selfjudge.bench.draft import bench_draft
@@ -23,30 +24,17 @@ from selfjudge.models.pair import Pair
 from selfjudge.store import write_json
 from selfjudge.tasks.base import task
 
-START = time.monotonic()
-TOLD: dict[str, float] = {}  # stage → the share last told
+PROMPTS = ["self:14000x2", "self-summaries:3500x2", "gsm8k:7473x4", "mbpp:374x12", "dolly:13500x3"]
 DOMAINS = {"math": "gsm8k", "code": "mbpp", "open": "dolly", "summarisation": "cnn_dailymail"}
-
-
-def say(*parts: object) -> None:
-    print(f"[{time.monotonic() - START:.0f} s]", *parts, flush=True)
-
-
-def progress(stage: str, share: float) -> None:
-    """A line for every new stage and every tenth of it."""
-    kind = stage.split(":")[0]
-    if stage != kind or share - TOLD.get(kind, -1) >= 0.1:
-        TOLD[kind] = share
-        say(stage, f"{share:.0%}")
 
 
 def held_out_prompts(pair: Pair, data: Path, count: int) -> dict[str, list[list[int]]]:
     """The first prompts of every domain's test split."""
-    found = {}
+    prompts = {}
     for domain, name in DOMAINS.items():
-        one = task(name, data)
-        found[domain] = pair.encode_many([one.prompt(row) for row in one.examples("test", count)])
-    return found
+        benchmark = task(name, data)
+        prompts[domain] = pair.encode_many([benchmark.prompt(row) for row in benchmark.examples("test", count)])
+    return prompts
 
 
 def main() -> None:
@@ -54,8 +42,7 @@ def main() -> None:
     parser.add_argument("--target", default="smollm2-135m")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--prompts", nargs="+", default=["self:14000x2", "self-summaries:3500x2", "gsm8k:7473x4",
-                                                         "mbpp:374x12", "dolly:13500x3"])  # fmt: skip
+    parser.add_argument("--prompts", nargs="+", default=PROMPTS)
     parser.add_argument("--shapes", nargs="*", default=["6x256x768", "4x384x1024", "2x576x1536"])
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--final", default="", help="shape to train for longer and to write, or `best`")
@@ -73,11 +60,11 @@ def main() -> None:
         minutes=o.final_minutes, prompts=tuple(o.prompts), rate=o.rate, batch_tokens=o.batch_tokens,
         max_new_tokens=o.max_new_tokens,
     )  # fmt: skip
-    work = o.out / "work"
+    work, progress = o.out / "work", Progress()
     held_out, corpus, yields = prepare(pair, work, settings, data=o.data, batch=o.batch, notify=progress)
     say("prompts", json.dumps(yields))
     say("corpus", len(corpus.lengths), "answers", len(corpus.index), "tokens")
-    asked = held_out_prompts(pair, o.data, o.held_out)
+    benchmark_prompts = held_out_prompts(pair, o.data, o.held_out)
 
     def trained(text: str, minutes: float) -> tuple[Student, object]:
         student = Student(pair.target, Shape(*map(int, text.split("x"))))
@@ -96,9 +83,8 @@ def main() -> None:
 
     def measured(student: Student, text: str) -> dict[str, object]:
         small = draft_model(student.tensors(), student.raw, pair.target).to(pair.target.device, pair.target.dtype)
-        result = bench_draft(
-            replace(pair, draft=small), asked, DraftBenchConfig(max_new_tokens=o.max_new_tokens, batch=64)
-        )
+        config = DraftBenchConfig(max_new_tokens=o.max_new_tokens, batch=64)
+        result = bench_draft(replace(pair, draft=small), benchmark_prompts, config)
         trained_parameters = sum(t.numel() for t in student.tensors().values())
         result |= {"shape": text, "trained_parameters": trained_parameters}
         say(

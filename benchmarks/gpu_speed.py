@@ -1,19 +1,23 @@
-"""The GPU figures under results/speed: `python benchmarks/gpu_speed.py OUT`, with the embedded pair in the cache.
+"""The GPU figures under results/speed/h200: `python benchmarks/gpu_speed.py --out DIR`, on a machine with CUDA.
 
-Large batches against transformers, single-stream decoding and pass costs of well-known shapes with random weights.
+Large batches beside transformers, answers that end at different times, and the cost of a pass: of the embedded target, and of well-known shapes
+with random weights. Decoding with batch 1 is `selfjudge bench decode`.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
-import sys
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from common import measured_on, say
+from transformers import PreTrainedModel
 
 from selfjudge.bench.config import PassesConfig
 from selfjudge.bench.passes import bench_passes, draw_passes, pass_seconds, random_model
@@ -22,25 +26,32 @@ from selfjudge.decoding.rules import EXACT
 from selfjudge.engine.select import borrowed
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.builtin import BUILT_IN
-from selfjudge.store import machine, versions
+from selfjudge.store import write_json
 
-OUT = Path(sys.argv[1])
 RESULTS = Path(__file__).parents[1] / "results" / "speed"
 CUDA = torch.device("cuda")
-HEADER = {"machine": machine(), "versions": versions(), "date": time.strftime("%Y-%m-%d")}
+Prompts = Sequence[Sequence[int]]
+Timed = tuple[float, list[list[int]]]  # seconds, and the tokens of every row
 
 
-def write(name: str, value: dict[str, Any]) -> None:
-    (OUT / name).write_text(json.dumps(value, indent=1) + "\n")
-    print(name, json.dumps(value)[-1500:], flush=True)
+def write(file: Path, value: dict[str, Any]) -> None:
+    write_json(file, value)
+    say(file.name, json.dumps(value)[-1500:])
 
 
-def ours(target, draft, prompts, gamma: int, count: int, eos=()) -> tuple[float, list[list[int]]]:
+def ours(
+    target: PreTrainedModel,
+    draft: PreTrainedModel | None,
+    prompts: Prompts,
+    gamma: int,
+    count: int,
+    eos: Sequence[int] = (),
+) -> Timed:
     """Seconds and tokens of our loop, greedy; engines and what they recorded are kept between calls."""
     tokens: list[list[int]] = [[] for _ in prompts]
     torch.cuda.synchronize()
     start = time.perf_counter()
-    with borrowed(target) as large, borrowed(draft) if gamma else nullcontext() as small:
+    with borrowed(target) as large, borrowed(draft) if draft is not None else nullcontext() as small:
         for step in decode(large, small, prompts, EXACT, gamma=gamma, max_new_tokens=count, eos_ids=eos):
             for e in step.emissions:
                 tokens[e.row] += e.tokens
@@ -49,10 +60,10 @@ def ours(target, draft, prompts, gamma: int, count: int, eos=()) -> tuple[float,
 
 
 @torch.inference_mode()
-def theirs(target, prompts, count: int, eos=()) -> tuple[float, list[list[int]]]:
+def theirs(target: PreTrainedModel, prompts: Prompts, count: int, eos: Sequence[int] = ()) -> Timed:
     """Seconds and tokens of `model.generate`, left-padded."""
     longest = max(map(len, prompts))
-    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=CUDA)
+    ids = torch.tensor([[0] * (longest - len(p)) + [*p] for p in prompts], device=CUDA)
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=CUDA)
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -76,7 +87,7 @@ def many_prompts(pair: Pair) -> list[list[int]]:
     ])  # fmt: skip
 
 
-def finishing(pair: Pair) -> None:
+def finishing(pair: Pair, out: Path) -> None:
     """1,024 rows that end at different times: rows in the batch and tokens per second over the run, recordings at hand."""
     import matplotlib
 
@@ -100,7 +111,7 @@ def finishing(pair: Pair) -> None:
         seconds = part[-1][0] - traces[1][i - window - 1][0]
         rows.append({"step": i, "rows": part[-1][1], "ms_per_step": seconds / window * 1e3,
                      "tokens_per_second": sum(n for _, n in part) / seconds})  # fmt: skip
-    write("finishing.json", {**HEADER, "dtype": "bfloat16", "max_new_tokens": 384, "window_steps": window, "runs": rows,
+    write(out / "finishing.json", {**measured_on(), "dtype": "bfloat16", "max_new_tokens": 384, "window_steps": window, "runs": rows,
                              "seconds": [t[-1][0] for t in traces], "tokens": [sum(n for _, n in t) for t in traces]})  # fmt: skip
     figure, left = plt.subplots(figsize=(7, 4))
     left.plot([r["step"] for r in rows], [r["ms_per_step"] for r in rows], marker="o", label="milliseconds per step")
@@ -111,14 +122,16 @@ def finishing(pair: Pair) -> None:
     right.plot([r["step"] for r in rows], [r["rows"] for r in rows], "k:", label="rows still answering")
     right.set_ylabel("rows still answering (dotted)")
     right.set_ylim(bottom=0)
+    where = measured_on()
     figure.suptitle(
-        f"1,024 answers that end at different times, SmolLM2-135M, {HEADER['machine'].get('gpu')}, {HEADER['date']}"
+        f"1,024 answers that end at different times, SmolLM2-135M, {where['machine'].get('gpu')}, {where['date']}"
     )
     figure.tight_layout()
-    figure.savefig(OUT / "finishing.png", dpi=110)
+    figure.savefig(out / "finishing.png", dpi=110)
 
 
-def big_batches(pair: Pair, exact: Pair) -> None:
+def big_batches(pair: Pair, float32: Pair, out: Path) -> None:
+    """Plain decoding of many prompts at a time, and whether the answers of a sample are those of transformers in float32."""
     prompts = many_prompts(pair)
     runs = []
     for batch in (64, 256, 1024):
@@ -137,24 +150,23 @@ def big_batches(pair: Pair, exact: Pair) -> None:
                 }
             )
     sample = prompts[:64]
-    one, two = (
-        ours(exact.target, None, sample, 0, 96, pair.eos_ids)[1],
-        theirs(exact.target, sample, 96, pair.eos_ids)[1],
-    )
+    own = ours(float32.target, None, sample, 0, 96, pair.eos_ids)[1]
+    peer = theirs(float32.target, sample, 96, pair.eos_ids)[1]
     gaps = []
-    for prompt, a, b in zip(sample, one, two, strict=True):
+    for prompt, a, b in zip(sample, own, peer, strict=True):
         if a != b:
             at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
             with torch.inference_mode():
-                best = exact.target(torch.tensor([[*prompt, *a[:at]]], device=CUDA)).logits[0, -1].topk(2).values
+                best = float32.target(torch.tensor([[*prompt, *a[:at]]], device=CUDA)).logits[0, -1].topk(2).values
             gaps.append(float(best[0] - best[1]))
-    write("batch.json", {**HEADER, "dtype": "bfloat16", "max_new_tokens": 128, "runs": runs,
+    write(out / "batch.json", {**measured_on(), "dtype": "bfloat16", "max_new_tokens": 128, "runs": runs,
                          "float32_sample": {"answers": len(sample), "identical": len(sample) - len(gaps), "gaps": gaps}})  # fmt: skip
 
 
-def shapes() -> None:
+def shapes(out: Path) -> None:
+    """Passes and cycles of models too large to ship, with random weights; speed-ups projected with the embedded pair's m."""
     result: dict[str, Any] = {
-        **HEADER,
+        **measured_on(),
         "dtype": "bfloat16",
         "note": "random weights: only times mean something",
         "runs": [],
@@ -186,27 +198,35 @@ def shapes() -> None:
         del target, draft
         torch.cuda.empty_cache()
     result["projection"] = f"m of the embedded pair on the built-in prompts {lengths} over the measured cycle time"
-    write("shapes.json", result)
+    write(out / "shapes.json", result)
 
 
-def passes(pair: Pair) -> None:
+def passes(pair: Pair, out: Path) -> None:
+    """Cost against tokens per pass, context and batch."""
     single = PassesConfig(contexts=(100, 300, 1000, 3000), repeats=30)
     batched = PassesConfig(batches=(1, 4, 16, 64, 256, 1024), tokens=(1, 6), repeats=20)
-    one = bench_passes(pair.target, "smollm2-135m", single)
-    two = bench_passes(pair.target, "smollm2-135m", batched)
-    one["runs"] += [r for r in two["runs"] if r["batch"] > 1]
-    write("passes-smollm2-135m.json", one)
-    draw_passes(two, OUT / "passes-smollm2-135m.png")
+    small = bench_passes(pair.target, "smollm2-135m", single)
+    by_batch = bench_passes(pair.target, "smollm2-135m", batched)
+    small["runs"] += [r for r in by_batch["runs"] if r["batch"] > 1]
+    write(out / "passes-smollm2-135m.json", small)
+    draw_passes(by_batch, out / "passes-smollm2-135m.png")
     model = random_model("qwen2.5-1.5b", CUDA, torch.bfloat16)
     large = bench_passes(model, "shape:qwen2.5-1.5b", single)
-    write("passes-qwen2.5-1.5b-shape.json", large)
-    draw_passes(large, OUT / "passes-qwen2.5-1.5b-shape.png")
+    write(out / "passes-qwen2.5-1.5b-shape.json", large)
+    draw_passes(large, out / "passes-qwen2.5-1.5b-shape.png")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    o = parser.parse_args()
+    o.out.mkdir(parents=True, exist_ok=True)
+    pair = Pair.load("smollm2-135m", device="cuda")
+    shapes(o.out)
+    passes(pair, o.out)
+    finishing(pair, o.out)
+    big_batches(pair, Pair.load("smollm2-135m", device="cuda", dtype="float32"), o.out)
 
 
 if __name__ == "__main__":
-    OUT.mkdir(parents=True, exist_ok=True)
-    pair = Pair.load("smollm2-135m", device="cuda")
-    shapes()
-    passes(pair)
-    finishing(pair)
-    big_batches(pair, Pair.load("smollm2-135m", device="cuda", dtype="float32"))
+    main()

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from common import measured_on, say
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -24,7 +25,7 @@ from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.config import columns as feature_columns
 from selfjudge.label.folder import read_shards
 from selfjudge.models.pair import Pair
-from selfjudge.store import machine, read_rows, versions, write_json
+from selfjudge.store import read_rows, write_json
 from selfjudge.train.dataset import Rows
 from selfjudge.train.fit import auc, fit_linear, fit_mlp
 from selfjudge.train.study import SOME_C
@@ -53,12 +54,12 @@ class Wider(Rows):
         self.hidden_size = self.narrow + self.extra.shape[1]
 
     def _arrays(self, number: int, names: Sequence[str], device: torch.device | None) -> dict[str, Tensor]:
-        found = dict(super()._arrays(number, names, device))
+        arrays = dict(super()._arrays(number, names, device))
         shard = self._shards[number]
-        hidden = found["hidden_draft"]
+        hidden = arrays["hidden_draft"]
         extra = self.extra[shard.start : shard.stop].to(hidden.device)
-        found["hidden_draft"] = torch.cat([hidden.float(), extra], 1)
-        return found
+        arrays["hidden_draft"] = torch.cat([hidden.float(), extra], 1)
+        return arrays
 
 
 def places(folder: Path) -> tuple[list[Place], dict[str, NDArray[Any]]]:
@@ -66,38 +67,38 @@ def places(folder: Path) -> tuple[list[Place], dict[str, NDArray[Any]]]:
     texts = {
         row["prompt_id"]: (*row["prompt_ids"], *row["response_ids"]) for row in read_rows(folder / "responses.jsonl")
     }
-    found: list[Place] = []
+    all_places: list[Place] = []
     small: dict[str, list[NDArray[Any]]] = {"entropy": [], "rank": [], "log_p": []}
     for rows, arrays in read_shards(folder):
-        found += [Place(texts[row["prompt_id"]][: row["position"]], row["draft_token"]) for row in rows]
+        all_places += [Place(texts[row["prompt_id"]][: row["position"]], row["draft_token"]) for row in rows]
         for name, parts in small.items():
             parts.append(arrays[name])
-    return found, {name: np.concatenate(parts) for name, parts in small.items()}
+    return all_places, {name: np.concatenate(parts) for name, parts in small.items()}
 
 
 @torch.no_grad()
-def states(model: Any, asked: Sequence[Place], middle: bool) -> dict[str, Tensor]:
+def states(model: Any, wanted: Sequence[Place], middle: bool) -> dict[str, Tensor]:
     """`before` and `after` the token [n, H] after the final norm, and `middle`: after it, of the layer in the middle."""
     device = model.device
-    order = sorted(range(len(asked)), key=lambda i: -len(asked[i].before))
+    order = sorted(range(len(wanted)), key=lambda i: -len(wanted[i].before))
     names = ("before", "after", *(["middle"] * middle))
-    found = {name: torch.zeros(len(asked), model.config.hidden_size) for name in names}
+    rows_of = {name: torch.zeros(len(wanted), model.config.hidden_size) for name in names}
     most = TOKENS.get(device.type, 4096)
     while order:
-        wide = width(len(asked[order[0]].before) + 1, device)
+        wide = width(len(wanted[order[0]].before) + 1, device)
         part, order = order[: max(1, most // wide)], order[max(1, most // wide) :]
         ids = torch.zeros(len(part), wide, dtype=torch.long)
         for row, i in enumerate(part):
-            ids[row, : len(asked[i].before) + 1] = torch.tensor([*asked[i].before, asked[i].token])
+            ids[row, : len(wanted[i].before) + 1] = torch.tensor([*wanted[i].before, wanted[i].token])
         with attention():
             seen = model.base_model(input_ids=ids.to(device), use_cache=False, output_hidden_states=middle)
         rows = torch.arange(len(part), device=device)
-        last = torch.tensor([len(asked[i].before) for i in part], device=device)
-        found["before"][part] = seen.last_hidden_state[rows, last - 1].float().cpu()
-        found["after"][part] = seen.last_hidden_state[rows, last].float().cpu()
+        last = torch.tensor([len(wanted[i].before) for i in part], device=device)
+        rows_of["before"][part] = seen.last_hidden_state[rows, last - 1].float().cpu()
+        rows_of["after"][part] = seen.last_hidden_state[rows, last].float().cpu()
         if middle:
-            found["middle"][part] = seen.hidden_states[len(seen.hidden_states) // 2][rows, last].float().cpu()
-    return found
+            rows_of["middle"][part] = seen.hidden_states[len(seen.hidden_states) // 2][rows, last].float().cpu()
+    return rows_of
 
 
 def main() -> None:
@@ -110,8 +111,8 @@ def main() -> None:
     begun = time.monotonic()
     pair = Pair.load(o.pair, device=o.device)
     rows = Wider(o.labels)
-    asked, small = places(o.labels)
-    target, draft = states(pair.target, asked, True), states(pair.draft, asked, False)
+    wanted, small = places(o.labels)
+    target, draft = states(pair.target, wanted, True), states(pair.draft, wanted, False)
     log_p = torch.from_numpy(small["log_p"]).float()
     numbers = torch.stack(
         [torch.from_numpy(small["entropy"]).float(), torch.from_numpy(small["rank"]).float().log1p(), log_p[:, 1]], 1
@@ -125,12 +126,12 @@ def main() -> None:
         "all of these": [numbers, target["before"], target["middle"], draft["after"]],
     }
     groups |= {"look-ahead": []} if rows.lookahead else {}
-    print(f"[{time.monotonic() - begun:.0f} s] states of {len(rows)} rows", flush=True)
+    say(f"states of {len(rows)} rows")
     device = pair.target.device if pair.target.device.type == "cuda" else None
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "pair": pair.name, "labels": int(rows.used.sum()), "holdout": int(rows.of("holdout").sum()),
-        "acceptable": float(rows.labels[rows.used].mean()), "machine": machine(), "versions": versions(),
-        "date": time.strftime("%Y-%m-%d"), "dtype": pair.dtype, "C_grid": list(SOME_C), "runs": [],
+        "acceptable": float(rows.labels[rows.used].mean()), **measured_on(),
+        "dtype": pair.dtype, "C_grid": list(SOME_C), "runs": [],
     }  # fmt: skip
     for name, columns in groups.items():
         rows.read_also(columns)
@@ -144,9 +145,9 @@ def main() -> None:
                 else fit_linear(rows, config, grid=SOME_C, device=device)
             )
             row[kind] = auc(rows, fitted.judge, rows.of("holdout"), device=device)
-        found["runs"].append(row)
-        print(f"[{time.monotonic() - begun:.0f} s] {row}", flush=True)
-        write_json(o.out, {**found, "seconds": round(time.monotonic() - begun, 1)})
+        result["runs"].append(row)
+        say(row)
+        write_json(o.out, {**result, "seconds": round(time.monotonic() - begun, 1)})
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What judges buy and what they cost: `python benchmarks/judge_tradeoff.py --pair P --judge DIR... --data DIR --out DIR`.
+"""What judges gain and what they cost: `python benchmarks/judge_tradeoff.py --pair P --judge DIR... --data DIR --out DIR`.
 
-Answers held-out prompts with `exact`, with each judge over its thresholds, and with rules that need none (margin, topk, fly, accepting at
-random), all over their own thresholds. For each: m, the target's mean log-likelihood of the answers, and agreement with the target's
-own greedy answer. `tradeoff.json` and a figure: at equal m, which rule keeps more? `ahead` of a judged run says by how much it lies above
-the margin rule and above chance there, between whose points straight lines are drawn, from `exact` on.
+Answers held-out prompts with `exact`, with each judge over its thresholds, and with rules that use no judge (margin, topk, fly, accepting at
+random) over theirs. For each: m, the target's mean log-likelihood of the answers, and agreement with its own greedy answer.
+Writes `tradeoff.json` and a figure: at equal m, which rule keeps more? `ahead` of a judged run says by how much it lies above
+the margin rule and above chance; between their points straight lines are drawn, from `exact` on.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import measured_on, say
 from torch import Tensor
 
 from selfjudge.decoding.rules import EXACT, AcceptanceRule, FLy, Judged, Margin, TopK
@@ -26,11 +27,9 @@ from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.models.pair import Pair
-from selfjudge.store import machine, versions, write_json
+from selfjudge.store import write_json
 from selfjudge.tasks.base import Task, task
 from selfjudge.types import pooled_judged_share, pooled_mean_accepted_length
-
-START = time.monotonic()
 
 
 class Chance(Judge):
@@ -48,7 +47,7 @@ def rules(judges: dict[str, Judge], pair: Pair, gamma: int) -> list[tuple[str, f
     """(name, threshold, rule): the first judge over all of its thresholds, the others over some."""
     special = pair.special_ids
     chance = Chance(pair.hidden_size)
-    made: list[tuple[str, float | str, AcceptanceRule]] = [("exact", "", EXACT)]
+    all_rules: list[tuple[str, float | str, AcceptanceRule]] = [("exact", "", EXACT)]
     for number, (name, judge) in enumerate(judges.items()):
         some = (0.95, 0.9, 0.8, 0.7)
         thetas: dict[float | str, float] = {
@@ -57,27 +56,29 @@ def rules(judges: dict[str, Judge], pair: Pair, gamma: int) -> list[tuple[str, f
         thetas["F"] = judge.threshold("F")
         if judge.threshold("R") != judge.threshold("F"):
             thetas["R"] = judge.threshold("R")
-        made += [(f"judged@{name}", value, Judged(judge, theta, special=special)) for value, theta in thetas.items()]
+        all_rules += [
+            (f"judged@{name}", value, Judged(judge, theta, special=special)) for value, theta in thetas.items()
+        ]
     name, judge = next(iter(judges.items()))
     for window in (w for w in (2, 4, 6) if w < gamma):
         for quality in (0.9, 0.8, 0.6, 0.4):
             rule = Judged(judge, judge.quality(quality), confirm=window, special=special)
-            made.append((f"judged, confirm {window}@{name}", quality, rule))
-    made += [("margin", t, Margin(t, guard=True, special=special)) for t in (0.1, 0.25, 0.5, 0.75, 1.0, 1.5)]
-    made += [("random", p, Judged(chance, 1 - p, special=special)) for p in (0.03, 0.06, 0.1, 0.15, 0.2, 0.3)]
-    made += [("topk", k, TopK(k, guard=True, special=special)) for k in (2, 3, 5)]
+            all_rules.append((f"judged, confirm {window}@{name}", quality, rule))
+    all_rules += [("margin", t, Margin(t, guard=True, special=special)) for t in (0.1, 0.25, 0.5, 0.75, 1.0, 1.5)]
+    all_rules += [("random", p, Judged(chance, 1 - p, special=special)) for p in (0.03, 0.06, 0.1, 0.15, 0.2, 0.3)]
+    all_rules += [("topk", k, TopK(k, guard=True, special=special)) for k in (2, 3, 5)]
     for window in (w for w in (2, 6) if w < gamma):
         for entropy in (0.05, 0.15):
-            made.append(("fly", f"{entropy}, {window}", FLy(entropy, window, guard=True, special=special)))
-    return made
+            all_rules.append(("fly", f"{entropy}, {window}", FLy(entropy, window, guard=True, special=special)))
+    return all_rules
 
 
-def agreement(one: Task, rows: Sequence[Any], texts: Sequence[str], own: Sequence[str]) -> float:
+def agreement(benchmark: Task, rows: Sequence[Any], texts: Sequence[str], own: Sequence[str]) -> float:
     """Share of answers that are the target's own, where it gives one; on open prompts, how much of the wording is (by matching words)."""
-    if one.checkable:
-        mine, theirs = one.extract_many(rows, texts), one.extract_many(rows, own)
-        given = [(r, a, b) for r, a, b in zip(rows, mine, theirs, strict=True) if b is not None]
-        return sum(one.same(*each) for each in given) / max(1, len(given))
+    if benchmark.checkable:
+        answers, expected = benchmark.extract_many(rows, texts), benchmark.extract_many(rows, own)
+        answered = [(r, a, b) for r, a, b in zip(rows, answers, expected, strict=True) if b is not None]
+        return sum(benchmark.same(*each) for each in answered) / max(1, len(answered))
     ratios = [wording(a, b) for a, b in zip(texts, own, strict=True)]
     return sum(ratios) / len(ratios)
 
@@ -102,10 +103,10 @@ def main() -> None:
     pair = Pair.load(o.pair, device=o.device)
     shipped = EMBEDDED[o.pair].judge if o.pair in EMBEDDED else None
     if not o.judge and shipped is None:
-        parser.error(f"{o.pair} brings no judge: give --judge")
+        parser.error(f"no judge ships for {o.pair}: give --judge")
     judges = {folder.name: Judge.from_pretrained(folder) for folder in o.judge or [shipped]}
-    found: dict[str, Any] = {
-        "pair": pair.name, "machine": machine(), "versions": versions(), "date": time.strftime("%Y-%m-%d"), "dtype": pair.dtype,
+    result: dict[str, Any] = {
+        "pair": pair.name, **measured_on(), "dtype": pair.dtype,
         "gamma": o.gamma, "max_new_tokens": o.max_new_tokens, "batch": o.batch, "skip": o.skip, "limit": o.limit, "runs": [],
         "judges": {
             name: {"thresholds": dict(c.thresholds), "features": c.features, "model": c.model, "tau": c.tau, "labels": c.label_method,
@@ -114,11 +115,11 @@ def main() -> None:
         },
     }  # fmt: skip
     for name in o.tasks:
-        one = task(name, o.data)
-        rows = one.examples("test", o.skip + o.limit)[o.skip :]
+        benchmark = task(name, o.data)
+        rows = benchmark.examples("test", o.skip + o.limit)[o.skip :]
         if not rows:
             parser.error(f"{name} has no test rows after the first {o.skip}")
-        prompts = [one.prompt(row) for row in rows]
+        prompts = [benchmark.prompt(row) for row in rows]
         encoded = pair.encode_many(prompts)
         own: list[str] = []
         for rule, value, built in rules(judges, pair, o.gamma):
@@ -131,20 +132,20 @@ def main() -> None:
             own = own or texts
             seen = likelihoods(pair, [(e, a.tokens) for e, a in zip(encoded, answers, strict=True)])
             total = sum(len(a.tokens) for a in answers)
-            found["runs"].append({
+            result["runs"].append({
                 "task": name, "rule": rule, "value": value, "theta": getattr(built, "theta", None), "n": len(rows),
                 "mean_accepted_length": pooled_mean_accepted_length(answers), "tokens": total, "seconds": seconds,
                 "judged_share": pooled_judged_share(answers),
-                "log_likelihood": mean_log_likelihood(seen), "agreement": agreement(one, rows, texts, own),
-                **({"score": _mean(one, rows, texts)} if one.checkable else {}),
+                "log_likelihood": mean_log_likelihood(seen), "agreement": agreement(benchmark, rows, texts, own),
+                **({"score": _mean(benchmark, rows, texts)} if benchmark.checkable else {}),
             })  # fmt: skip
-            last = found["runs"][-1]
-            print(f"[{time.monotonic() - START:.0f} s] {name} {rule} {value}: m {last['mean_accepted_length']:.3f}"
-                  f" log-likelihood {last['log_likelihood']:.4f} agreement {last['agreement']:.3f}", flush=True)  # fmt: skip
-            write_json(o.out / "tradeoff.json", found)
-        compare([run for run in found["runs"] if run["task"] == name])
-        write_json(o.out / "tradeoff.json", found)
-    draw(o.out / "tradeoff.png", found["runs"], o.tasks)
+            last = result["runs"][-1]
+            say(f"{name} {rule} {value}: m {last['mean_accepted_length']:.3f}",
+                f"log-likelihood {last['log_likelihood']:.4f} agreement {last['agreement']:.3f}")  # fmt: skip
+            write_json(o.out / "tradeoff.json", result)
+        compare([run for run in result["runs"] if run["task"] == name])
+        write_json(o.out / "tradeoff.json", result)
+    draw(o.out / "tradeoff.png", result["runs"], o.tasks)
 
 
 def compare(runs: list[dict[str, Any]]) -> None:
@@ -165,8 +166,8 @@ def compare(runs: list[dict[str, Any]]) -> None:
                     }  # fmt: skip
 
 
-def _mean(one: Task, rows: Sequence[Any], texts: Sequence[str]) -> float:
-    scores = one.score_many(rows, texts)
+def _mean(benchmark: Task, rows: Sequence[Any], texts: Sequence[str]) -> float:
+    scores = benchmark.score_many(rows, texts)
     key = next(iter(scores[0]))
     return sum(score[key] for score in scores) / len(scores)
 
@@ -183,13 +184,13 @@ def draw(file: Path, runs: list[dict[str, Any]], tasks: Sequence[str]) -> None:
     for line, name in zip(axes, tasks, strict=True):
         for axis, key in zip(line, ("log_likelihood", "agreement"), strict=True):
             for rule in names:
-                mine = sorted(
+                points = sorted(
                     (r["mean_accepted_length"], r[key]) for r in runs if r["task"] == name and r["rule"] == rule
                 )
                 style = {"linestyle": "none"} if rule in ("fly", "exact") else {}
                 axis.plot(
-                    [m for m, _ in mine],
-                    [v for _, v in mine],
+                    [m for m, _ in points],
+                    [v for _, v in points],
                     marker=marks.get(rule, "o"),
                     label=rule,
                     color=colours[rule],

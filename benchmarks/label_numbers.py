@@ -34,13 +34,13 @@ def main() -> None:
     both: list[bool] = []
     parts: list[dict[str, Any]] = []
     for rows, arrays in read_shards(o.labels):
-        mine = np.asarray([row["source"] == o.source for row in rows])
-        parts.append({key: arrays[key][mine] for key in ("log_p", "original", "substituted")})
+        wanted = np.asarray([row["source"] == o.source for row in rows])
+        parts.append({key: arrays[key][wanted] for key in ("log_p", "original", "substituted")})
         both += [number(r["target_token"]) and number(r["draft_token"]) for r in rows if r["source"] == o.source]
     arrays = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
     numbers = np.asarray(both)
     change = np.where(np.isnan(arrays["original"]), 0, arrays["substituted"] - arrays["original"])
-    found: dict[str, Any] = {"labels": str(manifest["target"]), "source": o.source, "rows": len(numbers), "groups": []}
+    result: dict[str, Any] = {"labels": str(manifest["target"]), "source": o.source, "rows": len(numbers), "groups": []}
     for name, group in (("numbers for numbers", numbers), ("others", ~numbers)):
         row: dict[str, Any] = {
             "group": name, "rows": int(group.sum()), "median_change_of_the_next_token": float(np.median(change[group, 0])),
@@ -51,9 +51,9 @@ def main() -> None:
             scores = total(arrays["log_p"], arrays["original"], arrays["substituted"], length, gap=gap)
             tau = tau_of(o.labels / "calibration.safetensors", length, 0.9, gap=gap)["tau"]
             row[f"acceptable_gap_{gap}"] = float((scores[group] > tau).mean())
-        found["groups"].append(row)
+        result["groups"].append(row)
         print(row)
-    write_json(o.out, found)
+    write_json(o.out, result)
 
 
 if __name__ == "__main__":

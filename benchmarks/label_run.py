@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from common import Progress, measured_on, say
 
 from selfjudge.label.calibrate import tau_of
 from selfjudge.label.folder import read_shards
 from selfjudge.label.pipeline import LabelConfig, label
 from selfjudge.models.pair import Pair
-from selfjudge.store import machine, read_json, versions, write_json, write_rows, write_tensors
+from selfjudge.store import read_json, write_json, write_rows, write_tensors
 
-START = time.monotonic()
 LENGTHS = (0, 5, 10, 20)
 SAMPLE = 300
 
@@ -65,20 +65,12 @@ def main() -> None:
     pair = Pair.load(o.pair, o.draft, device=o.device)
     cuda = pair.target.device.type == "cuda"
     summary: dict[str, Any] = {
-        "pair": pair.name, "machine": machine(), "versions": versions(), "date": time.strftime("%Y-%m-%d"),
+        "pair": pair.name, **measured_on(),
         "dtype": pair.dtype, "batch": o.batch, "max_new_tokens": o.max_new_tokens, "substitutions": o.substitutions, "runs": [],
     }  # fmt: skip
-    told: dict[str, float] = {}
-
-    def notify(stage: str, share: float) -> None:
-        if share - told.get(stage.split(":")[0], -1) >= 0.2:
-            told[stage.split(":")[0]] = share
-            print(f"[{time.monotonic() - START:.0f} s] {stage} {share:.0%}", flush=True)
-
     for method, prompts in (("selfjudge", o.prompts), ("autojudge", o.auto), ("autojudge+", o.auto_plus)):
         if method not in o.methods:
             continue
-        told.clear()
         if cuda:
             torch.cuda.reset_peak_memory_stats()
         begun = time.monotonic()
@@ -90,7 +82,9 @@ def main() -> None:
             substitutions=None if method == "selfjudge" else o.substitutions, lookahead=o.lookahead and method == "selfjudge",
         )  # fmt: skip
         out = o.out / method.replace("+", "-plus")
-        manifest = label(pair, out, settings, data=o.data, notify=notify, warn=print)  # never resumed: it is timed
+        manifest = label(
+            pair, out, settings, data=o.data, notify=Progress(0.2), warn=print
+        )  # never resumed: it is timed
         seconds = time.monotonic() - begun
         spent = read_json(out / "run.json")["seconds"]
         own = seconds - spent["tau"]  # finding τ is not labelling
@@ -102,7 +96,7 @@ def main() -> None:
             "peak_gpu_memory_gb": torch.cuda.max_memory_allocated() / 1e9 if cuda else None,
         })  # fmt: skip
         write_json(o.out / "summary.json", summary)
-        print(f"[{time.monotonic() - START:.0f} s]", json.dumps(summary["runs"][-1]), flush=True)
+        say(json.dumps(summary["runs"][-1]))
         if method == "selfjudge":
             keep_scores(out, o.out)
             if o.tau is not None:

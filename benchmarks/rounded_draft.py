@@ -1,8 +1,8 @@
 """A strong draft from a target: its own weights, rounded to a few bits. `python benchmarks/rounded_draft.py --target P --out FOLDER`.
 
-Not a draft that saves time (it has the target's size) but one that answers a question: what does a judge buy where the draft is good, so that its
-mismatches are choices between two likely words? Linear layers are rounded to the nearest of 2^bits levels between the least and the largest of each
-group of weights; embeddings, head, norms and biases stay. FOLDER is an ordinary checkpoint. Then
+It saves no time, since it has the target's size. It answers a question: what does a judge gain where the draft is good, so that
+mismatches are choices between two likely words? Linear layers are rounded to the nearest of 2^bits levels between the least and the largest
+weight of a group. Embeddings, head, norms and biases stay. FOLDER is an ordinary checkpoint. Then
 
     python benchmarks/label_run.py --pair P --draft FOLDER --methods selfjudge --prompts gsm8k:600 dolly:400 self:200 --data DIR --out LABELS
     selfjudge train LABELS/selfjudge --suffix-gap 3 --model linear --out JUDGE
@@ -21,7 +21,7 @@ from selfjudge.models.pair import Pair
 from selfjudge.store import write_json
 
 
-def rounded(weight: Tensor, bits: int, group: int) -> Tensor:
+def round_weights(weight: Tensor, bits: int, group: int) -> Tensor:
     """`weight` with each group of `group` weights of a row on 2^bits evenly spaced levels."""
     rows, columns = weight.shape
     if columns % group:
@@ -46,7 +46,7 @@ def main() -> None:
     with torch.no_grad():
         for module in pair.target.modules():
             if isinstance(module, nn.Linear) and module is not head:
-                module.weight.copy_(rounded(module.weight, o.bits, o.group))
+                module.weight.copy_(round_weights(module.weight, o.bits, o.group))
                 changed += module.weight.numel()
     pair.target.half().save_pretrained(o.out)
     pair.tokenizer.save_pretrained(o.out)

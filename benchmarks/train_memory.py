@@ -16,9 +16,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from common import measured_on
 
 from selfjudge.label.folder import FORMAT, write_shard
-from selfjudge.store import machine, sha256, versions, write_json, write_rows
+from selfjudge.store import sha256, write_json, write_rows
 
 SHARD = 10_000
 SUFFIX = 20
@@ -78,13 +79,13 @@ def main() -> None:
     subprocess.run(
         [*command, "--model", o.model, "--device", o.device, "--json"], check=True, stdout=subprocess.DEVNULL
     )
-    found = {
-        "rows": o.rows, "width": o.width, "model": o.model, "device": o.device, "machine": machine(), "versions": versions(),
-        "date": time.strftime("%Y-%m-%d"), "write_seconds": written - begun, "train_seconds": time.monotonic() - written,
+    result = {
+        "rows": o.rows, "width": o.width, "model": o.model, "device": o.device, **measured_on(),
+        "write_seconds": written - begun, "train_seconds": time.monotonic() - written,
         "feature_bytes": o.rows * o.width * 2, "peak_memory_gb": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e9,
     }  # fmt: skip
-    write_json(o.out / "memory.json", found)
-    print(found, flush=True)
+    write_json(o.out / "memory.json", result)
+    print(result, flush=True)
     shutil.rmtree(labels)
 
 

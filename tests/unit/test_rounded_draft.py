@@ -15,9 +15,9 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "rounded_draft.py"
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_each_group_lies_on_few_levels_and_near_its_weights(bits: int) -> None:
-    rounded = runpy.run_path(str(SCRIPT))["rounded"]
+    round_weights = runpy.run_path(str(SCRIPT))["round_weights"]
     weight = torch.randn(6, 256, generator=torch.Generator().manual_seed(0))
-    got = rounded(weight, bits, 64)
+    got = round_weights(weight, bits, 64)
     groups = weight.reshape(6, 4, 64)
     step = (groups.amax(-1) - groups.amin(-1)) / (2**bits - 1)
     error = (got - weight).abs().reshape(6, 4, 64).amax(-1)
@@ -29,14 +29,14 @@ def test_each_group_lies_on_few_levels_and_near_its_weights(bits: int) -> None:
 
 
 def test_a_constant_group_stays() -> None:
-    rounded = runpy.run_path(str(SCRIPT))["rounded"]
-    assert torch.equal(rounded(torch.full((1, 64), 0.25), 3, 64), torch.full((1, 64), 0.25))
+    round_weights = runpy.run_path(str(SCRIPT))["round_weights"]
+    assert torch.equal(round_weights(torch.full((1, 64), 0.25), 3, 64), torch.full((1, 64), 0.25))
 
 
 def test_a_row_that_groups_do_not_divide_is_refused() -> None:
-    rounded = runpy.run_path(str(SCRIPT))["rounded"]
+    round_weights = runpy.run_path(str(SCRIPT))["round_weights"]
     with pytest.raises(SystemExit, match="rows of 100 weights"):
-        rounded(torch.zeros(2, 100), 3, 64)
+        round_weights(torch.zeros(2, 100), 3, 64)
 
 
 def test_the_folder_is_a_draft_and_only_linear_layers_are_rounded(
