@@ -1,8 +1,8 @@
 """Labels at full size for a pair: `python benchmarks/label_run.py --pair P --data DIR --out DIR`.
 
 Calibrates τ, labels by likelihood, by preserved answers and by the target's own verdict, and writes what each cost:
-`summary.json` (rows, seconds by stage, rows an hour, memory), `tau.json` (for every N, to ship with the pair), the evidence, every
-row's scores and a sample of the rows. Features stay in the folders: train where they are.
+`summary.json` (rows, seconds by stage, rows an hour, memory), `tau.json` (for every N, to ship with the pair), the evidence for τ and a sample
+of the rows. Features stay in the label folders: train where they are.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from common import Progress, measured_on, say
 
@@ -22,22 +21,15 @@ from selfjudge.label.calibrate import tau_of
 from selfjudge.label.folder import read_shards
 from selfjudge.label.pipeline import LabelConfig, label
 from selfjudge.models.pair import Pair
-from selfjudge.store import read_json, write_json, write_rows, write_tensors
+from selfjudge.store import read_json, write_json, write_rows
 
 LENGTHS = (0, 5, 10, 20)
 SAMPLE = 300
 
 
-def keep_scores(labels: Path, out: Path) -> None:
-    """What travels of a label folder: `scores.safetensors`, row by row, and every n-th row whole in `sample.jsonl`."""
+def keep_sample(labels: Path, out: Path) -> None:
+    """Every n-th row of a label folder, in `sample.jsonl`."""
     rows = [row for part, _ in read_shards(labels) for row in part]
-    sources = sorted({row["source"] for row in rows})
-    write_tensors(out / "scores.safetensors", {
-        "prefix": np.asarray([row["prefix_score"] for row in rows], np.float16),
-        "suffix": np.asarray([row["suffix_score"] for row in rows], np.float16),
-        "label": np.asarray([row["label"] for row in rows], np.uint8),
-        "source": np.asarray([sources.index(row["source"]) for row in rows], np.uint8),
-    }, {"sources": sources})  # fmt: skip
     write_rows(out / "sample.jsonl", rows[:: max(1, len(rows) // SAMPLE)][:SAMPLE])
 
 
@@ -98,7 +90,7 @@ def main() -> None:
         write_json(o.out / "summary.json", summary)
         say(json.dumps(summary["runs"][-1]))
         if method == "selfjudge":
-            keep_scores(out, o.out)
+            keep_sample(out, o.out)
             if o.tau is not None:
                 continue
             evidence = out / "calibration.safetensors"

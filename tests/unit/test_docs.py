@@ -1,0 +1,45 @@
+"""What the pages cite is there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "results" / "README.md",
+    ROOT / "benchmarks" / "README.md",
+    *(ROOT / "docs").glob("*.md"),
+]
+LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)(?:#([^)\s]+))?\)")
+
+
+def anchors(page: Path) -> set[str]:
+    """The names of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_cited_results_and_scripts_exist(page: Path) -> None:
+    cited = re.findall(r"\b((?:results|benchmarks)/[\w./@:=*-]*[\w*])", page.read_text())
+    missing = [path for path in cited if not list(ROOT.glob(path))]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for path, anchor in LINK.findall(page.read_text()):
+        target = (page.parent / path).resolve()
+        assert target.exists(), path
+        if anchor and target.suffix == ".md":
+            assert anchor in anchors(target), f"{path}#{anchor}"
+
+
+def test_results_stay_small() -> None:
+    """15 MB, of what is not ignored."""
+    files = [file for file in (ROOT / "results").rglob("*") if file.is_file()]
+    assert sum(file.stat().st_size for file in files) < 15e6
