@@ -181,7 +181,7 @@ def test_hostile_answers_are_text(opened: Browser) -> None:
 
 def test_light_dark_and_the_toggle(opened: Browser) -> None:
     paper = "getComputedStyle(document.body).backgroundColor"
-    line = "getComputedStyle(document.querySelector('.chart .line')).stroke"
+    line = "getComputedStyle(document.querySelector('.chart .line path')).stroke"
     light = opened.run(paper), opened.run(line)
     opened.media("", "dark")
     dark = opened.run(paper), opened.run(line)

@@ -1,215 +1,319 @@
-"""Charts as inline SVG. Colours are CSS classes (`s0` … of the page's style sheet), so light, dark and print need no second drawing.
-
-No meaning hangs on colour alone: every style has its own mark and dash as well.
-"""
+"""Records → charts as data; `draw` makes pictures of them."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from html import escape
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
-from markupsafe import Markup
+from selfjudge.report.order import by_task, named, rule_order, several, timed, title, usual_gamma
+from selfjudge.report.records import Interval, Results, Run
+from selfjudge.report.table import distinct, slug
+from selfjudge.report.tables import suffix_groups
 
-from selfjudge.report.plots import DASHES, MARKS, PALETTE, Bars, Chart, Lines, Series
-
-WIDTH, HEIGHT = 460, 310
-LEFT, RIGHT, TOP, BOTTOM = 50, 16, 12, 44
-BAR, GAP = 20, 8
-LETTER = 6.4
-"""Width of a letter of the charts' small print, roughly."""
-
-Scale = Callable[[float], float]
+IN_VIEW = 15.0
+"""Points of score below `exact` that a trade-off shows: what loses more would press all else into a corner."""
 
 
-def svg(chart: Chart) -> str:
-    return _lines(chart) if isinstance(chart, Lines) else _bars(chart)
+@dataclass(frozen=True)
+class Point:
+    x: float
+    y: float
+    label: str = ""
+    """What it is, for whoever points at it."""
+    tag: str = ""
+    """Written beside it."""
 
 
-def look(style: int) -> tuple[str, str, str]:
-    """(class, mark, dash) of a style: nine colours, six marks, four dashes."""
-    colour = style if style < len(PALETTE) else 1 + (style - 1) % (len(PALETTE) - 1)
-    return f"s{colour}", MARKS[style % len(MARKS)], DASHES[(style // 3) % len(DASHES)] if style else DASHES[2]
+@dataclass(frozen=True)
+class Series:
+    name: str
+    style: int
+    points: tuple[Point, ...]
+    marked: bool = True
 
 
-def ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Round numbers from low to high, at most about `most`."""
-    span = high - low
-    if span <= 0:
-        return [low]
-    step = 10 ** math.floor(math.log10(span / most))
-    step *= next(f for f in (1, 2, 2.5, 5, 10) if span / (step * f) <= most)
-    return [round(step * i, 10) for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+@dataclass(frozen=True)
+class Lines:
+    """Points joined in their order."""
+
+    id: str
+    title: str
+    x: str
+    y: str
+    series: tuple[Series, ...]
+    task: str = ""
+    log_x: bool = False
+    unit: bool = False
+    """Both axes from 0 to 1, with the diagonal."""
+    level: float | None = None
+    """The y of `exact`."""
+    band: Interval | None = None
+    """And its interval."""
+    floor: float | None = None
+    """Points below it are out of view; lines run on to the edge."""
+
+    def sees(self, point: Point) -> bool:
+        return self.floor is None or point.y >= self.floor
+
+    @property
+    def styles(self) -> dict[str, int]:
+        """Style by name, for a legend."""
+        return {series.name: series.style for series in self.series}
+
+    @property
+    def description(self) -> str:
+        """The chart in words, for those who do not see it."""
+        lines = (
+            f"{s.name}: "
+            + " to ".join(f"{number(p.x, 2)}, {number(p.y, 2)}" for p in dict.fromkeys((s.points[0], s.points[-1])))
+            for s in self.series
+            if s.points
+        )
+        return f"{self.y} against {self.x}. " + "; ".join(lines)
 
 
-def number(value: float) -> str:
+@dataclass(frozen=True)
+class Bars:
+    """Rows of stacked segments: (label, ((segment, value), …)); segments are named by `names` and styled in their order."""
+
+    id: str
+    title: str
+    x: str
+    rows: tuple[tuple[str, tuple[float, ...]], ...]
+    names: tuple[str, ...]
+    task: str = ""
+    shares: bool = False
+
+    @property
+    def styles(self) -> dict[str, int]:
+        """Style by name, for a legend; one kind of bar needs none."""
+        return {name: style for style, name in enumerate(self.names, 1)} if len(self.names) > 1 else {}
+
+    @property
+    def description(self) -> str:
+        """The chart in words, for those who do not see it."""
+        rows = ((label, zip(self.names, values, strict=True)) for label, values in self.rows)
+        return "; ".join(f"{label}: " + ", ".join(f"{name} {value:.3g}" for name, value in row) for label, row in rows)
+
+
+Chart = Lines | Bars
+
+
+def number(value: float, digits: int = 10) -> str:
     """A tick: 12, 0.25, 7.5M."""
+    value = round(value, digits)
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:g}{letter}"
     return f"{value:g}".replace("-", "−")
 
 
-def spread(values: Sequence[float]) -> tuple[float, float]:
-    """The values' range with a margin."""
-    low, high = min(values), max(values)
-    margin = 0.06 * (high - low) or max(0.5, abs(high) * 0.05)
-    return low - margin, high + margin
+def styles(names: Iterable[str]) -> dict[str, int]:
+    """A style for each name; `exact` is always 0."""
+    others = [name for name in dict.fromkeys(names) if name != "exact"]
+    return {"exact": 0, **{name: number for number, name in enumerate(others, 1)}}
 
 
-def _axes(chart: Lines) -> tuple[Scale, Scale, list[float], list[float]]:
-    every = [p for s in chart.series for p in s.points if chart.sees(p)]
-    ys = [*(p.y for p in every), *([] if chart.level is None else [chart.level])]
-    (x_low, x_high), (y_low, y_high) = (
-        ((0.0, 1.0), (0.0, 1.0)) if chart.unit else (spread([p.x for p in every]), spread(ys))
-    )
-    if chart.log_x:
-        x_low, x_high = min(p.x for p in every) / 1.2, max(p.x for p in every) * 1.2
-        tens = range(math.floor(math.log10(x_low)), math.ceil(math.log10(x_high)) + 1)
-        marks = [f * 10.0**t for t in tens for f in (1, 3) if x_low <= f * 10.0**t <= x_high]
-    elif len({p.x for p in every}) <= 8 and all(float(p.x).is_integer() for p in every) and chart.x == "γ":
-        marks = sorted({p.x for p in every})
-    else:
-        marks = ticks(x_low, x_high)
-
-    def along(value: float) -> float:
-        share = (
-            math.log(value / x_low) / math.log(x_high / x_low) if chart.log_x else (value - x_low) / (x_high - x_low)
-        )
-        return round(LEFT + share * (WIDTH - LEFT - RIGHT), 1)
-
-    def up(value: float) -> float:
-        return round(HEIGHT - BOTTOM - (value - y_low) / (y_high - y_low) * (HEIGHT - TOP - BOTTOM), 1)
-
-    return along, up, marks, ticks(y_low, y_high)
+def charts(results: Results) -> dict[str, list[Chart]]:
+    """Section → its charts; sections without data are left out."""
+    runs = results.runs
+    made: dict[str, list[Chart]] = {
+        "trade-off": list(trade_offs(runs)), "gamma": list(gammas(runs)), "two-stage": list(two_stages(runs)),
+        "suffix-length": list(suffixes(runs)), "roc": list(rocs(results)), "study": list(learning(results)),
+        "labelling": list(label_rates(results)), "time": list(time_splits(runs)),
+    }  # fmt: skip
+    ids = iter(distinct(chart.id for charts in made.values() for chart in charts))
+    return {name: [replace(chart, id=next(ids)) for chart in charts] for name, charts in made.items() if charts}
 
 
-def _lines(chart: Lines) -> str:
-    x, y, x_ticks, y_ticks = _axes(chart)
-    bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
-    parts = []
-    if chart.band is not None:
-        top, low = (min(bottom, max(TOP, y(value))) for value in (chart.band[1], chart.band[0]))
-        parts.append(f'<rect class="band" x="{LEFT}" y="{top}" width="{right - LEFT}" height="{low - top:.1f}"/>')
-    for value in x_ticks:
-        parts.append(f'<path class="grid" d="M{x(value)} {TOP}V{bottom}"/><text x="{x(value)}" y="{bottom + 16}" text-anchor="middle">{number(value)}</text>')  # fmt: skip
-    for value in y_ticks:
-        parts.append(f'<path class="grid" d="M{LEFT} {y(value)}H{right}"/><text x="{LEFT - 7}" y="{y(value) + 4}" text-anchor="end">{number(value)}</text>')  # fmt: skip
-    parts.append(f'<path class="axis" d="M{LEFT} {TOP}V{bottom}H{right}"/>')
-    if chart.unit:
-        parts.append(f'<path class="diagonal" d="M{x(0)} {y(0)}L{x(1)} {y(1)}"/>')
-    parts.append(f'<text class="name" x="{(LEFT + right) / 2}" y="{HEIGHT - 8}" text-anchor="middle">{escape(chart.x)}</text>')  # fmt: skip
-    middle = (TOP + bottom) / 2
-    parts.append(f'<text class="name" x="13" y="{middle}" text-anchor="middle" transform="rotate(-90 13 {middle})">{escape(chart.y)}</text>')  # fmt: skip
-    if chart.level is not None:
-        parts.append(f'<path class="level" d="M{LEFT} {y(chart.level)}H{right}"/>')
-    if not all(chart.sees(p) for s in chart.series for p in s.points):
-        parts.append(f'<clipPath id="{chart.id}-view"><path d="M{LEFT} {TOP}H{right}V{bottom}H{LEFT}z"/></clipPath>')
-    parts += [_series(chart, series, x, y) for series in chart.series]
-    return _whole(chart, HEIGHT, parts, _told(chart))
+def _where(pair: str, task: str, runs: Sequence[Run]) -> tuple[str, str]:
+    """(title, part of an id) of a facet."""
+    pairs = several(r.pair for r in runs)
+    return title(task) + (f", {pair}" if pairs else ""), slug(pair if pairs else "", task)
 
 
-def _series(chart: Lines, series: Series, x: Scale, y: Scale) -> str:
-    colour, mark, dash = look(series.style)
-    parts = [f'<g class="{colour}">']
-    seen = [p for p in series.points if chart.sees(p)]
-    if len(series.points) > 1:
-        path = "L".join(f"{x(p.x)} {y(p.y)}" for p in series.points)
-        view = "" if len(seen) == len(series.points) else f' clip-path="url(#{chart.id}-view)"'
-        parts.append(f'<path class="line" d="M{path}"' + (f' stroke-dasharray="{dash}"' if dash else "") + f"{view}/>")
-    for point in seen if series.marked else ():
-        parts.append(f'<path class="mark" d="{_mark(mark, x(point.x), y(point.y))}"><title>{escape(point.label)}</title></path>')  # fmt: skip
-        if point.tag:
-            below = 14 if series.style % 2 else -7  # neighbours do not write into the same place
-            parts.append(f'<text class="tag" x="{x(point.x)}" y="{y(point.y) + below}" text-anchor="middle">{escape(point.tag)}</text>')  # fmt: skip
-    return "".join([*parts, "</g>"])
+def _score(run: Run) -> str:
+    return f"{run.measure}, points"
 
 
-def _mark(kind: str, x: float, y: float, r: float = 4) -> str:
-    """A path around (x, y)."""
-    x, y = round(x, 1), round(y, 1)
-    return {
-        "circle": f"M{x - r} {y}a{r} {r} 0 1 0 {2 * r} 0a{r} {r} 0 1 0 {-2 * r} 0z",
-        "square": f"M{x - r + 0.5} {y - r + 0.5}h{2 * r - 1}v{2 * r - 1}h{1 - 2 * r}z",
-        "triangle": f"M{x} {y - r - 0.5}l{r + 0.5} {2 * r}h{-2 * r - 1}z",
-        "diamond": f"M{x} {y - r - 1}l{r + 1} {r + 1}l{-r - 1} {r + 1}l{-r - 1} {-r - 1}z",
-        "down": f"M{x} {y + r + 0.5}l{r + 0.5} {-2 * r}h{-2 * r - 1}z",
-        "plus": f"M{x - 1.5} {y - r}h3v{r - 1.5}h{r - 1.5}v3h{1.5 - r}v{r - 1.5}h-3v{1.5 - r}h{1.5 - r}v-3h{r - 1.5}z",
-    }[kind]
+def _point(run: Run) -> Point:
+    assert run.m is not None
+    tag = run.option if run.judge and named(run) else ""
+    label = f"{run.rule}, γ = {run.gamma}: m {run.m:.2f}, {run.measure} {100 * run.score:.1f}"
+    return Point(run.m, 100 * run.score, label, tag)
 
 
-def _bars(chart: Bars) -> str:
-    longest = max(len(label) for label, _ in chart.rows)
-    fits = min(28, longest)
-    left = 14 + LETTER * fits
-    height = TOP + len(chart.rows) * (BAR + GAP) + BOTTOM
-    bottom, right = height - BOTTOM, WIDTH - RIGHT - (0 if chart.shares else 62)
-    most = 1.0 if chart.shares else max(sum(values) for _, values in chart.rows) or 1.0
-
-    def x(value: float) -> float:
-        return round(left + value / most * (right - left), 1)
-
-    parts = []
-    for value in ticks(0, most, 5):
-        shown = f"{100 * value:g} %" if chart.shares else number(value)
-        parts.append(f'<path class="grid" d="M{x(value)} {TOP}V{bottom}"/><text x="{x(value)}" y="{bottom + 16}" text-anchor="middle">{shown}</text>')  # fmt: skip
-    for row, (label, values) in enumerate(chart.rows):
-        top = TOP + row * (BAR + GAP)
-        short = label if len(label) <= fits else label[: fits - 1] + "…"
-        parts.append(f'<text x="{left - 7}" y="{top + BAR - 6}" text-anchor="end">{escape(short)}<title>{escape(label)}</title></text>')  # fmt: skip
-        done = 0.0
-        for style, (name, value) in enumerate(zip(chart.names, values, strict=True), 1):
-            if not value:
-                continue
-            wide = x(done + value) - x(done)
-            said = f"{100 * value:.1f} %" if chart.shares else f"{value:,.0f}"
-            parts.append(f'<rect class="bar {look(style)[0]}" x="{x(done)}" y="{top}" width="{max(0.5, wide):.1f}" height="{BAR}"><title>{escape(f"{label}: {name} {said}")}</title></rect>')  # fmt: skip
-            inside = f"{name} {100 * value:.0f} %" if chart.shares else ""
-            if inside and LETTER * len(inside) + 6 < wide:
-                parts.append(f'<text class="inside" x="{x(done) + wide / 2:.1f}" y="{top + BAR - 6}" text-anchor="middle">{inside}</text>')  # fmt: skip
-            done += value
-        if not chart.shares:
-            parts.append(f'<text x="{x(done) + 6}" y="{top + BAR - 6}">{done:,.0f}</text>')
-    parts.append(f'<path class="axis" d="M{left} {TOP}V{bottom}"/>')
-    parts.append(f'<text class="name" x="{(left + right) / 2}" y="{height - 8}" text-anchor="middle">{escape(chart.x)}</text>')  # fmt: skip
-    rows = "; ".join(f"{label}: " + ", ".join(f"{n} {v:.3g}" for n, v in zip(chart.names, values, strict=True)) for label, values in chart.rows)  # fmt: skip
-    return _whole(chart, height, parts, rows)
-
-
-def _told(chart: Lines) -> str:
-    """The chart in words, for those who do not see it."""
-    ends = (
-        f"{s.name}: {number(round(s.points[0].x, 2))}, {number(round(s.points[0].y, 2))}"
-        + (f" to {number(round(s.points[-1].x, 2))}, {number(round(s.points[-1].y, 2))}" if len(s.points) > 1 else "")
-        for s in chart.series
-        if s.points
-    )
-    return f"{chart.y} against {chart.x}. " + "; ".join(ends)
-
-
-def _whole(chart: Chart, height: float, parts: Sequence[str], told: str) -> str:
-    return (
-        f'<svg class="chart" viewBox="0 0 {WIDTH} {height}" role="img" aria-labelledby="{chart.id}-t {chart.id}-d">'
-        f'<title id="{chart.id}-t">{escape(chart.title)}</title><desc id="{chart.id}-d">{escape(told)}</desc>{"".join(parts)}</svg>'
+def _curves(runs: Iterable[Run], name: Callable[[Run], str], style: dict[str, int]) -> tuple[Series, ...]:
+    """Score against m, a line for each name."""
+    grouped: dict[str, list[Run]] = defaultdict(list)
+    for run in runs:
+        if run.m is not None:
+            grouped[name(run)].append(run)
+    return tuple(
+        Series(key, style[key], tuple(_point(r) for r in sorted(mine, key=lambda r: (r.m, r.option))))
+        for key, mine in grouped.items()
     )
 
 
-def legend(charts: Sequence[Chart]) -> list[tuple[str, Markup]]:
-    """One list for all charts of a section: name, and line and mark of each style; boxes where they are bars."""
-    shown: dict[str, int] = {}
-    for chart in charts:
-        if isinstance(chart, Lines):
-            shown |= {s.name: s.style for s in chart.series}
-        elif len(chart.names) > 1:
-            shown |= {name: style for style, name in enumerate(chart.names, 1)}
-    boxes = all(isinstance(chart, Bars) for chart in charts)
-    return [(name, Markup(_swatch(style, boxes))) for name, style in shown.items()]  # noqa: S704
-
-
-def _swatch(style: int, box: bool) -> str:
-    colour, mark, dash = look(style)
-    drawn = (
-        '<rect class="bar" x="9" y="2" width="12" height="12"/>' if box
-        else f'<path class="line" d="M0 8H30"{f""" stroke-dasharray="{dash}" """ if dash else ""}/><path class="mark" d="{_mark(mark, 15, 8)}"/>'
+def _trade_off(
+    name: str, heading: str, chosen: Sequence[Run], series: tuple[Series, ...], runs: Sequence[Run]
+) -> Lines:
+    """Score against m, with the level of `exact` where it was run."""
+    one = chosen[0]
+    exact = next(
+        (
+            r
+            for r in runs
+            if r.name == "exact" and (r.pair, r.task, r.gamma, r.fold) == (one.pair, one.task, one.gamma, one.fold)
+        ),
+        None,
+    )
+    made = Lines(
+        name, heading, "m", _score(one), series, one.task, level=100 * exact.score if exact else None,
+        band=(100 * exact.score_ci[0], 100 * exact.score_ci[1]) if exact and exact.score_ci else None,
     )  # fmt: skip
-    return f'<svg class="swatch {colour}" viewBox="0 0 30 16" aria-hidden="true">{drawn}</svg>'
+    if made.level is None:
+        return made
+    clipped = replace(made, floor=made.level - IN_VIEW)
+    seen = [clipped.sees(p) for s in series for p in s.points]
+    if all(seen) or sum(seen) < 2:
+        return made
+    return replace(clipped, title=f"{heading}; {seen.count(False)} below, out of view")
+
+
+def trade_offs(runs: Sequence[Run]) -> Iterable[Lines]:
+    """Score against m at each task's usual γ: a line a method, a point a threshold. A judge alone has charts of its own."""
+    style = styles(r.method for r in sorted(runs, key=rule_order))
+    for (pair, task), mine in by_task(runs).items():
+        gamma = usual_gamma(mine)
+        chosen = [r for r in mine if r.gamma == gamma and r.m is not None and not r.fold and r.name != "judge_only"]
+        if several(r.rule for r in chosen):
+            heading, part = _where(pair, task, runs)
+            yield _trade_off(
+                slug("trade-off", part), f"{heading}, γ = {gamma}", chosen, _curves(chosen, _method, style), mine
+            )
+
+
+def gammas(runs: Sequence[Run]) -> Iterable[Lines]:
+    """m and score against γ, for rules that were run at several."""
+    known: dict[tuple[str, str, str], list[Run]] = defaultdict(list)
+    for run in sorted(runs, key=rule_order):
+        if run.m is not None and not run.fold:
+            known[run.pair, run.task, run.rule].append(run)
+    swept = {key: mine for key, mine in known.items() if several(r.gamma for r in mine)}
+    style = styles(rule for _, _, rule in swept)
+    for pair, task in by_task(r for mine in swept.values() for r in mine):
+        heading, part = _where(pair, task, runs)
+        here = {rule: mine for (p, t, rule), mine in swept.items() if (p, t) == (pair, task)}
+        for what in ("m", "score"):
+            yield Lines(
+                slug("gamma", part, what), heading, "γ", "m" if what == "m" else _score(next(iter(here.values()))[0]),
+                tuple(
+                    Series(rule, style[rule], tuple(_at_gamma(r, what) for r in sorted(mine, key=lambda r: r.gamma)))
+                    for rule, mine in here.items()
+                ),
+                task,
+            )  # fmt: skip
+
+
+def _at_gamma(run: Run, what: str) -> Point:
+    whole = _point(run)
+    return Point(run.gamma, whole.x if what == "m" else whole.y, whole.label)
+
+
+def two_stages(runs: Sequence[Run]) -> Iterable[Lines]:
+    """judge_only and judged of the same judge, where the former was run."""
+    alone = {(r.pair, r.task, r.gamma, r.judge) for r in runs if r.name == "judge_only"}
+    chosen = [
+        r for r in sorted(runs, key=rule_order)
+        if (r.pair, r.task, r.gamma, r.judge) in alone and r.name in ("judged", "judge_only") and r.m is not None
+    ]  # fmt: skip
+    style = styles(r.method for r in chosen)
+    for (pair, task), mine in by_task(chosen).items():
+        gamma = usual_gamma(mine)
+        here = [r for r in mine if r.gamma == gamma]
+        if several(r.name for r in here):
+            heading, part = _where(pair, task, runs)
+            yield _trade_off(
+                slug("two-stage", part), f"{heading}, γ = {gamma}", here, _curves(here, _method, style), runs
+            )
+
+
+def suffixes(runs: Sequence[Run]) -> Iterable[Lines]:
+    """A line an N; several judges of one N are lines of their own."""
+    grouped = suffix_groups(runs)
+    every = sorted((r for mine in grouped.values() for r in mine), key=lambda r: r.suffix_length or 0)
+    judges: dict[int | None, set[str]] = defaultdict(set)
+    for run in every:
+        judges[run.suffix_length].add(run.judge)
+
+    def length(run: Run) -> str:
+        return f"N = {run.suffix_length}" + (f", {run.judge}" if len(judges[run.suffix_length]) > 1 else "")
+
+    style = styles(map(length, every))
+    for number, ((pair, task, gamma, features, _, method, _), mine) in enumerate(grouped.items()):
+        heading, part = _where(pair, task, runs)
+        which = ", ".join(filter(None, (f"γ = {gamma}", method, features)))
+        if series := _curves(mine, length, style):
+            yield _trade_off(slug("suffix-length", part, str(number)), f"{heading}, {which}", mine, series, runs)
+
+
+def _method(run: Run) -> str:
+    return run.method
+
+
+def rocs(results: Results) -> Iterable[Lines]:
+    cards = [card for card in results.judges if card.roc is not None]
+    series = []
+    for number, card in enumerate(cards, 1):
+        roc = card.roc
+        assert roc is not None
+        name = card.name + ("" if roc.auc is None else f", AUC {roc.auc:.3f}")
+        curve = tuple(Point(x, y) for x, y in zip(roc.fpr, roc.tpr, strict=True))
+        series.append(Series(name, number, curve, marked=False))
+        marks = tuple(Point(*at, f"{card.name}, {mark}", mark) for mark, at in roc.marks.items())
+        series += [Series(name, number, (mark,)) for mark in marks]
+    if series:
+        yield Lines(
+            "roc", "ROC of the judges on holdout mismatches", "unacceptable tokens accepted", "acceptable tokens accepted",
+            tuple(series), unit=True,
+        )  # fmt: skip
+
+
+def learning(results: Results) -> Iterable[Lines]:
+    for number, study in enumerate(results.studies):
+        series = tuple(
+            Series(label, style, tuple(
+                Point(row["labels"] or 0, y, f"{label}, {row['labels']:,.0f} labels: {y:.3f}")
+                for row in study.learning_curve if row["labels"] and (y := row[kind]) is not None
+            ))
+            for style, (kind, label) in enumerate((("linear", "linear"), ("mlp", "MLP")), 1)
+        )  # fmt: skip
+        if any(s.points for s in series):
+            yield Lines(
+                slug("learning-curve", str(number) if number else ""), f"Learning curve, {study.target}", "labels",
+                "ROC-AUC, holdout mismatches", tuple(s for s in series if s.points), log_x=True,
+            )  # fmt: skip
+
+
+def label_rates(results: Results) -> Iterable[Bars]:
+    grouped: dict[tuple[str, str], list[tuple[str, tuple[float, ...]]]] = defaultdict(list)
+    for run in results.labels:
+        grouped[run.pair, run.provenance.machine].append((run.method, (run.rows_per_hour,)))
+    for (pair, machine), rows in grouped.items():
+        heading = ", ".join(filter(None, (pair, machine)))
+        yield Bars(slug("labelling", pair, machine), heading, "labels per hour", tuple(rows), ("labels per hour",))
+
+
+def time_splits(runs: Sequence[Run]) -> Iterable[Bars]:
+    names = ("draft", "target", "judge", "rule", "other")
+    for (pair, task), mine in by_task(runs).items():
+        chosen = timed(mine)
+        rows = tuple(
+            (r.rule + (f", fold {r.fold}" if r.fold else ""), tuple(r.phases.get(n, 0.0) / sum(r.phases.values()) for n in names))
+            for r in chosen
+        )  # fmt: skip
+        if rows:
+            heading, part = _where(pair, task, runs)
+            yield Bars(slug("time", part), f"{heading}, γ = {chosen[0].gamma}", "share of the time", rows, names, task, shares=True)  # fmt: skip

@@ -18,9 +18,9 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from selfjudge.report.charts import legend, svg
+from selfjudge.report.charts import Chart
+from selfjudge.report.draw import PALETTE, Drawing, legend
 from selfjudge.report.order import PAPER, by_task, rule_order, several, task_order, title
-from selfjudge.report.plots import PALETTE, Chart
 from selfjudge.report.records import Results, Run
 from selfjudge.report.table import Table
 
@@ -86,8 +86,10 @@ class Section:
     tables: Sequence[tuple[str, Sequence[Table]]] = ()
 
 
-def page(results: Results, tables: Sequence[Table], charts: Mapping[str, Sequence[Chart]]) -> str:
-    """The whole page."""
+def page(
+    results: Results, tables: Sequence[Table], charts: Mapping[str, Sequence[Chart]], drawings: Mapping[str, Drawing]
+) -> str:
+    """The whole page; charts by section, drawings by chart."""
     runs = results.runs
     methods: dict[str, dict[str, None]] = {}
     for run in sorted(runs, key=rule_order):
@@ -96,7 +98,7 @@ def page(results: Results, tables: Sequence[Table], charts: Mapping[str, Sequenc
         "report.html",
         title=_title(results),
         lead=_lead(results),
-        sections=_sections(results, tables, charts),
+        sections=_sections(results, tables, charts, drawings),
         tasks=[(task, title(task)) for task in sorted({r.task for r in runs}, key=task_order)],
         methods={method: list(rules) for method, rules in methods.items()},
         skipped=results.skipped,
@@ -129,8 +131,8 @@ def _asset(name: str) -> Markup:
 
 
 def _style() -> Markup:
-    colours = "".join(f".s{i}{{--c:light-dark({light},{dark})}}" for i, (light, dark) in enumerate(PALETTE))
-    return _asset("page.css") + Markup(colours)  # noqa: S704
+    colours = "".join(f"--s{i}:light-dark({light},{dark});" for i, (light, dark) in enumerate(PALETTE))
+    return _asset("page.css") + Markup(f":root{{{colours}}}")  # noqa: S704
 
 
 def _hash(text: str) -> str:
@@ -184,7 +186,9 @@ def _counted(n: int, what: str) -> str:
     return f"{n} {what}" if n == 1 else f"{n} {what.removesuffix('y') + 'ies' if what.endswith('y') else what + 's'}"
 
 
-def _sections(results: Results, tables: Sequence[Table], charts: Mapping[str, Sequence[Chart]]) -> list[Section]:
+def _sections(
+    results: Results, tables: Sequence[Table], charts: Mapping[str, Sequence[Chart]], drawings: Mapping[str, Drawing]
+) -> list[Section]:
     """The sections that there is something to show in."""
     sections = []
     for name, (heading, about) in SECTIONS.items():
@@ -192,7 +196,7 @@ def _sections(results: Results, tables: Sequence[Table], charts: Mapping[str, Se
         mine = [t for t in tables if any(t.id == n or t.id.startswith(f"{n}-") for n in TABLES.get(name, (name,)))]
         if drawn or mine or (name == "viewer" and any(run.examples for run in results.runs)):
             grouped = _grouped(mine) if name == "task" else [("", mine)]
-            figures = [(chart, Markup(svg(chart))) for chart in drawn]  # noqa: S704
+            figures = [(chart, drawings[chart.id].svg) for chart in drawn]
             sections.append(Section(name, heading, Markup(about), legend(drawn), figures, grouped))  # noqa: S704
     return sections
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.report.figures import draw
+from selfjudge.report.charts import charts
+from selfjudge.report.draw import draw
 from selfjudge.report.page import page
-from selfjudge.report.plots import plots
 from selfjudge.report.read import read_results
 from selfjudge.report.tables import tables
 from selfjudge.store import read_json, write_json, write_text
@@ -24,39 +24,42 @@ def report(folders: Sequence[Path], out: Path) -> dict[str, Any]:
     Returns the tables' rows, the figures' names, how many runs there were and what was left out.
     """
     if out.suffix.casefold() not in (".html", ".htm"):
-        raise SelfJudgeError(f"--out names the page, such as report.html, not {out}")
+        raise SelfJudgeError(f"`out` names the page, such as report.html, not {out}")
     if out.is_dir():
-        raise SelfJudgeError(f"{out} is a folder: --out names the page, such as report.html")
+        raise SelfJudgeError(f"{out} is a folder: `out` names the page, such as report.html")
     beside = out.with_suffix("")
     earlier = _earlier(beside)
     results = read_results(folders)
-    made, charts = tables(results), plots(results)
-    text = page(results, made, charts)
+    made, charted = tables(results), charts(results)
+    drawings = {chart.id: draw(chart) for section in charted.values() for chart in section}
+    text = page(results, made, charted, drawings)
+    summary: dict[str, Any] = {
+        "runs": len(results.runs),
+        "figures": [f"{name}.png" for name in drawings],
+        "left_out": [{"folder": place, "why": why} for place, why in results.skipped],
+        "tables": {table.id: list(table.rows) for table in made},
+    }
     try:
         beside.mkdir(parents=True, exist_ok=True)
-        figures = draw([chart for mine in charts.values() for chart in mine], beside)
-        for name in earlier - set(figures):
+        for name, drawing in drawings.items():
+            (beside / f"{name}.png").write_bytes(drawing.png)
+        for name in earlier - set(summary["figures"]):
             (beside / name).unlink(missing_ok=True)
         write_text(beside / "tables.md", "\n".join(table.markdown() for table in made))
-        found = {
-            "runs": len(results.runs), "figures": figures,
-            "left_out": [{"folder": place, "why": why} for place, why in results.skipped],
-            "tables": {table.id: list(table.rows) for table in made},
-        }  # fmt: skip
-        write_json(beside / MADE, found)
+        write_json(beside / MADE, summary)
         write_text(out, text)
     except OSError as error:
         raise SelfJudgeError(f"cannot write {out}: {error}") from None
-    return found
+    return summary
 
 
 def _earlier(folder: Path) -> set[str]:
     """The figures that an earlier report left in its folder; a folder of somebody else's is refused."""
     if folder.is_file():
-        raise SelfJudgeError(f"cannot use {folder} as a folder: it is a file; name another page with --out")
+        raise SelfJudgeError(f"cannot use {folder} as a folder: it is a file; name another page with `out`")
     if not folder.is_dir() or not any(folder.iterdir()):
         return set()
     if not (folder / MADE).is_file():
-        raise SelfJudgeError(f"{folder} is where the figures go and holds other files: name another page with --out")
+        raise SelfJudgeError(f"{folder} is where the figures go and holds other files: name another page with `out`")
     names = read_json(folder / MADE).get("figures", [])
     return {name for name in names if isinstance(name, str) and name.endswith(".png") and Path(name).name == name}
