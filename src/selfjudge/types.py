@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib import import_module
 from math import isfinite
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from selfjudge.errors import SelfJudgeError
@@ -44,6 +45,18 @@ def lazy_exports(
 
     names = sorted(where)
     return get, lambda: names, names
+
+
+class _LazyModule(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(import_module(self.__name__), name)
+        setattr(self, name, value)  # found at once from now on
+        return value
+
+
+def lazy_module(name: str) -> Any:
+    """A module that is imported when something of it is first used: rules are read, and refused, without torch."""
+    return _LazyModule(name)
 
 
 def setting(

@@ -32,7 +32,7 @@ from selfjudge.decoding.rules import EXACT, SpeculativeSampling
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
-from selfjudge.integrations.server.server import listen
+from selfjudge.integrations.server.address import listen
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.models.catalogue import EMBEDDED

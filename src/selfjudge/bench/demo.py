@@ -148,11 +148,11 @@ class Demo:
     def _tokens(self, answer: Generation, view: Likelihood) -> list[list[Any]]:
         """Of each token: text, origin, what the target would have said, its probability, the judge's score."""
         decode = self.pair.tokenizer.decode
+        scores = {judged.index: judged.score for judged in answer.judged_tokens}
+        each = zip(answer.tokens, answer.origins, view.choices, view.choice_log_p, strict=True)
         return [
-            [str(decode([token])), origin, str(decode([choice])), math.exp(log_p), None]
-            for token, origin, choice, log_p in zip(
-                answer.tokens, answer.origins, view.choices, view.choice_log_p, strict=True
-            )
+            [str(decode([token])), origin, str(decode([choice])), math.exp(log_p), scores.get(index)]
+            for index, (token, origin, choice, log_p) in enumerate(each)
         ]
 
     def _draft_alone(self) -> float:

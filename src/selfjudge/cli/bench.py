@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from selfjudge.bench.config import DecodeBenchConfig, DraftBenchConfig, LabelBenchConfig, PassesConfig
-from selfjudge.cli.groups import DeviceOptions, JudgeOptions, PairOptions, build_rule
+from selfjudge.cli.groups import DeviceOptions, JudgeOptions, PairOptions, check_rule
 from selfjudge.cli.options import AsJson, Data, PromptLimit, config_options
 from selfjudge.cli.output import describe_machine, print_json, print_rows, status
 from selfjudge.cli.output import figure as number
@@ -36,11 +36,14 @@ def decode(
 
     questions = read_prompts(prompts) if prompts else [text for _, text in BUILT_IN]
     wanted = judge_options.given or (judged and models.shipped_judge)
-    judge = judge_options.load(models) if wanted else None
+    if wanted:
+        check_rule("judged", models, judge_options)
     pair = models.load()
-    rules = [("judged", build_rule("judged", pair.special_ids, judge, judge_options))] if wanted else []
 
     from selfjudge.bench.decode import bench_decode
+    from selfjudge.decoding.rule_parser import resolve_rule
+
+    rules = [("judged", resolve_rule(pair, "judged", **judge_options.as_arguments()))] if wanted else []
 
     with status() as notify:
         result = bench_decode(pair, questions[:limit], rules, config, notify=notify)

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from selfjudge.cli.groups import DecodeOptions, JudgeOptions, PairOptions, build_rule
+from selfjudge.cli.groups import DecodeOptions, JudgeOptions, PairOptions, check_rule
 from selfjudge.cli.options import AsJson, config_options
 from selfjudge.cli.output import figure, print_json
 from selfjudge.errors import EMPTY_PROMPT, SelfJudgeError
@@ -51,15 +51,14 @@ def generate(
         prompt = sys.stdin.read()
     if not prompt.strip():
         raise SelfJudgeError(EMPTY_PROMPT)
-    spec = rule or ("judged" if judge_options.given else "exact")
-    judge = judge_options.load(models, spec)
-    build_rule(spec, (), judge, judge_options, decode)  # what is wrong is said before the models are loaded
+    spec = check_rule(rule, models, judge_options, decode)
     gamma = decode.chosen_gamma(models)
     pair = models.load(needs_draft=gamma > 0)
-    built = build_rule(spec, pair.special_ids, judge, judge_options, decode)
 
+    from selfjudge.decoding.rule_parser import resolve_rule
     from selfjudge.decoding.text import stream
 
+    built = resolve_rule(pair, spec, sampling=decode.sampling, **judge_options.as_arguments())
     answer = stream(
         pair,
         prompt,

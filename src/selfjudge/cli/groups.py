@@ -6,19 +6,18 @@ What the command line and small files can tell is refused here, before torch is 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from selfjudge.cli.output import progress
 from selfjudge.errors import SelfJudgeError
+from selfjudge.judge.config import JudgeConfig
 from selfjudge.models.catalogue import EMBEDDED, check_reference
 from selfjudge.types import MAX_GAMMA, check_settings, default_gamma, setting
 
 if TYPE_CHECKING:
-    from selfjudge.decoding.rules import AcceptanceRule
-    from selfjudge.judge.model import Judge
+    from selfjudge.decoding.sampling import Sampling
     from selfjudge.models.pair import Pair
 
 DTYPES = ("float32", "bfloat16", "float16", "int8")
@@ -139,24 +138,15 @@ class JudgeOptions:
 
     def _check(self, source: str | Path) -> None:
         """Refuse a folder that is not a judge's, or a threshold that this judge does not have."""
-        from selfjudge.judge.config import JudgeConfig
-
         config = JudgeConfig.from_pretrained(source)
         if self.threshold is not None:
             config.threshold(self.threshold)
         if self.quality is not None:
             config.quality(self.quality)
 
-    def load(self, models: PairOptions, spec: str = "judged") -> Judge | None:
-        """The judge that a rule of this name needs, before any other model is loaded."""
-        source = self.judge or (models.shipped_judge if spec.startswith("judge") else None)
-        if source is None:
-            return None
-        self._check(source)
-
-        from selfjudge.judge.model import Judge
-
-        return Judge.from_pretrained(source)
+    def as_arguments(self) -> dict[str, Any]:
+        """As `generate` and `resolve_rule` take them."""
+        return {"judge": self.judge, "theta": self.threshold, "quality": self.quality}
 
 
 @dataclass(frozen=True)
@@ -179,24 +169,36 @@ class DecodeOptions:
     raw: bool = setting(False, "Use the prompt as it is, without chat template.")
     engine: str = setting("auto", "What runs the models.", choices=ENGINES)
 
+    @property
+    def sampling(self) -> Sampling | None:
+        """Temperature and filters, where one of them is given."""
+        from selfjudge.decoding.sampling import Sampling
+
+        if self.temperature is None and self.top_p == 1.0 and not self.top_k:
+            return None
+        return Sampling(1.0 if self.temperature is None else self.temperature, self.top_p, self.top_k)
+
     def chosen_gamma(self, models: PairOptions) -> int:
         """γ as it was given, or the one that suits the device."""
         return default_gamma(models.device_type) if self.gamma is None else self.gamma
 
 
-def build_rule(
-    spec: str, special: Sequence[int], judge: Judge | None, options: JudgeOptions, sampling: DecodeOptions | None = None
-) -> AcceptanceRule:
-    """The acceptance rule of that text, with the judge and the temperature that the options name."""
-    from selfjudge.decoding.rule_parser import parse_rule
-    from selfjudge.decoding.sampling import Sampling
+def check_rule(rule: str | None, models: PairOptions, judge: JudgeOptions, decode: DecodeOptions | None = None) -> str:
+    """The text of the rule that is meant; refused here if it cannot work, from the judge's config alone."""
+    from selfjudge.decoding.rule_parser import parse_rule, read_rule
+    from selfjudge.decoding.rules import Judged
 
-    drawn: Any = None
-    if sampling and (sampling.temperature is not None or sampling.top_p != 1.0 or sampling.top_k):
-        drawn = Sampling(1.0 if sampling.temperature is None else sampling.temperature, sampling.top_p, sampling.top_k)
-    theta = options.threshold
-    if options.quality is not None:
-        if judge is None:
-            raise SelfJudgeError(f"rule {spec!r} does not use a judge: `quality` is for rule judged")
-        theta = judge.quality(options.quality)
-    return parse_rule(spec, special=tuple(special), sampling=drawn, judge=judge, theta=theta)
+    sampling = decode.sampling if decode else None
+    spec = rule or ("judged" if judge.given else "exact" if sampling is None else "sampling")
+    judged = issubclass(read_rule(spec)[0], Judged)
+    if judge.given and not judged:
+        raise SelfJudgeError(
+            f"rule {spec!r} does not use a judge: leave out `judge`, `theta` and `quality`, or use rule judged"
+        )
+    source = (judge.judge or models.shipped_judge) if judged else None
+    config: Any = JudgeConfig.from_pretrained(source) if source else None  # knows thresholds, as the judge does
+    theta = judge.threshold if judge.quality is None else f"q{judge.quality}"
+    built = parse_rule(spec, sampling=sampling, judge=config, theta=theta)
+    if decode and decode.gamma is not None:
+        built.check(decode.gamma)
+    return spec

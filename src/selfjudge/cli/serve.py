@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from selfjudge.cli.groups import ENGINES, JudgeOptions, PairOptions
+from selfjudge.cli.groups import ENGINES, JudgeOptions, PairOptions, check_rule
 from selfjudge.cli.options import config_options
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.server.config import ServerConfig
@@ -61,20 +61,36 @@ def serve(
     if vllm:
         raise SelfJudgeError("`vllm` goes with --backend vllm")
 
-    from selfjudge.integrations.server import listen
-    from selfjudge.integrations.server import serve as run
+    _check_rule(config.rule, models, judge_options)
+
+    from selfjudge.integrations.server.address import listen
 
     listener = listen(address.host, address.port)
-    judge = judge_options.load(models)
     gamma = default_gamma(models.device_type) if config.gamma is None else config.gamma
     pair = models.load(needs_draft=gamma > 0)
+
+    from selfjudge.integrations.server import serve as run
+    from selfjudge.judge.model import Judge
+
     run(
         pair,
         listener,
         replace(config, gamma=gamma),
-        judge=judge,
+        judge=Judge.from_pretrained(judge_options.judge) if judge_options.judge else pair.judge,
         notify=lambda line: typer.echo(line, err=True),
     )
+
+
+def _check_rule(rule: str | None, models: PairOptions, judge: JudgeOptions) -> None:
+    """The rule of requests that name none, and the judge that requests may ask for whatever that rule is."""
+    from selfjudge.decoding.rule_parser import read_rule
+    from selfjudge.decoding.rules import Judged
+
+    if rule is not None and not issubclass(read_rule(rule)[0], Judged):
+        check_rule(rule, models, JudgeOptions())
+        rule = None
+    if rule is not None or judge.given:
+        check_rule(rule or "judged", models, judge)
 
 
 def _refuse_torch_options(models: PairOptions, config: ServerConfig) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from selfjudge.decoding.rules import (
     EXACT,
@@ -22,8 +22,10 @@ from selfjudge.decoding.rules import (
 )
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.errors import SelfJudgeError
-from selfjudge.judge.model import Judge
-from selfjudge.models.pair import Pair
+
+if TYPE_CHECKING:
+    from selfjudge.judge.model import Judge
+    from selfjudge.models.pair import Pair
 
 RULES: dict[str, type[AcceptanceRule]] = {
     rule.name: rule for rule in (Exact, SpeculativeSampling, TopK, Relaxed, Typical, Margin, FLy, Judged, JudgeOnly)
@@ -57,12 +59,18 @@ def resolve_rule(
     if theta is not None and quality is not None:
         raise SelfJudgeError("`quality` chooses the threshold: leave out one of `quality` and `theta`")
     if issubclass(read_rule(spec)[0], Judged):
-        judge = pair.judge if judge is None else judge if isinstance(judge, Judge) else Judge.from_pretrained(judge)
+        judge = pair.judge if judge is None else _loaded(judge)
     elif judged:
         raise SelfJudgeError(
             f"rule {spec!r} does not use a judge: leave out `judge`, `theta` and `quality`, or use rule judged"
         )
     return _built(spec, pair.special_ids, sampling, judge, f"q{quality}" if quality is not None else theta)
+
+
+def _loaded(judge: Judge | str | Path) -> Judge:
+    from selfjudge.judge.model import Judge
+
+    return judge if isinstance(judge, Judge) else Judge.from_pretrained(judge)
 
 
 @lru_cache(64)  # engines find what they recorded with a rule by its identity

@@ -11,16 +11,20 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import cache
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from selfjudge.decoding.sampling import Sampling, sample
 from selfjudge.errors import SelfJudgeError
-from selfjudge.judge.model import Judge
 from selfjudge.ops.argmax import argmax_checked, regular
-from selfjudge.types import Block, Verdict
+from selfjudge.types import Block, Verdict, lazy_module
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from selfjudge.judge.model import Judge
+else:
+    torch = lazy_module("torch")
 
 
 @cache  # recorded cycles keep on reading them

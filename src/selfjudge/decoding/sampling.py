@@ -6,11 +6,16 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from selfjudge.errors import SelfJudgeError
+from selfjudge.types import lazy_module
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = lazy_module("torch")
 
 
 @dataclass(frozen=True)

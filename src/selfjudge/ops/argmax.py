@@ -8,9 +8,15 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from selfjudge.types import lazy_module
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = lazy_module("torch")
 
 
 def regular(logits: Tensor) -> Tensor:

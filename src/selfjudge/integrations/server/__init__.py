@@ -1,6 +1,6 @@
 """OpenAI's API over our own loop.
 
-`config` settings · `server` start-up · `run` uvicorn and signals · `api` endpoints · `answers` whole and streamed ·
+`config` settings · `address` · `server` start-up · `run` uvicorn and signals · `api` endpoints · `answers` whole and streamed ·
 `service` requests become jobs · `rules` which rule a request gets · `scheduler` queue and batches, in a thread of their
 own · `schema` bodies of requests · `errors` · `guard` key and size · `metrics`.
 """
@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 from selfjudge.types import lazy_exports
 
 if TYPE_CHECKING:
+    from .address import listen as listen
     from .config import ServerConfig as ServerConfig
-    from .server import listen as listen
     from .server import serve as serve
 
-__getattr__, __dir__, __all__ = lazy_exports(__name__, {"config": ["ServerConfig"], "server": ["listen", "serve"]})
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__, {"address": ["listen"], "config": ["ServerConfig"], "server": ["serve"]}
+)

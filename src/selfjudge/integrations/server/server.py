@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from selfjudge.decoding.rule_parser import names_threshold
 from selfjudge.decoding.text import Batch
-from selfjudge.errors import SelfJudgeError, first_line
+from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.integrations.server.metrics import Metrics
 from selfjudge.integrations.server.rules import Rules
@@ -19,25 +19,6 @@ from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
 from selfjudge.models.tokens import context_window
 from selfjudge.types import DEFAULT_THETA, default_gamma
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A socket bound to that address, before the models are loaded; missing packages are noticed here, too."""
-    try:
-        import fastapi  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise SelfJudgeError(f"serving needs {error.name}: pip install 'selfjudge[serve]'") from None
-    if not 0 <= port < 1 << 16:
-        raise SelfJudgeError(f"cannot listen on {host}:{port}: ports lie between 0 and 65535")
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        raise SelfJudgeError(f"cannot listen on {host}:{port}: {first_line(error)}") from None
-    return listener
 
 
 def serve(
