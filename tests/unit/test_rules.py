@@ -240,10 +240,17 @@ def test_a_judge_may_have_parameters() -> None:
         def score(self, hidden: torch.Tensor) -> torch.Tensor:
             return self.layer(hidden).squeeze(-1).sigmoid()
 
-    with torch.inference_mode():
-        hidden = torch.randn(1, 3, H)
+    judge = Learned()
     with torch.no_grad():
-        Judged(Learned(), 0.5)(block([1, 1], ROWS, hidden=hidden))
+        judge.layer.weight.copy_(torch.tensor([[4.0, 0.0, 0.0]]))
+        judge.layer.bias.zero_()
+    with torch.inference_mode():
+        hidden = torch.zeros(1, 3, H)
+        hidden[0, 1, 0], hidden[0, 2, 0] = 1.0, -1.0  # the state at the first draft is liked, that at the second is not
+    with torch.no_grad():
+        said = Judged(judge, 0.5)(block([1, 1], ROWS, hidden=hidden))
+    assert said.judged.tolist() == [[True, False]]
+    assert said.n_accepted.tolist() == [1]
 
 
 def test_minus_infinity_is_a_ban_not_an_irregularity() -> None:

@@ -1,0 +1,34 @@
+"""The examples run as they stand, on the embedded pair."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from selfjudge.models.pair import Pair
+
+FOLDER = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.parametrize(
+    ("script", "shows"),
+    [
+        ("judged_answer.py", ["tokens per target pass", "judge's score"]),
+        ("custom_rule.py", ["[", "]"]),
+        ("token_loop.py", ["pass 0, row 1:", "pass 1, row 0:"]),
+    ],
+)
+def test_examples_run(embedded: Pair, script: str, shows: list[str]) -> None:
+    done = subprocess.run([sys.executable, FOLDER / script], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert all(text in done.stdout for text in shows), done.stdout
+
+
+def test_every_example_is_listed_and_tried() -> None:
+    listed = (FOLDER / "README.md").read_text(encoding="utf-8")
+    scripts = sorted(path.name for path in FOLDER.glob("*.py"))
+    assert scripts == ["custom_rule.py", "judged_answer.py", "token_loop.py"]
+    assert all(f"({name})" in listed for name in scripts)
