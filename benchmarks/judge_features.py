@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from selfjudge.label.folder import read_shards
 from selfjudge.models.pair import Pair
 from selfjudge.store import read_rows, write_json
 from selfjudge.train.dataset import Rows
-from selfjudge.train.fit import auc, fit_linear, fit_mlp
+from selfjudge.train.fit import FitOptions, auc, fit_linear, fit_mlp
 from selfjudge.train.study import SOME_C
 
 TOKENS = {"cuda": 131072}  # of a pass
@@ -41,21 +41,19 @@ class Place:
     token: int
 
 
+@dataclass(eq=False)
 class Wider(Rows):
     """Rows whose features are followed by other columns."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__([folder])
-        self.narrow = self.hidden_size
-        self.extra = torch.empty(len(self), 0)
+    extra: Tensor = field(default_factory=lambda: torch.empty(0, 0))
 
     def read_also(self, columns: Sequence[Tensor]) -> None:
         self.extra = torch.cat([torch.empty(len(self), 0), *(c.float().reshape(len(self), -1) for c in columns)], 1)
-        self.hidden_size = self.narrow + self.extra.shape[1]
+        self.hidden_size = int(self.manifests[0]["hidden_size"]) + self.extra.shape[1]
 
     def _arrays(self, number: int, names: Sequence[str], device: torch.device | None) -> dict[str, Tensor]:
         arrays = dict(super()._arrays(number, names, device))
-        shard = self._shards[number]
+        shard = self.shards[number]
         hidden = arrays["hidden_draft"]
         extra = self.extra[shard.start : shard.stop].to(hidden.device)
         arrays["hidden_draft"] = torch.cat([hidden.float(), extra], 1)
@@ -110,7 +108,7 @@ def main() -> None:
     o = parser.parse_args()
     begun = time.monotonic()
     pair = Pair.load(o.pair, device=o.device)
-    rows = Wider(o.labels)
+    rows = Wider.load([o.labels])
     wanted, small = places(o.labels)
     target, draft = states(pair.target, wanted, True), states(pair.draft, wanted, False)
     log_p = torch.from_numpy(small["log_p"]).float()
@@ -128,6 +126,7 @@ def main() -> None:
     groups |= {"look-ahead": []} if rows.lookahead else {}
     say(f"states of {len(rows)} rows")
     device = pair.target.device if pair.target.device.type == "cuda" else None
+    options = FitOptions(device=device)
     result: dict[str, Any] = {
         "pair": pair.name, "labels": int(rows.used.sum()), "holdout": int(rows.of("holdout").sum()),
         "acceptable": float(rows.labels[rows.used].mean()), **measured_on(),
@@ -139,11 +138,7 @@ def main() -> None:
         row: dict[str, Any] = {"beside": name, "columns": rows.hidden_size + feature_columns(features)}
         for kind in ("linear", "mlp"):
             config = JudgeConfig(rows.hidden_size, features=features, model=kind)
-            fitted = (
-                fit_mlp(rows, config, device=device)
-                if kind == "mlp"
-                else fit_linear(rows, config, grid=SOME_C, device=device)
-            )
+            fitted = fit_mlp(rows, config, options) if kind == "mlp" else fit_linear(rows, config, options, grid=SOME_C)
             row[kind] = auc(rows, fitted.judge, rows.of("holdout"), device=device)
         result["runs"].append(row)
         say(row)

@@ -35,10 +35,21 @@ from selfjudge.train import dataset as reading
 from selfjudge.train import fit as fitting
 from selfjudge.train.config import TrainConfig
 from selfjudge.train.dataset import PARTS, Rows
-from selfjudge.train.fit import LOOSE, Fitted, Scaler, auc, fit_linear, fit_mlp, logistic, predict
-from selfjudge.train.pipeline import candidates, choice, finish, train_judge
+from selfjudge.train.fit import (
+    LOOSE,
+    FitOptions,
+    Fitted,
+    Scaler,
+    auc,
+    best_on_select,
+    fit_linear,
+    fit_mlp,
+    logistic,
+    predict,
+)
+from selfjudge.train.pipeline import fit_candidates, measure_on_holdout, train_judge
 from selfjudge.train.study import critical_auc
-from selfjudge.train.thresholds import at, quality_curve, rates, thresholds
+from selfjudge.train.thresholds import accepted_shares, counts_above, find_thresholds, quality_curve
 from selfjudge.types import Block
 
 HIDDEN, SUFFIX, TAU = 12, 6, -4.0
@@ -221,7 +232,7 @@ def test_logistic_from_another_start_ends_at_the_same_place() -> None:
 
 @pytest.mark.parametrize("c", [0.003, 0.5])
 def test_the_folded_linear_judge_is_scikit_learns_pipeline(labels: Path, c: float) -> None:
-    rows = Rows([labels])
+    rows = Rows.load([labels])
     x, y = everything(rows, rows.of("fit"), "hidden")
     fitted = fit_linear(rows, config_of(rows), grid=(c,))
     theirs = known(c).fit(x.double().numpy(), y.numpy())
@@ -236,11 +247,11 @@ def test_the_folded_linear_judge_is_scikit_learns_pipeline(labels: Path, c: floa
 
 @pytest.mark.parametrize("originals", [False, True])
 def test_columns_beside_the_hidden_state_are_held_back_less(labels: Path, originals: bool) -> None:
-    rows, c = Rows([labels]), 0.01
+    rows, c = Rows.load([labels]), 0.01
     features = "hidden+margin+lookahead"
     x, y = everything(rows, rows.of("fit"), features, originals=originals)
     assert x.shape == (int(rows.of("fit").sum()) * (1 + originals), WIDTH + 8)
-    fitted = fit_linear(rows, config_of(rows, features), grid=(c,), originals=originals)
+    fitted = fit_linear(rows, config_of(rows, features), FitOptions(originals=originals), grid=(c,))
     scale = StandardScaler().fit(x.double().numpy())
     widened = np.where(np.arange(WIDTH + 8) < HIDDEN, 1, np.sqrt(LOOSE / c))
     z = scale.transform(x.double().numpy()) * widened
@@ -249,7 +260,7 @@ def test_columns_beside_the_hidden_state_are_held_back_less(labels: Path, origin
 
 
 def test_c_is_the_one_of_the_best_auc_on_select(labels: Path) -> None:
-    rows = Rows([labels])
+    rows = Rows.load([labels])
     grid = (0.0003, 0.01, 1.0, 100.0)
     config = config_of(rows, "hidden+margin")
     each = {c: fit_linear(rows, config, grid=(c,)) for c in grid}
@@ -263,9 +274,9 @@ def test_c_is_the_one_of_the_best_auc_on_select(labels: Path) -> None:
 
 def test_only_chosen_rows_of_the_part_are_learned_from(labels: Path) -> None:
     """As a study of fewer labels asks for: the scaler and the weights know nothing of the others."""
-    rows = Rows([labels])
+    rows = Rows.load([labels])
     mine = np.arange(len(rows)) % 3 == 0
-    fitted = fit_linear(rows, config_of(rows), grid=(0.1,), chosen=mine)
+    fitted = fit_linear(rows, config_of(rows), FitOptions(chosen=mine), grid=(0.1,))
     x, y = everything(rows, rows.of("fit") & mine, "hidden")
     theirs = known(0.1).fit(x.double().numpy(), y.numpy())
     assert np.allclose(fitted.judge.score(x), theirs.predict_proba(x.double().numpy())[:, 1], atol=1e-5)
@@ -295,13 +306,13 @@ def test_no_prompt_stands_in_two_parts(labels: Path, tmp_path: Path) -> None:
     """Not even one that two folders hold, under different names or, worse, under one name for two prompts."""
     again = folder(tmp_path / "again", name="other", first=20, prompts=60, each=3, seed=1)
     shifted = folder(tmp_path / "shifted", name="p", first=70, prompts=30, each=2, shards=1, seed=2)
-    rows = Rows([labels, again, shifted])
+    rows = Rows.load([labels, again, shifted])
     found = parts_of(rows)
     assert len(rows) == 600 + 180 + 60
     assert rows.n_prompts == len(found) == 100
     assert np.bincount(list(found.values())).tolist() == [70, 15, 15]
     assert sum(rows.of(name).astype(int) for name in PARTS).tolist() == [1] * len(rows)
-    assert parts_of(Rows([shifted, labels, again])) == found
+    assert parts_of(Rows.load([shifted, labels, again])) == found
     numbers: dict[int, set[tuple[int, ...]]] = {}
     for number, prompt in zip(rows.prompts, prompts_of(rows.folders), strict=True):
         numbers.setdefault(int(number), set()).add(prompt)
@@ -310,7 +321,7 @@ def test_no_prompt_stands_in_two_parts(labels: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [6, 7, 20, 60, 333])
 def test_parts_are_70_15_15_of_the_prompts(tmp_path: Path, count: int) -> None:
-    rows = Rows([folder(tmp_path / "labels", prompts=count, each=1, shards=2)])
+    rows = Rows.load([folder(tmp_path / "labels", prompts=count, each=1, shards=2)])
     sizes = [int(rows.of(name).sum()) for name in PARTS]
     assert sum(sizes) == count
     assert all(abs(size - share * count) <= 1 for size, share in zip(sizes, (0.7, 0.15, 0.15), strict=True))
@@ -318,7 +329,7 @@ def test_parts_are_70_15_15_of_the_prompts(tmp_path: Path, count: int) -> None:
 
 
 def test_the_seed_decides_the_split(labels: Path) -> None:
-    one, same, other = (Rows([labels], seed=seed) for seed in (3, 3, 4))
+    one, same, other = (Rows.load([labels], seed=seed) for seed in (3, 3, 4))
     assert np.array_equal(one.part, same.part)
     moved = np.mean([parts_of(one)[prompt] != part for prompt, part in parts_of(other).items()])
     assert 0.2 < moved < 0.8  # 47 % are expected to
@@ -327,7 +338,7 @@ def test_the_seed_decides_the_split(labels: Path) -> None:
 
 def test_a_split_does_not_follow_the_order_of_the_prompts(labels: Path) -> None:
     """The first prompts of a folder are of one source: each part gets some of both ends."""
-    places = [prompt[1] for prompt, part in parts_of(Rows([labels])).items() if part]
+    places = [prompt[1] for prompt, part in parts_of(Rows.load([labels])).items() if part]
     assert min(places) < 20 < 40 < max(places)
 
 
@@ -342,23 +353,23 @@ def flipped(rows: Rows, *parts: str) -> Rows:
 
 def test_thresholds_do_not_see_the_rows_that_chose_c(labels: Path) -> None:
     settings = TrainConfig(model="linear")
-    rows = Rows([labels])
-    fitted = candidates(rows, settings, None, None)["linear"]
-    judge, evidence = finish(rows, fitted, settings, None)
-    again, other = finish(flipped(Rows([labels]), "select", "fit"), fitted, settings, None)
+    rows = Rows.load([labels])
+    fitted = fit_candidates(rows, settings)["linear"]
+    judge, evidence = measure_on_holdout(rows, {"linear": fitted}, settings)
+    again, other = measure_on_holdout(flipped(Rows.load([labels]), "select", "fit"), {"linear": fitted}, settings)
     assert again.config.thresholds == judge.config.thresholds
     assert again.config.quality_curve == judge.config.quality_curve
     kept = ("auc_mismatch", "auc_all", "n_holdout", "F_accepts_acceptable", "R_accepts_unacceptable")
     assert {k: again.config.metrics[k] for k in kept} == {k: judge.config.metrics[k] for k in kept}
-    assert np.array_equal(evidence["scores"], other["scores"])
-    third, _ = finish(flipped(Rows([labels]), "holdout"), fitted, settings, None)
+    assert np.array_equal(evidence.scores, other.scores)
+    third, _ = measure_on_holdout(flipped(Rows.load([labels]), "holdout"), {"linear": fitted}, settings)
     assert third.config.thresholds != judge.config.thresholds
 
 
 def test_the_holdout_influences_neither_weights_nor_c(labels: Path) -> None:
     settings = TrainConfig(model="auto")
-    plain = candidates(Rows([labels]), settings, None, None)
-    other = candidates(flipped(Rows([labels]), "holdout"), settings, None, None)
+    plain = fit_candidates(Rows.load([labels]), settings)
+    other = fit_candidates(flipped(Rows.load([labels]), "holdout"), settings)
     for kind in ("linear", "mlp"):
         assert plain[kind].c == other[kind].c
         assert plain[kind].auc_select == other[kind].auc_select
@@ -367,7 +378,7 @@ def test_the_holdout_influences_neither_weights_nor_c(labels: Path) -> None:
 
 
 def test_the_rows_that_choose_c_influence_no_weights(labels: Path) -> None:
-    rows, again = Rows([labels]), flipped(Rows([labels]), "select")
+    rows, again = Rows.load([labels]), flipped(Rows.load([labels]), "select")
     one, other = (fit_linear(r, config_of(r), grid=(0.1,)) for r in (rows, again))
     assert torch.equal(one.judge.weight, other.judge.weight)
     assert other.auc_select == pytest.approx(1 - one.auc_select)
@@ -409,7 +420,7 @@ def test_thresholds_are_those_of_a_search_by_hand(seed: int) -> None:
     scores, truth = random_scores(seed)
     bad = int((truth == 0).sum())
     for share in ("0.5", "0.8", "0.9", "1"):
-        found = thresholds(scores, truth, reject=float(share))
+        found = find_thresholds(scores, truth, reject=float(share))
         best = {p: max(places(scores), key=lambda t, p=p: (f1(scores, truth, t, p), t)) for p in (0, 1)}
         assert found["F_accept"] == best[1]
         assert found["F_reject"] == best[0]
@@ -421,7 +432,7 @@ def test_thresholds_are_those_of_a_search_by_hand(seed: int) -> None:
 def test_no_theta_between_the_scores_is_better() -> None:
     for seed in range(30):
         scores, truth = random_scores(seed)
-        found = thresholds(scores, truth)
+        found = find_thresholds(scores, truth)
         fine = np.linspace(0, 1, 201)
         assert f1(scores, truth, found["F_accept"], 1) >= max(f1(scores, truth, t, 1) for t in fine)
         assert f1(scores, truth, found["F_reject"], 0) >= max(f1(scores, truth, t, 0) for t in fine)
@@ -430,11 +441,11 @@ def test_no_theta_between_the_scores_is_better() -> None:
 def test_r_is_stricter_than_f_only_where_it_has_to_be() -> None:
     scores, truth = np.linspace(0.01, 0.99, 50, dtype=np.float32), np.zeros(50, np.float32)
     truth[40:] = 1
-    apart = thresholds(scores, truth, reject=0.5)
+    apart = find_thresholds(scores, truth, reject=0.5)
     assert apart["R"] == apart["F"] == scores[39]
     truth[[10, 20, 25, 30]] = 1
     truth[[45, 47]] = 0
-    strict = thresholds(scores, truth, reject=1.0)
+    strict = find_thresholds(scores, truth, reject=1.0)
     assert strict["R"] == scores[47] > strict["F"]
 
 
@@ -474,9 +485,9 @@ def test_quality_picks_from_the_curve() -> None:
 
 def test_a_score_equal_to_theta_is_not_accepted() -> None:
     scores, truth = np.asarray([0.25, 0.5, 0.5, 0.75], np.float32), np.asarray([1, 1, 0, 0], np.float32)
-    assert at(scores, truth, 0.5) == {"accepts_acceptable": 0.0, "accepts_unacceptable": 0.5}
-    assert at(scores, truth, 0.49) == {"accepts_acceptable": 0.5, "accepts_unacceptable": 1.0}
-    thetas, kept, passed = rates(scores, truth)
+    assert accepted_shares(scores, truth, 0.5) == {"accepts_acceptable": 0.0, "accepts_unacceptable": 0.5}
+    assert accepted_shares(scores, truth, 0.49) == {"accepts_acceptable": 0.5, "accepts_unacceptable": 1.0}
+    thetas, kept, passed = counts_above(scores, truth)
     assert (thetas.tolist(), kept.tolist(), passed.tolist()) == (
         [0, 0.25, 0.5, 0.75, 1],
         [2, 1, 0, 0, 0],
@@ -487,13 +498,13 @@ def test_a_score_equal_to_theta_is_not_accepted() -> None:
 def test_a_stored_threshold_does_in_a_rule_what_it_did_on_the_holdout(labels: Path) -> None:
     """The same `>` there and here, although θ is itself one of the scores and went through a file of text."""
     settings = TrainConfig(model="linear", features="hidden")
-    rows = Rows([labels])
-    judge, evidence = finish(rows, candidates(rows, settings, None, None)["linear"], settings, None)
-    truth = evidence["labels"]
-    block = SimpleNamespace(scores=torch.from_numpy(evidence["scores"])[:, None])
+    rows = Rows.load([labels])
+    judge, evidence = measure_on_holdout(rows, fit_candidates(rows, settings), settings)
+    truth = evidence.labels
+    block = SimpleNamespace(scores=torch.from_numpy(evidence.scores)[:, None])
     for name in ("F", "R"):
         theta = json.loads(json.dumps(judge.config.thresholds))[name]
-        assert theta in evidence["scores"].tolist()
+        assert theta in evidence.scores.tolist()
         approved = Judged(judge, theta).approves(block)[:, 0].numpy()  # type: ignore[arg-type]
         assert approved[truth == 1].mean() == judge.config.metrics[f"{name}_accepts_acceptable"]
         assert approved[truth == 0].mean() == judge.config.metrics[f"{name}_accepts_unacceptable"]
@@ -506,14 +517,14 @@ def test_streamed_rows_give_the_judge_of_rows_in_memory(
     labels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folders = [labels, folder(tmp_path / "more", first=60, prompts=30, each=7, shards=9, seed=1)]
-    kept = Rows(folders)
+    kept = Rows.load(folders)
     config = config_of(kept, "hidden+margin")
     whole = fit_linear(kept, config)
     monkeypatch.setattr(reading, "KEPT_BYTES", 10_000)
     monkeypatch.setattr(reading, "CHUNK_BYTES", 29 * 4 * config.width)
-    streamed = Rows(folders)
-    assert kept._kept is not None
-    assert streamed._kept is None
+    streamed = Rows.load(folders)
+    assert kept.kept is not None
+    assert streamed.kept is None
     assert np.array_equal(kept.part, streamed.part)
     assert np.array_equal(kept.labels, streamed.labels)
     again = fit_linear(streamed, config)
@@ -528,11 +539,11 @@ def test_streamed_rows_give_the_judge_of_rows_in_memory(
 
 
 def test_an_mlp_learns_the_same_from_files(labels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = Rows([labels])
+    kept = Rows.load([labels])
     whole = fit_mlp(kept, config_of(kept, model="mlp"))
     monkeypatch.setattr(reading, "KEPT_BYTES", 0)
-    streamed = Rows([labels])
-    assert streamed._kept is None
+    streamed = Rows.load([labels])
+    assert streamed.kept is None
     again = fit_mlp(streamed, config_of(kept, model="mlp"))
     assert all(torch.equal(a, b) for a, b in zip(whole.judge.buffers(), again.judge.buffers(), strict=True))
 
@@ -544,17 +555,17 @@ def test_the_gpu_gives_the_same_judge_and_keeps_features_where_there_is_room(
     labels: Path, monkeypatch: pytest.MonkeyPatch, spare: int
 ) -> None:
     monkeypatch.setattr(reading, "GPU_SPARE", spare)
-    rows, device = Rows([labels]), torch.device("cuda")
+    rows, device = Rows.load([labels]), torch.device("cuda")
     config = config_of(rows, "hidden+margin")
-    here, there = fit_linear(rows, config), fit_linear(rows, config, device=device)
+    here, there = fit_linear(rows, config), fit_linear(rows, config, FitOptions(device=device))
     assert here.c == there.c
     assert torch.allclose(here.judge.weight, there.judge.weight.cpu(), atol=1e-4)
-    assert bool(rows._on_gpu) == (spare == 0)
+    assert bool(rows.on_gpu) == (spare == 0)
 
 
 def test_a_judge_may_learn_from_some_sources_alone(labels: Path, tmp_path: Path) -> None:
     config = train_judge([labels], tmp_path / "judge", TrainConfig(model="linear", sources=("s1",)))
-    rows = Rows([labels])
+    rows = Rows.load([labels])
     assert config["metrics"]["n_labels"] == int((rows.used & (rows.sources == "s1")).sum()) > 0
     assert config["metrics"]["n_prompts"] == 30
     assert list(read_json(tmp_path / "judge" / "run.json")["sources"]) == ["s1"]
@@ -577,7 +588,7 @@ def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, orig
         waited.append(sum(len(y) for _, y in waiting))
         return gathered(waiting, *rest)
 
-    rows = Rows([made])
+    rows = Rows.load([made])
     monkeypatch.setattr(reading, "_pieces", pieces)
     monkeypatch.setattr(reading, "read_tensors", lambda file, names: opened.append(file) or read(file, names))  # type: ignore[func-returns-value]
     generator = torch.Generator().manual_seed(0) if shuffled else None
@@ -591,7 +602,7 @@ def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, orig
 
 def test_shuffled_chunks_hold_every_row_once(labels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "CHUNK_BYTES", 100 * 4 * HIDDEN)
-    rows = Rows([labels])
+    rows = Rows.load([labels])
     chosen = rows.of("fit")
     plain, truth = everything(rows, chosen, "hidden")
     mixed, same = everything(rows, chosen, "hidden", generator=torch.Generator().manual_seed(1))
@@ -602,7 +613,7 @@ def test_shuffled_chunks_hold_every_row_once(labels: Path, monkeypatch: pytest.M
 
 
 def test_shards_without_rows_do_no_harm(tmp_path: Path) -> None:
-    rows = Rows([folder(tmp_path / "labels", prompts=10, each=3, shards=15)])
+    rows = Rows.load([folder(tmp_path / "labels", prompts=10, each=3, shards=15)])
     assert len(rows) == 30
     assert rows.n_prompts == 10
     x, _ = everything(rows, np.ones(30, bool), "hidden+margin", originals=True)
@@ -622,7 +633,7 @@ def all_arrays(one: Path) -> dict[str, NDArray[Any]]:
 def test_labels_follow_from_the_stored_scores(labels: Path, length: int, mean: bool) -> None:
     arrays = all_arrays(labels)
     for tau in (-3.0, -0.7):
-        rows = Rows([labels]).relabelled(suffix_length=length, tau=tau, mean=mean)
+        rows = Rows.load([labels]).relabel(suffix_length=length, tau=tau, mean=mean)
         scores = total(arrays["log_p"], arrays["original"], arrays["substituted"], length, mean=mean)
         assert np.array_equal(rows.labels, scores > tau)
         hand = [by_hand(arrays, k, length, mean=mean) for k in range(len(rows))]
@@ -631,13 +642,13 @@ def test_labels_follow_from_the_stored_scores(labels: Path, length: int, mean: b
         assert rows.taus == [tau]
     if length in (0, SUFFIX):
         return
-    assert not np.array_equal(rows.labels, Rows([labels]).relabelled(tau=-0.7, mean=mean).labels)
+    assert not np.array_equal(rows.labels, Rows.load([labels]).relabel(tau=-0.7, mean=mean).labels)
 
 
 @pytest.mark.parametrize("gap", [1, 3])
 def test_the_first_tokens_of_a_suffix_can_be_passed_over(labels: Path, gap: int) -> None:
     arrays, evidence = all_arrays(labels), load_file(labels / "calibration.safetensors")
-    rows = Rows([labels]).relabelled(gap=gap)
+    rows = Rows.load([labels]).relabel(gap=gap)
     expected = tau_of(labels / "calibration.safetensors", SUFFIX, 0.9, gap=gap)["tau"]
     assert rows.taus == [expected] != [TAU]
     hand = np.asarray([by_hand(arrays, k, SUFFIX) - by_hand(arrays, k, gap) for k in range(len(rows))])
@@ -648,28 +659,28 @@ def test_the_first_tokens_of_a_suffix_can_be_passed_over(labels: Path, gap: int)
     found = critical_auc(labels / "calibration.safetensors", SUFFIX, gap=gap)
     scores = total(evidence["log_p"], evidence["original"], evidence["substituted"], SUFFIX, gap=gap)
     assert found == pytest.approx(roc_auc_score(evidence["critical"] == 0, scores))
-    with pytest.raises(SelfJudgeError, match=f"--suffix-gap {SUFFIX} leaves nothing"):
-        Rows([labels]).relabelled(gap=SUFFIX)
+    with pytest.raises(SelfJudgeError, match=f"`suffix_gap` {SUFFIX} leaves nothing"):
+        Rows.load([labels]).relabel(gap=SUFFIX)
 
 
 def test_stored_labels_are_left_alone(tmp_path: Path) -> None:
     """Where nothing is asked for: those of other methods do not follow from scores at all."""
     made = folder(tmp_path / "labels", method="autojudge")
-    rows = Rows([made])
+    rows = Rows.load([made])
     assert rows.labels.tolist() == [row["label"] for found, _ in read_shards(made) for row in found]
     assert rows.taus == [None]
 
 
 def test_a_tau_alone_asks_for_other_labels(labels: Path) -> None:
-    rates_ = [float(Rows([labels]).relabelled(tau=tau).labels.mean()) for tau in (-8.0, TAU, 0.0)]
+    rates_ = [float(Rows.load([labels]).relabel(tau=tau).labels.mean()) for tau in (-8.0, TAU, 0.0)]
     assert rates_ == sorted(rates_, reverse=True)
-    assert rates_[1] == Rows([labels]).labels.mean()
+    assert rates_[1] == Rows.load([labels]).labels.mean()
     assert len(set(rates_)) == 3
 
 
 @pytest.mark.parametrize(("length", "mean"), [(2, False), (0, False), (SUFFIX, True), (3, True)])
 def test_tau_of_another_score_comes_from_the_folders_evidence(labels: Path, length: int, mean: bool) -> None:
-    rows = Rows([labels]).relabelled(suffix_length=length, mean=mean)
+    rows = Rows.load([labels]).relabel(suffix_length=length, mean=mean)
     expected = tau_of(labels / "calibration.safetensors", length, 0.9, mean=mean)["tau"]
     assert rows.taus == [expected] != [TAU]
     arrays = all_arrays(labels)
@@ -682,17 +693,17 @@ def test_tau_of_another_score_comes_from_the_folders_evidence(labels: Path, leng
 
 
 def test_the_stored_tau_is_used_for_the_stored_scores(labels: Path) -> None:
-    assert Rows([labels]).relabelled(suffix_length=SUFFIX).taus == [TAU]
-    assert np.array_equal(Rows([labels]).relabelled(suffix_length=SUFFIX).labels, Rows([labels]).labels)
+    assert Rows.load([labels]).relabel(suffix_length=SUFFIX).taus == [TAU]
+    assert np.array_equal(Rows.load([labels]).relabel(suffix_length=SUFFIX).labels, Rows.load([labels]).labels)
 
 
 @pytest.mark.parametrize(("length", "mean"), [(2, False), (None, True)])
 def test_without_evidence_another_score_needs_a_tau(tmp_path: Path, length: int | None, mean: bool) -> None:
     made = folder(tmp_path / "labels")
-    with pytest.raises(SelfJudgeError, match="give --tau") as error:
-        Rows([made]).relabelled(suffix_length=length, mean=mean)
+    with pytest.raises(SelfJudgeError, match="give `tau` or `acceptable`") as error:
+        Rows.load([made]).relabel(suffix_length=length, mean=mean)
     assert "\n" not in str(error.value)
-    assert Rows([made]).relabelled(suffix_length=length, mean=mean, tau=-2.0).taus == [-2.0]
+    assert Rows.load([made]).relabel(suffix_length=length, mean=mean, tau=-2.0).taus == [-2.0]
 
 
 def test_nothing_is_written_where_there_are_no_labels(tmp_path: Path) -> None:
@@ -702,7 +713,9 @@ def test_nothing_is_written_where_there_are_no_labels(tmp_path: Path) -> None:
 
 
 def test_a_longer_suffix_than_the_stored_one_is_refused(labels: Path, tmp_path: Path) -> None:
-    with pytest.raises(SelfJudgeError, match=r"scores of 6 tokens, not 7: label with --suffix-length 7") as error:
+    with pytest.raises(
+        SelfJudgeError, match=r"scores of 6 tokens, not 7: label again with a `suffix_length` of 7"
+    ) as error:
         train_judge([labels], tmp_path / "judge", TrainConfig(suffix_length=7, tau=-1.0))
     assert "\n" not in str(error.value)
 
@@ -711,29 +724,29 @@ def test_a_longer_suffix_than_the_stored_one_is_refused(labels: Path, tmp_path: 
 def test_autojudge_labels_cannot_be_made_again(tmp_path: Path, asked: dict[str, Any]) -> None:
     made = folder(tmp_path / "labels", method="autojudge", evidence=100)
     with pytest.raises(SelfJudgeError, match="autojudge labels: those do not follow from scores") as error:
-        Rows([made]).relabelled(**asked)
+        Rows.load([made]).relabel(**asked)
     assert "\n" not in str(error.value)
 
 
 def test_a_judge_says_which_labels_it_learned(labels: Path, tmp_path: Path) -> None:
     gapped = train_judge([labels], tmp_path / "gapped", TrainConfig(model="linear", features="hidden", suffix_gap=2))
-    assert (gapped["suffix_gap"], gapped["tau"]) == (2, Rows([labels]).relabelled(gap=2).taus[0])
+    assert (gapped["suffix_gap"], gapped["tau"]) == (2, Rows.load([labels]).relabel(gap=2).taus[0])
     settings = TrainConfig(model="linear", features="hidden", suffix_length=3)
     config = train_judge([labels], tmp_path / "judge", settings)
-    rows = Rows([labels]).relabelled(suffix_length=3)
+    rows = Rows.load([labels]).relabel(suffix_length=3)
     assert (config["suffix_length"], config["tau"]) == (3, rows.taus[0])
     assert config["metrics"]["acceptable_rate"] == pytest.approx(float(rows.labels.mean()))
-    assert config["metrics"]["acceptable_rate"] != pytest.approx(float(Rows([labels]).labels.mean()))
+    assert config["metrics"]["acceptable_rate"] != pytest.approx(float(Rows.load([labels]).labels.mean()))
 
 
 def test_a_stated_share_of_the_mismatches_is_acceptable(labels: Path, tmp_path: Path) -> None:
-    every = Rows([labels])
-    rows = every.relabelled(acceptable=0.4, gap=1)
+    every = Rows.load([labels])
+    rows = every.relabel(acceptable=0.4, gap=1)
     assert rows.labels[rows.used].mean() == pytest.approx(0.4, abs=1.5 / rows.used.sum())
-    again = every.relabelled(tau=rows.taus[0], gap=1)
+    again = every.relabel(tau=rows.taus[0], gap=1)
     assert (again.labels == rows.labels).all()
     one = every.only([every.sources[0]])
-    own = one.relabelled(acceptable=0.4)
+    own = one.relabel(acceptable=0.4)
     assert own.labels[own.used].mean() == pytest.approx(0.4, abs=1.5 / own.used.sum())
     settings = TrainConfig(model="linear", features="hidden", suffix_gap=1, acceptable=0.4)
     config = train_judge([labels], tmp_path / "judge", settings)
@@ -744,10 +757,10 @@ def test_a_stated_share_of_the_mismatches_is_acceptable(labels: Path, tmp_path: 
 
 def test_a_stated_share_is_one_of_all_folders_and_of_the_sources_that_are_used(labels: Path, tmp_path: Path) -> None:
     other = folder(tmp_path / "other", seed=5)
-    rows = Rows([labels, other]).relabelled(acceptable=0.3)
+    rows = Rows.load([labels, other]).relabel(acceptable=0.3)
     assert rows.taus[0] == rows.taus[1]
     assert rows.labels[rows.used].mean() == pytest.approx(0.3, abs=1.5 / rows.used.sum())
-    source = str(Rows([labels]).sources[0])
+    source = str(Rows.load([labels]).sources[0])
     config = train_judge(
         [labels],
         tmp_path / "judge",
@@ -764,10 +777,10 @@ def test_nothing_is_left_of_a_training_that_could_not_begin(tmp_path: Path) -> N
 
 
 def test_a_stated_share_of_nothing_is_said_to_be_of_nothing(labels: Path) -> None:
-    rows = Rows([labels])
+    rows = Rows.load([labels])
     rows.part[:] = -1
     with pytest.raises(SelfJudgeError, match="no mismatch that alignment would refuse"):
-        rows.relabelled(acceptable=0.3).check("hidden", False)
+        rows.relabel(acceptable=0.3).check("hidden", False)
 
 
 # what is refused
@@ -818,13 +831,13 @@ def test_too_few_prompts_are_refused(tmp_path: Path, prompts: int, message: str)
 
 @pytest.mark.parametrize("prompts", [3, 4, 5, 6, 7])
 def test_every_part_has_a_prompt_where_there_are_three(tmp_path: Path, prompts: int) -> None:
-    rows = Rows([folder(tmp_path / "labels", prompts=prompts, each=30, shards=1)])
+    rows = Rows.load([folder(tmp_path / "labels", prompts=prompts, each=30, shards=1)])
     assert {str(p) for p in np.unique(rows.part)} == {"0", "1", "2"}
     rows.check("hidden")
 
 
 def test_a_part_with_labels_of_one_kind_is_refused(labels: Path) -> None:
-    rows = Rows([labels])
+    rows = Rows.load([labels])
     rows.labels[rows.of("select")] = 0
     with pytest.raises(SelfJudgeError, match="part 'select' has labels of one kind only: 60 prompts are too few"):
         rows.check("hidden")
@@ -840,7 +853,7 @@ def test_features_that_are_no_numbers_are_refused(tmp_path: Path, name: str, val
 
     made = folder(tmp_path / "labels", change=spoil, method="autojudge")
     with pytest.raises(
-        SelfJudgeError, match=r"hidden-0000\d.safetensors has \d rows with features that are no numbers"
+        SelfJudgeError, match=r"hidden-0000\d.safetensors has \d rows whose features are not finite"
     ) as error:
         train_judge([made], tmp_path / "judge", TrainConfig(model="linear"))
     one_line(error)
@@ -860,12 +873,12 @@ def test_labels_of_another_target_are_refused(labels: Path, tmp_path: Path) -> N
     one_line(error)
     unknown = [folder(tmp_path / name, target=name, target_sha256="") for name in ("one", "two")]
     with pytest.raises(SelfJudgeError, match=r"different targets .target 'two' and 'one'"):
-        Rows(unknown)
-    assert len(Rows([labels, folder(tmp_path / "renamed", target="renamed")])) == 1200
+        Rows.load(unknown)
+    assert len(Rows.load([labels, folder(tmp_path / "renamed", target="renamed")])) == 1200
 
 
 def test_labels_of_another_draft_are_welcome(labels: Path, tmp_path: Path) -> None:
-    assert len(Rows([labels, folder(tmp_path / "other", draft="e", draft_sha256="e" * 64)])) == 1200
+    assert len(Rows.load([labels, folder(tmp_path / "other", draft="e", draft_sha256="e" * 64)])) == 1200
 
 
 @pytest.mark.parametrize("shards", [0, 2])
@@ -898,7 +911,7 @@ def test_lookahead_has_to_be_labelled(labels: Path, tmp_path: Path) -> None:
     """In every folder."""
     settings = TrainConfig(features="hidden+margin+lookahead", model="linear")
     assert train_judge([labels], tmp_path / "judge", settings)["features"] == settings.features
-    with pytest.raises(SelfJudgeError, match="no look-ahead: label with --lookahead") as error:
+    with pytest.raises(SelfJudgeError, match="no look-ahead: label again with `lookahead`") as error:
         train_judge([labels, folder(tmp_path / "without", first=60)], tmp_path / "other", settings)
     one_line(error)
 
@@ -908,7 +921,7 @@ def test_nothing_is_overwritten(labels: Path, tmp_path: Path) -> None:
     (tmp_path / "full" / "kept.txt").write_text("mine")
     (tmp_path / "file").write_text("mine")
     for name, message in {
-        "full": "full is not an empty folder: name a new one with --out", "file": "cannot use .*file as a folder",
+        "full":  "full holds other files .kept.txt ….: name a new or empty folder with `out`", "file": "file is a file: name a folder with `out`",
         "file/below": "cannot use .*below as a folder",
     }.items():  # fmt: skip
         with pytest.raises(SelfJudgeError, match=message) as error:
@@ -919,14 +932,14 @@ def test_nothing_is_overwritten(labels: Path, tmp_path: Path) -> None:
     for left in ("README.md", "roc.png", "model.safetensors"):  # config.json comes last: it was killed before
         (tmp_path / "killed" / left).write_text("half")
     train_judge([labels], tmp_path / "killed", TrainConfig(model="linear"))
-    with pytest.raises(SelfJudgeError, match="not an empty folder"):
+    with pytest.raises(SelfJudgeError, match=r"holds other files .config\.json"):
         train_judge([labels], tmp_path / "killed", TrainConfig(model="linear"))
 
 
 def test_a_draft_token_that_alignment_accepts_is_no_mismatch(tmp_path: Path) -> None:
     """Rank 0: two passes in bfloat16 disagreed about a tie. Such rows are in no part, and are counted."""
     labels = folder(tmp_path / "labels")
-    plain = Rows([labels])
+    plain = Rows.load([labels])
     manifest = read_json(labels / "manifest.json")
     for shard in manifest["shards"]:
         name = list(shard["files"])[1]
@@ -935,7 +948,7 @@ def test_a_draft_token_that_alignment_accepts_is_no_mismatch(tmp_path: Path) -> 
         save_file(arrays, labels / name)
         shard["files"][name] = sha256(labels / name)
     write_json(labels / "manifest.json", manifest)
-    rows = Rows([labels])
+    rows = Rows.load([labels])
     assert 0.15 < (~rows.used).mean() < 0.25
     assert np.array_equal(rows.part[rows.used], plain.part[rows.used])
     config = train_judge([labels], tmp_path / "judge", TrainConfig(model="linear"))
@@ -950,7 +963,7 @@ def test_a_draft_token_that_alignment_accepts_is_no_mismatch(tmp_path: Path) -> 
 def test_a_configuration_that_no_judge_has_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
     Judge(JudgeConfig(hidden_size=576)).save_pretrained(tmp_path)
     write_json(tmp_path / "config.json", read_json(tmp_path / "config.json") | wrong)
-    with pytest.raises(SelfJudgeError, match="that no judge has") as error:
+    with pytest.raises(SelfJudgeError, match="has an impossible") as error:
         Judge.from_pretrained(tmp_path)
     one_line(error)
 
@@ -959,12 +972,12 @@ def test_a_configuration_that_no_judge_has_is_refused(tmp_path: Path, wrong: dic
 
 
 def test_an_mlp_learns_what_no_plane_tells_and_auto_takes_it(xor: Path, tmp_path: Path) -> None:
-    rows, settings = Rows([xor]), TrainConfig(features="hidden")
-    tried = candidates(rows, settings, None, None)
+    rows, settings = Rows.load([xor]), TrainConfig(features="hidden")
+    tried = fit_candidates(rows, settings)
     holdout = {kind: auc(rows, fitted.judge, rows.of("holdout")) for kind, fitted in tried.items()}
     assert tried["mlp"].auc_select > 0.9 < holdout["mlp"]
     assert tried["linear"].auc_select < 0.65 > holdout["linear"]
-    assert choice(rows, tried, None) is tried["mlp"]
+    assert best_on_select(tried.values()) is tried["mlp"]
     config = train_judge([xor], tmp_path / "judge", settings)
     assert config["model"] == "mlp"
     assert config["metrics"]["auc_mismatch"] == pytest.approx(holdout["mlp"], abs=1e-6)
@@ -972,12 +985,12 @@ def test_an_mlp_learns_what_no_plane_tells_and_auto_takes_it(xor: Path, tmp_path
 
 
 def test_auto_keeps_the_linear_judge_on_few_rows_of_a_plane(labels: Path, tmp_path: Path) -> None:
-    rows, settings = Rows([labels]), TrainConfig()
-    tried = candidates(rows, settings, None, None)
+    rows, settings = Rows.load([labels]), TrainConfig()
+    tried = fit_candidates(rows, settings)
     holdout = {kind: auc(rows, fitted.judge, rows.of("holdout")) for kind, fitted in tried.items()}
-    both = tried["mlp"].auc_select > tried["linear"].auc_select and holdout["mlp"] > holdout["linear"]
-    assert choice(rows, tried, None) is tried["mlp" if both else "linear"]
-    assert not both
+    assert tried["mlp"].auc_select < tried["linear"].auc_select
+    assert holdout["mlp"] < holdout["linear"]
+    assert best_on_select(tried.values()) is tried["linear"]
     config = train_judge([labels], tmp_path / "judge", settings)
     assert config["model"] == "linear"
     assert config["metrics"]["C"] == tried["linear"].c
@@ -985,30 +998,49 @@ def test_auto_keeps_the_linear_judge_on_few_rows_of_a_plane(labels: Path, tmp_pa
 
 
 @pytest.mark.parametrize(("select", "holdout"), itertools.product((-1, 0, 1), repeat=2))
-def test_auto_asks_for_both_aucs(labels: Path, select: int, holdout: int) -> None:
-    """On the holdout: everywhere else the labels are turned round."""
-    rows = flipped(Rows([labels]), "fit", "select")
+def test_auto_chooses_on_select_and_never_on_the_holdout(labels: Path, select: int, holdout: int) -> None:
+    """Whatever the holdout prefers. Its labels are turned round, so that the two parts disagree."""
+    rows = flipped(Rows.load([labels]), "fit", "select")
     linear = Judge(config_of(rows))  # AUC 0.5
     weight = torch.zeros(2, HIDDEN)
     weight[0, :3] = torch.tensor([2.0, -1.0, 1.0])
     weight[1] = -weight[0]
     sign = torch.tensor([1.0, -1.0]) * holdout  # gelu(z) − gelu(−z) = z
     mlp = Judge(config_of(rows, model="mlp"), sign, 0.0, weight, torch.zeros(2))
-    tried = {"linear": Fitted(linear, 0.7), "mlp": Fitted(mlp, 0.7 + select / 10)}
+    fits = {"linear": Fitted(linear, 0.7), "mlp": Fitted(mlp, 0.7 + select / 10)}
     assert np.sign(auc(rows, mlp, rows.of("holdout")) - 0.5) == holdout
     assert np.sign(auc(rows, mlp, rows.of("select")) - 0.5) == -holdout
-    assert choice(rows, tried, None) is tried["mlp" if select > 0 and holdout > 0 else "linear"]
-    assert choice(rows, {"mlp": tried["mlp"]}, None) is tried["mlp"]
+    judge, evidence = measure_on_holdout(rows, fits, TrainConfig(features="hidden"))
+    assert judge.config.model == ("mlp" if select > 0 else "linear")
+    assert evidence.tried == {"linear": 0.7, "mlp": round(0.7 + select / 10, 4)}
+    alone, _ = measure_on_holdout(rows, {"mlp": fits["mlp"]}, TrainConfig(features="hidden"))
+    assert alone.config.model == "mlp"
+
+
+def test_training_takes_the_kind_that_select_prefers_where_the_holdout_prefers_the_other(
+    xor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No plane tells these labels, so the MLP wins; with the holdout's labels turned round it does worst there."""
+    load = Rows.load
+    monkeypatch.setattr(Rows, "load", lambda *folders, **options: flipped(load(*folders, **options), "holdout"))
+    settings = TrainConfig(features="hidden")
+    rows = Rows.load([xor])
+    fits = fit_candidates(rows, settings)
+    on_holdout = {kind: auc(rows, fitted.judge, rows.of("holdout")) for kind, fitted in fits.items()}
+    assert on_holdout["mlp"] < 0.1 < on_holdout["linear"]
+    config = train_judge([xor], tmp_path / "judge", settings)
+    assert config["model"] == "mlp"
+    assert config["metrics"]["auc_mismatch"] == pytest.approx(on_holdout["mlp"], abs=1e-6)
 
 
 @pytest.mark.parametrize("originals", [False, True])
 def test_an_mlp_is_decided_by_its_seed(labels: Path, originals: bool) -> None:
-    rows = Rows([labels])
+    rows = Rows.load([labels])
     made = []
     for seed in (5, 5, 6):
         torch.manual_seed(len(made))
         before = torch.get_rng_state()
-        made.append(fit_mlp(rows, config_of(rows, model="mlp"), seed=seed, originals=originals))
+        made.append(fit_mlp(rows, config_of(rows, model="mlp"), FitOptions(seed=seed, originals=originals)))
         assert torch.equal(torch.get_rng_state(), before)
     one, same, other = ([*fitted.judge.buffers()] for fitted in made)
     assert all(torch.equal(a, b) for a, b in zip(one, same, strict=True))
@@ -1026,7 +1058,7 @@ def test_an_mlp_folds_its_scaler(labels: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(Scaler, "fold", watched)
     monkeypatch.setattr(fitting, "EPOCHS", 1)
-    rows = Rows([labels])
+    rows = Rows.load([labels])
     judge = fit_mlp(rows, config_of(rows, "hidden+margin", "mlp")).judge
     [(scaler, weight, bias)] = inside
     x, _ = everything(rows, np.ones(len(rows), bool), "hidden+margin")
@@ -1043,9 +1075,9 @@ def test_an_mlp_folds_its_scaler(labels: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_epoch_is_the_one_of_the_best_auc_on_select(xor: Path) -> None:
-    rows = Rows([xor])
+    rows = Rows.load([xor])
     said: list[str] = []
-    found = fit_mlp(rows, config_of(rows, model="mlp"), notify=lambda stage, share: said.append(stage))
+    found = fit_mlp(rows, config_of(rows, model="mlp"), FitOptions(notify=lambda stage, share: said.append(stage)))
     each = [float(stage.rsplit(" ", 1)[1]) for stage in said]
     assert len(each) == fitting.EPOCHS
     assert round(found.auc_select, 3) == max(each)
@@ -1070,7 +1102,7 @@ def test_the_configuration_says_everything(judged: tuple[str, Path, dict], label
     kind, out, config = judged
     stored = read_json(out / "config.json")
     assert stored == json.loads(json.dumps(config))
-    settings, rows = SETTINGS[kind], Rows([labels])
+    settings, rows = SETTINGS[kind], Rows.load([labels])
     expected = {
         "format_version": 1, "target": "t", "draft": "d", "target_sha256": "a" * 64, "draft_sha256": "b" * 64,
         "hidden_size": HIDDEN, "layer": "final", "norm": "post_final_norm", "features": settings.features, "model": kind,
@@ -1081,7 +1113,7 @@ def test_the_configuration_says_everything(judged: tuple[str, Path, dict], label
     judge = Judge.from_pretrained(out)
     scores, truth = predict(rows, judge, rows.of("holdout"))
     every, more = predict(rows, judge, rows.of("holdout"), originals=True)
-    assert stored["thresholds"] == thresholds(scores, truth, reject=0.9)
+    assert stored["thresholds"] == find_thresholds(scores, truth, reject=0.9)
     assert stored["quality_curve"] == [[share, theta] for share, theta in quality_curve(scores, truth)]
     assert judge.quality(0.9) == next(theta for share, theta in stored["quality_curve"] if share == 0.9)
     metrics = stored["metrics"]
@@ -1119,7 +1151,7 @@ def test_the_folder_holds_a_card_a_figure_and_no_pickle(judged: tuple[str, Path,
 def test_the_card_says_counts_aucs_and_thresholds(judged: tuple[str, Path, dict], labels: Path) -> None:
     kind, out, config = judged
     text = (out / "README.md").read_text(encoding="utf-8")
-    metrics, found = config["metrics"], Rows([labels])
+    metrics, found = config["metrics"], Rows.load([labels])
     assert "600 mismatches of 60 prompts, method selfjudge, N = 6, τ = -4.00" in text
     assert f"{metrics['acceptable_rate']:.1%} acceptable" in text
     assert f"ROC-AUC {metrics['auc_mismatch']:.3f} on mismatches, {metrics['auc_all']:.3f} with" in text
@@ -1144,11 +1176,11 @@ def test_a_round_trip_gives_identical_scores(judged: tuple[str, Path, dict], lab
     one.save_pretrained(tmp_path / "copy")
     other = Judge.from_pretrained(tmp_path / "copy")
     assert (tmp_path / "copy" / "config.json").read_bytes() == (out / "config.json").read_bytes()
-    rows = Rows([labels])
+    rows = Rows.load([labels])
     x, _ = everything(rows, np.ones(len(rows), bool), one.config.features)
     assert torch.equal(one.score(x), other.score(x))
     settings = SETTINGS[kind]
-    fitted = candidates(rows, settings, None, None)[kind]  # the same again, never written
+    fitted = fit_candidates(rows, settings)[kind]  # the same again, never written
     assert torch.equal(fitted.judge.score(x), one.score(x))
     block = Block(torch.ones(2, 3).long(), torch.randn(2, 4, 9), torch.randn(2, 4, HIDDEN))
     assert torch.equal(one(block), other(block))
@@ -1216,9 +1248,12 @@ def test_other_features_than_the_tensors_are_refused(judged: tuple[str, Path, di
 
 
 def test_the_reject_share_decides_r(labels: Path) -> None:
-    rows = Rows([labels])
-    fitted = candidates(rows, SETTINGS["linear"], None, None)["linear"]
-    some, most = (finish(rows, fitted, replace(SETTINGS["linear"], reject=r), None)[0].config for r in (0.9, 1.0))
+    rows = Rows.load([labels])
+    fitted = fit_candidates(rows, SETTINGS["linear"])["linear"]
+    some, most = (
+        measure_on_holdout(rows, {"linear": fitted}, replace(SETTINGS["linear"], reject=r))[0].config
+        for r in (0.9, 1.0)
+    )
     assert some.thresholds["F"] == most.thresholds["F"]
     assert some.thresholds["R"] < most.thresholds["R"]
     assert most.metrics["R_accepts_unacceptable"] == 0
@@ -1235,7 +1270,7 @@ def test_two_folders_make_one_judge(labels: Path, tmp_path: Path) -> None:
 
 
 def test_originals_are_acceptable_rows(labels: Path, tmp_path: Path) -> None:
-    rows = Rows([labels])
+    rows = Rows.load([labels])
     x, y = everything(rows, rows.of("fit"), "hidden+margin", originals=True)
     arrays = all_arrays(labels)
     plain = {k: v[rows.of("fit")] for k, v in arrays.items()}
@@ -1248,7 +1283,7 @@ def test_originals_are_acceptable_rows(labels: Path, tmp_path: Path) -> None:
     assert np.array_equal(y[~mine].numpy(), rows.labels[rows.of("fit")])
     config = train_judge([labels], tmp_path / "with", replace(SETTINGS["linear"], originals=True))
     assert config["metrics"]["n_labels"] == 600
-    without = candidates(rows, SETTINGS["linear"], None, None)["linear"]
+    without = fit_candidates(rows, SETTINGS["linear"])["linear"]
     assert not torch.allclose(Judge.from_pretrained(tmp_path / "with").weight, without.judge.weight, atol=1e-3)
 
 
@@ -1289,7 +1324,7 @@ def test_a_hub_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPatch,
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     with pytest.raises(
-        SelfJudgeError, match=r"owner/name is no folder, and the hub did not give it \(401 Client Error"
+        SelfJudgeError, match=r"owner/name is not a folder, and the hub did not give it \(401 Client Error"
     ) as error:
         Judge.from_pretrained("owner/name")
     one_line(error)
@@ -1379,7 +1414,7 @@ def labelled(path: Path, block: Any) -> Path:
 def test_a_block_is_read_as_the_rows_were(tmp_path: Path, features: str) -> None:
     """All but the look-ahead, which the next test compares."""
     block = block_of(0)
-    rows = Rows([labelled(tmp_path / "labels", block)])
+    rows = Rows.load([labelled(tmp_path / "labels", block)])
     x, _ = everything(rows, np.ones(len(rows), bool), features)
     found = block_features(block, features)
     assert found.shape == (5, 6, HIDDEN + columns(features))
@@ -1407,7 +1442,7 @@ def test_a_block_is_read_as_the_rows_were(tmp_path: Path, features: str) -> None
 def test_blocks_end_early_in_the_look_ahead_that_is_learned_from(tmp_path: Path) -> None:
     """A row sees the first 0 to 4 of what follows, always the same for one row, and nothing of the rest."""
     block = block_of(3, rows=40)
-    rows = Rows([labelled(tmp_path / "labels", block)])
+    rows = Rows.load([labelled(tmp_path / "labels", block)])
     every = np.ones(len(rows), bool)
     x, _ = everything(rows, every, "hidden+margin+lookahead")
     assert torch.equal(everything(rows, every, "hidden+margin+lookahead")[0], x)
@@ -1421,7 +1456,7 @@ def test_blocks_end_early_in_the_look_ahead_that_is_learned_from(tmp_path: Path)
 
 def test_the_targets_own_token_is_read_as_the_original_was(tmp_path: Path) -> None:
     block = block_of(1)
-    rows = Rows([labelled(tmp_path / "labels", block)])
+    rows = Rows.load([labelled(tmp_path / "labels", block)])
     every = np.ones(len(rows), bool)
     x, y = everything(rows, every, "hidden+margin", originals=True)
     block.draft_tokens, block.hidden = block.target_logits[:, :-1].argmax(-1), -block.hidden
@@ -1480,7 +1515,7 @@ def test_responses_that_lack_a_labelled_prompt_are_one_line(tmp_path: Path) -> N
     made = folder(tmp_path / "labels")
     write_rows(made / "responses.jsonl", list(read_rows(made / "responses.jsonl"))[:-5])
     with pytest.raises(SelfJudgeError):
-        Rows([made])
+        Rows.load([made])
 
 
 def test_evidence_that_was_damaged_is_refused(tmp_path: Path) -> None:
@@ -1489,7 +1524,7 @@ def test_evidence_that_was_damaged_is_refused(tmp_path: Path) -> None:
     content[-40] ^= 0xFF
     (made / "calibration.safetensors").write_bytes(content)
     with pytest.raises(SelfJudgeError, match="damaged"):
-        Rows([made]).relabelled(suffix_length=2)
+        Rows.load([made]).relabel(suffix_length=2)
 
 
 def test_tau_of_another_length_rejects_what_the_folders_tau_rejects(tmp_path: Path) -> None:
@@ -1497,7 +1532,7 @@ def test_tau_of_another_length_rejects_what_the_folders_tau_rejects(tmp_path: Pa
     made = folder(tmp_path / "labels", evidence=400, tau_evidence={"reject_recall": 0.7})
     expected = tau_of(made / "calibration.safetensors", 2, 0.7)["tau"]
     assert expected != tau_of(made / "calibration.safetensors", 2, 0.9)["tau"]
-    assert Rows([made]).relabelled(suffix_length=2).taus == [expected]
+    assert Rows.load([made]).relabel(suffix_length=2).taus == [expected]
 
 
 def test_originals_do_not_go_with_look_ahead(tmp_path: Path) -> None:

@@ -145,7 +145,8 @@ class Judge(nn.Module):
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        config, file = JudgeConfig.from_pretrained(source), find_judge(source) / "model.safetensors"
+        folder = find_judge(source)
+        config, file = JudgeConfig.from_pretrained(folder), folder / "model.safetensors"
         expected = {"weight", "bias", *(("inner_weight", "inner_bias") if config.model == "mlp" else ())}
         try:
             tensors = load_file(file)

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -31,117 +30,133 @@ CHUNK_BYTES = 128 << 20  # of a piece of them in float32
 GPU_SPARE = 8 << 30  # of its memory is left free when features are kept there
 FEATURE_ARRAYS = ("hidden_draft", "hidden_target", "lookahead")
 
+Notify = Callable[[str, float], None]
+Arrays = dict[str, NDArray[Any]]
+
 
 @dataclass(frozen=True)
 class _Shard:
+    """Rows `start` to `stop`, of folder number `folder`; their features lie in `file`."""
+
+    folder: int
     file: Path
     start: int
     stop: int
+    original: NDArray[Any]
+    substituted: NDArray[Any]
 
 
+@dataclass(eq=False)
 class Rows:
-    """Rows of one or several label folders; labels are the stored ones until `relabelled`.
+    """Rows of one or several label folders; labels are the stored ones until `relabel`.
 
-    Rows whose draft token is the target's most likely one after all (in bfloat16, ties between two passes) belong to no part: alignment
-    accepts those.
+    Some draft tokens are the target's most likely one after all (in bfloat16, ties between two passes). Alignment
+    accepts those, so their rows belong to no part.
     """
 
-    def __init__(
-        self, folders: Sequence[Path], *, seed: int = 0, notify: Callable[[str, float], None] | None = None
-    ) -> None:
+    folders: list[Path]
+    manifests: list[dict[str, Any]]
+    hidden_size: int
+    taus: list[float | None]
+    """By folder."""
+    suffix_lengths: list[int]
+    """By folder."""
+    labels: NDArray[np.int8]
+    log_p: NDArray[np.float32]
+    """[n, 2] log-probabilities of the target's most likely token and of the draft token."""
+    prompts: NDArray[np.int64]
+    """A number for each prompt, the same in all folders."""
+    n_prompts: int
+    sources: NDArray[np.str_]
+    aligned: NDArray[np.bool_]
+    part: NDArray[np.int8]
+    """Index into PARTS, −1 for none."""
+    lookahead: bool
+    shards: list[_Shard]
+    kept: list[Arrays] | None
+    """Features by shard, where all of them fit into memory."""
+    on_gpu: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, folders: Sequence[Path], *, seed: int = 0, notify: Notify | None = None) -> Self:
+        """Read finished label folders of one target and split their prompts."""
         if not folders:
             raise SelfJudgeError("name at least one folder of labels")
-        self.folders = list(folders)
-        self.manifests = [finished(folder) for folder in self.folders]
-        _one_pair(self.folders, self.manifests)
-        self.hidden_size = int(self.manifests[0]["hidden_size"])
-        self.taus: list[float | None] = [m["tau"] for m in self.manifests]
-        self.suffix_lengths: list[int] = [m["suffix_length"] for m in self.manifests]
-        tell = notify or (lambda stage, share: None)
-        kept: list[dict[str, NDArray[Any]]] = []
-        parts: dict[str, list[NDArray[Any]]] = {key: [] for key in ("labels", "log_p", "prompts", "sources", "aligned")}
-        self._suffix: list[tuple[NDArray[Any], NDArray[Any]]] = []
-        self._owner: list[int] = []
-        size, n, self._shards = 0, 0, list[_Shard]()
-        known: dict[str, int] = {}
-        sources: dict[str, int] = {}
-        count = sum(len(m["shards"]) for m in self.manifests)
-        self.lookahead = True
-        for number, (folder, manifest) in enumerate(zip(self.folders, self.manifests, strict=True)):
+        manifests = [finished(folder) for folder in folders]
+        _check_one_target(folders, manifests)
+        reading = _Reading()
+        n_shards = sum(len(manifest["shards"]) for manifest in manifests)
+        for number, (folder, manifest) in enumerate(zip(folders, manifests, strict=True)):
             keys = {row["prompt_id"]: _key(row["prompt_ids"]) for row in read_rows(folder / "responses.jsonl")}
             for shard, (rows, arrays) in zip(manifest["shards"], read_shards(folder), strict=True):
-                self._shards.append(_Shard(folder / list(shard["files"])[1], n, n + len(rows)))
-                self._owner.append(number)
-                n += len(rows)
-                parts["labels"].append(np.asarray([row["label"] for row in rows], np.int8))
-                parts["log_p"].append(arrays["log_p"])
-                parts["prompts"].append(np.asarray([known.setdefault(keys[r["prompt_id"]], len(known)) for r in rows]))
-                parts["sources"].append(np.asarray([sources.setdefault(r["source"], len(sources)) for r in rows]))
-                parts["aligned"].append(arrays["rank"] == 0 if "rank" in arrays else np.zeros(len(rows), bool))
-                self._suffix.append((arrays["original"], arrays["substituted"]))
-                self.lookahead &= "lookahead" in arrays
-                feature: dict[str, NDArray[Any]] = {k: v for k, v in arrays.items() if k in FEATURE_ARRAYS}
-                _finite(self._shards[-1].file, feature, arrays["log_p"])
-                size += sum(array.nbytes for array in feature.values())
-                if size <= KEPT_BYTES:
-                    kept.append(feature)
-                else:
-                    kept.clear()
-                tell("reading labels", len(self._shards) / count)
-        if not n:
-            raise SelfJudgeError(f"{self.folders[0]} holds no labels: the draft never differed from the target")
-        self.labels, self.log_p, self.prompts, codes, aligned = (np.concatenate(found) for found in parts.values())
-        self.sources = np.asarray(list(sources))[codes.astype(int)]
-        self.n_prompts = len(known)
-        self.part = np.where(aligned, -1, _split(list(known), seed)[self.prompts.astype(int)])
-        self.aligned: NDArray[np.bool_] = aligned.astype(bool)
-        self._on_gpu: dict[tuple[int, str], Tensor] = {}
-        self._kept: list[dict[str, NDArray[Any]]] | None = kept if size <= KEPT_BYTES else None
+                reading.add(number, folder / list(shard["files"])[1], rows, arrays, keys)
+                if notify:
+                    notify("reading labels", len(reading.shards) / n_shards)
+        if not reading.length:
+            raise SelfJudgeError(f"{folders[0]} holds no labels: the draft never differed from the target")
+        small = {name: np.concatenate(parts) for name, parts in reading.columns.items()}
+        aligned = small["aligned"].astype(bool)
+        return cls(
+            folders=list(folders),
+            manifests=manifests,
+            hidden_size=int(manifests[0]["hidden_size"]),
+            taus=[manifest["tau"] for manifest in manifests],
+            suffix_lengths=[manifest["suffix_length"] for manifest in manifests],
+            labels=small["labels"],
+            log_p=small["log_p"],
+            prompts=small["prompts"].astype(np.int64),
+            n_prompts=len(reading.prompts),
+            sources=np.asarray(list(reading.sources))[small["sources"].astype(int)],
+            aligned=aligned,
+            part=np.where(aligned, -1, _split(list(reading.prompts), seed)[small["prompts"].astype(int)]),
+            lookahead=reading.lookahead,
+            shards=reading.shards,
+            kept=reading.kept,
+        )
 
-    def relabelled(
-        self, suffix_length: int | None = None, tau: float | None = None, *, mean: bool = False, gap: int = 0,
+    def relabel(
+        self,
+        suffix_length: int | None = None,
+        tau: float | None = None,
+        *,
+        mean: bool = False,
+        gap: int = 0,
         acceptable: float | None = None,
-    ) -> Rows:  # fmt: skip
-        """The same rows with labels from the stored scores: over another suffix or without its first tokens, with another τ or one
-        that calls this share of the mismatches acceptable, by the mean of the tokens."""
-        other = copy(self)
-        other.suffix_lengths, other.labels = [], self.labels.copy()
-        for folder, manifest in zip(self.folders, self.manifests, strict=True):
-            if manifest["method"] != "selfjudge":
-                raise SelfJudgeError(f"{folder} holds {manifest['method']} labels: those do not follow from scores")
-            length = manifest["suffix_length"] if suffix_length is None else suffix_length
-            if length > manifest["suffix_length"]:
-                raise SelfJudgeError(
-                    f"{folder} holds scores of {manifest['suffix_length']} tokens, not {length}: label with --suffix-length {length}"
-                )
-            if gap and gap >= length:
-                raise SelfJudgeError(f"--suffix-gap {gap} leaves nothing of a suffix of {length} tokens")
-            other.suffix_lengths.append(length)
+    ) -> Self:
+        """The same rows with labels from the stored scores: of `suffix_length` tokens without the first `gap`, summed
+        or by their `mean`, above `tau` or the τ that calls the share `acceptable` of the mismatches acceptable."""
+        lengths = [
+            _usable_length(folder, manifest, suffix_length, gap)
+            for folder, manifest in zip(self.folders, self.manifests, strict=True)
+        ]
         scores = [
-            total(self.log_p[shard.start : shard.stop], *suffix, other.suffix_lengths[owner], mean=mean, gap=gap)
-            for shard, owner, suffix in zip(self._shards, self._owner, self._suffix, strict=True)
+            total(self.log_p[s.start : s.stop], s.original, s.substituted, lengths[s.folder], mean=mean, gap=gap)
+            for s in self.shards
         ]
         if acceptable is not None:  # one τ for all folders; rows of which none is used are refused by `check`
             used = np.concatenate(scores)[self.used]
             tau = float(np.quantile(used, 1 - acceptable)) if len(used) else 0.0
         taus = [
             tau if tau is not None else _tau(folder, manifest, length, mean, gap)
-            for folder, manifest, length in zip(self.folders, self.manifests, other.suffix_lengths, strict=True)
+            for folder, manifest, length in zip(self.folders, self.manifests, lengths, strict=True)
         ]
-        for shard, owner, found in zip(self._shards, self._owner, scores, strict=True):
-            other.labels[shard.start : shard.stop] = found > taus[owner]
-        other.taus = [*taus]
-        return other
+        labels = self.labels.copy()
+        for shard, shard_scores in zip(self.shards, scores, strict=True):
+            labels[shard.start : shard.stop] = shard_scores > taus[shard.folder]
+        return replace(self, labels=labels, suffix_lengths=lengths, taus=[*taus])
 
-    def only(self, sources: Sequence[str]) -> Rows:
+    def only(self, sources: Sequence[str]) -> Self:
         """The same rows, of which those of other sources belong to no part."""
         if unknown := sorted(set(sources) - set(self.sources)):
             known = ", ".join(sorted(set(self.sources)))
             raise SelfJudgeError(f"no labels come from {', '.join(unknown)}; the sources are: {known}")
-        other, mine = copy(self), np.isin(self.sources, list(sources))
-        other.part, other.aligned = np.where(mine, self.part, -1), self.aligned & mine
-        other.n_prompts = len(np.unique(self.prompts[mine]))
-        return other
+        inside = np.isin(self.sources, list(sources))
+        return replace(
+            self,
+            part=np.where(inside, self.part, -1),
+            aligned=self.aligned & inside,
+            n_prompts=len(np.unique(self.prompts[inside])),
+        )
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -149,20 +164,20 @@ class Rows:
     @property
     def used(self) -> NDArray[np.bool_]:
         """Which rows belong to any part."""
-        found: NDArray[np.bool_] = self.part >= 0
-        return found
+        mask: NDArray[np.bool_] = self.part >= 0
+        return mask
 
     def of(self, part: str) -> NDArray[np.bool_]:
         """Which rows belong to a part."""
-        found: NDArray[np.bool_] = self.part == PARTS.index(part)
-        return found
+        mask: NDArray[np.bool_] = self.part == PARTS.index(part)
+        return mask
 
     def check(self, features: str, originals: bool = False) -> None:
         """Refuse rows that no judge can be trained on."""
         if "lookahead" in features and not self.lookahead:
-            raise SelfJudgeError("these labels hold no look-ahead: label with --lookahead")
+            raise SelfJudgeError("these labels hold no look-ahead: label again with `lookahead`")
         if "lookahead" in features and originals:
-            raise SelfJudgeError("no look-ahead is stored for the target's own tokens: use --originals off with it")
+            raise SelfJudgeError("no look-ahead is stored for the target's own tokens: do not use `originals` with it")
         if self.n_prompts < 3:
             raise SelfJudgeError(f"{self.n_prompts} prompts cannot be split in three: label more prompts")
         used = self.labels[self.used]
@@ -172,41 +187,50 @@ class Rows:
             which = "acceptable" if used[0] else "unacceptable"
             raise SelfJudgeError(f"all {len(used)} labels are {which}: there is nothing to learn; choose another τ")
         for name in PARTS:
-            mine = self.labels[self.of(name)]
-            if len(mine) == 0 or mine.min() == mine.max():
-                kinds = "no rows" if len(mine) == 0 else "labels of one kind only"
+            labels = self.labels[self.of(name)]
+            if len(labels) == 0 or labels.min() == labels.max():
+                kinds = "no rows" if len(labels) == 0 else "labels of one kind only"
                 raise SelfJudgeError(f"the part {name!r} has {kinds}: {self.n_prompts} prompts are too few, label more")
 
     def chunks(
-        self, chosen: NDArray[np.bool_], features: str, *, originals: bool = False, device: torch.device | None = None,
+        self,
+        chosen: NDArray[np.bool_],
+        features: str,
+        *,
+        originals: bool = False,
+        device: torch.device | None = None,
         generator: torch.Generator | None = None,
-    ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
-        """(x [m, H + columns] float32, labels [m]) of the chosen rows, a bounded piece at a time; with `originals` also
-        the target's own tokens at the same places, which are acceptable. With a `generator`, in random order."""
-        order = list(range(len(self._shards)))
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """(x [m, H + columns] float32, labels [m]) of the chosen rows, a bounded piece at a time.
+
+        With `originals` also the target's own tokens at the same places, which are acceptable. With a `generator`, in
+        random order.
+        """
+        order = list(range(len(self.shards)))
         if generator is not None:
             order = torch.randperm(len(order), generator=generator).tolist()
         most = max(1, CHUNK_BYTES // (4 * (self.hidden_size + columns(features))))
         waiting: list[tuple[Tensor, Tensor]] = []
-        filled = 0
+        n_waiting = 0
         for number in order:
-            shard = self._shards[number]
+            shard = self.shards[number]
             inside = np.flatnonzero(chosen[shard.start : shard.stop])
             if not len(inside):
                 continue
-            for made in self._of_shard(number, inside, features, originals, device):
-                waiting.append(made)
-                filled += len(made[1])
-            if filled >= most:
+            for x, labels in self._of_shard(number, inside, features, originals, device):
+                waiting.append((x, labels))
+                n_waiting += len(labels)
+            if n_waiting >= most:
                 yield from _pieces(waiting, most, device, generator)
-                waiting, filled = [], 0
+                waiting, n_waiting = [], 0
         if waiting:
             yield from _pieces(waiting, most, device, generator)
 
     def _of_shard(
         self, number: int, inside: NDArray[Any], features: str, originals: bool, device: torch.device | None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        shard = self._shards[number]
+        """Columns and labels of the rows `inside` a shard; with `originals` those of the target's own tokens too."""
+        shard = self.shards[number]
         needed = ["hidden_draft", *(["hidden_target"] * originals), *(["lookahead"] * ("lookahead" in features))]
         arrays = self._arrays(number, needed, device)
         place = arrays["hidden_draft"].device
@@ -220,24 +244,65 @@ class Rows:
         yield _columns(arrays["hidden_draft"][rows], margins, ahead, features), labels
         if originals:
             none = None if ahead is None else torch.zeros_like(ahead)
-            found = _columns(arrays["hidden_target"][rows], torch.zeros_like(margins), none, features)
-            yield found, torch.ones(len(found), device=place)
+            x = _columns(arrays["hidden_target"][rows], torch.zeros_like(margins), none, features)
+            yield x, torch.ones(len(x), device=place)
 
     def _arrays(self, number: int, names: Sequence[str], device: torch.device | None) -> dict[str, Tensor]:
         """Features of a shard: from memory, from the GPU where there is room to keep them, or read."""
-        shard = self._shards[number]
+        file = self.shards[number].file
         if device is None or device.type != "cuda":
-            stored = self._kept[number] if self._kept is not None else read_tensors(shard.file, names)[0]
+            stored = self.kept[number] if self.kept is not None else read_tensors(file, names)[0]
             return {name: torch.from_numpy(stored[name]) for name in names}
-        found: dict[str, Tensor] = {}
+        arrays: dict[str, Tensor] = {}
         for name in names:
-            if (tensor := self._on_gpu.get((number, name))) is None:
-                stored = self._kept[number] if self._kept is not None else read_tensors(shard.file, [name])[0]
+            if (tensor := self.on_gpu.get((number, name))) is None:
+                stored = self.kept[number] if self.kept is not None else read_tensors(file, [name])[0]
                 tensor = torch.from_numpy(stored[name]).to(device)
                 if tensor.nbytes < torch.cuda.mem_get_info(device)[0] - GPU_SPARE:
-                    self._on_gpu[number, name] = tensor
-            found[name] = tensor
-        return found
+                    self.on_gpu[number, name] = tensor
+            arrays[name] = tensor
+        return arrays
+
+
+class _Reading:
+    """Collects the small columns of shards, and their features as long as all of them fit into memory."""
+
+    def __init__(self) -> None:
+        self.columns: dict[str, list[NDArray[Any]]] = {
+            name: [] for name in ("labels", "log_p", "prompts", "sources", "aligned")
+        }
+        self.shards: list[_Shard] = []
+        self.prompts: dict[str, int] = {}
+        self.sources: dict[str, int] = {}
+        self.lookahead = True
+        self.length = 0
+        self.kept: list[Arrays] | None = []
+        self._bytes = 0
+
+    def add(
+        self, folder: int, file: Path, rows: Sequence[dict[str, Any]], arrays: Arrays, keys: dict[str, str]
+    ) -> None:
+        """A shard's rows; `keys` names the prompt behind each prompt id of its folder."""
+        _check_finite(file, arrays)
+        small = {
+            "labels": np.asarray([row["label"] for row in rows], np.int8),
+            "log_p": arrays["log_p"],
+            "prompts": np.asarray([self.prompts.setdefault(keys[row["prompt_id"]], len(self.prompts)) for row in rows]),
+            "sources": np.asarray([self.sources.setdefault(row["source"], len(self.sources)) for row in rows]),
+            "aligned": arrays["rank"] == 0 if "rank" in arrays else np.zeros(len(rows), bool),
+        }
+        for name, column in small.items():
+            self.columns[name].append(column)
+        end = self.length + len(rows)
+        self.shards.append(_Shard(folder, file, self.length, end, arrays["original"], arrays["substituted"]))
+        self.length = end
+        self.lookahead &= "lookahead" in arrays
+        features = {name: array for name, array in arrays.items() if name in FEATURE_ARRAYS}
+        self._bytes += sum(array.nbytes for array in features.values())
+        if self._bytes > KEPT_BYTES:
+            self.kept = None
+        if self.kept is not None:
+            self.kept.append(features)
 
 
 def _columns(hidden: Tensor, margins: Tensor, ahead: Tensor | None, features: str) -> Tensor:
@@ -252,6 +317,7 @@ def _columns(hidden: Tensor, margins: Tensor, ahead: Tensor | None, features: st
 def _pieces(
     waiting: list[tuple[Tensor, Tensor]], most: int, device: torch.device | None, generator: torch.Generator | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
+    """What waits, joined, shuffled where there is a generator, and cut into pieces of at most `most` rows."""
     x, labels = (torch.cat(parts) for parts in zip(*waiting, strict=True))
     if generator is not None:
         order = torch.randperm(len(x), generator=generator).to(x.device)
@@ -260,35 +326,50 @@ def _pieces(
         yield (a, b) if device is None else (a.to(device), b.to(device))
 
 
-def _finite(file: Path, arrays: dict[str, NDArray[Any]], log_p: NDArray[Any]) -> None:
-    good = ~np.isnan(log_p).any(1)
+def _check_finite(file: Path, arrays: Arrays) -> None:
+    good = ~np.isnan(arrays["log_p"]).any(1)
     for name in ("hidden_draft", "hidden_target"):
         good &= np.isfinite(arrays[name]).all(1)
     if not good.all():
-        raise SelfJudgeError(f"{file} has {int((~good).sum())} rows with features that are no numbers: label again")
+        raise SelfJudgeError(f"{file} has {int((~good).sum())} rows whose features are not finite: label again")
 
 
 def _ahead(log_p: NDArray[Any], seed: int) -> NDArray[np.float32]:
-    """[n, 2K] what a judge would see of the drafts that follow: a block ends somewhere, so each row loses the last 0 to K."""
+    """[n, 2K] what a judge would see of the drafts that follow. A block ends somewhere: each row loses the last 0 to K."""
     there = ~np.isnan(log_p)
     seen = np.random.default_rng(seed).integers(0, LOOKAHEAD + 1, (len(log_p), 1))
     there &= np.arange(LOOKAHEAD) < seen
     return np.concatenate([np.where(there, log_p, 0), there], 1).astype(np.float32)
 
 
-def _one_pair(folders: Sequence[Path], manifests: Sequence[dict[str, Any]]) -> None:
+def _check_one_target(folders: Sequence[Path], manifests: Sequence[dict[str, Any]]) -> None:
     """One target for all: by checksum, by name where there is none."""
     first = manifests[0]
     for folder, manifest in zip(folders[1:], manifests[1:], strict=True):
-        known = manifest.get("target_sha256") and first.get("target_sha256")
-        same = ("target_sha256" if known else "target", "hidden_size")
+        hashed = manifest.get("target_sha256") and first.get("target_sha256")
+        same = ("target_sha256" if hashed else "target", "hidden_size")
         if differing := [key for key in same if manifest.get(key) != first.get(key)]:
-            said = ", ".join(f"{key} {manifest.get(key)!r} and {first.get(key)!r}" for key in differing)
-            raise SelfJudgeError(f"{folder} and {folders[0]} are of different targets ({said}): a judge has one")
+            values = ", ".join(f"{key} {manifest.get(key)!r} and {first.get(key)!r}" for key in differing)
+            raise SelfJudgeError(f"{folder} and {folders[0]} are of different targets ({values}): a judge has one")
+
+
+def _usable_length(folder: Path, manifest: dict[str, Any], suffix_length: int | None, gap: int) -> int:
+    """The suffix length to score with, if the stored scores reach that far and the gap leaves something of it."""
+    stored = int(manifest["suffix_length"])
+    length = stored if suffix_length is None else suffix_length
+    if manifest["method"] != "selfjudge":
+        raise SelfJudgeError(f"{folder} holds {manifest['method']} labels: those do not follow from scores")
+    if length > stored:
+        raise SelfJudgeError(
+            f"{folder} holds scores of {stored} tokens, not {length}: label again with a `suffix_length` of {length}"
+        )
+    if gap and gap >= length:
+        raise SelfJudgeError(f"`suffix_gap` {gap} leaves nothing of a suffix of {length} tokens")
+    return length
 
 
 def _tau(folder: Path, manifest: dict[str, Any], length: int, mean: bool, gap: int) -> float:
-    """τ for these scores: the stored one where they are the stored scores, else from the folder's evidence, else the shipped one."""
+    """τ for these scores: the stored one for the stored scores, else from the folder's evidence, else the shipped one."""
     if length == manifest["suffix_length"] and not mean and not gap:
         return float(manifest["tau"])
     evidence = folder / "calibration.safetensors"
@@ -297,7 +378,7 @@ def _tau(folder: Path, manifest: dict[str, Any], length: int, mean: bool, gap: i
         return float(tau_of(evidence, length, recall, mean=mean, gap=gap)["tau"])
     shipped = None if mean or gap else shipped_tau(manifest["target"], manifest["draft_sha256"], length)
     if shipped is None:
-        raise SelfJudgeError(f"{folder} holds no evidence to find τ for these scores: give --tau or --acceptable")
+        raise SelfJudgeError(f"{folder} holds no evidence to find τ for these scores: give `tau` or `acceptable`")
     return float(shipped["tau"])
 
 
@@ -308,9 +389,9 @@ def _key(ids: Sequence[int]) -> str:
 def _split(keys: Sequence[str], seed: int) -> NDArray[np.int8]:
     """Which part each prompt belongs to: sorted by a hash of its tokens and the seed, cut by shares."""
     order = sorted(range(len(keys)), key=lambda i: hashlib.sha256(f"{seed}:{keys[i]}".encode()).digest())
-    part = np.empty(len(keys), np.int8)
     first = max(1, min(round(SHARES[0] * len(keys)), len(keys) - 2))
     second = max(first + 1, min(round((SHARES[0] + SHARES[1]) * len(keys)), len(keys) - 1))
+    part = np.empty(len(keys), np.int8)
     for place, index in enumerate(order):
         part[index] = 0 if place < first else 1 if place < second else 2
     return part

@@ -5,10 +5,11 @@ The scaler is folded into what comes out: a judge reads plain columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,16 +20,16 @@ from torch import Tensor, nn
 
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
-from selfjudge.train.dataset import Rows
+from selfjudge.train.dataset import Notify, Rows
 
-GRID = tuple(float(c) for c in np.logspace(-3, 2, 10))
-LOOSE = 100.0  # C of the columns beside the hidden state: a handful of them needs no holding back
+GRID = tuple(float(c) for c in np.logspace(-6, 2, 13))
+LOOSE = 100.0  # C of the columns beside the hidden state: so few of them need no regularisation
 NEWTON_STEPS = 50
 TOLERANCE = 1e-9  # of twice what a step can still gain
 UNITS, DROPOUT, DECAY, RATE, EPOCHS, BATCH = 128, 0.5, 0.5, 2e-3, 8, 512
 
 Chunks = Callable[[], Iterable[tuple[Tensor, Tensor]]]
-"""(x [m, D], labels [m]) pieces, as often as asked for."""
+"""(x [m, D], labels [m]) pieces, as often as they are called for."""
 
 
 @dataclass(frozen=True)
@@ -62,94 +63,148 @@ class Scaler:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A judge and how it did on the rows that chose it."""
+    """A judge and its ROC-AUC on the mismatches of the part `select`."""
 
     judge: Judge
     auc_select: float
     c: float | None = None
 
 
+@dataclass(frozen=True)
+class FitOptions:
+    """How to fit, for both kinds of judge."""
+
+    chosen: NDArray[np.bool_] | None = None
+    """Learn from these rows of the part `fit` alone; from all of them if None."""
+    originals: bool = False
+    """Learn from the target's own tokens as well, as acceptable rows."""
+    seed: int = 0
+    device: torch.device | None = None
+    notify: Notify | None = None
+
+    def rows_to_fit(self, rows: Rows) -> NDArray[np.bool_]:
+        return rows.of("fit") if self.chosen is None else rows.of("fit") & self.chosen
+
+    def tell(self, stage: str, share: float) -> None:
+        if self.notify:
+            self.notify(stage, share)
+
+
+class _Sums(NamedTuple):
+    """Log-loss of the rows, its gradient [D + 1] and its curvature [D + 1, D + 1]; the penalty is not in them."""
+
+    loss: float
+    gradient: Tensor
+    curvature: Tensor
+
+
 def logistic(chunks: Chunks, scaler: Scaler, penalty: Tensor, start: Tensor | None = None) -> Tensor:
-    """[D + 1] weights and bias that minimise Σ log-loss + ½ Σ penalty_j w_j² on standardised columns; the bias is free.
+    """[D + 1] weights and bias that minimise Σ log-loss + ½ Σ penalty_j w_j² on standardised columns; the bias is free."""
+    return next(logistic_path(chunks, scaler, [penalty], start))
 
-    Newton's method: a few passes over the rows, each of which adds up gradient and curvature.
+
+def logistic_path(
+    chunks: Chunks, scaler: Scaler, penalties: Iterable[Tensor], start: Tensor | None = None
+) -> Iterator[Tensor]:
+    """The solution of `logistic` for each penalty [D] in turn; each one starts where the last one ended.
+
+    Newton's method: a step is one pass over the rows. The sums of the last pass open the next penalty's search.
     """
-    size = len(penalty)
-    weights = torch.zeros(size + 1, dtype=torch.float64, device=penalty.device) if start is None else start.clone()
-    ridge = F.pad(penalty.double(), (0, 1))
-    loss, gradient, curvature = _sums(chunks, scaler, weights, ridge)
-    for _ in range(NEWTON_STEPS):
-        step = torch.linalg.solve(curvature, gradient)
-        if float(gradient @ step) < TOLERANCE:
-            break
-        length = 1.0
-        made = _sums(chunks, scaler, weights - step, ridge)
-        while made[0] > loss + 1e-12 * abs(loss) and length > 1e-3:  # too far
-            length /= 2
-            made = _sums(chunks, scaler, weights - length * step, ridge)
-        weights, (loss, gradient, curvature) = weights - length * step, made
-    return weights
+    weights, sums = start, None
+    for penalty in penalties:
+        ridge = F.pad(penalty.double(), (0, 1))
+        if weights is None:
+            weights = torch.zeros_like(ridge)
+        if sums is None:
+            sums = _sums(chunks, scaler, weights)
+        for _ in range(NEWTON_STEPS):
+            gradient = sums.gradient + ridge * weights
+            step = torch.linalg.solve(sums.curvature + torch.diag(ridge), gradient)
+            if float(gradient @ step) < TOLERANCE:
+                break
+            weights, sums = _move(chunks, scaler, ridge, weights, step, sums)
+        yield weights.clone()
 
 
-def _sums(chunks: Chunks, scaler: Scaler, weights: Tensor, ridge: Tensor) -> tuple[float, Tensor, Tensor]:
-    """Loss, gradient and curvature of the objective."""
-    loss = 0.5 * float((ridge * weights.square()).sum())
-    gradient, curvature = ridge * weights, torch.diag(ridge)
+def _move(
+    chunks: Chunks, scaler: Scaler, ridge: Tensor, weights: Tensor, step: Tensor, sums: _Sums
+) -> tuple[Tensor, _Sums]:
+    """Take a step, halved until the objective does not grow."""
+
+    def objective(sums: _Sums, weights: Tensor) -> float:
+        return sums.loss + 0.5 * float((ridge * weights.square()).sum())
+
+    limit = objective(sums, weights)
+    limit += 1e-12 * abs(limit)
+    length = 1.0
+    while True:
+        moved = weights - length * step
+        sums = _sums(chunks, scaler, moved)
+        if objective(sums, moved) <= limit or length <= 1e-3:
+            return moved, sums
+        length /= 2
+
+
+def _sums(chunks: Chunks, scaler: Scaler, weights: Tensor) -> _Sums:
+    """One pass over the rows."""
+    loss, gradient = 0.0, torch.zeros_like(weights)
+    curvature = torch.zeros(len(weights), len(weights), dtype=weights.dtype, device=weights.device)
     for x, labels in chunks():
         x = F.pad(scaler(x), (0, 1), value=1.0)
         wide = x.double()  # sums of many small terms; curvature only has to point the way
         logits = wide @ weights
         p = logits.sigmoid()
         loss += float(F.binary_cross_entropy_with_logits(logits, labels.double(), reduction="sum"))
-        gradient = gradient + wide.T @ (p - labels)
+        gradient += wide.T @ (p - labels)
         root = x * (p * (1 - p)).sqrt().float()[:, None]
-        curvature = curvature + (root.T @ root).double()
-    return loss, gradient, curvature
+        curvature += (root.T @ root).double()
+    return _Sums(loss, gradient, curvature)
 
 
 def fit_linear(
-    rows: Rows, config: JudgeConfig, *, chosen: NDArray[np.bool_] | None = None, originals: bool = False,
-    grid: Sequence[float] = GRID, device: torch.device | None = None,
-    notify: Callable[[str, float], None] | None = None,
-) -> Fitted:  # fmt: skip
-    """A linear judge: C from the grid by ROC-AUC on the mismatches of the part `select`."""
-    mine = rows.of("fit") if chosen is None else rows.of("fit") & chosen
-    chunks = partial(rows.chunks, mine, config.features, originals=originals, device=device)
+    rows: Rows, config: JudgeConfig, options: FitOptions | None = None, *, grid: Sequence[float] = GRID
+) -> Fitted:
+    """A linear judge: C from the ascending grid by ROC-AUC on the mismatches of the part `select`."""
+    options = options or FitOptions()
+    chunks = partial(
+        rows.chunks,
+        options.rows_to_fit(rows),
+        config.features,
+        originals=options.originals,
+        device=options.device,
+    )
     scaler = Scaler.of(chunks)
-    best: Fitted | None = None
-    weights = None
-    for number, c in enumerate(grid):
-        penalty = torch.full((config.width,), 1 / c, device=device)
-        penalty[config.hidden_size :] = 1 / LOOSE
-        weights = logistic(chunks, scaler, penalty, weights)
+
+    def penalty(c: float) -> Tensor:
+        columns = torch.full((config.width,), 1 / c, device=options.device)
+        columns[config.hidden_size :] = 1 / LOOSE
+        return columns
+
+    fits = []
+    path = logistic_path(chunks, scaler, map(penalty, grid))
+    for number, (c, weights) in enumerate(zip(grid, path, strict=True), 1):
         judge = Judge(config, *scaler.fold(weights[:-1], weights[-1]))
-        found = Fitted(judge, auc(rows, judge, rows.of("select"), device=device), c)
-        if best is None or found.auc_select > best.auc_select:
-            best = found
-        if notify:
-            notify(f"logistic regression, C = {c:.2g}: AUC {found.auc_select:.3f}", (number + 1) / len(grid))
-    assert best is not None
-    return best
+        fits.append(Fitted(judge, auc(rows, judge, rows.of("select"), device=options.device), c))
+        options.tell(f"logistic regression, C = {c:.2g}: AUC {fits[-1].auc_select:.3f}", number / len(grid))
+    return best_on_select(fits)
 
 
-def fit_mlp(
-    rows: Rows, config: JudgeConfig, *, chosen: NDArray[np.bool_] | None = None, originals: bool = False, seed: int = 0,
-    device: torch.device | None = None, notify: Callable[[str, float], None] | None = None,
-) -> Fitted:  # fmt: skip
+def fit_mlp(rows: Rows, config: JudgeConfig, options: FitOptions | None = None) -> Fitted:
     """A judge with one hidden layer; the epoch is chosen by ROC-AUC on the mismatches of the part `select`."""
-    mine = rows.of("fit") if chosen is None else rows.of("fit") & chosen
-    chunks = partial(rows.chunks, mine, config.features, originals=originals, device=device)
+    options = options or FitOptions()
+    device, chosen = options.device, options.rows_to_fit(rows)
+    chunks = partial(rows.chunks, chosen, config.features, originals=options.originals, device=device)
     scaler = Scaler.of(chunks)
+    fits = []
     with torch.random.fork_rng(devices=[device] if device is not None and device.type == "cuda" else []):
-        torch.manual_seed(seed)
+        torch.manual_seed(options.seed)
         inner, outer = nn.Linear(config.width, UNITS).to(device), nn.Linear(UNITS, 1).to(device)
         parameters = [*inner.parameters(), *outer.parameters()]
         optimiser = torch.optim.AdamW(parameters, lr=RATE, weight_decay=DECAY)
-        generator = torch.Generator().manual_seed(seed)
-        steps = EPOCHS * max(1, -(-int(mine.sum()) * (1 + originals) // BATCH))
-        best: Fitted | None = None
+        generator = torch.Generator().manual_seed(options.seed)
+        steps = EPOCHS * max(1, -(-int(chosen.sum()) * (1 + options.originals) // BATCH))
         done = 0
-        for epoch in range(EPOCHS):
+        for epoch in range(1, EPOCHS + 1):
             for x, labels in chunks(generator=generator):
                 for piece, truth in zip(scaler(x).split(BATCH), labels.split(BATCH), strict=True):
                     optimiser.param_groups[0]["lr"] = RATE * max(0.02, 1 - done / steps)
@@ -161,13 +216,14 @@ def fit_mlp(
             with torch.no_grad():
                 folded = scaler.fold(inner.weight, inner.bias)
                 judge = Judge(config, outer.weight[0].clone(), outer.bias[0].clone(), *folded)
-            found = Fitted(judge, auc(rows, judge, rows.of("select"), device=device))
-            if best is None or found.auc_select > best.auc_select:
-                best = found
-            if notify:
-                notify(f"MLP, epoch {epoch + 1}: AUC {found.auc_select:.3f}", (epoch + 1) / EPOCHS)
-    assert best is not None
-    return best
+            fits.append(Fitted(judge, auc(rows, judge, rows.of("select"), device=device)))
+            options.tell(f"MLP, epoch {epoch}: AUC {fits[-1].auc_select:.3f}", epoch / EPOCHS)
+    return best_on_select(fits)
+
+
+def best_on_select(fits: Iterable[Fitted]) -> Fitted:
+    """The fit with the best ROC-AUC on the part `select`, the first of equals."""
+    return max(fits, key=lambda fitted: fitted.auc_select)
 
 
 @torch.no_grad()
