@@ -47,8 +47,7 @@ def distill(
     models = PairOptions(pair=target, device=place.device, dtype=place.dtype)
     models.check()
 
-    from selfjudge.distill.pipeline import DistillConfig
-    from selfjudge.distill.pipeline import distill as run
+    from selfjudge.distill.pipeline import DistillConfig, distill as run
 
     config = DistillConfig(
         layers=layers, width=width, inner=inner, free_embeddings=free_embeddings, minutes=minutes, steps=steps,

@@ -68,8 +68,7 @@ def label(
 
     Example: selfjudge label --prompts self:200 --calibrate arithmetic --out labels
     """
-    from selfjudge.label.pipeline import LabelConfig
-    from selfjudge.label.pipeline import label as run
+    from selfjudge.label.pipeline import LabelConfig, label as run
 
     config = LabelConfig(
         prompts=tuple(prompts or ("self" if limit else "self:500",)), limit=limit, method=method, suffix_length=suffix_length,

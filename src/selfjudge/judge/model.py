@@ -87,7 +87,7 @@ class Judge(nn.Module):
         return torch.where(block.hidden[:, 1:].isfinite().all(-1), said, math.nan)
 
     def fused(self) -> Weights | None:
-        """What the judge as one kernel reads; None where there is no Triton for this platform, or no kernel for this judge."""
+        """What the judge as one kernel reads; None without Triton, or where there is no kernel for this judge."""
         if type(self) is not Judge or "lookahead" in self.config.features or not has_triton():
             return None
         margin = "margin" in self.config.features
