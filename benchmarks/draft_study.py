@@ -16,12 +16,15 @@ from common import Progress, say
 
 from selfjudge.bench.config import DraftBenchConfig
 from selfjudge.bench.draft import bench_draft
-from selfjudge.distill.pipeline import DistillConfig, export, prepare
-from selfjudge.distill.student import Shape, Student
-from selfjudge.distill.train import train
+from selfjudge.distill.config import DistillConfig, Shape
+from selfjudge.distill.data import Maker
+from selfjudge.distill.export import export
+from selfjudge.distill.pipeline import prepare
+from selfjudge.distill.student import Student
+from selfjudge.distill.train import Schedule, train
 from selfjudge.models.convert import draft_model
 from selfjudge.models.pair import Pair
-from selfjudge.store import write_json
+from selfjudge.store import RunFolder, write_json
 from selfjudge.tasks.base import task
 
 PROMPTS = ["self:14000x2", "self-summaries:3500x2", "gsm8k:7473x4", "mbpp:374x12", "dolly:13500x3"]
@@ -58,27 +61,19 @@ def main() -> None:
     say("loaded", o.target)
     settings = DistillConfig(
         minutes=o.final_minutes, prompts=tuple(o.prompts), rate=o.rate, batch_tokens=o.batch_tokens,
-        max_new_tokens=o.max_new_tokens,
+        max_new_tokens=o.max_new_tokens, batch=o.batch,
     )  # fmt: skip
     work, progress = o.out / "work", Progress()
-    held_out, corpus, yields = prepare(pair, work, settings, data=o.data, batch=o.batch, notify=progress)
-    say("prompts", json.dumps(yields))
-    say("corpus", len(corpus.lengths), "answers", len(corpus.index), "tokens")
+    data = prepare(Maker(pair, settings, RunFolder(o.out), o.data, progress))
+    say("prompts", json.dumps(data.report))
+    say("corpus", len(data.training.lengths), "answers", len(data.training.index), "tokens")
     benchmark_prompts = held_out_prompts(pair, o.data, o.held_out)
 
     def trained(text: str, minutes: float) -> tuple[Student, object]:
         student = Student(pair.target, Shape(*map(int, text.split("x"))))
         checkpoint = work / f"train-{text}-{minutes:g}.safetensors"
-        state = train(
-            student,
-            corpus,
-            held_out,
-            checkpoint,
-            minutes=minutes,
-            rate=o.rate,
-            batch_tokens=o.batch_tokens,
-            notify=progress,
-        )
+        schedule = Schedule(minutes, rate=o.rate, batch_tokens=o.batch_tokens)
+        state = train(student, data.training, data.held_out, checkpoint, schedule, progress)
         return student, state
 
     def measured(student: Student, text: str) -> dict[str, object]:
@@ -108,7 +103,7 @@ def main() -> None:
     layers, width, inner = map(int, o.final.split("x"))
     settings = replace(settings, layers=layers, width=width, inner=inner)
     student, state = trained(o.final, o.final_minutes)
-    export(pair, student, held_out, corpus, o.out / "draft", settings, yields, state)
+    export(RunFolder(o.out / "draft"), pair, student, data, settings, state)
     write_json(
         o.out / "final.json", {**measured(student, o.final), "minutes": o.final_minutes, "history": state.history}
     )

@@ -18,8 +18,9 @@ import torch
 from common import Progress, measured_on, say
 
 from selfjudge.label.calibrate import tau_of
+from selfjudge.label.config import LabelConfig
 from selfjudge.label.folder import read_shards
-from selfjudge.label.pipeline import LabelConfig, label
+from selfjudge.label.pipeline import label_pair
 from selfjudge.models.pair import Pair
 from selfjudge.store import read_json, write_json, write_rows
 
@@ -74,9 +75,9 @@ def main() -> None:
             substitutions=None if method == "selfjudge" else o.substitutions, lookahead=o.lookahead and method == "selfjudge",
         )  # fmt: skip
         out = o.out / method.replace("+", "-plus")
-        manifest = label(
+        manifest = label_pair(  # never resumed: it is timed
             pair, out, settings, data=o.data, notify=Progress(0.2), warn=print
-        )  # never resumed: it is timed
+        )
         seconds = time.monotonic() - begun
         spent = read_json(out / "run.json")["seconds"]
         own = seconds - spent["tau"]  # finding τ is not labelling

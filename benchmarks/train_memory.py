@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from common import measured_on
 
-from selfjudge.label.folder import FORMAT, write_shard
-from selfjudge.store import sha256, write_json, write_rows
+from selfjudge.label.folder import FORMAT, Labels, write_shard
+from selfjudge.store import RunFolder, sha256, write_json, write_rows
 
 SHARD = 10_000
 SUFFIX = 20
@@ -48,14 +48,14 @@ def write_labels(out: Path, rows: int, width: int, device: str) -> None:
             "original": np.zeros((n, SUFFIX), np.float32), "substituted": np.zeros((n, SUFFIX), np.float32),
             "rank": np.ones(n, np.int32),
         }  # fmt: skip
-        shards.append(write_shard(out, number, lines, arrays, [], "", acceptable=sum(good)))
+        shards.append(write_shard(RunFolder(out), number, Labels(lines, arrays, {"acceptable": sum(good)}), ""))
     prompts = range(-(-rows // ROWS_A_PROMPT))
     write_rows(
         out / "responses.jsonl", ({"prompt_id": f"p{i}", "source": "random", "prompt_ids": [i]} for i in prompts)
     )
     write_json(out / "manifest.json", {
         "format_version": FORMAT, "target": "random", "draft": "random", "target_sha256": "", "draft_sha256": "", "dtype": "float16",
-        "hidden_size": width, "hidden_dtype": "float16", "layer": "last", "norm": "post_final_norm", "method": "selfjudge",
+        "hidden_size": width, "hidden_dtype": "float16", "layer": "final", "norm": "post_final_norm", "method": "selfjudge",
         "suffix_length": SUFFIX, "tau": -1.0, "tau_evidence": {}, "rows": rows, "prompts": len(prompts), "shards": shards,
         "files": {"responses.jsonl": sha256(out / "responses.jsonl")},
     })  # fmt: skip

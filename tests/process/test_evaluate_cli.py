@@ -21,9 +21,10 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.reproduce import CODE, PRESETS, Preset, _judges, reproduce, unseen
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
-from selfjudge.label.pipeline import LabelConfig, label
+from selfjudge.label.config import LabelConfig
+from selfjudge.label.pipeline import label_pair
 from selfjudge.models.pair import Pair
-from selfjudge.prompts.sources import Asked, Source
+from selfjudge.prompts.sources import PromptRecord, Source
 from selfjudge.store import read_json, read_rows
 from selfjudge.train.pipeline import train_judge
 
@@ -105,7 +106,7 @@ def test_reproduce_goes_from_labels_to_a_page_and_keeps_what_is_done(
             "selfjudge.evaluate.reproduce.shipped_tau", lambda *_: {"tau": -20.0}
         )  # a tiny random model answers nothing
         patch.setattr(
-            "selfjudge.label.pipeline.shipped_tau", lambda *_: {"tau": -20.0, "shipped": True}
+            "selfjudge.label.calibrate.shipped_tau", lambda *_: {"tau": -20.0, "shipped": True}
         )  # that could be checked
         found = reproduce(tiny_pair, out, preset, batch=8, warn=said.append)
         assert (out / "report.html").is_file()
@@ -130,18 +131,19 @@ def test_reproduce_goes_from_labels_to_a_page_and_keeps_what_is_done(
 def test_judges_of_a_fold_have_learnt_from_the_others(
     tiny_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def given(source: Source, data: Path | None, **_: Any) -> list[Asked]:
+    def given(source: Source, data: Path | None, **_: Any) -> list[PromptRecord]:
         rng = np.random.default_rng(int(source.name[-1]))
         texts = [" ".join(f"w{i}" for i in rng.integers(5, 50, rng.integers(2, 9))) for _ in range(8)]
-        return [Asked(f"{source.name}-{i}", source.name, text) for i, text in enumerate(texts)]
+        return [PromptRecord(f"{source.name}-{i}", source.name, text) for i, text in enumerate(texts)]
 
-    monkeypatch.setattr("selfjudge.label.pipeline.load_prompts", given)
+    monkeypatch.setattr("selfjudge.prompts.sources.load_prompts", given)
+    monkeypatch.setattr("selfjudge.prompts.collect.load_prompts", given)
     monkeypatch.setattr("selfjudge.evaluate.reproduce.shipped_tau", lambda *_: {"tau": -20.0})
-    monkeypatch.setattr("selfjudge.label.pipeline.shipped_tau", lambda *_: {"tau": -20.0, "shipped": True})
+    monkeypatch.setattr("selfjudge.label.calibrate.shipped_tau", lambda *_: {"tau": -20.0, "shipped": True})
     folds = [f"livecodebench/fold-{k}" for k in range(4)]
     preset = Preset("folds", tuple(folds), (), (), (CODE,), label_tokens=40)
     folder = tmp_path / "labels"
-    label(tiny_pair, folder, LabelConfig(prompts=preset.prompts, max_new_tokens=40))
+    label_pair(tiny_pair, folder, LabelConfig(prompts=preset.prompts, max_new_tokens=40))
     said: list[str] = []
     judges, folded = _judges({"selfjudge": folder}, tmp_path / "judges", preset, None, lambda *_: None, said.append)
     assert all(text.startswith("judge n=") for text in said)  # a given τ is for one N

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -20,24 +19,29 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import selfjudge.distill.data as data_module
-import selfjudge.distill.pipeline
+import selfjudge.distill.export
 import selfjudge.distill.student as student_module
+import selfjudge.distill.train as train_module
 import selfjudge.engine.teacher_forced as forced_module
 from conftest import CONFIGS, VOCAB, tiny_model
 from selfjudge.decoding.text import generate
+from selfjudge.distill.config import DistillConfig, Shape
 from selfjudge.distill.data import Corpus, Job, chunks, jobs, largest, teacher
-from selfjudge.distill.pipeline import DistillConfig, distill
-from selfjudge.distill.student import Shape, Student, distillation_loss
-from selfjudge.distill.train import State, top1, train
+from selfjudge.distill.pipeline import distill_draft
+from selfjudge.distill.student import Student, distillation_loss
+from selfjudge.distill.train import Schedule, State, top1, train
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.convert import draft_model, materialise, read_compact, write_compact
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.sources import Source
 from selfjudge.store import read_tensors, write_tensors
 
-train_module = sys.modules["selfjudge.distill.train"]  # the package has a function of that name
 CHAT = "{% for m in messages %}<s> {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w0{% endif %}"
 CPU = torch.device("cpu")
+
+
+def quiet(stage: str, share: float) -> None:
+    """Nobody listens."""
 
 
 @pytest.fixture
@@ -289,17 +293,8 @@ def test_a_student_learns(tmp_path: Path) -> None:
     target = tiny_model(seed=4)
     student, corpus = Student(target, Shape(1, 64)), learnable(target)
     before = top1(student, corpus)["all"]
-    state = train(
-        student,
-        corpus,
-        corpus,
-        tmp_path / "train",
-        minutes=9,
-        steps=300,
-        rate=5e-3,
-        batch_tokens=100,
-        notify=lambda *_: None,
-    )
+    schedule = Schedule(9, steps=300, rate=5e-3, batch_tokens=100)
+    state = train(student, corpus, corpus, tmp_path / "train", schedule, quiet)
     after = top1(student, corpus)
     assert before < 0.3
     assert after["all"] == after["made up"] == state.best > 0.8
@@ -312,8 +307,8 @@ def test_training_goes_on_where_it_was(tmp_path: Path) -> None:
 
     def run(minutes: float) -> tuple[State, Student]:
         student = Student(target, Shape(1, 64))
-        options: dict[str, Any] = {"rate": 5e-3, "batch_tokens": 100, "patience": 99, "notify": lambda *_: None}
-        return train(student, corpus, corpus, tmp_path / "train", minutes=minutes, **options), student
+        schedule = Schedule(minutes, rate=5e-3, batch_tokens=100, patience=99)
+        return train(student, corpus, corpus, tmp_path / "train", schedule, quiet), student
 
     first, student = run(0.01)
     again, same = run(0.01)
@@ -325,7 +320,7 @@ def test_training_goes_on_where_it_was(tmp_path: Path) -> None:
     assert more.seconds > first.seconds
     assert more.history[: len(first.history)] == first.history
     with pytest.raises(SelfJudgeError, match="another shape") as caught:
-        train(Student(target, Shape(1, 128)), corpus, corpus, tmp_path / "train", minutes=1, notify=lambda *_: None)
+        train(Student(target, Shape(1, 128)), corpus, corpus, tmp_path / "train", Schedule(1), quiet)
     assert "\n" not in str(caught.value)
 
 
@@ -348,8 +343,8 @@ def test_an_interrupted_training_ends_in_the_same_weights(
             if seen == evaluations_until:
                 raise KeyboardInterrupt
 
-        options: dict[str, Any] = {"rate": 5e-3, "batch_tokens": 100, "patience": 99, "notify": notify}
-        train(student, corpus, corpus, tmp_path / name, minutes=1, steps=6, **options)
+        schedule = Schedule(1, steps=6, rate=5e-3, batch_tokens=100, patience=99)
+        train(student, corpus, corpus, tmp_path / name, schedule, notify)
         return student
 
     whole = run("whole")
@@ -363,17 +358,11 @@ def test_an_interrupted_training_ends_in_the_same_weights(
 def test_training_that_patience_ended_is_not_taken_up_again(tmp_path: Path) -> None:
     target = tiny_model(seed=4)
     corpus = learnable(target)
-    options: dict[str, Any] = {
-        "minutes": 0.02,
-        "rate": 0.0,
-        "batch_tokens": 100,
-        "patience": 2,
-        "notify": lambda *_: None,
-    }
-    first = train(Student(target, Shape(1, 64)), corpus, corpus, tmp_path / "train", **options)
+    schedule = Schedule(0.02, rate=0.0, batch_tokens=100, patience=2)
+    first = train(Student(target, Shape(1, 64)), corpus, corpus, tmp_path / "train", schedule, quiet)
     assert first.without_gain == 2
     assert first.seconds < 1.0
-    again = train(Student(target, Shape(1, 64)), corpus, corpus, tmp_path / "train", **options)
+    again = train(Student(target, Shape(1, 64)), corpus, corpus, tmp_path / "train", schedule, quiet)
     assert again.step == first.step
 
 
@@ -445,11 +434,11 @@ def test_a_whole_run(
     pair: Pair, checkpoints: dict[str, str], settings: DistillConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        selfjudge.distill.pipeline, "INT8_LOSS", 1.0
+        selfjudge.distill.export, "INT8_LOSS", 1.0
     )  # a few held-out answers tell nothing about rounding
     out = tmp_path / "out"
     told: list[tuple[str, float]] = []
-    result = distill(pair, out, replace(settings, minutes=0.03), notify=lambda *what: told.append(what))
+    result = distill_draft(pair, out, replace(settings, minutes=0.03), notify=lambda *what: told.append(what))
     assert all(0 <= share <= 1 for _, share in told)
     assert told[0] == ("the target answers", 0.0)
     assert told[-1][0] == "writing"
@@ -495,9 +484,9 @@ def test_float16_is_kept_where_int8_costs_agreement(
     pair: Pair, settings: DistillConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = iter([{"all": 0.75}, {"all": 0.25}])
-    monkeypatch.setattr(selfjudge.distill.pipeline, "top1", lambda *_: next(measured))
+    monkeypatch.setattr(selfjudge.distill.export, "top1", lambda *_: next(measured))
     out = tmp_path / "out"
-    result = distill(pair, out, settings)
+    result = distill_draft(pair, out, settings)
     assert result["compact"]["format"] == "float16"
     assert result["compact"]["bytes"] >= 2 * result["parameters"]
     best = {
@@ -537,12 +526,12 @@ def test_a_killed_run_goes_on(
     monkeypatch.setattr(data_module, "CHUNK", 16)
     out = tmp_path / "out"
     with pytest.raises(Killed):
-        distill(pair, out, settings, notify=killer(stage, occurrence))
+        distill_draft(pair, out, settings, notify=killer(stage, occurrence))
     assert not (out / "run.json").exists()
     there = {p: p.stat().st_mtime_ns for p in (out / "work").glob("*.safetensors") if p.name != "train.safetensors"}
     assert len(there) == {"the target answers": occurrence, "the target answers, top-k": 2}.get(stage, 1 + 2 + 2)
     trained = stage == "writing" and read_tensors(out / "work" / "train.safetensors")[1]["step"]
-    result = distill(pair, out, settings)
+    result = distill_draft(pair, out, settings)
     assert (out / "run.json").is_file()
     assert {p: p.stat().st_mtime_ns for p in there} == there
     if trained:
@@ -550,7 +539,7 @@ def test_a_killed_run_goes_on(
     # what was made in two goes is what is made in one
     whole = tmp_path / "whole"
     with pytest.raises(Killed):
-        distill(pair, whole, settings, notify=killer("training", 1))
+        distill_draft(pair, whole, settings, notify=killer("training", 1))
     for file in (whole / "work").glob("[ap]*.safetensors"):
         one, other = read_tensors(file)[0], read_tensors(out / "work" / file.name)[0]
         assert all(np.array_equal(one[name], other[name]) for name in one)
@@ -560,17 +549,17 @@ def test_a_longer_run_that_is_killed_is_not_taken_for_finished(
     pair: Pair, settings: DistillConfig, tmp_path: Path
 ) -> None:
     out, longer = tmp_path / "out", replace(settings, minutes=settings.minutes * 2)
-    distill(pair, out, settings)
+    distill_draft(pair, out, settings)
     with pytest.raises(Killed):
-        distill(pair, out, longer, notify=killer("writing", 1))
+        distill_draft(pair, out, longer, notify=killer("writing", 1))
     assert not (out / "run.json").exists()
-    assert distill(pair, out, longer)["settings"]["minutes"] == longer.minutes
+    assert distill_draft(pair, out, longer)["settings"]["minutes"] == longer.minutes
 
 
 def test_a_folder_of_somebody_else_is_left_alone(pair: Pair, settings: DistillConfig, tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("mine")
     with pytest.raises(SelfJudgeError, match="holds other files"):
-        distill(pair, tmp_path, settings)
+        distill_draft(pair, tmp_path, settings)
     assert (tmp_path / "README.md").read_text() == "mine"
 
 
@@ -578,30 +567,41 @@ def test_other_settings_are_refused_and_more_minutes_are_not(
     pair: Pair, settings: DistillConfig, tmp_path: Path, checkpoints: dict[str, str]
 ) -> None:
     out = tmp_path / "out"
-    first = distill(pair, out, settings)
+    first = distill_draft(pair, out, settings)
     for wrong in (replace(settings, layers=2), replace(settings, seed=1, top_k=4)):
         with pytest.raises(SelfJudgeError, match=r"another .*: name another `out`") as caught:
-            distill(pair, out, wrong)
+            distill_draft(pair, out, wrong)
         assert "\n" not in str(caught.value)
     stranger = replace(pair, target_sha256="0" * 64)
     with pytest.raises(SelfJudgeError, match="another target"):
-        distill(stranger, out, settings)
-    again = distill(pair, out, replace(settings, minutes=0.02))
+        distill_draft(stranger, out, settings)
+    again = distill_draft(pair, out, replace(settings, minutes=0.02))
     assert again["training"]["seconds"] >= first["training"]["seconds"]
     assert again["training"]["steps"] >= first["training"]["steps"]
 
 
-@pytest.mark.parametrize(
-    "name", ["train.safetensors", "answers-00000.safetensors", "prompts.safetensors", "settings.json"]
-)
+@pytest.mark.parametrize("name", ["answers-00000.safetensors", "prompts.safetensors"])
+def test_damaged_data_is_made_again(pair: Pair, settings: DistillConfig, tmp_path: Path, name: str) -> None:
+    """The same bytes come again, and the training goes on with them."""
+    out = tmp_path / "out"
+    with pytest.raises(Killed):
+        distill_draft(pair, out, settings, notify=killer("writing", 1))
+    file = out / "work" / name
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    assert distill_draft(pair, out, settings)["training"]["steps"] > 0
+    assert file.read_bytes() == whole
+
+
+@pytest.mark.parametrize("name", ["train.safetensors", "settings.json"])
 def test_a_damaged_file_is_named(pair: Pair, settings: DistillConfig, tmp_path: Path, name: str) -> None:
     out = tmp_path / "out"
     with pytest.raises(Killed):
-        distill(pair, out, settings, notify=killer("writing", 1))
+        distill_draft(pair, out, settings, notify=killer("writing", 1))
     file = out / name if name == "settings.json" else out / "work" / name
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     with pytest.raises(SelfJudgeError, match=f"cannot read .*{name}") as caught:
-        distill(pair, out, settings)
+        distill_draft(pair, out, settings)
     assert "\n" not in str(caught.value)
 
 
@@ -612,10 +612,10 @@ def test_a_full_disk_leaves_nothing_half_written(
     with monkeypatch.context() as patch:
         patch.setattr(safetensors.numpy, "save_file", full_disk)
         with pytest.raises(SelfJudgeError, match="No space left on device") as caught:
-            distill(pair, out, settings)
+            distill_draft(pair, out, settings)
     assert "\n" not in str(caught.value)
     assert not list((out / "work").iterdir())
-    distill(pair, out, settings)  # there is space again
+    distill_draft(pair, out, settings)  # there is space again
 
 
 @pytest.mark.parametrize(("stage", "size"), [("training", 30_000), ("writing", 30_000), ("writing", 100_000)])
@@ -626,7 +626,7 @@ def test_a_disk_that_fills_up_while_models_are_written(
     import resource
 
     monkeypatch.setattr(
-        selfjudge.distill.pipeline, "INT8_LOSS", 1.0
+        selfjudge.distill.export, "INT8_LOSS", 1.0
     )  # 100,000 bytes hold the compact form and no checkpoint
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
@@ -637,13 +637,13 @@ def test_a_disk_that_fills_up_while_models_are_written(
     out = tmp_path / "out"
     try:
         with pytest.raises(SelfJudgeError, match="cannot write") as caught:
-            distill(pair, out, settings, notify=notify)
+            distill_draft(pair, out, settings, notify=notify)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "\n" not in str(caught.value)
     assert not list(out.rglob("*partial"))
     assert not (out / "run.json").exists()
-    distill(pair, out, settings)
+    distill_draft(pair, out, settings)
 
 
 @pytest.mark.parametrize("prompts", ["self:4", "file"])
@@ -651,14 +651,14 @@ def test_a_target_without_chat_template(pair: Pair, settings: DistillConfig, tmp
     pair.tokenizer.chat_template = None
     wanted = replace(settings, prompts=(prompts,)) if prompts != "file" else settings
     with pytest.raises(SelfJudgeError, match="chat template") as caught:
-        distill(pair, tmp_path / "out", wanted)
+        distill_draft(pair, tmp_path / "out", wanted)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"minutes": 0}, "--minutes"), ({"top_k": 0}, "--top-k"), ({"held_out": 0}, "--held-out"), ({"width": 70}, "width"),
+        ({"minutes": 0}, "`minutes`"), ({"top_k": 0}, "`top_k`"), ({"held_out": 0}, "`held_out`"), ({"width": 70}, "width"),
         ({"prompts": ("no-such-file",)}, "no-such-file"), ({"prompts": ("self-portraits:3",)}, "self-portraits"),
         ({"prompts": ("cnn_dailymail:3",)}, "no split 'train'"), ({"max_prompt_tokens": 1}, "two prompts"),
         ({"prompts": ("self:1",)}, "two prompts"),
@@ -668,25 +668,25 @@ def test_useless_settings_are_refused(
     pair: Pair, settings: DistillConfig, tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(SelfJudgeError, match=message) as caught:
-        distill(pair, tmp_path / "out", replace(settings, **change))
+        distill_draft(pair, tmp_path / "out", replace(settings, **change))
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("change", [{"top_k": 200}, {"seed": 2**31}, {"seed": -1}, {"free_embeddings": True}])
 def test_unusual_settings_work(pair: Pair, settings: DistillConfig, tmp_path: Path, change: dict[str, Any]) -> None:
-    result = distill(pair, tmp_path / "out", replace(settings, **change))
+    result = distill_draft(pair, tmp_path / "out", replace(settings, **change))
     assert result["training"]["steps"] > 0
 
 
 def test_a_target_in_bfloat16(checkpoints: dict[str, str], settings: DistillConfig, tmp_path: Path) -> None:
     pair = Pair.load(checkpoints["target"], device="cpu", dtype="bfloat16", needs_draft=False)
-    assert distill(pair, tmp_path / "out", settings)["training"]["steps"] > 0
+    assert distill_draft(pair, tmp_path / "out", settings)["training"]["steps"] > 0
     assert loaded(tmp_path / "out")(torch.tensor([[5, 6]])).logits.isfinite().all()
 
 
 def test_a_target_that_writes_its_own_prompts(pair: Pair, settings: DistillConfig, tmp_path: Path) -> None:
     pair.target.generation_config.eos_token_id = [2, 20, 21, 22]  # a random model ends rarely
-    result = distill(pair, tmp_path / "out", replace(settings, prompts=("self:40x2",)))
+    result = distill_draft(pair, tmp_path / "out", replace(settings, prompts=("self:40x2",)))
     (source,) = result["sources"]
     assert source["licence"] == "written by the target"
     assert source["written"] == 40
@@ -698,14 +698,14 @@ def test_a_file_whose_name_begins_with_self_is_a_file(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copy(tmp_path / "prompts.jsonl", tmp_path / "selfmade.jsonl")
-    result = distill(pair, tmp_path / "out", replace(settings, prompts=("selfmade.jsonl",)))
+    result = distill_draft(pair, tmp_path / "out", replace(settings, prompts=("selfmade.jsonl",)))
     assert result["sources"][0]["licence"] == "given by the user"
 
 
 def test_a_folder_that_cannot_be_written(pair: Pair, settings: DistillConfig, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(SelfJudgeError, match="cannot write") as caught:
-        distill(pair, tmp_path / "file" / "out", settings)
+        distill_draft(pair, tmp_path / "file" / "out", settings)
     assert "\n" not in str(caught.value)
 
 

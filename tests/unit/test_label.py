@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,27 +12,19 @@ import pytest
 import torch
 
 from conftest import VOCAB, tiny_model
+from runs import content, prompts_file
 from selfjudge.errors import SelfJudgeError
-from selfjudge.label.calibrate import scored, tau_of, total
+from selfjudge.label.calibrate import tau_of, total
+from selfjudge.label.config import LabelConfig
 from selfjudge.label.folder import finished, info, merge, read_shards
 from selfjudge.label.mismatch import draft_tokens, mismatches
-from selfjudge.label.pipeline import LabelConfig, label
-from selfjudge.label.preservation import Search, asked_target, next_mismatch, search
+from selfjudge.label.pipeline import label_pair
+from selfjudge.label.preservation import Search, meaning_check, next_mismatch, score_events, search
 from selfjudge.label.score import Scorer
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.builtin import read_prompts
 from selfjudge.prompts.sources import Source, limited
 from selfjudge.store import read_rows, write_tensors
-
-
-def prompts_file(path: Path, count: int) -> Path:
-    rng = np.random.default_rng(0)
-    lines = [
-        json.dumps({"prompt": " ".join(f"w{i}" for i in rng.integers(5, 50, rng.integers(2, 12)))})
-        for _ in range(count)
-    ]
-    path.write_text("\n".join(lines) + "\n")
-    return path
 
 
 @pytest.fixture
@@ -48,25 +36,22 @@ def settings_of(asked: str, **options: object) -> LabelConfig:
     return replace(LabelConfig(prompts=(asked,), tau=-8.0, max_new_tokens=24, batch=5), **options)  # type: ignore[arg-type]
 
 
-def content(folder: Path) -> dict[str, bytes]:
-    """Every file but those that name a time."""
-    return {
-        str(p.relative_to(folder)): p.read_bytes()
-        for p in sorted(folder.rglob("*"))
-        if p.is_file() and p.name not in ("run.json", ".lock")
-    }
-
-
 # the whole run
 
 
 def test_rows_say_what_the_formula_says(tiny_pair: Pair, prompts: str, tmp_path: Path) -> None:
     out = tmp_path / "labels"
-    manifest = label(tiny_pair, out, settings_of(prompts, suffix_length=5))
+    manifest = label_pair(tiny_pair, out, settings_of(prompts, suffix_length=5))
     responses = {row["prompt_id"]: row for row in read_rows(out / "responses.jsonl")}
     assert len(responses) == manifest["prompts"] == 12
     seen = 0
     special = set(tiny_pair.special_ids)
+    with torch.no_grad():
+        whole_of, choices_of = {}, {}
+        for name, response in responses.items():
+            ids = torch.tensor([response["prompt_ids"] + response["response_ids"]])
+            whole_of[name] = tiny_pair.target(ids).logits[0].log_softmax(-1)
+            choices_of[name] = tiny_pair.draft(ids).logits[0].argmax(-1)
     for rows, arrays in read_shards(out):
         assert {len(array) for array in arrays.values()} == {len(rows)}
         for k, row in enumerate(rows):
@@ -79,14 +64,10 @@ def test_rows_say_what_the_formula_says(tiny_pair: Pair, prompts: str, tmp_path:
             assert at < len(tokens) - 1
             if response["finish"] == "length":
                 assert len(after) == 5
+            said, whole = choices_of[row["prompt_id"]][at - 1], whole_of[row["prompt_id"]]
             with torch.no_grad():
-                said = tiny_pair.draft(torch.tensor([tokens[:at]])).logits[0, -1].argmax()
-                whole = tiny_pair.target(torch.tensor([tokens])).logits[0].log_softmax(-1)
-                other = (
-                    tiny_pair.target(torch.tensor([[*tokens[:at], row["draft_token"], *after]]))
-                    .logits[0]
-                    .log_softmax(-1)
-                )
+                logits = tiny_pair.target(torch.tensor([[*tokens[:at], row["draft_token"], *after]])).logits[0]
+            other = logits.log_softmax(-1)
             assert said == row["draft_token"]
             prefix = float(whole[at - 1, row["draft_token"]] - whole[at - 1, row["target_token"]])
             suffix = float(sum(other[at + i, t] - whole[at + i, t] for i, t in enumerate(after)))
@@ -107,8 +88,8 @@ def test_rows_say_what_the_formula_says(tiny_pair: Pair, prompts: str, tmp_path:
 
 def test_hidden_states_can_be_kept_as_float16(tiny_pair: Pair, prompts: str, tmp_path: Path) -> None:
     whole, half = (tmp_path / name for name in ("whole", "half"))
-    label(tiny_pair, whole, settings_of(prompts))
-    label(tiny_pair, half, settings_of(prompts, hidden_dtype="float16"))
+    label_pair(tiny_pair, whole, settings_of(prompts))
+    label_pair(tiny_pair, half, settings_of(prompts, hidden_dtype="float16"))
     for (_, one), (_, other) in zip(read_shards(whole), read_shards(half), strict=True):
         assert one["hidden_draft"].dtype == np.float32
         assert other["hidden_draft"].dtype == np.float16
@@ -117,7 +98,7 @@ def test_hidden_states_can_be_kept_as_float16(tiny_pair: Pair, prompts: str, tmp
 
 
 def test_look_ahead_reads_what_the_draft_goes_on_with(tiny_pair: Pair, prompts: str, tmp_path: Path) -> None:
-    label(tiny_pair, tmp_path / "labels", settings_of(prompts, lookahead=True))
+    label_pair(tiny_pair, tmp_path / "labels", settings_of(prompts, lookahead=True))
     assert tiny_pair.draft is not None
     responses = {row["prompt_id"]: row for row in read_rows(tmp_path / "labels" / "responses.jsonl")}
     checked = 0
@@ -138,19 +119,19 @@ def test_look_ahead_reads_what_the_draft_goes_on_with(tiny_pair: Pair, prompts: 
 
 def test_a_finished_folder_is_returned_and_another_run_refused(tiny_pair: Pair, prompts: str, tmp_path: Path) -> None:
     out = tmp_path / "labels"
-    first = label(tiny_pair, out, settings_of(prompts))
+    first = label_pair(tiny_pair, out, settings_of(prompts))
     before = content(out)
-    assert label(tiny_pair, out, settings_of(prompts), resume=True) == first
+    assert label_pair(tiny_pair, out, settings_of(prompts), resume=True) == first
     assert content(out) == before
-    with pytest.raises(SelfJudgeError, match="--resume"):
-        label(tiny_pair, out, settings_of(prompts))
+    with pytest.raises(SelfJudgeError, match="`resume`"):
+        label_pair(tiny_pair, out, settings_of(prompts))
     with pytest.raises(SelfJudgeError, match="another tau"):
-        label(tiny_pair, out, settings_of(prompts, tau=-3.0), resume=True)
+        label_pair(tiny_pair, out, settings_of(prompts, tau=-3.0), resume=True)
     assert content(out) == before
 
 
 def test_resume_works_on_a_missing_folder(tiny_pair: Pair, prompts: str, tmp_path: Path) -> None:
-    assert label(tiny_pair, tmp_path / "new", settings_of(prompts), resume=True)["rows"]
+    assert label_pair(tiny_pair, tmp_path / "new", settings_of(prompts), resume=True)["rows"]
 
 
 def test_autojudge_rows_point_into_their_revision(
@@ -158,11 +139,13 @@ def test_autojudge_rows_point_into_their_revision(
 ) -> None:
     """With duplicates and kept substitutions: every row names a response in which its tokens stand."""
     monkeypatch.setattr(
-        "selfjudge.label.pipeline.asked_target",
+        "selfjudge.label.methods.meaning_check",
         lambda *_, **__: lambda searches, texts: [len(t) % 2 == 0 for t in texts],
     )
     out = tmp_path / "labels"
-    manifest = label(tiny_pair, out, settings_of(prompts, method="autojudge+", tau=None, max_new_tokens=90))
+    manifest = label_pair(
+        tiny_pair, out, settings_of(prompts, method="autojudge+", tau=None, max_new_tokens=60, limit=6)
+    )
     original = {row["prompt_id"]: row for row in read_rows(out / "responses.jsonl")}
     revised = {
         (r["prompt_id"], r["revision"]): r["response_ids"] for f in out.glob("revisions-*") for r in read_rows(f)
@@ -184,12 +167,12 @@ def test_autojudge_rows_point_into_their_revision(
 def test_a_search_tries_no_more_substitutions_than_allowed(tiny_pair: Pair, prompts: str, tmp_path: Path) -> None:
     tried = []
     for name, most in (("all", None), ("some", 3)):
-        label(tiny_pair, tmp_path / name, settings_of(prompts, method="autojudge+", tau=None, substitutions=most))
+        label_pair(tiny_pair, tmp_path / name, settings_of(prompts, method="autojudge+", tau=None, substitutions=most))
         rows = [row["prompt_id"] for rows, _ in read_shards(tmp_path / name) for row in rows]
         tried.append({prompt: rows.count(prompt) for prompt in rows})
     assert max(tried[0].values()) > 3
     assert tried[1] == {prompt: min(3, count) for prompt, count in tried[0].items()}
-    with pytest.raises(SelfJudgeError, match="--substitutions must be at least 1, not 0"):
+    with pytest.raises(SelfJudgeError, match="`substitutions` must be at least 1, not 0"):
         settings_of(prompts, substitutions=0).check()
 
 
@@ -200,7 +183,7 @@ def test_twins_are_labelled_once_and_ids_are_unique(tiny_pair: Pair, tmp_path: P
     with (tmp_path / "b" / "asked.jsonl").open("a") as file:
         file.write('{"prompt": "w5 w6 w7"}\n{"prompt": "w5 w6 w7"}\n' + json.dumps({"prompt": "w8 " * 500}) + "\n")
     both = settings_of("", prompts=tuple(str(tmp_path / folder / "asked.jsonl") for folder in "ab"))
-    manifest = label(tiny_pair, tmp_path / "labels", both)
+    manifest = label_pair(tiny_pair, tmp_path / "labels", both)
     ids = [row["prompt_id"] for row in read_rows(tmp_path / "labels" / "responses.jsonl")]
     assert len(ids) == len(set(ids)) == manifest["prompts"] == 6
     assert manifest["yields"][both.prompts[1]] == {"given": 8, "too long": 1, "repeated": 6, "prompts": 1}
@@ -211,12 +194,12 @@ def test_vocabularies_padded_to_different_sizes(
     target: str, draft: str, checkpoints: dict[str, str], prompts: str, tmp_path: Path
 ) -> None:
     pair = Pair.load(checkpoints[target], checkpoints[draft], device="cpu")
-    assert label(pair, tmp_path / "labels", settings_of(prompts))["rows"]
+    assert label_pair(pair, tmp_path / "labels", settings_of(prompts))["rows"]
 
 
 def test_past_the_drafts_window_there_is_nothing_to_label(tiny_pair: Pair, prompts: str, tmp_path: Path) -> None:
     pair = replace(tiny_pair, draft=tiny_model("gpt2", seed=5, n_positions=16))
-    label(pair, tmp_path / "labels", settings_of(prompts))
+    label_pair(pair, tmp_path / "labels", settings_of(prompts))
     rows = [row for rows, _ in read_shards(tmp_path / "labels") for row in rows]
     assert rows
     assert max(row["position"] for row in rows) < 17
@@ -225,16 +208,13 @@ def test_past_the_drafts_window_there_is_nothing_to_label(tiny_pair: Pair, promp
 # interruptions and damage
 
 
-@pytest.mark.parametrize("at", range(1, 40, 3))
 def test_a_run_that_fails_anywhere_goes_on_to_the_same_bytes(
-    at: int, tiny_pair: Pair, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The at-th file that is put into place is the last thing that happens; what follows it is done by the second run."""
     monkeypatch.setattr("selfjudge.label.pipeline.SHARD", 4)
-    expected = tmp_path / "undisturbed"
-    label(tiny_pair, expected, settings_of(prompts))
-    out = tmp_path / "labels"
-    real, count = os.replace, 0
+    config = settings_of(str(prompts_file(tmp_path / "asked.jsonl", 6)), max_new_tokens=24, batch=3)
+    real, count, last = os.replace, 0, 10**9
 
     class Killed(BaseException):
         pass
@@ -242,45 +222,22 @@ def test_a_run_that_fails_anywhere_goes_on_to_the_same_bytes(
     def counted(source: object, goal: object) -> None:
         nonlocal count
         count += 1
-        if count > at:
+        if count > last:
             raise Killed
         real(source, goal)  # type: ignore[arg-type]
 
     monkeypatch.setattr(os, "replace", counted)
-    try:
-        label(tiny_pair, out, settings_of(prompts))
-    except Killed:
+    label_pair(tiny_pair, tmp_path / "undisturbed", config)
+    expected, total = content(tmp_path / "undisturbed"), count
+    assert total > 12
+    for at in range(total):
+        out, count, last = tmp_path / f"killed-{at}", 0, at
+        with pytest.raises(Killed):
+            label_pair(tiny_pair, out, config)
         assert not (out / "manifest.json").is_file()
-    monkeypatch.setattr(os, "replace", real)
-    label(tiny_pair, out, settings_of(prompts), resume=True)
-    assert content(out) == content(expected)
-
-
-@pytest.mark.slow
-def test_killed_and_resumed_the_command_ends_in_the_same_bytes(checkpoints: dict[str, str], tmp_path: Path) -> None:
-    asked = prompts_file(tmp_path / "asked.jsonl", 200)
-
-    def command(out: str, *more: str) -> list[str]:
-        return [
-            sys.executable, "-m", "selfjudge.cli", "label", "--target", checkpoints["target"], "--draft",
-            checkpoints["draft"], "--prompts", str(asked), "--tau", "-8", "--max-new-tokens", "40", "--out",
-            str(tmp_path / out), "--device", "cpu", *more,
-        ]  # fmt: skip
-
-    subprocess.run(command("undisturbed"), check=True, capture_output=True)
-    for name, seal in (("early", "work/responses-00001.json"), ("late", "work/labels-00001.json")):
-        running = subprocess.Popen(command(name), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-        limit = time.monotonic() + 120
-        while not (tmp_path / name / seal).is_file():
-            assert running.poll() is None, "it ended before it could be killed"
-            assert time.monotonic() < limit
-            time.sleep(0.005)
-        running.send_signal(signal.SIGKILL)
-        running.wait()
-        assert not (tmp_path / name / "manifest.json").is_file()
-        done = subprocess.run(command(name, "--resume"), check=True, capture_output=True, text=True)
-        assert "labels from 200 prompts" in done.stdout
-        assert content(tmp_path / name) == content(tmp_path / "undisturbed")
+        last = 10**9
+        label_pair(tiny_pair, out, config, resume=True)
+        assert content(out) == expected
 
 
 @pytest.mark.parametrize(
@@ -292,7 +249,7 @@ def test_damage_is_found_by_its_checksum_and_done_again(
 ) -> None:
     monkeypatch.setattr("selfjudge.label.pipeline.SHARD", 4)
     out = tmp_path / "labels"
-    label(tiny_pair, out, settings_of(prompts))
+    label_pair(tiny_pair, out, settings_of(prompts))
     expected = content(out)
     raw = bytearray((out / name).read_bytes())
     raw[len(raw) // 2] ^= 1
@@ -304,7 +261,7 @@ def test_damage_is_found_by_its_checksum_and_done_again(
             list(read_shards(out))
     if finished_before and name.startswith("work"):
         return  # the work of a finished run is not needed any more
-    label(tiny_pair, out, settings_of(prompts), resume=True)
+    label_pair(tiny_pair, out, settings_of(prompts), resume=True)
     assert content(out) == expected
 
 
@@ -313,13 +270,13 @@ def test_a_file_that_is_gone_from_a_finished_folder_is_made_again(
     name: str, tiny_pair: Pair, prompts: str, tmp_path: Path
 ) -> None:
     out = tmp_path / "labels"
-    label(tiny_pair, out, settings_of(prompts))
+    label_pair(tiny_pair, out, settings_of(prompts))
     expected = content(out)
     (out / name).unlink()
     with pytest.raises(SelfJudgeError, match="missing or damaged"):
         merge([out], tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
-    label(tiny_pair, out, settings_of(prompts), resume=True)
+    label_pair(tiny_pair, out, settings_of(prompts), resume=True)
     assert content(out) == expected
 
 
@@ -328,33 +285,17 @@ def test_another_prompts_file_or_tau_makes_everything_after_it_anew(
 ) -> None:
     file = prompts_file(tmp_path / "asked.jsonl", 12)
     settings = settings_of(f"file:{file}", tau=None)
-    monkeypatch.setattr("selfjudge.label.pipeline.shipped_tau", lambda target, draft, n: {"tau": -8.0})
+    monkeypatch.setattr("selfjudge.label.calibrate.shipped_tau", lambda target, draft, n: {"tau": -8.0})
     out = tmp_path / "labels"
-    label(tiny_pair, out, settings)
+    label_pair(tiny_pair, out, settings)
     (out / "manifest.json").unlink()
-    monkeypatch.setattr("selfjudge.label.pipeline.shipped_tau", lambda target, draft, n: {"tau": -2.0})
-    assert label(tiny_pair, out, settings, resume=True)["tau"] == -2.0
+    monkeypatch.setattr("selfjudge.label.calibrate.shipped_tau", lambda target, draft, n: {"tau": -2.0})
+    assert label_pair(tiny_pair, out, settings, resume=True)["tau"] == -2.0
     for rows, _ in read_shards(out):
         assert all(row["label"] == int(row["score"] > -2.0) for row in rows)
     prompts_file(file, 9)
     with pytest.raises(SelfJudgeError, match="another prompt files"):
-        label(tiny_pair, out, settings, resume=True)
-
-
-def test_two_processes_cannot_write_the_same_folder(tiny_pair: Pair, prompts: str, tmp_path: Path) -> None:
-    out = tmp_path / "labels"
-    out.mkdir()
-    holder = subprocess.Popen(
-        [sys.executable, "-c", f"import fcntl, time; f = open({str(out / '.lock')!r}, 'a'); fcntl.flock(f, fcntl.LOCK_EX);"
-         " print('held', flush=True); time.sleep(60)"], stdout=subprocess.PIPE,
-    )  # fmt: skip
-    assert holder.stdout is not None
-    holder.stdout.readline()
-    with pytest.raises(SelfJudgeError, match="another process"):
-        label(tiny_pair, out, settings_of(prompts))
-    holder.kill()  # the lock dies with its process
-    holder.wait()
-    assert label(tiny_pair, out, settings_of(prompts))["rows"]
+        label_pair(tiny_pair, out, settings, resume=True)
 
 
 # sharding
@@ -362,10 +303,10 @@ def test_two_processes_cannot_write_the_same_folder(tiny_pair: Pair, prompts: st
 
 def test_shards_of_the_work_merge_into_the_whole(tiny_pair: Pair, prompts: str, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
-    label(tiny_pair, whole, settings_of(prompts))
+    label_pair(tiny_pair, whole, settings_of(prompts))
     parts = [tmp_path / f"part{i}" for i in range(3)]
     for i, part in enumerate(parts):
-        label(tiny_pair, part, settings_of(prompts, shard=(i, 3)))
+        label_pair(tiny_pair, part, settings_of(prompts, shard=(i, 3)))
     merge(parts, tmp_path / "merged")
 
     def rows_of(folder: Path) -> dict[tuple[str, int], tuple[dict, np.ndarray]]:
@@ -385,12 +326,12 @@ def test_shards_of_the_work_merge_into_the_whole(tiny_pair: Pair, prompts: str, 
     assert sum(s["rows"] for s in told["sources"].values()) == told["rows"]
     with pytest.raises(SelfJudgeError, match="both hold prompt"):
         merge([parts[0], parts[0]], tmp_path / "again")
-    with pytest.raises(SelfJudgeError, match="not empty"):
+    with pytest.raises(SelfJudgeError, match="holds other files"):
         merge(parts, tmp_path / "merged")
-    label(tiny_pair, tmp_path / "other", settings_of(prompts, tau=-1.0))
+    label_pair(tiny_pair, tmp_path / "other", settings_of(prompts, tau=-1.0))
     with pytest.raises(SelfJudgeError, match="differ in tau"):
         merge([parts[0], tmp_path / "other"], tmp_path / "again")
-    with pytest.raises(SelfJudgeError, match="no label folder"):
+    with pytest.raises(SelfJudgeError, match="is not a label folder"):
         merge([tmp_path], tmp_path / "again")
 
 
@@ -409,7 +350,7 @@ def test_counts_and_weights_share_the_limit() -> None:
         with pytest.raises(SelfJudgeError):
             counts(texts, limit)
     for texts, limit in ((["self:500"], 50), (["gsm8k@1", "dolly@100"], 5)):
-        with pytest.raises(SelfJudgeError, match="--limit"):
+        with pytest.raises(SelfJudgeError, match="`limit`"):
             counts(texts, limit)
     for wrong in ("gsm8k@0", "gsm8k@inf", "gsm8k@-1", "gsm8k@nan"):
         with pytest.raises(SelfJudgeError, match="asks for nothing"):
@@ -426,10 +367,10 @@ def test_broken_lines_are_named_and_refused_or_left_out(tiny_pair: Pair, tmp_pat
     with pytest.raises(SelfJudgeError, match=r"lines 2, 8, 10, 11"):
         read_prompts(file)
     with pytest.raises(SelfJudgeError, match=r"lines 2, 8, 10, 11"):
-        label(tiny_pair, tmp_path / "labels", settings_of(str(file)))
+        label_pair(tiny_pair, tmp_path / "labels", settings_of(str(file)))
     assert not (tmp_path / "labels").exists()
     told: list[str] = []
-    manifest = label(tiny_pair, tmp_path / "labels", settings_of(str(file), skip_broken=True), warn=told.append)
+    manifest = label_pair(tiny_pair, tmp_path / "labels", settings_of(str(file), skip_broken=True), warn=told.append)
     assert manifest["prompts"] == 7
     assert any("left out lines 2, 8, 10, 11 (4 of 11)" in text for text in told)
 
@@ -456,25 +397,25 @@ def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
 def test_a_draft_that_is_the_target_has_nothing_to_label(tiny_pair: Pair, prompts: str, tmp_path: Path) -> None:
     same = replace(tiny_pair, draft=tiny_pair.target)
     with pytest.raises(SelfJudgeError, match="no mismatch"):
-        label(same, tmp_path / "labels", settings_of(prompts))
+        label_pair(same, tmp_path / "labels", settings_of(prompts))
     assert not (tmp_path / "labels" / "manifest.json").exists()
 
 
 def test_responses_of_one_token_have_no_place_to_label(tiny_pair: Pair, prompts: str, tmp_path: Path) -> None:
     with pytest.raises(SelfJudgeError, match="no mismatch"):
-        label(tiny_pair, tmp_path / "labels", settings_of(prompts, max_new_tokens=1))
+        label_pair(tiny_pair, tmp_path / "labels", settings_of(prompts, max_new_tokens=1))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "magic"}, "unknown method"),
-        ({"hidden_dtype": "int8"}, "float32 or float16"),
-        ({"suffix_length": -1}, "--suffix-length"),
-        ({"batch": 0}, "--batch"),
-        ({"limit": 0}, "--limit"),
-        ({"reject_recall": 0.0}, "--reject-recall"),
-        ({"shard": (3, 3)}, "--shard"),
+        ({"method": "magic"}, "unknown `method`"),
+        ({"hidden_dtype": "int8"}, "float32, float16"),
+        ({"suffix_length": -1}, "`suffix_length`"),
+        ({"batch": 0}, "`batch`"),
+        ({"limit": 0}, "`limit`"),
+        ({"reject_recall": 0.0}, "`reject_recall`"),
+        ({"shard": (3, 3)}, "`shard`"),
         ({"calibrate": "nothing", "tau": None}, "checkable"),
         ({"calibrate": "gsm8k"}, "not both"),
         ({"tau": float("nan")}, "finite number"),
@@ -486,23 +427,23 @@ def test_wrong_settings_are_refused_before_anything_is_written(
     options: dict, message: str, tiny_pair: Pair, prompts: str, tmp_path: Path
 ) -> None:
     with pytest.raises(SelfJudgeError, match=message) as caught:
-        label(tiny_pair, tmp_path / "labels", settings_of(prompts, **options))
+        label_pair(tiny_pair, tmp_path / "labels", settings_of(prompts, **options))
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "labels").exists()
 
 
 def test_without_a_tau_the_way_to_one_is_told(tiny_pair: Pair, prompts: str, tmp_path: Path) -> None:
-    with pytest.raises(SelfJudgeError, match="--calibrate arithmetic"):
-        label(tiny_pair, tmp_path / "labels", settings_of(prompts, tau=None))
+    with pytest.raises(SelfJudgeError, match="`calibrate`"):
+        label_pair(tiny_pair, tmp_path / "labels", settings_of(prompts, tau=None))
     with pytest.raises(SelfJudgeError, match="no split 'train'"):
-        label(tiny_pair, tmp_path / "labels", settings_of(prompts, tau=None, calibrate="math500"))
+        label_pair(tiny_pair, tmp_path / "labels", settings_of(prompts, tau=None, calibrate="math500"))
     assert not (tmp_path / "labels").exists()
 
 
 def test_a_file_is_no_folder(tiny_pair: Pair, prompts: str, tmp_path: Path) -> None:
     (tmp_path / "labels").write_text("mine")
     with pytest.raises(SelfJudgeError, match="is a file"):
-        label(tiny_pair, tmp_path / "labels", settings_of(prompts))
+        label_pair(tiny_pair, tmp_path / "labels", settings_of(prompts))
 
 
 def test_a_strangers_folder_is_left_alone(tiny_pair: Pair, prompts: str, tmp_path: Path) -> None:
@@ -510,7 +451,7 @@ def test_a_strangers_folder_is_left_alone(tiny_pair: Pair, prompts: str, tmp_pat
     (tmp_path / "labels" / "thesis.tex").write_text("mine")
     for resume in (False, True):
         with pytest.raises(SelfJudgeError, match="other files"):
-            label(tiny_pair, tmp_path / "labels", settings_of(prompts), resume=resume)
+            label_pair(tiny_pair, tmp_path / "labels", settings_of(prompts), resume=resume)
 
 
 # mismatches
@@ -585,7 +526,7 @@ def test_searches_together_find_what_each_finds_alone(tiny_pair: Pair) -> None:
     assert True in kept
     assert False in kept
     scorer = Scorer(tiny_pair.target, suffix_length=5)
-    rows = scored(scorer, searches)
+    rows = score_events(scorer, searches)
     assert len(rows) == len(kept)
     for one, event, scores, k in rows[:6]:
         tokens = [*one.prompt, *event.response[: event.place]]
@@ -623,7 +564,7 @@ def test_the_target_is_asked_whether_replies_mean_the_same(
     monkeypatch.setattr("selfjudge.label.preservation.respond", fake)
     monkeypatch.setattr(type(tiny_pair.tokenizer), "decode", lambda self, tokens, **o: said)
     unclear: list[int] = []
-    check = asked_target(tiny_pair, batch=4, unparsed=unclear.append)
+    check = meaning_check(tiny_pair, batch=4, unparsed=unclear.append)
     one = Search([5], (6,), "what is it", answer="first")
     assert check([one, one], ["second", "first"]) == [verdict, True]  # the same text is the same
     assert len(asked) == 2

@@ -29,9 +29,10 @@ from selfjudge.judge.config import FEATURES, LOWEST, MARGINS, JudgeConfig, colum
 from selfjudge.judge.features import block_features, lookahead_columns
 from selfjudge.judge.model import Judge
 from selfjudge.label.calibrate import tau_of, total
-from selfjudge.label.folder import read_shards, write_shard
-from selfjudge.store import read_json, read_rows, sha256, write_json, write_rows, write_tensors
-from selfjudge.train import dataset as reading, fit as fitting
+from selfjudge.label.folder import Labels, read_shards, write_shard
+from selfjudge.store import RunFolder, read_json, read_rows, sha256, write_json, write_rows, write_tensors
+from selfjudge.train import dataset as reading
+from selfjudge.train import fit as fitting
 from selfjudge.train.config import TrainConfig
 from selfjudge.train.dataset import PARTS, Rows
 from selfjudge.train.fit import (
@@ -96,7 +97,8 @@ def folder(
              "score": round(s, 5), "label": int(s > TAU), "method": method}
             for i, s in zip(np.repeat(part, each), scores, strict=True)
         ]  # fmt: skip
-        made.append(write_shard(path, number, rows, arrays, [], "", acceptable=sum(r["label"] for r in rows)))
+        labels = Labels(rows, arrays, {"acceptable": sum(r["label"] for r in rows)})
+        made.append(write_shard(RunFolder(path), number, labels, ""))
     files = ["responses.jsonl"]
     if evidence:
         found = scored(rng, evidence, 1, straight, noise)
@@ -761,7 +763,9 @@ def test_a_stated_share_is_one_of_all_folders_and_of_the_sources_that_are_used(l
     assert rows.labels[rows.used].mean() == pytest.approx(0.3, abs=1.5 / rows.used.sum())
     source = str(Rows.load([labels]).sources[0])
     config = train_judge(
-        [labels], tmp_path / "judge", TrainConfig(model="linear", features="hidden", sources=(source,), acceptable=0.3)
+        [labels],
+        tmp_path / "judge",
+        TrainConfig(model="linear", features="hidden", sources=(source,), acceptable=0.3),
     )
     assert config["metrics"]["acceptable_rate"] == pytest.approx(0.3, abs=1.5 / config["metrics"]["n_labels"])
 
@@ -891,7 +895,7 @@ def test_a_folder_without_rows_is_refused(tmp_path: Path, shards: int) -> None:
 def test_no_folder_and_no_label_folder_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SelfJudgeError, match="at least one folder"):
         train_judge([], tmp_path / "judge")
-    with pytest.raises(SelfJudgeError, match="no label folder"):
+    with pytest.raises(SelfJudgeError, match="is not a label folder"):
         train_judge([tmp_path], tmp_path / "judge")
 
 

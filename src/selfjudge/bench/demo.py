@@ -17,7 +17,8 @@ from selfjudge.engine.select import supports_int8_draft
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.likelihood import Likelihood, likelihoods, mean_log_likelihood, substitutions
 from selfjudge.judge.model import Judge
-from selfjudge.label.pipeline import LabelConfig, label
+from selfjudge.label.config import LabelConfig
+from selfjudge.label.pipeline import label_pair
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.builtin import BUILT_IN
 from selfjudge.store import machine, versions
@@ -67,7 +68,7 @@ class Demo:
         try:
             begun = time.perf_counter()
             config = LabelConfig(prompts=(f"self:{WRITTEN}",), max_new_tokens=64, suffix_length=10)
-            labels = label(self.pair, folder / "labels", config, notify=self._stage(), warn=self.notify)
+            labels = label_pair(self.pair, folder / "labels", config, notify=self._stage(), warn=self.notify)
             own |= {
                 "labels": labels["rows"],
                 "acceptable": labels["acceptable"] / labels["rows"],

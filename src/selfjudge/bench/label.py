@@ -14,12 +14,11 @@ import torch
 from selfjudge.bench.config import LabelBenchConfig
 from selfjudge.decoding.plain import respond
 from selfjudge.errors import SelfJudgeError
-from selfjudge.label.calibrate import begin, extracted
 from selfjudge.label.mismatch import NOTHING, find_mismatches
-from selfjudge.label.preservation import search
+from selfjudge.label.preservation import search, start_searches, task_check
 from selfjudge.label.score import Case, Scorer
 from selfjudge.models.pair import Pair
-from selfjudge.prompts.sources import Asked
+from selfjudge.prompts.sources import PromptRecord
 from selfjudge.store import machine, versions
 from selfjudge.tasks.base import Task
 
@@ -42,7 +41,7 @@ def _timed(device: torch.device) -> Iterator[_Clock]:
 def bench_label(
     pair: Pair,
     task: Task,
-    asked: Sequence[Asked],
+    asked: Sequence[PromptRecord],
     config: LabelBenchConfig | None = None,
     *,
     notify: Callable[[str], None] = lambda text: None,
@@ -83,7 +82,7 @@ class _Bench:
 
     pair: Pair
     task: Task
-    asked: Sequence[Asked]
+    asked: Sequence[PromptRecord]
     config: LabelBenchConfig
 
     def respond(self) -> None:
@@ -125,14 +124,14 @@ class _Bench:
     def answer_preservation(self) -> list[dict[str, Any]]:
         """No row where no answer ended, or none had a place to try."""
         ended = [i for i, finish in enumerate(self.finishes) if finish == "eos"]
-        searches = begin(
+        searches = start_searches(
             self.pair,
             self.task,
             [self.asked[i] for i in ended],
             [self.prompts[i] for i in ended],
             [self.responses[i] for i in ended],
         )
-        config, answer = self.config, extracted(self.task)
+        config, answer = self.config, task_check(self.task)
         with _timed(self.pair.target.device) as clock:
             search(
                 self.pair, searches, answer, max_new_tokens=config.max_new_tokens, batch=config.batch, most=config.tries

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from selfjudge.cli.groups import PairOptions
-from selfjudge.cli.options import AllowUnsafe, AsJson, Data, config_options, part_of
+from selfjudge.cli.options import AsJson, Data, Resume, config_options
 from selfjudge.cli.output import going_on, print_json, print_rows, progress, warn
 from selfjudge.errors import SelfJudgeError
+from selfjudge.label.config import LabelConfig
 
 if TYPE_CHECKING:
     from selfjudge.label.backend import Backend
@@ -18,70 +19,28 @@ if TYPE_CHECKING:
 
 
 @config_options(PairOptions, "models", without=("draft_dtype",))
+@config_options(LabelConfig, without=("max_prompt_tokens",))
 def label(
     out: Annotated[Path, typer.Option(help="Folder of the labels.")],
-    prompts: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="self, self-summaries, a task or a file, each as NAME, NAME:COUNT or NAME@WEIGHT; several times."
-        ),
-    ] = None,
-    limit: Annotated[
-        int | None, typer.Option(help="Prompts in all; sources without a count share them by weight.")
-    ] = None,
-    method: Annotated[str, typer.Option(help="selfjudge, autojudge or autojudge+.")] = "selfjudge",
-    suffix_length: Annotated[int, typer.Option(help="N: tokens after the substitution that are scored.")] = 20,
-    tau: Annotated[float | None, typer.Option(help="Score above which a token is acceptable.")] = None,
-    calibrate: Annotated[
-        str | None, typer.Option(help="Find τ on this task's critical tokens; arithmetic needs no data.")
-    ] = None,
-    calibrate_prompts: Annotated[int, typer.Option(help="Prompts for finding τ.")] = 100,
-    reject_recall: Annotated[float, typer.Option(help="Share of the critical tokens that τ must refuse.")] = 0.9,
-    substitutions: Annotated[
-        int | None, typer.Option(help="Most draft tokens that autojudge and autojudge+ try in a response.")
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens an answer may have.")] = 256,
-    batch: Annotated[int | None, typer.Option(help="Responses at a time: 64, on CUDA 1024.")] = None,
-    hidden_dtype: Annotated[str, typer.Option(help="How hidden states are kept: float32 or float16.")] = "float32",
-    lookahead: Annotated[
-        bool, typer.Option("--lookahead", help="Store what features hidden+margin+lookahead read as well.")
-    ] = False,
-    shard: Annotated[
-        str, typer.Option(help="i/n: label every n-th prompt from the i-th on; merge the folders later.")
-    ] = "0/1",
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was begun in --out.")] = False,
-    skip_broken: Annotated[
-        bool, typer.Option("--skip-broken", help="Leave out broken lines of a prompts file instead of refusing it.")
-    ] = False,
-    allow_unsafe: AllowUnsafe = False,
-    backend: Annotated[str, typer.Option(help="What runs the target: torch, or vllm (docs/vllm.md).")] = "torch",
+    resume: Resume = False,
     engine_options: Annotated[
         str, typer.Option(help='JSON for vllm.LLM, such as {"tensor_parallel_size": 2}; with --backend vllm.')
     ] = "",
-    seed: Annotated[int, typer.Option(help="Seed of the random numbers.")] = 0,
     data: Data = None,
     as_json: AsJson = False,
     *,
+    config: LabelConfig,
     models: PairOptions,
 ) -> None:
     """Label draft tokens as acceptable or not by the target's own likelihoods; no annotation.
 
     Example: selfjudge label --prompts self:200 --calibrate arithmetic --out labels
     """
-    from selfjudge.label.pipeline import LabelConfig, label as run
+    from selfjudge.label.pipeline import label_pair
 
-    config = LabelConfig(
-        prompts=tuple(prompts or ("self" if limit else "self:500",)), limit=limit, method=method, suffix_length=suffix_length,
-        max_new_tokens=max_new_tokens, tau=tau, calibrate=calibrate, calibrate_prompts=calibrate_prompts,
-        reject_recall=reject_recall, hidden_dtype=hidden_dtype, lookahead=lookahead, shard=part_of(shard).value,
-        skip_broken=skip_broken,
-        substitutions=substitutions, allow_unsafe=allow_unsafe, seed=seed, backend=backend,
-        batch=(1024 if models.device_type == "cuda" else 64) if batch is None else batch,
-    )  # fmt: skip
-    config.check()
-    pair, engine = _backend(backend, engine_options, models)
+    pair, engine = _backend(config.backend, engine_options, models)
     with going_on("go on with --resume"), progress() as update:
-        manifest = run(pair, out, config, backend=engine, data=data, resume=resume, notify=update, warn=warn)
+        manifest = label_pair(pair, out, config, backend=engine, data=data, resume=resume, notify=update, warn=warn)
     if as_json:
         print_json({k: v for k, v in manifest.items() if k != "shards"})
         return
@@ -101,13 +60,13 @@ def _backend(name: str, engine_options: str, models: PairOptions) -> tuple[Pair,
         return models.load(), None
     from importlib.util import find_spec
 
-    from selfjudge.integrations.vllm.label import VllmBackend, outline_pair, parse_engine_options
+    from selfjudge.integrations.vllm.label import Vllm, outlined, parsed
 
     if find_spec("vllm") is None:
         raise SelfJudgeError("vLLM is not installed here: pip install vllm (or selfjudge[vllm])")
-    options = parse_engine_options(engine_options)
-    pair, model = outline_pair(models.name, models.draft, device=models.device, dtype=models.dtype)
-    return pair, VllmBackend(pair, model, options)
+    given = parsed(engine_options)
+    pair, model = outlined(models.name, models.draft, device=models.device, dtype=models.dtype)
+    return pair, Vllm(pair, model, given)
 
 
 def merge(

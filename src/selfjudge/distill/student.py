@@ -8,7 +8,6 @@ turns them into an ordinary checkpoint.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,50 +15,42 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
-from selfjudge.errors import SelfJudgeError
+from selfjudge.distill.config import HEAD, Shape
 
-HEAD = 64  # width of an attention head
 LOSS_ROWS = 8192  # rows of logits at a time
 
 
-@dataclass(frozen=True)
-class Shape:
-    """How large the student is."""
-
-    layers: int = 4
-    width: int = 384
-    inner: int | None = None
-    """Width of the feed-forward layers; 8/3 of `width` if not given."""
-
-    def __post_init__(self) -> None:
-        if self.layers < 1 or self.width < HEAD or self.width % HEAD or (self.inner is not None and self.inner < 1):
-            size = "×".join(str(n) for n in (self.layers, self.width, self.inner) if n is not None)
-            raise SelfJudgeError(f"a student needs layers and a width that is a multiple of {HEAD}, not {size}")
-
-    def config(self, target: PreTrainedModel) -> dict[str, Any]:
-        """The configuration of an ordinary Llama or Qwen2 of this size with the target's vocabulary."""
-        large = target.config.get_text_config()
-        kind = "qwen2" if large.model_type == "qwen2" else "llama"
-        inner = self.inner or round(self.width * 8 / 3 / 64) * 64
-        return {
-            "model_type": kind, "vocab_size": target.get_input_embeddings().weight.shape[0], "hidden_size": self.width,
-            "intermediate_size": inner, "num_hidden_layers": self.layers, "num_attention_heads": self.width // HEAD,
-            "num_key_value_heads": self.width // HEAD, "max_position_embeddings": large.max_position_embeddings,
-            "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "bos_token_id": large.bos_token_id,
-            "eos_token_id": large.eos_token_id, "pad_token_id": large.pad_token_id,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        }  # fmt: skip
+def student_config(shape: Shape, target: PreTrainedModel) -> dict[str, Any]:
+    """The configuration of an ordinary Llama or Qwen2 of this size with the target's vocabulary."""
+    large = target.config.get_text_config()
+    heads = shape.width // HEAD
+    return {
+        "model_type": "qwen2" if large.model_type == "qwen2" else "llama",
+        "vocab_size": target.get_input_embeddings().weight.shape[0],
+        "hidden_size": shape.width,
+        "intermediate_size": shape.inner or round(shape.width * 8 / 3 / 64) * 64,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "max_position_embeddings": large.max_position_embeddings,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "bos_token_id": large.bos_token_id,
+        "eos_token_id": large.eos_token_id,
+        "pad_token_id": large.pad_token_id,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }
 
 
 class Student(nn.Module):
-    """See the module's docstring. `free` embeddings are matrices of the student's own instead."""
+    """The student of a target. With `free` embeddings, it learns matrices of its own instead of projections."""
 
     table: Tensor
     head: Tensor
 
     def __init__(self, target: PreTrainedModel, shape: Shape, *, free: bool = False, seed: int = 0) -> None:
         super().__init__()
-        self.raw = shape.config(target)
+        self.raw = student_config(shape, target)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.model = AutoModel.from_config(
@@ -83,8 +74,8 @@ class Student(nn.Module):
             x = F.embedding(ids, self.proj_in)
         else:
             x = F.embedding(ids, self.table) @ self.proj_in.to(self.table.dtype)
-        found: Tensor = self.model(inputs_embeds=x, use_cache=False).last_hidden_state
-        return found
+        states: Tensor = self.model(inputs_embeds=x, use_cache=False).last_hidden_state
+        return states
 
     def output(self) -> Tensor:
         """[V, W] the output matrix."""
@@ -104,7 +95,7 @@ class Student(nn.Module):
 
 
 def _principal(matrix: Tensor, width: int, scale: float) -> Tensor:
-    """[H, W] the directions in which the rows of a matrix vary most, scaled so that projected rows have that deviation."""
+    """[H, W] the directions in which the rows of a matrix vary most; projected rows have the deviation `scale`."""
     wide = matrix.float()
     _, directions = torch.linalg.eigh((wide.T @ wide) / len(wide))
     if width <= directions.shape[1]:

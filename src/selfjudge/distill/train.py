@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from selfjudge.distill.data import Corpus
 from selfjudge.distill.student import Student, distillation_loss
 from selfjudge.engine.teacher_forced import attention
 from selfjudge.errors import SelfJudgeError
+from selfjudge.prompts.sources import Notify
 from selfjudge.store import read_tensors, write_tensors
 
 WARM_UP = 100  # steps
@@ -40,99 +41,141 @@ class State:
     history: list[dict[str, Any]] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Schedule:
+    """How long a student is trained, and how fast."""
+
+    minutes: float
+    steps: int | None = None
+    """Train for so many steps instead of minutes: such a training can be repeated."""
+    rate: float = 4e-3
+    batch_tokens: int = 65536
+    evaluations: int = 10
+    patience: int = 4
+    """Evaluations without a gain after which training ends."""
+    seed: int = 0
+
+
+class Trainer:
+    """One training: the student, its optimisers, where it stands, and its best weights so far."""
+
+    def __init__(
+        self, student: Student, corpus: Corpus, held_out: Corpus, checkpoint: Path, schedule: Schedule, notify: Notify
+    ) -> None:
+        self.student, self.corpus, self.held_out = student, corpus, held_out
+        self.checkpoint, self.schedule, self.notify = checkpoint, schedule, notify
+        self.device = student.proj_in.device
+        self.parameters = dict(student.named_parameters())
+        self.optimisers = make_optimisers(self.parameters, schedule.rate)
+        self.state, self.best = State(), self._copy()
+        if checkpoint.is_file():
+            self.state, self.best = _restored(checkpoint, self.parameters, self.optimisers)
+        self.loss: Tensor | None = None
+        self.clock = time.monotonic()
+
+    @property
+    def share(self) -> float:
+        """Of the training that is done: of its minutes, or of its steps where they are given."""
+        if self.state.without_gain >= self.schedule.patience:
+            return 1.0
+        steps = self.schedule.steps
+        spent = self.state.seconds / (self.schedule.minutes * 60) if steps is None else self.state.step / steps
+        return min(1.0, spent)
+
+    def run(self) -> State:
+        """Train to the end; the student then has its best weights."""
+        evaluations = self.schedule.evaluations
+        evaluated, told, saved = math.floor(self.share * evaluations), 0.0, time.monotonic()
+        try:
+            while self.share < 1.0:
+                generator = torch.Generator().manual_seed(self.schedule.seed * 1_000_003 + self.state.epoch)
+                batches = self.corpus.batches(self.schedule.batch_tokens, generator)
+                for rows in batches[self.state.position :]:
+                    self._learn(rows)
+                    if self.share * evaluations >= evaluated + 1:
+                        evaluated = math.floor(self.share * evaluations)
+                        self._evaluate()
+                    elif self.clock - told > 1:
+                        told = self.clock
+                        self.notify("training", self.share)
+                    if self.clock - saved > CHECKPOINT_SECONDS:
+                        self._save()
+                        saved = self.clock = time.monotonic()
+                    if self.share >= 1.0:
+                        break
+                else:
+                    self.state.epoch, self.state.position = self.state.epoch + 1, 0
+        finally:  # also when interrupted: nothing of the training is lost
+            self._save()
+        with torch.no_grad():
+            for name, p in self.parameters.items():
+                p.copy_(self.best[name])
+        return self.state
+
+    def _learn(self, rows: Tensor) -> None:
+        """One step; the learning rate warms up and then follows a cosine of the share that is done."""
+        state = self.state
+        warm = min(1.0, (state.step + 1) / WARM_UP)
+        rate = self.schedule.rate * warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * self.share)))
+        for group in (group for optimiser in self.optimisers for group in optimiser.param_groups):
+            group["lr"] = rate
+        loss, count = _step(self.student, self.corpus, rows, self.optimisers, self.device)
+        self.loss = loss if self.loss is None else 0.98 * self.loss + 0.02 * loss
+        state.step, state.tokens, state.position = state.step + 1, state.tokens + count, state.position + 1
+        if self.device.type == "cuda" and state.step % 8 == 0:
+            torch.cuda.synchronize(self.device)  # or the clock runs ahead of the device
+        now = time.monotonic()
+        state.seconds, self.clock = state.seconds + now - self.clock, now
+
+    def _evaluate(self) -> None:
+        """Measure agreement on held-out answers and keep the best weights; this time is not training."""
+        state, share = self.state, self.share
+        loss, agreement = float(self.loss) if self.loss is not None else 0.0, top1(self.student, self.held_out)["all"]
+        state.history.append(
+            {
+                "step": state.step,
+                "seconds": round(state.seconds, 1),
+                "tokens": state.tokens,
+                "loss": round(loss, 4),
+                "top1": round(agreement, 4),
+            }
+        )
+        self.notify(f"training: loss {loss:.3f}, held-out top-1 {agreement:.1%}", share)
+        if agreement > state.best:
+            state.best, state.without_gain, self.best = agreement, 0, self._copy()
+        else:
+            state.without_gain += 1
+        self.clock = time.monotonic()
+
+    def _copy(self) -> dict[str, Tensor]:
+        return {name: p.detach().clone() for name, p in self.parameters.items()}
+
+    def _save(self) -> None:
+        _save(self.checkpoint, self.state, self.parameters, self.optimisers, self.best)
+
+
 def train(
-    student: Student, corpus: Corpus, held_out: Corpus, checkpoint: Path, *, minutes: float, steps: int | None = None,
-    rate: float = 3e-3,
-    batch_tokens: int = 65536, evaluations: int = 10, patience: int = 4, seed: int = 0,
-    notify: Callable[[str, float], None],
-) -> State:  # fmt: skip
-    """Train until the minutes are spent or `patience` evaluations brought no gain; the student ends up with its best weights.
+    student: Student, corpus: Corpus, held_out: Corpus, checkpoint: Path, schedule: Schedule, notify: Notify
+) -> State:
+    """Train until the schedule is spent or evaluations bring no more gain; the student ends up with its best weights.
 
-    The learning rate follows the share of the time that is spent, or of `steps` where they are given: such a training can
-    be repeated. A checkpoint that is found is continued.
+    A checkpoint that exists is continued.
     """
-    device = student.proj_in.device
-    parameters = dict(student.named_parameters())
-    optimisers = make_optimisers(parameters, rate)
-    state, best = State(), {name: p.detach().clone() for name, p in parameters.items()}
-    if checkpoint.is_file():
-        state, best = _restored(checkpoint, parameters, optimisers)
-    budget, saved = minutes * 60, time.monotonic()
-    last = time.monotonic()
-
-    def spent() -> float:
-        return min(1.0, state.seconds / budget if steps is None else state.step / steps)
-
-    share = spent()
-    if state.without_gain >= patience:
-        share = 1.0
-    evaluated, told = math.floor(share * evaluations), 0.0
-    running: Tensor | None = None
-    try:
-        while share < 1.0:
-            generator = torch.Generator().manual_seed(seed * 1_000_003 + state.epoch)
-            batches = corpus.batches(batch_tokens, generator)
-            for rows in batches[state.position :]:
-                warm = min(1.0, (state.step + 1) / WARM_UP)
-                for group in (group for optimiser in optimisers for group in optimiser.param_groups):
-                    group["lr"] = rate * warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * share)))
-                loss, count = _step(student, corpus, rows, optimisers, device)
-                running = loss if running is None else 0.98 * running + 0.02 * loss
-                state.step, state.tokens, state.position = state.step + 1, state.tokens + count, state.position + 1
-                if device.type == "cuda" and state.step % 8 == 0:
-                    torch.cuda.synchronize(device)  # or the clock runs ahead of the device
-                now = time.monotonic()
-                state.seconds, last = state.seconds + now - last, now
-                share = spent()
-                if share * evaluations >= evaluated + 1:
-                    evaluated = math.floor(share * evaluations)
-                    agreement = top1(student, held_out)
-                    state.history.append({
-                        "step": state.step, "seconds": round(state.seconds, 1), "tokens": state.tokens,
-                        "loss": round(float(running), 4), "top1": round(agreement["all"], 4),
-                    })  # fmt: skip
-                    notify(f"training: loss {float(running):.3f}, held-out top-1 {agreement['all']:.1%}", share)
-                    if agreement["all"] > state.best:
-                        state.best, state.without_gain = agreement["all"], 0
-                        best = {name: p.detach().clone() for name, p in parameters.items()}
-                    else:
-                        state.without_gain += 1
-                    last = time.monotonic()  # evaluating is not training
-                elif last - told > 1:
-                    told = last
-                    notify("training", share)
-                if last - saved > CHECKPOINT_SECONDS:
-                    _save(checkpoint, state, parameters, optimisers, best)
-                    saved = last = time.monotonic()
-                if share >= 1.0 or state.without_gain >= patience:
-                    share = 1.0
-                    break
-            else:
-                state.epoch, state.position = state.epoch + 1, 0
-    finally:  # also when interrupted: nothing of the training is lost
-        _save(checkpoint, state, parameters, optimisers, best)
-    with torch.no_grad():
-        for name, p in parameters.items():
-            p.copy_(best[name])
-    return state
+    return Trainer(student, corpus, held_out, checkpoint, schedule, notify).run()
 
 
 def make_optimisers(parameters: Mapping[str, Tensor], rate: float, *, muon: bool | None = None) -> list[Optimizer]:
-    """Muon for the matrices of the layers (if not said otherwise, where bfloat16 products are fast), AdamW for all else."""
+    """Muon for the matrices of the layers (unless told otherwise, on CUDA alone), AdamW for all else."""
     cuda = all(p.is_cuda for p in parameters.values())
     muon = cuda if muon is None else muon
     layers = [p for name, p in parameters.items() if muon and p.dim() == 2 and name.startswith("model.")]
     rest = [p for p in parameters.values() if all(p is not q for q in layers)]
     matrices, vectors = ([p for p in rest if (p.dim() >= 2) == wide] for wide in (True, False))
-    made: list[Optimizer] = [
-        torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}],
-            lr=rate, betas=(0.9, 0.95), fused=cuda,
-        )
-    ]  # fmt: skip
+    groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
+    optimisers: list[Optimizer] = [torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=cuda)]
     if layers:
-        made.append(torch.optim.Muon(layers, lr=rate, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw"))
-    return made
+        optimisers.append(torch.optim.Muon(layers, lr=rate, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw"))
+    return optimisers
 
 
 def _step(
@@ -153,7 +196,7 @@ def _step(
 
 @torch.no_grad()
 def top1(student: Student, corpus: Corpus, batch_tokens: int = 32768) -> dict[str, float]:
-    """How often the student's most likely token is the target's, at every token of held-out answers: all, and by source."""
+    """How often the student's most likely token is the target's over all answers, and by source."""
     device = student.proj_in.device
     output = student.output()
     right: defaultdict[str, int] = defaultdict(int)
@@ -179,8 +222,12 @@ def top1(student: Student, corpus: Corpus, batch_tokens: int = 32768) -> dict[st
 
 
 def _save(
-    file: Path, state: State, parameters: Mapping[str, Tensor], optimisers: Sequence[Optimizer], best: Mapping[str, Tensor]
-) -> None:  # fmt: skip
+    file: Path,
+    state: State,
+    parameters: Mapping[str, Tensor],
+    optimisers: Sequence[Optimizer],
+    best: Mapping[str, Tensor],
+) -> None:
     arrays = {}
     for name, p in parameters.items():
         arrays[f"now.{name}"] = p.detach().cpu().numpy()
@@ -199,7 +246,7 @@ def _restored(
     state = State(**metadata)
     shapes = {name: tuple(p.shape) for name, p in parameters.items()}
     if shapes != {k[4:]: v.shape for k, v in arrays.items() if k.startswith("now.")}:
-        raise SelfJudgeError(f"{file} belongs to a student of another shape: remove it or name another --out")
+        raise SelfJudgeError(f"{file} belongs to a student of another shape: remove it or name another `out`")
     best = {}
     with torch.no_grad():
         for name, p in parameters.items():

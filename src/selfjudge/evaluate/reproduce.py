@@ -14,8 +14,10 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.consistency import Entails
 from selfjudge.evaluate.pipeline import EvalConfig, evaluate, examples_of, runs_of
 from selfjudge.judge.model import Judge
+from selfjudge.label.calibrate import shipped_tau
+from selfjudge.label.config import LabelConfig
 from selfjudge.label.folder import info
-from selfjudge.label.pipeline import LabelConfig, label, shipped_tau
+from selfjudge.label.pipeline import label_pair
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.sources import Source
 from selfjudge.tasks.livecodebench import FOLDS, learnt_folds
@@ -148,7 +150,7 @@ def _labels(
         )  # fmt: skip
         settings.check()
         try:
-            label(pair, folder, settings, data=data, resume=True, notify=notify, warn=warn)
+            label_pair(pair, folder, settings, data=data, resume=True, notify=notify, warn=warn)
         except SelfJudgeError as error:
             if method == "selfjudge":
                 raise

@@ -10,18 +10,17 @@ from selfjudge.decoding.plain import Answer, respond
 from selfjudge.label.score import Scorer
 from selfjudge.models.pair import Pair
 
-BACKENDS = ("torch", "vllm")
-
 
 class Backend(Protocol):
-    """The target's answers and scores. Answers are wanted first, scores after: only one of them at a time need be possible."""
+    """The target's answers and scores. Answers come first, scores after: a backend need not do both at a time."""
 
     def respond(
         self, prompts: Sequence[Sequence[int]], *, eos_ids: Collection[int], max_new_tokens: int, batch: int
     ) -> Iterator[Answer]:
         """Greedy answers, as they are finished."""
 
-    def scorer(self, *, suffix_length: int, lookahead: int) -> Scorer: ...
+    def scorer(self, *, suffix_length: int, lookahead: int) -> Scorer:
+        """What scores substitutions, N tokens after each."""
 
 
 @dataclass(frozen=True)

@@ -23,19 +23,18 @@ def draft_tokens(pair: Pair, sequences: Sequences) -> list[list[int]]:
     assert pair.draft is not None
     vocabulary = pair.target.get_output_embeddings().weight.shape[0]
     window = context_window(pair.draft)
-    found: list[list[int]] = [list(response) for _, response in sequences]
+    tokens_of: list[list[int]] = [list(response) for _, response in sequences]
     seen = [(prompt, response[: max(0, window - len(prompt))]) for prompt, response in sequences]
     readable = [i for i, (_, response) in enumerate(seen) if response]
     for part, hidden in teacher_forced(pair.draft, [seen[i] for i in readable]):
-        said = [
-            logits_of(pair.draft, piece)[:, :vocabulary].argmax(-1) for piece in hidden.split(logit_rows(pair.draft))
-        ]
-        tokens, at = torch.cat(said).tolist(), 0
+        pieces = hidden.split(logit_rows(pair.draft))
+        choices = [logits_of(pair.draft, piece)[:, :vocabulary].argmax(-1) for piece in pieces]
+        tokens, at = torch.cat(choices).tolist(), 0
         for i in (readable[p] for p in part):
             size = len(seen[i][1])
-            found[i][:size] = tokens[at : at + size]
+            tokens_of[i][:size] = tokens[at : at + size]
             at += size
-    return found
+    return tokens_of
 
 
 def mismatches(
@@ -63,27 +62,27 @@ def find_mismatches(
     special = frozenset(pair.special_ids)
     drafts = draft_tokens(pair, [(prompt, response) for prompt, response, _ in responses])
     cases = []
-    for (prompt, response, cut), said in zip(responses, drafts, strict=True):
-        places = mismatches(response, said, special, suffix_length=suffix_length, cut=cut)
-        cases.append(Case(prompt, response, places, [said[i] for i in places]))
+    for (prompt, response, cut), choices in zip(responses, drafts, strict=True):
+        places = mismatches(response, choices, special, suffix_length=suffix_length, cut=cut)
+        cases.append(Case(prompt, response, places, [choices[i] for i in places]))
     return cases
 
 
 def with_lookahead(pair: Pair, cases: Sequence[Case], count: int, *, batch: int) -> list[Case]:
-    """The same cases with what the draft would say after each of its tokens: at most `count` tokens, as many as its window holds."""
+    """The same cases with what the draft would say after each of its tokens: `count` tokens, fewer at its window's end."""
     assert pair.draft is not None
     window = min(context_window(pair.draft), context_window(pair.target) - count)
-    known, heard = (m.get_input_embeddings().weight.shape[0] for m in (pair.draft, pair.target))
-    begun = [
+    draft_size, target_size = (m.get_input_embeddings().weight.shape[0] for m in (pair.draft, pair.target))
+    starts = [
         (number, k, [*case.prompt, *case.response[:place], draft])
         for number, case in enumerate(cases)
         for k, (place, draft) in enumerate(zip(case.places, case.drafts, strict=True))
     ]
-    fitting = [one for one in begun if len(one[2]) < window and max(one[2]) < known]
+    fitting = [start for start in starts if len(start[2]) < window and max(start[2]) < draft_size]
     ahead: list[list[list[int]]] = [[[] for _ in case.places] for case in cases]
     for index, tokens, _ in respond(
         pair.draft, [ids for _, _, ids in fitting], eos_ids=(), max_new_tokens=count, batch=batch
     ):
         number, k, _ = fitting[index]
-        ahead[number][k] = list(takewhile(lambda token: token < heard, tokens))  # a draft may have more tokens
-    return [replace(case, ahead=said) for case, said in zip(cases, ahead, strict=True)]
+        ahead[number][k] = list(takewhile(lambda token: token < target_size, tokens))  # a draft may have more tokens
+    return [replace(case, ahead=tokens) for case, tokens in zip(cases, ahead, strict=True)]

@@ -1,4 +1,4 @@
-"""Answer preservation: which draft tokens change the answer? (AutoJudge, and AutoJudge+ for prompts without a right answer)
+"""Answer preservation: which draft tokens change the answer? AutoJudge, and AutoJudge+ for prompts without a right answer.
 
 Left to right through a response: put the draft's token at the first mismatch, let the target finish, compare answers. If
 the answer is kept, the token did not matter and the new response becomes the current one; otherwise it did and the
@@ -13,8 +13,11 @@ from typing import Any
 
 from selfjudge.decoding.plain import respond
 from selfjudge.label.mismatch import differ, draft_tokens
+from selfjudge.label.score import Case, Scorer, Scores
 from selfjudge.models.pair import Pair
 from selfjudge.models.tokens import context_window
+from selfjudge.prompts.sources import PromptRecord
+from selfjudge.tasks.base import Task
 
 VERDICT_TOKENS = 12
 SAME_QUESTION = """Two replies to the same request are given. Do they mean the same?
@@ -66,42 +69,83 @@ class Search:
     done: bool = False
 
 
+def start_searches(
+    pair: Pair,
+    task: Task,
+    records: Sequence[PromptRecord],
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+) -> list[Search]:
+    """Searches of the prompts whose original response has an answer to preserve."""
+    texts = [str(pair.tokenizer.decode(list(tokens), skip_special_tokens=True)) for tokens in responses]
+    answers = task.extract_many([record.row or {} for record in records], texts)
+    return [
+        Search(ids, tuple(tokens), str(record.prompt), record.id, record.row, answer)
+        for record, ids, tokens, answer in zip(records, prompts, responses, answers, strict=True)
+        if answer is not None and task.is_scorable(record.row or {}, answer)
+    ]
+
+
+def start_open_searches(pair: Pair, responses: Sequence[dict[str, Any]]) -> list[Search]:
+    """Searches of response rows whose prompts have no right answer: the whole reply is what is compared."""
+    return [
+        Search(
+            row["prompt_ids"],
+            tuple(row["response_ids"]),
+            _plain_text(row["request"]),
+            row["prompt_id"],
+            answer=str(pair.tokenizer.decode(row["response_ids"], skip_special_tokens=True)),
+        )
+        for row in responses
+    ]
+
+
+def _plain_text(request: Any) -> str:
+    return request if isinstance(request, str) else "\n".join(str(message.get("content", "")) for message in request)
+
+
 def search(
-    pair: Pair, searches: Sequence[Search], check: Check, *, max_new_tokens: int, batch: int,
-    most: int | None = None, notify: Callable[[int, int], None] = lambda done, tried: None,
-) -> None:  # fmt: skip
-    """Run all searches to their ends, or until each has tried `most` substitutions; their `events` tell what was found."""
+    pair: Pair,
+    searches: Sequence[Search],
+    check: Check,
+    *,
+    max_new_tokens: int,
+    batch: int,
+    most: int | None = None,
+    notify: Callable[[int, int], None] = lambda done, tried: None,
+) -> None:
+    """Run all searches to their ends, or until each has tried `most` substitutions; their `events` say what was found."""
     special = frozenset(pair.special_ids)
     tried = 0
     while active := [s for s in searches if not s.done]:
-        stale = [s for s in active if not s.drafts]
-        for one, tokens in zip(stale, draft_tokens(pair, [(s.prompt, s.response) for s in stale]), strict=True):
-            one.drafts = tokens
-        waiting = []
-        for one in active:
-            one.place = next_mismatch(one.response, one.drafts, one.place, special)
-            if one.place >= len(one.response) - 1 or (most is not None and len(one.events) >= most):
-                one.done = True
-            else:
-                waiting.append(one)
-        if not waiting:
+        changed = [s for s in active if not s.drafts]
+        for state, tokens in zip(changed, draft_tokens(pair, [(s.prompt, s.response) for s in changed]), strict=True):
+            state.drafts = tokens
+        for state in active:
+            state.place = next_mismatch(state.response, state.drafts, state.place, special)
+            state.done = state.place >= len(state.response) - 1 or (most is not None and len(state.events) >= most)
+        if not (waiting := [s for s in active if not s.done]):
             break
-        prefixes = [[*s.prompt, *s.response[: s.place], s.drafts[s.place]] for s in waiting]
-        left = [max_new_tokens - s.place - 1 for s in waiting]
-        found: dict[int, list[int]] = {}
-        for index, tokens, _ in respond(
-            pair.target, prefixes, eos_ids=pair.eos_ids, max_new_tokens=max(left), batch=batch
-        ):
-            found[index] = tokens[: left[index]]
-        others = [(*s.response[: s.place], s.drafts[s.place], *found[i]) for i, s in enumerate(waiting)]
+        others = _continuations(pair, waiting, max_new_tokens, batch)
         texts = [str(pair.tokenizer.decode(list(other), skip_special_tokens=True)) for other in others]
-        for one, other, kept in zip(waiting, others, check(waiting, texts), strict=True):
-            one.events.append(Event(one.response, one.place, one.drafts[one.place], kept, len(one.prompt) + len(other)))
+        for state, other, kept in zip(waiting, others, check(waiting, texts), strict=True):
+            draft, tokens_read = state.drafts[state.place], len(state.prompt) + len(other)
+            state.events.append(Event(state.response, state.place, draft, kept, tokens_read))
             if kept:
-                one.response, one.drafts = other, []
-            one.place += 1
+                state.response, state.drafts = other, []
+            state.place += 1
         tried += len(waiting)
         notify(sum(s.done for s in searches), tried)
+
+
+def _continuations(pair: Pair, waiting: Sequence[Search], max_new_tokens: int, batch: int) -> list[tuple[int, ...]]:
+    """Each response with the draft's token in its place, as the target goes on from there."""
+    prefixes = [[*s.prompt, *s.response[: s.place], s.drafts[s.place]] for s in waiting]
+    left = [max_new_tokens - s.place - 1 for s in waiting]
+    others: list[tuple[int, ...]] = [()] * len(waiting)
+    for i, tokens, _ in respond(pair.target, prefixes, eos_ids=pair.eos_ids, max_new_tokens=max(left), batch=batch):
+        others[i] = (*prefixes[i][len(waiting[i].prompt) :], *tokens[: left[i]])
+    return others
 
 
 def next_mismatch(response: Sequence[int], drafts: Sequence[int], place: int, special: frozenset[int]) -> int:
@@ -112,8 +156,39 @@ def next_mismatch(response: Sequence[int], drafts: Sequence[int], place: int, sp
     return len(response)
 
 
-def asked_target(pair: Pair, *, batch: int, unparsed: Callable[[int], None] = lambda count: None) -> Check:
-    """The target itself says whether two replies mean the same; what it does not say clearly counts as different."""
+def score_events(scorer: Scorer, searches: Sequence[Search]) -> list[tuple[Search, Event, Scores, int]]:
+    """Every event with its scores, against the response it was tried in, and its row there."""
+    cases, owners = [], []
+    for state in searches:
+        groups: dict[tuple[int, ...], list[Event]] = {}
+        for event in state.events:
+            groups.setdefault(event.response, []).append(event)
+        for response, events in groups.items():
+            cases.append(Case(state.prompt, response, [e.place for e in events], [e.draft for e in events]))
+            owners.append((state, events))
+    return [
+        (state, event, scores, row)
+        for (state, events), scores in zip(owners, scorer(cases), strict=True)
+        for row, event in enumerate(events)
+    ]
+
+
+def task_check(task: Task) -> Check:
+    """A task's own check: the answer found in the text is that of the original response."""
+
+    def check(searches: Sequence[Search], texts: Sequence[str]) -> list[bool]:
+        rows = [s.row or {} for s in searches]
+        answers = task.extract_many(rows, texts)
+        return [
+            answer is not None and task.same(row, s.answer, answer)
+            for s, row, answer in zip(searches, rows, answers, strict=True)
+        ]
+
+    return check
+
+
+def meaning_check(pair: Pair, *, batch: int, unparsed: Callable[[int], None] = lambda count: None) -> Check:
+    """The target itself says whether two replies mean the same; an unclear verdict counts as different."""
 
     def check(searches: Sequence[Search], texts: Sequence[str]) -> list[bool]:
         questions = [
@@ -128,8 +203,8 @@ def asked_target(pair: Pair, *, batch: int, unparsed: Callable[[int], None] = la
             pair.target, [encoded[i] for i in fitting], eos_ids=pair.eos_ids, max_new_tokens=VERDICT_TOKENS, batch=batch
         ):
             index = fitting[place]
-            said = str(pair.tokenizer.decode(tokens, skip_special_tokens=True)).upper()
-            same, different = said.find("SAME"), said.find("DIFFERENT")
+            verdict = str(pair.tokenizer.decode(tokens, skip_special_tokens=True)).upper()
+            same, different = verdict.find("SAME"), verdict.find("DIFFERENT")
             unclear += same < 0 and different < 0
             verdicts[index] = same >= 0 and (different < 0 or same < different)
         unparsed(unclear)

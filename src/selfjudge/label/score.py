@@ -65,6 +65,21 @@ class Scores:
     lookahead: Floats
     """[K, A] log-probabilities of what the draft would say after its token; nan past the end, A = 0 if not asked for."""
 
+    @classmethod
+    def empty(cls, suffix_length: int, hidden_size: int, lookahead: int) -> Scores:
+        """Of no place: K = 0."""
+        shapes = {
+            "log_p": (0, 2),
+            "entropy": (0,),
+            "original": (0, suffix_length),
+            "substituted": (0, suffix_length),
+            "hidden_target": (0, hidden_size),
+            "hidden_draft": (0, hidden_size),
+            "lookahead": (0, lookahead),
+        }
+        arrays = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+        return cls(rank=np.zeros(0, np.int32), **arrays)
+
     def prefix(self) -> Floats:
         """[K] the prefix term."""
         return self.log_p[:, 1] - self.log_p[:, 0]

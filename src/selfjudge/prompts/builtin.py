@@ -46,17 +46,15 @@ BUILT_IN: tuple[tuple[str, str], ...] = (
 
 
 def read_prompts(path: Path, *, skip_broken: Callable[[str], None] | None = None) -> list[str | list[dict[str, str]]]:
-    """A prompts file: one JSON object a line with `prompt` (a string) or `messages` (a conversation); `.txt`: a prompt a line.
+    """A prompts file: one JSON object a line with `prompt` (text) or `messages` (a conversation); `.txt`: a prompt a line.
 
     A line that is neither is refused; with `skip_broken` it is left out, and that is told which lines they were.
     """
     prompts: list[str | list[dict[str, str]]] = []
     broken: list[int] = []
     try:
-        with path.open(
-            encoding="utf-8-sig"
-        ) as file:  # lines end where files end them, not at every separator of Unicode
-            lines = list(file)
+        with path.open(encoding="utf-8-sig") as file:
+            lines = list(file)  # lines end where files end them, not at every separator of Unicode
     except (OSError, UnicodeDecodeError) as error:
         raise SelfJudgeError(f"cannot read {path}: {error}") from None
     for number, line in enumerate(lines, 1):
@@ -70,9 +68,8 @@ def read_prompts(path: Path, *, skip_broken: Callable[[str], None] | None = None
         except (ValueError, KeyError, TypeError):
             broken.append(number)
     if broken:
-        which = (
-            f"line{'s' if len(broken) > 1 else ''} {', '.join(map(str, broken[:5]))}{' …' if len(broken) > 5 else ''}"
-        )
+        numbers = ", ".join(map(str, broken[:5])) + (" …" if len(broken) > 5 else "")
+        which = f"line{'s' if len(broken) > 1 else ''} {numbers}"
         if skip_broken is None:
             raise SelfJudgeError(f'{path}, {which}: expected a JSON object with "prompt" or "messages"')
         skip_broken(f"{path}: left out {which} ({len(broken)} of {len(prompts) + len(broken)})")

@@ -8,19 +8,59 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from selfjudge.decoding.plain import respond
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.errors import SelfJudgeError
+from selfjudge.models.pair import Pair
+from selfjudge.prompts.sources import Notify, Source
+from selfjudge.tasks.cnn_dailymail import summarise
 
 LONGEST = 160  # tokens of a self-written prompt
 _MARK = "\u2592MARK\u2592"
 OPENINGS = ("(CNN)", "(CNN) -- ", "LONDON, England (CNN) -- ", "WASHINGTON (CNN) -- ", "By . ", "NEW YORK -- ")
 
 
-def written_prompts(
+def write_prompts(
+    pair: Pair, source: Source, seed: int, batch: int, notify: Notify
+) -> tuple[list[str], dict[str, Any]]:
+    """Prompts that the target writes itself, and what became of those it wrote."""
+    count = source.count
+    assert count is not None
+    articles = source.name == "self-summaries"
+    stage = "the target writes articles" if articles else "the target writes prompts"
+    expected = count * (600 if articles else 60)  # tokens
+    done, shown = 0, -1
+
+    def tell(tokens: int) -> None:
+        nonlocal done, shown
+        done += tokens
+        percent = min(100, 100 * done // expected)
+        if percent > shown:
+            shown = percent
+            notify(stage, percent / 100)
+
+    if articles:
+        passages = sample_passages(
+            pair.target, pair.tokenizer, count, eos_ids=pair.eos_ids, seed=seed, batch=batch, notify=tell
+        )
+        return [summarise(text) for text in passages], {"written": count, "kept": len(passages)}
+    return sample_prompts(
+        pair.target,
+        pair.tokenizer,
+        count,
+        eos_ids=pair.eos_ids,
+        special_ids=pair.special_ids,
+        seed=seed,
+        batch=batch,
+        notify=tell,
+    )
+
+
+def sample_prompts(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     count: int,
@@ -49,7 +89,11 @@ def written_prompts(
 
 
 def _fault(
-    tokens: list[int], finish: str, tokenizer: PreTrainedTokenizerBase, special_ids: Collection[int], seen: set[object]
+    tokens: list[int],
+    finish: str,
+    tokenizer: PreTrainedTokenizerBase,
+    special_ids: Collection[int],
+    seen: set[object],
 ) -> tuple[str | None, str]:
     """Why a written prompt is not used, and its text."""
     if finish != "eos":
@@ -68,7 +112,7 @@ def _fault(
     return None, text
 
 
-def written_passages(
+def sample_passages(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     count: int,
@@ -98,7 +142,9 @@ def written_passages(
 def user_header(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Token ids of everything that stands before a user's first message."""
     if not tokenizer.chat_template:
-        raise SelfJudgeError("the target has no chat template, so it cannot write prompts itself: give --prompts FILE")
+        raise SelfJudgeError(
+            "the target has no chat template, so it cannot write prompts itself: give a file with `prompts`"
+        )
     text = tokenizer.apply_chat_template([{"role": "user", "content": _MARK}], tokenize=False)
     assert isinstance(text, str)
     before, mark, _ = text.partition(_MARK)

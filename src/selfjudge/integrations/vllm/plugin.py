@@ -1,6 +1,6 @@
-"""Entry point of vLLM's general plugins: does nothing unless the variable SELFJUDGE_VLLM is set.
+"""Entry point of vLLM's general plugins: does nothing unless the environment asks for the judge.
 
-It holds the settings as JSON, for programs that start vLLM themselves and take no flags for it:
+`SELFJUDGE_VLLM` holds the settings as JSON, for programs that start vLLM themselves and pass no flags on:
 
     SELFJUDGE_VLLM='{"judge": "judge"}' python -m some.program
 """
@@ -13,20 +13,21 @@ import os
 from typing import Any
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.integrations.vllm.config import KEY, WORKER
+from selfjudge.integrations.vllm import WORKER
+from selfjudge.integrations.vllm.config import KEY
 
-VARIABLE = "SELFJUDGE_VLLM"
+ASKED = "SELFJUDGE_VLLM"
 
 
 def register() -> None:
-    """Wrap `EngineArgs.create_engine_config`, so that every engine of this process that names no worker takes ours."""
-    text = os.environ.get(VARIABLE)
+    """Let every engine of this process that names no worker take ours, if `SELFJUDGE_VLLM` is set."""
+    text = os.environ.get(ASKED)
     if not text:
         return
     try:
         settings = json.loads(text)
     except ValueError:
-        raise SelfJudgeError(f"{VARIABLE} is not JSON: {text[:60]!r}") from None
+        raise SelfJudgeError(f"{ASKED} is no JSON: {text[:60]!r}") from None
     from vllm.engine.arg_utils import EngineArgs
 
     if not hasattr(EngineArgs.create_engine_config, KEY):

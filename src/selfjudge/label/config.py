@@ -1,0 +1,109 @@
+"""What decides a set of labels. Light: the command line makes its options from this."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from selfjudge.errors import SelfJudgeError
+from selfjudge.prompts.sources import SELF, Source, limited
+from selfjudge.store import sha256
+from selfjudge.tasks.base import FILE, known, task
+from selfjudge.types import check_settings, setting
+
+METHODS = ("selfjudge", "autojudge", "autojudge+")
+BACKENDS = ("torch", "vllm")
+
+
+@dataclass(frozen=True)
+class LabelConfig:
+    """What decides the labels; a run is resumed only with the same settings (`allow_unsafe` may differ).
+
+    `shard` (i, n) labels the prompts i, i + n, i + 2n …
+    """
+
+    prompts: tuple[str, ...] = setting(
+        (),
+        "self, self-summaries, a task or a file, each as NAME, NAME:COUNT or NAME@WEIGHT; several times. Default: self:500.",
+    )
+    limit: int | None = setting(None, "Prompts in all; sources without a count share them by weight.", minimum=1)
+    method: str = setting("selfjudge", "What makes a token acceptable: see docs/labels.md.", choices=METHODS)
+    suffix_length: int = setting(20, "N: tokens after the substitution that are scored.", minimum=0)
+    tau: float | None = setting(None, "Score above which a token is acceptable.")
+    calibrate: str | None = setting(None, "Find τ on this task's critical tokens; arithmetic needs no data.")
+    calibrate_prompts: int = setting(100, "Prompts for finding τ.", minimum=1)
+    reject_recall: float = setting(0.9, "Share of the critical tokens that τ must refuse.", above=0, maximum=1)
+    substitutions: int | None = setting(
+        None, "Most draft tokens that autojudge and autojudge+ try in a response; all if not given.", minimum=1
+    )
+    max_new_tokens: int = setting(256, "Most new tokens of a response.", minimum=1)
+    max_prompt_tokens: int = setting(1536, "Longer prompts are left out.", minimum=1)
+    batch: int | None = setting(None, "Responses at a time: 64, on CUDA 1024.", minimum=1)
+    hidden_dtype: str = setting("float32", "How hidden states are kept.", choices=("float32", "float16"))
+    lookahead: bool = setting(False, "Store what features hidden+margin+lookahead read as well.")
+    shard: tuple[int, int] = setting((0, 1), "i/n: label every n-th prompt from the i-th on; merge the folders later.")
+    skip_broken: bool = setting(False, "Leave out broken lines of a prompts file instead of refusing it.")
+    allow_unsafe: bool = setting(False, "Run generated code even where it cannot be isolated.")
+    seed: int = setting(0, "Seed of the prompts that the target writes.")
+    backend: str = setting("torch", "What runs the target: this process, or vLLM (docs/vllm.md).", choices=BACKENDS)
+
+    def check(self) -> None:
+        """Refuse what cannot work before any model is loaded."""
+        check_settings(self)
+        sources = self.sources()
+        if not 0 <= self.shard[0] < self.shard[1]:
+            raise SelfJudgeError(f"`shard` is i/n with i from 0 to n − 1, not {self.shard[0]}/{self.shard[1]}")
+        if self.backend == "vllm":
+            self._check_vllm(sources)
+        if self.lookahead and self.method != "selfjudge":
+            raise SelfJudgeError(f"`lookahead` goes with the `method` selfjudge, not with {self.method}")
+        if self.calibrate is not None and not _checkable(self.calibrate):
+            raise SelfJudgeError(f"{self.calibrate} has no checkable answers to calibrate τ on")
+        if wrong := [source.name for source in sources if source.answers > 1]:
+            raise SelfJudgeError(f"a label needs one answer a prompt: leave out xANSWERS of {wrong[0]}")
+        if self.tau is not None and self.calibrate is not None:
+            raise SelfJudgeError("give `tau` or `calibrate`, not both")
+        if self.method == "autojudge" and (wrong := [s.name for s in sources if not _checkable(s.name)]):
+            raise SelfJudgeError(f"{wrong[0]} has no checkable answers: the `method` autojudge+ takes such prompts")
+
+    def _check_vllm(self, sources: list[Source]) -> None:
+        """What asks the target again and again, or samples, needs the torch backend."""
+        if self.method != "selfjudge":
+            raise SelfJudgeError(
+                f"the `backend` vllm labels by likelihood: the `method` {self.method} needs the `backend` torch"
+            )
+        if self.calibrate is not None:
+            raise SelfJudgeError(
+                "the `backend` vllm cannot search for τ: find it with the `backend` torch, then give `tau`"
+            )
+        if any(source.name in SELF for source in sources):
+            raise SelfJudgeError(
+                "the `backend` vllm takes prompts of tasks and files: self-written ones need the `backend` torch"
+            )
+
+    def sources(self) -> list[Source]:
+        """Where prompts come from, with counts that add up to `limit`."""
+        return limited([Source.parse(text) for text in self._prompts], self.limit)
+
+    @property
+    def _prompts(self) -> tuple[str, ...]:
+        return self.prompts or ("self" if self.limit else "self:500",)
+
+    @property
+    def batch_size(self) -> int:
+        """`batch`, or what a CPU takes; `label_pair` chooses by the device."""
+        return self.batch or 64
+
+    def as_settings(self) -> dict[str, Any]:
+        """The settings as `settings.json` keeps them, with checksums of the prompt files."""
+        files = [Path(source.name.removeprefix(FILE)).expanduser() for source in self.sources()]
+        return {
+            **asdict(self),
+            "prompts": self._prompts,
+            "prompt files": {str(file): sha256(file) for file in files if file.is_file()},
+        }
+
+
+def _checkable(name: str) -> bool:
+    return known(name) and task(name).checkable

@@ -1,0 +1,58 @@
+"""The prompts of several sources for one pair: loaded or self-written, encoded, without long and repeated ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from selfjudge.models.pair import Pair
+from selfjudge.prompts.self_written import write_prompts
+from selfjudge.prompts.sources import SELF, Notify, PromptRecord, Source, Warn, load_prompts
+
+
+@dataclass(frozen=True)
+class Collector:
+    """Collects prompts; see the module."""
+
+    pair: Pair
+    longest: int
+    """Tokens of a prompt at most."""
+    seed: int
+    batch: int
+    data: Path | None
+    notify: Notify
+    skip_broken: Warn | None = None
+
+    def __call__(self, sources: Sequence[Source]) -> tuple[list[tuple[PromptRecord, list[int]]], dict[str, Any]]:
+        """Prompts with their token ids, and what became of each source's prompts.
+
+        A prompt that is repeated counts once: twins would end up on both sides of a split by prompt.
+        """
+        kept: list[tuple[PromptRecord, list[int]]] = []
+        seen: set[tuple[int, ...]] = set()
+        report: dict[str, Any] = {}
+        for source in sources:
+            records, report[source.name] = self._records(source)
+            encoded = self.pair.encode_many([record.prompt for record in records])
+            fitting = [(record, ids) for record, ids in zip(records, encoded, strict=True) if len(ids) <= self.longest]
+            before = len(kept)
+            for record, ids in fitting:
+                if tuple(ids) not in seen:
+                    seen.add(tuple(ids))
+                    kept.append((record, ids))
+            new = len(kept) - before
+            report[source.name] |= {
+                "too long": len(records) - len(fitting),
+                "repeated": len(fitting) - new,
+                "prompts": new,
+            }
+        return kept, report
+
+    def _records(self, source: Source) -> tuple[list[PromptRecord], dict[str, Any]]:
+        if source.name not in SELF:
+            records = load_prompts(source, self.data, skip_broken=self.skip_broken)
+            return records, {"given": len(records)}
+        texts, report = write_prompts(self.pair, source, self.seed, self.batch, self.notify)
+        return [PromptRecord(f"{source.name}-{self.seed}-{i}", source.name, t) for i, t in enumerate(texts)], report
