@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import http.client
 import json
 import os
@@ -256,6 +257,23 @@ def test_streams_carry_the_same_text_and_usage(server: Server, pair: Pair, judge
     assert without[-1].choices[0].finish_reason == "length"
 
 
+def test_judged_tokens_on_request(server: Server, pair: Pair, judge: Judge) -> None:
+    made = expected(pair, judge, words(4, 6), {"theta": "F"})
+    wanted = [dataclasses.asdict(token) for token in made.judged_tokens]
+    assert wanted
+    assert all(0 < token["score"] <= 1 and 0 < token["target_probability"] <= 1 for token in wanted)
+    body = {"selfjudge": {"theta": "F", "judged_tokens": True}}
+    answer = ask(server, words(4, 6), extra_body=body)
+    agrees(answer, made)
+    *_, last = ask(server, words(4, 6), stream=True, extra_body=body)
+    for found in (answer.selfjudge["judged_tokens"], last.selfjudge["judged_tokens"]):
+        for token, other in zip(found, wanted, strict=True):
+            assert token == {key: pytest.approx(value, abs=1e-5) for key, value in other.items()}
+    assert "judged_tokens" not in ask(server, words(4, 6), extra_body={"selfjudge": {"theta": "F"}}).selfjudge
+    off = ask(server, words(4, 6), extra_body={"selfjudge": {"off": True, "judged_tokens": True}})
+    assert off.selfjudge["judged_tokens"] == []
+
+
 def test_completions_take_text_and_token_ids(server: Server, pair: Pair) -> None:
     client = server.client()
     (made,) = generate(pair, ["w5 w6"], gamma=3, max_new_tokens=16, raw=True)
@@ -347,12 +365,12 @@ BAD: list[tuple[Any, str]] = [
     ({**GOOD, "selfjudge": {"gamma": 10**40}}, ""), ({**GOOD, "selfjudge": {"rule": "magic"}}, "unknown rule"),
     ({**GOOD, "selfjudge": {"rule": "topk:k=" + "9" * 40}}, "out of range"), ({**GOOD, "selfjudge": {"rule": ""}}, "unknown rule"),
     ({**GOOD, "selfjudge": {"rule": "relaxed:delta=nan"}}, "out of range"),
-    ({**GOOD, "selfjudge": {"rule": "fly:window=3", "gamma": 3}}, "gamma > 3"),
+    ({**GOOD, "selfjudge": {"rule": "fly:window=3", "gamma": 3}}, "`gamma` > 3"),
     ({**GOOD, "selfjudge": {"rule": "exact", "theta": 0.5}}, "does not use a judge"),
     ({**GOOD, "selfjudge": {"rule": "judged:0.3", "theta": 0.5}}, "names a threshold already"),
     ({**GOOD, "selfjudge": {"off": True, "theta": 0.5}}, "`off` means"),
     ({**GOOD, "selfjudge": {"quality": 0.5, "theta": 0.5}}, "`quality` chooses"),
-    ({**GOOD, "selfjudge": {"rule": "topk:2"}, "temperature": 0.7}, "takes no temperature"),
+    ({**GOOD, "selfjudge": {"rule": "topk:2"}, "temperature": 0.7}, "is greedy"),
     ({**GOOD, "selfjudge": "off"}, "selfjudge"),
 ]  # fmt: skip
 

@@ -30,6 +30,8 @@ class Choice:
     theta: float | None
     gamma: int
     sampling: Sampling | None
+    trace: bool = False
+    """Whether to note what the target wanted at judged tokens."""
 
     @property
     def mode(self) -> str:
@@ -67,7 +69,7 @@ class Rules:
             raise SelfJudgeError(f"`gamma` must lie between 0 and {MAX_GAMMA}, not {gamma}")
         if gamma and self.pair.draft is None:
             raise SelfJudgeError("`gamma` above 0 needs a draft model, and this server has none")
-        choice = Choice(rule, self._theta(rule, options), gamma, sampling)
+        choice = Choice(rule, self._theta(rule, options), gamma, sampling, trace=options.judged_tokens)
         self.build(choice).check(gamma)
         return choice
 

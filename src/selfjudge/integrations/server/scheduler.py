@@ -188,6 +188,7 @@ class Scheduler:
                     rows=self.config.max_batch,
                     length=self.config.max_context,
                     engine=self.config.engine,
+                    trace=job.choice.trace,
                 )
                 active = _ActiveBatch(batch)
             answer = active.batch.add(

@@ -42,6 +42,8 @@ class DecodeOptions(Strict):
     quality: float | None = None
     gamma: int | None = None
     off: bool = False
+    judged_tokens: bool = False
+    """Whether the answer lists the tokens that were accepted against the target's choice."""
 
 
 class StreamOptions(Strict):

@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from selfjudge.decoding.sampling import Sampling
@@ -92,7 +92,7 @@ class Service:
 
     def statistics(self, job: Job, result: Generation) -> dict[str, Any]:
         """The field `selfjudge` of a response."""
-        return {
+        statistics: dict[str, Any] = {
             "rule": job.choice.rule,
             "theta": getattr(self.rules.build(job.choice), "theta", None),
             "gamma": job.choice.gamma,
@@ -100,6 +100,9 @@ class Service:
             "mean_accepted_length": result.mean_accepted_length,
             "judged_share": result.judged_share,
         }
+        if job.choice.trace:
+            statistics["judged_tokens"] = [asdict(token) for token in result.judged_tokens]
+        return statistics
 
     def model(self) -> dict[str, Any]:
         """The one model as `/v1/models` lists it."""
