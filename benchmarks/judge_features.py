@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from selfjudge.engine.teacher_forced import attention, width
-from selfjudge.judge.config import JudgeConfig
-from selfjudge.judge.config import columns as feature_columns
+from selfjudge.judge.config import JudgeConfig, columns as feature_columns
 from selfjudge.label.folder import read_shards
 from selfjudge.models.pair import Pair
 from selfjudge.store import read_rows, write_json

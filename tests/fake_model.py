@@ -8,8 +8,7 @@ import time
 import zipfile
 from pathlib import Path
 
-from selfjudge.models import catalogue, pull  # modules
-from selfjudge.models import convert as convert_module
+from selfjudge.models import catalogue, convert as convert_module, pull  # modules
 
 PARTS = [bytes([65 + n]) * (5000 + n) for n in range(2)]
 

@@ -12,36 +12,36 @@ from typing import TYPE_CHECKING
 from selfjudge.types import lazy_exports as _lazy_exports
 
 if TYPE_CHECKING:
-    from selfjudge.decoding.admission import AdmissionQueue as AdmissionQueue
-    from selfjudge.decoding.admission import Request as Request
+    from selfjudge.decoding.admission import AdmissionQueue as AdmissionQueue, Request as Request
     from selfjudge.decoding.loop import decode as decode
-    from selfjudge.decoding.rule_parser import parse_rule as parse_rule
-    from selfjudge.decoding.rule_parser import resolve_rule as resolve_rule
-    from selfjudge.decoding.rules import AcceptanceRule as AcceptanceRule
-    from selfjudge.decoding.rules import Exact as Exact
-    from selfjudge.decoding.rules import FLy as FLy
-    from selfjudge.decoding.rules import Judged as Judged
-    from selfjudge.decoding.rules import JudgeOnly as JudgeOnly
-    from selfjudge.decoding.rules import Margin as Margin
-    from selfjudge.decoding.rules import Relaxed as Relaxed
-    from selfjudge.decoding.rules import SpeculativeSampling as SpeculativeSampling
-    from selfjudge.decoding.rules import TopK as TopK
-    from selfjudge.decoding.rules import Typical as Typical
+    from selfjudge.decoding.rule_parser import parse_rule as parse_rule, resolve_rule as resolve_rule
+    from selfjudge.decoding.rules import (
+        AcceptanceRule as AcceptanceRule,
+        Exact as Exact,
+        FLy as FLy,
+        Judged as Judged,
+        JudgeOnly as JudgeOnly,
+        Margin as Margin,
+        Relaxed as Relaxed,
+        SpeculativeSampling as SpeculativeSampling,
+        TopK as TopK,
+        Typical as Typical,
+    )
     from selfjudge.decoding.sampling import Sampling as Sampling
-    from selfjudge.decoding.text import Batch as Batch
-    from selfjudge.decoding.text import generate as generate
-    from selfjudge.decoding.text import stream as stream
+    from selfjudge.decoding.text import Batch as Batch, generate as generate, stream as stream
     from selfjudge.engine.select import make_engine as make_engine
     from selfjudge.errors import SelfJudgeError as SelfJudgeError
     from selfjudge.judge.config import JudgeConfig as JudgeConfig
     from selfjudge.judge.model import Judge as Judge
     from selfjudge.models.pair import Pair as Pair
-    from selfjudge.types import Block as Block
-    from selfjudge.types import Generation as Generation
-    from selfjudge.types import JudgedToken as JudgedToken
-    from selfjudge.types import Piece as Piece
-    from selfjudge.types import Step as Step
-    from selfjudge.types import Verdict as Verdict
+    from selfjudge.types import (
+        Block as Block,
+        Generation as Generation,
+        JudgedToken as JudgedToken,
+        Piece as Piece,
+        Step as Step,
+        Verdict as Verdict,
+    )
 
 __version__ = _metadata.version("selfjudge")
 __getattr__, __dir__, __all__ = _lazy_exports(

@@ -106,7 +106,7 @@ Finish = Literal["eos", "length", "stop"]
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What one verification pass over `[last token, d_1 … d_γ]` knows; an acceptance rule turns it into a Verdict."""
+    """What one verification pass over `[last token, d_1 … d_γ]` knows; a rule turns it into a Verdict."""
 
     draft_tokens: Tensor
     """[B, γ] the drafts d_1 … d_γ."""
@@ -121,7 +121,7 @@ class Block:
     scores: Tensor | None = None
     """[B, γ] the judge's P(acceptable) of each draft, where a judge was asked; NaN where it could not say."""
     argmax: tuple[Tensor, Tensor] | None = None
-    """[B, γ+1] the target's most likely token of each row and whether the row is broken, where that is known already."""
+    """[B, γ+1] the target's most likely token of each row and whether the row is broken, where known already."""
 
     @property
     def gamma(self) -> int:

@@ -36,9 +36,9 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.report.charts import Bars, Lines, Point, Series, charts, number, trade_offs
 from selfjudge.report.demo import demo_page, finding
 from selfjudge.report.draw import Drawing, draw
-from selfjudge.report.order import named, timed
 from selfjudge.report.pipeline import report
 from selfjudge.report.read import read_results
+from selfjudge.report.records import named, timed
 from selfjudge.report.substitutions import group
 from selfjudge.report.table import fixed, signed
 
@@ -279,7 +279,7 @@ def test_what_loses_much_is_out_of_view(whole: tuple[Path, dict[str, Any]], tmp_
     runs = [r for r in read_results([whole[0].parent / "eval"]).runs if r.task == "math500"]
     exact = next(r for r in runs if r.name == "exact")
     at, below = (
-        replace(next(r for r in runs if r.name == "topk"), rule=name, m=m, score=exact.score - lost)
+        replace(next(r for r in runs if r.name == "topk"), rule=name, mean_accepted_length=m, score=exact.score - lost)
         for name, m, lost in (("topk:7", 6.0, 0.15), ("topk:9", 99.0, 0.151))
     )
     (near,) = trade_offs([*runs, at])
@@ -294,7 +294,7 @@ def test_what_loses_much_is_out_of_view(whole: tuple[Path, dict[str, Any]], tmp_
     assert all(": m " in label for label in marks[0])
     texts = [[t.text for t in d.iter("text")] for d in drawn]
     assert texts[0] == texts[1]  # the axis does not stretch to m = 99
-    (only,) = trade_offs([exact, replace(below, m=2.0)])  # nothing would be left to see
+    (only,) = trade_offs([exact, replace(below, mean_accepted_length=2.0)])  # nothing would be left to see
     assert only.floor is None
     assert draw(far).png.startswith(b"\x89PNG")
 
@@ -448,7 +448,7 @@ def test_folders_without_results_are_refused(small: Path, tmp_path: Path) -> Non
     write_json(tmp_path / "foreign" / "summary.json", {"wheels": 4})
     (tmp_path / "begun" / "gsm8k" / "exact-g10").mkdir(parents=True)
     for name, message in {
-        "nowhere": "nowhere is no folder",
+        "nowhere": "nowhere is not a folder",
         "empty": "empty holds no results: name folders that eval, train, label or study wrote",
         "foreign": "foreign holds no results (.*not a summary that a report knows): ".replace("(", r"\(").replace(
             ")", r"\)"

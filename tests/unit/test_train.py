@@ -31,8 +31,7 @@ from selfjudge.judge.model import Judge
 from selfjudge.label.calibrate import tau_of, total
 from selfjudge.label.folder import Labels, read_shards, write_shard
 from selfjudge.store import RunFolder, read_json, read_rows, sha256, write_json, write_rows, write_tensors
-from selfjudge.train import dataset as reading
-from selfjudge.train import fit as fitting
+from selfjudge.train import dataset as reading, fit as fitting
 from selfjudge.train.config import TrainConfig
 from selfjudge.train.dataset import PARTS, Rows
 from selfjudge.train.fit import (
@@ -763,9 +762,7 @@ def test_a_stated_share_is_one_of_all_folders_and_of_the_sources_that_are_used(l
     assert rows.labels[rows.used].mean() == pytest.approx(0.3, abs=1.5 / rows.used.sum())
     source = str(Rows.load([labels]).sources[0])
     config = train_judge(
-        [labels],
-        tmp_path / "judge",
-        TrainConfig(model="linear", features="hidden", sources=(source,), acceptable=0.3),
+        [labels], tmp_path / "judge", TrainConfig(model="linear", features="hidden", sources=(source,), acceptable=0.3)
     )
     assert config["metrics"]["acceptable_rate"] == pytest.approx(0.3, abs=1.5 / config["metrics"]["n_labels"])
 

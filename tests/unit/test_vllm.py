@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from selfjudge.cli.main import main
 from selfjudge.decoding.rules import Judged
@@ -20,7 +19,7 @@ from selfjudge.integrations.vllm import serve
 from selfjudge.integrations.vllm.approval import MARK, Approval, LastRows, Rows
 from selfjudge.integrations.vllm.config import OFF, Thresholds, WorkerConfig, requested_threshold, target_sha256
 from selfjudge.integrations.vllm.counts import STEPS, Counts, Step
-from selfjudge.integrations.vllm.label import outlined, parsed
+from selfjudge.integrations.vllm.label import outline_pair, parse_engine_options
 from selfjudge.judge.config import FEATURES, JudgeConfig, columns
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
@@ -53,12 +52,12 @@ def test_settings_choose_a_threshold(given_: dict[str, Any], theta: float) -> No
         (None, "does not know its judge"),
         ({"selfjudge": {"quality": 0.9}}, "does not know its judge"),
         ({"selfjudge": {"judge": "j", "thetta": 1}}, "unknown setting 'thetta'"),
-        ({"selfjudge": {"judge": "j", "guard": "no"}}, "guard is true or false, not 'no'"),
-        ({"selfjudge": {"judge": "j", "theta": 0.1, "quality": 0.9}}, "quality chooses θ: give one of theta and quality"),
+        ({"selfjudge": {"judge": "j", "guard": "no"}}, "`guard` must be true or false, not 'no'"),
+        ({"selfjudge": {"judge": "j", "theta": 0.1, "quality": 0.9}}, "`quality` chooses θ: give one of `theta` and `quality`"),
         ({"selfjudge": {"judge": "j", "theta": 2}}, r"`theta` must lie in \[0, 1\], not 2"),
         ({"selfjudge": {"judge": "j", "theta": "X"}}, "has no threshold 'X'"),
-        ({"selfjudge": {"judge": "j", "theta": True}}, "theta must be a number, not True"),
-        ({"selfjudge": {"judge": "j", "quality": "R"}}, r"quality is a share in \[0, 1\], not 'R'"),
+        ({"selfjudge": {"judge": "j", "theta": True}}, "`theta` must be a number, not True"),
+        ({"selfjudge": {"judge": "j", "quality": "R"}}, r"`quality` must lie in \[0, 1\], not 'R'"),
     ],
 )  # fmt: skip
 def test_settings_that_make_no_sense_are_refused(additional: Any, message: str) -> None:
@@ -172,6 +171,7 @@ def drawn_step(dice: random.Random, rows: LastRows, partly: bool) -> tuple[Step,
     return (step._replace(sampled=(sampled >= 0).sum(1, dtype=torch.int32)) if partly else step), wanted
 
 
+@settings(max_examples=40)
 @given(seed=st.integers(0, 10_000), partly=st.booleans())
 def test_steps_that_are_counted_together_count_as_one_by_one(seed: int, partly: bool) -> None:
     """Whatever changes between them: requests, the longest block, whether the judge was asked."""
@@ -245,11 +245,13 @@ def test_the_hash_of_a_pulled_target_is_that_of_its_manifest(tmp_path: Path) -> 
 
 @pytest.fixture
 def no_pull(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve, "pull", lambda name, verify: Path("/models") / name)
+    monkeypatch.setattr("selfjudge.models.pull.pull", lambda name, progress, verify: Path("/models") / name)
 
 
 def test_the_command_of_an_embedded_pair(no_pull: None) -> None:
-    words = serve.command("smollm2-135m", quality=0.9, gamma=3, port=9000, more=["--dtype", "float32"])
+    words = serve.command(
+        "smollm2-135m", None, WorkerConfig(quality=0.9), gamma=3, more=["--port", "9000", "--dtype", "float32"]
+    )
     options = dict(zip(words[3:-2:2], words[4:-2:2], strict=True))
     assert options["--model"] == "/models/smollm2-135m/target"
     assert json.loads(options["--speculative-config"]) == {
@@ -266,12 +268,13 @@ def test_the_command_of_an_embedded_pair(no_pull: None) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"target": "org/big"}, "org/big brings no draft of its own: name one with --draft"),
-        ({"target": "org/big", "draft": "org/small"}, "no judge ships for org/big: give --judge FOLDER"),
-        ({"gamma": 0}, "gamma must be 1 or more, not 0"),
-        ({"theta": "X"}, "has no threshold 'X'"),
-        ({"theta": 0.5, "quality": 0.5}, "give one of theta and quality"),
-        ({"judge": "/nowhere"}, "is not a judge folder"),
+        ({"target": "org/big"}, "no draft ships for org/big: name one with `draft`"),
+        ({"target": "org/big", "draft": "org/small"}, "no judge ships for org/big: name one with `judge`"),
+        ({"gamma": 0}, "`gamma` must lie between 1 and 20 with vLLM, not 0"),
+        ({"gamma": 21}, "`gamma` must lie between 1 and 20 with vLLM, not 21"),
+        ({"worker": WorkerConfig(theta="X")}, "has no threshold 'X'"),
+        ({"worker": WorkerConfig(theta=0.5, quality=0.5)}, "give one of `theta` and `quality`"),
+        ({"worker": WorkerConfig("/nowhere")}, "is not a judge folder"),
     ],
 )
 def test_a_command_that_cannot_work_is_refused(no_pull: None, options: dict[str, Any], message: str) -> None:
@@ -305,13 +308,13 @@ def test_labelling_in_vllm_that_cannot_work_is_refused(
 
 @pytest.mark.parametrize("text", ["{", "[1]"])
 def test_engine_options_are_a_json_object(text: str) -> None:
-    with pytest.raises(SelfJudgeError, match="--engine-options is"):
-        parsed(text)
+    with pytest.raises(SelfJudgeError, match="`engine_options` must be a JSON object"):
+        parse_engine_options(text)
 
 
 def test_an_outline_holds_the_output_matrix_and_nothing_else(checkpoints: dict[str, str]) -> None:
     whole = Pair.load(checkpoints["target"], checkpoints["draft"], device="cpu", dtype="float32")
-    pair, model = outlined(checkpoints["target"], checkpoints["draft"], device="cpu", dtype="float32")
+    pair, model = outline_pair(checkpoints["target"], checkpoints["draft"], device="cpu", dtype="float32")
     assert model == checkpoints["target"]
     assert torch.equal(pair.target.get_output_embeddings().weight, whole.target.get_output_embeddings().weight)
     assert {p.device.type for p in pair.target.parameters()} == {"meta", "cpu"}
@@ -326,8 +329,8 @@ def test_an_outline_holds_the_output_matrix_and_nothing_else(checkpoints: dict[s
         "target_id",
     ):
         assert getattr(pair, name) == getattr(whole, name)
-    with pytest.raises(SelfJudgeError, match="is no checkpoint of safetensors"):
-        outlined("/nowhere", checkpoints["draft"], device="cpu")
+    with pytest.raises(SelfJudgeError, match="is not a readable checkpoint of safetensors"):
+        outline_pair("/nowhere", checkpoints["draft"], device="cpu")
 
 
 def test_without_vllm_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,7 +105,7 @@ def test_an_unknown_record_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_sampler_of_another_class_is_refused() -> None:
-    with pytest.raises(SelfJudgeError, match="object stands where RejectionSampler is known"):
+    with pytest.raises(SelfJudgeError, match="object is used where RejectionSampler is known"):
         exactly(object(), RejectionSampler)
 
 
@@ -120,10 +120,10 @@ def test_an_engine_without_drafts_does_not_start(tiny: Path) -> None:
 def test_the_plugin_acts_only_when_asked(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     create = EngineArgs.create_engine_config
     monkeypatch.setattr(EngineArgs, "create_engine_config", create)  # put back afterwards
-    monkeypatch.delenv(plugin.ASKED, raising=False)
+    monkeypatch.delenv(plugin.VARIABLE, raising=False)
     plugin.register()
     assert EngineArgs.create_engine_config is create
-    monkeypatch.setenv(plugin.ASKED, json.dumps({"judge": str(tiny / "hidden")}))
+    monkeypatch.setenv(plugin.VARIABLE, json.dumps({"judge": str(tiny / "hidden")}))
     plugin.register()
     plugin.register()
     options = tiny_engine(tiny, dtype="float32", enforce_eager=True)
@@ -132,6 +132,6 @@ def test_the_plugin_acts_only_when_asked(tiny: Path, monkeypatch: pytest.MonkeyP
     assert made.parallel_config.worker_cls == WORKER
     assert config.load(made)[0].judge == str(tiny / "hidden")
     assert made.speculative_config.num_speculative_tokens == TINY_GAMMA
-    monkeypatch.setenv(plugin.ASKED, "{")
-    with pytest.raises(SelfJudgeError, match="SELFJUDGE_VLLM is no JSON"):
+    monkeypatch.setenv(plugin.VARIABLE, "{")
+    with pytest.raises(SelfJudgeError, match="SELFJUDGE_VLLM is not JSON"):
         plugin.register()

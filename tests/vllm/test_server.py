@@ -13,6 +13,7 @@ import pytest
 from engines import GAMMA, environment
 from openai import OpenAI
 
+from selfjudge.integrations.vllm.config import WorkerConfig
 from selfjudge.integrations.vllm.counts import COUNTERS, MULTIPROCESS
 from selfjudge.integrations.vllm.serve import command
 
@@ -28,7 +29,7 @@ FLAGS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--m
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
     folder = tmp_path_factory.mktemp("server")
     (folder / "metrics").mkdir()
-    asked = command("smollm2-135m", quality=0.5, gamma=GAMMA, port=PORT, more=FLAGS)
+    asked = command("smollm2-135m", None, WorkerConfig(quality=0.5), gamma=GAMMA, more=["--port", str(PORT), *FLAGS])
     with (folder / "log").open("w") as log:
         server = subprocess.Popen(
             asked, env=environment(**{MULTIPROCESS: str(folder / "metrics")}), stdout=log, stderr=subprocess.STDOUT
@@ -106,7 +107,7 @@ def test_the_counters_are_among_the_metrics(client: OpenAI) -> None:
 
 
 def test_the_command_names_the_checkpoints_of_the_pair() -> None:
-    words = command("smollm2-135m", theta="F", gamma=2, more=["--tensor-parallel-size", "2"])
+    words = command("smollm2-135m", None, WorkerConfig(theta="F"), gamma=2, more=["--tensor-parallel-size", "2"])
     model = Path(words[words.index("--model") + 1])
     assert (model / "config.json").is_file()
     assert words[-2:] == ["--tensor-parallel-size", "2"]

@@ -10,8 +10,7 @@ import typer
 from selfjudge.bench.config import DecodeBenchConfig, DraftBenchConfig, LabelBenchConfig, PassesConfig
 from selfjudge.cli.groups import DeviceOptions, JudgeOptions, PairOptions, check_rule
 from selfjudge.cli.options import AsJson, Data, PromptLimit, config_options
-from selfjudge.cli.output import describe_machine, print_json, print_rows, status
-from selfjudge.cli.output import figure as number
+from selfjudge.cli.output import describe_machine, figure as number, print_json, print_rows, status
 from selfjudge.errors import SelfJudgeError
 
 

@@ -79,8 +79,7 @@ def evaluate(
     specs = rules.replace(";", " ").split()
     judges = _judges(judge, models, specs)
 
-    from selfjudge.evaluate.pipeline import EvalConfig, runs_of
-    from selfjudge.evaluate.pipeline import evaluate as run
+    from selfjudge.evaluate.pipeline import EvalConfig, evaluate as run, runs_of
 
     config = EvalConfig(limit, max_new_tokens, _batch(batch, models), seed)
     config.check()
@@ -148,8 +147,7 @@ def reproduce(
 
     Example: selfjudge reproduce --preset full --pair qwen2.5-coder-1.5b --data DIR --out reproduced
     """
-    from selfjudge.evaluate.reproduce import PAPER_PAIRS, PRESETS
-    from selfjudge.evaluate.reproduce import reproduce as run
+    from selfjudge.evaluate.reproduce import PAPER_PAIRS, PRESETS, reproduce as run
 
     models = replace(models, pair=pair)
     if models.target is None and pair in PAPER_PAIRS:

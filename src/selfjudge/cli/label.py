@@ -60,13 +60,13 @@ def _backend(name: str, engine_options: str, models: PairOptions) -> tuple[Pair,
         return models.load(), None
     from importlib.util import find_spec
 
-    from selfjudge.integrations.vllm.label import Vllm, outlined, parsed
+    from selfjudge.integrations.vllm.label import VllmBackend, outline_pair, parse_engine_options
 
     if find_spec("vllm") is None:
         raise SelfJudgeError("vLLM is not installed here: pip install vllm (or selfjudge[vllm])")
-    given = parsed(engine_options)
-    pair, model = outlined(models.name, models.draft, device=models.device, dtype=models.dtype)
-    return pair, Vllm(pair, model, given)
+    options = parse_engine_options(engine_options)
+    pair, model = outline_pair(models.name, models.draft, device=models.device, dtype=models.dtype)
+    return pair, VllmBackend(pair, model, options)
 
 
 def merge(

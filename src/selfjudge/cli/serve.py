@@ -106,18 +106,16 @@ def _serve_vllm(
     models: PairOptions, judge: JudgeOptions, address: AddressOptions, config: ServerConfig, more: list[str]
 ) -> None:
     """Become vLLM's server with the judge in it; its key travels by the environment, where others do not see it."""
+    from selfjudge.integrations.vllm.config import WorkerConfig
     from selfjudge.integrations.vllm.serve import command, main
 
     arguments = command(
         models.name,
         models.draft,
-        judge=judge.judge,
-        theta=judge.threshold,
-        quality=judge.quality,
-        gamma=default_gamma("cuda") if config.gamma is None else config.gamma,
-        host=address.host,
-        port=address.port,
+        WorkerConfig(judge.judge or "", judge.threshold, judge.quality),
+        gamma=config.gamma,
         more=[
+            *("--host", address.host, "--port", str(address.port)),
             *(["--served-model-name", config.name] if config.name else []),
             *(["--dtype", models.dtype] if models.dtype else []),
             *more,

@@ -71,7 +71,7 @@ class Cycle:
             self.drafts, self.draft_logits = self._proposals(self.draft, backlog, missing)
 
     def _proposals(self, draft: Engine, backlog: Tensor, missing: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """[B, γ] drafts and, when sampling, the [B, γ, V] logits they were drawn from; fewer if the draft is unsure."""
+        """[B, γ] drafts and, when sampling, the [B, γ, V] logits they come from; fewer if the draft is unsure."""
         tokens: list[Tensor] = []
         drawn_from: list[Tensor] = []
         size, sampling = self.target.vocab_size, self.rule.sampling
@@ -160,7 +160,7 @@ def _over_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
 
 
 def trace(block: Block, verdict: Verdict) -> Tensor:
-    """[B, 3γ] at each draft: the target's choice, its probability and the judge's score, the last two as bits of float32."""
+    """[B, 3γ] at each draft: the target's choice, its probability, the judge's score; both as bits of float32."""
     assert block.argmax is not None
     choice, shape = block.argmax[0][:, :-1], block.draft_tokens.shape
     if block.draft_tokens.device.type == "cpu" and not verdict.judged.any():

@@ -1,7 +1,7 @@
 """THE loop: batched speculative decoding over any two engines and any acceptance rule.
 
 One cycle: the draft proposes d_1 … d_γ, one target pass verifies them, the rule says how many stand, both caches
-are rewound, and the rows get their accepted drafts plus one token of the target. γ = 0 is plain autoregressive decoding.
+are rewound, and the rows get their accepted drafts plus one token of the target. γ = 0 is plain decoding.
 The loop yields one `Step` per target pass; text, streaming and statistics are layers above (`text.py`).
 Between steps rows leave: those that finished, and those the caller cancels. Where the caller keeps an `AdmissionQueue`,
 others enter.
@@ -40,7 +40,7 @@ def decode(
     queue: AdmissionQueue | None = None,
     trace: bool = False,
 ) -> Iterator[Step]:
-    """Decode all prompts together; rows that finish leave the batch. `max_new_tokens` is one limit for all, or one each.
+    """Decode all prompts together; rows that finish leave the batch. `max_new_tokens` is one limit, or one for each.
 
     `draft` may be None only with γ = 0. With `trace`, emissions say what the target wanted at judged tokens.
 

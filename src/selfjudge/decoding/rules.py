@@ -60,8 +60,8 @@ class AcceptanceRule:
         return choice.gather(1, n[:, None]).squeeze(1)
 
     def settled(self, block: Block) -> bool:
-        """Whether alignment alone decides about all of the block, so that the judge need not be asked. Only on a CPU: another
-        device would have to be waited for."""
+        """Whether alignment alone decides about the whole block, so that the judge need not be asked. Only on a CPU:
+        another device would have to be waited for."""
         return False
 
     def check(self, gamma: int) -> None:
@@ -323,7 +323,8 @@ class Judged(AcceptanceRule):
     def check(self, gamma: int) -> None:
         _require(
             gamma == 0 or gamma > self.confirm,
-            f"{self.name} with confirm {self.confirm} needs `gamma` > {self.confirm}, not {gamma}: no mismatch could be confirmed",
+            f"{self.name} with confirm {self.confirm} needs `gamma` > {self.confirm}, not {gamma}:"
+            " no mismatch could be confirmed",
         )
 
     @property

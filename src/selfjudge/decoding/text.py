@@ -1,4 +1,4 @@
-"""Text around the loop: prompts in, answers out, whole (`generate`), token by token (`stream`), or coming and going (`Batch`)."""
+"""Text around the loop: whole answers (`generate`), token by token (`stream`), or coming and going (`Batch`)."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def generate(
 
     >>> generate(pair, "Why is the sky blue?", rule="judged", quality=0.9).text  # doctest: +SKIP
 
-    A rule is text (see `selfjudge ls rules`) or an object; `exact` if not given. `GenerateOptions` says what the options are.
+    A rule is text (see `selfjudge ls rules`) or an object; `exact` if not given. `GenerateOptions` lists the options.
     """
     batch, seed, seeds = options.pop("batch", 8), options.pop("seed", 0), options.pop("seeds", None)
     most, stop, raw = options.pop("max_new_tokens", 256), options.pop("stop", ()), options.pop("raw", False)
@@ -156,7 +156,7 @@ class Batch:
         length: int = 4096,
         **options: Unpack[DecodingOptions],
     ) -> None:
-        """`rows` at most are decoded at a time, others wait; `length` is the most tokens of a prompt with its answer."""
+        """At most `rows` are decoded at a time, others wait; `length` is the most tokens of prompt and answer."""
         self._decoding = _Decoding.of(pair, rule, options)
         self._queue = AdmissionQueue(rows, length)
         self._answers: dict[int, Answer] = {}  # by the number that the loop gives or will give them
@@ -239,7 +239,7 @@ class _Decoding:
         dropped: set[int] | None = None,
         queue: AdmissionQueue | None = None,
     ) -> Iterator[StepOutput]:
-        """Drive the loop, feeding each answer, by its row, until it is finished; yields the new pieces of every step."""
+        """Drive the loop, feeding each answer, by its row, until it is finished; the new pieces of every step."""
         pair, rule, kind = self.pair, self.rule, self.engine
         if rule.judge is not None:
             rule.judge.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
@@ -296,8 +296,8 @@ def _hand_out(step: Step, answers: dict[int, Answer], dropped: set[int]) -> Step
 
 
 def int8_draft(pair: Pair, rule: AcceptanceRule, engine: str = "auto") -> bool:
-    """Whether the draft runs with int8 weights: asked for, or harmless. It is harmless on the CPU engine under a lossless
-    rule, where drafts decide how fast an answer comes and not what it says, unless the draft is the target itself."""
+    """Whether the draft runs with int8 weights: asked for, or harmless. It is harmless on the CPU engine under a
+    lossless rule, where drafts decide how fast an answer comes and not what it says; not if the draft is the target."""
     if pair.draft is None or pair.int8 or pair.draft_int8:
         return pair.int8 or pair.draft_int8
     itself = pair.draft is pair.target or (pair.target_sha256 != "" and pair.target_sha256 == pair.draft_sha256)

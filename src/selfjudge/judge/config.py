@@ -55,7 +55,7 @@ class JudgeConfig:
 
     @classmethod
     def from_pretrained(cls, source: str | Path) -> JudgeConfig:
-        """The config of a judge: an embedded name, a folder or a hub id. What this version does not understand is refused."""
+        """The config of a judge by embedded name, folder or hub id; what this version cannot read is refused."""
         folder = find_judge(source)
         if not (folder / "config.json").is_file():
             raise SelfJudgeError(f"{folder} is not a judge folder: it has no config.json")
@@ -77,7 +77,8 @@ class JudgeConfig:
         for key, readable in _READABLE.items():
             if getattr(config, key) not in readable:
                 raise SelfJudgeError(
-                    f"{folder} has {key} {getattr(config, key)!r}, this version reads {' and '.join(map(repr, readable))}"
+                    f"{folder} has {key} {getattr(config, key)!r},"
+                    f" this version reads {' and '.join(map(repr, readable))}"
                 )
         return config
 

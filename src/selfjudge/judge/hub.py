@@ -16,7 +16,7 @@ def shipped_judge(name: str) -> Path | None:
 
 
 def find_judge(source: str | Path) -> Path:
-    """The folder of a judge: a local one, that of an embedded name, or the local copy of a hub repository `owner/name`."""
+    """The folder of a judge: a local one, that of an embedded name, or the local copy of a hub repository."""
     folder = Path(source).expanduser()
     text = str(source)
     if isinstance(source, Path) or folder.exists():

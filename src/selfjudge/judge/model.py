@@ -10,7 +10,7 @@ import math
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +21,9 @@ from selfjudge.judge.config import FEATURES, LOWEST, MODELS, JudgeConfig
 from selfjudge.judge.features import block_features
 from selfjudge.judge.hub import find_judge, push_folder
 from selfjudge.ops.argmax import has_triton
+from selfjudge.ops.judge_score import Weights, scores
 from selfjudge.store import write_json, write_tensors
 from selfjudge.types import Block
-
-if TYPE_CHECKING:
-    from selfjudge.ops.judge_score_triton import Weights
 
 
 class Judge(nn.Module):
@@ -84,19 +82,14 @@ class Judge(nn.Module):
         if block.hidden is None:
             raise SelfJudgeError("the judge needs the target's hidden states and this backend returned none")
         if block.argmax is not None and block.hidden.is_cuda and (fused := self.fused()) is not None:
-            from selfjudge.ops.judge_score_triton import scores
-
-            with torch.cuda.device(block.hidden.device):  # kernels are launched on the current device
-                return scores(fused, block.hidden, block.target_logits, block.argmax[0], block.draft_tokens)
+            return scores(fused, block.hidden, block.target_logits, block.argmax[0], block.draft_tokens)
         said = self.score(block_features(block, self.config.features))
         return torch.where(block.hidden[:, 1:].isfinite().all(-1), said, math.nan)
 
     def fused(self) -> Weights | None:
-        """What the judge as one kernel reads; None where there is no Triton for this platform, or no kernel for this judge."""
+        """What the judge as one kernel reads; None without Triton, or where there is no kernel for this judge."""
         if type(self) is not Judge or "lookahead" in self.config.features or not has_triton():
             return None
-        from selfjudge.ops.judge_score_triton import Weights
-
         margin = "margin" in self.config.features
         return Weights(self.weight, self.bias, self.inner_weight, self.inner_bias, margin, LOWEST)
 

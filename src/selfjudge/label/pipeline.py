@@ -189,13 +189,7 @@ def _prompts(run: _Run) -> tuple[list[Row], dict[str, Any]]:
         names[record.id] += 1  # two files may have one name, and users choose ids
         name = record.id if names[record.id] == 1 else f"{record.id}~{names[record.id]}"
         rows.append(
-            {
-                "prompt_id": name,
-                "source": record.source,
-                "prompt_ids": ids,
-                "request": record.prompt,
-                "row": record.row,
-            }
+            {"prompt_id": name, "source": record.source, "prompt_ids": ids, "request": record.prompt, "row": record.row}
         )
     first, step = config.shard
     if not (rows := rows[first::step]):

@@ -1,7 +1,6 @@
 """The most likely token of each row of logits, and whether the row can be trusted.
 
-A vocabulary is one long reduction: on CUDA it is split over many programs (Triton, where there is one), because a single
-row would otherwise keep one corner of the device busy for longer than a layer takes.
+On CUDA with Triton a row is split over many programs: one program for a whole vocabulary takes longer than a layer.
 """
 
 from __future__ import annotations
@@ -20,8 +19,10 @@ else:
 
 
 def regular(logits: Tensor) -> Tensor:
-    """NaN → −inf and +inf → a very large number, so that argmax and softmax stay meaningful at any temperature; a row
-    that then holds no finite logit at all becomes uniform."""
+    """NaN → −inf and +inf → a very large number, so that argmax and softmax stay meaningful at any temperature.
+
+    A row without a finite logit becomes uniform.
+    """
     most = min(1e30, torch.finfo(logits.dtype).max)
     logits = torch.nan_to_num(logits, nan=-math.inf, posinf=most, neginf=-math.inf)
     return torch.where(torch.isneginf(logits.amax(-1, keepdim=True)), 0.0, logits)
@@ -41,7 +42,7 @@ def argmax_checked(logits: Tensor) -> tuple[Tensor, Tensor]:
         with torch.cuda.device(logits.device):  # kernels are launched on the current device
             return split_argmax(logits)
     odd = broken(logits)
-    if logits.is_cuda or bool(odd.any()):  # on a GPU the copy is cheaper than asking
+    if logits.is_cuda or bool(odd.any()):  # on a GPU the copy is cheaper than a look at the result
         logits = regular(logits)
     return logits.argmax(-1), odd
 

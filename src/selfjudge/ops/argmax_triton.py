@@ -1,4 +1,4 @@
-"""`top` for CUDA: a row of logits is split over many programs; inside another kernel, one program reads it all."""
+"""`argmax_checked` for CUDA: a row of logits is split over many programs; inside another kernel, one program reads it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def _chunk_argmax(x_ptr, best_ptr, place_ptr, odd_ptr, size, stride, chunks, BLO
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = chunk * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * stride + at, mask=at < size, other=-float("inf")).to(tl.float32)
-    nan, endless = x != x, x == float("inf")
-    x = tl.where(nan, -float("inf"), tl.where(endless, 1.0e30, x))
+    nan, infinite = x != x, x == float("inf")
+    x = tl.where(nan, -float("inf"), tl.where(infinite, 1.0e30, x))
     best, where = tl.max(x, 0, return_indices=True)
-    odd = tl.max((nan | endless).to(tl.int32), 0)
+    odd = tl.max((nan | infinite).to(tl.int32), 0)
     tl.store(best_ptr + row * chunks + chunk, best)
     tl.store(place_ptr + row * chunks + chunk, (chunk * BLOCK + where).to(tl.int64))
     tl.store(odd_ptr + row * chunks + chunk, odd.to(tl.int8))
@@ -38,7 +38,7 @@ def _row_argmax(best_ptr, place_ptr, odd_ptr, choice_ptr, broken_ptr, chunks, BL
 
 @triton.jit
 def row_argmax(x_ptr, size, BLOCK: tl.constexpr):
-    """`top` of one row inside a program: the most likely token, its logit, and whether the row is broken."""
+    """`argmax_checked` of one row inside a program: the most likely token, its logit, and whether the row is broken."""
     column = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], -float("inf"), tl.float32)  # of each column of blocks, and where it was first seen
     place = tl.zeros([BLOCK], tl.int32)
@@ -46,18 +46,18 @@ def row_argmax(x_ptr, size, BLOCK: tl.constexpr):
     for first in range(0, size, BLOCK):
         at = first + column
         x = tl.load(x_ptr + at, mask=at < size, other=-float("inf")).to(tl.float32)
-        nan, endless = x != x, x == float("inf")
-        x = tl.where(nan, -float("inf"), tl.where(endless, 1.0e30, x))
+        nan, infinite = x != x, x == float("inf")
+        x = tl.where(nan, -float("inf"), tl.where(infinite, 1.0e30, x))
         place = tl.where(x > best, at, place)
         best = tl.where(x > best, x, best)
-        odd = odd | (nan | endless).to(tl.int32)
+        odd = odd | (nan | infinite).to(tl.int32)
     most = tl.max(best, 0)
     choice = tl.min(tl.where(best == most, place, size), 0).to(tl.int64)
     return choice, most, tl.max(odd, 0) != 0
 
 
 def split_argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """`top` as two kernels: the best of every chunk, then the best of those."""
+    """`argmax_checked` as two kernels: the best of every chunk, then the best of those."""
     flat = logits.reshape(-1, logits.shape[-1])
     rows, size = flat.shape
     chunks = triton.cdiv(size, CHUNK)

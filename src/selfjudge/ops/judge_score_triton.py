@@ -1,11 +1,11 @@
-"""The judge as one kernel: a program for each draft reads its state once and says P(acceptable).
+"""The kernel of `judge_score`: one program for each draft reads its state once and computes P(acceptable).
 
 Rows are flat: row i of the logits predicts a token that row i + 1 of the states has read.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -14,24 +14,15 @@ from torch import Tensor
 
 from selfjudge.ops.argmax_triton import ROW_BLOCK, ROW_WARPS, row_argmax
 
-LINEAR_BLOCK, TILE = 1024, 8192  # columns of a linear judge, numbers of an MLP's matrix: what a program holds at a time
+if TYPE_CHECKING:
+    from selfjudge.ops.judge_score import Weights
 
-
-class Weights(NamedTuple):
-    """What the kernel reads of a judge; the inner ones are None for a linear judge."""
-
-    weight: Tensor
-    bias: Tensor
-    inner_weight: Tensor | None
-    inner_bias: Tensor | None
-    margin: bool
-    """Whether it reads log p(d) − log p(most likely), as its last column."""
-    lowest: float
-    """That it reads at least."""
+LINEAR_BLOCK, TILE = 1024, 8192  # that a program holds at a time: columns of a linear judge, weights of an MLP
 
 
 @triton.jit
 def among(token, special_ptr, specials, SPECIALS: tl.constexpr):
+    """Whether the token is one of the special ones."""
     at = tl.arange(0, SPECIALS)
     ids = tl.load(special_ptr + at, mask=at < specials, other=-1)
     return tl.max((ids == token).to(tl.int32), 0) != 0
@@ -44,9 +35,9 @@ def _judge(
     GAMMA: tl.constexpr, MARGIN: tl.constexpr, MLP: tl.constexpr, APPROVE: tl.constexpr, THETAS: tl.constexpr,
     BLOCK: tl.constexpr, UNITS: tl.constexpr, SPECIALS: tl.constexpr, ROW_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """APPROVE: whether the draft may stand, else its score, NaN where the state is broken.
+    """With APPROVE: whether the draft is approved. Else: its score, NaN where the state is broken.
 
-    The most likely token of the draft's row is looked for where it is to approve, else given.
+    With APPROVE the most likely token of the draft's row is computed here, else it is given.
     """
     i = tl.program_id(0)
     # rows of blocks: each has GAMMA drafts and one row more
@@ -93,12 +84,12 @@ def _judge(
             x += margin * tl.load(weight_ptr + hidden)
     score = tl.sigmoid(x + tl.load(bias_ptr))
     if APPROVE:
-        least = tl.load(theta_ptr + i) if THETAS else theta
-        stands = (score > least) & (token >= 0) & (finite != 0) & (broken == 0)
+        threshold = tl.load(theta_ptr + i) if THETAS else theta
+        approved = (score > threshold) & (token >= 0) & (finite != 0) & (broken == 0)
         if SPECIALS:
-            stands = stands & (among(token, special_ptr, specials, SPECIALS) == 0)
-            stands = stands & (among(choice, special_ptr, specials, SPECIALS) == 0)
-        tl.store(out_ptr + i, stands)
+            approved = approved & (among(token, special_ptr, specials, SPECIALS) == 0)
+            approved = approved & (among(choice, special_ptr, specials, SPECIALS) == 0)
+        tl.store(out_ptr + i, approved)
     else:
         tl.store(out_ptr + i, tl.where(finite != 0, score, float("nan")))
 
@@ -124,7 +115,7 @@ def _launch(
 
 
 def scores(judge: Weights, hidden: Tensor, logits: Tensor, choice: Tensor, drafts: Tensor) -> Tensor:
-    """[B, γ] P(acceptable) of the drafts of blocks: states [B, γ+1, H], logits [B, γ+1, V] and their most likely tokens."""
+    """`judge_score.scores`."""
     out = torch.empty(drafts.shape, dtype=torch.float32, device=drafts.device)
     flat = hidden.flatten(0, 1), logits.flatten(0, 1), choice
     return _launch(judge, *flat, None, drafts.contiguous(), out, drafts.shape[1], 0.0, None)
@@ -132,10 +123,7 @@ def scores(judge: Weights, hidden: Tensor, logits: Tensor, choice: Tensor, draft
 
 def approvals(
     judge: Weights, hidden: Tensor, logits: Tensor, at: Tensor, drafts: Tensor, theta: float | Tensor, special: Tensor
-) -> Tensor:  # fmt: skip
-    """[n] which drafts may stand: row `at[i]` of logits [m, V] predicts draft i, the row after of states [m, H] has read it.
-
-    Never where there is no draft (−1), at special tokens, or where numbers are broken.
-    """
+) -> Tensor:
+    """`judge_score.approvals`."""
     out = torch.empty(len(drafts), dtype=torch.bool, device=drafts.device)
     return _launch(judge, hidden, logits, None, at, drafts, out, 0, theta, special)

@@ -89,11 +89,7 @@ def sample_prompts(
 
 
 def _fault(
-    tokens: list[int],
-    finish: str,
-    tokenizer: PreTrainedTokenizerBase,
-    special_ids: Collection[int],
-    seen: set[object],
+    tokens: list[int], finish: str, tokenizer: PreTrainedTokenizerBase, special_ids: Collection[int], seen: set[object]
 ) -> tuple[str | None, str]:
     """Why a written prompt is not used, and its text."""
     if finish != "eos":

@@ -6,8 +6,18 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from selfjudge.report.order import by_task, named, rule_order, several, timed, title, usual_gamma
-from selfjudge.report.records import Interval, Results, Run
+from selfjudge.report.records import (
+    Interval,
+    Results,
+    Run,
+    by_task,
+    named,
+    rule_order,
+    several,
+    timed,
+    title,
+    usual_gamma,
+)
 from selfjudge.report.table import distinct, slug
 from selfjudge.report.tables import suffix_groups
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from selfjudge.report.page import render
 from selfjudge.report.read import ORIGINS, writable
-from selfjudge.report.table import Column, Table, fixed, percent, quoted
+from selfjudge.report.table import Column, Table, fixed, percent, quoted, thousandths, word_column
 
 
 def demo_page(result: Mapping[str, Any]) -> str:
@@ -59,16 +59,14 @@ def finding(result: Mapping[str, Any]) -> str:
 
 def _table(result: Mapping[str, Any]) -> Table:
     columns = (
-        Column("rule", lambda r: r["rule"], numeric=False),
-        Column("γ", lambda r: str(r["gamma"])),
-        Column("m", lambda r: fixed(r["mean_accepted_length"]), help="tokens per target pass"),
-        Column("judged", lambda r: percent(r["judged_share"]), help="tokens taken against the target's choice"),
-        Column("tokens/s", lambda r: fixed(r["tokens_per_second"], 1)),
-        Column("× plain", lambda r: fixed(r["speed_over_plain"]), help="speed over plain decoding"),
-        Column("same answer", lambda r: percent(r["same_answer_as_plain"]), help="as plain decoding, token for token"),
-        Column(
-            "log-likelihood", lambda r: fixed(r["log_likelihood"], 3), help="of the answers, per token, by the target"
-        ),
+        word_column("rule", "rule"),
+        Column("γ", "gamma"),
+        Column("m", "mean_accepted_length", fixed, help="tokens per target pass"),
+        Column("judged", "judged_share", percent, help="tokens taken against the target's choice"),
+        Column("tokens/s", "tokens_per_second", lambda rate: fixed(rate, 1)),
+        Column("× plain", "speed_over_plain", fixed, help="speed over plain decoding"),
+        Column("same answer", "same_answer_as_plain", percent, help="as plain decoding, token for token"),
+        Column("log-likelihood", "log_likelihood", thousandths, help="of the answers, per token, by the target"),
     )
     quality = result.get("quality", 0.9)
     notes = [f"The judges’ threshold rejects {100 * quality:g} % of bad substitutions (q{quality:g})."]

@@ -20,8 +20,7 @@ from markupsafe import Markup
 
 from selfjudge.report.charts import Chart
 from selfjudge.report.draw import PALETTE, Drawing, legend
-from selfjudge.report.order import PAPER, by_task, rule_order, several, task_order, title
-from selfjudge.report.records import Results, Run
+from selfjudge.report.records import PAPER, Results, Run, by_task, rule_order, several, task_order, title
 from selfjudge.report.table import Table
 
 SECTIONS = {
@@ -33,11 +32,12 @@ SECTIONS = {
     "task": (
         "Per task",
         "Every run. Brackets are 95 % intervals: of scores and their change by paired bootstrap over examples, of Δm and"
-        " its ratio by the paired, linearised ratio.",
+        " its ratio by the paired, linearised ratio. A rule with <code>q0.9</code> has the threshold that rejects 90 % of"
+        " bad substitutions.",
     ),
     "trade-off": (
         "Trade-off",
-        "Score against m. A line is a method, a point one of its thresholds; F and R are the judge’s own. The dotted line"
+        "Score against m. A line is a method, a point one of its thresholds: F and R are the judge’s own, q0.9 rejects 90 % of bad substitutions. The dotted line"
         " is <code>exact</code> and the band its 95 % interval. Up and to the right is better. Where some lose more than"
         " 15 points and others do not, those are out of view, and the title says how many.",
     ),
@@ -70,8 +70,6 @@ SECTIONS = {
     "provenance": ("Provenance", "What the figures were measured on."),
 }
 """Heading and explanation of every section, in the page's order."""
-TABLES = {"roc": ("judges",), "study": ("features",)}
-"""Sections whose tables have another name; the others’ begin with the section’s own."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +85,12 @@ class Section:
 
 
 def page(
-    results: Results, tables: Sequence[Table], charts: Mapping[str, Sequence[Chart]], drawings: Mapping[str, Drawing]
+    results: Results,
+    tables: Mapping[str, Sequence[Table]],
+    charts: Mapping[str, Sequence[Chart]],
+    drawings: Mapping[str, Drawing],
 ) -> str:
-    """The whole page; charts by section, drawings by chart."""
+    """The whole page; tables and charts by section, drawings by chart."""
     runs = results.runs
     methods: dict[str, dict[str, None]] = {}
     for run in sorted(runs, key=rule_order):
@@ -187,17 +188,19 @@ def _counted(n: int, what: str) -> str:
 
 
 def _sections(
-    results: Results, tables: Sequence[Table], charts: Mapping[str, Sequence[Chart]], drawings: Mapping[str, Drawing]
+    results: Results,
+    tables: Mapping[str, Sequence[Table]],
+    charts: Mapping[str, Sequence[Chart]],
+    drawings: Mapping[str, Drawing],
 ) -> list[Section]:
     """The sections that there is something to show in."""
     sections = []
     for name, (heading, about) in SECTIONS.items():
-        drawn = charts.get(name, ())
-        mine = [t for t in tables if any(t.id == n or t.id.startswith(f"{n}-") for n in TABLES.get(name, (name,)))]
-        if drawn or mine or (name == "viewer" and any(run.examples for run in results.runs)):
-            grouped = _grouped(mine) if name == "task" else [("", mine)]
-            figures = [(chart, drawings[chart.id].svg) for chart in drawn]
-            sections.append(Section(name, heading, Markup(about), legend(drawn), figures, grouped))  # noqa: S704
+        charted, tabled = charts.get(name, ()), tables.get(name, ())
+        if charted or tabled or (name == "viewer" and any(run.examples for run in results.runs)):
+            grouped = _grouped(tabled) if name == "task" else [("", tabled)]
+            figures = [(chart, drawings[chart.id].svg) for chart in charted]
+            sections.append(Section(name, heading, Markup(about), legend(charted), figures, grouped))  # noqa: S704
     return sections
 
 

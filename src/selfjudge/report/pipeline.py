@@ -30,14 +30,15 @@ def report(folders: Sequence[Path], out: Path) -> dict[str, Any]:
     beside = out.with_suffix("")
     earlier = _earlier(beside)
     results = read_results(folders)
-    made, charted = tables(results), charts(results)
+    tabled, charted = tables(results), charts(results)
     drawings = {chart.id: draw(chart) for section in charted.values() for chart in section}
-    text = page(results, made, charted, drawings)
+    text = page(results, tabled, charted, drawings)
+    every = [table for section in tabled.values() for table in section]
     summary: dict[str, Any] = {
         "runs": len(results.runs),
         "figures": [f"{name}.png" for name in drawings],
         "left_out": [{"folder": place, "why": why} for place, why in results.skipped],
-        "tables": {table.id: list(table.rows) for table in made},
+        "tables": {table.id: list(table.rows) for table in every},
     }
     try:
         beside.mkdir(parents=True, exist_ok=True)
@@ -45,7 +46,7 @@ def report(folders: Sequence[Path], out: Path) -> dict[str, Any]:
             (beside / f"{name}.png").write_bytes(drawing.png)
         for name in earlier - set(summary["figures"]):
             (beside / name).unlink(missing_ok=True)
-        write_text(beside / "tables.md", "\n".join(table.markdown() for table in made))
+        write_text(beside / "tables.md", "\n".join(table.markdown() for table in every))
         write_json(beside / MADE, summary)
         write_text(out, text)
     except OSError as error:

@@ -11,8 +11,8 @@ import math
 import re
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,93 +35,106 @@ from selfjudge.store import read_json
 
 RUN_FOLDER = re.compile(r".+-g\d+")
 ORIGINS = ("draft", "judge", "target")
+FILES = ("summary*.json", "manifest.json", "study.json", "config.json", "judge.json")
 
 
 def read_results(folders: Iterable[Path]) -> Results:
     """Everything that lies below the folders. A folder with nothing in it that a report could show is an error."""
-    runs: dict[Key, Run] = {}
-    judges: list[JudgeCard] = []
-    labels: list[LabelRun] = []
-    studies: list[Study] = []
-    skipped: dict[str, str] = {}
-    seen: set[Path] = set()
+    collected = _Collected()
     for folder in folders:
+        collected.read(folder)
+    runs = sorted(_tasks_apart(list(collected.runs.values())), key=lambda run: run.key)
+    return Results(
+        tuple(runs),
+        tuple(collected.judges),
+        tuple(collected.labels),
+        tuple(collected.studies),
+        tuple(collected.skipped.items()),
+    )
+
+
+@dataclass
+class _Collected:
+    """What was read so far."""
+
+    runs: dict[Key, Run] = field(default_factory=dict)
+    judges: list[JudgeCard] = field(default_factory=list)
+    labels: list[LabelRun] = field(default_factory=list)
+    studies: list[Study] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+    seen: set[Path] = field(default_factory=set)
+
+    def read(self, folder: Path) -> None:
         if not folder.is_dir():
-            raise SelfJudgeError(f"{folder} is no folder: name folders that eval, train, label or study wrote")
+            raise SelfJudgeError(f"{folder} is not a folder: name folders that eval, train, label or study wrote")
         empty = True
-        for file in _files(folder):
-            if file.resolve() in seen:
+        for file in (file for name in FILES for file in sorted(folder.rglob(name))):
+            if file.resolve() in self.seen:
                 empty = False
-                continue
-            if file.name == "manifest.json":
-                if (made := _labelled(_Fields.of(file))) is None:
-                    continue  # the manifest of something else
-                labels.append(made)
-            elif file.name.startswith("summary"):
-                found = _Fields.of(file)
-                if (
-                    found.data.get("measure", "") is None
-                    and found.data.get("agreement") is None
-                    and found.data.get("rule") != "exact"
-                ):
-                    skipped[str(file.parent)] = "it has neither a score nor a run of exact to agree with"
-                    continue
-                if RUN_FOLDER.fullmatch(file.parent.name) or {"task", "rule"} <= found.data.keys():
-                    run = _run(found)
-                    if run.key in runs:
-                        skipped[str(file.parent)] = f"the same configuration as {runs[run.key].folder}"
-                    else:
-                        runs[run.key] = run
-                elif isinstance(found.data.get("runs"), list) and found.data["runs"]:
-                    labels += _label_runs(found)
-                else:
-                    skipped[str(file)] = "not a summary that a report knows"
-                    continue
-            elif file.name == "study.json":
-                found = _Fields.of(file)
-                if not isinstance(found.data.get("learning_curve"), list):
-                    skipped[str(file)] = "not a study of a judge"
-                    continue
-                studies.append(_study(found))
-            else:
-                found = _Fields.of(file)
-                if not (isinstance(found.data.get("thresholds"), dict) and found.data["thresholds"]):
-                    continue  # the configuration of something else
-                judges.append(_judge(found))
-            seen.add(file.resolve())
-            empty = False
+            elif self._take(file):
+                self.seen.add(file.resolve())
+                empty = False
         for place in sorted(folder.rglob("*-g*")):
             if place.is_dir() and RUN_FOLDER.fullmatch(place.name) and not (place / "summary.json").is_file():
-                skipped[str(place)] = "unfinished: it has no summary.json"
+                self.skipped[str(place)] = "unfinished: it has no summary.json"
         if empty:
-            why = "; ".join(f"{place}: {reason}" for place, reason in skipped.items() if Path(place).is_relative_to(folder))  # fmt: skip
+            reasons = (f"{place}: {why}" for place, why in self.skipped.items() if Path(place).is_relative_to(folder))
+            why = "; ".join(reasons)
             raise SelfJudgeError(
-                f"{folder} holds no results" + (f" ({why})" if why else "")
-                + ": name folders that eval, train, label or study wrote"
-            )  # fmt: skip
-    ordered = sorted(_apart(runs.values()), key=lambda run: run.key)
-    return Results(tuple(ordered), tuple(judges), tuple(labels), tuple(studies), tuple(skipped.items()))
+                f"{folder} holds no results{f' ({why})' if why else ''}: name folders that eval, train, label or study wrote"
+            )
+
+    def _take(self, file: Path) -> bool:
+        """Whether the file was one of a report's."""
+        content = _Fields.of(file)
+        if file.name == "manifest.json":
+            labels = _labelled(content)
+            self.labels += [labels] if labels else []
+            return labels is not None
+        if file.name.startswith("summary"):
+            return self._take_summary(content)
+        if file.name == "study.json":
+            if not isinstance(content.data.get("learning_curve"), list):
+                self.skipped[str(file)] = "not a study of a judge"
+                return False
+            self.studies.append(_study(content))
+            return True
+        if not (isinstance(content.data.get("thresholds"), dict) and content.data["thresholds"]):
+            return False  # the configuration of something else
+        self.judges.append(_judge(content))
+        return True
+
+    def _take_summary(self, content: _Fields) -> bool:
+        data, folder = content.data, content.file.parent
+        if data.get("measure", "") is None and data.get("agreement") is None and data.get("rule") != "exact":
+            self.skipped[str(folder)] = "it has neither a score nor a run of exact to agree with"
+            return False
+        if RUN_FOLDER.fullmatch(folder.name) or {"task", "rule"} <= data.keys():
+            run = _run(content)
+            if run.key in self.runs:
+                self.skipped[str(folder)] = f"the same configuration as {self.runs[run.key].folder}"
+            self.runs.setdefault(run.key, run)
+        elif isinstance(data.get("runs"), list) and data["runs"]:
+            self.labels += _label_runs(content)
+        else:
+            self.skipped[str(content.file)] = "not a summary that a report knows"
+            return False
+        return True
 
 
-def _apart(runs: Iterable[Run]) -> Iterator[Run]:
-    """Runs over other examples, or with other limits, than most of a task's are a task of their own: they do not compare."""
-    found = list(runs)
+def _tasks_apart(runs: Sequence[Run]) -> Iterator[Run]:
+    """Runs over other examples, or with other limits, than most of a task's do not compare: a task of their own."""
     sizes: dict[tuple[str, str], set[tuple[int, int]]] = defaultdict(set)
-    for run in found:
+    for run in runs:
         sizes[run.pair, run.task].add((run.n, run.max_new_tokens or 0))
-    for run in found:
-        known, mine = sizes[run.pair, run.task], (run.n, run.max_new_tokens or 0)
-        if mine == max(known):
+    for run in runs:
+        known, size = sizes[run.pair, run.task], (run.n, run.max_new_tokens or 0)
+        if size == max(known):
             yield run
             continue
-        words = [f"{mine[0]:,} examples"] if len({n for n, _ in known}) > 1 else []
-        words += [f"{mine[1]:,} tokens"] if len({tokens for _, tokens in known}) > 1 else []
+        words = [f"{size[0]:,} examples"] if len({n for n, _ in known}) > 1 else []
+        words += [f"{size[1]:,} tokens"] if len({tokens for _, tokens in known}) > 1 else []
         yield replace(run, task=f"{run.task}{APART}{', '.join(words)}")
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    for name in ("summary*.json", "manifest.json", "study.json", "config.json", "judge.json"):
-        yield from sorted(folder.rglob(name))
 
 
 @dataclass(frozen=True)
@@ -222,61 +235,78 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _open(found: _Fields) -> _Fields:
-    """A run on an open task has no score of its own: how far its words are those of `exact` stands for one."""
-    if found.data.get("measure", "score") is not None:
-        return found
-    agreement = found.number("agreement")
-    standing: dict[str, Any] = {"measure": "matching words", "score": 1.0 if agreement is None else agreement}
-    standing["delta_score"] = None if agreement is None else agreement - 1
-    return _Fields(found.file, {**found.data, **standing}, found.where)
+READERS: dict[Any, Callable[[_Fields, str], Any]] = {
+    "str": lambda content, key: content.text(key, ""),
+    "float": _Fields.needed,
+    "int": lambda content, key: int(content.needed(key)),
+    "float | None": _Fields.number,
+    "int | None": _Fields.whole,
+    "Interval | None": _Fields.interval,
+    "Mapping[str, float]": _Fields.table,
+    "Mapping[str, Interval]": _Fields.intervals,
+}
+"""How a field of `Run` is read, by its type."""
 
 
-def _run(found: _Fields) -> Run:
-    found = _open(found)
-    folder = found.file.parent
-    rule = found.text("rule")
-    judge = rule.partition("@")[2] or Path(found.text("judge", "")).name
-    substitutions = found.data.get("substitutions") or []
-    if not (
-        isinstance(substitutions, list)
-        and all(isinstance(s, list) and len(s) == 3 and _is_number(s[2]) for s in substitutions)
-    ):
-        raise found.wrong("substitutions", "a list of [choice, taken, count]")
-    return Run(
-        folder=folder, pair=found.text("pair", "–"), task=found.text("task"), judge=judge,
-        rule=f"{rule}@{judge}" if judge and "@" not in rule else rule,
-        gamma=int(found.needed("gamma")), n=int(found.needed("n")), measure=found.text("measure", "score"),
-        score=found.needed("score"), score_ci=found.interval("score_ci"), scores=found.table("scores"),
-        delta_score=found.number("delta_score"), delta_ci=found.interval("delta_ci"),
-        delta_scores=found.table("delta_scores"), delta_scores_ci=found.intervals("delta_scores_ci"), agreement=found.number("agreement"),
-        m=found.number("mean_accepted_length"), delta_m=found.number("delta_m"), m_ratio=found.number("m_ratio"),
-        drafts_accepted=found.number("drafts_accepted"), judged_share=found.number("judged_share"),
-        tokens_per_second=found.number("tokens_per_second"), extraction_failures=found.number("extraction_failures"), cut_off=found.number("cut_off"),
-        threshold=found.number("threshold"), label_method=found.text("label_method", ""), features=found.text("features", ""),
-        suffix_length=found.whole("suffix_length"), label_prompts=found.whole("label_prompts"), fold=found.text("fold", ""), batch=found.whole("batch"),
-        max_new_tokens=found.whole("max_new_tokens"), seconds=found.table("seconds"),
-        substitutions=tuple((str(a), str(b), int(n)) for a, b, n in substitutions),
-        provenance=_provenance(found), lengths=_lengths(folder / "samples.jsonl.gz"), examples=_examples(folder / "examples.jsonl"),
-    )  # fmt: skip
+def _run(content: _Fields) -> Run:
+    """A summary and what lies beside it."""
+    content = _scored(content)
+    folder, rule = content.file.parent, content.text("rule")
+    judge = rule.partition("@")[2] or Path(content.text("judge", "")).name
+    own: dict[str, Any] = {
+        "folder": folder,
+        "pair": content.text("pair", "–"),
+        "task": content.text("task"),
+        "rule": f"{rule}@{judge}" if judge and "@" not in rule else rule,
+        "judge": judge,
+        "measure": content.text("measure", "score"),
+        "substitutions": _substitutions(content),
+        "provenance": _provenance(content),
+        "lengths": _lengths(folder / "samples.jsonl.gz"),
+        "examples": _examples(folder / "examples.jsonl"),
+    }
+    return Run(**own, **{f.name: READERS[f.type](content, f.name) for f in fields(Run) if f.name not in own})
 
 
-def _provenance(found: _Fields) -> Provenance:
+def _scored(content: _Fields) -> _Fields:
+    """A run on a task without answers has no score: how far its words are those of `exact` stands for one."""
+    if content.data.get("measure", "score") is not None:
+        return content
+    agreement = content.number("agreement")
+    score = {
+        "measure": "matching words",
+        "score": 1.0 if agreement is None else agreement,
+        "delta_score": None if agreement is None else agreement - 1,
+    }
+    return _Fields(content.file, {**content.data, **score}, content.where)
+
+
+def _substitutions(content: _Fields) -> tuple[tuple[str, str, int], ...]:
+    rows = content.data.get("substitutions") or []
+    if not (isinstance(rows, list) and all(isinstance(r, list) and len(r) == 3 and _is_number(r[2]) for r in rows)):
+        raise content.wrong("substitutions", "a list of [choice, taken, count]")
+    return tuple((str(choice), str(taken), int(count)) for choice, taken, count in rows)
+
+
+def _provenance(content: _Fields) -> Provenance:
     """From the file itself; what it lacks from the nearest run.json at or above it, up to the folder of the evaluation."""
-    places = (found.file.parent, *found.file.parent.parents[:2])
+    places = (content.file.parent, *content.file.parent.parents[:2])
     beside = next((place / "run.json" for place in places if (place / "run.json").is_file()), None)
-    made = _Fields.of(beside).data if beside else {}
-    machine = found.data.get("machine") or made.get("machine")
-    versions = found.data.get("versions") or made.get("versions")
+    run = _Fields.of(beside).data if beside else {}
+    machine = content.data.get("machine") or run.get("machine")
+    versions = content.data.get("versions") or run.get("versions")
     if isinstance(machine, dict):
         parts = (machine.get("gpu"), machine.get("cpu") or machine.get("arch"), _counted(machine.get("cpus"), "cores"))
         machine = ", ".join(str(part) for part in parts if part)
     if isinstance(versions, dict):
         versions = ", ".join(f"{name} {version}" for name, version in versions.items())
     return Provenance(
-        str(machine or ""), found.text("dtype", ""), str(versions or ""),
-        str(found.data.get("date") or made.get("time") or ""), str(found.data.get("commit") or made.get("commit") or "")[:12],
-    )  # fmt: skip
+        str(machine or ""),
+        content.text("dtype", ""),
+        str(versions or ""),
+        str(content.data.get("date") or run.get("time") or ""),
+        str(content.data.get("commit") or run.get("commit") or "")[:12],
+    )
 
 
 def _counted(number: Any, what: str) -> str:
@@ -302,23 +332,33 @@ def _lengths(file: Path) -> dict[str, tuple[int, int]]:
 
 def _examples(file: Path) -> tuple[Example, ...]:
     return tuple(
-        Example(row.text("id"), str(row.data.get("prompt") or ""), row.number("score"), tuple(map(_token, row.objects("tokens"))))
+        Example(
+            row.text("id"),
+            str(row.data.get("prompt") or ""),
+            row.number("score"),
+            tuple(map(_token, row.objects("tokens"))),
+        )
         for row in _lines(file)
-    )  # fmt: skip
+    )
 
 
-def _token(found: _Fields) -> Token:
-    origin = found.data.get("origin")
+def _token(content: _Fields) -> Token:
+    origin = content.data.get("origin")
     if origin not in ORIGINS:
-        raise found.wrong("origin", "draft, judge or target")
+        raise content.wrong("origin", "draft, judge or target")
     return Token(
-        str(found.data.get("text") or ""), origin, str(found.data.get("choice") or ""), found.number("p"),
-        found.number("p_choice"), found.number("judge"), found.whole("cycle"),
-    )  # fmt: skip
+        str(content.data.get("text") or ""),
+        origin,
+        str(content.data.get("choice") or ""),
+        content.number("p"),
+        content.number("p_choice"),
+        content.number("judge"),
+        content.whole("cycle"),
+    )
 
 
-def _judge(found: _Fields) -> JudgeCard:
-    folder = found.file.parent
+def _judge(content: _Fields) -> JudgeCard:
+    folder = content.file.parent
     roc = None
     if (folder / "roc.json").is_file():
         curve = _Fields.of(folder / "roc.json")
@@ -327,43 +367,57 @@ def _judge(found: _Fields) -> JudgeCard:
             raise curve.wrong("tpr", f"{len(fpr)} numbers, one for each of 'fpr'")
         marks = {name: mark for name in ("F", "R") if (mark := curve.interval(name))}
         roc = Roc(fpr, tpr, marks, curve.number("auc"))
-    return JudgeCard(folder, folder.resolve().name, found.data, roc)
+    return JudgeCard(folder, folder.resolve().name, content.data, roc)
 
 
-def _label_runs(found: _Fields) -> list[LabelRun]:
-    made = _provenance(found)
+def _label_runs(content: _Fields) -> list[LabelRun]:
+    provenance = _provenance(content)
     return [
         LabelRun(
-            found.text("pair", "–"), row.text("method"), row.whole("prompts"), int(row.needed("rows")), row.number("acceptable"),
-            row.needed("rows_per_hour"), row.table("seconds").get("tau"), row.number("target_tokens_per_label"), made,
+            content.text("pair", "–"),
+            row.text("method"),
+            row.whole("prompts"),
+            int(row.needed("rows")),
+            row.number("acceptable"),
+            row.needed("rows_per_hour"),
+            row.table("seconds").get("tau"),
+            row.number("target_tokens_per_label"),
+            provenance,
         )
-        for row in found.objects("runs")
-    ]  # fmt: skip
+        for row in content.objects("runs")
+    ]
 
 
-def _labelled(found: _Fields) -> LabelRun | None:
+def _labelled(content: _Fields) -> LabelRun | None:
     """A folder that `selfjudge label` wrote; its seconds stand in run.json."""
-    if not ({"method", "rows", "shards"} <= found.data.keys() and (found.file.parent / "run.json").is_file()):
+    if not ({"method", "rows", "shards"} <= content.data.keys() and (content.file.parent / "run.json").is_file()):
         return None
-    seconds = _Fields.of(found.file.parent / "run.json").table("seconds")
+    seconds = _Fields.of(content.file.parent / "run.json").table("seconds")
     spent = sum(seconds.values()) - seconds.get("tau", 0.0)
-    rows = int(found.needed("rows"))
+    rows = int(content.needed("rows"))
     if not (rows and spent > 0):
         return None
     return LabelRun(
-        found.text("target", "–"), found.text("method"), found.whole("prompts"), rows, found.needed("acceptable") / rows,
-        rows / spent * 3600, seconds.get("tau"), (found.number("target_tokens") or 0) / rows, _provenance(found),
-    )  # fmt: skip
+        content.text("target", "–"),
+        content.text("method"),
+        content.whole("prompts"),
+        rows,
+        content.needed("acceptable") / rows,
+        rows / spent * 3600,
+        seconds.get("tau"),
+        (content.number("target_tokens") or 0) / rows,
+        _provenance(content),
+    )
 
 
-def _study(found: _Fields) -> Study:
+def _study(content: _Fields) -> Study:
     curve = tuple(
         {"labels": row.needed("labels"), "linear": row.number("linear"), "mlp": row.number("mlp")}
-        for row in found.objects("learning_curve")
+        for row in content.objects("learning_curve")
     )
     features = tuple(
         {"features": row.text("features"), "linear": row.number("linear"), "mlp": row.number("mlp")}
-        for row in found.objects("features")
+        for row in content.objects("features")
     )
-    folder = found.file.parent.resolve().name
-    return Study(folder, found.text("target", "–"), curve, features, _provenance(found))
+    folder = content.file.parent.resolve().name
+    return Study(folder, content.text("target", "–"), curve, features, _provenance(content))

@@ -1,9 +1,13 @@
-"""What a report is made of: frozen records of the results that were read."""
+"""What a report is made of: frozen records of the results that were read, and the order in which they are shown.
+
+Tasks come as in the paper, rules from lossless to boldest, and a task is represented by the γ that most of its runs have.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,7 +60,10 @@ class Provenance:
 
 @dataclass(frozen=True)
 class Run:
-    """One task decoded by one rule at one γ: eval's `summary.json` and what lies beside it. Scores are shares."""
+    """One task decoded by one rule at one γ: eval's `summary.json` and what lies beside it. Scores are shares.
+
+    Fields have the names of the summary's keys.
+    """
 
     folder: Path
     pair: str
@@ -76,8 +83,10 @@ class Run:
     """Of the measures beside the one that stands for the task."""
     delta_scores_ci: Mapping[str, Interval]
     agreement: float | None
-    m: float | None
+    mean_accepted_length: float | None
     delta_m: float | None
+    delta_m_ci: Interval | None
+    """Older summaries have none."""
     m_ratio: float | None
     drafts_accepted: float | None
     judged_share: float | None
@@ -99,6 +108,10 @@ class Run:
     lengths: Mapping[str, tuple[int, int]] = field(default_factory=dict, repr=False)
     """(tokens, cycles) of every example, by id."""
     examples: tuple[Example, ...] = field(default=(), repr=False)
+
+    @property
+    def m(self) -> float | None:
+        return self.mean_accepted_length
 
     @property
     def name(self) -> str:
@@ -187,3 +200,68 @@ class Results:
     studies: tuple[Study, ...]
     skipped: tuple[tuple[str, str], ...]
     """(folder, why) of what was found and left out."""
+
+
+PAPER = ("gsm8k", "math500", "mmlu", "cnn_dailymail")
+"""The tasks whose average the paper reports."""
+TITLES = {
+    "gsm8k": "GSM8K", "math500": "MATH-500", "mmlu": "MMLU", "cnn_dailymail": "CNN/DailyMail",
+    "livecodebench": "LiveCodeBench", "mbpp": "MBPP", "dolly": "Dolly",
+}  # fmt: skip
+
+
+def title(task: str) -> str:
+    name, _, apart = task.partition(APART)
+    known = TITLES.get(name, name) if name != "livecodebench-all" else "LiveCodeBench, all folds"
+    return f"{known}, {apart}" if apart else known
+
+
+def task_order(task: str) -> tuple[int, str]:
+    known, name = (*PAPER, "livecodebench", "livecodebench-all"), task.partition(APART)[0]
+    return (known.index(name) if name in known else len(known), task)
+
+
+def rule_order(run: Run) -> tuple[Any, ...]:
+    """`exact`, other rules, judged, judge_only; F and R before numbers."""
+    rank = {"exact": 0, "judged": 2, "judge_only": 3}.get(run.name, 1)
+    try:
+        option: tuple[int, float, str] = (1, float(run.option.removeprefix("q")), "")
+    except ValueError:
+        option = (0, 0.0, run.option)
+    return rank, run.method, option, run.gamma, run.fold
+
+
+def by_task(runs: Iterable[Run]) -> dict[tuple[str, str], list[Run]]:
+    """(pair, task) → runs in order."""
+    grouped: dict[tuple[str, str], list[Run]] = defaultdict(list)
+    for run in runs:
+        grouped[run.pair, run.task].append(run)
+    keys = sorted(grouped, key=lambda key: (key[0], task_order(key[1])))
+    return {key: sorted(grouped[key], key=rule_order) for key in keys}
+
+
+def usual_gamma(runs: Iterable[Run]) -> int:
+    """The γ most runs have; the larger of two."""
+    counts = Counter(run.gamma for run in runs)
+    return max(counts, key=lambda gamma: (counts[gamma], gamma))
+
+
+def named(run: Run) -> bool:
+    """Whether its option is no number: F, R or nothing. Numbers and qualities of a judged rule are points of a sweep."""
+    try:
+        float(run.option.removeprefix("q"))
+    except ValueError:
+        return True
+    return not run.judge
+
+
+def several(values: Iterable[Any]) -> bool:
+    return len(set(values)) > 1
+
+
+def timed(runs: Sequence[Run]) -> list[Run]:
+    """One task's runs at its usual γ whose time is known; of a sweep over θ only where nothing else of its method is."""
+    gamma = usual_gamma(runs)
+    known = [r for r in runs if r.gamma == gamma and sum(r.phases.values()) > 0]
+    methods = {r.method for r in known if named(r)}
+    return [r for r in known if named(r) or r.method not in methods]

@@ -8,24 +8,44 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from selfjudge.report.records import Interval
-
 Row = Mapping[str, Any]
 LETTERS_SHOWN = 24
 """Of a token in a table."""
 
 
+def text(value: Any) -> str:
+    return "–" if value is None or value == "" else str(value)
+
+
 @dataclass(frozen=True)
 class Column:
-    """`small` stands smaller below what `show` says, in markdown after `joint`; both get the whole row."""
+    """`form` shows the row's `value`: a key, or a function of the row.
+
+    `below` stands smaller under it, in markdown after `joint`: the key of an interval, or a function of the row.
+    """
 
     head: str
-    show: Callable[[Row], str]
-    small: Callable[[Row], str] = lambda row: ""
+    value: str | Callable[[Row], Any]
+    form: Callable[[Any], str] = text
+    below: str | Callable[[Row], str] = ""
+    help: str = ""
     numeric: bool = True
     wide: bool = False
-    help: str = ""
     joint: str = " "
+
+    def show(self, row: Row) -> str:
+        return self.form(row[self.value] if isinstance(self.value, str) else self.value(row))
+
+    def small(self, row: Row) -> str:
+        if not isinstance(self.below, str):
+            return self.below(row)
+        ends = row[self.below] if self.below else None
+        return "" if ends is None else f"[{self.form(ends[0])}, {self.form(ends[1])}]"
+
+
+def word_column(head: str, value: str | Callable[[Row], Any], **more: Any) -> Column:
+    """A column of words, not of numbers."""
+    return Column(head, value, numeric=False, **more)
 
 
 @dataclass(frozen=True)
@@ -40,18 +60,22 @@ class Table:
 
     def markdown(self) -> str:
         """As a GitHub table; cells hold no markup of their own."""
-        heads = [_escaped(column.head) for column in self.columns]
+
+        def line(cells: Iterable[str]) -> str:
+            return f"| {' | '.join(cells)} |"
+
+        def cell(column: Column, row: Row) -> str:
+            return _escaped(column.joint.join(filter(None, (column.show(row), column.small(row)))))
+
         lines = [
-            f"## {_escaped(self.title)}", "",
-            f"| {' | '.join(heads)} |",
-            f"| {' | '.join('---:' if c.numeric else '---' for c in self.columns)} |",
-            *(
-                f"| {' | '.join(_escaped(c.joint.join(filter(None, (c.show(row), c.small(row))))) for c in self.columns)} |"
-                for row in self.rows
-            ),
-            "", *([_escaped(self.note), ""] if self.note else []),
-        ]  # fmt: skip
-        return "\n".join(lines)
+            f"## {_escaped(self.title)}",
+            "",
+            line(_escaped(column.head) for column in self.columns),
+            line("---:" if column.numeric else "---" for column in self.columns),
+            *(line(cell(column, row) for column in self.columns) for row in self.rows),
+            "",
+        ]
+        return "\n".join([*lines, _escaped(self.note), ""] if self.note else lines)
 
 
 def _escaped(text: str) -> str:
@@ -59,30 +83,43 @@ def _escaped(text: str) -> str:
     return re.sub(r"([\\|`*_\[\]<>&#])", r"\\\1", " ".join(text.split()))
 
 
-def fixed(value: float | None, digits: int = 2) -> str:
-    """Rounded, with a real minus and none before a zero."""
-    return "–" if value is None else f"{round(value, digits) + 0.0:,.{digits}f}".replace("-", "−")
+def fixed(value: Any, digits: int = 2, sign: str = "") -> str:
+    """Rounded, with a real minus and none before a zero; what is not a number as text."""
+    if not isinstance(value, int | float):
+        return text(value)
+    return f"{round(value, digits) + 0.0:{sign},.{digits}f}".replace("-", "−")
 
 
-def signed(value: float | None, digits: int = 2) -> str:
-    return "–" if value is None else f"{round(value, digits) + 0.0:+,.{digits}f}".replace("-", "−")
+def whole(value: Any) -> str:
+    return fixed(value, 0)
 
 
-def points(value: float | None, digits: int = 1) -> str:
+def thousandths(value: Any) -> str:
+    return fixed(value, 3)
+
+
+def signed(value: Any, digits: int = 2) -> str:
+    return fixed(value, digits, "+")
+
+
+def points(value: float | None) -> str:
     """A share in points."""
-    return fixed(None if value is None else 100 * value, digits)
-
-
-def percent(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.1f}\N{NO-BREAK SPACE}%"
-
-
-def interval(value: Interval | None, show: Callable[[float], str]) -> str:
-    return "" if value is None else f"[{show(value[0])}, {show(value[1])}]"
+    return fixed(None if value is None else 100 * value, 1)
 
 
 def signed_points(value: float | None) -> str:
     return signed(None if value is None else 100 * value, 1)
+
+
+def percent(value: Any) -> str:
+    return f"{100 * value:.1f}\N{NO-BREAK SPACE}%" if isinstance(value, int | float) else text(value)
+
+
+def quoted(token: str) -> str:
+    """A token with its spaces, line ends and other invisible characters visible; long ones are cut."""
+    token = token if len(token) <= LETTERS_SHOWN else token[: LETTERS_SHOWN - 1] + "…"
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in token.replace("\\", "\\\\"))
+    return f"“{shown.replace(' ', '␣')}”"
 
 
 def slug(*parts: str) -> str:
@@ -93,27 +130,8 @@ def slug(*parts: str) -> str:
 def distinct(names: Iterable[str]) -> list[str]:
     """The names, those that were there before with a number."""
     seen: Counter[str] = Counter()
-    made = []
+    numbered = []
     for name in names:
         seen[name] += 1
-        made.append(name if seen[name] == 1 else f"{name}--{seen[name]}")
-    return made
-
-
-def text(value: Any) -> str:
-    return "–" if value is None else str(value)
-
-
-def figure(value: Any, digits: int) -> str:
-    return fixed(value, digits) if isinstance(value, int | float) else text(value)
-
-
-def share(value: Any) -> str:
-    return percent(value) if isinstance(value, int | float) else text(value)
-
-
-def quoted(token: str) -> str:
-    """A token with its spaces, line ends and other invisible characters visible; long ones are cut."""
-    token = token if len(token) <= LETTERS_SHOWN else token[: LETTERS_SHOWN - 1] + "…"
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in token.replace("\\", "\\\\"))
-    return f"“{shown.replace(' ', '␣')}”"
+        numbered.append(name if seen[name] == 1 else f"{name}--{seen[name]}")
+    return numbered

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from selfjudge.report.intervals import Errors, around, error_of, m_errors, mean_error
-from selfjudge.report.making import features, judges, labelling, provenances
-from selfjudge.report.order import PAPER, by_task, named, rule_order, several, task_order, timed, title, usual_gamma
-from selfjudge.report.records import Results, Run
+from selfjudge.report.records import (
+    PAPER,
+    JudgeCard,
+    LabelRun,
+    Results,
+    Run,
+    Study,
+    by_task,
+    named,
+    rule_order,
+    several,
+    task_order,
+    timed,
+    title,
+    usual_gamma,
+)
 from selfjudge.report.substitutions import GROUPS, group
 from selfjudge.report.table import (
     Column,
@@ -18,18 +31,73 @@ from selfjudge.report.table import (
     Table,
     distinct,
     fixed,
-    interval,
     percent,
     points,
     quoted,
     signed,
     signed_points,
     slug,
-    text,
+    thousandths,
+    whole,
+    word_column,
 )
 
 PAIRS_SHOWN = 4
 """Substitutions named in each group."""
+TASK = word_column("task", lambda row: title(row["task"]))
+RULE = word_column("rule", "rule")
+GAMMA = Column("γ", "gamma")
+PER_TASK = [
+    "pair",
+    "task",
+    "rule",
+    "method",
+    "threshold",
+    "gamma",
+    "fold",
+    "n",
+    "mean_accepted_length",
+    "delta_m",
+    "delta_m_ci",
+    "m_ratio",
+    "measure",
+    "score",
+    "score_ci",
+    "delta_score",
+    "delta_ci",
+    "scores",
+    "delta_scores",
+    "delta_scores_ci",
+    "agreement",
+    "drafts_accepted",
+    "judged_share",
+    "tokens_per_second",
+    "extraction_failures",
+    "cut_off",
+]
+"""What a row of a per-task table takes from its run."""
+
+
+def tables(results: Results) -> dict[str, list[Table]]:
+    """Section → its tables; only what there is data for."""
+    runs = results.runs
+    against = Against(runs)
+    sections = {
+        "averages": averages(runs, against),
+        "task": per_tasks(runs, against),
+        "two-stage": [two_stage(runs)],
+        "suffix-length": [suffix_lengths(runs)],
+        "roc": [judges(results.judges)],
+        "study": [features(results.studies)],
+        "labelling": [labelling(results.labels)],
+        "time": [times(runs)],
+        "substitutions": [substituted(runs)],
+        "extraction": [failures(runs)],
+        "provenance": [provenances(results)],
+    }
+    full = {name: [table for table in section if table.rows] for name, section in sections.items()}
+    ids = iter(distinct(table.id for section in full.values() for table in section))
+    return {name: [replace(table, id=next(ids)) for table in section] for name, section in full.items() if section}
 
 
 class Against:
@@ -39,105 +107,102 @@ class Against:
         self.exact = {(r.pair, r.task, r.gamma, r.fold): r for r in runs if r.name == "exact"}
 
     def errors(self, run: Run) -> Errors:
+        """As eval stored them, else from the samples."""
         base = self.exact.get((run.pair, run.task, run.gamma, run.fold))
-        return m_errors(run, base) if base is not None and base is not run and run.delta_m is not None else Errors()
+        if base is None or base is run or run.delta_m is None:
+            return Errors()
+        errors = m_errors(run, base)
+        return errors if run.delta_m_ci is None else replace(errors, delta_m=error_of(run.delta_m_ci))
 
 
-def tables(results: Results) -> list[Table]:
-    """Every table there is data for, in the order of the page."""
-    against = Against(results.runs)
-    made = [
-        *averages(results.runs, against),
-        *(per_task(pair, task, runs, against, several(r.pair for r in results.runs)) for (pair, task), runs in by_task(results.runs).items()),
-        *two_stage(results.runs), *suffix_lengths(results.runs), *judges(results.judges), *features(results),
-        *labelling(results), *times(results.runs), *substituted(results.runs), *failures(results.runs), *provenances(results),
-    ]  # fmt: skip
-    full = [table for table in made if table.rows]
-    return [replace(table, id=name) for table, name in zip(full, distinct(t.id for t in full), strict=True)]
+def _of(run: Run, *names: str) -> dict[str, Any]:
+    """Fields and properties of a run by name."""
+    return {name: getattr(run, name) for name in names}
+
+
+def _pair_column(runs: Iterable[Run]) -> list[Column]:
+    return [word_column("pair", "pair")] if several(r.pair for r in runs) else []
 
 
 def averages(runs: Sequence[Run], against: Against) -> list[Table]:
     """Averages over the paper's tasks, one table a pair: every rule at every γ that covers all of its tasks."""
-    made = []
-    for pair in sorted({run.pair for run in runs}):
-        mine = [r for r in runs if r.pair == pair and r.task in PAPER and not r.fold]
-        tasks = sorted({r.task for r in mine}, key=task_order)
+    found = []
+    pairs = sorted({run.pair for run in runs})
+    for pair in pairs:
+        scored = sorted((r for r in runs if r.pair == pair and r.task in PAPER and not r.fold), key=rule_order)
+        tasks = sorted({r.task for r in scored}, key=task_order)
         if len(tasks) < 2:
             continue
-        swept = {r.method for r in mine if named(r)}
+        swept = {r.method for r in scored if named(r)}
         rules: dict[str, list[Run]] = defaultdict(list)
-        for run in sorted(mine, key=rule_order):
+        for run in scored:
             if named(run) or run.method not in swept:
                 rules[run.rule].append(run)
         rows = [_average(chosen, against) for each in rules.values() for chosen in _sets(each) if len(chosen) > 1]
-        heads = [
-            Column(
-                title(t),
-                _cell_of(t, "m"),
-                _cell_of(t, "score"),
-                help="m, then score in points and its change",
-                joint=" / ",
+        note = "The mean is over " + ", ".join(map(title, tasks)) + "."
+        if any(len(row["tasks"]) < len(tasks) for row in rows):
+            note += " Rows with fewer tasks are not comparable with the others."
+        if set(tasks) != set(PAPER):
+            note += f" The paper's average is over {', '.join(map(title, PAPER))}: not all were run."
+        name, heading = slug("averages", pair if len(pairs) > 1 else ""), f", {pair}" if len(pairs) > 1 else ""
+        found.append(Table(name, f"Average over tasks{heading}", _average_columns(tasks), tuple(rows), note))
+    return found
+
+
+def _average_columns(tasks: Sequence[str]) -> tuple[Column, ...]:
+    def m_of(task: str) -> Callable[[Row], Any]:
+        return lambda row: row["tasks"].get(task, {}).get("m")
+
+    def score_of(task: str) -> Callable[[Row], str]:
+        def show(row: Row) -> str:
+            cell = row["tasks"].get(task)
+            if cell is None:
+                return ""
+            return points(cell["score"]) + (
+                "" if cell["delta_score"] is None else f" ({signed_points(cell['delta_score'])})"
             )
-            for t in tasks
-        ]
-        columns = (
-            Column("rule", lambda r: r["rule"], numeric=False), Column("γ", lambda r: r["gammas"]), *heads,
-            Column("mean Δm", lambda r: signed(r["delta_m"]), lambda r: interval(r["delta_m_ci"], signed), help="against exact, same task and γ"),
-            Column("mean m ratio", lambda r: fixed(r["m_ratio"]), lambda r: interval(r["m_ratio_ci"], fixed)),
-            Column("mean Δtask", lambda r: signed_points(r["delta_score"]), lambda r: interval(r["delta_ci"], signed_points), help="points"),
-            Column("tasks", lambda r: str(len(r["tasks"]))),
-        )  # fmt: skip
-        partial = any(len(row["tasks"]) < len(tasks) for row in rows)
-        made.append(
-            Table(
-                slug("averages", pair if several(r.pair for r in runs) else ""),
-                "Average over tasks" + (f", {pair}" if several(r.pair for r in runs) else ""), columns, tuple(rows),
-                "The mean is over " + ", ".join(map(title, tasks)) + "."
-                + (" Rows with fewer tasks are not comparable with the others." if partial else "")
-                + ("" if set(tasks) == set(PAPER) else f" The paper's average is over {', '.join(map(title, PAPER))}: not all were run."),
-            )
-        )  # fmt: skip
-    return made
 
+        return show
 
-def _cell_of(task: str, what: str) -> Callable[[Row], str]:
-    def show(row: Row) -> str:
-        one = row["tasks"].get(task)
-        if one is None:
-            return "–" if what == "m" else ""
-        if what == "m":
-            return fixed(one["m"])
-        change = "" if one["delta_score"] is None else f" ({signed_points(one['delta_score'])})"
-        return f"{points(one['score'])}{change}"
-
-    return show
+    about = "m, then score in points and its change"
+    return (
+        RULE,
+        Column("γ", "gammas"),
+        *(Column(title(task), m_of(task), fixed, score_of(task), about, joint=" / ") for task in tasks),
+        Column("mean Δm", "delta_m", signed, "delta_m_ci", "against exact, same task and γ"),
+        Column("mean m ratio", "m_ratio", fixed, "m_ratio_ci"),
+        Column("mean Δtask", "delta_score", signed_points, "delta_ci", "points"),
+        Column("tasks", lambda row: len(row["tasks"])),
+    )
 
 
 def _sets(runs: Sequence[Run]) -> list[list[Run]]:
     """One rule's runs → sets of one run a task: by γ where a γ covers all its tasks, else each task at its own γ."""
     tasks = {r.task for r in runs}
-    gammas = {g: [r for r in runs if r.gamma == g] for g in sorted({r.gamma for r in runs})}
-    whole = [chosen for chosen in gammas.values() if len(chosen) == len(tasks)]
-    if whole:
-        return whole
+    gammas = [[r for r in runs if r.gamma == gamma] for gamma in sorted({r.gamma for r in runs})]
+    if covering := [chosen for chosen in gammas if len(chosen) == len(tasks)]:
+        return covering
     if len(runs) == len(tasks):
         return [list(runs)]
-    most = max(len(chosen) for chosen in gammas.values())
-    return [chosen for chosen in gammas.values() if len(chosen) == most]
+    most = max(map(len, gammas))
+    return [chosen for chosen in gammas if len(chosen) == most]
 
 
 def _average(runs: Sequence[Run], against: Against) -> Row:
-    known = [against.errors(r) for r in runs]
-    delta_m, ratio = _mean([r.delta_m for r in runs]), _mean([r.m_ratio for r in runs])
-    delta = _mean([r.delta_score for r in runs])
-    is_exact = runs[0].name == "exact"
+    errors = [against.errors(r) for r in runs]
+    delta_m, delta = _mean([r.delta_m for r in runs]), _mean([r.delta_score for r in runs])
+    ratio = None if runs[0].name == "exact" else _mean([r.m_ratio for r in runs])
     return {
-        "rule": runs[0].rule, "method": runs[0].method, "gammas": ", ".join(str(g) for g in sorted({r.gamma for r in runs})),
-        "tasks": {r.task: {"m": r.m, "score": r.score, "delta_m": r.delta_m, "delta_score": r.delta_score} for r in runs},
-        "delta_m": delta_m, "delta_m_ci": around(delta_m, mean_error([e.delta_m for e in known])),
-        "m_ratio": None if is_exact else ratio, "m_ratio_ci": None if is_exact else around(ratio, mean_error([e.m_ratio for e in known])),
-        "delta_score": delta, "delta_ci": around(delta, mean_error([error_of(r.delta_ci) for r in runs])),
-    }  # fmt: skip
+        **_of(runs[0], "rule", "method"),
+        "gammas": ", ".join(str(gamma) for gamma in sorted({r.gamma for r in runs})),
+        "tasks": {r.task: _of(r, "m", "score", "delta_m", "delta_score") for r in runs},
+        "delta_m": delta_m,
+        "delta_m_ci": around(delta_m, mean_error([e.delta_m for e in errors])),
+        "m_ratio": ratio,
+        "m_ratio_ci": around(ratio, mean_error([e.m_ratio for e in errors])),
+        "delta_score": delta,
+        "delta_ci": around(delta, mean_error([error_of(r.delta_ci) for r in runs])),
+    }
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -145,216 +210,336 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return sum(known) / len(known) if known and len(known) == len(values) else None
 
 
-def per_task(pair: str, task: str, runs: Sequence[Run], against: Against, pairs: bool) -> Table:
-    rows = []
-    for run in runs:
-        errors = against.errors(run)
-        rows.append({
-            "pair": pair, "task": task, "rule": run.rule, "method": run.method, "threshold": run.threshold, "gamma": run.gamma, "fold": run.fold, "n": run.n,
-            "mean_accepted_length": run.m, "delta_m": run.delta_m, "delta_m_ci": around(run.delta_m, errors.delta_m),
-            "m_ratio": run.m_ratio if run.name != "exact" else None, "m_ratio_ci": around(run.m_ratio, errors.m_ratio),
-            "measure": run.measure, "score": run.score, "score_ci": run.score_ci, "delta_score": run.delta_score, "delta_ci": run.delta_ci,
-            "scores": dict(run.scores), "delta_scores": dict(run.delta_scores), "delta_scores_ci": dict(run.delta_scores_ci), "agreement": run.agreement, "drafts_accepted": run.drafts_accepted, "judged_share": run.judged_share,
-            "tokens_per_second": run.tokens_per_second, "extraction_failures": run.extraction_failures, "cut_off": run.cut_off,
-        })  # fmt: skip
+def per_tasks(runs: Sequence[Run], against: Against) -> list[Table]:
+    pairs = several(r.pair for r in runs)
+    return [
+        Table(
+            slug("task", pair if pairs else "", task),
+            title(task) + (f", {pair}" if pairs else ""),
+            _per_task_columns(chosen),
+            tuple(_per_task(run, against.errors(run)) for run in chosen),
+        )
+        for (pair, task), chosen in by_task(runs).items()
+    ]
+
+
+def _per_task(run: Run, errors: Errors) -> Row:
+    row = _of(run, *PER_TASK)
+    row["delta_m_ci"] = run.delta_m_ci or around(run.delta_m, errors.delta_m)
+    row["m_ratio"] = run.m_ratio if run.name != "exact" else None
+    row["m_ratio_ci"] = around(run.m_ratio, errors.m_ratio)
+    return row
+
+
+def _per_task_columns(runs: Sequence[Run]) -> tuple[Column, ...]:
     measure = runs[0].measure
     others = sorted({name for run in runs for name in run.scores} - {measure})
-    columns = [
-        Column("rule", lambda r: r["rule"], lambda r: "" if r["threshold"] is None else f"θ {r['threshold']:.3f}", numeric=False),
-        Column("γ", lambda r: str(r["gamma"])),
-        *([Column("fold", lambda r: r["fold"])] if several(r.fold for r in runs) else []),
-        Column("n", lambda r: f"{r['n']:,}"),
-        Column("m", lambda r: fixed(r["mean_accepted_length"]), help="tokens per target pass"),
-        Column("Δm", lambda r: signed(r["delta_m"]), lambda r: interval(r["delta_m_ci"], signed), help="against exact"),
-        Column("m ratio", lambda r: fixed(r["m_ratio"]), lambda r: interval(r["m_ratio_ci"], fixed), help="m over that of exact"),
-        Column(measure, lambda r: points(r["score"]), lambda r: interval(r["score_ci"], points), help="points"),
-        Column("Δtask", lambda r: signed_points(r["delta_score"]), lambda r: interval(r["delta_ci"], signed_points), help="points against exact"),
-        *(Column(name, _other(name), _change(name), help="points, and their change against exact") for name in others),
-        Column("same answer", lambda r: percent(r["agreement"]), help="as exact; of open tasks the share of matching words"),
-        Column("drafts/cycle", lambda r: fixed(r["drafts_accepted"]), help="drafted tokens accepted in a cycle"),
-        Column("judged", lambda r: percent(r["judged_share"]), help="tokens taken against the target's choice"),
-        Column("cut off", lambda r: percent(r["cut_off"]), help="answers that ended at the length limit"),
-        Column("tokens/s", lambda r: fixed(r["tokens_per_second"], 0 if (r["tokens_per_second"] or 0) >= 100 else 1)),
-    ]  # fmt: skip
-    return Table(slug("task", pair if pairs else "", task), title(task) + (f", {pair}" if pairs else ""), tuple(columns), tuple(rows))  # fmt: skip
+    return (
+        word_column("rule", "rule", below=lambda r: "" if r["threshold"] is None else f"θ {r['threshold']:.3f}"),
+        GAMMA,
+        *([Column("fold", "fold")] if several(r.fold for r in runs) else []),
+        Column("n", "n", whole),
+        Column("m", "mean_accepted_length", fixed, help="tokens per target pass"),
+        Column("Δm", "delta_m", signed, "delta_m_ci", "against exact"),
+        Column("m ratio", "m_ratio", fixed, "m_ratio_ci", "m over that of exact"),
+        Column(measure, "score", points, "score_ci", "points"),
+        Column(f"Δ {measure}", "delta_score", signed_points, "delta_ci", "points against exact"),
+        *(_other_measure(name) for name in others),
+        Column("same answer", "agreement", percent, help="as exact; of open tasks the share of matching words"),
+        Column("drafts/cycle", "drafts_accepted", fixed, help="drafted tokens accepted in a cycle"),
+        Column("judged", "judged_share", percent, help="tokens taken against the target's choice"),
+        Column("cut off", "cut_off", percent, help="answers that ended at the length limit"),
+        Column("tokens/s", "tokens_per_second", lambda rate: fixed(rate, 0 if (rate or 0) >= 100 else 1)),
+    )
 
 
-def _change(name: str) -> Callable[[Row], str]:
-    def show(row: Row) -> str:
+def _other_measure(name: str) -> Column:
+    def change(row: Row) -> str:
         if name not in row["delta_scores"]:
             return ""
-        return f"{signed_points(row['delta_scores'][name])} {interval(row['delta_scores_ci'].get(name), signed_points)}"
+        ends = row["delta_scores_ci"].get(name)
+        interval = "" if ends is None else f" [{signed_points(ends[0])}, {signed_points(ends[1])}]"
+        return signed_points(row["delta_scores"][name]) + interval
 
-    return show
-
-
-def _other(name: str) -> Callable[[Row], str]:
-    return lambda row: points(row["scores"].get(name))
+    return Column(name, lambda row: row["scores"].get(name), points, change, "points, and their change against exact")
 
 
-def two_stage(runs: Sequence[Run]) -> list[Table]:
+def two_stage(runs: Sequence[Run]) -> Table:
     """`judge_only` against `judged`: same pair, task, γ, judge and threshold."""
     alone = {(r.pair, r.task, r.gamma, r.judge, r.option, r.fold): r for r in runs if r.name == "judge_only"}
     rows = []
-    for (pair, task), mine in by_task(runs).items():
-        for both in (r for r in mine if r.name == "judged"):
-            only = alone.get((pair, task, both.gamma, both.judge, both.option, both.fold))
-            if only is not None:
-                rows.append({
-                    "pair": pair, "task": task, "judge": both.judge, "option": both.option, "gamma": both.gamma, "rule": both.rule, "method": both.method,
-                    "m_judged": both.m, "m_judge_only": only.m, "score_judged": both.score, "score_judge_only": only.score,
-                    "delta_m": None if both.m is None or only.m is None else both.m - only.m, "delta_score": both.score - only.score,
-                })  # fmt: skip
+    for both in (r for chosen in by_task(runs).values() for r in chosen if r.name == "judged"):
+        only = alone.get((both.pair, both.task, both.gamma, both.judge, both.option, both.fold))
+        if only is not None:
+            rows.append(
+                _of(both, "pair", "task", "judge", "option", "gamma", "rule", "method", "measure")
+                | {"m_judged": both.m, "m_judge_only": only.m}
+                | {"score_judged": both.score, "score_judge_only": only.score, "delta_score": both.score - only.score}
+                | {"delta_m": None if both.m is None or only.m is None else both.m - only.m}
+            )
     columns = (
         *_pair_column(runs),
-        Column("task", lambda r: title(r["task"]), numeric=False), Column("judge", lambda r: r["judge"], numeric=False),
-        Column("θ", lambda r: r["option"]), Column("γ", lambda r: str(r["gamma"])),
-        Column("m, judged", lambda r: fixed(r["m_judged"])), Column("m, judge_only", lambda r: fixed(r["m_judge_only"])),
-        Column("difference", lambda r: signed(r["delta_m"])),
-        Column("score, judged", lambda r: points(r["score_judged"])), Column("score, judge_only", lambda r: points(r["score_judge_only"])),
-        Column("difference", lambda r: signed_points(r["delta_score"]), help="points"),
-    )  # fmt: skip
-    return [Table("two-stage", "Two stages or the judge alone", columns, tuple(rows))]
-
-
-def _pair_column(runs: Iterable[Run]) -> list[Column]:
-    return [Column("pair", lambda r: r["pair"], numeric=False)] if several(r.pair for r in runs) else []
+        TASK,
+        word_column("judge", "judge"),
+        Column("θ", "option"),
+        GAMMA,
+        Column("m, judged", "m_judged", fixed),
+        Column("m, judge_only", "m_judge_only", fixed),
+        Column("difference", "delta_m", signed),
+        word_column("measure", "measure"),
+        Column("judged", "score_judged", points, help="points"),
+        Column("judge_only", "score_judge_only", points, help="points"),
+        Column("difference", "delta_score", signed_points, help="points"),
+    )
+    return Table("two-stage", "Two stages or the judge alone", columns, tuple(rows))
 
 
 def suffix_groups(runs: Sequence[Run]) -> dict[tuple[Any, ...], list[Run]]:
     """Judged runs whose judges' labels differ in N and in nothing else that is known, at thresholds that several N have."""
-    found: dict[tuple[Any, ...], list[Run]] = defaultdict(list)
+    grouped: dict[tuple[Any, ...], list[Run]] = defaultdict(list)
     for run in runs:
         if run.name == "judged" and run.suffix_length is not None:
             labels = run.label_method, run.label_prompts or 0
-            found[run.pair, run.task, run.gamma, run.features, run.fold, *labels].append(run)
-    kept: dict[tuple[Any, ...], list[Run]] = {}
-    for key, mine in sorted(found.items(), key=lambda item: (item[0][0], task_order(item[0][1]), item[0][2:])):
+            grouped[run.pair, run.task, run.gamma, run.features, run.fold, *labels].append(run)
+    compared: dict[tuple[Any, ...], list[Run]] = {}
+    for key in sorted(grouped, key=lambda key: (key[0], task_order(key[1]), key[2:])):
         lengths: dict[str, set[int | None]] = defaultdict(set)
-        for run in mine:
+        for run in grouped[key]:
             lengths[run.option].add(run.suffix_length)
-        if shared := [run for run in mine if len(lengths[run.option]) > 1]:
-            kept[key] = sorted(shared, key=lambda r: (r.suffix_length or 0, rule_order(r)))
-    return kept
+        if shared := [run for run in grouped[key] if len(lengths[run.option]) > 1]:
+            compared[key] = sorted(shared, key=lambda r: (r.suffix_length or 0, rule_order(r)))
+    return compared
 
 
-def suffix_lengths(runs: Sequence[Run]) -> list[Table]:
-    rows = [
-        {
-            "pair": r.pair, "task": r.task, "gamma": r.gamma, "suffix_length": r.suffix_length, "rule": r.rule, "method": r.method,
-            "mean_accepted_length": r.m, "delta_m": r.delta_m, "score": r.score, "delta_score": r.delta_score, "delta_ci": r.delta_ci,
+def suffix_lengths(runs: Sequence[Run]) -> Table:
+    shown = [
+        "pair",
+        "task",
+        "gamma",
+        "suffix_length",
+        "rule",
+        "method",
+        "mean_accepted_length",
+        "delta_m",
+        "measure",
+        "score",
+        "delta_score",
+        "delta_ci",
+    ]
+    rows = [_of(run, *shown) for compared in suffix_groups(runs).values() for run in compared]
+    columns = (
+        *_pair_column(runs),
+        TASK,
+        Column("N", "suffix_length"),
+        RULE,
+        GAMMA,
+        Column("m", "mean_accepted_length", fixed),
+        Column("Δm", "delta_m", signed),
+        word_column("measure", "measure"),
+        Column("score", "score", points, help="points"),
+        Column("change", "delta_score", signed_points, "delta_ci", "points against exact"),
+    )
+    return Table("suffix-length", "Suffix length N, by decoding", columns, tuple(rows))
+
+
+def judges(cards: Sequence[JudgeCard]) -> Table:
+    rows = []
+    for card in cards:
+        config, metrics = card.config, card.config.get("metrics")
+        metrics = metrics if isinstance(metrics, dict) else {}
+        about = {
+            key: config.get(key) for key in ("target", "model", "features", "label_method", "suffix_length", "tau")
         }
-        for mine in suffix_groups(runs).values()
-        for r in mine
-    ]  # fmt: skip
+        for name in ("F", "R"):
+            if isinstance(theta := config["thresholds"].get(name), int | float):
+                shares = {
+                    f"accepts_{kind}": metrics.get(f"{name}_accepts_{kind}") for kind in ("acceptable", "unacceptable")
+                }
+                known = {"labels": metrics.get("n_labels"), "auc": metrics.get("auc_mismatch")}
+                rows.append({"judge": card.name, **about, **known, "threshold": name, "theta": theta, **shares})
+    columns = (
+        word_column("judge", "judge"),
+        word_column("kind", "model"),
+        word_column("reads", "features"),
+        word_column("labels by", "label_method"),
+        Column("N", "suffix_length"),
+        Column("τ", "tau", fixed),
+        Column("labels", "labels", whole),
+        Column("ROC-AUC", "auc", thousandths, help="holdout mismatches"),
+        word_column("threshold", "threshold"),
+        Column("θ", "theta", thousandths),
+        Column("acceptable taken", "accepts_acceptable", percent, help="of the holdout's acceptable mismatches"),
+        Column("unacceptable taken", "accepts_unacceptable", percent, help="of the holdout's unacceptable mismatches"),
+    )
+    return Table("judges", "Judges and their thresholds", columns, tuple(rows))
+
+
+def features(studies: Sequence[Study]) -> Table:
+    rows = tuple({"study": study.name, "target": study.target, **row} for study in studies for row in study.features)
+    columns = (
+        word_column("study", "study"),
+        word_column("reads", "features"),
+        Column("linear", "linear", thousandths),
+        Column("MLP", "mlp", thousandths),
+    )
+    return Table("features", "ROC-AUC by what the judge reads", columns, rows, "On mismatches of held-out prompts.")
+
+
+def labelling(label_runs: Sequence[LabelRun]) -> Table:
+    rows = tuple(
+        {
+            "pair": run.pair,
+            "method_of_labels": run.method,
+            "prompts": run.prompts,
+            "labels": run.rows,
+            "acceptable": run.acceptable,
+            "labels_per_hour": run.rows_per_hour,
+            "tau_seconds": run.tau_seconds,
+            "target_tokens_per_label": run.target_tokens_per_label,
+            "machine": run.provenance.machine,
+            "dtype": run.provenance.dtype,
+        }
+        for run in label_runs
+    )
+    columns = (
+        word_column("pair", "pair"),
+        word_column("method", "method_of_labels"),
+        Column("prompts", "prompts", whole),
+        Column("labels", "labels", whole),
+        Column("acceptable", "acceptable", percent),
+        Column("labels/hour", "labels_per_hour", whole),
+        Column("τ, s", "tau_seconds", lambda s: fixed(s, 1), help="seconds spent on finding τ, not in labels/hour"),
+        Column("target tokens/label", "target_tokens_per_label", lambda tokens: fixed(tokens, 1)),
+        word_column("measured on", "machine", below=lambda row: row["dtype"]),
+    )
+    return Table("labelling", "Labels per hour", columns, rows)
+
+
+def times(runs: Sequence[Run]) -> Table:
+    rows = tuple(
+        _of(run, "pair", "task", "rule", "method", "gamma", "batch")
+        | {"seconds": run.phases, "total": sum(run.phases.values())}
+        for chosen in by_task(runs).values()
+        for run in timed(chosen)
+    )
+
+    def share(phase: str) -> Callable[[Row], float | None]:
+        return lambda row: row["seconds"][phase] / row["total"] if phase in row["seconds"] else None
+
     columns = (
         *_pair_column(runs),
-        Column("task", lambda r: title(r["task"]), numeric=False), Column("N", lambda r: str(r["suffix_length"])),
-        Column("rule", lambda r: r["rule"], numeric=False), Column("γ", lambda r: str(r["gamma"])),
-        Column("m", lambda r: fixed(r["mean_accepted_length"])), Column("Δm", lambda r: signed(r["delta_m"])),
-        Column("score", lambda r: points(r["score"])),
-        Column("Δtask", lambda r: signed_points(r["delta_score"]), lambda r: interval(r["delta_ci"], signed_points)),
-    )  # fmt: skip
-    return [Table("suffix-length", "Suffix length N, by decoding", columns, tuple(rows))]
-
-
-def times(runs: Sequence[Run]) -> list[Table]:
-    rows = [
-        {"pair": pair, "task": task, "rule": r.rule, "method": r.method, "gamma": r.gamma, "seconds": r.phases, "total": sum(r.phases.values()), "batch": r.batch}
-        for (pair, task), mine in by_task(runs).items()
-        for r in timed(mine)
-    ]  # fmt: skip
-    columns = (
-        *_pair_column(runs),
-        Column("task", lambda r: title(r["task"]), numeric=False), Column("rule", lambda r: r["rule"], numeric=False), Column("γ", lambda r: str(r["gamma"])),
-        Column("batch", lambda r: text(r["batch"])), Column("seconds", lambda r: fixed(r["total"], 1)),
-        *(Column(phase, _phase(phase)) for phase in ("draft", "target", "judge", "rule", "other")),
-    )  # fmt: skip
-    return [Table("time", "Time by phase", columns, tuple(rows), "Shares of the time spent decoding.")]
-
-
-def _phase(phase: str) -> Callable[[Row], str]:
-    return lambda row: percent(row["seconds"][phase] / row["total"]) if phase in row["seconds"] else "–"
+        TASK,
+        RULE,
+        GAMMA,
+        Column("batch", "batch"),
+        Column("seconds", "total", lambda seconds: fixed(seconds, 1)),
+        *(Column(phase, share(phase), percent) for phase in ("draft", "target", "judge", "rule", "other")),
+    )
+    return Table("time", "Time by phase", columns, rows, "Shares of the time spent decoding.")
 
 
 def typical(runs: Sequence[Run]) -> list[Run]:
     """Of each method with substitutions one run at the usual γ: F, else the one with most of them."""
     gamma = usual_gamma(runs)
-    found: dict[str, Run] = {}
+    best: dict[str, Run] = {}
     for run in (r for r in runs if r.gamma == gamma and r.substitutions):
-        best = found.get(run.method)
-        if best is None or (run.option == "F", _count(run)) > (best.option == "F", _count(best)):
-            found[run.method] = run
-    return list(found.values())
+        other = best.get(run.method)
+        if other is None or (run.option == "F", _count(run)) > (other.option == "F", _count(other)):
+            best[run.method] = run
+    return list(best.values())
 
 
 def _count(run: Run) -> int:
-    return sum(n for _, _, n in run.substitutions)
+    return sum(count for _, _, count in run.substitutions)
 
 
-def substituted(runs: Sequence[Run]) -> list[Table]:
-    rows = []
-    for (pair, task), mine in by_task(runs).items():
-        for run in typical(mine):
-            grouped: dict[str, list[tuple[str, str, int]]] = {name: [] for name in GROUPS}
-            for choice, taken, count in sorted(run.substitutions, key=lambda s: (-s[2], s[:2])):
-                grouped[group(choice, taken)].append((choice, taken, count))
-            groups = {
-                name: {"count": n, "share": n / max(1, _count(run)), "most_frequent": [list(s) for s in found[:PAIRS_SHOWN]]}
-                for name, found in grouped.items() if (n := sum(n for *_, n in found))
-            }  # fmt: skip
-            rows.append({"pair": pair, "task": task, "rule": run.rule, "method": run.method, "gamma": run.gamma, "count": _count(run), "groups": groups})  # fmt: skip
+def substituted(runs: Sequence[Run]) -> Table:
+    rows = tuple(
+        _of(run, "pair", "task", "rule", "method", "gamma") | {"count": _count(run), "groups": _groups(run)}
+        for chosen in by_task(runs).values()
+        for run in typical(chosen)
+    )
+
+    def share(name: str) -> Callable[[Row], float | None]:
+        return lambda row: row["groups"].get(name, {}).get("share")
+
+    def frequent(name: str) -> Callable[[Row], str]:
+        return lambda row: ",\n".join(
+            f"{quoted(choice)} → {quoted(taken)}\N{NO-BREAK SPACE}×\N{NO-BREAK SPACE}{count}"
+            for choice, taken, count in row["groups"].get(name, {}).get("most_frequent", ())
+        )
+
     columns = (
         *_pair_column(runs),
-        Column("task and rule", lambda r: title(r["task"]), lambda r: r["rule"], numeric=False), Column("count", lambda r: f"{r['count']:,}"), *(Column(name, *_of_group(name), numeric=False, wide=True) for name in GROUPS),
-    )  # fmt: skip
-    note = (
-        "Target’s choice → what was taken, and how often. Groups are guessed from the two tokens alone, by short lists of words and by"
-        " comparing letters; counts are of the pairs that the run stored."
+        word_column("task and rule", lambda row: title(row["task"]), below=lambda row: row["rule"]),
+        Column("count", "count", whole),
+        *(word_column(name, share(name), form=percent, below=frequent(name), wide=True) for name in GROUPS),
     )
-    return [Table("substitutions", "Frequent judged substitutions", columns, tuple(rows), note)]
+    note = (
+        "Target’s choice → what was taken, and how often. Groups are guessed from the two tokens alone, by short lists of"
+        " words and by comparing letters; counts are of the pairs that the run stored."
+    )
+    return Table("substitutions", "Frequent judged substitutions", columns, rows, note)
 
 
-def _of_group(name: str) -> tuple[Callable[[Row], str], Callable[[Row], str]]:
-    def share(row: Row) -> str:
-        return percent(row["groups"][name]["share"]) if name in row["groups"] else "–"
+def _groups(run: Run) -> dict[str, dict[str, Any]]:
+    grouped: dict[str, list[tuple[str, str, int]]] = {name: [] for name in GROUPS}
+    for choice, taken, count in sorted(run.substitutions, key=lambda s: (-s[2], s[:2])):
+        grouped[group(choice, taken)].append((choice, taken, count))
+    total = max(1, _count(run))
+    counts = {name: sum(count for *_, count in pairs) for name, pairs in grouped.items()}
+    return {
+        name: {"count": n, "share": n / total, "most_frequent": [list(pair) for pair in grouped[name][:PAIRS_SHOWN]]}
+        for name, n in counts.items()
+        if n
+    }
 
-    def pairs(row: Row) -> str:
-        found = row["groups"].get(name, {}).get("most_frequent", ())
-        return ",\n".join(f"{quoted(a)} → {quoted(b)}\N{NO-BREAK SPACE}×\N{NO-BREAK SPACE}{n}" for a, b, n in found)
 
-    return share, pairs
-
-
-def failures(runs: Sequence[Run]) -> list[Table]:
+def failures(runs: Sequence[Run]) -> Table:
     """Answers from which nothing could be extracted: rules down, tasks across, each at its usual γ."""
     known = [r for r in runs if r.extraction_failures is not None]
-    made: dict[tuple[str, str], dict[str, Any]] = {}
-    tasks = sorted({r.task for r in known}, key=task_order)
-    for (pair, _), mine in by_task(known).items():
-        gamma = usual_gamma(mine)
-        for r in (r for r in mine if r.gamma == gamma and not r.fold):
-            row = made.setdefault(
-                (pair, r.rule), {"pair": pair, "rule": r.rule, "method": r.method, "order": rule_order(r), "shares": {}}
-            )
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    order: dict[tuple[str, str], Any] = {}
+    for (pair, _), chosen in by_task(known).items():
+        gamma = usual_gamma(chosen)
+        for r in (r for r in chosen if r.gamma == gamma and not r.fold):
+            row = rows.setdefault((pair, r.rule), _of(r, "pair", "rule", "method") | {"shares": {}})
             row["shares"][r.task] = r.extraction_failures
-    rows = [
-        {k: v for k, v in row.items() if k != "order"}
-        for row in sorted(made.values(), key=lambda row: (row["pair"], row["order"]))
-    ]
+            order.setdefault((pair, r.rule), (pair, rule_order(r)))
+
+    def share(task: str) -> Callable[[Row], float | None]:
+        return lambda row: row["shares"].get(task)
+
+    tasks = sorted({r.task for r in known}, key=task_order)
+    columns = (*_pair_column(known), RULE, *(Column(title(task), share(task), percent) for task in tasks))
+    note = "Share of the examples, at the γ that most runs of the task have."
+    ordered = tuple(rows[key] for key in sorted(rows, key=order.__getitem__))
+    return Table("extraction", "Answers that could not be extracted", columns, ordered, note)
+
+
+def provenances(results: Results) -> Table:
+    """Who measured what: runs with the same answers are one row."""
+    counts: Counter[tuple[Any, ...]] = Counter()
+    for run in results.runs:
+        counts["evaluation", run.pair, run.batch, run.max_new_tokens, run.provenance] += 1
+    for label in results.labels:
+        counts["labels", label.pair, None, None, label.provenance] += 1
+    for study in results.studies:
+        counts["study", study.target, None, None, study.provenance] += 1
+    rows = tuple(
+        {"what": what, "pair": pair, "runs": count, "batch": batch, "max_new_tokens": limit, **asdict(provenance)}
+        for (what, pair, batch, limit, provenance), count in counts.items()
+    )
     columns = (
-        *_pair_column(known), Column("rule", lambda r: r["rule"], numeric=False), *(Column(title(t), _failure(t)) for t in tasks)
-    )  # fmt: skip
-    return [
-        Table(
-            "extraction",
-            "Answers that could not be extracted",
-            columns,
-            tuple(rows),
-            "Share of the examples, at the γ that most runs of the task have.",
-        )
-    ]
-
-
-def _failure(task: str) -> Callable[[Row], str]:
-    return lambda row: percent(row["shares"].get(task))
+        word_column("what", "what"),
+        word_column("pair", "pair"),
+        Column("runs", "runs"),
+        word_column("machine", "machine", wide=True),
+        word_column("dtype", "dtype"),
+        Column("batch", "batch"),
+        Column("new tokens", "max_new_tokens", help="most an answer may have"),
+        word_column("versions", "versions", wide=True),
+        Column("date", "date"),
+        Column("commit", "commit"),
+    )
+    return Table("provenance", "Machines, versions, dates", columns, rows)

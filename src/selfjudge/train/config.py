@@ -36,9 +36,7 @@ class TrainConfig:
     )
     tau: float | None = setting(None, "Label again from the stored scores with this τ.")
     acceptable: float | None = setting(
-        None,
-        "Label again with the τ that calls this share of the mismatches acceptable, such as 0.3.",
-        above=0,
+        None, "Label again with the τ that calls this share of the mismatches acceptable, such as 0.3.", above=0
     )
     sources: tuple[str, ...] = setting(
         (), "Learn only from these sources of prompts, such as self or gsm8k,dolly; from all if none is named."

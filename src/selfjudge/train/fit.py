@@ -167,11 +167,7 @@ def fit_linear(
     """A linear judge: C from the ascending grid by ROC-AUC on the mismatches of the part `select`."""
     options = options or FitOptions()
     chunks = partial(
-        rows.chunks,
-        options.rows_to_fit(rows),
-        config.features,
-        originals=options.originals,
-        device=options.device,
+        rows.chunks, options.rows_to_fit(rows), config.features, originals=options.originals, device=options.device
     )
     scaler = Scaler.of(chunks)
 

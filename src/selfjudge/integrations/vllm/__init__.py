@@ -1,22 +1,14 @@
-"""Judged verification inside vLLM, on its official hooks (docs/vllm.md):
+"""The judge inside vLLM (docs/vllm.md). Importing this package does not import vLLM; `JudgeWorker` does.
 
-    --worker-cls selfjudge.integrations.vllm.JudgeWorker --additional-config '{"selfjudge": {"judge": FOLDER}}'
-
-Importing this package imports no vLLM; asking it for `JudgeWorker` does.
+--worker-cls selfjudge.integrations.vllm.JudgeWorker --additional-config '{"selfjudge": {"judge": FOLDER}}'
 """
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-from typing import Any
+from selfjudge.types import lazy_exports
 
-WORKER = "selfjudge.integrations.vllm.JudgeWorker"
+if TYPE_CHECKING:
+    from .config import WORKER as WORKER
+    from .worker import JudgeWorker as JudgeWorker
 
-__all__ = ["WORKER", "JudgeWorker"]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "JudgeWorker":
-        from selfjudge.integrations.vllm.worker import JudgeWorker
-
-        return JudgeWorker
-    raise AttributeError(name)
+__getattr__, __dir__, __all__ = lazy_exports(__name__, {"config": ["WORKER"], "worker": ["JudgeWorker"]})

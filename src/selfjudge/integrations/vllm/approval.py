@@ -1,6 +1,6 @@
-"""The judge's word on flat rows of drafts, as a mask and as a mark on logits; imports no vLLM.
+"""Which drafts the judge approves, as a mask over flat rows and as a mark on their logits; does not import vLLM.
 
-vLLM verifies the drafts of all requests as one flat list: n rows, of which request `owner[i]` owns row i.
+vLLM verifies the drafts of all requests as one flat list of n rows; request `owner[i]` owns row i.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from selfjudge.judge.features import token_features
 from selfjudge.judge.model import Judge
 from selfjudge.ops.argmax import argmax_checked
+from selfjudge.ops.judge_score import approvals
 
 Agree = Callable[[Tensor], Tensor]
 """Makes all ranks of a tensor-parallel group hold the same mask."""
@@ -24,7 +25,7 @@ MARK = 1.0e4
 
 
 class Approval:
-    """Judge and guard on one device."""
+    """The judge and the guard of special tokens, on one device."""
 
     def __init__(self, judge: Judge, special: Sequence[int], device: torch.device) -> None:
         self.judge = judge.to(device)
@@ -34,27 +35,25 @@ class Approval:
     def __call__(
         self, hidden: Tensor, logits: Tensor, at: Tensor, drafts: Tensor, theta: float | Tensor, owner: Tensor
     ) -> Tensor:
-        """[n] whether the judge lets each draft stand. Of the target's own rows [m, V], row `at[i]` predicts draft i, and the
-        row after it of the states [m, H] has read it.
+        """[n] which drafts the judge approves, as the rule `judged` does.
 
-        Never where there is no draft (−1), at special tokens, or where numbers are broken; what `accept.Judged` does.
+        Row `at[i]` of the target's logits [m, V] predicts draft i; the row after it of the states [m, H] has read that
+        draft. Never where there is no draft (−1), at special tokens, or where numbers are broken.
         """
         if self.fused is not None:
-            from selfjudge.ops.judge_score_triton import approvals
-
             return approvals(self.fused, hidden, logits, at, drafts, theta, self.special)
         hidden, logits = hidden[at + 1], logits[at]
-        there, drafts = drafts >= 0, drafts.long().clamp_min(0)
+        drafted, drafts = drafts >= 0, drafts.long().clamp_min(0)
         choice, broken = argmax_checked(logits)
         score = self.judge.score(token_features(hidden, logits, drafts, self.judge.config.features, owner, choice))
         regular = ~broken & hidden.isfinite().all(-1)
-        return (score > theta) & there & regular & ~self._special(drafts) & ~self._special(choice)
+        return (score > theta) & drafted & regular & ~self._special(drafts) & ~self._special(choice)
 
     def mark(self, logits: Tensor, drafts: Tensor, approved: Tensor) -> Tensor:
-        """Raise approved drafts to the top of the logits they will be verified with [n, V], in place.
+        """Raise approved drafts above all other logits of the rows [n, V] they are verified with, in place.
 
-        A greedy check then finds the draft to be the most likely token, a random one finds its probability to be 1.
-        Tokens that something else banned (−inf) stay banned, and the guard looks at the choice of these rows, too.
+        A greedy check then finds the draft to be the most likely token; a random one finds its probability to be 1.
+        Banned tokens (−inf) stay banned. The guard applies to the most likely token of these rows, too.
         Returns flags [2, n]: which drafts were raised, and which were the most likely token before.
         """
         if self.fused is not None:
@@ -62,43 +61,43 @@ class Approval:
 
             return mark(logits, drafts, approved, self.special, MARK)
         choice, _ = argmax_checked(logits)
-        there, drafts = drafts >= 0, drafts.long().clamp_min(0)
+        drafted, drafts = drafts >= 0, drafts.long().clamp_min(0)
         at = logits.gather(1, drafts[:, None]).squeeze(1)
-        raised = approved & there & (at > -math.inf) & ~self._special(choice)
+        raised = approved & drafted & (at > -math.inf) & ~self._special(choice)
         logits.scatter_(1, drafts[:, None], torch.where(raised, MARK, at)[:, None])
-        return torch.stack([raised, there & (choice == drafts)])
+        return torch.stack([raised, drafted & (choice == drafts)])
 
     def warm_up(self, vocabulary: int, dtype: torch.dtype) -> None:
-        """Compile the kernels that the first requests would otherwise wait for, on rows of this width."""
+        """Compile the kernels before the first request, for rows of this width."""
         if self.fused is None:
             return
         device = self.special.device
         states = torch.zeros((2, self.judge.config.hidden_size), dtype=dtype, device=device)
         logits = torch.zeros((2, vocabulary), dtype=dtype, device=device)
         first = torch.zeros(1, dtype=torch.int32, device=device)
-        for theta in (1.0, torch.ones(1, device=device)):  # one for all requests, and one for each
+        for theta in (1.0, torch.ones(1, device=device)):  # the same for all requests, and one for each
             refused = self(states, logits, first, first, theta, first)
         self.mark(logits[:1].float(), first, refused)
 
     def _special(self, tokens: Tensor) -> Tensor:
-        """[n] which tokens are guarded; `torch.isin` would sort, and wait for the device."""
+        """[n] which tokens are special; `torch.isin` would sort, and wait for the device."""
         return (tokens[:, None] == self.special).any(-1)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """How n flat rows belong to R requests."""
+    """Which of R requests owns each of n flat rows."""
 
     owner: Tensor
     """[n] the request of each row."""
     place: Tensor
-    """[n] its number within the request's block, from 0."""
+    """[n] its index within the request's block."""
     counts: Tensor
     """[R] drafts of each request."""
 
     @classmethod
     def of(cls, counts: Tensor, total: int) -> Rows:
-        """From the number of drafts of each request on the device, and their sum on the host: nothing waits."""
+        """From the drafts of each request [R] on the device, and their sum on the host: nothing waits."""
         requests = torch.arange(len(counts), device=counts.device)
         owner = torch.repeat_interleave(requests, counts, output_size=total)
         first = counts.cumsum(0) - counts
@@ -106,17 +105,17 @@ class Rows:
 
     @cached_property
     def predicting(self) -> Tensor:
-        """[n] the rows of logits that predict a draft, where a request owns one more, its last."""
+        """[n] the rows of logits that predict a draft, where each request owns one more row, its last."""
         return torch.arange(len(self.owner), device=self.owner.device) + self.owner
 
     def leading(self, flags: Tensor) -> Tensor:
-        """[R] how many flags [n] of each request's block hold before the first that does not."""
+        """[R] how many flags [n] of each request's block are true before the first false one."""
         stops = torch.where(flags, self.counts[self.owner], self.place)
         return self.counts.scatter_reduce(0, self.owner, stops, "amin")
 
 
 class LastRows:
-    """The rows of a step, which mostly are those of the last one: then nothing is computed."""
+    """The rows of a step. Most steps have those of the step before: then nothing is computed."""
 
     def __init__(self) -> None:
         self._last: tuple[list[int], Rows] | None = None

@@ -1,4 +1,4 @@
-"""The mark of `approval` as one kernel: a step costs what it launches."""
+"""`Approval.mark` as one kernel: every launch costs time in each step."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def _mark(
     i = tl.program_id(0).to(tl.int64)
     logits, token = logit_ptr + i * step, tl.load(draft_ptr + i).to(tl.int64)
     choice, _, _ = row_argmax(logits, vocabulary, BLOCK)
-    there = token >= 0
+    drafted = token >= 0
     at = logits + tl.maximum(token, 0)
-    raised = (tl.load(approved_ptr + i) != 0) & there & (tl.load(at).to(tl.float32) > -float("inf"))
+    raised = (tl.load(approved_ptr + i) != 0) & drafted & (tl.load(at).to(tl.float32) > -float("inf"))
     if SPECIALS:
         raised = raised & (among(choice, special_ptr, specials, SPECIALS) == 0)
     tl.debug_barrier()  # the whole row has been read
     tl.store(at, MARK, mask=raised)
     tl.store(flag_ptr + i, raised)
-    tl.store(flag_ptr + tl.num_programs(0) + i, there & (choice == token))
+    tl.store(flag_ptr + tl.num_programs(0) + i, drafted & (choice == token))
 
 
 def mark(logits: Tensor, drafts: Tensor, approved: Tensor, special: Tensor, value: float) -> Tensor:

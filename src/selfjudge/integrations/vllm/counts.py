@@ -1,4 +1,4 @@
-"""What the judge did, counted on the device and shown as Prometheus counters; no step waits for a count."""
+"""Counts what the judge did, on the device, and shows it as Prometheus counters; no step waits for a count."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ COUNTERS = {
     "cycles": "Verified blocks of drafts.",
     "tokens": "Tokens emitted by them: accepted drafts and the target's own token after.",
     "aligned_tokens": "Tokens the same blocks would have emitted without the judge.",
-    "judged_tokens": "Accepted drafts that were not the target's most likely token, on the judge's word.",
+    "judged_tokens": "Drafts that the judge accepted although they were not the target's most likely token.",
 }
-EVERY = 1.0  # seconds between two looks at the device
-STEPS = 64  # that are counted together
+EVERY = 1.0  # seconds between two reads of the device's counts
+STEPS = 64  # steps that are counted together
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 
 
@@ -32,18 +32,18 @@ def _counters() -> list[Any]:
 
 
 class Step(NamedTuple):
-    """What became of the drafts of a step."""
+    """The drafts of a step and what was accepted of them."""
 
     rows: Rows
     sampled: Tensor
-    """[R, γ+1] the tokens of each request, −1 where there is none, or [R] how many there are; the last one is no draft."""
+    """[R, γ+1] the tokens of each request, −1 where there is none; or [R] their number. The last one is not a draft."""
     flags: Tensor | None
-    """[2, n] which drafts were raised and which aligned anyway; a third row says which were looked at, if not all were.
-    Of drafts that nobody looked at, those that were accepted are aligned; None: nobody asked the judge at all."""
+    """[2, n] which drafts were raised, and which were aligned anyway. A third row says which drafts were marked at all:
+    of the others, those that were accepted count as aligned. None: the judge was not asked."""
 
 
 def counted(steps: Sequence[Step]) -> Tensor:
-    """The counters [4] of steps of which all or none asked the judge: their requests are those of one larger step."""
+    """The counters [4] of steps that all asked the judge, or none did: they are counted as one larger step."""
     counts, accepted = torch.cat([step.rows.counts for step in steps]), _sampled(steps) - 1
     drafted = counts > 0
     cycles = drafted.sum()
@@ -52,22 +52,25 @@ def counted(steps: Sequence[Step]) -> Tensor:
     if not flags:
         return torch.stack([cycles, tokens, tokens, torch.zeros_like(tokens)])
     rows = Rows.of(counts, sum(len(step.rows.owner) for step in steps))
-    taken = rows.place < accepted[rows.owner]
-    raised, aligned, *seen = torch.cat(flags, 1)
-    if seen:
-        aligned = torch.where(seen[0], aligned, taken)
-    return torch.stack([cycles, tokens, rows.leading(aligned).sum() + cycles, (taken & raised & ~aligned).sum()])
+    emitted = rows.place < accepted[rows.owner]
+    raised, aligned, *marked = torch.cat(flags, 1)
+    if marked:
+        aligned = torch.where(marked[0], aligned, emitted)
+    return torch.stack([cycles, tokens, rows.leading(aligned).sum() + cycles, (emitted & raised & ~aligned).sum()])
 
 
 def _sampled(steps: Sequence[Step]) -> Tensor:
-    """[R] how many tokens the requests of all steps were given; blocks are as wide as the longest of their step."""
-    blocks = [torch.cat(list(some)) for _, some in groupby([step.sampled for step in steps], lambda x: x.shape[1:])]
+    """[R] how many tokens each request of all steps got; a step's blocks are as wide as its longest."""
+    blocks = [torch.cat(list(group)) for _, group in groupby([step.sampled for step in steps], lambda x: x.shape[1:])]
     return torch.cat([(block >= 0).sum(1) if block.ndim > 1 else block for block in blocks])
 
 
 class Counts:
-    """Totals of one engine: `add` keeps a step, to be counted on the device with others; `report` to Prometheus, `read` when
-    somebody asks."""
+    """Totals of one engine.
+
+    `add` keeps a step, to be counted on the device together with others; `report` shows the totals to Prometheus; `read`
+    returns them.
+    """
 
     def __init__(self, device: torch.device, *labels: str) -> None:
         self.total = torch.zeros(len(COUNTERS), dtype=torch.long, device=device)
@@ -76,7 +79,7 @@ class Counts:
         self._shown = [0] * len(COUNTERS)
         self._copy = torch.zeros_like(self.total, device="cpu", pin_memory=device.type == "cuda")
         self._arrived: torch.Event | None = None
-        self._asked = time.monotonic()
+        self._copied = time.monotonic()
 
     def add(self, rows: Rows, sampled: Tensor, flags: Tensor | None) -> None:
         """One step, as `Step` says; the tensors are read later and must not be written to again."""
@@ -84,13 +87,13 @@ class Counts:
         if len(self._steps) >= STEPS:
             self._fold()
 
-    @torch.inference_mode()  # as what is kept was made
+    @torch.inference_mode()  # the kept tensors were made in this mode
     def _fold(self) -> None:
-        """Count the steps that were kept; nothing waits."""
+        """Count the steps that were kept, without waiting for the device."""
         steps, self._steps = self._steps, []
         for lossless in (True, False):
-            if some := [step for step in steps if (step.flags is None) is lossless]:
-                self.total += counted(some)
+            if alike := [step for step in steps if (step.flags is None) is lossless]:
+                self.total += counted(alike)
 
     def read(self) -> dict[str, int]:
         """The totals now; waits for the device."""
@@ -98,7 +101,7 @@ class Counts:
         return dict(zip(COUNTERS, self.total.tolist(), strict=True))
 
     def report(self, *, idle: bool) -> None:
-        """Called every step. Looks at the device once a second without waiting; an idle engine may be waited for."""
+        """Called every step. Copies the totals once a second without waiting; only an idle engine waits for them."""
         if idle:
             self._arrived = None
             self._fold()
@@ -107,8 +110,8 @@ class Counts:
             if self._arrived.query():
                 self._arrived = None
                 self._show(self._copy.tolist())
-        elif time.monotonic() - self._asked > EVERY:
-            self._asked = time.monotonic()
+        elif time.monotonic() - self._copied > EVERY:
+            self._copied = time.monotonic()
             self._fold()
             self._copy.copy_(self.total, non_blocking=True)
             if self.total.is_cuda:

@@ -1,4 +1,4 @@
-"""A mend for vLLM's CPU kernels, up to 0.32: temperature, top-k and top-p are lost where drafts are verified."""
+"""A fix for a CPU kernel of vLLM 0.20 to 0.32 that loses temperature, top-k and top-p where drafts are verified."""
 
 from __future__ import annotations
 
@@ -9,17 +9,21 @@ from torch import Tensor
 
 
 def expand(
-    output_ptr: Tensor, input_ptr: Tensor, cu_num_tokens_ptr: Tensor, replace_from: float, replace_to: float,
+    output_ptr: Tensor,
+    input_ptr: Tensor,
+    cu_num_tokens_ptr: Tensor,
+    replace_from: float,
+    replace_to: float,
     MAX_NUM_TOKENS: int | None = None,  # noqa: N803
-) -> None:  # fmt: skip
-    """What `vllm.v1.sample.rejection_sampler.expand_kernel` says: each request's value for each of its drafts."""
+) -> None:
+    """What vLLM's `expand_kernel` should do: write each request's value for each of its drafts."""
     ends = cu_num_tokens_ptr.long()
     values = torch.where(input_ptr == replace_from, replace_to, input_ptr).to(output_ptr.dtype)
     output_ptr.copy_(values.repeat_interleave(torch.diff(ends, prepend=ends.new_zeros(1))))
 
 
-def mend(warn: Callable[[str], None]) -> None:
-    """Replace the kernel through vLLM's own registry, on a CPU where it does not do what it should."""
+def fix_expand_kernel(warn: Callable[[str], None]) -> None:
+    """Replace the kernel through vLLM's own registry, on a CPU where it does not work."""
     from vllm.platforms import current_platform
     from vllm.triton_utils import HAS_TRITON
 
@@ -38,5 +42,5 @@ def mend(warn: Callable[[str], None]) -> None:
 def _works() -> bool:
     from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
 
-    found = expand_batch_to_tokens(torch.tensor([0.5, 0.25]), torch.tensor([1, 3], dtype=torch.int32), 3)
-    return bool(found.tolist() == [0.5, 0.25, 0.25])
+    expanded = expand_batch_to_tokens(torch.tensor([0.5, 0.25]), torch.tensor([1, 3], dtype=torch.int32), 3)
+    return bool(expanded.tolist() == [0.5, 0.25, 0.25])

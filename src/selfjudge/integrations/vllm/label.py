@@ -1,8 +1,8 @@
-"""Labelling with the target inside vLLM: whatever vLLM can run and spread over devices can be labelled with.
+"""Labelling with the target inside vLLM, whatever its size and however many devices it is spread over.
 
-Two engines, one after the other: one that generates the responses, and one that returns hidden states (token pooling). Everything
-else follows from the states as it does in `label.score`: the output matrix, which is all this process holds of the target, turns
-them into likelihoods. Branches share their prefix with the response through vLLM's prefix cache.
+Two engines, one after the other: the first generates the responses, the second returns hidden states (token pooling). The
+output matrix, all that this process holds of the target, turns states into likelihoods as in `label.score`. Branches share
+their prefix with the response through vLLM's prefix cache.
 """
 
 from __future__ import annotations
@@ -23,48 +23,49 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from selfjudge.decoding.plain import Answer
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.label.score import Case, Scorer, Scores
-from selfjudge.models.catalogue import EMBEDDED
+from selfjudge.models.catalogue import EMBEDDED, draft_for
 from selfjudge.models.pair import Pair, check_tokenizers, chosen_device, chosen_dtype
-from selfjudge.models.pull import pull
+from selfjudge.models.pull import checkpoint_folder
 from selfjudge.store import fingerprint, read_json, weight_files
 
 CASES = 1 << 18  # tokens of responses that are scored together
+POOLING = {
+    "runner": "pooling",
+    "convert": "embed",
+    "pooler_config": {"task": "token_embed", "use_activation": False},
+    "enable_prefix_caching": True,
+}
+"""Options of the engine that returns hidden states."""
 
 
-def outlined(
+def outline_pair(
     target: str, draft: str | None, *, device: str | None = None, dtype: str | None = None
 ) -> tuple[Pair, str]:
-    """A pair whose target is an outline, with no weights but its output matrix, and what vLLM is to load for it."""
+    """A pair whose target has no weights but its output matrix, and what vLLM has to load for it."""
     place = chosen_device(device)
     kind = chosen_dtype(dtype, place)
-    embedded = EMBEDDED.get(target)
     name = target if draft is None else f"{target}+{draft}"
-    if draft is None and embedded is not None and embedded.draft is not None:
-        draft = f"{target}/draft"
-    if draft is None:
-        raise SelfJudgeError(f"{target} brings no draft of its own: name one with --draft")
+    draft = draft_for(target, draft)
     small = Pair.load(draft, device=device, dtype=kind, needs_draft=False)
-    source = target if embedded is None else str(pull(target, verify=False) / "target")
+    source = str(checkpoint_folder(target) or target)
     try:
         model = _outline(source, kind, place)
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError, StopIteration) as error:
-        raise SelfJudgeError(
-            f"{source} is no checkpoint of safetensors that can be read: {first_line(error)}"
-        ) from None
+        raise SelfJudgeError(f"{source} is not a readable checkpoint of safetensors: {first_line(error)}") from None
     check_tokenizers(tokenizer, small.tokenizer, target, draft)
-    known = fingerprint(weight_files(source)) if embedded is None else embedded.sha256
-    return Pair(name, model, small.target, tokenizer, target, draft, known, small.target_sha256), source
+    sha256 = EMBEDDED[target].sha256 if target in EMBEDDED else fingerprint(weight_files(source))
+    return Pair(name, model, small.target, tokenizer, target, draft, sha256, small.target_sha256), source
 
 
 def _outline(source: str, dtype: torch.dtype, place: torch.device) -> PreTrainedModel:
-    """The model on no device, its output matrix on that one."""
+    """The model on the meta device, its output matrix on that one."""
     from safetensors import safe_open
 
-    config = AutoConfig.from_pretrained(source)
+    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    with contextlib.suppress(OSError):  # without one, the model's configuration names the end tokens
+    with contextlib.suppress(OSError):  # without one, the model's config names the end tokens
         model.generation_config = GenerationConfig.from_pretrained(source)
     head = model.get_output_embeddings()
     name = next(name for name, tensor in model.named_parameters() if tensor is head.weight)
@@ -80,7 +81,7 @@ def _outline(source: str, dtype: torch.dtype, place: torch.device) -> PreTrained
     return model.eval()
 
 
-class Vllm:
+class VllmBackend:
     """The backend. `options` go to `vllm.LLM` (such as tensor_parallel_size); one engine lives at a time."""
 
     def __init__(self, pair: Pair, model: str, options: Mapping[str, Any] | None = None) -> None:
@@ -94,13 +95,8 @@ class Vllm:
             self.close()
             from vllm import LLM
 
-            pooled = {
-                "runner": "pooling", "convert": "embed", "pooler_config": {"task": "token_embed", "use_activation": False},
-                "enable_prefix_caching": True,
-            }  # fmt: skip
-            self._llm = LLM(
-                **{"model": self.model, "dtype": self.pair.dtype, **(pooled if kind == "pool" else {}), **self.options}
-            )
+            options = {"model": self.model, "dtype": self.pair.dtype, **(POOLING if kind == "pool" else {})}
+            self._llm = LLM(**options | self.options)
             self._kind = kind
         return self._llm
 
@@ -119,20 +115,19 @@ class Vllm:
         window = llm.llm_engine.model_config.max_model_len
         if long := [len(prompt) for prompt in prompts if len(prompt) >= window]:
             raise SelfJudgeError(f"a prompt has {long[0]} tokens and vLLM's max_model_len is {window}: raise it")
-        outputs = llm.generate(
-            [{"prompt_token_ids": list(prompt)} for prompt in prompts],
-            [
-                SamplingParams(
-                    temperature=0, max_tokens=min(max_new_tokens, window - len(prompt)), stop_token_ids=sorted(eos_ids),
-                    detokenize=False,
-                )
-                for prompt in prompts
-            ],
-            use_tqdm=False,
-        )  # fmt: skip
+        params = [
+            SamplingParams(
+                temperature=0,
+                max_tokens=min(max_new_tokens, window - len(prompt)),
+                stop_token_ids=sorted(eos_ids),
+                detokenize=False,
+            )
+            for prompt in prompts
+        ]
+        outputs = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)
         for i, output in enumerate(outputs):
-            (one,) = output.outputs
-            yield i, list(one.token_ids), "eos" if one.finish_reason == "stop" else "length"
+            (completion,) = output.outputs
+            yield i, list(completion.token_ids), "eos" if completion.finish_reason == "stop" else "length"
 
     def scorer(self, *, suffix_length: int, lookahead: int) -> Scorer:
         return StateScorer(self, suffix_length=suffix_length, lookahead=lookahead)
@@ -143,24 +138,27 @@ class Vllm:
 
         llm = self.engine("pool")
 
-        def asked(which: Sequence[int], whole: bool) -> list[Tensor]:
+        def encode(indices: Sequence[int], whole: bool) -> list[Tensor]:
             outputs = llm.encode(
-                [{"prompt_token_ids": list(sequences[i])} for i in which],
-                pooling_params=PoolingParams(skip_reading_prefix_cache=whole), pooling_task="token_embed", use_tqdm=False,
-            )  # fmt: skip
+                [{"prompt_token_ids": list(sequences[i])} for i in indices],
+                pooling_params=PoolingParams(skip_reading_prefix_cache=whole),
+                pooling_task="token_embed",
+                use_tqdm=False,
+            )
             return [output.outputs.data for output in outputs]
 
-        found = dict(enumerate(asked(range(len(sequences)), whole=False)))  # of tokens that were not in the cache
-        short = [i for i, count in enumerate(counts) if len(found[i]) < count]
-        found |= zip(short, asked(short, whole=True), strict=True) if short else []
+        states = encode(range(len(sequences)), whole=False)  # of tokens that were not in the cache
+        short = [i for i, count in enumerate(counts) if len(states[i]) < count]
+        for i, complete in zip(short, encode(short, whole=True) if short else [], strict=True):
+            states[i] = complete
         head = self.pair.target.get_output_embeddings().weight
-        return [found[i][-count:].to(head.device, head.dtype) for i, count in enumerate(counts)]
+        return [state[-count:].to(head.device, head.dtype) for state, count in zip(states, counts, strict=True)]
 
 
 class StateScorer(Scorer):
-    """Scores from states that come from elsewhere."""
+    """Scores from the states that vLLM returns."""
 
-    def __init__(self, backend: Vllm, *, suffix_length: int, lookahead: int) -> None:
+    def __init__(self, backend: VllmBackend, *, suffix_length: int, lookahead: int) -> None:
         super().__init__(backend.pair.target, suffix_length=suffix_length, lookahead=lookahead)
         self.backend = backend
         self.device = backend.pair.target.get_output_embeddings().weight.device
@@ -169,12 +167,8 @@ class StateScorer(Scorer):
     @torch.no_grad()
     def _batch(self, cases: Sequence[Case]) -> list[Scores]:
         whole = [[*case.prompt, *case.response] for case in cases]
-        made = [
-            self._own(case, states)
-            for case, states in zip(
-                cases, self.backend.states(whole, [len(case.response) + 1 for case in cases]), strict=True
-            )
-        ]
+        response_states = self.backend.states(whole, [len(case.response) + 1 for case in cases])
+        scores = [self._own(case, states) for case, states in zip(cases, response_states, strict=True)]
         branches = [
             branch
             for row, case in enumerate(cases)
@@ -188,18 +182,16 @@ class StateScorer(Scorer):
                 [[*whole[branch.case][: branch.start], *branch.tokens] for branch in branches],
                 [len(branch.tokens) for branch in branches],
             )
-            self._told(branches, torch.cat(states), [0, *accumulate(map(len, states))][:-1], made)
-        return made
+            self._told(branches, torch.cat(states), [0, *accumulate(map(len, states))][:-1], scores)
+        return scores
 
 
-def parsed(text: str) -> dict[str, Any]:
+def parse_engine_options(text: str) -> dict[str, Any]:
     """The engine options of the command line."""
     try:
-        found = json.loads(text or "{}")
-    except ValueError as error:
-        raise SelfJudgeError(
-            f"--engine-options is no JSON ({first_line(error)}): such as '{{\"tensor_parallel_size\": 2}}'"
-        ) from None
-    if not isinstance(found, dict):
-        raise SelfJudgeError("--engine-options is a JSON object, such as '{\"tensor_parallel_size\": 2}'")
-    return found
+        options = json.loads(text or "{}")
+    except ValueError:
+        options = None
+    if not isinstance(options, dict):
+        raise SelfJudgeError("`engine_options` must be a JSON object, such as '{\"tensor_parallel_size\": 2}'")
+    return options

@@ -1,6 +1,6 @@
-"""Entry point of vLLM's general plugins: does nothing unless the environment asks for the judge.
+"""Entry point of vLLM's general plugins: does nothing unless the variable SELFJUDGE_VLLM is set.
 
-`SELFJUDGE_VLLM` holds the settings as JSON, for programs that start vLLM themselves and pass no flags on:
+It holds the settings as JSON, for programs that start vLLM themselves and take no flags for it:
 
     SELFJUDGE_VLLM='{"judge": "judge"}' python -m some.program
 """
@@ -13,21 +13,20 @@ import os
 from typing import Any
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.integrations.vllm import WORKER
-from selfjudge.integrations.vllm.config import KEY
+from selfjudge.integrations.vllm.config import KEY, WORKER
 
-ASKED = "SELFJUDGE_VLLM"
+VARIABLE = "SELFJUDGE_VLLM"
 
 
 def register() -> None:
-    """Let every engine of this process that names no worker take ours, if `SELFJUDGE_VLLM` is set."""
-    text = os.environ.get(ASKED)
+    """Wrap `EngineArgs.create_engine_config`, so that every engine of this process that names no worker takes ours."""
+    text = os.environ.get(VARIABLE)
     if not text:
         return
     try:
         settings = json.loads(text)
     except ValueError:
-        raise SelfJudgeError(f"{ASKED} is no JSON: {text[:60]!r}") from None
+        raise SelfJudgeError(f"{VARIABLE} is not JSON: {text[:60]!r}") from None
     from vllm.engine.arg_utils import EngineArgs
 
     if not hasattr(EngineArgs.create_engine_config, KEY):

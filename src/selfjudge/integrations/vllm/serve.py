@@ -1,4 +1,4 @@
-"""The short form of `vllm serve` with a judge: one pair in, all flags out."""
+"""The short form of `vllm serve` with a judge: makes all its flags from the name of a pair."""
 
 from __future__ import annotations
 
@@ -7,71 +7,71 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib.util import find_spec
-from pathlib import Path
+from typing import Any
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.integrations.vllm import WORKER
-from selfjudge.integrations.vllm.config import KEY, chosen_threshold
+from selfjudge.integrations.vllm.config import KEY, WORKER, WorkerConfig, chosen_threshold
 from selfjudge.integrations.vllm.counts import MULTIPROCESS
-from selfjudge.judge.model import Judge
-from selfjudge.models.catalogue import EMBEDDED
-from selfjudge.models.pull import pull
+from selfjudge.judge.config import JudgeConfig
+from selfjudge.judge.hub import shipped_judge
+from selfjudge.models.catalogue import draft_for
+from selfjudge.models.pull import checkpoint_folder
+from selfjudge.types import DEFAULT_THETA, MAX_GAMMA, default_gamma
 
 
 def command(
     target: str = "smollm2-135m",
     draft: str | None = None,
+    worker: WorkerConfig | None = None,
     *,
-    judge: str | Path | None = None,
-    theta: float | str | None = None,
-    quality: float | None = None,
-    gamma: int = 5,
-    host: str = "127.0.0.1",
-    port: int = 8000,
+    gamma: int | None = None,
     more: Sequence[str] = (),
 ) -> list[str]:
     """What to run: vLLM's OpenAI-compatible server with target, draft and judge; `more` flags of vLLM go last.
 
-    Target and draft are hub ids, checkpoint folders or the name of an embedded pair, which brings its draft and, where
-    one ships, its judge.
+    Target and draft are hub ids, checkpoint folders or the name of an embedded pair. An embedded pair brings its draft
+    and, where one ships, its judge.
     """
-    if gamma < 1:
-        raise SelfJudgeError(f"vLLM verifies drafts of at least one token: gamma must be 1 or more, not {gamma}")
-    embedded = EMBEDDED.get(target)
-    if draft is None and embedded is not None and embedded.draft is not None:
-        draft = f"{target}/draft"
-    if draft is None:
-        raise SelfJudgeError(f"{target} brings no draft of its own: name one with --draft")
-    if judge is None and embedded is not None:
-        judge = embedded.judge
-    if judge is None:
-        raise SelfJudgeError(f"no judge ships for {target}: give --judge FOLDER")
-    settings: dict[str, object] = {"judge": str(judge)}
-    settings |= {k: v for k, v in (("theta", theta), ("quality", quality)) if v is not None}
-    found = Judge.from_pretrained(judge)  # what is wrong with it is better said here than by a worker
-    found.threshold("R") if len(settings) == 1 else chosen_threshold(found, theta, quality)
+    gamma = default_gamma("cuda") if gamma is None else gamma
+    if not 1 <= gamma <= MAX_GAMMA:
+        raise SelfJudgeError(f"`gamma` must lie between 1 and {MAX_GAMMA} with vLLM, not {gamma}")
+    draft = draft_for(target, draft)
+    settings = asdict(worker or WorkerConfig())
+    settings["judge"] = settings["judge"] or str(shipped_judge(target) or "")
+    if not settings["judge"]:
+        raise SelfJudgeError(f"no judge ships for {target}: name one with `judge`")
+    _check_judge(settings)
+    speculation = {"model": _checkpoint(draft), "num_speculative_tokens": gamma}
+    given = {name: value for name, value in settings.items() if value not in (None, True)}
     return [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server",
-        "--model", _checkpoint(target), "--served-model-name", target,
-        "--speculative-config", json.dumps({"model": _checkpoint(draft), "num_speculative_tokens": gamma}),
-        "--worker-cls", WORKER, "--additional-config", json.dumps({KEY: settings}),
-        "--host", host, "--port", str(port), *more,
-    ]  # fmt: skip
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", _checkpoint(target), "--served-model-name", target),
+        *("--speculative-config", json.dumps(speculation)),
+        *("--worker-cls", WORKER, "--additional-config", json.dumps({KEY: given})),
+        *more,
+    ]
+
+
+def _check_judge(settings: dict[str, Any]) -> None:
+    """Refuse a judge or threshold that does not exist: better here than in a worker's traceback."""
+    judge = JudgeConfig.from_pretrained(settings["judge"])
+    theta, quality = settings["theta"], settings["quality"]
+    if theta is None and quality is None:
+        theta = DEFAULT_THETA
+    chosen_threshold(judge, theta, quality)
 
 
 def _checkpoint(reference: str) -> str:
-    """What vLLM loads: the folder of an embedded model, else what was given."""
-    name = reference.removesuffix("/draft")
-    if name not in EMBEDDED:
-        return reference
-    return str(pull(name, verify=False) / ("draft" if reference.endswith("/draft") else "target"))
+    """What vLLM loads: the folder of an embedded model, else the reference itself."""
+    return str(checkpoint_folder(reference) or reference)
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Become the server `arguments` describes (a `command`), with the judge's counters among vLLM's metrics."""
+    """Become the server of a `command`, with the judge's counters among vLLM's metrics."""
     if find_spec("vllm") is None:
         raise SelfJudgeError("vLLM is not installed here: pip install vllm (or selfjudge[vllm])")
-    if MULTIPROCESS not in os.environ:  # the judge counts in the worker, /metrics is answered by the server
+    if MULTIPROCESS not in os.environ:  # counted in the worker, shown by the server
         os.environ[MULTIPROCESS] = tempfile.mkdtemp(prefix="selfjudge-metrics-")
     os.execv(arguments[0], list(arguments))  # noqa: S606

@@ -1,4 +1,4 @@
-"""The parts of vLLM that the adapters lean on, written down: another shape of them is refused, never worked around."""
+"""Checks of the parts of vLLM that the adapters use: a version where they differ is refused."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from typing import Any
 from selfjudge.errors import SelfJudgeError
 
 
-def takes(function: Callable[..., Any], *known: Sequence[str]) -> None:
-    """Refuse a function whose parameters are none of the known lists."""
-    found = [name for name in inspect.signature(function).parameters if name != "self"]
-    if found not in [list(names) for names in known]:
-        wanted = " or ".join(f"({', '.join(names)})" for names in known)
-        _unknown(f"{function.__qualname__} takes ({', '.join(found)}), known is {wanted}")
+def takes(function: Callable[..., Any], known: Sequence[str]) -> None:
+    """Refuse a function whose parameters are not the known ones."""
+    parameters = [name for name in inspect.signature(function).parameters if name != "self"]
+    if parameters != list(known):
+        _unknown(f"{function.__qualname__} takes ({', '.join(parameters)}), known is ({', '.join(known)})")
 
 
 def holds(record: type, *names: str) -> None:
     """Refuse a record that lacks one of these fields."""
-    found = [f.name for f in fields(record)] if is_dataclass(record) else list(getattr(record, "_fields", ()))
-    if missing := [name for name in names if name not in found]:
+    present = [f.name for f in fields(record)] if is_dataclass(record) else list(getattr(record, "_fields", ()))
+    if missing := [name for name in names if name not in present]:
         _unknown(f"{record.__qualname__} has no {', '.join(missing)}")
 
 
@@ -34,7 +33,7 @@ def has(thing: Any, *names: str) -> None:
 def exactly(thing: Any, kind: type) -> None:
     """Refuse an object of another class: its methods may do something else."""
     if type(thing) is not kind:
-        _unknown(f"{type(thing).__qualname__} stands where {kind.__qualname__} is known")
+        _unknown(f"{type(thing).__qualname__} is used where {kind.__qualname__} is known")
 
 
 def _unknown(what: str) -> None:

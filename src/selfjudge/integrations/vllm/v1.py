@@ -1,7 +1,7 @@
 """vLLM's first model runner (`vllm.v1.worker.gpu_model_runner`): CPUs, and draft models on GPUs up to 0.30.
 
-Logits, drafts and hidden states lie in `execute_model_state` before sampling begins: the judge is asked there, on the
-target's own rows. The rejection sampler then works on a copy of them, where approved drafts get their mark.
+Logits, drafts and hidden states are in `execute_model_state` before sampling begins: the judge is asked there, on the
+target's own rows. The rejection sampler then works on a copy of the logits, where approved drafts are marked.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ def check() -> None:
 
 @dataclass
 class Verification:
-    """What is known of the step in hand. Not kept in the sampler itself: setting attributes of a module takes long."""
+    """What is known of the current step. Not kept in the sampler itself: setting attributes of a module is slow."""
 
     rows: Rows | None = None
     """None outside of a step (profiling runs)."""
     approved: Tensor | None = None
-    """[n] which drafts the judge approved, if a request wants to know."""
+    """[n] which drafts the judge approved; None where all requests are lossless."""
     flags: Tensor | None = None
-    """[2, n] what `Approval.mark` says of them."""
+    """[2, n] what `Approval.mark` returned."""
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         self.rows = self.approved = self.flags = None
 
 
@@ -62,20 +62,20 @@ class JudgeSampler(RejectionSampler):
         output = super().forward(metadata, draft_probs, logits, sampling_metadata)
         step = self.step
         if step.rows is not None:
-            self.counts.add(step.rows, output.sampled_token_ids, step.flags)  # vLLM makes them anew for every step
-        step.forget()
+            self.counts.add(step.rows, output.sampled_token_ids, step.flags)  # vLLM makes new tensors in every step
+        step.clear()
         return output
 
 
 class Adapter:
-    """Between a runner and its sampler."""
+    """Connects a runner and its sampler: the class of the sampler object is replaced by `JudgeSampler`."""
 
     def __init__(self, runner: Any, approval: Approval, counts: Counts, thresholds: Thresholds, agree: Agree) -> None:
         has(runner, "execute_model_state", "input_batch", "requests", "rejection_sampler")
         self.runner, self.approval, self.thresholds, self.agree = runner, approval, thresholds, agree
         self.step, sampler = Verification(), runner.rejection_sampler
         exactly(sampler, RejectionSampler)
-        sampler.__class__ = JudgeSampler  # keeps whatever this version's constructor has made
+        sampler.__class__ = JudgeSampler  # its attributes stay as this version's constructor made them
         sampler.approval, sampler.counts, sampler.step = approval, counts, self.step
         self._rows = LastRows()
         self._params: list[Any] = []
@@ -86,10 +86,10 @@ class Adapter:
     def before_sampling(self) -> None:
         """Ask the judge about the drafts that are about to be verified."""
         step, state = self.step, self.runner.execute_model_state
-        step.forget()
+        step.clear()
         if state is None or state.spec_decode_metadata is None:
             return
-        drafts, theta = state.spec_decode_metadata, self._wishes()
+        drafts, theta = state.spec_decode_metadata, self._thresholds()
         step.rows = rows = self._rows(drafts.num_draft_tokens, drafts.draft_token_ids.device)
         if theta == OFF:
             return
@@ -98,27 +98,27 @@ class Adapter:
             state.logits,
             drafts.target_logits_indices,
             drafts.draft_token_ids,
-            self._each(theta, rows) if isinstance(theta, list) else theta,
+            self._row_thresholds(theta, rows) if isinstance(theta, list) else theta,
             rows.owner,
         )
         step.approved = self.agree(approved)
 
-    def _wishes(self) -> float | list[float]:
-        """θ of all requests of the batch, or of each where they differ; looked at when the batch changes, read once."""
+    def _thresholds(self) -> float | list[float]:
+        """θ of all requests of the batch, or of each where they differ; computed when the batch changes."""
         names, requests = self.runner.input_batch.req_ids, self.runner.requests
         params = [requests[name].sampling_params for name in names]
         if params != self._params:
-            known, self._known = self._known, {}
-            for name, given in zip(names, params, strict=True):
-                found = known.get(name)
-                self._known[name] = found if found and found[0] is given else (given, self.thresholds(given))
+            before, self._known = self._known, {}
+            for name, current in zip(names, params, strict=True):
+                last = before.get(name)
+                self._known[name] = last if last and last[0] is current else (current, self.thresholds(current))
             thresholds = [theta for _, theta in self._known.values()]
             self._params, self._theta = params, thresholds[0] if len(set(thresholds)) == 1 else thresholds
         return self._theta
 
-    def _each(self, thresholds: list[float], rows: Rows) -> Tensor:
-        """[n] the θ of each row, as in the last step while nothing changes."""
+    def _row_thresholds(self, thresholds: list[float], rows: Rows) -> Tensor:
+        """[n] the θ of each row; computed when rows or thresholds change."""
         if self._mixed is None or self._mixed[0] is not rows or self._mixed[1] is not thresholds:
-            found = torch.tensor(thresholds).to(rows.owner.device, non_blocking=True)[rows.owner]
-            self._mixed = rows, thresholds, found
+            theta = torch.tensor(thresholds).to(rows.owner.device, non_blocking=True)[rows.owner]
+            self._mixed = rows, thresholds, theta
         return self._mixed[2]

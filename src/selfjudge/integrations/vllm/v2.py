@@ -1,8 +1,8 @@
 """vLLM's second model runner (`vllm.v1.worker.gpu`): GPUs with Triton; draft models from 0.31.
 
-Its rejection sampler is handed the logits of all rows; a request with k drafts owns k + 1 of them, and row i predicts the
-token that row i + 1 has read. The sampling parameters are applied to a copy, by a list of logits processors: the last of
-them is ours and sets the mark there.
+Its rejection sampler gets the logits of all rows. A request with k drafts owns k + 1 of them, and row i predicts the token
+that row i + 1 has read. Sampling parameters are applied to a copy, by a list of logits processors: the last one is ours
+and marks approved drafts there.
 """
 
 from __future__ import annotations
@@ -69,17 +69,19 @@ class JudgeSampler(RejectionSampler):
             output = super().__call__(logits, input_batch, draft_logits, invalid_drafts)
         finally:
             self.mark.open = False
-        # vLLM makes the numbers anew for every step
-        self.counts.add(rows, output.num_sampled, self.mark.found[:, slots, rows.place])
+        # vLLM makes a new `num_sampled` in every step
+        self.counts.add(rows, output.num_sampled, self.mark.flags[:, slots, rows.place])
         return output
 
 
 class Mark(LogitsProcessor):
-    """Sets the judge's mark on the copy of the logits that is verified. Keeps by request slot what outlives a row: θ, and
-    for the block in hand, what the judge said [slots, γ+1] and what became of it."""
+    """Marks approved drafts on the copy of the logits that is verified.
+
+    Keeps by request slot: θ, and of the current block [slots, γ+1] what the judge approved and the flags of the mark.
+    """
 
     open = False
-    """Whether a verification is in hand."""
+    """Whether a verification is under way."""
 
     def __init__(
         self, approval: Approval, thresholds: Thresholds, slots: int, gamma: int, device: torch.device
@@ -87,8 +89,8 @@ class Mark(LogitsProcessor):
         self.approval, self.thresholds = approval, thresholds
         self.theta = torch.full((slots,), OFF, device=device)
         self.approved = torch.zeros((slots, gamma + 1), dtype=torch.bool, device=device)
-        self.found = self.approved.new_zeros((3, slots, gamma + 1))
-        """Raised, aligned anyway, seen here: where all requests are lossless and plain, vLLM asks no logits processor."""
+        self.flags = self.approved.new_zeros((3, slots, gamma + 1))
+        """Raised, aligned anyway, marked at all: vLLM skips logits processors where all requests are lossless and plain."""
         self._staged: dict[int, float] = {}
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
@@ -97,13 +99,13 @@ class Mark(LogitsProcessor):
 
     def apply_staged_writes(self) -> None:
         if self._staged:
-            where, what = torch.tensor(list(self._staged)), torch.tensor(list(self._staged.values()))
-            self.theta[where.to(self.theta.device, non_blocking=True)] = what.to(self.theta.device, non_blocking=True)
+            slots, values = torch.tensor(list(self._staged)), torch.tensor(list(self._staged.values()))
+            self.theta[slots.to(self.theta.device, non_blocking=True)] = values.to(self.theta.device, non_blocking=True)
             self._staged = {}
 
     def begin(self, slots: Tensor, place: Tensor, approved: Tensor) -> None:
         self.approved.zero_()
-        self.found.zero_()
+        self.flags.zero_()
         self.approved[slots, place] = approved
         self.open = True
 
@@ -113,13 +115,13 @@ class Mark(LogitsProcessor):
             at = ctx.expanded_idx_mapping.long(), ctx.expanded_local_pos.long()
             # row i predicts what row i + 1 has read; the last row of a part is the last of a request
             drafts = torch.cat([ctx.input_ids[1:], ctx.input_ids.new_full((1,), -1)])
-            self.found[(slice(2), *at)] = self.approval.mark(logits, drafts, self.approved[at])
-            self.found[2][at] = True
+            self.flags[(slice(2), *at)] = self.approval.mark(logits, drafts, self.approved[at])
+            self.flags[2][at] = True
         return logits
 
 
 class Adapter:
-    """Between a runner and its sampler."""
+    """Connects a runner and its sampler: adds a logits processor and replaces the class of the sampler object."""
 
     def __init__(self, runner: Any, approval: Approval, counts: Counts, thresholds: Thresholds, agree: Agree) -> None:
         has(runner, "execute_model_state", "rejection_sampler", "max_num_reqs")
@@ -131,12 +133,12 @@ class Adapter:
         )
         self.sampler.sampler.logits_processors.append(mark)
         exactly(self.sampler, RejectionSampler)
-        self.sampler.__class__ = JudgeSampler  # keeps whatever this version's constructor has made
+        self.sampler.__class__ = JudgeSampler  # its attributes stay as this version's constructor made them
         self.sampler.approval, self.sampler.counts = approval, counts
         self.sampler.mark, self.sampler.agree, self.sampler.rows = mark, agree, LastRows()
 
     def before_sampling(self) -> None:
-        """Keep the states at the rows that are about to be verified."""
+        """Hand the states at the rows that are about to be verified to the sampler."""
         self.sampler.hidden = None
         state = self.runner.execute_model_state
         if state is not None and state.hidden_states is not None and state.input_batch.num_draft_tokens > 0:

@@ -1,4 +1,4 @@
-"""The worker: vLLM's own for this platform, with a judge beside its sampler."""
+"""The worker: a subclass of vLLM's own worker for this platform, whose sampler asks a judge."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.vllm import config
 from selfjudge.integrations.vllm.approval import Approval
 from selfjudge.integrations.vllm.counts import Counts
-from selfjudge.integrations.vllm.kernels import mend
+from selfjudge.integrations.vllm.kernels import fix_expand_kernel
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker as Base
@@ -29,7 +29,7 @@ logger = init_logger("vllm.selfjudge")  # vLLM shows its own loggers
 class JudgeWorker(Base):
     """Start vLLM with `--worker-cls selfjudge.integrations.vllm.JudgeWorker`; settings in `config.WorkerConfig`.
 
-    Everything that would keep the judge from deciding is an error at start-up: there is no silent plain decoding.
+    Whatever would keep the judge from deciding is an error at start-up: it never falls back to plain decoding.
     """
 
     _adapter: Any = None
@@ -37,7 +37,7 @@ class JudgeWorker(Base):
 
     def __init__(self, vllm_config: Any, *args: Any, **options: Any) -> None:
         self._settings, self._judge = config.load(vllm_config)
-        mend(logger.warning)
+        fix_expand_kernel(logger.warning)
         super().__init__(vllm_config, *args, **options)
 
     def load_model(self, *args: Any, **options: Any) -> None:
@@ -46,7 +46,7 @@ class JudgeWorker(Base):
         if getattr(runner, "rejection_sampler", None) is None:
             if get_pp_group().is_last_rank:
                 raise SelfJudgeError(
-                    f"{type(runner).__qualname__} of this vLLM verifies no drafts: the judge has no place"
+                    f"{type(runner).__qualname__} of this vLLM does not verify drafts: the judge cannot be used"
                 )
             return  # the last stage of the pipeline decides
         device = torch.device(runner.device)
@@ -59,16 +59,14 @@ class JudgeWorker(Base):
         self._reports = group.rank_in_group == 0
 
         def agree(mask: Tensor) -> Tensor:
-            """One bit that differs would let ranks decode different texts: the first one's word counts."""
+            """The first rank's mask counts: one bit that differs would let ranks decode different texts."""
             return mask if group.world_size == 1 else group.broadcast(mask.to(torch.uint8), src=0).bool()
 
         approval = Approval(self._judge, special, device)
         approval.warm_up(self.model_config.get_vocab_size(), self.model_config.dtype)
         adapter = _adapter(type(runner.rejection_sampler).__module__)
-        self._adapter = adapter(
-            runner, approval, self._counts,
-            config.Thresholds(self._judge, theta, logger.warning), agree,
-        )  # fmt: skip
+        thresholds = config.Thresholds(self._judge, theta, logger.warning)
+        self._adapter = adapter(runner, approval, self._counts, thresholds, agree)
         logger.info(
             "The judge %s decides with θ = %.4g, %d tokens are guarded", self._settings.judge, theta, len(special)
         )

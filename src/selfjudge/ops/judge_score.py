@@ -1,0 +1,44 @@
+"""The judge's score as one kernel, shared by `Judge.forward` and by vLLM's worker. CUDA only."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Weights(NamedTuple):
+    """What the kernel reads of a judge; the inner ones are None for a linear judge."""
+
+    weight: Tensor
+    bias: Tensor
+    inner_weight: Tensor | None
+    inner_bias: Tensor | None
+    margin: bool
+    """Whether it reads log p(d) − log p(most likely), as its last column."""
+    lowest: float
+    """The lower bound of that margin."""
+
+
+def scores(judge: Weights, hidden: Tensor, logits: Tensor, choice: Tensor, drafts: Tensor) -> Tensor:
+    """[B, γ] P(acceptable) of the drafts of blocks; NaN where the state is broken.
+
+    States [B, γ+1, H], logits [B, γ+1, V], their most likely tokens [B, γ+1], drafts [B, γ].
+    """
+    from selfjudge.ops import judge_score_triton
+
+    with torch.cuda.device(hidden.device):  # kernels are launched on the current device
+        return judge_score_triton.scores(judge, hidden, logits, choice, drafts)
+
+
+def approvals(
+    judge: Weights, hidden: Tensor, logits: Tensor, at: Tensor, drafts: Tensor, theta: float | Tensor, special: Tensor
+) -> Tensor:
+    """[n] which drafts the judge approves: score above θ, and no special token, missing draft (−1) or broken number.
+
+    Row `at[i]` of logits [m, V] predicts draft i; the row after it of states [m, H] has read that draft.
+    """
+    from selfjudge.ops import judge_score_triton
+
+    return judge_score_triton.approvals(judge, hidden, logits, at, drafts, theta, special)
