@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
@@ -80,3 +85,57 @@ def test_a_pair_knows_the_judge_that_ships(tiny_pair: Pair) -> None:
     embedded = dataclasses.replace(tiny_pair, target_id="smollm2-135m")
     assert embedded.judge is embedded.judge
     assert embedded.judge.config.target == "smollm2-135m"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda weights: weights.pop("model.layers.0.mlp.up_proj.weight"),
+            r"lacks weights .*model\.layers\.0\.mlp\.up_proj",
+        ),
+        (lambda weights: weights.update({"model.layers.7.mlp.up_proj.weight": torch.ones(3)}), "has unknown weights"),
+        (lambda weights: weights["model.norm.weight"].fill_(float("nan")), r"not finite \(model\.norm\.weight\)"),
+        (lambda weights: weights["lm_head.weight"][3].fill_(float("inf")), "not finite"),
+    ],
+)
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_a_checkpoint_with_wrong_weights_is_refused(
+    checkpoints: dict[str, str],
+    tmp_path: Path,
+    change: Callable[[dict[str, torch.Tensor]], object],
+    message: str,
+    role: str,
+) -> None:
+    """transformers would make up missing weights at random, with a warning at most."""
+    shutil.copytree(checkpoints[role], tmp_path / "changed")
+    weights = load_file(tmp_path / "changed" / "model.safetensors")
+    change(weights)
+    save_file(weights, tmp_path / "changed" / "model.safetensors", {"format": "pt"})
+    places = {**checkpoints, role: str(tmp_path / "changed")}
+    with pytest.raises(SelfJudgeError, match=message):
+        Pair.load(places["target"], places["draft"], device="cpu")
+
+
+def test_weights_that_the_model_computes_may_be_there(checkpoints: dict[str, str], tmp_path: Path) -> None:
+    shutil.copytree(checkpoints["target"], tmp_path / "old")
+    weights = load_file(tmp_path / "old" / "model.safetensors")
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    save_file(weights, tmp_path / "old" / "model.safetensors", {"format": "pt"})
+    assert Pair.load(str(tmp_path / "old"), checkpoints["draft"], device="cpu").target is not None
+
+
+def test_code_of_a_checkpoint_is_never_asked_for(
+    checkpoints: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(checkpoints["target"], tmp_path / "remote")
+    file = tmp_path / "remote" / "config.json"
+    config = json.loads(file.read_text()) | {
+        "model_type": "unheard-of",
+        "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"},
+    }
+    file.write_text(json.dumps(config))
+    (tmp_path / "remote" / "evil.py").write_text("raise SystemExit('ran')")
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked on standard input"))
+    with pytest.raises(SelfJudgeError, match="not a readable checkpoint"):
+        Pair.load(str(tmp_path / "remote"), checkpoints["draft"], device="cpu")

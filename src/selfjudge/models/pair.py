@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -20,6 +21,9 @@ from selfjudge.store import fingerprint, weight_files
 
 Prompt = str | Sequence[Mapping[str, str]]
 """A user message, or a whole conversation as chat messages."""
+
+DERIVED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+"""Ends of names that old checkpoints carry although the model computes them."""
 
 _PROBE = "It's 3.14% of\tthe naïve façade — 東京 🙂\n  def f(x): return x**2"
 
@@ -206,7 +210,9 @@ def _load(
 def _checkpoint(source: Path | str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     try:
         with quiet():
-            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=False)
+            model, loading = AutoModelForCausalLM.from_pretrained(
+                source, dtype=dtype, trust_remote_code=False, output_loading_info=True
+            )
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds for a missing, gated or malformed checkpoint
         if isinstance(source, Path):
@@ -215,4 +221,20 @@ def _checkpoint(source: Path | str, dtype: torch.dtype) -> tuple[PreTrainedModel
             f"unknown model {source!r}: no embedded model ({', '.join(EMBEDDED)}), file or folder has this name,"
             f" and the hub did not give it ({first_line(error)})"
         ) from None
+    check_weights(model, loading, source)
     return model.eval(), tokenizer
+
+
+def check_weights(model: PreTrainedModel, loading: Mapping[str, Iterable[Any]], source: Path | str) -> None:
+    """Refuse a checkpoint whose tensors are not the model's, or not finite: transformers would make up what is missing."""
+    for what, problem in (
+        ("missing_keys", "lacks"),
+        ("unexpected_keys", "has unknown"),
+        ("mismatched_keys", "has other"),
+    ):
+        names = [name if isinstance(name, str) else name[0] for name in loading.get(what, ())]
+        if wrong := sorted(name for name in names if not name.endswith(DERIVED)):
+            raise SelfJudgeError(f"{source} {problem} weights of this model ({len(wrong)}: {wrong[0]} …)")
+    for name, weight in model.named_parameters():
+        if not bool(weight.isfinite().all()):
+            raise SelfJudgeError(f"{source} has weights that are not finite ({name})")
