@@ -21,8 +21,8 @@ from torch import Tensor
 
 from selfjudge.decoding.rules import EXACT, AcceptanceRule, FLy, Judged, Margin, TopK
 from selfjudge.decoding.text import generate
+from selfjudge.evaluate.compare import word_overlap
 from selfjudge.evaluate.likelihood import likelihoods, mean_log_likelihood
-from selfjudge.evaluate.pipeline import wording
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.models.catalogue import EMBEDDED
@@ -79,7 +79,7 @@ def agreement(benchmark: Task, rows: Sequence[Any], texts: Sequence[str], own: S
         answers, expected = benchmark.extract_many(rows, texts), benchmark.extract_many(rows, own)
         answered = [(r, a, b) for r, a, b in zip(rows, answers, expected, strict=True) if b is not None]
         return sum(benchmark.same(*each) for each in answered) / max(1, len(answered))
-    ratios = [wording(a, b) for a, b in zip(texts, own, strict=True)]
+    ratios = [word_overlap(a, b) for a, b in zip(texts, own, strict=True)]
     return sum(ratios) / len(ratios)
 
 

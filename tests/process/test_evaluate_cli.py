@@ -18,7 +18,9 @@ from typer.testing import CliRunner
 from selfjudge.cli.main import app
 from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
-from selfjudge.evaluate.reproduce import CODE, PRESETS, Preset, _judges, reproduce, unseen
+from selfjudge.evaluate import PRESETS, Preset, ReproduceConfig, reproduce_paper
+from selfjudge.evaluate.presets import CODE
+from selfjudge.evaluate.reproduce import judges_for, train_judges
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.label.config import LabelConfig
@@ -63,7 +65,7 @@ def test_kill_9_and_resume_give_the_summary_of_an_undisturbed_run(
     process.wait()
     assert not (torn / "file:mine" / "topk:3-g3" / "summary.json").exists()
     again = runner.invoke(app, command(checkpoints, asked, torn))
-    assert "go on with --resume" in str(again.exception)
+    assert "go on with `resume`" in str(again.exception)
     again = runner.invoke(app, [*command(checkpoints, asked, torn, "--resume"), "--json"])
     assert again.exit_code == 0, again.output
     for run in ("exact-g3", "topk:3-g3"):
@@ -84,31 +86,35 @@ def test_wrong_input_is_one_line(checkpoints: dict[str, str], asked: Path, tmp_p
         (["--rules", "judged:F"], "needs a judge"), (["--tasks", ""], "names no task"), (["--tasks", "nothing"], "unknown task"),
         (["--gammas", "x"], "whole numbers"), (["--judge", f"a={tmp_path / 'other'}"], "width 3"),
         (["--judge", f"a={tmp_path / 'none'}", "--rules", "judged:0.5"], "not a judge folder"), (["--tasks", f"file:{tmp_path / 'no'}"], "does not exist"),
-        (["--rules", "judged:0.5", "--judge", "=x"], "a name of its own"), (["--limit", "0"], "--limit"),
+        (["--rules", "judged:0.5", "--judge", "=x"], "a name of its own"), (["--limit", "0"], "greater than or equal to 1"),
+        (["--gammas", "500"], "at most 20"),
     ):  # fmt: skip
         found = CliRunner().invoke(app, [*command(checkpoints, asked, tmp_path / "none-eval"), *more])
         assert found.exit_code != 0
-        assert message in f"{found.exception} {found.output}", (more, found.output)
+        assert message in f"{found.exception} {' '.join(found.output.split())}", (more, found.exception, found.output)
     assert not (tmp_path / "none-eval" / "file:mine").exists()
 
 
 def test_reproduce_goes_from_labels_to_a_page_and_keeps_what_is_done(
     tiny_pair: Pair, asked: Path, tmp_path: Path
 ) -> None:
+    here = (f"file:{asked}",)
     preset = Preset(
-        "tiny", (f"file:{asked}",), (f"file:{asked}",), (f"file:{asked}",), (f"file:{asked}",), limit=6, sweep_tasks=(f"file:{asked}",),
-        gamma=3, gammas=(2,), label_tokens=40, eval_tokens=12, calibrate_prompts=4, substitutions=3,
+        "tiny", prompts=here, auto=here, auto_plus=here, tasks=here, limit=6, sweep_tasks=here, gamma=3, gammas=(2,),
+        label_tokens=40, eval_tokens=12, calibrate_prompts=4, substitutions=3,
     )  # fmt: skip
+    config = ReproduceConfig(batch=8)
     said: list[str] = []
     out = tmp_path / "out"
     with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PRESETS, "quick", preset)
         patch.setattr(
             "selfjudge.evaluate.reproduce.shipped_tau", lambda *_: {"tau": -20.0}
         )  # a tiny random model answers nothing
         patch.setattr(
             "selfjudge.label.calibrate.shipped_tau", lambda *_: {"tau": -20.0, "shipped": True}
         )  # that could be checked
-        found = reproduce(tiny_pair, out, preset, batch=8, warn=said.append)
+        found = reproduce_paper(tiny_pair, out, config, warn=said.append)
         assert (out / "report.html").is_file()
         made = {path.parent.name for path in (out / "judges").glob("*/config.json")}
         assert {"selfjudge", "paper"} <= made
@@ -123,7 +129,7 @@ def test_reproduce_goes_from_labels_to_a_page_and_keeps_what_is_done(
         } <= runs
         assert "fly:0.15,6-g3" not in runs  # γ is too small for its window
         before = {path: path.stat().st_mtime_ns for path in out.rglob("summary.json")}
-        again = reproduce(tiny_pair, out, preset, batch=8, warn=said.append)
+        again = reproduce_paper(tiny_pair, out, config, warn=said.append)
         assert {path: path.stat().st_mtime_ns for path in out.rglob("summary.json")} == before
     assert again["tables"].keys() == found["tables"].keys()
 
@@ -145,20 +151,23 @@ def test_judges_of_a_fold_have_learnt_from_the_others(
     folder = tmp_path / "labels"
     label_pair(tiny_pair, folder, LabelConfig(prompts=preset.prompts, max_new_tokens=40))
     said: list[str] = []
-    judges, folded = _judges({"selfjudge": folder}, tmp_path / "judges", preset, None, lambda *_: None, said.append)
+    options: Any = {"device": "cpu", "notify": lambda *_: None, "warn": said.append}
+    judges = train_judges({"selfjudge": folder}, tmp_path / "judges", preset, **options)
     assert all(text.startswith("judge n=") for text in said)  # a given τ is for one N
-    assert judges["selfjudge"][0].config.sources == tuple(folds)
+    assert judges["selfjudge"].config.sources == tuple(folds)
+    by_fold = judges_for(CODE, judges)
     for name in ("selfjudge", "paper"):
-        for k, judge in enumerate(folded[name]):
+        for k, judge in enumerate(by_fold[name]):
             assert judge.config.sources == tuple(fold for fold in folds if not fold.endswith(str(k)))
-    assert not set(judges) & {f"selfjudge-fold-{k}" for k in range(4)}
+    for task in (CODE, "gsm8k"):
+        assert not set(judges_for(task, judges)) & {f"selfjudge-fold-{k}" for k in range(4)}
+    assert [len(found) for found in judges_for("gsm8k", judges).values()] == [1, 1]
 
     said.clear()
     monkeypatch.setattr("selfjudge.evaluate.reproduce.train_judge", _refusing(train_judge, "paper-fold-2"))
-    judges, folded = _judges({"selfjudge": folder}, tmp_path / "again", preset, None, lambda *_: None, said.append)
-    assert list(folded) == ["selfjudge"]  # a judge of all folds must not stand in for one of three
+    judges = train_judges({"selfjudge": folder}, tmp_path / "again", preset, **options)
     assert said[0] == "judge paper-fold-2: no; it is left out"
-    assert sorted(unseen(judges, folded)) == ["selfjudge"]
+    assert list(judges_for(CODE, judges)) == ["selfjudge"]  # a judge of all folds must not stand in for one of three
 
 
 def _refusing(train: Any, name: str) -> Any:
@@ -175,7 +184,7 @@ def test_presets_are_known() -> None:
     for preset in PRESETS.values():
         assert set(preset.sweep_tasks) <= set(preset.tasks)
     found = CliRunner().invoke(app, ["reproduce", "--preset", "huge", "--out", "x"])
-    assert "'quick', 'full', 'paper'" in found.output
+    assert all(name in found.output for name in ("'huge'", "quick", "full", "paper"))
 
 
 # lm-evaluation-harness

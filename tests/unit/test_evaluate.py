@@ -6,6 +6,7 @@ import gzip
 import itertools
 import json
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +16,23 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
 from selfjudge.decoding import text as shells
-from selfjudge.decoding.rules import Judged
+from selfjudge.decoding.rules import Judged, TopK
 from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
-from selfjudge.evaluate import pipeline as evaluating
+from selfjudge.evaluate import EvalConfig, evaluate_rules, execute
+from selfjudge.evaluate.compare import delta_m, interval, word_overlap
+from selfjudge.evaluate.config import task_label
 from selfjudge.evaluate.consistency import classifier, consistency, proxy, sentences
-from selfjudge.evaluate.pipeline import EvalConfig, Run, evaluate, interval, label_of, runs_of, wording
+from selfjudge.evaluate.execute import Execution, TaskExamples
+from selfjudge.evaluate.pipeline import _warn_learnt
+from selfjudge.evaluate.runs import Run, plan_runs
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
 from selfjudge.store import read_rows
-from selfjudge.tasks.base import Task
+from selfjudge.tasks.base import Task, task
 from selfjudge.tasks.livecodebench import fold, learnt_folds
 
-SMALL = EvalConfig(max_new_tokens=14, batch=3)
 TIMED = ("seconds", "tokens_per_second", "machine", "versions", "date")
 
 
@@ -49,6 +53,15 @@ def judges(tiny_pair: Pair) -> dict[str, list[Judge]]:
     return {"mine": [Judge(config, weight=torch.randn(tiny_pair.hidden_size))]}
 
 
+def evaluated(
+    pair: Pair, out: Path, task: str, rules: list[Any], gammas: tuple[int, ...] = (3,), judges: Any = None, *,
+    warn: Any = lambda text: None, **options: Any,
+) -> list[dict[str, Any]]:  # fmt: skip
+    options = {"max_new_tokens": 14, "batch": 3, **options}
+    config = EvalConfig(tasks=(task,), rules=tuple(rules), gammas=gammas, **options)
+    return evaluate_rules(pair, out, config, judges=judges or {}, warn=warn)
+
+
 def samples(folder: Path) -> list[dict[str, Any]]:
     return list(read_rows(folder / "samples.jsonl.gz"))
 
@@ -58,9 +71,8 @@ def lasting(summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_figures_are_those_of_the_answers(tiny_pair: Pair, asked: str, judges: Any, tmp_path: Path) -> None:
-    runs = runs_of(["judged:0.4", "exact"], [3], judges, tiny_pair.special_ids)
-    assert [run.folder for run in runs] == ["exact-g3", "judged:0.4@mine-g3"]
-    exact, judged = evaluate(tiny_pair, tmp_path / "eval", [asked], runs, SMALL)
+    exact, judged = evaluated(tiny_pair, tmp_path / "eval", asked, ["judged:0.4", "exact"], (3,), judges)
+    assert (exact["rule"], judged["rule"]) == ("exact", "judged:0.4@mine")
     prompts = [json.loads(line)["prompt"] for line in Path(asked.removeprefix("file:")).read_text().splitlines()]
     rules = {"exact": None, "judged": Judged(judges["mine"][0], 0.4, special=tiny_pair.special_ids)}
     for summary, (name, rule) in zip((exact, judged), rules.items(), strict=True):
@@ -89,7 +101,7 @@ def test_figures_are_those_of_the_answers(tiny_pair: Pair, asked: str, judges: A
 
 
 def test_exact_gives_the_answers_of_plain_greedy_decoding(tiny_pair: Pair, asked: str, tmp_path: Path) -> None:
-    evaluate(tiny_pair, tmp_path / "eval", [asked], runs_of(["exact"], [4], {}, ()), SMALL)
+    evaluated(tiny_pair, tmp_path / "eval", asked, ["exact"], (4,))
     prompts = [json.loads(line)["prompt"] for line in Path(asked.removeprefix("file:")).read_text().splitlines()]
     plain = generate(tiny_pair, prompts, gamma=0, max_new_tokens=14)
     assert [row["text"] for row in samples(tmp_path / "eval" / "file:mine" / "exact-g4")] == [a.text for a in plain]
@@ -98,8 +110,7 @@ def test_exact_gives_the_answers_of_plain_greedy_decoding(tiny_pair: Pair, asked
 def test_examples_show_each_token_as_target_and_judge_see_it(
     tiny_pair: Pair, asked: str, judges: Any, tmp_path: Path
 ) -> None:
-    runs = runs_of(["judged:0.4"], [3], judges, tiny_pair.special_ids)
-    evaluate(tiny_pair, tmp_path / "eval", [asked], runs, SMALL, examples=2)
+    evaluated(tiny_pair, tmp_path / "eval", asked, ["judged:0.4"], (3,), judges, examples=2)
     shown = list(read_rows(tmp_path / "eval" / "file:mine" / "judged:0.4@mine-g3" / "examples.jsonl"))
     assert len(shown) == 2
     for example in shown:
@@ -120,8 +131,8 @@ def test_examples_show_each_token_as_target_and_judge_see_it(
 def test_what_was_interrupted_goes_on_to_the_same_summary(
     tiny_pair: Pair, asked: str, judges: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runs = runs_of(["exact", "judged:0.4"], [3], judges, tiny_pair.special_ids)
-    whole = evaluate(tiny_pair, tmp_path / "whole", [asked], runs, SMALL)
+    rules = ["exact", "judged:0.4"]
+    whole = evaluated(tiny_pair, tmp_path / "whole", asked, rules, (3,), judges)
     calls = 0
 
     def dies(*given: Any, **options: Any) -> Any:
@@ -131,15 +142,15 @@ def test_what_was_interrupted_goes_on_to_the_same_summary(
             raise KeyboardInterrupt
         return generate(*given, **options)
 
-    monkeypatch.setattr(evaluating, "generate", dies)
+    monkeypatch.setattr(execute, "generate", dies)
     with pytest.raises(KeyboardInterrupt):
-        evaluate(tiny_pair, tmp_path / "torn", [asked], runs, SMALL)
-    assert not (tmp_path / "torn" / "file:mine" / runs[1].folder / "summary.json").exists()
-    again = evaluate(tiny_pair, tmp_path / "torn", [asked], runs, SMALL)
+        evaluated(tiny_pair, tmp_path / "torn", asked, rules, (3,), judges)
+    assert not (tmp_path / "torn" / "file:mine" / "judged:0.4@mine-g3" / "summary.json").exists()
+    again = evaluated(tiny_pair, tmp_path / "torn", asked, rules, (3,), judges)
     assert calls == 5 + 2  # only what was missing
     assert [lasting(s) for s in again] == [lasting(s) for s in whole]
-    for run in runs:
-        one, other = (tmp_path / name / "file:mine" / run.folder for name in ("whole", "torn"))
+    for run in ("exact-g3", "judged:0.4@mine-g3"):
+        one, other = (tmp_path / name / "file:mine" / run for name in ("whole", "torn"))
         assert samples(one) == samples(other)
         assert (one / "samples.jsonl.gz").read_bytes() == (other / "samples.jsonl.gz").read_bytes()
 
@@ -148,11 +159,10 @@ def test_rules_may_be_added_and_other_settings_are_refused(
     tiny_pair: Pair, asked: str, judges: Any, tmp_path: Path
 ) -> None:
     out = tmp_path / "eval"
-    special = tiny_pair.special_ids
     file = Path(asked.removeprefix("file:"))
     file.write_text(file.read_text().replace(', "answer": "w7"', ""))  # open prompts: agreement is that of the words
-    evaluate(tiny_pair, out, [asked], runs_of(["exact"], [3], {}, special), SMALL)
-    added = evaluate(tiny_pair, out, [asked], runs_of(["topk:9"], [3], {}, special), SMALL, compact=True)
+    evaluated(tiny_pair, out, asked, ["exact"])
+    added = evaluated(tiny_pair, out, asked, ["topk:9"], compact=True)
     own = {row["id"]: row["text"] for row in samples(out / "file:mine" / "exact-g3")}
     agrees = [row["agrees"] for row in samples(out / "file:mine" / "topk:9-g3")]
     assert added[0]["agreement"] == pytest.approx(np.mean(agrees))
@@ -162,25 +172,25 @@ def test_rules_may_be_added_and_other_settings_are_refused(
     assert all("text" not in row for row in samples(out / "file:mine" / "topk:9-g3"))
     assert agrees == [round(value, 5) for value in agrees]
     with pytest.raises(SelfJudgeError, match="was begun with another max_new_tokens"):
-        evaluate(tiny_pair, out, [asked], runs_of(["exact"], [3], {}, special), EvalConfig(max_new_tokens=9, batch=3))
-    evaluate(tiny_pair, out, [asked], runs_of(["judged:0.4"], [3], judges, special), SMALL)
+        evaluated(tiny_pair, out, asked, ["exact"], max_new_tokens=9)
+    evaluated(tiny_pair, out, asked, ["judged:0.4"], (3,), judges)
     other = {"mine": [Judge.constant(0.9, tiny_pair.hidden_size)]}
     with pytest.raises(SelfJudgeError, match="another judge or threshold"):
-        evaluate(tiny_pair, out, [asked], runs_of(["judged:0.4"], [3], other, special), SMALL)
+        evaluated(tiny_pair, out, asked, ["judged:0.4"], (3,), other)
 
 
 def test_results_that_were_thinned_out_can_be_gone_on_with(
     tiny_pair: Pair, asked: str, judges: Any, tmp_path: Path
 ) -> None:
     """Kept results may lack examples, and rows of runs that need no more."""
-    out, special = tmp_path / "eval", tiny_pair.special_ids
-    evaluate(tiny_pair, out, [asked], runs_of(["exact", "judged:0.4", "topk:9"], [3], judges, special), SMALL)
+    out = tmp_path / "eval"
+    evaluated(tiny_pair, out, asked, ["exact", "judged:0.4", "topk:9"], (3,), judges)
     place = out / "file:mine"
     for run in place.glob("*-g3"):
         (run / "examples.jsonl").unlink()
     (place / "topk:9-g3" / "samples.jsonl.gz").unlink()
     rules = ["exact", "judged:0.4", "judged:theta=0.4", "topk:9"]
-    found = evaluate(tiny_pair, out, [asked], runs_of(rules, [3], judges, special), SMALL, compact=True)
+    found = evaluated(tiny_pair, out, asked, rules, (3,), judges, compact=True)
     assert [s["rule"] for s in found] == ["exact", "judged:0.4@mine", "judged:theta=0.4@mine", "topk:9"]
     assert found[1]["score"] == found[2]["score"]
     assert sorted(f.name for f in (place / "judged:theta=0.4@mine-g3").iterdir()) == [
@@ -198,9 +208,8 @@ def test_a_batch_of_64_gives_what_single_prompts_give(tiny_pair: Pair, judges: A
     made = {}
     for batch in (64, 1):
         out = tmp_path / f"batch-{batch}"
-        runs = runs_of([spec], [3], judges, tiny_pair.special_ids)
-        (found,) = evaluate(tiny_pair, out, [f"file:{file}"], runs, EvalConfig(max_new_tokens=24, batch=batch))
-        rows = samples(out / "file:many" / runs[0].folder)
+        (found,) = evaluated(tiny_pair, out, f"file:{file}", [spec], (3,), judges, max_new_tokens=24, batch=batch)
+        rows = samples(out / "file:many" / f"{found['rule']}-g3")
         made[batch] = (found["mean_accepted_length"], found["judged_share"], rows)
     assert made[64] == made[1]
     assert len({row["tokens"] for row in made[1][2]} | {row["cycles"] for row in made[1][2]}) > 3  # a ragged batch
@@ -213,8 +222,7 @@ def test_other_measures_are_compared_as_well(
     rate, rng = Task.rate, np.random.default_rng(0)
     monkeypatch.setattr(Task, "rate", lambda *given: {**rate(*given), "chance": rng.random()})
     out = tmp_path / "eval"
-    runs = runs_of(["exact", "topk:9"], [3], {}, tiny_pair.special_ids)
-    exact, other = evaluate(tiny_pair, out, [asked], runs, SMALL)
+    exact, other = evaluated(tiny_pair, out, asked, ["exact", "topk:9"])
     assert (exact["delta_scores"], exact["delta_scores_ci"]) == ({}, {})
     assert set(other["delta_scores"]) == set(other["delta_scores_ci"]) == {"chance"}
     moved = other["scores"]["chance"] - exact["scores"]["chance"]
@@ -225,9 +233,9 @@ def test_other_measures_are_compared_as_well(
 
 
 def test_a_folder_says_all_that_was_asked_of_it(tiny_pair: Pair, asked: str, judges: Any, tmp_path: Path) -> None:
-    out, special = tmp_path / "eval", tiny_pair.special_ids
+    out = tmp_path / "eval"
     for rules in (["exact"], ["exact", "topk:9"], ["exact", "judged:0.4"]):
-        evaluate(tiny_pair, out, [asked], runs_of(rules, [3], judges, special), SMALL)
+        evaluated(tiny_pair, out, asked, rules, (3,), judges)
     told = json.loads((out / "run.json").read_text())
     assert told["runs"] == ["exact-g3", "judged:0.4@mine-g3"]
     assert [before["runs"] for before in told["earlier"]] == [["exact-g3"], ["exact-g3", "topk:9-g3"]]
@@ -237,28 +245,17 @@ def test_compact_results_that_were_thinned_out_can_be_gone_on_with(
     tiny_pair: Pair, asked: str, judges: Any, tmp_path: Path
 ) -> None:
     """Compaction changes the rows of `exact`, not which run it is; comparisons stand where rows are gone."""
-    out, special = tmp_path / "eval", tiny_pair.special_ids
-    first = evaluate(
-        tiny_pair, out, [asked], runs_of(["exact", "topk:9"], [3, 2], judges, special), SMALL, compact=True
-    )
+    out = tmp_path / "eval"
+    first = evaluated(tiny_pair, out, asked, ["exact", "topk:9"], (3, 2), judges, compact=True)
     place = out / "file:mine"
     rows = (place / "topk:9-g3" / "samples.jsonl.gz").read_bytes()
-    again = evaluate(
-        tiny_pair, out, [asked], runs_of(["exact", "topk:9"], [3, 2], judges, special), SMALL, compact=True
-    )
+    again = evaluated(tiny_pair, out, asked, ["exact", "topk:9"], (3, 2), judges, compact=True)
     first = json.loads(json.dumps(first))
     assert again == first
     assert (place / "topk:9-g3" / "samples.jsonl.gz").read_bytes() == rows
     for gone in ("topk:9-g3", "exact-g2"):  # rows of a rule, and of the `exact` that another was compared with
         (place / gone / "samples.jsonl.gz").unlink()
-    more = evaluate(
-        tiny_pair,
-        out,
-        [asked],
-        runs_of(["exact", "topk:9", "judged:0.4"], [3, 2], judges, special),
-        SMALL,
-        compact=True,
-    )
+    more = evaluated(tiny_pair, out, asked, ["exact", "topk:9", "judged:0.4"], (3, 2), judges, compact=True)
     assert [s for s in more if s["rule"] != "judged:0.4@mine"] == first
     late = {s["gamma"]: s for s in more if s["rule"] == "judged:0.4@mine"}
     assert late[3]["delta_m"] is not None
@@ -266,67 +263,75 @@ def test_compact_results_that_were_thinned_out_can_be_gone_on_with(
     assert late[2]["delta_score"] is not None
     (place / "exact-g3" / "samples.jsonl.gz").unlink()
     said: list[str] = []
-    (alone,) = evaluate(tiny_pair, out, [asked], runs_of(["topk:8"], [3], {}, special), SMALL, warn=said.append)
+    (alone,) = evaluated(tiny_pair, out, asked, ["topk:8"], warn=said.append)
     assert alone["delta_score"] is None
     assert said == ["file:mine: no run of `exact` has kept its rows: topk:8 is not compared anew"]
 
 
 def test_exact_may_come_later_and_other_examples_are_refused(tiny_pair: Pair, asked: str, tmp_path: Path) -> None:
-    out, special = tmp_path / "eval", tiny_pair.special_ids
+    out = tmp_path / "eval"
     file = Path(asked.removeprefix("file:"))
-    evaluate(tiny_pair, out, [asked], runs_of(["topk:9"], [3], {}, special), SMALL)
-    evaluate(tiny_pair, out, [asked], runs_of(["exact"], [2], {}, special), SMALL)
-    (other,) = evaluate(tiny_pair, out, [asked], runs_of(["topk:9"], [3], {}, special), SMALL)
+    evaluated(tiny_pair, out, asked, ["topk:9"])
+    evaluated(tiny_pair, out, asked, ["exact"], (2,))
+    (other,) = evaluated(tiny_pair, out, asked, ["topk:9"])
     assert other["delta_score"] is not None
     assert other["delta_m"] is None  # another γ
-    both = evaluate(tiny_pair, out, [asked], runs_of(["exact", "topk:9"], [3], {}, special), SMALL)
+    both = evaluated(tiny_pair, out, asked, ["exact", "topk:9"])
     assert both[1]["delta_m"] == pytest.approx(both[1]["mean_accepted_length"] - both[0]["mean_accepted_length"])
-    whole = evaluate(tiny_pair, tmp_path / "new", [asked], runs_of(["exact", "topk:9"], [3], {}, special), SMALL)
+    whole = evaluated(tiny_pair, tmp_path / "new", asked, ["exact", "topk:9"])
     assert [lasting(s) for s in both] == [lasting(s) for s in whole]
     file.write_text(file.read_text().replace("w5", "w6", 1))
     with pytest.raises(SelfJudgeError, match="begun with another rows_sha256"):
-        evaluate(tiny_pair, out, [asked], runs_of(["exact"], [3], {}, special), SMALL)
+        evaluated(tiny_pair, out, asked, ["exact"])
     file.write_text('{"prompt": "w5", "id": "a"}\n{"prompt": "w6", "id": "a"}\n')
-    with pytest.raises(SelfJudgeError, match="two examples with one id"):
-        evaluate(tiny_pair, tmp_path / "twins", [asked], runs_of(["exact"], [3], {}, special), SMALL)
-    with pytest.raises(SelfJudgeError, match="two of the tasks have one name"):
-        evaluate(tiny_pair, tmp_path / "twice", [asked, asked], runs_of(["exact"], [3], {}, special), SMALL)
+    with pytest.raises(SelfJudgeError, match="two examples with the same id"):
+        evaluated(tiny_pair, tmp_path / "twins", asked, ["exact"])
+    with pytest.raises(SelfJudgeError, match="two of the tasks have the same name"):
+        evaluate_rules(tiny_pair, tmp_path / "twice", EvalConfig(tasks=(asked, asked)))
 
 
 def test_without_exact_nothing_is_compared_and_that_is_said(tiny_pair: Pair, asked: str, tmp_path: Path) -> None:
     said: list[str] = []
-    found = evaluate(tiny_pair, tmp_path / "eval", [asked], runs_of(["topk:2"], [3], {}, ()), SMALL, warn=said.append)
+    found = evaluated(tiny_pair, tmp_path / "eval", asked, ["topk:2"], warn=said.append)
     assert found[0]["delta_score"] is found[0]["agreement"] is None
     assert "no run of `exact`" in said[0]
 
 
 def test_rules_that_cannot_be_are_refused(judges: Any) -> None:
     for specs, known, message in (
-        (["judged:F"], {}, "needs a judge"), (["judged:0.4@you"], judges, "names no known judge; judges are: mine"),
-        (["topk:2@mine"], judges, "asks no judge"), (["nothing"], {}, "unknown rule"), (["fly"], {}, "gamma > 6"),
+        (["judged:F"], {}, "needs a judge"), (["judged:0.4@you"], judges, "names an unknown judge; judges are: mine"),
+        (["topk:2@mine"], judges, "does not use a judge"), (["nothing"], {}, "unknown rule"), (["fly"], {}, "`gamma` > 6"),
         (["judged:F"], judges, "no threshold 'F'"),
     ):  # fmt: skip
         with pytest.raises(SelfJudgeError, match=message):
-            runs_of(specs, [4], known, ())
+            plan_runs(specs, [4], known, ())
     twice = {"a": judges["mine"], "b": judges["mine"]}
-    assert [run.name for run in runs_of(["judged:0.3"], [4], twice, ())] == ["judged:0.3@a", "judged:0.3@b"]
-    for wrong in (EvalConfig(limit=0), EvalConfig(batch=0), EvalConfig(max_new_tokens=0)):
-        with pytest.raises(SelfJudgeError, match="at least 1"):
-            wrong.check()
+    assert [run.name for run in plan_runs(["judged:0.3"], [4], twice, ())] == ["judged:0.3@a", "judged:0.3@b"]
+    for wrong, message in (
+        ({"limit": 0}, "`limit` must be at least 1, not 0"),
+        ({"batch": 0}, "`batch` must be at least 1, not 0"),
+        ({"max_new_tokens": 0}, "`max_new_tokens` must be at least 1, not 0"),
+        ({"gammas": (3, 500)}, "`gammas` must be at most 20, not 500"),
+        ({"tasks": ()}, "`tasks` names no task"),
+        ({"rules": ()}, "`rules` names no rule"),
+        ({"tasks": ("nothing",)}, "unknown task 'nothing'"),
+    ):
+        with pytest.raises(SelfJudgeError, match=message):
+            EvalConfig(**{"tasks": ("arithmetic",), **wrong}).check()
 
 
 def test_a_judge_for_each_fold_decides_the_problems_of_that_fold(tiny_pair: Pair, tmp_path: Path) -> None:
     made = [Judge.constant(k / 10, tiny_pair.hidden_size) for k in range(4)]
-    (run,) = runs_of(["judged:0.5"], [3], {"folds": made}, ())
+    (run,) = plan_runs(["judged:0.5"], [3], {"folds": made}, ())
     rows = [{"id": f"q{i}", "question_id": f"q{i}"} for i in range(40)]
-    one = type("Fake", (), {"name": "livecodebench", "new_tokens": 5, "checkable": True})()
-    work = evaluating._Work(tiny_pair, one, rows, run, tmp_path, SMALL, None, 0, True)
+    examples = TaskExamples("livecodebench", task("livecodebench"), rows)
+    execution = Execution(tiny_pair, examples, run, tmp_path, EvalConfig(batch=3), None)
     seen = []
-    for number, (given, rule, part) in enumerate(work._parts()):
-        assert given == number
-        assert len(part) <= SMALL.batch
-        for row in part:
-            assert rule is run.rules[fold(row)]
+    for number, part in enumerate(execution.parts()):
+        assert part.name == f"part-{number:05d}"
+        assert len(part.rows) <= 3
+        for row in part.rows:
+            assert part.rule is run.rules[fold(row)] is run.rule_for(examples.task, row)
             seen.append(row["id"])
     assert sorted(seen) == sorted(row["id"] for row in rows)
 
@@ -341,11 +346,11 @@ def test_intervals_cover_the_mean_and_paired_ones_are_narrow() -> None:
     assert interval(scores) == interval(scores)  # the same every time
 
 
-def test_wording_and_labels() -> None:
-    assert wording("a b c d", "a b c d") == 1
-    assert wording("a b c d", "a b x d") == 0.75
-    assert label_of("livecodebench/all") == "livecodebench-all"
-    assert label_of("file:/some/where/mine.jsonl") == "file:mine"
+def test_word_overlap_and_labels() -> None:
+    assert word_overlap("a b c d", "a b c d") == 1
+    assert word_overlap("a b c d", "a b x d") == 0.75
+    assert task_label("livecodebench/all") == "livecodebench-all"
+    assert task_label("file:/some/where/mine.jsonl") == "file:mine"
 
 
 # factual consistency
@@ -402,7 +407,7 @@ def test_models_that_are_no_classifiers_are_refused(nli: Path, tmp_path: Path) -
     config = json.loads((nli / "config.json").read_text())
     config |= {"id2label": {"0": "good", "1": "bad", "2": "ugly"}, "label2id": {"good": 0, "bad": 1, "ugly": 2}}
     (nli / "config.json").write_text(json.dumps(config))
-    with pytest.raises(SelfJudgeError, match="is no NLI model: its labels are good, bad, ugly"):
+    with pytest.raises(SelfJudgeError, match="is not an NLI model: its labels are good, bad, ugly"):
         classifier(str(nli))
 
 
@@ -430,34 +435,33 @@ def test_rows_are_gzipped_the_same_every_time(tmp_path: Path) -> None:
 
 def test_a_runs_identity_knows_judge_and_threshold(tiny_pair: Pair, judges: Any) -> None:
     def identity(spec: str, made: Any) -> str:
-        return runs_of([spec], [3], made, ())[0].identity
+        return plan_runs([spec], [3], made, ())[0].identity
 
     assert identity("judged:0.4", judges) == identity("judged:0.4", judges)
     other = {"mine": [Judge.constant(0.5, tiny_pair.hidden_size)]}
     assert len({identity("judged:0.4", judges), identity("judged:0.5", judges), identity("judged:0.4", other)}) == 3
-    assert isinstance(runs_of(["exact"], [3], {}, ())[0], Run)
+    assert isinstance(plan_runs(["exact"], [3], {}, ())[0], Run)
 
 
 def test_two_names_of_one_rule_are_decoded_once(
     tiny_pair: Pair, asked: str, judges: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted = []
-    monkeypatch.setattr(evaluating, "generate", lambda *a, **k: counted.append(a[2]) or generate(*a, **k))
+    monkeypatch.setattr(execute, "generate", lambda *a, **k: counted.append(a[2]) or generate(*a, **k))
     (judge,) = judges["mine"]
     judge.config.thresholds.update(F=0.4, R=0.4)
-    runs = runs_of(["exact", "judged:F", "judged:R", "judged:0.4,confirm=1"], [3], judges, ())
-    found = json.loads(json.dumps(evaluate(tiny_pair, tmp_path / "eval", [asked], runs, SMALL)))
+    rules = ["exact", "judged:F", "judged:R", "judged:0.4,confirm=1"]
+    found = json.loads(json.dumps(evaluated(tiny_pair, tmp_path / "eval", asked, rules, (3,), judges)))
     assert len(counted) == 3 * 3  # three parts of exact, of one threshold, of what is confirmed
-    assert [s["rule"] for s in found] == [run.name for run in runs]
+    assert [s["rule"] for s in found] == ["exact", *(f"{rule}@mine" for rule in rules[1:])]
     once, again = ({k: v for k, v in s.items() if k not in ("rule", "run_sha256")} for s in found[1:3])
     assert once == again
-    assert samples(tmp_path / "eval" / "file:mine" / runs[1].folder) == samples(
-        tmp_path / "eval" / "file:mine" / runs[2].folder
-    )
-    assert evaluate(tiny_pair, tmp_path / "eval", [asked], runs, SMALL) == found
+    folder = tmp_path / "eval" / "file:mine"
+    assert samples(folder / "judged:F@mine-g3") == samples(folder / "judged:R@mine-g3")
+    assert evaluated(tiny_pair, tmp_path / "eval", asked, rules, (3,), judges) == found
     assert len(counted) == 9
     twins = {"mine": [judge], "other": [Judge(replace(judge.config, suffix_length=5), weight=judge.weight)]}
-    both = evaluate(tiny_pair, tmp_path / "twins", [asked], runs_of(["judged:F"], [3], twins, ()), SMALL)
+    both = evaluated(tiny_pair, tmp_path / "twins", asked, ["judged:F"], (3,), twins)
     assert [(s["judge"], s["suffix_length"]) for s in both] == [("mine", None), ("other", 5)]  # each is named
 
 
@@ -465,12 +469,11 @@ def test_what_is_taken_over_leaves_no_work_and_no_times(
     tiny_pair: Pair, asked: str, judges: Any, tmp_path: Path
 ) -> None:
     judges["mine"][0].config.thresholds.update(F=0.4, R=0.4)
-    first, second = runs_of(["judged:F", "judged:R"], [3], judges, ())
-    evaluate(tiny_pair, tmp_path, [asked], [first], SMALL)
-    left = tmp_path / "file:mine" / second.folder / "work"
+    evaluated(tiny_pair, tmp_path, asked, ["judged:F"], (3,), judges)
+    left = tmp_path / "file:mine" / "judged:R@mine-g3" / "work"
     left.mkdir(parents=True)
     (left / "part-00000.jsonl").write_text("half a li")
-    timed, taken = evaluate(tiny_pair, tmp_path, [asked], [first, second], SMALL, times=False)
+    timed, taken = evaluated(tiny_pair, tmp_path, asked, ["judged:F", "judged:R"], (3,), judges, times=False)
     assert timed["tokens_per_second"] > 0
     assert (taken["tokens_per_second"], taken["seconds"]) == (None, {})
     assert not left.exists()
@@ -481,15 +484,15 @@ def test_judges_that_have_seen_the_problems_are_named() -> None:
     assert learnt_folds(("livecodebench/train-2", "self")) == {0, 1, 3}
     assert learnt_folds(("livecodebench/fold-1", "livecodebench/fold-3")) == {1, 3}
     rows = [{"id": f"q{i}", "question_id": f"q{i}"} for i in range(40)]
-    one = type("Fake", (), {"name": "livecodebench"})()
 
     def said(*sources: tuple[str, ...], asked: list[Any] = rows) -> list[str]:
         made = [Judge(JudgeConfig(hidden_size=4, sources=names)) for names in sources]
         found: list[str] = []
-        evaluating._learnt(one, asked, runs_of(["exact", "judged:0.5"], [3], {"mine": made}, ()), found.append)
+        examples = TaskExamples("livecodebench", task("livecodebench"), asked)
+        _warn_learnt(examples, plan_runs(["exact", "judged:0.5"], [3], {"mine": made}, ()), found.append)
         return found
 
-    assert "the judge mine was labelled with problems" in said(("livecodebench",))[0]
+    assert "the judge mine was trained on problems" in said(("livecodebench",))[0]
     assert not said(("livecodebench",), asked=[row for row in rows if fold(row) == 0])
     others = [tuple(f"livecodebench/fold-{j}" for j in range(4) if j != k) for k in range(4)]
     assert not said(*others)
@@ -497,8 +500,87 @@ def test_judges_that_have_seen_the_problems_are_named() -> None:
     assert not said(("gsm8k",))
 
 
+def test_delta_m_has_an_interval_that_is_paired_by_prompt(tiny_pair: Pair, asked: str, tmp_path: Path) -> None:
+    exact, other = evaluated(tiny_pair, tmp_path, asked, ["exact", "topk:9"])
+    assert exact["delta_m_ci"] is exact["m_ratio_ci"] is None
+    low, high = other["delta_m_ci"]
+    assert low < other["delta_m"] < high
+    low, high = other["m_ratio_ci"]
+    assert low < other["m_ratio"] < high
+    file = tmp_path / "file:mine" / "topk:9-g3" / "summary.json"
+    older = {key: value for key, value in json.loads(file.read_text()).items() if not key.endswith("m_ci")}
+    file.write_text(json.dumps(older))  # as a version without the interval left it
+    assert evaluated(tiny_pair, tmp_path, asked, ["topk:9"])[0]["delta_m_ci"] == other["delta_m_ci"]
+
+
+def test_the_interval_of_delta_m_follows_the_pairs() -> None:
+    rng = np.random.default_rng(0)
+    cycles = rng.integers(5, 50, 300)
+    exact = [{"emitted": int(2 * c + rng.integers(-3, 4)), "cycles": int(c)} for c in cycles]
+    twice = [{"emitted": 2 * row["emitted"], "cycles": row["cycles"]} for row in exact]
+    found = delta_m(twice, exact)
+    assert found["m_ratio"] == pytest.approx(2)
+    assert found["m_ratio_ci"] == pytest.approx((2, 2))  # the same on every prompt
+    low, high = found["delta_m_ci"]
+    assert low < found["delta_m"] < high
+    nothing = [{"emitted": 0, "cycles": 0}]
+    assert set(delta_m(nothing, nothing).values()) == {None}
+
+
+def test_rows_without_an_answer_are_decoded_and_not_scored(tiny_pair: Pair, asked: str, tmp_path: Path) -> None:
+    whole, _ = evaluated(tiny_pair, tmp_path / "whole", asked, ["exact", "topk:9"])
+    assert (whole["n"], whole["n_scored"]) == (8, 8)
+    file = Path(asked.removeprefix("file:"))
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for row in rows[:3]:
+        del row["answer"]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    said: list[str] = []
+    exact, other = evaluated(tiny_pair, tmp_path / "part", asked, ["exact", "topk:9"], warn=said.append)
+    assert said == ["file:mine: 5 of 8 rows have an answer; the score is of those"]
+    made = samples(tmp_path / "part" / "file:mine" / "topk:9-g3")
+    assert [row["score"] for row in made[:3]] == [None] * 3
+    assert (other["n"], other["n_scored"], other["measure"]) == (8, 5, "accuracy")
+    assert other["score"] == np.mean([row["score"] for row in made[3:]])
+    assert other["extraction_failures"] == np.mean([row["answer"] is None for row in made[3:]])
+    assert other["delta_score"] == pytest.approx(other["score"] - exact["score"])
+    assert all("agrees" not in row for row in made[:3])
+    assert [row["text"] for row in samples(tmp_path / "part" / "file:mine" / "exact-g3")] == [
+        row["text"] for row in samples(tmp_path / "whole" / "file:mine" / "exact-g3")
+    ]
+
+
+def test_a_measure_is_named_and_versions_of_scorers_are_recorded(
+    tiny_pair: Pair, asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("selfjudge.tasks.file.File.requires", ("math-verify",))
+    (answers,) = evaluated(tiny_pair, tmp_path / "answers", asked, ["exact"])
+    assert answers["agreement_measure"] == "same_answer"
+    assert answers["versions"]["math-verify"] == version("math-verify")
+    file = Path(asked.removeprefix("file:"))
+    file.write_text(file.read_text().replace(', "answer": "w7"', ""))
+    (words,) = evaluated(tiny_pair, tmp_path / "words", asked, ["exact"])
+    assert (words["agreement_measure"], words["measure"], words["n_scored"]) == ("word_overlap", None, 0)
+
+
+def test_rules_may_be_objects(tiny_pair: Pair, asked: str, judges: Any, tmp_path: Path) -> None:
+    judged = Judged(judges["mine"][0], 0.4, special=tiny_pair.special_ids)
+    by_text = evaluated(tiny_pair, tmp_path / "text", asked, ["exact", "topk:9", "judged:0.4"], (3,), judges)
+    by_object = evaluated(tiny_pair, tmp_path / "object", asked, [TopK(9), judged, "exact"])
+    assert [s["rule"].partition(":")[0] for s in by_object] == ["exact", "topk", "judged"]
+    for one, other in zip(by_text, by_object, strict=True):
+        assert one["mean_accepted_length"] == other["mean_accepted_length"]
+        assert one["delta_score"] == other["delta_score"]
+
+
+def test_gamma_and_batch_have_the_defaults_of_the_device(tiny_pair: Pair, asked: str, tmp_path: Path) -> None:
+    config = EvalConfig(tasks=(asked,), limit=2, max_new_tokens=3)
+    (found,) = evaluate_rules(tiny_pair, tmp_path, config)
+    assert (found["gamma"], found["batch"]) == (3, 8)
+
+
 def test_times_can_be_left_out(tiny_pair: Pair, asked: str, tmp_path: Path) -> None:
-    (found,) = evaluate(tiny_pair, tmp_path, [asked], runs_of(["exact"], [3], {}, ()), SMALL, times=False)
+    (found,) = evaluated(tiny_pair, tmp_path, asked, ["exact"], times=False)
     assert (found["tokens_per_second"], found["seconds"]) == (None, {})
     assert found["mean_accepted_length"] > 1
 
@@ -507,6 +589,6 @@ def test_all_rules_draft_with_the_same_weights(
     tiny_pair: Pair, asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shells, "int8_draft", lambda *_: pytest.fail("rules are not comparable"))
-    evaluate(tiny_pair, tmp_path, [asked], runs_of(["exact"], [3], {}, ()), SMALL)
+    evaluated(tiny_pair, tmp_path, asked, ["exact"])
     with pytest.raises(pytest.fail.Exception):
         generate(tiny_pair, ["w5"], gamma=3, max_new_tokens=2)

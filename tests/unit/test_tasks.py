@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -14,82 +13,21 @@ from typing import Any
 
 import pytest
 
+from fake_tasks import MADE_UP, at_hand, write
 from selfjudge.errors import SelfJudgeError
+from selfjudge.evaluate import EvalConfig
 from selfjudge.prompts.sources import Source, load_prompts
 from selfjudge.tasks.arithmetic import Arithmetic
-from selfjudge.tasks.base import NAMES, Task, known, plain, task
+from selfjudge.tasks.base import NAMES, known, plain, task
 from selfjudge.tasks.livecodebench import fold
+from selfjudge.tasks.scoring import latex
 from selfjudge.tasks.scoring.answers import boxed, code_block, final_number, final_words, numbers, same_number, tagged
 from selfjudge.tasks.scoring.latex import normalised, same_maths
-
-MADE_UP: dict[str, dict[str, list[dict[str, Any]]]] = {
-    "gsm8k": {
-        "train.jsonl": [{"question": f"What is {n} + 1?", "answer": f"#### {n + 1}"} for n in range(5)],
-        "test.jsonl": [{"question": f"What is {n} − 1?", "answer": f"#### {n - 1}"} for n in range(4)],
-    },
-    "mbpp": {
-        "mbpp.jsonl": [
-            {"task_id": n, "text": f"Write f{n}.", "code": "", "test_list": [f"assert f{n}() == {n}", "assert False"]}
-            for n in (1, 10, 11, 510, 511, 600, 601, 974, 975)
-        ]
-    },
-    "dolly": {
-        "databricks-dolly-15k.sha256-sorted.jsonl": [
-            {"instruction": f"Say {n % 1010}.", "context": "  " if n % 2 else f"Context {n % 1010}.", "response": "", "category": ""}
-            for n in range(1030)
-        ]
-    },
-    "cnn_dailymail": {"test_first500.jsonl": [{"id": f"a{n}", "article": f"Story {n}.", "highlights": f"The story {n}."} for n in range(3)]},
-    "math500": {
-        "test.jsonl": [{"problem": f"What is {n}/2?", "answer": f"\\frac{{{n}}}{{2}}", "unique_id": f"test/{n}.json"} for n in range(3)]
-    },
-    "mmlu": {
-        f"{split}.jsonl": [
-            {"subject": "bird_watching", "question": f"{split} {n}?", "choices": ["a", "b", "c", "d"], "answer": n % 4}
-            for n in range(6)
-        ]
-        for split in ("dev", "test")
-    },
-    "livecodebench": {
-        "release_v1_public_tests.jsonl": [
-            {
-                "question_id": f"q{n}", "question_content": f"Add {n}.", "starter_code": "class Solution:\n    def add(self, a: List[int]) -> int:\n        ",
-                "public_test_cases": json.dumps([{"input": "[1]", "output": f"{n + 1}", "testtype": "functional"}]), "metadata": '{"func_name": "add"}',
-            }
-            for n in range(20)
-        ],
-        "derived_v5_window_279_sample_tests.jsonl": [
-            {
-                "question_id": f"r{n}", "question_content": f"Double {n}.", "starter_code": "", "func_name": None,
-                "sample_tests_parsed": [{"input": "3", "output": "6", "testtype": "stdin"}, {"input": "4", "output": "8", "testtype": "stdin"}],
-            }
-            for n in range(20)
-        ],
-    },
-}  # fmt: skip
-
-
-def write(folder: Path, *, zipped: bool) -> Path:
-    for name, files in MADE_UP.items():
-        (folder / name).mkdir(parents=True)
-        for file, rows in files.items():
-            content = "\n".join(json.dumps(row) for row in rows).encode() + b"\n\n"
-            path = folder / name / (f"{file}.gz" if zipped else file)
-            path.write_bytes(gzip.compress(content) if zipped else content)
-    return folder
 
 
 @pytest.fixture
 def made_up(tmp_path: Path) -> Path:
     return write(tmp_path / "data", zipped=False)
-
-
-def at_hand(name: str) -> Task:
-    """A task with its published data; skips the test if there is none."""
-    folder = Path(os.environ.get("SELFJUDGE_DATA") or Path(__file__).parents[3] / "shared" / "data")
-    if name != "arithmetic" and not (folder / name).is_dir():
-        pytest.skip(f"no data in {folder}")
-    return task(name, folder)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -161,8 +99,11 @@ def _truncated(folder: Path) -> None:
         (lambda data: task("gsm8k", data / "nowhere").examples("test"), "nowhere/gsm8k/test.jsonl or"),
         (lambda data: task("math500", data).examples("train"), "math500 has no split 'train'; it has: test"),
         (lambda data: task("mmlu", data).examples("train"), "mmlu has no split 'train'; it has: dev, test"),
-        (lambda data: task("gsm8k").examples("test"), "--data DIR or set SELFJUDGE_DATA, or install datasets"),
-        (lambda data: task("cnn_dailymail").score({"highlights": ""}, ""), "ROUGE needs rouge-score: pip install"),
+        (lambda data: task("gsm8k").examples("test"), "give `data` or set SELFJUDGE_DATA, or install datasets"),
+        (lambda data: task("cnn_dailymail").prepare(), "cnn_dailymail needs rouge-score: pip install rouge-score"),
+        (lambda data: task("math500").prepare(), "math500 needs math-verify: pip install math-verify"),
+        (lambda data: EvalConfig(tasks=("arithmetic", "math500"), data=data).check(), "math500 needs math-verify: pip install"),
+        (lambda data: task(f"file:{data}/nothing.jsonl").prepare(), "nothing.jsonl does not exist"),
         (lambda data: task(f"file:{data}/nothing.jsonl").examples("all"), "nothing.jsonl does not exist"),
         (lambda data: [(data / "f.jsonl").write_text('{"prompt": "x"}\n{"prompt": 5}'), task(f"file:{data}/f.jsonl").examples("all")], "f.jsonl, line 2: expected"),
         (lambda data: [_truncated(data), task("gsm8k", data).examples("test")], "cannot read"),
@@ -176,7 +117,7 @@ def _truncated(folder: Path) -> None:
 )  # fmt: skip
 def test_refusals(ask: Callable[[Path], object], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SELFJUDGE_DATA", raising=False)
-    for name in ("datasets", "rouge_score"):
+    for name in ("datasets", "math_verify", "rouge_score"):
         monkeypatch.setitem(sys.modules, name, None)  # not installed
     folder = write(tmp_path / "data", zipped=True)
     with pytest.raises(SelfJudgeError, match=message) as caught:
@@ -221,13 +162,6 @@ def test_published_solutions_are_right(name: str) -> None:
     scores = published.score_many(rows, [SOLUTIONS[published.name](row) for row in rows])
     assert [row["id"] for row, score in zip(rows, scores, strict=True) if score != {"accuracy": 1.0}] == []
     assert all(published.extract(row, "") is None for row in rows[:5])
-
-
-def test_published_code_passes() -> None:
-    published = at_hand("mbpp")
-    rows = published.examples("test", 4)
-    fenced = [f"```python\n{row['code']}\n```" for row in rows]
-    assert published.score_many(rows, fenced) == [{"pass_rate": 1.0, "tests_passed": 1.0}] * 4
 
 
 def test_livecodebench_asks_as_its_authors_do() -> None:
@@ -368,10 +302,10 @@ DIFFERENT = [
 
 
 def test_equal_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "math_verify", None)  # not installed
+    monkeypatch.setattr(latex, "verified", lambda a, b: False)
     assert [pair for pair in EQUAL if not same_maths(*pair)] == []
     assert [pair for pair in DIFFERENT if same_maths(*pair)] == []
-    assert not same_maths("x+y", "y+x")
+    assert not same_maths("x+y", "y+x")  # that is for math-verify to say
     assert normalised("\\left\\{ 1 \\right\\}") == "\\{1\\}"
 
 
@@ -400,7 +334,7 @@ def test_math_verify_itself() -> None:
 
 
 def test_rouge(made_up: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from selfjudge.tasks.base import cnn_dailymail
+    from selfjudge.tasks import cnn_dailymail
 
     class Scorer:
         def __init__(self, measures: tuple[str, ...], use_stemmer: bool) -> None:
@@ -427,36 +361,6 @@ def test_rouge_itself(made_up: Path) -> None:
     found = one.score(one.examples("test")[0], "The stories 0.")
     assert set(found) == {"rouge1", "rouge2", "rougeL"}
     assert found["rouge1"] == 1  # stemmed
-
-
-def test_programs_that_solve(made_up: Path) -> None:
-    one = task("livecodebench", made_up, allow_unsafe=True)
-    call = next(row for row in one.examples("all") if row["function"])
-    stdin = next(row for row in one.examples("all") if not row["function"])
-    n = int(call["tests"][0]["output"]) - 1
-    good = f"```python\nclass Solution:\n    def add(self, a: List[int]) -> int:\n        return sum(a) + {n}\n```"
-    half = "```python\nprint(6 if input() == '3' else 1)\n```"
-    rows, texts = (
-        [call, stdin, stdin, stdin, stdin],
-        [good, "```python\nprint(2 * int(input()))\n```", half, "```\nno\n```", "?"],
-    )
-    answers = one.extract_many(rows, texts)
-    assert answers == ["0", "0,1", "0", "", None]
-    assert [one.is_scorable(row, answer) for row, answer in zip(rows, answers, strict=True)] == [
-        True,
-        True,
-        True,
-        False,
-        False,
-    ]
-    assert one.score_many(rows, texts) == [
-        {"pass_rate": rate, "tests_passed": share} for rate, share in ((1, 1), (1, 1), (0, 0.5), (0, 0), (0, 0))
-    ]
-    assert not one.same(stdin, answers[1], answers[2])
-    assert one.gold(stdin) == "0,1"
-    mbpp = task("mbpp", made_up, allow_unsafe=True)
-    row = {**mbpp.examples("test")[0], "test_setup_code": "limit = 11"}
-    assert mbpp.extract(row, "```python\ndef f11():\n    return limit\n```") == "0"
 
 
 def test_made_up_problems() -> None:
@@ -494,6 +398,11 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     assert one.score(test[-1], "Rome or 3") == {"accuracy": 0.0}
     assert one.score(test[0], f"It is {test[0]['answer']}.0") == {"accuracy": 1.0}
     assert one.score(test[0], f"\\boxed{{{test[0]['answer']}}} or 9") == {"accuracy": 1.0}
+    path.write_text('{"prompt": "Sing."}\n{"prompt": "Capital of Italy?", "answer": "Rome"}')
+    assert one.checkable
+    sing, capital = one.examples("all")
+    assert one.score_many([sing, capital], ["La", "The answer is Rome."]) == [{}, {"accuracy": 1.0}]
+    assert (one.is_scorable(sing, "La"), one.is_scorable(capital, "Rome")) == (False, True)
     path.write_text('{"prompt": "Sing."}\n')
     assert not one.checkable
     assert one.score(one.examples("all")[0], "La") == {}

@@ -111,14 +111,14 @@ class Parsed:
 
 @dataclass(frozen=True)
 class Numbers:
-    """Reads whole numbers separated by commas."""
+    """Reads whole numbers separated by commas; an empty text means none."""
 
     low: float | None
     high: float | None
 
     def __call__(self, text: str) -> Parsed:
         try:
-            numbers = tuple(int(part) for part in text.split(","))
+            numbers = tuple(int(part) for part in text.split(",")) if text else ()
         except ValueError:
             raise typer.BadParameter(f"whole numbers separated by commas are needed, not {text!r}") from None
         for number in numbers:

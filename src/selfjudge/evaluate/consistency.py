@@ -29,7 +29,7 @@ Entails = Callable[[Sequence[tuple[str, str]]], list[float]]
 
 
 def sentences(text: str) -> list[str]:
-    """The sentences of a text, by their marks and by lines; list marks are left out."""
+    """The sentences of a text, split at punctuation and at line ends; list marks are left out."""
     lines = (re.sub(r"^\s*(?:[-*•]|\d+[.)])\s+", "", line) for line in text.splitlines())
     ends = r"(?:(?<=[.!?])|(?<=[.!?][\"')\]]))\s+(?=[A-Z0-9\"'(])"
     return [part.strip() for line in lines for part in re.split(ends, line) if re.search(r"\w", part)]
@@ -38,8 +38,27 @@ def sentences(text: str) -> list[str]:
 def consistency(entails: Entails, stories: Sequence[str], texts: Sequence[str]) -> list[float | None]:
     """FC of every text against its story; None for a text without a sentence."""
     split = [sentences(text) for text in texts]
-    values = iter(entails([(story, one) for story, parts in zip(stories, split, strict=True) for one in parts]))
+    values = iter(entails([(story, part) for story, parts in zip(stories, split, strict=True) for part in parts]))
     return [sum(next(values) for _ in parts) / len(parts) if parts else None for parts in split]
+
+
+def load_entailment(pair: Pair, nli: str, warn: Callable[[str], None]) -> tuple[Entails | None, str]:
+    """What measures factual consistency, and its name: an NLI model, `proxy` (the target itself) or `off`.
+
+    `auto` is the default NLI model, or the proxy where that cannot be loaded.
+    """
+    if nli == "off":
+        return None, "off"
+    if nli == "proxy":
+        return proxy(pair), "proxy"
+    name = DEFAULT_NLI if nli == "auto" else nli
+    try:
+        return classifier(name, pair.target.device), name
+    except SelfJudgeError as error:
+        if nli != "auto":
+            raise
+        warn(f"{error}; the target itself judges factual consistency (fc_proxy)")
+        return proxy(pair), "proxy"
 
 
 def classifier(name: str, device: torch.device | None = None) -> Entails:
@@ -56,39 +75,44 @@ def classifier(name: str, device: torch.device | None = None) -> Entails:
     places = [next((i for label, i in labels.items() if start in label), None) for start in ("entail", "contra")]
     if None in places:
         raise SelfJudgeError(
-            f"{name} is no NLI model: its labels are {', '.join(labels)}, not entailment and contradiction"
+            f"{name} is not an NLI model: its labels are {', '.join(labels)}, not entailment and contradiction"
         )
     model.to(device or "cpu")
 
     @torch.no_grad()
     def entails(pairs: Sequence[tuple[str, str]]) -> list[float]:
-        found: list[float] = []
+        values: list[float] = []
         for start in range(0, len(pairs), BATCH):
             part = pairs[start : start + BATCH]
             inputs = tokenizer(
-                [story for story, _ in part], [sentence for _, sentence in part], truncation="longest_first", padding=True,
-                max_length=min(512, tokenizer.model_max_length), return_tensors="pt",
-            )  # fmt: skip
+                [story for story, _ in part],
+                [sentence for _, sentence in part],
+                truncation="longest_first",
+                padding=True,
+                max_length=min(512, tokenizer.model_max_length),
+                return_tensors="pt",
+            )
             p = model(**inputs.to(model.device)).logits.float().softmax(-1)
-            found += (p[:, places[0]] - p[:, places[1]]).tolist()
-        return found
+            values += (p[:, places[0]] - p[:, places[1]]).tolist()
+        return values
 
     return entails
 
 
 def proxy(pair: Pair) -> Entails:
-    """The target's own word: its probabilities of the letters A (supported) and C (contradicted)."""
+    """The target as classifier: its probabilities of the letters A (supported) and C (contradicted)."""
     letters = [pair.tokenizer.encode(letter, add_special_tokens=False)[-1] for letter in "ABC"]
 
     @torch.no_grad()
     def entails(pairs: Sequence[tuple[str, str]]) -> list[float]:
-        asked = pair.encode_many([_QUESTION.format(story=_cut(pair, s), sentence=one) for s, one in pairs])
-        found = [0.0] * len(pairs)
-        for part, hidden in teacher_forced(pair.target, [(ids, letters[:1]) for ids in asked]):
+        questions = [_QUESTION.format(story=_cut(pair, story), sentence=sentence) for story, sentence in pairs]
+        prompts = pair.encode_many(questions)
+        values = [0.0] * len(pairs)
+        for part, hidden in teacher_forced(pair.target, [(ids, letters[:1]) for ids in prompts]):
             p = logits_of(pair.target, hidden)[:, letters].float().softmax(-1)
             for i, value in zip(part, (p[:, 0] - p[:, 2]).tolist(), strict=True):
-                found[i] = value
-        return found
+                values[i] = value
+        return values
 
     return entails
 

@@ -1,4 +1,4 @@
-"""What a relaxed rule costs, without any benchmark: how likely the target finds what was said, and what was said instead."""
+"""What a relaxed rule costs, without a benchmark: the likelihood of its answers, and which tokens it substituted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Likelihood:
     log_p: list[float]
     """Of each token."""
     choices: list[int]
-    """What the target would have said there."""
+    """The target's most likely token there."""
     choice_log_p: list[float]
 
     @property
@@ -30,8 +30,8 @@ class Likelihood:
 
 @torch.no_grad()
 def likelihoods(pair: Pair, sequences: Sequences) -> list[Likelihood]:
-    """The target's log-probability of every token of every answer, in one forced pass."""
-    found: list[Likelihood] = [Likelihood([], [], []) for _ in sequences]
+    """The target's log-probability of every token of every answer, in one teacher-forced pass."""
+    results: list[Likelihood] = [Likelihood([], [], []) for _ in sequences]
     readable = [i for i, (_, answer) in enumerate(sequences) if answer]
     for part, hidden in teacher_forced(pair.target, [sequences[i] for i in readable]):
         chosen = [readable[p] for p in part]
@@ -40,32 +40,32 @@ def likelihoods(pair: Pair, sequences: Sequences) -> list[Likelihood]:
         choices: list[int] = []
         best: list[float] = []
         step = logit_rows(pair.target)
-        for states, said in zip(hidden.split(step), tokens.split(step), strict=True):
+        for states, emitted in zip(hidden.split(step), tokens.split(step), strict=True):
             logits = logits_of(pair.target, states).float()
             total, top = logits.logsumexp(-1), logits.max(-1)
-            log_p += (logits.gather(1, said[:, None]).squeeze(1) - total).tolist()
+            log_p += (logits.gather(1, emitted[:, None]).squeeze(1) - total).tolist()
             best += (top.values - total).tolist()
             choices += top.indices.tolist()
         at = 0
         for i in chosen:
-            size = len(sequences[i][1])
-            found[i] = Likelihood(*(each[at : at + size] for each in (log_p, choices, best)))  # type: ignore[arg-type]
-            at += size
-    return found
+            end = at + len(sequences[i][1])
+            results[i] = Likelihood(log_p[at:end], choices[at:end], best[at:end])
+            at = end
+    return results
 
 
 def mean_log_likelihood(seen: Sequence[Likelihood]) -> float:
     """Over all tokens of all answers."""
-    count = sum(len(one.log_p) for one in seen)
-    return sum(sum(one.log_p) for one in seen) / max(1, count)
+    count = sum(len(answer.log_p) for answer in seen)
+    return sum(sum(answer.log_p) for answer in seen) / max(1, count)
 
 
 def substitutions(pair: Pair, answers: Sequence[Generation], seen: Sequence[Likelihood]) -> list[tuple[str, str, int]]:
-    """(what the target would have said, what was accepted instead, how often), the most frequent first."""
+    """(the target's choice, what was accepted instead, how often), the most frequent first."""
     pairs = Counter(
         (choice, token)
-        for answer, one in zip(answers, seen, strict=True)
-        for token, origin, choice in zip(answer.tokens, answer.origins, one.choices, strict=True)
+        for answer, likelihood in zip(answers, seen, strict=True)
+        for token, origin, choice in zip(answer.tokens, answer.origins, likelihood.choices, strict=True)
         if origin == "judge" and choice != token
     )
     text = {i: str(pair.tokenizer.decode([i])) for both in pairs for i in both}

@@ -1,8 +1,8 @@
-"""Benchmarks: what they ask, split by split, and how an answer is found, compared and scored. One small file each.
+"""Base of all benchmarks: their examples by split, and how an answer is found, compared and scored.
 
-Rows come from the files published by each benchmark's authors (see `docs/tasks.md`), in the folder that `--data` or
-`SELFJUDGE_DATA` names, or, where no folder is named and `datasets` is installed, from the hub. A row of the training split
-never occurs in the test split.
+Rows come from the files that each benchmark's authors published (see `docs/tasks.md`), in the folder `data` or
+`SELFJUDGE_DATA`. Where no folder is named and `datasets` is installed, they come from the hub. A row of the training
+split never occurs in the test split.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -40,6 +41,8 @@ class Task:
     """Whether answers can be found in a text and compared: `extract`, `same`."""
     hub: ClassVar[tuple[str, str | None] | None] = None
     """Dataset and configuration on the hub."""
+    requires: ClassVar[tuple[str, ...]] = ()
+    """Packages that scoring needs; summaries record their versions."""
 
     def __init__(self, data: Path | None = None, *, allow_unsafe: bool = False) -> None:
         self.data = data
@@ -48,6 +51,9 @@ class Task:
 
     def prepare(self) -> None:
         """Refuse to go on where something that scoring needs is missing."""
+        for package in self.requires:
+            if find_spec(package.replace("-", "_")) is None:
+                raise SelfJudgeError(f"{self.name} needs {package}: pip install {package} (or selfjudge[eval])")
 
     def examples(self, split: str, limit: int | None = None) -> list[Row]:
         """The first `limit` rows of a split; every row has an `id`."""
@@ -131,18 +137,18 @@ class Task:
 
 def task(name: str, data: Path | None = None, *, allow_unsafe: bool = False) -> Task:
     """A task by name, or `file:PATH`; a split that is named with it (`livecodebench/all`) makes no difference."""
-    made: Task
+    result: Task
     if name.startswith(FILE):
-        made = import_module("selfjudge.tasks.file").TASK(Path(name.removeprefix(FILE)).expanduser())
-    elif (own := name.partition("/")[0]) in NAMES:
-        made = import_module(f"selfjudge.tasks.{own}").TASK(data, allow_unsafe=allow_unsafe)
+        result = import_module("selfjudge.tasks.file").TASK(Path(name.removeprefix(FILE)).expanduser())
+    elif (benchmark := name.partition("/")[0]) in NAMES:
+        result = import_module(f"selfjudge.tasks.{benchmark}").TASK(data, allow_unsafe=allow_unsafe)
     else:
         raise SelfJudgeError(f"unknown task {name!r}; tasks are: {', '.join(NAMES)}, {FILE}PATH")
-    return made
+    return result
 
 
 def known(name: str) -> bool:
-    """Does this name a task, or a split of one?"""
+    """Whether this names a task, or a split of one."""
     return name in NAMES or name.startswith(FILE) or (name.partition("/")[0] in NAMES and not Path(name).is_file())
 
 
@@ -164,7 +170,7 @@ def read_jsonl(path: Path) -> list[Row]:
                     rows.append(json.loads(line))
             return rows
     except json.JSONDecodeError as error:
-        raise SelfJudgeError(f"cannot read {path}: line {number} is no JSON ({error.msg})") from None
+        raise SelfJudgeError(f"cannot read {path}: line {number} is not JSON ({error.msg})") from None
     except (OSError, EOFError, ValueError, zlib.error) as error:
         raise SelfJudgeError(f"cannot read {path}: {error}") from None
 
@@ -175,14 +181,14 @@ def hub_rows(task: str, name: str, config: str | None = None, **options: Any) ->
         from datasets import load_dataset
     except ImportError:
         raise SelfJudgeError(
-            f"{task} needs its data: give --data DIR or set SELFJUDGE_DATA, or install datasets to read it from the hub"
+            f"{task} needs its data: give `data` or set SELFJUDGE_DATA, or install datasets to read it from the hub"
         ) from None
     try:
         with quiet_hub():
             return [dict(row) for row in load_dataset(name, config, **options)]
     except Exception as error:  # the hub, the network, the disk: its errors are of many kinds
         why = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise SelfJudgeError(f"cannot load {name} from the hub ({why}): check the network or give --data DIR") from None
+        raise SelfJudgeError(f"cannot load {name} from the hub ({why}): check the network or give `data`") from None
 
 
 def numbered(name: str, rows: Sequence[Row]) -> list[Row]:
@@ -191,12 +197,12 @@ def numbered(name: str, rows: Sequence[Row]) -> list[Row]:
 
 
 def plain(prompt: Prompt) -> str:
-    """A prompt's words alone: what counts when prompts are told apart."""
+    """A prompt's words alone, without case and punctuation: two prompts with the same ones count as one."""
     text = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
     return " ".join(re.findall(r"\w+", text.casefold()))
 
 
 def without_test_questions(task: Task, rows: Iterable[Row], test: Iterable[Row]) -> list[Row]:
-    """The rows that ask nothing that the test rows ask."""
-    asked = {task.question(row) for row in test}
-    return [row for row in rows if task.question(row) not in asked]
+    """The rows whose question is not one of the test rows."""
+    questions = {task.question(row) for row in test}
+    return [row for row in rows if task.question(row) not in questions]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from selfjudge.errors import SelfJudgeError
 from selfjudge.tasks.base import Row, Task
 
 MEASURES = ("rouge1", "rouge2", "rougeL")
@@ -18,9 +17,7 @@ class CnnDailymail(Task):
     splits = ("test",)
     new_tokens = 256
     hub = ("abisee/cnn_dailymail", "3.0.0")
-
-    def prepare(self) -> None:
-        _scorer()
+    requires = ("rouge-score",)
 
     def rows(self, split: str) -> list[Row]:
         return self.load("test_first500.jsonl", split)
@@ -33,16 +30,14 @@ class CnnDailymail(Task):
 
     def score(self, row: Row, text: str) -> dict[str, float]:
         """F measures of words, pairs of words and the longest common subsequence, stemmed."""
-        found = _scorer().score(row["highlights"], text)
-        return {name: float(found[name].fmeasure) for name in MEASURES}
+        measured = _scorer().score(row["highlights"], text)
+        return {name: float(measured[name].fmeasure) for name in MEASURES}
 
 
 @cache
 def _scorer() -> Any:
-    try:
-        from rouge_score.rouge_scorer import RougeScorer
-    except ImportError:
-        raise SelfJudgeError("ROUGE needs rouge-score: pip install rouge-score (or selfjudge[eval])") from None
+    from rouge_score.rouge_scorer import RougeScorer
+
     return RougeScorer(MEASURES, use_stemmer=True)
 
 

@@ -1,4 +1,7 @@
-"""A user's own prompts: jsonl with `prompt` or `messages`, and `answer` where there is a right one."""
+"""A user's own prompts: jsonl with `prompt` or `messages`, and `answer` where there is a right one.
+
+Rows without an answer are decoded like the others and not scored.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,11 @@ class File(Task):
 
     @property
     def checkable(self) -> bool:  # type: ignore[override]
-        return all("answer" in row for row in self.rows("all"))
+        """Whether any row has an answer."""
+        return any("answer" in row for row in self.rows("all"))
+
+    def prepare(self) -> None:
+        self.rows("all")
 
     def rows(self, split: str) -> list[Row]:
         if not self.path.is_file():
@@ -35,16 +42,15 @@ class File(Task):
         return rows if split == "all" else [row for row in rows if row["split"] == split]
 
     def _row(self, number: int, row: Row) -> Row:
-        asked = row.get("messages", row.get("prompt")) if isinstance(row, dict) else None
-        talk = isinstance(asked, list) and all(isinstance(m, dict) and isinstance(m.get("content"), str) for m in asked)
-        if not asked or not (isinstance(asked, str) or talk):
+        prompt = row.get("messages", row.get("prompt")) if isinstance(row, dict) else None
+        if not prompt or not (isinstance(prompt, str) or _is_conversation(prompt)):
             raise SelfJudgeError(f'{self.path}, line {number}: expected a JSON object with "prompt" or "messages"')
-        split = row.get("split") or ("train" if sha256(plain(asked).encode()).digest()[0] % TEST_SHARE else "test")
+        split = row.get("split") or ("train" if sha256(plain(prompt).encode()).digest()[0] % TEST_SHARE else "test")
         return {"id": f"{self.path.stem}-{number}", **row, "split": split}
 
     def prompt(self, row: Row) -> Prompt:
-        asked: Prompt = row["messages"] if "messages" in row else row["prompt"]
-        return asked
+        prompt: Prompt = row["messages"] if "messages" in row else row["prompt"]
+        return prompt
 
     def gold(self, row: Row) -> str | None:
         return str(row["answer"]) if "answer" in row else None
@@ -56,6 +62,16 @@ class File(Task):
 
     def same(self, row: Row, a: str | None, b: str | None) -> bool:
         return same_words(a, b)
+
+    def is_scorable(self, row: Row, answer: str | None) -> bool:
+        return answer is not None and "answer" in row
+
+    def rate(self, row: Row, answer: str | None) -> dict[str, float]:
+        return super().rate(row, answer) if "answer" in row else {}
+
+
+def _is_conversation(prompt: object) -> bool:
+    return isinstance(prompt, list) and all(isinstance(m, dict) and isinstance(m.get("content"), str) for m in prompt)
 
 
 TASK = File

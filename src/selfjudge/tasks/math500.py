@@ -15,6 +15,7 @@ class Math500(Task):
     new_tokens = 1024
     checkable = True
     hub = ("HuggingFaceH4/MATH-500", None)
+    requires = ("math-verify",)
 
     def rows(self, split: str) -> list[Row]:
         return [{"id": f"math500-{row['unique_id']}", **row} for row in self.load(f"{split}.jsonl", split)]
@@ -26,8 +27,8 @@ class Math500(Task):
         return str(row["answer"])
 
     def extract(self, row: Row, text: str) -> str | None:
-        found = tagged(text)
-        return boxed(text) if found is None else boxed(found) or found
+        between_tags = tagged(text)
+        return boxed(text) if between_tags is None else boxed(between_tags) or between_tags
 
     def same(self, row: Row, a: str | None, b: str | None) -> bool:
         return a is not None and b is not None and same_maths(a, b)

@@ -1,4 +1,4 @@
-"""Are two formulas equal? By their normalised strings, by their value, then by math-verify where it is installed."""
+"""Whether two formulas are equal: by their normalised strings, by their value, then by math-verify."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def same_maths(a: str, b: str) -> bool:
 
 
 def normalised(text: str) -> str:
-    """One way to write a formula: no blanks, sizes, units, degree or dollar signs; `\\frac{a}{b}` with braces; lower case."""
+    """One way to write a formula: no blanks, sizes, units, degree or dollar signs; `\\frac{a}{b}`; lower case."""
     text = (
         text.strip().rstrip(".").replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").replace("\\dots", "\\ldots")
     )
@@ -47,23 +47,21 @@ def normalised(text: str) -> str:
 
 def value(text: str) -> Fraction | None:
     """The value of a normalised number or fraction of whole numbers."""
-    if found := re.fullmatch(r"(-?)\\frac\{(-?\d+)\}\{(-?\d+)\}", text):
-        sign, above, below = found.groups()
+    if fraction := re.fullmatch(r"(-?)\\frac\{(-?\d+)\}\{(-?\d+)\}", text):
+        sign, above, below = fraction.groups()
         return Fraction(int(f"{above}"), int(below)) * (-1 if sign else 1) if int(below) else None
     return Fraction(text) if re.fullmatch(r"-?\d+(\.\d+)?", text) else None
 
 
 def verified(a: str, b: str) -> bool:
-    """math-verify's word; False where it is not installed or fails."""
-    try:
-        from math_verify import parse, verify
-    except ImportError:
-        return False
+    """Whether math-verify finds two formulas equal; False where it fails."""
+    from math_verify import parse, verify
+
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     # its clock is a signal, which only the main thread can set
     seconds = _SECONDS if threading.current_thread() is threading.main_thread() else None
     try:
         ours, theirs = (parse(f"${text}$", parsing_timeout=seconds) for text in (a, b))
         return bool(ours and theirs and verify(ours, theirs, timeout_seconds=seconds))
-    except Exception:  # sympy fails in many ways on what is no formula
+    except Exception:  # sympy fails in many ways on what is not a formula
         return False

@@ -1,0 +1,144 @@
+"""A run against `exact` on the same examples: paired differences with 95 % intervals, and how many answers agree."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import SequenceMatcher
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from selfjudge.evaluate.config import Warn
+from selfjudge.evaluate.runs import Run
+from selfjudge.store import read_json, read_rows, write_json, write_rows
+from selfjudge.tasks.base import Row, Task
+
+RESAMPLES = 2000
+Interval = tuple[float, float]
+
+
+def find_exact(folder: Path, run: Run, warn: Warn) -> Path | None:
+    """The run of `exact` to compare with: at the same γ, else at any. None for `exact` itself, and where there is none."""
+    if run.name == "exact":
+        return None
+    same_gamma = folder / f"exact-g{run.gamma}"
+    finished = [f for f in (same_gamma, *sorted(folder.glob("exact-g*"))) if (f / "summary.json").is_file()]
+    with_rows = [f for f in finished if (f / "samples.jsonl.gz").is_file()]  # kept results may lack rows
+    if not finished:
+        warn(f"{folder.name}: no run of `exact` to compare {run.name} with; add it to `rules`")
+    elif not with_rows:
+        warn(f"{folder.name}: no run of `exact` has kept its rows: {run.name} is not compared anew")
+    return with_rows[0] if with_rows else None
+
+
+def compare_with_exact(folder: Path, exact: Path, task: Task, rows: Sequence[Row], checkable: bool) -> dict[str, Any]:
+    """The summary of the run in `folder`, compared with that run of `exact`.
+
+    A comparison with the same run stays as it is. So does one that was made with rows that are no longer there.
+    """
+    summary: dict[str, Any] = read_json(folder / "summary.json")
+    fingerprint, before = _fingerprint(exact), summary["compared_with"]
+    needed = () if before is None else (folder, folder.parent / before.partition(":")[0])
+    complete = before == fingerprint and "delta_m_ci" in summary  # an older version did not write it
+    if complete or not all((place / "samples.jsonl.gz").is_file() for place in needed):
+        return summary
+    samples = list(read_rows(folder / "samples.jsonl.gz"))
+    by_id = {row["id"]: row for row in read_rows(exact / "samples.jsonl.gz")}
+    others = [by_id[sample["id"]] for sample in samples]
+    agreement = _agreement(task if checkable else None, {row["id"]: row for row in rows}, samples, others)
+    summary |= {"compared_with": fingerprint, "agreement": agreement}
+    if exact.name == f"exact-g{summary['gamma']}":
+        summary |= delta_m(samples, others)
+    summary |= _delta_scores(summary, samples, others)
+    write_rows(folder / "samples.jsonl.gz", samples)
+    write_json(folder / "summary.json", summary)
+    return summary
+
+
+def _fingerprint(exact: Path) -> str:
+    """Which run of `exact` that is; leaving texts out of its rows does not change it."""
+    rows = read_rows(exact / "samples.jsonl.gz")
+    kept = "".join(f"{row['id']}:{row['answer']}:{row['tokens']}\n" for row in rows)
+    return f"{exact.name}:{hashlib.sha256(kept.encode('utf-8', 'replace')).hexdigest()}"
+
+
+def _agreement(
+    task: Task | None, rows: Mapping[str, Row], samples: Sequence[Row], others: Sequence[Row]
+) -> float | None:
+    """Mean of `agrees`, which is written into the samples.
+
+    With a task: the share of the scored examples that have the answer of `exact`, where it gave one. Without: the
+    overlap of words.
+    """
+    for sample, other in zip(samples, others, strict=True):
+        if task is None:
+            if "text" in other and "text" in sample:
+                sample["agrees"] = word_overlap(other["text"], sample["text"])
+        elif sample["scores"]:
+            same = other["answer"] is not None and task.same(rows[sample["id"]], other["answer"], sample["answer"])
+            sample["agrees"] = None if other["answer"] is None else float(same)
+    agrees = [sample["agrees"] for sample in samples if sample.get("agrees") is not None]
+    return float(np.mean(agrees)) if agrees else None
+
+
+def _delta_scores(summary: Mapping[str, Any], samples: Sequence[Row], others: Sequence[Row]) -> dict[str, Any]:
+    """Mean paired differences of every measure, and their intervals; the task's own measure apart from the others."""
+    pairs = [(s["scores"], o["scores"]) for s, o in zip(samples, others, strict=True) if s["scores"]]
+    differences = {
+        name: np.asarray([score[name] - other[name] for score, other in pairs]) for name in summary["scores"]
+    }
+    main = differences.pop(summary["measure"], None)
+    return {
+        **({} if main is None else {"delta_score": float(main.mean()), "delta_ci": interval(main)}),
+        "delta_scores": {name: float(values.mean()) for name, values in differences.items()},
+        "delta_scores_ci": {name: interval(values) for name, values in differences.items()},
+    }
+
+
+def delta_m(samples: Sequence[Row], others: Sequence[Row]) -> dict[str, Any]:
+    """Difference and ratio of the pooled m of a run and of `exact`, with intervals paired by prompt."""
+    pairs = zip(samples, others, strict=True)
+    counts = np.asarray([[s["emitted"], s["cycles"], o["emitted"], o["cycles"]] for s, o in pairs], float)
+
+    def difference(sums: NDArray[Any]) -> float:
+        return float(sums[0] / sums[1] - sums[2] / sums[3])
+
+    def ratio(sums: NDArray[Any]) -> float:
+        return float(sums[0] / sums[1] / (sums[2] / sums[3]))
+
+    total = counts.sum(0)
+    if not total.all():  # every answer ended with its prefill
+        return {"delta_m": None, "delta_m_ci": None, "m_ratio": None, "m_ratio_ci": None}
+    resampled = [sums for sums in (counts[i].sum(0) for i in _resamples(len(counts))) if sums.all()]
+    return {
+        "delta_m": difference(total),
+        "delta_m_ci": _middle([difference(sums) for sums in resampled]),
+        "m_ratio": ratio(total),
+        "m_ratio_ci": _middle([ratio(sums) for sums in resampled]),
+    }
+
+
+def interval(values: NDArray[Any]) -> Interval:
+    """The bootstrap interval of a mean; of paired differences it is the paired one."""
+    return _middle([float(values[i].mean()) for i in _resamples(len(values))])
+
+
+def _resamples(n: int) -> Iterator[NDArray[Any]]:
+    """Bootstrap samples of n examples as indices, the same every time."""
+    rng = np.random.default_rng(0)
+    for _ in range(RESAMPLES):
+        yield rng.integers(0, n, n)
+
+
+def _middle(values: Sequence[float]) -> Interval:
+    """The middle 95 % of resampled values."""
+    low, high = np.quantile(values, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def word_overlap(a: str, b: str) -> float:
+    """The share of words that two texts have in common, in order."""
+    return SequenceMatcher(None, a.split(), b.split(), autojunk=False).ratio()

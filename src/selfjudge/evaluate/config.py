@@ -1,0 +1,58 @@
+"""The settings of an evaluation. This module loads no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from selfjudge.errors import SelfJudgeError
+from selfjudge.tasks.base import task
+from selfjudge.types import MAX_GAMMA, check_settings, setting
+
+Notify = Callable[[str, float], None]
+"""Takes a stage and the share of the work that is done."""
+Warn = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Which rules are evaluated on which tasks, and how."""
+
+    tasks: tuple[str, ...] = setting((), "Tasks, with a split where it is not `test`: `livecodebench/all`.")
+    rules: tuple[Any, ...] = setting(("exact",), "Rules as text, such as `judged:F@mine`, or as objects.")
+    gammas: tuple[int, ...] = setting(
+        (), "Draft tokens per cycle; the default of the device if not given.", minimum=0, maximum=MAX_GAMMA
+    )
+    limit: int | None = setting(None, "Examples of each task; all if not given.", minimum=1)
+    max_new_tokens: int | None = setting(
+        None, "Most tokens an answer may have; the task's own number if not given.", minimum=1
+    )
+    batch: int | None = setting(None, "Prompts at a time: 8, on CUDA 256.", minimum=1)
+    seed: int = setting(0, "Seed of rules that sample.")
+    nli: str = setting(
+        "auto", "Factual consistency of summaries: an NLI model, proxy (the target itself), off, or auto."
+    )
+    examples: int = setting(3, "Answers of each run that are kept token by token.", minimum=0)
+    compact: bool = setting(False, "Leave texts out of the rows at the end, and round to five decimals.")
+    times: bool = setting(True, "Record tokens/s; not on a machine that does other work meanwhile.")
+    data: Path | None = setting(None, "Folder with the benchmarks' files; SELFJUDGE_DATA if not given.")
+    allow_unsafe: bool = setting(False, "Run generated code even where it cannot be isolated.")
+
+    def check(self) -> None:
+        """Refuse what cannot work, before a model is loaded."""
+        check_settings(self)
+        if not self.tasks:
+            raise SelfJudgeError("`tasks` names no task; see selfjudge ls tasks")
+        if not self.rules:
+            raise SelfJudgeError("`rules` names no rule; see selfjudge ls rules")
+        if len({task_label(name) for name in self.tasks}) < len(self.tasks):
+            raise SelfJudgeError("two of the tasks have the same name: evaluate them into different folders")
+        for name in self.tasks:
+            task(name, self.data, allow_unsafe=self.allow_unsafe).prepare()
+
+
+def task_label(name: str) -> str:
+    """A task's name in folders and tables: `livecodebench/all` is livecodebench-all, a file goes by its stem."""
+    return f"file:{Path(name.removeprefix('file:')).stem}" if name.startswith("file:") else name.replace("/", "-")

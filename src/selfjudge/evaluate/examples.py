@@ -1,0 +1,100 @@
+"""Answers token by token, as target and judge see them, for the report's viewer; and what was said instead of what."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from selfjudge.engine.teacher_forced import Sequences, teacher_forced
+from selfjudge.evaluate.likelihood import Likelihood, likelihoods, substitutions
+from selfjudge.judge.config import LOWEST
+from selfjudge.judge.model import Judge
+from selfjudge.models.pair import Pair, Prompt
+from selfjudge.tasks.base import Row
+from selfjudge.types import Generation
+
+SUBSTITUTION_ANSWERS = 200  # of a run are searched for substitutions
+KEPT_SUBSTITUTIONS = 50
+
+
+def frequent_substitutions(
+    pair: Pair, prompts: Sequence[Prompt], answers: Sequence[Generation]
+) -> list[tuple[str, str, int]]:
+    """(the target's choice, what was accepted instead, how often) in the first answers that have such a token."""
+    chosen = [i for i, answer in enumerate(answers) if "judge" in answer.origins][:SUBSTITUTION_ANSWERS]
+    if not chosen:
+        return []
+    encoded = pair.encode_many([prompts[i] for i in chosen])
+    seen = likelihoods(pair, [(ids, answers[i].tokens) for ids, i in zip(encoded, chosen, strict=True)])
+    return substitutions(pair, [answers[i] for i in chosen], seen)[:KEPT_SUBSTITUTIONS]
+
+
+def example_rows(
+    pair: Pair, prompts: Sequence[Prompt], answers: Sequence[Generation], judges: Sequence[Judge | None]
+) -> list[Row]:
+    """A row an answer: prompt, text, and of every token its origin, the target's choice, probabilities and judge score."""
+    encoded = pair.encode_many(prompts)
+    sequences = [(ids, answer.tokens) for ids, answer in zip(encoded, answers, strict=True)]
+    seen = likelihoods(pair, sequences)
+    scores = judge_scores(pair, judges, sequences, seen)
+    return [
+        {
+            "prompt": prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt),
+            "text": answer.text,
+            "tokens": _token_rows(pair, answer, likelihood, judged),
+        }
+        for prompt, answer, likelihood, judged in zip(prompts, answers, seen, scores, strict=True)
+    ]
+
+
+def _token_rows(
+    pair: Pair, answer: Generation, likelihood: Likelihood, judged: Sequence[float | None]
+) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+    cycle = 0
+    for k, (token, origin) in enumerate(zip(answer.tokens, answer.origins, strict=True)):
+        rows.append(
+            {
+                "text": str(pair.tokenizer.decode([token])),
+                "origin": origin,
+                "choice": str(pair.tokenizer.decode([likelihood.choices[k]])),
+                "p": round(math.exp(likelihood.log_p[k]), 4),
+                "p_choice": round(math.exp(likelihood.choice_log_p[k]), 4),
+                "judge": judged[k],
+                "cycle": cycle,
+            }
+        )
+        cycle += origin == "target"
+    return rows
+
+
+@torch.no_grad()
+def judge_scores(
+    pair: Pair, judges: Sequence[Judge | None], sequences: Sequences, seen: Sequence[Likelihood]
+) -> list[list[float | None]]:
+    """The judges' scores of every token but the last, whose hidden state no pass holds.
+
+    None where there is no judge, or where it also reads the drafts that follow.
+    """
+    scores: list[list[float | None]] = [[None] * len(answer) for _, answer in sequences]
+    if not any(_can_score(judge) for judge in judges):
+        return scores
+    for part, hidden in teacher_forced(pair.target, sequences):
+        at = 0
+        for i in part:
+            size, judge = len(sequences[i][1]), judges[i]
+            if size > 1 and judge is not None and _can_score(judge):
+                # row k predicts token k; the state at token k is the one that predicts the next
+                x = hidden[at + 1 : at + size].float()
+                if "margin" in judge.config.features:
+                    margins = torch.tensor(seen[i].log_p[:-1]) - torch.tensor(seen[i].choice_log_p[:-1])
+                    x = torch.cat([x, margins.clamp(LOWEST, 0).to(x)[:, None]], 1)
+                scores[i][:-1] = [round(value, 4) for value in judge.to(x.device).score(x).tolist()]
+            at += size
+    return scores
+
+
+def _can_score(judge: Judge | None) -> bool:
+    return judge is not None and "lookahead" not in judge.config.features

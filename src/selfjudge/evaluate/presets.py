@@ -1,0 +1,111 @@
+"""How much of everything `reproduce` runs. This module loads no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from selfjudge.tasks.livecodebench import FOLDS
+from selfjudge.types import check_settings, setting
+
+PAPER_PAIRS = {
+    "llama-3.1-8b": ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.2-1B-Instruct"),
+    "qwen2.5-7b": ("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct"),
+    "llama-3.1-70b": ("meta-llama/Llama-3.1-70B-Instruct", "meta-llama/Llama-3.1-8B-Instruct"),
+}
+"""Target and draft of the paper's own pairs. None of them was run here."""
+CODE = "livecodebench/all"
+"""All problems; those of a fold are decoded with judges that were trained on the other folds."""
+
+
+def _folds(prompts: int) -> tuple[str, ...]:
+    return tuple(f"livecodebench/fold-{k}:{prompts}" for k in range(FOLDS))
+
+
+@dataclass(frozen=True)
+class Preset:
+    """What is labelled, trained and evaluated."""
+
+    summary: str
+    prompts: tuple[str, ...]
+    """Labelled by likelihood (SelfJudge)."""
+    auto: tuple[str, ...]
+    """Labelled by preserved answers (AutoJudge)."""
+    auto_plus: tuple[str, ...]
+    """Labelled by the target's own verdict (AutoJudge+)."""
+    tasks: tuple[str, ...]
+    limit: int | None = None
+    sweep_tasks: tuple[str, ...] = ()
+    """Tasks on which thresholds and N are swept."""
+    gamma: int = 10
+    gammas: tuple[int, ...] = ()
+    """Other γ, for `exact` and the main judges on the first task."""
+    task_gammas: tuple[tuple[str, int], ...] = ()
+    """Tasks with a γ of their own."""
+    label_tokens: int = 512
+    """Most tokens of an answer that is labelled."""
+    eval_tokens: int | None = None
+    """Most tokens of an answer that is evaluated; the task's own number if not given."""
+    calibrate_prompts: int = 100
+    substitutions: int | None = 30
+    originals: bool = False
+
+
+_PAPER_TASKS = ("gsm8k", "math500", "mmlu", "cnn_dailymail", CODE)
+PRESETS = {
+    "quick": Preset(
+        "a look at the whole line on one small machine: little of everything, needs no data",
+        prompts=("self:30", "arithmetic:30"),
+        auto=("arithmetic:6",),
+        auto_plus=("arithmetic:3", "self:4"),
+        tasks=("arithmetic",),
+        limit=16,
+        sweep_tasks=("arithmetic",),
+        gamma=4,
+        label_tokens=96,
+        eval_tokens=96,
+        calibrate_prompts=6,
+        substitutions=6,
+    ),
+    "full": Preset(
+        "every method on every task; one GPU",
+        prompts=("gsm8k:700", *_folds(75), "dolly:700", "self:500"),
+        auto=("gsm8k:210",),
+        auto_plus=("gsm8k:100", "dolly:360"),
+        tasks=_PAPER_TASKS,
+        limit=1319,
+        sweep_tasks=("gsm8k", "mmlu"),
+        gammas=(5, 20),
+    ),
+    "paper": Preset(
+        "the paper's own settings: 500 GSM8K, 220 LiveCodeBench and 500 Dolly prompts, originals as acceptable rows,"
+        " γ = 20 and 15",
+        prompts=("gsm8k:500", *_folds(55), "dolly:500"),
+        auto=("gsm8k:500",),
+        auto_plus=("gsm8k:500", "dolly:500"),
+        tasks=_PAPER_TASKS,
+        sweep_tasks=("gsm8k", "mmlu"),
+        gamma=20,
+        task_gammas=(("mmlu", 15),),
+        substitutions=None,
+        originals=True,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class ReproduceConfig:
+    """What `reproduce` runs, and on what."""
+
+    preset: str = setting("quick", "How much; paper has the paper's settings.", choices=tuple(PRESETS))
+    limit: int | None = setting(None, "Examples of each task instead of the preset's number.", minimum=1)
+    batch: int | None = setting(None, "Prompts at a time; as label and eval choose if not given.", minimum=1)
+    nli: str = setting(
+        "auto", "Factual consistency of summaries: an NLI model, proxy (the target itself), off, or auto."
+    )
+    data: Path | None = setting(None, "Folder with the benchmarks' files; SELFJUDGE_DATA if not given.")
+    allow_unsafe: bool = setting(False, "Run generated code even where it cannot be isolated.")
+
+    def check(self) -> None:
+        """Refuse what cannot work, before a model is loaded."""
+        check_settings(self)

@@ -1,0 +1,100 @@
+"""Which runs an evaluation has: every rule, with every judge that it may use, at every γ."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cached_property
+
+from selfjudge.decoding.rule_parser import options, parse_rule
+from selfjudge.decoding.rules import EXACT, AcceptanceRule
+from selfjudge.errors import SelfJudgeError
+from selfjudge.judge.model import Judge
+from selfjudge.tasks.base import Row, Task
+from selfjudge.tasks.livecodebench import LiveCodeBench, fold
+
+Judges = Mapping[str, Sequence[Judge]]
+"""By name: one judge, or one for each fold of LiveCodeBench."""
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One rule at one γ; `rules` holds one rule, or one for each fold of LiveCodeBench."""
+
+    name: str
+    gamma: int
+    rules: tuple[AcceptanceRule, ...]
+    judge: str | None = None
+
+    @property
+    def folder(self) -> str:
+        return f"{self.name}-g{self.gamma}"
+
+    @property
+    def identity(self) -> str:
+        """Digest of the name and of what decides the answers; stands in summaries as `run_sha256`."""
+        return hashlib.sha256(f"{self.name}:{self.meaning}".encode()).hexdigest()
+
+    @cached_property
+    def meaning(self) -> str:
+        """Digest of what decides the answers beside the prompts: γ, the rules' options, thresholds and judges."""
+        digest = hashlib.sha256(str(self.gamma).encode())
+        for rule in self.rules:
+            names = [f.name for f in fields(rule)] if is_dataclass(rule) else sorted(vars(rule))
+            values = {name: getattr(rule, name) for name in names if name not in ("judge", "base")}
+            digest.update(f"{rule.name}:{values}".encode())
+            for tensor in rule.judge.buffers() if rule.judge is not None else ():
+                digest.update(tensor.float().cpu().numpy().tobytes())  # a copy: engines know the judge by its place
+        return digest.hexdigest()
+
+    def has_folds(self, task: Task) -> bool:
+        """Whether each fold of this task has a rule of its own."""
+        return len(self.rules) > 1 and task.name == LiveCodeBench.name
+
+    def rule_for(self, task: Task, row: Row) -> AcceptanceRule:
+        return self.rules[fold(row) if self.has_folds(task) else 0]
+
+
+def plan_runs(
+    rules: Sequence[str | AcceptanceRule], gammas: Sequence[int], judges: Judges, special: tuple[int, ...]
+) -> list[Run]:
+    """Runs of rules such as `exact`, `topk:2`, `judged:F@mine`, or of rule objects.
+
+    A judged rule that names no judge runs once with each. `exact` comes first: the others are compared with it.
+    """
+    variants: dict[str, tuple[tuple[AcceptanceRule, ...], str | None]] = {}
+    for rule in sorted(rules, key=lambda rule: rule != "exact"):
+        if isinstance(rule, AcceptanceRule):
+            variants[_text(rule)] = (rule,), None
+        else:
+            variants |= _variants(rule, judges, special)
+    for gamma in gammas:
+        for objects, _ in variants.values():
+            objects[0].check(gamma)
+    return [Run(name, gamma, objects, judge) for gamma in gammas for name, (objects, judge) in variants.items()]
+
+
+def _variants(
+    spec: str, judges: Judges, special: tuple[int, ...]
+) -> dict[str, tuple[tuple[AcceptanceRule, ...], str | None]]:
+    """What one rule's text stands for, by name: (the rule, or one for each fold; the judge's name)."""
+    rule, _, wanted = spec.partition("@")
+    if not rule.startswith("judge"):
+        if wanted:
+            raise SelfJudgeError(f"rule {rule!r} does not use a judge: leave out @{wanted}")
+        return {spec: ((EXACT if rule == "exact" else parse_rule(rule, special=special),), None)}
+    if not judges:
+        raise SelfJudgeError(f"rule {spec!r} needs a judge: give `judge`, such as mine=FOLDER")
+    if wanted and wanted not in judges:
+        raise SelfJudgeError(f"rule {spec!r} names an unknown judge; judges are: {', '.join(judges)}")
+    return {
+        f"{rule}@{name}": (tuple(parse_rule(rule, special=special, judge=judge) for judge in judges[name]), name)
+        for name in ([wanted] if wanted else judges)
+    }
+
+
+def _text(rule: AcceptanceRule) -> str:
+    """A rule object's name with its options, as the rule's text would have them."""
+    given = [f"{name}={getattr(rule, name)}" for name in options(type(rule))] if is_dataclass(rule) else []
+    return f"{rule.name}:{','.join(given)}" if given else rule.name

@@ -1,0 +1,109 @@
+"""What a run's summary.json says: figures over its samples, what ran, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+
+from selfjudge.evaluate.compare import interval
+from selfjudge.evaluate.runs import Run
+from selfjudge.models.pair import Pair
+from selfjudge.store import provenance
+from selfjudge.tasks.base import Row, Task
+
+NOT_COMPARED: Mapping[str, Any] = {
+    "delta_score": None, "delta_ci": None, "delta_scores": {}, "delta_scores_ci": {}, "agreement": None,
+    "delta_m": None, "delta_m_ci": None, "m_ratio": None, "m_ratio_ci": None, "compared_with": None,
+}  # fmt: skip
+"""What a comparison with `exact` fills in."""
+
+
+def main_measure(scores: Mapping[str, float]) -> str | None:
+    """The measure that stands for a task: factual consistency by a classifier, else ROUGE-L, else the first."""
+    return next((name for name in ("fc", "rougeL") if name in scores), next(iter(scores), None))
+
+
+def summarise(pair: Pair, task: Task, run: Run, samples: Sequence[Row], *, checkable: bool) -> dict[str, Any]:
+    """A summary but for the names, settings and times that the caller adds.
+
+    Scores are means over the `n_scored` examples that have one: rows of a user's file may lack an answer.
+    """
+    return {
+        "pair": pair.name,
+        "rule": run.name,
+        "gamma": run.gamma,
+        **_judge(run),
+        **_scores(samples, checkable),
+        **_lengths(samples),
+        **NOT_COMPARED,
+        "agreement_measure": "same_answer" if checkable else "word_overlap",
+        "dtype": pair.dtype,
+        **_provenance(task),
+        "run_sha256": run.identity,
+    }
+
+
+def _judge(run: Run) -> dict[str, Any]:
+    """The judge's name and what its config says of its labels; the threshold, unless the folds have several."""
+    judge = run.rules[0].judge
+    thetas = {getattr(rule, "theta", None) for rule in run.rules}
+    about: dict[str, Any] = {"judge": run.judge, "threshold": thetas.pop() if len(thetas) == 1 else None}
+    if judge is None:
+        return {**about, "label_method": None, "features": None, "suffix_length": None, "label_prompts": None}
+    config = judge.config
+    return {
+        **about,
+        "label_method": config.label_method,
+        "features": config.features,
+        "suffix_length": config.suffix_length,
+        "label_prompts": config.metrics.get("n_prompts"),
+    }
+
+
+def _scores(samples: Sequence[Row], checkable: bool) -> dict[str, Any]:
+    scored = [sample for sample in samples if sample["scores"]]
+    names = scored[0]["scores"] if scored else {}
+    scores = {name: float(np.mean([sample["scores"][name] for sample in scored])) for name in names}
+    measure = main_measure(scores)
+    values = np.asarray([sample["score"] for sample in scored], float)
+    return {
+        "n": len(samples),
+        "n_scored": len(scored),
+        "measure": measure,
+        "score": scores[measure] if measure else None,
+        "score_ci": interval(values) if measure else None,
+        "scores": scores,
+        "extraction_failures": _share(sample["answer"] is None for sample in scored) if checkable else None,
+        "cut_off": _share(sample["finish"] == "length" for sample in samples),
+    }
+
+
+def _lengths(samples: Sequence[Row]) -> dict[str, Any]:
+    """Pooled over all answers: m is tokens per target pass, Σ emitted / Σ cycles."""
+    names = ("tokens", "emitted", "cycles", "drafts_accepted", "judged")
+    tokens, emitted, cycles, drafts, judged = (sum(sample[name] for sample in samples) for name in names)
+    return {
+        "mean_accepted_length": emitted / cycles if cycles else None,
+        "drafts_accepted": drafts / max(1, cycles),
+        "judged_share": judged / max(1, tokens),
+        "tokens": tokens,
+    }
+
+
+def _share(flags: Any) -> float:
+    return float(np.mean(list(flags)))
+
+
+def _provenance(task: Task) -> dict[str, Any]:
+    """Machine, versions (with those of what scores the task), date and commit."""
+    made = provenance()
+    scorers = {name: version(name) for name in task.requires}
+    return {
+        "machine": made["machine"],
+        "versions": {**made["versions"], **scorers},
+        "date": made["time"][:10],
+        "commit": made["commit"],
+    }

@@ -1,0 +1,52 @@
+"""Tasks that ask for programs: solutions run in the sandbox."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fake_tasks import at_hand, write
+from selfjudge.tasks import task
+
+
+@pytest.fixture
+def made_up(tmp_path: Path) -> Path:
+    return write(tmp_path / "data", zipped=False)
+
+
+def test_published_code_passes() -> None:
+    published = at_hand("mbpp")
+    rows = published.examples("test", 4)
+    fenced = [f"```python\n{row['code']}\n```" for row in rows]
+    assert published.score_many(rows, fenced) == [{"pass_rate": 1.0, "tests_passed": 1.0}] * 4
+
+
+def test_programs_that_solve(made_up: Path) -> None:
+    one = task("livecodebench", made_up, allow_unsafe=True)
+    call = next(row for row in one.examples("all") if row["function"])
+    stdin = next(row for row in one.examples("all") if not row["function"])
+    n = int(call["tests"][0]["output"]) - 1
+    good = f"```python\nclass Solution:\n    def add(self, a: List[int]) -> int:\n        return sum(a) + {n}\n```"
+    half = "```python\nprint(6 if input() == '3' else 1)\n```"
+    rows, texts = (
+        [call, stdin, stdin, stdin, stdin],
+        [good, "```python\nprint(2 * int(input()))\n```", half, "```\nno\n```", "?"],
+    )
+    answers = one.extract_many(rows, texts)
+    assert answers == ["0", "0,1", "0", "", None]
+    assert [one.is_scorable(row, answer) for row, answer in zip(rows, answers, strict=True)] == [
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert one.score_many(rows, texts) == [
+        {"pass_rate": rate, "tests_passed": share} for rate, share in ((1, 1), (1, 1), (0, 0.5), (0, 0), (0, 0))
+    ]
+    assert not one.same(stdin, answers[1], answers[2])
+    assert one.gold(stdin) == "0,1"
+    mbpp = task("mbpp", made_up, allow_unsafe=True)
+    row = {**mbpp.examples("test")[0], "test_setup_code": "limit = 11"}
+    assert mbpp.extract(row, "```python\ndef f11():\n    return limit\n```") == "0"
