@@ -183,7 +183,7 @@ def locked(path: Path, waiting: str | None = None, refuse: str | None = None) ->
 def versions() -> dict[str, str]:
     """Versions of what decides a result."""
     found = {"python": platform.python_version()}
-    for name in ("selfjudge", "torch", "transformers", "safetensors", "scikit-learn"):
+    for name in ("selfjudge", "torch", "transformers", "safetensors"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
 
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.train.dataset import Notify, Rows
+from selfjudge.train.thresholds import roc_auc
 
 GRID = tuple(float(c) for c in np.logspace(-6, 2, 13))
 LOOSE = 100.0  # C of the columns beside the hidden state: so few of them need no regularisation
@@ -239,5 +239,4 @@ def auc(
     rows: Rows, judge: Judge, chosen: NDArray[np.bool_], *, originals: bool = False, device: torch.device | None = None
 ) -> float:
     """Area under the ROC curve on the chosen rows; nan where they are of one kind."""
-    scores, labels = predict(rows, judge, chosen, originals=originals, device=device)
-    return float(roc_auc_score(labels, scores)) if len(labels) and labels.min() < labels.max() else float("nan")
+    return roc_auc(*predict(rows, judge, chosen, originals=originals, device=device))

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from sklearn.metrics import roc_auc_score
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
@@ -26,8 +25,8 @@ from selfjudge.store import provenance, refuse_foreign, write_json
 from selfjudge.train.card import Evidence, write_card
 from selfjudge.train.config import TrainConfig
 from selfjudge.train.dataset import PARTS, Notify, Rows
-from selfjudge.train.fit import FitOptions, Fitted, best_on_select, fit_linear, fit_mlp, predict
-from selfjudge.train.thresholds import accepted_shares, find_thresholds, quality_curve
+from selfjudge.train.fit import FitOptions, Fitted, auc, best_on_select, fit_linear, fit_mlp, predict
+from selfjudge.train.thresholds import accepted_shares, find_thresholds, quality_curve, roc_auc
 
 LEFT_BY_A_KILL = ("README.md", "roc.json", "roc.png", "run.json", "model.safetensors")  # config.json is written last
 
@@ -140,7 +139,7 @@ def measure_on_holdout(
     scores, labels = predict(rows, fitted.judge, holdout, device=device)
     thresholds = find_thresholds(scores, labels, reject=config.reject)
     metrics: dict[str, float] = {
-        "auc_mismatch": float(roc_auc_score(labels, scores)),
+        "auc_mismatch": roc_auc(scores, labels),
         "auc_select": fitted.auc_select,
         "n_labels": int(rows.used.sum()),
         "n_prompts": rows.n_prompts,
@@ -154,8 +153,7 @@ def measure_on_holdout(
     if fitted.c is not None:
         metrics["C"] = fitted.c
     if "lookahead" not in config.features:  # none is stored for the target's own tokens
-        both, truth = predict(rows, fitted.judge, holdout, originals=True, device=device)
-        metrics["auc_all"] = float(roc_auc_score(truth, both))
+        metrics["auc_all"] = auc(rows, fitted.judge, holdout, originals=True, device=device)
     judge_config = replace(
         fitted.judge.config, thresholds=thresholds, quality_curve=quality_curve(scores, labels), metrics=metrics
     )

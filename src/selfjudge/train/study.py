@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from sklearn.metrics import roc_auc_score
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import FEATURES, MODELS, JudgeConfig
@@ -23,6 +22,7 @@ from selfjudge.store import machine, read_tensors, versions, write_json
 from selfjudge.train.config import StudyConfig
 from selfjudge.train.dataset import Notify, Rows
 from selfjudge.train.fit import GRID, FitOptions, Fitted, auc, fit_linear, fit_mlp
+from selfjudge.train.thresholds import roc_auc
 
 POINTS = 10
 LENGTHS = (0, 5, 10, 20)
@@ -185,7 +185,7 @@ class _Study:
             **row,
             "tau": rows.taus[0],
             "acceptable": float(rows.labels[rows.used].mean()),
-            "auc_margin": float(roc_auc_score(rows.labels[holdout], margins)),
+            "auc_margin": roc_auc(margins, rows.labels[holdout]),
             "auc_mismatch": study.holdout(study.fit("linear")),
         }
 
@@ -195,8 +195,8 @@ def critical_auc(evidence: Path, suffix_length: int, *, mean: bool = False, gap:
     arrays, _ = read_tensors(evidence)
     scores = total(arrays["log_p"], arrays["original"], arrays["substituted"], suffix_length, mean=mean, gap=gap)
     finite, kept = np.isfinite(scores), arrays["critical"] == 0
-    one_kind = len(set(kept[finite].tolist())) < 2
-    return None if one_kind else float(roc_auc_score(kept[finite], scores[finite]))
+    value = roc_auc(scores[finite], kept[finite])
+    return None if np.isnan(value) else value
 
 
 def draw(out: Path, results: dict[str, Any]) -> list[str]:

@@ -31,6 +31,18 @@ def counts_above(scores: NDArray[Any], labels: NDArray[Any]) -> CountsAbove:
     )
 
 
+def roc_auc(scores: NDArray[Any], labels: NDArray[Any]) -> float:
+    """Area under the ROC curve: how often an acceptable row scores above a bad one, ties by half.
+
+    nan where the rows are of one kind.
+    """
+    acceptable, bad = scores[labels > 0.5], np.sort(scores[labels <= 0.5])
+    if not len(acceptable) or not len(bad):
+        return float("nan")
+    below = np.searchsorted(bad, acceptable, side="left") + np.searchsorted(bad, acceptable, side="right")
+    return float(below.mean() / (2 * len(bad)))
+
+
 def find_thresholds(scores: NDArray[Any], labels: NDArray[Any], *, reject: float = 0.9) -> dict[str, float]:
     """`F`: the best F1. It has two readings (positive is acceptable, or bad), both are stored and F is the stricter.
 

@@ -1,0 +1,310 @@
+"""Fits against scikit-learn, the MLP, streamed rows against rows in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import roc_auc_score
+from sklearn.pipeline import Pipeline, make_pipeline
+from sklearn.preprocessing import StandardScaler
+from torch import Tensor
+
+from fake_labels import HIDDEN, WIDTH, config_of, crossed, everything, flipped, label_folder
+from selfjudge.judge.config import JudgeConfig
+from selfjudge.judge.model import Judge
+from selfjudge.train import dataset as reading, fit as fitting
+from selfjudge.train.dataset import PARTS, Rows
+from selfjudge.train.fit import (
+    GRID,
+    LOOSE,
+    FitOptions,
+    Scaler,
+    auc,
+    fit_linear,
+    fit_mlp,
+    logistic,
+    logistic_path,
+    predict,
+)
+
+
+@pytest.fixture(scope="module")
+def labels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """600 rows of 60 prompts that a linear judge can learn, with look-ahead and evidence for τ."""
+    return label_folder(tmp_path_factory.mktemp("labels") / "straight", lookahead=True, evidence=400)
+
+
+@pytest.fixture(scope="module")
+def xor(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return label_folder(
+        tmp_path_factory.mktemp("labels") / "xor", prompts=300, each=40, hidden=3, signal=crossed, noise=0.1
+    )
+
+
+def pieces(x: Tensor, y: Tensor, size: int = 97) -> Callable[[], Iterable[tuple[Tensor, Tensor]]]:
+    return lambda: zip(x.split(size), y.split(size), strict=True)
+
+
+def known(c: float) -> Pipeline:
+    """scikit-learn's judge."""
+    return make_pipeline(StandardScaler(), LogisticRegression(C=c, tol=1e-10, max_iter=500, solver="newton-cholesky"))
+
+
+def random_features(seed: int, n: int = 400, width: int = 9) -> tuple[Tensor, Tensor]:
+    """Columns of many scales and offsets, one of them constant; labels that partly follow."""
+    rng = np.random.default_rng(seed)
+    z = rng.normal(0, 1, (n, width))
+    y = z @ rng.normal(0, 1, width) + rng.normal(0, 2, n) > 0.5
+    x = z * rng.uniform(0.05, 20, width) + rng.normal(0, 10, width)
+    x[:, 4] = 3.0
+    return torch.tensor(x, dtype=torch.float32), torch.tensor(y, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("c", [0.001, 0.1, 100.0])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_logistic_with_one_c_is_scikit_learns(c: float, seed: int) -> None:
+    x, y = random_features(seed)
+    scaler = Scaler.of(pieces(x, y))
+    weights = logistic(pieces(x, y), scaler, torch.full((x.shape[1],), 1 / c))
+    judge = Judge(JudgeConfig(hidden_size=x.shape[1]), *scaler.fold(weights[:-1], weights[-1]))
+    theirs = known(c).fit(x.double().numpy(), y.numpy())
+    scale = theirs[0]
+    assert np.allclose(scaler.mean, scale.mean_)
+    assert np.allclose(scaler.deviation, scale.scale_)
+    assert np.allclose(weights[:-1], theirs[1].coef_[0], atol=1e-5)
+    assert np.allclose(judge.score(x), theirs.predict_proba(x.double().numpy())[:, 1], atol=1e-5)
+
+
+def test_logistic_with_a_c_of_its_own_for_some_columns_is_scikit_learn_on_scaled_ones() -> None:
+    x, y = random_features(2)
+    c, other = 0.02, 30.0
+    scaler = Scaler.of(pieces(x, y))
+    penalty = torch.full((9,), 1 / c)
+    penalty[6:] = 1 / other
+    weights = logistic(pieces(x, y), scaler, penalty)
+    z = StandardScaler().fit_transform(x.double().numpy())
+    z[:, 6:] *= np.sqrt(other / c)
+    theirs = LogisticRegression(C=c, tol=1e-10, max_iter=500, solver="newton-cholesky").fit(z, y.numpy())
+    judge = Judge(JudgeConfig(hidden_size=9), *scaler.fold(weights[:-1], weights[-1]))
+    assert np.allclose(judge.score(x), theirs.predict_proba(z)[:, 1], atol=1e-5)
+    same = logistic(pieces(x, y), scaler, torch.full((9,), 1 / c))
+    assert not np.allclose(weights, same, atol=1e-2)
+
+
+def test_logistic_from_another_start_ends_at_the_same_place() -> None:
+    x, y = random_features(3)
+    scaler = Scaler.of(pieces(x, y))
+    penalty = torch.full((9,), 2.0)
+    start = 4 * torch.randn(10, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    before = start.clone()
+    assert torch.allclose(
+        logistic(pieces(x, y), scaler, penalty, start), logistic(pieces(x, y), scaler, penalty), atol=1e-5
+    )
+    assert torch.equal(start, before)
+
+
+def test_the_grid_of_c_reaches_far_below_what_judges_choose() -> None:
+    assert len(GRID) == 13
+    assert GRID[0] == pytest.approx(1e-6)
+    assert GRID[-1] == pytest.approx(100)
+    assert list(GRID) == sorted(GRID)
+
+
+def test_a_path_of_fits_is_each_of_them_in_fewer_passes() -> None:
+    """Every fit begins where the last one ended, with the sums of its last pass."""
+    x, y = random_features(4)
+    scaler = Scaler.of(pieces(x, y))
+    penalties = [torch.full((9,), 1 / c) for c in GRID]
+    passes = 0
+
+    def counted() -> Iterable[tuple[Tensor, Tensor]]:
+        nonlocal passes
+        passes += 1
+        return pieces(x, y)()
+
+    path = list(logistic_path(counted, scaler, penalties))
+    along, passes = passes, 0
+    alone = [logistic(counted, scaler, penalty) for penalty in penalties]
+    assert len(path) == len(penalties)
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(path, alone, strict=True))
+    assert along < passes / 1.5
+    assert along <= 3 * len(GRID)
+
+
+@pytest.mark.parametrize("c", [0.003, 0.5])
+def test_the_folded_linear_judge_is_scikit_learns_pipeline(labels: Path, c: float) -> None:
+    rows = Rows.load([labels])
+    x, y = everything(rows, rows.of("fit"), "hidden")
+    fitted = fit_linear(rows, config_of(rows), grid=(c,))
+    theirs = known(c).fit(x.double().numpy(), y.numpy())
+    every, _ = everything(rows, np.ones(len(rows), bool), "hidden")
+    assert np.allclose(fitted.judge.score(every), theirs.predict_proba(every.double().numpy())[:, 1], atol=1e-5)
+    assert fitted.c == c
+    x, y = everything(rows, rows.of("select"), "hidden")
+    assert fitted.auc_select == pytest.approx(
+        roc_auc_score(y, theirs.predict_proba(x.double().numpy())[:, 1]), abs=1e-6
+    )
+
+
+@pytest.mark.parametrize("originals", [False, True])
+def test_columns_beside_the_hidden_state_are_held_back_less(labels: Path, originals: bool) -> None:
+    rows, c = Rows.load([labels]), 0.01
+    features = "hidden+margin+lookahead"
+    x, y = everything(rows, rows.of("fit"), features, originals=originals)
+    assert x.shape == (int(rows.of("fit").sum()) * (1 + originals), WIDTH + 8)
+    fitted = fit_linear(rows, config_of(rows, features), FitOptions(originals=originals), grid=(c,))
+    scale = StandardScaler().fit(x.double().numpy())
+    widened = np.where(np.arange(WIDTH + 8) < HIDDEN, 1, np.sqrt(LOOSE / c))
+    z = scale.transform(x.double().numpy()) * widened
+    theirs = LogisticRegression(C=c, tol=1e-10, max_iter=500, solver="newton-cholesky").fit(z, y.numpy())
+    assert np.allclose(fitted.judge.score(x), theirs.predict_proba(z)[:, 1], atol=1e-5)
+
+
+def test_c_is_the_one_of_the_best_auc_on_select(labels: Path) -> None:
+    rows = Rows.load([labels])
+    grid = (0.0003, 0.01, 1.0, 100.0)
+    config = config_of(rows, "hidden+margin")
+    each = {c: fit_linear(rows, config, grid=(c,)) for c in grid}
+    best = max(each.values(), key=lambda f: f.auc_select)
+    found = fit_linear(rows, config, grid=grid)
+    assert found.c == best.c
+    assert found.auc_select == pytest.approx(best.auc_select, abs=1e-9)
+    assert torch.allclose(found.judge.weight, best.judge.weight, atol=1e-5)
+    assert len({round(f.auc_select, 6) for f in each.values()}) > 1
+
+
+def test_only_chosen_rows_of_the_part_are_learned_from(labels: Path) -> None:
+    """As a study of fewer labels asks for: the scaler and the weights know nothing of the others."""
+    rows = Rows.load([labels])
+    mine = np.arange(len(rows)) % 3 == 0
+    fitted = fit_linear(rows, config_of(rows), FitOptions(chosen=mine), grid=(0.1,))
+    x, y = everything(rows, rows.of("fit") & mine, "hidden")
+    theirs = known(0.1).fit(x.double().numpy(), y.numpy())
+    assert np.allclose(fitted.judge.score(x), theirs.predict_proba(x.double().numpy())[:, 1], atol=1e-5)
+
+
+def test_the_rows_that_choose_c_influence_no_weights(labels: Path) -> None:
+    rows, again = Rows.load([labels]), flipped(Rows.load([labels]), "select")
+    one, other = (fit_linear(r, config_of(r), grid=(0.1,)) for r in (rows, again))
+    assert torch.equal(one.judge.weight, other.judge.weight)
+    assert other.auc_select == pytest.approx(1 - one.auc_select)
+
+
+@pytest.mark.parametrize("originals", [False, True])
+def test_an_mlp_is_decided_by_its_seed(labels: Path, originals: bool) -> None:
+    rows = Rows.load([labels])
+    made = []
+    for seed in (5, 5, 6):
+        torch.manual_seed(len(made))
+        before = torch.get_rng_state()
+        made.append(fit_mlp(rows, config_of(rows, model="mlp"), FitOptions(seed=seed, originals=originals)))
+        assert torch.equal(torch.get_rng_state(), before)
+    one, same, other = ([*fitted.judge.buffers()] for fitted in made)
+    assert all(torch.equal(a, b) for a, b in zip(one, same, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_an_mlp_folds_its_scaler(labels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes out reads plain columns and says what the network said of standardised ones."""
+    inside: list[tuple[Scaler, Tensor, Tensor]] = []
+    fold = Scaler.fold
+
+    def watched(self: Scaler, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        inside.append((self, weight.clone(), bias.clone()))
+        return fold(self, weight, bias)
+
+    monkeypatch.setattr(Scaler, "fold", watched)
+    monkeypatch.setattr(fitting, "EPOCHS", 1)
+    rows = Rows.load([labels])
+    judge = fit_mlp(rows, config_of(rows, "hidden+margin", "mlp")).judge
+    [(scaler, weight, bias)] = inside
+    x, _ = everything(rows, np.ones(len(rows), bool), "hidden+margin")
+    z = (
+        StandardScaler()
+        .fit(everything(rows, rows.of("fit"), "hidden+margin")[0].double().numpy())
+        .transform(x.double().numpy())
+    )
+    assert np.allclose(scaler(x), z, atol=1e-4)
+    inner = torch.nn.functional.gelu(torch.tensor(z, dtype=torch.float32) @ weight.T + bias)
+    network = torch.sigmoid(inner @ judge.weight + judge.bias)
+    assert torch.allclose(judge.score(x), network, atol=1e-5)
+    assert float(network.std()) > 0.01
+
+
+def test_the_epoch_is_the_one_of_the_best_auc_on_select(xor: Path) -> None:
+    rows = Rows.load([xor])
+    said: list[str] = []
+    found = fit_mlp(rows, config_of(rows, model="mlp"), FitOptions(notify=lambda stage, share: said.append(stage)))
+    each = [float(stage.rsplit(" ", 1)[1]) for stage in said]
+    assert len(each) == fitting.EPOCHS
+    assert round(found.auc_select, 3) == max(each)
+    assert found.auc_select == auc(rows, found.judge, rows.of("select"))
+
+
+@pytest.mark.parametrize(("rows", "value"), [(700, 1000.1), (5000, 0.7)])
+def test_a_column_that_never_changes_does_no_harm(rows: int, value: float) -> None:
+    """What rounding leaves of its deviation (1e-5, 7e-9) is no deviation: an MLP's folded scores would be off by 0.2."""
+    x = torch.randn(rows, 3, generator=torch.Generator().manual_seed(0))
+    x[:, 1] = value
+    scaler = Scaler.of(pieces(x, x[:, 0], 1024))
+    assert scaler.deviation[1] == StandardScaler().fit(x.double().numpy()).scale_[1] == 1
+    g = torch.Generator().manual_seed(1)
+    weight, bias, outer = (torch.randn(*shape, generator=g) / 2 for shape in ((64, 3), (64,), (64,)))
+    judge = Judge(JudgeConfig(hidden_size=3, model="mlp"), outer, 0.0, *scaler.fold(weight, bias))
+    network = torch.sigmoid(torch.nn.functional.gelu(scaler(x) @ weight.T + bias) @ outer)
+    assert torch.allclose(judge.score(x), network, atol=1e-3)
+
+
+def test_an_mlp_learns_the_same_from_files(labels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Rows.load([labels])
+    whole = fit_mlp(kept, config_of(kept, model="mlp"))
+    monkeypatch.setattr(reading, "KEPT_BYTES", 0)
+    streamed = Rows.load([labels])
+    assert streamed.kept is None
+    again = fit_mlp(streamed, config_of(kept, model="mlp"))
+    assert all(torch.equal(a, b) for a, b in zip(whole.judge.buffers(), again.judge.buffers(), strict=True))
+
+
+def test_streamed_rows_give_the_judge_of_rows_in_memory(
+    labels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [labels, label_folder(tmp_path / "more", first=60, prompts=30, each=7, shards=9, seed=1)]
+    kept = Rows.load(folders)
+    config = config_of(kept, "hidden+margin")
+    whole = fit_linear(kept, config)
+    monkeypatch.setattr(reading, "KEPT_BYTES", 10_000)
+    monkeypatch.setattr(reading, "CHUNK_BYTES", 29 * 4 * config.width)
+    streamed = Rows.load(folders)
+    assert kept.kept is not None
+    assert streamed.kept is None
+    assert np.array_equal(kept.part, streamed.part)
+    assert np.array_equal(kept.labels, streamed.labels)
+    again = fit_linear(streamed, config)
+    assert again.c == whole.c
+    assert torch.allclose(again.judge.weight, whole.judge.weight, atol=1e-6)
+    assert float(again.judge.bias) == pytest.approx(float(whole.judge.bias), abs=1e-6)
+    for part in PARTS:
+        (scores, truth), (others, same) = (predict(r, whole.judge, r.of(part)) for r in (kept, streamed))
+        assert np.allclose(scores, others, atol=1e-6)
+        assert np.array_equal(truth, same)
+        assert np.array_equal(truth, kept.labels[kept.of(part)])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("spare", [0, 1 << 60])
+def test_the_gpu_gives_the_same_judge_and_keeps_features_where_there_is_room(
+    labels: Path, monkeypatch: pytest.MonkeyPatch, spare: int
+) -> None:
+    monkeypatch.setattr(reading, "GPU_SPARE", spare)
+    rows, device = Rows.load([labels]), torch.device("cuda")
+    config = config_of(rows, "hidden+margin")
+    here, there = fit_linear(rows, config), fit_linear(rows, config, FitOptions(device=device))
+    assert here.c == there.c
+    assert torch.allclose(here.judge.weight, there.judge.weight.cpu(), atol=1e-4)
+    assert bool(rows.on_gpu) == (spare == 0)
