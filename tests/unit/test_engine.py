@@ -60,10 +60,9 @@ def test_every_logit_equals_a_fresh_forward(
         for b, row in enumerate(chosen):
             row += tokens[b, width - int(counts[b]) :].tolist()
             with torch.inference_mode():
-                fresh = model(torch.tensor([row]), use_cache=False)
-                hidden = model.base_model(torch.tensor([row]), use_cache=False).last_hidden_state
+                fresh = model(torch.tensor([row]), use_cache=False, output_hidden_states=True)
             torch.testing.assert_close(output.logits[b], fresh.logits[0, -keep:], atol=2e-4, rtol=1e-4)
-            torch.testing.assert_close(output.hidden[b], hidden[0, -keep:], atol=2e-4, rtol=1e-4)
+            torch.testing.assert_close(output.hidden[b], fresh.hidden_states[-1][0, -keep:], atol=2e-4, rtol=1e-4)
 
     engine.reserve(10, 100)
     engine.reserve(batch, 100)

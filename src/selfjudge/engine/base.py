@@ -41,11 +41,13 @@ class Engine(Protocol):
         """Append tokens [B, T]; where `counts` [B] is given, row b takes its last counts[b] tokens only."""
 
     def prefill(self, tokens: Tensor, counts: Tensor) -> Output:
-        """`extend` for the prompts of a batch: the last position alone is kept, and another batch may follow soon."""
+        """`extend` for the prompts of a batch: only the last position is kept."""
 
     def enter(self, tokens: Tensor, counts: Tensor) -> Output:
-        """`prefill` for rows that join a batch which is under way: they come after those that are there. A static engine
-        must have reserved room for them."""
+        """`prefill` for rows that join a running batch, after those that are there.
+
+        A static engine must have reserved room for them.
+        """
 
     def bucket(self, rows: int, now: int = 0) -> int:
         """How many rows a batch should have in which `rows` are live and, if it is under way, `now` are there."""
@@ -57,14 +59,14 @@ class Engine(Protocol):
         """Keep these rows, in this order; the others leave the batch."""
 
     def state(self) -> list[Tensor]:
-        """The tensors that a pass changes in place, the cache itself apart."""
+        """The tensors that a pass changes in place, without the cache itself."""
 
     def capture(self, functions: Sequence[Callable[[], None]], state: Sequence[Tensor]) -> list[Callable[[], None]]:
         """The same functions over the same tensors, recorded where the engine can; `state` is left as it was."""
 
 
 class Eager:
-    """What engines that run every pass from Python have in common."""
+    """What engines share that run every pass from Python."""
 
     static = False
     version = 0
@@ -89,7 +91,7 @@ class Eager:
 
 
 def shape_reason(model: PreTrainedModel) -> str | None:
-    """Why a model has not the shape of Llama or Qwen2 that the fast engines know; None if it has."""
+    """Why a model does not have the shape of Llama or Qwen2 that the fast engines need; None if it has."""
     config = model.config.get_text_config()
     if type(model).__name__ not in ("LlamaForCausalLM", "Qwen2ForCausalLM", "MistralForCausalLM"):
         return f"models of type {config.model_type!r} run on the reference engine"

@@ -1,9 +1,9 @@
 """The reference engine: any causal LM of transformers, on any device, in ragged batches.
 
-Every row appends to the same cache slots; slots that a row has refused (or never had: left padding) are holes, hidden
-from it by the attention mask. Keys stay in time order, so causality by slot holds, and explicit position ids make each
-row see its own positions. Trailing slots that no row uses are cut off at once (a batch of one never has a hole), and
-the cache is compacted when holes exceed a share of it.
+Every row appends to the same cache slots. Slots that a row has refused (or never had: left padding) are holes, hidden
+from it by the attention mask. Keys stay in time order, so causality by slot holds; explicit position ids give each row
+its own positions. Trailing slots that no row uses are cut off at once: a batch of one never has a hole. The cache is
+compacted when holes exceed a share of it.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class SlotLayer(DynamicLayer):
 
     def join(self, other: SlotLayer, slots: int) -> None:
         """Take the rows of another layer after its own; both get `slots` slots, the added ones first."""
-        mine, theirs = (0, 0, slots - self.used, 0), (0, 0, slots - other.used, 0)
-        self.key_buffer = torch.cat([pad(self.keys, mine), pad(other.keys, theirs)])
-        self.value_buffer = torch.cat([pad(self.values, mine), pad(other.values, theirs)])
+        here, there = (0, 0, slots - self.used, 0), (0, 0, slots - other.used, 0)
+        self.key_buffer = torch.cat([pad(self.keys, here), pad(other.keys, there)])
+        self.value_buffer = torch.cat([pad(self.values, here), pad(other.values, there)])
         self.cut(slots)
 
     def select(self, rows: Tensor) -> None:
@@ -130,12 +130,12 @@ class ReferenceEngine(Eager):
 
     @torch.inference_mode()
     def enter(self, tokens: Tensor, counts: Tensor) -> Output:
-        """The newcomers have a cache of their own first: a pass over this one would cover every row."""
+        """New rows are first read into a cache of their own: a pass over this one would cover every row."""
         other = ReferenceEngine(self.model, hidden=self._want_hidden)
         output = other.prefill(tokens, counts)
         slots = max(self.slots, other.slots)
-        for mine, theirs in zip(self.cache.layers, other.cache.layers, strict=True):
-            mine.join(theirs, slots)
+        for layer, new_layer in zip(self.cache.layers, other.cache.layers, strict=True):
+            layer.join(new_layer, slots)
         left, right = (slots - self.slots, 0), (slots - other.slots, 0)
         self.valid = torch.cat([pad(self.valid, left), pad(other.valid, right)])
         self.positions = torch.cat([pad(self.positions, left), pad(other.positions, right)])
@@ -250,12 +250,13 @@ def attention_kinds(model: PreTrainedModel) -> set[str]:
     if getattr(model, "_is_stateful", False):
         raise SelfJudgeError(f"models of type {name!r} keep a recurrent state, which cannot be rewound")
     if "position_ids" not in inspect.signature(model.forward).parameters:
-        raise SelfJudgeError(f"models of type {name!r} take no position ids and cannot be decoded in ragged batches")
+        raise SelfJudgeError(f"models of type {name!r} do not take position ids, which ragged batches need")
     kinds = set(getattr(config, "layer_types", None) or ())
     if not kinds:
         kinds = {"sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"}
     if not kinds <= _ATTENTION:
         raise SelfJudgeError(
-            f"models of type {name!r} have {', '.join(sorted(kinds - _ATTENTION))} layers, whose state cannot be rewound"
+            f"models of type {name!r} have {', '.join(sorted(kinds - _ATTENTION))} layers,"
+            " whose state cannot be rewound"
         )
     return kinds

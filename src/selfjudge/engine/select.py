@@ -1,4 +1,4 @@
-"""Which engine runs a model, and the shelf on which static engines wait for the next batch."""
+"""Which engine runs a model, and where static engines are kept for the next batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def make_engine(model: PreTrainedModel, *, hidden: bool = False, int8: bool = Fa
     `hidden` asks for the states a judge reads; `int8` for quantised weights, which the CPU engine alone offers.
     """
     if kind not in KINDS:
-        raise SelfJudgeError(f"unknown engine {kind!r}; engines are: {', '.join(KINDS)}")
+        raise SelfJudgeError(f"unknown `engine` {kind!r}; there are: {', '.join(KINDS)}")
     if kind == "auto":
         kind = "cuda" if model.device.type == "cuda" else "cpu"
         reason = cuda.why_not(model) if kind == "cuda" else cpu.why_not(model, int8=int8)
@@ -64,18 +64,18 @@ _IDLE: WeakKeyDictionary[PreTrainedModel, list[tuple[bool, Engine]]] = WeakKeyDi
 def borrowed(
     model: PreTrainedModel, *, hidden: bool = False, int8: bool = False, kind: str = "auto"
 ) -> Iterator[Engine]:
-    """An engine for one batch. A static engine goes back on a shelf, so that the next batch finds its recordings."""
-    shelf = _IDLE.setdefault(model, [])
-    wanted = kind == "cuda" or (kind == "auto" and model.device.type == "cuda")
-    found = next((i for i, (had, _) in enumerate(shelf) if wanted and had == hidden), None)
-    engine = make_engine(model, hidden=hidden, int8=int8, kind=kind) if found is None else shelf.pop(found)[1]
-    yield engine  # after an exception, out of memory say, the engine is not to be trusted and goes
+    """An engine for one batch. A static engine is kept afterwards, so that the next batch finds its recordings."""
+    idle = _IDLE.setdefault(model, [])
+    static = kind == "cuda" or (kind == "auto" and model.device.type == "cuda")
+    index = next((i for i, (has_hidden, _) in enumerate(idle) if static and has_hidden == hidden), None)
+    engine = make_engine(model, hidden=hidden, int8=int8, kind=kind) if index is None else idle.pop(index)[1]
+    yield engine  # after an exception (out of memory) the engine may be broken and is not kept
     if engine.static:
-        shelf.append((hidden, engine))
+        idle.append((hidden, engine))
 
 
 def release(model: PreTrainedModel) -> None:
-    """Give back the memory of a model's engines: caches, recordings and fused weights."""
+    """Free the memory of a model's engines: caches, recordings and fused weights."""
     _IDLE.pop(model, None)
     cuda.forget(model)
 

@@ -1,4 +1,4 @@
-"""Teacher-forced passes: one look at whole prompts and answers, many at once, for what stands at every token of the answers."""
+"""Teacher-forced passes: prompts with their answers, many at once, for the states at every token of the answers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Sequences = Sequence[tuple[Sequence[int], Sequence[int]]]
 
 
 def width(longest: int, device: torch.device, window: int = 1 << 30) -> int:
-    """How wide a batch is whose longest row has so many tokens, for a model with that context window."""
+    """The width of a batch whose longest row has so many tokens, for a model with that context window."""
     return min(-(-longest // GRID) * GRID, max(longest, window)) if device.type == "cuda" else longest
 
 
 def attention() -> AbstractContextManager[None]:
-    """All ways of scaled dot-product attention but cuDNN's, which plans anew for every shape."""
+    """All kernels of scaled dot-product attention except cuDNN's, which makes a plan for every new shape."""
     allowed = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     manager: AbstractContextManager[None] = sdpa_kernel(allowed)
     return manager
@@ -35,13 +35,13 @@ def attention() -> AbstractContextManager[None]:
 def teacher_forced(
     model: PreTrainedModel, sequences: Sequences, *, tokens: int | None = None
 ) -> Iterator[tuple[list[int], Tensor]]:
-    """Indices of sequences and, for all tokens of their answers in that order, the hidden state that predicts each [R, H].
+    """Indices of sequences and, for all tokens of their answers in that order, the states that predict them [R, H].
 
-    The states are those after the final norm: what the output matrix multiplies. Sequences of like length share a pass of
-    at most `tokens` tokens, half as many when memory does not suffice.
+    The states are those after the final norm: what the output matrix multiplies. Sequences of similar length share a
+    pass of at most `tokens` tokens, half as many when memory runs out.
     """
     device, window = model.device, context_window(model)
-    known = model.get_input_embeddings().weight.shape[0]
+    embeddings = model.get_input_embeddings().weight.shape[0]
     tokens = tokens or TOKENS.get(device.type, 8192)
     sizes = [len(prompt) + len(answer) for prompt, answer in sequences]
     order = sorted(range(len(sequences)), key=lambda i: -sizes[i])
@@ -55,17 +55,17 @@ def teacher_forced(
             prompt, answer = sequences[i]
             ids[row, : sizes[i]] = torch.tensor([*prompt, *answer])
             predicts[row, len(prompt) - 1 : sizes[i] - 1] = True
-        ids.clamp_(max=known - 1)  # a target may have more tokens than its draft
+        ids.clamp_(max=embeddings - 1)  # a target may have more tokens than its draft
         try:
             with attention():
                 hidden = model.base_model(input_ids=ids.to(device), use_cache=False).last_hidden_state
-                found = hidden[predicts.to(device)]
+                states = hidden[predicts.to(device)]
         except torch.OutOfMemoryError:
             if len(part) == 1:
                 raise
             tokens, order = tokens // 2, part + order
             continue
-        yield part, found
+        yield part, states
 
 
 def logit_rows(model: PreTrainedModel) -> int:

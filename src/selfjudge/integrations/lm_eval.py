@@ -1,7 +1,7 @@
 """lm-evaluation-harness drives the decoder: `python -m selfjudge.integrations.lm_eval run --model selfjudge --tasks …`.
 
-`--model_args pair=smollm2-135m,rule=judged:q0.9,gamma=10` (or `target=…,draft=…,judge=…`). What a task generates is decoded
-with the rule; likelihoods are the target's own and no rule changes them.
+`--model_args pair=smollm2-135m,rule=judged:q0.9,gamma=10` (or `target=…,draft=…,judge=…`). What a task generates is
+decoded with the rule; likelihoods are the target's own under every rule.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.likelihood import likelihoods
 from selfjudge.judge.model import Judge
-from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.models.pair import Pair
 
 try:
@@ -33,20 +32,27 @@ class SelfJudgeLM(TemplateLM):
     backend = "causal"
 
     def __init__(
-        self, pair: str = "smollm2-135m", target: str | None = None, draft: str | None = None, judge: str | None = None,
-        rule: str = "exact", gamma: int = 5, max_gen_toks: int = 256, batch_size: int | str = 8, device: str | None = None,
-        dtype: str | None = None, **unknown: Any,
-    ) -> None:  # fmt: skip
+        self,
+        pair: str = "smollm2-135m",
+        *,
+        rule: str = "exact",
+        gamma: int | None = None,
+        max_gen_toks: int = 256,
+        batch_size: int | str = 8,
+        **options: Any,
+    ) -> None:
+        """`options`: target, draft and judge by name, device and dtype; the harness hands all of them over as text."""
         super().__init__()
-        unknown.pop("max_batch_size", None)  # the harness always names it
-        if unknown:
-            raise SelfJudgeError(f"unknown model argument {', '.join(unknown)}")
+        options.pop("max_batch_size", None)  # the harness always gives it
+        target, draft, judge = (options.pop(name, None) for name in ("target", "draft", "judge"))
+        device, dtype = options.pop("device", None), options.pop("dtype", None)
+        if options:
+            raise SelfJudgeError(f"unknown model argument {', '.join(options)}")
         self.pair = Pair.load(target or pair, draft, device=device, dtype=dtype)
-        self.spec, self.gamma, self.max_gen_toks = rule, int(gamma), int(max_gen_toks)
+        self.spec, self.max_gen_toks = rule, int(max_gen_toks)
+        self.gamma = None if gamma is None else int(gamma)
         self.batch = int(batch_size) if str(batch_size).isdigit() else 8
-        known = EMBEDDED.get(self.pair.target_id)
-        where = judge or (known.judge if known and rule.startswith("judge") else None)
-        self.judge = Judge.from_pretrained(where) if where else None
+        self.judge = Judge.from_pretrained(judge) if judge else self.pair.judge if rule.startswith("judge") else None
         self._rule(None)  # a wrong one is refused before anything runs
 
     def _rule(self, temperature: float | None, top_p: float = 1.0, top_k: int = 0) -> AcceptanceRule:
@@ -59,31 +65,39 @@ class SelfJudgeLM(TemplateLM):
         """Texts up to a stop string or the limit; requests with the same options are decoded together."""
         groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
         for index, request in enumerate(requests):
-            options = dict(request.args[1])
-            until = options.pop("until", None) or []
-            warmth = options.pop("temperature", None)
-            sampled = bool(options.pop("do_sample", warmth is not None and float(warmth) > 0)) and warmth != 0
-            key = (
-                tuple([until] if isinstance(until, str) else until),
-                int(options.pop("max_gen_toks", None) or options.pop("max_new_tokens", None) or self.max_gen_toks),
-                float(1.0 if warmth is None else warmth) if sampled else None,
-                float(options.pop("top_p", None) or 1.0), int(options.pop("top_k", None) or 0),
-            )  # fmt: skip
-            groups[key].append(index)
+            groups[self._options(dict(request.args[1]))].append(index)
         texts: dict[int, str] = {}
         for (until, length, temperature, top_p, top_k), members in groups.items():
-            rule = self._rule(temperature, top_p, top_k) if temperature else self._rule(None)
             answers = generate(
-                self.pair, [self._begun(requests[i].args[0]) for i in members], rule, gamma=self.gamma, max_new_tokens=length,
-                stop=[s for s in until if s], batch=self.batch, raw=True,
-            )  # fmt: skip
+                self.pair,
+                [self._without_bos(requests[i].args[0]) for i in members],
+                self._rule(temperature, top_p, top_k),
+                gamma=self.gamma,
+                max_new_tokens=length,
+                stop=list(until),
+                batch=self.batch,
+                raw=True,
+            )
             for i, answer in zip(members, answers, strict=True):
                 texts[i] = answer.text
                 self.cache_hook.add_partial("generate_until", requests[i].args, answer.text)
         return [texts[i] for i in range(len(requests))]
 
-    def _begun(self, text: str) -> str:
-        """A text without the token that the tokenizer puts in front by itself: a chat template may have written it."""
+    def _options(self, options: dict[str, Any]) -> tuple[tuple[str, ...], int, float | None, float, int]:
+        """Stop strings, length, temperature (None: greedy), top-p and top-k of a request, as the harness names them."""
+        until = options.get("until") or []
+        temperature = options.get("temperature")
+        sampled = options.get("do_sample", temperature is not None and float(temperature) > 0) and temperature != 0
+        return (
+            tuple(filter(None, [until] if isinstance(until, str) else until)),
+            int(options.get("max_gen_toks") or options.get("max_new_tokens") or self.max_gen_toks),
+            float(1.0 if temperature is None else temperature) if sampled else None,
+            float(options.get("top_p") or 1.0),
+            int(options.get("top_k") or 0),
+        )
+
+    def _without_bos(self, text: str) -> str:
+        """A text without the first token that the tokenizer adds by itself: a chat template may have written it."""
         bos = self.pair.tokenizer.bos_token
         doubled = (
             bos and text.startswith(bos) and self.pair.tokenizer("").input_ids[:1] == [self.pair.tokenizer.bos_token_id]
@@ -93,14 +107,16 @@ class SelfJudgeLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        seen = likelihoods(self.pair, [(context, answer) for _, context, answer in requests])
+        results = likelihoods(self.pair, [(context, answer) for _, context, answer in requests])
         return [
-            (sum(one.log_p), one.choices == list(answer)) for one, (_, _, answer) in zip(seen, requests, strict=True)
+            (sum(result.log_p), result.choices == list(answer))
+            for result, (_, _, answer) in zip(results, requests, strict=True)
         ]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         encoded = [self.tok_encode(request.args[0]) for request in requests]
-        return [sum(one.log_p) for one in likelihoods(self.pair, [([self.prefix_token_id], ids) for ids in encoded])]
+        results = likelihoods(self.pair, [([self.prefix_token_id], ids) for ids in encoded])
+        return [sum(result.log_p) for result in results]
 
     @property
     def eot_token_id(self) -> int:

@@ -59,9 +59,9 @@ class Pair:
     ) -> Pair:
         """Load by embedded name (its draft ships with it), hub id, checkpoint folder or GGUF file.
 
-        The device is cuda, mps or cpu, the first that is there. The dtype is bfloat16 on cuda, float16 on mps, float32 on
-        cpu. The dtype `int8` loads float32 and lets the CPU engine quantise it; as `draft_dtype`, only the draft. Without
-        `needs_draft` the pair may lack a draft: it is then good for plain decoding.
+        The device is cuda, mps or cpu, the first that is there. The dtype is bfloat16 on cuda, float16 on mps, float32
+        on cpu. The dtype `int8` loads float32 and lets the CPU engine quantise it; as `draft_dtype`, only the draft.
+        Without `needs_draft` the pair may lack a draft: it is then good for plain decoding.
         """
         place = chosen_device(device)
         int8, draft_int8 = dtype == "int8", draft_dtype == "int8"
@@ -226,7 +226,7 @@ def _checkpoint(source: Path | str, dtype: torch.dtype) -> tuple[PreTrainedModel
 
 
 def check_weights(model: PreTrainedModel, loading: Mapping[str, Iterable[Any]], source: Path | str) -> None:
-    """Refuse a checkpoint whose tensors are not the model's, or not finite: transformers would make up what is missing."""
+    """Refuse a checkpoint whose tensors are not the model's, or not finite: transformers would invent missing ones."""
     for what, problem in (
         ("missing_keys", "lacks"),
         ("unexpected_keys", "has unknown"),

@@ -216,7 +216,7 @@ def _listing(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _whole(folder: Path, model: Embedded, *, full: bool) -> bool:
-    """Whether the cached folder is what this version wrote. `full` reads every file, else only those that were touched."""
+    """Whether the cached folder is what this version wrote. `full` reads every file, else only touched ones."""
     return _manifest(folder).get("draft_sha256") == draft_sha256(model) and _files_whole(folder, model, "", full=full)
 
 

@@ -1,4 +1,4 @@
-"""`argmax_checked` for CUDA: a row of logits is split over many programs; inside another kernel, one program reads it."""
+"""`argmax_checked` for CUDA: a row is split over many programs; inside another kernel, one program reads it all."""
 
 from __future__ import annotations
 

@@ -95,8 +95,8 @@ def _judge(
 
 
 def _launch(
-    judge: Weights, hidden: Tensor, logits: Tensor, choice: Tensor | None, at: Tensor | None, drafts: Tensor, out: Tensor,
-    gamma: int, theta: float | Tensor, special: Tensor | None,
+    judge: Weights, hidden: Tensor, logits: Tensor, choice: Tensor | None, at: Tensor | None, drafts: Tensor,
+    out: Tensor, gamma: int, theta: float | Tensor, special: Tensor | None,
 ) -> Tensor:  # fmt: skip
     units = 0 if judge.inner_bias is None else len(judge.inner_bias)
     block_units = triton.next_power_of_2(units) if units else 1

@@ -1,7 +1,7 @@
 """The CPU engine: Llama- and Qwen2-shaped models through one compiled forward pass (`kernels.cpp`).
 
-The kernel is compiled once, by the C++ compiler of the machine, into the cache folder. float32 weights are read where
-they lie in the model; `int8` weights are a quantised copy (one scale per group of 64), made once per model.
+The kernel is compiled once, by the machine's C++ compiler, into the cache folder. float32 weights are used in place;
+`int8` weights are a quantised copy (one scale per group of 64), made once per model.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def why_not(model: PreTrainedModel, *, int8: bool = False) -> str | None:
 
 @cache
 def _compiler_reason() -> str | None:
-    """Why the kernel cannot be had on this machine; asked once."""
+    """Why the kernel cannot be compiled on this machine; found out once."""
     try:
         _library()
     except (OSError, subprocess.SubprocessError) as error:
@@ -196,7 +196,7 @@ def packed(model: PreTrainedModel, int8: bool) -> _Packed:
 
 
 class CpuEngine(Eager):
-    """See the module's docstring. Each row's keys and values lie at their positions: rewinding moves a number."""
+    """See the module's docstring. Each row's keys and values lie at their positions: a rewind changes one number."""
 
     def __init__(self, model: PreTrainedModel, *, hidden: bool = False, int8: bool = False) -> None:
         super().__init__()
@@ -235,13 +235,13 @@ class CpuEngine(Eager):
         """A pass over the rows from `first` on."""
         batch, width = tokens.shape
         keep = width if keep is None else keep
-        taken = [width] * batch if counts is None else counts.tolist()
+        used = [width] * batch if counts is None else counts.tolist()
         lengths = self.lengths[first:]
-        self._reserve(len(self.lengths), max(n + c for n, c in zip(lengths, taken, strict=True)))
+        self._reserve(len(self.lengths), max(n + c for n, c in zip(lengths, used, strict=True)))
         ids = tokens.clamp(0, self._embeddings - 1)
         logits = torch.empty(batch, keep, self.vocab_size)
         states = torch.empty(batch, keep, self._packed.model.hidden)
-        flat = [(b, column) for b in range(batch) for column in range(width - taken[b], width)]
+        flat = [(b, column) for b in range(batch) for column in range(width - used[b], width)]
         written = 0
         for start in range(0, len(flat), CHUNK):
             part = flat[start : start + CHUNK]
@@ -249,13 +249,13 @@ class CpuEngine(Eager):
             self._pass(
                 ids=[int(ids[b, column]) for b, column in part] if len(part) < len(flat) else ids[_valid(ids, counts)],
                 rows=[first + b for b, _ in part],
-                positions=[lengths[b] + column - (width - taken[b]) for b, column in part],
+                positions=[lengths[b] + column - (width - used[b]) for b, column in part],
                 outputs=wanted,
                 logits=logits.view(-1, self.vocab_size)[written:],
                 states=states.view(batch * keep, -1)[written:],
             )
             written += len(wanted)
-        self.lengths[first:] = [n + c for n, c in zip(lengths, taken, strict=True)]
+        self.lengths[first:] = [n + c for n, c in zip(lengths, used, strict=True)]
         return Output(logits, states if self._want_hidden else None)
 
     def _pass(
@@ -310,7 +310,7 @@ class CpuEngine(Eager):
 
 
 def _valid(ids: Tensor, counts: Tensor | None) -> Tensor:
-    """[B, T] which tokens of a right-aligned batch are meant."""
+    """[B, T] which tokens of a right-aligned batch are not padding."""
     width = ids.shape[1]
     if counts is None:
         return torch.ones_like(ids, dtype=torch.bool)

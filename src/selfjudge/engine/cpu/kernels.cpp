@@ -1,9 +1,9 @@
 // One forward pass of a Llama- or Qwen2-shaped model over a few tokens, on a CPU.
 //
-// Decoding reads every weight once per pass, however many tokens the pass carries: general matrix libraries repack the
-// weights for 2 or more tokens and lose that. Here each thread streams its share of the rows of every matrix through
-// the registers once and multiplies them with up to four tokens at a time. Weights are float, or int8 with one scale per
-// group of 64 (activations are then quantised the same way on the fly).
+// Decoding needs every weight once per pass, however many tokens the pass has. General matrix libraries repack the
+// weights for 2 or more tokens, which costs more than that. Here each thread reads its share of the rows of every
+// matrix once and multiplies them with up to four tokens at a time. Weights are float, or int8 with one scale per group
+// of 64; activations are then quantised the same way.
 //
 // Tokens of a pass are independent (row, position) pairs; keys and values live at [layer][row][head][position], so a
 // ragged batch needs no padding, no mask and no holes: rewinding a row is forgetting its last positions.
@@ -198,7 +198,8 @@ inline void multiply(const Input& in, int first, const int8_t* w, const float* s
           int32x4_t e = vdotq_s32(vdupq_n_s32(0), a[n][1], b[1]);
           d = vdotq_s32(d, a[n][2], b[2]);
           e = vdotq_s32(e, a[n][3], b[3]);
-          sum[m][n] = vfmaq_n_f32(sum[m][n], vcvtq_f32_s32(vaddq_s32(d, e)), row_scale[static_cast<size_t>(n) * groups + g] * sx);
+          sum[m][n] = vfmaq_n_f32(sum[m][n], vcvtq_f32_s32(vaddq_s32(d, e)),
+                                  row_scale[static_cast<size_t>(n) * groups + g] * sx);
         }
       }
     }
@@ -259,9 +260,9 @@ void product(const Matrix& w, const Input& in, int tokens, int thread, int threa
         tile<kRows>(height, w, in, m, n, y);
       } else {
         for (int j = 0; j < width; ++j) {
-          float one[kTokens][kRows];
-          tile<1>(height, w, in, m, n + j, one);
-          for (int i = 0; i < height; ++i) y[i][j] = one[i][0];
+          float column[kTokens][kRows];
+          tile<1>(height, w, in, m, n + j, column);
+          for (int i = 0; i < height; ++i) y[i][j] = column[i][0];
         }
       }
       for (int i = 0; i < height; ++i)
@@ -283,7 +284,8 @@ void quantise(const Input& in, int tokens, int cols) {
     for (float size : lane) most = most > size ? most : size;
     const float inverse = most > 0 ? 127.0f / most : 0.0f;
     for (int k = 0; k < kGroup; ++k)
-      in.q[static_cast<size_t>(i) * kGroup + k] = static_cast<int8_t>(static_cast<int32_t>(std::nearbyint(x[k] * inverse)));
+      in.q[static_cast<size_t>(i) * kGroup + k] =
+          static_cast<int8_t>(static_cast<int32_t>(std::nearbyint(x[k] * inverse)));
     in.scale[i] = most / 127.0f;
   }
 }
@@ -364,11 +366,13 @@ extern "C" {
 // Floats of scratch a pass of `tokens` needs. Layout: shared x, qkv, attention, mlp; then per thread the normalised
 // input, its int8 form with scales, and attention scores.
 int64_t scratch_size(const Model* model, int32_t tokens, int32_t slots, int32_t threads) {
-  const int64_t wide = model->intermediate > model->heads * model->head_dim ? model->intermediate : model->heads * model->head_dim;
+  const int64_t attention = static_cast<int64_t>(model->heads) * model->head_dim;
+  const int64_t wide = model->intermediate > attention ? model->intermediate : attention;
   const int64_t widest = wide > model->hidden ? wide : model->hidden;
   const int64_t qkv = (model->heads + 2 * model->kv_heads) * static_cast<int64_t>(model->head_dim);
-  const int64_t shared = tokens * (model->hidden + qkv + static_cast<int64_t>(model->heads) * model->head_dim + model->intermediate);
-  const int64_t own = tokens * (widest + widest / 4 + widest / kGroup + 64) + static_cast<int64_t>(slots) * (model->heads / model->kv_heads) + 64;
+  const int64_t shared = tokens * (model->hidden + qkv + attention + model->intermediate);
+  const int64_t scores = static_cast<int64_t>(slots) * (model->heads / model->kv_heads);
+  const int64_t own = tokens * (widest + widest / 4 + widest / kGroup + 64) + scores + 64;
   return shared + threads * own;
 }
 
@@ -398,14 +402,15 @@ void forward(const Model* model, const Pass* pass) {
     float* scores = group_scale + M * (widest / kGroup + 1);
     int8_t* quantised = reinterpret_cast<int8_t*>(scores + static_cast<int64_t>(pass->slots) * G);
 
-    // every thread normalises and quantises for itself: cheaper than waiting for one that does
+    // every thread normalises and quantises for itself: cheaper than a barrier
     auto input = [&](const Matrix& w, const float* values) {
       Input in{values, quantised, group_scale};
       if (w.scale) quantise(in, M, w.cols);
       return in;
     };
 
-    for (int m = thread; m < M; m += threads) std::memcpy(x + static_cast<int64_t>(m) * H, model->embedding + pass->ids[m] * H, H * sizeof(float));
+    for (int m = thread; m < M; m += threads)
+      std::memcpy(x + static_cast<int64_t>(m) * H, model->embedding + pass->ids[m] * H, H * sizeof(float));
 #pragma omp barrier
     for (int l = 0; l < model->layers; ++l) {
       const Layer& layer = model->layer[l];
@@ -421,7 +426,7 @@ void forward(const Model* model, const Pass* pass) {
         offset += w->rows;
       }
 #pragma omp barrier
-      // rotate queries and keys, file keys and values
+      // rotate queries and keys, store keys and values
       for (int i = thread; i < M * (heads + kv); i += threads) {
         const int m = i / (heads + kv), h = i % (heads + kv);
         float* p = qkv + static_cast<int64_t>(m) * width + h * D;
@@ -433,7 +438,8 @@ void forward(const Model* model, const Pass* pass) {
           p[d + D / 2] = b * c[d + D / 2] + a * s[d + D / 2];
         }
         if (h >= heads) {
-          const int64_t at = (static_cast<int64_t>(pass->row[m]) * kv + h - heads) * plane + static_cast<int64_t>(pass->position[m]) * D;
+          const int64_t at = (static_cast<int64_t>(pass->row[m]) * kv + h - heads) * plane +
+                             static_cast<int64_t>(pass->position[m]) * D;
           std::memcpy(K + at, p, D * sizeof(float));
           std::memcpy(V + at, p + kv * D, D * sizeof(float));
         }
@@ -463,10 +469,11 @@ void forward(const Model* model, const Pass* pass) {
               [&](int m, int n, float value) { x[static_cast<int64_t>(m) * H + n] += value; });
 #pragma omp barrier
     }
-    // the head, for the wanted tokens alone
+    // the head, only for the wanted tokens
     const int wanted = pass->outputs;
     for (int i = 0; i < wanted; ++i)
-      normalise(x + static_cast<int64_t>(pass->output[i]) * H, model->norm, model->epsilon, 1, H, normed + static_cast<int64_t>(i) * H);
+      normalise(x + static_cast<int64_t>(pass->output[i]) * H, model->norm, model->epsilon, 1, H,
+                normed + static_cast<int64_t>(i) * H);
     if (thread == 0) std::memcpy(pass->states, normed, sizeof(float) * wanted * H);
     Input in{normed, quantised, group_scale};
     if (model->head.scale) quantise(in, wanted, H);

@@ -1,10 +1,9 @@
 """The CUDA engine: Llama- and Qwen2-shaped models with a static cache, every pass of one shape, replayed as a graph.
 
-Row b of the cache holds its tokens at slots 0 … length−1; refused tokens are simply overwritten, so a rewind is a
-subtraction on the device. The last slot takes the tokens that padding brings along. A smaller batch lives in the first
-rows of the same cache, so what was recorded for a batch size stays good. The steps of a pass are Triton kernels
-(`kernels_triton.py`); without Triton, or on a CPU, they run as torch operations, which is how the tests on machines
-without a GPU cover this file.
+Row b of the cache holds its tokens at slots 0 … length−1. Refused tokens are overwritten, so a rewind is a subtraction
+on the device. The last slot takes padding tokens. A smaller batch lives in the first rows of the same cache, so what
+was recorded for a batch size stays valid. The steps of a pass are Triton kernels (`kernels_triton.py`). Without Triton,
+or on a CPU, they are torch operations: so the tests on machines without a GPU cover this file.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from transformers import PreTrainedModel
 from selfjudge.engine.base import Output, shape_reason
 from selfjudge.engine.cuda.kernels_torch import Kernels
 from selfjudge.models.tokens import context_window
+from selfjudge.ops.argmax import has_triton
 
 PREFILL_TOKENS = 32768  # tokens of prompts per pass
 RECORDED_TOKENS = 8192  # prompts of at most this many tokens in all are replayed as a graph once their shape came twice
@@ -77,7 +77,7 @@ _WEIGHTS: WeakKeyDictionary[PreTrainedModel, _Weights] = WeakKeyDictionary()
 
 
 def forget(model: PreTrainedModel) -> None:
-    """Drop a model's fused weights; the next engine makes them anew."""
+    """Drop a model's fused weights; the next engine makes them again."""
     _WEIGHTS.pop(model, None)
 
 
@@ -109,13 +109,11 @@ class CudaEngine:
 
     @cached_property
     def _kernels(self) -> Kernels:
-        if self.device.type == "cuda":
-            try:
-                from selfjudge.engine.cuda.kernels_triton import TritonKernels
-            except ImportError:
-                return Kernels()
-            return TritonKernels(self.device)
-        return Kernels()
+        if self.device.type != "cuda" or not has_triton():
+            return Kernels()
+        from selfjudge.engine.cuda.kernels_triton import TritonKernels
+
+        return TritonKernels(self.device)
 
     @torch.no_grad()
     def reserve(self, batch: int, length: int) -> None:
@@ -125,12 +123,12 @@ class CudaEngine:
             self._rows(batch)
             self.lengths.zero_()
             return
-        self.slots = 0  # until all is there
+        self.slots = 0  # until everything is allocated
         self.version += 1
         self.recorded.clear()
         self._prefills.clear()
         self._pool = None
-        self._keys = self._values = self._keys[:0, :0].clone()  # free the old cache before the new one is there
+        self._keys = self._values = self._keys[:0, :0].clone()  # free the old cache before the new one is allocated
         self._lengths = self._lengths[:0].clone()
         self._rows(0)
         shape = (len(w.layers), batch, w.kv_heads, slots, w.dim)
@@ -289,7 +287,7 @@ class CudaEngine:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """No garbage collection meanwhile: freeing another engine's recordings would spoil the one being made."""
+    """No garbage collection meanwhile: freeing another engine's recordings would break the one being made."""
     running = gc.isenabled()
     gc.disable()
     try:

@@ -1,9 +1,9 @@
-"""The steps of a pass as Triton kernels; their contracts are those of `cuda.Kernels`.
+"""The steps of a pass as Triton kernels; their contracts are those of `kernels_torch.Kernels`.
 
-Decoding with few rows is a chain of small kernels, each bound by the time its weights take to arrive. So the products of at
-most FEW rows split their inputs over enough programs to keep the whole device reading, and leave the sum of the parts to
-the kernel that follows; and each kernel starts while the one before it still runs (programmatic dependent launch): it asks
-for its weights first and waits for its inputs (`gdc_wait`) only then.
+Decoding with few rows is a chain of small kernels, each bound by the time its weights take to arrive. Products of at most
+FEW rows split their inputs over enough programs to keep the whole device reading, and leave the sum of the parts to the
+next kernel. Each kernel starts while the one before it still runs (programmatic dependent launch): it loads its weights
+first and only then waits for its inputs (`gdc_wait`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from torch import Tensor
 from selfjudge.engine.cuda.kernels_torch import Kernels
 
 FEW = 32  # rows; larger products are compute-bound and go to the library
-SHARED_BYTES = (
-    160 << 10
-)  # that the tiles of a split product may need; devices with less leave all products to the library
+SHARED_BYTES = 160 << 10  # that the tiles of a split product may need; with less, the library does all products
 PROCESSORS = 132  # of an H100 or H200; with more or fewer the work still spreads, if not as evenly
 
 
@@ -379,8 +377,8 @@ class TritonKernels(Kernels):
         _attention[(batch, heads // together, blocks * splits)](
             q, keys, values, position.contiguous(), out, parts, dim**-0.5, width, slots, heads, kv, blocks,
             GROUP=group, TOGETHER=together, QUERIES=queries, ROWS=max(16, triton.next_power_of_2(queries * together)),
-            DIM=dim, BLOCK=32 if exact or splits > 1 else 64, SPLITS=splits, EXACT=exact, num_warps=2 if splits > 1 else 4,
-            num_stages=2, **self._launch(batch * width),
+            DIM=dim, BLOCK=32 if exact or splits > 1 else 64, SPLITS=splits, EXACT=exact,
+            num_warps=2 if splits > 1 else 4, num_stages=2, **self._launch(batch * width),
         )  # fmt: skip
         if splits > 1:
             _combine[(batch * width * heads,)](

@@ -1,8 +1,8 @@
 """OpenAI's API over our own loop.
 
-`config` settings · `address` · `server` start-up · `run` uvicorn and signals · `api` endpoints · `answers` whole and streamed ·
-`service` requests become jobs · `rules` which rule a request gets · `scheduler` queue and batches, in a thread of their
-own · `schema` bodies of requests · `errors` · `guard` key and size · `metrics`.
+`config` settings · `address` · `server` start-up · `run` uvicorn and signals · `api` endpoints · `answers` whole or
+streamed · `service` requests become jobs · `rules` which rule a request gets · `scheduler` queue and batches ·
+`schema` bodies of requests · `errors` · `guard` key and size · `metrics`.
 """
 
 from typing import TYPE_CHECKING

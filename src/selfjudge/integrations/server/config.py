@@ -10,7 +10,7 @@ from selfjudge.types import MAX_GAMMA, check_settings, setting
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Settings of `serve`. The fields without a range of their own are checked against pair and judge when it starts."""
+    """Settings of `serve`; those without a range are checked against pair and judge when it starts."""
 
     rule: str | None = setting(None, "Rule of requests that name none; judged where there is a judge, exact otherwise.")
     theta: float | str | None = None

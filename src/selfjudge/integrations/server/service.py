@@ -70,7 +70,7 @@ class Service:
         return Job(prompt, choice, length, send, tuple(request.stops), seed, streamed), updates
 
     def _length(self, request: Request, prompt_tokens: int, default: int | None) -> int:
-        """The most tokens of the answer: what the request says, else the endpoint's default, else the server's limit."""
+        """The most tokens of the answer: the request's limit, else the endpoint's default, else the server's limit."""
         most, room, wanted = self.config.max_tokens, self.config.max_context - prompt_tokens, request.token_limit
         if room < 1 or (wanted is not None and min(wanted, most) > room):
             raise RefusedError(

@@ -142,7 +142,7 @@ def load(config: Any) -> tuple[WorkerConfig, Judge]:
 
 
 def target_sha256(model: str) -> str:
-    """The hash by which judges know a target: of a pulled model the one in its manifest, else that of its weight files."""
+    """The hash by which judges know a target: from the manifest of a pulled model, else that of its weight files."""
     path = Path(model)
     manifest = path.parent / "manifest.json"
     if path.name == "target" and manifest.is_file():

@@ -68,8 +68,8 @@ def _sampled(steps: Sequence[Step]) -> Tensor:
 class Counts:
     """Totals of one engine.
 
-    `add` keeps a step, to be counted on the device together with others; `report` shows the totals to Prometheus; `read`
-    returns them.
+    `add` keeps a step, to be counted on the device together with others. `report` shows the totals to Prometheus,
+    `read` returns them.
     """
 
     def __init__(self, device: torch.device, *labels: str) -> None:

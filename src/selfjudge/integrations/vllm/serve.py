@@ -44,12 +44,12 @@ def command(
         raise SelfJudgeError(f"no judge ships for {target}: name one with `judge`")
     _check_judge(settings)
     speculation = {"model": _checkpoint(draft), "num_speculative_tokens": gamma}
-    given = {name: value for name, value in settings.items() if value not in (None, True)}
+    settings = {name: value for name, value in settings.items() if value not in (None, True)}
     return [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", _checkpoint(target), "--served-model-name", target),
         *("--speculative-config", json.dumps(speculation)),
-        *("--worker-cls", WORKER, "--additional-config", json.dumps({KEY: given})),
+        *("--worker-cls", WORKER, "--additional-config", json.dumps({KEY: settings})),
         *more,
     ]
 

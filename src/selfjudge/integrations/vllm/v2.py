@@ -1,8 +1,8 @@
 """vLLM's second model runner (`vllm.v1.worker.gpu`): GPUs with Triton; draft models from 0.31.
 
-Its rejection sampler gets the logits of all rows. A request with k drafts owns k + 1 of them, and row i predicts the token
-that row i + 1 has read. Sampling parameters are applied to a copy, by a list of logits processors: the last one is ours
-and marks approved drafts there.
+Its rejection sampler gets the logits of all rows. A request with k drafts owns k + 1 of them, and row i predicts the
+token that row i + 1 has read. Sampling parameters are applied to a copy, by a list of logits processors: the last one
+is ours and marks approved drafts there.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Mark(LogitsProcessor):
         self.theta = torch.full((slots,), OFF, device=device)
         self.approved = torch.zeros((slots, gamma + 1), dtype=torch.bool, device=device)
         self.flags = self.approved.new_zeros((3, slots, gamma + 1))
-        """Raised, aligned anyway, marked at all: vLLM skips logits processors where all requests are lossless and plain."""
+        """Raised, aligned anyway, marked at all: vLLM skips logits processors where all requests are lossless."""
         self._staged: dict[int, float] = {}
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
