@@ -6,7 +6,6 @@
 >>> print(answer.text, answer.judged_tokens)  # doctest: +SKIP
 """
 
-from importlib import metadata as _metadata
 from typing import TYPE_CHECKING
 
 from selfjudge.types import lazy_exports as _lazy_exports
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
         Verdict as Verdict,
     )
 
-__version__ = _metadata.version("selfjudge")
 __getattr__, __dir__, __all__ = _lazy_exports(
     __name__,
     {

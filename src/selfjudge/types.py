@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from importlib import import_module
+from importlib import import_module, metadata
 from math import isfinite
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -39,6 +39,8 @@ def lazy_exports(
     where = {name: module for module, names in modules.items() for name in names}
 
     def get(name: str) -> Any:
+        if name == "__version__":
+            return metadata.version(package)
         if name not in where:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(import_module(f"{package}.{where[name]}"), name)
