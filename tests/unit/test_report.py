@@ -123,6 +123,19 @@ def test_the_per_task_table_by_hand(small: Path, tmp_path: Path) -> None:
     assert "| −25.0 \\[−47.5, −2.5\\] |" in line  # as eval stored it: ± 0.225
 
 
+def test_an_interval_of_m_that_eval_stored_is_shown_as_it_is(small: Path, tmp_path: Path) -> None:
+    computed = row(report([small], tmp_path / "report.html"), "averages", rule="judged:F@j")["delta_m_ci"]
+    for task, ends in (("gsm8k", [0.5, 0.9]), ("mmlu", [0.4, 0.6])):
+        file = small / task / "judged:F@j-g10" / "summary.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "delta_m_ci": ends}))
+    found = report([small], tmp_path / "report.html")
+    assert row(found, "task-gsm8k", rule="judged:F@j")["delta_m_ci"] == (0.5, 0.9)
+    half = math.hypot(0.2, 0.1) / 2  # independent tasks
+    stored = row(found, "averages", rule="judged:F@j")["delta_m_ci"]
+    assert stored == pytest.approx((0.625 - half, 0.625 + half))
+    assert stored != pytest.approx(computed)
+
+
 def test_the_average_by_hand(small: Path, tmp_path: Path) -> None:
     found = report([small], tmp_path / "report.html")
     mine = row(found, "averages", rule="judged:F@j")
@@ -709,6 +722,9 @@ def test_on_an_open_task_the_words_of_exact_stand_for_a_score(tmp_path: Path) ->
     mine = row(found, "task-dolly", rule="topk:2")
     assert (mine["measure"], mine["score"], mine["delta_score"]) == ("matching words", 0.4, pytest.approx(-0.6))
     assert row(found, "task-dolly", rule="exact")["score"] == 1
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "Δ matching words" in text
+    assert "Δtask" not in text
     file.write_text(json.dumps(summary | none | {"agreement": None}))
     found = report([tmp_path / "eval"], tmp_path / "report.html")
     assert [r["rule"] for r in found["tables"]["task-dolly"]] == ["exact"]

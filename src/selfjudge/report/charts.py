@@ -85,7 +85,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class Bars:
-    """Rows of stacked segments: (label, ((segment, value), …)); segments are named by `names` and styled in their order."""
+    """Rows (label, values) of stacked segments, which are named by `names` and styled in their order."""
 
     id: str
     title: str
@@ -128,13 +128,18 @@ def styles(names: Iterable[str]) -> dict[str, int]:
 def charts(results: Results) -> dict[str, list[Chart]]:
     """Section → its charts; sections without data are left out."""
     runs = results.runs
-    made: dict[str, list[Chart]] = {
-        "trade-off": list(trade_offs(runs)), "gamma": list(gammas(runs)), "two-stage": list(two_stages(runs)),
-        "suffix-length": list(suffixes(runs)), "roc": list(rocs(results)), "study": list(learning(results)),
-        "labelling": list(label_rates(results)), "time": list(time_splits(runs)),
-    }  # fmt: skip
-    ids = iter(distinct(chart.id for charts in made.values() for chart in charts))
-    return {name: [replace(chart, id=next(ids)) for chart in charts] for name, charts in made.items() if charts}
+    sections: dict[str, list[Chart]] = {
+        "trade-off": list(trade_offs(runs)),
+        "gamma": list(gammas(runs)),
+        "two-stage": list(two_stages(runs)),
+        "suffix-length": list(suffixes(runs)),
+        "roc": list(rocs(results)),
+        "study": list(learning(results)),
+        "labelling": list(label_rates(results)),
+        "time": list(time_splits(runs)),
+    }
+    ids = iter(distinct(chart.id for section in sections.values() for chart in section))
+    return {name: [replace(chart, id=next(ids)) for chart in section] for name, section in sections.items() if section}
 
 
 def _where(pair: str, task: str, runs: Sequence[Run]) -> tuple[str, str]:
@@ -154,6 +159,10 @@ def _point(run: Run) -> Point:
     return Point(run.m, 100 * run.score, label, tag)
 
 
+def _method(run: Run) -> str:
+    return run.method
+
+
 def _curves(runs: Iterable[Run], name: Callable[[Run], str], style: dict[str, int]) -> tuple[Series, ...]:
     """Score against m, a line for each name."""
     grouped: dict[str, list[Run]] = defaultdict(list)
@@ -161,48 +170,53 @@ def _curves(runs: Iterable[Run], name: Callable[[Run], str], style: dict[str, in
         if run.m is not None:
             grouped[name(run)].append(run)
     return tuple(
-        Series(key, style[key], tuple(_point(r) for r in sorted(mine, key=lambda r: (r.m, r.option))))
-        for key, mine in grouped.items()
+        Series(key, style[key], tuple(map(_point, sorted(line, key=lambda r: (r.m, r.option)))))
+        for key, line in grouped.items()
     )
 
 
-def _trade_off(
-    name: str, heading: str, chosen: Sequence[Run], series: tuple[Series, ...], runs: Sequence[Run]
-) -> Lines:
-    """Score against m, with the level of `exact` where it was run."""
-    one = chosen[0]
-    exact = next(
-        (
-            r
-            for r in runs
-            if r.name == "exact" and (r.pair, r.task, r.gamma, r.fold) == (one.pair, one.task, one.gamma, one.fold)
-        ),
-        None,
-    )
-    made = Lines(
-        name, heading, "m", _score(one), series, one.task, level=100 * exact.score if exact else None,
-        band=(100 * exact.score_ci[0], 100 * exact.score_ci[1]) if exact and exact.score_ci else None,
-    )  # fmt: skip
-    if made.level is None:
-        return made
-    clipped = replace(made, floor=made.level - IN_VIEW)
+def _trade_off(name: str, heading: str, series: tuple[Series, ...], run: Run, runs: Sequence[Run]) -> Lines:
+    """Score against m, with the level of `exact` at the task and γ of `run`, where it was run."""
+    chart = Lines(name, heading, "m", _score(run), series, run.task)
+    place = run.pair, run.task, run.gamma, run.fold
+    exact = next((r for r in runs if r.name == "exact" and (r.pair, r.task, r.gamma, r.fold) == place), None)
+    if exact is None:
+        return chart
+    band = (100 * exact.score_ci[0], 100 * exact.score_ci[1]) if exact.score_ci else None
+    chart = replace(chart, level=100 * exact.score, band=band)
+    clipped = replace(chart, floor=100 * exact.score - IN_VIEW)
     seen = [clipped.sees(p) for s in series for p in s.points]
     if all(seen) or sum(seen) < 2:
-        return made
+        return chart
     return replace(clipped, title=f"{heading}; {seen.count(False)} below, out of view")
 
 
 def trade_offs(runs: Sequence[Run]) -> Iterable[Lines]:
-    """Score against m at each task's usual γ: a line a method, a point a threshold. A judge alone has charts of its own."""
+    """Score against m: a line a method, a point a threshold. A judge alone has charts of its own."""
+    chosen = [r for r in runs if r.m is not None and not r.fold and r.name != "judge_only"]
     style = styles(r.method for r in sorted(runs, key=rule_order))
-    for (pair, task), mine in by_task(runs).items():
-        gamma = usual_gamma(mine)
-        chosen = [r for r in mine if r.gamma == gamma and r.m is not None and not r.fold and r.name != "judge_only"]
-        if several(r.rule for r in chosen):
+    return _facets("trade-off", chosen, lambda r: r.rule, style, runs)
+
+
+def two_stages(runs: Sequence[Run]) -> Iterable[Lines]:
+    """judge_only and judged of the same judge, where the former was run."""
+    alone = {(r.pair, r.task, r.gamma, r.judge) for r in runs if r.name == "judge_only"}
+    judged = [r for r in runs if r.name in ("judged", "judge_only") and r.m is not None]
+    chosen = sorted((r for r in judged if (r.pair, r.task, r.gamma, r.judge) in alone), key=rule_order)
+    return _facets("two-stage", chosen, lambda r: r.name, styles(r.method for r in chosen), runs)
+
+
+def _facets(
+    name: str, chosen: Sequence[Run], kind: Callable[[Run], str], style: dict[str, int], runs: Sequence[Run]
+) -> Iterable[Lines]:
+    """A trade-off for each task at the γ that most of its runs have, where runs of several kinds were chosen."""
+    for (pair, task), here in by_task(chosen).items():
+        gamma = usual_gamma(here)
+        shown = [r for r in here if r.gamma == gamma]
+        if several(map(kind, shown)):
             heading, part = _where(pair, task, runs)
-            yield _trade_off(
-                slug("trade-off", part), f"{heading}, γ = {gamma}", chosen, _curves(chosen, _method, style), mine
-            )
+            series = _curves(shown, _method, style)
+            yield _trade_off(slug(name, part), f"{heading}, γ = {gamma}", series, shown[0], runs)
 
 
 def gammas(runs: Sequence[Run]) -> Iterable[Lines]:
@@ -211,49 +225,28 @@ def gammas(runs: Sequence[Run]) -> Iterable[Lines]:
     for run in sorted(runs, key=rule_order):
         if run.m is not None and not run.fold:
             known[run.pair, run.task, run.rule].append(run)
-    swept = {key: mine for key, mine in known.items() if several(r.gamma for r in mine)}
+    swept = {key: sorted(line, key=lambda r: r.gamma) for key, line in known.items() if several(r.gamma for r in line)}
     style = styles(rule for _, _, rule in swept)
-    for pair, task in by_task(r for mine in swept.values() for r in mine):
+    for pair, task in by_task(r for line in swept.values() for r in line):
         heading, part = _where(pair, task, runs)
-        here = {rule: mine for (p, t, rule), mine in swept.items() if (p, t) == (pair, task)}
-        for what in ("m", "score"):
-            yield Lines(
-                slug("gamma", part, what), heading, "γ", "m" if what == "m" else _score(next(iter(here.values()))[0]),
-                tuple(
-                    Series(rule, style[rule], tuple(_at_gamma(r, what) for r in sorted(mine, key=lambda r: r.gamma)))
-                    for rule, mine in here.items()
-                ),
-                task,
-            )  # fmt: skip
+        here = {rule: line for (p, t, rule), line in swept.items() if (p, t) == (pair, task)}
+        measured = _score(next(iter(here.values()))[0])
+        for what, y in (("m", "m"), ("score", measured)):
+            series = tuple(
+                Series(rule, style[rule], tuple(_at_gamma(r, what) for r in line)) for rule, line in here.items()
+            )
+            yield Lines(slug("gamma", part, what), heading, "γ", y, series, task)
 
 
 def _at_gamma(run: Run, what: str) -> Point:
-    whole = _point(run)
-    return Point(run.gamma, whole.x if what == "m" else whole.y, whole.label)
-
-
-def two_stages(runs: Sequence[Run]) -> Iterable[Lines]:
-    """judge_only and judged of the same judge, where the former was run."""
-    alone = {(r.pair, r.task, r.gamma, r.judge) for r in runs if r.name == "judge_only"}
-    chosen = [
-        r for r in sorted(runs, key=rule_order)
-        if (r.pair, r.task, r.gamma, r.judge) in alone and r.name in ("judged", "judge_only") and r.m is not None
-    ]  # fmt: skip
-    style = styles(r.method for r in chosen)
-    for (pair, task), mine in by_task(chosen).items():
-        gamma = usual_gamma(mine)
-        here = [r for r in mine if r.gamma == gamma]
-        if several(r.name for r in here):
-            heading, part = _where(pair, task, runs)
-            yield _trade_off(
-                slug("two-stage", part), f"{heading}, γ = {gamma}", here, _curves(here, _method, style), runs
-            )
+    point = _point(run)
+    return Point(run.gamma, point.x if what == "m" else point.y, point.label)
 
 
 def suffixes(runs: Sequence[Run]) -> Iterable[Lines]:
     """A line an N; several judges of one N are lines of their own."""
     grouped = suffix_groups(runs)
-    every = sorted((r for mine in grouped.values() for r in mine), key=lambda r: r.suffix_length or 0)
+    every = sorted((r for compared in grouped.values() for r in compared), key=lambda r: r.suffix_length or 0)
     judges: dict[int | None, set[str]] = defaultdict(set)
     for run in every:
         judges[run.suffix_length].add(run.judge)
@@ -262,49 +255,37 @@ def suffixes(runs: Sequence[Run]) -> Iterable[Lines]:
         return f"N = {run.suffix_length}" + (f", {run.judge}" if len(judges[run.suffix_length]) > 1 else "")
 
     style = styles(map(length, every))
-    for number, ((pair, task, gamma, features, _, method, _), mine) in enumerate(grouped.items()):
+    for place, ((pair, task, gamma, features, _, method, _), compared) in enumerate(grouped.items()):
         heading, part = _where(pair, task, runs)
         which = ", ".join(filter(None, (f"γ = {gamma}", method, features)))
-        if series := _curves(mine, length, style):
-            yield _trade_off(slug("suffix-length", part, str(number)), f"{heading}, {which}", mine, series, runs)
-
-
-def _method(run: Run) -> str:
-    return run.method
+        if series := _curves(compared, length, style):
+            name = slug("suffix-length", part, str(place))
+            yield _trade_off(name, f"{heading}, {which}", series, compared[0], runs)
 
 
 def rocs(results: Results) -> Iterable[Lines]:
-    cards = [card for card in results.judges if card.roc is not None]
-    series = []
-    for number, card in enumerate(cards, 1):
-        roc = card.roc
-        assert roc is not None
-        name = card.name + ("" if roc.auc is None else f", AUC {roc.auc:.3f}")
+    series: list[Series] = []
+    curves = ((card.name, card.roc) for card in results.judges if card.roc is not None)
+    for style, (judge, roc) in enumerate(curves, 1):
+        name = judge + ("" if roc.auc is None else f", AUC {roc.auc:.3f}")
         curve = tuple(Point(x, y) for x, y in zip(roc.fpr, roc.tpr, strict=True))
-        series.append(Series(name, number, curve, marked=False))
-        marks = tuple(Point(*at, f"{card.name}, {mark}", mark) for mark, at in roc.marks.items())
-        series += [Series(name, number, (mark,)) for mark in marks]
+        series.append(Series(name, style, curve, marked=False))
+        series += [Series(name, style, (Point(*at, f"{judge}, {mark}", mark),)) for mark, at in roc.marks.items()]
     if series:
-        yield Lines(
-            "roc", "ROC of the judges on holdout mismatches", "unacceptable tokens accepted", "acceptable tokens accepted",
-            tuple(series), unit=True,
-        )  # fmt: skip
+        axes = "unacceptable tokens accepted", "acceptable tokens accepted"
+        yield Lines("roc", "ROC of the judges on holdout mismatches", *axes, tuple(series), unit=True)
 
 
 def learning(results: Results) -> Iterable[Lines]:
-    for number, study in enumerate(results.studies):
-        series = tuple(
-            Series(label, style, tuple(
-                Point(row["labels"] or 0, y, f"{label}, {row['labels']:,.0f} labels: {y:.3f}")
-                for row in study.learning_curve if row["labels"] and (y := row[kind]) is not None
-            ))
-            for style, (kind, label) in enumerate((("linear", "linear"), ("mlp", "MLP")), 1)
-        )  # fmt: skip
-        if any(s.points for s in series):
-            yield Lines(
-                slug("learning-curve", str(number) if number else ""), f"Learning curve, {study.target}", "labels",
-                "ROC-AUC, holdout mismatches", tuple(s for s in series if s.points), log_x=True,
-            )  # fmt: skip
+    for place, study in enumerate(results.studies):
+        series = []
+        for style, (kind, label) in enumerate((("linear", "linear"), ("mlp", "MLP")), 1):
+            known = [(row["labels"], row[kind]) for row in study.learning_curve]
+            points = tuple(Point(n, y, f"{label}, {n:,.0f} labels: {y:.3f}") for n, y in known if n and y is not None)
+            series += [Series(label, style, points)] if points else []
+        if series:
+            name, axes = slug("learning-curve", str(place) if place else ""), ("labels", "ROC-AUC, holdout mismatches")
+            yield Lines(name, f"Learning curve, {study.target}", *axes, tuple(series), log_x=True)
 
 
 def label_rates(results: Results) -> Iterable[Bars]:
@@ -318,12 +299,13 @@ def label_rates(results: Results) -> Iterable[Bars]:
 
 def time_splits(runs: Sequence[Run]) -> Iterable[Bars]:
     names = ("draft", "target", "judge", "rule", "other")
-    for (pair, task), mine in by_task(runs).items():
-        chosen = timed(mine)
-        rows = tuple(
-            (r.rule + (f", fold {r.fold}" if r.fold else ""), tuple(r.phases.get(n, 0.0) / sum(r.phases.values()) for n in names))
-            for r in chosen
-        )  # fmt: skip
+    for (pair, task), here in by_task(runs).items():
+        rows = []
+        for run in timed(here):
+            total = sum(run.phases.values())
+            label = run.rule + (f", fold {run.fold}" if run.fold else "")
+            rows.append((label, tuple(run.phases.get(name, 0.0) / total for name in names)))
         if rows:
             heading, part = _where(pair, task, runs)
-            yield Bars(slug("time", part), f"{heading}, γ = {chosen[0].gamma}", "share of the time", rows, names, task, shares=True)  # fmt: skip
+            heading = f"{heading}, γ = {usual_gamma(here)}"
+            yield Bars(slug("time", part), heading, "share of the time", tuple(rows), names, task, shares=True)

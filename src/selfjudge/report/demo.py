@@ -14,9 +14,9 @@ from selfjudge.report.table import Column, Table, fixed, percent, quoted, thousa
 def demo_page(result: Mapping[str, Any]) -> str:
     """One self-contained HTML page from what `selfjudge demo --json` prints.
 
-    A row of `result["rows"]` may have `tokens`: `[text, origin, target's choice, its probability, judge's score]` of its
-    first answer. Without them the answer is shown as plain text. All but `rows` may be missing: a demo that was stopped
-    has what it got to.
+    A row of `result["rows"]` may have `tokens` of its first answer: `[text, origin, target's choice, its probability,
+    judge's score]`. Without them the answer is shown as plain text. All but `rows` may be missing: a demo that was
+    stopped has what it got to.
     """
     result = writable(result)
     rows: list[dict[str, Any]] = result["rows"]
@@ -50,9 +50,10 @@ def finding(result: Mapping[str, Any]) -> str:
         f" {100 * best['same_answer_as_plain']:.0f} % of its answers are those of plain decoding.",
     ]
     if result.get("draft_log_likelihood") is not None and "plain" in rows:
+        judge, plain = thousandths(best["log_likelihood"]), thousandths(rows["plain"]["log_likelihood"])
         parts.append(
-            f"The target gives its tokens a log-likelihood of {fixed(best['log_likelihood'], 3)}: its own greedy answers"
-            f" have {fixed(rows['plain']['log_likelihood'], 3)}, the draft alone {fixed(result['draft_log_likelihood'], 3)}."
+            f"The target gives its tokens a log-likelihood of {judge}: its own greedy answers have {plain},"
+            f" the draft alone {thousandths(result['draft_log_likelihood'])}."
         )
     return " ".join(parts)
 

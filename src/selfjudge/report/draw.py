@@ -1,7 +1,7 @@
 """Charts → pictures: each is drawn once by matplotlib, as SVG for the page and as PNG for use elsewhere.
 
-In the SVG text stays text, colours are the page's CSS variables (so light, dark and print need no second drawing), and
-marks and bars say what they are when pointed at. No meaning hangs on colour alone: every style has its own mark and dash.
+In the SVG text stays text, and marks and bars say what they are when pointed at. Colours are the page's CSS variables,
+so light, dark and print need no second drawing. No meaning hangs on colour alone: every style has its own mark and dash.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ NAMESPACE = "{http://www.w3.org/2000/svg}"
 KEPT = ("fill", "stroke", "stroke-width", "stroke-dasharray", "text-anchor", "font-weight", "font-size")
 """What is kept of a shape's style, as attributes: the page's policy allows no style in them."""
 Titles = dict[str, list[str]]
-"""Name of a group of shapes → what each shows when pointed at. The name up to its last dash becomes the group's class."""
+"""Name of a group of shapes (`sj-CLASS-NUMBER`) → what each of them shows when pointed at."""
 
 
 @dataclass(frozen=True)
@@ -254,19 +254,27 @@ def _printable(text: str) -> str:
 
 
 def _png(figure: Figure, axes: Axes, chart: Chart) -> bytes:
+    """The drawing with its title above and its legend below."""
     from matplotlib.patches import Patch
 
+    labels = [_plain(name) for name in chart.styles]
+    columns = max(1, min(len(labels), int(WIDTH / (LETTER * max(map(len, labels), default=1) + 40))))
+    above, below = 22, 14 * -(-len(labels) // columns) + 8 if labels else 0
+    box, height = axes.get_position(), figure.get_figheight() * 72
+    total = height + above + below
+    figure.set_figheight(total / 72)
+    axes.set_position((box.x0, (box.y0 * height + below) / total, box.width, box.height * height / total))
     axes.set_title(_plain(chart.title, LONGEST_TITLE), fontsize=10, y=1.02)
-    if styles := chart.styles:
-        if isinstance(chart, Bars):
-            handles: list[Any] = [Patch(color=_colour(style)) for style in styles.values()]
-        else:
-            handles = [(_line([], [], style), _line([], [], style, True, markersize=6)) for style in styles.values()]
-        below = -BOTTOM / (axes.get_position().height * figure.get_figheight() * 72)
-        columns = min(5 if isinstance(chart, Bars) else 3, len(styles))
-        axes.legend(handles, list(map(_plain, styles)), loc="upper center", bbox_to_anchor=(0.5, below), ncols=columns)
+    if labels:
+        styles = chart.styles.values()
+        handles: list[Any] = (
+            [Patch(color=_colour(style)) for style in styles]
+            if isinstance(chart, Bars)
+            else [(_line([], [], style), _line([], [], style, True, markersize=6)) for style in styles]
+        )
+        figure.legend(handles, labels, loc="lower center", ncols=columns, borderaxespad=0.2, labelspacing=0.3)
     file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=150, bbox_inches="tight", facecolor="white")
+    figure.savefig(file, format="png", dpi=150, facecolor="white")
     return file.getvalue()
 
 
@@ -304,21 +312,21 @@ def _for_page(element: ET.Element, titles: Titles, shapes: Mapping[str, str], pr
 
 def _attributes(element: ET.Element, shapes: Mapping[str, str], prefix: str) -> dict[str, str]:
     style = dict(part.split(": ", 1) for part in element.get("style", "").split("; ") if ": " in part)
-    found = {name: VARIABLES.get(style[name], style[name]) for name in KEPT if name in style}
-    if found.get("font-size") == "11px":
-        del found["font-size"]  # as all text of a chart
+    kept = {name: VARIABLES.get(style[name], style[name]) for name in KEPT if name in style}
+    if kept.get("font-size") == "11px":
+        del kept["font-size"]  # as all text of a chart
     if "clip-path" in element.attrib:
-        found["clip-path"] = element.attrib["clip-path"].replace("#", f"#{prefix}-")
+        kept["clip-path"] = element.attrib["clip-path"].replace("#", f"#{prefix}-")
     if element.tag == f"{NAMESPACE}clipPath":
-        found["id"] = f"{prefix}-{element.get('id')}"
+        kept["id"] = f"{prefix}-{element.get('id')}"
     if element.tag == f"{NAMESPACE}use":
-        found["d"] = _short(shapes[element.get("{http://www.w3.org/1999/xlink}href", "")])
-        found["transform"] = _short(f"translate({element.get('x')} {element.get('y')})")
-        return found
+        kept["d"] = _short(shapes[element.get("{http://www.w3.org/1999/xlink}href", "")])
+        kept["transform"] = _short(f"translate({element.get('x')} {element.get('y')})")
+        return kept
     for name in ("d", "x", "y", "width", "height", "transform"):
         if name in element.attrib and "rotate(-0 " not in element.attrib[name]:
-            found[name] = _short(element.attrib[name])
-    return found
+            kept[name] = _short(element.attrib[name])
+    return kept
 
 
 def _short(text: str) -> str:

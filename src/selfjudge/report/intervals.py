@@ -1,7 +1,8 @@
 """95 % intervals that eval does not store: of Δm and its ratio, and of averages over tasks.
 
-m is a ratio of sums, so its standard error comes from the linearised ratio: each example i adds z_i = (t_i − m·c_i) / c̄
-with its t_i tokens and c_i cycles. Rules answer the same prompts, so examples are paired. Tasks are independent.
+m is a ratio of sums, so its standard error comes from the linearised ratio:
+each example i adds z_i = (t_i − m·c_i) / c̄ with its t_i tokens and c_i cycles.
+Rules answer the same prompts, so examples are paired. Tasks are independent.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ def m_errors(run: Run, exact: Run) -> Errors:
     shared = sorted(run.lengths.keys() & exact.lengths.keys())
     if len(shared) < 2:
         return Errors()
-    mine, base = (_influences([r.lengths[i] for i in shared]) for r in (run, exact))
-    if mine is None or base is None:
+    judged, base = (_influences([r.lengths[i] for i in shared]) for r in (run, exact))
+    if judged is None or base is None:
         return Errors()
-    (m, z), (m_0, z_0) = mine, base
+    (m, z), (m_0, z_0) = judged, base
     root = math.sqrt(len(shared))
     return Errors(
         stdev(a - b for a, b in zip(z, z_0, strict=True)) / root,

@@ -26,25 +26,27 @@ from selfjudge.report.table import Table
 SECTIONS = {
     "averages": (
         "Averages",
-        "Change against <code>exact</code>, averaged over the tasks as in the paper. m is the number of tokens that a target"
-        " pass yields, its own included. Every cell has m, then the score in points and its change.",
+        "Change against <code>exact</code>, averaged over the tasks as in the paper. m is the number of tokens that a"
+        " target pass yields, its own included. Every cell has m, then the score in points and its change.",
     ),
     "task": (
         "Per task",
-        "Every run. Brackets are 95 % intervals: of scores and their change by paired bootstrap over examples, of Δm and"
-        " its ratio by the paired, linearised ratio. A rule with <code>q0.9</code> has the threshold that rejects 90 % of"
-        " bad substitutions.",
+        "Every run. Brackets are 95 % intervals: of scores and their change by paired bootstrap over examples, of Δm"
+        " and its ratio by the paired, linearised ratio. A rule with <code>q0.9</code> has the threshold that rejects"
+        " 90 % of bad substitutions.",
     ),
     "trade-off": (
         "Trade-off",
-        "Score against m. A line is a method, a point one of its thresholds: F and R are the judge’s own, q0.9 rejects 90 % of bad substitutions. The dotted line"
-        " is <code>exact</code> and the band its 95 % interval. Up and to the right is better. Where some lose more than"
-        " 15 points and others do not, those are out of view, and the title says how many.",
+        "Score against m. A line is a method, a point one of its thresholds: F and R are the judge’s own, q0.9 rejects"
+        " 90 % of bad substitutions. The dotted line is <code>exact</code> and the band its 95 % interval. Up and to"
+        " the right is better. Where some lose more than 15 points and others do not, those are out of view, and the"
+        " title says how many.",
     ),
     "gamma": ("Draft length γ", "m and score against the number of tokens drafted in a cycle."),
     "two-stage": (
         "Two stages",
-        "<code>judged</code> accepts what alignment or the judge accepts, <code>judge_only</code> what the judge accepts.",
+        "<code>judged</code> accepts what alignment or the judge accepts,"
+        " <code>judge_only</code> what the judge accepts.",
     ),
     "suffix-length": (
         "Suffix length N",
@@ -63,7 +65,8 @@ SECTIONS = {
     "time": ("Time", "Where the time of decoding goes."),
     "substitutions": (
         "Substitutions",
-        "What is taken instead of the target’s choice, by task: for each method its threshold F, else the run with most.",
+        "What is taken instead of the target’s choice, by task: for each method its threshold F, else the run with"
+        " most.",
     ),
     "extraction": ("Extraction", "Answers in which no answer was found."),
     "viewer": ("Tokens", "An answer, token by token."),
@@ -110,25 +113,29 @@ def page(
 def render(template: str, **values: Any) -> str:
     """A page from a template of assets/, with the style sheet and the script in it."""
     style, script = _style(), _asset("page.js")
-    policy = f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; base-uri 'none'; form-action 'none'"
+    policy = (
+        f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}';"
+        " base-uri 'none'; form-action 'none'"
+    )
     return _templates().get_template(template).render(style=style, script=script, policy=policy, **values)
 
 
 @cache
 def _templates() -> Environment:
-    made = Environment(
+    templates = Environment(
         loader=PackageLoader("selfjudge.report", "assets"),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    made.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
-    return made
+    templates.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    return templates
 
 
 def _asset(name: str) -> Markup:
-    return Markup(resources.files("selfjudge.report").joinpath("assets", name).read_text(encoding="utf-8"))  # noqa: S704
+    file = resources.files("selfjudge.report").joinpath("assets", name)
+    return Markup(file.read_text(encoding="utf-8"))  # noqa: S704
 
 
 def _style() -> Markup:
@@ -156,8 +163,8 @@ def viewer_data(runs: Sequence[Run]) -> dict[str, Any]:
                     for e in run.examples
                 ],
             }
-            for (pair, task), mine in by_task(runs).items()
-            for run in mine
+            for (pair, task), here in by_task(runs).items()
+            for run in here
             if run.examples
         ]
     }  # fmt: skip
@@ -210,4 +217,4 @@ def _grouped(tables: Sequence[Table]) -> list[tuple[str, list[Table]]]:
     for table in tables:
         task = table.rows[0]["task"]
         kinds[list(kinds)[0 if task in PAPER else 1 if task.startswith("livecodebench") else 2]].append(table)
-    return [(heading, mine) for heading, mine in kinds.items() if mine]
+    return [(heading, kind) for heading, kind in kinds.items() if kind]

@@ -1,4 +1,4 @@
-"""`selfjudge report`: result folders → one self-contained page, figures and tables. Reads results only; needs no torch."""
+"""Result folders → one self-contained page, figures and tables. Reads results only; needs no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Result folders → records. Reads files only; what is damaged is refused by name, what is unfinished is named and left out.
+"""Result folders → records. What is damaged is refused by name, what is unfinished is named and left out.
 
 Everything below a given folder counts, so `selfjudge report results` and `selfjudge report eval judge` both work.
 """
@@ -80,9 +80,8 @@ class _Collected:
         if empty:
             reasons = (f"{place}: {why}" for place, why in self.skipped.items() if Path(place).is_relative_to(folder))
             why = "; ".join(reasons)
-            raise SelfJudgeError(
-                f"{folder} holds no results{f' ({why})' if why else ''}: name folders that eval, train, label or study wrote"
-            )
+            why = f" ({why})" if why else ""
+            raise SelfJudgeError(f"{folder} holds no results{why}: name folders that eval, train, label or study wrote")
 
     def _take(self, file: Path) -> bool:
         """Whether the file was one of a report's."""
@@ -289,7 +288,7 @@ def _substitutions(content: _Fields) -> tuple[tuple[str, str, int], ...]:
 
 
 def _provenance(content: _Fields) -> Provenance:
-    """From the file itself; what it lacks from the nearest run.json at or above it, up to the folder of the evaluation."""
+    """From the file itself; what it lacks from the nearest run.json, up to the folder of the evaluation."""
     places = (content.file.parent, *content.file.parent.parents[:2])
     beside = next((place / "run.json" for place in places if (place / "run.json").is_file()), None)
     run = _Fields.of(beside).data if beside else {}

@@ -1,6 +1,6 @@
 """What a report is made of: frozen records of the results that were read, and the order in which they are shown.
 
-Tasks come as in the paper, rules from lossless to boldest, and a task is represented by the γ that most of its runs have.
+Tasks come as in the paper, rules from lossless to boldest. The γ that most of its runs have stands for a task.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ def usual_gamma(runs: Iterable[Run]) -> int:
 
 
 def named(run: Run) -> bool:
-    """Whether its option is no number: F, R or nothing. Numbers and qualities of a judged rule are points of a sweep."""
+    """Whether its option is F, R or nothing. Numbers and qualities of a judged rule are points of a sweep."""
     try:
         float(run.option.removeprefix("q"))
     except ValueError:
@@ -260,7 +260,7 @@ def several(values: Iterable[Any]) -> bool:
 
 
 def timed(runs: Sequence[Run]) -> list[Run]:
-    """One task's runs at its usual γ whose time is known; of a sweep over θ only where nothing else of its method is."""
+    """One task's runs at its usual γ whose time is known; of a sweep only where nothing else of its method is."""
     gamma = usual_gamma(runs)
     known = [r for r in runs if r.gamma == gamma and sum(r.phases.values()) > 0]
     methods = {r.method for r in known if named(r)}

@@ -1,8 +1,10 @@
 """What kind of change a judged substitution is: a rough guess from the two tokens alone, without their context.
 
-Checked in this order: `format` (no letters or digits on either side, or the same word in other case, spacing or marks), `article`
-(a, an, the against another determiner), `starter` (two capitalised words, one of which often begins a sentence), `synonym` (a
-short list of words of worked answers, or two forms of one word), else `other`. Other numbers and operators are `other`.
+Checked in this order, else `other`, as are differing numbers and operators:
+- `format`: no letters or digits on either side, or the same word in other case, spacing or marks;
+- `article`: a, an, the against another determiner;
+- `starter`: two capitalised words, one of which often begins a sentence;
+- `synonym`: a short list of words of worked answers, or two forms of one word.
 """
 
 from __future__ import annotations
@@ -20,16 +22,15 @@ STARTERS = _words(
     "so now then next first second third finally therefore thus hence we to let since because if when given after"
     " however also in as for this here step it you i"
 )
-SYNONYMS = tuple(
-    _words(words)
-    for words in (
-        "find calculate compute determine get obtain evaluate solve figure", "total sum overall combined", "need must should have",
-        "is equals are be", "number amount count quantity", "use apply", "so therefore thus hence", "same equal identical",
-        "because since as", "which that", "big large", "small little", "start begin", "also too", "each every", "buy purchase",
-        "however but", "show demonstrate", "give provide", "make create", "return output", "list array", "value result",
-        "but though", "about around approximately", "like such", "say says said state stated states", "many several",
-    )
-)  # fmt: skip
+SYNONYM_LISTS = (
+    "find calculate compute determine get obtain evaluate solve figure / total sum overall combined"
+    " / need must should have / is equals are be / number amount count quantity / use apply"
+    " / so therefore thus hence / same equal identical / because since as / which that / big large"
+    " / small little / start begin / also too / each every / buy purchase / however but / show demonstrate"
+    " / give provide / make create / return output / list array / value result / but though"
+    " / about around approximately / like such / say says said state stated states / many several"
+)
+SYNONYMS = tuple(map(_words, SYNONYM_LISTS.split(" / ")))
 OPERATORS = frozenset("+/=<>^%")
 
 

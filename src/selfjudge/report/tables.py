@@ -295,7 +295,7 @@ def two_stage(runs: Sequence[Run]) -> Table:
 
 
 def suffix_groups(runs: Sequence[Run]) -> dict[tuple[Any, ...], list[Run]]:
-    """Judged runs whose judges' labels differ in N and in nothing else that is known, at thresholds that several N have."""
+    """Judged runs whose judges' labels differ in N alone, as far as is known, at thresholds that several N have."""
     grouped: dict[tuple[Any, ...], list[Run]] = defaultdict(list)
     for run in runs:
         if run.name == "judged" and run.suffix_length is not None:
@@ -476,8 +476,8 @@ def substituted(runs: Sequence[Run]) -> Table:
         *(word_column(name, share(name), form=percent, below=frequent(name), wide=True) for name in GROUPS),
     )
     note = (
-        "Target’s choice → what was taken, and how often. Groups are guessed from the two tokens alone, by short lists of"
-        " words and by comparing letters; counts are of the pairs that the run stored."
+        "Target’s choice → what was taken, and how often. Groups are guessed from the two tokens alone, by short lists"
+        " of words and by comparing letters; counts are of the pairs that the run stored."
     )
     return Table("substitutions", "Frequent judged substitutions", columns, rows, note)
 
