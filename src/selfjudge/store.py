@@ -43,15 +43,15 @@ def fingerprint(files: Iterable[Path]) -> str:
 
     Empty where there is no file: nothing is known then.
     """
-    digest, found = hashlib.sha256(), sorted(files)
-    for path in found:
+    digest, paths = hashlib.sha256(), sorted(files)
+    for path in paths:
         size = path.stat().st_size
         digest.update(f"{size}:".encode())
         with path.open("rb") as file:
             digest.update(file.read(1 << 20))
             file.seek(max(0, size - (1 << 20)))
             digest.update(file.read(1 << 20))
-    return digest.hexdigest() if found else ""
+    return digest.hexdigest() if paths else ""
 
 
 def weight_files(reference: str | Path) -> list[Path]:
@@ -150,7 +150,7 @@ def write_tensors(path: Path, arrays: Mapping[str, NDArray[Any]], metadata: Mapp
 
 
 def read_tensors(path: Path, names: Iterable[str] | None = None) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
-    """What `write_tensors` wrote, or the arrays of these names; a file that is missing or damaged is a one-line error."""
+    """What `write_tensors` wrote, or the arrays of these names; a missing or damaged file is a one-line error."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -182,11 +182,11 @@ def locked(path: Path, waiting: str | None = None, refuse: str | None = None) ->
 
 def versions() -> dict[str, str]:
     """Versions of what decides a result."""
-    found = {"python": platform.python_version()}
+    known = {"python": platform.python_version()}
     for name in ("selfjudge", "torch", "transformers", "safetensors"):
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+            known[name] = metadata.version(name)
+    return known
 
 
 def machine() -> dict[str, Any]:
@@ -321,13 +321,13 @@ class RunFolder:
             ) from None
 
     def seal(self, name: str, files: Iterable[str], made_from: str = "", **yields: Any) -> dict[str, Any]:
-        """Seal a part: its files, named relative to the folder, are whole. `yields` is what later parts need to know."""
+        """Seal a part whose files, named relative to the folder, are whole; `yields` is for later parts to know."""
         seal = {"files": {file: sha256(self.path / file) for file in files}, "made_from": made_from, **yields}
         write_json(self.work / f"{name}.json", seal)
         return seal
 
     def sealed(self, name: str, made_from: str = "") -> dict[str, Any] | None:
-        """The seal of a part, if the part was made from just that and all its files are intact; else it must be made."""
+        """The seal of a part, if it was made from just that and all its files are intact; else it must be made."""
         try:
             seal: dict[str, Any] = read_json(self.work / f"{name}.json")
             return seal if seal["made_from"] == made_from and self.intact(seal["files"]) else None

@@ -293,7 +293,7 @@ def test_a_student_learns(tmp_path: Path) -> None:
     target = tiny_model(seed=4)
     student, corpus = Student(target, Shape(1, 64)), learnable(target)
     before = top1(student, corpus)["all"]
-    schedule = Schedule(9, steps=300, rate=5e-3, batch_tokens=100)
+    schedule = Schedule(9, steps=200, rate=5e-3, batch_tokens=100)
     state = train(student, corpus, corpus, tmp_path / "train", schedule, quiet)
     after = top1(student, corpus)
     assert before < 0.3

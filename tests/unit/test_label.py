@@ -144,7 +144,7 @@ def test_autojudge_rows_point_into_their_revision(
     )
     out = tmp_path / "labels"
     manifest = label_pair(
-        tiny_pair, out, settings_of(prompts, method="autojudge+", tau=None, max_new_tokens=60, limit=6)
+        tiny_pair, out, settings_of(prompts, method="autojudge+", tau=None, max_new_tokens=48, limit=6)
     )
     original = {row["prompt_id"]: row for row in read_rows(out / "responses.jsonl")}
     revised = {
@@ -498,11 +498,11 @@ def naive_search(pair: Pair, prompt: list[int], response: list[int], same, max_n
 
 def test_searches_together_find_what_each_finds_alone(tiny_pair: Pair) -> None:
     rng = np.random.default_rng(3)
-    prompts = [rng.integers(5, VOCAB, n).tolist() for n in (3, 8, 5, 11)]
+    prompts = [rng.integers(5, VOCAB, n).tolist() for n in (3, 8, 5)]
     responses = []
     for prompt in prompts:
         out = tiny_pair.target.generate(
-            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), do_sample=False, max_new_tokens=20,
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), do_sample=False, max_new_tokens=14,
             eos_token_id=sorted(tiny_pair.eos_ids), pad_token_id=0,
         )  # fmt: skip
         responses.append(out[0, len(prompt) :].tolist())
@@ -514,12 +514,12 @@ def test_searches_together_find_what_each_finds_alone(tiny_pair: Pair) -> None:
         return [same_text(text) for text in texts]
 
     searches = [Search(p, tuple(r), "") for p, r in zip(prompts, responses, strict=True)]
-    search(tiny_pair, searches, check, max_new_tokens=20, batch=3)
+    search(tiny_pair, searches, check, max_new_tokens=14, batch=2)
     kept = []
     for one, prompt, response in zip(searches, prompts, responses, strict=True):
         expected = naive_search(
             tiny_pair, prompt, response,
-            lambda other: same_text(tiny_pair.tokenizer.decode(other, skip_special_tokens=True)), 20,
+            lambda other: same_text(tiny_pair.tokenizer.decode(other, skip_special_tokens=True)), 14,
         )  # fmt: skip
         assert [(e.response, e.place, e.draft, e.kept) for e in one.events] == expected
         kept += [e.kept for e in one.events]

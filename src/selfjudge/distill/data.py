@@ -7,7 +7,7 @@ Everything follows from the seed, so that another machine of the same kind makes
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ class Maker:
         return rows, report
 
     def answers(self, rows: Sequence[Row]) -> list[Path]:
-        """Files of answers: tokens of prompt and answer, lengths, and the target's top-k at every token of the answer."""
+        """Files of answers: tokens of prompt and answer, lengths, the target's top-k at every token of the answer."""
         parts = list(chunks(jobs(rows, self.config.seed)))
         made_from = sha256(self.run.work / "prompts.safetensors")
         files = []
@@ -70,16 +70,16 @@ class Maker:
             files.append(self.run.work / f"{name}.safetensors")
             if self.run.sealed(name, made_from) is None:
                 share = number / len(parts)
-                sequences = self._sequences(rows, part, lambda done, share=share: share + done / len(parts))  # type: ignore[misc]
+                sequences = self._sequences(rows, part, share, 1 / len(parts))
                 self.notify("the target answers, top-k", share)
                 arrays = self._arrays(part, sequences)
                 write_tensors(files[-1], arrays, {"temperature": part[0].temperature})
                 self.run.seal(name, [f"work/{name}.safetensors"], made_from)
         return files
 
-    def _sequences(self, rows: Sequence[Row], part: Sequence[Job], share: Callable[[float], float]) -> Sequences:
-        """Prompts and the target's answers to them; `share` of the work is done where that of the part is."""
-        self.notify("the target answers", share(0))
+    def _sequences(self, rows: Sequence[Row], part: Sequence[Job], done: float, share: float) -> Sequences:
+        """Prompts and the target's answers to them; `done` of the work is done before, this part is a `share` of it."""
+        self.notify("the target answers", done)
         prompts = [rows[job.prompt]["ids"] for job in part]
         answers: dict[int, list[int]] = {}
         for index, tokens, _ in respond(
@@ -93,7 +93,7 @@ class Maker:
         ):
             answers[index] = tokens
             if len(answers) % 64 == 0:
-                self.notify("the target answers", share(len(answers) / len(part)))
+                self.notify("the target answers", done + share * len(answers) / len(part))
         return [(prompt, answers[i]) for i, prompt in enumerate(prompts)]
 
     def _arrays(self, part: Sequence[Job], sequences: Sequences) -> dict[str, Any]:

@@ -71,8 +71,8 @@ def _card(result: dict[str, Any]) -> str:
 
 {s["layers"]} layers of width {s["width"]}, {result["parameters"] / 1e6:.1f} M trained parameters,
 distilled by `selfjudge distill` from the target's own answers. `compact/` holds layers and projections
-({result["compact"]["format"]}, {result["compact"]["bytes"] / 1e6:.1f} MB). The checkpoint beside this file is an ordinary
-transformers model with the target's tokenizer.
+({result["compact"]["format"]}, {result["compact"]["bytes"] / 1e6:.1f} MB).
+The checkpoint beside this file is an ordinary transformers model with the target's tokenizer.
 
 ## Training
 

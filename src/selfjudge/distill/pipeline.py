@@ -61,7 +61,8 @@ def distill_draft(
             return _distill(Maker(pair, config, run, data, notify))
     except torch.OutOfMemoryError as error:
         raise SelfJudgeError(
-            f"out of memory ({str(error).splitlines()[0]}): use a smaller `batch_tokens` or `batch`; what is done is kept"
+            f"out of memory ({str(error).splitlines()[0]}): use a smaller `batch_tokens` or `batch`;"
+            " what is done is kept"
         ) from None
     except SafetensorError as error:
         raise SelfJudgeError(f"cannot write {out}: {error}; what is done is kept and the run can be resumed") from None

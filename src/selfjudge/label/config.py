@@ -25,7 +25,8 @@ class LabelConfig:
 
     prompts: tuple[str, ...] = setting(
         (),
-        "self, self-summaries, a task or a file, each as NAME, NAME:COUNT or NAME@WEIGHT; several times. Default: self:500.",
+        "self, self-summaries, a task or a file, each as NAME, NAME:COUNT or NAME@WEIGHT; several times."
+        " self:500 if not given.",
     )
     limit: int | None = setting(None, "Prompts in all; sources without a count share them by weight.", minimum=1)
     method: str = setting("selfjudge", "What makes a token acceptable: see docs/labels.md.", choices=METHODS)

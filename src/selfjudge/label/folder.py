@@ -1,7 +1,8 @@
 """Label folders: numbered shards, each written whole and sealed with checksums; the manifest comes last.
 
 labels-00000.jsonl          one row a label
-hidden-00000.safetensors    row-aligned: hidden_draft, hidden_target, log_p, entropy, rank, original, substituted[, lookahead]
+hidden-00000.safetensors    row-aligned: hidden_draft, hidden_target, log_p, entropy, rank, original, substituted
+                            [, lookahead]
 revisions-00000.jsonl       answer preservation: the responses that a search went through
 work/labels-00000.json      the seal: checksums, what the shard was made from, and counts
 responses.jsonl             all responses

@@ -1,4 +1,4 @@
-"""What makes a draft token acceptable: a likely continuation (selfjudge), or a preserved answer (autojudge, autojudge+)."""
+"""What makes a draft token acceptable: likelihood (selfjudge), or a preserved answer (autojudge, autojudge+)."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def find_mismatches(
 
 
 def with_lookahead(pair: Pair, cases: Sequence[Case], count: int, *, batch: int) -> list[Case]:
-    """The same cases with what the draft would say after each of its tokens: `count` tokens, fewer at its window's end."""
+    """The same cases with what the draft would say next: `count` tokens, fewer at the end of its window."""
     assert pair.draft is not None
     window = min(context_window(pair.draft), context_window(pair.target) - count)
     draft_size, target_size = (m.get_input_embeddings().weight.shape[0] for m in (pair.draft, pair.target))

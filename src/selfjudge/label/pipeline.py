@@ -73,7 +73,7 @@ def label_pair(
 ) -> dict[str, Any]:
     """Label into the folder `out`; what its manifest says.
 
-    The target runs in this process, unless a `backend` is handed in. With `resume`, a run that was begun in `out` goes on.
+    The target runs in this process, unless a `backend` is handed in. With `resume`, a run begun in `out` goes on.
     """
     config = config or LabelConfig()
     config.check()

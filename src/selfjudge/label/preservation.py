@@ -1,8 +1,8 @@
-"""Answer preservation: which draft tokens change the answer? AutoJudge, and AutoJudge+ for prompts without a right answer.
+"""Answer preservation (AutoJudge, and AutoJudge+ for prompts without a right answer): which tokens change the answer?
 
-Left to right through a response: put the draft's token at the first mismatch, let the target finish, compare answers. If
-the answer is kept, the token did not matter and the new response becomes the current one; otherwise it did and the
-response stays. The searches of many prompts advance together, one continuation each in a batch.
+Left to right through a response: put the draft's token at the first mismatch, let the target finish, compare answers.
+If the answer is kept, the token did not matter and the new response becomes the current one. Otherwise the token is
+critical and the response stays. The searches of many prompts advance together, one continuation each in a batch.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def search(
     most: int | None = None,
     notify: Callable[[int, int], None] = lambda done, tried: None,
 ) -> None:
-    """Run all searches to their ends, or until each has tried `most` substitutions; their `events` say what was found."""
+    """Run all searches to their ends, or until each has tried `most` substitutions; results are in their `events`."""
     special = frozenset(pair.special_ids)
     tried = 0
     while active := [s for s in searches if not s.done]:

@@ -2,9 +2,9 @@
 
     s(y, z_i) = log P(z_i | y_<i) − log P(y_i | y_<i)  +  log P(y_{i+1..i+N} | y_<i, z_i) − log P(y_{i+1..i+N} | y_≤i)
 
-One pass over prompt and response gives all that belongs to the response itself and fills a cache. Every substitution is a
-branch off that cache: the draft token and the N − 1 tokens of the response after it. Branches are packed side by side into
-rows, rows into passes; a mask lets each branch see the response up to its own place and itself, nothing else.
+One pass over prompt and response gives all that belongs to the response itself and fills a cache. Every substitution is
+a branch off that cache: the draft token and the N − 1 tokens of the response after it. Branches are packed side by side
+into rows, rows into passes. A mask lets each branch see the response up to its own place and itself, nothing else.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Scores:
     hidden_draft: Floats
     """[K, H] the state at the draft's token in its place."""
     lookahead: Floats
-    """[K, A] log-probabilities of what the draft would say after its token; nan past the end, A = 0 if not asked for."""
+    """[K, A] log-probabilities of what the draft would say next; nan past the end, A = 0 without look-ahead."""
 
     @classmethod
     def empty(cls, suffix_length: int, hidden_size: int, lookahead: int) -> Scores:
@@ -90,11 +90,10 @@ class Scores:
 
 
 def suffix_term(original: NDArray[Any], substituted: NDArray[Any], length: int, gap: int = 0) -> Floats:
-    """[K] over at most `length` tokens without the first `gap`; past the end of a response, where `original` is nan, nothing
-    is added."""
+    """[K] over at most `length` tokens without the first `gap`; nothing is added where `original` is nan."""
     change = np.where(np.isnan(original), 0, substituted - original)[:, gap:length]
-    found: Floats = change.sum(1, dtype=np.float32)
-    return found
+    term: Floats = change.sum(1, dtype=np.float32)
+    return term
 
 
 class _Branch(NamedTuple):
@@ -129,7 +128,7 @@ class Scorer:
     def __call__(self, cases: Sequence[Case], notify: Callable[[float], None] = lambda share: None) -> list[Scores]:
         """The scores of every case, in order; `notify` hears the share that is done."""
         assert all(a < b for case in cases for a, b in pairwise(case.places))
-        found: list[Scores | None] = [None] * len(cases)
+        results: list[Scores | None] = [None] * len(cases)
         sizes = [len(case.prompt) + len(case.response) for case in cases]
         order = sorted(range(len(cases)), key=lambda i: (-sizes[i], i))
         while order:
@@ -146,9 +145,9 @@ class Scorer:
                 self.tokens, self.padded = before
                 continue
             for i, scores in zip(part, scored, strict=True):
-                found[i] = scores
+                results[i] = scores
             notify(1 - len(order) / len(cases))
-        return [scores for scores in found if scores is not None]
+        return [scores for scores in results if scores is not None]
 
     @torch.no_grad()
     def _batch(self, cases: Sequence[Case]) -> list[Scores]:
@@ -167,7 +166,7 @@ class Scorer:
             ).last_hidden_state
         self.tokens += sum(len(c.prompt) + len(c.response) for c in cases)
         self.padded += ids.numel()
-        made = [
+        results = [
             self._own(case, hidden[row, len(case.prompt) - 1 : len(case.prompt) + len(case.response)])
             for row, case in enumerate(cases)
         ]
@@ -178,12 +177,14 @@ class Scorer:
             for branch in self._branches(row, number, case)
         ]
         for pack in self._passes(branches):
-            self._read(pack, cache, made)
-        return made
+            self._read(pack, cache, results)
+        return results
 
     def _own(self, case: Case, states: Tensor) -> Scores:
-        """What the response itself tells, by the states from the last token of the prompt on: each predicts the next token.
-        The branches are still to come."""
+        """What belongs to the response itself; the branches are filled in later.
+
+        `states` begin at the last token of the prompt: each predicts the next token.
+        """
         count = len(case.places)
         response = torch.tensor(list(case.response), device=self.device)
         places = torch.tensor(list(case.places), dtype=torch.long, device=self.device)
@@ -222,8 +223,8 @@ class Scorer:
         start = len(case.prompt) + place
         follows = list(case.response[place + 1 : place + 1 + self.suffix_length])
         yield _Branch(row, number, start, [draft, *follows[:-1]], follows)
-        if case.ahead and (said := list(case.ahead[number][: self.lookahead])):
-            yield _Branch(row, number, start, [draft, *said[:-1]], said, ahead=True)
+        if case.ahead and (ahead := list(case.ahead[number][: self.lookahead])):
+            yield _Branch(row, number, start, [draft, *ahead[:-1]], ahead, ahead=True)
 
     def _passes(self, branches: Sequence[_Branch]) -> Iterator[list[list[_Branch]]]:
         """Rows of branches of one response each, rows of like width together."""
@@ -241,8 +242,8 @@ class Scorer:
             yield rows[:count]
             rows = rows[count:]
 
-    def _read(self, rows: Sequence[Sequence[_Branch]], prefixes: Cache, made: Sequence[Scores]) -> None:
-        """One pass over rows of branches; fills in what they tell."""
+    def _read(self, rows: Sequence[Sequence[_Branch]], prefixes: Cache, results: Sequence[Scores]) -> None:
+        """One pass over rows of branches; fills in their scores."""
         wide = width(max(sum(len(b.tokens) for b in row) for row in rows), self.device)
         shape = (len(rows), wide)
         tokens, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
@@ -259,28 +260,31 @@ class Scorer:
                 first.append(row * wide + at)
                 at = here.stop
         cache = self._selected(prefixes, [row[0].case for row in rows], int(starts.max()), wide)
-        place, mine, begins = (torch.from_numpy(a).to(self.device) for a in (positions, owner, starts))
+        place, owners, begins = (torch.from_numpy(a).to(self.device) for a in (positions, owner, starts))
         with attention():
             hidden = self.model.base_model(
-                input_ids=torch.from_numpy(tokens).to(self.device), position_ids=place, past_key_values=cache,
-                attention_mask=self._mask(place, mine, begins, int(starts.max())), use_cache=True,
-            ).last_hidden_state.flatten(0, 1)  # fmt: skip
+                input_ids=torch.from_numpy(tokens).to(self.device),
+                position_ids=place,
+                past_key_values=cache,
+                attention_mask=self._mask(place, owners, begins, int(starts.max())),
+                use_cache=True,
+            ).last_hidden_state.flatten(0, 1)
         self.tokens += sum(len(branch.tokens) for branch in flat)
         self.padded += tokens.size
-        self._told(flat, hidden, first, made)
+        self._fill_in(flat, hidden, first, results)
 
-    def _told(self, flat: Sequence[_Branch], hidden: Tensor, first: Sequence[int], made: Sequence[Scores]) -> None:
-        """Fill in what branches tell, whose states begin at these rows of `hidden` [R, H]."""
+    def _fill_in(
+        self, flat: Sequence[_Branch], hidden: Tensor, first: Sequence[int], results: Sequence[Scores]
+    ) -> None:
+        """Fill in the scores of branches whose states begin at the rows `first` of `hidden` [R, H]."""
         scored = [at + i for branch, at in zip(flat, first, strict=True) for i in range(len(branch.follows))]
         follows = [token for branch in flat for token in branch.follows]
         states = hidden[torch.tensor(first, dtype=torch.long, device=self.device)].float().cpu().numpy()
-        log_p = self._log_p(
-            hidden[torch.tensor(scored, dtype=torch.long, device=self.device)],
-            torch.tensor(follows, dtype=torch.long, device=self.device),
-        ).cpu().numpy()  # fmt: skip
+        rows, tokens = (torch.tensor(ids, dtype=torch.long, device=self.device) for ids in (scored, follows))
+        log_p = self._log_p(hidden[rows], tokens).cpu().numpy()
         at = 0
         for branch, state in zip(flat, states, strict=True):
-            scores, count = made[branch.case], len(branch.follows)
+            scores, count = results[branch.case], len(branch.follows)
             if branch.ahead:
                 scores.lookahead[branch.number, :count] = log_p[at : at + count]
             else:
@@ -306,7 +310,7 @@ class Scorer:
         return cache
 
     def _mask(self, positions: Tensor, owner: Tensor, starts: Tensor, length: int) -> Any:
-        """Additive masks [B, 1, Q, L + Q] by kind of attention: the response before the branch, and the branch so far."""
+        """Additive masks [B, 1, Q, L + Q] by kind of attention: the response before a branch, and the branch so far."""
         wide = positions.shape[1]
         slot = torch.arange(length, device=self.device)
         column = torch.arange(wide, device=self.device)
@@ -325,9 +329,9 @@ class Scorer:
 
     def _log_p(self, states: Tensor, tokens: Tensor) -> Tensor:
         """[R] log-probability of each token at its state."""
-        found = [torch.zeros(0, device=self.device)]
+        parts = [torch.zeros(0, device=self.device)]
         step = logit_rows(self.model)
         for state, token in zip(states.split(step), tokens.split(step), strict=True):
             logits = logits_of(self.model, state).float()
-            found.append(logits.gather(1, token[:, None]).squeeze(1) - logits.logsumexp(-1))
-        return torch.cat(found)
+            parts.append(logits.gather(1, token[:, None]).squeeze(1) - logits.logsumexp(-1))
+        return torch.cat(parts)

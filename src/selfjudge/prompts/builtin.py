@@ -10,8 +10,8 @@ from typing import Any
 from selfjudge.errors import SelfJudgeError
 
 BUILT_IN: tuple[tuple[str, str], ...] = (
-    ("math", "A baker makes 24 muffins every morning and sells 17 of them. She gives the rest to her neighbours, who are"
-             " 7 families. How many muffins does each family get in 5 days? Reason step by step."),
+    ("math", "A baker makes 24 muffins every morning and sells 17 of them. She gives the rest to her neighbours, who"
+             " are 7 families. How many muffins does each family get in 5 days? Reason step by step."),
     ("open", "Why is the sky blue?"),
     ("code", "Write a Python function that checks whether a word is a palindrome."),
     ("summary", "Summarise in two sentences: The city council voted on Tuesday to close the old bridge for repairs. The"
@@ -23,7 +23,8 @@ BUILT_IN: tuple[tuple[str, str], ...] = (
     ("open", "Give me three tips for learning to play the piano as an adult."),
     ("code", "Write a Python function that returns the n largest numbers of a list."),
     ("chat", "I am nervous about my first day at a new job. What should I do?"),
-    ("math", "A train travels 60 miles in one hour. How far does it travel in 3 and a half hours? Reason step by step."),
+    ("math", "A train travels 60 miles in one hour. How far does it travel in 3 and a half hours? Reason step by"
+             " step."),
     ("open", "What is photosynthesis and why does it matter?"),
     ("code", "Explain what this code does: `[x * x for x in range(10) if x % 2 == 0]`"),
     ("list", "List five healthy breakfasts that take less than ten minutes."),
@@ -36,17 +37,17 @@ BUILT_IN: tuple[tuple[str, str], ...] = (
     ("open", "What are the main differences between a virus and a bacterium?"),
     ("list", "Give me a packing list for a weekend in the mountains."),
     ("code", "Write a SQL query that counts the customers of each country."),
-    ("summary", "Summarise in one sentence: Honey bees visit flowers to collect nectar. While doing so they carry pollen"
-                " from one flower to the next, which lets many plants bear fruit. Farmers therefore often keep hives near"
-                " their orchards."),
-    ("math", "Sara reads 20 pages a day. Her book has 310 pages. After how many days has she finished it? Reason step by"
-             " step."),
+    ("summary", "Summarise in one sentence: Honey bees visit flowers to collect nectar. While doing so they carry"
+                " pollen from one flower to the next, which lets many plants bear fruit. Farmers therefore often keep"
+                " hives near their orchards."),
+    ("math", "Sara reads 20 pages a day. Her book has 310 pages. After how many days has she finished it? Reason step"
+             " by step."),
     ("open", "Who was Ada Lovelace?"),
 )  # fmt: skip
 
 
 def read_prompts(path: Path, *, skip_broken: Callable[[str], None] | None = None) -> list[str | list[dict[str, str]]]:
-    """A prompts file: one JSON object a line with `prompt` (text) or `messages` (a conversation); `.txt`: a prompt a line.
+    """A prompts file: one JSON object a line with `prompt` or `messages` (a conversation); `.txt`: a prompt a line.
 
     A line that is neither is refused; with `skip_broken` it is left out, and that is told which lines they were.
     """

@@ -75,9 +75,15 @@ def sample_prompts(
     """Let the target write `count` user prompts; those that pass the filter, and how many fell to which part of it."""
     header = user_header(tokenizer)
     answers = respond(
-        model, [header] * count, eos_ids=eos_ids, max_new_tokens=LONGEST, sampling=Sampling(temperature),
-        seeds=[(seed * 1_000_003 + i) % (1 << 63) for i in range(count)], batch=batch, notify=notify,
-    )  # fmt: skip
+        model,
+        [header] * count,
+        eos_ids=eos_ids,
+        max_new_tokens=LONGEST,
+        sampling=Sampling(temperature),
+        seeds=[(seed * 1_000_003 + i) % (1 << 63) for i in range(count)],
+        batch=batch,
+        notify=notify,
+    )
     kept, report = [], Counter(written=count)
     seen: set[object] = set()
     for _, tokens, finish in sorted(answers):  # in the order of their seeds, whatever the batches were
@@ -121,13 +127,19 @@ def sample_passages(
     batch: int = 1024,
     notify: Callable[[int], None] | None = None,
 ) -> list[str]:
-    """Texts that the target continues, without chat template, from the openings; cut after their last whole sentence."""
+    """Texts that the target continues from the openings, without chat template; cut after the last whole sentence."""
     starts = [list(tokenizer(openings[i % len(openings)], add_special_tokens=False)["input_ids"]) for i in range(count)]
     texts: dict[int, str] = {}
     for index, tokens, _ in respond(
-        model, starts, eos_ids=eos_ids, max_new_tokens=longest, sampling=Sampling(0.8),
-        seeds=[(seed * 1_000_003 + 500_009 + i) % (1 << 63) for i in range(count)], batch=batch, notify=notify,
-    ):  # fmt: skip
+        model,
+        starts,
+        eos_ids=eos_ids,
+        max_new_tokens=longest,
+        sampling=Sampling(0.8),
+        seeds=[(seed * 1_000_003 + 500_009 + i) % (1 << 63) for i in range(count)],
+        batch=batch,
+        notify=notify,
+    ):
         text = str(tokenizer.decode([*starts[index], *tokens], skip_special_tokens=True))
         whole = re.match(r"(?s).*[.!?]", text)
         if whole and len(tokens) >= shortest:

@@ -182,7 +182,7 @@ class StateScorer(Scorer):
                 [[*whole[branch.case][: branch.start], *branch.tokens] for branch in branches],
                 [len(branch.tokens) for branch in branches],
             )
-            self._told(branches, torch.cat(states), [0, *accumulate(map(len, states))][:-1], scores)
+            self._fill_in(branches, torch.cat(states), [0, *accumulate(map(len, states))][:-1], scores)
         return scores
 
 
