@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from refusals import known_at_once, write_inputs
 from selfjudge.cli import main as cli
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
@@ -90,7 +88,7 @@ def test_judged_from_a_folder(run, pair: list[str], tmp_path: Path) -> None:
     assert json.loads(out)["token_ids"] == exact["token_ids"]
 
 
-@pytest.mark.parametrize("what", ["pairs", "rules", "tasks"])
+@pytest.mark.parametrize("what", ["pairs", "rules", "tasks", "judges"])
 def test_ls(run, what: str) -> None:
     code, out, _ = run("ls", what, "--json")
     assert code == 0
@@ -232,215 +230,33 @@ def test_label_train_study_and_generate_in_a_line(run, checkpoints: dict[str, st
     assert run("study", f"{labels}2", "--out", str(tmp_path / "again"))[0] == 0
 
 
-def _documented() -> list[re.Pattern[str]]:
-    """The right column of the table in docs/errors.md; an ellipsis stands for anything."""
-    rows = [line.split("|") for line in (DOCS / "errors.md").read_text().splitlines() if line.startswith("| ")]
-    messages = [row[2].strip().strip("`") for row in rows if "`" in row[2]]
-    return [re.compile("selfjudge: " + ".*".join(map(re.escape, m.split("…")))) for m in messages]
+PROBE = """
+import contextlib, io, json, sys
+from selfjudge.cli import main as cli
+found = {}
+for name, command in json.load(sys.stdin).items():
+    sys.argv = ["selfjudge", *command]
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        try:
+            cli.main()
+        except SystemExit as stop:
+            found[name] = stop.code, said.getvalue(), sorted({"torch", "transformers"} & sys.modules.keys())
+print(json.dumps(found))
+"""
 
 
-def _wrong(checkpoints: dict[str, str], tmp: Path) -> dict[str, list[str]]:
-    """Every row of the table, as a command line."""
-    target, draft = ["--target", checkpoints["target"]], ["--draft", checkpoints["draft"]]
-    Judge(JudgeConfig(hidden_size=7)).save_pretrained(tmp / "narrow")
-    Judge(JudgeConfig(hidden_size=32, target="another", target_sha256="f" * 64)).save_pretrained(tmp / "foreign")
-    (tmp / "prompts.jsonl").write_text('{"question": "no prompt here"}\n')
-    (tmp / "numbers.jsonl").write_text('{"prompt": 5}\n')
-    Judge(JudgeConfig(hidden_size=32)).save_pretrained(tmp / "plain")
-    ask = ["generate", "w1 w2", *target, *draft]
-    serve = ["serve", *target, *draft, "--port", "0"]
-    distill = ["distill", *target, "--out", str(tmp / "draft")]
-    (tmp / "asked.jsonl").write_text('{"prompt": "w5 w6"}\n{"prompt": "w9 w8 w7"}\n')
-    (tmp / "begun").mkdir()
-    (tmp / "begun" / "settings.json").write_text("{}")
-    (tmp / "page.html").mkdir()
-    for name, text in (("damaged", "[]"), ("unreadable", "{")):
-        (tmp / name).mkdir()
-        (tmp / name / "summary.json").write_text(text)
-    label = ["label", *target, *draft, "--prompts", str(tmp / "asked.jsonl"), "--max-new-tokens", "24"]
-    shutil.copytree(checkpoints["target"], tmp / "bare")
-    (tmp / "bare" / "chat_template.jinja").unlink()
-    evaluate = [
-        "eval",
-        "--tasks",
-        f"file:{tmp / 'asked.jsonl'}",
-        "--out",
-        str(tmp / "new"),
-        "--gammas",
-        "2",
-        *target,
-        *draft,
-    ]
-    inside = [*label, "--out", str(tmp / "new"), "--backend", "vllm"]
-    return {
-        "unknown model": ["generate", "hi", "--target", "no-such-org/no-such-model", *draft],
-        "unknown pair": ["generate", "hi", "--pair", "nobody"],
-        "nearly a model": ["generate", "hi", "--target", "smollm2-135"],
-        "missing file": ["generate", "hi", "--target", "./missing.gguf", *draft],
-        "no draft": ["generate", "hi", *target],
-        "tokenizer mismatch": ["generate", "hi", *target, "--draft", checkpoints["stranger"]],
-        "empty prompt": ["generate", " ", *target, *draft],
-        "long prompt": ["generate", "w1 " * 200, *target, *draft],
-        "gamma": [*ask, "--gamma", "-2"],
-        "max-new-tokens": [*ask, "--max-new-tokens", "0"],
-        "theta": [*ask, "--rule", "judged", "--theta", "1.5", "--judge", str(tmp / "foreign")],
-        "no judge": [*ask, "--rule", "judged"],
-        "judge width": [*ask, "--rule", "judged", "--judge", str(tmp / "narrow")],
-        "judge target": [*ask, "--rule", "judged", "--judge", str(tmp / "foreign")],
-        "judge unasked": [*ask, "--rule", "exact", "--judge", str(tmp / "foreign")],
-        "repeats": ["bench", "decode", *target, *draft, "--repeats", "0"],
-        "limit": ["demo", "--limit", "0"],
-        "prompt type": ["bench", "decode", *target, *draft, "--prompts", str(tmp / "numbers.jsonl")],
-        "no judge folder": [*ask, "--rule", "judged", "--judge", str(tmp)],
-        "unknown rule": [*ask, "--rule", "nope"],
-        "rule option": [*ask, "--rule", "topk:z=1"],
-        "fly": [*ask, "--rule", "fly", "--gamma", "4"],
-        "temperature": [*ask, "--temperature", "0.7"],
-        "temperature range": [*ask, "--rule", "sampling", "--temperature", "0"],
-        "top-p": [*ask, "--rule", "sampling", "--top-p", "1.5"],
-        "device": [*ask, "--device", "tpu9"],
-        "dtype": [*ask, "--dtype", "int3"],
-        "pull": ["pull", "nope"],
-        "ls": ["ls", "nope"],
-        "prompts": ["bench", "decode", *target, *draft, "--prompts", str(tmp / "prompts.jsonl")],
-        "split for tests": [*label, "--prompts", "livecodebench/test-1", "--out", str(tmp / "new"), "--tau", "-5"],
-        "gammas": ["bench", "decode", *target, *draft, "--gammas", "1,x"],
-        "confidence": [*ask, "--confidence", "1.5"],
-        "data": [*distill, "--prompts", "gsm8k"],
-        "split": [*distill, "--prompts", "math500"],
-        "nothing": [*distill, "--prompts", "self:0"],
-        "source": [*distill, "--prompts", "self:5xq"],
-        "twice": [*distill, "--prompts", "self:5", "--prompts", "self:6"],
-        "width": [*distill, "--width", "100"],
-        "minutes": [*distill, "--minutes", "0"],
-        "strangers": ["distill", *target, "--out", str(tmp)],
-        "chat template": ["distill", "--target", str(tmp / "bare"), "--out", str(tmp / "draft")],
-        "no tau": [*label, "--out", str(tmp / "none")],
-        "both taus": [*label, "--out", str(tmp / "new"), "--tau", "-5", "--calibrate", "arithmetic"],
-        "uncheckable": [*label, "--out", str(tmp / "new"), "--calibrate", "dolly"],
-        "open prompts": [*label, "--out", str(tmp / "new"), "--method", "autojudge"],
-        "method": [*label, "--out", str(tmp / "new"), "--method", "magic"],
-        "limit of counts": ["label", *target, *draft, "--prompts", "self:500", "--limit", "50", "--out", str(tmp / "new")],
-        "no share": ["label", *target, *draft, "--prompts", "self@1", "--prompts", "self-summaries@100", "--limit", "5",
-                     "--out", str(tmp / "new")],
-        "answers": ["label", *target, *draft, "--prompts", "self:5x3", "--tau", "-5", "--out", str(tmp / "new")],
-        "int8": [*label, "--out", str(tmp / "new"), "--tau", "-5", "--dtype", "int8", "--device", "cpu"],
-        "weights": ["label", *target, *draft, "--prompts", "self@2", "--tau", "-5", "--out", str(tmp / "new")],
-        "shard": [*label, "--out", str(tmp / "new"), "--tau", "-5", "--shard", "3"],
-        "unfinished": ["labels", "info", str(tmp / "begun")],
-        "begun": [*label, "--out", str(tmp / "begun"), "--tau", "-5"],
-        "no labels": ["labels", "merge", str(tmp), "--out", str(tmp / "new")],
-        "bench label": ["bench", "label", *target, *draft, "--prompts", "dolly"],
-        "quality and theta": [*ask, "--rule", "judged", "--judge", str(tmp / "foreign"), "--theta", "F", "--quality", "0.9"],
-        "quality unasked": [*ask, "--rule", "exact", "--quality", "0.9"],
-        "no such threshold": [*ask, "--judge", str(tmp / "foreign"), "--theta", "Q"],
-        "no curve": [*ask, "--judge", str(tmp / "foreign"), "--quality", "0.9"],
-        "judge nowhere": [*ask, "--judge", "no-such-org/no-such-judge"],
-        "train into": ["train", str(tmp), "--out", str(tmp)],
-        "train below a file": ["train", str(tmp), "--out", str(tmp / "prompts.jsonl" / "judge")],
-        "two thresholds": [*ask, "--rule", "judged:0.5", "--judge", str(tmp / "foreign"), "--theta", "0.4"],
-        "labels gone": ["train", str(tmp / "gone"), "--out", str(tmp / "new")],
-        "train features": ["train", str(tmp), "--out", str(tmp / "new"), "--features", "taste"],
-        "train model": ["train", str(tmp), "--out", str(tmp / "new"), "--model", "forest"],
-        "originals": ["train", str(tmp), "--out", str(tmp / "new"), "--originals", "maybe"],
-        "lookahead": [*label, "--out", str(tmp / "new"), "--method", "autojudge+", "--lookahead"],
-        "report nowhere": ["report", str(tmp / "nowhere")],
-        "report nothing": ["report", str(tmp / "begun")],
-        "report page": ["report", str(tmp / "begun"), "--out", str(tmp / "report.pdf")],
-        "report folder": ["report", str(tmp / "begun"), "--out", str(tmp / "page.html")],
-        "report among others": ["report", str(tmp / "begun"), "--out", str(tmp / "begun.html")],
-        "report damaged": ["report", str(tmp / "damaged")],
-        "report unreadable": ["report", str(tmp / "unreadable")],
-        "rule range": [*ask, "--rule", "topk:99999999999"],
-        "backend": ["serve", "--backend", "magic"],
-        "backend option": ["serve", "--backend", "vllm", "--rule", "topk:2"],
-        "draft dtype": [*ask, "--draft-dtype", "float16"],
-        "draft dtype beside another": [*ask, "--draft-dtype", "int8", "--dtype", "bfloat16", "--device", "cpu"],
-        "share": ["train", str(tmp), "--out", str(tmp / "new"), "--acceptable", "2"],
-        "share and tau": ["train", str(tmp), "--out", str(tmp / "new"), "--acceptable", "0.3", "--tau", "-1"],
-        "draft dtype of another backend": ["serve", "--backend", "vllm", "--draft-dtype", "int8"],
-        "option of another backend": [*serve, "--vllm", "--enforce-eager"],
-        "serve limit": [*serve, "--max-queue", "0"],
-        "serve host": [*serve, "--host", "203.0.113.1"],
-        "serve port": [*serve, "--port", "99999"],
-        "serve theta": [*serve, "--theta", "0.4"],
-        "serve key": [*serve, "--api-key", " "],
-        "serve timeout": [*serve, "--timeout", "0"],
-        "serve temperature": [*serve, "--temperature", "3"],
-        "serve gamma": [*serve, "--gamma", "-1"],
-        "serve threshold": [*serve, "--judge", str(tmp / "plain")],
-        "no task": [*evaluate, "--tasks", ""],
-        "no judge for a rule": [*evaluate, "--rules", "judged:0.5"],
-        "no such judge": [*evaluate, "--rules", "judged:0.5@you", "--judge", f"me={tmp / 'plain'}"],
-        "preset": ["reproduce", "--preset", "huge", "--out", str(tmp / "new")],
-        "search in vllm": [*inside, "--method", "autojudge+"],
-        "tau in vllm": [*inside, "--calibrate", "arithmetic"],
-        "self-written in vllm": [*label, "--out", str(tmp / "new"), "--backend", "vllm", "--prompts", "self:5"],
-        "engine options": [*label, "--out", str(tmp / "new"), "--engine-options", "{}"],
-        "engine options json": [*inside, "--engine-options", "{"],
-        "vllm without judge": ["serve", "--backend", "vllm", *target, *draft],
-        "vllm without drafts": ["serve", "--backend", "vllm", "--gamma", "0"],
-        "option": ["generate", "hi", "--no-such-option"],
-        "argument": ["generate"],
-    }  # fmt: skip
-
-
-def test_every_row_of_the_bad_input_table(
-    run, checkpoints: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)  # as on a machine without it
-    documented = _documented()
-    unseen = set(documented)
-    for name, command in _wrong(checkpoints, tmp_path).items():
-        code, out, err = run(*command)
-        assert code == 2, (name, out, err)
-        assert out == "", name
-        assert err.count("\n") == 1, (name, err)
-        matching = {pattern for pattern in documented if pattern.fullmatch(err.strip())}
-        assert matching, f"{name}: not in docs/errors.md: {err}"
-        unseen -= matching
-    # test_pull, test_decode, test_distill, test_tasks, test_sandbox, test_label, test_shells, test_train
-    elsewhere = (
-        "cannot fetch",
-        "converting",
-        "cannot use the cache",
-        "needs",
-        "non-finite",
-        "was begun",
-        "cannot write",
-        "cannot load",
-        "ROUGE needs",
-        "generated code",
-        "another process works",
-        "and .* differ in",
-        "there is no mismatch",
-        "prompts cannot be split",
-        "the part",
-        "all .* labels are",
-        "and .* are of different targets",
-        "has .* rows with features",
-        "these labels hold no look-ahead",
-        "no look-ahead is stored",
-        "/config.json has a",
-        "holds",
-        "serving needs",
-        "JudgeWorker",
-        "unknown setting",
-        "--quality chooses θ: give one",
-        "this selfjudge",
-        "vLLM is not installed",
-        "is not a readable checkpoint of safetensors",
-        "is no NLI model",
-        "no labels come from",
-        "was made with",
-        "--draft-dtype int8 needs a cpu",
+def test_what_the_command_line_tells_is_refused_without_torch(checkpoints: dict[str, str], tmp_path: Path) -> None:
+    """All in one process: once one of them had imported torch, the next would show it."""
+    write_inputs(tmp_path, checkpoints)
+    commands = known_at_once(tmp_path, checkpoints)
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE], input=json.dumps(commands), capture_output=True, text=True, check=True
     )
-    missing = [
-        p.pattern
-        for p in unseen
-        if not p.pattern.replace("\\", "").removeprefix("selfjudge: ").lstrip(".*").strip().startswith(elsewhere)
-    ]
-    assert not missing, "\n".join(missing)
+    answers = json.loads(done.stdout)
+    assert answers.keys() == commands.keys()
+    for name, (code, said, heavy) in answers.items():
+        assert (code, said.count("\n"), heavy) == (2, 1, []), (name, said)
 
 
 def test_non_finite_states_are_said_once(run, checkpoints: dict[str, str], tmp_path: Path) -> None:
@@ -467,7 +283,8 @@ def test_an_unreadable_cache(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("SELFJUDGE_HOME", str(tmp_path / "file"))
     code, _, err = run("generate", "hi")
     assert code == 2
-    assert any(p.fullmatch(err.strip()) for p in _documented())
+    assert err.startswith("selfjudge: cannot use the cache folder")
+    assert err.count("\n") == 1
 
 
 def test_a_bare_command_shows_the_help(run) -> None:
@@ -491,7 +308,7 @@ def test_a_full_device_is_one_line(run, monkeypatch: pytest.MonkeyPatch) -> None
             "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 GiB"
         )
 
-    monkeypatch.setattr("selfjudge.cli.main.app", lambda **_: full())
+    monkeypatch.setattr("selfjudge.cli.main.program", lambda: lambda **_: full())
     code, out, err = run("ls", "rules")
     assert (code, out) == (2, "")
     assert err.startswith("selfjudge: CUDA out of memory. Tried to allocate 2.00 GiB: use a smaller --batch")
@@ -499,36 +316,45 @@ def test_a_full_device_is_one_line(run, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_help_carries_an_example_everywhere(run) -> None:
-    commands = (
-        ["pull"],
-        ["generate"],
-        ["ls"],
-        ["bench", "decode"],
-        ["bench", "passes"],
-        ["demo"],
-        ["train"],
-        ["study"],
-        ["report"],
-        ["serve"],
-        ["eval"],
-        ["reproduce"],
-    )
-    for command in commands:
-        code, out, _ = run(*command, "--help")
-        assert code == 0
-        assert f"Example: selfjudge {' '.join(command)}" in " ".join(out.split())
+    for words, command in leaves(cli.program()):
+        assert f"Example: selfjudge {words}" in command.help, words
+
+
+def leaves(command, words: str = ""):
+    """(its words, the command) of every command of the program."""
+    below = getattr(command, "commands", {})
+    if not below:
+        yield words, command
+    for name, inner in below.items():
+        yield from leaves(inner, f"{words} {name}".strip())
+
+
+def test_ls_judges_and_runs(run, tmp_path: Path) -> None:
+    Judge(JudgeConfig(hidden_size=32, target="t", thresholds={"F": 0.25, "R": 0.5})).save_pretrained(tmp_path / "mine")
+    (tmp_path / "labels").mkdir()
+    (tmp_path / "labels" / "settings.json").write_text('{"suffix_length": 20, "target": "t"}')
+    (tmp_path / "eval").mkdir()
+    (tmp_path / "eval" / "settings.json").write_text('{"limit": 3}')
+    (tmp_path / "eval" / "run.json").write_text('{"runs": ["exact-g2"], "time": "2026-01-01T00:00:00Z"}')
+    (tmp_path / "eval" / "arithmetic" / "exact-g2").mkdir(parents=True)
+    (tmp_path / "eval" / "arithmetic" / "exact-g2" / "summary.json").write_text("{}")
+    _, out, _ = run("ls", "judges", str(tmp_path), "--json")
+    judges = {row["name"]: row for row in json.loads(out)}
+    assert {"smollm2-135m", str(tmp_path / "mine")} <= judges.keys()
+    assert judges[str(tmp_path / "mine")]["thresholds"] == {"F": 0.25, "R": 0.5}
+    assert judges[str(tmp_path / "mine")]["target"] == "t"
+    _, out, _ = run("ls", "runs", str(tmp_path), "--json")
+    assert [(Path(r["folder"]).name, r["kind"], r["state"]) for r in json.loads(out)] == [
+        ("eval", "eval", "finished"),
+        ("labels", "label", "begun"),
+        ("mine", "judge", "finished"),
+    ]
+    assert "1 runs on arithmetic" in out
+    code, out, err = run("ls", "runs", str(tmp_path / "eval" / "arithmetic"))
+    assert (code, out) == (0, "")
+    assert "no runs below" in err
 
 
 def test_the_command_reference_is_what_the_program_says() -> None:
     done = subprocess.run([sys.executable, DOCS / "make_cli.py"], capture_output=True, text=True, check=True)
     assert (DOCS / "cli.md").read_text() == done.stdout, "run: make docs"
-
-
-def test_help_needs_no_torch() -> None:
-    code = (
-        "import sys, runpy; sys.argv = ['selfjudge', 'ls', 'pairs'];"
-        "runpy.run_module('selfjudge.cli', run_name='__main__')"
-    )
-    probe = f"import sys\ntry:\n    exec({code!r})\nexcept SystemExit: pass\nprint('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True, env=os.environ)
-    assert done.stdout.split()[-1] == "False"

@@ -11,6 +11,7 @@ from selfjudge.cli.groups import DeviceOptions, PairOptions
 from selfjudge.cli.options import AsJson, Data, config_options
 from selfjudge.cli.output import going_on, print_json, progress
 from selfjudge.distill.config import DistillConfig
+from selfjudge.store import RunFolder
 
 
 @config_options(DeviceOptions, "place")
@@ -30,6 +31,7 @@ def distill(
     """
     models = PairOptions(pair=target, device=place.device, dtype=place.dtype)
     models.check()
+    RunFolder(out).claim(own=("work",))  # what is wrong is said before the models are loaded
 
     from selfjudge.distill.pipeline import distill_draft
 

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from selfjudge.cli.groups import PairOptions
 from selfjudge.cli.options import AsJson, Resume, config_options
 from selfjudge.cli.output import figure, going_on, print_json, print_rows, progress, warn, with_spread
+from selfjudge.decoding.rule_parser import read_rule
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.config import EvalConfig
 from selfjudge.evaluate.presets import PAPER_PAIRS, ReproduceConfig
+from selfjudge.judge.config import JudgeConfig
 from selfjudge.store import RunFolder
-
-if TYPE_CHECKING:
-    from selfjudge.judge.model import Judge
 
 
 @config_options(PairOptions, "models", without=("draft_dtype",))
@@ -46,11 +45,15 @@ def evaluate(
     RunFolder(out).claim(resume=resume)
     config = replace(config, rules=tuple(rules.replace(";", " ").split()))
     config.check()
-    judges = _judges(judge, models, config.rules)
+    sources = _judges(judge, models, config.rules)
+    for spec in config.rules:
+        read_rule(spec.partition("@")[0])
 
     from selfjudge.evaluate.pipeline import evaluate_rules
+    from selfjudge.judge.model import Judge
 
     pair = models.load()
+    judges = {name: [Judge.from_pretrained(place) for place in places] for name, places in sources.items()}
     for loaded in (j for several in judges.values() for j in several):
         loaded.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
     with going_on("go on with --resume"), progress() as update:
@@ -115,14 +118,13 @@ def reproduce(
     typer.echo(f"everything is in {out}; open {out / 'report.html'}")
 
 
-def _judges(given: list[str] | None, models: PairOptions, specs: tuple[str, ...]) -> dict[str, list[Judge]]:
-    """Judges by name: the given ones, else the pair's own where a rule needs one."""
-    from selfjudge.judge.model import Judge
+def _judges(given: list[str] | None, models: PairOptions, specs: tuple[str, ...]) -> dict[str, list[str]]:
+    """Judges by name, as folders or hub ids: the given ones, else the pair's own where a rule needs one."""
     from selfjudge.tasks.livecodebench import FOLDS
 
     if not given and any(spec.startswith("judge") for spec in specs) and models.shipped_judge:
         given = [f"shipped={models.shipped_judge}"]
-    judges: dict[str, list[Judge]] = {}
+    judges: dict[str, list[str]] = {}
     for text in given or []:
         name, named, place = text.partition("=")
         if not named:
@@ -130,5 +132,7 @@ def _judges(given: list[str] | None, models: PairOptions, specs: tuple[str, ...]
         if not name or name in judges or "/" in name or "@" in name:
             raise SelfJudgeError(f"--judge {text}: give every judge a name of its own, such as mine={place or text}")
         places = [place.replace("{fold}", str(k)) for k in range(FOLDS)] if "{fold}" in place else [place]
-        judges[name] = [Judge.from_pretrained(folder) for folder in places]
+        for folder in places:
+            JudgeConfig.from_pretrained(folder)
+        judges[name] = places
     return judges

@@ -12,6 +12,7 @@ from selfjudge.cli.options import AsJson, Data, Resume, config_options
 from selfjudge.cli.output import going_on, print_json, print_rows, progress, warn
 from selfjudge.errors import SelfJudgeError
 from selfjudge.label.config import LabelConfig
+from selfjudge.store import RunFolder
 
 if TYPE_CHECKING:
     from selfjudge.label.backend import Backend
@@ -36,6 +37,10 @@ def label(
 
     Example: selfjudge label --prompts self:200 --calibrate arithmetic --out labels
     """
+    if engine_options and config.backend != "vllm":
+        raise SelfJudgeError("`engine_options` are vLLM's: they go with --backend vllm")
+    RunFolder(out, done="manifest.json").claim(resume=resume)  # what is wrong is said before the models are loaded
+
     from selfjudge.label.pipeline import label_pair
 
     pair, engine = _backend(config.backend, engine_options, models)
@@ -55,8 +60,6 @@ def label(
 def _backend(name: str, engine_options: str, models: PairOptions) -> tuple[Pair, Backend | None]:
     """The pair, and what runs its target if it is not this process."""
     if name != "vllm":
-        if engine_options:
-            raise SelfJudgeError("`engine_options` are vLLM's: they go with --backend vllm")
         return models.load(), None
     from importlib.util import find_spec
 

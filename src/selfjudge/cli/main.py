@@ -9,6 +9,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, NoReturn
 
 import typer
@@ -50,11 +51,17 @@ bench_app.command()(bench.label)
 app.add_typer(bench_app, name="bench")
 
 
+@cache
+def program() -> Any:
+    """The commands and their options, built once."""
+    return typer.main.get_command(app)
+
+
 def main() -> None:
     """Entry point: every foreseeable failure is one line and exit code 2."""
     warnings.formatwarning = lambda message, *_: f"selfjudge: {message}\n"
     try:
-        code = app(standalone_mode=False)
+        code = program()(prog_name="selfjudge", standalone_mode=False)
     except SelfJudgeError as error:
         _fail(as_options(str(error)))
     except KeyboardInterrupt:
@@ -85,7 +92,7 @@ def _fail(message: str) -> NoReturn:
 
 def as_options(message: str) -> str:
     """A message with the arguments that it names in backticks as the options that they are here."""
-    options = dict(_options(typer.main.get_command(app)))
+    options = dict(_options(program()))
     return re.sub(r"`(\w+)`", lambda match: options.get(match[1], match[0]), message)
 
 

@@ -1,0 +1,178 @@
+"""Wrong input, as command lines: what is known from the command line and small files, and what only the models tell."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from selfjudge.judge.config import JudgeConfig
+from selfjudge.judge.model import Judge
+
+Commands = dict[str, list[str]]
+
+
+def write_inputs(folder: Path, checkpoints: dict[str, str]) -> None:
+    """The files that the commands below name."""
+    Judge(JudgeConfig(hidden_size=7)).save_pretrained(folder / "narrow")
+    Judge(JudgeConfig(hidden_size=32, target="another", target_sha256="f" * 64)).save_pretrained(folder / "foreign")
+    Judge(JudgeConfig(hidden_size=32)).save_pretrained(folder / "plain")
+    shutil.copytree(folder / "plain", folder / "odd")
+    config = json.loads((folder / "odd" / "config.json").read_text())
+    (folder / "odd" / "config.json").write_text(json.dumps({**config, "hidden_size": "x"}))
+    (folder / "prompts.jsonl").write_text('{"question": "no prompt here"}\n')
+    (folder / "numbers.jsonl").write_text('{"prompt": 5}\n')
+    (folder / "asked.jsonl").write_text('{"prompt": "w5 w6"}\n{"prompt": "w9 w8 w7"}\n')
+    (folder / "begun").mkdir()
+    (folder / "begun" / "settings.json").write_text("{}")
+    (folder / "page.html").mkdir()
+    for name, text in (("damaged", "[]"), ("unreadable", "{")):
+        (folder / name).mkdir()
+        (folder / name / "summary.json").write_text(text)
+    shutil.copytree(checkpoints["target"], folder / "bare")
+    (folder / "bare" / "chat_template.jinja").unlink()
+
+
+def known_at_once(folder: Path, checkpoints: dict[str, str]) -> Commands:
+    """Refused from the command line and small files alone."""
+    target, draft = ["--target", checkpoints["target"]], ["--draft", checkpoints["draft"]]
+    new, asked = ["--out", str(folder / "new")], str(folder / "asked.jsonl")
+    ask = ["generate", "w1 w2", *target, *draft]
+    serve = ["serve", *target, *draft, "--port", "0"]
+    vllm = ["serve", "--backend", "vllm"]
+    distill = ["distill", *target, "--out", str(folder / "draft")]
+    label = ["label", *target, *draft, "--prompts", asked]
+    inside = [*label, *new, "--backend", "vllm"]
+    train = ["train", str(folder), *new]
+    evaluate = ["eval", "--tasks", f"file:{asked}", *new, "--gammas", "2", *target, *draft]
+    return {
+        "unknown pair": ["generate", "hi", "--pair", "nobody"],
+        "nearly a model": ["generate", "hi", "--target", "smollm2-135"],
+        "missing file": ["generate", "hi", "--target", "./missing.gguf", *draft],
+        "no draft": ["generate", "hi", *target, "--gamma", "2"],
+        "empty prompt": ["generate", " ", *target, *draft],
+        "gamma below": [*ask, "--gamma", "-2"],
+        "gamma above": [*ask, "--gamma", "500"],
+        "max-new-tokens": [*ask, "--max-new-tokens", "0"],
+        "no number": [*ask, "--seed", "x"],
+        "theta": [*ask, "--rule", "judged", "--theta", "1.5"],
+        "quality": [*ask, "--quality", "90"],
+        "no judge": [*ask, "--rule", "judged"],
+        "judge unasked": [*ask, "--rule", "exact", "--judge", str(folder / "plain")],
+        "no judge folder": [*ask, "--judge", str(folder / "begun")],
+        "judge nowhere": [*ask, "--judge", "nowhere"],
+        "judge not on the hub": [*ask, "--judge", "no-such-org/no-such-judge"],
+        "odd judge": [*ask, "--judge", str(folder / "odd")],
+        "unknown rule": [*ask, "--rule", "nope"],
+        "rule option": [*ask, "--rule", "topk:z=1"],
+        "rule range": [*ask, "--rule", "topk:99999999999"],
+        "rule number": [*ask, "--rule", "topk:x"],
+        "fly": [*ask, "--rule", "fly", "--gamma", "4"],
+        "temperature": [*ask, "--rule", "exact", "--temperature", "0.7"],
+        "temperature range": [*ask, "--rule", "sampling", "--temperature", "0"],
+        "top-p": [*ask, "--rule", "sampling", "--top-p", "1.5"],
+        "quality and theta": [*ask, "--judge", str(folder / "plain"), "--theta", "F", "--quality", "0.9"],
+        "two thresholds": [*ask, "--rule", "judged:0.5", "--judge", str(folder / "plain"), "--theta", "0.4"],
+        "no such threshold": [*ask, "--judge", str(folder / "plain"), "--theta", "Q"],
+        "no curve": [*ask, "--judge", str(folder / "plain"), "--quality", "0.9"],
+        "device": [*ask, "--device", "tpu9"],
+        "dtype": [*ask, "--dtype", "int3"],
+        "draft dtype": [*ask, "--draft-dtype", "float16"],
+        "option": ["generate", "hi", "--no-such-option"],
+        "argument": ["generate"],
+        "ls": ["ls", "nope"],
+        "pull": ["pull", "nope"],
+        "repeats": ["bench", "decode", *target, *draft, "--repeats", "0"],
+        "gammas": ["bench", "decode", *target, *draft, "--gammas", "1,x"],
+        "gammas range": ["bench", "decode", *target, *draft, "--gammas", "1,50"],
+        "prompts": ["bench", "decode", *target, *draft, "--prompts", str(folder / "prompts.jsonl")],
+        "prompt type": ["bench", "decode", *target, *draft, "--prompts", str(folder / "numbers.jsonl")],
+        "bench label": ["bench", "label", *target, *draft, "--prompts", "dolly"],
+        "shape": ["bench", "passes", "--model", "shape:nobody"],
+        "source count": [*distill, "--prompts", "self:0"],
+        "source": [*distill, "--prompts", "self:5xq"],
+        "twice": [*distill, "--prompts", "self:5", "--prompts", "self:6"],
+        "width": [*distill, "--width", "100"],
+        "minutes": [*distill, "--minutes", "0"],
+        "method": [*label, *new, "--method", "magic"],
+        "both taus": [*label, *new, "--tau", "-5", "--calibrate", "arithmetic"],
+        "uncheckable": [*label, *new, "--calibrate", "dolly"],
+        "open prompts": [*label, *new, "--method", "autojudge"],
+        "limit of counts": ["label", *target, *draft, "--prompts", "self:500", "--limit", "50", *new],
+        "no share": ["label", *target, *draft, "--prompts", "self@1", "--prompts", "self-summaries@100", "--limit", "5",
+                     *new],
+        "answers": ["label", *target, *draft, "--prompts", "self:5x3", "--tau", "-5", *new],
+        "weights": ["label", *target, *draft, "--prompts", "self@2", "--tau", "-5", *new],
+        "shard": [*label, *new, "--tau", "-5", "--shard", "3"],
+        "lookahead": [*label, *new, "--method", "autojudge+", "--lookahead"],
+        "engine options": [*label, *new, "--engine-options", "{}"],
+        "search in vllm": [*inside, "--method", "autojudge+"],
+        "tau in vllm": [*inside, "--calibrate", "arithmetic"],
+        "self-written in vllm": [*label, *new, "--backend", "vllm", "--prompts", "self:5"],
+        "begun": [*label, "--out", str(folder / "begun"), "--tau", "-5"],
+        "strangers": ["distill", *target, "--out", str(folder)],
+        "unfinished": ["labels", "info", str(folder / "begun")],
+        "no labels": ["labels", "merge", str(folder), *new],
+        "labels gone": ["train", str(folder / "gone"), *new],
+        "train features": [*train, "--features", "taste"],
+        "share": [*train, "--acceptable", "2"],
+        "share and tau": [*train, "--acceptable", "0.3", "--tau", "-1"],
+        "report nowhere": ["report", str(folder / "nowhere")],
+        "report nothing": ["report", str(folder / "begun")],
+        "report page": ["report", str(folder / "begun"), "--out", str(folder / "report.pdf")],
+        "report folder": ["report", str(folder / "begun"), "--out", str(folder / "page.html")],
+        "report among others": ["report", str(folder / "begun"), "--out", str(folder / "begun.html")],
+        "report damaged": ["report", str(folder / "damaged")],
+        "report unreadable": ["report", str(folder / "unreadable")],
+        "backend": ["serve", "--backend", "magic"],
+        "option of our loop": [*vllm, "--rule", "topk:2"],
+        "draft dtype of our loop": [*vllm, "--draft-dtype", "int8"],
+        "option of vllm": [*serve, "--vllm", "--enforce-eager"],
+        "serve limit": [*serve, "--max-queue", "0"],
+        "serve host": [*serve, "--host", "203.0.113.1"],
+        "serve port": [*serve, "--port", "99999"],
+        "serve theta": [*serve, "--theta", "0.4"],
+        "serve key": [*serve, "--api-key", " "],
+        "serve timeout": [*serve, "--timeout", "0"],
+        "serve temperature": [*serve, "--temperature", "0.001"],
+        "serve gamma": [*serve, "--gamma", "-1"],
+        "no task": [*evaluate, "--tasks", ""],
+        "unknown task": [*evaluate, "--tasks", "nobody", "--rules", "exact"],
+        "unknown rule of an evaluation": [*evaluate, "--rules", "nope"],
+        "judge of an evaluation": [*evaluate, "--judge", "me=nowhere"],
+        "begun evaluation": [*evaluate, "--out", str(folder / "begun")],
+        "preset": ["reproduce", "--preset", "huge", *new],
+    }  # fmt: skip
+
+
+def known_from_models(folder: Path, checkpoints: dict[str, str]) -> Commands:
+    """Refused by what is in the models, by the device, or by packages that are not there."""
+    target, draft = ["--target", checkpoints["target"]], ["--draft", checkpoints["draft"]]
+    new = ["--out", str(folder / "new")]
+    ask = ["generate", "w1 w2", *target, *draft]
+    label = ["label", *target, *draft, "--prompts", str(folder / "asked.jsonl"), "--max-new-tokens", "24"]
+    distill = ["distill", *target, "--out", str(folder / "draft")]
+    asked = str(folder / "asked.jsonl")
+    evaluate = ["eval", "--tasks", f"file:{asked}", *new, "--gammas", "2", *target, *draft]
+    return {
+        "unknown model": ["generate", "hi", "--target", "no-such-org/no-such-model", *draft],
+        "tokenizer mismatch": ["generate", "hi", *target, "--draft", checkpoints["stranger"]],
+        "long prompt": ["generate", "w1 " * 200, *target, *draft],
+        "judge width": [*ask, "--judge", str(folder / "narrow")],
+        "judge target": [*ask, "--judge", str(folder / "foreign"), "--theta", "0.5"],
+        "device that is not there": [*ask, "--device", "cuda:99"],
+        "draft dtype beside another": [*ask, "--draft-dtype", "int8", "--dtype", "bfloat16", "--device", "cpu"],
+        "data": [*distill, "--prompts", "gsm8k"],
+        "split": [*distill, "--prompts", "math500"],
+        "chat template": ["distill", "--target", str(folder / "bare"), "--out", str(folder / "draft")],
+        "split for tests": [*label, "--prompts", "livecodebench/test-1", *new, "--tau", "-5"],
+        "no tau": [*label, "--out", str(folder / "none")],
+        "int8": [*label, *new, "--tau", "-5", "--dtype", "int8", "--device", "cpu"],
+        "train into": ["train", str(folder), "--out", str(folder)],
+        "train below a file": ["train", str(folder), "--out", str(folder / "prompts.jsonl" / "judge")],
+        "no judge for a rule": [*evaluate, "--rules", "judged:0.5"],
+        "no such judge": [*evaluate, "--rules", "judged:0.5@you", "--judge", f"me={folder / 'plain'}"],
+        "vllm without judge": ["serve", "--backend", "vllm", *target, *draft],
+        "vllm without drafts": ["serve", "--backend", "vllm", "--gamma", "0"],
+        "engine options json": [*label, *new, "--backend", "vllm", "--engine-options", "{"],
+    }  # fmt: skip
