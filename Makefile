@@ -12,7 +12,7 @@ test: .venv/.installed
 	$(BIN)/pytest -m "not slow and not gpu" --durations=20
 
 test-unit test-process test-network: test-%: .venv/.installed
-	$(BIN)/pytest tests/$* -m "not slow" --durations=20
+	$(BIN)/pytest tests/$* -m "not slow and not gpu" --durations=20
 
 # the full-size variants of all tiers
 test-all: .venv/.installed
@@ -21,8 +21,8 @@ test-all: .venv/.installed
 # the oldest transformers we support, and the newest that vLLM allows
 COMPAT := $(addprefix tests/unit/test_,decode.py distill.py engine.py evaluate.py label.py likelihood.py pair.py score.py text.py)
 test-compat: .compat/5.17.0 .compat/5.19.0
-	PYTHONPATH=.compat/5.17.0 $(BIN)/pytest $(COMPAT) -m "not slow and not gpu" -k "not distribution and not killed"
-	PYTHONPATH=.compat/5.19.0 $(BIN)/pytest $(COMPAT) -m "not slow and not gpu" -k "not distribution and not killed"
+	PYTHONPATH=.compat/5.17.0 $(BIN)/pytest $(COMPAT) -m "not slow and not gpu" -k "not distribution"
+	PYTHONPATH=.compat/5.19.0 $(BIN)/pytest $(COMPAT) -m "not slow and not gpu" -k "not distribution"
 
 # judged decoding inside vLLM, on a CPU, in an environment of its own (vLLM names its own torch and transformers)
 test-vllm: .venv-vllm/.installed

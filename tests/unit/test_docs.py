@@ -43,3 +43,9 @@ def test_results_stay_small() -> None:
     """15 MB, of what is not ignored."""
     files = [file for file in (ROOT / "results").rglob("*") if file.is_file()]
     assert sum(file.stat().st_size for file in files) < 15e6
+
+
+def test_the_makefile_names_tests_that_exist() -> None:
+    names = re.search(r"^COMPAT := \$\(addprefix (\S+),(.*)\)$", (ROOT / "Makefile").read_text(), re.M)
+    assert names is not None
+    assert all((ROOT / f"{names[1]}{name}").is_file() for name in names[2].split())
