@@ -40,7 +40,7 @@ def held_out_prompts(pair: Pair, data: Path, count: int) -> dict[str, list[list[
     return prompts
 
 
-def main() -> None:
+def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", default="smollm2-135m")
     parser.add_argument("--data", type=Path, required=True)
@@ -56,7 +56,11 @@ def main() -> None:
     parser.add_argument("--held-out", type=int, default=128, help="prompts of each benchmark")
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--device", default=None)
-    o = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    o = options()
     pair = Pair.load(o.target, device=o.device, needs_draft=False)
     say("loaded", o.target)
     settings = DistillConfig(

@@ -83,7 +83,7 @@ def agreement(benchmark: Task, rows: Sequence[Any], texts: Sequence[str], own: S
     return sum(ratios) / len(ratios)
 
 
-def main() -> None:
+def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pair", default="smollm2-135m")
     parser.add_argument("--judge", type=Path, nargs="*", default=[], help="folders; the pair's own if none is given")
@@ -99,11 +99,15 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--only", nargs="*", default=[], help="rules to measure, all if not given")
     parser.add_argument("--device", default=None)
-    o = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    o = options()
     pair = Pair.load(o.pair, device=o.device)
     shipped = EMBEDDED[o.pair].judge if o.pair in EMBEDDED else None
     if not o.judge and shipped is None:
-        parser.error(f"no judge ships for {o.pair}: give --judge")
+        raise SystemExit(f"no judge ships for {o.pair}: give --judge")
     judges = {folder.name: Judge.from_pretrained(folder) for folder in o.judge or [shipped]}
     result: dict[str, Any] = {
         "pair": pair.name, **measured_on(), "dtype": pair.dtype,
@@ -118,7 +122,7 @@ def main() -> None:
         benchmark = task(name, o.data)
         rows = benchmark.examples("test", o.skip + o.limit)[o.skip :]
         if not rows:
-            parser.error(f"{name} has no test rows after the first {o.skip}")
+            raise SystemExit(f"{name} has no test rows after the first {o.skip}")
         prompts = [benchmark.prompt(row) for row in rows]
         encoded = pair.encode_many(prompts)
         own: list[str] = []

@@ -34,7 +34,7 @@ def keep_sample(labels: Path, out: Path) -> None:
     write_rows(out / "sample.jsonl", rows[:: max(1, len(rows) // SAMPLE)][:SAMPLE])
 
 
-def main() -> None:
+def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pair", default="smollm2-135m")
     parser.add_argument("--draft", default=None)
@@ -54,7 +54,11 @@ def main() -> None:
     parser.add_argument("--lookahead", action="store_true")
     parser.add_argument("--device", default=None)
     parser.add_argument("--allow-unsafe", action="store_true")
-    o = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    o = options()
     pair = Pair.load(o.pair, o.draft, device=o.device)
     cuda = pair.target.device.type == "cuda"
     summary: dict[str, Any] = {
