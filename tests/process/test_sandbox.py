@@ -218,7 +218,7 @@ import os, shutil, sys
 for path in ({str(mine)!r}, {str(Path(__file__))!r}, {str(Path.home())!r} + "/.bashrc"):
     print(os.path.exists(path))
 shutil.rmtree({str(tmp_path)!r}, ignore_errors=True)
-shutil.rmtree("/usr", ignore_errors=True)
+shutil.rmtree("/usr/bin", ignore_errors=True)
 for path in ({str(mine)!r}, "/usr/x", sys.prefix + "/x", "/x", "/etc/x", "/dev/x"):
     try: open(path, "w").write("yours"); print("written", path)
     except OSError: pass
@@ -297,7 +297,7 @@ def test_nothing_is_left_in_the_temporary_folder(
 
 def test_refused_where_nothing_isolates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "unavailable", lambda: "unshare: Operation not permitted")
-    with pytest.raises(SelfJudgeError, match=r"cannot be isolated here \(unshare: .*--allow-unsafe") as caught:
+    with pytest.raises(SelfJudgeError, match=r"cannot be isolated here \(unshare: .*`allow_unsafe`") as caught:
         run("print(1)")
     assert "\n" not in str(caught.value)
     assert run("print(1)", allow_unsafe=True).stdout == "1\n"

@@ -208,7 +208,7 @@ def test_a_batch_of_64_gives_what_single_prompts_give(tiny_pair: Pair, judges: A
     made = {}
     for batch in (64, 1):
         out = tmp_path / f"batch-{batch}"
-        (found,) = evaluated(tiny_pair, out, f"file:{file}", [spec], (3,), judges, max_new_tokens=24, batch=batch)
+        (found,) = evaluated(tiny_pair, out, f"file:{file}", [spec], (3,), judges, max_new_tokens=12, batch=batch)
         rows = samples(out / "file:many" / f"{found['rule']}-g3")
         made[batch] = (found["mean_accepted_length"], found["judged_share"], rows)
     assert made[64] == made[1]

@@ -21,7 +21,7 @@ Interval = tuple[float, float]
 
 
 def find_exact(folder: Path, run: Run, warn: Warn) -> Path | None:
-    """The run of `exact` to compare with: at the same γ, else at any. None for `exact` itself, and where there is none."""
+    """The run of `exact` to compare with: at the same γ, else at any. None for `exact` itself, or without any."""
     if run.name == "exact":
         return None
     same_gamma = folder / f"exact-g{run.gamma}"

@@ -1,7 +1,7 @@
 """Factual consistency of a summary: does its story entail each of its sentences, or contradict them?
 
-FC = mean over the sentences of P(entailed) − P(contradicted), by an NLI classifier, or, where there is none, by the target
-itself choosing between three letters. The second is a proxy and is called so wherever it is reported.
+FC = mean over the sentences of P(entailed) − P(contradicted), by an NLI classifier. Where there is none, the target
+itself chooses between three letters; that is a proxy, and is called so wherever it is reported.
 """
 
 from __future__ import annotations

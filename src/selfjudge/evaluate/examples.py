@@ -34,7 +34,7 @@ def frequent_substitutions(
 def example_rows(
     pair: Pair, prompts: Sequence[Prompt], answers: Sequence[Generation], judges: Sequence[Judge | None]
 ) -> list[Row]:
-    """A row an answer: prompt, text, and of every token its origin, the target's choice, probabilities and judge score."""
+    """One row per answer: prompt, text, and each token's origin, target's choice, probabilities and judge score."""
     encoded = pair.encode_many(prompts)
     sequences = [(ids, answer.tokens) for ids, answer in zip(encoded, answers, strict=True)]
     seen = likelihoods(pair, sequences)

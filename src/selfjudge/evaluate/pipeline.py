@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,8 +83,7 @@ def _evaluate_task(executions: Sequence[Execution], notify: Notify, warn: Warn) 
         if not execution.done and twins:
             execution.copy_from(twins[0].folder)
         elif not execution.done:
-            stage = f"{execution.examples.label}, {run.folder}"
-            execution.decode(lambda share, stage=stage, turn=turn: notify(stage, (turn + share) / len(executions)))  # type: ignore[misc]
+            execution.decode(_stage(execution, notify, turn, len(executions)))
         exact = find_exact(folder.parent, run, warn)
         summaries.append(
             read_json(folder / "summary.json")
@@ -97,6 +96,11 @@ def _evaluate_task(executions: Sequence[Execution], notify: Notify, warn: Warn) 
         for execution in executions:
             execution.compact()
     return summaries
+
+
+def _stage(execution: Execution, notify: Notify, turn: int, turns: int) -> Callable[[float], None]:
+    name = f"{execution.examples.label}, {execution.run.folder}"
+    return lambda share: notify(name, (turn + share) / turns)
 
 
 def _by_name(pair: Pair, judges: Mapping[str, Judge | Sequence[Judge]] | None) -> Judges:

@@ -12,7 +12,10 @@ from selfjudge.tasks.gsm8k import Gsm8k
 
 SIZES = {"train": 2000, "test": 500}
 _TEST_SHARE = 5  # one problem of five
-_NAMES = ("Ada", "Ben", "Carla", "David", "Elena", "Farid", "Grace", "Hugo", "Ines", "Jonas", "Kavya", "Liam", "Mei", "Nora", "Omar", "Priya", "Quentin", "Rosa", "Sven", "Tara")  # fmt: skip
+_NAMES = (
+    "Ada", "Ben", "Carla", "David", "Elena", "Farid", "Grace", "Hugo", "Ines", "Jonas", "Kavya", "Liam", "Mei", "Nora",
+    "Omar", "Priya", "Quentin", "Rosa", "Sven", "Tara",
+)  # fmt: skip
 _THINGS = ("apples", "marbles", "stickers", "pencils", "cookies", "shells", "books", "buttons", "stamps", "tickets")
 _SHOPS = ("bakery", "bookshop", "market stall", "toy shop", "flower shop", "café")
 
@@ -21,15 +24,19 @@ def _gives(r: random.Random) -> tuple[str, int]:
     name, friend, things = *r.sample(_NAMES, 2), r.choice(_THINGS)
     boxes, each, given = r.randint(3, 12), r.randint(4, 25), r.randint(2, 11)
     return (
-        f"{name} has {boxes} boxes with {each} {things} in each. {name} gives {given} {things} to {friend}. How many {things} does {name} have left?",
+        f"{name} has {boxes} boxes with {each} {things} in each. {name} gives {given} {things} to {friend}."
+        f" How many {things} does {name} have left?",
         boxes * each - given,
     )
 
 
 def _shop(r: random.Random) -> tuple[str, int]:
-    shop, things, price, morning, more = r.choice(_SHOPS), r.choice(_THINGS), r.randint(2, 15), r.randint(6, 40), r.randint(2, 30)  # fmt: skip
+    shop, things = r.choice(_SHOPS), r.choice(_THINGS)
+    price, morning, more = r.randint(2, 15), r.randint(6, 40), r.randint(2, 30)
     return (
-        f"A {shop} sells {things} for ${price} each. It sells {morning} of them in the morning and {more} more in the afternoon than in the morning. How many dollars does the {shop} take in that day?",
+        f"A {shop} sells {things} for ${price} each."
+        f" It sells {morning} of them in the morning and {more} more in the afternoon than in the morning."
+        f" How many dollars does the {shop} take in that day?",
         price * (2 * morning + more),
     )
 
@@ -37,23 +44,29 @@ def _shop(r: random.Random) -> tuple[str, int]:
 def _saves(r: random.Random) -> tuple[str, int]:
     name, week, weeks, spent = r.choice(_NAMES), r.randint(5, 30), r.randint(4, 15), r.randint(3, 19)
     return (
-        f"{name} saves ${week} every week for {weeks} weeks and then spends ${spent} on a present. How many dollars are left?",
+        f"{name} saves ${week} every week for {weeks} weeks and then spends ${spent} on a present."
+        f" How many dollars are left?",
         week * weeks - spent,
     )
 
 
 def _shares(r: random.Random) -> tuple[str, int]:
-    name, things, friends, each, lost = r.choice(_NAMES), r.choice(_THINGS), r.randint(3, 9), r.randint(3, 20), r.randint(2, 15)  # fmt: skip
+    name, things = r.choice(_NAMES), r.choice(_THINGS)
+    friends, each, lost = r.randint(3, 9), r.randint(3, 20), r.randint(2, 15)
     return (
-        f"{name} finds {friends * each + lost} {things} but loses {lost} of them. {name} shares the rest equally among {friends} friends. How many {things} does each friend get?",
+        f"{name} finds {friends * each + lost} {things} but loses {lost} of them."
+        f" {name} shares the rest equally among {friends} friends. How many {things} does each friend get?",
         each,
     )
 
 
 def _travels(r: random.Random) -> tuple[str, int]:
-    name, first, hours, second, more = r.choice(_NAMES), r.randint(8, 60), r.randint(2, 6), r.randint(5, 50), r.randint(1, 5)  # fmt: skip
+    name, first, hours = r.choice(_NAMES), r.randint(8, 60), r.randint(2, 6)
+    second, more = r.randint(5, 50), r.randint(1, 5)
     return (
-        f"{name} travels at {first} miles an hour for {hours} hours and then at {second} miles an hour for {more} {'hour' if more == 1 else 'hours'}. How many miles does {name} travel in all?",
+        f"{name} travels at {first} miles an hour for {hours} hours and then at {second} miles an hour for {more}"
+        f" {'hour' if more == 1 else 'hours'}."
+        f" How many miles does {name} travel in all?",
         first * hours + second * more,
     )
 
@@ -61,7 +74,8 @@ def _travels(r: random.Random) -> tuple[str, int]:
 def _ages(r: random.Random) -> tuple[str, int]:
     name, friend, age, times, years = *r.sample(_NAMES, 2), r.randint(4, 15), r.randint(2, 4), r.randint(2, 12)
     return (
-        f"{name} is {age} years old. {friend} is {times} times as old as {name}. How old will {friend} be in {years} years?",
+        f"{name} is {age} years old. {friend} is {times} times as old as {name}."
+        f" How old will {friend} be in {years} years?",
         age * times + years,
     )
 
@@ -69,7 +83,8 @@ def _ages(r: random.Random) -> tuple[str, int]:
 def _reads(r: random.Random) -> tuple[str, int]:
     name, days, pages, left = r.choice(_NAMES), r.randint(3, 14), r.randint(8, 40), r.randint(10, 90)
     return (
-        f"{name} reads {pages} pages a day. After {days} days there are still {left} pages to read. How many pages does the book have?",
+        f"{name} reads {pages} pages a day. After {days} days there are still {left} pages to read."
+        f" How many pages does the book have?",
         pages * days + left,
     )
 
@@ -77,7 +92,9 @@ def _reads(r: random.Random) -> tuple[str, int]:
 def _half(r: random.Random) -> tuple[str, int]:
     name, friend, things, half = *r.sample(_NAMES, 2), r.choice(_THINGS), r.randint(4, 60)
     return (
-        f"{name} collects {2 * half} {things} on Monday and half as many on Tuesday. {friend} collects twice as many as {name} does on both days together. How many {things} does {friend} collect?",
+        f"{name} collects {2 * half} {things} on Monday and half as many on Tuesday."
+        f" {friend} collects twice as many as {name} does on both days together."
+        f" How many {things} does {friend} collect?",
         6 * half,
     )
 
@@ -99,14 +116,14 @@ class Arithmetic(Gsm8k):
         self.seed = seed
 
     def rows(self, split: str) -> list[Row]:
-        made: dict[str, Row] = {}
+        by_question: dict[str, Row] = {}
         for question, answer in problems(self.seed):
             if ("test" if sha256(question.encode()).digest()[0] % _TEST_SHARE == 0 else "train") == split:
-                row = {"id": f"arithmetic-{split}-{self.seed}-{len(made)}", "question": question}
-                made.setdefault(question, {**row, "answer": f"#### {answer}"})
-            if len(made) == SIZES[split]:
+                row = {"id": f"arithmetic-{split}-{self.seed}-{len(by_question)}", "question": question}
+                by_question.setdefault(question, {**row, "answer": f"#### {answer}"})
+            if len(by_question) == SIZES[split]:
                 break
-        return list(made.values())
+        return list(by_question.values())
 
 
 def problems(seed: int) -> Iterator[tuple[str, int]]:

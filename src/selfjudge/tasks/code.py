@@ -10,7 +10,7 @@ from selfjudge.tasks.scoring.answers import code_block
 
 
 class CodeTask(Task):
-    """The answer found in a text is a string such as `0,2`: the numbers of the passed tests; empty if it passes none."""
+    """The answer found in a text is a string such as `0,2`: the numbers of the passed tests; empty if none passes."""
 
     checkable = True
     limits = Limits()

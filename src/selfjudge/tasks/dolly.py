@@ -21,9 +21,8 @@ class Dolly(Task):
     def rows(self, split: str) -> list[Row]:
         rows = numbered("dolly", self.load("databricks-dolly-15k.sha256-sorted.jsonl", split))
         test = rows[-TEST_ROWS:]
-        return (
-            test if split == "test" else without_test_questions(self, rows[:-TEST_ROWS], test)
-        )  # a few instructions occur twice
+        # a few instructions occur twice
+        return test if split == "test" else without_test_questions(self, rows[:-TEST_ROWS], test)
 
     def from_hub(self, split: str) -> list[Row]:
         """One split there, in another order: sorted as the file is."""

@@ -1,6 +1,6 @@
 """LiveCodeBench: programming contests (Jain et al. 2025). 679 of 880 problems, their public tests only, in four folds.
 
-Passing the public tests is easier than the benchmark's own measure: these figures are not comparable with published ones.
+Passing the public tests is easier than the benchmark's own measure: figures are not comparable with published ones.
 """
 
 from __future__ import annotations
@@ -16,9 +16,26 @@ from selfjudge.tasks.sandbox.runner import Trial
 FOLDS = 4
 _FIRST, _SECOND = "release_v1_public_tests.jsonl", "derived_v5_window_279_sample_tests.jsonl"
 _HUB = "livecodebench/code_generation_lite"
-_ASK = "You will be given a question (problem specification) and will generate a correct Python program that matches the specification and passes all tests."
-_STDIN = "Read the inputs from stdin solve the problem and write the answer to stdout (do not directly test on the sample inputs). Enclose your code within delimiters as follows. Ensure that when the python program runs, it reads the inputs, runs the algorithm and writes output to STDOUT.\n```python\n# YOUR CODE HERE\n```\n\n"
-_CALL = "You will use the following starter code to write the solution to the problem and enclose your code within delimiters.\n```python\n{}\n```\n\n"
+_ASK = (
+    "You will be given a question (problem specification) and will generate a correct Python program that matches the"
+    " specification and passes all tests."
+)
+_STDIN = (
+    "Read the inputs from stdin solve the problem and write the answer to stdout (do not directly test on the sample"
+    " inputs). Enclose your code within delimiters as follows. Ensure that when the python program runs, it reads the"
+    " inputs, runs the algorithm and writes output to STDOUT.\n```python\n# YOUR CODE HERE\n```\n\n"
+)
+_CALL = (
+    "You will use the following starter code to write the solution to the problem and enclose your code within"
+    " delimiters.\n```python\n{}\n```\n\n"
+)
+_PRELUDE = (  # contest sites import these; starter code needs typing
+    "\n".join(
+        f"from {name} import *"
+        for name in ["typing", "math", "collections", "heapq", "bisect", "itertools", "functools", "string", "operator"]
+    )
+    + "\nimport math, collections, heapq, bisect, itertools, functools, re, string, random, sys, operator"
+)
 
 
 class LiveCodeBench(CodeTask):
@@ -28,10 +45,7 @@ class LiveCodeBench(CodeTask):
     splits = ("train", "test", "all", *(f"{part}-{k}" for k in range(FOLDS) for part in ("train", "test", "fold")))
     new_tokens = 1024
     hub = (_HUB, None)
-    prelude = "\n".join(  # contest sites import these; starter code needs typing
-        f"from {name} import *"
-        for name in ("typing", "math", "collections", "heapq", "bisect", "itertools", "functools", "string", "operator")
-    ) + "\nimport math, collections, heapq, bisect, itertools, functools, re, string, random, sys, operator"  # fmt: skip
+    prelude = _PRELUDE
 
     def rows(self, split: str) -> list[Row]:
         """`train-k` and `test-k`: without and with fold k; `train` and `test` mean k = 0.
@@ -88,12 +102,12 @@ def fold(row: Row) -> int:
 
 def learnt_folds(sources: Iterable[str]) -> set[int]:
     """The folds that labels from these sources of prompts have seen."""
-    found: set[int] = set()
+    folds: set[int] = set()
     for name, _, split in (source.partition("/") for source in sources):
         if name == LiveCodeBench.name:
             part, _, k = (split or "train").partition("-")
-            found |= {int(k)} if part == "fold" else set(range(FOLDS)) - {int(k or 0)}
-    return found
+            folds |= {int(k)} if part == "fold" else set(range(FOLDS)) - {int(k or 0)}
+    return folds
 
 
 TASK = LiveCodeBench

@@ -21,7 +21,7 @@ class Mmlu(Task):
     hub = ("cais/mmlu", "all")
 
     def examples(self, split: str, limit: int | None = None) -> list[Row]:
-        """With a limit: a sample in which every subject has its share, the same rows every time, a smaller one part of a larger."""
+        """With a limit: always the same sample, with a share of every subject; a smaller one is part of a larger."""
         rows = super().examples(split)
         if limit is None or limit >= len(rows):
             return rows
@@ -34,14 +34,14 @@ class Mmlu(Task):
 
     def rows(self, split: str) -> list[Row]:
         rows = numbered(f"mmlu-{split}", self.load(f"{split}.jsonl", split))
-        return (
-            rows if split == "test" else without_test_questions(self, rows, self.rows("test"))
-        )  # five questions occur in both
+        # five questions occur in both
+        return rows if split == "test" else without_test_questions(self, rows, self.rows("test"))
 
     def prompt(self, row: Row) -> str:
         choices = "\n".join(f"({letter}) {choice}" for letter, choice in zip("ABCD", row["choices"], strict=True))
         return (
-            f"Here is a multiple-choice question about {row['subject'].replace('_', ' ')}.\n\n{row['question']}\n{choices}\n\n"
+            f"Here is a multiple-choice question about {row['subject'].replace('_', ' ')}.\n\n"
+            f"{row['question']}\n{choices}\n\n"
             'Reason step by step, then end with "The answer is (X)", where X is the letter of the right choice.'
         )
 
@@ -52,8 +52,8 @@ class Mmlu(Task):
         return "ABCD"[row["answer"]]
 
     def extract(self, row: Row, text: str) -> str | None:
-        if found := _ANSWER.findall(text):
-            return str(found[-1][0] or found[-1][1]).upper()
+        if answers := _ANSWER.findall(text):
+            return str(answers[-1][0] or answers[-1][1]).upper()
         boxed: list[str] = _BOXED.findall(text)
         return boxed[-1] if boxed else None
 

@@ -1,11 +1,11 @@
-"""Runs one untrusted program where it can do no harm. A script of its own, started by `sandbox.run`; no imports but Python's.
+"""Runs one untrusted program where it can do no harm. A script that `runner.py` starts; imports Python's own modules.
 
     outside (this process)  →  init (process 1 of a new process namespace)  →  the program
 
-The program sees a file tree of its own: Python and the system's libraries, read-only, and an empty `/tmp` in memory. It has
-no network, no capability, no name for any process of the machine. When it ends, or `outside` is told to stop, init ends too,
-and the kernel kills with it all that is left in the namespace. Without namespaces (`isolated` false) only the limits,
-the folder and the search for left-over children remain.
+The program sees a file tree of its own: Python and the system's libraries, read-only, and an empty `/tmp` in memory.
+It has no network, no capability, no name for any process of the machine. When it ends, or `outside` is told to stop,
+init ends too, and the kernel kills with it all that is left in the namespace. Without namespaces (`isolated` false)
+only the limits, the folder and the search for left-over children remain.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS =
 SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, READ_ONLY_NO_SUID = 442, -100, 0x8000, 1 | 2
 NOBODY = 65534
 FIRST_ID = 100_000_000
-"""Where the machine's root asks, a program runs as FIRST_ID + process number: the kernel counts processes by user."""
+"""Started by root, a program runs as user FIRST_ID + process number: the kernel counts processes by user."""
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/nix/store")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 
@@ -53,7 +53,7 @@ def main() -> NoReturn:
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
         with open(f"{folder}/job", "rb") as file:
-            job: Job = marshal.load(file)  # noqa: S302 - written by sandbox.run
+            job: Job = marshal.load(file)  # noqa: S302 - written by runner.py
         if not job["isolated"]:
             prctl(PR_SET_CHILD_SUBREAPER, 1)
             child = start(job, f"{folder}/work")
@@ -87,7 +87,7 @@ def wait_for(child: int) -> int:
 
 
 def unshare() -> int | None:
-    """Enter new namespaces; the next child is process 1 of its own. Returns the user to become, if this one is not mapped."""
+    """Enter new namespaces; the next child is process 1 of its own. The user to become, if this one is not mapped."""
     spaces, user = NEWNS | NEWUTS | NEWIPC | NEWPID | NEWNET, FIRST_ID + os.getpid()
     if os.geteuid() == 0 and mapped(user):
         check(_libc.unshare(spaces), "unshare")
@@ -101,7 +101,7 @@ def unshare() -> int | None:
 
 
 def mapped(user: int) -> bool:
-    """Does this user exist in the namespace that we are in?"""
+    """Whether this user exists in the namespace of this process."""
     with open("/proc/self/uid_map") as file:
         ranges = [[int(number) for number in line.split()] for line in file]
     return any(first <= user < first + count for first, _, count in ranges)
@@ -129,7 +129,8 @@ def build(job: Job, root: str) -> None:
         mount(path, place, None, MS_BIND | MS_REC)
     os.makedirs(f"{root}/tmp", exist_ok=True)  # noqa: S108
     read_only(root)
-    mount("tmpfs", f"{root}/tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"size={job['disk']},nr_inodes=4096,mode=777")  # noqa: S108
+    options = f"size={job['disk']},nr_inodes=4096,mode=777"
+    mount("tmpfs", f"{root}/tmp", "tmpfs", MS_NOSUID | MS_NODEV, options)  # noqa: S108
 
 
 def drop(user: int | None) -> None:

@@ -1,4 +1,4 @@
-"""Runs programs that a model wrote: limits, no network, no view of the user's files, killed whole. See docs/tasks.md.
+"""Runs programs that a model wrote: with limits, without network or the user's files. See docs/tasks.md.
 
 `run` runs one program, `run_tests` checks one against tests, `each` does many things at once. Linux only. Where the
 kernel gives no namespaces, programs are refused unless `allow_unsafe` is set.
@@ -30,6 +30,7 @@ from selfjudge.tasks.sandbox import jail
 
 A = TypeVar("A")
 B = TypeVar("B")
+Killed = Literal["", "time", "output"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Limits:
     """What one program may use. Memory, files and CPU time count for each of its processes."""
 
     seconds: float = 30.0
-    """Of wall clock: far more than CPU time, so that a busy machine does not decide a result."""
+    """Wall clock: far more than CPU time, so that a busy machine does not decide a result."""
     cpu_seconds: int = 10
     memory: int = 1 << 30
     file: int = 16 << 20
@@ -59,7 +60,7 @@ class Run:
     stderr: str
     code: int | None
     """Exit code, or minus the signal that ended it; None if it was killed from outside."""
-    killed: Literal["", "time", "output"]
+    killed: Killed
     seconds: float
 
 
@@ -79,14 +80,19 @@ def refuse_unisolated() -> None:
     """Raise where programs cannot be isolated."""
     if why := unavailable():
         raise SelfJudgeError(
-            f"generated code cannot be isolated here ({why}): allow user namespaces, or take the risk with --allow-unsafe"
+            f"generated code cannot be isolated here ({why}):"
+            " allow user namespaces, or take the risk with `allow_unsafe`"
         )
 
 
 def run(
-    code: str, stdin: str = "", *, files: Mapping[str, str] | None = None, limits: Limits | None = None,
+    code: str,
+    stdin: str = "",
+    *,
+    files: Mapping[str, str] | None = None,
+    limits: Limits | None = None,
     allow_unsafe: bool = False,
-) -> Run:  # fmt: skip
+) -> Run:
     """Run a Python program with the standard library, in a folder of its own that holds `files`."""
     isolated = not unavailable()
     if not allow_unsafe:
@@ -95,18 +101,33 @@ def run(
 
 
 def _run(arguments: Sequence[str], files: Mapping[str, str], stdin: str, limits: Limits, *, isolated: bool) -> Run:
+    with tempfile.TemporaryDirectory(prefix="selfjudge-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        (folder / "work").mkdir()
+        (folder / "job").write_bytes(marshal.dumps(_job(arguments, files, limits, isolated)))
+        (folder / "stdin").write_text(stdin, encoding="utf-8", errors="replace")
+        return _watch(folder, limits)
+
+
+def _job(arguments: Sequence[str], files: Mapping[str, str], limits: Limits, isolated: bool) -> dict[str, Any]:
+    """What the jail is told: which program, with which files, environment and limits."""
     python = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
     prefixes = dict.fromkeys(os.path.realpath(p) for p in (sys.base_prefix, sys.base_exec_prefix, Path(python).parent))
-    processes = limits.processes + (2 if isolated else _processes())  # with ours
-    job: dict[str, Any] = {
+    processes = limits.processes + (2 if isolated else _processes())  # with the jail's own
+    return {
         "isolated": isolated,
         "python_folders": list(prefixes),
         "files": dict(files),
         "disk": limits.disk,
-        # -s -P and no variables but these are what -I means; -I itself would ignore the seed of hashes, and a program
-        # that prints a set would be right one day and wrong the next. -S: no package but the standard library's.
+        # -s -P and no variables but these are what -I means. -I itself would ignore the seed of hashes: a program that
+        # prints a set would be right one day and wrong the next. -S: no package but the standard library's.
         "command": [python, "-s", "-S", "-P", *arguments],
-        "environment": {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"},  # noqa: S108
+        "environment": {
+            "PATH": "/usr/bin:/bin",
+            "HOME": "/tmp",  # noqa: S108
+            "LANG": "C.UTF-8",
+            "PYTHONHASHSEED": "0",
+        },
         "limits": {
             "RLIMIT_CPU": (limits.cpu_seconds, limits.cpu_seconds + 1),
             "RLIMIT_AS": (limits.memory, limits.memory),
@@ -116,60 +137,71 @@ def _run(arguments: Sequence[str], files: Mapping[str, str], stdin: str, limits:
             "RLIMIT_CORE": (0, 0),
         },
     }
-    with tempfile.TemporaryDirectory(prefix="selfjudge-", ignore_cleanup_errors=True) as name:
-        folder = Path(name)
-        (folder / "work").mkdir()
-        (folder / "job").write_bytes(marshal.dumps(job))
-        (folder / "stdin").write_text(stdin, encoding="utf-8", errors="replace")
-        return _watch(folder, limits)
 
 
 def _watch(folder: Path, limits: Limits) -> Run:
-    """Start the jail and read what comes until it ends, says too much or takes too long."""
-    began = time.monotonic()
-    status, status_in_jail = os.pipe()
-    try:
-        with (folder / "stdin").open("rb") as stdin:
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-S", jail.__file__, str(folder), str(status_in_jail)],
-                stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=(status_in_jail,), cwd="/",
-                env={}, start_new_session=True,
-            )  # fmt: skip
-    except OSError as error:
-        os.close(status)
-        raise SelfJudgeError(f"cannot start a process: {error}") from None
-    finally:
-        os.close(status_in_jail)
-    killed: Literal["", "time", "output"] = ""
+    """Start the jail and read what comes until it ends, prints too much or takes too long."""
+    start = time.monotonic()
+    process, status = _start_jail(folder)
     assert process.stdout
     assert process.stderr
-    with process, os.fdopen(status, "rb") as told, selectors.DefaultSelector() as waiting:
-        streams: list[IO[bytes]] = [process.stdout, process.stderr, told]
-        read = [bytearray() for _ in streams]
-        for stream, buffer in zip(streams, read, strict=True):
-            waiting.register(stream, selectors.EVENT_READ, buffer)
+    with process, os.fdopen(status, "rb") as told:
         try:
-            while waiting.get_map() and not killed:
-                left = began + limits.seconds - time.monotonic()
-                if left <= 0:
-                    killed = "time"
-                for key, _ in waiting.select(max(0.0, left)):
-                    chunk = os.read(key.fd, 1 << 16)
-                    key.data.extend(chunk)
-                    if not chunk:
-                        waiting.unregister(key.fileobj)
-                    elif len(key.data) > limits.output:
-                        killed = "output"
+            output, killed = _read([process.stdout, process.stderr, told], start + limits.seconds, limits.output)
         finally:
             _end(process)
-    out, err, how = (bytes(buffer[: limits.output]).decode("utf-8", "replace") for buffer in read)
-    word, _, rest = how.partition(" ")
+    out, err, ending = (data[: limits.output].decode("utf-8", "replace") for data in output)
+    word, _, rest = ending.partition(" ")
     if not killed and word != "exit":
         raise SelfJudgeError(" ".join((rest or err or "the jail ended early").split()))
     code = int(rest) if word == "exit" else None
     if code in (-signal.SIGXCPU, -signal.SIGKILL) and not killed:
         killed = "time"
-    return Run(out, err, code, killed, time.monotonic() - began)
+    return Run(out, err, code, killed, time.monotonic() - start)
+
+
+def _start_jail(folder: Path) -> tuple[subprocess.Popen[bytes], int]:
+    """The jail's process, and the pipe on which it says how the program ended."""
+    status, status_in_jail = os.pipe()
+    try:
+        with (folder / "stdin").open("rb") as stdin:
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", jail.__file__, str(folder), str(status_in_jail)],
+                stdin=stdin,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=(status_in_jail,),
+                cwd="/",
+                env={},
+                start_new_session=True,
+            )
+    except OSError as error:
+        os.close(status)
+        raise SelfJudgeError(f"cannot start a process: {error}") from None
+    finally:
+        os.close(status_in_jail)
+    return process, status
+
+
+def _read(streams: Sequence[IO[bytes]], deadline: float, most: int) -> tuple[list[bytes], Killed]:
+    """All that comes on the streams until they end, one has more than `most` bytes, or the deadline passes."""
+    buffers = [bytearray() for _ in streams]
+    killed: Killed = ""
+    with selectors.DefaultSelector() as waiting:
+        for stream, buffer in zip(streams, buffers, strict=True):
+            waiting.register(stream, selectors.EVENT_READ, buffer)
+        while waiting.get_map() and not killed:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                killed = "time"
+            for key, _ in waiting.select(max(0.0, left)):
+                chunk = os.read(key.fd, 1 << 16)
+                key.data.extend(chunk)
+                if not chunk:
+                    waiting.unregister(key.fileobj)
+                elif len(key.data) > most:
+                    killed = "output"
+    return [bytes(buffer) for buffer in buffers], killed
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -183,12 +215,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _processes() -> int:
-    """Those that this user has already: without a namespace the kernel counts them all."""
-    mine = os.getuid()
-    count = 0
+    """How many this user has already: without a namespace the kernel counts them all."""
+    user, count = os.getuid(), 0
     for path in Path("/proc").glob("[0-9]*/task/*"):
         with suppress(OSError):
-            count += path.stat().st_uid == mine
+            count += path.stat().st_uid == user
     return count
 
 
@@ -235,9 +266,14 @@ if kind != "stdin":
 
 
 def run_tests(
-    code: str, tests: Sequence[Trial], *, prelude: str = "", limits: Limits | None = None, allow_unsafe: bool = False,
+    code: str,
+    tests: Sequence[Trial],
+    *,
+    prelude: str = "",
+    limits: Limits | None = None,
+    allow_unsafe: bool = False,
     workers: int | None = None,
-) -> list[bool]:  # fmt: skip
+) -> list[bool]:
     """Which tests a program passes. Each runs in a process of its own; `prelude` runs before the code.
 
     A program that ends by itself before its test (`exit()`) does not pass it: the harness ends with a mark that the
@@ -246,18 +282,16 @@ def run_tests(
 
     def passes(test: Trial) -> bool:
         mark = secrets.token_hex(16)
-        told = {"kind": test.kind, "code": code, "prelude": prelude, "function": test.function, "mark": mark}
-        given = "" if test.kind == "stdin" else test.given
-        ended = run(
-            _HARNESS, test.given if test.kind == "stdin" else "", limits=limits, allow_unsafe=allow_unsafe,
-            files={"test.json": json.dumps({**told, "given": given})},
-        )  # fmt: skip
+        stdin, given = (test.given, "") if test.kind == "stdin" else ("", test.given)
+        job = {"kind": test.kind, "code": code, "prelude": prelude, "function": test.function, "mark": mark}
+        files = {"test.json": json.dumps({**job, "given": given})}
+        ended = run(_HARNESS, stdin, files=files, limits=limits, allow_unsafe=allow_unsafe)
         if ended.killed or ended.code != 0:
             return False
         if test.kind == "stdin":
             return same_output(ended.stdout, test.expected)
-        _, found, value = ended.stdout.rpartition(f"\n{mark}")
-        return bool(found) and (test.kind == "assert" or _same_value(value, test.expected))
+        _, marked, value = ended.stdout.rpartition(f"\n{mark}")
+        return bool(marked) and (test.kind == "assert" or _same_value(value, test.expected))
 
     return each(passes, tests, workers)
 
@@ -271,8 +305,8 @@ def _same_value(got: str, expected: str) -> bool:
 
 def same_output(got: str, expected: str) -> bool:
     """Equal lines, blanks at their ends aside; a line of numbers may write them in another way."""
-    ours, theirs = ([line.strip() for line in text.strip().splitlines()] for text in (got, expected))
-    return len(ours) == len(theirs) and all(a == b or _same_numbers(a, b) for a, b in zip(ours, theirs, strict=True))
+    lines, wanted = ([line.strip() for line in text.strip().splitlines()] for text in (got, expected))
+    return len(lines) == len(wanted) and all(a == b or _same_numbers(a, b) for a, b in zip(lines, wanted, strict=True))
 
 
 def _same_numbers(a: str, b: str) -> bool:
