@@ -22,8 +22,7 @@ from selfjudge.label.pipeline import label_pair
 from selfjudge.label.preservation import Search, meaning_check, next_mismatch, score_events, search
 from selfjudge.label.score import Scorer
 from selfjudge.models.pair import Pair
-from selfjudge.prompts.builtin import read_prompts
-from selfjudge.prompts.sources import Source, limited
+from selfjudge.prompts.sources import Source, limited, read_prompts
 from selfjudge.store import read_rows, write_tensors
 
 

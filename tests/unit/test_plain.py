@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -20,7 +19,7 @@ from selfjudge.decoding.sampling import Sampling
 from selfjudge.engine.select import borrowed
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.pair import Pair
-from selfjudge.prompts.self_written import _fault, sample_passages, sample_prompts, user_header
+from selfjudge.prompts.self_written import Writer, _fault, user_header
 from selfjudge.types import Emission, TokenColumn
 
 CHAT = "{% for m in messages %}<s> w7 {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w0{% endif %}"
@@ -151,9 +150,9 @@ def test_the_filter_names_its_reasons(pair: Pair) -> None:
 
 
 def test_written_prompts_pass_the_filter_and_follow_from_the_seed(pair: Pair) -> None:
-    write: Callable[..., tuple[list[str], dict[str, int]]] = partial(
-        sample_prompts, pair.target, pair.tokenizer, 40, eos_ids={2, 20, 21, 22}, special_ids=pair.special_ids
-    )
+    def write(**options: int) -> tuple[list[str], dict[str, int]]:
+        return Writer(pair.target, pair.tokenizer, {2, 20, 21, 22}, **options).prompts(40, pair.special_ids)
+
     kept, report = write()
     assert len(kept) == report["kept"] > 3
     assert report["written"] == 40 == sum(report.values()) - 40
@@ -165,7 +164,7 @@ def test_written_prompts_pass_the_filter_and_follow_from_the_seed(pair: Pair) ->
 
 def test_written_passages_end_with_a_sentence(pair: Pair) -> None:
     pair.tokenizer.backend_tokenizer.model = _with_full_stop()
-    write = partial(sample_passages, pair.target, pair.tokenizer, 8, eos_ids={2}, openings=("w1 w2", "w3"), longest=60)
+    write = partial(Writer(pair.target, pair.tokenizer, {2}).passages, 8, openings=("w1 w2", "w3"), longest=60)
     passages = write(shortest=5)
     assert passages
     assert all(text.endswith(".") and text.startswith(("w1 w2", "w3")) for text in passages)

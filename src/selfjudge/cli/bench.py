@@ -31,7 +31,8 @@ def decode(
 
     Example: selfjudge bench decode --gammas 2,4 --limit 4 --json
     """
-    from selfjudge.prompts.builtin import BUILT_IN, read_prompts
+    from selfjudge.prompts.builtin import BUILT_IN
+    from selfjudge.prompts.sources import read_prompts
 
     questions = read_prompts(prompts) if prompts else [text for _, text in BUILT_IN]
     wanted = judge_options.given or (judged and models.shipped_judge)
@@ -188,7 +189,8 @@ def draft(
 
 def _texts(sources: list[str], limit: int, data: Path | None) -> dict[str, list[Any]]:
     """Prompts by source: those of tasks and files, or the built-in ones."""
-    from selfjudge.prompts.builtin import BUILT_IN, read_prompts
+    from selfjudge.prompts.builtin import BUILT_IN
+    from selfjudge.prompts.sources import read_prompts
     from selfjudge.tasks.base import known, split_of, task
 
     texts: dict[str, list[Any]] = {}

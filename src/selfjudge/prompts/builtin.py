@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
-from selfjudge.errors import SelfJudgeError
-
 BUILT_IN: tuple[tuple[str, str], ...] = (
     ("math", "A baker makes 24 muffins every morning and sells 17 of them. She gives the rest to her neighbours, who"
              " are 7 families. How many muffins does each family get in 5 days? Reason step by step."),
@@ -44,46 +37,3 @@ BUILT_IN: tuple[tuple[str, str], ...] = (
              " by step."),
     ("open", "Who was Ada Lovelace?"),
 )  # fmt: skip
-
-
-def read_prompts(path: Path, *, skip_broken: Callable[[str], None] | None = None) -> list[str | list[dict[str, str]]]:
-    """A prompts file: one JSON object a line with `prompt` or `messages` (a conversation); `.txt`: a prompt a line.
-
-    A line that is neither is refused; with `skip_broken` it is left out, and that is told which lines they were.
-    """
-    prompts: list[str | list[dict[str, str]]] = []
-    broken: list[int] = []
-    try:
-        with path.open(encoding="utf-8-sig") as file:
-            lines = list(file)  # lines end where files end them, not at every separator of Unicode
-    except (OSError, UnicodeDecodeError) as error:
-        raise SelfJudgeError(f"cannot read {path}: {error}") from None
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        if path.suffix == ".txt":
-            prompts.append(line.strip())
-            continue
-        try:
-            prompts.append(_prompt(json.loads(line)))
-        except (ValueError, KeyError, TypeError):
-            broken.append(number)
-    if broken:
-        numbers = ", ".join(map(str, broken[:5])) + (" …" if len(broken) > 5 else "")
-        which = f"line{'s' if len(broken) > 1 else ''} {numbers}"
-        if skip_broken is None:
-            raise SelfJudgeError(f'{path}, {which}: expected a JSON object with "prompt" or "messages"')
-        skip_broken(f"{path}: left out {which} ({len(broken)} of {len(prompts) + len(broken)})")
-    if not prompts:
-        raise SelfJudgeError(f"{path} holds no prompt")
-    return prompts
-
-
-def _prompt(row: dict[str, Any]) -> str | list[dict[str, str]]:
-    prompt = row["messages"] if "messages" in row else row["prompt"]
-    json.dumps(prompt, ensure_ascii=False).encode()  # half a surrogate pair is no text
-    if isinstance(prompt, str) and prompt.strip():
-        return prompt
-    if isinstance(prompt, list) and prompt and all(isinstance(m, dict) for m in prompt):
-        return prompt
-    raise TypeError(prompt)

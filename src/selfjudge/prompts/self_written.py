@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from selfjudge.decoding.plain import respond
+from selfjudge.decoding.plain import Answer, respond
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.pair import Pair
@@ -43,55 +44,64 @@ def write_prompts(
             shown = percent
             notify(stage, percent / 100)
 
+    writer = Writer(pair.target, pair.tokenizer, pair.eos_ids, seed, batch, tell)
     if articles:
-        passages = sample_passages(
-            pair.target, pair.tokenizer, count, eos_ids=pair.eos_ids, seed=seed, batch=batch, notify=tell
-        )
+        passages = writer.passages(count)
         return [summarise(text) for text in passages], {"written": count, "kept": len(passages)}
-    return sample_prompts(
-        pair.target,
-        pair.tokenizer,
-        count,
-        eos_ids=pair.eos_ids,
-        special_ids=pair.special_ids,
-        seed=seed,
-        batch=batch,
-        notify=tell,
-    )
+    return writer.prompts(count, pair.special_ids)
 
 
-def sample_prompts(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    count: int,
-    *,
-    eos_ids: Collection[int],
-    special_ids: Collection[int],
-    seed: int = 0,
-    temperature: float = 1.0,
-    batch: int = 1024,
-    notify: Callable[[int], None] | None = None,
-) -> tuple[list[str], dict[str, int]]:
-    """Let the target write `count` user prompts; those that pass the filter, and how many fell to which part of it."""
-    header = user_header(tokenizer)
-    answers = respond(
-        model,
-        [header] * count,
-        eos_ids=eos_ids,
-        max_new_tokens=LONGEST,
-        sampling=Sampling(temperature),
-        seeds=[(seed * 1_000_003 + i) % (1 << 63) for i in range(count)],
-        batch=batch,
-        notify=notify,
-    )
-    kept, report = [], Counter(written=count)
-    seen: set[object] = set()
-    for _, tokens, finish in sorted(answers):  # in the order of their seeds, whatever the batches were
-        reason, text = _fault(tokens, finish, tokenizer, special_ids, seen)
-        report[reason or "kept"] += 1
-        if reason is None:
-            kept.append(text)
-    return kept, dict(report)
+@dataclass(frozen=True)
+class Writer:
+    """A target that writes. What it writes follows from the seed, whatever the batches are."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    eos_ids: Collection[int]
+    seed: int = 0
+    batch: int = 1024
+    notify: Callable[[int], None] | None = None
+    """Told how many tokens were written since it was told last."""
+
+    def prompts(self, count: int, special_ids: Collection[int]) -> tuple[list[str], dict[str, int]]:
+        """User prompts that pass the filter, of `count` that are written, and how many fell to which part of it."""
+        starts = [user_header(self.tokenizer)] * count
+        kept, report = [], Counter(written=count)
+        seen: set[object] = set()
+        for _, tokens, finish in sorted(self._sample(starts, LONGEST, 1.0, 0)):
+            reason, text = _fault(tokens, finish, self.tokenizer, special_ids, seen)
+            report[reason or "kept"] += 1
+            if reason is None:
+                kept.append(text)
+        return kept, dict(report)
+
+    def passages(
+        self, count: int, openings: Sequence[str] = OPENINGS, longest: int = 900, shortest: int = 80
+    ) -> list[str]:
+        """Texts that continue the openings, without chat template; cut after the last whole sentence."""
+        encoded = [list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in openings]
+        starts = [encoded[i % len(encoded)] for i in range(count)]
+        passages = []
+        for index, tokens, _ in sorted(self._sample(starts, longest, 0.8, 500_009)):
+            text = str(self.tokenizer.decode([*starts[index], *tokens], skip_special_tokens=True))
+            whole = re.match(r"(?s).*[.!?]", text)
+            if whole and len(tokens) >= shortest:
+                passages.append(whole.group(0))
+        return passages
+
+    def _sample(
+        self, starts: Sequence[Sequence[int]], longest: int, temperature: float, first_seed: int
+    ) -> Iterator[Answer]:
+        return respond(
+            self.model,
+            starts,
+            eos_ids=self.eos_ids,
+            max_new_tokens=longest,
+            sampling=Sampling(temperature),
+            seeds=[(self.seed * 1_000_003 + first_seed + i) % (1 << 63) for i in range(len(starts))],
+            batch=self.batch,
+            notify=self.notify,
+        )
 
 
 def _fault(
@@ -112,39 +122,6 @@ def _fault(
         return "duplicate" if keys[0] in seen else "near-duplicate", text
     seen.update(key for key in keys if key is not None)
     return None, text
-
-
-def sample_passages(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    count: int,
-    *,
-    eos_ids: Collection[int],
-    seed: int = 0,
-    openings: Sequence[str] = OPENINGS,
-    longest: int = 900,
-    shortest: int = 80,
-    batch: int = 1024,
-    notify: Callable[[int], None] | None = None,
-) -> list[str]:
-    """Texts that the target continues from the openings, without chat template; cut after the last whole sentence."""
-    starts = [list(tokenizer(openings[i % len(openings)], add_special_tokens=False)["input_ids"]) for i in range(count)]
-    texts: dict[int, str] = {}
-    for index, tokens, _ in respond(
-        model,
-        starts,
-        eos_ids=eos_ids,
-        max_new_tokens=longest,
-        sampling=Sampling(0.8),
-        seeds=[(seed * 1_000_003 + 500_009 + i) % (1 << 63) for i in range(count)],
-        batch=batch,
-        notify=notify,
-    ):
-        text = str(tokenizer.decode([*starts[index], *tokens], skip_special_tokens=True))
-        whole = re.match(r"(?s).*[.!?]", text)
-        if whole and len(tokens) >= shortest:
-            texts[index] = whole.group(0)
-    return [texts[i] for i in sorted(texts)]
 
 
 def user_header(tokenizer: PreTrainedTokenizerBase) -> list[int]:

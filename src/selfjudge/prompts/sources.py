@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.prompts.builtin import read_prompts
 from selfjudge.tasks.base import FILE, Prompt, Task, known, split_of, task
 
 LEARNABLE = ("train", "fold-", "dev", "validation")  # splits begin with one of these
@@ -112,6 +112,49 @@ def load_prompts(source: Source, data: Path | None, *, skip_broken: Warn | None 
     path = Path(source.name).expanduser()
     prompts = read_prompts(path, skip_broken=skip_broken)[: source.count]
     return [PromptRecord(f"{path.stem}-{i}", source.name, prompt) for i, prompt in enumerate(prompts)]
+
+
+def read_prompts(path: Path, *, skip_broken: Warn | None = None) -> list[str | list[dict[str, str]]]:
+    """A prompts file: one JSON object a line with `prompt` or `messages` (a conversation); `.txt`: a prompt a line.
+
+    A line that is neither is refused; with `skip_broken` it is left out, and that is told which lines they were.
+    """
+    prompts: list[str | list[dict[str, str]]] = []
+    broken: list[int] = []
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            lines = list(file)  # lines end where files end them, not at every separator of Unicode
+    except (OSError, UnicodeDecodeError) as error:
+        raise SelfJudgeError(f"cannot read {path}: {error}") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        if path.suffix == ".txt":
+            prompts.append(line.strip())
+            continue
+        try:
+            prompts.append(_prompt(json.loads(line)))
+        except (ValueError, KeyError, TypeError):
+            broken.append(number)
+    if broken:
+        numbers = ", ".join(map(str, broken[:5])) + (" …" if len(broken) > 5 else "")
+        which = f"line{'s' if len(broken) > 1 else ''} {numbers}"
+        if skip_broken is None:
+            raise SelfJudgeError(f'{path}, {which}: expected a JSON object with "prompt" or "messages"')
+        skip_broken(f"{path}: left out {which} ({len(broken)} of {len(prompts) + len(broken)})")
+    if not prompts:
+        raise SelfJudgeError(f"{path} holds no prompt")
+    return prompts
+
+
+def _prompt(row: dict[str, Any]) -> str | list[dict[str, str]]:
+    prompt = row["messages"] if "messages" in row else row["prompt"]
+    json.dumps(prompt, ensure_ascii=False).encode()  # half a surrogate pair is no text
+    if isinstance(prompt, str) and prompt.strip():
+        return prompt
+    if isinstance(prompt, list) and prompt and all(isinstance(m, dict) for m in prompt):
+        return prompt
+    raise TypeError(prompt)
 
 
 def _learnable(origin: Task) -> str:
