@@ -68,7 +68,8 @@ def _about(judge: JudgeConfig) -> list[str]:
         f'selfjudge generate "Why is the sky blue?" --target {judge.target} --judge FOLDER --quality 0.9',
         "```",
         "",
-        "`--quality 0.9` takes the threshold that rejects 90 % of bad substitutions. It is not the quality of the answer.",
+        "`--quality 0.9` takes the threshold that rejects 90 % of bad substitutions."
+        " It is not the quality of the answer.",
         "",
     ]
 

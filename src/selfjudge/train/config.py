@@ -1,4 +1,4 @@
-"""What decides a judge, and what a study of judges holds fixed. Light: the command line makes its options from these."""
+"""What decides a judge, and what a study of judges holds fixed. No torch: the command line makes its options here."""
 
 from __future__ import annotations
 

@@ -334,7 +334,7 @@ def _check_finite(file: Path, arrays: Arrays) -> None:
 
 
 def _ahead(log_p: NDArray[Any], seed: int) -> NDArray[np.float32]:
-    """[n, 2K] what a judge would see of the drafts that follow. A block ends somewhere: each row loses the last 0 to K."""
+    """[n, 2K] what a judge sees of the drafts that follow. A block ends somewhere: each row loses the last 0 to K."""
     there = ~np.isnan(log_p)
     seen = np.random.default_rng(seed).integers(0, LOOKAHEAD + 1, (len(log_p), 1))
     there &= np.arange(LOOKAHEAD) < seen
@@ -368,7 +368,7 @@ def _usable_length(folder: Path, manifest: dict[str, Any], suffix_length: int | 
 
 
 def _tau(folder: Path, manifest: dict[str, Any], length: int, mean: bool, gap: int) -> float:
-    """τ for these scores: the stored one for the stored scores, else from the folder's evidence, else the shipped one."""
+    """τ for these scores: the stored one for stored scores, else from the folder's evidence, else the shipped one."""
     if length == manifest["suffix_length"] and not mean and not gap:
         return float(manifest["tau"])
     evidence = folder / "calibration.safetensors"

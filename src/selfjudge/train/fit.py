@@ -99,7 +99,7 @@ class _Sums(NamedTuple):
 
 
 def logistic(chunks: Chunks, scaler: Scaler, penalty: Tensor, start: Tensor | None = None) -> Tensor:
-    """[D + 1] weights and bias that minimise Σ log-loss + ½ Σ penalty_j w_j² on standardised columns; the bias is free."""
+    """[D + 1] weights and bias that minimise Σ log-loss + ½ Σ penalty_j w_j² on standardised columns; b is free."""
     return next(logistic_path(chunks, scaler, [penalty], start))
 
 

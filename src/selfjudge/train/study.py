@@ -1,6 +1,6 @@
-"""Studies of the judge from one label folder: how many labels, which suffix, which features, which score, which prompts.
+"""Studies of the judge from one label folder: how many labels, which suffix, features, score and prompts.
 
-Everything is measured on the mismatches of the holdout's prompts. A study changes one thing and leaves the rest as it is.
+Everything is measured on the mismatches of the holdout's prompts. A study changes one thing and keeps the rest.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class _Study:
 
 
 def critical_auc(evidence: Path, suffix_length: int, *, mean: bool = False, gap: int = 0) -> float | None:
-    """ROC-AUC of the score at telling substitutions that kept the answer from critical ones; None if all are one kind."""
+    """ROC-AUC of the score: substitutions that kept the answer against critical ones; None if all are one kind."""
     arrays, _ = read_tensors(evidence)
     scores = total(arrays["log_p"], arrays["original"], arrays["substituted"], suffix_length, mean=mean, gap=gap)
     finite, kept = np.isfinite(scores), arrays["critical"] == 0
