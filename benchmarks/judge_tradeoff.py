@@ -130,7 +130,9 @@ def main() -> None:
             if o.only and rule.split("@")[0].split(",")[0] not in ("exact", *o.only):
                 continue
             begun = time.monotonic()
-            answers = generate(pair, prompts, built, gamma=o.gamma, max_new_tokens=o.max_new_tokens, batch=o.batch)
+            answers = generate(
+                pair, prompts, built, gamma=o.gamma, max_new_tokens=o.max_new_tokens, batch=o.batch, trace=False
+            )
             seconds = time.monotonic() - begun
             texts = [a.text for a in answers]
             own = own or texts

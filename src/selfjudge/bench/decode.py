@@ -97,6 +97,7 @@ def _runs(pair: Pair, rules: Sequence[tuple[str, AcceptanceRule]], config: Decod
                 max_new_tokens=config.max_new_tokens,
                 confidence=config.confidence,
                 raw=config.raw,
+                trace=False,
             )
             return result.tokens, result
 

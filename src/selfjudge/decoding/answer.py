@@ -39,15 +39,17 @@ class Answer:
     def take(self, emission: Emission, step: Step) -> list[Piece]:
         """Add what a step emitted; the new pieces of text, if the answer is streamed."""
         self.cycles += step.cycle > 0
-        for phase in PHASES:
-            self.seconds[phase] += step.seconds[phase]
-        judged = {about.place: self._judged(emission, about) for about in emission.judged}
+        seconds = self.seconds
+        for phase, spent in step.seconds.items():
+            seconds[phase] += spent
+        judged = {j.place: self._judged(emission, j) for j in emission.judged} if emission.judged else {}
         if not self.streamed:
             self.tokens += emission.tokens
             self.origins += emission.origins
-            self.judged_tokens += judged.values()
-            self.finish = emission.finish
-            if self.finish is not None:
+            if judged:
+                self.judged_tokens += judged.values()
+            if emission.finish is not None:
+                self.finish = emission.finish
                 self.text = self._text.whole(self.tokens)
             return []
         pieces = []

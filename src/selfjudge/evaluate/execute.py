@@ -135,6 +135,7 @@ class Execution:
             batch=self.batch,
             seeds=[row_seed(self.config.seed, self.examples.places[row["id"]]) for row in part.rows],
             same_draft_weights=True,
+            trace=False,
         )
         total = time.perf_counter() - start
         # the last to end took part in all passes

@@ -77,6 +77,7 @@ class SelfJudgeLM(TemplateLM):
                 stop=list(until),
                 batch=self.batch,
                 raw=True,
+                trace=False,
             )
             for i, answer in zip(members, answers, strict=True):
                 texts[i] = answer.text
