@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -50,6 +51,7 @@ def test_generate_json_has_the_contracted_names(run, pair: list[str]) -> None:
         "tokens_per_second", "seconds", "pair", "rule", "gamma", "threshold",
     }  # fmt: skip
     assert set(result["seconds"]) == {"draft", "target", "judge", "rule", "total"}
+    assert result["judged_tokens"] == []
     assert len(result["token_ids"]) == len(result["origins"]) == 20
     assert set(result["origins"]) <= {"draft", "judge", "target"}
 
@@ -62,17 +64,19 @@ def test_generate_streams_text_and_reports_on_stderr(run, pair: list[str]) -> No
 
 
 def test_color_tints_by_origin(run, pair: list[str]) -> None:
-    _, out, _ = run("generate", "w1 w2", *pair, "--rule", "topk:20", "--color", "--max-new-tokens", "20")
+    _, out, err = run("generate", "w1 w2", *pair, "--rule", "topk:20", "--color", "--max-new-tokens", "20")
+    assert "the target wanted" in err
     assert "\x1b[34m" in out  # target
     assert "\x1b[30;42m" in out  # accepted against alignment
 
 
-def test_prompt_from_standard_input(pair: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "selfjudge.cli", "generate", "-", *pair, "--max-new-tokens", "4", "--json"],
-        input="w1 w2", capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert len(json.loads(done.stdout)["token_ids"]) == 4
+def test_prompt_from_standard_input(run, pair: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("w1 w2"))
+    _, out, _ = run("generate", "-", *pair, "--max-new-tokens", "4", "--json")
+    piped = json.loads(out)["token_ids"]
+    _, out, _ = run("generate", "w1 w2", *pair, "--max-new-tokens", "4", "--json")
+    assert len(piped) == 4
+    assert piped == json.loads(out)["token_ids"]
 
 
 def test_judged_from_a_folder(run, pair: list[str], tmp_path: Path) -> None:
@@ -82,6 +86,8 @@ def test_judged_from_a_folder(run, pair: list[str], tmp_path: Path) -> None:
     result = json.loads(out)
     assert result["mean_accepted_length"] == 4
     assert result["threshold"] == 0.5
+    assert [t["index"] for t in result["judged_tokens"]] == [i for i, o in enumerate(result["origins"]) if o == "judge"]
+    assert {"token", "text", "target_text", "target_probability", "score"} <= result["judged_tokens"][0].keys()
     assert "judge" in result["origins"]
     _, out, _ = run(*command, "--rule", "judged", "--theta", "1")
     exact = json.loads(run("generate", "w1 w2", *pair, "--gamma", "3", "--json", "--max-new-tokens", "13")[1])
@@ -122,12 +128,17 @@ def test_bench_decode(run, pair: list[str]) -> None:
         assert row["identical_to_plain"] == 1.0
         assert row["spread"][0] <= row["ratio_to_plain"] <= row["spread"][1]
     assert set(result) >= {"machine", "versions", "dtype", "runs", "date"}
+    assert result["baseline"] == "transformers-plain"
     assert (result["draft_dtype"], result["judged_draft_dtype"]) == ("float32", "float32")
     code, out, _ = run(
         "bench", "decode", *pair, "--gammas", "1", "--limit", "1", "--repeats", "1", "--max-new-tokens", "6"
     )
     assert code == 0
     assert "transformers-assisted" in out
+    assert "× transformers-plain" in out
+    _, out, _ = run("bench", "decode", *pair, "--gammas", "1", "--limit", "1", "--repeats", "1", "--no-peers", "--json")
+    alone = json.loads(out)
+    assert alone["baseline"] == alone["runs"][0]["name"] == "selfjudge-plain"
 
 
 def test_distill_is_killed_and_goes_on(run, checkpoints: dict[str, str], tmp_path: Path) -> None:
@@ -264,7 +275,7 @@ def test_non_finite_states_are_said_once(run, checkpoints: dict[str, str], tmp_p
 
     broken = AutoModelForCausalLM.from_pretrained(checkpoints["target"])
     with torch.no_grad():
-        broken.get_output_embeddings().weight[7] = torch.nan
+        broken.get_output_embeddings().weight[7] = 3e38  # finite itself; its logits are not
     broken.save_pretrained(tmp_path / "broken")
     AutoTokenizer.from_pretrained(checkpoints["target"]).save_pretrained(tmp_path / "broken")
     done = subprocess.run(

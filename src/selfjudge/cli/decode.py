@@ -77,6 +77,10 @@ def generate(
         print_json({**_as_json(result, built), "pair": pair.name, "rule": spec, "gamma": gamma})
         return
     typer.echo()
+    for token in result.judged_tokens if color else ():
+        score = "" if token.score is None else f", the judge's score {token.score:.2f}"
+        wanted = f"the target wanted {token.target_text!r} (p {token.target_probability:.2f})"
+        typer.echo(f"token {token.index}: {token.text!r}, {wanted}{score}", err=True)
     typer.echo(
         f"{len(result.tokens)} tokens, m = {figure(result.mean_accepted_length, '.2f', '–')},"
         f" {result.judged_share:.0%} accepted against alignment, {result.tokens_per_second:.1f} tokens/s",
