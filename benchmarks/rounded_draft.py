@@ -6,7 +6,7 @@ weight of a group. Embeddings, head, norms and biases stay. FOLDER is an ordinar
 
     python benchmarks/label_run.py --pair P --draft FOLDER --methods selfjudge --prompts gsm8k:600 dolly:400 self:200 --data DIR --out LABELS
     selfjudge train LABELS/selfjudge --suffix-gap 3 --model linear --out JUDGE
-    selfjudge eval --target P --draft FOLDER --judge gap=JUDGE --rules "exact judged:q0.8@gap margin:1" --tasks gsm8k --data DIR --out OUT
+    selfjudge eval --target P --draft FOLDER --judge gap=JUDGE --rules "exact judged:q0.8@gap margin:1" --gammas 10 --tasks gsm8k --data DIR --out OUT
 """
 
 from __future__ import annotations

@@ -53,20 +53,23 @@ def test_kill_9_and_resume_give_the_summary_of_an_undisturbed_run(
     checkpoints: dict[str, str], asked: Path, tmp_path: Path
 ) -> None:
     runner = CliRunner()
-    whole = runner.invoke(app, [*command(checkpoints, asked, tmp_path / "whole"), "--json"])
+    few = tmp_path / "few" / "mine.jsonl"
+    few.parent.mkdir()
+    few.write_text("".join(asked.read_text().splitlines(keepends=True)[:14]))  # seven parts
+    whole = runner.invoke(app, [*command(checkpoints, few, tmp_path / "whole"), "--json"])
     assert whole.exit_code == 0, whole.output
     torn = tmp_path / "torn"
     process = subprocess.Popen(
-        [sys.executable, "-m", "selfjudge.cli", *command(checkpoints, asked, torn)], stderr=subprocess.DEVNULL
+        [sys.executable, "-m", "selfjudge.cli", *command(checkpoints, few, torn)], stderr=subprocess.DEVNULL
     )
     while not list(torn.rglob("part-00003.jsonl")) and process.poll() is None:
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert not (torn / "file:mine" / "topk:3-g3" / "summary.json").exists()
-    again = runner.invoke(app, command(checkpoints, asked, torn))
+    again = runner.invoke(app, command(checkpoints, few, torn))
     assert "go on with `resume`" in str(again.exception)
-    again = runner.invoke(app, [*command(checkpoints, asked, torn, "--resume"), "--json"])
+    again = runner.invoke(app, [*command(checkpoints, few, torn, "--resume"), "--json"])
     assert again.exit_code == 0, again.output
     for run in ("exact-g3", "topk:3-g3"):
         one, other = (read_json(tmp_path / name / "file:mine" / run / "summary.json") for name in ("whole", "torn"))
@@ -75,7 +78,7 @@ def test_kill_9_and_resume_give_the_summary_of_an_undisturbed_run(
     shown = runner.invoke(app, ["report", str(torn), "--out", str(page), "--json"])
     assert shown.exit_code == 0, shown.output
     assert "topk:3" in page.read_text(encoding="utf-8")
-    table = runner.invoke(app, command(checkpoints, asked, torn, "--resume"))
+    table = runner.invoke(app, command(checkpoints, few, torn, "--resume"))
     assert "topk:3" in table.output
     assert "±" in table.output
 
