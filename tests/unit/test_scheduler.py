@@ -76,7 +76,7 @@ def test_a_batch_that_fails_takes_its_own_answers_along(begin: Begin, monkeypatc
     step = Batch.step
 
     def sometimes(self: Batch) -> StepOutput:
-        if self._settings[2] == 0 and self._answers:
+        if self._decoding.gamma == 0 and self._answers:
             raise MemoryError("no room")
         return step(self)
 
