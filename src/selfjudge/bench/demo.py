@@ -1,4 +1,4 @@
-"""`selfjudge demo`: the whole line on the embedded pair: labels, a judge, decoding side by side, its cost in quality."""
+"""`selfjudge demo`: the whole line on the embedded pair: labels, a judge, decoding side by side."""
 
 from __future__ import annotations
 
@@ -102,14 +102,17 @@ class Demo:
         return update
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Answer the prompts plainly, with `exact`, `topk` and every judge: one row of figures for each, as it comes."""
+        """Answer the prompts plainly, with `exact`, `topk` and every judge: a row of figures for each."""
         special, gamma = self.pair.special_ids, self.config.gamma
         configurations: list[tuple[str, AcceptanceRule, int]] = [
             ("plain", EXACT, 0),
             ("exact", EXACT, gamma),
             ("topk:2", TopK(special=special), gamma),
-            *((name, Judged(judge, judge.quality(QUALITY), special=special), gamma) for name, judge in self.judges.items()),
-        ]  # fmt: skip
+            *(
+                (name, Judged(judge, judge.quality(QUALITY), special=special), gamma)
+                for name, judge in self.judges.items()
+            ),
+        ]
         self.notify("warming up …")  # the first pass may compile a kernel
         generate(self.pair, self.prompts[:1], gamma=gamma, max_new_tokens=2)
         for name, rule, drafts in configurations:

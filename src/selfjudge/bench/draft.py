@@ -95,7 +95,7 @@ def _row(name: str, sums: Counter[str]) -> dict[str, Any]:
 def accepted(
     pair: Pair, prompts: Sequence[Sequence[int]], *, gamma: int, max_new_tokens: int, batch: int
 ) -> tuple[int, int]:
-    """Tokens and cycles of greedy speculative decoding, summed over all prompts; prefill's token belongs to no cycle."""
+    """Tokens and cycles of greedy speculative decoding, over all prompts; prefill's token belongs to no cycle."""
     assert pair.draft is not None
     kind = common_kind(pair.target, pair.draft, "auto")
     tokens = cycles = 0

@@ -1,4 +1,4 @@
-"""What a label costs: our branches, the public call pattern and answer preservation on the same responses, in one run."""
+"""What a label costs: our branches, the public call pattern and answer preservation on the same responses."""
 
 from __future__ import annotations
 

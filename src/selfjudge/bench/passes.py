@@ -1,7 +1,7 @@
 """What a forward pass costs: against batch, tokens per pass and context length, and against the memory it must read.
 
-A pass reads every weight (the embedding table apart, where the head has its own) and the keys and values of its rows; that
-many bytes over the measured bandwidth is the floor that the `over_floor` column compares with.
+A pass reads every weight (the embedding table apart, where the head has its own) and the keys and values of its rows.
+That many bytes over the measured bandwidth is the floor that the `over_floor` column compares with.
 """
 
 from __future__ import annotations

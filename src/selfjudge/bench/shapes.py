@@ -11,15 +11,18 @@ _LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_parameters": {"rope
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-1.5b": {
         **_QWEN, "vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
-        "num_attention_heads": 12, "num_key_value_heads": 2, "max_position_embeddings": 32768, "tie_word_embeddings": True,
+        "num_attention_heads": 12, "num_key_value_heads": 2, "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
     },
     "qwen-draft-8x320": {
         **_QWEN, "vocab_size": 151936, "hidden_size": 320, "intermediate_size": 960, "num_hidden_layers": 8,
-        "num_attention_heads": 5, "num_key_value_heads": 5, "max_position_embeddings": 32768, "tie_word_embeddings": False,
+        "num_attention_heads": 5, "num_key_value_heads": 5, "max_position_embeddings": 32768,
+        "tie_word_embeddings": False,
     },
     "llama-3.1-8b": {
         **_LLAMA, "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072, "tie_word_embeddings": False,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+        "tie_word_embeddings": False,
     },
     "llama-3.2-1b": {
         **_LLAMA, "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,

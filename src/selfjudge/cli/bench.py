@@ -56,20 +56,22 @@ def _show_decode(result: dict[str, Any]) -> None:
         f" under judged {result['judged_draft_dtype']}), batch 1, {result['prompts']} prompts of"
         f" {result['max_new_tokens']} new tokens, {result['repeats']} repeats; {describe_machine(result)}"
     )
-    print_rows([
-        {
-            "name": r["name"],
-            "γ": r["gamma"],
-            "tokens/s": f"{r['tokens_per_second']:.1f}",
-            f"× {result['baseline']}": f"{r['ratio_to_plain']:.2f} ({r['spread'][0]:.2f}–{r['spread'][1]:.2f})",
-            "m": number(r["mean_accepted_length"], ".2f"),
-            "same tokens": f"{r['identical_to_plain']:.0%}",
-            "× floor": number(r["over_floor"], ".1f"),
-            "draft / target / judge / rule, s": _phases(r["seconds"]),
-            "judge's share": number(r["judge_time_share"], ".2%"),
-        }
-        for r in result["runs"]
-    ])  # fmt: skip
+    print_rows(
+        [
+            {
+                "name": r["name"],
+                "γ": r["gamma"],
+                "tokens/s": f"{r['tokens_per_second']:.1f}",
+                f"× {result['baseline']}": f"{r['ratio_to_plain']:.2f} ({r['spread'][0]:.2f}–{r['spread'][1]:.2f})",
+                "m": number(r["mean_accepted_length"], ".2f"),
+                "same tokens": f"{r['identical_to_plain']:.0%}",
+                "× floor": number(r["over_floor"], ".1f"),
+                "draft / target / judge / rule, s": _phases(r["seconds"]),
+                "judge's share": number(r["judge_time_share"], ".2%"),
+            }
+            for r in result["runs"]
+        ]
+    )
     gamma = result["best"]["gamma"]
     for peer, ratio in result["best"]["exact_over"].items():
         typer.echo(f"exact (γ={gamma['selfjudge-exact']}) is {ratio:.2f} × {peer} (γ={gamma[peer]})")
@@ -110,17 +112,19 @@ def passes(
         f"{model}, {result['dtype']}, {result['engine']}, {describe_machine(result)},"
         f" {result['gigabytes_per_second']:.0f} GB/s"
     )
-    print_rows([
-        {
-            "batch": r["batch"],
-            "context": r["context"],
-            "tokens": r["tokens"],
-            "ms": f"{r['milliseconds']:.2f}",
-            "memory floor, ms": f"{r['floor_milliseconds']:.2f}",
-            "× floor": f"{r['over_floor']:.2f}",
-        }
-        for r in result["runs"]
-    ])  # fmt: skip
+    print_rows(
+        [
+            {
+                "batch": r["batch"],
+                "context": r["context"],
+                "tokens": r["tokens"],
+                "ms": f"{r['milliseconds']:.2f}",
+                "memory floor, ms": f"{r['floor_milliseconds']:.2f}",
+                "× floor": f"{r['over_floor']:.2f}",
+            }
+            for r in result["runs"]
+        ]
+    )
 
 
 def _model(name: str, place: DeviceOptions) -> Any:
@@ -175,16 +179,18 @@ def draft(
         f"{result['pair']}, {result['device']}, {result['dtype']}, {describe_machine(result)}; a draft step costs"
         f" {result['draft_over_target']:.3f} of a target pass"
     )
-    print_rows([
-        {
-            "prompts": r["prompts"],
-            "n": r["n"],
-            "top-1": f"{r['top1']:.1%}",
-            **{f"m, γ={g}": f"{r[f'm_gamma_{g}']:.2f}" for g in config.gammas},
-            **{f"predicted × plain, γ={g}": f"{r[f'predicted_speedup_gamma_{g}']:.2f}" for g in config.gammas},
-        }
-        for r in result["runs"]
-    ])  # fmt: skip
+    print_rows(
+        [
+            {
+                "prompts": r["prompts"],
+                "n": r["n"],
+                "top-1": f"{r['top1']:.1%}",
+                **{f"m, γ={g}": f"{r[f'm_gamma_{g}']:.2f}" for g in config.gammas},
+                **{f"predicted × plain, γ={g}": f"{r[f'predicted_speedup_gamma_{g}']:.2f}" for g in config.gammas},
+            }
+            for r in result["runs"]
+        ]
+    )
 
 
 def _texts(sources: list[str], limit: int, data: Path | None) -> dict[str, list[Any]]:
@@ -238,14 +244,16 @@ def label(
         f"{result['pair']}, {result['device']}, {result['dtype']}, {describe_machine(result)};"
         f" N = {result['suffix_length']}"
     )
-    print_rows([
-        {
-            "way": r["name"],
-            "labels": r["labels"],
-            "labels/s": f"{r['labels_per_second']:.3g}",
-            "× public pattern": f"{r['ratio_to_public_pattern']:.1f}",
-            "CPU s/label": f"{r['cpu_seconds_per_label']:.3g}",
-            "target tokens/label": f"{r['target_tokens_per_label']:.0f}",
-        }
-        for r in result["runs"]
-    ])  # fmt: skip
+    print_rows(
+        [
+            {
+                "way": r["name"],
+                "labels": r["labels"],
+                "labels/s": f"{r['labels_per_second']:.3g}",
+                "× public pattern": f"{r['ratio_to_public_pattern']:.1f}",
+                "CPU s/label": f"{r['cpu_seconds_per_label']:.3g}",
+                "target tokens/label": f"{r['target_tokens_per_label']:.0f}",
+            }
+            for r in result["runs"]
+        ]
+    )

@@ -110,9 +110,11 @@ class JudgeOptions:
         None, "Judge threshold: a number in [0, 1], larger accepts less, or F or R (the default)."
     )
     quality: float | None = setting(
-        None, "Choose θ so that the judge rejects this share of bad substitutions: 0.9 rejects 90 %.",
-        minimum=0, maximum=1,
-    )  # fmt: skip
+        None,
+        "Choose θ so that the judge rejects this share of bad substitutions: 0.9 rejects 90 %.",
+        minimum=0,
+        maximum=1,
+    )
 
     def check(self) -> None:
         check_settings(self)
@@ -157,9 +159,11 @@ class DecodeOptions:
         None, "Draft tokens per cycle: 5, on a CPU 3; 0 is plain decoding.", minimum=0, maximum=MAX_GAMMA
     )
     confidence: float = setting(
-        0.0, "End drafting early once the draft gives its proposal less than this probability; 0 is off.",
-        minimum=0, maximum=1,
-    )  # fmt: skip
+        0.0,
+        "End drafting early once the draft gives its proposal less than this probability; 0 is off.",
+        minimum=0,
+        maximum=1,
+    )
     max_new_tokens: int = setting(256, "Most tokens an answer may have.", minimum=1)
     temperature: float | None = setting(None, "Sample at this temperature (rules sampling, judged).", above=0)
     top_p: float = setting(1.0, "Nucleus filter, applied to both models.", above=0, maximum=1)

@@ -109,9 +109,11 @@ def info(
             f"{folder}: {labels['target']} with {labels['draft']}, {labels['method']}, N = {labels['suffix_length']},"
             f" {threshold}"
         )
-        print_rows([
-            {"source": name, "labels": row["rows"], "acceptable": f"{row['acceptable']:.1%}"}
-            for name, row in labels["sources"].items()
-        ])  # fmt: skip
+        print_rows(
+            [
+                {"source": name, "labels": row["rows"], "acceptable": f"{row['acceptable']:.1%}"}
+                for name, row in labels["sources"].items()
+            ]
+        )
         quantiles = labels["score_quantiles"].items()
         typer.echo("scores: " + ", ".join(f"{share} below {value:.2f}" for share, value in quantiles))

@@ -95,14 +95,16 @@ def _judges(root: Path) -> list[dict[str, Any]]:
     rows = []
     for name, place, where in (*shipped, *local):
         config = read_json(place / "config.json")
-        rows.append({
-            "name": name,
-            "where": where,
-            "target": config.get("target", ""),
-            "features": config.get("features", ""),
-            "model": config.get("model", ""),
-            "thresholds": {key: round(theta, 3) for key, theta in config.get("thresholds", {}).items()},
-        })  # fmt: skip
+        rows.append(
+            {
+                "name": name,
+                "where": where,
+                "target": config.get("target", ""),
+                "features": config.get("features", ""),
+                "model": config.get("model", ""),
+                "thresholds": {key: round(theta, 3) for key, theta in config.get("thresholds", {}).items()},
+            }
+        )
     return rows
 
 
@@ -118,13 +120,15 @@ def _runs(root: Path) -> list[dict[str, Any]]:
         if (kind := _kind(place)) is None:
             continue
         made = _readable_json(place / "run.json")
-        rows.append({
-            "folder": str(place),
-            "kind": kind,
-            "state": "finished" if _finished(place, kind) else "begun",
-            "when": made.get("time", ""),
-            "what": _what(place, kind),
-        })  # fmt: skip
+        rows.append(
+            {
+                "folder": str(place),
+                "kind": kind,
+                "state": "finished" if _finished(place, kind) else "begun",
+                "when": made.get("time", ""),
+                "what": _what(place, kind),
+            }
+        )
     return rows
 
 

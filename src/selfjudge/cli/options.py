@@ -52,10 +52,12 @@ def config_options(
             annotation = _annotated(f, hints[name], default, name in commas)
             parameters.append(
                 inspect.Parameter(
-                    name, inspect.Parameter.KEYWORD_ONLY, default=_as_option(hints[name], default, name in commas),
+                    name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=_as_option(hints[name], default, name in commas),
                     annotation=annotation,
                 )
-            )  # fmt: skip
+            )
         wrapped.__name__, wrapped.__doc__ = command.__name__, command.__doc__
         wrapped.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]

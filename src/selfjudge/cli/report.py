@@ -20,7 +20,7 @@ def report(
     ),
     as_json: AsJson = False,
 ) -> None:
-    """One self-contained page of results: tables, trade-offs, ablations, a token viewer; figures and markdown beside it.
+    """One self-contained page: tables, trade-offs, ablations, a token viewer; figures and markdown beside it.
 
     Example: selfjudge report eval judge --out report.html
     """

@@ -15,6 +15,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.types import default_gamma, setting
 
+Engine = Annotated[Literal[ENGINES], typer.Option(help="What runs the models.")]  # type: ignore[valid-type]
 SHARED = ("rule", "theta", "quality", "gamma", "name", "api_key")
 """Settings of our server that vLLM's takes, too."""
 
@@ -36,7 +37,7 @@ def serve(
         Literal["torch", "vllm"],
         typer.Option(help="torch: our own loop, on any machine; vllm: vLLM with a judge in it."),
     ] = "torch",
-    engine: Annotated[Literal[ENGINES], typer.Option(help="What runs the models.")] = "auto",  # type: ignore[valid-type]
+    engine: Engine = "auto",
     vllm: Annotated[
         str,
         typer.Option(help="Flags of vLLM's own, with --backend vllm: '--tensor-parallel-size 2 --max-num-seqs 64'."),

@@ -49,18 +49,20 @@ def train(
 def _show_judge(out: Path, judge: dict[str, Any]) -> None:
     metrics, thresholds = judge["metrics"], judge["thresholds"]
     typer.echo(
-        f"{out}: {judge['model']} on {judge['features']}, {metrics['n_labels']} labels of {metrics['n_prompts']} prompts,"
-        f" ROC-AUC {metrics['auc_mismatch']:.3f} on {metrics['n_holdout']} mismatches it has not seen"
+        f"{out}: {judge['model']} on {judge['features']}, {metrics['n_labels']} labels"
+        f" of {metrics['n_prompts']} prompts, ROC-AUC {metrics['auc_mismatch']:.3f} on {metrics['n_holdout']} mismatches it has not seen"
     )
-    print_rows([
-        {
-            "threshold": name,
-            "θ": f"{thresholds[name]:.3f}",
-            "acceptable tokens accepted": f"{metrics[f'{name}_accepts_acceptable']:.1%}",
-            "unacceptable tokens accepted": f"{metrics[f'{name}_accepts_unacceptable']:.1%}",
-        }
-        for name in ("F", "R")
-    ])  # fmt: skip
+    print_rows(
+        [
+            {
+                "threshold": name,
+                "θ": f"{thresholds[name]:.3f}",
+                "acceptable tokens accepted": f"{metrics[f'{name}_accepts_acceptable']:.1%}",
+                "unacceptable tokens accepted": f"{metrics[f'{name}_accepts_unacceptable']:.1%}",
+            }
+            for name in ("F", "R")
+        ]
+    )
     if thresholds["F"] >= 1:
         typer.echo("F accepts nothing: choose a threshold with --quality", err=True)
     typer.echo(
