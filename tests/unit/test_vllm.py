@@ -93,6 +93,7 @@ def test_a_wish_that_cannot_be_read_is_lossless_and_said_once(wish: Any) -> None
     assert said[0].startswith("a request is decoded without the judge: ")
 
 
+@settings(deadline=None)
 @given(
     counts=st.lists(st.integers(0, 4), min_size=1, max_size=5).filter(sum),
     features=st.sampled_from(FEATURES),
@@ -171,7 +172,7 @@ def drawn_step(dice: random.Random, rows: LastRows, partly: bool) -> tuple[Step,
     return (step._replace(sampled=(sampled >= 0).sum(1, dtype=torch.int32)) if partly else step), wanted
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10_000), partly=st.booleans())
 def test_steps_that_are_counted_together_count_as_one_by_one(seed: int, partly: bool) -> None:
     """Whatever changes between them: requests, the longest block, whether the judge was asked."""
