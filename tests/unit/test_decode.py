@@ -312,9 +312,7 @@ class _NoResidual(SpeculativeSampling):
         return sample(p[torch.arange(len(n)), n], block.uniforms[:, -1])
 
 
-def _fit(
-    rule: SpeculativeSampling, rows: int = 12_000, length: int = 4, batch: int = 12_000, **options: float
-) -> float:
+def _fit(rule: SpeculativeSampling, rows: int = 6_000, length: int = 4, batch: int = 6_000, **options: float) -> float:
     """p-value of the joint distribution of `length` tokens against the target's own chain."""
     size = 5
     target, draft = (tiny_model(seed=s, vocab_size=size, initializer_range=0.15) for s in (11, 12))
