@@ -22,6 +22,7 @@ from selfjudge.decoding.rules import (
 )
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.errors import SelfJudgeError
+from selfjudge.types import DEFAULT_THETA
 
 if TYPE_CHECKING:
     from selfjudge.judge.model import Judge
@@ -82,7 +83,8 @@ def _built(
 
 def options(rule: type[AcceptanceRule]) -> dict[str, object]:
     """The options that a rule's text may give, with their defaults."""
-    return {f.name: None if f.default is MISSING else f.default for f in fields(rule) if f.name not in _NOT_IN_TEXT}
+    names = {f.name: None if f.default is MISSING else f.default for f in fields(rule) if f.name not in _NOT_IN_TEXT}
+    return names | {"theta": DEFAULT_THETA} if "theta" in names else names
 
 
 def parse_rule(
@@ -103,10 +105,8 @@ def parse_rule(
             raise SelfJudgeError(f"rule {rule.name!r} needs a judge and none ships for this target: give `judge`")
         if "theta" in values and theta is not None:
             raise SelfJudgeError(f"{spec} names a threshold already: leave out `theta` and `quality`")
-        theta = values.pop("theta", theta)
-        threshold = judge.default_threshold if theta is None else judge.threshold(theta)
         base = EXACT if sampling is None else SpeculativeSampling(sampling)
-        return rule(judge, threshold, base, special=special, **values)
+        return rule(judge, values.pop("theta", theta), base, special=special, **values)
     if judge is not None or theta is not None:
         raise SelfJudgeError(
             f"rule {rule.name!r} does not use a judge: leave out `judge`, `theta` and `quality`, or use rule judged"

@@ -310,7 +310,7 @@ class Judged(AcceptanceRule):
     summary = "exact or sampling accepts, or the judge does: P(acceptable) > θ"
 
     judge: Judge  # type: ignore[misc]
-    theta: float = 0.5
+    theta: float = None  # type: ignore[assignment]  # the default threshold of the judge
     base: AcceptanceRule = EXACT
     confirm: int = 0
     guard: bool = True
@@ -318,7 +318,8 @@ class Judged(AcceptanceRule):
 
     def __post_init__(self) -> None:
         _require(self.confirm >= 0, f"{self.name} needs confirm of at least 0, not {self.confirm}")
-        object.__setattr__(self, "theta", self.judge.threshold(self.theta))
+        theta = self.judge.default_threshold if self.theta is None else self.judge.threshold(self.theta)
+        object.__setattr__(self, "theta", theta)
 
     def check(self, gamma: int) -> None:
         _require(
