@@ -58,7 +58,7 @@ class LabelConfig:
         if self.backend == "vllm":
             self._check_vllm(sources)
         if self.lookahead and self.method != "selfjudge":
-            raise SelfJudgeError(f"`lookahead` goes with the `method` selfjudge, not with {self.method}")
+            raise SelfJudgeError(f"`lookahead` goes with `method` selfjudge, not with {self.method}")
         if self.calibrate is not None and not _checkable(self.calibrate):
             raise SelfJudgeError(f"{self.calibrate} has no checkable answers to calibrate τ on")
         if wrong := [source.name for source in sources if source.answers > 1]:
@@ -66,21 +66,17 @@ class LabelConfig:
         if self.tau is not None and self.calibrate is not None:
             raise SelfJudgeError("give `tau` or `calibrate`, not both")
         if self.method == "autojudge" and (wrong := [s.name for s in sources if not _checkable(s.name)]):
-            raise SelfJudgeError(f"{wrong[0]} has no checkable answers: the `method` autojudge+ takes such prompts")
+            raise SelfJudgeError(f"{wrong[0]} has no checkable answers: `method` autojudge+ takes such prompts")
 
     def _check_vllm(self, sources: list[Source]) -> None:
         """What asks the target again and again, or samples, needs the torch backend."""
         if self.method != "selfjudge":
-            raise SelfJudgeError(
-                f"the `backend` vllm labels by likelihood: the `method` {self.method} needs the `backend` torch"
-            )
+            raise SelfJudgeError(f"`backend` vllm labels by likelihood: `method` {self.method} needs `backend` torch")
         if self.calibrate is not None:
-            raise SelfJudgeError(
-                "the `backend` vllm cannot search for τ: find it with the `backend` torch, then give `tau`"
-            )
+            raise SelfJudgeError("`backend` vllm cannot search for τ: find it with `backend` torch, then give `tau`")
         if any(source.name in SELF for source in sources):
             raise SelfJudgeError(
-                "the `backend` vllm takes prompts of tasks and files: self-written ones need the `backend` torch"
+                "`backend` vllm takes prompts of tasks and files: self-written ones need `backend` torch"
             )
 
     def sources(self) -> list[Source]:

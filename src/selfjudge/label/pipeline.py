@@ -80,7 +80,7 @@ def label_pair(
     if pair.draft is None:
         raise SelfJudgeError(f"no draft ships for {pair.target_id}: name one with `draft`")
     if pair.int8:
-        raise SelfJudgeError("labels are made with whole weights: the `dtype` int8 cannot be used")
+        raise SelfJudgeError("labels are made with whole weights: `dtype` int8 cannot be used")
     if config.batch is None:
         config = replace(config, batch=1024 if pair.target.device.type == "cuda" else 64)
     folder = RunFolder(out, done="manifest.json")
