@@ -16,7 +16,7 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
 from selfjudge.decoding import text as shells
-from selfjudge.decoding.rules import Judged, TopK
+from selfjudge.decoding.rules import Exact, Judged, TopK
 from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate import EvalConfig, evaluate_rules, execute
@@ -592,3 +592,20 @@ def test_all_rules_draft_with_the_same_weights(
     evaluated(tiny_pair, tmp_path, asked, ["exact"])
     with pytest.raises(pytest.fail.Exception):
         generate(tiny_pair, ["w5"], gamma=3, max_new_tokens=2)
+
+
+def test_rule_objects_are_told_from_each_other() -> None:
+    class Mine(TopK):
+        """A rule that is not a dataclass of its own."""
+
+        def __init__(self, depth: int) -> None:
+            super().__init__(2)
+            object.__setattr__(self, "depth", depth)
+
+    one, two, exact = Mine(1), Mine(2), Exact()
+    runs = plan_runs([one, two, exact], [3], {}, ())
+    assert runs[0].name == "exact"
+    assert len({run.name for run in runs}) == len({run.identity for run in runs}) == 3
+    judges = [Judge.constant(p, 4) for p in (0.2, 0.8)]
+    with pytest.raises(SelfJudgeError, match="two rules are called judged"):
+        plan_runs([Judged(judge, 0.5) for judge in judges], [3], {}, ())

@@ -50,7 +50,8 @@ def _show_judge(out: Path, judge: dict[str, Any]) -> None:
     metrics, thresholds = judge["metrics"], judge["thresholds"]
     typer.echo(
         f"{out}: {judge['model']} on {judge['features']}, {metrics['n_labels']} labels"
-        f" of {metrics['n_prompts']} prompts, ROC-AUC {metrics['auc_mismatch']:.3f} on {metrics['n_holdout']} mismatches it has not seen"
+        f" of {metrics['n_prompts']} prompts, ROC-AUC {metrics['auc_mismatch']:.3f}"
+        f" on {metrics['n_holdout']} mismatches it has not seen"
     )
     print_rows(
         [

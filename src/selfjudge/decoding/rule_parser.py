@@ -32,7 +32,7 @@ RULES: dict[str, type[AcceptanceRule]] = {
     rule.name: rule for rule in (Exact, SpeculativeSampling, TopK, Relaxed, Typical, Margin, FLy, Judged, JudgeOnly)
 }
 
-_NOT_IN_TEXT = {"judge", "base", "sampling", "special"}
+NOT_IN_TEXT = {"judge", "base", "sampling", "special"}
 
 
 def resolve_rule(
@@ -69,9 +69,20 @@ def resolve_rule(
 
 
 def _loaded(judge: Judge | str | Path) -> Judge:
+    """The judge itself, or the one of that name; files are read again once they have changed."""
+    from selfjudge.judge.hub import find_judge
+
+    if not isinstance(judge, (str, Path)):
+        return judge
+    file = find_judge(judge) / "model.safetensors"
+    return _read(str(judge), file.stat().st_mtime_ns if file.is_file() else 0)
+
+
+@lru_cache(16)  # the same object, and so the same rule, every time
+def _read(source: str, changed: int) -> Judge:
     from selfjudge.judge.model import Judge
 
-    return judge if isinstance(judge, Judge) else Judge.from_pretrained(judge)
+    return Judge.from_pretrained(source)
 
 
 @lru_cache(64)  # engines find what they recorded with a rule by its identity
@@ -83,7 +94,7 @@ def _built(
 
 def options(rule: type[AcceptanceRule]) -> dict[str, object]:
     """The options that a rule's text may give, with their defaults."""
-    names = {f.name: None if f.default is MISSING else f.default for f in fields(rule) if f.name not in _NOT_IN_TEXT}
+    names = {f.name: None if f.default is MISSING else f.default for f in fields(rule) if f.name not in NOT_IN_TEXT}
     return names | {"theta": DEFAULT_THETA} if "theta" in names else names
 
 

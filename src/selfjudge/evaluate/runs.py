@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
-from selfjudge.decoding.rule_parser import options, parse_rule
-from selfjudge.decoding.rules import EXACT, AcceptanceRule
+from selfjudge.decoding.rule_parser import NOT_IN_TEXT, options, parse_rule
+from selfjudge.decoding.rules import EXACT, AcceptanceRule, Exact
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.model import Judge
 from selfjudge.tasks.base import Row, Task
@@ -41,7 +41,9 @@ class Run:
         """Digest of what decides the answers beside the prompts: γ, the rules' options, thresholds and judges."""
         digest = hashlib.sha256(str(self.gamma).encode())
         for rule in self.rules:
-            names = [f.name for f in fields(rule)] if is_dataclass(rule) else sorted(vars(rule))
+            names = dict.fromkeys(
+                [*(f.name for f in fields(rule)), *sorted(vars(rule))]
+            )  # not all rules are dataclasses
             values = {name: getattr(rule, name) for name in names if name not in ("judge", "base")}
             digest.update(f"{rule.name}:{values}".encode())
             for tensor in rule.judge.buffers() if rule.judge is not None else ():
@@ -64,11 +66,13 @@ def plan_runs(
     A judged rule that names no judge runs once with each. `exact` comes first: the others are compared with it.
     """
     variants: dict[str, tuple[tuple[AcceptanceRule, ...], str | None]] = {}
-    for rule in sorted(rules, key=lambda rule: rule != "exact"):
-        if isinstance(rule, AcceptanceRule):
-            variants[_text(rule)] = (rule,), None
-        else:
+    for rule in sorted(rules, key=lambda rule: not (rule == "exact" or isinstance(rule, Exact))):
+        if not isinstance(rule, AcceptanceRule):
             variants |= _variants(rule, judges, special)
+        elif (name := _text(rule)) in variants:
+            raise SelfJudgeError(f"two rules are called {name}: give them different names, or judges by `judges`")
+        else:
+            variants[name] = (rule,), None
     for gamma in gammas:
         for objects, _ in variants.values():
             objects[0].check(gamma)
@@ -96,5 +100,6 @@ def _variants(
 
 def _text(rule: AcceptanceRule) -> str:
     """A rule object's name with its options, as the rule's text would have them."""
-    given = [f"{name}={getattr(rule, name)}" for name in options(type(rule))] if is_dataclass(rule) else []
+    names = dict.fromkeys([*options(type(rule)), *(name for name in sorted(vars(rule)) if name not in NOT_IN_TEXT)])
+    given = [f"{name}={getattr(rule, name)}" for name in names]
     return f"{rule.name}:{','.join(given)}" if given else rule.name

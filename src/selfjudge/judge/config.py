@@ -109,7 +109,7 @@ class JudgeConfig:
 
     @property
     def default_threshold(self) -> float:
-        """θ where nobody names one."""
+        """θ where nobody names one: R, or one half for a judge that was trained without thresholds."""
         return self.thresholds.get(DEFAULT_THETA, 0.5)
 
     def quality(self, share: float) -> float:
@@ -130,7 +130,8 @@ class JudgeConfig:
         hashed = bool(self.target_sha256 and sha256)
         if self.target_sha256 != sha256 if hashed else self.target not in ("", name):
             raise SelfJudgeError(
-                f"this judge was trained for {self.target or 'another model'} (sha256 {self.target_sha256[:12] or 'unknown'}),"
+                f"this judge was trained for {self.target or 'another model'}"
+                f" (sha256 {self.target_sha256[:12] or 'unknown'}),"
                 f" not for {name} ({sha256[:12] or 'unknown'}): use a judge trained for this target"
             )
 

@@ -23,8 +23,8 @@ def token_features(
 ) -> Tensor:  # fmt: skip
     """States at drafts [..., H], the rows that predict them [..., V] and the drafts [...] → [..., H + columns].
 
-    The last axis of `drafts` is a block, or several one after another: `owner` [...] then says which. `choice` [...] are the
-    most likely tokens, if they are known.
+    The last axis of `drafts` is a block, or several one after another: `owner` [...] then says which. `choice` [...]
+    are the most likely tokens, if they are known.
     """
     hidden = hidden.float()
     if features == "hidden":
@@ -38,8 +38,8 @@ def token_features(
 
 
 def lookahead_columns(log_p: Tensor, owner: Tensor | None = None) -> Tensor:
-    """[..., γ] log-probabilities of the drafts → [..., γ, 2K]: those of the K drafts after each, 0 past the end of its block,
-    and which there are."""
+    """[..., γ] log-probabilities of the drafts → [..., γ, 2K]: those of the K drafts after each, 0 past the end of its
+    block, and which there are."""
     block = torch.zeros_like(log_p, dtype=torch.long) if owner is None else owner
 
     def after(x: Tensor, fill: int) -> Tensor:

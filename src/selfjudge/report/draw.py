@@ -1,7 +1,7 @@
 """Charts → pictures: each is drawn once by matplotlib, as SVG for the page and as PNG for use elsewhere.
 
 In the SVG text stays text, and marks and bars say what they are when pointed at. Colours are the page's CSS variables,
-so light, dark and print need no second drawing. No meaning hangs on colour alone: every style has its own mark and dash.
+so light, dark and print need no second drawing. Colour is never alone: every style has its own mark and dash.
 """
 
 from __future__ import annotations

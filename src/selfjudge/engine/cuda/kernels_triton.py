@@ -1,6 +1,6 @@
 """The steps of a pass as Triton kernels; their contracts are those of `kernels_torch.Kernels`.
 
-Decoding with few rows is a chain of small kernels, each bound by the time its weights take to arrive. Products of at most
+Decoding with few rows is a chain of small kernels, each bound by the time its weights take to arrive. Products of up to
 FEW rows split their inputs over enough programs to keep the whole device reading, and leave the sum of the parts to the
 next kernel. Each kernel starts while the one before it still runs (programmatic dependent launch): it loads its weights
 first and only then waits for its inputs (`gdc_wait`).

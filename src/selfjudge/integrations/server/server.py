@@ -18,7 +18,7 @@ from selfjudge.integrations.server.scheduler import Scheduler
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
 from selfjudge.models.tokens import context_window
-from selfjudge.types import DEFAULT_THETA, default_gamma
+from selfjudge.types import default_gamma
 
 
 def serve(
@@ -64,7 +64,7 @@ def _rules(pair: Pair, judge: Judge | None, config: ServerConfig) -> Rules:
         raise SelfJudgeError(f"{reason}: leave out `theta` and `quality`")
     if judge is not None:
         judge.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
-        theta = DEFAULT_THETA if theta is None else theta
+        theta = judge.default_threshold if theta is None else theta
         theta = theta if config.quality is None else judge.quality(config.quality)
     gamma = config.gamma
     if gamma is None:

@@ -18,7 +18,6 @@ from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.models.tokens import end_ids, special_ids
 from selfjudge.store import fingerprint, read_json, weight_files
-from selfjudge.types import DEFAULT_THETA
 
 WORKER = "selfjudge.integrations.vllm.JudgeWorker"
 KEY = "selfjudge"
@@ -55,7 +54,7 @@ class WorkerConfig:
     def threshold(self, judge: Judge) -> float:
         """The θ of requests that name none."""
         if self.theta is None and self.quality is None:
-            return judge.threshold(DEFAULT_THETA)
+            return judge.default_threshold
         return chosen_threshold(judge, self.theta, self.quality)
 
 

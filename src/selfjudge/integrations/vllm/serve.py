@@ -18,7 +18,7 @@ from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.hub import shipped_judge
 from selfjudge.models.catalogue import draft_for
 from selfjudge.models.pull import checkpoint_folder
-from selfjudge.types import DEFAULT_THETA, MAX_GAMMA, default_gamma
+from selfjudge.types import MAX_GAMMA, default_gamma
 
 
 def command(
@@ -58,9 +58,8 @@ def _check_judge(settings: dict[str, Any]) -> None:
     """Refuse a judge or threshold that does not exist: better here than in a worker's traceback."""
     judge = JudgeConfig.from_pretrained(settings["judge"])
     theta, quality = settings["theta"], settings["quality"]
-    if theta is None and quality is None:
-        theta = DEFAULT_THETA
-    chosen_threshold(judge, theta, quality)
+    if theta is not None or quality is not None:
+        chosen_threshold(judge, theta, quality)
 
 
 def _checkpoint(reference: str) -> str:
