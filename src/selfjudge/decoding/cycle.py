@@ -165,8 +165,7 @@ def trace(block: Block, verdict: Verdict) -> Tensor:
     choice, shape = block.argmax[0][:, :-1], block.draft_tokens.shape
     if block.draft_tokens.device.type == "cpu" and not verdict.judged.any():
         return choice.new_zeros(shape[0], 3 * shape[1])  # nobody will look
-    logits = regular(block.target_logits[:, :-1]).float()
-    p = (logits.gather(-1, choice[..., None]).squeeze(-1) - logits.logsumexp(-1)).exp()
+    p = block.target_logits[:, :-1].softmax(-1, dtype=torch.float32).gather(-1, choice[..., None]).squeeze(-1)
     score = torch.full_like(p, math.nan) if block.scores is None else block.scores.float()
     return torch.cat([choice, p.view(torch.int32).long(), score.view(torch.int32).long()], 1)
 
