@@ -68,6 +68,9 @@ def known_at_once(folder: Path, checkpoints: dict[str, str]) -> Commands:
         "rule range": [*ask, "--rule", "topk:99999999999"],
         "rule number": [*ask, "--rule", "topk:x"],
         "fly": [*ask, "--rule", "fly", "--gamma", "4"],
+        "fly at the default": ["generate", "hi", "--rule", "fly"],
+        "fly at a device's default": ["generate", "hi", "--rule", "fly:window=4", "--device", "cpu"],
+        "judge of another pair": ["generate", "hi", "--judge", "qwen2.5-coder-1.5b"],
         "temperature": [*ask, "--rule", "exact", "--temperature", "0.7"],
         "temperature range": [*ask, "--rule", "sampling", "--temperature", "0"],
         "top-p": [*ask, "--rule", "sampling", "--top-p", "1.5"],
@@ -109,6 +112,9 @@ def known_at_once(folder: Path, checkpoints: dict[str, str]) -> Commands:
         "search in vllm": [*inside, "--method", "autojudge+"],
         "tau in vllm": [*inside, "--calibrate", "arithmetic"],
         "self-written in vllm": [*label, *new, "--backend", "vllm", "--prompts", "self:5"],
+        "no tau": [*label, *new],
+        "no tau of this length": ["label", *new, "--suffix-length", "3"],
+        "int8": [*label, *new, "--tau", "-5", "--dtype", "int8"],
         "begun": [*label, "--out", str(folder / "begun"), "--tau", "-5"],
         "strangers": ["distill", *target, "--out", str(folder)],
         "unfinished": ["labels", "info", str(folder / "begun")],
@@ -136,10 +142,19 @@ def known_at_once(folder: Path, checkpoints: dict[str, str]) -> Commands:
         "serve timeout": [*serve, "--timeout", "0"],
         "serve temperature": [*serve, "--temperature", "0.001"],
         "serve gamma": [*serve, "--gamma", "-1"],
+        "serve fly": [*serve, "--rule", "fly"],
+        "serve a judge of another pair": ["serve", "--port", "0", "--judge", "qwen2.5-coder-1.5b"],
+        "vllm without judge": [*vllm, *target, *draft],
+        "vllm without drafts": [*vllm, "--gamma", "0"],
         "no task": [*evaluate, "--tasks", ""],
         "unknown task": [*evaluate, "--tasks", "nobody", "--rules", "exact"],
         "unknown rule of an evaluation": [*evaluate, "--rules", "nope"],
         "judge of an evaluation": [*evaluate, "--judge", "me=nowhere"],
+        "no judge for a rule": [*evaluate, "--rules", "judged:0.5"],
+        "no such judge": [*evaluate, "--rules", "judged:0.5@you", "--judge", f"me={folder / 'plain'}"],
+        "fly of an evaluation": [*evaluate, "--rules", "fly", "--gammas", "3"],
+        "fly of an evaluation at the default": ["eval", "--tasks", "arithmetic", *new, "--rules", "exact fly"],
+        "evaluated judge of another pair": ["eval", "--tasks", "arithmetic", *new, "--judge", "qwen2.5-coder-1.5b"],
         "begun evaluation": [*evaluate, "--out", str(folder / "begun")],
         "preset": ["reproduce", "--preset", "huge", *new],
     }  # fmt: skip
@@ -152,8 +167,6 @@ def known_from_models(folder: Path, checkpoints: dict[str, str]) -> Commands:
     ask = ["generate", "w1 w2", *target, *draft]
     label = ["label", *target, *draft, "--prompts", str(folder / "asked.jsonl"), "--max-new-tokens", "24"]
     distill = ["distill", *target, "--out", str(folder / "draft")]
-    asked = str(folder / "asked.jsonl")
-    evaluate = ["eval", "--tasks", f"file:{asked}", *new, "--gammas", "2", *target, *draft]
     return {
         "unknown model": ["generate", "hi", "--target", "no-such-org/no-such-model", *draft],
         "tokenizer mismatch": ["generate", "hi", *target, "--draft", checkpoints["stranger"]],
@@ -166,13 +179,7 @@ def known_from_models(folder: Path, checkpoints: dict[str, str]) -> Commands:
         "split": [*distill, "--prompts", "math500"],
         "chat template": ["distill", "--target", str(folder / "bare"), "--out", str(folder / "draft")],
         "split for tests": [*label, "--prompts", "livecodebench/test-1", *new, "--tau", "-5"],
-        "no tau": [*label, "--out", str(folder / "none")],
-        "int8": [*label, *new, "--tau", "-5", "--dtype", "int8", "--device", "cpu"],
         "train into": ["train", str(folder), "--out", str(folder)],
         "train below a file": ["train", str(folder), "--out", str(folder / "prompts.jsonl" / "judge")],
-        "no judge for a rule": [*evaluate, "--rules", "judged:0.5"],
-        "no such judge": [*evaluate, "--rules", "judged:0.5@you", "--judge", f"me={folder / 'plain'}"],
-        "vllm without judge": ["serve", "--backend", "vllm", *target, *draft],
-        "vllm without drafts": ["serve", "--backend", "vllm", "--gamma", "0"],
-        "engine options json": [*label, *new, "--backend", "vllm", "--engine-options", "{"],
+        "engine options json": [*label, *new, "--tau", "-5", "--backend", "vllm", "--engine-options", "{"],
     }  # fmt: skip

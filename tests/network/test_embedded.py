@@ -21,7 +21,7 @@ from selfjudge.decoding.rules import Exact, Judged, SpeculativeSampling, TopK
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.decoding.text import generate, stream
 from selfjudge.judge.model import Judge
-from selfjudge.label.calibrate import shipped_tau
+from selfjudge.label.tau import shipped_tau
 from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.models.pair import Pair
 from selfjudge.models.pull import _part, pull

@@ -289,6 +289,16 @@ def test_non_finite_states_are_said_once(run, checkpoints: dict[str, str], tmp_p
     assert done.stderr.count("non-finite") == 1
 
 
+def test_warnings_name_options(run, pair: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "asked.jsonl"
+    file.write_text('{"prompt": "w5 w6"}\n')
+    asked = ["--tasks", f"file:{file}", "--out", str(tmp_path / "eval"), "--max-new-tokens", "4"]
+    code, _, err = run("eval", *pair, *asked, "--rules", "topk:2")
+    assert code == 0
+    assert "no run of exact to compare topk:2 with; add it to --rules" in err
+    assert "`" not in err
+
+
 def test_an_unreadable_cache(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SELFJUDGE_HOME", str(tmp_path / "file"))
@@ -346,7 +356,8 @@ def test_ls_judges_and_runs(run, tmp_path: Path) -> None:
     (tmp_path / "labels" / "settings.json").write_text('{"suffix_length": 20, "target": "t"}')
     (tmp_path / "eval").mkdir()
     (tmp_path / "eval" / "settings.json").write_text('{"limit": 3}')
-    (tmp_path / "eval" / "run.json").write_text('{"runs": ["exact-g2"], "time": "2026-01-01T00:00:00Z"}')
+    last_run = {"tasks": ["arithmetic", "file:asked.jsonl"], "runs": ["exact-g2"], "time": "2026-01-01T00:00:00Z"}
+    (tmp_path / "eval" / "run.json").write_text(json.dumps(last_run))
     (tmp_path / "eval" / "arithmetic" / "exact-g2").mkdir(parents=True)
     (tmp_path / "eval" / "arithmetic" / "exact-g2" / "summary.json").write_text("{}")
     _, out, _ = run("ls", "judges", str(tmp_path), "--json")
@@ -356,11 +367,15 @@ def test_ls_judges_and_runs(run, tmp_path: Path) -> None:
     assert judges[str(tmp_path / "mine")]["target"] == "t"
     _, out, _ = run("ls", "runs", str(tmp_path), "--json")
     assert [(Path(r["folder"]).name, r["kind"], r["state"]) for r in json.loads(out)] == [
-        ("eval", "eval", "finished"),
+        ("eval", "eval", "begun"),  # its second task is not done
         ("labels", "label", "begun"),
         ("mine", "judge", "finished"),
     ]
     assert "1 runs on arithmetic" in out
+    (tmp_path / "eval" / "file:asked" / "exact-g2").mkdir(parents=True)
+    (tmp_path / "eval" / "file:asked" / "exact-g2" / "summary.json").write_text("{}")
+    _, out, _ = run("ls", "runs", str(tmp_path), "--json")
+    assert json.loads(out)[0]["state"] == "finished"
     code, out, err = run("ls", "runs", str(tmp_path / "eval" / "arithmetic"))
     assert (code, out) == (0, "")
     assert "no runs below" in err

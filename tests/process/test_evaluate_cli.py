@@ -115,7 +115,7 @@ def test_reproduce_goes_from_labels_to_a_page_and_keeps_what_is_done(
             "selfjudge.evaluate.reproduce.shipped_tau", lambda *_: {"tau": -20.0}
         )  # a tiny random model answers nothing
         patch.setattr(
-            "selfjudge.label.calibrate.shipped_tau", lambda *_: {"tau": -20.0, "shipped": True}
+            "selfjudge.label.tau.shipped_tau", lambda *_: {"tau": -20.0, "shipped": True}
         )  # that could be checked
         found = reproduce_paper(tiny_pair, out, config, warn=said.append)
         assert (out / "report.html").is_file()
@@ -148,7 +148,7 @@ def test_judges_of_a_fold_have_learnt_from_the_others(
     monkeypatch.setattr("selfjudge.prompts.sources.load_prompts", given)
     monkeypatch.setattr("selfjudge.prompts.collect.load_prompts", given)
     monkeypatch.setattr("selfjudge.evaluate.reproduce.shipped_tau", lambda *_: {"tau": -20.0})
-    monkeypatch.setattr("selfjudge.label.calibrate.shipped_tau", lambda *_: {"tau": -20.0, "shipped": True})
+    monkeypatch.setattr("selfjudge.label.tau.shipped_tau", lambda *_: {"tau": -20.0, "shipped": True})
     folds = [f"livecodebench/fold-{k}" for k in range(4)]
     preset = Preset("folds", tuple(folds), (), (), (CODE,), label_tokens=40)
     folder = tmp_path / "labels"

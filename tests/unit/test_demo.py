@@ -13,6 +13,7 @@ import pytest
 from selfjudge.bench.demo import Demo
 from selfjudge.cli import main as cli
 from selfjudge.cli.groups import PairOptions
+from selfjudge.errors import SelfJudgeError
 from selfjudge.models.pair import Pair
 
 Run = Callable[..., tuple[int, str, str]]
@@ -42,7 +43,7 @@ def test_rows_a_page_and_the_tokens_of_the_first_answer(run_demo: Run, tmp_path:
     code, out, _ = run_demo("--json")
     assert code == 0
     result = json.loads(out)
-    assert [row["rule"] for row in result["rows"]] == ["plain", "exact", "topk:2"]
+    assert [(row["rule"], row["gamma"]) for row in result["rows"]] == [("plain", 0), ("exact", 3), ("topk:2", 3)]
     for row in result["rows"]:
         assert "".join(text for text, *_ in row["tokens"]).split()
         for _, origin, choice, probability, score in row["tokens"]:
@@ -90,3 +91,18 @@ def test_an_interrupt_loses_nothing(run_demo: Run, monkeypatch: pytest.MonkeyPat
     code, out, _ = run_demo("--json")
     assert code == 130
     assert [row["rule"] for row in json.loads(out)["rows"]] == ["plain", "exact"]
+
+
+def test_a_failure_prints_no_half_result(run_demo: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    answer = Demo._row
+
+    def failing(self: Demo, name: str, *rest: Any) -> dict[str, Any]:
+        if name == "topk:2":
+            raise SelfJudgeError("the disk is full")
+        return answer(self, name, *rest)
+
+    monkeypatch.setattr(Demo, "_row", failing)
+    code, out, err = run_demo("--json")
+    assert (code, out) == (2, "")
+    assert err.endswith("selfjudge: the disk is full\n")
+    assert not (tmp_path / "demo.html").exists()

@@ -265,7 +265,7 @@ def test_compact_results_that_were_thinned_out_can_be_gone_on_with(
     said: list[str] = []
     (alone,) = evaluated(tiny_pair, out, asked, ["topk:8"], warn=said.append)
     assert alone["delta_score"] is None
-    assert said == ["file:mine: no run of `exact` has kept its rows: topk:8 is not compared anew"]
+    assert said == ["file:mine: no run of exact has kept its rows: topk:8 is not compared anew"]
 
 
 def test_exact_may_come_later_and_other_examples_are_refused(tiny_pair: Pair, asked: str, tmp_path: Path) -> None:
@@ -294,7 +294,7 @@ def test_without_exact_nothing_is_compared_and_that_is_said(tiny_pair: Pair, ask
     said: list[str] = []
     found = evaluated(tiny_pair, tmp_path / "eval", asked, ["topk:2"], warn=said.append)
     assert found[0]["delta_score"] is found[0]["agreement"] is None
-    assert "no run of `exact`" in said[0]
+    assert "no run of exact" in said[0]
 
 
 def test_rules_that_cannot_be_are_refused(judges: Any) -> None:
@@ -577,6 +577,17 @@ def test_gamma_and_batch_have_the_defaults_of_the_device(tiny_pair: Pair, asked:
     config = EvalConfig(tasks=(asked,), limit=2, max_new_tokens=3)
     (found,) = evaluate_rules(tiny_pair, tmp_path, config)
     assert (found["gamma"], found["batch"]) == (3, 8)
+
+
+def test_without_rules_exact_runs_and_judged_where_there_is_a_judge(
+    tiny_pair: Pair, asked: str, tmp_path: Path
+) -> None:
+    config = EvalConfig(tasks=(asked,), limit=2, max_new_tokens=3)
+    summaries = evaluate_rules(tiny_pair, tmp_path / "without", config)
+    assert [s["rule"] for s in summaries] == ["exact"]
+    judges = {"mine": Judge.constant(0.5, tiny_pair.hidden_size)}
+    summaries = evaluate_rules(tiny_pair, tmp_path / "with", config, judges=judges)
+    assert [s["rule"] for s in summaries] == ["exact", "judged@mine"]
 
 
 def test_times_can_be_left_out(tiny_pair: Pair, asked: str, tmp_path: Path) -> None:

@@ -284,11 +284,11 @@ def test_another_prompts_file_or_tau_makes_everything_after_it_anew(
 ) -> None:
     file = prompts_file(tmp_path / "asked.jsonl", 12)
     settings = settings_of(f"file:{file}", tau=None)
-    monkeypatch.setattr("selfjudge.label.calibrate.shipped_tau", lambda target, draft, n: {"tau": -8.0})
+    monkeypatch.setattr("selfjudge.label.tau.shipped_tau", lambda target, draft, n: {"tau": -8.0})
     out = tmp_path / "labels"
     label_pair(tiny_pair, out, settings)
     (out / "manifest.json").unlink()
-    monkeypatch.setattr("selfjudge.label.calibrate.shipped_tau", lambda target, draft, n: {"tau": -2.0})
+    monkeypatch.setattr("selfjudge.label.tau.shipped_tau", lambda target, draft, n: {"tau": -2.0})
     assert label_pair(tiny_pair, out, settings, resume=True)["tau"] == -2.0
     for rows, _ in read_shards(out):
         assert all(row["label"] == int(row["score"] > -2.0) for row in rows)

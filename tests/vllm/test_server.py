@@ -13,8 +13,8 @@ import pytest
 from engines import GAMMA, environment
 from openai import OpenAI
 
-from selfjudge.integrations.vllm.config import WorkerConfig
-from selfjudge.integrations.vllm.counts import COUNTERS, MULTIPROCESS
+from selfjudge.integrations.vllm.config import MULTIPROCESS, WorkerConfig
+from selfjudge.integrations.vllm.counts import COUNTERS
 from selfjudge.integrations.vllm.serve import command
 
 with socket.socket() as free:

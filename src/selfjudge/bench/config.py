@@ -76,7 +76,7 @@ class LabelBenchConfig:
 class DemoConfig:
     """`demo`: how much is decoded by each rule."""
 
-    gamma: int = setting(3, "Draft tokens per cycle.", minimum=1, maximum=MAX_GAMMA)
+    gamma: int | None = setting(None, "Draft tokens per cycle: 5, on a CPU 3.", minimum=1, maximum=MAX_GAMMA)
     limit: int = setting(8, "How many of the built-in prompts.", minimum=1)
     max_new_tokens: int = setting(96, "Most tokens an answer may have.", minimum=1)
     labels: bool = setting(True, "Label and train a small judge first.")

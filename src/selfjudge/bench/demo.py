@@ -24,7 +24,7 @@ from selfjudge.prompts.builtin import BUILT_IN
 from selfjudge.store import machine, versions
 from selfjudge.train.config import TrainConfig
 from selfjudge.train.pipeline import train_judge
-from selfjudge.types import Generation, pooled_judged_share, pooled_mean_accepted_length
+from selfjudge.types import Generation, default_gamma, pooled_judged_share, pooled_mean_accepted_length
 
 Notify = Callable[[str], None]
 WRITTEN = 24
@@ -103,7 +103,7 @@ class Demo:
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Answer the prompts plainly, with `exact`, `topk` and every judge: a row of figures for each."""
-        special, gamma = self.pair.special_ids, self.config.gamma
+        special, gamma = self.pair.special_ids, self.config.gamma or default_gamma(self.pair.target.device.type)
         configurations: list[tuple[str, AcceptanceRule, int]] = [
             ("plain", EXACT, 0),
             ("exact", EXACT, gamma),

@@ -31,7 +31,8 @@ def generate(
     rule: Annotated[
         str | None,
         typer.Option(
-            help="Acceptance rule, such as topk:2 or judged:0.4; exact, or judged with --judge, if not given."
+            help="Acceptance rule, such as topk:2 or judged:0.4. If not given: exact; judged where --judge, --theta or"
+            " --quality is given; sampling with --temperature."
         ),
     ] = None,
     color: Annotated[
@@ -51,7 +52,7 @@ def generate(
         prompt = sys.stdin.read()
     if not prompt.strip():
         raise SelfJudgeError(EMPTY_PROMPT)
-    spec = check_rule(rule, models, judge_options, decode)
+    spec = check_rule(rule, models, judge_options, gamma=decode.gamma, sampling=decode.sampling)
     gamma = decode.chosen_gamma(models)
     pair = models.load(needs_draft=gamma > 0)
 

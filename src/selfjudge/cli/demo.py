@@ -48,11 +48,12 @@ def demo(
             for row in run.rows():
                 _show_row(row, say, heading=len(run.result["rows"]) == 1)
         except KeyboardInterrupt:
-            warn("interrupted; this is what was done until then")
-            raise
-        finally:
             line.stop()
+            warn("interrupted; this is what was done until then")
             _finish(run.result, out, as_json)
+            raise
+        line.stop()
+        _finish(run.result, out, as_json)
 
 
 def _show_own(own: dict[str, Any], say: Say) -> None:

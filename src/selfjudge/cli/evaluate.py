@@ -11,7 +11,6 @@ import typer
 from selfjudge.cli.groups import PairOptions
 from selfjudge.cli.options import AsJson, Resume, config_options
 from selfjudge.cli.output import figure, going_on, print_json, print_rows, progress, warn, with_spread
-from selfjudge.decoding.rule_parser import read_rule
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.config import EvalConfig
 from selfjudge.evaluate.presets import PAPER_PAIRS, ReproduceConfig
@@ -24,8 +23,12 @@ from selfjudge.store import RunFolder
 def evaluate(
     out: Annotated[Path, typer.Option(help="Folder of the results; what is done in it stays done.")],
     rules: Annotated[
-        str, typer.Option(help="Rules, separated by blanks or semicolons: exact topk:2 judged:F judged:q0.9@NAME.")
-    ] = "exact judged:F",
+        str | None,
+        typer.Option(
+            help="Rules, separated by blanks or semicolons: exact topk:2 judged:F judged:q0.9@NAME. If not given:"
+            " exact, and judged where there is a judge."
+        ),
+    ] = None,
     judge: Annotated[
         list[str] | None,
         typer.Option(
@@ -43,11 +46,10 @@ def evaluate(
     Example: selfjudge eval --tasks arithmetic --limit 20 --rules "exact judged:q0.9 margin:0.5" --gammas 4 --out eval
     """
     RunFolder(out).claim(resume=resume)
-    config = replace(config, rules=tuple(rules.replace(";", " ").split()))
+    config = replace(config, rules=None if rules is None else tuple(rules.replace(";", " ").split()))
     config.check()
-    sources = _judges(judge, models, config.rules)
-    for spec in config.rules:
-        read_rule(spec.partition("@")[0])
+    sources = _judges(judge, models, config)
+    _check_rules(config, models, sources)
 
     from selfjudge.evaluate.pipeline import evaluate_rules
     from selfjudge.judge.model import Judge
@@ -118,11 +120,25 @@ def reproduce(
     typer.echo(f"everything is in {out}; open {out / 'report.html'}")
 
 
-def _judges(given: list[str] | None, models: PairOptions, specs: tuple[str, ...]) -> dict[str, list[str]]:
+def _check_rules(config: EvalConfig, models: PairOptions, sources: dict[str, list[str]]) -> None:
+    """Refuse rules that cannot work, from their texts and the judges' configs alone."""
+    from selfjudge.evaluate.runs import plan_runs
+
+    judges: Any = {name: [JudgeConfig.from_pretrained(place) for place in places] for name, places in sources.items()}
+    for several in judges.values():
+        for judge in several:
+            models.check_judge(judge)
+    for run in plan_runs(config.chosen_rules(bool(judges)), (0,), judges, ()):
+        for gamma in config.gammas or (None,):
+            models.check_gamma(run.rules[0], gamma)
+
+
+def _judges(given: list[str] | None, models: PairOptions, config: EvalConfig) -> dict[str, list[str]]:
     """Judges by name, as folders or hub ids: the given ones, else the pair's own where a rule needs one."""
     from selfjudge.tasks.livecodebench import FOLDS
 
-    if not given and any(spec.startswith("judge") for spec in specs) and models.shipped_judge:
+    judged = any(spec.startswith("judge") for spec in config.chosen_rules(True))
+    if not given and judged and models.shipped_judge:
         given = [f"shipped={models.shipped_judge}"]
     judges: dict[str, list[str]] = {}
     for text in given or []:
@@ -132,7 +148,5 @@ def _judges(given: list[str] | None, models: PairOptions, specs: tuple[str, ...]
         if not name or name in judges or "/" in name or "@" in name:
             raise SelfJudgeError(f"--judge {text}: give every judge a name of its own, such as mine={place or text}")
         places = [place.replace("{fold}", str(k)) for k in range(FOLDS)] if "{fold}" in place else [place]
-        for folder in places:
-            JudgeConfig.from_pretrained(folder)
         judges[name] = places
     return judges

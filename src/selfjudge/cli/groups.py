@@ -17,6 +17,7 @@ from selfjudge.models.catalogue import EMBEDDED, check_reference
 from selfjudge.types import MAX_GAMMA, check_settings, default_gamma, setting
 
 if TYPE_CHECKING:
+    from selfjudge.decoding.rules import AcceptanceRule
     from selfjudge.decoding.sampling import Sampling
     from selfjudge.models.pair import Pair
 
@@ -42,6 +43,24 @@ class DeviceOptions:
         from selfjudge.models.pair import chosen_device
 
         return chosen_device(self.device).type
+
+    def check_gamma(self, rule: AcceptanceRule, gamma: int | None) -> None:
+        """Refuse a γ that the rule cannot work with; None is the device's default.
+
+        torch is asked for the device only where the rule works with one default and not with the other.
+        """
+        types = ("cpu", "cuda") if self.device is None else (self.device.partition(":")[0],)
+        gammas = [default_gamma(kind) for kind in types] if gamma is None else [gamma]
+        refusals = []
+        for possible in gammas:
+            try:
+                rule.check(possible)
+            except SelfJudgeError as error:
+                refusals.append(error)
+        if len(refusals) == len(gammas):
+            raise refusals[-1]
+        if refusals:
+            rule.check(default_gamma(self.device_type))
 
     @property
     def fitting_device(self) -> str:
@@ -82,6 +101,11 @@ class PairOptions(DeviceOptions):
         known = EMBEDDED.get(self.name)
         return known.judge if known else None
 
+    def check_judge(self, judge: JudgeConfig) -> None:
+        """Refuse a judge of another target, where the target's hash is known before it is loaded."""
+        if (known := EMBEDDED.get(self.name)) is not None:
+            judge.check_target(known.name, known.sha256, judge.hidden_size)
+
     def load(self, *, needs_draft: bool = True) -> Pair:
         """The models, pulled where they have to be."""
         if needs_draft and self.draft is None and (self.name not in EMBEDDED or EMBEDDED[self.name].draft is None):
@@ -105,7 +129,9 @@ class PairOptions(DeviceOptions):
 class JudgeOptions:
     """Which judge, and how strict it is."""
 
-    judge: str | None = setting(None, "Judge folder or hub id; that of the embedded pair if not given.")
+    judge: str | None = setting(
+        None, "Judge folder, hub id or embedded name; the judge that ships for the target if not given."
+    )
     theta: str | None = setting(
         None, "Judge threshold: a number in [0, 1], larger accepts less, or F or R (the default)."
     )
@@ -187,12 +213,18 @@ class DecodeOptions:
         return default_gamma(models.device_type) if self.gamma is None else self.gamma
 
 
-def check_rule(rule: str | None, models: PairOptions, judge: JudgeOptions, decode: DecodeOptions | None = None) -> str:
+def check_rule(
+    rule: str | None,
+    models: PairOptions,
+    judge: JudgeOptions,
+    *,
+    gamma: int | None = None,
+    sampling: Sampling | None = None,
+) -> str:
     """The text of the rule that is meant; refused here if it cannot work, from the judge's config alone."""
     from selfjudge.decoding.rule_parser import parse_rule, read_rule
     from selfjudge.decoding.rules import Judged
 
-    sampling = decode.sampling if decode else None
     spec = rule or ("judged" if judge.given else "exact" if sampling is None else "sampling")
     judged = issubclass(read_rule(spec)[0], Judged)
     if judge.given and not judged:
@@ -201,8 +233,8 @@ def check_rule(rule: str | None, models: PairOptions, judge: JudgeOptions, decod
         )
     source = (judge.judge or models.shipped_judge) if judged else None
     config: Any = JudgeConfig.from_pretrained(source) if source else None  # knows thresholds, as the judge does
+    if config is not None:
+        models.check_judge(config)
     theta = judge.threshold if judge.quality is None else f"q{judge.quality}"
-    built = parse_rule(spec, sampling=sampling, judge=config, theta=theta)
-    if decode and decode.gamma is not None:
-        built.check(decode.gamma)
+    models.check_gamma(parse_rule(spec, sampling=sampling, judge=config, theta=theta), gamma)
     return spec

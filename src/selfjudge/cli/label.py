@@ -11,7 +11,8 @@ from selfjudge.cli.groups import PairOptions
 from selfjudge.cli.options import AsJson, Data, Resume, config_options
 from selfjudge.cli.output import going_on, print_json, print_rows, progress, warn
 from selfjudge.errors import SelfJudgeError
-from selfjudge.label.config import LabelConfig
+from selfjudge.label.config import INT8, LabelConfig
+from selfjudge.label.tau import known_tau
 from selfjudge.store import RunFolder
 
 if TYPE_CHECKING:
@@ -39,7 +40,11 @@ def label(
     """
     if engine_options and config.backend != "vllm":
         raise SelfJudgeError("`engine_options` are vLLM's: they go with --backend vllm")
-    RunFolder(out, done="manifest.json").claim(resume=resume)  # what is wrong is said before the models are loaded
+    if models.dtype == "int8":
+        raise SelfJudgeError(INT8)
+    RunFolder(out, done="manifest.json").claim(resume=resume)
+    if config.takes_shipped_tau and not resume:
+        known_tau(models.name, None, config.suffix_length)
 
     from selfjudge.label.pipeline import label_pair
 

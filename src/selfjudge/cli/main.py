@@ -59,7 +59,7 @@ def program() -> Any:
 
 def main() -> None:
     """Entry point: every foreseeable failure is one line and exit code 2."""
-    warnings.formatwarning = lambda message, *_: f"selfjudge: {message}\n"
+    warnings.formatwarning = lambda message, *_: f"selfjudge: {as_options(str(message))}\n"
     try:
         code = program()(prog_name="selfjudge", standalone_mode=False)
     except SelfJudgeError as error:

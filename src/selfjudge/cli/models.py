@@ -150,9 +150,11 @@ def _kind(folder: Path) -> str | None:
 def _finished(folder: Path, kind: str) -> bool:
     """Whether what is written last is there; of an evaluation, the summaries of all that was asked for last."""
     if kind == "eval":
-        asked = _readable_json(folder / "run.json")
-        done = {path.parent.name for path in folder.glob("*/*/summary.json")}
-        return bool(asked.get("runs")) and set(asked["runs"]) <= done
+        from selfjudge.evaluate.config import task_label
+
+        last_run = _readable_json(folder / "run.json")
+        runs = [folder / task_label(name) / run for name in last_run.get("tasks", ()) for run in last_run["runs"]]
+        return bool(runs) and all((run / "summary.json").is_file() for run in runs)
     last = {"label": "manifest.json", "judge": "config.json", "distill": "run.json"}[kind]
     return (folder / last).is_file()
 

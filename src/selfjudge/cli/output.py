@@ -69,8 +69,10 @@ def describe_machine(result: dict[str, Any]) -> str:
 
 
 def warn(text: str) -> None:
-    """One line on stderr."""
-    print(f"selfjudge: {text}", file=sys.stderr, flush=True)
+    """One line on stderr, with the options of the command line in place of the arguments that it names."""
+    from selfjudge.cli.main import as_options  # the program imports this module
+
+    print(f"selfjudge: {as_options(text)}", file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -62,7 +62,7 @@ def serve(
     if vllm:
         raise SelfJudgeError("`vllm` goes with --backend vllm")
 
-    _check_rule(config.rule, models, judge_options)
+    _check_rule(config, models, judge_options)
 
     from selfjudge.integrations.server.address import listen
 
@@ -82,16 +82,17 @@ def serve(
     )
 
 
-def _check_rule(rule: str | None, models: PairOptions, judge: JudgeOptions) -> None:
+def _check_rule(config: ServerConfig, models: PairOptions, judge: JudgeOptions) -> None:
     """The rule of requests that name none, and the judge that requests may ask for whatever that rule is."""
     from selfjudge.decoding.rule_parser import read_rule
     from selfjudge.decoding.rules import Judged
 
+    rule = config.rule
     if rule is not None and not issubclass(read_rule(rule)[0], Judged):
-        check_rule(rule, models, JudgeOptions())
+        check_rule(rule, models, JudgeOptions(), gamma=config.gamma)
         rule = None
     if rule is not None or judge.given:
-        check_rule(rule or "judged", models, judge)
+        check_rule(rule or "judged", models, judge, gamma=config.gamma)
 
 
 def _refuse_torch_options(models: PairOptions, config: ServerConfig) -> None:

@@ -28,9 +28,9 @@ def find_exact(folder: Path, run: Run, warn: Warn) -> Path | None:
     finished = [f for f in (same_gamma, *sorted(folder.glob("exact-g*"))) if (f / "summary.json").is_file()]
     with_rows = [f for f in finished if (f / "samples.jsonl.gz").is_file()]  # kept results may lack rows
     if not finished:
-        warn(f"{folder.name}: no run of `exact` to compare {run.name} with; add it to `rules`")
+        warn(f"{folder.name}: no run of exact to compare {run.name} with; add it to `rules`")
     elif not with_rows:
-        warn(f"{folder.name}: no run of `exact` has kept its rows: {run.name} is not compared anew")
+        warn(f"{folder.name}: no run of exact has kept its rows: {run.name} is not compared anew")
     return with_rows[0] if with_rows else None
 
 

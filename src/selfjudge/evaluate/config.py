@@ -21,7 +21,10 @@ class EvalConfig:
     """Which rules are evaluated on which tasks, and how."""
 
     tasks: tuple[str, ...] = setting((), "Tasks, with a split where it is not `test`: `livecodebench/all`.")
-    rules: tuple[Any, ...] = setting(("exact",), "Rules as text, such as `judged:F@mine`, or as objects.")
+    rules: tuple[Any, ...] | None = setting(
+        None,
+        "Rules as text, such as `judged:F@mine`, or as objects; exact, and judged where there is a judge, if not given.",
+    )
     gammas: tuple[int, ...] = setting(
         (), "Draft tokens per cycle; the default of the device if not given.", minimum=0, maximum=MAX_GAMMA
     )
@@ -45,12 +48,18 @@ class EvalConfig:
         check_settings(self)
         if not self.tasks:
             raise SelfJudgeError("`tasks` names no task; see selfjudge ls tasks")
-        if not self.rules:
+        if self.rules == ():
             raise SelfJudgeError("`rules` names no rule; see selfjudge ls rules")
         if len({task_label(name) for name in self.tasks}) < len(self.tasks):
             raise SelfJudgeError("two of the tasks have the same name: evaluate them into different folders")
         for name in self.tasks:
             task(name, self.data, allow_unsafe=self.allow_unsafe).prepare()
+
+    def chosen_rules(self, has_judge: bool) -> tuple[Any, ...]:
+        """`rules`, or what is evaluated where none are given."""
+        if self.rules is not None:
+            return self.rules
+        return ("exact", "judged") if has_judge else ("exact",)
 
 
 def task_label(name: str) -> str:

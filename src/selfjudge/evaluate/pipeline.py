@@ -54,7 +54,8 @@ def evaluate_rules(
         batch=config.batch or (256 if on_gpu else 8),
         gammas=config.gammas or (default_gamma(pair.target.device.type),),
     )
-    runs = plan_runs(config.rules, config.gammas, _by_name(pair, judges), pair.special_ids)
+    named = _by_name(pair, judges)
+    runs = plan_runs(config.chosen_rules(bool(named)), config.gammas, named, pair.special_ids)
     out = Path(out)
     entails, nli = _entailment(pair, out, tasks, config.nli, warn)
     config = replace(config, nli=nli)

@@ -18,10 +18,10 @@ from selfjudge.evaluate.execute import TaskExamples
 from selfjudge.evaluate.pipeline import evaluate_rules
 from selfjudge.evaluate.presets import CODE, PRESETS, Preset, ReproduceConfig
 from selfjudge.judge.model import Judge
-from selfjudge.label.calibrate import shipped_tau
 from selfjudge.label.config import LabelConfig
 from selfjudge.label.folder import info
 from selfjudge.label.pipeline import label_pair
+from selfjudge.label.tau import shipped_tau
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.sources import Source
 from selfjudge.tasks.livecodebench import FOLDS, learnt_folds

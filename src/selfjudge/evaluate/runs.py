@@ -1,4 +1,4 @@
-"""Which runs an evaluation has: every rule, with every judge that it may use, at every γ."""
+"""Which runs an evaluation has: every rule, with every judge that it may use, at every γ. Loads no torch."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from selfjudge.decoding.rule_parser import NOT_IN_TEXT, options, parse_rule
 from selfjudge.decoding.rules import EXACT, AcceptanceRule, Exact
 from selfjudge.errors import SelfJudgeError
-from selfjudge.judge.model import Judge
 from selfjudge.tasks.base import Row, Task
 from selfjudge.tasks.livecodebench import LiveCodeBench, fold
 
-Judges = Mapping[str, Sequence[Judge]]
+if TYPE_CHECKING:
+    from selfjudge.judge.model import Judge
+
+Judges = Mapping[str, Sequence["Judge"]]
 """By name: one judge, or one for each fold of LiveCodeBench."""
 
 

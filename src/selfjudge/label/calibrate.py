@@ -19,38 +19,15 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.label.config import LabelConfig
 from selfjudge.label.preservation import Search, score_events, search, start_searches, task_check
 from selfjudge.label.score import Scorer, suffix_term
-from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.models.pair import Pair
 from selfjudge.models.tokens import context_window
 from selfjudge.prompts.sources import Notify, PromptRecord, Source, load_prompts
-from selfjudge.store import read_json, read_tensors, write_tensors
+from selfjudge.store import read_tensors, write_tensors
 from selfjudge.tasks.base import Task, task
 
 WEAK = 0.9  # share of critical mismatches from which the target is called too weak to tell
 FEWEST = 20  # critical tokens that a quantile is taken of
 ACCEPTABLE_RATE = 0.15  # where there is no such quantile: the share of mismatches that is accepted
-
-
-def known_tau(pair: Pair, suffix_length: int) -> dict[str, Any]:
-    """The τ that ships with the pair; where there is none, the error says how to find one."""
-    if (shipped := shipped_tau(pair.target_id, pair.draft_sha256, suffix_length)) is None:
-        raise SelfJudgeError(
-            "no τ is known for this pair and suffix length: give `tau`, or find it with `calibrate`"
-            " (gsm8k, or arithmetic, which needs no data)"
-        )
-    return shipped
-
-
-def shipped_tau(target: str, draft_sha256: str, suffix_length: int) -> dict[str, Any] | None:
-    """The τ that ships with an embedded pair, for its own draft and suffix length."""
-    embedded = EMBEDDED.get(target)
-    file = embedded.draft / "tau.json" if embedded is not None and embedded.draft is not None else None
-    if file is None or not file.is_file():
-        return None
-    shipped: dict[str, Any] = read_json(file)
-    if shipped["draft_sha256"] != draft_sha256 or str(suffix_length) not in shipped["tau"]:
-        return None
-    return {**shipped["tau"][str(suffix_length)], "shipped": True}
 
 
 def calibrate(pair: Pair, config: LabelConfig, data: Path | None, evidence: Path, notify: Notify) -> dict[str, Any]:

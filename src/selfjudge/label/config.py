@@ -14,6 +14,7 @@ from selfjudge.types import check_settings, setting
 
 METHODS = ("selfjudge", "autojudge", "autojudge+")
 BACKENDS = ("torch", "vllm")
+INT8 = "labels are made with whole weights: `dtype` int8 cannot be used"
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,11 @@ class LabelConfig:
             raise SelfJudgeError(
                 "`backend` vllm takes prompts of tasks and files: self-written ones need `backend` torch"
             )
+
+    @property
+    def takes_shipped_tau(self) -> bool:
+        """Whether τ is needed and neither given nor searched for."""
+        return self.method == "selfjudge" and self.tau is None and self.calibrate is None
 
     def sources(self) -> list[Source]:
         """Where prompts come from, with counts that add up to `limit`."""

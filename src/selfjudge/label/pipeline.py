@@ -19,12 +19,13 @@ from selfjudge.engine.select import release
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import LOOKAHEAD
 from selfjudge.label.backend import Backend, Torch
-from selfjudge.label.calibrate import FEWEST, calibrate, known_tau
-from selfjudge.label.config import LabelConfig
+from selfjudge.label.calibrate import FEWEST, calibrate
+from selfjudge.label.config import INT8, LabelConfig
 from selfjudge.label.folder import FORMAT, Labels, Row, write_shard
 from selfjudge.label.methods import label_by_likelihood, label_by_preservation
 from selfjudge.label.mismatch import NOTHING
 from selfjudge.label.score import Scorer
+from selfjudge.label.tau import known_tau
 from selfjudge.models.pair import Pair
 from selfjudge.models.tokens import context_window
 from selfjudge.prompts.collect import Collector
@@ -80,7 +81,7 @@ def label_pair(
     if pair.draft is None:
         raise SelfJudgeError(f"no draft ships for {pair.target_id}: name one with `draft`")
     if pair.int8:
-        raise SelfJudgeError("labels are made with whole weights: `dtype` int8 cannot be used")
+        raise SelfJudgeError(INT8)
     if config.batch is None:
         config = replace(config, batch=1024 if pair.target.device.type == "cuda" else 64)
     folder = RunFolder(out, done="manifest.json")
@@ -110,8 +111,8 @@ def _check_possible(pair: Pair, config: LabelConfig, data: Path | None) -> None:
     if config.calibrate:
         check_readable([Source(config.calibrate, config.calibrate_prompts)], data)
         checked.append(config.calibrate)
-    elif config.tau is None and config.method == "selfjudge":
-        known_tau(pair, config.suffix_length)
+    if config.takes_shipped_tau:
+        known_tau(pair.target_id, pair.draft_sha256, config.suffix_length)
     if any(isinstance(task(name), CodeTask) for name in checked) and not config.allow_unsafe:
         refuse_unisolated()
 
@@ -205,7 +206,9 @@ def _tau(run: _Run) -> dict[str, Any]:
     if config.tau is not None:
         return {"tau": config.tau, "given": True}
     if config.calibrate is None:
-        return known_tau(run.pair, config.suffix_length) if config.method == "selfjudge" else {"tau": None}
+        if not config.takes_shipped_tau:
+            return {"tau": None}
+        return known_tau(run.pair.target_id, run.pair.draft_sha256, config.suffix_length)
     if (seal := run.folder.sealed("calibration")) is not None:
         return {key: value for key, value in seal.items() if key not in ("files", "made_from")}
     name = "calibration.safetensors"

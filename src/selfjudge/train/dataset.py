@@ -18,8 +18,9 @@ from torch import Tensor
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import LOOKAHEAD, LOWEST, columns
-from selfjudge.label.calibrate import shipped_tau, tau_of, total
+from selfjudge.label.calibrate import tau_of, total
 from selfjudge.label.folder import finished, read_shards
+from selfjudge.label.tau import shipped_tau
 from selfjudge.store import read_rows, read_tensors
 
 PARTS = ("fit", "select", "holdout")

@@ -1,6 +1,6 @@
 """Settings of the judge inside vLLM: of the engine, of single requests, and what is refused.
 
-This module reads vLLM's objects and does not import vLLM.
+This module reads vLLM's objects; it imports neither vLLM nor torch.
 """
 
 from __future__ import annotations
@@ -11,17 +11,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
-from selfjudge.judge.model import Judge
 from selfjudge.models.tokens import end_ids, special_ids
 from selfjudge.store import fingerprint, read_json, weight_files
+
+if TYPE_CHECKING:
+    from selfjudge.judge.model import Judge
 
 WORKER = "selfjudge.integrations.vllm.JudgeWorker"
 KEY = "selfjudge"
 MAX_WARNINGS = 100  # about requests, in the log of one engine
+MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 OFF = math.inf
 """The θ of lossless requests. θ = 1 accepts as little, but there the judge is asked."""
 
@@ -131,6 +134,8 @@ def check_supported(config: Any) -> None:
 
 def load(config: Any) -> tuple[WorkerConfig, Judge]:
     """The judge of a vLLM configuration, checked against its target."""
+    from selfjudge.judge.model import Judge
+
     check_supported(config)
     settings = WorkerConfig.read(config.additional_config)
     judge = Judge.from_pretrained(settings.judge)

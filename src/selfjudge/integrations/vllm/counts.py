@@ -21,7 +21,6 @@ COUNTERS = {
 }
 EVERY = 1.0  # seconds between two reads of the device's counts
 STEPS = 64  # steps that are counted together
-MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 
 
 @cache

@@ -12,8 +12,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.integrations.vllm.config import KEY, WORKER, WorkerConfig, chosen_threshold
-from selfjudge.integrations.vllm.counts import MULTIPROCESS
+from selfjudge.integrations.vllm.config import KEY, MULTIPROCESS, WORKER, WorkerConfig, chosen_threshold
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.hub import shipped_judge
 from selfjudge.models.catalogue import draft_for
