@@ -146,6 +146,7 @@ def known_at_once(folder: Path, checkpoints: dict[str, str]) -> Commands:
         "serve a judge of another pair": ["serve", "--port", "0", "--judge", "qwen2.5-coder-1.5b"],
         "vllm without judge": [*vllm, *target, *draft],
         "vllm without drafts": [*vllm, "--gamma", "0"],
+        "vllm and a judge of another pair": [*vllm, "--judge", "qwen2.5-coder-1.5b"],
         "no task": [*evaluate, "--tasks", ""],
         "unknown task": [*evaluate, "--tasks", "nobody", "--rules", "exact"],
         "unknown rule of an evaluation": [*evaluate, "--rules", "nope"],

@@ -5,7 +5,6 @@ Progress goes to stderr, results to stdout; a foreseeable failure is one line on
 
 from __future__ import annotations
 
-import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from typing import Any, NoReturn
 import typer
 
 from selfjudge.cli import bench, decode, demo, distill, evaluate, label, models, report, serve, train
+from selfjudge.cli.output import OPTIONS, as_options
 from selfjudge.errors import SelfJudgeError
 
 app = typer.Typer(
@@ -59,6 +59,7 @@ def program() -> Any:
 
 def main() -> None:
     """Entry point: every foreseeable failure is one line and exit code 2."""
+    OPTIONS.update(_options(program()))
     warnings.formatwarning = lambda message, *_: f"selfjudge: {as_options(str(message))}\n"
     try:
         code = program()(prog_name="selfjudge", standalone_mode=False)
@@ -88,12 +89,6 @@ def main() -> None:
 def _fail(message: str) -> NoReturn:
     print(f"selfjudge: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(2)
-
-
-def as_options(message: str) -> str:
-    """A message with the arguments that it names in backticks as the options that they are here."""
-    options = dict(_options(program()))
-    return re.sub(r"`(\w+)`", lambda match: options.get(match[1], match[0]), message)
 
 
 def _options(command: Any) -> Iterator[tuple[str, str]]:

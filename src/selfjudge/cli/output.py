@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,14 @@ from rich.table import Table
 
 QUIET = 15.0
 """Seconds after which a stage that goes on says so where there is no progress bar."""
+
+OPTIONS: dict[str, str] = {}
+"""The option of each argument; the program fills it in when it starts."""
+
+
+def as_options(message: str) -> str:
+    """A message with the arguments that it names in backticks as the options that they are here."""
+    return re.sub(r"`(\w+)`", lambda match: OPTIONS.get(match[1], match[0]), message)
 
 
 def print_json(value: Any) -> None:
@@ -70,8 +79,6 @@ def describe_machine(result: dict[str, Any]) -> str:
 
 def warn(text: str) -> None:
     """One line on stderr, with the options of the command line in place of the arguments that it names."""
-    from selfjudge.cli.main import as_options  # the program imports this module
-
     print(f"selfjudge: {as_options(text)}", file=sys.stderr, flush=True)
 
 

@@ -13,6 +13,7 @@ from selfjudge.cli.groups import ENGINES, JudgeOptions, PairOptions, check_rule
 from selfjudge.cli.options import config_options
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.server.config import ServerConfig
+from selfjudge.judge.config import JudgeConfig
 from selfjudge.types import default_gamma, setting
 
 Engine = Annotated[Literal[ENGINES], typer.Option(help="What runs the models.")]  # type: ignore[valid-type]
@@ -111,6 +112,8 @@ def _serve_vllm(
     from selfjudge.integrations.vllm.config import WorkerConfig
     from selfjudge.integrations.vllm.serve import command, main
 
+    if judge.judge is not None:
+        models.check_judge(JudgeConfig.from_pretrained(judge.judge))
     arguments = command(
         models.name,
         models.draft,
