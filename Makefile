@@ -1,6 +1,8 @@
 # Every target makes its own environment: `make demo` and `make test` are all a fresh machine needs.
 PYTHON ?= python3
 BIN := .venv/bin
+# a worker for each core, a file of tests to each worker
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile
 
 .PHONY: demo test test-unit test-process test-network test-all test-compat test-vllm lint format bench docs clean
 
@@ -9,20 +11,20 @@ demo: .venv/.installed
 
 # three tiers, each a folder of tests/: what they may do is written in pyproject.toml
 test: .venv/.installed
-	$(BIN)/pytest -m "not slow and not gpu" --durations=20
+	$(PYTEST) -m "not slow and not gpu" --durations=20
 
 test-unit test-process test-network: test-%: .venv/.installed
-	$(BIN)/pytest tests/$* -m "not slow and not gpu" --durations=20
+	$(PYTEST) tests/$* -m "not slow and not gpu" --durations=20
 
 # the full-size variants of all tiers
 test-all: .venv/.installed
-	$(BIN)/pytest -m "slow and not gpu"
+	$(PYTEST) -m "slow and not gpu" --durations=20
 
 # the oldest transformers we support, and the newest that vLLM allows
 COMPAT := $(addprefix tests/unit/test_,decode.py distill.py engine.py evaluate.py label.py likelihood.py pair.py score.py text.py)
 test-compat: .compat/5.17.0 .compat/5.19.0
-	PYTHONPATH=.compat/5.17.0 $(BIN)/pytest $(COMPAT) -m "not slow and not gpu" -k "not distribution"
-	PYTHONPATH=.compat/5.19.0 $(BIN)/pytest $(COMPAT) -m "not slow and not gpu" -k "not distribution"
+	PYTHONPATH=.compat/5.17.0 $(PYTEST) $(COMPAT) -m "not slow and not gpu" -k "not distribution"
+	PYTHONPATH=.compat/5.19.0 $(PYTEST) $(COMPAT) -m "not slow and not gpu" -k "not distribution"
 
 # judged decoding inside vLLM, on a CPU, in an environment of its own (vLLM names its own torch and transformers)
 test-vllm: .venv-vllm/.installed
