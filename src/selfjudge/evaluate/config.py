@@ -23,7 +23,8 @@ class EvalConfig:
     tasks: tuple[str, ...] = setting((), "Tasks, with a split where it is not `test`: `livecodebench/all`.")
     rules: tuple[Any, ...] | None = setting(
         None,
-        "Rules as text, such as `judged:F@mine`, or as objects; exact, and judged where there is a judge, if not given.",
+        "Rules as text, such as `judged:F@mine`, or as objects; exact, and judged where there is a judge,"
+        " if not given.",
     )
     gammas: tuple[int, ...] = setting(
         (), "Draft tokens per cycle; the default of the device if not given.", minimum=0, maximum=MAX_GAMMA
