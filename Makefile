@@ -16,9 +16,9 @@ test: .venv/.installed
 test-unit test-process test-network: test-%: .venv/.installed
 	$(PYTEST) tests/$* -m "not slow and not gpu" --durations=20
 
-# the full-size variants of all tiers
+# the full-size variants of all tiers: few and large, each takes all cores
 test-all: .venv/.installed
-	$(PYTEST) -m "slow and not gpu" --durations=20
+	$(BIN)/pytest -m "slow and not gpu" --durations=20
 
 # the oldest transformers we support, and the newest that vLLM allows
 COMPAT := $(addprefix tests/unit/test_,decode.py distill.py engine.py evaluate.py label.py likelihood.py pair.py score.py text.py)
