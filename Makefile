@@ -1,8 +1,8 @@
 # Every target makes its own environment: `make demo` and `make test` are all a fresh machine needs.
 PYTHON ?= python3
 BIN := .venv/bin
-# a worker for each core, a file of tests to each worker
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile
+# a worker for each core, a file of tests to each worker, the slow tiers first
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-unit test-process test-network test-all test-compat test-vllm lint format bench docs clean
 
