@@ -99,7 +99,7 @@ class Execution:
         self._drop_parts()
         return True
 
-    def decode(self, notify: Callable[[float], None]) -> None:
+    def answer_rows(self, notify: Callable[[float], None]) -> None:
         """Answer and score all prompts, a part at a time, then write samples, examples and, last, the summary."""
         parts = self.parts()
         for number, part in enumerate(parts):

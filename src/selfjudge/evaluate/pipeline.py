@@ -84,7 +84,7 @@ def _evaluate_task(executions: Sequence[Execution], notify: Notify, warn: Warn) 
         if not execution.done and twins:
             execution.copy_from(twins[0].folder)
         elif not execution.done:
-            execution.decode(_stage(execution, notify, turn, len(executions)))
+            execution.answer_rows(_stage(execution, notify, turn, len(executions)))
         exact = find_exact(folder.parent, run, warn)
         summaries.append(
             read_json(folder / "summary.json")
