@@ -4,16 +4,16 @@ BIN := .venv/bin
 # a worker for each core, a file of tests to each worker, the slow tiers first
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-unit test-process test-network test-all test-compat test-vllm lint format bench docs clean
+.PHONY: demo test test-unit test-process test-network test-attacks test-all test-compat test-vllm lint format bench docs clean
 
 demo: .venv/.installed
 	$(BIN)/selfjudge demo
 
-# three tiers, each a folder of tests/: what they may do is written in pyproject.toml
+# four tiers, each a folder of tests/: what they may do is written in pyproject.toml
 test: .venv/.installed
 	$(PYTEST) -m "not slow and not gpu" --durations=20
 
-test-unit test-process test-network: test-%: .venv/.installed
+test-unit test-process test-network test-attacks: test-%: .venv/.installed
 	$(PYTEST) tests/$* -m "not slow and not gpu" --durations=20
 
 # the full-size variants of all tiers: few and large, each takes all cores

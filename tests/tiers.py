@@ -11,7 +11,7 @@ import pytest
 
 from selfjudge.store import provenance
 
-TIERS = ("unit", "process", "network", "gpu")
+TIERS = ("unit", "process", "network", "attacks", "gpu")
 FORBIDDEN = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec", "socket.connect"}
 _running: list[str] = []  # the unit test that runs now
 _caught: list[str] = []

@@ -73,6 +73,8 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise SelfJudgeError(f"{path} does not exist") from None
+    except RecursionError:
+        raise SelfJudgeError(f"cannot read {path}: it is nested too deep") from None
     except (OSError, ValueError) as error:
         raise SelfJudgeError(f"cannot read {path}: {error}") from None
 
@@ -130,6 +132,8 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
             for line in file:
                 yield json.loads(line)
+    except RecursionError:
+        raise SelfJudgeError(f"cannot read {path}: it is nested too deep") from None
     except (OSError, EOFError, ValueError, zlib.error) as error:
         raise SelfJudgeError(f"cannot read {path}: {error}") from None
 
