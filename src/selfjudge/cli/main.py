@@ -1,10 +1,12 @@
 """The program: its commands, and how errors are printed.
 
 Progress goes to stderr, results to stdout; a foreseeable failure is one line on stderr and exit code 2.
+An unexpected one is a line and exit code 1.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -15,7 +17,7 @@ import typer
 
 from selfjudge.cli import bench, decode, demo, distill, evaluate, label, models, report, serve, train
 from selfjudge.cli.output import OPTIONS, as_options
-from selfjudge.errors import SelfJudgeError
+from selfjudge.errors import SelfJudgeError, first_line
 
 app = typer.Typer(
     name="selfjudge",
@@ -50,6 +52,9 @@ bench_app.command()(bench.draft)
 bench_app.command()(bench.label)
 app.add_typer(bench_app, name="bench")
 
+DEBUG = "SELFJUDGE_DEBUG"
+"""The variable that shows the traceback of an unexpected error."""
+
 
 @cache
 def program() -> Any:
@@ -58,7 +63,7 @@ def program() -> Any:
 
 
 def main() -> None:
-    """Entry point: every foreseeable failure is one line and exit code 2."""
+    """Entry point: every foreseeable failure is one line and exit code 2, any other one line and 1."""
     OPTIONS.update(_options(program()))
     warnings.formatwarning = lambda message, *_: f"selfjudge: {as_options(str(message))}\n"
     try:
@@ -82,13 +87,16 @@ def main() -> None:
             )
         if hasattr(error, "format_message"):  # typer's usage errors
             _fail(f"{error.format_message().removesuffix('.').replace('Value error, ', '')} (see --help)")
-        raise
+        if os.environ.get(DEBUG, "0") not in ("", "0"):
+            raise
+        _fail(f"unexpected {type(error).__name__}: {first_line(error)} ({DEBUG}=1 shows where it came from)", 1)
     raise SystemExit(code if isinstance(code, int) else 0)  # typer returns 130 after Ctrl-C
 
 
-def _fail(message: str) -> NoReturn:
-    print(f"selfjudge: {' '.join(message.split())}", file=sys.stderr)
-    raise SystemExit(2)
+def _fail(message: str, code: int = 2) -> NoReturn:
+    line = f"selfjudge: {' '.join(message.split())}"
+    print(line.encode("utf-8", "backslashreplace").decode(), file=sys.stderr)  # names may hold halves of characters
+    raise SystemExit(code) from None
 
 
 def _options(command: Any) -> Iterator[tuple[str, str]]:
