@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--source", default="gsm8k")
     o = parser.parse_args()
     manifest = finished(o.labels)
-    tokenizer = AutoTokenizer.from_pretrained(pull(manifest["target"]) / "target")
+    tokenizer = AutoTokenizer.from_pretrained(pull(manifest["target"]) / "target", trust_remote_code=False)
 
     def number(token: int) -> bool:
         return str(tokenizer.decode([token])).strip().isdigit()

@@ -279,7 +279,7 @@ def accuracy(
     o: argparse.Namespace, engine: Engine, rows: list[Row], prompts: list[list[int]], requests: dict[str, Any], out: Measured
 ) -> None:  # fmt: skip
     gsm8k = task("gsm8k", o.data)
-    tokenizer = AutoTokenizer.from_pretrained(engine.folder / "target")
+    tokenizer = AutoTokenizer.from_pretrained(engine.folder / "target", trust_remote_code=False)
     for name, wish in requests.items():
         if name in ("off", "refusing"):
             continue  # speculative, measured there
@@ -310,7 +310,7 @@ def main() -> None:
     out = Measured(o.out, o.mode, settings, o.seconds)
     gsm8k = task("gsm8k", o.data)
     rows = gsm8k.examples("test", max(o.accuracy, *o.prompts))
-    tokenizer = AutoTokenizer.from_pretrained(folder / "target")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "target", trust_remote_code=False)
     texts = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": gsm8k.prompt(row)}], add_generation_prompt=True, tokenize=False

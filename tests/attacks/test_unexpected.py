@@ -52,9 +52,7 @@ def test_other_kinds(
 
 
 @pytest.mark.usefixtures("failing")
-def test_halves_of_characters_are_printed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_halves_of_characters_are_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["selfjudge", "report", "nowhere\udc80"])
     with pytest.raises(SystemExit) as stop:
         cli.main()

@@ -253,6 +253,7 @@ def test_the_command_of_an_embedded_pair(no_pull: None) -> None:
     words = serve.command(
         "smollm2-135m", None, WorkerConfig(quality=0.9), gamma=3, more=["--port", "9000", "--dtype", "float32"]
     )
+    words.remove("--no-trust-remote-code")
     options = dict(zip(words[3:-2:2], words[4:-2:2], strict=True))
     assert options["--model"] == "/models/smollm2-135m/target"
     assert json.loads(options["--speculative-config"]) == {

@@ -30,7 +30,9 @@ def random_model(shape: str, device: torch.device, dtype: torch.dtype) -> PreTra
     """A model of a known shape with random weights."""
     check_shape(shape)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPES[shape]), dtype=dtype)
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(**SHAPES[shape]), dtype=dtype, trust_remote_code=False
+        )
     return model.eval()
 
 

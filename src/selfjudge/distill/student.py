@@ -54,7 +54,10 @@ class Student(nn.Module):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.model = AutoModel.from_config(
-                AutoConfig.for_model(**self.raw), dtype=torch.float32, attn_implementation="sdpa"
+                AutoConfig.for_model(**self.raw),
+                dtype=torch.float32,
+                attn_implementation="sdpa",
+                trust_remote_code=False,
             )
         self.model.embed_tokens = nn.Identity()
         self.free = free

@@ -18,6 +18,7 @@ from selfjudge.distill.data import Corpus
 from selfjudge.distill.student import Student, distillation_loss
 from selfjudge.engine.teacher_forced import attention
 from selfjudge.errors import SelfJudgeError
+from selfjudge.models.weights import check_finite
 from selfjudge.prompts.sources import Notify
 from selfjudge.store import read_tensors, write_tensors
 
@@ -247,6 +248,7 @@ def _restored(
     shapes = {name: tuple(p.shape) for name, p in parameters.items()}
     if shapes != {k[4:]: v.shape for k, v in arrays.items() if k.startswith("now.")}:
         raise SelfJudgeError(f"{file} belongs to a student of another shape: remove it or name another `out`")
+    check_finite(((name, torch.from_numpy(array)) for name, array in arrays.items()), file)
     best = {}
     with torch.no_grad():
         for name, p in parameters.items():

@@ -15,6 +15,7 @@ from selfjudge.engine.teacher_forced import logits_of, teacher_forced
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.models.convert import quiet
 from selfjudge.models.pair import Pair
+from selfjudge.models.weights import check_weights
 
 DEFAULT_NLI = "microsoft/deberta-large-mnli"
 BATCH = 16
@@ -67,10 +68,13 @@ def classifier(name: str, device: torch.device | None = None) -> Entails:
 
     try:
         with quiet():
-            tokenizer = AutoTokenizer.from_pretrained(name)
-            model = AutoModelForSequenceClassification.from_pretrained(name).eval()
-    except (OSError, ValueError, KeyError) as error:
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+            model, loading = AutoModelForSequenceClassification.from_pretrained(
+                name, trust_remote_code=False, output_loading_info=True
+            )
+    except Exception as error:  # transformers raises many kinds for a missing, gated or malformed checkpoint
         raise SelfJudgeError(f"cannot load the NLI model {name}: {first_line(error)}") from None
+    check_weights(model.eval(), {**loading, "unexpected_keys": ()}, name)  # heads of other tasks may lie beside its own
     labels = {str(label).lower(): int(i) for i, label in model.config.id2label.items()}
     places = [next((i for label, i in labels.items() if start in label), None) for start in ("entail", "contra")]
     if None in places:

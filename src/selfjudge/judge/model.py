@@ -63,8 +63,11 @@ class Judge(nn.Module):
                 f"judge weight has {weight.numel()} entries, its config says hidden_size {config.hidden_size}"
                 f" and features {config.features}: {inputs}"
             )
+        bias = torch.as_tensor(bias, dtype=torch.float32)
+        if bias.numel() != 1:
+            raise SelfJudgeError(f"judge bias has {bias.numel()} entries, not one")
         self.register_buffer("weight", weight)
-        self.register_buffer("bias", torch.as_tensor(bias, dtype=torch.float32).reshape(()))
+        self.register_buffer("bias", bias.reshape(()))
         self.register_buffer("inner_weight", inner_weight)
         self.register_buffer("inner_bias", inner_bias)
 
@@ -72,7 +75,7 @@ class Judge(nn.Module):
     def constant(cls, probability: float, hidden_size: int) -> Judge:
         """A judge that gives every draft the same P(acceptable): 1 always accepts (θ < 1), 0 never does."""
         if probability in (0.0, 1.0):
-            bias = math.copysign(math.inf, probability - 0.5)
+            bias = math.copysign(200.0, probability - 0.5)  # its σ is 0 or 1 in float32
         else:
             bias = math.log(probability / (1 - probability))
         return cls(JudgeConfig(hidden_size=hidden_size, label_method="constant"), bias=bias)
@@ -150,4 +153,7 @@ class Judge(nn.Module):
                 f"{file} holds {', '.join(sorted(tensors)) or 'nothing'}, a judge of model {config.model} has"
                 f" {', '.join(sorted(expected))}"
             )
+        for name, tensor in tensors.items():
+            if not (tensor.is_floating_point() and bool(tensor.float().isfinite().all())):
+                raise SelfJudgeError(f"{file} has weights that are not finite numbers ({name})")
         return cls(config, **tensors)

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from selfjudge.errors import SelfJudgeError, first_line
+from selfjudge.models.weights import check_finite, check_weights
 from selfjudge.store import quiet_hub, read_json, write_json, write_tensors
 
 STORED_DTYPE = torch.float16  # 4-bit weights, dequantised, keep 11 bits
@@ -25,14 +26,17 @@ def load_gguf(file: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrain
     """A GGUF file as an ordinary, unquantised model."""
     with quiet():
         try:
-            loaded = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype)
-            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+            loaded, loading = AutoModelForCausalLM.from_pretrained(
+                file.parent, gguf_file=file.name, dtype=dtype, trust_remote_code=False, output_loading_info=True
+            )
+            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
         except Exception as error:  # the reader raises many kinds for a malformed file
             raise SelfJudgeError(f"cannot read {file} as a GGUF model: {first_line(error)}") from None
+        check_weights(loaded, loading, file)
         # transformers keeps the model marked as quantised, which save_pretrained refuses: rebuild it from its parts
         config = loaded.config
         config.__dict__.pop("quantization_config", None)
-        plain = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        plain = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
         plain.load_state_dict(loaded.state_dict(), assign=True)
         plain.tie_weights()
         plain.generation_config = loaded.generation_config
@@ -70,15 +74,17 @@ def read_compact(folder: Path) -> dict[str, Tensor]:
     """The tensors of a compact draft, in float32."""
     try:
         packed = load_file(folder / "draft.safetensors")
-    except (OSError, SafetensorError) as error:
-        raise SelfJudgeError(f"cannot read the draft in {folder}: {error}") from None
-    return {
-        name: tensor.float() * packed[f"{name}.scale"].float()[:, None]
-        if tensor.dtype == torch.int8
-        else tensor.float()
-        for name, tensor in packed.items()
-        if not name.endswith(".scale")
-    }
+        tensors = {
+            name: tensor.float() * packed[f"{name}.scale"].float()[:, None]
+            if tensor.dtype == torch.int8
+            else tensor.float()
+            for name, tensor in packed.items()
+            if not name.endswith(".scale")
+        }
+    except (OSError, SafetensorError, KeyError, IndexError, RuntimeError) as error:
+        raise SelfJudgeError(f"cannot read the draft in {folder}: {first_line(error)}") from None
+    check_finite(tensors.items(), folder / "draft.safetensors")
+    return tensors
 
 
 def materialise(compact: Path, target: Path | PreTrainedModel, folder: Path) -> None:
@@ -88,17 +94,22 @@ def materialise(compact: Path, target: Path | PreTrainedModel, folder: Path) -> 
     """
     with quiet():
         loaded = isinstance(target, PreTrainedModel)
-        model = target if loaded else AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-        draft = draft_model(read_compact(compact), read_json(compact / "config.json"), model)
+        model = target
+        if not loaded:
+            model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, trust_remote_code=False)
+        try:
+            draft = draft_model(read_compact(compact), read_json(compact / "config.json"), model)
+        except (RuntimeError, ValueError, TypeError, KeyError) as error:  # other names or shapes than the config's
+            raise SelfJudgeError(f"the draft in {compact} is damaged: {first_line(error)}") from None
         draft.to(STORED_DTYPE).save_pretrained(folder)
         if not loaded:
-            AutoTokenizer.from_pretrained(target).save_pretrained(folder)
+            AutoTokenizer.from_pretrained(target, trust_remote_code=False).save_pretrained(folder)
 
 
 def draft_model(tensors: Mapping[str, Tensor], raw: Mapping[str, Any], target: PreTrainedModel) -> PreTrainedModel:
     """An ordinary float32 model on the CPU from a draft's layers and projections, or from its own embeddings."""
     config = AutoConfig.for_model(**raw)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     state = {name: tensor.float().cpu() for name, tensor in tensors.items()}
     for projection, name, module in (
         ("proj_in", "model.embed_tokens.weight", target.get_input_embeddings()),

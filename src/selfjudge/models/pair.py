@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -17,13 +16,11 @@ from selfjudge.models.catalogue import EMBEDDED, check_reference, draft_for, shi
 from selfjudge.models.convert import load_gguf, quiet
 from selfjudge.models.pull import Progress, checkpoint_folder, draft_sha256
 from selfjudge.models.tokens import end_ids, special_ids
+from selfjudge.models.weights import check_weights
 from selfjudge.store import fingerprint, weight_files
 
 Prompt = str | Sequence[Mapping[str, str]]
 """A user message, or a whole conversation as chat messages."""
-
-DERIVED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
-"""Ends of names that old checkpoints carry although the model computes them."""
 
 _PROBE = "It's 3.14% of\tthe naïve façade — 東京 🙂\n  def f(x): return x**2"
 
@@ -223,18 +220,3 @@ def _checkpoint(source: Path | str, dtype: torch.dtype) -> tuple[PreTrainedModel
         ) from None
     check_weights(model, loading, source)
     return model.eval(), tokenizer
-
-
-def check_weights(model: PreTrainedModel, loading: Mapping[str, Iterable[Any]], source: Path | str) -> None:
-    """Refuse a checkpoint whose tensors are not the model's, or not finite: transformers would invent missing ones."""
-    for what, problem in (
-        ("missing_keys", "lacks"),
-        ("unexpected_keys", "has unknown"),
-        ("mismatched_keys", "has other"),
-    ):
-        names = [name if isinstance(name, str) else name[0] for name in loading.get(what, ())]
-        if wrong := sorted(name for name in names if not name.endswith(DERIVED)):
-            raise SelfJudgeError(f"{source} {problem} weights of this model ({len(wrong)}: {wrong[0]} …)")
-    for name, weight in model.named_parameters():
-        if not bool(weight.isfinite().all()):
-            raise SelfJudgeError(f"{source} has weights that are not finite ({name})")

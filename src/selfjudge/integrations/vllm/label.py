@@ -26,6 +26,7 @@ from selfjudge.label.score import Case, Scorer, Scores
 from selfjudge.models.catalogue import EMBEDDED, draft_for
 from selfjudge.models.pair import Pair, check_tokenizers, chosen_device, chosen_dtype
 from selfjudge.models.pull import checkpoint_folder
+from selfjudge.models.weights import check_finite
 from selfjudge.store import fingerprint, read_json, weight_files
 
 CASES = 1 << 18  # tokens of responses that are scored together
@@ -64,7 +65,7 @@ def _outline(source: str, dtype: torch.dtype, place: torch.device) -> PreTrained
 
     config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     with contextlib.suppress(OSError):  # without one, the model's config names the end tokens
         model.generation_config = GenerationConfig.from_pretrained(source)
     head = model.get_output_embeddings()
@@ -78,6 +79,7 @@ def _outline(source: str, dtype: torch.dtype, place: torch.device) -> PreTrained
     file = read_json(index)["weight_map"][name] if index.is_file() else "model.safetensors"
     with safe_open(folder / file, "pt") as tensors:
         head.weight = torch.nn.Parameter(tensors.get_tensor(name).to(place, dtype), requires_grad=False)
+    check_finite([(name, head.weight)], source)
     return model.eval()
 
 
@@ -96,7 +98,7 @@ class VllmBackend:
             from vllm import LLM
 
             options = {"model": self.model, "dtype": self.pair.dtype, **(POOLING if kind == "pool" else {})}
-            self._llm = LLM(**options | self.options)
+            self._llm = LLM(**{"trust_remote_code": False} | options | self.options)
             self._kind = kind
         return self._llm
 

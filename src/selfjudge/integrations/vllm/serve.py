@@ -49,6 +49,7 @@ def command(
         *("--model", _checkpoint(target), "--served-model-name", target),
         *("--speculative-config", json.dumps(speculation)),
         *("--worker-cls", WORKER, "--additional-config", json.dumps({KEY: settings})),
+        "--no-trust-remote-code",
         *more,
     ]
 
