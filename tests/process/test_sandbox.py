@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -106,6 +107,146 @@ def test_a_memory_hog(anywhere: str) -> None:
     assert hostile(code, memory=600 << 20).stdout == "got it\n"
 
 
+HELD = """
+import ctypes, fcntl, json, os
+libc = ctypes.CDLL(None, use_errno=True)
+libc.shmat.restype = ctypes.c_void_p
+MOST = 400 << 20
+
+def system_v_memory():
+    held, size = 0, 16 << 20
+    while held < MOST and (segment := libc.shmget(0, size, 0o1600)) >= 0:
+        place = libc.shmat(segment, None, 0)
+        ctypes.memset(place, 1, size)
+        libc.shmdt(ctypes.c_void_p(place))
+        held += size
+    return held
+
+def messages():
+    held, text = 0, ctypes.create_string_buffer(bytes(8) + bytes(8192))
+    text[0] = 1
+    while held < MOST and (queue := libc.msgget(0, 0o1600)) >= 0:
+        while libc.msgsnd(queue, text, ctypes.c_size_t(8192), 0o4000) == 0:
+            held += 8192
+    return held
+
+def semaphores():
+    held = 0
+    while held < MOST and libc.semget(0, 32000, 0o1600) >= 0:
+        held += 32000 * 64
+    return held
+
+def posix_messages():
+    return 0 if libc.mq_open(b"/held", 0o102, 0o600, None) < 0 else 1
+
+def filled(makers):
+    files, held = [], 0
+    try:
+        for make in makers:
+            files.append(make())
+            while held < MOST and (wrote := os.write(files[-1], bytes(1 << 20))):
+                held += wrote
+    except OSError:
+        pass
+    for file in files:
+        os.close(file)
+    return held
+
+def memory_files():
+    return sum(filled([lambda: os.memfd_create("held")]) and 8 << 20 for _ in range(50))
+
+def shared_memory():
+    try:
+        return filled([lambda n=n: os.open(f"/dev/shm/held-{n}", os.O_CREAT | os.O_RDWR) for n in range(50)])
+    except OSError:
+        return 0
+
+def files():
+    return filled([lambda n=n: os.open(f"/tmp/held-{n}", os.O_CREAT | os.O_RDWR) for n in range(50)])
+
+def pipes():
+    ends, held = [], 0
+    try:
+        while held < MOST:
+            ends.append(os.pipe())
+            os.set_blocking(ends[-1][1], False)
+            try:
+                fcntl.fcntl(ends[-1][1], 1031, 1 << 20)
+            except OSError:
+                pass
+            try:
+                while True:
+                    held += os.write(ends[-1][1], bytes(1 << 16))
+            except BlockingIOError:
+                pass
+    except OSError:
+        pass
+    return held
+
+print(json.dumps({call.__name__: call() for call in CALLS}))
+"""
+NOT_COUNTED = ("system_v_memory", "messages", "semaphores", "posix_messages", "memory_files")
+
+
+def held(*calls: str) -> str:
+    return HELD.replace("CALLS", f"({', '.join(calls)},)")
+
+
+def test_memory_that_no_limit_of_a_process_counts_is_refused(anywhere: str) -> None:
+    ended = hostile(held(*NOT_COUNTED), memory=128 << 20, file=8 << 20)
+    assert json.loads(ended.stdout or ended.stderr) == dict.fromkeys(NOT_COUNTED, 0)
+
+
+@isolated
+def test_files_and_pipes_hold_little() -> None:
+    """What is counted for the whole program: its disk, and the open files."""
+    ended = hostile(held("shared_memory", "files", "pipes"), open_files=64)
+    sizes = json.loads(ended.stdout or ended.stderr)
+    assert sizes["shared_memory"] == 0
+    assert 0 < sizes["files"] <= LIMITS.disk
+    assert 0 < sizes["pipes"] <= 64 << 20
+
+
+def test_calls_by_another_name_are_refused(anywhere: str) -> None:
+    """The x32 numbers of x86-64 reach the same calls."""
+    code = "import ctypes, os\nprint(ctypes.CDLL(None).syscall(ctypes.c_long(0x40000000 + 39)) == os.getpid())"
+    if os.uname().machine == "x86_64":
+        assert hostile(code).stdout == "False\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGXCPU, signal.SIGSEGV])
+def test_a_program_that_kills_itself_did_not_run_out_of_time(anywhere: str, number: int) -> None:
+    ended = hostile(f"import os\nprint(1, flush=True)\nos.kill(os.getpid(), {int(number)})")
+    assert (ended.killed, ended.code, ended.stdout) == ("", -number, "1\n")
+
+
+def test_a_program_that_kills_its_group_or_its_parent(anywhere: str) -> None:
+    for victim in ("0", "os.getppid()"):
+        ended = hostile(f"import os, time\nos.kill({victim}, 9)\ntime.sleep(1)")
+        assert (ended.killed, ended.code) in ((("", 0), ("", -9)) if victim != "0" else (("", -9),))
+
+
+def test_without_rights_the_same_holds() -> None:
+    """In a user namespace, as for an ordinary user: with all ids of the machine, root takes another way."""
+    script = f"""
+import json, sys
+from selfjudge.tasks.sandbox.runner import Limits, run, unavailable
+if unavailable():
+    sys.exit(unavailable())
+limits = Limits(seconds=20, cpu_seconds=2, memory=128 << 20, file=8 << 20)
+codes = [{held(*NOT_COUNTED)!r}, "import os\\nos.kill(0, 9)", "import os\\nos.kill(os.getpid(), 24)"]
+print(json.dumps([[r.stdout, r.code, r.killed] for r in (run(code, limits=limits) for code in codes)]))
+"""
+    one_id = ["unshare", "--user", "--map-root-user"] if os.getuid() == 0 else []
+    if one_id and subprocess.run([*one_id, "true"], capture_output=True).returncode:
+        pytest.skip("no user namespaces here")
+    done = subprocess.run([*one_id, sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (sizes, *first), second, third = json.loads(done.stdout)
+    assert json.loads(sizes) == dict.fromkeys(NOT_COUNTED, 0)
+    assert (first, second, third) == ([0, ""], ["", -9, ""], ["", -24, ""])
+
+
 def test_a_huge_file(anywhere: str) -> None:
     code = "with open('big', 'wb') as f:\n  try:\n    for _ in range(20): f.write(bytes(100_000)); f.flush()\n  except OSError as e: print(e.errno, f.tell())"
     number, size = map(int, hostile(code).stdout.split())
@@ -190,12 +331,9 @@ os.execv(sys.executable, [sys.executable, "-S", "-c", "import time; time.sleep(6
         assert hostile(code, seconds=2).killed == "time"
         assert gone(token)
         return
-    if anywhere == "unsafe":
-        pytest.skip("not held without namespaces")
-    caller = subprocess.Popen(
-        [sys.executable, "-c", f"from selfjudge.tasks.sandbox.runner import run\nrun({code!r})"],
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-    )
+    unsafe = "runner.unavailable = lambda: 'not tried'" if anywhere == "unsafe" else ""
+    script = f"from selfjudge.tasks.sandbox import runner\n{unsafe}\nrunner.run({code!r}, allow_unsafe=True)"
+    caller = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "TMPDIR": str(tmp_path)})
     try:
         deadline = time.monotonic() + 20
         while not alive(token):
@@ -205,6 +343,10 @@ os.execv(sys.executable, [sys.executable, "-S", "-c", "import time; time.sleep(6
         caller.kill()
         caller.wait()
     assert gone(token)
+    deadline = time.monotonic() + 20
+    while list(tmp_path.iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert list(tmp_path.iterdir()) == []
 
 
 @isolated

@@ -4,8 +4,10 @@
 
 The program sees a file tree of its own: Python and the system's libraries, read-only, and an empty `/tmp` in memory.
 It has no network, no capability, no name for any process of the machine. When it ends, or `outside` is told to stop,
-init ends too, and the kernel kills with it all that is left in the namespace. Without namespaces (`isolated` false)
-only the limits, the folder and the search for left-over children remain.
+init ends too, and the kernel kills with it all that is left in the namespace. Nothing of this is on a disk.
+
+Without namespaces (`isolated` false) the limits, the filter of system calls, a folder and the search for left-over
+children remain. `outside` hears when its parent dies, and clears all that away.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import marshal
 import os
 import resource
 import signal
+import struct
 import sys
 
 TYPE_CHECKING = False  # the typing module costs 10 ms a start
@@ -25,65 +28,112 @@ if TYPE_CHECKING:
 
 NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
 SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, READ_ONLY_NO_SUID = 442, -100, 0x8000, 1 | 2
 NOBODY = 65534
 FIRST_ID = 100_000_000
 """Started by root, a program runs as user FIRST_ID + process number: the kernel counts processes by user."""
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/nix/store")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+ROOT = "/proc"
+"""Where the program's file tree is mounted: a folder that is always there, and that the program must not see."""
+
+# System calls that hold memory which no limit of a process counts, or open much of the kernel: (name, numbers).
+REFUSED = {
+    "x86_64": {
+        "shmget": 29, "semget": 64, "msgget": 68, "mq_open": 240, "add_key": 248, "request_key": 249, "keyctl": 250,
+        "perf_event_open": 298, "memfd_create": 319, "bpf": 321, "userfaultfd": 323, "io_uring_setup": 425,
+        "memfd_secret": 447,
+    },
+    "aarch64": {
+        "mq_open": 180, "msgget": 186, "semget": 190, "shmget": 194, "add_key": 217, "request_key": 218, "keyctl": 219,
+        "perf_event_open": 241, "memfd_create": 279, "bpf": 280, "userfaultfd": 282, "io_uring_setup": 425,
+        "memfd_secret": 447,
+    },
+}  # fmt: skip
+AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+BPF_LOAD, BPF_EQUAL, BPF_AT_LEAST, BPF_RETURN = 0x20, 0x15, 0x35, 0x06
+ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | 1  # EPERM
+X32 = 0x40000000  # other names of the same calls
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> NoReturn:
-    folder, status = sys.argv[1], int(sys.argv[2])
+    job_file, status, parent = (int(number) for number in sys.argv[1:4])
     os.set_inheritable(status, False)  # the program must not write there
+    with open(job_file, "rb") as file:
+        job: Job = marshal.load(file)  # noqa: S302 - written by runner.py
     child = 0
 
     def stop(*_: object) -> None:
-        if not child:
-            os._exit(1)
-        try:  # noqa: SIM105 - contextlib costs a few ms too
-            os.kill(child, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        if child:
+            kill(child)
+            return
+        remove(job["folder"])
+        os._exit(1)
 
     signal.signal(signal.SIGTERM, stop)
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent(signal.SIGKILL if job["isolated"] else signal.SIGTERM)
+    if os.getppid() != parent:
+        stop()
     try:
-        with open(f"{folder}/job", "rb") as file:
-            job: Job = marshal.load(file)  # noqa: S302 - written by runner.py
-        if not job["isolated"]:
-            prctl(PR_SET_CHILD_SUBREAPER, 1)
-            child = start(job, f"{folder}/work")
-            how = wait_for(child)
-            sweep_up()
-        else:
+        if job["isolated"]:
             user = unshare()
-            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # forgotten when rights change
+            die_with_parent(signal.SIGKILL)  # forgotten when rights change
             child = os.fork()
             if child:
                 os.waitpid(child, 0)  # ends after all that it started
                 os._exit(0)
-            build(job, folder)
-            os.chroot(folder)
+            build(job)
+            os.chroot(ROOT)
             drop(user)
             child = start(job, "/tmp")  # noqa: S108 - in memory, its own
             how = wait_for(child)
-        os.write(status, f"exit {how}".encode())
-        os._exit(0)
+        else:
+            prctl(PR_SET_CHILD_SUBREAPER, 1)
+            child = start(job, job["folder"])
+            how = wait_for(child)
+            sweep_up()
+            remove(job["folder"])
+        tell(status, f"exit {how}")
     except OSError as error:
-        os.write(status, f"error {error}".encode())
-        os._exit(1)
+        tell(status, f"error {error}")
 
 
-def wait_for(child: int) -> int:
-    """Its exit code, or minus the signal that ended it; orphans that come here are let go."""
+def tell(status: int, text: str) -> NoReturn:
+    """Say how it ended, and end; the parent may be dead."""
+    try:
+        os.write(status, text.encode())
+    finally:
+        os._exit(0)
+
+
+def kill(process: int) -> None:
+    try:  # noqa: SIM105 - contextlib costs a few ms
+        os.kill(process, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def die_with_parent(number: int) -> None:
+    prctl(PR_SET_PDEATHSIG, number)
+
+
+def wait_for(child: int) -> str:
+    """Its exit code, or minus the signal that ended it, and the CPU seconds it took; orphans that come are let go."""
     while True:
-        ended, how = os.wait()
+        ended, how, used = os.wait3(0)
         if ended == child:
-            return os.waitstatus_to_exitcode(how)
+            return f"{os.waitstatus_to_exitcode(how)} {used.ru_utime + used.ru_stime:.3f}"
+
+
+def remove(folder: str | None) -> None:
+    """Remove the program's folder, if it is on a disk; the parent does so too, unless it is dead."""
+    if folder is not None:
+        import shutil
+
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def unshare() -> int | None:
@@ -107,8 +157,9 @@ def mapped(user: int) -> bool:
     return any(first <= user < first + count for first, _, count in ranges)
 
 
-def build(job: Job, root: str) -> None:
-    """The program's file tree, mounted at `root`: seen by this namespace alone."""
+def build(job: Job) -> None:
+    """The program's file tree, mounted at ROOT: seen by this namespace alone."""
+    root = ROOT
     os.umask(0o022)
     mount(None, "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", root, "tmpfs", MS_NOSUID, "size=1m,mode=755")
@@ -139,7 +190,7 @@ def drop(user: int | None) -> None:
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent(signal.SIGKILL)
     prctl(PR_SET_DUMPABLE, 0)  # the program may not look into init
 
 
@@ -149,6 +200,8 @@ def start(job: Job, folder: str) -> int:
         return child
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.setsid()  # a signal to its process group must not reach this file's processes
+        die_with_parent(signal.SIGKILL)
         os.chdir(folder)
         for name, content in job["files"].items():
             with open(name, "w", encoding="utf-8", errors="surrogatepass") as file:
@@ -156,11 +209,27 @@ def start(job: Job, folder: str) -> int:
         prctl(PR_SET_NO_NEW_PRIVS, 1)
         for name, limit in job["limits"].items():
             resource.setrlimit(getattr(resource, name), tuple(limit))
+        filter_calls(os.uname().machine)
         os.execve(job["command"][0], job["command"], job["environment"])  # noqa: S606
     except (OSError, ValueError) as error:
         os.write(2, f"sandbox: {error}\n".encode())
     finally:
         os._exit(127)
+
+
+def filter_calls(machine: str) -> None:
+    """Refuse the calls of REFUSED from now on, in this process and all that it starts."""
+    if machine not in REFUSED:
+        raise OSError(f"no list of system calls is known for {machine}")
+    numbers = sorted(REFUSED[machine].values())
+    rules = [(BPF_LOAD, 0, 0, 4), (BPF_EQUAL, 0, len(numbers) + 3, AUDIT_ARCH[machine]), (BPF_LOAD, 0, 0, 0)]
+    rules.append((BPF_AT_LEAST, len(numbers) + 1, 0, X32))
+    rules += [(BPF_EQUAL, len(numbers) - place, 0, number) for place, number in enumerate(numbers)]
+    rules += [(BPF_RETURN, 0, 0, ALLOW), (BPF_RETURN, 0, 0, REFUSE)]
+    code = b"".join(struct.pack("HBBI", *rule) for rule in rules)
+    program = struct.pack("HP", len(rules), ctypes.addressof(buffer := ctypes.create_string_buffer(code, len(code))))
+    check(_libc.prctl(PR_SET_SECCOMP, ctypes.c_ulong(2), program, ctypes.c_ulong(0), ctypes.c_ulong(0)), "seccomp")
+    del buffer  # the kernel has its copy
 
 
 def sweep_up() -> None:
@@ -171,7 +240,7 @@ def sweep_up() -> None:
         if not left:
             return
         for process in left:
-            os.kill(process, signal.SIGKILL)
+            kill(process)
         for process in left:
             os.waitpid(process, 0)
 

@@ -6,6 +6,7 @@ kernel gives no namespaces, programs are refused unless `allow_unsafe` is set.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import marshal
 import os
@@ -101,12 +102,12 @@ def run(
 
 
 def _run(arguments: Sequence[str], files: Mapping[str, str], stdin: str, limits: Limits, *, isolated: bool) -> Run:
-    with tempfile.TemporaryDirectory(prefix="selfjudge-", ignore_cleanup_errors=True) as name:
-        folder = Path(name)
-        (folder / "work").mkdir()
-        (folder / "job").write_bytes(marshal.dumps(_job(arguments, files, limits, isolated)))
-        (folder / "stdin").write_text(stdin, encoding="utf-8", errors="replace")
-        return _watch(folder, limits)
+    job = {**_job(arguments, files, limits, isolated), "folder": None}
+    given = stdin.encode("utf-8", "replace")
+    if isolated:
+        return _watch(job, given, limits)
+    with tempfile.TemporaryDirectory(prefix="selfjudge-", ignore_cleanup_errors=True) as folder:
+        return _watch({**job, "folder": folder}, given, limits)
 
 
 def _job(arguments: Sequence[str], files: Mapping[str, str], limits: Limits, isolated: bool) -> dict[str, Any]:
@@ -134,15 +135,16 @@ def _job(arguments: Sequence[str], files: Mapping[str, str], limits: Limits, iso
             "RLIMIT_FSIZE": (limits.file, limits.file),
             "RLIMIT_NPROC": (processes, processes),
             "RLIMIT_NOFILE": (limits.open_files, limits.open_files),
+            "RLIMIT_MSGQUEUE": (0, 0),
             "RLIMIT_CORE": (0, 0),
         },
     }
 
 
-def _watch(folder: Path, limits: Limits) -> Run:
+def _watch(job: Mapping[str, Any], stdin: bytes, limits: Limits) -> Run:
     """Start the jail and read what comes until it ends, prints too much or takes too long."""
     start = time.monotonic()
-    process, status = _start_jail(folder)
+    process, status = _start_jail(job, stdin)
     assert process.stdout
     assert process.stderr
     with process, os.fdopen(status, "rb") as told:
@@ -152,25 +154,31 @@ def _watch(folder: Path, limits: Limits) -> Run:
             _end(process)
     out, err, ending = (data[: limits.output].decode("utf-8", "replace") for data in output)
     word, _, rest = ending.partition(" ")
-    if not killed and word != "exit":
+    code: int | None = None
+    if word == "exit":
+        ended, used = rest.split()
+        code = int(ended)
+        if code in (-signal.SIGXCPU, -signal.SIGKILL) and not killed and float(used) > 0.9 * limits.cpu_seconds:
+            killed = "time"  # by the kernel; a program may also kill itself
+    elif not killed and process.returncode == -signal.SIGKILL and not job["isolated"]:
+        code = process.returncode  # the program killed the jail: only possible without namespaces
+    elif not killed:
         raise SelfJudgeError(" ".join((rest or err or "the jail ended early").split()))
-    code = int(rest) if word == "exit" else None
-    if code in (-signal.SIGXCPU, -signal.SIGKILL) and not killed:
-        killed = "time"
     return Run(out, err, code, killed, time.monotonic() - start)
 
 
-def _start_jail(folder: Path) -> tuple[subprocess.Popen[bytes], int]:
+def _start_jail(job: Mapping[str, Any], stdin: bytes) -> tuple[subprocess.Popen[bytes], int]:
     """The jail's process, and the pipe on which it says how the program ended."""
     status, status_in_jail = os.pipe()
     try:
-        with (folder / "stdin").open("rb") as stdin:
+        with _in_memory(marshal.dumps(dict(job))) as told, _in_memory(stdin) as given:
+            numbers = [told.fileno(), status_in_jail]
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", jail.__file__, str(folder), str(status_in_jail)],
-                stdin=stdin,
+                [sys.executable, "-I", "-S", jail.__file__, *map(str, numbers), str(os.getpid())],
+                stdin=given,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                pass_fds=(status_in_jail,),
+                pass_fds=numbers,
                 cwd="/",
                 env={},
                 start_new_session=True,
@@ -181,6 +189,15 @@ def _start_jail(folder: Path) -> tuple[subprocess.Popen[bytes], int]:
     finally:
         os.close(status_in_jail)
     return process, status
+
+
+def _in_memory(content: bytes) -> IO[bytes]:
+    """A file without a name, to be read and not to be changed: it goes with the last process that has it."""
+    file = os.fdopen(os.memfd_create("selfjudge", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "w+b")
+    file.write(content)
+    file.seek(0)
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+    return file
 
 
 def _read(streams: Sequence[IO[bytes]], deadline: float, most: int) -> tuple[list[bytes], Killed]:
