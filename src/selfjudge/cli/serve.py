@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -15,6 +15,10 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.types import default_gamma, setting
+
+if TYPE_CHECKING:
+    from selfjudge.judge.model import Judge
+    from selfjudge.models.pair import Pair
 
 Engine = Annotated[Literal[ENGINES], typer.Option(help="What runs the models.")]  # type: ignore[valid-type]
 SHARED = ("rule", "theta", "quality", "gamma", "name", "api_key")
@@ -68,19 +72,24 @@ def serve(
     from selfjudge.integrations.server.address import listen
 
     listener = listen(address.host, address.port)
+    pair, judge, config = load(models, judge_options, config)
+
+    from selfjudge.integrations.server import serve as run
+
+    run(pair, listener, config, judge=judge, notify=lambda line: typer.echo(line, err=True))
+
+
+def load(
+    models: PairOptions, judge_options: JudgeOptions, config: ServerConfig
+) -> tuple[Pair, Judge | None, ServerConfig]:
+    """What the options name: the models, the judge if there is one, and the config with its γ."""
     gamma = default_gamma(models.device_type) if config.gamma is None else config.gamma
     pair = models.load(needs_draft=gamma > 0)
 
-    from selfjudge.integrations.server import serve as run
     from selfjudge.judge.model import Judge
 
-    run(
-        pair,
-        listener,
-        replace(config, gamma=gamma),
-        judge=Judge.from_pretrained(judge_options.judge) if judge_options.judge else pair.judge,
-        notify=lambda line: typer.echo(line, err=True),
-    )
+    judge = Judge.from_pretrained(judge_options.judge) if judge_options.judge else pair.judge
+    return pair, judge, replace(config, gamma=gamma)
 
 
 def _check_rule(config: ServerConfig, models: PairOptions, judge: JudgeOptions) -> None:

@@ -20,7 +20,7 @@ COMPLETION_TOKENS = 16  # of a text completion that names no length, as at OpenA
 def make_app(service: Service, api_key: str | None) -> ASGI:
     """The application, guarded."""
     app = FastAPI(title="selfjudge", docs_url=None, redoc_url=None)
-    scheduler, metrics = service.scheduler, service.metrics
+    scheduler, metrics = service.scheduler, service.scheduler.metrics
     metrics.gauge("event_loop_tasks", "Tasks of the event loop.", lambda: len(asyncio.all_tasks()))
     add_handlers(app)
 

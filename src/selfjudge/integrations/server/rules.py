@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from selfjudge.decoding.rule_parser import RULES, names_threshold, parse_rule
 from selfjudge.decoding.rules import AcceptanceRule, Judged
@@ -15,11 +14,20 @@ from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
 from selfjudge.types import MAX_GAMMA
 
-if TYPE_CHECKING:
-    from selfjudge.integrations.server.schema import DecodeOptions
-
 LOSSLESS = ("exact", "sampling")  # the same promise, at temperature 0 and above
 MAX_BUILT = 64  # rules that are kept for requests to come
+
+
+@dataclass(frozen=True)
+class RuleOptions:
+    """What a request says about its rule, as in `schema.DecodeOptions`; None is the server's own setting."""
+
+    rule: str | None = None
+    theta: float | str | None = None
+    quality: float | None = None
+    gamma: int | None = None
+    off: bool = False
+    judged_tokens: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,7 +63,7 @@ class Rules:
     def __post_init__(self) -> None:
         self.special = self.pair.special_ids
 
-    def choose(self, options: DecodeOptions, sampling: Sampling | None) -> Choice:
+    def choose(self, options: RuleOptions, sampling: Sampling | None) -> Choice:
         """The choice of a request, checked; a wrong one is a SelfJudgeError."""
         if options.off and (options.rule, options.theta, options.quality) != (None, None, None):
             raise SelfJudgeError("`off` means without judge: leave out `rule`, `theta` and `quality`")
@@ -73,7 +81,7 @@ class Rules:
         self.build(choice).check(gamma)
         return choice
 
-    def _theta(self, rule: str, options: DecodeOptions) -> float | None:
+    def _theta(self, rule: str, options: RuleOptions) -> float | None:
         kind = RULES.get(rule.partition(":")[0])
         if kind is None or not issubclass(kind, Judged) or self.judge is None:
             if options.theta is not None or options.quality is not None:

@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from selfjudge.integrations.server.rules import RuleOptions
+
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "n": (1,), "best_of": (1,), "logprobs": (False,), "top_logprobs": (0,), "echo": (False,), "suffix": ("",),
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
@@ -44,6 +46,9 @@ class DecodeOptions(Strict):
     off: bool = False
     judged_tokens: bool = False
     """Whether the answer lists the tokens that were accepted against the target's choice."""
+
+    def plain(self) -> RuleOptions:
+        return RuleOptions(**self.model_dump())
 
 
 class StreamOptions(Strict):

@@ -8,12 +8,14 @@ import socket
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
+
 from selfjudge.decoding.rule_parser import names_threshold
 from selfjudge.decoding.text import Batch
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.integrations.server.metrics import Metrics
-from selfjudge.integrations.server.rules import Rules
+from selfjudge.integrations.server.rules import RuleOptions, Rules
 from selfjudge.integrations.server.scheduler import Scheduler
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
@@ -36,23 +38,31 @@ def serve(
     from selfjudge.integrations.server.run import run
     from selfjudge.integrations.server.service import Service
 
-    config = config or ServerConfig()
+    scheduler = start_scheduler(pair, judge, config or ServerConfig())
+    own_tokenizer = replace(pair, tokenizer=copy.deepcopy(pair.tokenizer))
+    service = Service(scheduler.config.name or pair.name, own_tokenizer, scheduler)
+    try:
+        asyncio.run(run(service, listener, notify))
+    finally:
+        scheduler.stop()
+        listener.close()
+
+
+def start_scheduler(pair: Pair, judge: Judge | None, config: ServerConfig) -> Scheduler:
+    """What the server decodes with, tried out and started; needs none of the packages for HTTP."""
     config.check()
     rules = _rules(pair, judge, config)
     window = min(context_window(model) for model in (pair.target, pair.draft) if model is not None)
     context = min(config.max_context, window)
     config = replace(config, max_context=context, max_tokens=min(config.max_tokens, context - 1))
     _try_out(pair, rules, config)
-    metrics = Metrics()
-    scheduler = Scheduler(pair, rules, config, metrics)
+    scheduler = Scheduler(pair, rules, config, Metrics())
+    if pair.target.device.type == "cuda":
+        about = "Bytes on the device: in use, and set aside by torch."
+        scheduler.metrics.gauge("device_memory_bytes", about, torch.cuda.memory_allocated, kind="allocated")
+        scheduler.metrics.gauge("device_memory_bytes", about, torch.cuda.memory_reserved, kind="reserved")
     scheduler.start()
-    own_tokenizer = replace(pair, tokenizer=copy.deepcopy(pair.tokenizer))
-    service = Service(config.name or pair.name, own_tokenizer, rules, config, metrics, scheduler)
-    try:
-        asyncio.run(run(service, listener, notify))
-    finally:
-        scheduler.stop()
-        listener.close()
+    return scheduler
 
 
 def _rules(pair: Pair, judge: Judge | None, config: ServerConfig) -> Rules:
@@ -74,9 +84,7 @@ def _rules(pair: Pair, judge: Judge | None, config: ServerConfig) -> Rules:
 
 def _try_out(pair: Pair, rules: Rules, config: ServerConfig) -> None:
     """Answer one prompt: what does not work ends the program here, and the first request finds everything compiled."""
-    from selfjudge.integrations.server.schema import DecodeOptions
-
-    rule = rules.build(rules.choose(DecodeOptions(), None))
+    rule = rules.build(rules.choose(RuleOptions(), None))
     batch = Batch(pair, rule, gamma=rules.gamma, rows=1, length=config.max_context, engine=config.engine)
     batch.add([next(iter(pair.eos_ids), 0)], max_new_tokens=3)
     while len(batch):

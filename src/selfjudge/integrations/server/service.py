@@ -14,10 +14,9 @@ from typing import Any
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.integrations.server.errors import RefusedError
-from selfjudge.integrations.server.metrics import Metrics
-from selfjudge.integrations.server.rules import Rules
+from selfjudge.integrations.server.rules import RuleOptions, Rules
 from selfjudge.integrations.server.scheduler import Job, Scheduler, Update
-from selfjudge.integrations.server.schema import ChatRequest, DecodeOptions, Request
+from selfjudge.integrations.server.schema import ChatRequest, Request
 from selfjudge.models.pair import Pair
 from selfjudge.types import Generation
 
@@ -29,12 +28,17 @@ class Service:
     name: str
     pair: Pair
     """With a tokenizer of its own: the decoding thread uses the other."""
-    rules: Rules
-    config: ServerConfig
-    metrics: Metrics
     scheduler: Scheduler
     tokenizing: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "tokenize"))
     since: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def rules(self) -> Rules:
+        return self.scheduler.rules
+
+    @property
+    def config(self) -> ServerConfig:
+        return self.scheduler.config
 
     async def encode(self, prompt: Any, *, raw: bool) -> list[int]:
         """Token ids of a prompt; the tokenizer runs in a thread of its own."""
@@ -57,7 +61,8 @@ class Service:
         """A job for a request and the queue of its updates, or RefusedError."""
         self.check_model(request.model)
         length = self._length(request, len(prompt), default_length)
-        choice = self.rules.choose(request.selfjudge or DecodeOptions(), self._sampling(request))
+        options = RuleOptions() if request.selfjudge is None else request.selfjudge.plain()
+        choice = self.rules.choose(options, self._sampling(request))
         updates: asyncio.Queue[Update] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -106,12 +111,18 @@ class Service:
 
     def model(self) -> dict[str, Any]:
         """The one model as `/v1/models` lists it."""
-        rules = self.rules
+        rules, pair = self.rules, self.pair
         return {
             "id": self.name,
             "object": "model",
             "created": self.since,
             "owned_by": "selfjudge",
             "max_model_len": self.config.max_context,
-            "selfjudge": {"rule": rules.rule, "theta": rules.theta, "gamma": rules.gamma},
+            "selfjudge": {
+                "rule": rules.rule,
+                "theta": rules.theta,
+                "gamma": rules.gamma,
+                "device": pair.target.device.type,
+                "dtype": pair.dtype,
+            },
         }
