@@ -6,12 +6,16 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here asks the hub; what is missing is missed at once
 
-import pytest
-import torch
-import transformers as hf
+from typing import TYPE_CHECKING
 
-from selfjudge.models.pair import Pair
+import pytest
+
 from tiers import pytest_collection_modifyitems, pytest_runtest_call, pytest_runtest_protocol  # noqa: F401
+
+if TYPE_CHECKING:  # the process that hands out the tests needs no torch
+    import transformers as hf
+
+    from selfjudge.models.pair import Pair
 
 VOCAB = 61
 _COMMON = {
@@ -29,33 +33,40 @@ _COMMON = {
     "tie_word_embeddings": False,
 }
 
-CONFIGS = {
-    "llama": lambda **o: hf.LlamaConfig(**{**_COMMON, **o}),
-    "qwen2": lambda **o: hf.Qwen2Config(**{**_COMMON, **o}),
-    "qwen2-mixed-window": lambda **o: hf.Qwen2Config(
-        **{**_COMMON, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1, **o}
+# of each kind its configuration's class and what differs from the common options
+CONFIGS: dict[str, tuple[str, dict[str, object]]] = {
+    "llama": ("LlamaConfig", {}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen2-mixed-window": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
+    "mistral-window": ("MistralConfig", {"sliding_window": 6}),
+    "gemma2": ("Gemma2Config", {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 6}),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 6, "sliding_window_pattern": 2},
     ),
-    "mistral-window": lambda **o: hf.MistralConfig(**{**_COMMON, "sliding_window": 6, **o}),
-    "gemma2": lambda **o: hf.Gemma2Config(
-        **{**_COMMON, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 6, **o}
-    ),
-    "gemma3": lambda **o: hf.Gemma3TextConfig(
-        **{**_COMMON, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 6, "sliding_window_pattern": 2, **o}
-    ),
-    "gpt2": lambda **o: hf.GPT2Config(
-        **{
-            "vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 96, "initializer_range": 0.3,
-            "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, **o,
-        }
-    ),
-}  # fmt: skip
+    "gpt2": ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 96}),
+}
+_NOT_GPT2 = {
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+}
 
 
 def tiny_model(kind: str = "llama", seed: int = 0, **options: object) -> hf.PreTrainedModel:
     """A random model of a real architecture."""
+    import torch
+    import transformers as hf
+
+    name, own = CONFIGS[kind]
+    common = {k: v for k, v in _COMMON.items() if kind != "gpt2" or k not in _NOT_GPT2}
     torch.manual_seed(seed)
-    model = hf.AutoModelForCausalLM.from_config(CONFIGS[kind](**options), dtype=torch.float32)
-    return model.eval()
+    config = getattr(hf, name)(**{**common, **own, **options})
+    return hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
 @pytest.fixture(params=sorted(CONFIGS))
@@ -66,12 +77,15 @@ def any_model(request: pytest.FixtureRequest) -> hf.PreTrainedModel:
 @pytest.fixture(scope="session")
 def embedded() -> Pair:
     """The embedded pair in float32 on the CPU, pulled on first use."""
+    from selfjudge.models.pair import Pair
+
     return Pair.load("smollm2-135m", device="cpu", dtype="float32")
 
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Checkpoint folders of tiny models with tokenizers: a matching pair, a padded draft, and a stranger."""
+    import transformers as hf
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     root = tmp_path_factory.mktemp("checkpoints")
@@ -99,4 +113,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def tiny_pair(checkpoints: dict[str, str]) -> Pair:
+    from selfjudge.models.pair import Pair
+
     return Pair.load(checkpoints["target"], checkpoints["draft"], device="cpu")
