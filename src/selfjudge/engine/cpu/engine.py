@@ -6,6 +6,7 @@ The kernel is compiled once, by the machine's C++ compiler, into the cache folde
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import hashlib
 import os
@@ -55,11 +56,12 @@ class _Model(ctypes.Structure):
 
 class _Pass(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("tokens", "rows", "slots", "outputs")),
+        *((name, ctypes.c_int32) for name in ("tokens", "slots", "outputs")),
         *(
             (name, ctypes.c_void_p)
             for name in (
-                "ids", "row", "position", "output", "cosine", "sine", "keys", "values", "logits", "states", "scratch",
+                "ids", "row", "position", "output", "row_slots", "cosine", "sine", "cache", "logits", "states",
+                "scratch",
             )
         ),
         ("threads", ctypes.c_int32),
@@ -203,42 +205,37 @@ class CpuEngine(Eager):
         self.device = model.device
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.window = context_window(model)
-        self.lengths: list[int] = []
         self._rotary: nn.Module = model.model.rotary_emb
         self._packed = packed(model, int8)
         self._library = _library()
         self._want_hidden = hidden
         self._embeddings: int = model.get_input_embeddings().weight.shape[0]
-        self._slots = 0
         self._scratch = torch.empty(0)
-        self._keys = self._values = self._cosine = self._sine = torch.empty(0)
+        self._cosine = self._sine = torch.empty(0)
+        self.reserve(0, 0)
 
     def reserve(self, batch: int, length: int) -> None:
-        """Empty the cache; it grows as needed."""
-        self._slots, self.lengths = 0, []
+        """Empty the cache; it grows as needed, and to `length` at once."""
+        self.lengths: list[int] = []
+        self._caches: list[Tensor] = []  # of each row: keys and values [2, layers, heads, slots, dim]
+        self._longest = length
+
+    def enter(self, tokens: Tensor, counts: Tensor) -> Output:
+        other = copy.copy(self)
+        other.reserve(0, 0)
+        output = other.prefill(tokens, counts)
+        self.lengths, self._caches = self.lengths + other.lengths, self._caches + other._caches
+        return output
 
     @torch.inference_mode()
     def extend(self, tokens: Tensor, counts: Tensor | None = None, keep: int | None = None) -> Output:
-        if not self._slots:
-            self.lengths = [0] * len(tokens)
-        return self._extend(0, tokens, counts, keep)
-
-    @torch.inference_mode()
-    def enter(self, tokens: Tensor, counts: Tensor) -> Output:
-        first, shape = len(self.lengths), list(self._keys.shape)
-        shape[1] = len(tokens)
-        self._keys, self._values = (torch.cat([old, old.new_empty(shape)], 1) for old in (self._keys, self._values))
-        self.lengths = self.lengths + [0] * len(tokens)
-        return self._extend(first, tokens, counts, keep=1)
-
-    def _extend(self, first: int, tokens: Tensor, counts: Tensor | None, keep: int | None) -> Output:
-        """A pass over the rows from `first` on."""
         batch, width = tokens.shape
         keep = width if keep is None else keep
         used = [width] * batch if counts is None else counts.tolist()
-        lengths = self.lengths[first:]
-        self._reserve(len(self.lengths), max(n + c for n, c in zip(lengths, used, strict=True)))
-        ids = tokens.clamp(0, self._embeddings - 1)
+        self.lengths = self.lengths or [0] * batch
+        lengths = self.lengths
+        self._grow([n + c for n, c in zip(lengths, used, strict=True)])
+        ids = tokens.clamp(0, self._embeddings - 1).tolist()
         logits = torch.empty(batch, keep, self.vocab_size)
         states = torch.empty(batch, keep, self._packed.model.hidden)
         flat = [(b, column) for b in range(batch) for column in range(width - used[b], width)]
@@ -247,71 +244,54 @@ class CpuEngine(Eager):
             part = flat[start : start + CHUNK]
             wanted = [i for i, (_, column) in enumerate(part) if column >= width - keep]
             self._pass(
-                ids=[int(ids[b, column]) for b, column in part] if len(part) < len(flat) else ids[_valid(ids, counts)],
-                rows=[first + b for b, _ in part],
+                ids=[ids[b][column] for b, column in part],
+                rows=[b for b, _ in part],
                 positions=[lengths[b] + column - (width - used[b]) for b, column in part],
                 outputs=wanted,
                 logits=logits.view(-1, self.vocab_size)[written:],
                 states=states.view(batch * keep, -1)[written:],
             )
             written += len(wanted)
-        self.lengths[first:] = [n + c for n, c in zip(lengths, used, strict=True)]
+        self.lengths = [n + c for n, c in zip(lengths, used, strict=True)]
         return Output(logits, states if self._want_hidden else None)
 
     def _pass(
-        self,
-        ids: list[int] | Tensor,
-        rows: list[int],
-        positions: list[int],
-        outputs: list[int],
-        logits: Tensor,
-        states: Tensor,
+        self, ids: list[int], rows: list[int], positions: list[int], outputs: list[int], logits: Tensor, states: Tensor
     ) -> None:
-        model = self._packed.model
-        tokens = torch.as_tensor(ids, dtype=torch.int64).contiguous()
-        numbers = torch.tensor([*rows, *positions, *outputs], dtype=torch.int32)
-        count = len(rows)
-        threads = torch.get_num_threads()
-        size = self._library.scratch_size(ctypes.byref(model), count, self._slots, threads)
+        model, count, threads = self._packed.model, len(rows), torch.get_num_threads()
+        slots = [row.shape[3] for row in self._caches]
+        tokens = torch.tensor(ids)
+        numbers = torch.tensor([*rows, *positions, *slots, *outputs], dtype=torch.int32)
+        caches = torch.tensor([row.data_ptr() for row in self._caches])
+        size = self._library.scratch_size(ctypes.byref(model), count, max(slots), threads)
         if self._scratch.numel() < size:
             self._scratch = torch.empty(size)
-        at = numbers.data_ptr()
+        row, position, row_slots, output = (
+            numbers.data_ptr() + 4 * n for n in (0, count, 2 * count, 2 * count + len(slots))
+        )
         described = _Pass(
-            count, self._keys.shape[1], self._slots, len(outputs),
-            tokens.data_ptr(), at, at + 4 * count, at + 8 * count, self._cosine.data_ptr(), self._sine.data_ptr(),
-            self._keys.data_ptr(), self._values.data_ptr(), logits.data_ptr(), states.data_ptr(),
-            self._scratch.data_ptr(), threads,
+            count, max(slots), len(outputs), tokens.data_ptr(), row, position, output, row_slots,
+            self._cosine.data_ptr(), self._sine.data_ptr(), caches.data_ptr(),
+            logits.data_ptr(), states.data_ptr(), self._scratch.data_ptr(), threads,
         )  # fmt: skip
         self._library.forward(ctypes.byref(model), ctypes.byref(described))
 
-    def _reserve(self, batch: int, length: int) -> None:
-        """Room for `length` positions of every row, and the rotary tables for them."""
-        if length <= self._slots:
-            return
-        model, old = self._packed.model, self._slots
-        self._slots = max(128, length + length // 2)
-        shape = (model.layers, batch, model.kv_heads, self._slots, model.head_dim)
-        keys, values = torch.empty(shape), torch.empty(shape)
-        if old:
-            keys[:, :, :, :old], values[:, :, :, :old] = self._keys, self._values
-        self._keys, self._values = keys, values
-        positions = torch.arange(self._slots)[None]
-        cosine, sine = self._rotary(torch.empty(1, dtype=torch.float32), positions)
-        self._cosine, self._sine = cosine[0].contiguous(), sine[0].contiguous()
+    def _grow(self, lengths: list[int]) -> None:
+        """Room for so many positions of every row, and the rotary tables for them."""
+        model = self._packed.model
+        self._caches = self._caches or [torch.empty(2, model.layers, model.kv_heads, 0, model.head_dim)] * len(lengths)
+        for b, (old, length) in enumerate(zip(self._caches, lengths, strict=True)):
+            if length > (filled := old.shape[3]):
+                slots = max(128, length + length // 2) if length > self._longest else self._longest
+                self._caches[b] = torch.empty(2, model.layers, model.kv_heads, slots, model.head_dim)
+                self._caches[b][:, :, :, :filled] = old
+        most = max(row.shape[3] for row in self._caches)
+        if most > len(self._cosine):
+            cosine, sine = self._rotary(torch.empty(1, dtype=torch.float32), torch.arange(most)[None])
+            self._cosine, self._sine = cosine[0].contiguous(), sine[0].contiguous()
 
     def rewind(self, refused: Tensor) -> None:
         self.lengths = [n - r for n, r in zip(self.lengths, refused.tolist(), strict=True)]
 
-    @torch.inference_mode()
     def select(self, rows: list[int]) -> None:
-        index = torch.tensor(rows, dtype=torch.long)
-        self._keys, self._values = self._keys.index_select(1, index), self._values.index_select(1, index)
-        self.lengths = [self.lengths[b] for b in rows]
-
-
-def _valid(ids: Tensor, counts: Tensor | None) -> Tensor:
-    """[B, T] which tokens of a right-aligned batch are not padding."""
-    width = ids.shape[1]
-    if counts is None:
-        return torch.ones_like(ids, dtype=torch.bool)
-    return torch.arange(width) >= width - counts[:, None]
+        self.lengths, self._caches = [self.lengths[b] for b in rows], [self._caches[b] for b in rows]

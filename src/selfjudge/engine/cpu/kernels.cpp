@@ -5,8 +5,9 @@
 // matrix once and multiplies them with up to four tokens at a time. Weights are float, or int8 with one scale per group
 // of 64; activations are then quantised the same way.
 //
-// Tokens of a pass are independent (row, position) pairs; keys and values live at [layer][row][head][position], so a
-// ragged batch needs no padding, no mask and no holes: rewinding a row is forgetting its last positions.
+// Tokens of a pass are independent (row, position) pairs. Every row has its own keys and values, so a ragged batch needs
+// no padding, no mask and no holes: rewinding a row is forgetting its last positions. Sums have one order, whatever else
+// is in the pass: a prompt read in pieces gives the same bits as one read at once.
 
 #include <cmath>
 #include <cstdint>
@@ -17,6 +18,9 @@
 #endif
 #ifdef __ARM_FEATURE_DOTPROD
 #include <arm_neon.h>
+#endif
+#ifdef __AVX__
+#include <immintrin.h>
 #endif
 
 namespace {
@@ -45,13 +49,31 @@ inline vec totals(vec a, vec b, vec c, vec d) {
   return SHUFFLE(ab, cd, 0, 1, 4, 5) + SHUFFLE(ab, cd, 2, 3, 6, 7);
 }
 
-inline float sum_of(const float* x, int count) {
-  vec sum = {};
-  int i = 0;
-  for (; i + kLanes <= count; i += kLanes) sum += load(x + i);
-  float s = total(sum);
-  for (; i < count; ++i) s += x[i];
-  return s;
+// As many floats as a register has, and their sum folded to four.
+#if defined(__AVX512F__)
+constexpr int kWide = 16, kStrip = 4;
+#elif defined(__AVX__)
+constexpr int kWide = 8, kStrip = 2;
+#else
+constexpr int kWide = 4, kStrip = 4;
+#endif
+typedef float Wide __attribute__((vector_size(4 * kWide), aligned(4)));
+
+inline Wide load_wide(const float* p) { return *reinterpret_cast<const Wide*>(p); }
+inline void store(float* p, Wide v) { *reinterpret_cast<Wide*>(p) = v; }
+
+inline vec folded(Wide v) {
+#if defined(__AVX512F__)
+  const __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd((__m512)v), 1));
+  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256((__m512)v), high);
+#elif defined(__AVX__)
+  const __m256 half = (__m256)v;
+#endif
+#ifdef __AVX__
+  return (vec)_mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+#else
+  return v;
+#endif
 }
 
 // exp(x) for x <= 0 to float accuracy, without branches so that the compiler can vectorise the loop around it
@@ -103,12 +125,13 @@ struct Model {
 };
 
 struct Pass {
-  int32_t tokens, rows, slots, outputs;
+  int32_t tokens, slots, outputs;  // slots: the most that a row has
   const int64_t* ids;        // [tokens]
   const int32_t *row, *position;  // [tokens]
   const int32_t* output;     // [outputs] tokens whose logits are wanted
+  const int32_t* row_slots;  // [rows]
   const float *cosine, *sine;  // [slots, head_dim]
-  float *keys, *values;      // [layers, rows, kv_heads, slots, head_dim]
+  float* const* cache;       // of each row: keys and values [2, layers, kv_heads, row_slots, head_dim]
   float* logits;             // [outputs, head.rows]
   float* states;             // [outputs, hidden] after the final norm
   float* scratch;            // scratch_size floats
@@ -128,34 +151,37 @@ struct Input {
 
 template <int M, int N>
 inline void multiply(const float* x, int stride, const float* w, int cols, float (*y)[kRows]) {
-  vec sum[M][N] = {};
+  Wide sum[M][N] = {};
   int k = 0;
-  for (; k + 2 * kLanes <= cols; k += 2 * kLanes) {
-    if (k % (4 * kLanes) == 0) {
+#pragma GCC unroll 2
+  for (; k + kWide <= cols; k += kWide) {
+    if (k % 16 == 0) {
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) __builtin_prefetch(w + static_cast<size_t>(n + N) * cols + k);  // the next rows
     }
-#pragma GCC unroll 2
-    for (int j = 0; j < 2; ++j) {
-      vec a[N];
+    Wide a[N];
 #pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) a[n] = load(w + static_cast<size_t>(n) * cols + k + j * kLanes);
+    for (int n = 0; n < N; ++n) a[n] = load_wide(w + static_cast<size_t>(n) * cols + k);
 #pragma GCC unroll 4
-      for (int m = 0; m < M; ++m) {
-        const vec b = load(x + static_cast<size_t>(m) * stride + k + j * kLanes);
+    for (int m = 0; m < M; ++m) {
+      const Wide b = load_wide(x + static_cast<size_t>(m) * stride + k);
 #pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) sum[m][n] += a[n] * b;
-      }
+      for (int n = 0; n < N; ++n) sum[m][n] += a[n] * b;
     }
   }
 #pragma GCC unroll 4
-  for (int m = 0; m < M; ++m)
+  for (int m = 0; m < M; ++m) {
+    if (N == 4) {
+      const vec four = totals(folded(sum[m][0]), folded(sum[m][1 % N]), folded(sum[m][2 % N]), folded(sum[m][3 % N]));
+      std::memcpy(y[m], &four, sizeof four);
+    } else {
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) {
-      float s = total(sum[m][n]);
-      for (int j = k; j < cols; ++j) s += x[static_cast<size_t>(m) * stride + j] * w[static_cast<size_t>(n) * cols + j];
-      y[m][n] = s;
+      for (int n = 0; n < N; ++n) y[m][n] = total(folded(sum[m][n]));
     }
+    for (int n = 0; n < N; ++n)
+      for (int j = k; j < cols; ++j)
+        y[m][n] += x[static_cast<size_t>(m) * stride + j] * w[static_cast<size_t>(n) * cols + j];
+  }
 }
 
 inline int32_t dot_group(const int8_t* a, const int8_t* b) {
@@ -304,58 +330,122 @@ void normalise(const float* x, const float* weight, float epsilon, int tokens, i
 
 constexpr int kKeys = 32;  // keys or values that stay in the first-level cache while several queries use them
 
-// `queries` heads of one token against the `count` keys and values of one key-value head.
-void attend(const float* q, int queries, const float* k, const float* v, int count, int D, float root, float* scores,
-            int stride, float* out) {
-  for (int from = 0; from < count; from += kKeys) {
-    const int to = from + kKeys < count ? from + kKeys : count;
-    for (int g = 0; g < queries; ++g) {
-      float* score = scores + static_cast<int64_t>(g) * stride;
-      int s = from;
-      for (; s + 4 <= to; s += 4) {
-        vec sum[4] = {};
-        for (int d = 0; d < D; d += kLanes) {
-          const vec a = load(q + g * D + d);
+void softmax(float* x, int count) {
+  int s = 0;
+  Wide high = Wide{} + x[0];
+  for (; s + kWide <= count; s += kWide) {
+    const Wide next = load_wide(x + s);
+    high = next > high ? next : high;
+  }
+  float most = high[0];
+  for (int i = 1; i < kWide; ++i) most = high[i] > most ? high[i] : most;
+  for (; s < count; ++s) most = x[s] > most ? x[s] : most;
+  for (s = 0; s < count; ++s) x[s] = exp_neg(x[s] - most);
+  Wide sum = {};
+  for (s = 0; s + kWide <= count; s += kWide) sum += load_wide(x + s);
+  float mass = total(folded(sum));
+  for (; s < count; ++s) mass += x[s];
+  const float inverse = 1.0f / mass;
+  for (s = 0; s < count; ++s) x[s] *= inverse;
+}
+
+// out[t][0 … P·kWide) += sum of score[t][s] · v[s], s in [from, to), for T tokens
+template <int T, int P>
+inline void mix(const float* score, int slots, const float* v, int from, int to, int D, float* out, int stride) {
+  Wide sum[T][P];
 #pragma GCC unroll 4
-          for (int j = 0; j < 4; ++j) sum[j] += a * load(k + static_cast<int64_t>(s + j) * D + d);
-        }
-        const vec four = totals(sum[0], sum[1], sum[2], sum[3]) * root;
-        std::memcpy(score + s, &four, sizeof four);
+  for (int t = 0; t < T; ++t)
+#pragma GCC unroll 4
+    for (int j = 0; j < P; ++j) sum[t][j] = load_wide(out + static_cast<int64_t>(t) * stride + j * kWide);
+  for (int s = from; s < to; ++s) {
+    Wide value[P];
+#pragma GCC unroll 4
+    for (int j = 0; j < P; ++j) value[j] = load_wide(v + static_cast<int64_t>(s) * D + j * kWide);
+#pragma GCC unroll 4
+    for (int t = 0; t < T; ++t)
+#pragma GCC unroll 4
+      for (int j = 0; j < P; ++j) sum[t][j] += value[j] * score[static_cast<int64_t>(t) * slots + s];
+  }
+#pragma GCC unroll 4
+  for (int t = 0; t < T; ++t)
+#pragma GCC unroll 4
+    for (int j = 0; j < P; ++j) store(out + static_cast<int64_t>(t) * stride + j * kWide, sum[t][j]);
+}
+
+template <int T>
+inline void mix(const float* score, int slots, const float* v, int from, int to, int D, float* out, int stride) {
+  int d = 0;
+  for (; d + kStrip * kWide <= D; d += kStrip * kWide)
+    mix<T, kStrip>(score, slots, v + d, from, to, D, out + d, stride);
+  for (; d + kWide <= D; d += kWide) mix<T, 1>(score, slots, v + d, from, to, D, out + d, stride);
+  for (; d < D; ++d)
+    for (int t = 0; t < T; ++t)
+      for (int s = from; s < to; ++s)
+        out[static_cast<int64_t>(t) * stride + d] +=
+            v[static_cast<int64_t>(s) * D + d] * score[static_cast<int64_t>(t) * slots + s];
+}
+
+// Some heads of one token or more that follow each other in a row, against one key-value head.
+struct Heads {
+  const float* q;       // [tokens, stride] of which the first heads · D
+  int stride, heads;
+  const float *k, *v;   // [count + tokens - 1, D]
+  int count, D;         // token t sees the first count + t of them
+  float* scores;        // [heads, tokens, slots]
+  int slots;
+  float* out;           // [tokens, out_stride]
+  int out_stride;
+};
+
+template <int T>
+void attend(const Heads& a) {
+  const int D = a.D;
+  const float root = 1.0f / std::sqrt(static_cast<float>(D));
+  float y[kTokens][kRows];
+  for (int from = 0; from < a.count; from += kKeys) {
+    const int to = from + kKeys < a.count ? from + kKeys : a.count;
+    for (int g = 0; g < a.heads; ++g) {
+      float* score = a.scores + static_cast<int64_t>(g) * T * a.slots;
+      int s = from;
+      for (; s + kRows <= to; s += kRows) {
+        multiply<T, kRows>(a.q + g * D, a.stride, a.k + static_cast<int64_t>(s) * D, D, y);
+        for (int t = 0; t < T; ++t)
+          for (int j = 0; j < kRows; ++j) score[static_cast<int64_t>(t) * a.slots + s + j] = y[t][j] * root;
       }
       for (; s < to; ++s) {
-        vec sum = {};
-        for (int d = 0; d < D; d += kLanes) sum += load(q + g * D + d) * load(k + static_cast<int64_t>(s) * D + d);
-        score[s] = total(sum) * root;
+        multiply<T, 1>(a.q + g * D, a.stride, a.k + static_cast<int64_t>(s) * D, D, y);
+        for (int t = 0; t < T; ++t) score[static_cast<int64_t>(t) * a.slots + s] = y[t][0] * root;
       }
     }
   }
-  for (int g = 0; g < queries; ++g) {
-    float* score = scores + static_cast<int64_t>(g) * stride;
-    float most = score[0];
-    for (int s = 1; s < count; ++s) most = score[s] > most ? score[s] : most;
-    for (int s = 0; s < count; ++s) score[s] = exp_neg(score[s] - most);
-    const float inverse = 1.0f / sum_of(score, count);
-    for (int s = 0; s < count; ++s) score[s] *= inverse;
-  }
-  std::memset(out, 0, sizeof(float) * queries * D);
-  for (int from = 0; from < count; from += kKeys) {
-    const int to = from + kKeys < count ? from + kKeys : count;
-    for (int g = 0; g < queries; ++g) {
-      const float* score = scores + static_cast<int64_t>(g) * stride;
-      int d = 0;
-      for (; d + 4 * kLanes <= D; d += 4 * kLanes) {  // 16 outputs in registers
-        float* o = out + g * D + d;
-        vec sum[4] = {load(o), load(o + 4), load(o + 8), load(o + 12)};
-        for (int s = from; s < to; ++s) {
-          const float* value = v + static_cast<int64_t>(s) * D + d;
-#pragma GCC unroll 4
-          for (int j = 0; j < 4; ++j) sum[j] += load(value + j * kLanes) * score[s];
-        }
-        std::memcpy(o, sum, sizeof sum);
+  for (int g = 0; g < a.heads; ++g)
+    for (int t = 0; t < T; ++t) {  // the few keys that not all of the tokens see
+      float* score = a.scores + static_cast<int64_t>(g * T + t) * a.slots;
+      for (int s = a.count; s < a.count + t; ++s) {
+        multiply<1, 1>(a.q + static_cast<int64_t>(t) * a.stride + g * D, 0, a.k + static_cast<int64_t>(s) * D, D, y);
+        score[s] = y[0][0] * root;
       }
-      for (; d < D; ++d)
-        for (int s = from; s < to; ++s) out[g * D + d] += v[static_cast<int64_t>(s) * D + d] * score[s];
+      softmax(score, a.count + t);
     }
+  for (int t = 0; t < T; ++t)
+    std::memset(a.out + static_cast<int64_t>(t) * a.out_stride, 0, sizeof(float) * a.heads * D);
+  for (int from = 0; from < a.count; from += kKeys) {
+    const int to = from + kKeys < a.count ? from + kKeys : a.count;
+    for (int g = 0; g < a.heads; ++g)
+      mix<T>(a.scores + static_cast<int64_t>(g) * T * a.slots, a.slots, a.v, from, to, D, a.out + g * D, a.out_stride);
+  }
+  for (int g = 0; g < a.heads; ++g)
+    for (int t = 1; t < T; ++t)
+      mix<1>(a.scores + static_cast<int64_t>(g * T + t) * a.slots, 0, a.v, a.count, a.count + t, D,
+             a.out + static_cast<int64_t>(t) * a.out_stride + g * D, 0);
+}
+
+void attend(int tokens, const Heads& a) {
+  switch (tokens) {
+    case 1: return attend<1>(a);
+    case 2: return attend<2>(a);
+    case 3: return attend<3>(a);
+    default: return attend<4>(a);
   }
 }
 
@@ -371,7 +461,7 @@ int64_t scratch_size(const Model* model, int32_t tokens, int32_t slots, int32_t 
   const int64_t widest = wide > model->hidden ? wide : model->hidden;
   const int64_t qkv = (model->heads + 2 * model->kv_heads) * static_cast<int64_t>(model->head_dim);
   const int64_t shared = tokens * (model->hidden + qkv + attention + model->intermediate);
-  const int64_t scores = static_cast<int64_t>(slots) * (model->heads / model->kv_heads);
+  const int64_t scores = static_cast<int64_t>(slots) * kTokens * (model->heads / model->kv_heads);
   const int64_t own = tokens * (widest + widest / 4 + widest / kGroup + 64) + scores + 64;
   return shared + threads * own;
 }
@@ -381,14 +471,18 @@ void forward(const Model* model, const Pass* pass) {
   const int G = heads / kv, I = model->intermediate, width = (heads + 2 * kv) * D;
   const int64_t wide = I > heads * D ? I : heads * D;
   const int64_t widest = wide > H ? wide : H;
-  const float root = 1.0f / std::sqrt(static_cast<float>(D));
   float* x = pass->scratch;
   float* qkv = x + static_cast<int64_t>(M) * H;
   float* mixed = qkv + static_cast<int64_t>(M) * width;
   float* active = mixed + static_cast<int64_t>(M) * heads * D;
   float* shared_end = active + static_cast<int64_t>(M) * I;
-  const int64_t own = M * (widest + widest / 4 + widest / kGroup + 64) + static_cast<int64_t>(pass->slots) * G + 64;
-  const int64_t plane = static_cast<int64_t>(pass->slots) * D;  // one head of one row
+  const int64_t room = static_cast<int64_t>(pass->slots) * kTokens * G;  // of a thread's scores
+  const int64_t own = M * (widest + widest / 4 + widest / kGroup + 64) + room + 64;
+  // keys of a row; its values come `apart` later
+  auto cached = [&](int row, int layer, int head) {
+    return pass->cache[row] + (static_cast<int64_t>(layer) * kv + head) * pass->row_slots[row] * D;
+  };
+  auto apart = [&](int row) { return static_cast<int64_t>(model->layers) * kv * pass->row_slots[row] * D; };
 
 #pragma omp parallel num_threads(pass->threads)
   {
@@ -400,7 +494,7 @@ void forward(const Model* model, const Pass* pass) {
     float* normed = shared_end + thread * own;
     float* group_scale = normed + M * widest;
     float* scores = group_scale + M * (widest / kGroup + 1);
-    int8_t* quantised = reinterpret_cast<int8_t*>(scores + static_cast<int64_t>(pass->slots) * G);
+    int8_t* quantised = reinterpret_cast<int8_t*>(scores + room);
 
     // every thread normalises and quantises for itself: cheaper than a barrier
     auto input = [&](const Matrix& w, const float* values) {
@@ -414,9 +508,6 @@ void forward(const Model* model, const Pass* pass) {
 #pragma omp barrier
     for (int l = 0; l < model->layers; ++l) {
       const Layer& layer = model->layer[l];
-      float* K = pass->keys + l * static_cast<int64_t>(pass->rows) * kv * plane;
-      float* V = pass->values + l * static_cast<int64_t>(pass->rows) * kv * plane;
-
       normalise(x, layer.attention_norm, model->epsilon, M, H, normed);
       const Input states = input(layer.query, normed);
       int offset = 0;
@@ -438,20 +529,26 @@ void forward(const Model* model, const Pass* pass) {
           p[d + D / 2] = b * c[d + D / 2] + a * s[d + D / 2];
         }
         if (h >= heads) {
-          const int64_t at = (static_cast<int64_t>(pass->row[m]) * kv + h - heads) * plane +
-                             static_cast<int64_t>(pass->position[m]) * D;
-          std::memcpy(K + at, p, D * sizeof(float));
-          std::memcpy(V + at, p + kv * D, D * sizeof(float));
+          float* key = cached(pass->row[m], l, h - heads) + static_cast<int64_t>(pass->position[m]) * D;
+          std::memcpy(key, p, D * sizeof(float));
+          std::memcpy(key + apart(pass->row[m]), p + kv * D, D * sizeof(float));
         }
       }
 #pragma omp barrier
       // the heads of a key-value head share its keys; a single token is split by head to keep all threads busy
       const int together = M == 1 ? 1 : G, parts = heads / together;
-      for (int i = thread; i < M * parts; i += threads) {
-        const int m = i / parts, h = i % parts * together;
-        const int64_t at = (static_cast<int64_t>(pass->row[m]) * kv + h / G) * plane;
-        attend(qkv + static_cast<int64_t>(m) * width + h * D, together, K + at, V + at, pass->position[m] + 1, D, root,
-               scores, pass->slots, mixed + static_cast<int64_t>(m) * heads * D + h * D);
+      for (int m = 0, turn = 0, n; m < M; m += n) {  // and so do tokens that follow each other in a row
+        const int row = pass->row[m];
+        for (n = 1; n < kTokens && m + n < M && pass->row[m + n] == row; ++n)
+          if (pass->position[m + n] != pass->position[m] + n) break;
+        for (int part = 0; part < parts; ++part) {
+          if (turn++ % threads != thread) continue;
+          const int h = part * together;
+          const float* k = cached(row, l, h / G);
+          attend(n, {qkv + static_cast<int64_t>(m) * width + h * D, width, together, k, k + apart(row),
+                     pass->position[m] + 1, D, scores, pass->slots,
+                     mixed + (static_cast<int64_t>(m) * heads + h) * D, heads * D});
+        }
       }
 #pragma omp barrier
       product(layer.out, input(layer.out, mixed), M, thread, threads,
