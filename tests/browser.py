@@ -8,6 +8,8 @@ import os
 import select
 import shutil
 import subprocess
+from collections import Counter
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -146,3 +148,17 @@ class Browser:
             self._process.wait()
         os.close(self._out)
         os.close(self._in)
+
+
+class Page(HTMLParser):
+    """Collects what a browser would act upon."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags: Counter[str] = Counter()
+        self.attributes: list[tuple[str, str, str | None]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        self.attributes += [(tag, *pair) for pair in attrs]

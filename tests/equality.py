@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import transformers as hf
 
 from selfjudge.models.pair import Pair
 
@@ -22,3 +23,20 @@ def assert_same_tokens(pair: Pair, prompt: Sequence[int], one: Sequence[int], ot
     gap = float(best[0] - best[1])
     assert gap < NEAR_TIE, f"answers differ at token {at} where the best logits are {gap:.6f} apart"
     return True
+
+
+_answers: dict[tuple[object, ...], list[int]] = {}
+
+
+def greedy(model: hf.PreTrainedModel, prompt: list[int], count: int, eos: list[int] | None = None) -> list[int]:
+    """What transformers generates; asked once for the same weights, whatever engine it is compared with."""
+    weights = hash(b"".join(p.detach().numpy().tobytes() for p in model.parameters()))
+    key = (str(model.config), weights, tuple(prompt), count, tuple(eos or ()))
+    if key not in _answers:
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, eos_token_id=eos or [-1],
+            pad_token_id=0,
+        )  # fmt: skip
+        _answers[key] = out[0, len(prompt) :].tolist()
+    return _answers[key]

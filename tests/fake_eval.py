@@ -225,3 +225,10 @@ def demo_result() -> dict[str, Any]:
          "tokens_per_second": 60.0, "same_answer_as_plain": 0.25, "tokens": judged + hostile},
     ]  # fmt: skip
     return {"prompt": HOSTILE[3], "rows": rows, "draft_log_likelihood": -2.1, "substitutions": [], "draft_int8": True}
+
+
+def samples(lengths: list[tuple[int, int]], scores: list[float]) -> list[dict[str, Any]]:
+    return [
+        {"id": str(i), "answer": "1", "score": s, "scores": {}, "tokens": t, "cycles": c, "drafts_accepted": 0, "judged": 1, "agrees": s}
+        for i, ((t, c), s) in enumerate(zip(lengths, scores, strict=True))
+    ]  # fmt: skip

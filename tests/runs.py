@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
+
+from selfjudge.judge.model import Judge
+from selfjudge.label.config import LabelConfig
 
 
 def prompts_file(path: Path, count: int) -> Path:
@@ -26,3 +31,20 @@ def content(folder: Path) -> dict[str, bytes]:
         for p in sorted(folder.rglob("*"))
         if p.is_file() and p.name not in ("run.json", ".lock")
     }
+
+
+def label_settings(asked: str, **options: object) -> LabelConfig:
+    """A labelling of a second on a file of prompts."""
+    return replace(LabelConfig(prompts=(asked,), tau=-8.0, max_new_tokens=24, batch=5), **options)  # type: ignore[arg-type]
+
+
+def random_judges(hidden_size: int) -> dict[str, list[Judge]]:
+    """A judge called `mine` that accepts some tokens."""
+    torch.manual_seed(0)
+    return {"mine": [Judge(Judge.constant(0.5, hidden_size).config, weight=torch.randn(hidden_size))]}
+
+
+def full_disk(tensors: object, path: Path, *_: object) -> None:
+    """What a writer does that runs out of space half-way."""
+    Path(path).write_bytes(b"half of it")
+    raise OSError(28, "No space left on device")

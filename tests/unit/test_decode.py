@@ -10,6 +10,7 @@ import transformers as hf
 from scipy.stats import chisquare
 
 from conftest import CONFIGS, VOCAB, tiny_model
+from equality import greedy
 from selfjudge.decoding.admission import AdmissionQueue, Request
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rules import AcceptanceRule, Exact, Judged, SpeculativeSampling, TopK
@@ -57,23 +58,6 @@ def run(
 def prompts_of(lengths: list[int], seed: int = 0) -> list[list[int]]:
     random = torch.Generator().manual_seed(seed)
     return [torch.randint(3, VOCAB, (n,), generator=random).tolist() for n in lengths]
-
-
-_answers: dict[tuple[object, ...], list[int]] = {}
-
-
-def greedy(model: hf.PreTrainedModel, prompt: list[int], count: int, eos: list[int] | None = None) -> list[int]:
-    """What transformers generates; asked once for the same weights, whatever engine it is compared with."""
-    weights = hash(b"".join(p.detach().numpy().tobytes() for p in model.parameters()))
-    key = (str(model.config), weights, tuple(prompt), count, tuple(eos or ()))
-    if key not in _answers:
-        ids = torch.tensor([prompt])
-        out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, eos_token_id=eos or [-1],
-            pad_token_id=0,
-        )  # fmt: skip
-        _answers[key] = out[0, len(prompt) :].tolist()
-    return _answers[key]
 
 
 def test_early_ends_stay_on_when_a_row_leaves() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings, strategies as st
+import transformers as hf
+from hypothesis import given, settings, strategies as st
 
 import selfjudge.engine.select
 from conftest import CONFIGS, VOCAB, tiny_model
 from selfjudge.engine import reference
+from selfjudge.engine.base import Engine
 from selfjudge.engine.cpu import engine as cpu
 from selfjudge.engine.cpu.engine import CpuEngine
 from selfjudge.engine.cuda import engine as cuda
@@ -30,22 +32,25 @@ operation = st.one_of(
 
 
 @pytest.mark.parametrize(("engine_kind", "kind"), ENGINES)
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(batch=st.integers(1, 4), plan=st.lists(operation, min_size=4, max_size=14), seed=st.integers(0, 2**16))
+@pytest.mark.parametrize("examples", [5, pytest.param(40, marks=pytest.mark.slow)])
 def test_every_logit_equals_a_fresh_forward(
-    engine_kind: str,
-    kind: str,
-    batch: int,
-    plan: list[tuple[str, int, int]],
-    seed: int,
-    monkeypatch: pytest.MonkeyPatch,
+    engine_kind: str, kind: str, examples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reference, "PREFILL_CHUNK", 4)
     monkeypatch.setattr(reference, "HOLE_SLACK", 2)
     monkeypatch.setattr(cpu, "CHUNK", 5)
-    model = MODELS[kind]
+
+    @settings(max_examples=examples, deadline=None)
+    @given(batch=st.integers(1, 4), plan=st.lists(operation, min_size=4, max_size=14), seed=st.integers(0, 2**16))
+    def every_logit(batch: int, plan: list[tuple[str, int, int]], seed: int) -> None:
+        follow(make_engine(MODELS[kind], hidden=True, kind=engine_kind), MODELS[kind], batch, plan, seed)
+
+    every_logit()
+
+
+def follow(engine: Engine, model: hf.PreTrainedModel, batch: int, plan: list[tuple[str, int, int]], seed: int) -> None:
+    """Do what the plan says, and compare every logit and state with those of a fresh forward."""
     random = torch.Generator().manual_seed(seed)
-    engine = make_engine(model, hidden=True, kind=engine_kind)
     rows: list[list[int]] = [[] for _ in range(batch)]
 
     def extend(width: int, generator: torch.Generator, new: int = 0) -> None:
@@ -109,8 +114,6 @@ def test_holes_are_compacted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_models_that_cannot_be_rewound_are_refused() -> None:
-    import transformers as hf
-
     mamba = hf.AutoModelForCausalLM.from_config(
         hf.MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, state_size=4)
     )

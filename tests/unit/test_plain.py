@@ -12,6 +12,7 @@ import transformers as hf
 
 import selfjudge.decoding.plain
 from conftest import VOCAB, tiny_model
+from equality import greedy
 from selfjudge.bench.config import DraftBenchConfig
 from selfjudge.bench.draft import accepted, agreement, bench_draft
 from selfjudge.decoding.plain import respond
@@ -44,23 +45,14 @@ def prompts_of(lengths: list[int], seed: int = 0) -> list[list[int]]:
     return [torch.randint(3, VOCAB, (n,), generator=random).tolist() for n in lengths]
 
 
-def greedy(model: hf.PreTrainedModel, prompt: list[int], count: int, eos: int) -> list[int]:
-    ids = torch.tensor([prompt])
-    out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, eos_token_id=eos,
-        pad_token_id=0,
-    )  # fmt: skip
-    return out[0, len(prompt) :].tolist()
-
-
 RAGGED = [3, 11, 1, 7, 20, 2, 5, 5, 9, 30, 4]
 
 
 @pytest.mark.usefixtures("engine_kind")
 def test_greedy_answers_equal_transformers() -> None:
     model, prompts = tiny_model(seed=1), prompts_of(RAGGED)
-    common = max(range(VOCAB), key=[t for p in prompts for t in greedy(model, p, 24, -1)].count)
-    expected = [greedy(model, p, 24, common) for p in prompts]
+    common = max(range(VOCAB), key=[t for p in prompts for t in greedy(model, p, 24)].count)
+    expected = [greedy(model, p, 24, [common]) for p in prompts]
     told: list[int] = []
     found = list(respond(model, prompts, eos_ids={common}, max_new_tokens=24, batch=4, notify=told.append))
     assert sorted(i for i, _, _ in found) == list(range(len(prompts)))

@@ -77,8 +77,14 @@ def compare(model, cases, suffix_length: int, found) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("suffix_length", [0, 1, 5, 20])
-@pytest.mark.parametrize("kind", sorted(CONFIGS))
+@pytest.mark.parametrize(
+    ("kind", "suffix_length"),
+    [
+        pytest.param(kind, length, marks=() if length == 5 or kind in ("llama", "gemma2") else pytest.mark.slow)
+        for kind in sorted(CONFIGS)
+        for length in (0, 1, 5, 20)
+    ],
+)
 def test_packed_scores_are_those_of_one_sequence_at_a_time(
     kind: str, suffix_length: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -132,12 +132,12 @@ def test_an_answer_that_prefill_ends_has_no_cycle(tiny_pair: Pair) -> None:
 def test_answers_come_and_go_in_a_batch(tiny_pair: Pair, engine: str) -> None:
     """Six answers over two places, one given up, one ended by a stop string; each is what `generate` makes of it alone."""
     prompts = ["w1 w2", "w3 w4 w5", "w6", "w7 w8", "w9 w1 w2 w3", "w5"]
-    alone = [generate(tiny_pair, [p], gamma=3, max_new_tokens=24, raw=True, engine=engine)[0] for p in prompts]
+    alone = [generate(tiny_pair, [p], gamma=3, max_new_tokens=14, raw=True, engine=engine)[0] for p in prompts]
     stop = " ".join(alone[1].text.split()[6:8])
     batch = Batch(tiny_pair, gamma=3, rows=2, length=64, engine=engine)
     for _ in range(2):  # the second time all over again
         answers = [
-            batch.add(tiny_pair.encode(p, raw=True), max_new_tokens=24, stop=[stop] if i == 1 else (), streamed=i < 4)
+            batch.add(tiny_pair.encode(p, raw=True), max_new_tokens=14, stop=[stop] if i == 1 else (), streamed=i < 4)
             for i, p in enumerate(prompts)
         ]
         texts = dict.fromkeys(map(id, answers), "")
@@ -151,7 +151,7 @@ def test_answers_come_and_go_in_a_batch(tiny_pair: Pair, engine: str) -> None:
                 batch.drop(answers[0])
         assert len(batch) == 0
         assert answers[0].finish is None
-        assert 0 < len(answers[0].tokens) < 24
+        assert 0 < len(answers[0].tokens) < 14
         for i in (2, 3, 4, 5):
             made = answers[i].generation()
             assert (made.tokens, made.text, made.cycles) == (alone[i].tokens, alone[i].text, alone[i].cycles)

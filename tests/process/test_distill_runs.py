@@ -1,0 +1,337 @@
+"""Whole distillations of tiny models: what a run writes, its interruptions and its refusals."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+import transformers as hf
+from safetensors.torch import load_file
+
+import selfjudge.distill.data as data_module
+import selfjudge.distill.export
+from runs import full_disk
+from selfjudge.decoding.text import generate
+from selfjudge.distill.config import DistillConfig
+from selfjudge.distill.pipeline import distill_draft
+from selfjudge.errors import SelfJudgeError
+from selfjudge.models.convert import materialise, read_compact
+from selfjudge.models.pair import Pair
+from selfjudge.store import read_tensors
+
+CHAT = "{% for m in messages %}<s> {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w0{% endif %}"
+
+
+@pytest.fixture
+def pair(checkpoints: dict[str, str]) -> Pair:
+    """A tiny target whose chat template has a user header."""
+    made = Pair.load(checkpoints["target"], device="cpu", needs_draft=False)
+    made.tokenizer.chat_template = CHAT
+    return made
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> DistillConfig:
+    """A run of a second or two on a file of prompts."""
+    file = tmp_path / "prompts.jsonl"
+    random = np.random.default_rng(0)
+    prompts = [" ".join(f"w{i}" for i in random.integers(1, 50, size)) for size in random.integers(2, 12, 20)]
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
+    return DistillConfig(
+        layers=1, width=64, minutes=0.004, prompts=(f"{file}:20x3",), max_new_tokens=24, held_out=4, top_k=8,
+        batch_tokens=1024, rate=5e-3,
+    )  # fmt: skip
+
+
+# the whole run
+
+
+def loaded(folder: Path) -> hf.PreTrainedModel:
+    return hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def test_a_whole_run(
+    pair: Pair, checkpoints: dict[str, str], settings: DistillConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        selfjudge.distill.export, "INT8_LOSS", 1.0
+    )  # a few held-out answers tell nothing about rounding
+    out = tmp_path / "out"
+    told: list[tuple[str, float]] = []
+    result = distill_draft(pair, out, replace(settings, minutes=0.03), notify=lambda *what: told.append(what))
+    assert all(0 <= share <= 1 for _, share in told)
+    assert told[0] == ("the target answers", 0.0)
+    assert told[-1][0] == "writing"
+
+    written = json.loads((out / "run.json").read_text())
+    assert {"commit", "versions", "machine", "time"} <= written.keys()
+    assert written["training"] == result["training"]
+    assert written["sources"][0]["prompts"] == 20
+    assert written["training"]["answers"] == 16 * 3
+    history = written["training"]["history"]
+    assert history[-1]["loss"] < history[0]["loss"]
+    assert written["top1_held_out"]["as_trained"]["all"] > 0
+    assert "20 | 3 | given by the user" in (out / "README.md").read_text()
+    assert (out / "compact" / "README.md").is_file()
+    size = (out / "compact" / "draft.safetensors").stat().st_size
+    assert written["compact"] == {"format": "int8 rows", "bytes": size}
+    assert size < 1.1 * written["parameters"] + 2048
+
+    model = loaded(out)
+    assert (model.config.num_hidden_layers, model.config.hidden_size) == (1, 64)
+    draft = Pair.load(str(out), device="cpu", needs_draft=False)
+    for text in ("w1 w2 w3", "w9", "w5 w4 w44 w13"):
+        ids = torch.tensor([draft.encode(text)])
+        expected = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20, pad_token_id=0
+        )
+        assert (
+            list(generate(draft, [text], gamma=0, max_new_tokens=20)[0].tokens) == expected[0, ids.shape[1] :].tolist()
+        )
+
+    both = Pair.load(checkpoints["target"], str(out), device="cpu")
+    plain = generate(both, ["w1 w2 w3"], gamma=0, max_new_tokens=20)
+    assert generate(both, ["w1 w2 w3"], gamma=3, max_new_tokens=20)[0].tokens == plain[0].tokens
+
+    materialise(out / "compact", Path(checkpoints["target"]), tmp_path / "again")
+    one, other = (load_file(folder / "model.safetensors") for folder in (out, tmp_path / "again"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert hf.AutoTokenizer.from_pretrained(tmp_path / "again").get_vocab() == pair.tokenizer.get_vocab()
+
+
+def test_float16_is_kept_where_int8_costs_agreement(
+    pair: Pair, settings: DistillConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = iter([{"all": 0.75}, {"all": 0.25}])
+    monkeypatch.setattr(selfjudge.distill.export, "top1", lambda *_: next(measured))
+    out = tmp_path / "out"
+    result = distill_draft(pair, out, settings)
+    assert result["compact"]["format"] == "float16"
+    assert result["compact"]["bytes"] >= 2 * result["parameters"]
+    best = {
+        name: array
+        for name, array in read_tensors(out / "work" / "train.safetensors")[0].items()
+        if name[:5] == "best."
+    }
+    assert len(best) == len(read_compact(out / "compact"))
+    for name, tensor in read_compact(out / "compact").items():
+        assert torch.equal(tensor, torch.from_numpy(best[f"best.{name}"]).half().float())
+    assert "all 75.0%" in (out / "README.md").read_text()  # of what is shipped
+
+
+class Killed(Exception):  # noqa: N818
+    """Stands for the end of the process."""
+
+
+def killer(stage: str, occurrence: int) -> Callable[[str, float], None]:
+    count = 0
+
+    def notify(told: str, share: float) -> None:
+        nonlocal count
+        count += told.split(":")[0] == stage
+        if told.split(":")[0] == stage and count == occurrence:
+            raise Killed
+
+    return notify
+
+
+@pytest.mark.parametrize(
+    ("stage", "occurrence"),
+    [("the target answers", 1), ("the target answers", 3), ("the target answers, top-k", 2), ("training", 1), ("writing", 1)],
+)  # fmt: skip
+def test_a_killed_run_goes_on(
+    stage: str, occurrence: int, pair: Pair, settings: DistillConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_module, "CHUNK", 16)
+    out = tmp_path / "out"
+    with pytest.raises(Killed):
+        distill_draft(pair, out, settings, notify=killer(stage, occurrence))
+    assert not (out / "run.json").exists()
+    there = {p: p.stat().st_mtime_ns for p in (out / "work").glob("*.safetensors") if p.name != "train.safetensors"}
+    assert len(there) == {"the target answers": occurrence, "the target answers, top-k": 2}.get(stage, 1 + 2 + 2)
+    trained = stage == "writing" and read_tensors(out / "work" / "train.safetensors")[1]["step"]
+    result = distill_draft(pair, out, settings)
+    assert (out / "run.json").is_file()
+    assert {p: p.stat().st_mtime_ns for p in there} == there
+    if trained:
+        assert result["training"]["steps"] >= trained
+    # what was made in two goes is what is made in one
+    whole = tmp_path / "whole"
+    with pytest.raises(Killed):
+        distill_draft(pair, whole, settings, notify=killer("training", 1))
+    for file in (whole / "work").glob("[ap]*.safetensors"):
+        one, other = read_tensors(file)[0], read_tensors(out / "work" / file.name)[0]
+        assert all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def test_a_longer_run_that_is_killed_is_not_taken_for_finished(
+    pair: Pair, settings: DistillConfig, tmp_path: Path
+) -> None:
+    out, longer = tmp_path / "out", replace(settings, minutes=settings.minutes * 2)
+    distill_draft(pair, out, settings)
+    with pytest.raises(Killed):
+        distill_draft(pair, out, longer, notify=killer("writing", 1))
+    assert not (out / "run.json").exists()
+    assert distill_draft(pair, out, longer)["settings"]["minutes"] == longer.minutes
+
+
+def test_a_folder_of_somebody_else_is_left_alone(pair: Pair, settings: DistillConfig, tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("mine")
+    with pytest.raises(SelfJudgeError, match="holds other files"):
+        distill_draft(pair, tmp_path, settings)
+    assert (tmp_path / "README.md").read_text() == "mine"
+
+
+def test_other_settings_are_refused_and_more_minutes_are_not(
+    pair: Pair, settings: DistillConfig, tmp_path: Path, checkpoints: dict[str, str]
+) -> None:
+    out = tmp_path / "out"
+    first = distill_draft(pair, out, settings)
+    for wrong in (replace(settings, layers=2), replace(settings, seed=1, top_k=4)):
+        with pytest.raises(SelfJudgeError, match=r"another .*: name another `out`") as caught:
+            distill_draft(pair, out, wrong)
+        assert "\n" not in str(caught.value)
+    stranger = replace(pair, target_sha256="0" * 64)
+    with pytest.raises(SelfJudgeError, match="another target"):
+        distill_draft(stranger, out, settings)
+    again = distill_draft(pair, out, replace(settings, minutes=0.02))
+    assert again["training"]["seconds"] >= first["training"]["seconds"]
+    assert again["training"]["steps"] >= first["training"]["steps"]
+
+
+@pytest.mark.parametrize("name", ["answers-00000.safetensors", "prompts.safetensors"])
+def test_damaged_data_is_made_again(pair: Pair, settings: DistillConfig, tmp_path: Path, name: str) -> None:
+    """The same bytes come again, and the training goes on with them."""
+    out = tmp_path / "out"
+    with pytest.raises(Killed):
+        distill_draft(pair, out, settings, notify=killer("writing", 1))
+    file = out / "work" / name
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    assert distill_draft(pair, out, settings)["training"]["steps"] > 0
+    assert file.read_bytes() == whole
+
+
+@pytest.mark.parametrize("name", ["train.safetensors", "settings.json"])
+def test_a_damaged_file_is_named(pair: Pair, settings: DistillConfig, tmp_path: Path, name: str) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(Killed):
+        distill_draft(pair, out, settings, notify=killer("writing", 1))
+    file = out / name if name == "settings.json" else out / "work" / name
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(SelfJudgeError, match=f"cannot read .*{name}") as caught:
+        distill_draft(pair, out, settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_full_disk_leaves_nothing_half_written(
+    pair: Pair, settings: DistillConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(safetensors.numpy, "save_file", full_disk)
+        with pytest.raises(SelfJudgeError, match="No space left on device") as caught:
+            distill_draft(pair, out, settings)
+    assert "\n" not in str(caught.value)
+    assert not list((out / "work").iterdir())
+    distill_draft(pair, out, settings)  # there is space again
+
+
+@pytest.mark.parametrize(("stage", "size"), [("training", 30_000), ("writing", 30_000), ("writing", 100_000)])
+def test_a_disk_that_fills_up_while_models_are_written(
+    pair: Pair, settings: DistillConfig, tmp_path: Path, stage: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel refuses to let files grow: safetensors' own writer fails, not a stand-in for it."""
+    import resource
+
+    monkeypatch.setattr(
+        selfjudge.distill.export, "INT8_LOSS", 1.0
+    )  # 100,000 bytes hold the compact form and no checkpoint
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def notify(told: str, share: float) -> None:
+        if told.startswith(stage):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+
+    out = tmp_path / "out"
+    try:
+        with pytest.raises(SelfJudgeError, match="cannot write") as caught:
+            distill_draft(pair, out, settings, notify=notify)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "\n" not in str(caught.value)
+    assert not list(out.rglob("*partial"))
+    assert not (out / "run.json").exists()
+    distill_draft(pair, out, settings)
+
+
+@pytest.mark.parametrize("prompts", ["self:4", "file"])
+def test_a_target_without_chat_template(pair: Pair, settings: DistillConfig, tmp_path: Path, prompts: str) -> None:
+    pair.tokenizer.chat_template = None
+    wanted = replace(settings, prompts=(prompts,)) if prompts != "file" else settings
+    with pytest.raises(SelfJudgeError, match="chat template") as caught:
+        distill_draft(pair, tmp_path / "out", wanted)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"minutes": 0}, "`minutes`"), ({"top_k": 0}, "`top_k`"), ({"held_out": 0}, "`held_out`"), ({"width": 70}, "width"),
+        ({"prompts": ("no-such-file",)}, "no-such-file"), ({"prompts": ("self-portraits:3",)}, "self-portraits"),
+        ({"prompts": ("cnn_dailymail:3",)}, "no split 'train'"), ({"max_prompt_tokens": 1}, "two prompts"),
+        ({"prompts": ("self:1",)}, "two prompts"),
+    ],
+)  # fmt: skip
+def test_useless_settings_are_refused(
+    pair: Pair, settings: DistillConfig, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(SelfJudgeError, match=message) as caught:
+        distill_draft(pair, tmp_path / "out", replace(settings, **change))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("change", [{"top_k": 200}, {"seed": 2**31}, {"seed": -1}, {"free_embeddings": True}])
+def test_unusual_settings_work(pair: Pair, settings: DistillConfig, tmp_path: Path, change: dict[str, Any]) -> None:
+    result = distill_draft(pair, tmp_path / "out", replace(settings, **change))
+    assert result["training"]["steps"] > 0
+
+
+def test_a_target_in_bfloat16(checkpoints: dict[str, str], settings: DistillConfig, tmp_path: Path) -> None:
+    pair = Pair.load(checkpoints["target"], device="cpu", dtype="bfloat16", needs_draft=False)
+    assert distill_draft(pair, tmp_path / "out", settings)["training"]["steps"] > 0
+    assert loaded(tmp_path / "out")(torch.tensor([[5, 6]])).logits.isfinite().all()
+
+
+def test_a_target_that_writes_its_own_prompts(pair: Pair, settings: DistillConfig, tmp_path: Path) -> None:
+    pair.target.generation_config.eos_token_id = [2, 20, 21, 22]  # a random model ends rarely
+    result = distill_draft(pair, tmp_path / "out", replace(settings, prompts=("self:40x2",)))
+    (source,) = result["sources"]
+    assert source["licence"] == "written by the target"
+    assert source["written"] == 40
+    assert source["prompts"] == source["kept"] > 3
+
+
+def test_a_file_whose_name_begins_with_self_is_a_file(
+    pair: Pair, settings: DistillConfig, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(tmp_path / "prompts.jsonl", tmp_path / "selfmade.jsonl")
+    result = distill_draft(pair, tmp_path / "out", replace(settings, prompts=("selfmade.jsonl",)))
+    assert result["sources"][0]["licence"] == "given by the user"
+
+
+def test_a_folder_that_cannot_be_written(pair: Pair, settings: DistillConfig, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SelfJudgeError, match="cannot write") as caught:
+        distill_draft(pair, tmp_path / "file" / "out", settings)
+    assert "\n" not in str(caught.value)
