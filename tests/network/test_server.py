@@ -20,7 +20,6 @@ from typing import Any
 import openai
 import psutil
 import pytest
-import schemathesis
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -557,6 +556,8 @@ FUZZ = settings(
 
 
 def test_no_request_that_follows_or_breaks_the_schema_makes_the_server_fail(server: Server) -> None:
+    import schemathesis  # takes seconds: not in every worker
+
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
     seen: set[tuple[str, int]] = set()
     for found in schema.get_all_operations():
