@@ -222,7 +222,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One target pass over all active rows. Cycle 0 is a prefill: its tokens belong to no cycle."""
+    """One target pass over all active rows. Cycle 0 is a prefill: its tokens belong to no cycle.
+
+    Where prompts are read in chunks, those before the last are steps of cycle 0 without emissions and seconds.
+    """
 
     cycle: int
     emissions: Sequence[Emission]

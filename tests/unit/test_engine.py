@@ -61,7 +61,17 @@ def follow(engine: Engine, model: hf.PreTrainedModel, batch: int, plan: list[tup
         tokens = torch.randint(0, VOCAB, (len(chosen), width), generator=generator)
         counts = torch.randint(1, width + 1, (len(chosen),), generator=generator)
         keep = 1 if new else int(counts.min())
-        output = engine.enter(tokens, counts) if new else engine.extend(tokens, counts, keep=keep)
+        if new:
+            other = engine.aside()
+            other.reserve(new, 100)
+            if counts.min() > 2:  # in two chunks
+                other.prefill(tokens[:, : width - 2], counts - 2)
+                output = other.prefill(tokens[:, width - 2 :], torch.full_like(counts, 2))
+            else:
+                output = other.prefill(tokens, counts)
+            engine.join(other)
+        else:
+            output = engine.extend(tokens, counts, keep=keep)
         for b, row in enumerate(chosen):
             row += tokens[b, width - int(counts[b]) :].tolist()
             with torch.inference_mode():

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.engine.base import Engine
 from selfjudge.errors import SelfJudgeError
-from selfjudge.types import Emission, Finish, Judgement, Origin, TokenColumn
+from selfjudge.types import MAX_GAMMA, Emission, Finish, Judgement, Origin, TokenColumn
 
 
 class Request(NamedTuple):
@@ -21,10 +22,6 @@ class Request(NamedTuple):
     prompt: Sequence[int]
     max_new_tokens: int
     seed: int = 0
-
-
-IDLE = Request((0,), 1)
-"""Fills a batch up to a size for which the engine has a recording; nobody reads what it says."""
 
 
 @dataclass
@@ -42,32 +39,23 @@ class AdmissionQueue:
             raise SelfJudgeError(f"a row of this batch has at most {self.length} tokens, prompt and answer")
         self.waiting.append(request)
 
-    def open(self, alive: int) -> bool:
-        """Whether somebody waits and there is room beside `alive` rows."""
-        return bool(self.waiting) and alive < self.rows
-
-    def take(self, alive: int, engine: Engine) -> list[Request]:
-        """Those who fit beside `alive` rows, and idle ones up to a size that the engine likes."""
-        requests = [self.waiting.popleft() for _ in range(min(len(self.waiting), self.rows - alive))]
-        total = alive + len(requests)
-        return requests + [IDLE] * (min(engine.bucket(total), self.rows) - total)
-
 
 @dataclass
 class Rows:
     """What the loop keeps of the rows in the batch."""
 
     index: NDArray[np.int64]
-    """Number of each row, in the order of prompts and queue; −1 for idle ones."""
+    """Number of each row, in the order of prompts and queue; −1 for idle ones, which fill a batch up to a size for which
+    the engine has a recording."""
     left: NDArray[np.int64]
     """Tokens each may still emit."""
     finished: NDArray[np.bool_]
 
     @classmethod
-    def new(cls, first: int, limits: Sequence[int], requests: Sequence[Request] = ()) -> Rows:
-        """Rows numbered from `first` on; those of idle requests are finished from the start."""
-        idle = np.array([request is IDLE for request in requests] or [False] * len(limits), bool)
-        return cls(np.where(idle, -1, first + np.cumsum(~idle) - 1), np.asarray(limits), idle)
+    def new(cls, numbers: Sequence[int], limits: Sequence[int]) -> Rows:
+        """Rows of these numbers; idle ones are finished from the start."""
+        index = np.array(numbers, np.int64)
+        return cls(index, np.array(limits, np.int64), index < 0)
 
     def __len__(self) -> int:
         return len(self.index)
@@ -75,7 +63,7 @@ class Rows:
     def alive(self) -> list[int]:
         return np.flatnonzero(~self.finished).tolist()
 
-    def cancel(self, cancelled: set[int] | None) -> None:
+    def cancel(self, cancelled: set[int]) -> None:
         """Finish the rows that the caller gave up, and take them out of the caller's set."""
         if cancelled:
             self.finished |= np.isin(self.index, list(cancelled))
@@ -127,3 +115,45 @@ def _judgements(traced: NDArray[Any], origins: Sequence[Origin]) -> tuple[Judgem
         for j, origin in enumerate(origins)
         if origin == "judge"
     )
+
+
+def check_request(
+    target: Engine,
+    draft: Engine | None,
+    prompts: Sequence[Sequence[int]],
+    rule: AcceptanceRule,
+    gamma: int,
+    max_new_tokens: int | Sequence[int],
+    confidence: float = 0.0,
+) -> list[int]:
+    """Refuse impossible requests before any work; the number of tokens each row may emit."""
+    if not 0 <= gamma <= MAX_GAMMA:
+        raise SelfJudgeError(f"`gamma` must lie between 0 (plain decoding) and {MAX_GAMMA}, not {gamma}")
+    if gamma and draft is None:
+        raise SelfJudgeError("`gamma` > 0 needs a draft model; use gamma 0 for plain decoding")
+    if target.static and draft is not None and gamma and not draft.static:
+        raise SelfJudgeError("a target on the cuda engine needs a draft on it too: use the reference engine for both")
+    if not prompts:
+        raise SelfJudgeError("there is no prompt to decode")
+    most = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
+    if not 0 <= confidence <= 1:
+        raise SelfJudgeError(f"`confidence` must lie in [0, 1], not {confidence}")
+    rule.check(gamma)
+    return check_prompts([target] if draft is None else [target, draft], prompts, most)
+
+
+def check_prompts(engines: Sequence[Engine], prompts: Sequence[Sequence[int]], most: Sequence[int]) -> list[int]:
+    """Refuse prompts that leave no room for an answer; the number of tokens each row may emit."""
+    if min(most) < 1:
+        raise SelfJudgeError(f"`max_new_tokens` must be at least 1, not {min(most)}")
+    window = min(engine.window for engine in engines)
+    limits = []
+    for prompt, limit in zip(prompts, most, strict=True):
+        if not prompt:
+            raise SelfJudgeError("the prompt is empty: give at least one token")
+        if len(prompt) >= window:
+            raise SelfJudgeError(
+                f"the prompt has {len(prompt)} tokens and the context window holds {window}: shorten the prompt"
+            )
+        limits.append(min(limit, window - len(prompt)))
+    return limits

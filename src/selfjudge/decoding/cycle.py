@@ -200,6 +200,11 @@ class PhaseTimer:
         yield
         self.spans.append((phase, start, self._now()))
 
+    def wait(self) -> None:
+        """Wait until the device has done the phases so far."""
+        if self.device.type == "cuda" and self.spans:
+            self.spans[-1][2].synchronize()
+
     def sent(self, packed: Tensor) -> Tensor:
         """A copy of the verdict that the next cycle cannot overwrite, on its way to the host."""
         if self.device.type != "cuda":

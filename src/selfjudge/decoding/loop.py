@@ -4,25 +4,25 @@ One cycle: the draft proposes d_1 … d_γ, one target pass verifies them, the r
 are rewound, and the rows get their accepted drafts plus one token of the target. γ = 0 is plain decoding.
 The loop yields one `Step` per target pass; text, streaming and statistics are layers above (`text.py`).
 Between steps rows leave: those that finished, and those the caller cancels. Where the caller keeps an `AdmissionQueue`,
-others enter.
+others enter, once their prompts have been read, a chunk at a time (`prefill.py`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from selfjudge.decoding.admission import AdmissionQueue, Rows
+from selfjudge.decoding.admission import AdmissionQueue, Request, Rows, check_request
 from selfjudge.decoding.cycle import Cycle, PhaseTimer, find_cycle, pack
+from selfjudge.decoding.prefill import Group, Prefill
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.decoding.sampling import RandomNumbers
-from selfjudge.engine.base import Engine, Output
-from selfjudge.errors import SelfJudgeError
-from selfjudge.types import MAX_GAMMA, Block, Step, default_gamma
+from selfjudge.engine.base import Engine
+from selfjudge.types import PHASES, Block, Step, default_gamma
 
 
 def decode(
@@ -48,36 +48,52 @@ def decode(
     row. That looks at the draft alone, so lossless rules stay lossless; static engines always draft γ.
 
     The caller may fill `cancelled` between steps: those rows leave before the next one, and are taken out of the set.
-    So may it fill the `queue`: its requests enter while there is room, as soon as no pass is in flight, with a step of
-    their own for the prefill; rows are numbered on from the prompts. The loop ends once no row is left and none waits.
+    So may it fill the `queue`: its requests enter while there is room; rows are numbered on from the prompts. With a
+    queue, all prompts are read in chunks: one chunk, then one cycle of the live rows. A chunk is a step of cycle 0
+    without emissions, unless it ends a prompt; that step has the row's first token and the seconds of all its chunks.
+    The loop ends once no row is left and none waits.
 
     With a sampling rule, a row's random numbers depend on its own seed alone, not on its neighbours (with `confidence`,
     how many of them are used depends on the neighbours too).
     """
     gamma = default_gamma(target.device.type) if gamma is None else gamma
     limits = check_request(target, draft, prompts, rule, gamma, max_new_tokens, confidence)
+    requests = list(map(Request, prompts, limits, range(len(prompts)) if seeds is None else seeds))
     batch = _Batch(target, draft if gamma else None, rule, gamma, eos_ids, confidence, trace)
-    batch.reserve(max(len(p) + n for p, n in zip(prompts, limits, strict=True)), len(prompts), queue)
-    yield batch.start(prompts, limits, range(len(prompts)) if seeds is None else seeds)
+    cancelled = set() if cancelled is None else cancelled
+    if queue is None:
+        yield batch.start(requests)
+    else:
+        batch.wait(requests, queue)
 
-    number = 0
+    number, chunk_read = 0, False
     in_flight: deque[tuple[int, Tensor, PhaseTimer]] = deque()
     while True:
         batch.rows.cancel(cancelled)
         alive = batch.rows.alive()
+        if queue is not None:
+            batch.prefill.cancel(cancelled)
+            batch.prefill.admit(queue, len(alive), cancelled)
         if not alive:
-            if queue is None or not queue.waiting:
+            if not batch.prefill.groups:
                 return
             in_flight.clear()  # nobody reads them
-        if queue is not None and queue.open(len(alive)):  # rows enter, once nothing is in flight
+        if batch.prefill.ready:  # rows enter, once nothing is in flight
             if not in_flight:
-                yield batch.admit(alive, queue)
+                assert queue is not None
+                yield batch.join(alive, queue.rows)
                 continue
-        elif target.bucket(len(alive), len(batch.rows)) < len(batch.rows):  # rows leave, once nothing is in flight
+        elif alive and target.bucket(len(alive), len(batch.rows)) < len(batch.rows):  # rows leave, likewise
             if not in_flight:
                 batch.shrink(alive)
+        elif batch.prefill.groups and not (alive and chunk_read):
+            batch.prefill.read()
+            chunk_read = True
+            if not batch.prefill.ready:
+                yield Step(0, (), dict.fromkeys(PHASES, 0.0))
+            continue
         elif len(in_flight) < 2:
-            number += 1
+            number, chunk_read = number + 1, False
             in_flight.append((number, *batch.run()))
             if target.static and len(in_flight) < 2:
                 continue  # the device works on the next cycle while the host reads this one
@@ -96,46 +112,61 @@ class _Batch:
     eos_ids: Collection[int]
     confidence: float
     trace: bool
-    rows: Rows = field(default_factory=lambda: Rows.new(0, ()))
-    seen: int = 0
-    """Rows so far, those that left included."""
+    rows: Rows = field(default_factory=lambda: Rows.new((), ()))
+    cycle: Cycle | None = None
 
     def __post_init__(self) -> None:
         self.engines = [self.target] if self.draft is None else [self.target, self.draft]
         self.random = RandomNumbers(self.rule.sampling is not None, self.gamma, self.target.device)
-        self.cycle: Cycle
+        self.prefill = Prefill(self.engines, spare=self.gamma + 1)
 
-    def reserve(self, longest: int, rows: int, queue: AdmissionQueue | None) -> None:
-        """Room in the caches: for those who may come, then for those who are there."""
-        spare = self.gamma + 1
+    def start(self, requests: Sequence[Request]) -> Step:
+        """The first rows and their prefill, all at once."""
+        self._reserve(len(requests), requests)
+        group = Group(list(enumerate(requests)), self.target.device)
+        group.engines = self.engines
+        group.read()
+        return self._enter(group, [], 0)
+
+    def wait(self, requests: Sequence[Request], queue: AdmissionQueue) -> None:
+        """Room in the caches for those who may come; the first of them wait like all others."""
+        self._reserve(queue.rows, requests, queue.length)
         for engine in self.engines:
-            if queue is not None:
-                engine.reserve(max(rows, queue.rows), max(longest, queue.length) + spare)
-            engine.reserve(rows, longest + spare)
+            engine.reserve(0, 0)
+        queue.waiting.extendleft(reversed(requests))
 
-    def start(self, prompts: Sequence[Sequence[int]], limits: Sequence[int], seeds: Iterable[int]) -> Step:
-        """The first rows and their prefill."""
-        self.rows, self.seen = Rows.new(0, limits), len(limits)
-        timer = PhaseTimer(self.target.device)
-        first, packed = self._prefill([engine.prefill for engine in self.engines], prompts, seeds, timer)
-        self.cycle = find_cycle(self.target, self.draft, self.rule, self.gamma, trace=self.trace, first=first)
-        self.cycle.confidence = self.confidence
-        return self._step(0, self.rows, packed, timer)
+    def _reserve(self, rows: int, requests: Sequence[Request], length: int = 0) -> None:
+        longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
+        for engine in self.engines:
+            engine.reserve(rows, max(longest, length) + self.gamma + 1)
 
-    def admit(self, alive: list[int], queue: AdmissionQueue) -> Step:
-        """Let those who wait enter beside the live rows; their prefill."""
+    def join(self, alive: list[int], most: int) -> Step:
+        """Let a group whose prompts have been read enter beside the live rows; `most` is the most rows at a time."""
+        group = self.prefill.take()
         if len(alive) < len(self.rows):
             self._select(alive)
-        requests = queue.take(len(alive), self.target)
-        prompts, most = [r.prompt for r in requests], [r.max_new_tokens for r in requests]
-        limits = check_request(self.target, self.draft, prompts, self.rule, self.gamma, most)
-        arrived = Rows.new(self.seen, limits, requests)
-        self.seen += len(arrived.alive())
-        timer, seeds = PhaseTimer(self.target.device), [r.seed for r in requests]
-        first, packed = self._prefill([engine.enter for engine in self.engines], prompts, seeds, timer)
-        self.cycle = self.cycle.continued(alive, first)
-        step = self._step(0, arrived, packed, timer)
-        self.rows = self.rows.take(alive).extended(arrived)
+        total = len(alive) + len(group)
+        idle = min(self.target.bucket(total), most) - total
+        for engine, other in zip(self.engines, group.engines, strict=True):
+            engine.join(other, idle)
+        return self._enter(group, alive, idle)
+
+    def _enter(self, group: Group, alive: list[int], idle: int) -> Step:
+        """Rows that the engines have, after the live ones, and idle ones last: their first tokens, of no cycle."""
+        uniforms = self.random.enter([*(request.seed for request in group.requests), *[0] * idle])
+        output, none = group.output, group.tokens[:, :0]
+        with group.timer("rule"), torch.no_grad():
+            given = None if uniforms is None else uniforms[: len(group)]
+            verdict = self.rule(Block(none, output.logits, output.hidden, uniforms=given))
+        first = torch.cat([verdict.next_token, verdict.next_token.new_zeros(idle)])
+        if self.cycle is None:
+            self.cycle = find_cycle(self.target, self.draft, self.rule, self.gamma, trace=self.trace, first=first)
+            self.cycle.confidence = self.confidence
+        else:
+            self.cycle = self.cycle.continued(alive, first)
+        arrived = Rows.new(group.numbers, [request.max_new_tokens for request in group.requests])
+        step = self._step(0, arrived, pack(none, verdict), group.timer)
+        self.rows = self.rows.take(alive).extended(arrived).extended(Rows.new([-1] * idle, [1] * idle))
         return step
 
     def shrink(self, alive: list[int]) -> None:
@@ -144,9 +175,11 @@ class _Batch:
         kept = alive + idle[: self.target.bucket(len(alive), len(self.rows)) - len(alive)]
         self._select(kept)
         self.rows = self.rows.take(kept)
+        assert self.cycle is not None
         self.cycle = self.cycle.continued(kept, self.cycle.last[:0, 0])
 
     def run(self) -> tuple[Tensor, PhaseTimer]:
+        assert self.cycle is not None
         return self.cycle.run(self.random.next())
 
     def emit(self, number: int, packed: Tensor, timer: PhaseTimer) -> Step:
@@ -157,73 +190,11 @@ class _Batch:
             engine.select(rows)
         self.random.select(rows)
 
-    def _prefill(
-        self,
-        passes: Sequence[Callable[[Tensor, Tensor], Output]],
-        prompts: Sequence[Sequence[int]],
-        seeds: Iterable[int],
-        timer: PhaseTimer,
-    ) -> tuple[Tensor, Tensor]:
-        """Prompts through target and draft: the target's token after each, of no cycle, and the packed verdict."""
-        uniforms = self.random.enter(seeds)
-        tokens, counts = _left_padded(prompts, timer.device)
-        with timer("target"):
-            output = passes[0](tokens, counts)
-        with timer("rule"), torch.no_grad():
-            verdict = self.rule(Block(tokens[:, :0], output.logits, output.hidden, uniforms=uniforms))
-        for draft in passes[1:]:
-            with timer("draft"):
-                draft(tokens, counts)
-        return verdict.next_token, pack(tokens[:, :0], verdict)
-
     def _step(self, number: int, rows: Rows, packed: Tensor, timer: PhaseTimer) -> Step:
         """Wait for a cycle (its one synchronisation) and hand its tokens to the rows."""
         seconds = timer.seconds()
         table = packed.cpu().numpy()
         irregular = bool(table[~rows.finished, -1].any())
+        assert self.cycle is not None
         drafted = (table.shape[1] - 3) // (5 if self.cycle.trace else 2)  # see `pack`
         return Step(number, rows.emit(table, drafted, self.eos_ids), seconds, irregular)
-
-
-def check_request(
-    target: Engine,
-    draft: Engine | None,
-    prompts: Sequence[Sequence[int]],
-    rule: AcceptanceRule,
-    gamma: int,
-    max_new_tokens: int | Sequence[int],
-    confidence: float = 0.0,
-) -> list[int]:
-    """Refuse impossible requests before any work; the number of tokens each row may emit."""
-    if not 0 <= gamma <= MAX_GAMMA:
-        raise SelfJudgeError(f"`gamma` must lie between 0 (plain decoding) and {MAX_GAMMA}, not {gamma}")
-    if gamma and draft is None:
-        raise SelfJudgeError("`gamma` > 0 needs a draft model; use gamma 0 for plain decoding")
-    if target.static and draft is not None and gamma and not draft.static:
-        raise SelfJudgeError("a target on the cuda engine needs a draft on it too: use the reference engine for both")
-    if not prompts:
-        raise SelfJudgeError("there is no prompt to decode")
-    most = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
-    if min(most) < 1:
-        raise SelfJudgeError(f"`max_new_tokens` must be at least 1, not {min(most)}")
-    if not 0 <= confidence <= 1:
-        raise SelfJudgeError(f"`confidence` must lie in [0, 1], not {confidence}")
-    rule.check(gamma)
-    window = target.window if draft is None else min(target.window, draft.window)
-    limits = []
-    for prompt, limit in zip(prompts, most, strict=True):
-        if not prompt:
-            raise SelfJudgeError("the prompt is empty: give at least one token")
-        if len(prompt) >= window:
-            raise SelfJudgeError(
-                f"the prompt has {len(prompt)} tokens and the context window holds {window}: shorten the prompt"
-            )
-        limits.append(min(limit, window - len(prompt)))
-    return limits
-
-
-def _left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    counts = [len(prompt) for prompt in prompts]
-    longest = max(counts)
-    padded = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
-    return torch.tensor(padded, device=device), torch.tensor(counts, device=device)

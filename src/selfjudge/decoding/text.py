@@ -190,7 +190,7 @@ class Batch:
             self._dropped.add(row)
 
     def step(self) -> StepOutput:
-        """One pass over all rows, or the prefill of those that enter; nothing once none is left."""
+        """One pass over all rows, or over a chunk of prompts that shall enter; nothing once none is left."""
         if self._steps is None and self._queue.waiting:
             first = self._queue.waiting.popleft()
             self._steps = self._decoding.steps([first], self._answers, self._dropped, self._queue)

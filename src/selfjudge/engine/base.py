@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from torch import Tensor, device
 from transformers import PreTrainedModel
@@ -33,6 +33,8 @@ class Engine(Protocol):
     """Changes whenever the tensors behind a recording are replaced."""
     recorded: dict[Hashable, Any]
     """What was recorded with this engine, for the next batch of the same shape."""
+    chunk: int
+    """Tokens of a prompt that are read between two decoding steps."""
 
     def reserve(self, batch: int, length: int) -> None:
         """Begin a batch: room for `batch` rows of at most `length` tokens, none of them filled."""
@@ -43,10 +45,13 @@ class Engine(Protocol):
     def prefill(self, tokens: Tensor, counts: Tensor) -> Output:
         """`extend` for the prompts of a batch: only the last position is kept."""
 
-    def enter(self, tokens: Tensor, counts: Tensor) -> Output:
-        """`prefill` for rows that join a running batch, after those that are there.
+    def aside(self) -> Self:
+        """An engine of the same weights with an empty cache of its own, for prompts that will `join` this one."""
 
-        A static engine must have reserved room for them.
+    def join(self, other: Self, idle: int = 0) -> None:
+        """Take over the rows of an engine that was `aside`, after those that are there; then some idle ones.
+
+        A static engine must have reserved room for them; no other has idle rows.
         """
 
     def bucket(self, rows: int, now: int = 0) -> int:
@@ -88,6 +93,11 @@ class Eager:
 
     def capture(self, functions: Sequence[Callable[[], None]], state: Sequence[Tensor]) -> list[Callable[[], None]]:
         return list(functions)
+
+
+def chunk_tokens(device: device) -> int:
+    """Tokens of a prompt that take about as long as two or three decoding steps: few where arithmetic is the limit."""
+    return 24 if device.type == "cpu" else 512
 
 
 def shape_reason(model: PreTrainedModel) -> str | None:

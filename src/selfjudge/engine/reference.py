@@ -8,8 +8,9 @@ compacted when holes exceed a share of it.
 
 from __future__ import annotations
 
+import copy
 import inspect
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
-from selfjudge.engine.base import Eager, Output
+from selfjudge.engine.base import Eager, Output, chunk_tokens
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.tokens import context_window
 
@@ -90,6 +91,7 @@ class ReferenceEngine(Eager):
         self.device = model.device
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.window: int = context_window(model)
+        self.chunk = chunk_tokens(model.device)
         self._embeddings: int = model.get_input_embeddings().weight.shape[0]
         self._want_hidden = hidden
         self._kinds = attention_kinds(model)
@@ -128,11 +130,18 @@ class ReferenceEngine(Eager):
         assert output is not None
         return output
 
+    def aside(self) -> Self:
+        """New rows are read into a cache of their own: a pass over this one would cover every row."""
+        other = copy.copy(self)
+        other.reserve(0, 0)
+        return other
+
     @torch.inference_mode()
-    def enter(self, tokens: Tensor, counts: Tensor) -> Output:
-        """New rows are first read into a cache of their own: a pass over this one would cover every row."""
-        other = ReferenceEngine(self.model, hidden=self._want_hidden)
-        output = other.prefill(tokens, counts)
+    def join(self, other: Self, idle: int = 0) -> None:
+        if not len(self.lengths):
+            self.cache, self.slots = other.cache, other.slots
+            self.valid, self.positions, self.lengths = other.valid, other.positions, other.lengths
+            return
         slots = max(self.slots, other.slots)
         for layer, new_layer in zip(self.cache.layers, other.cache.layers, strict=True):
             layer.join(new_layer, slots)
@@ -141,7 +150,6 @@ class ReferenceEngine(Eager):
         self.positions = torch.cat([pad(self.positions, left), pad(other.positions, right)])
         self.lengths = torch.cat([self.lengths, other.lengths])
         self.slots = slots
-        return output
 
     def _pass(self, tokens: Tensor, valid: Tensor, positions: Tensor, keep: int) -> Output | None:
         self.valid = torch.cat([self.valid, valid], 1)

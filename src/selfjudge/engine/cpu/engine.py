@@ -17,13 +17,14 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Self
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from selfjudge.engine.base import Eager, Output, shape_reason
+from selfjudge.engine.base import Eager, Output, chunk_tokens, shape_reason
 from selfjudge.models.tokens import context_window
 from selfjudge.store import home, locked
 
@@ -205,6 +206,7 @@ class CpuEngine(Eager):
         self.device = model.device
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.window = context_window(model)
+        self.chunk = chunk_tokens(model.device)
         self._rotary: nn.Module = model.model.rotary_emb
         self._packed = packed(model, int8)
         self._library = _library()
@@ -220,12 +222,13 @@ class CpuEngine(Eager):
         self._caches: list[Tensor] = []  # of each row: keys and values [2, layers, heads, slots, dim]
         self._longest = length
 
-    def enter(self, tokens: Tensor, counts: Tensor) -> Output:
+    def aside(self) -> Self:
         other = copy.copy(self)
         other.reserve(0, 0)
-        output = other.prefill(tokens, counts)
+        return other
+
+    def join(self, other: Self, idle: int = 0) -> None:
         self.lengths, self._caches = self.lengths + other.lengths, self._caches + other._caches
-        return output
 
     @torch.inference_mode()
     def extend(self, tokens: Tensor, counts: Tensor | None = None, keep: int | None = None) -> Output:

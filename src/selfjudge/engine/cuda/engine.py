@@ -9,11 +9,12 @@ or on a CPU, they are torch operations: so the tests on machines without a GPU c
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, Self, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from selfjudge.engine.base import Output, shape_reason
+from selfjudge.engine.base import Output, chunk_tokens, shape_reason
 from selfjudge.engine.cuda.kernels_torch import Kernels
 from selfjudge.models.tokens import context_window
 from selfjudge.ops.argmax import has_triton
@@ -97,10 +98,16 @@ class CudaEngine:
         self.device, self.dtype = model.device, model.dtype
         self.vocab_size: int = self.weights.head.shape[0]
         self.window = context_window(model)
+        self.chunk = chunk_tokens(model.device)
+        self._want_hidden = hidden
+        self._begin()
+
+    def _begin(self) -> None:
+        """Without cache and recordings."""
         self.slots = 0
         self.version = 0
         self.recorded: dict[Hashable, Any] = {}
-        self._want_hidden = hidden
+        self._asides: list[Self] = []  # that have given their rows away: the next prompts find their recordings
         self._pool: Any = None  # the memory that recordings share: they never run at the same time
         self._prefills: dict[Hashable, Any] = {}  # shape of prompts → 1 (seen once) or its recording
         self._cosine = self._sine = self._lengths = torch.empty(0, dtype=torch.long, device=self.device)
@@ -127,6 +134,7 @@ class CudaEngine:
         self.version += 1
         self.recorded.clear()
         self._prefills.clear()
+        self._asides.clear()
         self._pool = None
         self._keys = self._values = self._keys[:0, :0].clone()  # free the old cache before the new one is allocated
         self._lengths = self._lengths[:0].clone()
@@ -193,29 +201,35 @@ class CudaEngine:
         self.lengths.add_(width if counts is None else counts)
         return output
 
-    @torch.no_grad()
-    def enter(self, tokens: Tensor, counts: Tensor) -> Output:
-        there = len(self.lengths)
-        self._rows(there + len(tokens))
-        lengths = self.lengths[there:].zero_()
-        output = self._prefill(
-            *self._kernels.begin(tokens, counts, lengths, self.slots, self.weights.embedding), keep=1, there=there
-        )
-        lengths.add_(counts)
-        return output
+    def aside(self) -> Self:
+        if self._asides:
+            return self._asides.pop()
+        other = copy.copy(self)
+        other._begin()
+        return other
 
-    def _prefill(self, x: Tensor, slot: Tensor, position: Tensor, keep: int, there: int = 0) -> Output:
-        """Long prompts, some rows and columns at a time, after the rows that are `there`."""
+    @torch.no_grad()
+    def join(self, other: Self, idle: int = 0) -> None:
+        """The rows are copied: recordings are for the first rows of this cache."""
+        there, new, slots = len(self.lengths), len(other.lengths), min(self.slots, other.slots)
+        self._rows(there + new + idle)
+        self.lengths[there:].zero_()
+        self.lengths[there : there + new] = other.lengths
+        for mine, others in ((self.keys, other.keys), (self.values, other.values)):
+            mine[:, there : there + new, :, :slots] = others[:, :, :, :slots]
+        self._asides.append(other)
+
+    def _prefill(self, x: Tensor, slot: Tensor, position: Tensor, keep: int) -> Output:
+        """Long prompts, some rows and columns at a time."""
         batch, width = slot.shape
         rows = max(1, PREFILL_TOKENS // width)
         outputs = []
         for first in range(0, batch, rows):
             part = slice(first, min(first + rows, batch))
-            at = slice(there + part.start, there + part.stop)
             for start in range(0, width, PREFILL_TOKENS):
                 columns = slice(start, start + PREFILL_TOKENS)
                 wanted = min(keep, slot[part, columns].shape[1])
-                output = self._forward(x[part, columns], slot[part, columns], position[part, columns], at, wanted)
+                output = self._forward(x[part, columns], slot[part, columns], position[part, columns], part, wanted)
             outputs.append(output)
         hidden = torch.cat([o.hidden for o in outputs if o.hidden is not None]) if self._want_hidden else None
         return Output(torch.cat([o.logits for o in outputs]), hidden)
