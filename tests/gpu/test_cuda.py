@@ -252,3 +252,50 @@ def test_rows_that_enter_recorded_batches_get_what_they_would_get_alone(rule: Ac
         for i in {0: [1, 2], 3: [3, 4], 5: [5, 6]}.get(number, ()):
             queue.put(waiting[i])
     assert [tokens[i] for i in range(len(prompts))] == alone
+
+
+@pytest.mark.parametrize("rule", [Exact(), SpeculativeSampling(Sampling(0.9))], ids=lambda r: r.name)
+def test_a_long_prompt_is_read_in_chunks_between_recorded_cycles(rule: AcceptanceRule) -> None:
+    """Twice on the same engines: the second time chunks and cycles are replayed, and nothing was recorded anew."""
+    target, draft = (tiny_model(seed=s, hidden_size=64, head_dim=16).to(CUDA) for s in (1, 2))
+    requests = [Request(p, 6, seed) for seed, p in enumerate(prompts_of([70, 4, 66, 3]))]
+    alone = [
+        run(target, draft, [p], rule, gamma=3, max_new_tokens=limit, seeds=[seed])[0] for p, limit, seed in requests
+    ]
+    engines = make_engine(target), make_engine(draft)
+    engines[0].chunk = 16
+    recorded = []
+    for _ in range(2):
+        queue, tokens, order = AdmissionQueue(rows=4, length=90), {}, []
+        first, limit, seed = requests[0]
+        for number, step in enumerate(
+            decode(*engines, [first], rule, gamma=3, max_new_tokens=[limit], seeds=[seed], queue=queue)
+        ):
+            for emission in step.emissions:
+                order.append(emission.row)
+                tokens.setdefault(emission.row, []).extend(emission.tokens)
+            for request in requests[1:] if number == 0 else ():
+                queue.put(request)
+        assert [tokens[i] for i in range(len(requests))] == alone
+        assert list(dict.fromkeys(order))[-1] in (0, 2)
+        assert order.index(1) < order.index(0)
+        recorded.append((engines[0].version, set(engines[0].recorded)))
+    assert recorded[0] == recorded[1]
+
+
+def test_who_leaves_between_chunks_leaves_the_engine_whole() -> None:
+    target = tiny_model(seed=1, hidden_size=64, head_dim=16).to(CUDA)
+    prompts = prompts_of([70, 5])
+    alone = run(target, None, prompts[1:], Exact(), gamma=0, max_new_tokens=9)[0]
+    engine = make_engine(target)
+    engine.chunk = 16
+    queue, cancelled, tokens = AdmissionQueue(rows=1, length=90), set(), {}
+    for number, step in enumerate(
+        decode(engine, None, prompts[:1], Exact(), gamma=0, max_new_tokens=9, queue=queue, cancelled=cancelled)
+    ):
+        for emission in step.emissions:
+            tokens.setdefault(emission.row, []).extend(emission.tokens)
+        if number == 1:
+            queue.put(Request(prompts[1], 9))
+            cancelled.add(0)
+    assert tokens == {1: alone}

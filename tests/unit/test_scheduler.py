@@ -126,6 +126,21 @@ def test_the_end_gives_up_what_is_left(begin: Begin) -> None:
         scheduler.submit(job(scheduler)[0])
 
 
+@pytest.mark.parametrize("gamma", [2, 0], ids=["one batch", "two batches"])
+def test_a_long_prompt_lets_short_ones_pass(begin: Begin, gamma: int) -> None:
+    """Both wait before the thread starts; the long one comes first, and wants no more tokens."""
+    scheduler, order = begin(), []
+    jobs = []
+    for name, prompt, choice in (("long", (5, 6) * 40, 2), ("short", (5, 6), gamma)):
+        new, updates = job(scheduler, choice, tokens=1, prompt=prompt)
+        new.send = lambda update, name=name, updates=updates: (order.append(name), updates.put(update))
+        jobs.append((new, updates))
+        scheduler.submit(new)
+    scheduler.start()
+    assert all(last(updates).result is not None for _, updates in jobs)
+    assert list(dict.fromkeys(order)) == ["short", "long"]
+
+
 def test_metrics_are_what_prometheus_reads() -> None:
     metrics = Metrics()
     metrics.add("requests_total", endpoint="/health", status="200")

@@ -1,7 +1,7 @@
 """The queue and the batches: one thread decodes, everything else only asks it to.
 
 Requests with the same choice of rule share a batch and enter it as places become free. Batches of different choices
-take turns, one pass each. The queue is first in, first out: a request that must wait holds back those after it.
+take turns, one pass or one chunk of a prompt each. The queue is first in, first out: a request that must wait holds back those after it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,182 @@
+"""Prompts read in chunks: by the order of events, nobody waits for a long one, and nobody's tokens change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from conftest import VOCAB, tiny_model
+from selfjudge.decoding.admission import AdmissionQueue, Request
+from selfjudge.decoding.loop import decode
+from selfjudge.decoding.rules import AcceptanceRule, Exact, SpeculativeSampling
+from selfjudge.decoding.sampling import Sampling
+from selfjudge.decoding.text import Batch, generate
+from selfjudge.engine.base import Engine
+from selfjudge.engine.select import make_engine
+from selfjudge.models.pair import Pair
+from selfjudge.types import Step
+
+MODELS = tiny_model(seed=1), tiny_model(seed=2)
+SAMPLED = SpeculativeSampling(Sampling(0.9))
+
+
+@pytest.fixture(params=["reference", "auto", "cuda"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def engines(kind: str, chunk: int) -> list[Engine]:
+    pair = [make_engine(model, kind=kind) for model in MODELS]
+    for engine in pair:
+        engine.chunk = chunk
+    return pair
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def alone(kind: str, request: Request, rule: AcceptanceRule, gamma: int) -> list[Step]:
+    """Without a queue: the prompt is read at once."""
+    prompt, limit, seed = request
+    return list(decode(*engines(kind, 4), [prompt], rule, gamma=gamma, max_new_tokens=limit, seeds=[seed]))
+
+
+def tokens_of(steps: Sequence[Step], row: int) -> list[int]:
+    return [token for step in steps for e in step.emissions if e.row == row for token in e.tokens]
+
+
+@dataclass
+class Trial:
+    """A batch whose first request is there from the start; others arrive, and some leave, after steps of a number."""
+
+    kind: str
+    first: Request
+    rule: AcceptanceRule = field(default_factory=Exact)
+    gamma: int = 0
+    chunk: int = 4
+    rows: int = 3
+    arrivals: dict[int, list[Request]] = field(default_factory=dict)
+    leave: dict[int, set[int]] = field(default_factory=dict)
+    cancelled: set[int] = field(default_factory=set)
+
+    def run(self, most: int = 400) -> list[Step]:
+        queue, steps = AdmissionQueue(self.rows, 90), []
+        prompt, limit, seed = self.first
+        for step in decode(
+            *engines(self.kind, self.chunk), [prompt], self.rule, gamma=self.gamma, max_new_tokens=limit,
+            seeds=[seed], queue=queue, cancelled=self.cancelled,
+        ):  # fmt: skip
+            for request in self.arrivals.get(len(steps), ()):
+                queue.put(request)
+            self.cancelled |= self.leave.get(len(steps), set())
+            steps.append(step)
+            assert len(steps) < most
+        return steps
+
+
+def first_step(steps: Sequence[Step], row: int) -> int:
+    return next(i for i, step in enumerate(steps) if any(e.row == row for e in step.emissions))
+
+
+def last_step(steps: Sequence[Step], row: int) -> int:
+    return max(i for i, step in enumerate(steps) if any(e.row == row for e in step.emissions))
+
+
+@pytest.mark.parametrize(
+    ("rule", "gamma"), [(Exact(), 0), (Exact(), 3), (SAMPLED, 2)], ids=["plain", "exact", "sampled"]
+)
+def test_a_short_prompt_does_not_wait_for_a_long_one(kind: str, rule: AcceptanceRule, gamma: int) -> None:
+    """The first prompt of the batch is long; a short one arrives after its first chunk."""
+    long, short = Request(prompt_of(60), 5, seed=7), Request(prompt_of(4, seed=1), 4, seed=8)
+    steps = Trial(kind, long, rule, gamma, arrivals={0: [short]}).run()
+    by_itself = alone(kind, short, rule, gamma)
+    assert not steps[0].emissions
+    assert last_step(steps, 1) < first_step(steps, 0)  # it has come and gone
+    assert last_step(steps, 1) <= 2 * len(by_itself)  # a chunk for each of its steps at most
+    assert tokens_of(steps, 1) == tokens_of(by_itself, 0)
+    assert tokens_of(steps, 0) == tokens_of(alone(kind, long, rule, gamma), 0)
+
+
+def test_live_rows_go_on_between_chunks(kind: str) -> None:
+    live, long = Request(prompt_of(3), 30), Request(prompt_of(50, seed=1), 2)
+    steps = Trial(kind, live, arrivals={2: [long]}).run()
+    entered = first_step(steps, 1)
+    chunks = [i for i, step in enumerate(steps[:entered]) if not step.emissions]
+    assert len(chunks) == 12  # the thirteenth ends the prompt
+    assert all(b - a == 2 for a, b in pairwise(chunks))
+    assert all(step.cycle == 0 and not any(step.seconds.values()) for step in steps if not step.emissions)
+    assert steps[entered].seconds["target"] > 0
+
+
+def test_a_long_prompt_is_not_starved_by_short_ones(kind: str) -> None:
+    long, short = Request(prompt_of(40), 1), Request(prompt_of(3, seed=1), 1)
+    steps = Trial(kind, long, arrivals={i: [short] for i in range(60)}, rows=4).run()
+    assert first_step(steps, 0) <= 2 * 10
+
+
+def test_who_leaves_between_chunks_frees_the_place_at_once(kind: str) -> None:
+    long, waits = Request(prompt_of(60), 3), Request(prompt_of(4, seed=1), 2)
+    trial = Trial(kind, long, rows=1, arrivals={0: [waits, waits, waits]}, leave={2: {0, 2}})
+    steps = trial.run()
+    assert [[e.row for e in step.emissions] for step in steps] == [[], [], [], [1], [1], [3], [3]]
+    assert not trial.cancelled
+
+
+@pytest.mark.parametrize("gamma", [0, 3])
+def test_without_a_queue_prompts_are_read_at_once(kind: str, gamma: int) -> None:
+    steps = alone(kind, Request(prompt_of(60), 5), Exact(), gamma)
+    assert all(step.emissions for step in steps)
+
+
+request_plan = st.tuples(
+    st.integers(0, 25), st.integers(1, 45), st.integers(1, 7), st.one_of(st.none(), st.integers(0, 40))
+)
+
+
+@pytest.mark.parametrize("gamma", [0, 2])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(plan=st.lists(request_plan, min_size=1, max_size=6), chunk=st.integers(1, 9), rows=st.integers(1, 4))
+def test_whatever_arrives_and_leaves_tokens_are_those_alone(
+    kind: str, gamma: int, plan: list[tuple[int, int, int, int | None]], chunk: int, rows: int
+) -> None:
+    """Sampled, so that every row also needs its own random numbers."""
+    requests = [Request(prompt_of(length, i), limit, seed=i) for i, (_, length, limit, _) in enumerate(plan)]
+    order = [0, *sorted(range(1, len(plan)), key=lambda i: plan[i][0])]  # the loop numbers them as they arrive
+    trial = Trial(kind, requests[0], SAMPLED, gamma, chunk, rows)
+    for row, i in enumerate(order):
+        arrives, _, _, leaves = plan[i]
+        if row:
+            trial.arrivals.setdefault(arrives, []).append(requests[i])
+        if leaves is not None:
+            trial.leave.setdefault(leaves if i == 0 else leaves + arrives, set()).add(row)
+    steps = trial.run()
+    for row, i in enumerate(order):
+        got, expected = tokens_of(steps, row), tokens_of(alone(kind, requests[i], SAMPLED, gamma), 0)
+        arrived = row == 0 or plan[i][0] < len(steps)
+        if plan[i][3] is None and arrived:
+            assert got == expected
+        assert got == expected[: len(got)]
+    assert max(len(step.emissions) for step in steps) <= rows
+
+
+def test_answers_count_the_same_cycles(tiny_pair: Pair) -> None:
+    """Of prompts in chunks: `Batch` reads 24 tokens at a time on a CPU."""
+    prompts = [" ".join(f"w{n % 50}" for n in range(length)) for length in (60, 5)]
+    expected = [generate(tiny_pair, prompt, gamma=2, max_new_tokens=12, raw=True) for prompt in prompts]
+    batch = Batch(tiny_pair, gamma=2, length=90)
+    answers = [batch.add(tiny_pair.encode(prompt, raw=True), max_new_tokens=12) for prompt in prompts]
+    finished = []
+    while len(batch):
+        finished += [answer for answer, _ in batch.step() if answer.finish]
+    batch.close()
+    assert finished[0] is answers[1]
+    for answer, generation in zip(answers, expected, strict=True):
+        made = answer.generation()
+        assert (made.tokens, made.cycles, made.text) == (generation.tokens, generation.cycles, generation.text)
+        assert 0 < made.seconds["target"] <= made.seconds["total"]
