@@ -16,7 +16,7 @@ HOSTILE = (
     "<img src=x onerror=\"window.hacked = 'img'\">",
     "<!-- <script> -->",
     "&lt;b&gt; \" ' ` ${window.hacked = 1} | pipe [link](javascript:alert(1))",
-    "line\u2028separator, \u202eright to left, 👩‍👩‍👧, \x00\x07, half \ud800 of one",
+    "line\u2028separator, \u202eright to left, 👩‍👩‍👧, \x00\x07",
 )
 MEASURES = {"cnn_dailymail": "rouge_l", "livecodebench": "pass_rate"}
 SAID = (

@@ -62,7 +62,7 @@ def label_folder(
         scores = [by_hand(arrays, k, SUFFIX) for k in range(len(part) * each)]
         rows = [
             {"prompt_id": f"{name}-{i}", "source": f"s{i % 2}", "position": 3, "target_token": 5, "draft_token": 6,
-             "score": round(s, 5), "label": int(s > TAU), "method": method}
+             "score": round(s, 5) if math.isfinite(s) else -1e6, "label": int(s > TAU), "method": method}
             for i, s in zip(np.repeat(part, each), scores, strict=True)
         ]  # fmt: skip
         labels = Labels(rows, arrays, {"acceptable": sum(row["label"] for row in rows)})

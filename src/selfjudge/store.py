@@ -10,6 +10,8 @@ import json
 import logging
 import os
 import platform
+import re
+import stat
 import subprocess
 import sys
 import time
@@ -17,13 +19,23 @@ import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
 from importlib import metadata
+from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
+from selfjudge.artefacts import RunRecord, Seal, SettingsFile
 from selfjudge.errors import SelfJudgeError
+from selfjudge.schema import conform
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+MAX_DOCUMENT = 64 << 20
+"""Bytes of a JSON file, or of a line of rows."""
+MAX_UNPACKED = 1 << 30
+"""Bytes that a gzipped file may hold: a few kilobytes can unpack to more than a memory has."""
+MAX_DEPTH = 64
+TOO_LARGE = "it is too large"
 
 
 def home() -> Path:
@@ -67,21 +79,100 @@ def weight_files(reference: str | Path) -> list[Path]:
     return [*folder.glob("*.safetensors")] or [*folder.glob("*.bin")]
 
 
-def read_json(path: Path) -> Any:
-    """Read a JSON file; unreadable or malformed content is a one-line error."""
+def read_json(path: Path, schema: Any = dict[str, Any]) -> dict[str, Any]:
+    """Read a JSON file that must be what `schema` says (see artefacts.py); anything else is a one-line error."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        with _regular(path) as file:
+            raw = file.read(MAX_DOCUMENT + 1)
+        if len(raw) > MAX_DOCUMENT:
+            raise ValueError(TOO_LARGE)
+        value = parse_json(raw.decode("utf-8"))
     except FileNotFoundError:
         raise SelfJudgeError(f"{path} does not exist") from None
-    except RecursionError:
-        raise SelfJudgeError(f"cannot read {path}: it is nested too deep") from None
     except (OSError, ValueError) as error:
         raise SelfJudgeError(f"cannot read {path}: {error}") from None
+    record: dict[str, Any] = conform(value, schema, path)
+    return record
+
+
+def parse_json(text: str) -> Any:
+    """A value of JSON as the standard has it: all else is a ValueError.
+
+    So are numbers too large to compute with, halves of characters, and what is nested deeper than any file of ours.
+    """
+    try:
+        value = _DECODER.decode(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is not JSON ({error.msg}, character {error.pos + 1})") from None
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+    if text.count("[") + text.count("{") > MAX_DEPTH and _nested(value):
+        raise ValueError("it is nested too deep")
+    if _SURROGATE.search(text):
+        try:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError:
+            raise ValueError("it holds half a character") from None
+    return value
+
+
+def _number(text: str) -> float:
+    number = float(text)
+    if not isfinite(number):
+        raise ValueError(f"it holds a number that is too large ({text[:20]})")
+    return number
+
+
+def _whole_number(text: str) -> int:
+    if len(text) > 20:
+        raise ValueError(f"it holds a number that is too large ({text[:20]}…)")
+    return int(text)
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"it holds {text}, which is not a number")
+
+
+_DECODER = json.JSONDecoder(parse_float=_number, parse_int=_whole_number, parse_constant=_no_number)
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def _nested(value: Any) -> bool:
+    """Whether lists and objects lie in one another more than MAX_DEPTH times."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        inner = (i for outer in level for i in (outer.values() if isinstance(outer, dict) else outer))
+        if not (level := [item for item in inner if isinstance(item, dict | list)]):
+            return False
+    return True
+
+
+def _regular(path: Path) -> BinaryIO:
+    """A file, open to be read; pipes and devices, which may never end, are refused."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError("it is not a file")
+    return path.open("rb")
 
 
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file whole or not at all."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    write_text(path, _dumped(value, indent=2) + "\n")
+
+
+def _dumped(value: Any, **options: Any) -> str:
+    """JSON text; null for numbers that JSON does not have."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, **options)
+    except ValueError:
+        return json.dumps(_finite(value), ensure_ascii=False, **options)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def write_text(path: Path, text: str) -> None:
@@ -95,6 +186,7 @@ def whole(path: Path) -> Iterator[Path]:
     """A hidden file that takes the place of `path` when the block ends; after an error nothing of it is left."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
+    partial.unlink(missing_ok=True)  # what is there may be a link to somewhere else
     try:
         yield partial
         with partial.open("rb") as file:
@@ -123,19 +215,26 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         packed = gzip.GzipFile("", "wb", fileobj=raw, mtime=0) if path.suffix == ".gz" else contextlib.nullcontext(raw)
         with packed as file:
             for row in rows:
-                file.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
+                file.write((_dumped(row) + "\n").encode())
 
 
-def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a jsonl file, plain or gzipped, one at a time."""
+def read_rows(path: Path, schema: Any = dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The rows of a jsonl file, plain or gzipped, one at a time; each must be what `schema` says."""
+    number = 0
     try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
-            for line in file:
-                yield json.loads(line)
-    except RecursionError:
-        raise SelfJudgeError(f"cannot read {path}: it is nested too deep") from None
+        with _regular(path) as raw:
+            file: Any = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
+            while line := file.readline(MAX_DOCUMENT + 1):
+                number += 1
+                if len(line) > MAX_DOCUMENT or (path.suffix == ".gz" and file.tell() > MAX_UNPACKED):
+                    raise ValueError(TOO_LARGE)
+                if text := line.decode("utf-8-sig" if number == 1 else "utf-8").strip():
+                    yield conform(parse_json(text), schema, f"{path}, line {number}")
+    except FileNotFoundError:
+        raise SelfJudgeError(f"{path} does not exist") from None
     except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise SelfJudgeError(f"cannot read {path}: {error}") from None
+        place = f"{path}, line {number}" if number else path
+        raise SelfJudgeError(f"cannot read {place}: {error}") from None
 
 
 def write_tensors(path: Path, arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, Any] | None = None) -> None:
@@ -145,7 +244,7 @@ def write_tensors(path: Path, arrays: Mapping[str, NDArray[Any]], metadata: Mapp
 
     try:
         with whole(path) as partial:
-            save_file(dict(arrays), partial, {"json": json.dumps(metadata or {})})
+            save_file(dict(arrays), partial, {"json": _dumped(metadata or {})})
             mask = os.umask(0)  # the usual rights of a new file: safetensors gives the owner's alone
             os.umask(mask)
             partial.chmod(0o666 & ~mask)
@@ -158,11 +257,12 @@ def read_tensors(path: Path, names: Iterable[str] | None = None) -> tuple[dict[s
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(path, "numpy") as file:
-            metadata: dict[str, Any] = json.loads((file.metadata() or {}).get("json", "{}"))
-            return {name: file.get_tensor(name) for name in names or file.keys()}, metadata
-    except (OSError, ValueError, SafetensorError) as error:
+        with _regular(path), safe_open(path, "numpy") as file:
+            metadata = parse_json((file.metadata() or {}).get("json", "{}"))
+            arrays = {name: file.get_tensor(name) for name in names or file.keys()}
+    except (OSError, ValueError, TypeError, AttributeError, SafetensorError) as error:  # numpy has not all dtypes
         raise SelfJudgeError(f"cannot read {path}: {error}") from None
+    return arrays, conform(metadata, dict[str, Any], path)
 
 
 @contextlib.contextmanager
@@ -249,7 +349,7 @@ def keep_settings(
     if not file.is_file():
         write_json(file, now)
         return dict(now)
-    then = {**json.loads(json.dumps(defaults or {})), **read_json(file)}
+    then = {**json.loads(json.dumps(defaults or {})), **read_json(file, SettingsFile)}
     refuse_other(file.parent, then, {key: value for key, value in now.items() if key not in free})
     return then
 
@@ -290,8 +390,9 @@ class RunFolder:
             run.finish(result, settings=settings)
     """
 
-    def __init__(self, path: Path, *, done: str = "run.json") -> None:
-        self.path, self.work, self.done = path, path / "work", done
+    def __init__(self, path: Path, *, done: str = "run.json", schema: Any = RunRecord) -> None:
+        """`schema`: of the file `done`."""
+        self.path, self.work, self.done, self.schema = path, path / "work", done, schema
 
     @property
     def begun(self) -> bool:
@@ -330,13 +431,13 @@ class RunFolder:
         write_json(self.work / f"{name}.json", seal)
         return seal
 
-    def sealed(self, name: str, made_from: str = "") -> dict[str, Any] | None:
+    def sealed(self, name: str, made_from: str = "", schema: Any = Seal) -> dict[str, Any] | None:
         """The seal of a part, if it was made from just that and all its files are intact; else it must be made."""
         try:
-            seal: dict[str, Any] = read_json(self.work / f"{name}.json")
-            return seal if seal["made_from"] == made_from and self.intact(seal["files"]) else None
-        except (SelfJudgeError, KeyError, TypeError, AttributeError):
+            seal = read_json(self.work / f"{name}.json", schema)
+        except SelfJudgeError:
             return None
+        return seal if seal["made_from"] == made_from and self.intact(seal["files"]) else None
 
     def intact(self, files: Mapping[str, str]) -> bool:
         """Is every file there, with its checksum? Seals of earlier versions name files relative to `work`."""
@@ -349,7 +450,7 @@ class RunFolder:
     def result(self) -> dict[str, Any] | None:
         """What the file says that is written last; None while the run is not finished."""
         file = self.path / self.done
-        return read_json(file) if file.is_file() else None
+        return read_json(file, self.schema) if file.is_file() else None
 
     def reopen(self, settings: Mapping[str, Any] | None = None) -> None:
         """Call a run unfinished again; free `settings` take their new values."""

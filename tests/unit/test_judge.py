@@ -54,7 +54,7 @@ def test_another_target_is_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format_version": 9}, "format 9"), ({"norm": "pre_norm"}, "norm"), ({"features": "hidden+x"}, "features"),
+        ({"format_version": 9}, "\"format_version\" must be 1, not 9"), ({"norm": "pre_norm"}, "norm"), ({"features": "hidden+x"}, "features"),
         ({"model": "forest"}, "model"), ({"layer": "12"}, "layer"), ({"hidden_size": 5}, "entries"),
     ],
 )  # fmt: skip

@@ -205,7 +205,7 @@ def test_other_measures_and_their_change(tmp_path: Path) -> None:
     assert "55.0 −5.0 [−6.0, −4.0]" in (tmp_path / "page" / "tables.md").read_text().replace("\\", "")
     damaged = tmp_path / "cnn_dailymail" / "topk:2-g10" / "summary.json"
     damaged.write_text(damaged.read_text().replace("[-0.06, -0.04]", "[1]"))
-    with pytest.raises(SelfJudgeError, match=r"delta_scores_ci is damaged: 'fc' is .*, not two numbers"):
+    with pytest.raises(SelfJudgeError, match=r'"delta_scores_ci.fc" must be a list of 2'):
         report([tmp_path], tmp_path / "again.html")
 
 
@@ -360,7 +360,7 @@ def test_a_second_report_takes_away_its_own_old_figures_alone(tmp_path: Path, sm
 def test_a_report_may_name_old_figures_that_are_not_its_own(tmp_path: Path, small: Path) -> None:
     """A report.json that lists files elsewhere deletes nothing there."""
     (tmp_path / "precious.png").write_text("kept")
-    write_json(tmp_path / "report" / "report.json", {"figures": ["../precious.png", "/etc/hostname", 5]})
+    write_json(tmp_path / "report" / "report.json", {"figures": ["../precious.png", "/etc/hostname"]})
     report([small], tmp_path / "report.html")
     assert (tmp_path / "precious.png").read_text() == "kept"
 
@@ -389,19 +389,19 @@ def put(path: str, content: bytes) -> Callable[[Path], None]:
     ("damage", "message"),
     [
         (put("summary.json", b'{"task": "gsm8k", '), "cannot read .*summary.json: "),
-        (put("summary.json", b"[]"), "summary.json is damaged: it holds no JSON object"),
-        (put("summary.json", b"{}"), "summary.json is damaged: 'rule' is missing, not a text"),
+        (put("summary.json", b"[]"), r"summary.json is not an object: it must be an object, not \[\]"),
+        (put("summary.json", b"{}"), 'summary.json is not an evaluation summary: "task" is missing'),
         (put("summary.json", b"\xff\xfe"), "cannot read .*summary.json"),
-        (change("score", "good"), "summary.json is damaged: 'score' is 'good', not a number"),
-        (change("score", None), "summary.json is damaged: 'score' is missing, not a number"),
-        (change("gamma", True), "'gamma' is True, not a number"),
-        (change("score_ci", [0.1]), "'score_ci' is .*, not two numbers"),
-        (change("substitutions", [["a", "b"]]), "'substitutions' is .*, not a list of"),
-        (change("seconds", [1]), "'seconds' is .*, not an object"),
+        (change("score", "good"), '"score" must be a number, not "good"'),
+        (change("score", None), '"score" must be a number, not null'),
+        (change("gamma", True), '"gamma" must be a whole number, not true'),
+        (change("score_ci", [0.1]), '"score_ci" must be a list of 2, not a list of 1'),
+        (change("substitutions", [["a", "b"]]), r'"substitutions\[0\]" must be a list of 3'),
+        (change("seconds", [1]), '"seconds" must be an object'),
         (put("samples.jsonl.gz", b"no gzip"), "cannot read .*samples.jsonl.gz: "),
-        (put("samples.jsonl.gz", gzip.compress(b'{"id": "1", "tokens": 5, "cycles": 2}\n' * 50)[:-12]), "cannot read .*samples.jsonl.gz: "),
-        (put("samples.jsonl.gz", gzip.compress(b'{"id": "1"}\n')), "samples.jsonl.gz, line 1 is damaged: 'tokens' is missing"),
-        (put("examples.jsonl", b'{"id": "1", "tokens": [{"text": "a", "origin": "magic"}]}\n'), "examples.jsonl, tokens 1 is damaged: 'origin' is 'magic'"),
+        (put("samples.jsonl.gz", gzip.compress(b'{"id": "1", "tokens": 5, "cycles": 2}\n' * 50)[:-12]), "cannot read .*samples.jsonl.gz, line"),
+        (put("samples.jsonl.gz", gzip.compress(b'{"id": "1"}\n')), 'samples.jsonl.gz, line 1 is not a sample: "tokens" is missing'),
+        (put("examples.jsonl", b'{"id": "1", "tokens": [{"text": "a", "origin": "magic"}]}\n'), r'examples.jsonl, line 1 is not an answer example: "tokens\[0\].origin" must be .*, not "magic"'),
         (put("examples.jsonl", b"{}\nnot json\n"), "examples.jsonl"),
     ],
 )  # fmt: skip
@@ -419,7 +419,7 @@ def test_damaged_files_are_refused_by_name(
 def test_damaged_curves_are_refused(tmp_path: Path) -> None:
     folder = write_judge(tmp_path, "j", 0.8)
     write_json(folder / "roc.json", {"fpr": [0, 1], "tpr": [0, 0.5, 1]})
-    with pytest.raises(SelfJudgeError, match=r"'tpr' is .*, not 2 numbers"):
+    with pytest.raises(SelfJudgeError, match="2 numbers of fpr and 3 of tpr"):
         report([folder], tmp_path / "report.html")
 
 
@@ -471,7 +471,7 @@ def test_the_page_must_have_a_place_of_its_own(small: Path, tmp_path: Path) -> N
 
 
 def test_a_summary_with_the_least_there_may_be(tmp_path: Path) -> None:
-    least = {"task": "new", "rule": "exact", "gamma": 3, "n": 1, "score": 0.5, "mean_accepted_length": float("nan")}
+    least = {"task": "new", "rule": "exact", "gamma": 3, "n": 1, "score": 0.5, "mean_accepted_length": None}
     write_json(tmp_path / "eval" / "new" / "exact-g3" / "summary.json", least)
     found = report([tmp_path / "eval"], tmp_path / "report.html")
     assert found["tables"]["task-new"][0]["mean_accepted_length"] is None
@@ -513,7 +513,7 @@ def test_answers_reach_the_viewer_as_they_are(whole: tuple[Path, dict[str, Any]]
     assert {r["group"] for r in runs} >= {"GSM8K", "LiveCodeBench", "arithmetic"}
     hostile = runs[0]["examples"][3]
     assert [t[0] for t in hostile["tokens"][:4]] == list(HOSTILE[:4])
-    assert hostile["tokens"][4][0] == HOSTILE[4].replace("\ud800", "?")  # half a character cannot be written
+    assert hostile["tokens"][4][0] == HOSTILE[4]
     assert hostile["id"] == HOSTILE[1]
 
 
@@ -547,7 +547,7 @@ def test_ticks_are_round_and_inside() -> None:
 
 
 def test_no_name_breaks_out_of_a_chart() -> None:
-    texts = [*(text.replace("\ud800", "?") for text in HOSTILE), "_private", "$x$", "", "数学\x00\ufffe"]
+    texts = [*HOSTILE, "_private", "$x$", "", "数学\x00\ufffe"]
     series = tuple(Series(t, i, (Point(i, 1, t, t), Point(i + 1, 2, t, t))) for i, t in enumerate(texts))
     lines = draw(Lines("i", texts[0], texts[4], texts[-1], series))
     bars = draw(Bars("i", texts[4], texts[1], tuple((t, (0.5, 0.5)) for t in texts), (texts[-1], "$b$"), shares=True))
@@ -657,7 +657,9 @@ def test_on_an_open_task_the_words_of_exact_stand_for_a_score(tmp_path: Path) ->
 def test_folders_of_labels_tell_their_rate(tmp_path: Path) -> None:
     folder = tmp_path / "labels"
     write_json(folder / "manifest.json", {
-        "format_version": 1, "target": "t", "method": "selfjudge", "rows": 500, "acceptable": 50, "prompts": 20, "shards": [], "target_tokens": 1500,
+        "format_version": 1, "target": "t", "draft": "d", "target_sha256": "", "draft_sha256": "", "hidden_size": 8,
+        "layer": "final", "norm": "post_final_norm", "method": "selfjudge", "suffix_length": 3, "tau": -2.5, "rows": 500,
+        "acceptable": 50, "prompts": 20, "shards": [], "files": {}, "target_tokens": 1500,
     })  # fmt: skip
     write_json(folder / "run.json", {"seconds": {"prompts": 1.0, "tau": 30.0, "responses": 2.0, "labels": 7.0}})
     found = report([folder], tmp_path / "report.html")

@@ -105,7 +105,7 @@ def _truncated(folder: Path) -> None:
         (lambda data: EvalConfig(tasks=("arithmetic", "math500"), data=data).check(), "math500 needs math-verify: pip install"),
         (lambda data: task(f"file:{data}/nothing.jsonl").prepare(), "nothing.jsonl does not exist"),
         (lambda data: task(f"file:{data}/nothing.jsonl").examples("all"), "nothing.jsonl does not exist"),
-        (lambda data: [(data / "f.jsonl").write_text('{"prompt": "x"}\n{"prompt": 5}'), task(f"file:{data}/f.jsonl").examples("all")], "f.jsonl, line 2: expected"),
+        (lambda data: [(data / "f.jsonl").write_text('{"prompt": "x"}\n{"prompt": 5}'), task(f"file:{data}/f.jsonl").examples("all")], "f.jsonl, line 2 is not a task row"),
         (lambda data: [_truncated(data), task("gsm8k", data).examples("test")], "cannot read"),
         (lambda data: [_corrupt(data), task("gsm8k", data).examples("test")], "cannot read"),
         (

@@ -80,7 +80,7 @@ def test_a_stored_threshold_does_in_a_rule_what_it_did_on_the_holdout(labels: Pa
 def test_a_configuration_that_no_judge_has_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
     Judge(JudgeConfig(hidden_size=576)).save_pretrained(tmp_path)
     write_json(tmp_path / "config.json", read_json(tmp_path / "config.json") | wrong)
-    with pytest.raises(SelfJudgeError, match="has an impossible") as error:
+    with pytest.raises(SelfJudgeError, match="is not a judge config") as error:
         Judge.from_pretrained(tmp_path)
     one_line(error)
 

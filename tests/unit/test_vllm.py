@@ -240,8 +240,10 @@ def test_the_hash_of_a_pulled_target_is_that_of_its_manifest(tmp_path: Path) -> 
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(b"weights")
     assert target_sha256(str(folder)) == fingerprint([folder / "model.safetensors"])
-    (tmp_path / "manifest.json").write_text(json.dumps({"sha256": "abc"}))
-    assert target_sha256(str(folder)) == "abc"
+    (tmp_path / "manifest.json").write_text(
+        json.dumps({"sha256": "abc" * 20 + "abcd", "draft_sha256": None, "files": {}})
+    )
+    assert target_sha256(str(folder)) == "abc" * 20 + "abcd"
 
 
 @pytest.fixture

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
+from selfjudge.artefacts import RunRecord
 from selfjudge.cli.options import AsJson
 from selfjudge.cli.output import print_json, print_rows, progress
 from selfjudge.errors import SelfJudgeError
@@ -88,28 +90,29 @@ def _tasks() -> list[dict[str, Any]]:
 
 def _judges(root: Path) -> list[dict[str, Any]]:
     """Those that ship, and judge folders below `root`."""
+    from selfjudge.judge.config import JudgeConfig
     from selfjudge.models.catalogue import EMBEDDED
 
     shipped = [(e.name, e.judge, "ships with the package") for e in EMBEDDED.values() if e.judge]
     local = [(str(place), place, "folder") for place in _folders(root) if _is_judge(place)]
     rows = []
     for name, place, where in (*shipped, *local):
-        config = read_json(place / "config.json")
+        config = JudgeConfig.from_pretrained(place)
         rows.append(
             {
                 "name": name,
                 "where": where,
-                "target": config.get("target", ""),
-                "features": config.get("features", ""),
-                "model": config.get("model", ""),
-                "thresholds": {key: round(theta, 3) for key, theta in config.get("thresholds", {}).items()},
+                "target": config.target,
+                "features": config.features,
+                "model": config.model,
+                "thresholds": {key: round(theta, 3) for key, theta in config.thresholds.items()},
             }
         )
     return rows
 
 
 def _is_judge(folder: Path) -> bool:
-    config = _readable_json(folder / "config.json")
+    config = _readable(folder / "config.json")
     return "hidden_size" in config and "thresholds" in config and (folder / "model.safetensors").is_file()
 
 
@@ -119,7 +122,7 @@ def _runs(root: Path) -> list[dict[str, Any]]:
     for place in _folders(root):
         if (kind := _kind(place)) is None:
             continue
-        made = _readable_json(place / "run.json")
+        made = _readable(place / "run.json", RunRecord)
         rows.append(
             {
                 "folder": str(place),
@@ -138,8 +141,8 @@ def _kind(folder: Path) -> str | None:
         return "judge"
     if not (folder / "settings.json").is_file() and not (folder / "manifest.json").is_file():
         return None
-    settings = _readable_json(folder / "settings.json") | _readable_json(folder / "manifest.json")
-    known = settings.get("settings", settings)
+    settings = _readable(folder / "settings.json") | _readable(folder / "manifest.json")
+    known = settings["settings"] if isinstance(settings.get("settings"), dict) else settings
     if "suffix_length" in known:
         return "label"
     if "layers" in known or (folder / "work").is_dir():
@@ -152,8 +155,9 @@ def _finished(folder: Path, kind: str) -> bool:
     if kind == "eval":
         from selfjudge.evaluate.config import task_label
 
-        last_run = _readable_json(folder / "run.json")
-        runs = [folder / task_label(name) / run for name in last_run.get("tasks", ()) for run in last_run["runs"]]
+        last_run = _readable(folder / "run.json", RunRecord)
+        asked = product(last_run.get("tasks") or (), last_run.get("runs") or ())
+        runs = [folder / task_label(name) / run for name, run in asked]
         return bool(runs) and all((run / "summary.json").is_file() for run in runs)
     last = {"label": "manifest.json", "judge": "config.json", "distill": "run.json"}[kind]
     return (folder / last).is_file()
@@ -163,7 +167,7 @@ def _what(folder: Path, kind: str) -> str:
     if kind == "eval":
         tasks = sorted({p.parent.parent.name for p in folder.glob("*/*/summary.json")})
         return f"{len(list(folder.glob('*/*/summary.json')))} runs on {', '.join(tasks)}" if tasks else ""
-    about = _readable_json(folder / {"judge": "config.json", "label": "manifest.json"}.get(kind, "run.json"))
+    about = _readable(folder / {"judge": "config.json", "label": "manifest.json"}.get(kind, "run.json"))
     if kind == "label":
         return f"{about['rows']} labels for {about['target']}" if "rows" in about else ""
     return f"for {about['target']}" if about.get("target") else ""
@@ -178,10 +182,9 @@ def _folders(root: Path) -> Iterator[Path]:
         yield Path(place)
 
 
-def _readable_json(path: Path) -> dict[str, Any]:
-    """A JSON object, or nothing where there is none."""
+def _readable(path: Path, schema: Any = dict[str, Any]) -> dict[str, Any]:
+    """What a file says, or nothing where it is not what it should be."""
     try:
-        value = read_json(path)
+        return read_json(path, schema)
     except SelfJudgeError:
         return {}
-    return value if isinstance(value, dict) else {}

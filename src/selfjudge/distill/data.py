@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from selfjudge.artefacts import DistillPrompts
 from selfjudge.decoding.plain import respond
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.distill.config import DistillConfig
@@ -24,6 +25,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.collect import Collector
 from selfjudge.prompts.sources import Notify
+from selfjudge.schema import conform
 from selfjudge.store import RunFolder, read_tensors, sha256, write_tensors
 
 Row = dict[str, Any]
@@ -122,6 +124,7 @@ def _write_prompts(file: Path, rows: Sequence[Row], report: dict[str, Any]) -> N
 
 def _read_prompts(file: Path) -> tuple[list[Row], dict[str, Any]]:
     arrays, metadata = read_tensors(file)
+    conform(metadata, DistillPrompts, file)
     ids = np.split(arrays["ids"], np.cumsum(arrays["lengths"])[:-1])
     rows = [
         {"source": metadata["sources"][s], "ids": i.tolist(), "answers": int(a), "held_out": bool(h)}

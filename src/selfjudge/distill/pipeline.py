@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from selfjudge.artefacts import DistillSettings
 from selfjudge.distill.config import FREE, DistillConfig
 from selfjudge.distill.data import Corpus, Data, Maker
 from selfjudge.distill.export import export
@@ -26,6 +27,7 @@ from selfjudge.engine.select import release
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.sources import Notify, check_readable
+from selfjudge.schema import conform
 from selfjudge.store import RunFolder
 
 
@@ -54,6 +56,7 @@ def distill_draft(
     settings = {**config.as_settings(), "target": pair.target_sha256}
     try:
         with run.working(settings, free=FREE) as then:
+            conform(then, DistillSettings, out / "settings.json")
             longer = config.minutes > then["minutes"] or (config.steps or 0) > (then["steps"] or 0)
             if (result := run.result()) is not None and not longer:
                 return result

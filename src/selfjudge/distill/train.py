@@ -20,6 +20,7 @@ from selfjudge.engine.teacher_forced import attention
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.weights import check_finite
 from selfjudge.prompts.sources import Notify
+from selfjudge.schema import conform
 from selfjudge.store import read_tensors, write_tensors
 
 WARM_UP = 100  # steps
@@ -244,7 +245,7 @@ def _restored(
     file: Path, parameters: Mapping[str, Tensor], optimisers: Sequence[Optimizer]
 ) -> tuple[State, dict[str, Tensor]]:
     arrays, metadata = read_tensors(file)
-    state = State(**metadata)
+    state = State(**conform(metadata, State, file))
     shapes = {name: tuple(p.shape) for name, p in parameters.items()}
     if shapes != {k[4:]: v.shape for k, v in arrays.items() if k.startswith("now.")}:
         raise SelfJudgeError(f"{file} belongs to a student of another shape: remove it or name another `out`")

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from selfjudge.artefacts import FinishedSummary, ScoredSample
+from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.config import Warn
 from selfjudge.evaluate.runs import Run
 from selfjudge.store import read_json, read_rows, write_json, write_rows
@@ -39,14 +41,16 @@ def compare_with_exact(folder: Path, exact: Path, task: Task, rows: Sequence[Row
 
     A comparison with the same run stays as it is. So does one that was made with rows that are no longer there.
     """
-    summary: dict[str, Any] = read_json(folder / "summary.json")
+    summary = read_json(folder / "summary.json", FinishedSummary)
     fingerprint, before = _fingerprint(exact), summary["compared_with"]
     needed = () if before is None else (folder, folder.parent / before.partition(":")[0])
     complete = before == fingerprint and "delta_m_ci" in summary  # an older version did not write it
     if complete or not all((place / "samples.jsonl.gz").is_file() for place in needed):
         return summary
-    samples = list(read_rows(folder / "samples.jsonl.gz"))
-    by_id = {row["id"]: row for row in read_rows(exact / "samples.jsonl.gz")}
+    samples = list(read_samples(folder))
+    by_id = {row["id"]: row for row in read_samples(exact)}
+    if unknown := [sample["id"] for sample in samples if sample["id"] not in by_id]:
+        raise SelfJudgeError(f"{exact} has no row {unknown[0]!r:.40}, {folder} has one: they do not compare")
     others = [by_id[sample["id"]] for sample in samples]
     agreement = _agreement(task if checkable else None, {row["id"]: row for row in rows}, samples, others)
     summary |= {"compared_with": fingerprint, "agreement": agreement}
@@ -58,9 +62,14 @@ def compare_with_exact(folder: Path, exact: Path, task: Task, rows: Sequence[Row
     return summary
 
 
+def read_samples(folder: Path) -> Iterator[Row]:
+    """The rows of a run."""
+    return read_rows(folder / "samples.jsonl.gz", ScoredSample)
+
+
 def _fingerprint(exact: Path) -> str:
     """Which run of `exact` that is; leaving texts out of its rows does not change it."""
-    rows = read_rows(exact / "samples.jsonl.gz")
+    rows = read_samples(exact)
     kept = "".join(f"{row['id']}:{row['answer']}:{row['tokens']}\n" for row in rows)
     return f"{exact.name}:{hashlib.sha256(kept.encode('utf-8', 'replace')).hexdigest()}"
 

@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from selfjudge.artefacts import FinishedSummary, PartSample, PartSeal, ScoredSample
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.decoding.text import generate, row_seed
 from selfjudge.errors import SelfJudgeError
@@ -82,7 +83,7 @@ class Execution:
         self.pair, self.examples, self.run, self.config, self.entails = pair, examples, run, config, entails
         self.task = examples.task
         self.folder = out / examples.label / run.folder
-        self.parts_folder = RunFolder(self.folder, done="summary.json")
+        self.parts_folder = RunFolder(self.folder, done="summary.json", schema=FinishedSummary)
         self.batch = config.batch or 1
         self.max_new_tokens = config.max_new_tokens or self.task.new_tokens
 
@@ -104,7 +105,7 @@ class Execution:
         parts = self.parts()
         for number, part in enumerate(parts):
             notify(number / len(parts))
-            if self.parts_folder.sealed(part.name, self.run.identity) is None:
+            if self.parts_folder.sealed(part.name, self.run.identity, PartSeal) is None:
                 file = self.folder / "work" / f"{part.name}.jsonl"
                 answers, seconds = self._answer(part)
                 write_rows(file, self._score(part.rows, answers))
@@ -163,7 +164,7 @@ class Execution:
 
     def _finish(self, parts: Sequence[str]) -> None:
         """From the parts: samples, examples and the summary. Then the parts go."""
-        by_part = [list(read_rows(self.folder / "work" / f"{name}.jsonl")) for name in parts]
+        by_part = [list(read_rows(self.folder / "work" / f"{name}.jsonl", PartSample)) for name in parts]
         samples = sorted(
             (sample for part in by_part for sample in part), key=lambda sample: self.examples.places[sample["id"]]
         )
@@ -191,7 +192,7 @@ class Execution:
         if not self.config.times:
             return {"tokens_per_second": None, "seconds": {}}
         counted = list(zip(parts, tokens, strict=True))[1 if len(parts) > 1 else 0 :]
-        by_part = [read_json(self.folder / "work" / f"{name}.json")["seconds"] for name, _ in counted]
+        by_part = [read_json(self.folder / "work" / f"{name}.json", PartSeal)["seconds"] for name, _ in counted]
         seconds = {phase: sum(part[phase] for part in by_part) for phase in (*PHASES, "total")}
         speed = sum(n for _, n in counted) / max(1e-9, seconds["total"])
         return {"tokens_per_second": speed, "seconds": seconds}
@@ -220,7 +221,7 @@ class Execution:
         own: dict[str, Any] = {"rule": self.run.name, "run_sha256": self.run.identity}
         if not self.config.times:
             own |= {"tokens_per_second": None, "seconds": {}}
-        write_json(self.folder / "summary.json", {**read_json(folder / "summary.json"), **own})
+        write_json(self.folder / "summary.json", {**read_json(folder / "summary.json", FinishedSummary), **own})
         self._drop_parts()
 
     def compact(self) -> None:
@@ -228,7 +229,7 @@ class Execution:
         file = self.folder / "samples.jsonl.gz"
         if self.run.name == "exact" and not self.examples.checkable:
             return  # its words are what others are compared with
-        rows = list(read_rows(file)) if file.is_file() else []
+        rows = list(read_rows(file, ScoredSample)) if file.is_file() else []
         if any("text" in row for row in rows):
             write_rows(file, ({key: _rounded(value) for key, value in row.items() if key != "text"} for row in rows))
 

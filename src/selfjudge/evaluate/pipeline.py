@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from selfjudge.artefacts import FinishedSummary, RunRecord, TaskRecord
 from selfjudge.evaluate.compare import compare_with_exact, find_exact
 from selfjudge.evaluate.config import EvalConfig, Notify, Warn
 from selfjudge.evaluate.consistency import Entails, load_entailment
@@ -87,7 +88,7 @@ def _evaluate_task(executions: Sequence[Execution], notify: Notify, warn: Warn) 
             execution.answer_rows(_stage(execution, notify, turn, len(executions)))
         exact = find_exact(folder.parent, run, warn)
         summaries.append(
-            read_json(folder / "summary.json")
+            read_json(folder / "summary.json", FinishedSummary)
             if exact is None
             else compare_with_exact(
                 folder, exact, execution.task, execution.examples.rows, execution.examples.checkable
@@ -136,13 +137,13 @@ def _entailment(
         return None, "off"
     begun = out / with_stories[0].label / "task.json"
     if nli == "auto" and begun.is_file():
-        nli = read_json(begun).get("nli", nli)
+        nli = read_json(begun, TaskRecord).get("nli", nli)
     return load_entailment(pair, nli, warn)
 
 
 def _provenance(config: EvalConfig, runs: Sequence[Run], file: Path) -> dict[str, Any]:
     """Who asks for what now, and what was asked of this folder before, oldest first."""
-    last: dict[str, Any] = read_json(file) if file.is_file() else {}
+    last = read_json(file, RunRecord) if file.is_file() else {}
     kept = {key: last.get(key) for key in ("argv", "commit", "time", "tasks", "runs")}
     return provenance(
         tasks=list(config.tasks),

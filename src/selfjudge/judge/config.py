@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from selfjudge.artefacts import Count, Share
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.hub import find_judge
+from selfjudge.schema import OneOf, Range
 from selfjudge.store import read_json
 from selfjudge.types import DEFAULT_THETA
 
-FORMAT_VERSION = 1
+FORMAT_VERSION: Literal[1] = 1
 FEATURES = ("hidden", "hidden+margin", "hidden+margin+lookahead")
 MODELS = ("linear", "mlp")
 MARGINS = 1  # columns of the group: log p(d) − log p(most likely)
@@ -28,30 +30,30 @@ def columns(features: str) -> int:
 @dataclass(frozen=True)
 class JudgeConfig:
     """Where a judge comes from and what it reads. The target must be the one named (an empty name or hash matches any);
-    the draft is recorded, not required: another draft for the same target is fine."""
+    the draft is recorded, not required: another draft for the same target is fine. The types are the file's schema."""
 
-    hidden_size: int
+    hidden_size: Annotated[int, Range(1, 1 << 20)]
     target: str = ""
     draft: str = ""
     target_sha256: str = ""
     draft_sha256: str = ""
-    layer: str = "final"
-    norm: str = "post_final_norm"
-    features: str = "hidden"
-    model: str = "linear"
+    layer: Annotated[str, OneOf(("final",))] = "final"
+    norm: Annotated[str, OneOf(("post_final_norm",))] = "post_final_norm"
+    features: Annotated[str, OneOf(FEATURES)] = "hidden"
+    model: Annotated[str, OneOf(MODELS)] = "linear"
     label_method: str = ""
-    suffix_length: int | None = None
-    suffix_gap: int = 0
+    suffix_length: Count | None = None
+    suffix_gap: Count = 0
     tau: float | None = None
-    acceptable: float | None = None
+    acceptable: Share | None = None
     """The share of the mismatches that τ was chosen to call acceptable, where it was chosen so."""
     sources: tuple[str, ...] = ()
     """Of the prompts it was labelled with, where that is known."""
-    quality_curve: tuple[tuple[float, float], ...] = ()
+    quality_curve: tuple[tuple[Share, Share], ...] = ()
     """(share of unacceptable tokens that is rejected, the most permissive θ that does so), ascending."""
-    thresholds: Mapping[str, float] = field(default_factory=dict)
+    thresholds: Mapping[str, Share] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
-    format_version: int = FORMAT_VERSION
+    format_version: Literal[1] = FORMAT_VERSION
 
     @classmethod
     def from_pretrained(cls, source: str | Path) -> JudgeConfig:
@@ -59,28 +61,9 @@ class JudgeConfig:
         folder = find_judge(source)
         if not (folder / "config.json").is_file():
             raise SelfJudgeError(f"{folder} is not a judge folder: it has no config.json")
-        raw = read_json(folder / "config.json")
-        if not isinstance(raw, dict):
-            raise SelfJudgeError(f"{folder}/config.json is not a JSON object")
-        if raw.get("format_version") != FORMAT_VERSION:
-            raise SelfJudgeError(
-                f"{folder} has judge format {raw.get('format_version')}, this version reads {FORMAT_VERSION}"
-            )
-        if "hidden_size" not in raw:
-            raise SelfJudgeError(f"{folder}/config.json names no hidden_size")
-        for key, holds in _VALID.items():
-            if key in raw and not holds(raw[key]):
-                raise SelfJudgeError(f"{folder}/config.json has an impossible {key}: {str(raw[key])[:60]}")
-        known = {f.name for f in fields(cls)}
-        values: dict[str, Any] = {k: v for k, v in raw.items() if k in known}
-        config = cls(**values | {"sources": tuple(raw.get("sources", ()))})
-        for key, readable in _READABLE.items():
-            if getattr(config, key) not in readable:
-                raise SelfJudgeError(
-                    f"{folder} has {key} {getattr(config, key)!r},"
-                    f" this version reads {' and '.join(map(repr, readable))}"
-                )
-        return config
+        raw = read_json(folder / "config.json", cls)
+        values: dict[str, Any] = {f.name: raw[f.name] for f in fields(cls) if f.name in raw}
+        return cls(**values | {"sources": tuple(raw.get("sources", ()))})
 
     @property
     def width(self) -> int:
@@ -134,25 +117,3 @@ class JudgeConfig:
                 f" (sha256 {self.target_sha256[:12] or 'unknown'}),"
                 f" not for {name} ({sha256[:12] or 'unknown'}): use a judge trained for this target"
             )
-
-
-def _share(value: Any) -> bool:
-    return isinstance(value, (int, float)) and 0 <= value <= 1
-
-
-# a folder may come from anywhere
-_VALID: dict[str, Callable[[Any], bool]] = {
-    "hidden_size": lambda v: isinstance(v, int) and v > 0,
-    "thresholds": lambda v: isinstance(v, dict) and all(_share(theta) for theta in v.values()),
-    "quality_curve": lambda v: (
-        isinstance(v, list) and all(isinstance(p, list) and len(p) == 2 and all(map(_share, p)) for p in v)
-    ),
-    "metrics": lambda v: isinstance(v, dict),
-    "sources": lambda v: isinstance(v, list) and all(isinstance(name, str) for name in v),
-}
-_READABLE: dict[str, tuple[str, ...]] = {
-    "layer": ("final",),
-    "norm": ("post_final_norm",),
-    "features": FEATURES,
-    "model": MODELS,
-}

@@ -81,11 +81,23 @@ def _answered(pair: Pair, config: LabelConfig, source: Task, records: Sequence[P
     )
 
 
+def read_evidence(file: Path) -> dict[str, NDArray[Any]]:
+    """The arrays of `calibration.safetensors`; others are refused."""
+    arrays, _ = read_tensors(file)
+    shapes = {name: array.shape for name, array in arrays.items() if array.dtype.kind in "fu"}
+    rows = shapes.get("critical", ())
+    suffix = shapes.get("original", ())
+    right = shapes.get("log_p") == (*rows, 2) and shapes.get("substituted") == suffix and len(suffix) == 2
+    if not (len(rows) == 1 and rows[0] and right and suffix[:1] == rows):
+        raise SelfJudgeError(f"{file} is not the evidence of a calibration: label again")
+    return arrays
+
+
 def tau_of(
     evidence: Path, suffix_length: int, reject_recall: float, *, mean: bool = False, gap: int = 0
 ) -> dict[str, Any]:
     """τ for a suffix length and gap, by sum or by mean over the tokens that are scored, from stored evidence."""
-    arrays, _ = read_tensors(evidence)
+    arrays = read_evidence(evidence)
     scores = total(arrays["log_p"], arrays["original"], arrays["substituted"], suffix_length, mean=mean, gap=gap)
     finite = np.isfinite(scores)
     scores, of_critical = scores[finite], arrays["critical"].astype(bool)[finite]

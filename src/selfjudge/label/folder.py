@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from selfjudge.artefacts import LabelManifest, LabelRow, Response
 from selfjudge.errors import SelfJudgeError
 from selfjudge.store import (
     RunFolder,
@@ -49,6 +51,7 @@ MERGEABLE = (
     "hidden_dtype",
 )
 """What label folders must have in common to be merged."""
+SUFFIXES = ("original", "substituted")
 
 
 @dataclass(frozen=True)
@@ -81,13 +84,24 @@ def finished(folder: Path) -> dict[str, Any]:
         unfinished = (folder / "settings.json").is_file()
         hint = "its labelling is not finished: run it again with `resume`" if unfinished else "it is not a label folder"
         raise SelfJudgeError(f"{folder} has no manifest.json: {hint}")
-    manifest: dict[str, Any] = read_json(folder / "manifest.json")
-    if manifest.get("format_version") != FORMAT:
-        version = manifest.get("format_version")
-        raise SelfJudgeError(f"{folder} has labels of format {version}, this version reads {FORMAT}")
-    if manifest.get("layer") == "last":  # what earlier versions called it
-        manifest["layer"] = "final"
+    manifest = read_json(folder / "manifest.json", LabelManifest)
+    manifest["layer"] = "final"  # earlier versions called it last
+    _check_shards(folder, manifest)
     return manifest
+
+
+def _check_shards(folder: Path, manifest: Row) -> None:
+    """Refuse shards that are not each a file of labels and one of features of their own, or whose counts differ."""
+    names = [name for shard in manifest["shards"] for name in shard["files"]]
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise SelfJudgeError(f"{folder}/manifest.json names {twice[0]} twice")
+    for shard in manifest["shards"]:
+        kinds = [name.partition("-")[0] for name in shard["files"]]
+        if kinds[:2] != ["labels", "hidden"] or len({name.partition(".")[0][-5:] for name in shard["files"]}) > 1:
+            raise SelfJudgeError(f"{folder}/manifest.json has a shard of other files: {', '.join(shard['files'])[:80]}")
+    for key in ("rows", "acceptable"):
+        if (counted := sum(shard[key] for shard in manifest["shards"])) != manifest[key]:
+            raise SelfJudgeError(f"{folder}/manifest.json says {key} {manifest[key]}, its shards say {counted}")
 
 
 def read_shards(folder: Path) -> Iterator[tuple[list[Row], Arrays]]:
@@ -96,9 +110,42 @@ def read_shards(folder: Path) -> Iterator[tuple[list[Row], Arrays]]:
     _refuse_damaged(folder, manifest["files"])
     for shard in manifest["shards"]:
         _refuse_damaged(folder, shard["files"])
-        labels, hidden, *_ = shard["files"]
-        arrays, _ = read_tensors(folder / hidden)
-        yield list(read_rows(folder / labels)), arrays
+        hidden = folder / list(shard["files"])[1]
+        rows, (arrays, _) = shard_rows(folder, shard), read_tensors(hidden)
+        _check_arrays(hidden, arrays, len(rows), manifest)
+        yield rows, arrays
+
+
+def shard_rows(folder: Path, shard: Row) -> list[Row]:
+    """The label rows of a shard; as many as it says, with as many acceptable ones."""
+    file = folder / next(iter(shard["files"]))
+    rows = list(read_rows(file, LabelRow))
+    counted = {"rows": len(rows), "acceptable": sum(row["label"] for row in rows)}
+    if differing := [key for key, count in counted.items() if shard[key] != count]:
+        key = differing[0]
+        raise SelfJudgeError(f"{file} holds {counted[key]} {key}, its manifest says {shard[key]}")
+    return rows
+
+
+def read_responses(folder: Path) -> Iterator[Row]:
+    """The responses of a label folder."""
+    return read_rows(folder / "responses.jsonl", Response)
+
+
+def _check_arrays(file: Path, arrays: Arrays, rows: int, manifest: Row) -> None:
+    """Refuse features that are not row-aligned, or of another width or dtype than the manifest says."""
+    states = [rows, manifest["hidden_size"]]
+    widths = [array.shape[1] for name, array in arrays.items() if name in SUFFIXES and array.ndim == 2]
+    suffix = [rows, max([manifest["suffix_length"], *widths])]  # more may be stored than is scored with
+    shapes = {"hidden_draft": states, "hidden_target": states, "log_p": [rows, 2], **dict.fromkeys(SUFFIXES, suffix)}
+    for name, shape in shapes.items():
+        array = arrays.get(name)
+        if array is None or list(array.shape) != shape or array.dtype.kind != "f":
+            found = "nothing" if array is None else f"{array.dtype} {list(array.shape)}"
+            raise SelfJudgeError(f"{file} has {found} as {name}, not numbers {shape}")
+    for name, array in arrays.items():
+        if array.shape[:1] != (rows,):
+            raise SelfJudgeError(f"{file} has {list(array.shape)} as {name}, its labels are {rows} rows")
 
 
 def _refuse_damaged(folder: Path, files: Mapping[str, str]) -> None:
@@ -120,7 +167,7 @@ def merge(folders: Sequence[Path], out: Path) -> dict[str, Any]:
             for old, new in names.items():
                 shutil.copyfile(folder / old, out / new)
             shards.append({**shard, "files": {new: shard["files"][old] for old, new in names.items()}})
-    write_rows(out / "responses.jsonl", (row for folder in folders for row in read_rows(folder / "responses.jsonl")))
+    write_rows(out / "responses.jsonl", (row for folder in folders for row in read_responses(folder)))
     kept = ["responses.jsonl"]
     if "calibration.safetensors" in manifests[0]["files"]:  # τ is the same in all, and so is what speaks for it
         shutil.copyfile(folders[0] / "calibration.safetensors", out / "calibration.safetensors")
@@ -128,9 +175,11 @@ def merge(folders: Sequence[Path], out: Path) -> dict[str, Any]:
     sums = ("rows", "acceptable", "prompts", "target_tokens", "response_tokens")
     merged = {
         **manifests[0],
-        **{key: sum(manifest[key] for manifest in manifests) for key in sums},
+        **{key: sum(manifest.get(key, 0) for manifest in manifests) for key in sums},
         "shards": shards,
-        "yields": {str(folder): manifest["yields"] for folder, manifest in zip(folders, manifests, strict=True)},
+        "yields": {
+            str(folder): manifest.get("yields", {}) for folder, manifest in zip(folders, manifests, strict=True)
+        },
         "files": {name: sha256(out / name) for name in kept},
         "merged_from": [str(folder) for folder in folders],
     }
@@ -148,7 +197,7 @@ def _check_mergeable(folders: Sequence[Path], manifests: Sequence[Row]) -> None:
             _refuse_damaged(folder, part["files"])
     seen: dict[str, Path] = {}
     for folder in folders:
-        for row in read_rows(folder / "responses.jsonl"):
+        for row in read_responses(folder):
             if row["prompt_id"] in seen:
                 raise SelfJudgeError(f"{folder} and {seen[row['prompt_id']]} both hold prompt {row['prompt_id']}")
             seen[row["prompt_id"]] = folder
@@ -160,7 +209,7 @@ def info(folder: Path) -> dict[str, Any]:
     by_source: dict[str, list[int]] = {}
     scores: list[float] = []
     for shard in manifest["shards"]:
-        for row in read_rows(folder / next(iter(shard["files"]))):
+        for row in shard_rows(folder, shard):
             counts = by_source.setdefault(row["source"], [0, 0])
             counts[0] += 1
             counts[1] += row["label"]

@@ -15,6 +15,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
+from selfjudge.artefacts import CalibrationSeal, LabelManifest, LabelPrompt, LabelShard, PromptsSeal, Response
 from selfjudge.engine.select import release
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import LOOKAHEAD
@@ -84,7 +85,7 @@ def label_pair(
         raise SelfJudgeError(INT8)
     if config.batch is None:
         config = replace(config, batch=1024 if pair.target.device.type == "cuda" else 64)
-    folder = RunFolder(out, done="manifest.json")
+    folder = RunFolder(out, done="manifest.json", schema=LabelManifest)
     folder.claim(resume=resume)
     if not folder.begun:
         _check_possible(pair, config, data)
@@ -138,7 +139,8 @@ def _label(run: _Run) -> dict[str, Any]:
     out = run.folder.path
     public = ("prompt_id", "source", "prompt_ids", "response_ids", "finish")
     write_rows(
-        out / "responses.jsonl", ({key: row[key] for key in public} for file in files for row in read_rows(file))
+        out / "responses.jsonl",
+        ({key: row[key] for key in public} for file in files for row in read_rows(file, Response)),
     )
     manifest = {**_facts(run, tau), "prompts": len(prompts), "yields": yields, **_sums(shards), "shards": shards}
     kept = [name for name in ("responses.jsonl", "calibration.safetensors") if (out / name).is_file()]
@@ -176,8 +178,8 @@ def _sums(shards: Sequence[Row]) -> dict[str, int]:
 def _prompts(run: _Run) -> tuple[list[Row], dict[str, Any]]:
     """Rows {prompt_id, source, prompt_ids, request, row}, and what became of each source's prompts."""
     file = run.folder.work / "prompts.jsonl"
-    if (seal := run.folder.sealed("prompts")) is not None:
-        return list(read_rows(file)), seal["yields"]
+    if (seal := run.folder.sealed("prompts", schema=PromptsSeal)) is not None:
+        return list(read_rows(file, LabelPrompt)), seal["yields"]
     config, pair = run.config, run.pair
     assert pair.draft is not None
     longest = min(config.max_prompt_tokens, *(context_window(model) - 1 for model in (pair.target, pair.draft)))
@@ -209,7 +211,7 @@ def _tau(run: _Run) -> dict[str, Any]:
         if not config.takes_shipped_tau:
             return {"tau": None}
         return known_tau(run.pair.target_id, run.pair.draft_sha256, config.suffix_length)
-    if (seal := run.folder.sealed("calibration")) is not None:
+    if (seal := run.folder.sealed("calibration", schema=CalibrationSeal)) is not None:
         return {key: value for key, value in seal.items() if key not in ("files", "made_from")}
     name = "calibration.safetensors"
     evidence = calibrate(run.pair, config, run.data, run.folder.path / name, run.notify)
@@ -251,9 +253,9 @@ def _shards(run: _Run, files: Sequence[Path], total: int, tau: float | None) -> 
     made_from = hashlib.sha256("".join([*map(sha256, files), repr(tau)]).encode()).hexdigest()
     seals: list[Row] = []
     done, labelled, begun = 0, 0, time.monotonic()
-    responses = chain.from_iterable(read_rows(file) for file in files)
+    responses = chain.from_iterable(read_rows(file, Response) for file in files)
     for number, part in enumerate(_batched(responses, size)):
-        if (seal := run.folder.sealed(f"labels-{number:05d}", made_from)) is None:
+        if (seal := run.folder.sealed(f"labels-{number:05d}", made_from, LabelShard)) is None:
 
             def notify(share: float, before: int = done, count: int = len(part)) -> None:
                 run.notify("labels", (before + share * count) / total)

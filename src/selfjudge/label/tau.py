@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from selfjudge.artefacts import TauFile
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.store import read_json
@@ -28,7 +29,7 @@ def shipped_tau(target: str, draft_sha256: str | None, suffix_length: int) -> di
     file = embedded.draft / "tau.json" if embedded is not None and embedded.draft is not None else None
     if file is None or not file.is_file():
         return None
-    shipped: dict[str, Any] = read_json(file)
+    shipped = read_json(file, TauFile)
     if draft_sha256 not in (None, shipped["draft_sha256"]) or str(suffix_length) not in shipped["tau"]:
         return None
     return {**shipped["tau"][str(suffix_length)], "shipped": True}

@@ -12,7 +12,6 @@ Whatever happens between two renames is repaired by the next call.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import subprocess
@@ -24,9 +23,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from selfjudge.artefacts import PullManifest
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.catalogue import EMBEDDED, Embedded
-from selfjudge.store import home, locked, sha256, write_json
+from selfjudge.store import home, locked, read_json, sha256, write_json
 
 Progress = Callable[[str, float], None]
 """Called with a stage and its completed share in [0, 1]."""
@@ -245,11 +245,7 @@ def _files_whole(folder: Path, model: Embedded, prefix: str, *, full: bool = Tru
 
 def _manifest(folder: Path) -> dict[str, Any]:
     """The manifest, or an empty one where there is none that can be read."""
-    if not (folder / "manifest.json").is_file():
-        return {}
     try:
-        manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        rows = manifest["files"].values()
-        return manifest if all({"size", "mtime_ns", "sha256"} <= set(row) for row in rows) else {}
-    except (ValueError, KeyError, TypeError, AttributeError):
+        return read_json(folder / "manifest.json", PullManifest)
+    except SelfJudgeError:
         return {}

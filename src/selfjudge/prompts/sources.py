@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from selfjudge.errors import SelfJudgeError
+from selfjudge.store import parse_json
 from selfjudge.tasks.base import FILE, Prompt, Task, known, split_of, task
 
 LEARNABLE = ("train", "fold-", "dev", "validation")  # splits begin with one of these
@@ -133,7 +133,7 @@ def read_prompts(path: Path, *, skip_broken: Warn | None = None) -> list[str | l
             prompts.append(line.strip())
             continue
         try:
-            prompts.append(_prompt(json.loads(line)))
+            prompts.append(_prompt(parse_json(line)))
         except (ValueError, KeyError, TypeError):
             broken.append(number)
     if broken:
@@ -149,7 +149,6 @@ def read_prompts(path: Path, *, skip_broken: Warn | None = None) -> list[str | l
 
 def _prompt(row: dict[str, Any]) -> str | list[dict[str, str]]:
     prompt = row["messages"] if "messages" in row else row["prompt"]
-    json.dumps(prompt, ensure_ascii=False).encode()  # half a surrogate pair is no text
     if isinstance(prompt, str) and prompt.strip():
         return prompt
     if isinstance(prompt, list) and prompt and all(isinstance(m, dict) for m in prompt):

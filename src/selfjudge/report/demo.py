@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from selfjudge.report.page import render
-from selfjudge.report.read import ORIGINS, writable
+from selfjudge.report.read import ORIGINS
 from selfjudge.report.table import Column, Table, fixed, percent, quoted, thousandths, word_column
 
 
@@ -102,3 +102,12 @@ def _token(
             *([] if score is None else [f"judge’s score {score:.2f}"]),
         ]
     return {"text": text, "origin": origin if origin in ORIGINS else "draft", "wanted": "; ".join(wanted)}
+
+
+def writable(value: Any) -> Any:
+    """The value with halves of characters, which no file can hold, replaced."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode("utf-8")
+    if isinstance(value, dict):
+        return {writable(k): writable(v) for k, v in value.items()}
+    return [writable(v) for v in value] if isinstance(value, list) else value

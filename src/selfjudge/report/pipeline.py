@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from selfjudge.artefacts import ReportRecord
 from selfjudge.errors import SelfJudgeError
 from selfjudge.report.charts import charts
 from selfjudge.report.draw import draw
@@ -62,5 +63,5 @@ def _earlier(folder: Path) -> set[str]:
         return set()
     if not (folder / MADE).is_file():
         raise SelfJudgeError(f"{folder} is where the figures go and holds other files: name another page with `out`")
-    names = read_json(folder / MADE).get("figures", [])
-    return {name for name in names if isinstance(name, str) and name.endswith(".png") and Path(name).name == name}
+    names = read_json(folder / MADE, ReportRecord).get("figures", [])
+    return {name for name in names if name.endswith(".png") and Path(name).name == name}

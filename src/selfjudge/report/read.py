@@ -5,22 +5,28 @@ Everything below a given folder counts, so `selfjudge report results` and `selfj
 
 from __future__ import annotations
 
-import gzip
-import json
-import math
 import re
-import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from selfjudge.artefacts import (
+    AnswerExample,
+    EvaluationSummary,
+    JudgeFile,
+    JudgeStudy,
+    LabelBench,
+    LabelManifest,
+    RocCurve,
+    RunRecord,
+    Sample,
+)
 from selfjudge.errors import SelfJudgeError
 from selfjudge.report.records import (
     APART,
     Example,
-    Interval,
     JudgeCard,
     Key,
     LabelRun,
@@ -31,8 +37,10 @@ from selfjudge.report.records import (
     Study,
     Token,
 )
-from selfjudge.store import read_json
+from selfjudge.schema import conform
+from selfjudge.store import read_json, read_rows
 
+Content = dict[str, Any]
 RUN_FOLDER = re.compile(r".+-g\d+")
 ORIGINS = ("draft", "judge", "target")
 FILES = ("summary*.json", "manifest.json", "study.json", "config.json", "judge.json")
@@ -85,38 +93,38 @@ class _Collected:
 
     def _take(self, file: Path) -> bool:
         """Whether the file was one of a report's."""
-        content = _Fields.of(file)
+        content = read_json(file)
         if file.name == "manifest.json":
-            labels = _labelled(content)
+            labels = _labelled(file, content)
             self.labels += [labels] if labels else []
             return labels is not None
         if file.name.startswith("summary"):
-            return self._take_summary(content)
+            return self._take_summary(file, content)
         if file.name == "study.json":
-            if not isinstance(content.data.get("learning_curve"), list):
+            if not isinstance(content.get("learning_curve"), list):
                 self.skipped[str(file)] = "not a study of a judge"
                 return False
-            self.studies.append(_study(content))
+            self.studies.append(_study(file, content))
             return True
-        if not (isinstance(content.data.get("thresholds"), dict) and content.data["thresholds"]):
+        if not (isinstance(content.get("thresholds"), dict) and content["thresholds"]):
             return False  # the configuration of something else
-        self.judges.append(_judge(content))
+        self.judges.append(_judge(file, content))
         return True
 
-    def _take_summary(self, content: _Fields) -> bool:
-        data, folder = content.data, content.file.parent
-        if data.get("measure", "") is None and data.get("agreement") is None and data.get("rule") != "exact":
+    def _take_summary(self, file: Path, content: Content) -> bool:
+        folder = file.parent
+        if content.get("measure", "") is None and content.get("agreement") is None and content.get("rule") != "exact":
             self.skipped[str(folder)] = "it has neither a score nor a run of exact to agree with"
             return False
-        if RUN_FOLDER.fullmatch(folder.name) or {"task", "rule"} <= data.keys():
-            run = _run(content)
+        if RUN_FOLDER.fullmatch(folder.name) or {"task", "rule"} <= content.keys():
+            run = _run(file, content)
             if run.key in self.runs:
                 self.skipped[str(folder)] = f"the same configuration as {self.runs[run.key].folder}"
             self.runs.setdefault(run.key, run)
-        elif isinstance(data.get("runs"), list) and data["runs"]:
-            self.labels += _label_runs(content)
+        elif isinstance(content.get("runs"), list) and content["runs"]:
+            self.labels += _label_runs(file, content)
         else:
-            self.skipped[str(content.file)] = "not a summary that a report knows"
+            self.skipped[str(file)] = "not a summary that a report knows"
             return False
         return True
 
@@ -136,164 +144,55 @@ def _tasks_apart(runs: Sequence[Run]) -> Iterator[Run]:
         yield replace(run, task=f"{run.task}{APART}{', '.join(words)}")
 
 
-@dataclass(frozen=True)
-class _Fields:
-    """A JSON object whose fields are checked as they are read."""
-
-    file: Path
-    data: Mapping[str, Any]
-    where: str = ""
-
-    @classmethod
-    def of(cls, file: Path) -> _Fields:
-        return cls.checked(file, read_json(file))
-
-    @classmethod
-    def checked(cls, file: Path, data: Any, where: str = "") -> _Fields:
-        if not isinstance(data, dict):
-            raise SelfJudgeError(f"{file}{where} is damaged: it holds no JSON object")
-        return cls(file, writable(data), where)
-
-    def wrong(self, key: str, should: str) -> SelfJudgeError:
-        found = "missing" if self.data.get(key) is None else f"{self.data[key]!r:.40}"
-        return SelfJudgeError(f"{self.file}{self.where} is damaged: {key!r} is {found}, not {should}")
-
-    def number(self, key: str) -> float | None:
-        """A finite number; None where there is none."""
-        value = self.data.get(key)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.wrong(key, "a number")
-        return value if math.isfinite(value) else None
-
-    def needed(self, key: str) -> float:
-        value = self.number(key)
-        if value is None:
-            raise self.wrong(key, "a number")
-        return value
-
-    def whole(self, key: str) -> int | None:
-        value = self.number(key)
-        return None if value is None else int(value)
-
-    def text(self, key: str, default: str | None = None) -> str:
-        value = self.data.get(key)
-        if value is None and default is not None:
-            return default
-        if not isinstance(value, str | int | float) or value == "":
-            raise self.wrong(key, "a text")
-        return str(value)
-
-    def interval(self, key: str) -> Interval | None:
-        value = self.data.get(key)
-        if value is None:
-            return None
-        if not (isinstance(value, list) and len(value) == 2 and all(_is_number(v) for v in value)):
-            raise self.wrong(key, "two numbers")
-        return float(value[0]), float(value[1])
-
-    def numbers(self, key: str) -> tuple[float, ...]:
-        value = self.data.get(key)
-        if not (isinstance(value, list) and value and all(_is_number(v) for v in value)):
-            raise self.wrong(key, "a list of numbers")
-        return tuple(float(v) for v in value)
-
-    def table(self, key: str) -> dict[str, float]:
-        """An object's finite numbers."""
-        value = self.data.get(key) or {}
-        if not isinstance(value, dict):
-            raise self.wrong(key, "an object")
-        return {str(k): float(v) for k, v in value.items() if _is_number(v)}
-
-    def intervals(self, key: str) -> dict[str, Interval]:
-        """An object's pairs of numbers."""
-        value = self.data.get(key) or {}
-        if not isinstance(value, dict):
-            raise self.wrong(key, "an object")
-        inner = _Fields(self.file, value, f"{self.where}, {key}")
-        return {str(name): found for name in value if (found := inner.interval(name)) is not None}
-
-    def objects(self, key: str) -> list[_Fields]:
-        value = self.data.get(key) or []
-        if not isinstance(value, list):
-            raise self.wrong(key, "a list")
-        return [self.checked(self.file, row, f", {key} {number}") for number, row in enumerate(value, 1)]
+ABSENT: dict[Any, Any] = {"str": "", "Mapping[str, float]": {}, "Mapping[str, Interval]": {}}
+"""What stands for a field of `Run` that a summary lacks, by its type; None for all others."""
 
 
-def writable(value: Any) -> Any:
-    """The value with halves of characters, which JSON can hold and no file, replaced."""
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode("utf-8")
-    if isinstance(value, dict):
-        return {writable(k): writable(v) for k, v in value.items()}
-    return [writable(v) for v in value] if isinstance(value, list) else value
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-READERS: dict[Any, Callable[[_Fields, str], Any]] = {
-    "str": lambda content, key: content.text(key, ""),
-    "float": _Fields.needed,
-    "int": lambda content, key: int(content.needed(key)),
-    "float | None": _Fields.number,
-    "int | None": _Fields.whole,
-    "Interval | None": _Fields.interval,
-    "Mapping[str, float]": _Fields.table,
-    "Mapping[str, Interval]": _Fields.intervals,
-}
-"""How a field of `Run` is read, by its type."""
-
-
-def _run(content: _Fields) -> Run:
+def _run(file: Path, content: Content) -> Run:
     """A summary and what lies beside it."""
-    content = _scored(content)
-    folder, rule = content.file.parent, content.text("rule")
-    judge = rule.partition("@")[2] or Path(content.text("judge", "")).name
+    content = _scored(file, conform(content, EvaluationSummary, file))
+    folder, rule = file.parent, content["rule"]
+    judge = rule.partition("@")[2] or Path(content.get("judge") or "").name
     own: dict[str, Any] = {
         "folder": folder,
-        "pair": content.text("pair", "–"),
-        "task": content.text("task"),
+        "pair": content.get("pair") or "–",
         "rule": f"{rule}@{judge}" if judge and "@" not in rule else rule,
         "judge": judge,
-        "measure": content.text("measure", "score"),
-        "substitutions": _substitutions(content),
-        "provenance": _provenance(content),
+        "measure": content.get("measure") or "score",
+        "substitutions": tuple(map(tuple, content.get("substitutions") or ())),
+        "provenance": _provenance(file, content),
         "lengths": _lengths(folder / "samples.jsonl.gz"),
         "examples": _examples(folder / "examples.jsonl"),
     }
-    return Run(**own, **{f.name: READERS[f.type](content, f.name) for f in fields(Run) if f.name not in own})
+    for f in fields(Run):
+        if f.name not in own:
+            value = content.get(f.name)
+            own[f.name] = ABSENT.get(f.type) if value is None else tuple(value) if isinstance(value, list) else value
+    return Run(**own)
 
 
-def _scored(content: _Fields) -> _Fields:
+def _scored(file: Path, content: Content) -> Content:
     """A run on a task without answers has no score: how far its words are those of `exact` stands for one."""
-    if content.data.get("measure", "score") is not None:
+    if content.get("measure", "score") is not None:
+        if content["score"] is None:
+            raise SelfJudgeError(f'{file} is not an evaluation summary: "score" must be a number, not null')
         return content
-    agreement = content.number("agreement")
-    score = {
+    agreement = content.get("agreement")
+    return {
+        **content,
         "measure": "matching words",
         "score": 1.0 if agreement is None else agreement,
         "delta_score": None if agreement is None else agreement - 1,
     }
-    return _Fields(content.file, {**content.data, **score}, content.where)
 
 
-def _substitutions(content: _Fields) -> tuple[tuple[str, str, int], ...]:
-    rows = content.data.get("substitutions") or []
-    if not (isinstance(rows, list) and all(isinstance(r, list) and len(r) == 3 and _is_number(r[2]) for r in rows)):
-        raise content.wrong("substitutions", "a list of [choice, taken, count]")
-    return tuple((str(choice), str(taken), int(count)) for choice, taken, count in rows)
-
-
-def _provenance(content: _Fields) -> Provenance:
+def _provenance(file: Path, content: Content) -> Provenance:
     """From the file itself; what it lacks from the nearest run.json, up to the folder of the evaluation."""
-    places = (content.file.parent, *content.file.parent.parents[:2])
+    places = (file.parent, *file.parent.parents[:2])
     beside = next((place / "run.json" for place in places if (place / "run.json").is_file()), None)
-    run = _Fields.of(beside).data if beside else {}
-    machine = content.data.get("machine") or run.get("machine")
-    versions = content.data.get("versions") or run.get("versions")
+    run = read_json(beside, RunRecord) if beside else {}
+    machine = content.get("machine") or run.get("machine")
+    versions = content.get("versions") or run.get("versions")
     if isinstance(machine, dict):
         parts = (machine.get("gpu"), machine.get("cpu") or machine.get("arch"), _counted(machine.get("cpus"), "cores"))
         machine = ", ".join(str(part) for part in parts if part)
@@ -301,10 +200,10 @@ def _provenance(content: _Fields) -> Provenance:
         versions = ", ".join(f"{name} {version}" for name, version in versions.items())
     return Provenance(
         str(machine or ""),
-        content.text("dtype", ""),
+        str(content.get("dtype") or ""),
         str(versions or ""),
-        str(content.data.get("date") or run.get("time") or ""),
-        str(content.data.get("commit") or run.get("commit") or "")[:12],
+        str(content.get("date") or run.get("time") or ""),
+        str(content.get("commit") or run.get("commit") or "")[:12],
     )
 
 
@@ -312,111 +211,94 @@ def _counted(number: Any, what: str) -> str:
     return f"{number} {what}" if number else ""
 
 
-def _lines(file: Path) -> Iterator[_Fields]:
-    """The objects of a jsonl file, gzipped or not; nothing where there is no file."""
-    if not file.is_file():
-        return
-    try:
-        with gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else file.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield _Fields.checked(file, json.loads(line), f", line {number}")
-    except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise SelfJudgeError(f"cannot read {file}: {error}") from None
+def _lines(file: Path, schema: Any) -> Iterator[Content]:
+    """The rows of a file; nothing where there is none."""
+    return read_rows(file, schema) if file.exists() else iter(())
 
 
 def _lengths(file: Path) -> dict[str, tuple[int, int]]:
-    return {row.text("id"): (int(row.needed("tokens")), int(row.needed("cycles"))) for row in _lines(file)}
+    return {row["id"]: (row["tokens"], row["cycles"]) for row in _lines(file, Sample)}
 
 
 def _examples(file: Path) -> tuple[Example, ...]:
     return tuple(
-        Example(
-            row.text("id"),
-            str(row.data.get("prompt") or ""),
-            row.number("score"),
-            tuple(map(_token, row.objects("tokens"))),
-        )
-        for row in _lines(file)
+        Example(row["id"], str(row.get("prompt") or ""), row.get("score"), tuple(map(_token, row["tokens"])))
+        for row in _lines(file, AnswerExample)
     )
 
 
-def _token(content: _Fields) -> Token:
-    origin = content.data.get("origin")
-    if origin not in ORIGINS:
-        raise content.wrong("origin", "draft, judge or target")
+def _token(content: Content) -> Token:
     return Token(
-        str(content.data.get("text") or ""),
-        origin,
-        str(content.data.get("choice") or ""),
-        content.number("p"),
-        content.number("p_choice"),
-        content.number("judge"),
-        content.whole("cycle"),
+        content.get("text") or "",
+        content["origin"],
+        content.get("choice") or "",
+        content.get("p"),
+        content.get("p_choice"),
+        content.get("judge"),
+        content.get("cycle"),
     )
 
 
-def _judge(content: _Fields) -> JudgeCard:
-    folder = content.file.parent
+def _judge(file: Path, content: Content) -> JudgeCard:
+    folder = file.parent
     roc = None
     if (folder / "roc.json").is_file():
-        curve = _Fields.of(folder / "roc.json")
-        fpr, tpr = curve.numbers("fpr"), curve.numbers("tpr")
-        if len(fpr) != len(tpr):
-            raise curve.wrong("tpr", f"{len(fpr)} numbers, one for each of 'fpr'")
-        marks = {name: mark for name in ("F", "R") if (mark := curve.interval(name))}
-        roc = Roc(fpr, tpr, marks, curve.number("auc"))
-    return JudgeCard(folder, folder.resolve().name, content.data, roc)
+        curve = read_json(folder / "roc.json", RocCurve)
+        fpr, tpr = curve["fpr"], curve["tpr"]
+        if not fpr or len(fpr) != len(tpr):
+            raise SelfJudgeError(f"{folder / 'roc.json'} has {len(fpr)} numbers of fpr and {len(tpr)} of tpr")
+        marks = {name: (mark[0], mark[1]) for name in ("F", "R") if (mark := curve.get(name))}
+        roc = Roc(tuple(fpr), tuple(tpr), marks, curve.get("auc"))
+    return JudgeCard(folder, folder.resolve().name, conform(content, JudgeFile, file), roc)
 
 
-def _label_runs(content: _Fields) -> list[LabelRun]:
-    provenance = _provenance(content)
+def _label_runs(file: Path, content: Content) -> list[LabelRun]:
+    conform(content, LabelBench, file)
+    provenance = _provenance(file, content)
     return [
         LabelRun(
-            content.text("pair", "–"),
-            row.text("method"),
-            row.whole("prompts"),
-            int(row.needed("rows")),
-            row.number("acceptable"),
-            row.needed("rows_per_hour"),
-            row.table("seconds").get("tau"),
-            row.number("target_tokens_per_label"),
+            content.get("pair", "–"),
+            row["method"],
+            row.get("prompts"),
+            row["rows"],
+            row.get("acceptable"),
+            row["rows_per_hour"],
+            row.get("seconds", {}).get("tau"),
+            row.get("target_tokens_per_label"),
             provenance,
         )
-        for row in content.objects("runs")
+        for row in content["runs"]
     ]
 
 
-def _labelled(content: _Fields) -> LabelRun | None:
+def _labelled(file: Path, content: Content) -> LabelRun | None:
     """A folder that `selfjudge label` wrote; its seconds stand in run.json."""
-    if not ({"method", "rows", "shards"} <= content.data.keys() and (content.file.parent / "run.json").is_file()):
+    if not ({"method", "rows", "shards"} <= content.keys() and (file.parent / "run.json").is_file()):
         return None
-    seconds = _Fields.of(content.file.parent / "run.json").table("seconds")
-    spent = sum(seconds.values()) - seconds.get("tau", 0.0)
-    rows = int(content.needed("rows"))
+    conform(content, LabelManifest, file)
+    seconds = read_json(file.parent / "run.json", RunRecord).get("seconds")
+    seconds = seconds if isinstance(seconds, dict) else {}
+    spent, rows = sum(seconds.values()) - seconds.get("tau", 0.0), content["rows"]
     if not (rows and spent > 0):
         return None
     return LabelRun(
-        content.text("target", "–"),
-        content.text("method"),
-        content.whole("prompts"),
+        content["target"],
+        content["method"],
+        content["prompts"],
         rows,
-        content.needed("acceptable") / rows,
+        content["acceptable"] / rows,
         rows / spent * 3600,
         seconds.get("tau"),
-        (content.number("target_tokens") or 0) / rows,
-        _provenance(content),
+        content.get("target_tokens", 0) / rows,
+        _provenance(file, content),
     )
 
 
-def _study(content: _Fields) -> Study:
-    curve = tuple(
-        {"labels": row.needed("labels"), "linear": row.number("linear"), "mlp": row.number("mlp")}
-        for row in content.objects("learning_curve")
-    )
+def _study(file: Path, content: Content) -> Study:
+    conform(content, JudgeStudy, file)
+    curve = tuple({key: row.get(key) for key in ("labels", "linear", "mlp")} for row in content["learning_curve"])
     features = tuple(
-        {"features": row.text("features"), "linear": row.number("linear"), "mlp": row.number("mlp")}
-        for row in content.objects("features")
+        {key: row.get(key) for key in ("features", "linear", "mlp")} for row in content.get("features", ())
     )
-    folder = content.file.parent.resolve().name
-    return Study(folder, content.text("target", "–"), curve, features, _provenance(content))
+    folder = file.parent.resolve().name
+    return Study(folder, content.get("target") or "–", curve, features, _provenance(file, content))

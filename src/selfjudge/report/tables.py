@@ -345,13 +345,12 @@ def suffix_lengths(runs: Sequence[Run]) -> Table:
 def judges(cards: Sequence[JudgeCard]) -> Table:
     rows = []
     for card in cards:
-        config, metrics = card.config, card.config.get("metrics")
-        metrics = metrics if isinstance(metrics, dict) else {}
+        config, metrics = card.config, card.config.get("metrics", {})
         about = {
             key: config.get(key) for key in ("target", "model", "features", "label_method", "suffix_length", "tau")
         }
         for name in ("F", "R"):
-            if isinstance(theta := config["thresholds"].get(name), int | float):
+            if (theta := config["thresholds"].get(name)) is not None:
                 shares = {
                     f"accepts_{kind}": metrics.get(f"{name}_accepts_{kind}") for kind in ("acceptable", "unacceptable")
                 }

@@ -7,11 +7,8 @@ split never occurs in the test split.
 
 from __future__ import annotations
 
-import gzip
-import json
 import os
 import re
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -19,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.store import quiet_hub
+from selfjudge.store import quiet_hub, read_rows
 
 Row = dict[str, Any]
 Prompt = str | Sequence[Mapping[str, str]]
@@ -127,7 +124,7 @@ class Task:
 
     def load(self, file: str, split: str) -> list[Row]:
         """Rows of a local file, or, if no folder is named, of the hub's split."""
-        return read_jsonl(self.file(file)) if self.folder is not None else self.from_hub(split)
+        return list(read_rows(self.file(file))) if self.folder is not None else self.from_hub(split)
 
     def from_hub(self, split: str) -> list[Row]:
         """Rows as the hub has them, with the columns of the local files."""
@@ -155,24 +152,6 @@ def known(name: str) -> bool:
 def split_of(name: str) -> str | None:
     """The split that is named with a task: `all` of `livecodebench/all`."""
     return None if name.startswith(FILE) else name.partition("/")[2] or None
-
-
-def read_jsonl(path: Path) -> list[Row]:
-    """Rows of a jsonl file, plain or gzipped."""
-    opened = gzip.open if path.suffix == ".gz" else open
-    number = 0
-    try:
-        with opened(path, "rt", encoding="utf-8-sig") as file:
-            rows = []
-            for line in file:
-                number += 1
-                if line.strip():
-                    rows.append(json.loads(line))
-            return rows
-    except json.JSONDecodeError as error:
-        raise SelfJudgeError(f"cannot read {path}: line {number} is not JSON ({error.msg})") from None
-    except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise SelfJudgeError(f"cannot read {path}: {error}") from None
 
 
 def hub_rows(task: str, name: str, config: str | None = None, **options: Any) -> list[Row]:

@@ -8,8 +8,10 @@ from __future__ import annotations
 from hashlib import sha256
 from pathlib import Path
 
+from selfjudge.artefacts import TaskRow
 from selfjudge.errors import SelfJudgeError
-from selfjudge.tasks.base import FILE, Prompt, Row, Task, plain, read_jsonl
+from selfjudge.store import read_rows
+from selfjudge.tasks.base import FILE, Prompt, Row, Task, plain
 from selfjudge.tasks.scoring.answers import boxed, final_number, final_words, same_number, same_words, tagged
 
 TEST_SHARE = 5  # one prompt of five
@@ -38,15 +40,15 @@ class File(Task):
     def rows(self, split: str) -> list[Row]:
         if not self.path.is_file():
             raise SelfJudgeError(f"{self.path} does not exist")
-        rows = [self._row(number, row) for number, row in enumerate(read_jsonl(self.path), 1)]
+        rows = [self._row(number, row) for number, row in enumerate(read_rows(self.path, TaskRow), 1)]
         return rows if split == "all" else [row for row in rows if row["split"] == split]
 
     def _row(self, number: int, row: Row) -> Row:
-        prompt = row.get("messages", row.get("prompt")) if isinstance(row, dict) else None
-        if not prompt or not (isinstance(prompt, str) or _is_conversation(prompt)):
+        prompt = row.get("messages", row.get("prompt"))
+        if not prompt:
             raise SelfJudgeError(f'{self.path}, line {number}: expected a JSON object with "prompt" or "messages"')
         split = row.get("split") or ("train" if sha256(plain(prompt).encode()).digest()[0] % TEST_SHARE else "test")
-        return {"id": f"{self.path.stem}-{number}", **row, "split": split}
+        return {**row, "id": str(row.get("id", f"{self.path.stem}-{number}")), "split": split}
 
     def prompt(self, row: Row) -> Prompt:
         prompt: Prompt = row["messages"] if "messages" in row else row["prompt"]
@@ -68,10 +70,6 @@ class File(Task):
 
     def rate(self, row: Row, answer: str | None) -> dict[str, float]:
         return super().rate(row, answer) if "answer" in row else {}
-
-
-def _is_conversation(prompt: object) -> bool:
-    return isinstance(prompt, list) and all(isinstance(m, dict) and isinstance(m.get("content"), str) for m in prompt)
 
 
 TASK = File

@@ -19,9 +19,9 @@ from torch import Tensor
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import LOOKAHEAD, LOWEST, columns
 from selfjudge.label.calibrate import tau_of, total
-from selfjudge.label.folder import finished, read_shards
+from selfjudge.label.folder import finished, read_responses, read_shards
 from selfjudge.label.tau import shipped_tau
-from selfjudge.store import read_rows, read_tensors
+from selfjudge.store import read_tensors
 
 PARTS = ("fit", "select", "holdout")
 SHARES = (0.7, 0.15, 0.15)
@@ -87,7 +87,7 @@ class Rows:
         reading = _Reading()
         n_shards = sum(len(manifest["shards"]) for manifest in manifests)
         for number, (folder, manifest) in enumerate(zip(folders, manifests, strict=True)):
-            keys = {row["prompt_id"]: _key(row["prompt_ids"]) for row in read_rows(folder / "responses.jsonl")}
+            keys = {row["prompt_id"]: _key(row["prompt_ids"]) for row in read_responses(folder)}
             for shard, (rows, arrays) in zip(manifest["shards"], read_shards(folder), strict=True):
                 reading.add(number, folder / list(shard["files"])[1], rows, arrays, keys)
                 if notify:
@@ -284,6 +284,8 @@ class _Reading:
     ) -> None:
         """A shard's rows; `keys` names the prompt behind each prompt id of its folder."""
         _check_finite(file, arrays)
+        if unknown := next((row["prompt_id"] for row in rows if row["prompt_id"] not in keys), None):
+            raise SelfJudgeError(f"{file.parent} has labels of prompt {unknown!r:.40}, which has no response")
         small = {
             "labels": np.asarray([row["label"] for row in rows], np.int8),
             "log_p": arrays["log_p"],
@@ -370,7 +372,7 @@ def _usable_length(folder: Path, manifest: dict[str, Any], suffix_length: int | 
 
 def _tau(folder: Path, manifest: dict[str, Any], length: int, mean: bool, gap: int) -> float:
     """τ for these scores: the stored one for stored scores, else from the folder's evidence, else the shipped one."""
-    if length == manifest["suffix_length"] and not mean and not gap:
+    if length == manifest["suffix_length"] and not mean and not gap and manifest["tau"] is not None:
         return float(manifest["tau"])
     evidence = folder / "calibration.safetensors"
     if evidence.is_file():

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import FEATURES, MODELS, JudgeConfig
-from selfjudge.label.calibrate import total
-from selfjudge.store import machine, read_tensors, versions, write_json
+from selfjudge.label.calibrate import read_evidence, total
+from selfjudge.store import machine, versions, write_json
 from selfjudge.train.config import StudyConfig
 from selfjudge.train.dataset import Notify, Rows
 from selfjudge.train.fit import GRID, FitOptions, Fitted, auc, fit_linear, fit_mlp
@@ -192,7 +192,7 @@ class _Study:
 
 def critical_auc(evidence: Path, suffix_length: int, *, mean: bool = False, gap: int = 0) -> float | None:
     """ROC-AUC of the score: substitutions that kept the answer against critical ones; None if all are one kind."""
-    arrays, _ = read_tensors(evidence)
+    arrays = read_evidence(evidence)
     scores = total(arrays["log_p"], arrays["original"], arrays["substituted"], suffix_length, mean=mean, gap=gap)
     finite, kept = np.isfinite(scores), arrays["critical"] == 0
     value = roc_auc(scores[finite], kept[finite])

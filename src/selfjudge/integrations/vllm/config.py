@@ -5,7 +5,7 @@ This module reads vLLM's objects; it imports neither vLLM nor torch.
 
 from __future__ import annotations
 
-import json
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -13,10 +13,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from selfjudge.artefacts import PullManifest
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.models.tokens import end_ids, special_ids
-from selfjudge.store import fingerprint, read_json, weight_files
+from selfjudge.store import fingerprint, parse_json, read_json, weight_files
 
 if TYPE_CHECKING:
     from selfjudge.judge.model import Judge
@@ -83,7 +84,7 @@ def requested_threshold(judge: Judge, default: float, extra_args: Mapping[str, A
         return default
     if isinstance(options, str):
         try:
-            options = json.loads(options)
+            options = parse_json(options)
         except ValueError:
             raise SelfJudgeError(f"the request's `selfjudge` is not JSON: {options[:60]!r}") from None
     if not isinstance(options, Mapping) or len(options) != 1 or not set(options) <= {"off", "theta", "quality"}:
@@ -150,9 +151,8 @@ def target_sha256(model: str) -> str:
     path = Path(model)
     manifest = path.parent / "manifest.json"
     if path.name == "target" and manifest.is_file():
-        content = read_json(manifest)
-        if isinstance(content, dict) and isinstance(content.get("sha256"), str):
-            return str(content["sha256"])
+        with contextlib.suppress(SelfJudgeError):  # somebody else's
+            return str(read_json(manifest, PullManifest)["sha256"])
     if path.is_file():
         return fingerprint([path])
     return fingerprint(weight_files(path if path.is_dir() else model))

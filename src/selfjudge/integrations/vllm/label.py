@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
+from selfjudge.artefacts import TensorIndex
 from selfjudge.decoding.plain import Answer
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.label.score import Case, Scorer, Scores
@@ -27,7 +27,7 @@ from selfjudge.models.catalogue import EMBEDDED, draft_for
 from selfjudge.models.pair import Pair, check_tokenizers, chosen_device, chosen_dtype
 from selfjudge.models.pull import checkpoint_folder
 from selfjudge.models.weights import check_finite
-from selfjudge.store import fingerprint, read_json, weight_files
+from selfjudge.store import fingerprint, parse_json, read_json, weight_files
 
 CASES = 1 << 18  # tokens of responses that are scored together
 POOLING = {
@@ -76,7 +76,7 @@ def _outline(source: str, dtype: torch.dtype, place: torch.device) -> PreTrained
 
         folder = Path(snapshot_download(source, allow_patterns=["*.json", "*.safetensors"]))
     index = folder / "model.safetensors.index.json"
-    file = read_json(index)["weight_map"][name] if index.is_file() else "model.safetensors"
+    file = read_json(index, TensorIndex)["weight_map"][name] if index.is_file() else "model.safetensors"
     with safe_open(folder / file, "pt") as tensors:
         head.weight = torch.nn.Parameter(tensors.get_tensor(name).to(place, dtype), requires_grad=False)
     check_finite([(name, head.weight)], source)
@@ -191,7 +191,7 @@ class StateScorer(Scorer):
 def parse_engine_options(text: str) -> dict[str, Any]:
     """The engine options of the command line."""
     try:
-        options = json.loads(text or "{}")
+        options = parse_json(text or "{}")
     except ValueError:
         options = None
     if not isinstance(options, dict):

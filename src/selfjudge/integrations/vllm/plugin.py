@@ -8,12 +8,13 @@ It holds the settings as JSON, for programs that start vLLM themselves and take 
 from __future__ import annotations
 
 import functools
-import json
 import os
 from typing import Any
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.vllm.config import KEY, WORKER
+from selfjudge.schema import conform
+from selfjudge.store import parse_json
 
 VARIABLE = "SELFJUDGE_VLLM"
 
@@ -24,7 +25,7 @@ def register() -> None:
     if not text:
         return
     try:
-        settings = json.loads(text)
+        settings = conform(parse_json(text), dict[str, Any], VARIABLE)
     except ValueError:
         raise SelfJudgeError(f"{VARIABLE} is not JSON: {text[:60]!r}") from None
     from vllm.engine.arg_utils import EngineArgs

@@ -1,0 +1,355 @@
+"""The files that runs write, as schemas: every file is read through one of these, for it may come from anywhere.
+
+Keys that are not declared here may be there as well. Whoever writes a file adds its keys here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
+
+from selfjudge.schema import Pattern, Range
+
+Count = Annotated[int, Range(0)]
+Share = Annotated[float, Range(0, 1)]
+Score = Annotated[float, Range(-1, 1)]  # factual consistency may be negative
+Difference = Annotated[float, Range(-2, 2)]
+Amount = Annotated[float, Range(0)]
+Sha256 = Annotated[str, Pattern("[0-9a-f]{64}", "a sha256")]
+_NAME = r"[A-Za-z0-9_][\w.~-]{0,200}"
+FileName = Annotated[str, Pattern(_NAME, "the name of a file in this folder")]
+SealedFile = Annotated[str, Pattern(f"(work/)?{_NAME}", "the name of a file in this folder")]
+InnerPath = Annotated[str, Pattern(f"{_NAME}(/{_NAME})*", "a path in this folder")]
+
+
+class Seal(TypedDict):
+    """`work/NAME.json`: a part of a run is whole."""
+
+    files: dict[SealedFile, Sha256]
+    made_from: str
+
+
+class SettingsFile(TypedDict):
+    """`settings.json`: what a run was begun with; whoever goes on compares it with its own."""
+
+
+class DistillSettings(SettingsFile):
+    minutes: float
+    steps: int | None
+
+
+class PromptsSeal(Seal):
+    yields: dict[str, Any]
+
+
+class CalibrationSeal(Seal):
+    tau: float
+
+
+class LabelShard(Seal):
+    rows: Count
+    acceptable: Count
+    target_tokens: NotRequired[Count]
+    response_tokens: NotRequired[Count]
+    searched: NotRequired[Count]
+
+
+class TauEvidence(TypedDict):
+    reject_recall: NotRequired[Share]
+    critical: NotRequired[Count]
+    mismatches: NotRequired[Count]
+    fallback: NotRequired[str | None]
+
+
+class LabelManifest(TypedDict):
+    """`manifest.json` of a label folder."""
+
+    format_version: Literal[1]
+    target: str
+    draft: str
+    target_sha256: str
+    draft_sha256: str
+    dtype: NotRequired[str]
+    hidden_size: Annotated[int, Range(1, 1 << 20)]
+    hidden_dtype: NotRequired[str]
+    layer: Literal["final", "last"]  # what earlier versions called it
+    norm: Literal["post_final_norm"]
+    method: str
+    suffix_length: Annotated[int, Range(0, 1 << 16)]
+    tau: float | None
+    tau_evidence: NotRequired[TauEvidence | None]
+    rows: Count
+    acceptable: Count
+    prompts: Count
+    target_tokens: NotRequired[Count]
+    response_tokens: NotRequired[Count]
+    yields: NotRequired[dict[str, Any]]
+    shards: list[LabelShard]
+    files: dict[FileName, Sha256]
+
+
+class LabelRow(TypedDict):
+    prompt_id: str
+    source: str
+    position: Count
+    target_token: Count
+    draft_token: Count
+    score: float
+    label: Literal[0, 1]
+
+
+class LabelPrompt(TypedDict):
+    """A row of `work/prompts.jsonl`."""
+
+    prompt_id: str
+    source: str
+    prompt_ids: list[Count]
+
+
+class Response(TypedDict):
+    prompt_id: str
+    source: str
+    prompt_ids: list[Count]
+    response_ids: list[Count]
+    finish: NotRequired[str]
+
+
+class EvaluationSummary(TypedDict):
+    """`summary.json` of one run on one task: what a report needs, and what it shows where it is there."""
+
+    task: str
+    rule: str
+    gamma: Annotated[int, Range(0, 1000)]
+    n: Count
+    score: Score | None
+    pair: NotRequired[str]
+    judge: NotRequired[str | None]
+    measure: NotRequired[str | None]
+    score_ci: NotRequired[tuple[Difference, Difference] | None]
+    scores: NotRequired[dict[str, Score]]
+    delta_score: NotRequired[Difference | None]
+    delta_ci: NotRequired[tuple[Difference, Difference] | None]
+    delta_scores: NotRequired[dict[str, Difference]]
+    delta_scores_ci: NotRequired[dict[str, tuple[Difference, Difference]]]
+    agreement: NotRequired[Share | None]
+    mean_accepted_length: NotRequired[Amount | None]
+    delta_m: NotRequired[float | None]
+    delta_m_ci: NotRequired[tuple[float, float] | None]
+    m_ratio: NotRequired[Amount | None]
+    drafts_accepted: NotRequired[Amount | None]
+    judged_share: NotRequired[Share | None]
+    tokens_per_second: NotRequired[Amount | None]
+    extraction_failures: NotRequired[Share | None]
+    cut_off: NotRequired[Share | None]
+    threshold: NotRequired[Share | None]
+    label_method: NotRequired[str | None]
+    features: NotRequired[str | None]
+    suffix_length: NotRequired[Count | None]
+    label_prompts: NotRequired[Count | None]
+    fold: NotRequired[str | None]
+    batch: NotRequired[Count | None]
+    max_new_tokens: NotRequired[Count | None]
+    seconds: NotRequired[dict[str, Amount] | None]
+    substitutions: NotRequired[list[tuple[str, str, Count]] | None]
+    dtype: NotRequired[str | None]
+    machine: NotRequired[dict[str, Any] | str | None]
+    versions: NotRequired[dict[str, Any] | str | None]
+    date: NotRequired[str | None]
+    commit: NotRequired[str | None]
+
+
+class FinishedSummary(EvaluationSummary):
+    """What an evaluation that goes on in its folder needs."""
+
+    run_sha256: str
+    compared_with: str | None
+
+
+class Sample(TypedDict):
+    """A row of `samples.jsonl.gz`: what a report needs."""
+
+    id: str
+    tokens: Count
+    cycles: Count
+
+
+class ScoredSample(Sample):
+    answer: str | None
+    score: Score | None
+    scores: dict[str, Score]
+    finish: Literal["eos", "length", "stop"]
+    emitted: Count
+    drafts_accepted: Count
+    judged: Count
+    text: NotRequired[str]
+    agrees: NotRequired[Share | None]
+
+
+class PartSample(ScoredSample):
+    """As parts of a run have it."""
+
+    text: str  # type: ignore[misc]
+    token_ids: list[Count]
+    origins: Annotated[str, Pattern("[djt]*", "letters of origins")]
+
+
+class PartSeal(Seal):
+    seconds: dict[str, Amount]
+
+
+class ExampleToken(TypedDict):
+    origin: Literal["draft", "judge", "target"]
+    text: NotRequired[str | None]
+    choice: NotRequired[str | None]
+    p: NotRequired[Share | None]
+    p_choice: NotRequired[Share | None]
+    judge: NotRequired[Share | None]
+    cycle: NotRequired[Count | None]
+
+
+class AnswerExample(TypedDict):
+    """A row of `examples.jsonl`."""
+
+    id: str
+    prompt: NotRequired[Any]
+    score: NotRequired[Score | None]
+    tokens: list[ExampleToken]
+
+
+class JudgeFile(TypedDict):
+    """`config.json` of a judge, as far as a report shows it; `JudgeConfig` is all of it."""
+
+    thresholds: dict[str, Share]
+    metrics: NotRequired[dict[str, float | None]]
+    target: NotRequired[str]
+    model: NotRequired[str]
+    features: NotRequired[str]
+    label_method: NotRequired[str]
+    suffix_length: NotRequired[Count | None]
+    tau: NotRequired[float | None]
+
+
+class LabelBenchRun(TypedDict):
+    method: str
+    rows: Count
+    rows_per_hour: Amount
+    prompts: NotRequired[Count | None]
+    acceptable: NotRequired[Share | None]
+    seconds: NotRequired[dict[str, Amount]]
+    target_tokens_per_label: NotRequired[Amount | None]
+
+
+class LabelBench(TypedDict):
+    """A summary of label runs."""
+
+    runs: list[LabelBenchRun]
+    pair: NotRequired[str]
+
+
+class LearningPoint(TypedDict):
+    labels: Count
+    linear: NotRequired[Share | None]
+    mlp: NotRequired[Share | None]
+
+
+class FeaturePoint(TypedDict):
+    features: str
+    linear: NotRequired[Share | None]
+    mlp: NotRequired[Share | None]
+
+
+class JudgeStudy(TypedDict):
+    """`study.json`."""
+
+    learning_curve: list[LearningPoint]
+    features: NotRequired[list[FeaturePoint]]
+    target: NotRequired[str]
+
+
+class RocCurve(TypedDict):
+    """`roc.json`."""
+
+    fpr: list[Share]
+    tpr: list[Share]
+    F: NotRequired[tuple[Share, Share] | None]
+    R: NotRequired[tuple[Share, Share] | None]
+    auc: NotRequired[Share | None]
+
+
+class RunRecord(TypedDict, total=False):
+    """`run.json`: who made a folder."""
+
+    argv: list[str]
+    commit: str | None
+    time: str
+    versions: dict[str, Any]
+    machine: dict[str, Any]
+    seconds: dict[str, Amount] | Amount
+    tasks: list[str] | None
+    runs: list[str] | None
+    earlier: list[Any]
+    target: str
+
+
+class TaskRecord(TypedDict, total=False):
+    """`task.json` of an evaluation."""
+
+    nli: str
+
+
+class ReportRecord(TypedDict):
+    """`report.json` beside a page."""
+
+    figures: NotRequired[list[str]]
+
+
+class PulledFile(TypedDict):
+    size: Count
+    mtime_ns: int
+    sha256: Sha256
+
+
+class PullManifest(TypedDict):
+    """`manifest.json` of an embedded model in the cache."""
+
+    sha256: Sha256
+    draft_sha256: Sha256 | None
+    files: dict[InnerPath, PulledFile]
+
+
+class ShippedTau(TypedDict):
+    tau: float
+
+
+class TensorIndex(TypedDict):
+    """`model.safetensors.index.json` of a checkpoint: the file of each tensor."""
+
+    weight_map: dict[str, FileName]
+
+
+class TauFile(TypedDict):
+    """`tau.json` of a draft that ships."""
+
+    draft_sha256: str
+    tau: dict[str, ShippedTau]
+
+
+class DistillPrompts(TypedDict):
+    """The metadata of `work/prompts.safetensors`."""
+
+    sources: list[str]
+    report: dict[str, Any]
+
+
+class Message(TypedDict):
+    role: NotRequired[str]
+    content: str
+
+
+class TaskRow(TypedDict, total=False):
+    """A line of a user's file: `prompt` or `messages`, and `answer` where there is a right one."""
+
+    id: str | int
+    prompt: str
+    messages: list[Message]
+    answer: str | float
+    split: Literal["train", "test"]
