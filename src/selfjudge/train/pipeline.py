@@ -9,8 +9,9 @@ The holdout chooses nothing but θ, and no prompt stands in two parts.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
-from selfjudge.store import provenance, refuse_foreign, write_json
+from selfjudge.store import locked, provenance, refuse_foreign, write_json
 from selfjudge.train.card import Evidence, write_card
 from selfjudge.train.config import TrainConfig
 from selfjudge.train.dataset import PARTS, Notify, Rows
@@ -45,10 +46,16 @@ def train_judge(
     """
     config = config or TrainConfig()
     config.check()
-    begun = time.monotonic()
     refuse_foreign(out, LEFT_BY_A_KILL)
-    rows = _load_into(out, folders, config, notify)
-    place = torch.device(device) if device else None
+    with _locked(out):
+        return _train(folders, out, config, torch.device(device) if device else None, notify)
+
+
+def _train(
+    folders: Sequence[Path], out: Path, config: TrainConfig, place: torch.device | None, notify: Notify | None
+) -> dict[str, Any]:
+    begun = time.monotonic()
+    rows = load_rows(folders, config, notify)
     fits = fit_candidates(rows, config, place, notify)
     judge, evidence = measure_on_holdout(rows, fits, config, place)
     run = provenance(
@@ -59,28 +66,33 @@ def train_judge(
         rows=evidence.rows,
         sources=evidence.sources,
     )
-    try:
-        write_card(out, judge.config, evidence)
-        write_json(out / "run.json", run)
-        judge.save_pretrained(out)
-    except OSError as error:
-        raise SelfJudgeError(f"cannot write {out}: {error}") from None
+    write_card(out, judge.config, evidence)
+    write_json(out / "run.json", run)
+    judge.save_pretrained(out)
     return asdict(judge.config)
 
 
-def _load_into(out: Path, folders: Sequence[Path], config: TrainConfig, notify: Notify | None) -> Rows:
-    """Make the folder and load the rows; nothing is left of the folder where there is nothing to train on."""
-    is_new = not out.exists()
+@contextlib.contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    """Make the folder and hold its lock; a second process is refused. Where nothing was written, nothing is left."""
+    is_new, lock = not out.exists(), out / ".lock"
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SelfJudgeError(f"cannot use {out} as a folder: {error}") from None
     try:
-        return load_rows(folders, config, notify)
-    except SelfJudgeError:
-        if is_new:
-            out.rmdir()
-        raise
+        with locked(lock, refuse=f"another process works on {out}"):
+            refuse_foreign(out, LEFT_BY_A_KILL)  # another process may have finished meanwhile
+            try:
+                yield
+                lock.unlink()  # the folder travels
+            except SelfJudgeError:
+                if is_new and list(out.iterdir()) == [lock]:
+                    lock.unlink()
+                    out.rmdir()
+                raise
+    except OSError as error:
+        raise SelfJudgeError(f"cannot write {out}: {error}") from None
 
 
 def load_rows(folders: Sequence[Path], config: TrainConfig, notify: Notify | None = None) -> Rows:
