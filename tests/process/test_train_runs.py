@@ -418,7 +418,8 @@ def test_the_configuration_is_written_last(labels: Path, tmp_path: Path, monkeyp
 
     monkeypatch.setattr("selfjudge.judge.model.write_json", watched)
     train_judge([labels], tmp_path / "whole", SETTINGS["linear"])
-    assert seen == [("config.json", {"model.safetensors", "README.md", "roc.json", "roc.png", "run.json"})]
+    assert seen == [("config.json", {".lock", "model.safetensors", "README.md", "roc.json", "roc.png", "run.json"})]
+    assert not (tmp_path / "whole" / ".lock").exists()
 
     def full(*_: Any) -> None:
         raise SelfJudgeError("no space left")
