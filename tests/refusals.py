@@ -139,6 +139,8 @@ def known_at_once(folder: Path, checkpoints: dict[str, str]) -> Commands:
         "serve port": [*serve, "--port", "99999"],
         "serve theta": [*serve, "--theta", "0.4"],
         "serve key": [*serve, "--api-key", " "],
+        "serve key twice": [*serve, "--api-key", "a, a"],
+        "serve keys for vllm": [*serve, "--backend", "vllm", "--api-key", "a,b"],
         "serve timeout": [*serve, "--timeout", "0"],
         "serve temperature": [*serve, "--temperature", "0.001"],
         "serve gamma": [*serve, "--gamma", "-1"],

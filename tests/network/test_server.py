@@ -6,143 +6,41 @@ import asyncio
 import dataclasses
 import http.client
 import json
-import os
 import signal
-import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import openai
 import psutil
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-from conftest import tiny_model
 from selfjudge.decoding.rule_parser import parse_rule
 from selfjudge.decoding.rules import EXACT, SpeculativeSampling
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.server.address import listen
-from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.models.pair import Pair
 from selfjudge.types import Generation
-
-WINDOW = 4096
-
-
-@dataclass
-class Server:
-    process: subprocess.Popen[str]
-    port: int
-    log: list[str]
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def client(self, key: str = "none", **options: Any) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60, **options)
-
-    def send(
-        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, **options: Any
-    ) -> tuple[int, dict[str, str], Any]:
-        """Status, headers and body, decoded where it is JSON."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        try:
-            data = body if isinstance(body, bytes) or body is None or options else json.dumps(body).encode()
-            connection.request(method, path, data, {"content-type": "application/json", **(headers or {})}, **options)
-            response = connection.getresponse()
-            text = response.read().decode()
-            kept = {k.lower(): v for k, v in response.getheaders()}
-            return response.status, kept, json.loads(text) if "json" in kept.get("content-type", "") else text
-        finally:
-            connection.close()
-
-    def metric(self, name: str, **labels: str) -> float:
-        """The sum over all labels, or over those that have these values."""
-        lines = [line for line in self.send("GET", "/metrics")[2].splitlines() if line.startswith(f"selfjudge_{name}")]
-        return sum(
-            float(line.rsplit(" ", 1)[1])
-            for line in lines
-            if line[10 + len(name)] in " {" and all(f'{key}="{value}"' in line for key, value in labels.items())
-        )
-
-    def wait_for(self, name: str, value: float) -> None:
-        for _ in range(600):
-            if self.metric(name) == value:
-                return
-            time.sleep(0.05)
-        raise AssertionError(f"{name} is {self.metric(name)}, not {value}: {self.log}")
-
-    def wait_until_idle(self) -> None:
-        for name in ("queue_depth", "running", "batches"):
-            self.wait_for(name, 0)
+from servers import WINDOW, Server, endless_pair, save, servers
 
 
 @pytest.fixture(scope="module")
 def start() -> Iterator[Callable[..., Server]]:
-    """Starts servers that end with the module."""
-    started: list[Server] = []
-
-    def begin(*arguments: str, threads: int = 1, **environment: str) -> Server:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "selfjudge.cli", "serve", "--port", "0", *arguments],
-            stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": str(threads), **environment},
-        )  # fmt: skip
-        log: list[str] = []
-        assert process.stderr is not None
-        for line in process.stderr:
-            log.append(line)
-            if line.startswith("serving"):
-                break
-        else:
-            raise AssertionError(f"the server did not start: {log}")
-        threading.Thread(target=lambda: log.extend(process.stderr or ()), daemon=True).start()
-        started.append(Server(process, int(log[-1].split(":")[-1].split("/")[0]), log))
-        return started[-1]
-
-    yield begin
-    for server in started:
-        server.process.kill()
-        server.process.wait()
-
-
-def save(folder: Path, tokenizer: Any, noise: float = 0.0, **options: Any) -> str:
-    """A model whose answers never end by themselves: it has no use for special tokens."""
-    model = tiny_model(seed=1, max_position_embeddings=WINDOW, **options)
-    with torch.no_grad():
-        torch.manual_seed(1)
-        for p in model.parameters():
-            p.add_(torch.randn_like(p) * noise * p.std().nan_to_num(0.0))
-        model.get_output_embeddings().weight[tokenizer.all_special_ids] = 0
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    with servers() as begin:
+        yield begin
 
 
 @pytest.fixture(scope="module")
 def endless(checkpoints: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Target, a draft that often agrees, and a judge, as options of the command."""
-    root = tmp_path_factory.mktemp("endless")
-    tokenizer = AutoTokenizer.from_pretrained(checkpoints["target"])
-    judge = Judge(
-        JudgeConfig(hidden_size=32, thresholds={"F": 0.4, "R": 0.6}, quality_curve=((0.5, 0.3), (0.9, 0.8))),
-        torch.randn(32, generator=torch.Generator().manual_seed(3)),
-    )
-    judge.save_pretrained(root / "judge")
-    target, draft = save(root / "target", tokenizer), save(root / "draft", tokenizer, noise=0.08)
-    return ["--target", target, "--draft", draft, "--judge", str(root / "judge"), "--name", "tiny", "--gamma", "3"]
+    return endless_pair(checkpoints, tmp_path_factory.mktemp("endless"))
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -23,7 +24,7 @@ def begin(tiny_pair: Pair) -> Iterator[Begin]:
     """Schedulers that end with the test."""
     begun: list[Scheduler] = []
 
-    def one(**limits: int) -> Scheduler:
+    def one(**limits: int | str) -> Scheduler:
         rules = Rules(tiny_pair, None, "exact", None, 2)
         begun.append(Scheduler(tiny_pair, rules, ServerConfig(**{"max_context": 90, **limits}), Metrics()))
         return begun[-1]
@@ -177,3 +178,52 @@ def test_metrics_tell_judged_from_off(begin: Begin) -> None:
         assert f'selfjudge_mean_accepted_length{{mode="{mode}"}} {result.mean_accepted_length:g}' in lines
         assert f'selfjudge_request_seconds_count{{mode="{mode}"}} 1' in lines
     assert made["off"].judged_share == 0 < made["judged"].judged_share
+
+
+def test_keys_take_turns_and_leave_each_other_a_place(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four jobs of the first key are there before the second asks; the first may hold two of three places."""
+    scheduler = begin(api_key="a,b", max_batch=3, max_queue=8)
+    order: list[int] = []
+    add = Batch.add
+    monkeypatch.setattr(Batch, "add", lambda self, prompt, **o: order.append(prompt[1]) or add(self, prompt, **o))
+    jobs = [job(scheduler, prompt=(5, 10 + i)) for i in range(4)] + [job(scheduler, prompt=(5, 20)) for _ in range(2)]
+    for one, _ in jobs:
+        one.key = int(one.prompt[1] >= 20)
+        scheduler.submit(one)
+    with pytest.raises(FullError):
+        scheduler.submit(replace(jobs[0][0]))
+    scheduler.start()
+    for _, updates in jobs:
+        assert last(updates).result is not None
+    assert order[:3] == [10, 20, 11]
+    assert sorted(order) == [10, 11, 12, 13, 20, 20]
+    assert order.index(12) < order.index(13)
+
+
+def test_a_key_leaves_a_batch_for_the_others(begin: Begin) -> None:
+    scheduler = begin(api_key="a,b", max_batches=2, max_batch=8)
+    jobs = [job(scheduler, gamma) for gamma in (0, 1, 2)]
+    for (one, _), key in zip(jobs, (0, 0, 1), strict=True):
+        one.key = key
+        scheduler.submit(one)
+    first = scheduler._next([])
+    assert first is jobs[0][0]
+    scheduler._queue.remove(first)
+    assert scheduler._next([first]) is jobs[2][0]  # another rule of the first key would take the last batch
+    scheduler.start()
+    for _, updates in jobs[1:]:
+        assert last(updates).result is not None
+
+
+def test_a_request_that_is_being_encoded_holds_a_place(begin: Begin) -> None:
+    scheduler = begin(max_queue=2)
+    with scheduler.place(), scheduler.place():
+        with pytest.raises(FullError), scheduler.place():
+            pass
+        with pytest.raises(FullError):
+            scheduler.submit(job(scheduler)[0])
+    for _ in range(2):
+        scheduler.submit(job(scheduler)[0])
+    scheduler.close()
+    with pytest.raises(ClosedError), scheduler.place():
+        pass

@@ -112,6 +112,8 @@ def _refuse_torch_options(models: PairOptions, config: ServerConfig) -> None:
     given += [name for name in ("device", "draft_dtype") if getattr(models, name) is not None]
     if given:
         raise SelfJudgeError(f"`{given[0]}` goes with --backend torch")
+    if len(config.keys) > 1:
+        raise SelfJudgeError("`api_key` with several keys goes with --backend torch")
 
 
 def _serve_vllm(

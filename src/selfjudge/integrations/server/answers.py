@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from selfjudge.integrations.server.errors import FAILURES, RefusedError
 from selfjudge.integrations.server.guard import error_body
-from selfjudge.integrations.server.scheduler import ClosedError, FullError, Job, Scheduler, Update
+from selfjudge.integrations.server.scheduler import Job, Scheduler, Update
 from selfjudge.integrations.server.schema import Request as Body
 from selfjudge.integrations.server.service import Service
 from selfjudge.types import Generation
@@ -112,13 +112,8 @@ async def respond(
 ) -> Response:
     """Put the job in the queue and answer the request."""
     request.state.mode = job.choice.mode  # for the guard's count
-    try:
+    with service.refusing():
         service.scheduler.submit(job)
-    except FullError:
-        message = f"{service.config.max_queue} requests wait already: try again later"
-        raise RefusedError(429, message, "queue_full") from None
-    except ClosedError:
-        raise RefusedError(*FAILURES["shutdown"]) from None
     head = {
         "id": form.id_prefix + secrets.token_hex(12),
         "object": form.chunk if body.stream else form.whole,

@@ -17,7 +17,7 @@ from selfjudge.integrations.server.service import Service
 COMPLETION_TOKENS = 16  # of a text completion that names no length, as at OpenAI
 
 
-def make_app(service: Service, api_key: str | None) -> ASGI:
+def make_app(service: Service) -> ASGI:
     """The application, guarded."""
     app = FastAPI(title="selfjudge", docs_url=None, redoc_url=None)
     scheduler, metrics = service.scheduler, service.scheduler.metrics
@@ -53,14 +53,16 @@ def make_app(service: Service, api_key: str | None) -> ASGI:
         messages = [message.plain() for message in body.messages]
         if not any(message["content"].strip() for message in messages):
             raise RefusedError(400, EMPTY_PROMPT, param="messages")
-        job, updates = service.job(body, await service.encode(messages, raw=False), None)
+        key: int = request.state.key
+        job, updates = service.job(body, await service.encode(messages, key, raw=False), key, None)
         return await respond(service, request, body, job, updates, CHAT)
 
     @app.post("/v1/completions")
     async def completions(request: Request, body: TextRequest) -> Response:
         """Continue a text."""
-        prompt = await service.encode(body.single_prompt, raw=True)
-        job, updates = service.job(body, prompt, COMPLETION_TOKENS)
+        key: int = request.state.key
+        prompt = await service.encode(body.single_prompt, key, raw=True)
+        job, updates = service.job(body, prompt, key, COMPLETION_TOKENS)
         return await respond(service, request, body, job, updates, TEXT)
 
-    return Guard(app, api_key=api_key, max_bytes=service.config.max_body, metrics=metrics)
+    return Guard(app, keys=service.config.keys, max_bytes=service.config.max_body, metrics=metrics)

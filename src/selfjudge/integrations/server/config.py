@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from selfjudge.errors import SelfJudgeError
 from selfjudge.types import MAX_GAMMA, check_settings, setting
 
+BYTES_PER_TOKEN = 16
+"""Text that fits has fewer on average: 4 or 5 in English. Single tokens may have more: runs of spaces or of dashes."""
+
 
 @dataclass(frozen=True)
 class ServerConfig:
@@ -22,16 +25,23 @@ class ServerConfig:
     )
     temperature: float = setting(0.0, "Temperature of requests that name none; 0 is greedy.", minimum=0, maximum=2)
     name: str | None = setting(None, "What clients call the model; the pair's name if not given.")
-    api_key: str | None = setting(None, "Key that clients must send; SELFJUDGE_API_KEY if not given, or none.")
+    api_key: str | None = setting(
+        None, "Key that clients must send, or several with commas; SELFJUDGE_API_KEY if not given, or none."
+    )
     engine: str = "auto"
     max_batch: int = setting(8, "Answers decoded at a time.", minimum=1)
     max_batches: int = setting(
         4, "Different rules decoded at a time; on CUDA each keeps a cache of its own.", minimum=1
     )
-    max_queue: int = setting(64, "Requests that may wait; more get a 429.", minimum=1)
+    max_queue: int = setting(64, "Requests that may wait, shared out among the keys; more get a 429.", minimum=1)
     max_context: int = setting(4096, "Most tokens of a prompt with its answer.", minimum=2)
     max_tokens: int = setting(1024, "Most tokens of an answer.", minimum=1)
+    max_prompt_bytes: int | None = setting(
+        None, f"Most bytes of a prompt; {BYTES_PER_TOKEN} for each token of --max-context if not given.", minimum=1
+    )
     max_body: int = setting(1 << 20, "Most bytes of a request.", minimum=1)
+    max_connections: int = setting(256, "Connections that may be open; more get a 503.", minimum=1)
+    header_timeout: float = setting(10.0, "Seconds that a client has to send the head of a request in.", above=0)
     timeout: float = setting(600.0, "Seconds after which a request is given up.", above=0)
     grace: float = setting(30.0, "Seconds that running answers have to end in at SIGTERM.", minimum=0)
 
@@ -40,7 +50,27 @@ class ServerConfig:
         check_settings(self)
         if 0 < self.temperature < 0.01:
             raise SelfJudgeError(f"`temperature` must be 0 (greedy) or at least 0.01, not {self.temperature}")
-        if self.api_key is not None and not self.api_key.strip():
+        if self.api_key is not None and not all(self.keys):
             raise SelfJudgeError("`api_key` is empty: give a key, or none at all")
+        if len(set(self.keys)) < len(self.keys):
+            raise SelfJudgeError("`api_key` names a key twice: give each once")
         if self.theta is not None and self.quality is not None:
             raise SelfJudgeError("`quality` chooses θ: leave out one of `quality` and `theta`")
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys that clients may send; none if everybody is welcome."""
+        return () if self.api_key is None else tuple(key.strip() for key in self.api_key.split(","))
+
+    def all_but_one_each(self, places: int) -> int:
+        """The most places that one key may hold, so that each other key finds one free."""
+        return max(1, places - max(0, len(self.keys) - 1))
+
+    @property
+    def queue_share(self) -> int:
+        """How many requests of one key may wait."""
+        return max(1, self.max_queue // max(1, len(self.keys)))
+
+    @property
+    def prompt_bytes(self) -> int:
+        return BYTES_PER_TOKEN * self.max_context if self.max_prompt_bytes is None else self.max_prompt_bytes

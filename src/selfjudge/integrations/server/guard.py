@@ -1,11 +1,11 @@
-"""Checked before every request: the API key and the size of the body. Counts what was answered."""
+"""Checked before every request: its headers, the API key and the size of the body. Counts what was answered."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
 from selfjudge.integrations.server.metrics import Metrics
@@ -29,9 +29,9 @@ def error_body(status: int, message: str, code: str | None = None, param: str | 
 class Guard:
     """An ASGI application around another one."""
 
-    def __init__(self, app: ASGI, *, api_key: str | None, max_bytes: int, metrics: Metrics) -> None:
+    def __init__(self, app: ASGI, *, keys: Sequence[str], max_bytes: int, metrics: Metrics) -> None:
         self.app, self.metrics, self.max_bytes = app, metrics, max_bytes
-        self.key = None if api_key is None else f"Bearer {api_key}".encode()
+        self.keys = [f"Bearer {key}".encode() for key in keys]
         self.known = {"/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions"}
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
@@ -48,8 +48,13 @@ class Guard:
             await send(message)
 
         headers = dict(scope["headers"])
+        if (problem := _ambiguous(scope["headers"])) is not None:
+            await _refuse(counted, 400, problem)
+            return
         sent = headers.get(b"authorization", b"")
-        if self.key is not None and scope["path"] != "/health" and not hmac.compare_digest(sent, self.key):
+        known = [number for number, key in enumerate(self.keys) if hmac.compare_digest(sent, key)]
+        scope.setdefault("state", {})["key"] = known[0] if known else 0
+        if self.keys and not known and scope["path"] != "/health":
             await _refuse(counted, 401, "wrong or missing API key: send it as a bearer token", "invalid_api_key")
             return
         try:
@@ -85,12 +90,21 @@ class Guard:
                 return {"type": "http.request", "body": bytes(body), "more_body": False}
 
 
+def _ambiguous(headers: Sequence[tuple[bytes, bytes]]) -> str | None:
+    """Why a proxy and we could read this request differently, if so."""
+    names = [name for name, _ in headers]
+    if b"content-length" in names and b"transfer-encoding" in names:
+        return "a request has a content-length or a transfer-encoding, not both"
+    if names.count(b"authorization") > 1:
+        return "a request has one authorization header"
+    return None
+
+
 async def _refuse(send: Send, status: int, message: str, code: str | None = None) -> None:
     content = json.dumps(error_body(status, message, code)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+    headers.append((b"connection", b"close"))  # the body, or the rest of it, is not read
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
-    if status in (408, 413):
-        headers.append((b"connection", b"close"))  # the rest of the body is not read
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": content})

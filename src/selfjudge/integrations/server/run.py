@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import uvicorn
 
 from selfjudge.integrations.server.api import make_app
+from selfjudge.integrations.server.connection import connection_class
 from selfjudge.integrations.server.scheduler import Scheduler
 from selfjudge.integrations.server.service import Service
 
@@ -25,9 +26,10 @@ class Server(uvicorn.Server):
 
 async def run(service: Service, listener: socket.socket, notify: Callable[[str], None] | None) -> None:
     """Serve until a signal; a second one ends the server at once."""
-    key = service.config.api_key
     config = uvicorn.Config(
-        make_app(service, None if key is None else key.strip()),
+        make_app(service),
+        http=connection_class(service.config),  # named, so that no other parser is chosen because it is installed
+        ws="none",
         log_level="warning",
         access_log=False,
         lifespan="off",
@@ -36,6 +38,8 @@ async def run(service: Service, listener: socket.socket, notify: Callable[[str],
         h11_max_incomplete_event_size=1 << 16,
     )
     server = Server(config)
+    connections = server.server_state.connections
+    service.scheduler.metrics.gauge("connections", "Connections that are open.", lambda: len(connections))
     loop = asyncio.get_running_loop()
     stopping: list[asyncio.Task[None]] = []
 

@@ -1,16 +1,19 @@
 """The queue and the batches: one thread decodes, everything else only asks it to.
 
 Requests with the same choice of rule share a batch and enter it as places become free. Batches of different choices
-take turns, one pass or one chunk of a prompt each. The queue is first in, first out: a request that must wait holds back those after it.
+take turns, one pass or one chunk of a prompt each. The queue is first in, first out: a request that must wait holds back
+those after it. Where clients have different keys each key has a queue of its own, and the key with the fewest answers
+under way is next.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -48,6 +51,8 @@ class Job:
     stop: Sequence[str] = ()
     seed: int = 0
     streamed: bool = False
+    key: int = 0
+    """Whose job it is: the number of the client's API key."""
     arrived: float = field(default_factory=time.perf_counter)
     over: bool = False
     given_up: Failure | None = None
@@ -81,11 +86,13 @@ class Scheduler:
         self._queue: deque[Job] = deque()
         self._active: dict[Choice, _ActiveBatch] = {}  # changed by the decoding thread alone
         self._given_up: list[Job] = []
+        self._encoding: Counter[int] = Counter()  # requests whose prompt becomes token ids now, by key
         self._running = 0
         self._prefilled = dict.fromkeys(MODES, 0)  # tokens that prefill yielded, which belong to no cycle
         self.closed = self._stopping = False
         self._thread = threading.Thread(target=self._work, name="decode", daemon=True)
         metrics.gauge("queue_depth", "Requests that wait for a place.", lambda: len(self._queue))
+        metrics.gauge("encoding", "Requests whose prompt is being encoded.", self._encoding.total)
         metrics.gauge("running", "Answers being decoded.", lambda: self._running)
         metrics.gauge("batches", "Batches being decoded, one for each choice of rule.", lambda: len(self._active))
         about = "Tokens per verification pass by mode, over all answers so far."
@@ -109,15 +116,30 @@ class Scheduler:
         with self._state:
             return len(self._queue) + self._running
 
+    @contextlib.contextmanager
+    def place(self, key: int = 0) -> Iterator[None]:
+        """A place in the queue for a request that is not a job yet, or FullError or ClosedError."""
+        with self._state:
+            self._check_room(key)
+            self._encoding[key] += 1
+        try:
+            yield
+        finally:
+            with self._state:
+                self._encoding[key] -= 1
+
     def submit(self, job: Job) -> None:
         """Put a job in the queue, or raise FullError or ClosedError."""
         with self._state:
-            if self.closed:
-                raise ClosedError
-            if len(self._queue) >= self.config.max_queue:
-                raise FullError
+            self._check_room(job.key)
             self._queue.append(job)
             self._state.notify()
+
+    def _check_room(self, key: int) -> None:
+        if self.closed:
+            raise ClosedError
+        if self._encoding[key] + sum(job.key == key for job in self._queue) >= self.config.queue_share:
+            raise FullError
 
     def cancel(self, job: Job, why: Failure) -> None:
         """Give up a job: at once if it waits, before the next pass if it is being decoded; nothing if it is over."""
@@ -162,11 +184,9 @@ class Scheduler:
             if self._stopping:
                 given_up = [job for active in self._active.values() for job in active.jobs.values()]
             entering: list[Job] = []
-            while self._queue and self._running + len(entering) < self.config.max_batch:
-                choices = {*self._active, *(job.choice for job in entering), self._queue[0].choice}
-                if len(choices) > self.config.max_batches:
-                    break
-                entering.append(self._queue.popleft())
+            while (job := self._next(entering)) is not None:
+                self._queue.remove(job)
+                entering.append(job)
             self._running += len(entering)
         for job in entering:
             self._enter(job)
@@ -176,6 +196,29 @@ class Scheduler:
                 active.batch.drop(answer)
                 self._leave(active, answer, job.given_up or "shutdown")
         return True
+
+    def _next(self, entering: Sequence[Job]) -> Job | None:
+        """The job that enters after these: the first of the key that has the fewest answers, if there is room for it.
+
+        With several keys none may hold the last places and batches: each other key finds one of each.
+        """
+        if self._running + len(entering) >= self.config.max_batch:
+            return None
+        places, batches = map(self.config.all_but_one_each, (self.config.max_batch, self.config.max_batches))
+        held: dict[int, list[Job]] = {job.key: [] for job in self._queue}
+        for job in (*(job for active in self._active.values() for job in active.jobs.values()), *entering):
+            held.setdefault(job.key, []).append(job)
+        first = {job.key: job for job in reversed(self._queue)}
+        fitting = [
+            job
+            for job in sorted(first.values(), key=self._queue.index)
+            if len(held[job.key]) < places and len({job.choice, *(own.choice for own in held[job.key])}) <= batches
+        ]
+        if not fitting:
+            return None
+        job = min(fitting, key=lambda candidate: len(held[candidate.key]))
+        choices = {*self._active, *(other.choice for other in entering), job.choice}
+        return job if len(choices) <= self.config.max_batches else None
 
     def _enter(self, job: Job) -> None:
         active = self._active.get(job.choice)

@@ -5,7 +5,7 @@ What would change an answer and is not supported is refused by name.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -30,6 +30,9 @@ def _encodable(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_encodable)]
+T = TypeVar("T")
+First = Annotated[T, Field(fail_fast=True)]
+"""A list that is refused at its first wrong element: errors of a million elements would take seconds."""
 
 
 class Strict(BaseModel):
@@ -63,7 +66,7 @@ class TextPart(Strict):
 
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[TextPart]
+    content: Text | First[list[TextPart]]
     name: str | None = None
 
     def plain(self) -> dict[str, str]:
@@ -138,7 +141,7 @@ class Request(Strict):
 class ChatRequest(Request):
     """POST /v1/chat/completions"""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
 
     top_logprobs: Any = None
@@ -168,7 +171,7 @@ class ChatRequest(Request):
 class TextRequest(Request):
     """POST /v1/completions: one prompt, as text or as token ids."""
 
-    prompt: Text | list[int] | list[Text] | list[list[int]]
+    prompt: Text | First[list[int]] | First[list[Text]] | First[list[First[list[int]]]]
 
     best_of: Any = None
     echo: Any = None
@@ -178,11 +181,15 @@ class TextRequest(Request):
     def single_prompt(self) -> str | list[int]:
         """The prompt; a list of one counts as one."""
         value: Any = self.prompt
-        if isinstance(value, list) and value and not isinstance(value[0], int):
-            if len(value) > 1:
-                raise ValueError("a request has one prompt: send several requests, they are decoded together")
-            return value[0]  # type: ignore[no-any-return]
-        return value  # type: ignore[no-any-return]
+        several = isinstance(value, list) and value and not isinstance(value[0], int)
+        return value[0] if several else value  # type: ignore[no-any-return]
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _one_prompt(cls, value: Any) -> Any:
+        if isinstance(value, list) and len(value) > 1 and isinstance(value[0], str | list):
+            raise ValueError("a request has one prompt: send several requests, they are decoded together")
+        return value
 
     @model_validator(mode="after")
     def _not_empty(self) -> TextRequest:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import socket
 from collections.abc import Callable
 from dataclasses import replace
@@ -39,8 +38,7 @@ def serve(
     from selfjudge.integrations.server.service import Service
 
     scheduler = start_scheduler(pair, judge, config or ServerConfig())
-    own_tokenizer = replace(pair, tokenizer=copy.deepcopy(pair.tokenizer))
-    service = Service(scheduler.config.name or pair.name, own_tokenizer, scheduler)
+    service = Service(scheduler.config.name or pair.name, pair, scheduler)
     try:
         asyncio.run(run(service, listener, notify))
     finally:

@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from selfjudge.decoding.sampling import Sampling
-from selfjudge.integrations.server.config import ServerConfig
-from selfjudge.integrations.server.errors import RefusedError
+from selfjudge.integrations.server.config import BYTES_PER_TOKEN, ServerConfig
+from selfjudge.integrations.server.errors import FAILURES, RefusedError
 from selfjudge.integrations.server.rules import RuleOptions, Rules
-from selfjudge.integrations.server.scheduler import Job, Scheduler, Update
+from selfjudge.integrations.server.scheduler import ClosedError, FullError, Job, Scheduler, Update
 from selfjudge.integrations.server.schema import ChatRequest, Request
 from selfjudge.models.pair import Pair
 from selfjudge.types import Generation
+
+SHORT_BYTES = 1 << 12  # of a prompt that is encoded within milliseconds
+MESSAGE_BYTES = BYTES_PER_TOKEN  # what a message counts for beside its text: the template adds a token at least
+
+
+class Lane:
+    """A thread that encodes prompts, with a tokenizer of its own: two threads must not share one."""
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair = replace(pair, tokenizer=copy.deepcopy(pair.tokenizer))
+        self.thread = ThreadPoolExecutor(1, "tokenize")
 
 
 @dataclass(frozen=True)
@@ -27,9 +39,9 @@ class Service:
 
     name: str
     pair: Pair
-    """With a tokenizer of its own: the decoding thread uses the other."""
     scheduler: Scheduler
-    tokenizing: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "tokenize"))
+    lanes: tuple[Lane, Lane] = field(init=False)
+    """Encode short and long prompts, so that no short one waits behind a long one."""
     since: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -40,15 +52,41 @@ class Service:
     def config(self) -> ServerConfig:
         return self.scheduler.config
 
-    async def encode(self, prompt: Any, *, raw: bool) -> list[int]:
-        """Token ids of a prompt; the tokenizer runs in a thread of its own."""
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lanes", (Lane(self.pair), Lane(self.pair)))
+
+    async def encode(self, prompt: Any, key: int, *, raw: bool) -> list[int]:
+        """Token ids of a prompt, encoded beside decoding. Meanwhile the request holds a place in the queue."""
         if isinstance(prompt, list) and raw:
             size = self.pair.target.get_output_embeddings().weight.shape[0]
             if not all(0 <= token < size for token in prompt):
                 raise RefusedError(400, f"token ids lie between 0 and {size - 1}", param="prompt")
             return prompt
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self.tokenizing, lambda: self.pair.encode(prompt, raw=raw))
+        size = _bytes_of(prompt)
+        if size > self.config.prompt_bytes:
+            raise RefusedError(
+                400,
+                f"the prompt has {size} bytes, and this server takes {self.config.prompt_bytes}: shorten it",
+                "context_length_exceeded",
+                "prompt" if raw else "messages",
+            )
+        lane = self.lanes[size > SHORT_BYTES]
+        with self.refusing(), self.scheduler.place(key):
+            return await asyncio.get_running_loop().run_in_executor(
+                lane.thread, lambda: lane.pair.encode(prompt, raw=raw)
+            )
+
+    @contextlib.contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Answer what the scheduler refuses."""
+        try:
+            yield
+        except FullError:
+            whose = " with this key" if len(self.config.keys) > 1 else ""
+            message = f"{self.config.queue_share} requests{whose} wait already: try again later"
+            raise RefusedError(429, message, "queue_full") from None
+        except ClosedError:
+            raise RefusedError(*FAILURES["shutdown"]) from None
 
     def check_model(self, name: str | None) -> None:
         if name not in (None, self.name):
@@ -56,7 +94,7 @@ class Service:
             raise RefusedError(404, message, "model_not_found", "model")
 
     def job(
-        self, request: Request, prompt: Sequence[int], default_length: int | None
+        self, request: Request, prompt: Sequence[int], key: int, default_length: int | None
     ) -> tuple[Job, asyncio.Queue[Update]]:
         """A job for a request and the queue of its updates, or RefusedError."""
         self.check_model(request.model)
@@ -72,7 +110,7 @@ class Service:
 
         seed = secrets.randbits(62) if request.seed is None else request.seed
         streamed = bool(request.stream or request.stops)
-        return Job(prompt, choice, length, send, tuple(request.stops), seed, streamed), updates
+        return Job(prompt, choice, length, send, tuple(request.stops), seed, streamed, key), updates
 
     def _length(self, request: Request, prompt_tokens: int, default: int | None) -> int:
         """The most tokens of the answer: the request's limit, else the endpoint's default, else the server's limit."""
@@ -126,3 +164,10 @@ class Service:
                 "dtype": pair.dtype,
             },
         }
+
+
+def _bytes_of(prompt: str | list[dict[str, str]]) -> int:
+    """Bytes of a text, or of messages with what their template adds at least."""
+    if isinstance(prompt, str):
+        return len(prompt.encode())
+    return sum(len(message["content"].encode()) + MESSAGE_BYTES for message in prompt)

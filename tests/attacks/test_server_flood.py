@@ -1,0 +1,227 @@
+"""Clients that flood the server with prompts or connections, and requests that a proxy could read otherwise."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from selfjudge.integrations.server.schema import ChatRequest, TextRequest
+from servers import Server, endless_pair, servers
+
+CONNECTIONS = 8
+WAITING = 4  # of each key
+SLOW_TEMPLATE = (
+    "{% for m in messages %}{% if 'w9' in m['content'] %}{% for i in range(3000) %}{% for j in range(300) %}"
+    "{% endfor %}{% endfor %}w1 {% else %}{{ m['content'] }} {% endif %}{% endfor %}w0"
+)
+KEYS = [{"authorization": "Bearer one"}, {"authorization": "Bearer two"}]
+LONG = "w9" + " " * 5000  # its encoding takes long
+ASK = {"messages": [{"role": "user", "content": "w1 w2"}], "max_tokens": 3}
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def server(checkpoints: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Two keys, two answers at a time, a tokenizer that is slow with some prompts."""
+    root = tmp_path_factory.mktemp("flood")
+    pair = endless_pair(checkpoints, root)
+    settings = root / "target" / "chat_template.jinja"
+    settings.write_text(SLOW_TEMPLATE)
+    limits = ["--max-batch", "2", "--max-queue", str(2 * WAITING), "--max-tokens", "4000", "--header-timeout", "2"]
+    with servers() as begin:
+        yield begin(*pair, *limits, "--max-connections", str(CONNECTIONS), SELFJUDGE_API_KEY="one, two")
+
+
+@pytest.fixture(autouse=True)
+def idle(server: Server) -> Iterator[None]:
+    yield
+    for name in ("encoding", "queue_depth", "running"):
+        wait_for(server, name, 0)
+
+
+def metric(server: Server, name: str) -> float:
+    lines = server.send("GET", "/metrics", headers=KEYS[1])[2].splitlines()
+    return float(next(line for line in lines if line.startswith(f"selfjudge_{name} ")).split()[1])
+
+
+def wait_for(server: Server, name: str, value: float) -> None:
+    for _ in range(1200):
+        if metric(server, name) == value:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{name} is {metric(server, name)}, not {value}: {server.log}")
+
+
+class Stream:
+    """An answer that goes on until it is closed."""
+
+    def __init__(self, server: Server, key: int) -> None:
+        self.connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        body = json.dumps({**ASK, "max_tokens": 4000, "stream": True, "selfjudge": {"off": True, "gamma": 0}})
+        self.connection.request("POST", CHAT, body, {"content-type": "application/json", **KEYS[key]})
+        self.response = self.connection.getresponse()
+        assert self.response.status == 200, self.response.read()
+
+    def close(self) -> None:
+        self.response.close()
+        self.connection.close()
+
+
+def raw(server: Server, data: bytes) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+    connection.sendall(data)
+    return connection
+
+
+def rest(connection: socket.socket) -> bytes:
+    """What comes until the server closes the connection."""
+    received = b""
+    try:
+        while piece := connection.recv(4096):
+            received += piece
+    except ConnectionResetError:
+        pass
+    connection.close()
+    return received
+
+
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_encoded(server: Server) -> None:
+    for path, body in (
+        (CHAT, {**ASK, "messages": [{"role": "user", "content": "w9 " * 300_000}]}),
+        (CHAT, {**ASK, "messages": [{"role": "user", "content": "w9"}] * 5_000}),
+        ("/v1/completions", {"prompt": "é" * 40_000}),
+    ):
+        status, _, answer = server.send("POST", path, body, KEYS[0])
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+        assert f"bytes, and this server takes {16 * 4096}" in answer["error"]["message"]
+
+
+def test_prompts_being_encoded_hold_places_and_keep_no_short_prompt_waiting(server: Server) -> None:
+    ended: list[str] = []
+
+    def ask(key: int, content: str, name: str) -> Any:
+        status, headers, answer = server.send(
+            "POST", CHAT, {**ASK, "messages": [{"role": "user", "content": content}]}, KEYS[key]
+        )
+        ended.append(name)
+        return status, headers, answer
+
+    threads = [threading.Thread(target=ask, args=(0, LONG, "long")) for _ in range(WAITING)]
+    for thread in threads:
+        thread.start()
+    wait_for(server, "encoding", WAITING)
+    status, headers, answer = ask(0, "w1", "one too many")
+    assert (status, answer["error"]["code"]) == (429, "queue_full")
+    assert f"{WAITING} requests with this key wait" in answer["error"]["message"]
+    assert int(headers["retry-after"]) >= 1
+    assert ask(1, "w1", "short")[0] == 200
+    for thread in threads:
+        thread.join()
+    assert ended.index("short") < ended.index("long")
+    assert ended.count("long") == WAITING
+
+
+def test_one_key_cannot_keep_another_waiting(server: Server) -> None:
+    flood = [Stream(server, 0) for _ in range(1 + WAITING)]  # one runs, though two could
+    try:
+        status, _, answer = server.send("POST", CHAT, ASK, KEYS[0])
+        assert (status, answer["error"]["code"]) == (429, "queue_full")
+        assert server.send("POST", CHAT, ASK, KEYS[1])[0] == 200
+        assert (metric(server, "running"), metric(server, "queue_depth")) == (1, WAITING)
+    finally:
+        for stream in flood:
+            stream.close()
+
+
+def test_connections_without_a_request_keep_nobody_out_and_are_closed(server: Server) -> None:
+    half = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
+    connections = [raw(server, half if i % 2 else b"") for i in range(6 * CONNECTIONS)]
+    assert metric(server, "connections") <= CONNECTIONS
+    assert server.send("POST", CHAT, ASK, KEYS[0])[0] == 200
+    answers = [rest(connection) for connection in connections]
+    assert any(answer.startswith(b"HTTP/1.1 408 ") for answer in answers)
+    assert all(answer == b"" or b" 408 " in answer.split(b"\r\n")[0] for answer in answers)
+    assert metric(server, "connections") == 1  # this one
+
+
+@pytest.mark.parametrize("first", [b"", b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"])
+def test_a_head_that_comes_byte_by_byte_is_not_waited_for(server: Server, first: bytes) -> None:
+    connection = raw(server, first + b"GET /health HTTP/1.1\r\nhost: x\r\n")
+    stop = threading.Event()
+
+    def trickle() -> None:
+        for _ in range(300):
+            if stop.wait(0.1):
+                return
+            try:
+                connection.sendall(b"x-more: 1\r\n")
+            except OSError:
+                return
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    received = rest(connection)
+    still_sending = thread.is_alive()
+    stop.set()
+    thread.join()
+    assert b"408 Request Timeout" in received
+    assert received.count(b'{"status":"ok"}') == bool(first)
+    assert still_sending
+
+
+def test_more_requests_than_connections(server: Server) -> None:
+    streams = [Stream(server, 0) for _ in range(WAITING + 1)]
+    try:
+        streams += [Stream(server, 1) for _ in range(CONNECTIONS - len(streams))]
+        status, headers, answer = server.send("GET", "/health")
+        assert status == 503
+        assert int(headers["retry-after"]) >= 1
+        assert answer["error"]["message"].startswith(f"{CONNECTIONS} connections are open already")
+    finally:
+        for stream in streams:
+            stream.close()
+
+
+def post(*headers: str, body: bytes = b"") -> bytes:
+    return "\r\n".join([f"POST {CHAT} HTTP/1.1", "host: x", *headers, "", ""]).encode() + body
+
+
+def test_requests_with_two_meanings_are_refused(server: Server) -> None:
+    body = json.dumps(ASK).encode()
+    chunked = f"{len(body):x}\r\n".encode() + body + b"\r\n0\r\n\r\n"
+    key, kind, length = "authorization: Bearer one", "content-type: application/json", f"content-length: {len(body)}"
+    assert rest(raw(server, post(key, kind, length, "connection: close", body=body))).startswith(b"HTTP/1.1 200 ")
+    for request, message in (
+        (post(key, kind, length, "transfer-encoding: chunked", body=chunked), b"not both"),
+        (post(key, kind, "transfer-encoding: chunked", "content-length: 3", body=chunked), b"not both"),
+        (post("authorization: Bearer no", kind, key, length, body=body), b"one authorization header"),
+        (post(key, key, kind, length, body=body), b"one authorization header"),
+    ):
+        answer = rest(raw(server, request))
+        assert answer.startswith(b"HTTP/1.1 400 "), (request, answer)
+        assert message in answer
+    refused = rest(raw(server, post(kind, "content-length: 100000", body=b"{")))  # the rest is not waited for
+    assert refused.startswith(b"HTTP/1.1 401 ")
+    assert b"connection: close" in refused
+
+
+def test_a_list_of_wrong_elements_is_refused_at_the_first() -> None:
+    for request, body in (
+        (TextRequest, {"prompt": [1.5] * 1000}),
+        (TextRequest, {"prompt": [5] * 1000 + ["x"]}),
+        (TextRequest, {"prompt": [[1.5] * 1000]}),
+        (TextRequest, {"prompt": [[1]] * 1000}),
+        (ChatRequest, {"messages": [{"role": "x"}] * 1000}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [{"type": "x"}] * 1000}]}),
+    ):
+        with pytest.raises(ValidationError) as refused:
+            request.model_validate(body)
+        assert refused.value.error_count() < 10
