@@ -481,6 +481,24 @@ def test_calls() -> None:
     ]
 
 
+FORGER = """
+import gc, json, os, sys
+frame, test = sys._getframe(), None
+while test is None:
+    test, frame = frame.f_globals.get("test"), frame.f_back
+known = [text for found in gc.get_objects() if isinstance(found, dict) for text in found.values() if text == WANTED]
+os.write(1, ("\\n" + test["mark"] + json.dumps(known[0] if known else True)).encode())
+os._exit(0)
+"""
+
+
+def test_a_program_that_reads_the_harness_finds_no_expected_value() -> None:
+    """It finds the mark through the stack, but not what it would have to return or print; docs/tasks.md: asserts."""
+    forger = FORGER.replace("WANTED", "'se' + 'same'")
+    assert passes(forger, Trial("call", "1", '"sesame"', "f"), Trial("stdin", "1", "sesame")) == [False, False]
+    assert passes(forger, Trial("call", "1", "true", "f")) == [True]  # the mark is found: any program may return True
+
+
 def test_standard_input() -> None:
     code = "import sys\nif __name__ == '__main__':\n    print(sum(map(int, sys.stdin.read().split())))\n    sys.exit()"
     assert passes(code, Trial("stdin", "1 2\n3\n", "6\n"), Trial("stdin", "1", "2")) == [True, False]
