@@ -55,6 +55,8 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_json(
         root / "eval" / "bench" / "summary.json", {"runs": [{"method": "selfjudge", "rows": 5, "rows_per_hour": 9.0}]}
     )
+    (root / "data" / "gsm8k").mkdir(parents=True)
+    (root / "data" / "gsm8k" / "test.jsonl").write_text('{"question": "w1?", "answer": "#### 5"}\n')
     (root / "prompts.jsonl").write_text(
         '{"prompt": "w1 w2", "answer": "5"}\n{"messages": [{"role": "user", "content": "w3"}]}\n'
     )
@@ -101,6 +103,7 @@ def command(kind: str, files: Path, checkpoints: dict[str, str]) -> list[str]:
             str(files / "begun"),
             "--resume",
         ],
+        "data": ["eval", "--tasks", "gsm8k", "--data", str(files / "data"), *pair, "--rules", "exact", *new],
         "judges": ["ls", "judges", str(files)],
     }[kind]
 
@@ -234,6 +237,8 @@ ATTACKS: list[tuple[str, str, Change, str]] = [
     ("task", "prompts.jsonl", put(answer=["5"]), '"answer" must be a text or a number'),
     ("task", "prompts.jsonl", put(split="dev"), '"split" must be "train" or "test", not "dev"'),
     ("task", "prompts.jsonl", put(prompt=5), '"prompt" must be a text, not 5'),
+    ("data", "data/gsm8k/test.jsonl", without("question"), 'line 1 is not a gsm row: "question" is missing'),
+    ("data", "data/gsm8k/test.jsonl", put(answer=5), '"answer" must be a text, not 5'),
     ("prompts", "prompts.jsonl", put(prompt=5), 'line 1: expected a JSON object with "prompt"'),
     ("label", "prompts.jsonl", put(prompt=None), 'line 1: expected a JSON object with "prompt"'),
 ]  # fmt: skip

@@ -110,7 +110,7 @@ def _truncated(folder: Path) -> None:
         (lambda data: [_corrupt(data), task("gsm8k", data).examples("test")], "cannot read"),
         (
             lambda data: [(data / "gsm8k" / "test.jsonl").write_text('{"a": 1}\n{"b"'), task("gsm8k", data).examples("test")],
-            "cannot read",
+            "line 1 is not a gsm row",
         ),
         (lambda data: [(data / "gsm8k" / "test.jsonl").write_bytes(b"\xff\xfe"), task("gsm8k", data).examples("test")], "cannot read"),
     ],

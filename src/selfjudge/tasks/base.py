@@ -38,6 +38,8 @@ class Task:
     """Whether answers can be found in a text and compared: `extract`, `same`."""
     hub: ClassVar[tuple[str, str | None] | None] = None
     """Dataset and configuration on the hub."""
+    columns: ClassVar[Any] = dict[str, Any]
+    """The schema of a row of the local files."""
     requires: ClassVar[tuple[str, ...]] = ()
     """Packages that scoring needs; summaries record their versions."""
 
@@ -124,7 +126,7 @@ class Task:
 
     def load(self, file: str, split: str) -> list[Row]:
         """Rows of a local file, or, if no folder is named, of the hub's split."""
-        return list(read_rows(self.file(file))) if self.folder is not None else self.from_hub(split)
+        return list(read_rows(self.file(file), self.columns)) if self.folder is not None else self.from_hub(split)
 
     def from_hub(self, split: str) -> list[Row]:
         """Rows as the hub has them, with the columns of the local files."""

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, TypedDict
 
 from selfjudge.tasks.base import Row, Task
 
 MEASURES = ("rouge1", "rouge2", "rougeL")
 
 
+class ArticleRow(TypedDict):
+    id: str
+    article: str
+    highlights: str
+
+
 class CnnDailymail(Task):
     name = "cnn_dailymail"
+    columns = ArticleRow
     summary = "news stories to summarise"
     licence = "Apache-2.0"
     splits = ("test",)

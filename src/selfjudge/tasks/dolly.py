@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 from hashlib import sha256
+from typing import TypedDict
 
 from selfjudge.tasks.base import Row, Task, numbered, without_test_questions
 
 TEST_ROWS = 1000
 
 
+class DollyRow(TypedDict):
+    instruction: str
+    context: str
+
+
 class Dolly(Task):
     name = "dolly"
+    columns = DollyRow
     summary = "instructions written by people, some with a passage to work on"
     licence = "CC-BY-SA-3.0"
     splits = ("train", "test")

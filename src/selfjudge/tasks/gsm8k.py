@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 from selfjudge.tasks.base import Row, Task, numbered
 from selfjudge.tasks.scoring.answers import final_number, numbers, same_number
 
 
+class GsmRow(TypedDict):
+    question: str
+    answer: str
+
+
 class Gsm8k(Task):
     name = "gsm8k"
+    columns = GsmRow
     summary = "grade-school word problems; the last number is the answer"
     licence = "MIT"
     splits = ("train", "test")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from hashlib import sha256
+from typing import TypedDict
 
 from selfjudge.tasks.base import Row, hub_rows
 from selfjudge.tasks.code import CodeTask
@@ -38,8 +39,15 @@ _PRELUDE = (  # contest sites import these; starter code needs typing
 )
 
 
+class ContestRow(TypedDict):
+    question_id: str
+    question_content: str
+    starter_code: str
+
+
 class LiveCodeBench(CodeTask):
     name = "livecodebench"
+    columns = ContestRow
     summary = "programming contests, public tests only; test is one fold of four, train the others"
     licence = "CC"
     splits = ("train", "test", "all", *(f"{part}-{k}" for k in range(FOLDS) for part in ("train", "test", "fold")))

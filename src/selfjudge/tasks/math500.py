@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 from selfjudge.tasks.base import Row, Task
 from selfjudge.tasks.scoring.answers import boxed, tagged
 from selfjudge.tasks.scoring.latex import same_maths
 
 
+class MathRow(TypedDict):
+    unique_id: str
+    problem: str
+    answer: str
+
+
 class Math500(Task):
     name = "math500"
+    columns = MathRow
     summary = "competition mathematics; answers compared as formulas"
     licence = "MIT"
     splits = ("test",)

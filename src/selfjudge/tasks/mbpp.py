@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 from selfjudge.tasks.base import Row
 from selfjudge.tasks.code import CodeTask
 from selfjudge.tasks.sandbox.runner import Trial
@@ -9,8 +11,15 @@ from selfjudge.tasks.sandbox.runner import Trial
 _IDS = {"test": range(11, 511), "validation": range(511, 601), "train": range(601, 975)}
 
 
+class MbppRow(TypedDict):
+    task_id: int
+    text: str
+    test_list: list[str]
+
+
 class Mbpp(CodeTask):
     name = "mbpp"
+    columns = MbppRow
     summary = "short Python functions from a sentence and a test"
     licence = "CC-BY-4.0"
     splits = tuple(_IDS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
+from typing import Literal, TypedDict
 
 from selfjudge.tasks.base import Row, Task, numbered, plain, without_test_questions
 
@@ -11,8 +12,16 @@ _ANSWER = re.compile(r"(?i:answer is):?\s*\**\s*(?:\\boxed\{)?\s*(?:\(\s*([A-Da-
 _BOXED = re.compile(r"\\boxed\{\s*(?:\\text\{)?\s*\(?([A-D])\)?\s*\}")  # models that learnt from MATH
 
 
+class MmluRow(TypedDict):
+    subject: str
+    question: str
+    choices: tuple[str, str, str, str]
+    answer: Literal[0, 1, 2, 3]
+
+
 class Mmlu(Task):
     name = "mmlu"
+    columns = MmluRow
     summary = "multiple-choice questions of 57 subjects, with chain of thought"
     licence = "MIT"
     splits = ("dev", "test")
