@@ -565,8 +565,46 @@ def test_nothing_is_left_of_five_hundred_requests(server: Server) -> None:
     assert not any("Traceback" in line for line in server.log)
 
 
-def test_the_embedded_pair_says_over_http_what_generate_says(start: Callable[..., Server], embedded: Pair) -> None:
-    server = start("--pair", "smollm2-135m", "--device", "cpu", "--dtype", "float32", "--gamma", "3", threads=2)
+@pytest.fixture(scope="module")
+def embedded_server(start: Callable[..., Server]) -> Server:
+    return start("--pair", "smollm2-135m", "--device", "cpu", "--dtype", "float32", "--gamma", "3", threads=2)
+
+
+def test_a_long_prompt_hardly_delays_a_short_one_and_goes_with_its_client(embedded_server: Server) -> None:
+    """At most 3 × what it waits alone and one chunk, whether it shares the batch of the long one or not."""
+    server = embedded_server
+    body = {"model": "smollm2-135m", "prompt": [5, 6, 7, 8], "max_tokens": 4, "temperature": 0}
+
+    def wait(**options: Any) -> float:
+        """The median of three."""
+        waited = []
+        for _ in range(3):
+            begun = time.perf_counter()
+            assert server.send("POST", "/v1/completions", {**body, **options})[0] == 200
+            waited.append(time.perf_counter() - begun)
+        return sorted(waited)[1]
+
+    ways: list[dict[str, Any]] = [{}, {"selfjudge": {"off": True}}]
+    alone, chunk = [wait(**way) for way in ways], wait(prompt=[5] * 24, max_tokens=1)
+    long = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    long.request(
+        "POST", "/v1/completions", json.dumps({**body, "prompt": [5] * 2000, "max_tokens": 1, "stream": True}),
+        {"content-type": "application/json"},
+    )  # fmt: skip
+    server.wait_for("running", 1)
+    beside = [wait(**way) for way in ways]
+    assert server.metric("running") == 1  # it was being read all the time
+    assert all(waited <= 3 * by_itself + chunk for waited, by_itself in zip(beside, alone, strict=True)), (
+        beside,
+        alone,
+    )
+    long.close()
+    server.wait_until_idle()
+    assert server.metric("generations_total", finish="cancelled") == 1
+
+
+def test_the_embedded_pair_says_over_http_what_generate_says(embedded_server: Server, embedded: Pair) -> None:
+    server = embedded_server
     shipped = Judge.from_pretrained(EMBEDDED["smollm2-135m"].judge or "")
     prompts = ["Why is the sky blue?", "Write a haiku about rain."]
     rules = [EXACT, parse_rule("judged", special=embedded.special_ids, judge=shipped, theta="R")]
