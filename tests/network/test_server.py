@@ -585,7 +585,7 @@ def test_a_long_prompt_hardly_delays_a_short_one_and_goes_with_its_client(embedd
         return sorted(waited)[1]
 
     ways: list[dict[str, Any]] = [{}, {"selfjudge": {"off": True}}]
-    alone, chunk = [wait(**way) for way in ways], wait(prompt=[5] * 24, max_tokens=1)
+    alone, chunk = [wait(**way) for way in ways], wait(prompt=[5] * 48, max_tokens=1)
     long = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     long.request(
         "POST", "/v1/completions", json.dumps({**body, "prompt": [5] * 2000, "max_tokens": 1, "stream": True}),

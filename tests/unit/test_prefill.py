@@ -128,6 +128,13 @@ def test_who_leaves_between_chunks_frees_the_place_at_once(kind: str) -> None:
     assert not trial.cancelled
 
 
+def test_chunks_are_longer_while_nobody_else_is_there(kind: str) -> None:
+    long, later = Request(prompt_of(80), 1), Request(prompt_of(40, seed=1), 1)
+    by_itself = first_step(Trial(kind, long).run(), 0)
+    assert by_itself == 80 // 16 - 1
+    assert first_step(Trial(kind, long, arrivals={0: [later]}).run(), 1) > by_itself
+
+
 @pytest.mark.parametrize("gamma", [0, 3])
 def test_without_a_queue_prompts_are_read_at_once(kind: str, gamma: int) -> None:
     steps = alone(kind, Request(prompt_of(60), 5), Exact(), gamma)
@@ -166,7 +173,7 @@ def test_whatever_arrives_and_leaves_tokens_are_those_alone(
 
 
 def test_answers_count_the_same_cycles(tiny_pair: Pair) -> None:
-    """Of prompts in chunks: `Batch` reads 24 tokens at a time on a CPU."""
+    """Of prompts in chunks: `Batch` reads 12 tokens at a time on a CPU."""
     prompts = [" ".join(f"w{n % 50}" for n in range(length)) for length in (60, 5)]
     expected = [generate(tiny_pair, prompt, gamma=2, max_new_tokens=12, raw=True) for prompt in prompts]
     batch = Batch(tiny_pair, gamma=2, length=90)

@@ -76,10 +76,10 @@ def test_a_batch_that_fails_takes_its_own_answers_along(begin: Begin, monkeypatc
     scheduler = begin()
     step = Batch.step
 
-    def sometimes(self: Batch) -> StepOutput:
+    def sometimes(self: Batch, crowded: bool = False) -> StepOutput:
         if self._decoding.gamma == 0 and self._answers:
             raise MemoryError("no room")
-        return step(self)
+        return step(self, crowded)
 
     monkeypatch.setattr(Batch, "step", sometimes)
     good, bad = job(scheduler, 2), job(scheduler, 0)

@@ -33,6 +33,8 @@ class AdmissionQueue:
     length: int
     """The most tokens a row may have, prompt and answer: static engines reserve so much for each."""
     waiting: deque[Request] = field(default_factory=deque)
+    crowded: bool = False
+    """Whether other batches wait for their turn: prompts are then read in small chunks."""
 
     def put(self, request: Request) -> None:
         if len(request.prompt) + request.max_new_tokens > self.length:

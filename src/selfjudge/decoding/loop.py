@@ -87,7 +87,7 @@ def decode(
             if not in_flight:
                 batch.shrink(alive)
         elif batch.prefill.groups and not (alive and chunk_read):
-            batch.prefill.read()
+            batch.prefill.read(len(alive), queue is not None and queue.crowded)
             chunk_read = True
             if not batch.prefill.ready:
                 yield Step(0, (), dict.fromkeys(PHASES, 0.0))
@@ -118,7 +118,7 @@ class _Batch:
     def __post_init__(self) -> None:
         self.engines = [self.target] if self.draft is None else [self.target, self.draft]
         self.random = RandomNumbers(self.rule.sampling is not None, self.gamma, self.target.device)
-        self.prefill = Prefill(self.engines, spare=self.gamma + 1)
+        self.prefill = Prefill(self.engines, step=self.gamma + 1)
 
     def start(self, requests: Sequence[Request]) -> Step:
         """The first rows and their prefill, all at once."""

@@ -12,6 +12,8 @@ from selfjudge.decoding.admission import AdmissionQueue, Request, check_prompts
 from selfjudge.decoding.cycle import PhaseTimer
 from selfjudge.engine.base import Engine, Output
 
+ALONE = 4  # chunks at once while nobody else is there: whoever comes waits for them
+
 
 class Group:
     """Prompts that are read together, by engines whose cache holds nothing else."""
@@ -51,8 +53,8 @@ class Prefill:
 
     engines: list[Engine]
     """Of the batch: the target's and, where there is one, the draft's."""
-    spare: int
-    """Slots that a row needs beyond its tokens."""
+    step: int
+    """Tokens of a row in one step, γ + 1: so many slots it needs beyond its own tokens."""
 
     def __post_init__(self) -> None:
         self.groups: list[Group] = []
@@ -95,16 +97,21 @@ class Prefill:
             self.groups.remove(group)
             cancelled.difference_update(group.numbers)
 
-    def read(self) -> None:
-        """Read a chunk of whoever has the least left; the oldest, if it was passed over the last time."""
+    def read(self, alive: int, crowded: bool) -> None:
+        """Read a chunk of whoever has the least left; the oldest, if it was passed over the last time.
+
+        Beside `alive` rows, or where it is `crowded` outside, a chunk costs about what a step costs.
+        """
+        alone = not (alive or crowded) and len(self.groups) == 1
+        chunk = max(self.engines[0].chunk * (ALONE if alone else 1), 2 * alive * self.step)
         group = self.groups[0] if self._passed_over else min(self.groups, key=lambda group: group.left)
         self._passed_over = group is not self.groups[0]
         if not group.engines:
             group.engines = [engine.aside() for engine in self.engines]
             longest = max(len(request.prompt) + request.max_new_tokens for request in group.requests)
             for engine in group.engines:
-                engine.reserve(len(group), longest + self.spare)
-        group.read(max(1, self.engines[0].chunk // len(group)))
+                engine.reserve(len(group), longest + self.step)
+        group.read(max(1, chunk // len(group)))
 
     def take(self) -> Group:
         """A group that has been read to its end."""

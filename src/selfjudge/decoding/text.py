@@ -189,8 +189,12 @@ class Batch:
             del self._answers[row]
             self._dropped.add(row)
 
-    def step(self) -> StepOutput:
-        """One pass over all rows, or over a chunk of prompts that shall enter; nothing once none is left."""
+    def step(self, crowded: bool = False) -> StepOutput:
+        """One pass over all rows, or over a chunk of prompts that shall enter; nothing once none is left.
+
+        `crowded` says that others wait for their turn: chunks are then small even while no row is being decoded.
+        """
+        self._queue.crowded = crowded
         if self._steps is None and self._queue.waiting:
             first = self._queue.waiting.popleft()
             self._steps = self._decoding.steps([first], self._answers, self._dropped, self._queue)

@@ -34,7 +34,7 @@ class Engine(Protocol):
     recorded: dict[Hashable, Any]
     """What was recorded with this engine, for the next batch of the same shape."""
     chunk: int
-    """Tokens of a prompt that are read between two decoding steps."""
+    """Tokens of a prompt that cost about as much as a decoding step of one row or two."""
 
     def reserve(self, batch: int, length: int) -> None:
         """Begin a batch: room for `batch` rows of at most `length` tokens, none of them filled."""
@@ -96,8 +96,8 @@ class Eager:
 
 
 def chunk_tokens(device: device) -> int:
-    """Tokens of a prompt that take about as long as two or three decoding steps: few where arithmetic is the limit."""
-    return 24 if device.type == "cpu" else 512
+    """Tokens of a prompt that cost about as much as a decoding step: few where arithmetic is the limit."""
+    return 12 if device.type == "cpu" else 512
 
 
 def shape_reason(model: PreTrainedModel) -> str | None:

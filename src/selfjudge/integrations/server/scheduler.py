@@ -251,7 +251,7 @@ class Scheduler:
         """One pass of one batch."""
         active = self._active[choice]
         try:
-            output = active.batch.step()
+            output = active.batch.step(crowded=len(self._active) > 1)
         except Exception:  # out of memory, say: these answers are lost, the server goes on
             LOG.exception("a batch failed")
             for answer in list(active.jobs):
