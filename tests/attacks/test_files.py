@@ -200,6 +200,7 @@ ATTACKS: list[tuple[str, str, Change, str]] = [
     ("info", "labels/labels-00000.jsonl", put(score=None), '"score" must be a number, not null'),
     ("info", "labels/labels-00000.jsonl", put(score=1e308), '"score" must be a finite number'),
     ("train", "labels/labels-00000.jsonl", put(prompt_id="nobody"), "has no response"),
+    ("train", "labels/labels-00001.jsonl", put(prompt_id=""), "has no response"),
     ("train", "labels/responses.jsonl", put(prompt_ids=[1, -1]), '"prompt_ids[1]" must be at least 0'),
     ("train", "labels/responses.jsonl", put(prompt_ids="abc"), '"prompt_ids" must be a list'),
     ("merge", "labels/responses.jsonl", put(prompt_id=5), '"prompt_id" must be a text, not 5'),

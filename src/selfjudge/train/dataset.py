@@ -284,8 +284,8 @@ class _Reading:
     ) -> None:
         """A shard's rows; `keys` names the prompt behind each prompt id of its folder."""
         _check_finite(file, arrays)
-        if unknown := next((row["prompt_id"] for row in rows if row["prompt_id"] not in keys), None):
-            raise SelfJudgeError(f"{file.parent} has labels of prompt {unknown!r:.40}, which has no response")
+        if unknown := [row["prompt_id"] for row in rows if row["prompt_id"] not in keys]:
+            raise SelfJudgeError(f"{file.parent} has labels of prompt {unknown[0]!r:.40}, which has no response")
         small = {
             "labels": np.asarray([row["label"] for row in rows], np.int8),
             "log_p": arrays["log_p"],
