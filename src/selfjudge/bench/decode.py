@@ -17,7 +17,7 @@ import torch
 from selfjudge.bench.config import DecodeBenchConfig
 from selfjudge.bench.passes import bandwidth, bytes_per_pass
 from selfjudge.decoding.rules import EXACT, AcceptanceRule
-from selfjudge.decoding.text import generate, int8_draft
+from selfjudge.decoding.text import generate, int8_draft, int8_draft_always
 from selfjudge.engine.base import shape_reason
 from selfjudge.models.pair import Pair, Prompt
 from selfjudge.store import machine, versions
@@ -75,8 +75,8 @@ def bench_decode(
         "max_new_tokens": config.max_new_tokens,
         "repeats": config.repeats,
         "confidence": config.confidence,
-        "draft_dtype": "int8" if int8_draft(pair, EXACT) else pair.dtype,
-        "judged_draft_dtype": "int8" if pair.draft_int8 else pair.dtype,
+        "draft_dtype": _draft_dtype(pair, int8_draft(pair, EXACT)),
+        "judged_draft_dtype": _draft_dtype(pair, int8_draft_always(pair)),
         "target_floor_milliseconds": None if floor is None else floor * 1e3,
         "baseline": runs[0].name,
         "runs": rows,
@@ -108,7 +108,7 @@ def _runs(pair: Pair, rules: Sequence[tuple[str, AcceptanceRule]], config: Decod
         return lambda prompt: (transformers_tokens(pair, prompt, limit, gamma=gamma, raw=config.raw), None)
 
     runs = []
-    if config.peers:
+    if config.peers and pair.dtype != "q4":  # which transformers cannot run
         runs += [_Run("transformers-plain", 0, theirs())]
         runs += [_Run("transformers-assisted", g, theirs(g)) for g in config.gammas]
     runs += [_Run("selfjudge-plain", 0, ours(EXACT, 0))]
@@ -150,6 +150,11 @@ def _row(run: _Run, baseline: _Run, floor: float | None) -> dict[str, Any]:
         "judge_time_share": _judge_time_share(run.generations) if run.judged else None,
         "over_floor": _over_floor(run.generations, floor),
     }
+
+
+def _draft_dtype(pair: Pair, int8: bool) -> str:
+    """The name of the draft's weight format as tables print it."""
+    return "int8" if int8 else "float32" if pair.dtype == "q4" else pair.dtype
 
 
 def _floor(pair: Pair) -> float | None:

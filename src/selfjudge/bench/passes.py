@@ -19,8 +19,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from selfjudge.bench.config import PassesConfig
 from selfjudge.bench.shapes import SHAPES, check_shape
 from selfjudge.engine.base import Engine
-from selfjudge.engine.cpu import engine as cpu
+from selfjudge.engine.cpu.weights import packed
 from selfjudge.engine.select import make_engine
+from selfjudge.models.gguf import gguf_of
 from selfjudge.store import machine, versions
 
 AXES = {"tokens": "tokens per pass (γ+1)", "context": "context length", "batch": "batch"}
@@ -68,8 +69,8 @@ def seconds_of(function: Callable[[], object], device: torch.device, repeats: in
 def bytes_per_pass(model: PreTrainedModel, batch: int, context: int, int8: bool = False) -> int:
     """What a pass must read at least: the weights once, and the cached keys and values of every row."""
     config = model.config.get_text_config()
-    if int8:
-        weights = cpu.packed(model, True).bytes_per_pass
+    if int8 or gguf_of(model) is not None:
+        weights = packed(model, int8).bytes_per_pass
     else:
         weights = sum(p.numel() * p.element_size() for p in model.parameters())
         if model.get_input_embeddings().weight is not model.get_output_embeddings().weight:
@@ -139,7 +140,7 @@ def bench_passes(
         "machine": machine(),
         "versions": versions(),
         "date": time.strftime("%Y-%m-%d"),
-        "dtype": "int8" if int8 else str(model.dtype).removeprefix("torch."),
+        "dtype": "q4" if gguf_of(model) is not None else "int8" if int8 else str(model.dtype).removeprefix("torch."),
         "gigabytes_per_second": speed / 1e9,
         "runs": rows,
     }

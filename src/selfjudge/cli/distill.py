@@ -11,6 +11,7 @@ from selfjudge.cli.groups import DeviceOptions, PairOptions
 from selfjudge.cli.options import AsJson, Data, config_options
 from selfjudge.cli.output import going_on, print_json, progress
 from selfjudge.distill.config import DistillConfig
+from selfjudge.errors import SelfJudgeError
 from selfjudge.store import RunFolder
 
 
@@ -29,6 +30,8 @@ def distill(
 
     Example: selfjudge distill --target smollm2-135m --out my-draft --prompts self:20000x3 --minutes 8
     """
+    if place.dtype == "q4":
+        raise SelfJudgeError("this needs whole weights: `dtype` q4 cannot be used")
     models = PairOptions(pair=target, device=place.device, dtype=place.dtype)
     models.check()
     RunFolder(out).claim(own=("work",))  # what is wrong is said before the models are loaded

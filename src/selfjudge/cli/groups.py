@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from selfjudge.decoding.sampling import Sampling
     from selfjudge.models.pair import Pair
 
-DTYPES = ("float32", "bfloat16", "float16", "int8")
+DTYPES = ("float32", "bfloat16", "float16", "int8", "q4")
 ENGINES = ("auto", "reference", "cpu", "cuda")
 
 
@@ -30,7 +30,9 @@ class DeviceOptions:
     """Where models run."""
 
     device: str | None = setting(None, "cuda, mps or cpu; chosen if not given.")
-    dtype: str | None = setting(None, "Format of the weights; chosen if not given; int8 is for a CPU.", choices=DTYPES)
+    dtype: str | None = setting(
+        None, "Format of the weights; chosen if not given; int8 and q4 (GGUF files) are for a CPU.", choices=DTYPES
+    )
 
     def check(self) -> None:
         check_settings(self)

@@ -257,8 +257,8 @@ class _Decoding:
             )
             draft = None
             if drafts is not None:
-                asked_for = pair.int8 or pair.draft_int8
-                int8 = asked_for if self.same_draft_weights else int8_draft(pair, rule, kind)
+                always = int8_draft_always(pair, kind)
+                int8 = always if self.same_draft_weights else int8_draft(pair, rule, kind)
                 draft = stack.enter_context(borrowed(drafts, int8=int8, kind=kind))
             dropped, warned = set() if dropped is None else dropped, False
             for answer in answers.values():
@@ -299,11 +299,18 @@ def _hand_out(step: Step, answers: dict[int, Answer], dropped: set[int]) -> Step
     return output
 
 
+def int8_draft_always(pair: Pair, engine: str = "auto") -> bool:
+    """Whether the draft runs with int8 weights under every rule: asked for, or beside a target in q4."""
+    if pair.int8 or pair.draft_int8:
+        return True
+    return pair.dtype == "q4" and pair.draft is not None and supports_int8_draft(pair.draft, engine)
+
+
 def int8_draft(pair: Pair, rule: AcceptanceRule, engine: str = "auto") -> bool:
     """Whether the draft runs with int8 weights: asked for, or harmless. It is harmless on the CPU engine under a
     lossless rule, where drafts decide how fast an answer comes and not what it says; not if the draft is the target."""
-    if pair.draft is None or pair.int8 or pair.draft_int8:
-        return pair.int8 or pair.draft_int8
+    if pair.draft is None or int8_draft_always(pair, engine):
+        return int8_draft_always(pair, engine)
     itself = pair.draft is pair.target or (pair.target_sha256 != "" and pair.target_sha256 == pair.draft_sha256)
     return rule.lossless and not itself and supports_int8_draft(pair.draft, engine)
 

@@ -15,6 +15,7 @@ from selfjudge.engine.cpu import engine as cpu
 from selfjudge.engine.cuda import engine as cuda
 from selfjudge.engine.reference import ReferenceEngine
 from selfjudge.errors import SelfJudgeError
+from selfjudge.models.gguf import gguf_of
 
 KINDS = ("auto", "reference", "cpu", "cuda")
 
@@ -26,6 +27,10 @@ def make_engine(model: PreTrainedModel, *, hidden: bool = False, int8: bool = Fa
     """
     if kind not in KINDS:
         raise SelfJudgeError(f"unknown `engine` {kind!r}; there are: {', '.join(KINDS)}")
+    if gguf_of(model) is not None:
+        if kind not in ("auto", "cpu"):
+            raise SelfJudgeError(f"q4 weights need the cpu engine, not {kind}")
+        kind = "cpu"
     if kind == "auto":
         kind = "cuda" if model.device.type == "cuda" else "cpu"
         reason = cuda.why_not(model) if kind == "cuda" else cpu.why_not(model, int8=int8)

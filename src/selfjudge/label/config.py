@@ -14,7 +14,8 @@ from selfjudge.types import check_settings, setting
 
 METHODS = ("selfjudge", "autojudge", "autojudge+")
 BACKENDS = ("torch", "vllm")
-INT8 = "labels are made with whole weights: `dtype` int8 cannot be used"
+ROUNDED = ("int8", "q4")
+INT8 = "labels are made with whole weights: `dtype` {} cannot be used"
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,18 @@ from selfjudge.store import quiet_hub, read_json, write_json, write_tensors
 STORED_DTYPE = torch.float16  # 4-bit weights, dequantised, keep 11 bits
 
 
+def gguf_tokenizer(file: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer that a GGUF file carries."""
+    with quiet():
+        try:
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                file.parent, gguf_file=file.name, trust_remote_code=False
+            )
+        except Exception as error:  # the reader raises many kinds for a malformed file
+            raise SelfJudgeError(f"cannot read {file} as a GGUF model: {first_line(error)}") from None
+    return tokenizer
+
+
 def load_gguf(file: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A GGUF file as an ordinary, unquantised model."""
     with quiet():
@@ -29,10 +41,10 @@ def load_gguf(file: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrain
             loaded, loading = AutoModelForCausalLM.from_pretrained(
                 file.parent, gguf_file=file.name, dtype=dtype, trust_remote_code=False, output_loading_info=True
             )
-            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
         except Exception as error:  # the reader raises many kinds for a malformed file
             raise SelfJudgeError(f"cannot read {file} as a GGUF model: {first_line(error)}") from None
         check_weights(loaded, loading, file)
+        tokenizer = gguf_tokenizer(file)
         # transformers keeps the model marked as quantised, which save_pretrained refuses: rebuild it from its parts
         config = loaded.config
         config.__dict__.pop("quantization_config", None)

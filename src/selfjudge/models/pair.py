@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from selfjudge.errors import EMPTY_PROMPT, SelfJudgeError, first_line
 from selfjudge.judge.model import Judge
 from selfjudge.models.catalogue import EMBEDDED, check_reference, draft_for, shipped_draft
-from selfjudge.models.convert import load_gguf, quiet
-from selfjudge.models.pull import Progress, checkpoint_folder, draft_sha256
+from selfjudge.models.convert import gguf_tokenizer, load_gguf, quiet
+from selfjudge.models.gguf import gguf_of, model_of
+from selfjudge.models.pull import Progress, checkpoint_folder, draft_sha256, gguf_file
 from selfjudge.models.tokens import end_ids, special_ids
 from selfjudge.models.weights import check_weights
 from selfjudge.store import fingerprint, weight_files
@@ -58,14 +59,16 @@ class Pair:
 
         The device is cuda, mps or cpu, the first that is there. The dtype is bfloat16 on cuda, float16 on mps, float32
         on cpu. The dtype `int8` loads float32 and lets the CPU engine quantise it; as `draft_dtype`, only the draft.
+        `q4` leaves the target in its GGUF file, whose blocks the CPU engine runs as they are; its draft runs in int8.
         Without `needs_draft` the pair may lack a draft: it is then good for plain decoding.
         """
         place = chosen_device(device)
-        int8, draft_int8 = dtype == "int8", draft_dtype == "int8"
-        kind = torch.float32 if int8 else chosen_dtype(dtype, place)
-        _check_int8(place, kind, int8, draft_dtype)
+        int8, draft_int8, blocks = dtype == "int8", draft_dtype == "int8", dtype == "q4"
+        kind = torch.float32 if int8 or blocks else chosen_dtype(dtype, place)
+        _check_cpu_dtypes(place, kind, dtype, draft_dtype)
         name = target if draft is None else f"{target}+{draft}"
-        model, tokenizer, target_sha256 = _load(target, "target", place, kind, progress)
+        load = _load_blocks if blocks else _load
+        model, tokenizer, target_sha256 = load(target, "target", place, kind, progress)
         if draft is None and not needs_draft and shipped_draft(target) is None:
             return cls(name, model, None, tokenizer, target, "", target_sha256, int8=int8)
         draft = draft_for(target, draft)
@@ -86,6 +89,8 @@ class Pair:
     @property
     def dtype(self) -> str:
         """The name of the target's weight format as tables print it."""
+        if gguf_of(self.target) is not None:
+            return "q4"
         return "int8" if self.int8 else str(self.target.dtype).removeprefix("torch.")
 
     @property
@@ -129,11 +134,14 @@ class Pair:
         return ids
 
 
-def _check_int8(place: torch.device, kind: torch.dtype, int8: bool, draft_dtype: str | None) -> None:
+def _check_cpu_dtypes(
+    place: torch.device, kind: torch.dtype, dtype: str | torch.dtype | None, draft_dtype: str | None
+) -> None:
     if draft_dtype not in (None, "int8"):
         raise SelfJudgeError(f"`draft_dtype` can only be int8, on a cpu, not {draft_dtype!r}")
-    if (int8 or draft_dtype) and place.type != "cpu":
-        raise SelfJudgeError(f"`{'dtype' if int8 else 'draft_dtype'}` int8 needs a cpu, not {place.type}")
+    for name, value in (("dtype", dtype), ("draft_dtype", draft_dtype)):
+        if value in ("int8", "q4") and place.type != "cpu":
+            raise SelfJudgeError(f"`{name}` {value} needs a cpu, not {place.type}")
     if draft_dtype and kind != torch.float32:
         raise SelfJudgeError("`draft_dtype` int8 needs a target in float32")
 
@@ -179,7 +187,7 @@ def chosen_dtype(dtype: str | torch.dtype | None, place: torch.device) -> torch.
         return {"cuda": torch.bfloat16, "mps": torch.float16}.get(place.type, torch.float32)
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if dtype not in known:
-        raise SelfJudgeError(f"unknown `dtype` {dtype!r}; there are: {', '.join(known)}, int8 (cpu)")
+        raise SelfJudgeError(f"unknown `dtype` {dtype!r}; there are: {', '.join(known)}, int8 (cpu), q4 (cpu)")
     return known[dtype]
 
 
@@ -202,6 +210,23 @@ def _load(
         return model.to(place), tokenizer, fingerprint(weight_files(path))
     model, tokenizer = _checkpoint(reference, dtype)
     return model.to(place), tokenizer, fingerprint(weight_files(reference))
+
+
+def _load_blocks(
+    reference: str, role: str, place: torch.device, dtype: torch.dtype, progress: Progress | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
+    """`_load` for a model whose weights stay in a GGUF file."""
+    check_reference(reference, role)
+    if reference in EMBEDDED:
+        file = gguf_file(reference, progress)
+        folder = checkpoint_folder(reference, progress)
+        with quiet():
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        return model_of(file), tokenizer, EMBEDDED[reference].sha256
+    path = Path(reference).expanduser()
+    if path.suffix != ".gguf" or not path.is_file():
+        raise SelfJudgeError(f"`dtype` q4 needs a GGUF file or an embedded model, not {reference}")
+    return model_of(path), gguf_tokenizer(path), fingerprint([path])
 
 
 def _checkpoint(source: Path | str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

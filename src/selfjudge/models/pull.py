@@ -3,6 +3,7 @@
     HOME/models/NAME/            made under a temporary name, moved into place when whole
         target/  draft/          ordinary transformers checkpoints
         manifest.json            sizes and sha256 of every file
+    HOME/models/NAME.gguf        the file itself, where it was asked for
     HOME/models/.NAME.parts/     what is already fetched of an unfinished pull; kept when interrupted
     HOME/models/.NAME.lock       one process at a time
 
@@ -71,6 +72,28 @@ def checkpoint_folder(reference: str, progress: Progress | None = None) -> Path 
     return pull(name, progress, verify=False) / (part or "target")
 
 
+def gguf_file(name: str, progress: Progress | None = None) -> Path:
+    """The GGUF file of an embedded target, fetched if it is not there yet."""
+    model, models = EMBEDDED[name], home() / "models"
+    kept = _kept(model, models)
+    try:
+        models.mkdir(parents=True, exist_ok=True)
+        with locked(models / f".{name}.lock", waiting=f"waiting for another process that is pulling {name} …"):
+            if not (kept.is_file() and kept.stat().st_size == model.size):
+                parts = models / f".{name}.parts"
+                parts.mkdir(exist_ok=True)
+                os.replace(_assembled(model, parts, progress or (lambda stage, share: None)), kept)
+                shutil.rmtree(parts, ignore_errors=True)
+    except OSError as error:
+        raise SelfJudgeError(f"cannot use the cache folder {models}: {error}; set SELFJUDGE_HOME to another") from None
+    return kept
+
+
+def _kept(model: Embedded, models: Path) -> Path:
+    """Where `gguf_file` keeps the file of a model."""
+    return models / f"{model.name}.gguf"
+
+
 def _aside(folder: Path) -> Path:
     """Where the old folder waits while the new one takes its place."""
     return folder.with_name(f".{folder.name}.old")
@@ -89,7 +112,10 @@ def _make(model: Embedded, models: Path, folder: Path, progress: Progress) -> No
     for stale in models.glob(f".{model.name}.making-*"):  # ours alone: we hold the lock
         shutil.rmtree(stale)
     kept = _files_whole(folder, model, "target/")  # of another version, the target may still be good
-    gguf = None if kept else _assembled(model, parts, progress)
+    gguf = None
+    if not kept:
+        file = _kept(model, models)
+        gguf = file if file.is_file() and sha256(file) == model.sha256 else _assembled(model, parts, progress)
     making = Path(tempfile.mkdtemp(prefix=f".{model.name}.making-", dir=models))
     try:
         from selfjudge.models.convert import convert, materialise

@@ -1,72 +1,27 @@
 """The CPU engine: Llama- and Qwen2-shaped models through one compiled forward pass (`kernels.cpp`).
 
-The kernel is compiled once, by the machine's C++ compiler, into the cache folder. float32 weights are used in place;
-`int8` weights are a quantised copy (one scale per group of 64), made once per model.
+The kernel is compiled once, by the machine's C++ compiler, into the cache folder. Weights are as `weights.py` packs them.
 """
 
 from __future__ import annotations
 
 import copy
 import ctypes
-import hashlib
-import os
-import platform
-import shlex
-import shutil
 import subprocess
-import tempfile
 from functools import cache
-from pathlib import Path
 from typing import Self
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfjudge.engine.base import Eager, Output, chunk_tokens, shape_reason
+from selfjudge.engine.cpu.library import Pass, library
+from selfjudge.engine.cpu.weights import GROUP, packed
+from selfjudge.models.gguf import gguf_of
 from selfjudge.models.tokens import context_window
-from selfjudge.store import home, locked
 
-GROUP = 64  # as in kernels.cpp
 CHUNK = 192  # tokens per pass of a long prompt
-SOURCE = Path(__file__).with_name("kernels.cpp")
-
-
-class _Matrix(ctypes.Structure):
-    _fields_ = (
-        ("weight", ctypes.c_void_p), ("scale", ctypes.c_void_p), ("bias", ctypes.c_void_p),
-        ("rows", ctypes.c_int32), ("cols", ctypes.c_int32),
-    )  # fmt: skip
-
-
-class _Layer(ctypes.Structure):
-    _fields_ = (
-        *((name, _Matrix) for name in ("query", "key", "value", "out", "gate", "up", "down")),
-        ("attention_norm", ctypes.c_void_p), ("mlp_norm", ctypes.c_void_p),
-    )  # fmt: skip
-
-
-class _Model(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_int32) for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate")),
-        ("epsilon", ctypes.c_float), ("embedding", ctypes.c_void_p), ("layer", ctypes.POINTER(_Layer)),
-        ("norm", ctypes.c_void_p), ("head", _Matrix),
-    )  # fmt: skip
-
-
-class _Pass(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_int32) for name in ("tokens", "slots", "outputs")),
-        *(
-            (name, ctypes.c_void_p)
-            for name in (
-                "ids", "row", "position", "output", "row_slots", "cosine", "sine", "cache", "logits", "states",
-                "scratch",
-            )
-        ),
-        ("threads", ctypes.c_int32),
-    )  # fmt: skip
 
 
 def why_not(model: PreTrainedModel, *, int8: bool = False) -> str | None:
@@ -82,7 +37,7 @@ def why_not(model: PreTrainedModel, *, int8: bool = False) -> str | None:
     if attention.head_dim % 4:
         return f"its heads are {attention.head_dim} wide"
     widths = (config.hidden_size, config.intermediate_size, config.num_attention_heads * attention.head_dim)
-    if int8 and any(width % GROUP for width in widths):
+    if int8 and gguf_of(model) is None and any(width % GROUP for width in widths):
         return f"int8 needs widths divisible by {GROUP}"
     return _compiler_reason()
 
@@ -91,125 +46,26 @@ def why_not(model: PreTrainedModel, *, int8: bool = False) -> str | None:
 def _compiler_reason() -> str | None:
     """Why the kernel cannot be compiled on this machine; found out once."""
     try:
-        _library()
+        library("native")
     except (OSError, subprocess.SubprocessError) as error:
         return f"its kernel cannot be compiled here ({str(error).splitlines()[0]})"
     return None
 
 
-@cache
-def _library() -> ctypes.CDLL:
-    """Compile the kernel for this machine, once per source, compiler and processor."""
-    compiler = (
-        shlex.split(os.environ.get("CXX", "")) or [c for c in map(shutil.which, ("c++", "g++", "clang++")) if c][:1]
-    )
-    if not compiler:
-        raise OSError("no C++ compiler found")
-    arm = platform.machine() in ("aarch64", "arm64")
-    flags = ["-O3", "-mcpu=native" if arm else "-march=native", "-std=c++17", "-shared", "-fPIC"]
-    flags += ["-fno-math-errno", "-fno-trapping-math"]  # sums keep their order: reassociation spills the registers
-    about = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    cpu = Path("/proc/cpuinfo")
-    processor = cpu.read_text().split("\n\n")[0] if cpu.exists() else platform.processor()
-    processor = "".join(line for line in processor.splitlines() if "MHz" not in line)
-    key = hashlib.sha256("\0".join([SOURCE.read_text(), about, *flags, processor]).encode()).hexdigest()[:16]
-    built = home() / "kernels" / f"{key}.so"
-    if not built.exists():
-        with locked(built.with_suffix(".lock")):
-            if not built.exists():
-                with tempfile.TemporaryDirectory(dir=built.parent) as folder:
-                    fresh = Path(folder) / built.name
-                    command = [*compiler, *flags, str(SOURCE), "-o", str(fresh)]
-                    # OpenMP is the threading of torch itself: both then share one pool of threads
-                    if subprocess.run([*command, "-fopenmp"], capture_output=True, check=False).returncode:
-                        plain = subprocess.run(command, capture_output=True, text=True, check=False)
-                        if plain.returncode:
-                            raise OSError(next((x for x in plain.stderr.splitlines() if "error" in x), "it failed"))
-                    os.replace(fresh, built)
-    library = ctypes.CDLL(str(built))
-    library.scratch_size.restype = ctypes.c_int64
-    library.scratch_size.argtypes = [ctypes.POINTER(_Model), ctypes.c_int32, ctypes.c_int32, ctypes.c_int32]
-    library.forward.argtypes = [ctypes.POINTER(_Model), ctypes.POINTER(_Pass)]
-    library.forward.restype = None
-    return library
-
-
-class _Packed:
-    """The model as the kernel reads it, and the tensors that must outlive it."""
-
-    def __init__(self, model: PreTrainedModel, int8: bool) -> None:
-        config, body = model.config.get_text_config(), model.base_model
-        self.kept: list[Tensor] = []
-        self.bytes_per_pass = 0
-        layers = (_Layer * len(body.layers))()
-        for layer, source in zip(layers, body.layers, strict=True):
-            attention, mlp = source.self_attn, source.mlp
-            layer.query, layer.key, layer.value, layer.out = (
-                self._matrix(m, int8) for m in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
-            )
-            layer.gate, layer.up, layer.down = (
-                self._matrix(m, int8) for m in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-            )
-            layer.attention_norm = self._pointer(source.input_layernorm.weight)
-            layer.mlp_norm = self._pointer(source.post_attention_layernorm.weight)
-        self.layers = layers
-        attention = body.layers[0].self_attn
-        self.model = _Model(
-            len(layers), config.hidden_size, config.num_attention_heads, config.num_key_value_heads,
-            attention.head_dim, config.intermediate_size, config.rms_norm_eps,
-            self._pointer(body.embed_tokens.weight), layers, self._pointer(body.norm.weight),
-            self._matrix(model.get_output_embeddings(), int8),
-        )  # fmt: skip
-
-    def _pointer(self, tensor: Tensor) -> int:
-        tensor = tensor.detach().contiguous()
-        self.kept.append(tensor)
-        return tensor.data_ptr()
-
-    def _matrix(self, linear: nn.Linear, int8: bool) -> _Matrix:
-        weight: Tensor = linear.weight.detach()
-        bias: Tensor | None = getattr(linear, "bias", None)
-        rows, cols = weight.shape
-        at_bias = None if bias is None else self._pointer(bias)
-        if not int8:
-            self.bytes_per_pass += weight.numel() * 4
-            return _Matrix(self._pointer(weight), None, at_bias, rows, cols)
-        values, scale = quantise(weight)
-        self.bytes_per_pass += values.numel() + scale.numel() * 4
-        return _Matrix(self._pointer(values), self._pointer(scale), at_bias, rows, cols)
-
-
-def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 values [N, K] and scales [N, K/64]: the largest of a group becomes ±127."""
-    groups = weight.detach().float().view(weight.shape[0], -1, GROUP)
-    scale = groups.abs().amax(-1) / 127
-    values = (groups / scale.clamp_min(1e-30)[..., None]).round().to(torch.int8)
-    return values.view(weight.shape), scale
-
-
-_PACKED: WeakKeyDictionary[PreTrainedModel, dict[bool, _Packed]] = WeakKeyDictionary()
-
-
-def packed(model: PreTrainedModel, int8: bool) -> _Packed:
-    """Packed once per model and kept as long as it."""
-    forms = _PACKED.setdefault(model, {})
-    if int8 not in forms:
-        forms[int8] = _Packed(model, int8)
-    return forms[int8]
-
-
 class CpuEngine(Eager):
     """See the module's docstring. Each row's keys and values lie at their positions: a rewind changes one number."""
 
-    def __init__(self, model: PreTrainedModel, *, hidden: bool = False, int8: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, hidden: bool = False, int8: bool = False, processor: str = "native"
+    ) -> None:
         super().__init__()
         self.device = model.device
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.window = context_window(model)
         self.chunk = chunk_tokens(model.device)
         self._rotary: nn.Module = model.model.rotary_emb
-        self._packed = packed(model, int8)
-        self._library = _library()
+        self._packed = packed(model, int8, processor)
+        self._library = self._packed.kernel
         self._want_hidden = hidden
         self._embeddings: int = model.get_input_embeddings().weight.shape[0]
         self._scratch = torch.empty(0)
@@ -272,7 +128,7 @@ class CpuEngine(Eager):
         row, position, row_slots, output = (
             numbers.data_ptr() + 4 * n for n in (0, count, 2 * count, 2 * count + len(slots))
         )
-        described = _Pass(
+        described = Pass(
             count, max(slots), len(outputs), tokens.data_ptr(), row, position, output, row_slots,
             self._cosine.data_ptr(), self._sine.data_ptr(), caches.data_ptr(),
             logits.data_ptr(), states.data_ptr(), self._scratch.data_ptr(), threads,

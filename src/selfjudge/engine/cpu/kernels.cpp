@@ -2,8 +2,8 @@
 //
 // Decoding needs every weight once per pass, however many tokens the pass has. General matrix libraries repack the
 // weights for 2 or more tokens, which costs more than that. Here each thread reads its share of the rows of every
-// matrix once and multiplies them with up to four tokens at a time. Weights are float, or int8 with one scale per group
-// of 64; activations are then quantised the same way.
+// matrix once and multiplies them with up to four tokens at a time. Weights are float, or blocks of a GGUF file
+// (blocks.h); activations are then quantised to int8.
 //
 // Tokens of a pass are independent (row, position) pairs. Every row has its own keys and values, so a ragged batch needs
 // no padding, no mask and no holes: rewinding a row is forgetting its last positions. Sums have one order, whatever else
@@ -16,16 +16,17 @@
 #ifdef _OPENMP
 #include <omp.h>
 #endif
-#ifdef __ARM_FEATURE_DOTPROD
-#include <arm_neon.h>
+#ifdef __linux__
+#include <sys/mman.h>
 #endif
 #ifdef __AVX__
 #include <immintrin.h>
 #endif
 
+#include "blocks.h"
+
 namespace {
 
-constexpr int kGroup = 64;   // weights per int8 scale
 constexpr int kTokens = 4;   // tokens per micro-kernel: 16 sums, 4 weights and 4 inputs fit the registers
 constexpr int kRows = 4;     // matrix rows per micro-kernel
 
@@ -104,10 +105,10 @@ inline float silu(float x) {
 extern "C" {
 
 struct Matrix {
-  const void* weight;  // [rows, cols] float, or int8 where `scale` is given
-  const float* scale;  // [rows, cols / kGroup]
+  const void* weight;  // [rows, cols] float, or strips of blocks
   const float* bias;   // [rows] or null
   int32_t rows, cols;
+  int32_t type;        // blocks::Type
 };
 
 struct Layer {
@@ -118,7 +119,8 @@ struct Layer {
 struct Model {
   int32_t layers, hidden, heads, kv_heads, head_dim, intermediate;
   float epsilon;
-  const float* embedding;  // [vocabulary, hidden]
+  const void* embedding;  // [vocabulary, hidden] as in the file
+  int32_t embedding_type;
   const Layer* layer;
   const float* norm;
   Matrix head;
@@ -142,11 +144,10 @@ struct Pass {
 
 namespace {
 
-// Activations as a matrix product reads them: float, or int8 in groups with their scales.
+// Activations as a matrix product reads them: float, or quantised.
 struct Input {
   const float* x;
-  int8_t* q = nullptr;
-  float* scale = nullptr;
+  const blocks::Activation* q;
 };
 
 template <int M, int N>
@@ -184,79 +185,11 @@ inline void multiply(const float* x, int stride, const float* w, int cols, float
   }
 }
 
-inline int32_t dot_group(const int8_t* a, const int8_t* b) {
-  int32_t s = 0;
-  for (int i = 0; i < kGroup; ++i) s += static_cast<int32_t>(a[i]) * b[i];
-  return s;
-}
-
-template <int M, int N>
-inline void multiply(const Input& in, int first, const int8_t* w, const float* scale, int cols, float (*y)[kRows]) {
-  const int groups = cols / kGroup;
-#ifdef __ARM_FEATURE_DOTPROD
-  // two rows at a time: their 8 registers of weights serve every token
-  constexpr int P = N < 2 ? 1 : 2;
-#pragma GCC unroll 2
-  for (int first_row = 0; first_row < N; first_row += P) {
-    const int8_t* rows = w + static_cast<size_t>(first_row) * cols;
-    const float* row_scale = scale + static_cast<size_t>(first_row) * groups;
-    float32x4_t sum[M][P];
-#pragma GCC unroll 4
-    for (int m = 0; m < M; ++m)
-#pragma GCC unroll 2
-      for (int n = 0; n < P; ++n) sum[m][n] = vdupq_n_f32(0);
-    for (int g = 0; g < groups; ++g) {
-      int8x16_t a[P][4];
-#pragma GCC unroll 2
-      for (int n = 0; n < P; ++n) {
-        __builtin_prefetch(rows + static_cast<size_t>(n + kRows) * cols + g * kGroup);
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; ++j) a[n][j] = vld1q_s8(rows + static_cast<size_t>(n) * cols + g * kGroup + 16 * j);
-      }
-#pragma GCC unroll 4
-      for (int m = 0; m < M; ++m) {
-        const int8_t* x = in.q + static_cast<size_t>(first + m) * cols + g * kGroup;
-        const float sx = in.scale[static_cast<size_t>(first + m) * groups + g];
-        const int8x16_t b[4] = {vld1q_s8(x), vld1q_s8(x + 16), vld1q_s8(x + 32), vld1q_s8(x + 48)};
-#pragma GCC unroll 2
-        for (int n = 0; n < P; ++n) {
-          int32x4_t d = vdotq_s32(vdupq_n_s32(0), a[n][0], b[0]);
-          int32x4_t e = vdotq_s32(vdupq_n_s32(0), a[n][1], b[1]);
-          d = vdotq_s32(d, a[n][2], b[2]);
-          e = vdotq_s32(e, a[n][3], b[3]);
-          sum[m][n] = vfmaq_n_f32(sum[m][n], vcvtq_f32_s32(vaddq_s32(d, e)),
-                                  row_scale[static_cast<size_t>(n) * groups + g] * sx);
-        }
-      }
-    }
-#pragma GCC unroll 4
-    for (int m = 0; m < M; ++m)
-#pragma GCC unroll 2
-      for (int n = 0; n < P; ++n) y[m][first_row + n] = vaddvq_f32(sum[m][n]);
-  }
-#else
-  for (int m = 0; m < M; ++m)
-    for (int n = 0; n < N; ++n) {
-      float s = 0;
-      for (int g = 0; g < groups; ++g)
-        s += static_cast<float>(dot_group(in.q + static_cast<size_t>(first + m) * cols + g * kGroup,
-                                          w + static_cast<size_t>(n) * cols + g * kGroup)) *
-             in.scale[static_cast<size_t>(first + m) * groups + g] * scale[static_cast<size_t>(n) * groups + g];
-      y[m][n] = s;
-    }
-#endif
-}
-
 // y[m][n] for M tokens and N rows of the matrix, chosen at compile time
 template <int M, int N>
 inline void tile(const Matrix& w, const Input& in, int m, int n, float (*y)[kRows]) {
-  if (w.scale) {
-    multiply<M, N>(in, m, static_cast<const int8_t*>(w.weight) + static_cast<size_t>(n) * w.cols,
-                   w.scale + static_cast<size_t>(n) * (w.cols / kGroup), w.cols, y);
-  } else {
-    multiply<M, N>(in.x + static_cast<size_t>(m) * w.cols, w.cols,
-                   static_cast<const float*>(w.weight) + static_cast<size_t>(n) * w.cols, w.cols, y);
-  }
+  multiply<M, N>(in.x + static_cast<size_t>(m) * w.cols, w.cols,
+                 static_cast<const float*>(w.weight) + static_cast<size_t>(n) * w.cols, w.cols, y);
 }
 
 template <int N>
@@ -269,13 +202,37 @@ inline void tile(int tokens, const Matrix& w, const Input& in, int m, int n, flo
   }
 }
 
-// Calls store(token, row, value) for this thread's share of the rows. A block of rows stays in the first-level cache
-// while all tokens pass over it: the weights are read from memory once.
+template <class Store>
+void block_product(const Matrix& w, const Input& in, int tokens, int thread, int threads, Store store) {
+  const int groups = w.cols / blocks::kGroup, strips = (w.rows + blocks::kStrip - 1) / blocks::kStrip;
+  const int64_t size = blocks::strip_bytes(w.type, w.cols);
+  const int begin = static_cast<int>(static_cast<int64_t>(strips) * thread / threads);
+  const int end = static_cast<int>(static_cast<int64_t>(strips) * (thread + 1) / threads);
+  alignas(64) float y[blocks::Lanes::kTokens][blocks::kStrip];
+  for (int i = begin; i < end; ++i) {
+    const int n = i * blocks::kStrip, width = w.rows - n < blocks::kStrip ? w.rows - n : blocks::kStrip;
+    const blocks::Activation* x = in.q;
+    for (int m = 0, height; m < tokens; m += height) {
+      height = blocks::tile(tokens, m);
+      blocks::multiply(w.type, static_cast<const uint8_t*>(w.weight) + i * size, x, height, groups, y);
+      x += static_cast<int64_t>(height) * groups;
+      for (int t = 0; t < height; ++t) {
+        if (w.bias)
+          for (int j = 0; j < width; ++j) y[t][j] += w.bias[n + j];
+        store(m + t, n, width, y[t]);
+      }
+    }
+  }
+}
+
+// Calls store(token, row, count, values) for this thread's share of the rows. A block of rows stays in the first-level
+// cache while all tokens pass over it: the weights are read from memory once.
 template <class Store>
 void product(const Matrix& w, const Input& in, int tokens, int thread, int threads, Store store) {
-  const int blocks = (w.rows + kRows - 1) / kRows;
-  const int begin = static_cast<int>(static_cast<int64_t>(blocks) * thread / threads) * kRows;
-  const int end = static_cast<int>(static_cast<int64_t>(blocks) * (thread + 1) / threads) * kRows;
+  if (w.type != blocks::F32) return block_product(w, in, tokens, thread, threads, store);
+  const int parts = (w.rows + kRows - 1) / kRows;
+  const int begin = static_cast<int>(static_cast<int64_t>(parts) * thread / threads) * kRows;
+  const int end = static_cast<int>(static_cast<int64_t>(parts) * (thread + 1) / threads) * kRows;
   float y[kTokens][kRows];
   for (int n = begin; n < end && n < w.rows; n += kRows) {
     const int width = w.rows - n < kRows ? w.rows - n : kRows;
@@ -291,28 +248,12 @@ void product(const Matrix& w, const Input& in, int tokens, int thread, int threa
           for (int i = 0; i < height; ++i) y[i][j] = column[i][0];
         }
       }
-      for (int i = 0; i < height; ++i)
-        for (int j = 0; j < width; ++j) store(m + i, n + j, w.bias ? y[i][j] + w.bias[n + j] : y[i][j]);
-    }
-  }
-}
-
-void quantise(const Input& in, int tokens, int cols) {
-  const int groups = cols / kGroup;
-  for (int i = 0; i < tokens * groups; ++i) {
-    const float* x = in.x + static_cast<size_t>(i) * kGroup;
-    float lane[kLanes] = {}, most = 0;
-    for (int k = 0; k < kGroup; k += kLanes)
-      for (int j = 0; j < kLanes; ++j) {
-        const float size = std::fabs(x[k + j]);
-        lane[j] = lane[j] > size ? lane[j] : size;
+      for (int i = 0; i < height; ++i) {
+        if (w.bias)
+          for (int j = 0; j < width; ++j) y[i][j] += w.bias[n + j];
+        store(m + i, n, width, y[i]);
       }
-    for (float size : lane) most = most > size ? most : size;
-    const float inverse = most > 0 ? 127.0f / most : 0.0f;
-    for (int k = 0; k < kGroup; ++k)
-      in.q[static_cast<size_t>(i) * kGroup + k] =
-          static_cast<int8_t>(static_cast<int32_t>(std::nearbyint(x[k] * inverse)));
-    in.scale[i] = most / 127.0f;
+    }
   }
 }
 
@@ -326,6 +267,10 @@ void normalise(const float* x, const float* weight, float epsilon, int tokens, i
     const float scale = 1.0f / std::sqrt(sum / hidden + epsilon);
     for (k = 0; k < hidden; ++k) y[k] = x[k] * scale * weight[k];
   }
+}
+
+constexpr int64_t quantised_floats(int64_t width) {  // of one token
+  return (width + blocks::kGroup - 1) / blocks::kGroup * static_cast<int64_t>(sizeof(blocks::Activation)) / 4;
 }
 
 constexpr int kKeys = 32;  // keys or values that stay in the first-level cache while several queries use them
@@ -453,8 +398,8 @@ void attend(int tokens, const Heads& a) {
 
 extern "C" {
 
-// Floats of scratch a pass of `tokens` needs. Layout: shared x, qkv, attention, mlp; then per thread the normalised
-// input, its int8 form with scales, and attention scores.
+// Floats of scratch a pass of `tokens` needs. Layout: shared x, qkv, attention, mlp; then per thread the quantised
+// input, the normalised input and attention scores.
 int64_t scratch_size(const Model* model, int32_t tokens, int32_t slots, int32_t threads) {
   const int64_t attention = static_cast<int64_t>(model->heads) * model->head_dim;
   const int64_t wide = model->intermediate > attention ? model->intermediate : attention;
@@ -462,8 +407,7 @@ int64_t scratch_size(const Model* model, int32_t tokens, int32_t slots, int32_t 
   const int64_t qkv = (model->heads + 2 * model->kv_heads) * static_cast<int64_t>(model->head_dim);
   const int64_t shared = tokens * (model->hidden + qkv + attention + model->intermediate);
   const int64_t scores = static_cast<int64_t>(slots) * kTokens * (model->heads / model->kv_heads);
-  const int64_t own = tokens * (widest + widest / 4 + widest / kGroup + 64) + scores + 64;
-  return shared + threads * own;
+  return shared + threads * (tokens * widest + tokens * quantised_floats(widest) + scores) + 64;
 }
 
 void forward(const Model* model, const Pass* pass) {
@@ -477,7 +421,7 @@ void forward(const Model* model, const Pass* pass) {
   float* active = mixed + static_cast<int64_t>(M) * heads * D;
   float* shared_end = active + static_cast<int64_t>(M) * I;
   const int64_t room = static_cast<int64_t>(pass->slots) * kTokens * G;  // of a thread's scores
-  const int64_t own = M * (widest + widest / 4 + widest / kGroup + 64) + room + 64;
+  const int64_t own = M * (widest + quantised_floats(widest)) + room;
   // keys of a row; its values come `apart` later
   auto cached = [&](int row, int layer, int head) {
     return pass->cache[row] + (static_cast<int64_t>(layer) * kv + head) * pass->row_slots[row] * D;
@@ -491,29 +435,35 @@ void forward(const Model* model, const Pass* pass) {
 #else
     const int thread = 0, threads = 1;
 #endif
-    float* normed = shared_end + thread * own;
-    float* group_scale = normed + M * widest;
-    float* scores = group_scale + M * (widest / kGroup + 1);
-    int8_t* quantised = reinterpret_cast<int8_t*>(scores + room);
+    blocks::Activation* quantised = reinterpret_cast<blocks::Activation*>(shared_end + thread * own);
+    float* normed = shared_end + thread * own + M * quantised_floats(widest);
+    float* scores = normed + M * widest;
 
     // every thread normalises and quantises for itself: cheaper than a barrier
-    auto input = [&](const Matrix& w, const float* values) {
-      Input in{values, quantised, group_scale};
-      if (w.scale) quantise(in, M, w.cols);
-      return in;
+    auto input = [&](std::initializer_list<const Matrix*> users, const float* values, int tokens) {
+      for (const Matrix* w : users)
+        if (w->type != blocks::F32) {
+          blocks::quantise(values, tokens, w->cols, quantised);
+          break;
+        }
+      return Input{values, quantised};
     };
 
     for (int m = thread; m < M; m += threads)
-      std::memcpy(x + static_cast<int64_t>(m) * H, model->embedding + pass->ids[m] * H, H * sizeof(float));
+      blocks::dequantise(model->embedding_type,
+                         static_cast<const uint8_t*>(model->embedding) +
+                             pass->ids[m] * blocks::row_bytes(model->embedding_type, H),
+                         H, x + static_cast<int64_t>(m) * H);
 #pragma omp barrier
     for (int l = 0; l < model->layers; ++l) {
       const Layer& layer = model->layer[l];
       normalise(x, layer.attention_norm, model->epsilon, M, H, normed);
-      const Input states = input(layer.query, normed);
+      const Input states = input({&layer.query, &layer.key, &layer.value}, normed, M);
       int offset = 0;
       for (const Matrix* w : {&layer.query, &layer.key, &layer.value}) {
-        product(*w, states, M, thread, threads,
-                [&](int m, int n, float value) { qkv[static_cast<int64_t>(m) * width + offset + n] = value; });
+        product(*w, states, M, thread, threads, [&](int m, int n, int count, const float* y) {
+          std::memcpy(qkv + static_cast<int64_t>(m) * width + offset + n, y, sizeof(float) * count);
+        });
         offset += w->rows;
       }
 #pragma omp barrier
@@ -551,19 +501,24 @@ void forward(const Model* model, const Pass* pass) {
         }
       }
 #pragma omp barrier
-      product(layer.out, input(layer.out, mixed), M, thread, threads,
-              [&](int m, int n, float value) { x[static_cast<int64_t>(m) * H + n] += value; });
+      auto add = [&](int m, int n, int count, const float* y) {
+        float* at = x + static_cast<int64_t>(m) * H + n;
+        for (int j = 0; j < count; ++j) at[j] += y[j];
+      };
+      product(layer.out, input({&layer.out}, mixed, M), M, thread, threads, add);
 #pragma omp barrier
       normalise(x, layer.mlp_norm, model->epsilon, M, H, normed);
-      const Input again = input(layer.gate, normed);
+      const Input again = input({&layer.gate, &layer.up}, normed, M);
       // gate and up have the same shape, so a thread's share of both is the same: no barrier between them
-      product(layer.gate, again, M, thread, threads,
-              [&](int m, int n, float value) { active[static_cast<int64_t>(m) * I + n] = silu(value); });
-      product(layer.up, again, M, thread, threads,
-              [&](int m, int n, float value) { active[static_cast<int64_t>(m) * I + n] *= value; });
+      product(layer.gate, again, M, thread, threads, [&](int m, int n, int count, const float* y) {
+        std::memcpy(active + static_cast<int64_t>(m) * I + n, y, sizeof(float) * count);
+      });
+      product(layer.up, again, M, thread, threads, [&](int m, int n, int count, const float* y) {
+        float* at = active + static_cast<int64_t>(m) * I + n;
+        for (int j = 0; j < count; ++j) at[j] = silu(at[j]) * y[j];
+      });
 #pragma omp barrier
-      product(layer.down, input(layer.down, active), M, thread, threads,
-              [&](int m, int n, float value) { x[static_cast<int64_t>(m) * H + n] += value; });
+      product(layer.down, input({&layer.down}, active, M), M, thread, threads, add);
 #pragma omp barrier
     }
     // the head, only for the wanted tokens
@@ -572,10 +527,51 @@ void forward(const Model* model, const Pass* pass) {
       normalise(x + static_cast<int64_t>(pass->output[i]) * H, model->norm, model->epsilon, 1, H,
                 normed + static_cast<int64_t>(i) * H);
     if (thread == 0) std::memcpy(pass->states, normed, sizeof(float) * wanted * H);
-    Input in{normed, quantised, group_scale};
-    if (model->head.scale) quantise(in, wanted, H);
-    product(model->head, in, wanted, thread, threads,
-            [&](int m, int n, float value) { pass->logits[static_cast<int64_t>(m) * model->head.rows + n] = value; });
+    product(model->head, input({&model->head}, normed, wanted), wanted, thread, threads,
+            [&](int m, int n, int count, const float* y) {
+              std::memcpy(pass->logits + static_cast<int64_t>(m) * model->head.rows + n, y, sizeof(float) * count);
+            });
+  }
+}
+
+// y [tokens, rows] of one matrix alone, by one thread; `quantised` has room for the quantised inputs.
+void apply(const Matrix* w, const float* x, int32_t tokens, void* quantised, float* y) {
+  blocks::Activation* q = static_cast<blocks::Activation*>(quantised);
+  if (w->type != blocks::F32) blocks::quantise(x, tokens, w->cols, q);
+  product(*w, Input{x, q}, tokens, 0, 1, [&](int m, int n, int count, const float* values) {
+    std::memcpy(y + static_cast<int64_t>(m) * w->rows + n, values, sizeof(float) * count);
+  });
+}
+
+// Which instructions multiply blocks here.
+const char* block_kernel() { return blocks::Lanes::name; }
+
+// Bytes of a matrix as the kernels read it.
+int64_t packed_bytes(int32_t type, int64_t rows, int32_t cols) {
+  return (rows + blocks::kStrip - 1) / blocks::kStrip * blocks::strip_bytes(type, cols);
+}
+
+// Ask for large pages below the packed weights: with small ones a tenth of the time goes into finding them.
+void use_large_pages(uint8_t* start, int64_t size) {
+#ifdef __linux__
+  const uintptr_t page = 4096, from = (reinterpret_cast<uintptr_t>(start) + page - 1) / page * page;
+  const uintptr_t to = (reinterpret_cast<uintptr_t>(start) + size) / page * page;
+  if (from < to) madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE);
+#else
+  (void)start, (void)size;
+#endif
+}
+
+// A matrix of a file as the kernels read it. Row r is row order[r] of the file, where an order is given.
+void pack(int32_t type, int32_t rows, int32_t cols, const uint8_t* file, const int32_t* order, uint8_t* out,
+          int32_t threads) {
+  const int64_t size = blocks::strip_bytes(type, cols), row = blocks::row_bytes(type, cols);
+#pragma omp parallel for num_threads(threads)
+  for (int first = 0; first < rows; first += blocks::kStrip) {
+    const uint8_t* lines[blocks::kStrip];
+    for (int r = 0; r < blocks::kStrip; ++r)
+      lines[r] = first + r < rows ? file + row * (order ? order[first + r] : first + r) : nullptr;
+    blocks::pack_strip(type, lines, cols, out + first / blocks::kStrip * size);
   }
 }
 

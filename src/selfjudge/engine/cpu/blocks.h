@@ -1,0 +1,643 @@
+// Matrices in the blocks of GGUF files: repacked once, then multiplied with int8 activations.
+//
+// Weights keep the integers and the scales of the file. 16 rows are interleaved, four columns at a time, so that one
+// instruction multiplies four columns of many rows with four activations of one token. Each group of 32 weights is
+// unpacked once for all tokens of a tile. Integer sums are exact and floats are added in the order of the groups: a
+// token's result does not depend on how many others are in its pass.
+//
+// A strip of 16 rows is [groups] codes, then scales:
+//   codes of 4 bits: 4 pieces of 64 bytes, piece i has columns 8i … 8i+3 in the low and 8i+4 … 8i+7 in the high halves
+//   codes of 6 bits: the same for their low 4 bits, then 2 pieces with 2 bits each for 16 columns
+//   codes of 8 bits: 8 pieces of 64 bytes, as signed integers
+//   scales: per block of 256 the halves d[16] and dmin[16] (Q4_K, Q5_K) or d[16] (Q6_K), then per group of 32 two times
+//   16 bytes; or per group the halves d[16], and m[16] where the type has one
+
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#if defined(__AVX2__) && defined(__F16C__)
+#include <immintrin.h>
+#elif defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
+#endif
+
+namespace blocks {
+
+// as GGUF numbers them
+enum Type : int32_t { F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14 };
+
+constexpr int kStrip = 16;   // rows
+constexpr int kGroup = 32;   // columns
+constexpr int kSuper = 256;  // columns of a block of the K types
+constexpr int kAhead = 4096;  // bytes between what is multiplied and what is fetched: a page, where hardware stops
+
+constexpr bool is_k(int type) { return type >= Q4_K; }
+constexpr bool has_min(int type) { return type == Q4_1 || type == Q5_1 || type == Q4_K || type == Q5_K; }
+constexpr int bits(int type) { return type == Q8_0 ? 8 : type == Q4_0 || type == Q4_1 || type == Q4_K ? 4 : 6; }
+// what is subtracted from a code
+constexpr int offset(int type) { return type == Q4_0 ? 8 : type == Q5_0 ? 16 : type == Q6_K ? 32 : 0; }
+constexpr int code_bytes(int type) { return kStrip * kGroup * bits(type) / 8; }
+constexpr int scale_bytes(int type) { return is_k(type) || has_min(type) == false ? 32 : 64; }  // of a group
+constexpr int super_bytes(int type) { return is_k(type) ? (has_min(type) ? 64 : 32) : 0; }
+
+inline int64_t strip_bytes(int type, int cols) {
+  const int64_t groups = cols / kGroup;
+  const int64_t bytes = groups * (code_bytes(type) + scale_bytes(type)) + groups / 8 * super_bytes(type);
+  return (bytes + 63) / 64 * 64;
+}
+
+inline int64_t row_bytes(int type, int cols) {
+  switch (type) {
+    case F32: return 4LL * cols;
+    case F16: return 2LL * cols;
+    case Q4_0: return cols / kGroup * 18LL;
+    case Q4_1: return cols / kGroup * 20LL;
+    case Q5_0: return cols / kGroup * 22LL;
+    case Q5_1: return cols / kGroup * 24LL;
+    case Q8_0: return cols / kGroup * 34LL;
+    case Q4_K: return cols / kSuper * 144LL;
+    case Q5_K: return cols / kSuper * 176LL;
+    default: return cols / kSuper * 210LL;
+  }
+}
+
+inline float to_float(uint16_t half) {
+  const uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16, exponent = half >> 10 & 31, fraction = half & 1023;
+  uint32_t bits;
+  if (exponent == 0) {
+    const float value = static_cast<float>(fraction) * 5.9604644775390625e-8f;  // 2^-24
+    return sign ? -value : value;
+  }
+  bits = sign | (exponent == 31 ? 255u : exponent + 112) << 23 | fraction << 13;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+// ---------------------------------------------------------------------------------------------------------- the file
+
+// 32 weights of a row as they are in the file: weight = scale * (code - offset) + minimum, where scale and minimum of the
+// K types are products of a half and a byte, and Q6_K has a scale for each 16.
+struct Group {
+  uint8_t code[kGroup];      // Q8_0: signed
+  uint16_t d, m;             // halves; of the K types those of the block of 256
+  uint8_t scale[2];          // K types: [scale, minimum], Q6_K: two signed scales
+};
+
+inline uint16_t half_at(const uint8_t* p) {
+  uint16_t half;
+  std::memcpy(&half, p, 2);
+  return half;
+}
+
+inline void read_k(int type, const uint8_t* p, int part, Group& out) {
+  if (type == Q6_K) {  // low bits [128], high bits [64], scales [16], d
+    const int shift = part % 4, from = part / 4 * 64 + (shift & 1) * 32;
+    for (int j = 0; j < kGroup; ++j) {
+      const uint8_t low = p[from + j], high = p[128 + part / 4 * 32 + j];
+      out.code[j] = (shift < 2 ? low & 15 : low >> 4) | (high >> 2 * shift & 3) << 4;
+    }
+    out.scale[0] = p[192 + 2 * part];
+    out.scale[1] = p[192 + 2 * part + 1];
+    out.d = half_at(p + 208);
+    return;
+  }
+  const uint8_t* packed = p + 4;  // 8 scales and 8 minima of 6 bits in 12 bytes
+  out.d = half_at(p);
+  out.m = half_at(p + 2);
+  out.scale[0] = part < 4 ? packed[part] & 63 : (packed[part + 4] & 15) | packed[part - 4] >> 6 << 4;
+  out.scale[1] = part < 4 ? packed[part + 4] & 63 : packed[part + 4] >> 4 | packed[part] >> 6 << 4;
+  const uint8_t* high = p + 16;
+  const uint8_t* low = p + (type == Q5_K ? 48 : 16) + part / 2 * 32;
+  for (int j = 0; j < kGroup; ++j) {
+    out.code[j] = part % 2 ? low[j] >> 4 : low[j] & 15;
+    if (type == Q5_K) out.code[j] |= (high[j] >> part & 1) << 4;
+  }
+}
+
+// group g of a row of the file
+inline void read_group(int type, const uint8_t* row, int g, Group& out) {
+  if (is_k(type)) return read_k(type, row + row_bytes(type, kSuper) * (g / 8), g % 8, out);
+  const uint8_t* p = row + row_bytes(type, kGroup) * g;
+  out.d = half_at(p);
+  p += 2;
+  if (has_min(type)) {
+    out.m = half_at(p);
+    p += 2;
+  }
+  if (type == Q8_0) {
+    std::memcpy(out.code, p, kGroup);
+    return;
+  }
+  uint32_t high = 0;
+  if (bits(type) == 6) {
+    std::memcpy(&high, p, 4);
+    p += 4;
+  }
+  for (int j = 0; j < 16; ++j) {
+    out.code[j] = (p[j] & 15) | (high >> j & 1) << 4;
+    out.code[j + 16] = p[j] >> 4 | (high >> (j + 16) & 1) << 4;
+  }
+}
+
+// A row of the file as floats: the embedding of a token.
+inline void dequantise(int type, const uint8_t* row, int cols, float* out) {
+  if (type == F32) {
+    std::memcpy(out, row, sizeof(float) * cols);
+    return;
+  }
+  if (type == F16) {
+    for (int k = 0; k < cols; ++k) out[k] = to_float(half_at(row + 2 * k));
+    return;
+  }
+  Group group = {};
+  for (int g = 0; g < cols / kGroup; ++g) {
+    read_group(type, row, g, group);
+    const float d = to_float(group.d), m = has_min(type) ? to_float(group.m) : 0;
+    for (int j = 0; j < kGroup; ++j) {
+      const float code = type == Q8_0 ? static_cast<int8_t>(group.code[j]) : group.code[j] - offset(type);
+      const float scale = type == Q6_K ? d * static_cast<int8_t>(group.scale[j / 16]) : is_k(type) ? d * group.scale[0] : d;
+      const float least = is_k(type) ? -m * group.scale[1] : m;
+      out[g * kGroup + j] = has_min(type) ? scale * code + least : scale * code;
+    }
+  }
+}
+
+inline void pack_codes(int type, const Group* rows, uint8_t* out) {
+  for (int r = 0; r < kStrip; ++r)
+    for (int b = 0; b < 4; ++b) {
+      const uint8_t* code = rows[r].code + b;
+      uint8_t* at = out + 4 * r + b;
+      if (bits(type) == 8) {
+        for (int q = 0; q < 8; ++q) at[64 * q] = code[4 * q];
+        continue;
+      }
+      for (int i = 0; i < 4; ++i) at[64 * i] = (code[8 * i] & 15) | (code[8 * i + 4] & 15) << 4;
+      if (bits(type) == 6)
+        for (int h = 0; h < 2; ++h)
+          at[256 + 64 * h] = code[16 * h] >> 4 | code[16 * h + 4] >> 4 << 2 | code[16 * h + 8] >> 4 << 4 |
+                             code[16 * h + 12] >> 4 << 6;
+    }
+}
+
+// One strip. `rows` are 16 rows of the file; null where the matrix has ended.
+inline void pack_strip(int type, const uint8_t* const* rows, int cols, uint8_t* out) {
+  const int groups = cols / kGroup;
+  uint8_t* scales = out + static_cast<int64_t>(groups) * code_bytes(type);
+  Group group[kStrip];
+  for (int g = 0; g < groups; ++g) {
+    for (int r = 0; r < kStrip; ++r) {
+      std::memset(&group[r], 0, sizeof(Group));
+      if (rows[r]) read_group(type, rows[r], g, group[r]);
+    }
+    pack_codes(type, group, out + static_cast<int64_t>(g) * code_bytes(type));
+    const bool first = is_k(type) && g % 8 == 0;
+    for (int r = 0; r < kStrip; ++r) {
+      if (first || !is_k(type)) std::memcpy(scales + 2 * r, &group[r].d, 2);
+      if ((first || !is_k(type)) && has_min(type)) std::memcpy(scales + 32 + 2 * r, &group[r].m, 2);
+    }
+    if (first) scales += super_bytes(type);
+    if (is_k(type))
+      for (int r = 0; r < kStrip; ++r) {
+        scales[r] = group[r].scale[0];
+        scales[16 + r] = group[r].scale[1];
+      }
+    scales += scale_bytes(type);
+  }
+}
+
+// ------------------------------------------------------------------------------------------------------- activations
+
+// 32 activations of one token
+struct Activation {
+  int8_t q[kGroup];
+  float scale, sum;      // sum of scale * q
+  int32_t half_sum[2];   // of q, for each 16
+};
+static_assert(sizeof(Activation) == 48, "kernels count on it");
+
+// q = x / scale, rounded to even; the largest becomes ±127. Where an x is not finite, neither is the scale.
+inline void quantise(const float* x, Activation& out) {
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+  const __m512 a = _mm512_loadu_ps(x), b = _mm512_loadu_ps(x + 16);
+  const __m512 wide = _mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b));
+  const float most = _mm512_reduce_max_ps(wide);
+  const bool nan = _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q) != 0;
+  const __m512 inverse = _mm512_set1_ps(most > 0 ? 127.0f / most : 0.0f);
+  const __m512i i = _mm512_cvtps_epi32(_mm512_mul_ps(a, inverse)), j = _mm512_cvtps_epi32(_mm512_mul_ps(b, inverse));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out.q), _mm512_cvtsepi32_epi8(i));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out.q + 16), _mm512_cvtsepi32_epi8(j));
+  out.half_sum[0] = _mm512_reduce_add_epi32(i);
+  out.half_sum[1] = _mm512_reduce_add_epi32(j);
+#elif defined(__AVX2__) && defined(__F16C__)
+  const __m256 sign = _mm256_set1_ps(-0.0f);
+  __m256 v[4], wide = _mm256_setzero_ps(), odd = _mm256_setzero_ps();
+  for (int k = 0; k < 4; ++k) {
+    v[k] = _mm256_loadu_ps(x + 8 * k);
+    wide = _mm256_max_ps(wide, _mm256_andnot_ps(sign, v[k]));
+    odd = _mm256_or_ps(odd, _mm256_cmp_ps(v[k], v[k], _CMP_UNORD_Q));
+  }
+  const bool nan = _mm256_movemask_ps(odd) != 0;
+  __m128 four = _mm_max_ps(_mm256_castps256_ps128(wide), _mm256_extractf128_ps(wide, 1));
+  four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  const float most = _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+  const __m256 inverse = _mm256_set1_ps(most > 0 ? 127.0f / most : 0.0f);
+  for (int h = 0; h < 2; ++h) {
+    const __m256i i = _mm256_cvtps_epi32(_mm256_mul_ps(v[2 * h], inverse));
+    const __m256i j = _mm256_cvtps_epi32(_mm256_mul_ps(v[2 * h + 1], inverse));
+    const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(i, j), 0xD8);
+    const __m128i low = _mm256_castsi256_si128(words), high = _mm256_extracti128_si256(words, 1);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out.q + 16 * h), _mm_packs_epi16(low, high));
+    __m128i sum = _mm_madd_epi16(_mm_add_epi16(low, high), _mm_set1_epi16(1));
+    sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4E));
+    out.half_sum[h] = _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xB1)));
+  }
+#elif defined(__ARM_FEATURE_DOTPROD)
+  float32x4_t v[8], wide = vdupq_n_f32(0);
+  for (int k = 0; k < 8; ++k) {
+    v[k] = vld1q_f32(x + 4 * k);
+    wide = vmaxq_f32(wide, vabsq_f32(v[k]));  // keeps NaN
+  }
+  const float most = vmaxvq_f32(wide);
+  const bool nan = most != most;
+  const float inverse = most > 0 ? 127.0f / most : 0.0f;
+  for (int h = 0; h < 2; ++h) {
+    int16x4_t words[4];
+    for (int k = 0; k < 4; ++k) words[k] = vqmovn_s32(vcvtnq_s32_f32(vmulq_n_f32(v[4 * h + k], inverse)));
+    const int16x8_t low = vcombine_s16(words[0], words[1]), high = vcombine_s16(words[2], words[3]);
+    vst1q_s8(out.q + 16 * h, vcombine_s8(vqmovn_s16(low), vqmovn_s16(high)));
+    out.half_sum[h] = vaddlvq_s16(vaddq_s16(low, high));
+  }
+#else
+  float most = 0;
+  bool nan = false;
+  for (int k = 0; k < kGroup; ++k) {
+    const float size = std::fabs(x[k]);
+    most = most > size ? most : size;
+    nan |= x[k] != x[k];
+  }
+  const float inverse = most > 0 ? 127.0f / most : 0.0f;
+  out.half_sum[0] = out.half_sum[1] = 0;
+  for (int k = 0; k < kGroup; ++k) {
+    out.q[k] = nan || most > 3e38f ? 0 : static_cast<int8_t>(std::nearbyint(x[k] * inverse));
+    out.half_sum[k / 16] += out.q[k];
+  }
+#endif
+  out.scale = nan ? NAN : most / 127.0f;
+  out.sum = out.scale * static_cast<float>(out.half_sum[0] + out.half_sum[1]);
+}
+
+// ------------------------------------------------------------------------------- what the processor offers for a strip
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+struct Lanes {  // 16 rows in a register, 8 tokens in 16 registers
+  static constexpr int kRows = 16, kTokens = 8, kShift = 128;
+  static constexpr const char* name = "avx512-vnni";
+  typedef __m512i bytes;
+  typedef __m512i ints;
+  typedef __m512 floats;
+  static bytes load(const uint8_t* p) { return _mm512_loadu_si512(p); }
+  static bytes load_signed(const uint8_t* p) { return _mm512_xor_si512(load(p), _mm512_set1_epi8(-128)); }
+  static bytes low(bytes b) { return _mm512_and_si512(b, _mm512_set1_epi8(15)); }
+  static bytes high(bytes b) { return low(_mm512_srli_epi16(b, 4)); }
+  template <int Q>
+  static bytes with_bits(bytes b, bytes two) {  // bits 2Q and 2Q+1 become 4 and 5
+    const bytes moved = Q < 2 ? _mm512_slli_epi16(two, 4 - 2 * Q) : _mm512_srli_epi16(two, 2 * Q - 4);
+    return _mm512_ternarylogic_epi32(b, moved, _mm512_set1_epi8(48), 0xF8);
+  }
+  static ints fill(int32_t v) { return _mm512_set1_epi32(v); }
+  template <int Bits>
+  static ints dot(ints sum, bytes w, const int8_t* x) {
+    int32_t four;
+    std::memcpy(&four, x, 4);
+    return _mm512_dpbusd_epi32(sum, w, _mm512_set1_epi32(four));
+  }
+  static floats zero() { return _mm512_setzero_ps(); }
+  static floats halves(const uint8_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+  static floats unsigned_bytes(const uint8_t* p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+  }
+  static floats signed_bytes(const uint8_t* p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+  }
+  static floats convert(ints v) { return _mm512_cvtepi32_ps(v); }
+  static floats times(floats a, floats b) { return _mm512_mul_ps(a, b); }
+  static floats times(floats a, float b) { return _mm512_mul_ps(a, _mm512_set1_ps(b)); }
+  static floats add(floats a, floats b, floats c) { return _mm512_fmadd_ps(a, b, c); }  // a b + c
+  static floats add(floats a, float b, floats c) { return _mm512_fmadd_ps(a, _mm512_set1_ps(b), c); }
+  static floats minus(floats a, float b, floats c) { return _mm512_fnmadd_ps(a, _mm512_set1_ps(b), c); }  // c - a b
+  static void store(float* p, floats v) { _mm512_storeu_ps(p, v); }
+};
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+struct Lanes {  // 8 rows in a register, 4 tokens in 8 registers
+  static constexpr int kRows = 8, kTokens = 4;
+  typedef __m256i bytes;
+  typedef __m256i ints;
+  typedef __m256 floats;
+  static bytes load(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+  static bytes low(bytes b) { return _mm256_and_si256(b, _mm256_set1_epi8(15)); }
+  static bytes high(bytes b) { return low(_mm256_srli_epi16(b, 4)); }
+  template <int Q>
+  static bytes with_bits(bytes b, bytes two) {
+    const bytes moved = Q < 2 ? _mm256_slli_epi16(two, 4 - 2 * Q) : _mm256_srli_epi16(two, 2 * Q - 4);
+    return _mm256_or_si256(b, _mm256_and_si256(moved, _mm256_set1_epi8(48)));
+  }
+  static ints fill(int32_t v) { return _mm256_set1_epi32(v); }
+#ifdef __AVXVNNI__
+  static constexpr int kShift = 128;
+  static constexpr const char* name = "avx-vnni";
+  static bytes load_signed(const uint8_t* p) { return _mm256_xor_si256(load(p), _mm256_set1_epi8(-128)); }
+  template <int Bits>
+  static ints dot(ints sum, bytes w, const int8_t* x) {
+    int32_t four;
+    std::memcpy(&four, x, 4);
+    return _mm256_dpbusd_avx_epi32(sum, w, _mm256_set1_epi32(four));
+  }
+#else
+  static constexpr int kShift = 0;
+  static constexpr const char* name = "avx2";
+  static bytes load_signed(const uint8_t* p) { return load(p); }
+  template <int Bits>
+  static ints dot(ints sum, bytes w, const int8_t* x) {  // sums of two products fit 16 bits: 2 · 127 · 128 < 2¹⁵
+    int32_t four;
+    std::memcpy(&four, x, 4);
+    const bytes b = _mm256_set1_epi32(four);
+    const ints pairs = Bits == 8 ? _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(b, w)) : _mm256_maddubs_epi16(w, b);
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  }
+#endif
+  static floats zero() { return _mm256_setzero_ps(); }
+  static floats halves(const uint8_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+  static floats unsigned_bytes(const uint8_t* p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+  }
+  static floats signed_bytes(const uint8_t* p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+  }
+  static floats convert(ints v) { return _mm256_cvtepi32_ps(v); }
+  static floats times(floats a, floats b) { return _mm256_mul_ps(a, b); }
+  static floats times(floats a, float b) { return _mm256_mul_ps(a, _mm256_set1_ps(b)); }
+  static floats add(floats a, floats b, floats c) { return _mm256_fmadd_ps(a, b, c); }
+  static floats add(floats a, float b, floats c) { return _mm256_fmadd_ps(a, _mm256_set1_ps(b), c); }
+  static floats minus(floats a, float b, floats c) { return _mm256_fnmadd_ps(a, _mm256_set1_ps(b), c); }
+  static void store(float* p, floats v) { _mm256_storeu_ps(p, v); }
+};
+#elif defined(__ARM_FEATURE_DOTPROD)
+struct Lanes {  // 8 rows in two registers, 4 tokens in 16 registers
+  static constexpr int kRows = 8, kTokens = 4, kShift = 0;
+  static constexpr const char* name = "neon-dotprod";
+  struct bytes { int8x16_t v[2]; };
+  struct ints { int32x4_t v[2]; };
+  struct floats { float32x4_t v[2]; };
+  static bytes load(const uint8_t* p) { return {{vreinterpretq_s8_u8(vld1q_u8(p)), vreinterpretq_s8_u8(vld1q_u8(p + 16))}}; }
+  static bytes load_signed(const uint8_t* p) { return load(p); }
+  static int8x16_t low(int8x16_t b) { return vandq_s8(b, vdupq_n_s8(15)); }
+  static int8x16_t high(int8x16_t b) { return vreinterpretq_s8_u8(vshrq_n_u8(vreinterpretq_u8_s8(b), 4)); }
+  static bytes low(bytes b) { return {{low(b.v[0]), low(b.v[1])}}; }
+  static bytes high(bytes b) { return {{high(b.v[0]), high(b.v[1])}}; }
+  template <int Q>
+  static int8x16_t with_bits(int8x16_t b, int8x16_t two) {
+    const uint8x16_t u = vreinterpretq_u8_s8(two);
+    const uint8x16_t moved = Q < 2 ? vshlq_u8(u, vdupq_n_s8(4 - 2 * Q)) : vshlq_u8(u, vdupq_n_s8(4 - 2 * Q));
+    return vorrq_s8(b, vandq_s8(vreinterpretq_s8_u8(moved), vdupq_n_s8(48)));
+  }
+  template <int Q>
+  static bytes with_bits(bytes b, bytes two) {
+    return {{with_bits<Q>(b.v[0], two.v[0]), with_bits<Q>(b.v[1], two.v[1])}};
+  }
+  static ints fill(int32_t v) { return {{vdupq_n_s32(v), vdupq_n_s32(v)}}; }
+  template <int Bits>
+  static ints dot(ints sum, bytes w, const int8_t* x) {
+    int32_t four;
+    std::memcpy(&four, x, 4);
+    const int8x16_t b = vreinterpretq_s8_s32(vdupq_n_s32(four));
+    return {{vdotq_s32(sum.v[0], w.v[0], b), vdotq_s32(sum.v[1], w.v[1], b)}};
+  }
+  static floats zero() { return {{vdupq_n_f32(0), vdupq_n_f32(0)}}; }
+  static floats halves(const uint8_t* p) {
+    const float16x8_t h = vreinterpretq_f16_u8(vld1q_u8(p));
+    return {{vcvt_f32_f16(vget_low_f16(h)), vcvt_f32_f16(vget_high_f16(h))}};
+  }
+  static floats unsigned_bytes(const uint8_t* p) {
+    const uint16x8_t wide = vmovl_u8(vld1_u8(p));
+    return {{vcvtq_f32_u32(vmovl_u16(vget_low_u16(wide))), vcvtq_f32_u32(vmovl_u16(vget_high_u16(wide)))}};
+  }
+  static floats signed_bytes(const uint8_t* p) {
+    const int16x8_t wide = vmovl_s8(vreinterpret_s8_u8(vld1_u8(p)));
+    return {{vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide))), vcvtq_f32_s32(vmovl_s16(vget_high_s16(wide)))}};
+  }
+  static floats convert(ints v) { return {{vcvtq_f32_s32(v.v[0]), vcvtq_f32_s32(v.v[1])}}; }
+  static floats times(floats a, floats b) { return {{vmulq_f32(a.v[0], b.v[0]), vmulq_f32(a.v[1], b.v[1])}}; }
+  static floats times(floats a, float b) { return {{vmulq_n_f32(a.v[0], b), vmulq_n_f32(a.v[1], b)}}; }
+  static floats add(floats a, floats b, floats c) {
+    return {{vfmaq_f32(c.v[0], a.v[0], b.v[0]), vfmaq_f32(c.v[1], a.v[1], b.v[1])}};
+  }
+  static floats add(floats a, float b, floats c) { return {{vfmaq_n_f32(c.v[0], a.v[0], b), vfmaq_n_f32(c.v[1], a.v[1], b)}}; }
+  static floats minus(floats a, float b, floats c) { return add(a, -b, c); }
+  static void store(float* p, floats v) {
+    vst1q_f32(p, v.v[0]);
+    vst1q_f32(p + 4, v.v[1]);
+  }
+};
+#else
+struct Lanes {  // any processor; one token at a time, so that every pass runs the same instructions
+  static constexpr int kRows = 16, kTokens = 1, kShift = 0;
+  static constexpr const char* name = "portable";
+  struct bytes { int8_t v[64]; };
+  struct ints { int32_t v[16]; };
+  struct floats { float v[16]; };
+  template <class Out, class F>
+  static Out each(F f) {
+    Out out;
+    for (size_t i = 0; i < sizeof out.v / sizeof out.v[0]; ++i) out.v[i] = f(i);
+    return out;
+  }
+  static bytes load(const uint8_t* p) {
+    bytes b;
+    std::memcpy(b.v, p, sizeof b.v);
+    return b;
+  }
+  static bytes load_signed(const uint8_t* p) { return load(p); }
+  static bytes low(bytes b) { return each<bytes>([&](size_t i) { return b.v[i] & 15; }); }
+  static bytes high(bytes b) { return each<bytes>([&](size_t i) { return static_cast<uint8_t>(b.v[i]) >> 4; }); }
+  template <int Q>
+  static bytes with_bits(bytes b, bytes two) {
+    return each<bytes>([&](size_t i) { return b.v[i] | (static_cast<uint8_t>(two.v[i]) >> 2 * Q & 3) << 4; });
+  }
+  static ints fill(int32_t v) { return each<ints>([&](size_t) { return v; }); }
+  template <int Bits>
+  static ints dot(ints sum, bytes w, const int8_t* x) {
+    for (int r = 0; r < 16; ++r)
+      for (int b = 0; b < 4; ++b) sum.v[r] += w.v[4 * r + b] * x[b];
+    return sum;
+  }
+  static floats zero() { return each<floats>([](size_t) { return 0.0f; }); }
+  static floats halves(const uint8_t* p) { return each<floats>([&](size_t i) { return to_float(half_at(p + 2 * i)); }); }
+  static floats unsigned_bytes(const uint8_t* p) { return each<floats>([&](size_t i) { return static_cast<float>(p[i]); }); }
+  static floats signed_bytes(const uint8_t* p) {
+    return each<floats>([&](size_t i) { return static_cast<float>(static_cast<int8_t>(p[i])); });
+  }
+  static floats convert(ints v) { return each<floats>([&](size_t i) { return static_cast<float>(v.v[i]); }); }
+  static floats times(floats a, floats b) { return each<floats>([&](size_t i) { return a.v[i] * b.v[i]; }); }
+  static floats times(floats a, float b) { return each<floats>([&](size_t i) { return a.v[i] * b; }); }
+  static floats add(floats a, floats b, floats c) { return each<floats>([&](size_t i) { return a.v[i] * b.v[i] + c.v[i]; }); }
+  static floats add(floats a, float b, floats c) { return each<floats>([&](size_t i) { return a.v[i] * b + c.v[i]; }); }
+  static floats minus(floats a, float b, floats c) { return each<floats>([&](size_t i) { return c.v[i] - a.v[i] * b; }); }
+  static void store(float* p, floats v) { std::memcpy(p, v.v, sizeof v.v); }
+};
+#endif
+
+// --------------------------------------------------------------------------------------------------- the multiplication
+
+// Columns 8I … 8I+7 of a group: unpacked once, multiplied with every token.
+template <int Kind, int T, int I>
+inline void eight_columns(const uint8_t* w, const Activation* x, Lanes::ints (&sum)[T]) {
+  constexpr int B = bits(Kind);
+  Lanes::bytes a, b;
+  if (B == 8) {
+    a = Lanes::load_signed(w + 128 * I);
+    b = Lanes::load_signed(w + 128 * I + 64);
+  } else {
+    const Lanes::bytes both = Lanes::load(w + 64 * I);
+    a = Lanes::low(both);
+    b = Lanes::high(both);
+    if (B == 6) {
+      const Lanes::bytes two = Lanes::load(w + 256 + 64 * (I / 2));
+      a = Lanes::with_bits<2 * (I % 2)>(a, two);
+      b = Lanes::with_bits<2 * (I % 2) + 1>(b, two);
+    }
+  }
+#pragma GCC unroll 8
+  for (int t = 0; t < T; ++t) {
+    sum[t] = Lanes::dot<B>(sum[t], a, x[t].q + 8 * I);
+    sum[t] = Lanes::dot<B>(sum[t], b, x[t].q + 8 * I + 4);
+  }
+}
+
+// y[t][r] for T tokens and the kRows rows of a strip from `lane` on. x is [groups][stride].
+template <int Kind, int T>
+__attribute__((noinline)) void some_rows(const uint8_t* strip, int lane, const Activation* x, int stride, int groups,
+                                         float (*y)[kStrip]) {
+  constexpr int away = offset(Kind) + (bits(Kind) == 8 ? Lanes::kShift : 0);
+  const uint8_t* w = strip + 4 * lane;
+  const uint8_t* s = strip + static_cast<int64_t>(groups) * code_bytes(Kind);
+  Lanes::floats total[T], d = Lanes::zero(), least = Lanes::zero();
+#pragma GCC unroll 8
+  for (int t = 0; t < T; ++t) total[t] = Lanes::zero();
+  for (int g = 0; g < groups; ++g, w += code_bytes(Kind), s += scale_bytes(Kind), x += stride) {
+    if (is_k(Kind) && g % 8 == 0) {
+      d = Lanes::halves(s + 2 * lane);
+      if (has_min(Kind)) least = Lanes::halves(s + 32 + 2 * lane);
+      s += super_bytes(Kind);
+    }
+    for (int i = 0; i < code_bytes(Kind); i += 64) __builtin_prefetch(w + kAhead + i);
+    Lanes::ints sum[T];
+    if (Kind == Q6_K) {  // a scale for each 16
+      Lanes::floats half[T];
+#pragma GCC unroll 8
+      for (int t = 0; t < T; ++t) sum[t] = Lanes::fill(-away * x[t].half_sum[0]);
+      eight_columns<Kind, T, 0>(w, x, sum);
+      eight_columns<Kind, T, 1>(w, x, sum);
+      const Lanes::floats first = Lanes::times(Lanes::signed_bytes(s + lane), d);
+#pragma GCC unroll 8
+      for (int t = 0; t < T; ++t) {
+        half[t] = Lanes::times(Lanes::convert(sum[t]), first);
+        sum[t] = Lanes::fill(-away * x[t].half_sum[1]);
+      }
+      eight_columns<Kind, T, 2>(w, x, sum);
+      eight_columns<Kind, T, 3>(w, x, sum);
+      const Lanes::floats second = Lanes::times(Lanes::signed_bytes(s + 16 + lane), d);
+#pragma GCC unroll 8
+      for (int t = 0; t < T; ++t)
+        total[t] = Lanes::add(Lanes::add(Lanes::convert(sum[t]), second, half[t]), x[t].scale, total[t]);
+      continue;
+    }
+#pragma GCC unroll 8
+    for (int t = 0; t < T; ++t) sum[t] = Lanes::fill(away ? -away * (x[t].half_sum[0] + x[t].half_sum[1]) : 0);
+    eight_columns<Kind, T, 0>(w, x, sum);
+    eight_columns<Kind, T, 1>(w, x, sum);
+    eight_columns<Kind, T, 2>(w, x, sum);
+    eight_columns<Kind, T, 3>(w, x, sum);
+    const Lanes::floats scale = is_k(Kind) ? Lanes::times(Lanes::unsigned_bytes(s + lane), d) : Lanes::halves(s + 2 * lane);
+    Lanes::floats minimum = Lanes::zero();
+    if (has_min(Kind))
+      minimum = is_k(Kind) ? Lanes::times(Lanes::unsigned_bytes(s + 16 + lane), least) : Lanes::halves(s + 32 + 2 * lane);
+#pragma GCC unroll 8
+    for (int t = 0; t < T; ++t) {
+      total[t] = Lanes::add(Lanes::times(Lanes::convert(sum[t]), x[t].scale), scale, total[t]);
+      if (has_min(Kind)) total[t] = is_k(Kind) ? Lanes::minus(minimum, x[t].sum, total[t]) : Lanes::add(minimum, x[t].sum, total[t]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int t = 0; t < T; ++t) Lanes::store(y[t] + lane, total[t]);
+}
+
+// The types of most files have kernels for many tokens; the others are unpacked again for every two: compilation time.
+constexpr int most_tokens(int type) {
+  const bool common = type == Q4_0 || type == Q4_1 || type == Q8_0 || type == Q4_K || type == Q6_K;
+  return Lanes::kTokens == 1 || common ? Lanes::kTokens : 2;
+}
+
+template <int Kind, int T>
+void tile_of(const uint8_t* w, const Activation* x, int stride, int groups, float (*y)[kStrip]) {
+  for (int lane = 0; lane < kStrip; lane += Lanes::kRows) some_rows<Kind, T>(w, lane, x, stride, groups, y);
+}
+
+// y[t][r] for the tokens of a tile and the rows of a strip. x is [groups][tokens].
+template <int Kind>
+void strip(const uint8_t* w, const Activation* x, int tokens, int groups, float (*y)[kStrip]) {
+  constexpr int most = most_tokens(Kind);
+  for (int t = 0; t < tokens;) {
+    const int left = tokens - t;
+    if constexpr (most >= 8) {
+      if (left >= 8) { tile_of<Kind, 8>(w, x + t, tokens, groups, y + t); t += 8; continue; }
+      if (left == 6) { tile_of<Kind, 6>(w, x + t, tokens, groups, y + t); t += 6; continue; }
+      if (left == 5) { tile_of<Kind, 5>(w, x + t, tokens, groups, y + t); t += 5; continue; }
+    }
+    if constexpr (most >= 4) {
+      if (left >= 4) { tile_of<Kind, 4>(w, x + t, tokens, groups, y + t); t += 4; continue; }
+      if (left == 3) { tile_of<Kind, 3>(w, x + t, tokens, groups, y + t); t += 3; continue; }
+    }
+    if constexpr (most >= 2) {
+      if (left >= 2) { tile_of<Kind, 2>(w, x + t, tokens, groups, y + t); t += 2; continue; }
+    }
+    tile_of<Kind, 1>(w, x + t, tokens, groups, y + t);
+    t += 1;
+  }
+}
+
+__attribute__((noinline)) inline void multiply(int type, const uint8_t* w, const Activation* x, int tokens, int groups,
+                                               float (*y)[kStrip]) {
+  switch (type) {
+    case Q4_0: return strip<Q4_0>(w, x, tokens, groups, y);
+    case Q4_1: return strip<Q4_1>(w, x, tokens, groups, y);
+    case Q5_0: return strip<Q5_0>(w, x, tokens, groups, y);
+    case Q5_1: return strip<Q5_1>(w, x, tokens, groups, y);
+    case Q8_0: return strip<Q8_0>(w, x, tokens, groups, y);
+    case Q4_K: return strip<Q4_K>(w, x, tokens, groups, y);
+    case Q5_K: return strip<Q5_K>(w, x, tokens, groups, y);
+    default: return strip<Q6_K>(w, x, tokens, groups, y);
+  }
+}
+
+// Tokens of the tile that begins at token m: even shares, 9 tokens are 5 + 4.
+inline int tile(int tokens, int m) {
+  const int tiles = (tokens - m + Lanes::kTokens - 1) / Lanes::kTokens;
+  return (tokens - m + tiles - 1) / tiles;
+}
+
+// Activations [tokens, cols] as the kernels read them: tile by tile, [groups][tokens of the tile].
+inline void quantise(const float* x, int tokens, int cols, Activation* out) {
+  const int groups = cols / kGroup;
+  for (int m = 0, height; m < tokens; m += height) {
+    height = tile(tokens, m);
+    for (int t = 0; t < height; ++t)
+      for (int g = 0; g < groups; ++g)
+        quantise(x + static_cast<int64_t>(m + t) * cols + g * kGroup, out[static_cast<int64_t>(g) * height + t]);
+    out += static_cast<int64_t>(height) * groups;
+  }
+}
+
+}  // namespace blocks

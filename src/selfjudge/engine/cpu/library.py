@@ -1,0 +1,110 @@
+"""The compiled kernel: its C structures, and its compilation for this machine."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from selfjudge.store import home, locked
+
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", "blocks.h"))
+
+
+class Matrix(ctypes.Structure):
+    _fields_ = (
+        ("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p),
+        ("rows", ctypes.c_int32), ("cols", ctypes.c_int32), ("type", ctypes.c_int32),
+    )  # fmt: skip
+
+
+class Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, Matrix) for name in ("query", "key", "value", "out", "gate", "up", "down")),
+        ("attention_norm", ctypes.c_void_p), ("mlp_norm", ctypes.c_void_p),
+    )  # fmt: skip
+
+
+class Model(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate")),
+        ("epsilon", ctypes.c_float), ("embedding", ctypes.c_void_p), ("embedding_type", ctypes.c_int32),
+        ("layer", ctypes.POINTER(Layer)), ("norm", ctypes.c_void_p), ("head", Matrix),
+    )  # fmt: skip
+
+
+class Pass(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("tokens", "slots", "outputs")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                "ids", "row", "position", "output", "row_slots", "cosine", "sine", "cache", "logits", "states",
+                "scratch",
+            )
+        ),
+        ("threads", ctypes.c_int32),
+    )  # fmt: skip
+
+
+@cache
+def library(processor: str) -> ctypes.CDLL:
+    """Compile the kernel, once per source, compiler and processor: for this machine's, or for a named older one."""
+    compiler = (
+        shlex.split(os.environ.get("CXX", "")) or [c for c in map(shutil.which, ("c++", "g++", "clang++")) if c][:1]
+    )
+    if not compiler:
+        raise OSError("no C++ compiler found")
+    arm = platform.machine() in ("aarch64", "arm64")
+    flags = ["-O3", f"-mcpu={processor}" if arm else f"-march={processor}", "-std=c++17", "-shared", "-fPIC"]
+    flags += ["-fno-math-errno", "-fno-trapping-math"]  # sums keep their order: reassociation spills the registers
+    about = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    cpu = Path("/proc/cpuinfo")
+    machine = cpu.read_text().split("\n\n")[0] if cpu.exists() else platform.processor()
+    machine = "".join(line for line in machine.splitlines() if "MHz" not in line)
+    parts = [*(source.read_text() for source in SOURCES), about, *flags, machine]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    built = home() / "kernels" / f"{key}.so"
+    if not built.exists():
+        with locked(built.with_suffix(".lock")):
+            if not built.exists():
+                _compile([*compiler, *flags, str(SOURCES[0])], built)
+    return _declared(ctypes.CDLL(str(built)))
+
+
+def _compile(command: list[str], built: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=built.parent) as folder:
+        fresh = Path(folder) / built.name
+        command = [*command, "-o", str(fresh)]
+        # OpenMP is the threading of torch itself: both then share one pool of threads
+        if subprocess.run([*command, "-fopenmp"], capture_output=True, check=False).returncode:
+            plain = subprocess.run(command, capture_output=True, text=True, check=False)
+            if plain.returncode:
+                raise OSError(next((x for x in plain.stderr.splitlines() if "error" in x), "it failed"))
+        os.replace(fresh, built)
+
+
+def _declared(kernel: ctypes.CDLL) -> ctypes.CDLL:
+    """The same library, with the types of its functions."""
+    i32, i64, pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
+    kernel.scratch_size.restype = i64
+    kernel.scratch_size.argtypes = [ctypes.POINTER(Model), i32, i32, i32]
+    kernel.forward.argtypes = [ctypes.POINTER(Model), ctypes.POINTER(Pass)]
+    kernel.forward.restype = None
+    kernel.pack.argtypes = [i32, i32, i32, pointer, pointer, pointer, i32]
+    kernel.pack.restype = None
+    kernel.apply.argtypes = [ctypes.POINTER(Matrix), pointer, i32, pointer, pointer]
+    kernel.apply.restype = None
+    kernel.packed_bytes.argtypes = [i32, i64, i32]
+    kernel.packed_bytes.restype = i64
+    kernel.use_large_pages.argtypes = [pointer, i64]
+    kernel.use_large_pages.restype = None
+    kernel.block_kernel.restype = ctypes.c_char_p
+    return kernel

@@ -1,0 +1,180 @@
+"""Weights as the kernel reads them: float32 in place, int8 made from it, or the blocks of a GGUF file, repacked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from selfjudge.engine.cpu.library import Layer, Matrix, Model, library
+from selfjudge.models.gguf import LAYER, GgufFile, gguf_of
+
+GROUP = 32  # weights per scale of int8, as in blocks.h
+F32, F16, Q8_0 = 0, 1, 8
+LINE = 64  # bytes of a cache line
+
+
+class Packed:
+    """The model as the kernel reads it, and the arrays that must outlive it."""
+
+    def __init__(self, model: PreTrainedModel, int8: bool, processor: str = "native") -> None:
+        config = model.config.get_text_config()
+        self.kept: list[Any] = []
+        self.bytes_per_pass = 0
+        self.int8 = int8
+        self.kernel = library(processor)
+        self.layers = (Layer * config.num_hidden_layers)()
+        file = gguf_of(model)
+        if file is None:
+            self.model = self._from_modules(model, config)
+        else:
+            self.model = self._from_file(file, config)
+
+    def _described(self, config: PretrainedConfig, embedding: tuple[int, int], norm: int, head: Matrix) -> Model:
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return Model(
+            config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.num_key_value_heads, width,
+            config.intermediate_size, config.rms_norm_eps, *embedding, self.layers, norm, head,
+        )  # fmt: skip
+
+    # -------------------------------------------------------------------------------------- from a model's own tensors
+
+    def _from_modules(self, model: PreTrainedModel, config: PretrainedConfig) -> Model:
+        body, head = model.base_model, model.get_output_embeddings()
+        if self.int8:
+            linear = [module for module in body.layers.modules() if isinstance(module, nn.Linear)]
+            self._make_room((Q8_0, *module.weight.shape) for module in [*linear, head])
+        for layer, source in zip(self.layers, body.layers, strict=True):
+            attention, mlp = source.self_attn, source.mlp
+            for name, module in zip(
+                LAYER,
+                (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj,
+                 mlp.gate_proj, mlp.up_proj, mlp.down_proj),
+                strict=True,
+            ):  # fmt: skip
+                setattr(layer, name, self._matrix(module))
+            layer.attention_norm = self._pointer(source.input_layernorm.weight)
+            layer.mlp_norm = self._pointer(source.post_attention_layernorm.weight)
+        embedding = self._pointer(body.embed_tokens.weight), F32
+        return self._described(config, embedding, self._pointer(body.norm.weight), self._matrix(head))
+
+    def _pointer(self, tensor: Tensor) -> int:
+        tensor = tensor.detach().contiguous()
+        self.kept.append(tensor)
+        return tensor.data_ptr()
+
+    def _matrix(self, linear: nn.Linear) -> Matrix:
+        weight: Tensor = linear.weight.detach()
+        bias: Tensor | None = getattr(linear, "bias", None)
+        rows, cols = weight.shape
+        at_bias = None if bias is None else self._pointer(bias)
+        if not self.int8:
+            self.bytes_per_pass += weight.numel() * 4
+            return Matrix(self._pointer(weight), at_bias, rows, cols, F32)
+        return self._packed(blocks_of(weight), rows, cols, Q8_0, at_bias)
+
+    # ---------------------------------------------------------------------------------------------- from a GGUF file
+
+    def _from_file(self, file: GgufFile, config: PretrainedConfig) -> Model:
+        head_name = "output" if "output.weight" in file.tensors else "token_embd"
+        self._make_room(
+            (tensor.kind, tensor.rows, tensor.cols)
+            for name, tensor in file.tensors.items()
+            if tensor.kind not in (F32, F16) and name.startswith(("blk.", head_name))
+        )
+        rotated = file.metadata["general.architecture"] == "llama"
+        for i, layer in enumerate(self.layers):
+            for name, short in LAYER.items():
+                heads = {"query": config.num_attention_heads, "key": config.num_key_value_heads}.get(name)
+                order = head_order(heads, config.head_dim) if heads and rotated else None
+                setattr(layer, name, self._file_matrix(file, f"blk.{i}.{short}", order))
+            layer.attention_norm = self._file_floats(file, f"blk.{i}.attn_norm.weight")
+            layer.mlp_norm = self._file_floats(file, f"blk.{i}.ffn_norm.weight")
+        head = self._file_matrix(file, head_name)
+        embedding = file.tensors["token_embd.weight"]
+        self.kept.append(file)  # rows of the embedding are read from it as they are needed
+        at = file.bytes.ctypes.data + embedding.offset, embedding.kind
+        return self._described(config, at, self._file_floats(file, "output_norm.weight"), head)
+
+    def _file_floats(self, file: GgufFile, name: str, order: NDArray[np.int32] | None = None) -> int:
+        values = file.floats(file.tensors[name])
+        values = np.ascontiguousarray(values[0] if order is None else values[0, order])
+        self.kept.append(values)
+        return int(values.ctypes.data)
+
+    def _file_matrix(self, file: GgufFile, name: str, order: NDArray[np.int32] | None = None) -> Matrix:
+        tensor = file.tensors[f"{name}.weight"]
+        bias = self._file_floats(file, f"{name}.bias", order) if f"{name}.bias" in file.tensors else None
+        if tensor.kind in (F32, F16):
+            values = file.floats(tensor)
+            values = values if order is None else values[order]
+            self.kept.append(values)
+            self.bytes_per_pass += values.nbytes
+            matrix = Matrix(values.ctypes.data, bias, tensor.rows, tensor.cols, F32)
+        else:
+            matrix = self._packed(file.raw(tensor), tensor.rows, tensor.cols, tensor.kind, bias, order)
+        file.forget(tensor)
+        return matrix
+
+    def _packed(
+        self,
+        raw: NDArray[np.uint8],
+        rows: int,
+        cols: int,
+        kind: int,
+        bias: int | None,
+        order: NDArray[np.int32] | None = None,
+    ) -> Matrix:
+        at, size = self._free, self.kernel.packed_bytes(kind, rows, cols)
+        by = None if order is None else order.ctypes.data
+        self.kernel.pack(kind, rows, cols, raw.ctypes.data, by, at, torch.get_num_threads())
+        self._free += size
+        self.bytes_per_pass += size
+        return Matrix(at, bias, rows, cols, kind)
+
+    def _make_room(self, matrices: Iterable[tuple[int, int, int]]) -> None:
+        """Room for all packed matrices (kind, rows, cols), in one piece so that large pages fit it."""
+        size = sum(self.kernel.packed_bytes(*matrix) for matrix in matrices)
+        room = torch.empty(size + LINE, dtype=torch.uint8)
+        self.kept.append(room)
+        self.kernel.use_large_pages(room.data_ptr(), size)
+        self._free = -(-room.data_ptr() // LINE) * LINE
+
+
+def head_order(heads: int, width: int) -> NDArray[np.int32]:
+    """Rows of a query or key matrix in a file of architecture `llama`, whose rotary pairs lie side by side."""
+    pairs = np.arange(heads * width, dtype=np.int32).reshape(heads, width // 2, 2)
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(-1)
+
+
+def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 values [N, K] and float16 scales [N, K/32]: the largest of a group becomes ±127."""
+    groups = weight.detach().float().view(weight.shape[0], -1, GROUP)
+    scale = (groups.abs().amax(-1) / 127).half()
+    values = (groups / scale.float().clamp_min(1e-30)[..., None]).round().clamp(-127, 127).to(torch.int8)
+    return values.view(weight.shape), scale
+
+
+def blocks_of(weight: Tensor) -> NDArray[np.uint8]:
+    """A matrix in int8, as blocks of type Q8_0: a scale, then 32 values."""
+    values, scale = quantise(weight)
+    joined = torch.cat([scale.view(torch.uint8).view(-1, 2), values.view(torch.uint8).view(-1, GROUP)], 1)
+    return joined.numpy()
+
+
+_PACKED: WeakKeyDictionary[PreTrainedModel, dict[tuple[bool, str], Packed]] = WeakKeyDictionary()
+
+
+def packed(model: PreTrainedModel, int8: bool, processor: str = "native") -> Packed:
+    """Packed once per model and kept as long as it. Blocks of a file are never made int8."""
+    forms = _PACKED.setdefault(model, {})
+    key = int8 and gguf_of(model) is None, processor
+    if key not in forms:
+        forms[key] = Packed(model, *key)
+    return forms[key]

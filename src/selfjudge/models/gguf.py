@@ -1,0 +1,268 @@
+"""GGUF files as they are: what a file says of its model, and where its tensors lie. No weight is read or converted here.
+
+A model made from a file has the shape of its weights and none of their values: the CPU engine takes those from the file.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from selfjudge.errors import SelfJudgeError
+
+BLOCKS = {
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210),
+}  # fmt: skip
+"""Block types by their number in a file: name, weights per block, bytes per block."""
+
+ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2"}
+"""General architecture of a file → model type of transformers."""
+
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_MOST = 1 << 32  # more entries, or a longer string, is damage
+
+LAYER = {
+    "query": "attn_q", "key": "attn_k", "value": "attn_v", "out": "attn_output",
+    "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down",
+}  # fmt: skip
+"""Matrices of a layer by the names that tensors have in a file."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Where a tensor lies: `rows` rows of `cols` weights, in blocks of type `kind`, from byte `offset` on."""
+
+    name: str
+    rows: int
+    cols: int
+    kind: int
+    offset: int
+    size: int
+
+
+class _Reader:
+    """Reads numbers and strings from the head of a file; what runs over its end is refused."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self.data, self.at = data, 0
+
+    def number(self, form: str) -> Any:
+        size = struct.calcsize(form)
+        (value,) = struct.unpack_from("<" + form, self.data, self.at)
+        self.at += size
+        return value
+
+    def text(self) -> str:
+        length = self.number("Q")
+        if self.at + length > len(self.data):
+            raise ValueError("it is cut short")
+        self.at += length
+        return self.data[self.at - length : self.at].decode("utf-8", "replace")
+
+    def value(self, kind: int) -> Any:
+        """A value; of an array that is not of numbers only its length."""
+        if kind == _STRING:
+            return self.text()
+        if kind != _ARRAY:
+            if kind not in _NUMBERS:
+                raise ValueError(f"it has a value of unknown type {kind}")
+            return self.number(_NUMBERS[kind])
+        item, count = self.number("I"), self.number("Q")
+        if count > _MOST:
+            raise ValueError("it is damaged")
+        if item in _NUMBERS:
+            self.at += struct.calcsize("<" + _NUMBERS[item]) * count
+            return count
+        for _ in range(count):
+            self.value(item)
+        return count
+
+
+class GgufFile:
+    """A GGUF file, mapped into memory and checked: known blocks only, and every tensor lies within the file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self.bytes: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
+            self.metadata: dict[str, Any] = {}
+            self.tensors = {tensor.name: tensor for tensor in self._read()}
+        except (ValueError, OSError, struct.error) as error:
+            why = "it is cut short" if isinstance(error, struct.error) else error
+            raise SelfJudgeError(f"cannot read {path} as a GGUF model: {why}") from None
+
+    def _read(self) -> Iterator[Tensor]:
+        head = _Reader(self._map)
+        if self._map[:4] != b"GGUF":
+            raise ValueError("it is not a GGUF file")
+        head.at = 4
+        if (version := head.number("I")) not in (2, 3):
+            raise ValueError(f"it is of version {version}, not 2 or 3")
+        count, entries = head.number("Q"), head.number("Q")
+        for _ in range(entries):
+            key = head.text()
+            self.metadata[key] = head.value(head.number("I"))
+        described = []
+        for _ in range(count):
+            name, dimensions = head.text(), head.number("I")
+            shape = [head.number("Q") for _ in range(dimensions)]
+            described.append((name, shape, head.number("I"), head.number("Q")))
+        alignment = self.metadata.get("general.alignment", 32)
+        start = -(-head.at // alignment) * alignment
+        for name, shape, kind, offset in described:
+            yield self._tensor(name, shape, kind, start + offset)
+
+    def _tensor(self, name: str, shape: list[int], kind: int, offset: int) -> Tensor:
+        if kind not in BLOCKS:
+            known = ", ".join(block[0] for block in BLOCKS.values())
+            raise ValueError(f"{name} has blocks of unknown type {kind}; there are: {known}")
+        if len(shape) not in (1, 2):
+            raise ValueError(f"{name} has {len(shape)} dimensions")
+        cols, rows = shape[0], shape[1] if len(shape) == 2 else 1
+        block, weights, size = BLOCKS[kind]
+        if cols % weights:
+            raise ValueError(f"{name} is {cols} wide, which blocks of {block} do not divide")
+        total = rows * cols // weights * size
+        if offset + total > len(self.bytes):
+            raise ValueError("it is cut short")
+        return Tensor(name, rows, cols, kind, offset, total)
+
+    def raw(self, tensor: Tensor) -> NDArray[np.uint8]:
+        """The bytes of a tensor, in place."""
+        return self.bytes[tensor.offset : tensor.offset + tensor.size]
+
+    def floats(self, tensor: Tensor) -> NDArray[np.float32]:
+        """[rows, cols] of a tensor that is stored in floats, as a copy."""
+        form = {0: np.float32, 1: np.float16}[tensor.kind]
+        return self.raw(tensor).view(form).astype(np.float32).reshape(tensor.rows, tensor.cols)
+
+    def forget(self, tensor: Tensor) -> None:
+        """Let the system drop the pages of a tensor; they come back from the file when they are read again."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            start = -(-tensor.offset // mmap.PAGESIZE) * mmap.PAGESIZE
+            length = (tensor.offset + tensor.size) // mmap.PAGESIZE * mmap.PAGESIZE - start
+            if length > 0:
+                self._map.madvise(mmap.MADV_DONTNEED, start, length)
+
+
+def config_of(file: GgufFile) -> PretrainedConfig:
+    """The config of transformers for the model in a file."""
+    architecture = file.metadata.get("general.architecture")
+    if architecture not in ARCHITECTURES:
+        known = " or ".join(ARCHITECTURES)
+        raise SelfJudgeError(f"{file.path} has a model of architecture {architecture!r}, not {known}")
+
+    def value(name: str, default: Any = None) -> Any:
+        found = file.metadata.get(f"{architecture}.{name}", default)
+        if found is None:
+            raise SelfJudgeError(f"{file.path} does not say {architecture}.{name}")
+        return found
+
+    heads, width = value("attention.head_count"), value("embedding_length")
+    rope = {"rope_type": "default", "rope_theta": value("rope.freq_base", 10000.0)}
+    scaling = value("rope.scaling.type", "none")
+    if scaling == "linear":
+        rope |= {"rope_type": "linear", "factor": value("rope.scaling.factor")}
+    elif scaling != "none":
+        raise SelfJudgeError(f"{file.path} has rotary embeddings of type {scaling!r}")
+    embedding = _expected(file, "token_embd.weight")
+    return AutoConfig.for_model(
+        ARCHITECTURES[architecture],
+        vocab_size=embedding.rows,
+        hidden_size=width,
+        intermediate_size=value("feed_forward_length"),
+        num_hidden_layers=value("block_count"),
+        num_attention_heads=heads,
+        num_key_value_heads=value("attention.head_count_kv", heads),
+        head_dim=value("attention.key_length", width // heads),
+        rms_norm_eps=value("attention.layer_norm_rms_epsilon"),
+        max_position_embeddings=value("context_length"),
+        rope_parameters=rope,
+        tie_word_embeddings="output.weight" not in file.tensors,
+        attention_bias=architecture == "llama" and "blk.0.attn_q.bias" in file.tensors,
+        bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
+        eos_token_id=file.metadata.get("tokenizer.ggml.eos_token_id"),
+        pad_token_id=file.metadata.get("tokenizer.ggml.padding_token_id"),
+    )
+
+
+def _expected(file: GgufFile, name: str, shape: tuple[int, int] | None = None) -> Tensor:
+    tensor = file.tensors.get(name)
+    if tensor is None:
+        raise SelfJudgeError(f"{file.path} lacks the tensor {name}")
+    if shape is not None and (tensor.rows, tensor.cols) != shape:
+        raise SelfJudgeError(f"{file.path}: {name} is {tensor.rows} × {tensor.cols}, not {shape[0]} × {shape[1]}")
+    if tensor.rows == 1 and tensor.kind not in (0, 1):
+        raise SelfJudgeError(f"{file.path}: {name} has blocks of type {BLOCKS[tensor.kind][0]}, not floats")
+    return tensor
+
+
+def expected_tensors(config: PretrainedConfig) -> dict[str, tuple[int, int]]:
+    """Names and shapes of the tensors that a model of this config has in a file; biases and the head may be missing."""
+    width, inner, vocabulary = config.hidden_size, config.intermediate_size, config.vocab_size
+    queries, keys = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+    layer = {
+        "attn_q": (queries, width), "attn_k": (keys, width), "attn_v": (keys, width), "attn_output": (width, queries),
+        "ffn_gate": (inner, width), "ffn_up": (inner, width), "ffn_down": (width, inner),
+        "attn_norm": (1, width), "ffn_norm": (1, width),
+    }  # fmt: skip
+    shapes = {f"blk.{i}.{n}.weight": shape for i in range(config.num_hidden_layers) for n, shape in layer.items()}
+    return shapes | {"token_embd.weight": (vocabulary, width), "output_norm.weight": (1, width)}
+
+
+WHOLE_WEIGHTS = "this needs whole weights: `dtype` q4 cannot be used"
+
+_FILES: WeakKeyDictionary[PreTrainedModel, GgufFile] = WeakKeyDictionary()
+
+
+def gguf_of(model: PreTrainedModel) -> GgufFile | None:
+    """The file that holds the weights of a model; None for a model that holds them itself."""
+    return _FILES.get(model)
+
+
+def model_of(path: Path) -> PreTrainedModel:
+    """A model whose weights stay in a GGUF file: its parameters have their shapes, take no memory and are all NaN."""
+    file = GgufFile(path)
+    config = config_of(file)
+    shapes = expected_tensors(config)
+    for name, shape in shapes.items():
+        _expected(file, name, shape)
+    optional = {name.removesuffix("weight") + "bias": (1, shape[0]) for name, shape in shapes.items() if shape[0] > 1}
+    optional["output.weight"] = config.vocab_size, config.hidden_size
+    optional["rope_freqs.weight"] = 1, config.head_dim // 2
+    for name in file.tensors.keys() - shapes.keys():
+        if name not in optional:
+            raise SelfJudgeError(f"{path} has a tensor that its architecture does not know ({name})")
+        _expected(file, name, optional[name])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            empty = torch.full((), torch.nan).expand(parameter.shape)
+            setattr(module, name, nn.Parameter(empty, requires_grad=False))
+    rotary = type(model.model.rotary_emb)(config)
+    if (factors := file.tensors.get("rope_freqs.weight")) is not None:
+        rotary.inv_freq /= torch.from_numpy(file.floats(factors)[0])
+    model.model.rotary_emb = rotary
+    model.base_model.register_forward_pre_hook(_refuse)
+    _FILES[model] = file
+    return model.eval()
+
+
+def _refuse(*_: object) -> None:
+    raise SelfJudgeError(WHOLE_WEIGHTS)

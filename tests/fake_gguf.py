@@ -1,0 +1,116 @@
+"""Small GGUF files: random blocks of every type, and tiny models of transformers written as a file."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from selfjudge.engine.cpu.library import Matrix, library
+from selfjudge.models.gguf import BLOCKS
+
+KINDS = sorted(kind for kind in BLOCKS if kind > 1)
+
+
+def random_blocks(kind: int, rows: int, cols: int, seed: int = 0) -> NDArray[np.uint8]:
+    """[rows, bytes] any bits that a file may hold, with scales of ordinary size."""
+    _, weights, size = BLOCKS[kind]
+    random = np.random.default_rng(seed)
+    data = random.integers(0, 256, (rows * cols // weights, size), np.uint8)
+    for at in {2: (0,), 6: (0,), 8: (0,), 14: (208,)}.get(kind, (0, 2)):  # where halves lie
+        halves = random.uniform(-0.1, 0.1, len(data)).astype(np.float16)
+        data[:, at : at + 2] = halves.view(np.uint8).reshape(-1, 2)
+    return data.reshape(rows, -1)
+
+
+def dequantised(data: NDArray[np.uint8], kind: int) -> NDArray[np.float32]:
+    """The reader of the gguf package, which shares no line with ours."""
+    return np.asarray(gguf.quants.dequantize(data, gguf.GGMLQuantizationType(kind)), np.float32)
+
+
+def int8_groups(x: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Activations as the kernel rounds them: int8 in groups of 32."""
+    groups = x.reshape(len(x), -1, 32)
+    most = np.abs(groups).max(-1, keepdims=True)
+    inverse = np.where(most > 0, np.float32(127) / np.where(most > 0, most, 1), 0).astype(np.float32)
+    return (np.rint(groups * inverse).astype(np.float64) * (most / np.float32(127))).reshape(x.shape)
+
+
+def product(data: NDArray[np.uint8], kind: int, x: NDArray[np.float32], processor: str) -> NDArray[np.float32]:
+    """[tokens, rows] by the kernel."""
+    kernel, rows, (tokens, cols) = library(processor), len(data), x.shape
+    room = torch.empty(kernel.packed_bytes(kind, rows, cols) + 64, dtype=torch.uint8)
+    at = -(-room.data_ptr() // 64) * 64
+    kernel.pack(kind, rows, cols, data.ctypes.data, None, at, 1)
+    matrix = Matrix(at, None, rows, cols, kind)
+    y, quantised = np.empty((tokens, rows), np.float32), np.empty(tokens * cols * 2, np.uint8)
+    kernel.apply(ctypes.byref(matrix), x.ctypes.data, tokens, quantised.ctypes.data, y.ctypes.data)
+    return y
+
+
+def check_kind(kind: int, processor: str = "native") -> None:
+    """The kernel against floats in double precision, with an odd number of rows; the same bits for 1 … 9 tokens."""
+    rows, cols = 37, 512
+    data = random_blocks(kind, rows, cols, seed=kind)
+    x = np.random.default_rng(1).normal(size=(9, cols)).astype(np.float32)
+    x[3, 32:64], x[4] = 0, x[4] * 1e-3
+    expected = int8_groups(x) @ dequantised(data, kind).astype(np.float64).T
+    all_at_once = product(data, kind, x, processor)
+    assert np.abs(all_at_once - expected).max() < 2e-6 * np.abs(expected).max() * cols**0.5
+    for tokens in range(1, 9):
+        for first in (0, 9 - tokens):
+            some = product(data, kind, np.ascontiguousarray(x[first : first + tokens]), processor)
+            assert np.array_equal(some, all_at_once[first : first + tokens]), (tokens, first)
+
+
+def write_model(model: PreTrainedModel, path: Path, kinds: dict[str, str], **metadata: Any) -> None:
+    """A Llama or Qwen2 as a file; `kinds` are block types by a part of a tensor's name, F32 for others."""
+    config = model.config
+    name = {"llama": "llama", "qwen2": "qwen2"}.get(config.model_type, config.model_type)
+    writer = gguf.GGUFWriter(path, name)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_token_list(["a", "b"])
+    for key, value in metadata.items():
+        writer.add_string(key, value)
+    for key, tensor in file_tensors(model).items():
+        kind = next((kind for part, kind in kinds.items() if part in key), "F32")
+        block = gguf.GGMLQuantizationType[kind]
+        writer.add_tensor(key, gguf.quants.quantize(tensor, block), raw_dtype=block)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def file_tensors(model: PreTrainedModel) -> dict[str, NDArray[np.float32]]:
+    """The tensors of a model by their names in a file; Llama's rotary pairs side by side, as files have them."""
+    names = {
+        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+        "embed_tokens": "token_embd", "lm_head": "output", "norm": "output_norm",
+    }  # fmt: skip
+    tensors = {}
+    for key, parameter in model.named_parameters():
+        parts = key.removeprefix("model.").split(".")
+        layer = f"blk.{parts[1]}." if parts[0] == "layers" else ""
+        own = ".".join(parts[2 if layer else 0 : -1])
+        value = parameter.detach().numpy()
+        if model.config.model_type == "llama" and names[own] in ("attn_q", "attn_k"):
+            width = model.model.layers[0].self_attn.head_dim
+            value = value.reshape(-1, 2, width // 2, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
+        tensors[f"{layer}{names[own]}.{parts[-1]}"] = np.ascontiguousarray(value)
+    return tensors
