@@ -11,7 +11,7 @@ from selfjudge.cli.groups import PairOptions
 from selfjudge.cli.options import AsJson, Data, Resume, config_options
 from selfjudge.cli.output import going_on, print_json, print_rows, progress, warn
 from selfjudge.errors import SelfJudgeError
-from selfjudge.label.config import INT8, ROUNDED, LabelConfig
+from selfjudge.label.config import ROUNDED, WHOLE_WEIGHTS, LabelConfig
 from selfjudge.label.tau import known_tau
 from selfjudge.store import RunFolder
 
@@ -41,7 +41,7 @@ def label(
     if engine_options and config.backend != "vllm":
         raise SelfJudgeError("`engine_options` are vLLM's: they go with --backend vllm")
     if models.dtype in ROUNDED:
-        raise SelfJudgeError(INT8.format(models.dtype))
+        raise SelfJudgeError(WHOLE_WEIGHTS.format(models.dtype))
     RunFolder(out, done="manifest.json").claim(resume=resume)
     if config.takes_shipped_tau and not resume:
         known_tau(models.name, None, config.suffix_length)

@@ -15,7 +15,7 @@ from selfjudge.types import check_settings, setting
 METHODS = ("selfjudge", "autojudge", "autojudge+")
 BACKENDS = ("torch", "vllm")
 ROUNDED = ("int8", "q4")
-INT8 = "labels are made with whole weights: `dtype` {} cannot be used"
+WHOLE_WEIGHTS = "labels are made with whole weights: `dtype` {} cannot be used"
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import LOOKAHEAD
 from selfjudge.label.backend import Backend, Torch
 from selfjudge.label.calibrate import FEWEST, calibrate
-from selfjudge.label.config import INT8, ROUNDED, LabelConfig
+from selfjudge.label.config import ROUNDED, WHOLE_WEIGHTS, LabelConfig
 from selfjudge.label.folder import FORMAT, Labels, Row, write_shard
 from selfjudge.label.methods import label_by_likelihood, label_by_preservation
 from selfjudge.label.mismatch import NOTHING
@@ -82,7 +82,7 @@ def label_pair(
     if pair.draft is None:
         raise SelfJudgeError(f"no draft ships for {pair.target_id}: name one with `draft`")
     if pair.dtype in ROUNDED:
-        raise SelfJudgeError(INT8.format(pair.dtype))
+        raise SelfJudgeError(WHOLE_WEIGHTS.format(pair.dtype))
     if config.batch is None:
         config = replace(config, batch=1024 if pair.target.device.type == "cuda" else 64)
     folder = RunFolder(out, done="manifest.json", schema=LabelManifest)
