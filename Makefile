@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 # a worker for each core, a file of tests to each worker, the slow tiers first
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-unit test-process test-network test-attacks test-all test-compat test-vllm lint format bench docs clean
 
@@ -13,6 +13,8 @@ demo: .venv/.installed
 test: .venv/.installed
 	$(PYTEST) -m "not slow and not gpu" --durations=20
 
+# units share nothing, so a worker that has done its own takes over some of the other's
+test-unit: PYTEST += --dist worksteal
 test-unit test-process test-network test-attacks: test-%: .venv/.installed
 	$(PYTEST) tests/$* -m "not slow and not gpu" --durations=20
 

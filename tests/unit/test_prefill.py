@@ -147,7 +147,7 @@ request_plan = st.tuples(
 
 
 @pytest.mark.parametrize("gamma", [0, 2])
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(plan=st.lists(request_plan, min_size=1, max_size=6), chunk=st.integers(1, 9), rows=st.integers(1, 4))
 def test_whatever_arrives_and_leaves_tokens_are_those_alone(
     kind: str, gamma: int, plan: list[tuple[int, int, int, int | None]], chunk: int, rows: int

@@ -93,7 +93,7 @@ def test_a_wish_that_cannot_be_read_is_lossless_and_said_once(wish: Any) -> None
     assert said[0].startswith("a request is decoded without the judge: ")
 
 
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     counts=st.lists(st.integers(0, 4), min_size=1, max_size=5).filter(sum),
     features=st.sampled_from(FEATURES),
