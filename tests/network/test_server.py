@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import http.client
 import json
+import math
 import signal
 import sys
 import threading
@@ -577,28 +578,29 @@ def test_a_long_prompt_hardly_delays_a_short_one_and_goes_with_its_client(embedd
     body = {"model": "smollm2-135m", "prompt": [5, 6, 7, 8], "max_tokens": 4, "temperature": 0}
 
     def wait(**options: Any) -> float:
-        """The median of three."""
+        """The best of three: whatever else the machine does comes on top."""
         waited = []
         for _ in range(3):
             begun = time.perf_counter()
             assert server.send("POST", "/v1/completions", {**body, **options})[0] == 200
             waited.append(time.perf_counter() - begun)
-        return sorted(waited)[1]
+        return min(waited)
 
     ways: list[dict[str, Any]] = [{}, {"selfjudge": {"off": True}}]
-    alone, chunk = [wait(**way) for way in ways], wait(prompt=[5] * 48, max_tokens=1)
+    alone, chunk = [wait(**way) for way in ways], wait(prompt=[5] * 32, max_tokens=1)
     long = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     long.request(
         "POST", "/v1/completions", json.dumps({**body, "prompt": [5] * 2000, "max_tokens": 1, "stream": True}),
         {"content-type": "application/json"},
     )  # fmt: skip
     server.wait_for("running", 1)
-    beside = [wait(**way) for way in ways]
-    assert server.metric("running") == 1  # it was being read all the time
-    assert all(waited <= 3 * by_itself + chunk for waited, by_itself in zip(beside, alone, strict=True)), (
-        beside,
-        alone,
-    )
+    bounds, beside = [3 * waited + chunk for waited in alone], [math.inf] * len(ways)
+    for _ in range(3):  # more tries where something else was on the machine
+        beside = [min(best, wait(**way)) for best, way in zip(beside, ways, strict=True)]
+        assert server.metric("running") == 1  # it was being read all the time
+        if all(waited <= bound for waited, bound in zip(beside, bounds, strict=True)):
+            break
+    assert all(waited <= bound for waited, bound in zip(beside, bounds, strict=True)), (beside, alone, chunk)
     long.close()
     server.wait_until_idle()
     assert server.metric("generations_total", finish="cancelled") == 1

@@ -44,7 +44,7 @@ def test_load_is_measured_with_and_without_http(transport: str, checkpoints: dic
     """Without HTTP also under a Python that has no packages for it."""
     out = tmp_path / "load.json"
     models = ["--target", checkpoints["target"], "--draft", checkpoints["draft"], "--device", "cpu", "--gamma", "2"]
-    levels = ["--minutes", "0.02", "--clients", "1", "6", "--prompts", "2", "--max-batch", "2", "--max-queue", "2"]
+    levels = ["--minutes", "0.01", "--clients", "1", "6", "--prompts", "2", "--max-batch", "2", "--max-queue", "2"]
     call = ["load.py", "--out", str(out), *levels, *models, *(["--in-process"] if transport == "in-process" else [])]
     http = ["fastapi", "uvicorn", "starlette", "selfjudge.integrations.server.schema"]  # the last needs pydantic
     missing = http if transport == "in-process" else []

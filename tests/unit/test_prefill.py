@@ -173,7 +173,7 @@ def test_whatever_arrives_and_leaves_tokens_are_those_alone(
 
 
 def test_answers_count_the_same_cycles(tiny_pair: Pair) -> None:
-    """Of prompts in chunks: `Batch` reads 12 tokens at a time on a CPU."""
+    """Of prompts in chunks: `Batch` reads 8 tokens at a time on a CPU."""
     prompts = [" ".join(f"w{n % 50}" for n in range(length)) for length in (60, 5)]
     expected = [generate(tiny_pair, prompt, gamma=2, max_new_tokens=12, raw=True) for prompt in prompts]
     batch = Batch(tiny_pair, gamma=2, length=90)

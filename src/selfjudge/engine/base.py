@@ -97,7 +97,7 @@ class Eager:
 
 def chunk_tokens(device: device) -> int:
     """Tokens of a prompt that cost about as much as a decoding step: few where arithmetic is the limit."""
-    return 12 if device.type == "cpu" else 512
+    return 8 if device.type == "cpu" else 512
 
 
 def shape_reason(model: PreTrainedModel) -> str | None:
