@@ -346,10 +346,13 @@ class Message(TypedDict):
 
 
 class TaskRow(TypedDict, total=False):
-    """A line of a user's file: `prompt` or `messages`, and `answer` where there is a right one."""
+    """A line of a user's file: `prompt` or `messages`, and `answer` where there is a right one.
 
-    id: str | int
-    prompt: str
-    messages: list[Message]
+    Other columns may be null, as tools write them; an answer that is null is none, and is left out.
+    """
+
+    id: str | int | None
+    prompt: str | None
+    messages: list[Message] | None
     answer: str | float
-    split: Literal["train", "test"]
+    split: Literal["train", "test"] | None

@@ -33,9 +33,10 @@ class Group:
         return len(self.requests)
 
     def read(self, columns: int | None = None) -> None:
-        """Read the next columns through target and draft, or all of them."""
+        """Read the next columns through target and draft, or all of them. Only a single row is read in pieces."""
         self.timer.wait()
         width = self.tokens.shape[1]
+        assert columns is None or columns >= width or len(self) == 1
         start = width - self.left
         stop = width if columns is None else min(start + columns, width)
         tokens, counts = self.tokens[:, start:stop], (self.counts - (width - stop)).clamp_max(stop - start)

@@ -25,6 +25,7 @@ from selfjudge.distill.student import Student
 from selfjudge.distill.train import Schedule, train
 from selfjudge.engine.select import release
 from selfjudge.errors import SelfJudgeError
+from selfjudge.models.gguf import check_whole_weights
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.sources import Notify, check_readable
 from selfjudge.schema import conform
@@ -45,6 +46,7 @@ def distill_draft(
     """
     config = config or DistillConfig()
     config.check()
+    check_whole_weights(pair.target)
     if not pair.tokenizer.chat_template:
         raise SelfJudgeError(
             f"{pair.target_id} has no chat template: a draft is distilled from answers to chat prompts"

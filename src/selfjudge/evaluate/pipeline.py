@@ -25,6 +25,7 @@ from selfjudge.evaluate.consistency import Entails, load_entailment
 from selfjudge.evaluate.execute import Execution, TaskExamples
 from selfjudge.evaluate.runs import Judges, Run, plan_runs
 from selfjudge.judge.model import Judge
+from selfjudge.models.gguf import check_whole_weights
 from selfjudge.models.pair import Pair
 from selfjudge.store import RunFolder, keep_settings, provenance, read_json, write_json
 from selfjudge.tasks.livecodebench import LiveCodeBench, fold, learnt_folds
@@ -48,6 +49,7 @@ def evaluate_rules(
     `judges` by name: one judge, or one for each fold of LiveCodeBench; if None, the one that ships for the pair.
     """
     config.check()
+    check_whole_weights(pair.target)  # likelihoods of the examples are those of whole weights
     tasks = [TaskExamples.load(name, config) for name in config.tasks]
     on_gpu = pair.target.device.type == "cuda"
     config = replace(

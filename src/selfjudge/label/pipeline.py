@@ -171,7 +171,7 @@ def _facts(run: _Run, tau: dict[str, Any]) -> dict[str, Any]:
 
 def _sums(shards: Sequence[Row]) -> dict[str, int]:
     return {
-        key: sum(shard[key] for shard in shards) for key in ("rows", "acceptable", "target_tokens", "response_tokens")
+        key: sum(shard.get(key, 0) for shard in shards) for key in ("rows", "acceptable", "target_tokens", "response_tokens")
     }
 
 

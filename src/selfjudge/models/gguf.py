@@ -5,6 +5,7 @@ A model made from a file has the shape of its weights and none of their values: 
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from collections.abc import Iterator
@@ -33,6 +34,14 @@ ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2"}
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MOST = 1 << 32  # more entries, or a longer string, is damage
+_MOST_COUNT = 1 << 24  # layers, heads, columns, positions
+_MOST_ALIGNMENT = 1 << 20
+_FLOATS: dict[int, type[np.floating[Any]]] = {0: np.float32, 1: np.float16}
+_SCALES = {
+    "Q4_0": (0, 2), "Q4_1": (0, 4), "Q5_0": (0, 2), "Q5_1": (0, 4), "Q8_0": (0, 2), "Q4_K": (0, 4), "Q5_K": (0, 4),
+    "Q6_K": (208, 210),
+}  # fmt: skip
+"""Bytes of a block that hold its float16 scales."""
 
 LAYER = {
     "query": "attn_q", "key": "attn_k", "value": "attn_v", "out": "attn_output",
@@ -73,7 +82,7 @@ class _Reader:
         return self.data[self.at - length : self.at].decode("utf-8", "replace")
 
     def value(self, kind: int) -> Any:
-        """A value; of an array that is not of numbers only its length."""
+        """A value; of an array only its length."""
         if kind == _STRING:
             return self.text()
         if kind != _ARRAY:
@@ -86,8 +95,10 @@ class _Reader:
         if item in _NUMBERS:
             self.at += struct.calcsize("<" + _NUMBERS[item]) * count
             return count
+        if item != _STRING:
+            raise ValueError(f"it has an array of type {item}")
         for _ in range(count):
-            self.value(item)
+            self.text()
         return count
 
 
@@ -123,6 +134,8 @@ class GgufFile:
             shape = [head.number("Q") for _ in range(dimensions)]
             described.append((name, shape, head.number("I"), head.number("Q")))
         alignment = self.metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or not 0 < alignment <= _MOST_ALIGNMENT:
+            raise ValueError(f"it is aligned to {alignment} bytes")
         start = -(-head.at // alignment) * alignment
         for name, shape, kind, offset in described:
             yield self._tensor(name, shape, kind, start + offset)
@@ -148,8 +161,19 @@ class GgufFile:
 
     def floats(self, tensor: Tensor) -> NDArray[np.float32]:
         """[rows, cols] of a tensor that is stored in floats, as a copy."""
-        form = {0: np.float32, 1: np.float16}[tensor.kind]
-        return self.raw(tensor).view(form).astype(np.float32).reshape(tensor.rows, tensor.cols)
+        return self.raw(tensor).view(_FLOATS[tensor.kind]).astype(np.float32).reshape(tensor.rows, tensor.cols)
+
+    def check_finite(self, tensor: Tensor) -> None:
+        """Refuse a tensor whose floats, or the scales of whose blocks, are not all numbers."""
+        raw = self.raw(tensor)
+        if tensor.kind in _FLOATS:
+            finite = np.isfinite(raw.view(_FLOATS[tensor.kind])).all()
+        else:
+            name, _, size = BLOCKS[tensor.kind]
+            start, stop = _SCALES[name]
+            finite = np.isfinite(np.ascontiguousarray(raw.reshape(-1, size)[:, start:stop]).view(np.float16)).all()
+        if not finite:
+            raise SelfJudgeError(f"{self.path}: {tensor.name} has weights that are not finite")
 
     def forget(self, tensor: Tensor) -> None:
         """Let the system drop the pages of a tensor; they come back from the file when they are read again."""
@@ -173,25 +197,42 @@ def config_of(file: GgufFile) -> PretrainedConfig:
             raise SelfJudgeError(f"{file.path} does not say {architecture}.{name}")
         return found
 
-    heads, width = value("attention.head_count"), value("embedding_length")
-    rope = {"rope_type": "default", "rope_theta": value("rope.freq_base", 10000.0)}
+    def count(name: str, default: int | None = None) -> int:
+        found = value(name, default)
+        if not isinstance(found, int) or not 0 < found <= _MOST_COUNT:
+            raise SelfJudgeError(f"{file.path}: {architecture}.{name} cannot be {found!r}")
+        return found
+
+    def positive(name: str, default: float | None = None) -> float:
+        found = value(name, default)
+        if not isinstance(found, int | float) or not 0 < found < math.inf:
+            raise SelfJudgeError(f"{file.path}: {architecture}.{name} cannot be {found!r}")
+        return float(found)
+
+    heads, width = count("attention.head_count"), count("embedding_length")
+    head_dim = count("attention.key_length", max(1, width // heads))
+    if (rotated := count("rope.dimension_count", head_dim)) != head_dim:
+        raise SelfJudgeError(f"{file.path} rotates {rotated} of the {head_dim} columns of a head")
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": positive("rope.freq_base", 10000.0)}
     scaling = value("rope.scaling.type", "none")
     if scaling == "linear":
-        rope |= {"rope_type": "linear", "factor": value("rope.scaling.factor")}
+        rope |= {"rope_type": "linear", "factor": positive("rope.scaling.factor")}
     elif scaling != "none":
         raise SelfJudgeError(f"{file.path} has rotary embeddings of type {scaling!r}")
     embedding = _expected(file, "token_embd.weight")
+    if (layers := count("block_count")) > len(file.tensors):
+        raise SelfJudgeError(f"{file.path} has {len(file.tensors)} tensors and says that it has {layers} layers")
     return AutoConfig.for_model(
         ARCHITECTURES[architecture],
         vocab_size=embedding.rows,
         hidden_size=width,
-        intermediate_size=value("feed_forward_length"),
-        num_hidden_layers=value("block_count"),
+        intermediate_size=count("feed_forward_length"),
+        num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=value("attention.head_count_kv", heads),
-        head_dim=value("attention.key_length", width // heads),
-        rms_norm_eps=value("attention.layer_norm_rms_epsilon"),
-        max_position_embeddings=value("context_length"),
+        num_key_value_heads=count("attention.head_count_kv", heads),
+        head_dim=head_dim,
+        rms_norm_eps=positive("attention.layer_norm_rms_epsilon"),
+        max_position_embeddings=count("context_length"),
         rope_parameters=rope,
         tie_word_embeddings="output.weight" not in file.tensors,
         attention_bias=architecture == "llama" and "blk.0.attn_q.bias" in file.tensors,
@@ -242,7 +283,8 @@ def model_of(path: Path) -> PreTrainedModel:
     shapes = expected_tensors(config)
     for name, shape in shapes.items():
         _expected(file, name, shape)
-    optional = {name.removesuffix("weight") + "bias": (1, shape[0]) for name, shape in shapes.items() if shape[0] > 1}
+    matrices = {name: shape for name, shape in shapes.items() if name.startswith("blk.") and shape[0] > 1}
+    optional = {name.removesuffix("weight") + "bias": (1, shape[0]) for name, shape in matrices.items()}
     optional["output.weight"] = config.vocab_size, config.hidden_size
     optional["rope_freqs.weight"] = 1, config.head_dim // 2
     for name in file.tensors.keys() - shapes.keys():
@@ -262,6 +304,12 @@ def model_of(path: Path) -> PreTrainedModel:
     model.base_model.register_forward_pre_hook(_refuse)
     _FILES[model] = file
     return model.eval()
+
+
+def check_whole_weights(model: PreTrainedModel) -> None:
+    """Refuse a model whose weights stay in a file, before any work."""
+    if gguf_of(model) is not None:
+        raise SelfJudgeError(WHOLE_WEIGHTS)
 
 
 def _refuse(*_: object) -> None:

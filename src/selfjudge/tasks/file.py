@@ -44,6 +44,7 @@ class File(Task):
         return rows if split == "all" else [row for row in rows if row["split"] == split]
 
     def _row(self, number: int, row: Row) -> Row:
+        row = {key: value for key, value in row.items() if value is not None}
         prompt = row.get("messages", row.get("prompt"))
         if not prompt:
             raise SelfJudgeError(f'{self.path}, line {number}: expected a JSON object with "prompt" or "messages"')

@@ -98,11 +98,13 @@ class Packed:
             layer.mlp_norm = self._file_floats(file, f"blk.{i}.ffn_norm.weight")
         head = self._file_matrix(file, head_name)
         embedding = file.tensors["token_embd.weight"]
+        file.check_finite(embedding)
         self.kept.append(file)  # rows of the embedding are read from it as they are needed
         at = file.bytes.ctypes.data + embedding.offset, embedding.kind
         return self._described(config, at, self._file_floats(file, "output_norm.weight"), head)
 
     def _file_floats(self, file: GgufFile, name: str, order: NDArray[np.int32] | None = None) -> int:
+        file.check_finite(file.tensors[name])
         values = file.floats(file.tensors[name])
         values = np.ascontiguousarray(values[0] if order is None else values[0, order])
         self.kept.append(values)
@@ -110,6 +112,7 @@ class Packed:
 
     def _file_matrix(self, file: GgufFile, name: str, order: NDArray[np.int32] | None = None) -> Matrix:
         tensor = file.tensors[f"{name}.weight"]
+        file.check_finite(tensor)
         bias = self._file_floats(file, f"{name}.bias", order) if f"{name}.bias" in file.tensors else None
         if tensor.kind in (F32, F16):
             values = file.floats(tensor)
