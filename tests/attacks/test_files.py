@@ -304,8 +304,8 @@ def test_what_is_no_file(name: str, kind: str, files: Path, refused: Callable[[s
 
 def test_a_bomb_of_rows(files: Path, refused: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A line without end, and rows without end; what is read is bounded before memory is."""
-    monkeypatch.setattr("selfjudge.store.MAX_UNPACKED", 1 << 20)
-    monkeypatch.setattr("selfjudge.store.MAX_DOCUMENT", 1 << 16)
+    monkeypatch.setattr("selfjudge.store.files.MAX_UNPACKED", 1 << 20)
+    monkeypatch.setattr("selfjudge.store.files.MAX_DOCUMENT", 1 << 16)
     row = b'{"id": "a", "tokens": 1, "cycles": 1}\n'
     for content in (b" " * (1 << 17), row * 60_000):
         (files / RUN / "samples.jsonl.gz").write_bytes(gzip.compress(content))

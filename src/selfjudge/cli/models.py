@@ -10,11 +10,11 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from selfjudge.artefacts import RunRecord
 from selfjudge.cli.options import AsJson
 from selfjudge.cli.output import print_json, print_rows, progress
 from selfjudge.errors import SelfJudgeError
 from selfjudge.store import home, read_json
+from selfjudge.store.artefacts import RunRecord
 
 
 def pull(

@@ -60,13 +60,16 @@ def decode(
     limits = check_request(target, draft, prompts, rule, gamma, max_new_tokens, confidence)
     requests = list(map(Request, prompts, limits, range(len(prompts)) if seeds is None else seeds))
     batch = _Batch(target, draft if gamma else None, rule, gamma, eos_ids, confidence, trace)
-    cancelled = set() if cancelled is None else cancelled
     if queue is None:
         yield batch.start(requests)
     else:
         batch.wait(requests, queue)
+    yield from _steps(batch, queue, set() if cancelled is None else cancelled)
 
-    number, chunk_read = 0, False
+
+def _steps(batch: _Batch, queue: AdmissionQueue | None, cancelled: set[int]) -> Iterator[Step]:
+    """Chunks of prompts and cycles of the live rows by turns, until no row is left and none waits."""
+    target, number, chunk_read = batch.target, 0, False
     in_flight: deque[tuple[int, Tensor, PhaseTimer]] = deque()
     while True:
         batch.rows.cancel(cancelled)

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from selfjudge.artefacts import DistillPrompts
 from selfjudge.decoding.plain import respond
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.distill.config import DistillConfig
@@ -25,8 +24,9 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.collect import Collector
 from selfjudge.prompts.sources import Notify
-from selfjudge.schema import conform
 from selfjudge.store import RunFolder, read_tensors, sha256, write_tensors
+from selfjudge.store.artefacts import DistillPrompts
+from selfjudge.store.schema import conform
 
 Row = dict[str, Any]
 CHUNK = 4096  # answers per file

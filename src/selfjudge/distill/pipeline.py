@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from selfjudge.artefacts import DistillSettings
 from selfjudge.distill.config import FREE, DistillConfig
 from selfjudge.distill.data import Corpus, Data, Maker
 from selfjudge.distill.export import export
@@ -28,8 +27,9 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.models.gguf import check_whole_weights
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.sources import Notify, check_readable
-from selfjudge.schema import conform
 from selfjudge.store import RunFolder
+from selfjudge.store.artefacts import DistillSettings
+from selfjudge.store.schema import conform
 
 
 def distill_draft(

@@ -20,8 +20,8 @@ from selfjudge.engine.teacher_forced import attention
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.weights import check_finite
 from selfjudge.prompts.sources import Notify
-from selfjudge.schema import conform
 from selfjudge.store import read_tensors, write_tensors
+from selfjudge.store.schema import conform
 
 WARM_UP = 100  # steps
 DECAY = 0.01  # of matrices, per unit of learning rate

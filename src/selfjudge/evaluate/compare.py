@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from selfjudge.artefacts import FinishedSummary, ScoredSample
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.config import Warn
 from selfjudge.evaluate.runs import Run
 from selfjudge.store import read_json, read_rows, write_json, write_rows
+from selfjudge.store.artefacts import FinishedSummary, ScoredSample
 from selfjudge.tasks.base import Row, Task
 
 RESAMPLES = 2000

@@ -10,7 +10,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from selfjudge.artefacts import FinishedSummary, PartSample, PartSeal, ScoredSample
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.decoding.text import generate, row_seed
 from selfjudge.errors import SelfJudgeError
@@ -21,6 +20,7 @@ from selfjudge.evaluate.runs import Run
 from selfjudge.evaluate.summary import main_measure, summarise
 from selfjudge.models.pair import Pair
 from selfjudge.store import RunFolder, read_json, read_rows, write_json, write_rows
+from selfjudge.store.artefacts import FinishedSummary, PartSample, PartSeal, ScoredSample
 from selfjudge.tasks.base import FILE, Row, Task, split_of, task
 from selfjudge.tasks.livecodebench import fold
 from selfjudge.types import PHASES, Generation

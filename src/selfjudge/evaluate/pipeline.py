@@ -18,7 +18,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from selfjudge.artefacts import FinishedSummary, RunRecord, TaskRecord
 from selfjudge.evaluate.compare import compare_with_exact, find_exact
 from selfjudge.evaluate.config import EvalConfig, Notify, Warn
 from selfjudge.evaluate.consistency import Entails, load_entailment
@@ -28,6 +27,7 @@ from selfjudge.judge.model import Judge
 from selfjudge.models.gguf import check_whole_weights
 from selfjudge.models.pair import Pair
 from selfjudge.store import RunFolder, keep_settings, provenance, read_json, write_json
+from selfjudge.store.artefacts import FinishedSummary, RunRecord, TaskRecord
 from selfjudge.tasks.livecodebench import LiveCodeBench, fold, learnt_folds
 from selfjudge.types import default_gamma
 

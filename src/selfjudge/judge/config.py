@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from selfjudge.artefacts import Count, Share
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.hub import find_judge
-from selfjudge.schema import OneOf, Range
 from selfjudge.store import read_json
+from selfjudge.store.artefacts import Count, Share
+from selfjudge.store.schema import OneOf, Range
 from selfjudge.types import DEFAULT_THETA
 
 FORMAT_VERSION: Literal[1] = 1

@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from selfjudge.artefacts import LabelManifest, LabelRow, Response
 from selfjudge.errors import SelfJudgeError
 from selfjudge.store import (
     RunFolder,
@@ -34,6 +33,7 @@ from selfjudge.store import (
     write_rows,
     write_tensors,
 )
+from selfjudge.store.artefacts import LabelManifest, LabelRow, Response
 
 Row = dict[str, Any]
 Arrays = dict[str, NDArray[Any]]

@@ -15,7 +15,6 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from selfjudge.artefacts import CalibrationSeal, LabelManifest, LabelPrompt, LabelShard, PromptsSeal, Response
 from selfjudge.engine.select import release
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import LOOKAHEAD
@@ -32,6 +31,7 @@ from selfjudge.models.tokens import context_window
 from selfjudge.prompts.collect import Collector
 from selfjudge.prompts.sources import Notify, Source, Warn, check_readable
 from selfjudge.store import RunFolder, read_rows, sha256, write_rows
+from selfjudge.store.artefacts import CalibrationSeal, LabelManifest, LabelPrompt, LabelShard, PromptsSeal, Response
 from selfjudge.tasks.base import known, task
 from selfjudge.tasks.code import CodeTask
 from selfjudge.tasks.sandbox.runner import refuse_unisolated
@@ -171,7 +171,8 @@ def _facts(run: _Run, tau: dict[str, Any]) -> dict[str, Any]:
 
 def _sums(shards: Sequence[Row]) -> dict[str, int]:
     return {
-        key: sum(shard.get(key, 0) for shard in shards) for key in ("rows", "acceptable", "target_tokens", "response_tokens")
+        key: sum(shard.get(key, 0) for shard in shards)
+        for key in ("rows", "acceptable", "target_tokens", "response_tokens")
     }
 
 

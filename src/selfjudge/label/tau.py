@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from selfjudge.artefacts import TauFile
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.store import read_json
+from selfjudge.store.artefacts import TauFile
 
 
 def known_tau(target: str, draft_sha256: str | None, suffix_length: int) -> dict[str, Any]:

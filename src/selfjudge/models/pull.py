@@ -24,10 +24,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from selfjudge.artefacts import PullManifest
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.catalogue import EMBEDDED, Embedded
 from selfjudge.store import home, locked, read_json, sha256, write_json
+from selfjudge.store.artefacts import PullManifest
 
 Progress = Callable[[str, float], None]
 """Called with a stage and its completed share in [0, 1]."""

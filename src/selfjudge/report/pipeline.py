@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from selfjudge.artefacts import ReportRecord
 from selfjudge.errors import SelfJudgeError
 from selfjudge.report.charts import charts
 from selfjudge.report.draw import draw
@@ -14,6 +13,7 @@ from selfjudge.report.page import page
 from selfjudge.report.read import read_results
 from selfjudge.report.tables import tables
 from selfjudge.store import read_json, write_json, write_text
+from selfjudge.store.artefacts import ReportRecord
 
 MADE = "report.json"
 """Beside the figures: the tables' rows and the names of the figures, so that the next report knows its own files."""

@@ -12,17 +12,6 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from selfjudge.artefacts import (
-    AnswerExample,
-    EvaluationSummary,
-    JudgeFile,
-    JudgeStudy,
-    LabelBench,
-    LabelManifest,
-    RocCurve,
-    RunRecord,
-    Sample,
-)
 from selfjudge.errors import SelfJudgeError
 from selfjudge.report.records import (
     APART,
@@ -37,8 +26,19 @@ from selfjudge.report.records import (
     Study,
     Token,
 )
-from selfjudge.schema import conform
 from selfjudge.store import read_json, read_rows
+from selfjudge.store.artefacts import (
+    AnswerExample,
+    EvaluationSummary,
+    JudgeFile,
+    JudgeStudy,
+    LabelBench,
+    LabelManifest,
+    RocCurve,
+    RunRecord,
+    Sample,
+)
+from selfjudge.store.schema import conform
 
 Content = dict[str, Any]
 RUN_FOLDER = re.compile(r".+-g\d+")

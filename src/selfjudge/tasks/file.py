@@ -8,9 +8,9 @@ from __future__ import annotations
 from hashlib import sha256
 from pathlib import Path
 
-from selfjudge.artefacts import TaskRow
 from selfjudge.errors import SelfJudgeError
 from selfjudge.store import read_rows
+from selfjudge.store.artefacts import TaskRow
 from selfjudge.tasks.base import FILE, Prompt, Row, Task, plain
 from selfjudge.tasks.scoring.answers import boxed, final_number, final_words, same_number, same_words, tagged
 

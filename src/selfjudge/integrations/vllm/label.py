@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
-from selfjudge.artefacts import TensorIndex
 from selfjudge.decoding.plain import Answer
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.label.score import Case, Scorer, Scores
@@ -28,6 +27,7 @@ from selfjudge.models.pair import Pair, check_tokenizers, chosen_device, chosen_
 from selfjudge.models.pull import checkpoint_folder
 from selfjudge.models.weights import check_finite
 from selfjudge.store import fingerprint, parse_json, read_json, weight_files
+from selfjudge.store.artefacts import TensorIndex
 
 CASES = 1 << 18  # tokens of responses that are scored together
 POOLING = {

@@ -13,8 +13,8 @@ from typing import Any
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.vllm.config import KEY, WORKER
-from selfjudge.schema import conform
 from selfjudge.store import parse_json
+from selfjudge.store.schema import conform
 
 VARIABLE = "SELFJUDGE_VLLM"
 

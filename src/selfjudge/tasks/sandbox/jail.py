@@ -209,7 +209,8 @@ def start(job: Job, folder: str) -> int:
         prctl(PR_SET_NO_NEW_PRIVS, 1)
         for name, limit in job["limits"].items():
             resource.setrlimit(getattr(resource, name), tuple(limit))
-        filter_calls(os.uname().machine)
+        if job["isolated"] or os.uname().machine in REFUSED:  # without isolation the user has taken the risk
+            filter_calls(os.uname().machine)
         os.execve(job["command"][0], job["command"], job["environment"])  # noqa: S606
     except (OSError, ValueError) as error:
         os.write(2, f"sandbox: {error}\n".encode())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
-from selfjudge.schema import Pattern, Range
+from selfjudge.store.schema import Pattern, Range
 
 Count = Annotated[int, Range(0)]
 Share = Annotated[float, Range(0, 1)]

@@ -1,0 +1,30 @@
+"""Files and folders that outlive a process: read through schemas, written whole, gone on with after a kill."""
+
+from selfjudge.store.files import (
+    MAX_DEPTH as MAX_DEPTH,
+    MAX_DOCUMENT as MAX_DOCUMENT,
+    MAX_UNPACKED as MAX_UNPACKED,
+    TOO_LARGE as TOO_LARGE,
+    fingerprint as fingerprint,
+    home as home,
+    locked as locked,
+    parse_json as parse_json,
+    quiet_hub as quiet_hub,
+    read_json as read_json,
+    read_rows as read_rows,
+    read_tensors as read_tensors,
+    sha256 as sha256,
+    weight_files as weight_files,
+    whole as whole,
+    write_json as write_json,
+    write_rows as write_rows,
+    write_tensors as write_tensors,
+    write_text as write_text,
+)
+from selfjudge.store.provenance import machine as machine, provenance as provenance, versions as versions
+from selfjudge.store.run_folder import (
+    RunFolder as RunFolder,
+    keep_settings as keep_settings,
+    refuse_foreign as refuse_foreign,
+    refuse_other as refuse_other,
+)

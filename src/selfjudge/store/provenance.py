@@ -1,0 +1,60 @@
+"""Who made a file, with what and where."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import subprocess
+import sys
+import time
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides a result."""
+    known = {"python": platform.python_version()}
+    for name in ("selfjudge", "torch", "transformers", "safetensors"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            known[name] = metadata.version(name)
+    return known
+
+
+def machine() -> dict[str, Any]:
+    """What a figure was measured on."""
+    described: dict[str, Any] = {"system": platform.system(), "arch": platform.machine(), "cpus": os.cpu_count()}
+    model = [
+        line.split(":", 1)[1].strip() for line in _output("lscpu").splitlines() if line.lower().startswith("model name")
+    ]
+    if model:
+        described["cpu"] = model[0]
+    if "torch" in sys.modules:
+        torch = sys.modules["torch"]
+        described["threads"] = torch.get_num_threads()
+        if torch.cuda.is_available():
+            described["gpu"] = torch.cuda.get_device_name()
+    return described
+
+
+def provenance(**extra: Any) -> dict[str, Any]:
+    """Who made a folder: argv, commit, versions, machine, time."""
+    return {
+        "argv": sys.argv,
+        "commit": _output("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD") or None,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "versions": versions(),
+        "machine": machine(),
+        **extra,
+    }
+
+
+@cache
+def _output(*command: str) -> str:
+    """What another program says, asked once; nothing where it cannot be asked."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""

@@ -1,0 +1,149 @@
+"""The resumable folder of a run: settings, seals, parts, lock."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from selfjudge.errors import SelfJudgeError
+from selfjudge.store.artefacts import RunRecord, Seal, SettingsFile
+from selfjudge.store.files import locked, read_json, sha256, write_json
+from selfjudge.store.provenance import provenance
+
+
+def refuse_other(folder: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse to go on in a folder that was begun with other settings; the error names those that differ."""
+    if differing := [key for key in now if then.get(key) != now[key]]:
+        raise SelfJudgeError(
+            f"{folder} was begun with another {', '.join(differing)}: name another `out` or remove the folder"
+        )
+
+
+def keep_settings(
+    file: Path, now: Mapping[str, Any], *, free: Collection[str] = (), defaults: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Write down what a folder is begun with, or refuse something else than `file` says; what `file` says.
+
+    `free` settings may differ. `defaults` stand for settings that the version that wrote the file did not know.
+    """
+    now = json.loads(json.dumps(now))  # as JSON has them: lists for tuples
+    if not file.is_file():
+        write_json(file, now)
+        return dict(now)
+    then = {**json.loads(json.dumps(defaults or {})), **read_json(file, SettingsFile)}
+    refuse_other(file.parent, then, {key: value for key, value in now.items() if key not in free})
+    return then
+
+
+def refuse_foreign(folder: Path, own: Collection[str] = ()) -> None:
+    """Refuse a folder that holds anything but files of the names in `own`; hidden files do not count."""
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise SelfJudgeError(f"{folder} is a file: name a folder with `out`")
+        names = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
+    except OSError as error:
+        raise SelfJudgeError(f"cannot use {folder} as a folder: {error}") from None
+    if foreign := [name for name in names if name not in own and not name.startswith(".")]:
+        raise SelfJudgeError(f"{folder} holds other files ({foreign[0]} …): name a new or empty folder with `out`")
+
+
+class RunFolder:
+    """The folder of one run, filled part by part; after a kill at any moment the run goes on where it was.
+
+        settings.json     what the run was begun with: other settings are refused
+        work/NAME.json    the seal of the part NAME: checksums of its files, what it was made from, what it yields
+        run.json          provenance, written when the run ends
+        `done`            the file that is written last, so that its existence means done; run.json if not named
+        .lock             held while a process works here; the kernel frees it when the process ends
+
+    How a run uses it (a missing, a crashed and a finished folder take the same path):
+
+        run = RunFolder(out, done="manifest.json")
+        run.claim(resume=resume)                       # refuses what is not ours; nothing is written yet
+        with run.working(settings):                    # lock and settings
+            if (result := run.result()) is not None:
+                return result
+            for number, rows in enumerate(batches):
+                name = f"answers-{number:05d}"
+                if run.sealed(name, origin) is None:   # missing, damaged, or made from something else
+                    write_rows(out / f"{name}.jsonl", make(rows))
+                    run.seal(name, [f"{name}.jsonl"], origin, rows=len(rows))
+            run.finish(result, settings=settings)
+    """
+
+    def __init__(self, path: Path, *, done: str = "run.json", schema: Any = RunRecord) -> None:
+        """`schema`: of the file `done`."""
+        self.path, self.work, self.done, self.schema = path, path / "work", done, schema
+
+    @property
+    def begun(self) -> bool:
+        return (self.path / "settings.json").is_file()
+
+    def claim(self, *, resume: bool = True, own: Collection[str] = ()) -> None:
+        """Refuse a folder that somebody else's files are in, and, without `resume`, one that a run was begun in.
+
+        Writes nothing. `own` names files that may stand in a folder where no run was begun.
+        """
+        if not self.begun:
+            refuse_foreign(self.path, own)
+        elif not resume:
+            raise SelfJudgeError(f"{self.path} was begun already: go on with `resume`, or name another `out`")
+
+    @contextlib.contextmanager
+    def working(
+        self, settings: Mapping[str, Any], *, free: Collection[str] = (), defaults: Mapping[str, Any] | None = None
+    ) -> Iterator[dict[str, Any]]:
+        """Hold the folder's lock; the settings that the run was begun with (see `keep_settings`).
+
+        A second process is refused. A file that cannot be written is a one-line error; what is sealed stays.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with locked(self.path / ".lock", refuse=f"another process works on {self.path}"):
+                yield keep_settings(self.path / "settings.json", settings, free=free, defaults=defaults)
+        except OSError as error:
+            raise SelfJudgeError(
+                f"cannot write {self.path}: {error}; what is done is kept and the run can be resumed"
+            ) from None
+
+    def seal(self, name: str, files: Iterable[str], made_from: str = "", **yields: Any) -> dict[str, Any]:
+        """Seal a part whose files, named relative to the folder, are whole; `yields` is for later parts to know."""
+        seal = {"files": {file: sha256(self.path / file) for file in files}, "made_from": made_from, **yields}
+        write_json(self.work / f"{name}.json", seal)
+        return seal
+
+    def sealed(self, name: str, made_from: str = "", schema: Any = Seal) -> dict[str, Any] | None:
+        """The seal of a part, if it was made from just that and all its files are intact; else it must be made."""
+        try:
+            seal = read_json(self.work / f"{name}.json", schema)
+        except SelfJudgeError:
+            return None
+        return seal if seal["made_from"] == made_from and self.intact(seal["files"]) else None
+
+    def intact(self, files: Mapping[str, str]) -> bool:
+        """Is every file there, with its checksum? Seals of earlier versions name files relative to `work`."""
+        for name, digest in files.items():
+            file = next((file for file in (self.path / name, self.work / name) if file.is_file()), None)
+            if file is None or sha256(file) != digest:
+                return False
+        return True
+
+    def result(self) -> dict[str, Any] | None:
+        """What the file says that is written last; None while the run is not finished."""
+        file = self.path / self.done
+        return read_json(file, self.schema) if file.is_file() else None
+
+    def reopen(self, settings: Mapping[str, Any] | None = None) -> None:
+        """Call a run unfinished again; free `settings` take their new values."""
+        (self.path / self.done).unlink(missing_ok=True)
+        if settings is not None:
+            write_json(self.path / "settings.json", settings)
+
+    def finish(self, result: Mapping[str, Any] | None = None, **about: Any) -> None:
+        """Write `run.json` (provenance and `about`) and then, where it is another file, `done` with the result."""
+        write_json(self.path / "run.json", provenance(**about))
+        if self.done != "run.json":
+            write_json(self.path / self.done, result)
