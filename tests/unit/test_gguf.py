@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +12,12 @@ from transformers import PreTrainedModel
 
 from conftest import VOCAB, tiny_model
 from fake_gguf import KINDS, check_kind, write_model
+from selfjudge.distill.pipeline import distill_draft
 from selfjudge.engine.cpu.engine import CpuEngine
 from selfjudge.engine.select import make_engine
 from selfjudge.errors import SelfJudgeError
+from selfjudge.evaluate.config import EvalConfig
+from selfjudge.evaluate.pipeline import evaluate_rules
 from selfjudge.models.gguf import BLOCKS, GgufFile, model_of
 from selfjudge.models.pair import Pair
 
@@ -93,6 +98,56 @@ def test_damaged_and_foreign_files_are_refused_in_one_line(tmp_path: Path) -> No
     path.write_bytes(whole[:at] + b"\x13\0\0\0" + whole[at + 4 :])
     with pytest.raises(SelfJudgeError, match=r"output_norm.weight has blocks of unknown type 19; there are: F32, "):
         model_of(path)
+
+
+def test_hostile_metadata_is_refused_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_model(small("llama"), path, MIXED)
+    whole = path.read_bytes()
+
+    def with_number(key: bytes, value: int) -> bytes:
+        at = whole.index(key) + len(key) + 4  # after the type of the value
+        return whole[:at] + struct.pack("<I", value) + whole[at + 4 :]
+
+    def with_kind(key: bytes, kind: int) -> bytes:
+        at = whole.index(key) + len(key)
+        return whole[:at] + struct.pack("<I", kind) + whole[at + 4 :]
+
+    for content, message in (
+        (with_number(b"llama.block_count", 1 << 31), "block_count cannot be 2147483648"),
+        (with_number(b"llama.block_count", 1 << 20), "says that it has 1048576 layers"),
+        (with_number(b"llama.attention.head_count", 0), "head_count cannot be 0"),
+        (with_number(b"llama.embedding_length", 0), "embedding_length cannot be 0"),
+        (with_kind(b"llama.embedding_length", 9), "as a GGUF model: it has an array of type 64"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(SelfJudgeError, match=message):
+            model_of(path)
+
+
+@pytest.mark.parametrize("name", ["output_norm", "token_embd", "blk.1.ffn_down", "blk.0.attn_q"])
+def test_weights_that_are_not_finite_are_refused(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_model(small("llama"), path, MIXED)
+    file = GgufFile(path)
+    tensor = file.tensors[f"{name}.weight"]
+    content = bytearray(path.read_bytes())
+    place = tensor.offset + (208 if BLOCKS[tensor.kind][0] == "Q6_K" else 2 if tensor.kind == 0 else 0)
+    content[place : place + 2] = b"\x80\x7f" if tensor.kind == 0 else b"\x00\x7c"  # infinity as float32, as float16
+    path.write_bytes(content)
+    with pytest.raises(SelfJudgeError, match=rf"{name}\.weight has weights that are not finite"):
+        make_engine(model_of(path))
+
+
+def test_what_needs_whole_weights_says_so_before_any_work(tmp_path: Path, tiny_pair: Pair) -> None:
+    write_model(small("qwen2"), tmp_path / "m.gguf", MIXED)
+    pair = replace(tiny_pair, target=model_of(tmp_path / "m.gguf"))
+    with pytest.raises(SelfJudgeError, match="this needs whole weights"):
+        evaluate_rules(pair, tmp_path / "eval", EvalConfig(tasks=("gsm8k",)))
+    with pytest.raises(SelfJudgeError, match="this needs whole weights"):
+        distill_draft(pair, tmp_path / "draft")
+    assert not (tmp_path / "eval").exists()
+    assert not (tmp_path / "draft").exists()
 
 
 def test_a_tensor_too_many_or_of_another_shape_is_refused(tmp_path: Path) -> None:
