@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +44,12 @@ def int8_groups(x: NDArray[np.float32]) -> NDArray[np.float64]:
     return (np.rint(groups * inverse).astype(np.float64) * (most / np.float32(127))).reshape(x.shape)
 
 
+Product = Callable[[NDArray[np.uint8], int, NDArray[np.float32]], NDArray[np.float32]]
+"""Blocks [rows, bytes], their type and activations [tokens, cols] → [tokens, rows]."""
+
+
 def product(data: NDArray[np.uint8], kind: int, x: NDArray[np.float32], processor: str) -> NDArray[np.float32]:
-    """[tokens, rows] by the kernel."""
+    """[tokens, rows] by the kernel, compiled for a processor whose programs run here."""
     kernel, rows, (tokens, cols) = library(processor), len(data), x.shape
     room = torch.empty(kernel.packed_bytes(kind, rows, cols) + 64, dtype=torch.uint8)
     at = -(-room.data_ptr() // 64) * 64
@@ -54,18 +60,19 @@ def product(data: NDArray[np.uint8], kind: int, x: NDArray[np.float32], processo
     return y
 
 
-def check_kind(kind: int, processor: str = "native") -> None:
+def check_kind(kind: int, kernel: str | Product = "native") -> None:
     """The kernel against floats in double precision, with an odd number of rows; the same bits for 1 … 9 tokens."""
+    multiply = partial(product, processor=kernel) if isinstance(kernel, str) else kernel
     rows, cols = 37, 512
     data = random_blocks(kind, rows, cols, seed=kind)
     x = np.random.default_rng(1).normal(size=(9, cols)).astype(np.float32)
     x[3, 32:64], x[4] = 0, x[4] * 1e-3
     expected = int8_groups(x) @ dequantised(data, kind).astype(np.float64).T
-    all_at_once = product(data, kind, x, processor)
+    all_at_once = multiply(data, kind, x)
     assert np.abs(all_at_once - expected).max() < 2e-6 * np.abs(expected).max() * cols**0.5
     for tokens in range(1, 9):
         for first in (0, 9 - tokens):
-            some = product(data, kind, np.ascontiguousarray(x[first : first + tokens]), processor)
+            some = multiply(data, kind, np.ascontiguousarray(x[first : first + tokens]))
             assert np.array_equal(some, all_at_once[first : first + tokens]), (tokens, first)
 
 

@@ -1,22 +1,46 @@
-"""The kernels for older processors, compiled here and tried on this one."""
+"""The kernels for other processors than this one: older ones of x86, and ARM's under an emulator."""
 
 from __future__ import annotations
 
 import platform
+import shutil
+import subprocess
+from pathlib import Path
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from fake_gguf import KINDS, check_kind
-from selfjudge.engine.cpu.library import library
+from selfjudge.engine.cpu.library import SOURCES, library
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(platform.machine() != "x86_64", reason="the names of processors are those of x86"),
-]
+CROSS, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64-static"
+pytestmark = pytest.mark.slow
 
 
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the names of processors are those of x86")
 @pytest.mark.parametrize(("processor", "name"), [("x86-64", b"portable"), ("haswell", b"avx2")])
 def test_kernels_of_older_processors_give_the_same_products(processor: str, name: bytes) -> None:
     assert library(processor).block_kernel() == name
     for kind in KINDS:
         check_kind(kind, processor)
+
+
+@pytest.mark.skipif(not (shutil.which(CROSS) and shutil.which(EMULATOR)), reason=f"needs {CROSS} and {EMULATOR}")
+@pytest.mark.parametrize(("processor", "name"), [("neoverse-n1", "neon"), ("cortex-a72", "portable")])
+def test_kernels_of_arm_give_the_same_products_under_an_emulator(processor: str, name: str, tmp_path: Path) -> None:
+    program, source = tmp_path / "apply", Path(__file__).with_name("apply_blocks.cpp")
+    flags = ["-O2", f"-mcpu={processor}", "-std=c++17", "-static", "-fno-math-errno", "-fno-trapping-math"]
+    folder = f"-I{Path(SOURCES[0]).parent}"
+    subprocess.run([CROSS, *flags, "-fopenmp", folder, str(source), "-o", str(program)], check=True)
+
+    def emulated(data: NDArray[np.uint8], kind: int, x: NDArray[np.float32]) -> NDArray[np.float32]:
+        sizes = [str(n) for n in (kind, len(data), x.shape[1], len(x))]
+        done = subprocess.run(
+            [EMULATOR, str(program), *sizes], input=data.tobytes() + x.tobytes(), capture_output=True, check=True
+        )
+        assert name in done.stderr.decode()
+        return np.frombuffer(done.stdout, np.float32).reshape(len(x), len(data))
+
+    for kind in KINDS:
+        check_kind(kind, emulated)
