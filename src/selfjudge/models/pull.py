@@ -26,7 +26,7 @@ from typing import Any
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.catalogue import EMBEDDED, Embedded
-from selfjudge.store import home, locked, read_json, sha256, write_json
+from selfjudge.store import home, locked, read_json, sha256, write_json, write_text
 from selfjudge.store.artefacts import PullManifest
 
 Progress = Callable[[str, float], None]
@@ -79,14 +79,32 @@ def gguf_file(name: str, progress: Progress | None = None) -> Path:
     try:
         models.mkdir(parents=True, exist_ok=True)
         with locked(models / f".{name}.lock", waiting=f"waiting for another process that is pulling {name} …"):
-            if not (kept.is_file() and kept.stat().st_size == model.size):
+            if not _checked(kept, model):
                 parts = models / f".{name}.parts"
                 parts.mkdir(exist_ok=True)
                 os.replace(_assembled(model, parts, progress or (lambda stage, share: None)), kept)
                 shutil.rmtree(parts, ignore_errors=True)
+                _mark(kept)
     except OSError as error:
         raise SelfJudgeError(f"cannot use the cache folder {models}: {error}; set SELFJUDGE_HOME to another") from None
     return kept
+
+
+def _checked(kept: Path, model: Embedded) -> bool:
+    """Whether the file is the model's: by its checksum, taken once and again when the file has changed."""
+    if not kept.is_file() or kept.stat().st_size != model.size:
+        return False
+    mark = kept.with_suffix(".checked")
+    if mark.is_file() and mark.read_text(errors="replace") == str(kept.stat().st_mtime_ns):
+        return True
+    if sha256(kept) != model.sha256:
+        return False
+    _mark(kept)
+    return True
+
+
+def _mark(kept: Path) -> None:
+    write_text(kept.with_suffix(".checked"), str(kept.stat().st_mtime_ns))
 
 
 def _kept(model: Embedded, models: Path) -> Path:

@@ -30,6 +30,7 @@ from selfjudge.ops.argmax import has_triton
 PREFILL_TOKENS = 32768  # tokens of prompts per pass
 RECORDED_TOKENS = 8192  # prompts of at most this many tokens in all are replayed as a graph once their shape came twice
 SLOTS = 256  # caches come in multiples of this, so that the next batch is likely to fit the last one's
+ASIDES = 2  # engines for prompts that are kept with their cache and recordings
 STEP_TOKENS = 32  # a pass of at most this many tokens a row is a decoding step and covers the whole batch
 
 
@@ -217,7 +218,8 @@ class CudaEngine:
         self.lengths[there : there + new] = other.lengths
         for mine, others in ((self.keys, other.keys), (self.values, other.values)):
             mine[:, there : there + new, :, :slots] = others[:, :, :, :slots]
-        self._asides.append(other)
+        if len(self._asides) < ASIDES:
+            self._asides.append(other)
 
     def _prefill(self, x: Tensor, slot: Tensor, position: Tensor, keep: int) -> Output:
         """Long prompts, some rows and columns at a time."""

@@ -112,6 +112,7 @@ async def respond(
 ) -> Response:
     """Put the job in the queue and answer the request."""
     request.state.mode = job.choice.mode  # for the guard's count
+    job.arrived = request.state.arrived  # encoding the prompt counts
     with service.refusing():
         service.scheduler.submit(job)
     head = {
@@ -120,7 +121,8 @@ async def respond(
         "created": int(time.time()),
         "model": service.name,
     }
-    watch = asyncio.ensure_future(_watch(request, service.scheduler, job, service.config.timeout))
+    waited = time.perf_counter() - job.arrived
+    watch = asyncio.ensure_future(_watch(request, service.scheduler, job, service.config.timeout - waited))
     exchange = Exchange(service, body, job, updates, form, watch, head)
     if not body.stream:
         return JSONResponse(await exchange.whole())

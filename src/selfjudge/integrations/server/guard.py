@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import time
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
@@ -53,7 +54,7 @@ class Guard:
             return
         sent = headers.get(b"authorization", b"")
         known = [number for number, key in enumerate(self.keys) if hmac.compare_digest(sent, key)]
-        scope.setdefault("state", {})["key"] = known[0] if known else 0
+        scope.setdefault("state", {}).update(key=known[0] if known else 0, arrived=time.perf_counter())
         if self.keys and not known and scope["path"] != "/health":
             await _refuse(counted, 401, "wrong or missing API key: send it as a bearer token", "invalid_api_key")
             return
