@@ -97,10 +97,7 @@ def _judges(root: Path) -> list[dict[str, Any]]:
     local = [(str(place), place, "folder") for place in _folders(root) if _is_judge(place)]
     rows = []
     for name, place, where in (*shipped, *local):
-        try:
-            config = JudgeConfig.from_pretrained(place)
-        except SelfJudgeError:  # a folder of another version, or of something else
-            continue
+        config = JudgeConfig.from_pretrained(place)
         rows.append(
             {
                 "name": name,

@@ -52,7 +52,7 @@ class JudgeConfig:
     quality_curve: tuple[tuple[Share, Share], ...] = ()
     """(share of unacceptable tokens that is rejected, the most permissive θ that does so), ascending."""
     thresholds: Mapping[str, Share] = field(default_factory=dict)
-    metrics: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
     format_version: Literal[1] = FORMAT_VERSION
 
     @classmethod
