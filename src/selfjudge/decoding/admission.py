@@ -47,8 +47,8 @@ class Rows:
     """What the loop keeps of the rows in the batch."""
 
     index: NDArray[np.int64]
-    """Number of each row, in the order of prompts and queue; −1 for idle ones, which fill a batch up to a size for which
-    the engine has a recording."""
+    """Number of each row, in the order of prompts and queue; −1 for idle ones, which fill a batch up to a recorded
+    size."""
     left: NDArray[np.int64]
     """Tokens each may still emit."""
     finished: NDArray[np.bool_]

@@ -1,6 +1,6 @@
-"""GGUF files as they are: what a file says of its model, and where its tensors lie. No weight is read or converted here.
+"""GGUF files as they are: what a file says of its model, and where its tensors lie. No weight is converted here.
 
-A model made from a file has the shape of its weights and none of their values: the CPU engine takes those from the file.
+A model made from a file has the shape of its weights and none of their values: the CPU engine takes those from it.
 """
 
 from __future__ import annotations

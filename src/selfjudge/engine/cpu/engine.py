@@ -1,6 +1,6 @@
 """The CPU engine: Llama- and Qwen2-shaped models through one compiled forward pass (`kernels.cpp`).
 
-The kernel is compiled once, by the machine's C++ compiler, into the cache folder. Weights are as `weights.py` packs them.
+The kernel is compiled once, by the machine's C++ compiler, into the cache folder. `weights.py` packs the weights.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The queue and the batches: one thread decodes, everything else only asks it to.
 
 Requests with the same choice of rule share a batch and enter it as places become free. Batches of different choices
-take turns, one pass or one chunk of a prompt each. The queue is first in, first out: a request that must wait holds back
-those after it. Where clients have different keys each key has a queue of its own, and the key with the fewest answers
-under way is next.
+take turns, one pass or one chunk of a prompt each. The queue is first in, first out: a request that must wait holds
+back those after it. Where clients have different keys each key has a queue of its own, and the key with the fewest
+answers under way is next.
 """
 
 from __future__ import annotations
