@@ -23,8 +23,8 @@ test-all: .venv/.installed
 	$(BIN)/pytest -m "slow and not gpu" --durations=20
 
 # the oldest transformers we support, and the newest that vLLM allows
-COMPAT := $(addprefix tests/unit/test_,decode.py distill.py engine.py evaluate.py label.py likelihood.py pair.py score.py text.py) \
-	$(addprefix tests/process/test_,distill_runs.py evaluate_runs.py label_runs.py)
+COMPAT := $(addprefix tests/unit/test_,decode.py engine.py evaluate.py label.py likelihood.py pair.py score.py text.py) \
+	$(addprefix tests/process/test_,distill.py distill_runs.py evaluate_runs.py label_runs.py)
 test-compat: .compat/5.17.0 .compat/5.19.0
 	PYTHONPATH=.compat/5.17.0 $(PYTEST) $(COMPAT) -m "not slow and not gpu" -k "not distribution"
 	PYTHONPATH=.compat/5.19.0 $(PYTEST) $(COMPAT) -m "not slow and not gpu" -k "not distribution"

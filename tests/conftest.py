@@ -6,6 +6,7 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here asks the hub; what is missing is missed at once
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -116,3 +117,21 @@ def tiny_pair(checkpoints: dict[str, str]) -> Pair:
     from selfjudge.models.pair import Pair
 
     return Pair.load(checkpoints["target"], checkpoints["draft"], device="cpu")
+
+
+@pytest.fixture(scope="module")
+def labels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """600 rows of 60 prompts that a linear judge can learn, with look-ahead and evidence for τ."""
+    from fake_labels import label_folder
+
+    return label_folder(tmp_path_factory.mktemp("labels") / "straight", lookahead=True, evidence=400)
+
+
+@pytest.fixture(scope="module")
+def xor(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Labels that no plane tells apart."""
+    from fake_labels import crossed, label_folder
+
+    return label_folder(
+        tmp_path_factory.mktemp("labels") / "xor", prompts=300, each=40, hidden=3, signal=crossed, noise=0.1
+    )

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 from sklearn.metrics import roc_auc_score
 
-from fake_labels import HIDDEN, SUFFIX, TAU, all_arrays, config_of, crossed, everything, flipped, label_folder, one_line
+from fake_labels import HIDDEN, SUFFIX, TAU, all_arrays, config_of, everything, flipped, label_folder, one_line
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import FEATURES, JudgeConfig
 from selfjudge.judge.model import Judge
@@ -32,19 +32,6 @@ from selfjudge.types import Block
 def no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     """A figure takes longer than all the rest of a small training; `judged` draws it before, for those who look at it."""
     monkeypatch.setattr("selfjudge.train.card.draw", lambda file, *_: file.write_bytes(b"figure"))
-
-
-@pytest.fixture(scope="module")
-def labels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """600 rows of 60 prompts that a linear judge can learn, with look-ahead and evidence for τ."""
-    return label_folder(tmp_path_factory.mktemp("labels") / "straight", lookahead=True, evidence=400)
-
-
-@pytest.fixture(scope="module")
-def xor(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return label_folder(
-        tmp_path_factory.mktemp("labels") / "xor", prompts=300, each=40, hidden=3, signal=crossed, noise=0.1
-    )
 
 
 def test_a_judge_may_learn_from_some_sources_alone(labels: Path, tmp_path: Path) -> None:

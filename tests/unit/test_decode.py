@@ -211,8 +211,8 @@ def test_cancelled_rows_leave_the_batch() -> None:
 
 @pytest.mark.parametrize(
     ("rule", "gamma"),
-    [(SpeculativeSampling(Sampling(0.9)), 3), (TopK(4), 3),
-     *(pytest.param(rule, gamma, marks=pytest.mark.slow) for rule, gamma in ((Exact(), 0), (Exact(), 3), (SpeculativeSampling(Sampling(0.9)), 0)))],
+    [(SpeculativeSampling(Sampling(0.9)), 3),
+     *(pytest.param(rule, gamma, marks=pytest.mark.slow) for rule, gamma in ((Exact(), 0), (Exact(), 3), (SpeculativeSampling(Sampling(0.9)), 0), (TopK(4), 3)))],
     ids=lambda v: getattr(v, "name", str(v)),
 )  # fmt: skip
 def test_rows_that_enter_get_what_they_would_get_alone(rule: AcceptanceRule, gamma: int) -> None:

@@ -14,7 +14,7 @@ from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
-from fake_labels import HIDDEN, WIDTH, config_of, crossed, everything, flipped, label_folder
+from fake_labels import HIDDEN, WIDTH, config_of, everything, flipped, label_folder
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.train import dataset as reading, fit as fitting
@@ -31,19 +31,6 @@ from selfjudge.train.fit import (
     logistic_path,
     predict,
 )
-
-
-@pytest.fixture(scope="module")
-def labels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """600 rows of 60 prompts that a linear judge can learn, with look-ahead and evidence for τ."""
-    return label_folder(tmp_path_factory.mktemp("labels") / "straight", lookahead=True, evidence=400)
-
-
-@pytest.fixture(scope="module")
-def xor(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return label_folder(
-        tmp_path_factory.mktemp("labels") / "xor", prompts=300, each=40, hidden=3, signal=crossed, noise=0.1
-    )
 
 
 def pieces(x: Tensor, y: Tensor, size: int = 97) -> Callable[[], Iterable[tuple[Tensor, Tensor]]]:
