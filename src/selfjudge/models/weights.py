@@ -1,4 +1,4 @@
-"""Weights as they are loaded: all of the model's, none of another's, every one finite."""
+"""Weights as they are loaded: all of the model's, none of another's, every one finite; and how int8 rounds them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfjudge.errors import SelfJudgeError
 
+GROUP = 32  # weights per scale of int8, as in engine/cpu/blocks.h
 DERIVED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 """Ends of names that old checkpoints carry although the model computes them."""
 
@@ -33,3 +36,20 @@ def check_finite(weights: Iterable[tuple[str, Tensor]], source: Path | str) -> N
     for name, weight in weights:
         if not bool(weight.isfinite().all()):
             raise SelfJudgeError(f"{source} has weights that are not finite ({name})")
+
+
+def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 values [N, K] and float16 scales [N, K/32]: the largest of a group becomes ±127.
+
+    The last group may be short. What `dequantise` gives is quantised to the same values again.
+    """
+    rows, cols = weight.shape
+    groups = F.pad(weight.detach().float(), (0, -cols % GROUP)).view(rows, -1, GROUP)
+    scale = (groups.abs().amax(-1) / 127).half()
+    values = (groups / scale.float().clamp_min(1e-30)[..., None]).round().clamp(-127, 127).to(torch.int8)
+    return values.view(rows, -1)[:, :cols].contiguous(), scale
+
+
+def dequantise(values: Tensor, scale: Tensor) -> Tensor:
+    """[N, K] in float32 from what `quantise` gives."""
+    return values.float() * scale.float().repeat_interleave(GROUP, 1)[:, : values.shape[1]]

@@ -340,6 +340,26 @@ class DistillPrompts(TypedDict):
     report: dict[str, Any]
 
 
+class EagleFile(TypedDict):
+    """`config.json` of an EAGLE-3 head."""
+
+    format_version: Literal[1]
+    kind: Literal["eagle3"]
+    target: str
+    target_sha256: str
+    hidden_size: Annotated[int, Range(1, 1 << 20)]
+    intermediate_size: Annotated[int, Range(1, 1 << 20)]
+    heads: Annotated[int, Range(1, 1 << 16)]
+    kv_heads: Annotated[int, Range(1, 1 << 16)]
+    head_dim: Annotated[int, Range(2, 1 << 16)]
+    rope_parameters: dict[str, Any]
+    eps: Annotated[float, Range(0, 1)]
+    aux_layers: tuple[Count, Count, Count]
+    vocab_size: Annotated[int, Range(1, 1 << 31)]
+    draft_vocab_size: Annotated[int, Range(1, 1 << 31)]
+    metrics: NotRequired[dict[str, Any]]
+
+
 class Message(TypedDict):
     role: NotRequired[str]
     content: str

@@ -17,9 +17,10 @@ from transformers import PreTrainedModel
 
 from selfjudge.engine.base import Eager, Output, chunk_tokens, shape_reason
 from selfjudge.engine.cpu.library import Pass, library
-from selfjudge.engine.cpu.weights import GROUP, packed
+from selfjudge.engine.cpu.weights import packed
 from selfjudge.models.gguf import gguf_of
 from selfjudge.models.tokens import context_window
+from selfjudge.models.weights import GROUP
 
 CHUNK = 192  # tokens per pass of a long prompt
 

@@ -14,8 +14,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from selfjudge.engine.cpu.library import Layer, Matrix, Model, library
 from selfjudge.models.gguf import LAYER, GgufFile, gguf_of
+from selfjudge.models.weights import GROUP, quantise
 
-GROUP = 32  # weights per scale of int8, as in blocks.h
 F32, F16, Q8_0 = 0, 1, 8
 LINE = 64  # bytes of a cache line
 
@@ -154,14 +154,6 @@ def head_order(heads: int, width: int) -> NDArray[np.int32]:
     """Rows of a query or key matrix in a file of architecture `llama`, whose rotary pairs lie side by side."""
     pairs = np.arange(heads * width, dtype=np.int32).reshape(heads, width // 2, 2)
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(-1)
-
-
-def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 values [N, K] and float16 scales [N, K/32]: the largest of a group becomes ±127."""
-    groups = weight.detach().float().view(weight.shape[0], -1, GROUP)
-    scale = (groups.abs().amax(-1) / 127).half()
-    values = (groups / scale.float().clamp_min(1e-30)[..., None]).round().clamp(-127, 127).to(torch.int8)
-    return values.view(weight.shape), scale
 
 
 def blocks_of(weight: Tensor) -> NDArray[np.uint8]:

@@ -1,0 +1,386 @@
+"""The EAGLE-3 head: a draft of one layer that reads the target's own states (Li et al. 2025).
+
+Entry t of the head gets the target's states at position t and the token at t+1, and proposes the token at t+2:
+
+    g = fc(states of a low, a middle and a high layer)    where the target has been; else g = a of the entry before
+    r = g + attention(norm(embedding of the token) ‖ norm(g));   a = r + mlp(norm(r));   logits = norm(a) · outputᵀ
+
+The embedding and the output matrix are the target's own; of the output only the rows of a draft vocabulary are used.
+Names and order of operations are those of vLLM and speculators, so that an export is a renaming.
+
+FOLDER/
+    config.json         sizes, which layers are read, which target it belongs to
+    head.safetensors    matrices as int8 with a float16 scale for each 32 weights, norms in float16, draft_ids
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from selfjudge.errors import SelfJudgeError, first_line
+from selfjudge.models.gguf import WHOLE_WEIGHTS, gguf_of
+from selfjudge.models.tokens import context_window
+from selfjudge.models.weights import check_finite, dequantise, quantise
+from selfjudge.store import read_json, read_tensors, write_json, write_tensors
+from selfjudge.store.artefacts import EagleFile
+
+KIND = "eagle3"
+FILE = "head.safetensors"
+_ROPE = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """The shape of a head. Its width, rotary embedding and the ε of its norms are the target's."""
+
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope_parameters: Mapping[str, Any]
+    eps: float
+    aux_layers: tuple[int, int, int]
+    """i means the residual stream that enters decoder layer i, as vLLM counts."""
+    vocab_size: int
+    draft_vocab_size: int
+
+    @classmethod
+    def for_target(cls, target: PreTrainedModel, draft_vocab_size: int, intermediate_size: int | None = None) -> Self:
+        """A head with the target's attention; the feed-forward layer is 8/3 as wide as the model if not given."""
+        layers, large = len(decoder_layers(target)), target.config.get_text_config()
+        width, heads = int(large.hidden_size), int(large.num_attention_heads)
+        rope = dict(getattr(large, "rope_parameters", None) or {})
+        if rope.get("rope_type") not in _ROPE or "rope_theta" not in rope:
+            rope = {"rope_type": "default", "rope_theta": 10000.0}
+        return cls(
+            hidden_size=width,
+            intermediate_size=intermediate_size or max(64, round(width * 8 / 3 / 64) * 64),
+            heads=heads,
+            kv_heads=int(getattr(large, "num_key_value_heads", None) or heads),
+            head_dim=int(getattr(large, "head_dim", None) or width // heads),
+            rope_parameters=rope,
+            eps=float(getattr(large, "rms_norm_eps", 1e-6)),
+            aux_layers=auxiliary_layers(layers),
+            vocab_size=int(target.get_input_embeddings().weight.shape[0]),
+            draft_vocab_size=draft_vocab_size,
+        )
+
+
+def auxiliary_layers(layers: int) -> tuple[int, int, int]:
+    """A low, a middle and a high layer of so many: 2, half of them, and the third from the end, where they differ."""
+    low = min(2, max(0, layers - 3))
+    high = max(layers - 3, min(low + 2, layers - 1))
+    return low, min(max(layers // 2, low + 1), high), high
+
+
+def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
+    """The layers whose states a head reads; a target that has none at the usual place is refused."""
+    layers = getattr(target.base_model, "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        kind = target.config.get_text_config().model_type
+        raise SelfJudgeError(f"the states of a model of type {kind!r} cannot be read: an EAGLE-3 head needs them")
+    return layers
+
+
+@contextlib.contextmanager
+def captured_states(target: PreTrainedModel, aux_layers: tuple[int, ...]) -> Iterator[list[Tensor]]:
+    """The states that enter these layers, in their order, [B, T, H] each; filled by each pass of the target."""
+    states: list[Tensor] = [torch.empty(0)] * len(aux_layers)
+    layers = decoder_layers(target)
+
+    def keep(place: int) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            states[place] = args[0] if args else kwargs["hidden_states"]
+
+        return hook
+
+    hooks = [layers[i].register_forward_pre_hook(keep(n), with_kwargs=True) for n, i in enumerate(aux_layers)]
+    try:
+        yield states
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class Norm(nn.Module):
+    """RMSNorm; its weight takes the dtype of what it norms."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__()
+        width, dim = config.hidden_size, config.head_dim
+        self.dim = dim
+        self.q_proj = nn.Linear(2 * width, config.heads * dim, bias=False)
+        self.k_proj = nn.Linear(2 * width, config.kv_heads * dim, bias=False)
+        self.v_proj = nn.Linear(2 * width, config.kv_heads * dim, bias=False)
+        self.o_proj = nn.Linear(config.heads * dim, width, bias=False)
+
+
+class _Mlp(nn.Module):
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        down: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return down
+
+
+class EagleLayer(nn.Module):
+    """The decoder layer, in two halves, before and after its attention: training has an attention of its own."""
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__()
+        self.hidden_norm = Norm(config.hidden_size, config.eps)
+        self.input_layernorm = Norm(config.hidden_size, config.eps)
+        self.post_attention_layernorm = Norm(config.hidden_size, config.eps)
+        self.self_attn = _Attention(config)
+        self.mlp = _Mlp(config)
+
+    def project(self, embedded: Tensor, g: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, heads, T, dim], keys and values [B, kv_heads, T, dim] of entries [B, T, H]."""
+        x = torch.cat([self.input_layernorm(embedded), self.hidden_norm(g)], -1)
+        own = self.self_attn
+        q, k, v = (
+            proj(x).unflatten(-1, (-1, own.dim)).transpose(1, 2) for proj in (own.q_proj, own.k_proj, own.v_proj)
+        )
+        q, k = apply_rotary_pos_emb(q, k, *rotary)
+        return q, k, v
+
+    def finish(self, g: Tensor, attended: Tensor) -> Tensor:
+        """[B, T, H] what the layer gives, from what its attention gives [B, heads, T, dim]."""
+        r = g + self.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
+        out: Tensor = r + self.mlp(self.post_attention_layernorm(r))
+        return out
+
+
+class EagleHead(nn.Module):
+    """See the module's docstring. Parameters have the names of vLLM's; `draft_ids` [D] are token ids, ascending."""
+
+    draft_ids: Tensor
+    embedding: Tensor | None
+    """[V, H] the target's own, as `output` [D, H]; None while no target is bound, or its weights stay in a file."""
+    output: Tensor | None
+
+    def __init__(self, config: EagleConfig, draft_ids: Tensor) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(3 * config.hidden_size, config.hidden_size, bias=False)
+        self.layers = nn.ModuleList([EagleLayer(config)])
+        self.norm = Norm(config.hidden_size, config.eps)
+        self.register_buffer("draft_ids", draft_ids.long(), persistent=False)
+        self.register_buffer("embedding", None, persistent=False)
+        self.register_buffer("output", None, persistent=False)
+        self.rotary_emb = LlamaRotaryEmbedding(
+            LlamaConfig(
+                hidden_size=config.hidden_size,
+                num_attention_heads=config.heads,
+                head_dim=config.head_dim,
+                rope_parameters=dict(config.rope_parameters),
+            )
+        )
+        self.target, self.target_sha256 = "", ""
+        self.window = 1 << 30
+
+    @property
+    def layer(self) -> EagleLayer:
+        only = self.layers[0]
+        assert isinstance(only, EagleLayer)
+        return only
+
+    @property
+    def device(self) -> torch.device:
+        return self.fc.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.fc.weight.dtype
+
+    def bind(
+        self, target: PreTrainedModel, sha256: str = "", name: str = "", *, dtype: torch.dtype | None = None
+    ) -> Self:
+        """Use this target's embedding and output matrix, its device and, unless given, its dtype.
+
+        A target that does not fit is refused.
+        """
+        self.check_target(target, sha256, name or "this target")
+        self.window = context_window(target)
+        self.target, self.target_sha256 = name or self.target, sha256 or self.target_sha256
+        self.to(device=target.device, dtype=dtype or target.dtype)
+        if gguf_of(target) is None:
+            self.embedding = target.get_input_embeddings().weight.detach()
+            self.output = target.get_output_embeddings().weight.detach()[self.draft_ids]
+        return self
+
+    def check_target(self, target: PreTrainedModel, sha256: str, name: str) -> None:
+        """Refuse a target that this head was not trained for."""
+        config, layers = self.config, len(decoder_layers(target))
+        rows, width = target.get_input_embeddings().weight.shape
+        if sha256 and self.target_sha256 and sha256 != self.target_sha256:
+            raise SelfJudgeError(f"this head was trained for {self.target or 'another target'}, not for {name}")
+        if width != config.hidden_size or rows != config.vocab_size:
+            raise SelfJudgeError(
+                f"this head reads states of width {config.hidden_size} over {config.vocab_size} tokens, and {name} has"
+                f" {width} and {rows}"
+            )
+        if max(config.aux_layers) >= layers:
+            raise SelfJudgeError(
+                f"this head reads what enters layer {max(config.aux_layers)}, and {name} has {layers} layers"
+            )
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """[.., 3H] → g [.., H]: the states of the three layers, side by side, as the head takes them."""
+        g: Tensor = self.fc(features)
+        return g
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        if self.embedding is None:
+            raise SelfJudgeError(WHOLE_WEIGHTS)
+        return F.embedding(tokens, self.embedding)
+
+    def rotary(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine [B, T, dim] of positions [B, T], in the dtype of `like`."""
+        cosine, sine = self.rotary_emb(like, positions)
+        return cosine, sine
+
+    def forward(
+        self,
+        tokens: Tensor,
+        g: Tensor,
+        positions: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """a [B, T, H] of entries with tokens [B, T] and g [B, T, H]; `positions` [B, T] are 0 … T−1 if not given.
+
+        Keys and values go into `cache` where there is one. `mask` [B, 1, T, S] says (True) what an entry may see of it;
+        without a mask entries see themselves and those before them, so the cache must be empty or T = 1.
+        """
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        q, k, v = self.layer.project(self.embed(tokens), g, self.rotary(positions, g))
+        if cache is not None:
+            k, v = cache.update(k, v, 0)
+        causal = mask is None and q.shape[2] > 1
+        attended = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=self.config.heads != self.config.kv_heads
+        )
+        return self.layer.finish(g, attended)
+
+    def logits(self, a: Tensor) -> Tensor:
+        """[.., D] over the draft vocabulary."""
+        if self.output is None:
+            raise SelfJudgeError(WHOLE_WEIGHTS)
+        return F.linear(self.norm(a), self.output)
+
+    def full_logits(self, logits: Tensor) -> Tensor:
+        """[.., V] from [.., D]: −∞ for tokens outside the draft vocabulary."""
+        full = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
+        return full.index_copy_(-1, self.draft_ids, logits)
+
+    # --------------------------------------------------------------------------------------------------- the folder
+
+    def save(self, folder: Path, *, metrics: Mapping[str, Any] | None = None) -> int:
+        """Write the tensors, then `config.json` (its existence means the folder is whole); bytes of the tensors."""
+        (folder / "config.json").unlink(missing_ok=True)
+        arrays = {"draft_ids": self.draft_ids.int().cpu().numpy()}
+        for name, p in self.named_parameters():
+            if p.dim() == 2:
+                values, scale = quantise(p.detach().cpu())
+                arrays[name], arrays[f"{name}.scale"] = values.numpy(), scale.numpy()
+            else:
+                arrays[name] = p.detach().half().cpu().numpy()
+        write_tensors(folder / FILE, arrays)
+        record = {
+            "format_version": 1,
+            "kind": KIND,
+            "target": self.target,
+            "target_sha256": self.target_sha256,
+            **asdict(self.config),
+            "rope_parameters": dict(self.config.rope_parameters),
+            "metrics": dict(metrics or {}),
+        }
+        write_json(folder / "config.json", record)
+        return (folder / FILE).stat().st_size
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """The head of a folder, in float32, not bound to a target yet; a folder that is damaged is refused."""
+        record = read_json(folder / "config.json", EagleFile)
+        known = {field.name: record[field.name] for field in fields(EagleConfig)}
+        config = EagleConfig(**{**known, "aux_layers": tuple(record["aux_layers"])})
+        _check_config(config, folder)
+        arrays = {name: torch.from_numpy(array) for name, array in read_tensors(folder / FILE)[0].items()}
+        ids = arrays.pop("draft_ids", torch.empty(0))
+        _check_ids(ids, config, folder)
+        try:
+            head = cls(config, ids)
+            tensors = {
+                name: dequantise(tensor, arrays[f"{name}.scale"]) if tensor.dtype == torch.int8 else tensor.float()
+                for name, tensor in arrays.items()
+                if not name.endswith(".scale")
+            }
+            head.load_state_dict(tensors)
+        except (RuntimeError, ValueError, TypeError, LookupError) as error:  # other names, shapes or rotary embeddings
+            raise SelfJudgeError(f"the head in {folder} is damaged: {first_line(error)}") from None
+        check_finite(head.named_parameters(), folder / FILE)
+        head.target, head.target_sha256 = record["target"], record["target_sha256"]
+        return head.eval().requires_grad_(False)
+
+    @classmethod
+    def load(cls, folder: Path, target: PreTrainedModel, sha256: str = "", name: str = "") -> Self:
+        """The head of a folder for this target, in the target's dtype on its device."""
+        return cls.read(folder).bind(target, sha256, name)
+
+
+def is_head(folder: Path) -> bool:
+    """Whether a folder holds a head rather than a checkpoint: its config says so."""
+    file = folder / "config.json"
+    return file.is_file() and read_json(file).get("kind") == KIND
+
+
+def _check_config(config: EagleConfig, folder: Path) -> None:
+    low, middle, high = config.aux_layers
+    wrong = {
+        "aux_layers": not low <= middle <= high,
+        "kv_heads": config.heads % config.kv_heads != 0,
+        "head_dim": config.head_dim % 2 != 0,
+        "draft_vocab_size": config.draft_vocab_size > config.vocab_size,
+        "rope_parameters": config.rope_parameters.get("rope_type") not in _ROPE,
+    }
+    if key := next((key for key, bad in wrong.items() if bad), None):
+        raise SelfJudgeError(f"{folder / 'config.json'}: a head cannot have {key} {getattr(config, key)}")
+
+
+def _check_ids(ids: Tensor, config: EagleConfig, folder: Path) -> None:
+    """The map from the draft vocabulary to the target's: as many ids as it has tokens, ascending, all of them known."""
+    fits = ids.shape == (config.draft_vocab_size,) and not ids.is_floating_point()
+    if not fits or not bool((ids[1:] > ids[:-1]).all()) or ids[0] < 0 or ids[-1] >= config.vocab_size:
+        raise SelfJudgeError(
+            f"{folder / FILE}: draft_ids must be {config.draft_vocab_size} ascending token ids below"
+            f" {config.vocab_size}"
+        )

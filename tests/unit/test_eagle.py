@@ -1,0 +1,237 @@
+"""The EAGLE-3 head on tiny targets: its equations, its cache, its folder and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor
+from transformers.cache_utils import DynamicCache
+
+from conftest import VOCAB, tiny_model
+from selfjudge.errors import SelfJudgeError
+from selfjudge.models.eagle import EagleConfig, EagleHead, auxiliary_layers, captured_states, is_head
+from selfjudge.models.weights import dequantise, quantise
+from selfjudge.store import read_tensors, write_tensors
+
+DRAFT_IDS = torch.tensor([0, 2, 5, 6, 7, 11, 30, 31, 32, 40, 59, 60])
+
+
+def random_head(target: hf.PreTrainedModel, seed: int = 0, **options: object) -> EagleHead:
+    torch.manual_seed(seed)
+    config = replace(EagleConfig.for_target(target, len(DRAFT_IDS)), **options)
+    head = EagleHead(config, DRAFT_IDS)
+    for p in head.parameters():
+        torch.nn.init.normal_(p, 1.0 if p.dim() == 1 else 0.0, 0.2)
+    return head.bind(target, "a" * 64, "tiny").requires_grad_(False)
+
+
+@pytest.mark.parametrize("layers", range(1, 40))
+def test_three_layers_are_read_and_differ_where_they_can(layers: int) -> None:
+    low, middle, high = auxiliary_layers(layers)
+    assert 0 <= low <= middle <= high < layers
+    assert len({low, middle, high}) == min(3, layers)
+    if layers >= 7:
+        assert (low, middle, high) == (2, layers // 2, layers - 3)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral-window", "gemma2", "gemma3"])
+def test_the_states_are_those_that_enter_the_layers(kind: str) -> None:
+    model = tiny_model(kind, num_hidden_layers=4)
+    ids = torch.randint(VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = model(ids, output_hidden_states=True).hidden_states
+        with captured_states(model, (1, 2, 3)) as states:
+            model.base_model(ids)
+            assert all(torch.equal(states[n], expected[i]) for n, i in enumerate((1, 2, 3)))
+            seen = list(states)
+        model.base_model(ids + 0)
+    assert all(one is other for one, other in zip(seen, states, strict=True)), "hooks are gone afterwards"
+
+
+def by_hand(head: EagleHead, tokens: list[int], g: Tensor) -> Tensor:
+    """a [T, H] entry by entry, as the equations say."""
+    c, layer = head.config, head.layers[0]
+    attention = layer.self_attn
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return x / (x.pow(2).mean() + c.eps).sqrt() * weight
+
+    def rotated(x: Tensor, position: int) -> Tensor:
+        frequencies = c.rope_parameters["rope_theta"] ** (-torch.arange(0, c.head_dim, 2) / c.head_dim)
+        first, second = x.view(-1, 2, c.head_dim // 2).unbind(1)
+        cosine, sine = (position * frequencies).cos(), (position * frequencies).sin()
+        return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)
+
+    keys, values, outputs = [], [], []
+    for t, token in enumerate(tokens):
+        embedded = norm(head.embedding[token], layer.input_layernorm.weight)
+        x = torch.cat([embedded, norm(g[t], layer.hidden_norm.weight)])
+        query = rotated(attention.q_proj.weight @ x, t)
+        keys.append(rotated(attention.k_proj.weight @ x, t))
+        values.append((attention.v_proj.weight @ x).view(-1, c.head_dim))
+        attended = []
+        for h in range(c.heads):
+            own = h // (c.heads // c.kv_heads)
+            scores = torch.stack([query[h] @ key[own] for key in keys]) / c.head_dim**0.5
+            attended.append(sum(p * value[own] for p, value in zip(scores.softmax(0), values, strict=True)))
+        r = g[t] + attention.o_proj.weight @ torch.cat(attended)
+        inner = norm(r, layer.post_attention_layernorm.weight)
+        gate, up = layer.mlp.gate_proj.weight @ inner, layer.mlp.up_proj.weight @ inner
+        outputs.append(r + layer.mlp.down_proj.weight @ (gate * gate.sigmoid() * up))
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_the_head_is_what_its_equations_say(kind: str) -> None:
+    target = tiny_model(kind, num_hidden_layers=4)
+    head = random_head(target)
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(VOCAB, (3, 7), generator=generator)
+    g = head.fuse(torch.randn(3, 7, 96, generator=generator))
+    a = head(tokens, g)
+    for row in range(3):
+        assert torch.allclose(a[row], by_hand(head, tokens[row].tolist(), g[row]), atol=1e-4)
+    logits = head.logits(a)
+    normed = a / (a.pow(2).mean(-1, keepdim=True) + head.config.eps).sqrt() * head.norm.weight
+    whole = normed @ target.get_output_embeddings().weight.T
+    assert torch.allclose(logits, whole[..., DRAFT_IDS], atol=1e-4)
+    full = head.full_logits(logits)
+    assert full.shape == (3, 7, VOCAB)
+    assert torch.equal(full[..., DRAFT_IDS], logits)
+    outside = torch.ones(VOCAB, dtype=torch.bool).index_fill(0, DRAFT_IDS, False)
+    assert (full[..., outside] == -torch.inf).all()
+
+
+def test_entries_one_at_a_time_are_those_of_one_pass() -> None:
+    head = random_head(tiny_model(num_hidden_layers=4))
+    generator = torch.Generator().manual_seed(1)
+    tokens, g = torch.randint(VOCAB, (2, 6), generator=generator), torch.randn(2, 6, 32, generator=generator)
+    expected, cache = head(tokens, g), DynamicCache()
+    steps = [head(tokens[:, :3], g[:, :3], cache=cache)]
+    for t in range(3, 6):
+        steps.append(head(tokens[:, t : t + 1], g[:, t : t + 1], torch.full((2, 1), t), cache=cache))
+    assert torch.allclose(torch.cat(steps, 1), expected, atol=1e-5)
+
+
+def test_a_mask_hides_what_a_row_has_refused() -> None:
+    """Entries 2 and 3 of the cache are holes: the next entry comes out as if they had never been there."""
+    head = random_head(tiny_model(num_hidden_layers=4))
+    generator = torch.Generator().manual_seed(1)
+    tokens, g = torch.randint(VOCAB, (1, 5), generator=generator), torch.randn(1, 5, 32, generator=generator)
+    cache = DynamicCache()
+    head(tokens[:, :4], g[:, :4], cache=cache)
+    mask = torch.tensor([True, True, False, False, True])[None, None, None]
+    found = head(tokens[:, 4:], g[:, 4:], torch.tensor([[2]]), mask=mask, cache=cache)
+    kept = [0, 1, 4]
+    assert torch.allclose(found, head(tokens[:, kept], g[:, kept])[:, 2:], atol=1e-5)
+
+
+# the folder
+
+
+def test_a_folder_comes_back_rounded_once(tmp_path: Path) -> None:
+    target = tiny_model(num_hidden_layers=4, intermediate_size=64)
+    head = random_head(target, intermediate_size=80)
+    size = head.save(tmp_path / "one", metrics={"m": 2.5})
+    assert is_head(tmp_path / "one")
+    parameters = sum(p.numel() for p in head.parameters())
+    assert parameters < size < 1.08 * parameters + 4096
+    loaded = EagleHead.load(tmp_path / "one", target, "a" * 64, "tiny")
+    assert loaded.config == head.config
+    assert torch.equal(loaded.draft_ids, DRAFT_IDS)
+    for (name, one), other in zip(head.named_parameters(), loaded.parameters(), strict=True):
+        step = one.abs().max() / 127 if one.dim() == 2 else 1e-3
+        assert (one - other).abs().max() <= 0.51 * step, name
+    loaded.save(tmp_path / "two", metrics={"m": 2.5})
+    for name in ("config.json", "head.safetensors"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+    assert EagleHead.load(tmp_path / "one", target.to(torch.bfloat16)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("cols", [1, 31, 32, 33, 80])
+def test_int8_is_off_by_half_a_step_and_rounds_to_itself(cols: int) -> None:
+    matrix = torch.randn(7, cols, generator=torch.Generator().manual_seed(0))
+    matrix[3] = 0
+    values, scale = quantise(matrix)
+    assert (values.shape, scale.shape) == ((7, cols), (7, -(-cols // 32)))
+    found = dequantise(values, scale)
+    assert ((found - matrix).abs() <= 0.51 * scale.float().repeat_interleave(32, 1)[:, :cols] + 1e-3).all()
+    again = quantise(found)
+    assert torch.equal(again[0], values)
+    assert torch.equal(again[1], scale)
+
+
+def test_another_target_is_refused(tmp_path: Path) -> None:
+    random_head(tiny_model(num_hidden_layers=4)).save(tmp_path)
+    for target, sha256, message in (
+        (tiny_model(num_hidden_layers=4), "b" * 64, "trained for tiny, not for other"),
+        (tiny_model(num_hidden_layers=4, hidden_size=64), "", "width 32 over 61 tokens, and other has 64 and 61"),
+        (tiny_model(num_hidden_layers=4, vocab_size=70), "", "width 32 over 61 tokens, and other has 32 and 70"),
+        (tiny_model(num_hidden_layers=2), "", "enters layer 3, and other has 2 layers"),
+        (tiny_model("gpt2"), "", "states of a model of type 'gpt2' cannot be read"),
+    ):
+        with pytest.raises(SelfJudgeError, match=message) as caught:
+            EagleHead.load(tmp_path, target, sha256, "other")
+        assert "\n" not in str(caught.value)
+    assert EagleHead.load(tmp_path, tiny_model(num_hidden_layers=4), "a" * 64, "renamed").target == "renamed"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": "layers"}, "kind"), ({"format_version": 2}, "format_version"), ({"aux_layers": [1, 2]}, "aux_layers"),
+        ({"aux_layers": [3, 2, 1]}, "cannot have aux_layers"), ({"hidden_size": "x"}, "hidden_size"),
+        ({"kv_heads": 3}, "cannot have kv_heads 3"), ({"head_dim": 7}, "cannot have head_dim 7"),
+        ({"draft_vocab_size": 13}, "13 ascending token ids"), ({"vocab_size": 60}, "ascending token ids below 60"),
+        ({"draft_vocab_size": 99}, "cannot have draft_vocab_size 99"), ({"intermediate_size": 77}, "is damaged"),
+        ({"rope_parameters": {"rope_type": "odd"}}, "cannot have rope_parameters"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "is damaged"),
+    ],
+)  # fmt: skip
+def test_a_config_that_does_not_fit_is_refused(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    random_head(tiny_model(num_hidden_layers=4)).save(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(SelfJudgeError, match=message) as caught:
+        EagleHead.read(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "message"),
+    [
+        ("norm.weight", None, "is damaged"), ("draft_ids", None, "ascending token ids"),
+        ("norm.weight", np.full(32, np.nan, np.float16), "not finite"),
+        ("fc.weight.scale", np.full((32, 3), np.inf, np.float16), "not finite"),
+        ("fc.weight.scale", np.ones((32, 2), np.float16), "is damaged"),
+        ("extra", np.ones(3, np.float32), "is damaged"),
+        ("fc.weight.scale", None, "is damaged"), ("fc.weight", np.zeros((5, 5), np.int8), "is damaged"),
+        ("draft_ids", np.arange(12, dtype=np.int32)[::-1].copy(), "ascending"),
+        ("draft_ids", np.zeros(12, np.int32), "ascending"),
+        ("draft_ids", np.arange(50, 62, dtype=np.int32), "below 61"),
+        ("draft_ids", np.arange(-1, 11, dtype=np.int32), "ascending"),
+        ("draft_ids", np.ones(12, np.float32), "ascending"),
+    ],
+)  # fmt: skip
+def test_damaged_tensors_are_refused(tmp_path: Path, name: str, array: np.ndarray | None, message: str) -> None:
+    random_head(tiny_model(num_hidden_layers=4)).save(tmp_path)
+    arrays, _ = read_tensors(tmp_path / "head.safetensors")
+    arrays.pop(name, None)
+    if array is not None:
+        arrays[name] = array
+    write_tensors(tmp_path / "head.safetensors", arrays)
+    with pytest.raises(SelfJudgeError, match=message) as caught:
+        EagleHead.read(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_checkpoint_is_not_a_head(tmp_path: Path) -> None:
+    assert not is_head(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert not is_head(tmp_path)
