@@ -23,7 +23,7 @@ from selfjudge.bench.config import PassesConfig
 from selfjudge.bench.passes import bench_passes, draw_passes, pass_seconds, random_model
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rules import EXACT
-from selfjudge.engine.select import borrowed
+from selfjudge.engine.select import borrowed, borrowed_draft
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.builtin import BUILT_IN
 from selfjudge.store import write_json
@@ -51,7 +51,7 @@ def ours(
     tokens: list[list[int]] = [[] for _ in prompts]
     torch.cuda.synchronize()
     start = time.perf_counter()
-    with borrowed(target) as large, borrowed(draft) if draft is not None else nullcontext() as small:
+    with borrowed(target) as large, borrowed_draft(draft, target) if draft is not None else nullcontext() as small:
         for step in decode(large, small, prompts, EXACT, gamma=gamma, max_new_tokens=count, eos_ids=eos):
             for e in step.emissions:
                 tokens[e.row] += e.tokens
@@ -188,7 +188,7 @@ def shapes(out: Path) -> None:
         }  # fmt: skip
         for gamma, m in lengths.items():
             seconds, _ = ours(target, draft, prompt, gamma, 64)
-            with borrowed(target) as large, borrowed(draft) as small:
+            with borrowed(target) as large, borrowed_draft(draft, target) as small:
                 cycles = list(decode(large, small, prompt, EXACT, gamma=gamma, max_new_tokens=128))[1:]
             cycle = sum(sum(s.seconds.values()) for s in cycles) / len(cycles)
             row[f"cycle_ms_gamma_{gamma}"] = cycle * 1e3

@@ -23,7 +23,7 @@ from selfjudge.decoding.rules import (
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.engine.cuda.engine import CudaEngine
 from selfjudge.engine.cuda.kernels_torch import Kernels
-from selfjudge.engine.select import common_kind, make_engine
+from selfjudge.engine.select import common_kind, make_draft, make_engine
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import FEATURES, JudgeConfig, columns
 from selfjudge.judge.model import Judge
@@ -38,7 +38,10 @@ CUDA = torch.device("cuda")
 
 
 def run(target, draft, prompts, rule: AcceptanceRule, kind: str = "auto", **options) -> list[list[int]]:
-    engines = make_engine(target, hidden=rule.judge is not None, kind=kind), draft and make_engine(draft, kind=kind)
+    engines = (
+        make_engine(target, hidden=rule.judge is not None, kind=kind),
+        draft and make_draft(draft, target, kind=kind),
+    )
     tokens: list[list[int]] = [[] for _ in prompts]
     for step in decode(*engines, prompts, rule, **options):
         for e in step.emissions:
@@ -217,7 +220,7 @@ def test_a_draft_that_the_engine_cannot_run_takes_the_target_along() -> None:
     draft = tiny_model(seed=2, hidden_size=48, head_dim=12).to(CUDA)
     with pytest.warns(UserWarning, match="using the reference engine: its heads are 12 wide"):  # said once a process
         assert common_kind(target, draft, "auto") == "reference"
-    engines = make_engine(target), make_engine(draft, kind="reference")
+    engines = make_engine(target), make_draft(draft, target, kind="reference")
     with pytest.raises(SelfJudgeError, match="reference engine for both"):
         list(decode(*engines, prompts_of([4]), Exact(), gamma=2))
 
@@ -238,7 +241,7 @@ def test_rows_that_enter_recorded_batches_get_what_they_would_get_alone(rule: Ac
     queue, tokens = AdmissionQueue(rows=4, length=80), {}
     steps = decode(
         make_engine(target),
-        make_engine(draft),
+        make_draft(draft, target),
         prompts[:1],
         rule,
         gamma=3,
@@ -262,7 +265,7 @@ def test_a_long_prompt_is_read_in_chunks_between_recorded_cycles(rule: Acceptanc
     alone = [
         run(target, draft, [p], rule, gamma=3, max_new_tokens=limit, seeds=[seed])[0] for p, limit, seed in requests
     ]
-    engines = make_engine(target), make_engine(draft)
+    engines = make_engine(target), make_draft(draft, target)
     engines[0].chunk = 4  # times four while nobody else is there
     recorded = []
     for _ in range(2):

@@ -17,6 +17,7 @@ from selfjudge.decoding.rules import AcceptanceRule, Exact, Judged, SpeculativeS
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.engine.base import Engine
 from selfjudge.engine.cuda import engine as cuda
+from selfjudge.engine.draft import Draft, LayersDraft
 from selfjudge.engine.select import make_engine
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.model import Judge
@@ -38,6 +39,10 @@ def engine_of(model: hf.PreTrainedModel, **options: bool) -> Engine:
     return make_engine(model, kind=kind, **options)
 
 
+def draft_of(model: hf.PreTrainedModel) -> Draft:
+    return LayersDraft(engine_of(model))
+
+
 def run(
     target: hf.PreTrainedModel,
     draft: hf.PreTrainedModel | None,
@@ -46,7 +51,7 @@ def run(
     **options: object,
 ) -> tuple[list[list[int]], list[Step]]:
     rule = rule or Exact()
-    engines = engine_of(target, hidden=rule.judge is not None), draft and engine_of(draft)
+    engines = engine_of(target, hidden=rule.judge is not None), draft and draft_of(draft)
     steps = list(decode(*engines, prompts, rule, **options))  # type: ignore[arg-type]
     tokens: list[list[int]] = [[] for _ in prompts]
     for step in steps:
@@ -198,7 +203,7 @@ def test_cancelled_rows_leave_the_batch() -> None:
     cancelled: set[int] = set()
     rows = []
     for step in decode(
-        engine_of(model), engine_of(model), prompts_of([4, 5, 6]), Exact(),
+        engine_of(model), draft_of(model), prompts_of([4, 5, 6]), Exact(),
         gamma=2, max_new_tokens=20, cancelled=cancelled,
     ):  # fmt: skip
         rows.append([e.row for e in step.emissions])
@@ -230,7 +235,7 @@ def test_rows_that_enter_get_what_they_would_get_alone(rule: AcceptanceRule, gam
     tokens: dict[int, list[int]] = {}
     most = prefills = 0
     steps = decode(
-        engine_of(target), engine_of(draft), prompts[:1], rule,
+        engine_of(target), draft_of(draft), prompts[:1], rule,
         gamma=gamma, max_new_tokens=limits[:1], seeds=[0], eos_ids=[7], queue=queue,
     )  # fmt: skip
     for number, step in enumerate(steps):
@@ -251,7 +256,7 @@ def test_a_batch_that_has_emptied_takes_in_who_waits(gamma: int) -> None:
     prompts, queue = prompts_of([30, 4, 6, 5]), AdmissionQueue(3, 60)
     tokens: list[list[int]] = [[] for _ in prompts]
     steps = decode(
-        engine_of(target), engine_of(draft), prompts[:1], Exact(), gamma=gamma, max_new_tokens=9, queue=queue
+        engine_of(target), draft_of(draft), prompts[:1], Exact(), gamma=gamma, max_new_tokens=9, queue=queue
     )  # fmt: skip
     for step in steps:
         for emission in step.emissions:
@@ -272,7 +277,7 @@ def test_a_row_may_be_cancelled_before_it_enters() -> None:
     cancelled, queue = set(), AdmissionQueue(2, 60)
     rows = []
     for step in decode(
-        engine_of(model), engine_of(model), prompts_of([4]), Exact(), gamma=2, max_new_tokens=20, cancelled=cancelled, queue=queue
+        engine_of(model), draft_of(model), prompts_of([4]), Exact(), gamma=2, max_new_tokens=20, cancelled=cancelled, queue=queue
     ):  # fmt: skip
         rows.append([e.row for e in step.emissions])
         if step.cycle == 1 and len(rows) == 2:

@@ -17,7 +17,8 @@ from selfjudge.decoding.rules import AcceptanceRule, Exact, SpeculativeSampling
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.decoding.text import Batch, generate
 from selfjudge.engine.base import Engine
-from selfjudge.engine.select import make_engine
+from selfjudge.engine.draft import Draft
+from selfjudge.engine.select import make_draft, make_engine
 from selfjudge.models.pair import Pair
 from selfjudge.types import Step
 
@@ -30,11 +31,10 @@ def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def engines(kind: str, chunk: int) -> list[Engine]:
-    pair = [make_engine(model, kind=kind) for model in MODELS]
-    for engine in pair:
-        engine.chunk = chunk
-    return pair
+def engines(kind: str, chunk: int) -> tuple[Engine, Draft]:
+    target = make_engine(MODELS[0], kind=kind)
+    target.chunk = chunk
+    return target, make_draft(MODELS[1], MODELS[0], kind=kind)
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

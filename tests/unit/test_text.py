@@ -162,15 +162,19 @@ def test_answers_come_and_go_in_a_batch(tiny_pair: Pair, engine: str) -> None:
 
 
 def test_a_draft_may_be_rough_under_every_rule(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    lend, lent = shells.borrowed, []
+    lent = []
 
-    @contextmanager
-    def noting(model, *, int8: bool = False, **options):
-        lent.append(("draft" if model is tiny_pair.draft else "target", int8))
-        with lend(model, **options) as engine:  # these are too narrow for int8
-            yield engine
+    def noting(name: str, lend):
+        @contextmanager
+        def lend_and_note(*models, int8: bool = False, **options):
+            lent.append((name, int8))
+            with lend(*models, **options) as thing:  # these are too narrow for int8
+                yield thing
 
-    monkeypatch.setattr(shells, "borrowed", noting)
+        return lend_and_note
+
+    monkeypatch.setattr(shells, "borrowed", noting("target", shells.borrowed))
+    monkeypatch.setattr(shells, "borrowed_draft", noting("draft", shells.borrowed_draft))
     asked = replace(tiny_pair, draft_int8=True)
     for pair, rule, rough in ((tiny_pair, TopK(), False), (asked, TopK(), True), (asked, EXACT, True)):
         lent.clear()

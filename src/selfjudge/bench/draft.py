@@ -12,7 +12,7 @@ from selfjudge.bench.passes import pass_seconds
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.plain import respond
 from selfjudge.decoding.rules import EXACT
-from selfjudge.engine.select import borrowed, common_kind
+from selfjudge.engine.select import borrowed, borrowed_draft, common_kind
 from selfjudge.errors import SelfJudgeError
 from selfjudge.label.mismatch import draft_tokens
 from selfjudge.models.pair import Pair
@@ -100,7 +100,7 @@ def accepted(
     kind = common_kind(pair.target, pair.draft, "auto")
     tokens = cycles = 0
     order = sorted(prompts, key=len, reverse=True)
-    with borrowed(pair.target, kind=kind) as target, borrowed(pair.draft, kind=kind) as draft:
+    with borrowed(pair.target, kind=kind) as target, borrowed_draft(pair.draft, pair.target, kind=kind) as draft:
         for start in range(0, len(order), batch):
             for step in decode(
                 target,

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.engine.base import Engine
+from selfjudge.engine.draft import Draft
 from selfjudge.errors import SelfJudgeError
 from selfjudge.types import MAX_GAMMA, Emission, Finish, Judgement, Origin, TokenColumn
 
@@ -121,7 +122,7 @@ def _judgements(traced: NDArray[Any], origins: Sequence[Origin]) -> tuple[Judgem
 
 def check_request(
     target: Engine,
-    draft: Engine | None,
+    draft: Draft | None,
     prompts: Sequence[Sequence[int]],
     rule: AcceptanceRule,
     gamma: int,
@@ -141,14 +142,16 @@ def check_request(
     if not 0 <= confidence <= 1:
         raise SelfJudgeError(f"`confidence` must lie in [0, 1], not {confidence}")
     rule.check(gamma)
-    return check_prompts([target] if draft is None else [target, draft], prompts, most)
+    return check_prompts(target, draft, prompts, most)
 
 
-def check_prompts(engines: Sequence[Engine], prompts: Sequence[Sequence[int]], most: Sequence[int]) -> list[int]:
+def check_prompts(
+    target: Engine, draft: Draft | None, prompts: Sequence[Sequence[int]], most: Sequence[int]
+) -> list[int]:
     """Refuse prompts that leave no room for an answer; the number of tokens each row may emit."""
     if min(most) < 1:
         raise SelfJudgeError(f"`max_new_tokens` must be at least 1, not {min(most)}")
-    window = min(engine.window for engine in engines)
+    window = target.window if draft is None else min(target.window, draft.window)
     limits = []
     for prompt, limit in zip(prompts, most, strict=True):
         if not prompt:

@@ -1,4 +1,4 @@
-"""One cycle: the draft proposes, the target verifies, the judge scores, the rule decides, both caches are rewound."""
+"""One cycle: the draft proposes, the target verifies, the judge scores, the rule decides, both are told what stands."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.decoding.sampling import sample
 from selfjudge.engine.base import Engine
+from selfjudge.engine.draft import Draft
 from selfjudge.ops.argmax import argmax_checked, regular
 from selfjudge.types import PHASES, Block, Verdict
 
@@ -25,15 +26,13 @@ class Cycle:
     """One cycle as functions over fixed tensors, so that an engine may record them and replay them without Python."""
 
     def __init__(
-        self, target: Engine, draft: Engine | None, rule: AcceptanceRule, gamma: int, *, trace: bool, first: Tensor
+        self, target: Engine, draft: Draft | None, rule: AcceptanceRule, gamma: int, *, trace: bool, first: Tensor
     ) -> None:
         """`first` [B] are the tokens that prefill yielded; `trace` asks for what the target wanted at judged tokens."""
         self.target, self.draft, self.rule, self.gamma = target, draft, rule, gamma
         self.trace = trace
         self.confidence = 0.0
         self.last = first[:, None].clone()
-        self.backlog = torch.cat([self.last, self.last], 1)  # the newest emitted tokens; the draft lacks the last
-        self.missing = torch.ones_like(first)  # `missing` of them
         self.uniforms = (
             None if rule.sampling is None else first.new_zeros((len(first), 2 * gamma + 1), dtype=torch.float32)
         )
@@ -42,22 +41,22 @@ class Cycle:
     def begin(self, first: Tensor) -> None:
         """Start over with the tokens that prefill yielded."""
         self.last.copy_(first[:, None])
-        self.backlog.copy_(first[:, None].expand_as(self.backlog))
-        self.missing.fill_(1)
 
     @torch.no_grad()
     def run(self, uniforms: Tensor | None) -> tuple[Tensor, PhaseTimer]:
         """Start one cycle; the packed verdict, not yet waited for."""
         if self.uniforms is not None and uniforms is not None:
             self.uniforms.copy_(uniforms)
+        timer = PhaseTimer(self.target.device)
+        if self.draft is not None:
+            with timer("draft"):
+                self.draft.prepare(self.gamma)
         if self.steps is None:
-            engines = [self.target] if self.draft is None else [self.target, self.draft]
-            state = [self.last, self.backlog, self.missing, *(t for engine in engines for t in engine.state())]
+            state = [self.last, *self.target.state(), *([] if self.draft is None else self.draft.state())]
             self.steps = self.target.capture([self.propose, self.verify, self.judge, self.decide], state)
             # nobody reads these after a recording: the next ones may use their memory, which for large batches is most
             for name in ("draft_logits", "output", "argmax", "block"):
                 vars(self).pop(name, None)
-        timer = PhaseTimer(self.target.device)
         for phase, step in zip(PHASES, self.steps, strict=True):
             with timer(phase):
                 step()
@@ -65,35 +64,33 @@ class Cycle:
 
     def propose(self) -> None:
         self.drafts, self.draft_logits = self.last[:, :0], None
-        if self.draft is not None:
-            behind = self.draft.static or bool((self.missing > 1).any())
-            backlog, missing = (self.backlog, self.missing) if behind else (self.backlog[:, 1:], None)
-            self.drafts, self.draft_logits = self._proposals(self.draft, backlog, missing)
+        if self.draft is not None and self.gamma:
+            self.drafts, self.draft_logits = self._proposals(self.draft)
 
-    def _proposals(self, draft: Engine, backlog: Tensor, missing: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _proposals(self, draft: Draft) -> tuple[Tensor, Tensor | None]:
         """[B, γ] drafts and, when sampling, the [B, γ, V] logits they come from; fewer if the draft is unsure."""
         tokens: list[Tensor] = []
         drawn_from: list[Tensor] = []
-        size, sampling = self.target.vocab_size, self.rule.sampling
+        size, ids, sampling = self.target.vocab_size, draft.vocabulary, self.rule.sampling
         confidence = 0.0 if draft.static else self.confidence
-        log_q = torch.zeros(len(backlog), device=backlog.device)  # of everything proposed so far
-        output = draft.extend(backlog, missing, keep=1)
+        log_q = torch.zeros(len(self.last), device=self.last.device)  # of everything proposed so far
+        logits = draft.propose(self.gamma)
         for i in range(self.gamma):
-            logits = output.logits[:, -1]
             if sampling is not None:
                 assert self.uniforms is not None
-                logits = sampling.warp(_over_vocabulary(regular(logits), size))
+                logits = sampling.warp(_over_vocabulary(regular(logits), size, ids))
                 drawn_from.append(logits)
-                tokens.append(sample(logits.softmax(-1), self.uniforms[:, i]))
+                chosen = sample(logits.softmax(-1), self.uniforms[:, i])
             else:
-                tokens.append(argmax_checked(logits[:, :size])[0])
+                chosen = argmax_checked(logits[:, :size])[0]
+            tokens.append(chosen if ids is None or sampling is not None else ids[chosen])
             if confidence > 0:
                 known = logits[:, :size].float()
-                log_q += known.gather(1, tokens[-1][:, None]).squeeze(1) - known.logsumexp(-1)
+                log_q += known.gather(1, chosen[:, None]).squeeze(1) - known.logsumexp(-1)
                 if bool((log_q < math.log(confidence)).all()):
                     break
             if i + 1 < self.gamma:
-                output = draft.extend(tokens[-1][:, None])
+                logits = draft.extend(tokens[-1])
         return torch.stack(tokens, 1), torch.stack(drawn_from, 1) if drawn_from else None
 
     def verify(self) -> None:
@@ -114,26 +111,19 @@ class Cycle:
         self.target.rewind(drafted - k)
         self.last.copy_(verdict.next_token[:, None])
         if self.draft is not None:
-            self.draft.rewind((drafted - 1 - k).clamp_min(0))  # the last draft itself was never fed to the draft
-            # a fully accepted block leaves the draft two tokens behind: d_γ and the bonus token
-            self.backlog.copy_(torch.cat([self.drafts[:, -1:], self.last], 1))
-            self.missing.copy_(1 + (k == drafted).long())
+            self.draft.accept(self.drafts, verdict, self.output.features)
         self.packed = pack(self.drafts, verdict, trace(self.block, verdict) if self.trace else None)
 
     def continued(self, rows: list[int], first: Tensor) -> Cycle:
         """The cycle for these rows and, after them, new ones whose prefill yielded `first`; the engines have them."""
-        last, backlog, missing = self.last[rows, 0], self.backlog[rows], self.missing[rows]
-        cycle = find_cycle(
-            self.target, self.draft, self.rule, self.gamma, trace=self.trace, first=torch.cat([last, first])
-        )
+        first = torch.cat([self.last[rows, 0], first])
+        cycle = find_cycle(self.target, self.draft, self.rule, self.gamma, trace=self.trace, first=first)
         cycle.confidence = self.confidence
-        cycle.backlog[: len(rows)] = backlog
-        cycle.missing[: len(rows)] = missing
         return cycle
 
 
 def find_cycle(
-    target: Engine, draft: Engine | None, rule: AcceptanceRule, gamma: int, *, trace: bool, first: Tensor
+    target: Engine, draft: Draft | None, rule: AcceptanceRule, gamma: int, *, trace: bool, first: Tensor
 ) -> Cycle:
     """A new cycle, or the one this engine recorded for an earlier batch of the same shape."""
     trace = trace and gamma > 0 and not rule.lossless
@@ -151,12 +141,15 @@ def find_cycle(
     return cycle
 
 
-def _over_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
-    """Draft logits over the target's vocabulary: families pad their embedding matrices to different sizes."""
-    missing = vocab_size - logits.shape[-1]
+def _over_vocabulary(logits: Tensor, size: int, ids: Tensor | None) -> Tensor:
+    """Draft logits over the target's vocabulary: a draft may know some tokens alone, and families pad their embedding
+    matrices to different sizes."""
+    if ids is not None:
+        return logits.new_full((len(logits), size), -torch.inf).index_copy_(1, ids, logits)
+    missing = size - logits.shape[-1]
     if missing > 0:
         return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
-    return logits[..., :vocab_size]
+    return logits[..., :size]
 
 
 def trace(block: Block, verdict: Verdict) -> Tensor:

@@ -1,4 +1,4 @@
-"""THE loop: batched speculative decoding over any two engines and any acceptance rule.
+"""THE loop: batched speculative decoding over any engine, any draft and any acceptance rule.
 
 One cycle: the draft proposes d_1 … d_γ, one target pass verifies them, the rule says how many stand, both caches
 are rewound, and the rows get their accepted drafts plus one token of the target. γ = 0 is plain decoding.
@@ -21,13 +21,14 @@ from selfjudge.decoding.cycle import Cycle, PhaseTimer, find_cycle, pack
 from selfjudge.decoding.prefill import Group, Prefill
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.decoding.sampling import RandomNumbers
-from selfjudge.engine.base import Engine
+from selfjudge.engine.base import Engine, RowCache
+from selfjudge.engine.draft import Draft
 from selfjudge.types import PHASES, Block, Step, default_gamma
 
 
 def decode(
     target: Engine,
-    draft: Engine | None,
+    draft: Draft | None,
     prompts: Sequence[Sequence[int]],
     rule: AcceptanceRule,
     *,
@@ -109,7 +110,7 @@ class _Batch:
     """What rows share: the engines, the cycle, the random numbers. All change together when rows come and go."""
 
     target: Engine
-    draft: Engine | None
+    draft: Draft | None
     rule: AcceptanceRule
     gamma: int
     eos_ids: Collection[int]
@@ -119,29 +120,29 @@ class _Batch:
     cycle: Cycle | None = None
 
     def __post_init__(self) -> None:
-        self.engines = [self.target] if self.draft is None else [self.target, self.draft]
+        self.caches: list[RowCache] = [self.target] if self.draft is None else [self.target, self.draft]
         self.random = RandomNumbers(self.rule.sampling is not None, self.gamma, self.target.device)
-        self.prefill = Prefill(self.engines, step=self.gamma + 1)
+        self.prefill = Prefill(self.target, self.draft, step=self.gamma + 1)
 
     def start(self, requests: Sequence[Request]) -> Step:
         """The first rows and their prefill, all at once."""
         self._reserve(len(requests), requests)
         group = Group(list(enumerate(requests)), self.target.device)
-        group.engines = self.engines
+        group.target, group.draft = self.target, self.draft
         group.read()
         return self._enter(group, [], 0)
 
     def wait(self, requests: Sequence[Request], queue: AdmissionQueue) -> None:
         """Room in the caches for those who may come; the first of them wait like all others."""
         self._reserve(queue.rows, requests, queue.length)
-        for engine in self.engines:
-            engine.reserve(0, 0)
+        for cache in self.caches:
+            cache.reserve(0, 0)
         queue.waiting.extendleft(reversed(requests))
 
     def _reserve(self, rows: int, requests: Sequence[Request], length: int = 0) -> None:
         longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
-        for engine in self.engines:
-            engine.reserve(rows, max(longest, length) + self.gamma + 1)
+        for cache in self.caches:
+            cache.reserve(rows, max(longest, length) + self.gamma + 1)
 
     def join(self, alive: list[int], most: int) -> Step:
         """Let a group whose prompts have been read enter beside the live rows; `most` is the most rows at a time."""
@@ -150,8 +151,8 @@ class _Batch:
             self._select(alive)
         total = len(alive) + len(group)
         idle = min(self.target.bucket(total), most) - total
-        for engine, other in zip(self.engines, group.engines, strict=True):
-            engine.join(other, idle)
+        for cache, other in zip(self.caches, group.caches, strict=True):
+            cache.join(other, idle)
         return self._enter(group, alive, idle)
 
     def _enter(self, group: Group, alive: list[int], idle: int) -> Step:
@@ -162,6 +163,8 @@ class _Batch:
             given = None if uniforms is None else uniforms[: len(group)]
             verdict = self.rule(Block(none, output.logits, output.hidden, uniforms=given))
         first = torch.cat([verdict.next_token, verdict.next_token.new_zeros(idle)])
+        if self.draft is not None:
+            self.draft.enter(first)
         if self.cycle is None:
             self.cycle = find_cycle(self.target, self.draft, self.rule, self.gamma, trace=self.trace, first=first)
             self.cycle.confidence = self.confidence
@@ -189,8 +192,8 @@ class _Batch:
         return self._step(number, self.rows, packed, timer)
 
     def _select(self, rows: list[int]) -> None:
-        for engine in self.engines:
-            engine.select(rows)
+        for cache in self.caches:
+            cache.select(rows)
         self.random.select(rows)
 
     def _step(self, number: int, rows: Rows, packed: Tensor, timer: PhaseTimer) -> Step:

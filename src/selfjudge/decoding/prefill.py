@@ -10,7 +10,8 @@ from torch import Tensor
 
 from selfjudge.decoding.admission import AdmissionQueue, Request, check_prompts
 from selfjudge.decoding.cycle import PhaseTimer
-from selfjudge.engine.base import Engine, Output
+from selfjudge.engine.base import Engine, Output, RowCache
+from selfjudge.engine.draft import Draft
 
 ALONE = 4  # chunks at once while nobody else is there: whoever comes waits for them
 
@@ -23,7 +24,8 @@ class Group:
         self.numbers, self.requests = [number for number, _ in rows], [request for _, request in rows]
         self.tokens, self.counts = _left_padded([request.prompt for request in self.requests], device)
         self.timer = PhaseTimer(device)
-        self.engines: list[Engine] = []
+        self.target: Engine | None = None
+        self.draft: Draft | None = None
         self.output: Output
         """What the target says after the last token that was read."""
         self.left = self.tokens.shape[1]
@@ -31,6 +33,10 @@ class Group:
 
     def __len__(self) -> int:
         return len(self.requests)
+
+    @property
+    def caches(self) -> list[RowCache]:
+        return [cache for cache in (self.target, self.draft) if cache is not None]
 
     def read(self, columns: int | None = None) -> None:
         """Read the next columns through target and draft, or all of them. Only a single row is read in pieces."""
@@ -40,11 +46,12 @@ class Group:
         start = width - self.left
         stop = width if columns is None else min(start + columns, width)
         tokens, counts = self.tokens[:, start:stop], (self.counts - (width - stop)).clamp_max(stop - start)
-        for phase, engine in zip(("target", "draft"), self.engines, strict=False):
-            with self.timer(phase):
-                output = engine.prefill(tokens, counts)
-            if phase == "target":
-                self.output = output
+        assert self.target is not None
+        with self.timer("target"):
+            self.output = self.target.prefill(tokens, counts)
+        if self.draft is not None:
+            with self.timer("draft"):
+                self.draft.read(tokens, counts, self.output.features)
         self.left = width - stop
 
 
@@ -52,8 +59,8 @@ class Group:
 class Prefill:
     """Who is being read. Short prompts share a pass; a long one is read alone, one chunk at a time."""
 
-    engines: list[Engine]
-    """Of the batch: the target's and, where there is one, the draft's."""
+    target: Engine
+    draft: Draft | None
     step: int
     """Tokens of a row in one step, γ + 1: so many slots it needs beyond its own tokens."""
 
@@ -77,12 +84,12 @@ class Prefill:
             if number in cancelled:
                 cancelled.remove(number)
                 continue
-            (limit,) = check_prompts(self.engines, [request.prompt], [request.max_new_tokens])
+            (limit,) = check_prompts(self.target, self.draft, [request.prompt], [request.max_new_tokens])
             taken.append((number, request._replace(max_new_tokens=limit)))
         together: list[tuple[int, Request]] = []
         for row in taken:
             longest = max(len(request.prompt) for _, request in [*together, row])
-            if together and longest * (len(together) + 1) > self.engines[0].chunk:
+            if together and longest * (len(together) + 1) > self.target.chunk:
                 self._add(together)
                 together = []
             together.append(row)
@@ -90,7 +97,7 @@ class Prefill:
 
     def _add(self, rows: list[tuple[int, Request]]) -> None:
         if rows:
-            self.groups.append(Group(rows, self.engines[0].device))
+            self.groups.append(Group(rows, self.target.device))
 
     def cancel(self, cancelled: set[int]) -> None:
         """Forget the groups that nobody waits for any more, and take their rows out of the set."""
@@ -104,14 +111,14 @@ class Prefill:
         Beside `alive` rows, or where it is `crowded` outside, a chunk costs about what a step costs.
         """
         alone = not (alive or crowded) and len(self.groups) == 1
-        chunk = max(self.engines[0].chunk * (ALONE if alone else 1), 2 * alive * self.step)
+        chunk = max(self.target.chunk * (ALONE if alone else 1), 2 * alive * self.step)
         group = self.groups[0] if self._passed_over else min(self.groups, key=lambda group: group.left)
         self._passed_over = group is not self.groups[0]
-        if not group.engines:
-            group.engines = [engine.aside() for engine in self.engines]
+        if group.target is None:
+            group.target, group.draft = self.target.aside(), self.draft and self.draft.aside()
             longest = max(len(request.prompt) + request.max_new_tokens for request in group.requests)
-            for engine in group.engines:
-                engine.reserve(len(group), longest + self.step)
+            for cache in group.caches:
+                cache.reserve(len(group), longest + self.step)
         group.read(max(1, chunk // len(group)))
 
     def take(self) -> Group:

@@ -18,7 +18,7 @@ from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rule_parser import resolve_rule
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.decoding.sampling import Sampling
-from selfjudge.engine.select import borrowed, common_kind, supports_int8_draft
+from selfjudge.engine.select import borrowed, borrowed_draft, common_kind, supports_int8_draft
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair, Prompt
@@ -259,7 +259,7 @@ class _Decoding:
             if drafts is not None:
                 always = int8_draft_always(pair, kind)
                 int8 = always if self.same_draft_weights else int8_draft(pair, rule, kind)
-                draft = stack.enter_context(borrowed(drafts, int8=int8, kind=kind))
+                draft = stack.enter_context(borrowed_draft(drafts, pair.target, int8=int8, kind=kind))
             dropped, warned = set() if dropped is None else dropped, False
             for answer in answers.values():
                 answer.started = time.perf_counter()

@@ -18,26 +18,50 @@ class Output:
     """[B, keep, V]"""
     hidden: Tensor | None
     """[B, keep, H] the tensor that feeds the LM head, where it was asked for."""
+    features: Tensor | None = None
+    """[B, T, F] of all positions: the inputs of the layers that were asked for, side by side."""
 
 
-class Engine(Protocol):
-    """One model over a ragged batch: every row has its own number of cached tokens."""
+class RowCache(Protocol):
+    """What holds the rows of a ragged batch: every row has its own number of cached tokens."""
 
-    vocab_size: int
     window: int
     """Context window: the most positions a row may hold."""
     device: device
     static: bool
     """Whether every pass must have the shape of the first: `capture` then replays it without Python."""
-    version: int
-    """Changes whenever the tensors behind a recording are replaced."""
+
+    @property
+    def version(self) -> int:
+        """Changes whenever the tensors behind a recording are replaced."""
+
+    def reserve(self, batch: int, length: int) -> None:
+        """Begin a batch: room for `batch` rows of at most `length` tokens, none of them filled."""
+
+    def aside(self) -> Self:
+        """The same weights with an empty cache of their own, for prompts that will `join` this one."""
+
+    def join(self, other: Self, idle: int = 0) -> None:
+        """Take over the rows of what was `aside`, after those that are there; then some idle ones.
+
+        Where passes are static there must be room for them; nowhere else are there idle rows.
+        """
+
+    def select(self, rows: list[int]) -> None:
+        """Keep these rows, in this order; the others leave the batch."""
+
+    def state(self) -> list[Tensor]:
+        """The tensors that a pass changes in place, without the cache itself."""
+
+
+class Engine(RowCache, Protocol):
+    """One model over a ragged batch."""
+
+    vocab_size: int
     recorded: dict[Hashable, Any]
     """What was recorded with this engine, for the next batch of the same shape."""
     chunk: int
     """Tokens of a prompt that cost about as much as a decoding step of one row or two."""
-
-    def reserve(self, batch: int, length: int) -> None:
-        """Begin a batch: room for `batch` rows of at most `length` tokens, none of them filled."""
 
     def extend(self, tokens: Tensor, counts: Tensor | None = None, keep: int | None = None) -> Output:
         """Append tokens [B, T]; where `counts` [B] is given, row b takes its last counts[b] tokens only."""
@@ -45,26 +69,11 @@ class Engine(Protocol):
     def prefill(self, tokens: Tensor, counts: Tensor) -> Output:
         """`extend` for the prompts of a batch: only the last position is kept."""
 
-    def aside(self) -> Self:
-        """An engine of the same weights with an empty cache of its own, for prompts that will `join` this one."""
-
-    def join(self, other: Self, idle: int = 0) -> None:
-        """Take over the rows of an engine that was `aside`, after those that are there; then some idle ones.
-
-        A static engine must have reserved room for them; no other has idle rows.
-        """
-
     def bucket(self, rows: int, now: int = 0) -> int:
         """How many rows a batch should have in which `rows` are live and, if it is under way, `now` are there."""
 
     def rewind(self, refused: Tensor) -> None:
         """Forget the last refused[b] tokens of each row."""
-
-    def select(self, rows: list[int]) -> None:
-        """Keep these rows, in this order; the others leave the batch."""
-
-    def state(self) -> list[Tensor]:
-        """The tensors that a pass changes in place, without the cache itself."""
 
     def capture(self, functions: Sequence[Callable[[], None]], state: Sequence[Tensor]) -> list[Callable[[], None]]:
         """The same functions over the same tensors, recorded where the engine can; `state` is left as it was."""

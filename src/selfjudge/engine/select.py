@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 from selfjudge.engine.base import Engine
 from selfjudge.engine.cpu import engine as cpu
 from selfjudge.engine.cuda import engine as cuda
+from selfjudge.engine.draft import Draft, LayersDraft
 from selfjudge.engine.reference import ReferenceEngine
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.gguf import gguf_of
@@ -47,6 +49,11 @@ def make_engine(model: PreTrainedModel, *, hidden: bool = False, int8: bool = Fa
     return cuda.CudaEngine(model, hidden=hidden) if kind == "cuda" else cpu.CpuEngine(model, hidden=hidden, int8=int8)
 
 
+def make_draft(draft: PreTrainedModel, target: PreTrainedModel, *, int8: bool = False, kind: str = "auto") -> Draft:
+    """A model as the draft of a target, on the fastest engine for it or the one named."""
+    return LayersDraft(make_engine(draft, int8=int8, kind=kind))
+
+
 def supports_int8_draft(draft: PreTrainedModel, kind: str = "auto") -> bool:
     """Whether the CPU engine can run a draft with int8 weights."""
     return kind in ("auto", "cpu") and cpu.why_not(draft, int8=True) is None
@@ -62,7 +69,8 @@ def common_kind(target: PreTrainedModel, draft: PreTrainedModel, kind: str) -> s
     return kind
 
 
-_IDLE: WeakKeyDictionary[PreTrainedModel, list[tuple[bool, Engine]]] = WeakKeyDictionary()
+_Kept = TypeVar("_Kept", Engine, Draft)
+_IDLE: WeakKeyDictionary[PreTrainedModel, dict[Hashable, list[Engine | Draft]]] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -70,13 +78,28 @@ def borrowed(
     model: PreTrainedModel, *, hidden: bool = False, int8: bool = False, kind: str = "auto"
 ) -> Iterator[Engine]:
     """An engine for one batch. A static engine is kept afterwards, so that the next batch finds its recordings."""
-    idle = _IDLE.setdefault(model, [])
+    make = partial(make_engine, model, hidden=hidden, int8=int8, kind=kind)
+    with _lent(model, ("engine", hidden), make, kind) as engine:
+        yield engine
+
+
+@contextmanager
+def borrowed_draft(
+    draft: PreTrainedModel, target: PreTrainedModel, *, int8: bool = False, kind: str = "auto"
+) -> Iterator[Draft]:
+    """A draft for one batch, kept like an engine."""
+    with _lent(draft, "draft", partial(make_draft, draft, target, int8=int8, kind=kind), kind) as made:
+        yield made
+
+
+@contextmanager
+def _lent(model: PreTrainedModel, key: Hashable, make: Callable[[], _Kept], kind: str) -> Iterator[_Kept]:
+    idle: list[_Kept] = _IDLE.setdefault(model, {}).setdefault(key, [])  # type: ignore[assignment]
     static = kind == "cuda" or (kind == "auto" and model.device.type == "cuda")
-    index = next((i for i, (has_hidden, _) in enumerate(idle) if static and has_hidden == hidden), None)
-    engine = make_engine(model, hidden=hidden, int8=int8, kind=kind) if index is None else idle.pop(index)[1]
-    yield engine  # after an exception (out of memory) the engine may be broken and is not kept
-    if engine.static:
-        idle.append((hidden, engine))
+    made = idle.pop() if static and idle else make()
+    yield made  # after an exception (out of memory) it may be broken and is not kept
+    if made.static:
+        idle.append(made)
 
 
 def release(model: PreTrainedModel) -> None:

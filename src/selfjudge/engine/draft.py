@@ -1,0 +1,171 @@
+"""Drafts: what proposes tokens to a target, whatever it is made of, and keeps up with the tokens that stand."""
+
+from __future__ import annotations
+
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor, device
+
+from selfjudge.engine.base import Engine, RowCache
+from selfjudge.types import Verdict
+
+BACKLOG = 64  # tokens that a draft may lack before it must catch up
+
+
+class Draft(RowCache, Protocol):
+    """Proposes tokens to a target, over the same ragged batch. γ may change from cycle to cycle, also to 0 and back."""
+
+    features: tuple[int, ...]
+    """Layers of the target whose inputs the draft reads, for every token; most drafts read none."""
+    vocabulary: Tensor | None
+    """[D] the token of each of its logits; None where the logits are those of all tokens, in their order."""
+
+    def read(self, tokens: Tensor, counts: Tensor, features: Tensor | None) -> None:
+        """The next tokens [B, T] of prompts, of row b the last counts[b], with the target's features [B, T, F]."""
+
+    def enter(self, first: Tensor) -> None:
+        """The prompts of the last rows have been read; [B'] the target's first tokens after them."""
+
+    def prepare(self, gamma: int) -> None:
+        """To be called before every cycle, outside of its recording: catch up, where it would have to read more than a
+        cycle of γ proposals allows for."""
+
+    def propose(self, gamma: int) -> Tensor:
+        """Read the tokens that stand and have not been read; logits [B, D] of the first of γ proposals."""
+
+    def extend(self, tokens: Tensor) -> Tensor:
+        """Logits [B, D] of the proposal that follows the proposals so far, the last of which are `tokens` [B]."""
+
+    def accept(self, drafts: Tensor, verdict: Verdict, features: Tensor | None) -> None:
+        """What became of the proposals [B, γ], perhaps none; [B, γ+1, F] the features of the pass that verified them.
+        Those that do not stand are forgotten."""
+
+
+class Backlog:
+    """The tokens of every row that a draft has not read, the newest last, in buffers that recordings may refer to."""
+
+    def __init__(self, place: device, hidden: int = 0, dtype: torch.dtype = torch.float32) -> None:
+        """With `hidden`, every token has a state of that width beside it."""
+        self._buffers = [
+            torch.zeros(0, BACKLOG, dtype=torch.long, device=place),
+            torch.zeros(0, dtype=torch.long, device=place),
+            torch.zeros(0, BACKLOG, hidden, dtype=dtype, device=place),
+        ]
+        self.reserve(0)
+
+    def _rows(self, batch: int) -> None:
+        """Work on the first rows of the buffers, which grow if they must."""
+        if batch > len(self._buffers[0]):
+            old = self._buffers
+            self._buffers = [b.new_zeros((batch, *b.shape[1:])) for b in old]
+            for new, values in zip(self._buffers, old, strict=True):
+                new[: len(values)] = values
+        self.tokens, self.missing, self.states = (b[:batch] for b in self._buffers)
+        """[B, BACKLOG], right-aligned; [B] how many of them have not been read; [B, BACKLOG, H]"""
+
+    def reserve(self, batch: int) -> None:
+        """Begin with so many rows, each of which lacks the token that the target says after its prompt."""
+        self._rows(batch)
+        self.missing.fill_(1)
+        self.most = 1
+        """The most that a row may lack, as far as the host knows."""
+
+    def enter(self, first: Tensor) -> None:
+        new = len(self.missing) - len(first)
+        self.tokens[new:, -1] = first
+        self.missing[new:] = 1
+
+    def push(self, tokens: Tensor, states: Tensor | None = None) -> None:
+        """One more token [B, 1] of every row, and its state [B, 1, H]."""
+        self.tokens.copy_(torch.cat([self.tokens[:, 1:], tokens], 1))
+        if states is not None:
+            self.states.copy_(torch.cat([self.states[:, 1:], states], 1))
+        self.missing.add_(1)
+
+    def caught_up(self) -> None:
+        """All but the newest token of every row have been read."""
+        self.missing.fill_(1)
+        self.most = 1
+
+    def join(self, other: Self, idle: int) -> None:
+        there, new = len(self.missing), len(other.missing)
+        self._rows(there + new + idle)
+        self.missing[there:] = 1
+        for mine, others in zip(self.tensors(), other.tensors(), strict=True):
+            mine[there : there + new] = others
+        self.most = max(self.most, other.most)
+
+    def select(self, rows: list[int]) -> None:
+        index = torch.tensor(rows, dtype=torch.long, device=self.missing.device)
+        for tensor in self.tensors():
+            tensor[: len(rows)] = tensor[index]
+        self._rows(len(rows))
+
+    def tensors(self) -> list[Tensor]:
+        return [self.tokens, self.missing, self.states]
+
+
+class LayersDraft:
+    """A whole model as a draft. It lacks the newest token, and the last proposal too if all of them stand."""
+
+    features: tuple[int, ...] = ()
+    vocabulary: Tensor | None = None
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.device, self.window, self.static = engine.device, engine.window, engine.static
+        self.backlog = Backlog(engine.device)
+
+    @property
+    def version(self) -> int:
+        return self.engine.version
+
+    def reserve(self, batch: int, length: int) -> None:
+        self.engine.reserve(batch, length)
+        self.backlog.reserve(batch)
+
+    def aside(self) -> Self:
+        return type(self)(self.engine.aside())
+
+    def join(self, other: Self, idle: int = 0) -> None:
+        self.engine.join(other.engine, idle)
+        self.backlog.join(other.backlog, idle)
+
+    def select(self, rows: list[int]) -> None:
+        self.engine.select(rows)
+        self.backlog.select(rows)
+
+    def state(self) -> list[Tensor]:
+        return [*self.engine.state(), *self.backlog.tensors()]
+
+    def read(self, tokens: Tensor, counts: Tensor, features: Tensor | None) -> None:
+        self.engine.prefill(tokens, counts)
+
+    def enter(self, first: Tensor) -> None:
+        self.backlog.enter(first)
+
+    def prepare(self, gamma: int) -> None:
+        backlog, limit = self.backlog, 2 if self.static and gamma else BACKLOG - 1
+        if backlog.most > limit:
+            self.engine.prefill(backlog.tokens[:, -backlog.most : -1], backlog.missing - 1)
+            backlog.caught_up()
+        backlog.most = 2 if gamma else backlog.most + 1
+
+    def propose(self, gamma: int) -> Tensor:
+        width = 2 if self.static else int(self.backlog.missing.max())
+        missing = None if width == 1 else self.backlog.missing
+        return self.engine.extend(self.backlog.tokens[:, -width:], missing, keep=1).logits[:, -1]
+
+    def extend(self, tokens: Tensor) -> Tensor:
+        return self.engine.extend(tokens[:, None]).logits[:, -1]
+
+    def accept(self, drafts: Tensor, verdict: Verdict, features: Tensor | None) -> None:
+        k, drafted, last = verdict.n_accepted, drafts.shape[1], verdict.next_token[:, None]
+        if not drafted:
+            self.backlog.push(last)
+            return
+        self.engine.rewind((drafted - 1 - k).clamp_min(0))  # the last draft itself was never fed to the draft
+        # a fully accepted block leaves the draft two tokens behind: d_γ and the bonus token
+        self.backlog.tokens[:, -2:] = torch.cat([drafts[:, -1:], last], 1)
+        self.backlog.missing.copy_(1 + (k == drafted).long())
