@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -50,3 +51,21 @@ def test_programs_that_solve(made_up: Path) -> None:
     mbpp = task("mbpp", made_up, allow_unsafe=True)
     row = {**mbpp.examples("test")[0], "test_setup_code": "limit = 11"}
     assert mbpp.extract(row, "```python\ndef f11():\n    return limit\n```") == "0"
+
+
+def test_a_users_own_checks_run_in_the_sandbox(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "w1", "check": "import json\nassert len(json.loads(answer)) == 2"},
+        {"prompt": "w2", "check": "raise SystemExit(0)"},  # ends before its test is over: not passed
+        {"prompt": "w3", "answer": "7"},
+        {"prompt": "w4", "check": None},
+    ]
+    file = tmp_path / "mine.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    mine = task(f"file:{file}", allow_unsafe=True)
+    loaded = mine.examples("all")
+    assert mine.extract_many(loaded, ["[1, 2]", "", "the answer is 7", "?"]) == ["passed", "failed", "7", None]
+    assert mine.extract_many(loaded[:1] * 2, ["'''\"\\", "[1]"]) == ["failed", "failed"]
+    scores = mine.score_many(loaded, ["[1, 2]", "", "the answer is 8", "?"])
+    assert scores == [{"accuracy": 1.0}, {"accuracy": 0.0}, {"accuracy": 0.0}, {}]
+    assert [mine.is_scorable(row, "passed") for row in loaded] == [True, True, True, False]

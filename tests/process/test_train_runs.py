@@ -339,7 +339,9 @@ def test_the_configuration_says_everything(judged: tuple[str, Path, dict], label
 def test_the_folder_holds_a_card_a_figure_and_no_pickle(judged: tuple[str, Path, dict]) -> None:
     _, out, _ = judged
     files = {p.name: p.read_bytes() for p in out.iterdir()}
-    assert set(files) == {"config.json", "model.safetensors", "README.md", "roc.json", "roc.png", "run.json"}
+    assert set(files) == {
+        "config.json", "model.safetensors", "prompts.json", "README.md", "roc.json", "roc.png", "run.json",
+    }  # fmt: skip
     assert not any(content.startswith((b"\x80", b"PK")) for content in files.values())
     assert files["roc.png"].startswith(b"\x89PNG\r\n\x1a\n")
     assert len(files["roc.png"]) > 5000
@@ -405,7 +407,8 @@ def test_the_configuration_is_written_last(labels: Path, tmp_path: Path, monkeyp
 
     monkeypatch.setattr("selfjudge.judge.model.write_json", watched)
     train_judge([labels], tmp_path / "whole", SETTINGS["linear"])
-    assert seen == [("config.json", {".lock", "model.safetensors", "README.md", "roc.json", "roc.png", "run.json"})]
+    there = {".lock", "model.safetensors", "prompts.json", "README.md", "roc.json", "roc.png", "run.json"}
+    assert seen == [("config.json", there)]
     assert not (tmp_path / "whole" / ".lock").exists()
 
     def full(*_: Any) -> None:

@@ -27,18 +27,7 @@ def make_engine(model: PreTrainedModel, *, hidden: bool = False, int8: bool = Fa
 
     `hidden` asks for the states a judge reads; `int8` for quantised weights, which the CPU engine alone offers.
     """
-    if kind not in KINDS:
-        raise SelfJudgeError(f"unknown `engine` {kind!r}; there are: {', '.join(KINDS)}")
-    if gguf_of(model) is not None:
-        if kind not in ("auto", "cpu"):
-            raise SelfJudgeError(f"q4 weights need the cpu engine, not {kind}")
-        kind = "cpu"
-    if kind == "auto":
-        kind = "cuda" if model.device.type == "cuda" else "cpu"
-        reason = cuda.why_not(model) if kind == "cuda" else cpu.why_not(model, int8=int8)
-        if reason is not None and not int8:
-            _say_once(f"using the reference engine: {reason}")
-            kind = "reference"
+    kind = engine_kind(model, int8=int8, kind=kind)
     if int8 and kind != "cpu":
         raise SelfJudgeError(f"int8 weights need the cpu engine, not {kind}")
     if kind == "reference":
@@ -47,6 +36,24 @@ def make_engine(model: PreTrainedModel, *, hidden: bool = False, int8: bool = Fa
     if reason is not None:
         raise SelfJudgeError(f"the {kind} engine cannot run this model: {reason}")
     return cuda.CudaEngine(model, hidden=hidden) if kind == "cuda" else cpu.CpuEngine(model, hidden=hidden, int8=int8)
+
+
+def engine_kind(model: PreTrainedModel, *, int8: bool = False, kind: str = "auto") -> str:
+    """The engine that `kind` names; `auto` is the fastest that runs the model."""
+    if kind not in KINDS:
+        raise SelfJudgeError(f"unknown `engine` {kind!r}; there are: {', '.join(KINDS)}")
+    if gguf_of(model) is not None:
+        if kind not in ("auto", "cpu"):
+            raise SelfJudgeError(f"q4 weights need the cpu engine, not {kind}")
+        return "cpu"
+    if kind != "auto":
+        return kind
+    kind = "cuda" if model.device.type == "cuda" else "cpu"
+    reason = cuda.why_not(model) if kind == "cuda" else cpu.why_not(model, int8=int8)
+    if reason is not None and not int8:
+        _say_once(f"using the reference engine: {reason}")
+        return "reference"
+    return kind
 
 
 def make_draft(draft: PreTrainedModel, target: PreTrainedModel, *, int8: bool = False, kind: str = "auto") -> Draft:

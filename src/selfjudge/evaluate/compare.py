@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
@@ -112,22 +112,30 @@ def delta_m(samples: Sequence[Row], others: Sequence[Row]) -> dict[str, Any]:
     pairs = zip(samples, others, strict=True)
     counts = np.asarray([[s["emitted"], s["cycles"], o["emitted"], o["cycles"]] for s, o in pairs], float)
 
-    def difference(sums: NDArray[Any]) -> float:
-        return float(sums[0] / sums[1] - sums[2] / sums[3])
-
-    def ratio(sums: NDArray[Any]) -> float:
-        return float(sums[0] / sums[1] / (sums[2] / sums[3]))
-
-    total = counts.sum(0)
-    if not total.all():  # every answer ended with its prefill
+    if not counts.sum(0).all():  # every answer ended with its prefill
         return {"delta_m": None, "delta_m_ci": None, "m_ratio": None, "m_ratio_ci": None}
+    difference, difference_ci = _paired(counts, _difference)
+    ratio, ratio_ci = rate_ratio(counts)
+    return {"delta_m": difference, "delta_m_ci": difference_ci, "m_ratio": ratio, "m_ratio_ci": ratio_ci}
+
+
+def rate_ratio(counts: NDArray[Any]) -> tuple[float, Interval]:
+    """[n, 4] an amount and what it took, then the same of `exact` → ratio of the pooled rates, and its interval."""
+    return _paired(counts, _ratio)
+
+
+def _paired(counts: NDArray[Any], compare: Callable[[NDArray[Any]], float]) -> tuple[float, Interval]:
+    """A comparison of the sums of `counts` over its rows, and its bootstrap interval."""
     resampled = [sums for sums in (counts[i].sum(0) for i in _resamples(len(counts))) if sums.all()]
-    return {
-        "delta_m": difference(total),
-        "delta_m_ci": _middle([difference(sums) for sums in resampled]),
-        "m_ratio": ratio(total),
-        "m_ratio_ci": _middle([ratio(sums) for sums in resampled]),
-    }
+    return compare(counts.sum(0)), _middle([compare(sums) for sums in resampled])
+
+
+def _difference(sums: NDArray[Any]) -> float:
+    return float(sums[0] / sums[1] - sums[2] / sums[3])
+
+
+def _ratio(sums: NDArray[Any]) -> float:
+    return float(sums[0] / sums[1] / (sums[2] / sums[3]))
 
 
 def interval(values: NDArray[Any]) -> Interval:

@@ -18,7 +18,7 @@ from selfjudge.evaluate.consistency import Entails, consistency
 from selfjudge.evaluate.examples import example_rows, frequent_substitutions
 from selfjudge.evaluate.runs import Run
 from selfjudge.evaluate.summary import main_measure, summarise
-from selfjudge.models.pair import Pair
+from selfjudge.models.pair import Pair, Prompt
 from selfjudge.store import RunFolder, read_json, read_rows, write_json, write_rows
 from selfjudge.store.artefacts import FinishedSummary, PartSample, PartSeal, ScoredSample
 from selfjudge.tasks.base import FILE, Row, Task, split_of, task
@@ -126,39 +126,26 @@ class Execution:
 
     def _answer(self, part: Part) -> tuple[list[Generation], dict[str, float]]:
         """The answers of a part and its seconds by phase. A row's seed does not depend on the part it is in."""
-        start = time.perf_counter()
-        answers = generate(
+        return answer_together(
             self.pair,
             [self.task.prompt(row) for row in part.rows],
             part.rule,
             gamma=self.run.gamma,
             max_new_tokens=self.max_new_tokens,
-            batch=self.batch,
             seeds=[row_seed(self.config.seed, self.examples.places[row["id"]]) for row in part.rows],
-            same_draft_weights=True,
-            trace=False,
         )
-        total = time.perf_counter() - start
-        # the last to end took part in all passes
-        phases = {phase: max(answer.seconds[phase] for answer in answers) for phase in PHASES}
-        return answers, {**phases, "total": total}
 
     def _score(self, rows: Sequence[Row], answers: Sequence[Generation]) -> list[Row]:
         """A sample for every example."""
         texts = [answer.text for answer in answers]
-        if self.examples.checkable:
-            extracted = self.task.extract_many(rows, texts)
-            scores = [self.task.rate(row, answer) for row, answer in zip(rows, extracted, strict=True)]
-        else:
-            extracted = [None] * len(rows)
-            scores = self.task.score_many(rows, texts)
+        extracted, scores = score_texts(self.examples, rows, texts)
         if self.entails is not None and self.examples.has_stories:
             name = "fc_proxy" if self.config.nli == "proxy" else "fc"
             stories = [self.task.story(row) or "" for row in rows]
             for score, value in zip(scores, consistency(self.entails, stories, texts), strict=True):
                 score[name] = value or 0.0
         return [
-            _sample(row["id"], answer, found, score)
+            sample_row(row["id"], answer, found, score)
             for row, answer, found, score in zip(rows, answers, extracted, scores, strict=True)
         ]
 
@@ -168,7 +155,7 @@ class Execution:
         samples = sorted(
             (sample for part in by_part for sample in part), key=lambda sample: self.examples.places[sample["id"]]
         )
-        answers = [_generation(sample) for sample in samples]
+        answers = [generation_of(sample) for sample in samples]
         prompts = [self.task.prompt(row) for row in self.examples.rows]
         write_rows(self.folder / "examples.jsonl", self._shown(samples, answers))
         kept = [{k: v for k, v in s.items() if k not in ("token_ids", "origins")} for s in samples]
@@ -237,7 +224,48 @@ class Execution:
         shutil.rmtree(self.folder / "work", ignore_errors=True)
 
 
-def _sample(name: str, answer: Generation, extracted: str | None, scores: dict[str, float]) -> Row:
+def answer_together(
+    pair: Pair,
+    prompts: Sequence[Prompt],
+    rule: AcceptanceRule,
+    *,
+    gamma: int,
+    max_new_tokens: int,
+    seeds: Sequence[int] | None = None,
+    same_draft_weights: bool = True,
+) -> tuple[list[Generation], dict[str, float]]:
+    """The answers of prompts that one rule decodes together, and the seconds by phase."""
+    start = time.perf_counter()
+    answers = generate(
+        pair,
+        prompts,
+        rule,
+        gamma=gamma,
+        max_new_tokens=max_new_tokens,
+        batch=len(prompts),
+        seeds=seeds,
+        same_draft_weights=same_draft_weights,
+        trace=False,
+    )
+    total = time.perf_counter() - start
+    # the last to end took part in all passes
+    phases = {phase: max(answer.seconds[phase] for answer in answers) for phase in PHASES}
+    return answers, {**phases, "total": total}
+
+
+def score_texts(
+    examples: TaskExamples, rows: Sequence[Row], texts: Sequence[str]
+) -> tuple[list[str | None], list[dict[str, float]]]:
+    """The answer that is found in each text, where the task has answers, and the text's scores."""
+    task = examples.task
+    if not examples.checkable:
+        return [None] * len(rows), task.score_many(rows, texts)
+    extracted = task.extract_many(rows, texts)
+    return extracted, [task.rate(row, answer) for row, answer in zip(rows, extracted, strict=True)]
+
+
+def sample_row(name: str, answer: Generation, extracted: str | None, scores: dict[str, float]) -> Row:
+    """What is kept of an answer: a row of a part (`PartSample`)."""
     measure = main_measure(scores)
     return {
         "id": name,
@@ -256,7 +284,8 @@ def _sample(name: str, answer: Generation, extracted: str | None, scores: dict[s
     }
 
 
-def _generation(sample: Row) -> Generation:
+def generation_of(sample: Row) -> Generation:
+    """The answer that a row of a part was made from."""
     origins: Any = tuple(_ORIGINS[letter] for letter in sample["origins"])
     return Generation(tuple(sample["token_ids"]), origins, sample["text"], sample["cycles"], sample["finish"], 0)
 

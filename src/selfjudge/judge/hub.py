@@ -28,7 +28,9 @@ def find_judge(source: str | Path) -> Path:
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(text, allow_patterns=["config.json", "model.safetensors", "README.md"]))
+        return Path(
+            snapshot_download(text, allow_patterns=["config.json", "model.safetensors", "prompts.json", "README.md"])
+        )
     except Exception as error:  # the hub client raises many kinds
         raise SelfJudgeError(f"{text} is not a folder, and the hub did not give it ({first_line(error)})") from None
 

@@ -228,6 +228,96 @@ class JudgeFile(TypedDict):
     tau: NotRequired[float | None]
 
 
+class TrainingPrompts(TypedDict):
+    """`prompts.json` of a judge: the first digits of the keys of the prompts it was trained on."""
+
+    prompts: list[Annotated[str, Pattern("[0-9a-f]{16}", "16 digits of a sha256")]]
+
+
+class TunedSpeed(TypedDict):
+    """What `tune` measured before it tested: of each rule and γ tokens/s."""
+
+    rule: str
+    gamma: Annotated[int, Range(0, 1000)]
+    tokens_per_second: Amount
+
+
+class SpeedSeal(Seal):
+    speeds: list[TunedSpeed]
+
+
+class CertificateCandidate(TypedDict):
+    """A rule that `tune` tried."""
+
+    rule: str
+    family: str
+    gamma: Annotated[int, Range(1, 1000)]
+    n_used: Count
+    refuted: bool
+    why: str
+    mean_difference: Difference | None
+    lost: Count
+    gained: Count
+    mean_accepted_length: Amount | None
+    tokens_per_second: Amount | None
+    speed_ratio: Amount | None
+    speed_ci: tuple[Amount, Amount] | None
+    needed_prompts: Count | None
+
+
+class Certificate(TypedDict):
+    """`certificate.json`: what was claimed of a rule, and the evidence."""
+
+    format_version: Literal[1]
+    pair: str
+    task: str
+    measure: str
+    rule: str
+    gamma: Annotated[int, Range(1, 1000)]
+    n: Count
+    epsilon: Share
+    delta: Share
+    certified: bool
+    mean_difference: Difference | None
+    mean_difference_ci: tuple[Difference, Difference] | None
+    lost: Count
+    gained: Count
+    evidence: dict[str, Any]
+    candidates: list[CertificateCandidate]
+    prompts_sha256: Sha256
+    engine: str
+    dtype: str
+    versions: dict[str, Any]
+    date: str
+    stopped: bool
+
+
+class RecipeFlags(TypedDict):
+    selfjudge: str
+    vllm: str | None
+
+
+class RecipeFile(TypedDict):
+    """`recipe.json`: the rule that `tune` chose, and for what it is."""
+
+    format_version: Literal[1]
+    pair: str
+    target: str
+    draft: str
+    target_sha256: str
+    draft_sha256: str
+    judge_sha256: str | None
+    prompts_sha256: Sha256
+    rule: str
+    gamma: Annotated[int, Range(1, 1000)]
+    judge: FileName | None
+    certificate: FileName
+    engine: str
+    dtype: str
+    draft_dtype: Literal["int8"] | None
+    flags: RecipeFlags
+
+
 class LabelBenchRun(TypedDict):
     method: str
     rows: Count
@@ -366,7 +456,7 @@ class Message(TypedDict):
 
 
 class TaskRow(TypedDict, total=False):
-    """A line of a user's file: `prompt` or `messages`, and `answer` where there is a right one.
+    """A line of a user's file: `prompt` or `messages`, and `answer` or a `check` in Python where it can be scored.
 
     Other columns may be null, as tools write them; an answer that is null is none, and is left out.
     """
@@ -375,4 +465,5 @@ class TaskRow(TypedDict, total=False):
     prompt: str | None
     messages: list[Message] | None
     answer: str | float
+    check: str | None
     split: Literal["train", "test"] | None

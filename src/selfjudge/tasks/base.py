@@ -138,7 +138,8 @@ def task(name: str, data: Path | None = None, *, allow_unsafe: bool = False) -> 
     """A task by name, or `file:PATH`; a split that is named with it (`livecodebench/all`) makes no difference."""
     result: Task
     if name.startswith(FILE):
-        result = import_module("selfjudge.tasks.file").TASK(Path(name.removeprefix(FILE)).expanduser())
+        path = Path(name.removeprefix(FILE)).expanduser()
+        result = import_module("selfjudge.tasks.file").TASK(path, allow_unsafe=allow_unsafe)
     elif (benchmark := name.partition("/")[0]) in NAMES:
         result = import_module(f"selfjudge.tasks.{benchmark}").TASK(data, allow_unsafe=allow_unsafe)
     else:

@@ -1,10 +1,12 @@
-"""A user's own prompts: jsonl with `prompt` or `messages`, and `answer` where there is a right one.
+"""A user's own prompts: jsonl with `prompt` or `messages`, and `answer` or `check` where an answer can be scored.
 
-Rows without an answer are decoded like the others and not scored.
+A `check` is Python that must run through with the text as `answer`: `assert "42" in answer`. It runs in the sandbox.
+Rows with neither are decoded like the others and not scored.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 
@@ -12,9 +14,12 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.store import read_rows
 from selfjudge.store.artefacts import TaskRow
 from selfjudge.tasks.base import FILE, Prompt, Row, Task, plain
+from selfjudge.tasks.sandbox.runner import Trial, each, run_tests
 from selfjudge.tasks.scoring.answers import boxed, final_number, final_words, same_number, same_words, tagged
 
 TEST_SHARE = 5  # one prompt of five
+PASSED, FAILED = "passed", "failed"
+"""What is found in a text that has a check."""
 
 
 class File(Task):
@@ -24,15 +29,15 @@ class File(Task):
     licence = "given by the user"
     splits = ("train", "test", "all")
 
-    def __init__(self, path: Path) -> None:
-        super().__init__()
+    def __init__(self, path: Path, *, allow_unsafe: bool = False) -> None:
+        super().__init__(allow_unsafe=allow_unsafe)
         self.name = f"{FILE}{path}"
         self.path = path
 
     @property
     def checkable(self) -> bool:  # type: ignore[override]
-        """Whether any row has an answer."""
-        return any("answer" in row for row in self.rows("all"))
+        """Whether any row has an answer or a check."""
+        return any(_scorable(row) for row in self.rows("all"))
 
     def prepare(self) -> None:
         self.rows("all")
@@ -56,21 +61,41 @@ class File(Task):
         return prompt
 
     def gold(self, row: Row) -> str | None:
+        if "check" in row:
+            return PASSED
         return str(row["answer"]) if "answer" in row else None
 
     def extract(self, row: Row, text: str) -> str | None:
         """[answer] tags, \\boxed{}, "the answer is …"; else, if the right answer is a number, the last number."""
+        if "check" in row:
+            return self._checked(row, text)
         number = same_number(self.gold(row), self.gold(row))
         return tagged(text) or boxed(text) or (final_number(text) if number else final_words(text))
+
+    def extract_many(self, rows: Sequence[Row], texts: Sequence[str]) -> list[str | None]:
+        pairs = list(zip(rows, texts, strict=True))
+        checks = [pair for pair in pairs if "check" in pair[0]]
+        checked = iter(each(lambda pair: self._checked(*pair), checks))
+        return [next(checked) if "check" in row else self.extract(row, text) for row, text in pairs]
+
+    def _checked(self, row: Row, text: str) -> str:
+        trial = Trial("assert", row["check"])
+        return (
+            PASSED if run_tests(f"answer = {text!r}", [trial], allow_unsafe=self.allow_unsafe, workers=1)[0] else FAILED
+        )
 
     def same(self, row: Row, a: str | None, b: str | None) -> bool:
         return same_words(a, b)
 
     def is_scorable(self, row: Row, answer: str | None) -> bool:
-        return answer is not None and "answer" in row
+        return answer is not None and _scorable(row)
 
     def rate(self, row: Row, answer: str | None) -> dict[str, float]:
-        return super().rate(row, answer) if "answer" in row else {}
+        return super().rate(row, answer) if _scorable(row) else {}
+
+
+def _scorable(row: Row) -> bool:
+    return "answer" in row or "check" in row
 
 
 TASK = File

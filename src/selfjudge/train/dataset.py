@@ -18,6 +18,7 @@ from torch import Tensor
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import LOOKAHEAD, LOWEST, columns
+from selfjudge.judge.training_prompts import prompt_key
 from selfjudge.label.calibrate import tau_of, total
 from selfjudge.label.folder import finished, read_responses, read_shards
 from selfjudge.label.tau import shipped_tau
@@ -66,6 +67,8 @@ class Rows:
     """[n, 2] log-probabilities of the target's most likely token and of the draft token."""
     prompts: NDArray[np.int64]
     """A number for each prompt, the same in all folders."""
+    keys: list[str]
+    """By that number: the prompt's key."""
     n_prompts: int
     sources: NDArray[np.str_]
     aligned: NDArray[np.bool_]
@@ -87,7 +90,7 @@ class Rows:
         reading = _Reading()
         n_shards = sum(len(manifest["shards"]) for manifest in manifests)
         for number, (folder, manifest) in enumerate(zip(folders, manifests, strict=True)):
-            keys = {row["prompt_id"]: _key(row["prompt_ids"]) for row in read_responses(folder)}
+            keys = {row["prompt_id"]: prompt_key(row["prompt_ids"]) for row in read_responses(folder)}
             for shard, (rows, arrays) in zip(manifest["shards"], read_shards(folder), strict=True):
                 reading.add(number, folder / list(shard["files"])[1], rows, arrays, keys)
                 if notify:
@@ -105,6 +108,7 @@ class Rows:
             labels=small["labels"],
             log_p=small["log_p"],
             prompts=small["prompts"].astype(np.int64),
+            keys=list(reading.prompts),
             n_prompts=len(reading.prompts),
             sources=np.asarray(list(reading.sources))[small["sources"].astype(int)],
             aligned=aligned,
@@ -382,10 +386,6 @@ def _tau(folder: Path, manifest: dict[str, Any], length: int, mean: bool, gap: i
     if shipped is None:
         raise SelfJudgeError(f"{folder} holds no evidence to find τ for these scores: give `tau` or `acceptable`")
     return float(shipped["tau"])
-
-
-def _key(ids: Sequence[int]) -> str:
-    return hashlib.sha256(np.asarray(ids, np.int64).tobytes()).hexdigest()
 
 
 def _split(keys: Sequence[str], seed: int) -> NDArray[np.int8]:

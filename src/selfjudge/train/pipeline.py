@@ -22,6 +22,7 @@ import torch
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
+from selfjudge.judge.training_prompts import write_training_prompts
 from selfjudge.store import locked, provenance, refuse_foreign, write_json
 from selfjudge.train.card import Evidence, write_card
 from selfjudge.train.config import TrainConfig
@@ -29,7 +30,14 @@ from selfjudge.train.dataset import PARTS, Notify, Rows
 from selfjudge.train.fit import FitOptions, Fitted, auc, best_on_select, fit_linear, fit_mlp, predict
 from selfjudge.train.thresholds import accepted_shares, find_thresholds, quality_curve, roc_auc
 
-LEFT_BY_A_KILL = ("README.md", "roc.json", "roc.png", "run.json", "model.safetensors")  # config.json is written last
+LEFT_BY_A_KILL = (
+    "README.md",
+    "roc.json",
+    "roc.png",
+    "run.json",
+    "prompts.json",
+    "model.safetensors",
+)  # config.json is written last
 
 
 def train_judge(
@@ -68,6 +76,7 @@ def _train(
     )
     write_card(out, judge.config, evidence)
     write_json(out / "run.json", run)
+    write_training_prompts(out, (rows.keys[number] for number in np.unique(rows.prompts[rows.used])))
     judge.save_pretrained(out)
     return asdict(judge.config)
 
