@@ -65,6 +65,7 @@ def _prepare() -> None:
     from selfjudge.models import pull
     from selfjudge.store import provenance
     from selfjudge.train import card, pipeline as _train  # noqa: F401
+    from selfjudge.tune import pipeline as _tune  # noqa: F401
 
     torch.set_num_threads(1)
     cpu.why_not(tiny_model())

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+from fake_certificate import recipe_folder
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
 
@@ -23,6 +26,11 @@ def write_inputs(folder: Path, checkpoints: dict[str, str]) -> None:
     (folder / "prompts.jsonl").write_text('{"question": "no prompt here"}\n')
     (folder / "numbers.jsonl").write_text('{"prompt": 5}\n')
     (folder / "asked.jsonl").write_text('{"prompt": "w5 w6"}\n{"prompt": "w9 w8 w7"}\n')
+    stranger: Any = SimpleNamespace(
+        name="somebody's", target_id=checkpoints["target"], draft_id=checkpoints["draft"],
+        target_sha256="f" * 64, draft_sha256="f" * 64,
+    )  # fmt: skip
+    recipe_folder(folder / "tuned", stranger)
     (folder / "begun").mkdir()
     (folder / "begun" / "settings.json").write_text("{}")
     (folder / "page.html").mkdir()
@@ -45,6 +53,7 @@ def known_at_once(folder: Path, checkpoints: dict[str, str]) -> Commands:
     inside = [*label, *new, "--backend", "vllm"]
     train = ["train", str(folder), *new]
     evaluate = ["eval", "--tasks", f"file:{asked}", *new, "--gammas", "2", *target, *draft]
+    tune = ["tune", "--prompts", asked, *new, *target, *draft]
     return {
         "unknown pair": ["generate", "hi", "--pair", "nobody"],
         "nearly a model": ["generate", "hi", "--target", "smollm2-135"],
@@ -161,6 +170,17 @@ def known_at_once(folder: Path, checkpoints: dict[str, str]) -> Commands:
         "fly of an evaluation at the default": ["eval", "--tasks", "arithmetic", *new, "--rules", "exact fly"],
         "evaluated judge of another pair": ["eval", "--tasks", "arithmetic", *new, "--judge", "qwen2.5-coder-1.5b"],
         "begun evaluation": [*evaluate, "--out", str(folder / "begun")],
+        "nothing to tune on": ["tune", *new],
+        "an epsilon of all": [*tune, "--epsilon", "1"],
+        "no epsilon": [*tune, "--epsilon", "0"],
+        "a delta of all": [*tune, "--delta", "2"],
+        "no family": [*tune, "--families", ""],
+        "unknown family": [*tune, "--families", "magic"],
+        "family twice": [*tune, "--families", "margin,margin"],
+        "begun tuning": [*tune, "--out", str(folder / "begun")],
+        "no recipe": [*ask, "--recipe", str(folder / "nowhere")],
+        "unfinished recipe": [*ask, "--recipe", str(folder / "begun")],
+        "recipe and rule": [*ask, "--recipe", str(folder / "tuned"), "--rule", "topk:2"],
         "preset": ["reproduce", "--preset", "huge", *new],
     }  # fmt: skip
 
@@ -172,6 +192,7 @@ def known_from_models(folder: Path, checkpoints: dict[str, str]) -> Commands:
     ask = ["generate", "w1 w2", *target, *draft]
     label = ["label", *target, *draft, "--prompts", str(folder / "asked.jsonl"), "--max-new-tokens", "24"]
     distill = ["distill", *target, "--out", str(folder / "draft")]
+    tune = ["tune", "--prompts", str(folder / "asked.jsonl"), *new, *target, *draft]
     return {
         "unknown model": ["generate", "hi", "--target", "no-such-org/no-such-model", *draft],
         "tokenizer mismatch": ["generate", "hi", *target, "--draft", checkpoints["stranger"]],
@@ -187,5 +208,9 @@ def known_from_models(folder: Path, checkpoints: dict[str, str]) -> Commands:
         "split for tests": [*label, "--prompts", "livecodebench/test-1", *new, "--tau", "-5"],
         "train into": ["train", str(folder), "--out", str(folder)],
         "train below a file": ["train", str(folder), "--out", str(folder / "prompts.jsonl" / "judge")],
+        "too few prompts": [*tune, "--families", "margin"],
+        "no answers": [*tune, "--measure", "score"],
+        "no judge to tune": [*tune, "--families", "judged"],
+        "recipe of others": ["generate", "w1 w2", "--recipe", str(folder / "tuned")],
         "engine options json": [*label, *new, "--tau", "-5", "--backend", "vllm", "--engine-options", "{"],
     }  # fmt: skip

@@ -1,6 +1,6 @@
 """kill -9 at any moment, two processes on one folder, a full disk, a read-only folder, a lock left behind.
 
-Each of `label`, `train`, `eval`, `distill` and `pull` runs once undisturbed. After each mishap the same command ends in
+Each of `label`, `train`, `eval`, `tune`, `distill` and `pull` runs once undisturbed. After each mishap the same command ends in
 the same bytes. The quick part tries two moments of each, the slow one twenty; the number of a moment is its seed.
 """
 
@@ -23,9 +23,11 @@ from fake_labels import label_folder
 from killing import Warm
 from runs import prompts_file
 
-COMMANDS = ("label", "train", "eval", "distill", "pull")
+COMMANDS = ("label", "train", "eval", "tune", "distill", "pull")
 MOMENTS = [pytest.param(n, marks=pytest.mark.slow) if n >= 2 else n for n in range(20)]
-QUICK = [pytest.param(name, marks=pytest.mark.slow) if name in ("eval", "distill") else name for name in COMMANDS]
+QUICK = [
+    pytest.param(name, marks=pytest.mark.slow) if name in ("eval", "tune", "distill") else name for name in COMMANDS
+]
 PAGE = 4096
 ROOM = 64 << 20
 
@@ -98,6 +100,8 @@ def cases(warm: Warm, checkpoints: dict[str, str], tmp_path_factory: pytest.Temp
     rows = [{**json.loads(line), "answer": "7"} for line in asked.read_text().splitlines()[:8]]
     scored = root / "scored.jsonl"
     scored.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    calibration = root / "calibration.jsonl"
+    calibration.write_text("".join(json.dumps({**json.loads(line), "answer": "7"}) + "\n" for line in asked.open()))
     labels = label_folder(root / "labels", prompts=20, each=5)
     wheels = root / "wheels"
     wheels.mkdir()
@@ -108,12 +112,16 @@ def cases(warm: Warm, checkpoints: dict[str, str], tmp_path_factory: pytest.Temp
         "train": ["train", str(labels), "--model", "linear", "--features", "hidden"],
         "eval": ["eval", *pair, "--tasks", f"file:{scored}", "--rules", "exact topk:3", "--gammas", "3", "--batch", "4",
                  "--max-new-tokens", "12", "--no-times"],
+        "tune": ["tune", *pair, "--prompts", str(calibration), "--epsilon", "0.4", "--families", "margin", "--gamma", "3",
+                 "--batch", "4", "--max-new-tokens", "8", "--no-times"],
         "distill": ["distill", "--target", checkpoints["target"], "--device", "cpu", "--prompts", f"{asked}:20x2",
                     "--layers", "1", "--width", "64", "--steps", "6", "--held-out", "4", "--max-new-tokens", "8",
                     "--batch-tokens", "256", "--top-k", "4"],
     }  # fmt: skip
     made = {
-        name: Case(name, warm, [*words, "--out", "FOLDER/out"], {}, ["--resume"] if name in ("label", "eval") else [])
+        name: Case(
+            name, warm, [*words, "--out", "FOLDER/out"], {}, ["--resume"] if name in ("label", "eval", "tune") else []
+        )
         for name, words in argv.items()
     }
     env = {"SELFJUDGE_HOME": "FOLDER/home", "WHEELS": str(wheels), "CONVERSIONS": "FOLDER/conversions"}

@@ -16,6 +16,7 @@ FOLDER = Path(__file__).parents[2] / "examples"
     ("script", "shows"),
     [
         ("judged_answer.py", ["tokens per target pass", "judge's score"]),
+        ("certified_rule.py", ["Certificate for smollm2-135m"]),
         ("custom_rule.py", ["[", "]"]),
         ("token_loop.py", ["pass 0, row 1:", "pass 1, row 0:"]),
     ],
@@ -32,5 +33,5 @@ def test_examples_run(
 def test_every_example_is_listed_and_tried() -> None:
     listed = (FOLDER / "README.md").read_text(encoding="utf-8")
     scripts = sorted(path.name for path in FOLDER.glob("*.py"))
-    assert scripts == ["custom_rule.py", "judged_answer.py", "token_loop.py"]
+    assert scripts == ["certified_rule.py", "custom_rule.py", "judged_answer.py", "token_loop.py"]
     assert all(f"({name})" in listed for name in scripts)

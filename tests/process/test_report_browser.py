@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from browser import CHROMIUM, Browser
+from fake_certificate import certificate, example
 from fake_eval import HOSTILE, demo_result, write_eval, write_judge
+from selfjudge.report.certificate import certificate_page
 from selfjudge.report.demo import demo_page
 from selfjudge.report.pipeline import report
 
@@ -254,3 +256,28 @@ def test_the_demo_page(browser: Browser, tmp_path: Path, scheme: str) -> None:
     assert shown == "".join(token[0] for token in tokens).replace("\ud800", "?").replace("\x00", "")
     assert browser.run("window.hacked") is None
     assert browser.complaints == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_certificate(browser: Browser, tmp_path: Path, scheme: str) -> None:
+    """It loads in silence, shows both answers beside each other, and says what the target wanted."""
+    page = tmp_path / "certificate.html"
+    page.write_text(certificate_page(certificate(), [example(), *map(example, HOSTILE)]), encoding="utf-8")
+    browser.complaints.clear()
+    browser.requests.clear()
+    browser.media("", scheme)
+    browser.open(page)
+    assert browser.run("document.querySelectorAll('#rules tbody tr').length") == 3
+    assert browser.run("document.querySelector('#evidence svg path') !== null")
+    boxes = browser.run("[...document.querySelectorAll('.beside')[0].children].map(e => e.getBoundingClientRect().top)")
+    assert len(boxes) == 2
+    assert boxes[0] == boxes[1]
+    assert "certified ≤ 3" in browser.run("document.querySelector('.lead').textContent")
+    browser.point(".beside .token.judge")
+    shown = browser.run("getComputedStyle(document.querySelector('.beside .token.judge'), '::after').content")
+    assert "five" in shown
+    browser.size(360, 800)
+    assert browser.run("document.documentElement.scrollWidth <= 360")
+    assert browser.run("window.hacked") is None
+    assert browser.complaints == []
+    assert [url for url in browser.requests if url != page.as_uri()] == []

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from selfjudge.bench.config import DecodeBenchConfig, DraftBenchConfig, LabelBenchConfig, PassesConfig
-from selfjudge.cli.groups import DeviceOptions, JudgeOptions, PairOptions, check_rule
+from selfjudge.cli.groups import Chosen, DeviceOptions, JudgeOptions, PairOptions, RecipeFolder, check_rule
 from selfjudge.cli.options import AsJson, Data, PromptLimit, config_options
 from selfjudge.cli.output import describe_machine, figure as number, print_json, print_rows, status
 from selfjudge.errors import SelfJudgeError
@@ -21,6 +22,7 @@ def decode(
     judged: Annotated[bool, typer.Option(help="Time the judge as well, where one ships for the pair.")] = True,
     prompts: Annotated[Path | None, typer.Option(help="Prompts file (jsonl); built-in ones if not given.")] = None,
     limit: PromptLimit = 8,
+    recipe: RecipeFolder = None,
     as_json: AsJson = False,
     *,
     models: PairOptions,
@@ -35,15 +37,20 @@ def decode(
     from selfjudge.prompts.sources import read_prompts
 
     questions = read_prompts(prompts) if prompts else [text for _, text in BUILT_IN]
-    wanted = judge_options.given or (judged and models.shipped_judge)
+    chosen = Chosen.of(recipe, models, judge_options, None, None)
+    models, judge_options, rule = chosen.models, chosen.judge, chosen.rule or "judged"
+    wanted = chosen.recipe is not None or judge_options.given or (judged and models.shipped_judge)
     if wanted:
-        check_rule("judged", models, judge_options)
-    pair = models.load()
+        check_rule(rule, models, judge_options, gamma=chosen.gamma)
+    if chosen.gamma is not None:
+        config = replace(config, gammas=(chosen.gamma,))
+    pair = chosen.load()
 
     from selfjudge.bench.decode import bench_decode
     from selfjudge.decoding.rule_parser import resolve_rule
 
-    rules = [("judged", resolve_rule(pair, "judged", **judge_options.as_arguments()))] if wanted else []
+    name = "judged" if chosen.recipe is None else "recipe"
+    rules = [(name, resolve_rule(pair, rule, **judge_options.as_arguments()))] if wanted else []
 
     with status() as notify:
         result = bench_decode(pair, questions[:limit], rules, config, notify=notify)

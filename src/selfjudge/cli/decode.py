@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from selfjudge.cli.groups import DecodeOptions, JudgeOptions, PairOptions, check_rule
+from selfjudge.cli.groups import Chosen, DecodeOptions, JudgeOptions, PairOptions, RecipeFolder, check_rule
 from selfjudge.cli.options import AsJson, config_options
 from selfjudge.cli.output import figure, print_json
 from selfjudge.errors import EMPTY_PROMPT, SelfJudgeError
@@ -35,6 +35,7 @@ def generate(
             " --quality is given; sampling with --temperature."
         ),
     ] = None,
+    recipe: RecipeFolder = None,
     color: Annotated[
         bool, typer.Option("--color", help="Tint tokens: plain = draft, green = judge, blue = target.")
     ] = False,
@@ -52,9 +53,11 @@ def generate(
         prompt = sys.stdin.read()
     if not prompt.strip():
         raise SelfJudgeError(EMPTY_PROMPT)
-    spec = check_rule(rule, models, judge_options, gamma=decode.gamma, sampling=decode.sampling)
+    chosen = Chosen.of(recipe, models, judge_options, rule, decode.gamma)
+    models, judge_options, decode = chosen.models, chosen.judge, replace(decode, gamma=chosen.gamma)
+    spec = check_rule(chosen.rule, models, judge_options, gamma=decode.gamma, sampling=decode.sampling)
     gamma = decode.chosen_gamma(models)
-    pair = models.load(needs_draft=gamma > 0)
+    pair = chosen.load(needs_draft=gamma > 0)
 
     from selfjudge.decoding.rule_parser import resolve_rule
     from selfjudge.decoding.text import stream

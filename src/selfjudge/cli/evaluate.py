@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from selfjudge.cli.groups import PairOptions
+from selfjudge.cli.groups import Chosen, JudgeOptions, PairOptions, RecipeFolder
 from selfjudge.cli.options import AsJson, Resume, config_options
 from selfjudge.cli.output import figure, going_on, print_json, print_rows, progress, warn, with_spread
 from selfjudge.errors import SelfJudgeError
@@ -35,6 +35,7 @@ def evaluate(
             help="NAME=FOLDER or FOLDER; {fold} in it: one for each fold of livecodebench. Repeat for several."
         ),
     ] = None,
+    recipe: RecipeFolder = None,
     resume: Resume = False,
     as_json: AsJson = False,
     *,
@@ -47,6 +48,15 @@ def evaluate(
     """
     RunFolder(out).claim(resume=resume)
     config = replace(config, rules=None if rules is None else tuple(rules.replace(";", " ").split()))
+    chosen = Chosen.of(recipe, models, JudgeOptions(), rules, config.gammas[0] if config.gammas else None)
+    if chosen.recipe is not None:
+        models, judge = (
+            chosen.models,
+            [*(judge or []), *([f"recipe={chosen.judge.judge}"] if chosen.judge.judge else [])],
+        )
+        config = replace(
+            config, rules=tuple(dict.fromkeys(("exact", chosen.recipe.rule))), gammas=(chosen.recipe.gamma,)
+        )
     config.check()
     sources = _judges(judge, models, config)
     _check_rules(config, models, sources)
@@ -54,7 +64,7 @@ def evaluate(
     from selfjudge.evaluate.pipeline import evaluate_rules
     from selfjudge.judge.model import Judge
 
-    pair = models.load()
+    pair = chosen.load()
     judges = {name: [Judge.from_pretrained(place) for place in places] for name, places in sources.items()}
     for loaded in (j for several in judges.values() for j in several):
         loaded.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)

@@ -6,14 +6,17 @@ What the command line and small files can tell is refused here, before torch is 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from selfjudge.cli.output import progress
+import typer
+
+from selfjudge.cli.output import progress, warn
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.models.catalogue import EMBEDDED, check_reference
+from selfjudge.tune.recipe import Recipe
 from selfjudge.types import MAX_GAMMA, check_settings, default_gamma, setting
 
 if TYPE_CHECKING:
@@ -23,6 +26,9 @@ if TYPE_CHECKING:
 
 DTYPES = ("float32", "bfloat16", "float16", "int8", "q4")
 ENGINES = ("auto", "reference", "cpu", "cuda")
+RecipeFolder = Annotated[
+    Path | None, typer.Option("--recipe", help="Folder that `selfjudge tune` made: its pair, rule, γ and judge.")
+]
 
 
 @dataclass(frozen=True)
@@ -240,3 +246,44 @@ def check_rule(
     theta = judge.threshold if judge.quality is None else f"q{judge.quality}"
     models.check_gamma(parse_rule(spec, sampling=sampling, judge=config, theta=theta), gamma)
     return spec
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Models, judge, rule and γ as a command decodes with them: as given, or those of a recipe."""
+
+    models: PairOptions
+    judge: JudgeOptions
+    rule: str | None
+    gamma: int | None
+    recipe: Recipe | None = None
+
+    @classmethod
+    def of(
+        cls, folder: Path | None, models: PairOptions, judge: JudgeOptions, rule: str | None, gamma: int | None
+    ) -> Chosen:
+        """What is given; with a recipe's folder its own, beside which none may be given but the models.
+
+        Other models than the recipe's are refused once they are loaded, by their checksums.
+        """
+        if folder is None:
+            return cls(models, judge, rule, gamma)
+        if rule is not None or gamma is not None or judge.given:
+            raise SelfJudgeError(
+                "a recipe names its rule, γ and judge: leave out `rule`, `gamma`, `judge`, `theta` and `quality`"
+            )
+        recipe = Recipe.load(folder)
+        if models.target is None and models.pair == PairOptions.pair:
+            models = replace(models, target=recipe.content["target"], draft=models.draft or recipe.draft)
+            models.check()
+        if models.draft_dtype is None:
+            models = replace(models, draft_dtype=recipe.content["draft_dtype"])
+        judge = JudgeOptions(judge=None if recipe.judge is None else str(recipe.judge))
+        return cls(models, judge, recipe.rule, recipe.gamma, recipe)
+
+    def load(self, *, needs_draft: bool = True) -> Pair:
+        """The models, refused where the recipe is for others."""
+        pair = self.models.load(needs_draft=needs_draft)
+        if self.recipe is not None:
+            self.recipe.check(pair, warn)
+        return pair

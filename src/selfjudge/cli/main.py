@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from selfjudge.cli import bench, decode, demo, distill, evaluate, label, models, report, serve, train
+from selfjudge.cli import bench, decode, demo, distill, evaluate, label, models, report, serve, train, tune
 from selfjudge.cli.output import OPTIONS, as_options
 from selfjudge.errors import SelfJudgeError, first_line
 
@@ -34,6 +34,7 @@ app.command()(label.label)
 app.command()(train.train)
 app.command()(train.study)
 app.command(name="eval")(evaluate.evaluate)
+app.command()(tune.tune)
 app.command()(report.report)
 app.command()(evaluate.reproduce)
 app.command()(models.ls)

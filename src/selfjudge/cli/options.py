@@ -72,7 +72,7 @@ def _annotated(f: Field[Any], hint: Any, default: Any, commas: bool) -> Any:
     """The annotated type that typer reads for a field."""
     words, low, high = (f.metadata[key] for key in ("help", "minimum", "maximum"))
     words = f"{words.removesuffix('.')}."
-    if f.metadata["choices"]:
+    if f.metadata["choices"] and hint != tuple[str, ...]:
         choice: Any = Literal[tuple(f.metadata["choices"])]
         return Annotated[choice | None if default is None else choice, typer.Option(help=words)]
     if hint is bool and not default:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from selfjudge.cli.groups import ENGINES, JudgeOptions, PairOptions, check_rule
+from selfjudge.cli.groups import ENGINES, Chosen, JudgeOptions, PairOptions, RecipeFolder, check_rule
 from selfjudge.cli.options import config_options
+from selfjudge.cli.output import warn
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.judge.config import JudgeConfig
@@ -43,6 +44,7 @@ def serve(
         typer.Option(help="torch: our own loop, on any machine; vllm: vLLM with a judge in it."),
     ] = "torch",
     engine: Engine = "auto",
+    recipe: RecipeFolder = None,
     vllm: Annotated[
         str,
         typer.Option(help="Flags of vLLM's own, with --backend vllm: '--tensor-parallel-size 2 --max-num-seqs 64'."),
@@ -58,7 +60,17 @@ def serve(
     Example: selfjudge serve --pair smollm2-135m --theta R --port 8000
     """
     key = os.environ.get("SELFJUDGE_API_KEY") if config.api_key is None else config.api_key
-    config = replace(config, theta=judge_options.threshold, quality=judge_options.quality, api_key=key, engine=engine)
+    chosen = Chosen.of(recipe, models, judge_options, config.rule, config.gamma)
+    models, judge_options = chosen.models, chosen.judge
+    config = replace(
+        config,
+        rule=chosen.rule,
+        gamma=chosen.gamma,
+        theta=judge_options.threshold,
+        quality=judge_options.quality,
+        api_key=key,
+        engine=engine,
+    )
     config.check()
     if backend == "vllm":
         _refuse_torch_options(models, config)
@@ -73,6 +85,8 @@ def serve(
 
     listener = listen(address.host, address.port)
     pair, judge, config = load(models, judge_options, config)
+    if chosen.recipe is not None:
+        chosen.recipe.check(pair, warn)
 
     from selfjudge.integrations.server import serve as run
 

@@ -79,7 +79,7 @@ def _table(result: Mapping[str, Any]) -> Table:
 
 
 def _answer(row: Mapping[str, Any]) -> dict[str, Any]:
-    tokens = [_token(*token) for token in row.get("tokens") or ()]
+    tokens = [show_token(*token) for token in row.get("tokens") or ()]
     counts = Counter(token["origin"] for token in tokens)
     return {
         "rule": row["rule"],
@@ -89,7 +89,7 @@ def _answer(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _token(
+def show_token(
     text: str, origin: str, choice: str | None = None, probability: float | None = None, score: float | None = None,
     *_: Any,
 ) -> dict[str, str]:  # fmt: skip

@@ -1,0 +1,14 @@
+"""The fastest rule that is certified to lose at most 20 points on prompts like these, and the certificate."""
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from selfjudge import Pair, generate
+from selfjudge.tune import TuneConfig, tune_pair
+
+pair = Pair.load("smollm2-135m")
+config = TuneConfig(tasks=("arithmetic",), limit=48, epsilon=0.2, families=("margin",), gamma=3, max_new_tokens=32)
+with TemporaryDirectory() as folder:
+    recipe = tune_pair(pair, Path(folder) / "tuned", config, say=print)
+    print((recipe.folder / "certificate.md").read_text())
+    print(generate(pair, "Why is the sky blue?", rule=recipe.rule, gamma=recipe.gamma, max_new_tokens=32).text)

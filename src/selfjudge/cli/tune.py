@@ -1,0 +1,79 @@
+"""`selfjudge tune`."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from selfjudge.cli.groups import PairOptions
+from selfjudge.cli.options import AsJson, Resume, config_options
+from selfjudge.cli.output import going_on, print_json, progress, warn
+from selfjudge.errors import SelfJudgeError
+from selfjudge.judge.config import JudgeConfig
+from selfjudge.store import RunFolder
+from selfjudge.tune.config import TuneConfig
+from selfjudge.tune.recipe import RECIPE
+
+
+@config_options(PairOptions, "models")
+@config_options(TuneConfig, commas=("tasks", "families"))
+def tune(
+    out: Annotated[Path, typer.Option(help="Folder of the recipe and its certificate.")],
+    judge: Annotated[
+        str | None,
+        typer.Option(help="Judge folder, hub id or embedded name; the judge that ships for the target if not given."),
+    ] = None,
+    resume: Resume = False,
+    as_json: AsJson = False,
+    *,
+    config: TuneConfig,
+    models: PairOptions,
+) -> None:
+    """Find the fastest rule whose loss is certified on your own prompts; or say that exact is it.
+
+    Example: selfjudge tune --tasks arithmetic --limit 200 --epsilon 0.1 --out tuned
+    """
+    RunFolder(out, done=RECIPE).claim(resume=resume)
+    if judge is not None:
+        models.check_judge(JudgeConfig.from_pretrained(judge))
+    pair = models.load()
+
+    from selfjudge.report.certificate import finding
+    from selfjudge.tune.pipeline import tune_pair
+
+    with going_on("go on with --resume"), progress() as update:
+        recipe = tune_pair(pair, out, config, judge=judge, vllm_flags=_vllm_flags, notify=update, say=_say, warn=warn)
+    if as_json:
+        print_json({"recipe": recipe.content, "certificate": recipe.certificate})
+        return
+    typer.echo(finding(recipe.certificate))
+    for row in recipe.certificate["candidates"]:
+        if row["n_used"] and not row["refuted"]:
+            typer.echo(f"{row['rule']}: {row['why']}", err=True)
+    typer.echo(f"run this: selfjudge serve --recipe {out}")
+    typer.echo(f"the certificate: {out / 'certificate.html'}")
+
+
+def _say(text: str) -> None:
+    typer.echo(text, err=True)
+
+
+def _vllm_flags(recipe: Any, folder: Path) -> str | None:
+    """What starts vLLM with the recipe's rule in it; None where its worker does not have the rule."""
+    from selfjudge.integrations.vllm.config import WorkerConfig
+    from selfjudge.integrations.vllm.serve import command
+
+    name, _, threshold = recipe["rule"].partition(":")
+    if name != "judged":
+        return None
+    theta = threshold if threshold.startswith("q") else float(threshold)
+    draft = None if recipe["pair"] == recipe["target"] else recipe["draft"]
+    try:
+        worker = WorkerConfig(str(folder / recipe["judge"]), theta)
+        words = command(recipe["target"], draft, worker, gamma=recipe["gamma"])
+    except SelfJudgeError:
+        return None
+    return shlex.join(["python", *words[1:]]).replace(str(folder / recipe["judge"]), recipe["judge"])

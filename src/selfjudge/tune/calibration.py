@@ -1,0 +1,149 @@
+"""Calibration prompts: each once, in a seeded random order, none that the judge was trained on; and what is kept of
+their score."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from selfjudge.errors import SelfJudgeError
+from selfjudge.evaluate.compare import word_overlap
+from selfjudge.evaluate.execute import TaskExamples, score_texts
+from selfjudge.judge.training_prompts import DIGITS, prompt_key, training_prompts
+from selfjudge.models.pair import Pair
+from selfjudge.tasks.base import Prompt, Row, plain
+from selfjudge.tune.config import TuneConfig
+
+FILE_TOKENS = 256  # of an answer to a prompt of a file, as `generate` has it
+WORDS = {
+    "score": "the task's score",
+    "same_answer": "the same extracted answer as exact decoding",
+    "overlap": "the words that exact decoding uses (overlap in order)",
+}
+"""What each measure keeps, in words."""
+
+Warn = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class CalibrationPrompt:
+    """A prompt with the task that scores its answers."""
+
+    id: str
+    examples: TaskExamples
+    row: Row
+
+    @property
+    def prompt(self) -> Prompt:
+        return self.examples.task.prompt(self.row)
+
+    @property
+    def gold(self) -> str | None:
+        return self.examples.task.gold(self.row)
+
+
+def load_calibration(config: TuneConfig, warn: Warn) -> list[CalibrationPrompt]:
+    """The prompts of all tasks in a seeded random order, at most `limit`. A repeated one counts once."""
+    tasks = [TaskExamples.load(name, config.evaluation) for name in config.evaluation.tasks]
+    found: dict[str, CalibrationPrompt] = {}
+    given = 0
+    for examples in tasks:
+        for row in examples.rows:
+            name = row["id"] if len(tasks) == 1 else f"{examples.label}:{row['id']}"
+            prompt = CalibrationPrompt(name, examples, row)
+            found.setdefault(plain(prompt.prompt), prompt)
+            given += 1
+    if given > len(found):
+        warn(f"{given - len(found)} of {given} prompts are repeated: each counts once")
+    prompts = list(found.values())
+    order = np.random.default_rng(config.seed).permutation(len(prompts))
+    return [prompts[i] for i in order][: config.limit]
+
+
+def digest(prompts: Sequence[CalibrationPrompt]) -> str:
+    """The checksum of prompts, their right answers and their order."""
+    text = "".join(f"{p.id}:{p.prompt}:{p.gold}:{p.row.get('check')}\n" for p in prompts)
+    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
+
+
+def answer_tokens(config: TuneConfig, prompts: Sequence[CalibrationPrompt]) -> int:
+    """The most tokens of an answer."""
+    if config.max_new_tokens is not None:
+        return config.max_new_tokens
+    return FILE_TOKENS if config.prompts is not None else max(p.examples.task.new_tokens for p in prompts)
+
+
+def refuse_learnt(pair: Pair, prompts: Sequence[CalibrationPrompt], judge: str | Path | None, warn: Warn) -> None:
+    """Refuse prompts that the judge was trained on; say so where that cannot be known."""
+    known = None if judge is None else training_prompts(judge)
+    if known is None:
+        warn("this judge does not keep its training prompts: that none of them is among these cannot be checked")
+        return
+    encoded = pair.encode_many([prompt.prompt for prompt in prompts])
+    for prompt, ids in zip(prompts, encoded, strict=True):
+        if prompt_key(ids)[:DIGITS] in known:
+            raise SelfJudgeError(
+                f"the judge was trained on prompt {prompt.id!r:.60}: a certificate needs prompts that it has not seen"
+            )
+
+
+class Measure:
+    """D of an answer against that of `exact`, in [−1, 1]."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @classmethod
+    def choose(cls, wanted: str, prompts: Sequence[CalibrationPrompt]) -> Measure:
+        """The measure of that name. `auto` is the score where all prompts have one, overlap where none has."""
+        scored = sum(_has_score(prompt) for prompt in prompts)
+        if wanted in ("overlap", "same_answer"):
+            if wanted == "same_answer" and not all(prompt.examples.checkable for prompt in prompts):
+                raise SelfJudgeError("`measure` same_answer needs prompts whose answers can be found: take overlap")
+            return cls(wanted)
+        if wanted == "auto" and not scored:
+            return cls("overlap")
+        if scored < len(prompts):
+            raise SelfJudgeError(
+                f"{len(prompts) - scored} of {len(prompts)} prompts have neither answer nor check to score by:"
+                " add them, or certify agreement with `measure` overlap"
+            )
+        return cls("score")
+
+    def scores(
+        self, prompts: Sequence[CalibrationPrompt], texts: Sequence[str]
+    ) -> list[tuple[str | None, dict[str, float]]]:
+        """What is found in each text, and its scores; nothing where words alone count."""
+        results: list[tuple[str | None, dict[str, float]]] = [(None, {})] * len(prompts)
+        if self.name == "overlap":
+            return results
+        by_task: dict[int, list[int]] = {}
+        for i, prompt in enumerate(prompts):
+            by_task.setdefault(id(prompt.examples), []).append(i)
+        for places in by_task.values():
+            rows = [prompts[i].row for i in places]
+            extracted, scores = score_texts(prompts[places[0]].examples, rows, [texts[i] for i in places])
+            for i, answer, score in zip(places, extracted, scores, strict=True):
+                results[i] = answer, score
+        return results
+
+    def difference(self, prompt: CalibrationPrompt, exact: Row, sample: Row) -> float:
+        """D = S_exact − S_rule; 0 where the rule made no substitution."""
+        if not sample["judged"]:
+            return 0.0
+        if self.name == "score":
+            return float(exact["score"] - sample["score"])
+        if self.name == "overlap":
+            return 1.0 - word_overlap(exact["text"], sample["text"])
+        both_missing = exact["answer"] is None and sample["answer"] is None
+        return 0.0 if both_missing or prompt.examples.task.same(prompt.row, exact["answer"], sample["answer"]) else 1.0
+
+
+def _has_score(prompt: CalibrationPrompt) -> bool:
+    """Whether an answer to it is scored: benchmarks score all, a user's file where it says how."""
+    task = prompt.examples.task
+    return prompt.gold is not None if prompt.examples.checkable else bool(task.score(prompt.row, ""))

@@ -1,0 +1,63 @@
+"""The rules that `tune` tries: families, each ordered from strict to loose before any of them is looked at.
+
+All are guarded: at end-of-sequence and other special tokens the target alone decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from selfjudge.errors import SelfJudgeError
+from selfjudge.judge.config import JudgeConfig
+
+FAMILIES = ("margin", "judged", "fly", "topk")
+_MARGINS = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)  # nats
+_QUALITIES = (0.99, 0.97, 0.95, 0.9, 0.8, 0.7, 0.5)  # shares of bad substitutions that the judge rejects
+_THETAS = (0.99, 0.95, 0.9, 0.8, 0.7, 0.5)  # of a judge that does not know its qualities
+_ENTROPIES = (0.4, 0.3, 0.2, 0.1, 0.05)  # of the target, normalised
+_WINDOW = 2  # drafts that must match after a mismatch; longer ones find hardly any at usual γ
+_KS = (2, 3, 5)
+GAMMAS = {"cpu": (2, 3, 5), "cuda": (3, 5, 8)}
+"""Draft lengths to measure, by device."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Rules of one kind as text, from strict to loose."""
+
+    name: str
+    rules: tuple[str, ...]
+
+    @property
+    def middle(self) -> str:
+        """The rule that stands for the family where γ is chosen."""
+        return self.rules[len(self.rules) // 2]
+
+
+def candidates(families: Sequence[str], judge: JudgeConfig | None) -> list[Family]:
+    """The families of these names; `judge` is the one of the judged rules, where there is one."""
+    return [Family(name, _rules(name, judge)) for name in families]
+
+
+def _rules(family: str, judge: JudgeConfig | None) -> tuple[str, ...]:
+    if family == "judged":
+        if judge is None:
+            raise SelfJudgeError("the family judged needs a judge: give `judge`, or leave it out of `families`")
+        thresholds = [f"q{share:g}" for share in _QUALITIES] if judge.quality_curve else [f"{t:g}" for t in _THETAS]
+        distinct = {judge.threshold(text if text[0] == "q" else float(text)): text for text in reversed(thresholds)}
+        return tuple(f"judged:{text}" for theta, text in sorted(distinct.items(), reverse=True) if theta < 1)
+    texts = {
+        "margin": [f"margin:{margin:g}" for margin in _MARGINS],
+        "fly": [f"fly:{entropy:g},{_WINDOW}" for entropy in _ENTROPIES],
+        "topk": [f"topk:{k}" for k in _KS],
+    }[family]
+    return tuple(f"{text},guard=on" for text in texts)
+
+
+def levels(families: Sequence[Family], delta: float) -> dict[str, float]:
+    """δ of each family: equal shares, so that all certificates together are wrong with probability δ at most.
+
+    Inside a family no share is needed: its rules are tested in their order, each at the family's level, until one fails.
+    """
+    return {family.name: delta / len(families) for family in families}

@@ -1,0 +1,158 @@
+"""Is the loss of a rule at most ε? A bet against the claim that it is more; numpy alone.
+
+D = S_exact − S_rule ∈ [−1, 1], one observation a prompt. The hypothesis to refute is E[D] > ε. Whoever bets against it
+begins with a capital of 1 and multiplies it at each prompt by 1 − λ(X − μ), where X = (D + 1)/2 and μ = (1 + ε)/2.
+Under the hypothesis the capital is not expected to grow, however λ is chosen from the past (Ville): that it ever
+reaches 1/δ has a probability of at most δ. So the bet may be looked at after every prompt and ended at any time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+POWER = 0.9
+"""The share of runs that `needed_prompts` wants to succeed."""
+DISCORDANT = 0.05
+"""The share of prompts whose score a rule changes, where nothing is known about it."""
+CAP = 0.9  # the most of the capital that a single prompt may cost
+_Z = 1.2816  # the normal quantile of POWER
+_CHUNK = 1 << 21  # simulated prompts at a time
+_MOST = 1_000_000_000  # prompts; whoever would need more needs another ε
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """E[D] ≤ `epsilon` with confidence 1 − `delta`, to be shown on at most `n` prompts."""
+
+    epsilon: float
+    delta: float
+    n: int
+
+    @property
+    def mu(self) -> float:
+        return (1 + self.epsilon) / 2
+
+    @property
+    def goal(self) -> float:
+        """ln(1/δ): the log capital that refutes the opposite."""
+        return math.log(1 / self.delta)
+
+
+def log_capital(claim: Claim, differences: ArrayLike) -> Floats:
+    """[..., t] D of prompts in their order → [..., t] ln K after each of them.
+
+    λ_i = min(√(2 ln(1/δ) / (n σ̂²_{i−1})), 0.9/(1 − μ)); σ̂² is that of the prompts before, begun with 1/4.
+    """
+    x = (np.asarray(differences, float) + 1) / 2
+    if x.size and not (x.min() >= 0 and x.max() <= 1):
+        raise ValueError("differences must lie in [−1, 1]")
+    count = np.arange(1, x.shape[-1] + 1)
+    mean = (0.5 + x.cumsum(-1)) / (count + 1)
+    variance = (0.25 + ((x - mean) ** 2).cumsum(-1)) / (count + 1)
+    before = np.concatenate([np.full((*x.shape[:-1], 1), 0.25), variance[..., :-1]], -1)[..., : x.shape[-1]]
+    stake = np.minimum(np.sqrt(2 * claim.goal / (claim.n * before)), CAP / (1 - claim.mu))
+    capital: Floats = np.log1p(-stake * (x - claim.mu)).cumsum(-1)
+    return capital
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is known about a claim after some prompts."""
+
+    n_used: int
+    refuted_at: int | None
+    """The number of prompts after which E[D] > ε was refuted: then the claim is certified, whatever follows."""
+    futile: bool
+    """Not certified, and not to be on the prompts that are left even if none of them changed its score."""
+    log_capital: Floats
+
+    @property
+    def certified(self) -> bool:
+        return self.refuted_at is not None
+
+    @property
+    def p_value(self) -> float:
+        """Anytime-valid: 1 over the largest capital so far."""
+        return float(np.exp(-max(0.0, self.log_capital.max(initial=0.0))))
+
+
+def decide(claim: Claim, differences: Sequence[float]) -> Decision:
+    """Where a claim stands after the prompts so far, in their order. To give up early costs power, never validity."""
+    used = len(differences)
+    rest = np.zeros(max(0, claim.n - used))
+    capital = log_capital(claim, np.concatenate([np.asarray(differences, float), rest]))
+    reached = np.flatnonzero(capital[:used] >= claim.goal)
+    at = int(reached[0]) + 1 if len(reached) else None
+    return Decision(used, at, at is None and capital.max(initial=0.0) < claim.goal, capital[:used])
+
+
+def certifiable(claim: Claim) -> bool:
+    """Whether so many prompts can certify the claim at all: whether they do where no score changes."""
+    return claim.n > 0 and bool(log_capital(claim, np.zeros(claim.n)).max() >= claim.goal)
+
+
+def fewest_prompts(epsilon: float, delta: float) -> int:
+    """The smallest number of prompts that can certify such a claim."""
+    low, high = 0, 1
+    while not certifiable(Claim(epsilon, delta, high)):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if certifiable(Claim(epsilon, delta, middle)) else (middle, high)
+    return high
+
+
+def needed_prompts(epsilon: float, delta: float, *, mean: float = 0.0, variance: float = DISCORDANT) -> int | None:
+    """About how many prompts certify the claim in 9 of 10 runs, if D has this mean and variance; None if no number.
+
+    With stakes λ = √(2L/(nσ²)) and L = ln(1/δ), ln K_n has the mean √(2Ln) (ε − mean)/σ − L and the deviation √(2L).
+    Until σ̂² is known stakes are smaller: half of the fewest prompts comes on top.
+    """
+    gap = epsilon - mean
+    if gap <= 0:
+        return None
+    goal = math.log(1 / delta)
+    n = variance / gap**2 * (2 * goal + _Z * math.sqrt(2 * goal)) ** 2 / (2 * goal)
+    if n > _MOST:
+        return None
+    least = fewest_prompts(gap, delta)
+    return max(least, math.ceil(n + least / 2))
+
+
+def power(claim: Claim, *, discordant: float = DISCORDANT, drop: float = 0.0, runs: int = 1000, seed: int = 0) -> float:
+    """The share of simulated runs that certify the claim.
+
+    A share `discordant` of the prompts has another score under the rule, D = ±1, with E[D] = `drop`.
+    """
+    lost, changed = (discordant + drop) / 2, discordant
+    rng = np.random.default_rng(seed)
+    certified, rows = 0, max(1, _CHUNK // claim.n)
+    for start in range(0, runs, rows):
+        u = rng.random((min(rows, runs - start), claim.n))
+        differences = np.where(u < lost, 1.0, np.where(u < changed, -1.0, 0.0))
+        certified += int((log_capital(claim, differences).max(-1) >= claim.goal).sum())
+    return certified / runs
+
+
+def binomial_upper(hits: int, n: int, delta: float) -> float:
+    """The exact upper bound, with confidence 1 − δ, of a probability that showed in `hits` of n prompts.
+
+    Of Clopper and Pearson: the p at which so few hits or fewer have the probability δ.
+    """
+    if hits >= n:
+        return 1.0
+    k = np.arange(hits + 1)
+    log_choose = np.array([math.lgamma(n + 1) - math.lgamma(i + 1) - math.lgamma(n - i + 1) for i in k])
+    low, high = hits / n, 1.0
+    for _ in range(60):
+        p = (low + high) / 2
+        terms = log_choose + k * math.log(p) + (n - k) * math.log1p(-p) if 0 < p < 1 else np.array([-np.inf])
+        low, high = (p, high) if np.exp(terms).sum() > delta else (low, p)
+    return high

@@ -1,0 +1,288 @@
+"""Tuning: rules from strict to loose, each tested against `exact` until decided → a recipe and its certificate.
+
+<out>/settings.json             what the run was begun with
+<out>/work/RULE-00000.jsonl     `batch` answers each, of `exact` and of every rule tried; they go when all is decided
+<out>/judge/                    the judge, where the chosen rule has one
+<out>/certificate.json .md .html
+<out>/recipe.json               written last: its existence means done
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from selfjudge.engine.select import engine_kind
+from selfjudge.errors import SelfJudgeError
+from selfjudge.evaluate.config import Notify, Warn
+from selfjudge.judge.model import Judge
+from selfjudge.models.pair import Pair
+from selfjudge.report.certificate import certificate_markdown, certificate_page
+from selfjudge.store import RunFolder, sha256, write_json, write_text
+from selfjudge.store.artefacts import RecipeFile
+from selfjudge.tune.calibration import (
+    CalibrationPrompt,
+    Measure,
+    answer_tokens,
+    digest,
+    load_calibration,
+    refuse_learnt,
+)
+from selfjudge.tune.candidates import FAMILIES, Family, candidates, levels
+from selfjudge.tune.certificate import Choice, Outcome, certificate, shown_examples
+from selfjudge.tune.certify import Claim, certifiable, fewest_prompts, needed_prompts, power
+from selfjudge.tune.config import FREE, TuneConfig
+from selfjudge.tune.recipe import CERTIFICATE, FORMAT, JUDGE, RECIPE, Recipe
+from selfjudge.tune.trials import Trial, Trials, chosen_gamma
+from selfjudge.types import default_gamma
+
+JUDGE_NAME = "judge"
+ASIDE = 10
+"""One prompt of so many, at most a batch, is set aside to choose γ with."""
+
+Say = Callable[[str], None]
+Flags = Callable[[Mapping[str, Any], Path], str | None]
+"""A recipe and its folder → what `vllm serve` is to be told."""
+
+
+def tune_pair(
+    pair: Pair,
+    out: Path | str,
+    config: TuneConfig,
+    *,
+    judge: Judge | str | Path | None = None,
+    vllm_flags: Flags = lambda recipe, folder: None,
+    notify: Notify = lambda stage, share: None,
+    say: Say = lambda text: None,
+    warn: Warn = lambda text: None,
+) -> Recipe:
+    """Find the fastest rule whose loss is certified, in the folder `out`. Goes on where an earlier call ended.
+
+    `judge` is the one of the judged rules; the one that ships for the pair if not given. `say` is told before the run
+    what so many prompts can certify. A finished run returns at once, unless its time was up and there is more now.
+    """
+    config.check()
+    folder = RunFolder(Path(out), done=RECIPE, schema=RecipeFile)
+    folder.claim()
+    remarks: list[str] = []  # not to be made about what is refused
+    job = _Job.prepare(pair, config, judge, remarks.append)
+    job.refuse_hopeless()
+    with folder.working(job.settings(), free=FREE) as then:
+        if folder.result() is not None:
+            recipe = Recipe.load(folder.path)
+            more = config.minutes is None or config.minutes > (then["minutes"] or math.inf)
+            if not (recipe.certificate["stopped"] and more):
+                return recipe
+            folder.reopen(job.settings())
+        for remark in remarks:
+            warn(remark)
+        say(job.outlook())
+        return _Tuning(job, folder, notify).run(vllm_flags)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What a run tests, with what."""
+
+    pair: Pair
+    config: TuneConfig
+    judge: Judge | None
+    families: list[Family]
+    prompts: list[CalibrationPrompt]
+    aside: list[CalibrationPrompt]
+    measure: Measure
+    batch: int
+
+    @classmethod
+    def prepare(cls, pair: Pair, config: TuneConfig, judge: Judge | str | Path | None, warn: Warn) -> _Job:
+        source = judge if isinstance(judge, str | Path) else None
+        if judge is None and pair.judge is not None:
+            source = pair.target_id
+        loaded = Judge.from_pretrained(source) if source is not None else judge
+        assert loaded is None or isinstance(loaded, Judge)
+        names = config.families
+        if loaded is None and names == FAMILIES:
+            names = tuple(name for name in names if name != "judged")
+            warn("no judge ships for this target: the family judged is left out")
+        families = candidates(names, None if loaded is None else loaded.config)
+        prompts = load_calibration(config, warn)
+        if "judged" in names and loaded is not None:
+            loaded.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
+            refuse_learnt(pair, prompts, source, warn)
+        batch = config.batch or (256 if pair.target.device.type == "cuda" else 8)
+        aside = min(batch, -(-len(prompts) // ASIDE)) if config.times else 0
+        measure = Measure.choose(config.measure, prompts)
+        return cls(pair, config, loaded, families, prompts[aside:], prompts[:aside], measure, batch)
+
+    @property
+    def claims(self) -> dict[str, Claim]:
+        """Of each family."""
+        shares = levels(self.families, self.config.delta)
+        return {name: Claim(self.config.epsilon, delta, len(self.prompts)) for name, delta in shares.items()}
+
+    @property
+    def claim(self) -> Claim:
+        """Of any family: their shares of δ are equal."""
+        return next(iter(self.claims.values()))
+
+    def refuse_hopeless(self) -> None:
+        """Refuse an ε that so few prompts cannot certify."""
+        claim = self.claim
+        if not certifiable(claim):
+            aside = f" ({len(self.aside)} more are set aside to choose γ)" if self.aside else ""
+            raise SelfJudgeError(
+                f"{claim.n} prompts{aside} cannot certify `epsilon` {claim.epsilon:g} at `delta` {self.config.delta:g}"
+                f" over {len(self.families)} families: at least {fewest_prompts(claim.epsilon, claim.delta)} are needed;"
+                " give more prompts, fewer `families` or a larger `epsilon`"
+            )
+
+    def outlook(self) -> str:
+        """What so many prompts can certify, before any is decoded."""
+        claim = self.claim
+        needed = needed_prompts(claim.epsilon, claim.delta)
+        return (
+            f"{claim.n} prompts, at most {100 * claim.epsilon:g} points lost, {1 - self.config.delta:.0%} confidence over"
+            f" {len(self.families)} families: {fewest_prompts(claim.epsilon, claim.delta)} prompts certify a rule that"
+            f" changes no score, about {needed} one that changes 5 % of them for no loss"
+            f" (with {claim.n}: {power(claim):.0%} of such runs)"
+        )
+
+    def settings(self) -> dict[str, Any]:
+        pair, config = self.pair, self.config
+        return {
+            "tasks": config.evaluation.tasks,
+            "prompts_sha256": digest([*self.aside, *self.prompts]),
+            **{name: getattr(config, name) for name in ("epsilon", "delta", "seed", "gamma", "times", "minutes")},
+            "families": {family.name: family.rules for family in self.families},
+            "measure": self.measure.name,
+            "max_new_tokens": answer_tokens(config, self.prompts),
+            "batch": self.batch,
+            "target": pair.target_sha256 or pair.target_id,
+            "draft": pair.draft_sha256 or pair.draft_id,
+            "dtype": pair.dtype,
+            "draft_dtype": "int8" if pair.draft_int8 else None,
+            "engine": engine_kind(pair.target, int8=pair.int8),
+        }
+
+
+class _Tuning:
+    """A run in its folder."""
+
+    def __init__(self, job: _Job, folder: RunFolder, notify: Notify) -> None:
+        self.job, self.folder, self.notify = job, folder, notify
+        config = job.config
+        self.trials = Trials(
+            job.pair,
+            folder,
+            job.prompts,
+            job.aside,
+            job.measure,
+            {} if job.judge is None else {JUDGE_NAME: [job.judge]},
+            job.batch,
+            answer_tokens(config, job.prompts),
+            config.seed,
+            not config.times,
+            math.inf if config.minutes is None else time.monotonic() + 60 * config.minutes,
+        )
+        self.names: dict[int, str] = {}
+        """Of each trial's parts, by its identity."""
+
+    def run(self, vllm_flags: Flags) -> Recipe:
+        job, config = self.job, self.job.config
+        device = job.pair.target.device.type
+        speeds: list[dict[str, Any]] = []
+        if config.times:
+            self.notify("measuring speeds", 0.0)
+            speeds = self.trials.speeds(job.families, config.gamma, device)
+        gamma, advantage = chosen_gamma(speeds, config.gamma or default_gamma(device))
+        outcomes = [outcome for family in job.families for outcome in self._test(family, gamma)]
+        best = self._fastest(outcomes, advantage)
+        return self._write(Choice(outcomes, best, gamma, advantage, speeds), vllm_flags)
+
+    def _test(self, family: Family, gamma: int) -> list[Outcome]:
+        """Its rules in their order, until one is not certified: none after it is tried."""
+        claim = self.job.claims[family.name]
+        outcomes: list[Outcome] = []
+        for number, rule in enumerate(family.rules):
+            if outcomes and not outcomes[-1].certified:
+                outcomes.append(Outcome(family.name, rule, gamma, claim))
+                continue
+            try:
+                trial = Trial(family.name, self.trials.plan(rule, gamma))
+            except SelfJudgeError as error:
+                outcomes.append(Outcome(family.name, rule, gamma, claim, refused=str(error)))
+                continue
+            self.names[id(trial)] = f"{family.name}-{number}"
+            self.notify(f"{rule}, γ = {gamma}", number / len(family.rules))
+            self.trials.test(trial, self.names[id(trial)], claim)
+            outcomes.append(Outcome(family.name, rule, gamma, claim, trial))
+        return outcomes
+
+    def _fastest(self, outcomes: list[Outcome], advantage: float) -> Outcome | None:
+        """The certified rule whose speed is most surely above that of `exact`, measured on all prompts; None if none.
+
+        It is chosen by the lower end of its interval, which must lie above `exact` at its own best γ.
+        """
+        certified = [outcome for outcome in outcomes if outcome.certified]
+        while certified:
+            best = max(certified, key=lambda outcome: outcome.slowest(self.job.config.times))
+            assert best.trial is not None
+            if best.slowest(self.job.config.times) <= advantage:
+                return None
+            if len(best.trial.differences) == len(self.job.prompts) or self.trials.late:
+                return best
+            self.notify(f"{best.rule} on all prompts", 0.0)
+            self.trials.complete(best.trial, self.names[id(best.trial)])
+        return None
+
+    def _write(self, choice: Choice, vllm_flags: Flags) -> Recipe:
+        """Judge, certificate and, last, the recipe."""
+        self.notify("writing", 1.0)
+        job, out = self.job, self.folder.path
+        result = certificate(job.pair, job.config, job.measure, job.settings(), choice)
+        examples = shown_examples(job.pair, job.config, job.prompts, choice)
+        judged = choice.best is not None and choice.best.trial is not None and choice.best.trial.run.judge is not None
+        if judged:
+            assert job.judge is not None
+            job.judge.cpu().save_pretrained(out / JUDGE)
+        pair = job.pair
+        recipe: dict[str, Any] = {
+            "format_version": FORMAT,
+            "pair": pair.name,
+            "target": pair.target_id,
+            "draft": pair.draft_id,
+            "target_sha256": pair.target_sha256,
+            "draft_sha256": pair.draft_sha256,
+            "judge_sha256": sha256(out / JUDGE / "model.safetensors") if judged else None,
+            "prompts_sha256": result["prompts_sha256"],
+            "rule": result["rule"],
+            "gamma": result["gamma"],
+            "judge": JUDGE if judged else None,
+            "certificate": CERTIFICATE,
+            "engine": result["engine"],
+            "dtype": result["dtype"],
+            "draft_dtype": result["draft_dtype"],
+        }
+        recipe["flags"] = {"selfjudge": _flags(recipe), "vllm": vllm_flags(recipe, out)}
+        result["flags"] = recipe["flags"]
+        write_text(out / "certificate.md", certificate_markdown(result))
+        write_text(out / "certificate.html", certificate_page(result, examples))
+        write_json(out / CERTIFICATE, result)
+        self.folder.finish(recipe, settings=job.settings())
+        if not result["stopped"]:
+            shutil.rmtree(self.folder.work, ignore_errors=True)
+        return Recipe.load(out)
+
+
+def _flags(recipe: Mapping[str, Any]) -> str:
+    """What any command of ours is to be told in place of --recipe, in the recipe's folder."""
+    own = recipe["pair"] == recipe["target"]
+    models = f"--pair {recipe['pair']}" if own else f"--target {recipe['target']} --draft {recipe['draft']}"
+    judge = f" --judge {recipe['judge']}" if recipe["judge"] else ""
+    draft_dtype = f" --draft-dtype {recipe['draft_dtype']}" if recipe["draft_dtype"] else ""
+    return f"{models} --rule {recipe['rule']} --gamma {recipe['gamma']}{judge}{draft_dtype}"

@@ -1,0 +1,214 @@
+"""Trials: calibration prompts decoded under a rule, batch by batch, each once, and tested against `exact`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from selfjudge.decoding.text import row_seed
+from selfjudge.errors import SelfJudgeError
+from selfjudge.evaluate.compare import delta_m, rate_ratio
+from selfjudge.evaluate.execute import answer_together, sample_row
+from selfjudge.evaluate.runs import Judges, Run, plan_runs
+from selfjudge.models.pair import Pair
+from selfjudge.store import RunFolder, read_rows, write_rows
+from selfjudge.store.artefacts import PartSample, PartSeal, SpeedSeal
+from selfjudge.tasks.base import Row
+from selfjudge.tune.calibration import CalibrationPrompt, Measure
+from selfjudge.tune.candidates import GAMMAS, Family
+from selfjudge.tune.certify import Claim, Decision, decide
+from selfjudge.types import Generation
+
+SPEED_TOKENS = 48  # of an answer where γ is chosen
+Speed = tuple[float, tuple[float, float]]
+"""A ratio and its interval."""
+
+
+@dataclass
+class Trial:
+    """A rule on the first batches of the calibration prompts. `differences` are D, in the prompts' order."""
+
+    family: str
+    run: Run
+    samples: list[Row] = field(default_factory=list)
+    exact: list[Row] = field(default_factory=list)
+    differences: list[float] = field(default_factory=list)
+    seconds: list[tuple[int, float, int, float]] = field(default_factory=list)
+    """Of each batch: tokens and seconds, then those of `exact`."""
+    decision: Decision | None = None
+    stopped: bool = False
+    """The time was up before it was decided."""
+    speeds: dict[int, Speed | None] = field(default_factory=dict)
+    """By the number of batches: to resample takes longer than a batch of a tiny model."""
+
+    @property
+    def certified(self) -> bool:
+        return self.decision is not None and self.decision.certified
+
+    def speed(self, times: bool) -> Speed | None:
+        """Ratio of tokens/s, or else of m, to `exact`, with its interval. The first of several batches warms up."""
+        if not self.samples:
+            return None
+        if len(self.seconds) not in self.speeds:
+            self.speeds[len(self.seconds)] = self._speed(times)
+        return self.speeds[len(self.seconds)]
+
+    def _speed(self, times: bool) -> Speed | None:
+        if times:
+            return rate_ratio(np.asarray(self.seconds[len(self.seconds) > 1 :], float))
+        compared = delta_m(self.samples, self.exact)
+        return None if compared["m_ratio"] is None else (compared["m_ratio"], compared["m_ratio_ci"])
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        counted = self.seconds[len(self.seconds) > 1 :]
+        return sum(row[0] for row in counted) / sum(row[1] for row in counted) if counted else None
+
+    @property
+    def mean_accepted_length(self) -> float | None:
+        cycles = sum(sample["cycles"] for sample in self.samples)
+        return sum(sample["emitted"] for sample in self.samples) / cycles if cycles else None
+
+
+@dataclass(frozen=True)
+class Trials:
+    """Where trials are made, and kept: every batch of every rule is a sealed part of the run's folder."""
+
+    pair: Pair
+    folder: RunFolder
+    prompts: Sequence[CalibrationPrompt]
+    """To calibrate with, in their order."""
+    aside: Sequence[CalibrationPrompt]
+    """To choose γ with; no certificate rests on them."""
+    measure: Measure
+    judges: Judges
+    batch: int
+    max_new_tokens: int
+    seed: int
+    same_draft_weights: bool
+    """Whether m is compared. Where time is, `exact` drafts as it does elsewhere: on a CPU with int8 weights."""
+    deadline: float
+    """Of `time.monotonic`; no batch is begun after it."""
+
+    @property
+    def batches(self) -> int:
+        return -(-len(self.prompts) // self.batch)
+
+    @property
+    def late(self) -> bool:
+        return time.monotonic() >= self.deadline
+
+    def plan(self, rule: str, gamma: int) -> Run:
+        return plan_runs([rule], [gamma], self.judges, self.pair.special_ids)[0]
+
+    def part(self, name: str, run: Run, number: int, exact: Sequence[Row] | None = None) -> tuple[list[Row], float]:
+        """Samples of a batch under a rule, and its seconds; from the folder where it has been decoded already.
+
+        With the samples of `exact`, an answer in which nothing was substituted takes their score.
+        """
+        name = f"{name}-{number:05d}"
+        file = self.folder.work / f"{name}.jsonl"
+        seal = self.folder.sealed(name, run.identity, PartSeal)
+        if seal is None:
+            start = number * self.batch
+            prompts = self.prompts[start : start + self.batch]
+            answers, seconds = answer_together(
+                self.pair,
+                [prompt.prompt for prompt in prompts],
+                run.rules[0],
+                gamma=run.gamma,
+                max_new_tokens=self.max_new_tokens,
+                seeds=[row_seed(self.seed, start + i) for i in range(len(prompts))],
+                same_draft_weights=self.same_draft_weights,
+            )
+            write_rows(file, self._samples(prompts, answers, exact))
+            seal = self.folder.seal(name, [f"work/{file.name}"], run.identity, seconds=seconds)
+        return list(read_rows(file, PartSample)), seal["seconds"]["total"]
+
+    def _samples(
+        self, prompts: Sequence[CalibrationPrompt], answers: Sequence[Generation], exact: Sequence[Row] | None
+    ) -> list[Row]:
+        known = {} if exact is None else {i: row for i, row in enumerate(exact) if "judge" not in answers[i].origins}
+        found = {i: (row["answer"], row["scores"]) for i, row in known.items()}
+        others = [i for i in range(len(prompts)) if i not in found]
+        scored = self.measure.scores([prompts[i] for i in others], [answers[i].text for i in others])
+        found |= dict(zip(others, scored, strict=True))
+        return [sample_row(prompt.id, answers[i], *found[i]) for i, prompt in enumerate(prompts)]
+
+    def go_on(self, trial: Trial, name: str) -> None:
+        """Decode the trial's next batch, and `exact` where it has not been."""
+        number = len(trial.seconds)
+        exact, exact_seconds = self.part("exact", self.plan("exact", trial.run.gamma), number)
+        samples, seconds = self.part(name, trial.run, number, exact)
+        prompts = self.prompts[number * self.batch :]
+        for prompt, other, sample in zip(prompts, exact, samples, strict=False):
+            trial.differences.append(self.measure.difference(prompt, other, sample))
+        trial.samples += samples
+        trial.exact += exact
+        tokens, exact_tokens = (sum(row["tokens"] for row in rows) for rows in (samples, exact))
+        trial.seconds.append((tokens, seconds, exact_tokens, exact_seconds))
+
+    def test(self, trial: Trial, name: str, claim: Claim) -> None:
+        """Decode until the claim is certified, cannot be any more, or the time is up."""
+        while len(trial.seconds) < self.batches and not self.late:
+            self.go_on(trial, name)
+            trial.decision = decide(claim, trial.differences)
+            if trial.decision.certified or trial.decision.futile:
+                return
+        trial.stopped = len(trial.seconds) < self.batches
+
+    def complete(self, trial: Trial, name: str) -> None:
+        """Decode what is left, so that the figures of a certified rule are those of all prompts."""
+        while len(trial.seconds) < self.batches and not self.late:
+            self.go_on(trial, name)
+
+    def speeds(self, families: Sequence[Family], gamma: int | None, device: str) -> list[dict[str, Any]]:
+        """Tokens/s on the prompts set aside: plain, `exact` and the middle rule of each family, at several γ."""
+        if (seal := self.folder.sealed("speed", str(gamma), SpeedSeal)) is not None:
+            return list(seal["speeds"])
+        gammas = (gamma,) if gamma else GAMMAS.get(device, GAMMAS["cuda"])
+        wanted = [("plain", "exact", 0), *(("exact", "exact", g) for g in gammas)]
+        wanted += [(family.middle, family.middle, g) for family in families for g in gammas]
+        prompts = [prompt.prompt for prompt in self.aside]
+        rows = []
+        self._timed(prompts, "exact", gammas[0], 8)  # warms up
+        for name, rule, g in wanted:
+            if (rate := self._timed(prompts, rule, g, SPEED_TOKENS)) is not None:
+                rows.append({"rule": name, "gamma": g, "tokens_per_second": rate})
+        self.folder.seal("speed", [], str(gamma), speeds=rows)
+        return rows
+
+    def _timed(self, prompts: Sequence[Any], rule: str, gamma: int, most: int) -> float | None:
+        """Tokens/s; None where the rule does not work with this γ."""
+        try:
+            run = self.plan(rule, gamma)
+        except SelfJudgeError:
+            return None
+        most = min(most, self.max_new_tokens)
+        answers, seconds = answer_together(
+            self.pair, prompts, run.rules[0], gamma=gamma, max_new_tokens=most, same_draft_weights=False
+        )
+        return sum(len(answer.tokens) for answer in answers) / seconds["total"]
+
+
+def chosen_gamma(speeds: Sequence[Row], gamma: int) -> tuple[int, float]:
+    """γ at which the relaxed rules are fastest on the whole, and how much faster than there `exact` is at its own best.
+
+    Each rule's speed counts relative to its best. `gamma` stands where nothing was measured.
+    """
+    relaxed: dict[str, dict[int, float]] = {}
+    exact: dict[int, float] = {}
+    for row in speeds:
+        if row["rule"] == "exact":
+            exact[row["gamma"]] = row["tokens_per_second"]
+        elif row["rule"] != "plain":
+            relaxed.setdefault(row["rule"], {})[row["gamma"]] = row["tokens_per_second"]
+    if not exact:
+        return gamma, 1.0
+    shares = {g: float(np.mean([by.get(g, 0.0) / max(by.values()) for by in relaxed.values()] or [0])) for g in exact}
+    best = max(shares, key=lambda g: shares[g])
+    return best, max(exact.values()) / exact[best]

@@ -1,0 +1,232 @@
+"""Whole runs of `tune` on a tiny pair: what is certified, going on after a break, the time, the recipe elsewhere."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fake_certificate import certificate, example, recipe_folder
+from runs import content, prompts_file, random_judges
+from selfjudge.cli import main as cli
+from selfjudge.errors import SelfJudgeError
+from selfjudge.models.pair import Pair
+from selfjudge.report.certificate import certificate_page
+from selfjudge.tune import trials
+from selfjudge.tune.config import TuneConfig
+from selfjudge.tune.pipeline import tune_pair
+from selfjudge.tune.recipe import Recipe
+
+
+@pytest.fixture(scope="module")
+def scored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prompts whose answer no tiny model finds: no rule changes a score."""
+    asked = prompts_file(tmp_path_factory.mktemp("prompts") / "asked.jsonl", 30)
+    rows = [{**json.loads(line), "answer": "7"} for line in asked.read_text().splitlines()]
+    file = asked.with_name("scored.jsonl")
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.fixture
+def config(scored: Path) -> TuneConfig:
+    return TuneConfig(
+        prompts=scored, epsilon=0.3, families=("margin", "topk"), gamma=3, max_new_tokens=12, batch=5, times=False
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny_pair: Pair, scored: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = TuneConfig(
+        prompts=scored, epsilon=0.3, families=("margin", "topk"), gamma=3, max_new_tokens=12, batch=5, times=False
+    )
+    return tune_pair(tiny_pair, tmp_path_factory.mktemp("tune") / "tuned", config).folder
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The rule of every batch that is decoded."""
+    seen: list[str] = []
+    original = trials.answer_together
+
+    def counted(pair: Pair, prompts: Any, rule: Any, **options: Any) -> Any:
+        seen.append(rule.name)
+        return original(pair, prompts, rule, **options)
+
+    monkeypatch.setattr(trials, "answer_together", counted)
+    return seen
+
+
+def test_the_fastest_certified_rule_is_taken(undisturbed: Path) -> None:
+    recipe = Recipe.load(undisturbed)
+    certificate = recipe.certificate
+    assert certificate["certified"]
+    assert (certificate["n"], certificate["lost"], certificate["gained"]) == (30, 0, 0)
+    assert certificate["mean_difference"] == 0
+    tried = [row for row in certificate["candidates"] if row["n_used"]]
+    assert all(row["refuted"] for row in tried)
+    best = max(tried, key=lambda row: row["speed_ci"][0])
+    assert recipe.rule == best["rule"]
+    assert best["speed_ci"][0] > 1
+    assert best["n_used"] == 30
+    assert all(row["n_used"] < 30 for row in tried if row is not best)  # ended as soon as decided
+    assert certificate["evidence"]["log_capital"][-1][1] >= certificate["evidence"]["goal"]
+    assert not (undisturbed / "work").exists()
+    page = (undisturbed / "certificate.html").read_text()
+    assert recipe.rule in page
+    assert f"--rule {recipe.rule} --gamma 3" in (undisturbed / "certificate.md").read_text()
+
+
+def test_a_finished_run_returns_at_once(
+    tiny_pair: Pair, config: TuneConfig, undisturbed: Path, decoded: list[str]
+) -> None:
+    before = content(undisturbed)
+    assert tune_pair(tiny_pair, undisturbed, config).content == Recipe.load(undisturbed).content
+    assert decoded == []
+    assert content(undisturbed) == before
+
+
+@pytest.mark.parametrize("after", [0, 1, 4, 9])
+def test_broken_off_and_gone_on_with_it_ends_in_the_same_bytes(
+    tiny_pair: Pair, config: TuneConfig, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    original, calls = trials.answer_together, 0
+
+    def breaking(*arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > after:
+            raise KeyboardInterrupt
+        return original(*arguments, **options)
+
+    out = tmp_path / "tuned"
+    with monkeypatch.context() as patch:
+        patch.setattr(trials, "answer_together", breaking)
+        with pytest.raises(KeyboardInterrupt):
+            tune_pair(tiny_pair, out, config)
+    assert not (out / "recipe.json").exists()
+    tune_pair(tiny_pair, out, config)
+    assert content(out) == content(undisturbed)
+
+
+def test_when_the_time_is_up_it_says_what_stays_open_and_goes_on_later(
+    tiny_pair: Pair, config: TuneConfig, undisturbed: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "tuned"
+    short = tune_pair(tiny_pair, out, replace(config, minutes=1e-9))
+    assert short.rule == "exact"
+    assert short.certificate["stopped"]
+    assert "the time was up" in short.certificate["candidates"][0]["why"]
+    assert tune_pair(tiny_pair, out, replace(config, minutes=1e-9)).rule == "exact"
+    later = tune_pair(tiny_pair, out, config)
+    assert (later.rule, later.gamma) == (Recipe.load(undisturbed).rule, 3)
+    assert not later.certificate["stopped"]
+
+
+def test_agreement_is_certified_where_nothing_can_be_scored(
+    tiny_pair: Pair, config: TuneConfig, scored: Path, tmp_path: Path
+) -> None:
+    recipe = tune_pair(tiny_pair, tmp_path / "t", replace(config, prompts=scored.with_name("asked.jsonl")))
+    certificate = recipe.certificate
+    assert certificate["measure"] == "overlap"
+    for row in certificate["candidates"]:
+        if row["n_used"] and not row["refuted"]:
+            assert row["mean_difference"] < 0
+            assert "not certified" in row["why"]
+    if not certificate["certified"]:
+        assert "Nothing here beats exact" in (tmp_path / "t" / "certificate.md").read_text()
+
+
+def test_speeds_choose_gamma_on_prompts_set_aside(
+    tiny_pair: Pair, config: TuneConfig, tmp_path: Path, decoded: list[str]
+) -> None:
+    recipe = tune_pair(
+        tiny_pair, tmp_path / "t", replace(config, times=True, gamma=None, families=("margin", "fly"), epsilon=0.35)
+    )
+    certificate = recipe.certificate
+    gammas = {row["gamma"] for row in certificate["speeds"] if row["rule"] == "exact"}
+    assert gammas == {2, 3, 5}
+    assert {row["gamma"] for row in certificate["speeds"] if row["rule"].startswith("fly")} == {3, 5}
+    assert certificate["candidates"][0]["gamma"] in gammas
+    assert max(row["n_used"] for row in certificate["candidates"]) <= 27  # three were set aside
+    assert "exact" in decoded
+
+
+def test_a_judged_recipe_carries_its_judge(
+    tiny_pair: Pair, config: TuneConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    judge = random_judges(tiny_pair.hidden_size)["mine"][0]
+    said: list[str] = []
+    recipe = tune_pair(tiny_pair, tmp_path / "t", replace(config, families=("judged",)), judge=judge, warn=said.append)
+    assert any("cannot be checked" in line for line in said)
+    assert recipe.rule.startswith("judged:")
+    assert recipe.judge is not None
+    monkeypatch.setattr(sys, "argv", ["selfjudge", "generate", "w5 w6", "--recipe", str(recipe.folder), "--json"])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["rule"], answer["gamma"]) == (recipe.rule, 3)
+
+
+def test_another_engine_or_other_prompts_are_refused(
+    tiny_pair: Pair, config: TuneConfig, scored: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "t"
+    tune_pair(tiny_pair, out, replace(config, minutes=1e-9))
+    settings = json.loads((out / "settings.json").read_text())
+    (out / "settings.json").write_text(json.dumps({**settings, "engine": "cuda"}))
+    with pytest.raises(SelfJudgeError, match="begun with another engine"):
+        tune_pair(tiny_pair, out, config)
+    (out / "settings.json").write_text(json.dumps(settings))
+    with pytest.raises(SelfJudgeError, match="begun with another prompts_sha256"):
+        tune_pair(tiny_pair, out, replace(config, seed=3))
+    with pytest.raises(SelfJudgeError, match=r"cannot certify `epsilon` 0\.05"):
+        tune_pair(tiny_pair, tmp_path / "new", replace(config, epsilon=0.05))
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_recipe_elsewhere(
+    checkpoints: dict[str, str],
+    tiny_pair: Pair,
+    scored: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
+) -> None:
+    folder = str(recipe_folder(tmp_path / "tuned", tiny_pair))
+
+    def run(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["selfjudge", *words])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        return stop.value.code, *capsys.readouterr()  # type: ignore[return-value]
+
+    code, out, _ = run(
+        "eval", "--tasks", f"file:{scored}", "--limit", "4", "--max-new-tokens", "8", "--recipe", folder,
+        "--out", str(tmp_path / "eval"), "--json",
+    )  # fmt: skip
+    assert code == 0
+    assert [(row["rule"], row["gamma"]) for row in json.loads(out)] == [("exact", 3), ("margin:0.5,guard=on", 3)]
+    code, out, _ = run(
+        "bench", "decode", "--recipe", folder, "--no-peers", "--repeats", "1", "--limit", "1", "--max-new-tokens", "8",
+        "--prompts", str(scored), "--json",
+    )  # fmt: skip
+    assert code == 0
+    assert [(row["name"], row["gamma"]) for row in json.loads(out)["runs"]][-1] == ("selfjudge-recipe", 3)
+    code, _, err = run("generate", "w5", "--recipe", folder, "--draft", checkpoints["padded-draft"])
+    assert code == 2
+    assert "recipe for the" in err
+
+
+def test_hostile_texts_stay_texts() -> None:
+    hostile = "</script><script>window.hacked = 1</script>"
+    page = certificate_page(certificate(task=hostile), [example(hostile)])
+    assert hostile not in page
+    assert "&lt;/script&gt;" in page
+    assert certificate_page(certificate(certified=False), []).count("<script") == 2

@@ -1,0 +1,226 @@
+"""Candidates, calibration prompts, measures, recipes and the words of a certificate, without a run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fake_certificate import certificate, recipe_folder
+from selfjudge.decoding.rule_parser import parse_rule
+from selfjudge.errors import SelfJudgeError
+from selfjudge.judge.config import JudgeConfig
+from selfjudge.judge.model import Judge
+from selfjudge.judge.training_prompts import prompt_key, training_prompts, write_training_prompts
+from selfjudge.models.pair import Pair
+from selfjudge.report.certificate import certificate_markdown, claim, finding
+from selfjudge.tune.calibration import Measure, digest, load_calibration, refuse_learnt
+from selfjudge.tune.candidates import FAMILIES, candidates, levels
+from selfjudge.tune.config import TuneConfig
+from selfjudge.tune.recipe import Recipe
+from selfjudge.tune.trials import chosen_gamma
+
+JUDGE = JudgeConfig(hidden_size=4, quality_curve=((0.5, 0.2), (0.9, 0.6), (0.97, 0.6), (0.99, 1.0)))
+
+
+def rows(path: Path, *given: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in given))
+    return path
+
+
+def strictness(rule: str) -> float:
+    """Larger accepts more."""
+    built = parse_rule(rule, judge=JUDGE if rule.startswith("judged") else None)  # type: ignore[arg-type]
+    sign = {"judged": -1, "fly": -1}.get(built.name, 1)
+    option = {"judged": "theta", "fly": "entropy", "margin": "threshold", "topk": "k"}[built.name]
+    return sign * float(getattr(built, option))
+
+
+def test_families_are_ordered_from_strict_to_loose() -> None:
+    for family in candidates(FAMILIES, JUDGE):
+        values = [strictness(rule) for rule in family.rules]
+        assert values == sorted(set(values)), family
+        assert family.middle in family.rules
+    assert [rule for rule in candidates(["judged"], JUDGE)[0].rules if "q0.99" in rule] == []  # its θ is 1: exact
+
+
+def test_all_candidates_are_guarded() -> None:
+    for family in candidates(FAMILIES, JUDGE):
+        for rule in family.rules:
+            assert parse_rule(rule, judge=JUDGE if family.name == "judged" else None).guard  # type: ignore[attr-defined, arg-type]
+
+
+def test_a_judge_without_a_quality_curve_is_tried_by_threshold() -> None:
+    (family,) = candidates(["judged"], JudgeConfig(hidden_size=4))
+    assert family.rules[0] == "judged:0.99"
+    with pytest.raises(SelfJudgeError, match="the family judged needs a judge"):
+        candidates(["judged"], None)
+
+
+def test_families_share_delta() -> None:
+    shares = levels(candidates(["margin", "topk"], None), 0.05)
+    assert sum(shares.values()) == pytest.approx(0.05)
+    assert set(shares.values()) == {0.025}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"epsilon": 0.0}, "`epsilon` must be more than 0"),
+        ({"epsilon": 1.0}, "`epsilon` must be less than 1"),
+        ({"delta": 1.5}, "`delta` must be less than 1"),
+        ({"delta": float("nan")}, "`delta` must be a finite number"),
+        ({"families": ()}, "`families` names no family"),
+        ({"families": ("margin", "margin")}, "names a family twice"),
+        ({"families": ("magic",)}, "unknown `families` 'magic'"),
+        ({"tasks": ()}, "give one of the two"),
+        ({"prompts": Path("x.jsonl")}, "give one of the two"),
+        ({"minutes": 0.0}, "`minutes` must be more than 0"),
+        ({"measure": "taste"}, "unknown `measure`"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(SelfJudgeError, match=message):
+        replace(TuneConfig(tasks=("arithmetic",)), **settings).check()
+
+
+def test_prompts_come_in_a_seeded_order_and_repeated_ones_count_once(tmp_path: Path) -> None:
+    file = rows(tmp_path / "mine.jsonl", *({"prompt": f"w{i % 7}!", "answer": i} for i in range(10)))
+    said: list[str] = []
+    config = TuneConfig(prompts=file)
+    prompts = load_calibration(config, said.append)
+    assert sorted(prompt.id for prompt in prompts) == [f"mine-{i}" for i in range(1, 8)]
+    assert said == ["3 of 10 prompts are repeated: each counts once"]
+    assert [p.id for p in prompts] == [p.id for p in load_calibration(config, said.append)]
+    other = load_calibration(replace(config, seed=1), said.append)
+    assert [p.id for p in prompts] != [p.id for p in other]
+    assert digest(prompts) != digest(other)
+    assert [p.id for p in load_calibration(replace(config, limit=3), said.append)] == [p.id for p in prompts[:3]]
+
+
+def test_the_checksum_knows_the_answers(tmp_path: Path) -> None:
+    first, second = (
+        load_calibration(TuneConfig(prompts=rows(tmp_path / "mine.jsonl", {"prompt": "w1", "answer": a})), print)
+        for a in (1, 2)
+    )
+    assert digest(first) != digest(second)
+
+
+def test_what_is_measured_follows_from_the_prompts(tmp_path: Path) -> None:
+    def measure(wanted: str, *given: dict[str, Any]) -> str:
+        prompts = load_calibration(TuneConfig(prompts=rows(tmp_path / "mine.jsonl", *given)), print)
+        return Measure.choose(wanted, prompts).name
+
+    scored, checked, bare = {"prompt": "w1", "answer": 7}, {"prompt": "w2", "check": "assert answer"}, {"prompt": "w3"}
+    assert measure("auto", scored, checked) == "score"
+    assert measure("auto", bare) == "overlap"
+    assert measure("overlap", scored) == "overlap"
+    assert measure("same_answer", scored) == "same_answer"
+    for wanted in ("auto", "score"):
+        with pytest.raises(SelfJudgeError, match="1 of 2 prompts have neither answer nor check"):
+            measure(wanted, scored, bare)
+    with pytest.raises(SelfJudgeError, match="needs prompts whose answers can be found"):
+        measure("same_answer", bare)
+
+
+def test_differences(tmp_path: Path) -> None:
+    (prompt,) = load_calibration(TuneConfig(prompts=rows(tmp_path / "m.jsonl", {"prompt": "w1", "answer": 7})), print)
+
+    def sample(score: float, answer: str | None, text: str, judged: int = 1) -> dict[str, Any]:
+        return {"score": score, "answer": answer, "text": text, "judged": judged}
+
+    right, wrong = sample(1.0, "7", "the answer is 7"), sample(0.0, "8", "the answer is 8")
+    assert Measure("score").difference(prompt, right, wrong) == 1.0
+    assert Measure("score").difference(prompt, wrong, right) == -1.0
+    assert Measure("same_answer").difference(prompt, right, wrong) == 1.0
+    assert Measure("same_answer").difference(prompt, right, sample(1.0, "7.0", "so 7.0")) == 0.0
+    nothing = sample(0.0, None, "words")
+    assert Measure("same_answer").difference(prompt, nothing, sample(0.0, None, "others")) == 0.0
+    assert Measure("same_answer").difference(prompt, nothing, right) == 1.0
+    assert Measure("overlap").difference(prompt, right, wrong) == pytest.approx(0.25)
+    for name in ("score", "same_answer", "overlap"):  # no substitution: nothing is looked at
+        assert Measure(name).difference(prompt, right, sample(0.0, None, "", judged=0)) == 0.0
+
+
+def test_a_prompt_that_the_judge_was_trained_on_is_refused_with_its_name(tiny_pair: Pair, tmp_path: Path) -> None:
+    file = rows(tmp_path / "mine.jsonl", {"prompt": "w1 w2", "id": "seen"}, {"prompt": "w3", "id": "new"})
+    prompts = load_calibration(TuneConfig(prompts=file), print)
+    judge = tmp_path / "judge"
+    Judge(JudgeConfig(hidden_size=tiny_pair.hidden_size)).save_pretrained(judge)
+    said: list[str] = []
+    refuse_learnt(tiny_pair, prompts, judge, said.append)
+    assert len(said) == 1
+    assert "cannot be checked" in said[0]
+    write_training_prompts(judge, [prompt_key(ids) for ids in tiny_pair.encode_many(["w1 w2", "w9"])])
+    assert len(training_prompts(judge) or ()) == 2
+    with pytest.raises(SelfJudgeError, match="trained on prompt 'seen'"):
+        refuse_learnt(tiny_pair, prompts, judge, said.append)
+    write_training_prompts(judge, [prompt_key(tiny_pair.encode("w9"))])
+    refuse_learnt(tiny_pair, prompts, judge, said.append)
+    assert len(said) == 1
+
+
+def test_gamma_is_where_relaxed_rules_are_fastest_and_exact_is_compared_at_its_own_best() -> None:
+    def speed(rule: str, gamma: int, rate: float) -> dict[str, Any]:
+        return {"rule": rule, "gamma": gamma, "tokens_per_second": rate}
+
+    speeds = [
+        speed("plain", 0, 50), speed("exact", 2, 110), speed("exact", 4, 100), speed("margin:1", 2, 100),
+        speed("margin:1", 4, 130), speed("fly:0.2,2", 4, 120),
+    ]  # fmt: skip
+    assert chosen_gamma(speeds, 3) == (4, pytest.approx(1.1))
+    assert chosen_gamma([], 3) == (3, 1.0)
+
+
+def test_a_recipe_is_refused_for_other_models(tiny_pair: Pair, tmp_path: Path) -> None:
+    said: list[str] = []
+    recipe = Recipe.load(recipe_folder(tmp_path / "tuned", tiny_pair))
+    recipe.check(tiny_pair, said.append)
+    assert said == []
+    for role in ("target", "draft"):
+        with pytest.raises(SelfJudgeError, match=f"recipe for the {role}"):
+            recipe.check(replace(tiny_pair, **{f"{role}_sha256": "f" * 64}), said.append)
+    recipe.check(replace(tiny_pair, int8=True), said.append)
+    assert len(said) == 1
+    assert "not covered" in said[0]
+
+
+def test_a_recipe_is_refused_where_its_files_do_not_belong_together(tiny_pair: Pair, tmp_path: Path) -> None:
+    with pytest.raises(SelfJudgeError, match=r"has no recipe\.json: selfjudge tune makes one"):
+        Recipe.load(tmp_path)
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "settings.json").write_text("{}")
+    with pytest.raises(SelfJudgeError, match="go on with `resume`"):
+        Recipe.load(tmp_path / "begun")
+    folder = recipe_folder(tmp_path / "tuned", tiny_pair, judge=Judge(JudgeConfig(hidden_size=tiny_pair.hidden_size)))
+    assert Recipe.load(folder).judge == folder / "judge"
+    Judge.constant(0.3, tiny_pair.hidden_size).save_pretrained(folder / "judge")
+    with pytest.raises(SelfJudgeError, match="not the judge that this recipe was certified with"):
+        Recipe.load(folder)
+    other = recipe_folder(tmp_path / "other", tiny_pair)
+    stored = json.loads((other / "certificate.json").read_text())
+    (other / "certificate.json").write_text(json.dumps({**stored, "rule": "margin:9"}))
+    with pytest.raises(SelfJudgeError, match="certificate is of another rule"):
+        Recipe.load(other)
+
+
+def test_the_finding_is_one_sentence() -> None:
+    assert finding(certificate()) == (
+        "margin:0.5,guard=on (γ = 3): +12 % [+7, +16] tokens/s, −0.4 [−1.3, +0.5] points, certified ≤ 3."
+    )
+    assert finding(certificate(certified=False)) == "Nothing here beats exact: use exact (γ = 3)."
+    assert "the time was up" in finding(certificate(certified=False, stopped=True))
+    agreement = finding(certificate(measure="overlap"))
+    assert "points of agreement (words in common with exact)" in agreement
+    assert "tokens per target pass" in finding(certificate(speed_measure="mean_accepted_length"))
+    assert "On prompts like these 4,000, at most 3.0 points are lost" in claim(certificate())
+    assert "1.90 × plain speed" in claim(certificate())
+
+
+def test_the_certificate_as_text_names_what_it_is_bound_to() -> None:
+    text = certificate_markdown(certificate())
+    for word in ("f" * 64, "topk:2", "not tried", "selfjudge serve --recipe .", "certified after 300 prompts"):
+        assert word in text
