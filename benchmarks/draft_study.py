@@ -16,12 +16,12 @@ from common import Progress, say
 
 from selfjudge.bench.config import DraftBenchConfig
 from selfjudge.bench.draft import bench_draft
-from selfjudge.distill.config import DistillConfig, Shape
+from selfjudge.distill.config import DistillConfig, Schedule, Shape
 from selfjudge.distill.data import Maker
 from selfjudge.distill.export import export
 from selfjudge.distill.pipeline import prepare
 from selfjudge.distill.student import Student
-from selfjudge.distill.train import Schedule, train
+from selfjudge.distill.train import train
 from selfjudge.models.convert import draft_model
 from selfjudge.models.pair import Pair
 from selfjudge.store import RunFolder, write_json
@@ -70,7 +70,7 @@ def main() -> None:
     work, progress = o.out / "work", Progress()
     data = prepare(Maker(pair, settings, RunFolder(o.out), o.data, progress))
     say("prompts", json.dumps(data.report))
-    say("corpus", len(data.training.lengths), "answers", len(data.training.index), "tokens")
+    say("corpus", len(data.training.lengths), "answers", data.training.answer_tokens, "tokens")
     benchmark_prompts = held_out_prompts(pair, o.data, o.held_out)
 
     def trained(text: str, minutes: float) -> tuple[Student, object]:

@@ -8,9 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from conftest import tiny_model
 from fake_certificate import recipe_folder
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
+from selfjudge.models.convert import quiet
 
 Commands = dict[str, list[str]]
 
@@ -39,6 +41,9 @@ def write_inputs(folder: Path, checkpoints: dict[str, str]) -> None:
         (folder / name / "summary.json").write_text(text)
     shutil.copytree(checkpoints["target"], folder / "bare")
     (folder / "bare" / "chat_template.jinja").unlink()
+    shutil.copytree(checkpoints["target"], folder / "gpt2")
+    with quiet():
+        tiny_model("gpt2").save_pretrained(folder / "gpt2")
 
 
 def known_at_once(folder: Path, checkpoints: dict[str, str]) -> Commands:
@@ -205,6 +210,7 @@ def known_from_models(folder: Path, checkpoints: dict[str, str]) -> Commands:
         "data": [*distill, "--prompts", "gsm8k"],
         "split": [*distill, "--prompts", "math500"],
         "chat template": ["distill", "--target", str(folder / "bare"), "--out", str(folder / "draft")],
+        "states": ["distill", "--target", str(folder / "gpt2"), "--out", str(folder / "draft"), "--kind", "eagle3"],
         "split for tests": [*label, "--prompts", "livecodebench/test-1", *new, "--tau", "-5"],
         "train into": ["train", str(folder), "--out", str(folder)],
         "train below a file": ["train", str(folder), "--out", str(folder / "prompts.jsonl" / "judge")],

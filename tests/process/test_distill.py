@@ -20,10 +20,10 @@ import selfjudge.distill.train as train_module
 import selfjudge.engine.teacher_forced as forced_module
 from conftest import CONFIGS, VOCAB, tiny_model
 from runs import full_disk
-from selfjudge.distill.config import Shape
+from selfjudge.distill.config import Schedule, Shape
 from selfjudge.distill.data import Corpus, Job, chunks, jobs, largest, teacher
 from selfjudge.distill.student import Student, distillation_loss
-from selfjudge.distill.train import Schedule, State, top1, train
+from selfjudge.distill.train import State, top1, train
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.convert import draft_model, materialise, read_compact, write_compact
 from selfjudge.models.pair import Pair

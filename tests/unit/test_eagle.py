@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from conftest import VOCAB, tiny_model
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.eagle import EagleConfig, EagleHead, auxiliary_layers, captured_states, is_head
+from selfjudge.models.speculators import write_speculators
 from selfjudge.models.weights import dequantise, quantise
 from selfjudge.store import read_tensors, write_tensors
 
@@ -229,6 +231,27 @@ def test_damaged_tensors_are_refused(tmp_path: Path, name: str, array: np.ndarra
     with pytest.raises(SelfJudgeError, match=message) as caught:
         EagleHead.read(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_the_format_of_speculators_holds_the_same_head(tmp_path: Path) -> None:
+    """Names and meanings as vLLM reads them: offsets in d2t, rows of the output matrix, layers to capture."""
+    target = tiny_model("qwen2", num_hidden_layers=4)
+    head = random_head(target)
+    write_speculators(head, target, tmp_path, steps=4)
+    config, tensors = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
+    ids = tensors["d2t"] + torch.arange(len(DRAFT_IDS))
+    assert torch.equal(ids, DRAFT_IDS)
+    assert torch.equal(tensors["t2d"].nonzero().flatten(), DRAFT_IDS)
+    assert torch.equal(tensors["lm_head.weight"], target.get_output_embeddings().weight[DRAFT_IDS].half())
+    own = {name: p for name, p in tensors.items() if name not in ("d2t", "t2d", "lm_head.weight")}
+    assert own.keys() == dict(head.named_parameters()).keys()
+    assert all(torch.equal(own[name], p.half()) for name, p in head.named_parameters())
+    assert config["eagle_aux_hidden_state_layer_ids"] == list(head.config.aux_layers)
+    assert config["norm_before_residual"] is False
+    assert config["speculators_config"]["verifier"] == {"name_or_path": "tiny", "architectures": ["Qwen2ForCausalLM"]}
+    layer = hf.AutoConfig.for_model(**config["transformer_layer_config"])
+    assert layer.num_attention_heads * layer.head_dim == own["layers.0.self_attn.q_proj.weight"].shape[0]
+    assert layer.rope_parameters["rope_theta"] == head.config.rope_parameters["rope_theta"]
 
 
 def test_a_checkpoint_is_not_a_head(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -29,6 +29,8 @@ def distill(
     """Make a small draft for a target that has none, from the target's own answers.
 
     Example: selfjudge distill --target smollm2-135m --out my-draft --prompts self:20000x3 --minutes 8
+
+    Example: selfjudge distill --target smollm2-135m --out my-head --kind eagle3 --data-minutes 8 --minutes 9
     """
     if place.dtype == "q4":
         raise SelfJudgeError("this needs whole weights: `dtype` q4 cannot be used")
@@ -39,7 +41,7 @@ def distill(
     from selfjudge.distill.pipeline import distill_draft
 
     pair = models.load(needs_draft=False)
-    slow = pair.target.device.type == "cpu" and config.prompts == DistillConfig().prompts
+    slow = pair.target.device.type == "cpu" and not config.prompts
     with going_on("the same command goes on from here"), progress() as update:
 
         def notify(stage: str, share: float) -> None:
@@ -53,10 +55,15 @@ def distill(
     if as_json:
         print_json(result)
         return
-    compact = result["compact"]
+    typer.echo(f"{out}: {_summary(result)}")
+    if config.kind == "layers":
+        typer.echo(f'try it: selfjudge generate "Why is the sky blue?" --target {target} --draft {out}')
+
+
+def _summary(result: dict[str, Any]) -> str:
+    compact, parameters = result["compact"], f"{result['parameters'] / 1e6:.1f} M trained parameters"
+    made = f"{parameters}, {compact['bytes'] / 1e6:.1f} MB ({compact['format']}), {result['training']['steps']} steps"
+    if result.get("kind") == "eagle3":
+        return f"{made}; held-out m {result['held_out']['int8']['m']['all']:.2f} at γ = {result['settings']['unroll']}"
     agreement = result["top1_held_out"]["int8" if compact["format"].startswith("int8") else "as_trained"]["all"]
-    typer.echo(
-        f"{out}: {result['parameters'] / 1e6:.1f} M trained parameters, compact form {compact['bytes'] / 1e6:.1f} MB"
-        f" ({compact['format']}), {result['training']['steps']} steps; held-out top-1 agreement {agreement:.1%}"
-    )
-    typer.echo(f'try it: selfjudge generate "Why is the sky blue?" --target {target} --draft {out}')
+    return f"{made}; held-out top-1 agreement {agreement:.1%}"

@@ -7,6 +7,7 @@ Everything follows from the seed, so that another machine of the same kind makes
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +49,7 @@ class Maker:
         file = self.run.work / "prompts.safetensors"
         if self.run.sealed("prompts") is not None:
             return _read_prompts(file)
-        config = self.config
+        config, begun = self.config, time.monotonic()
         collect = Collector(self.pair, config.max_prompt_tokens, config.seed, config.batch, self.data, self.notify)
         records, report = collect(config.sources)
         if len(records) < 2:
@@ -56,28 +57,51 @@ class Maker:
         answers = {source.name: source.answers for source in config.sources}
         rows = [{"source": record.source, "ids": ids, "answers": answers[record.source]} for record, ids in records]
         random.Random(config.seed).shuffle(rows)  # noqa: S311
+        chosen = held_out(rows, config.held_out, by_source=config.kind == "eagle3")
         for i, row in enumerate(rows):
-            row["held_out"] = i < min(config.held_out, len(rows) // 2)
+            row["held_out"] = i in chosen
         _write_prompts(file, rows, report)
-        self.run.seal("prompts", ["work/prompts.safetensors"])
+        self.run.seal("prompts", ["work/prompts.safetensors"], seconds=round(time.monotonic() - begun, 1))
         return rows, report
 
     def answers(self, rows: Sequence[Row]) -> list[Path]:
-        """Files of answers: tokens of prompt and answer, lengths, the target's top-k at every token of the answer."""
-        parts = list(chunks(jobs(rows, self.config.seed)))
+        """Files of answers: tokens of prompt and answer, lengths, the target's top-k at every token of the answer.
+
+        For a head there is no top-k, and temperatures come mixed: files may be left out, when `data_minutes` are spent.
+        """
+        config = self.config
+        parts = list(chunks(jobs(rows, config.seed)))
+        if config.kind == "eagle3":
+            first, others = parts[:1], parts[1:]  # the first holds the held-out answers
+            random.Random(config.seed).shuffle(others)  # noqa: S311
+            parts = first + others
         made_from = sha256(self.run.work / "prompts.safetensors")
+        spent = (self.run.sealed("prompts") or {}).get("seconds", 0.0)
         files = []
-        for number, part in parts:
+        for done, (number, part) in enumerate(parts):
             name = f"answers-{number:05d}"
+            seal = self.run.sealed(name, made_from)
+            if seal is None:
+                if config.data_minutes is not None and spent > 60 * config.data_minutes and done > 1:
+                    continue  # a later one may be there already
+                seal = self._answer(name, rows, part, (done, len(parts)), made_from)
+            spent += seal.get("seconds", 0.0)
             files.append(self.run.work / f"{name}.safetensors")
-            if self.run.sealed(name, made_from) is None:
-                share = number / len(parts)
-                sequences = self._sequences(rows, part, share, 1 / len(parts))
-                self.notify("the target answers, top-k", share)
-                arrays = self._arrays(part, sequences)
-                write_tensors(files[-1], arrays, {"temperature": part[0].temperature})
-                self.run.seal(name, [f"work/{name}.safetensors"], made_from)
         return files
+
+    def _answer(
+        self, name: str, rows: Sequence[Row], part: Sequence[Job], place: tuple[int, int], made_from: str
+    ) -> dict[str, Any]:
+        """Make one file of answers, the part at `place` among so many; its seal."""
+        begun, (done, count) = time.monotonic(), place
+        sequences = self._sequences(rows, part, done / count, 1 / count)
+        arrays = _arrays(part, sequences)
+        if self.config.kind == "layers":
+            self.notify("the target answers, top-k", done / count)
+            arrays["log_p"], arrays["index"] = teacher(self.pair, sequences, self.config.top_k)
+        write_tensors(self.run.work / f"{name}.safetensors", arrays, {"temperature": part[0].temperature})
+        seconds = round(time.monotonic() - begun, 1)
+        return self.run.seal(name, [f"work/{name}.safetensors"], made_from, seconds=seconds)
 
     def _sequences(self, rows: Sequence[Row], part: Sequence[Job], done: float, share: float) -> Sequences:
         """Prompts and the target's answers to them; `done` of the work is done before, this part is a `share` of it."""
@@ -98,16 +122,25 @@ class Maker:
                 self.notify("the target answers", done + share * len(answers) / len(part))
         return [(prompt, answers[i]) for i, prompt in enumerate(prompts)]
 
-    def _arrays(self, part: Sequence[Job], sequences: Sequences) -> dict[str, Any]:
-        log_p, index = teacher(self.pair, sequences, self.config.top_k)
-        return {
-            "tokens": np.concatenate([np.asarray([*prompt, *answer], np.int32) for prompt, answer in sequences]),
-            "prompt_lengths": np.asarray([len(prompt) for prompt, _ in sequences], np.int32),
-            "lengths": np.asarray([len(prompt) + len(answer) for prompt, answer in sequences], np.int32),
-            "prompts": np.asarray([job.prompt for job in part], np.int32),
-            "log_p": log_p,
-            "index": index,
-        }
+
+def held_out(rows: Sequence[Row], count: int, *, by_source: bool) -> set[int]:
+    """Which rows are held out: the first, at most half of them; or as many of each source, at most half of each."""
+    if not by_source:
+        return set(range(min(count, len(rows) // 2)))
+    places: dict[str, list[int]] = {}
+    for i, row in enumerate(rows):
+        places.setdefault(row["source"], []).append(i)
+    ranked = sorted((rank, i) for own in places.values() for rank, i in enumerate(own[: len(own) // 2]))
+    return {i for _, i in ranked[:count]} or {0}
+
+
+def _arrays(part: Sequence[Job], sequences: Sequences) -> dict[str, Any]:
+    return {
+        "tokens": np.concatenate([np.asarray([*prompt, *answer], np.int32) for prompt, answer in sequences]),
+        "prompt_lengths": np.asarray([len(prompt) for prompt, _ in sequences], np.int32),
+        "lengths": np.asarray([len(prompt) + len(answer) for prompt, answer in sequences], np.int32),
+        "prompts": np.asarray([job.prompt for job in part], np.int32),
+    }
 
 
 def _write_prompts(file: Path, rows: Sequence[Row], report: dict[str, Any]) -> None:
@@ -226,8 +259,9 @@ class Corpus:
     lengths: Tensor
     answers: Tensor
     """Where each sequence's answer begins in `log_p` and `index`."""
-    log_p: Tensor
-    index: Tensor
+    log_p: Tensor | None
+    """The target's top-k at every token of the answers, and `index`; None where the target is asked again."""
+    index: Tensor | None
     sources: list[str]
 
     @classmethod
@@ -258,8 +292,8 @@ class Corpus:
             prompt_lengths=put(prompt_lengths),
             lengths=put(lengths),
             answers=starts(lengths - prompt_lengths),
-            log_p=put(arrays["log_p"]),
-            index=put(arrays["index"]),
+            log_p=put(arrays["log_p"]) if "log_p" in arrays else None,
+            index=put(arrays["index"]) if "index" in arrays else None,
             sources=[rows[p]["source"] for p in arrays["prompts"]],
         )
 
@@ -275,16 +309,34 @@ class Corpus:
             start = end
         return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
 
+    def ids(self, rows: Tensor, device: torch.device) -> Tensor:
+        """Tokens [B, T] of these sequences, zeros after their ends."""
+        lengths = self.lengths[rows]
+        column = torch.arange(width(int(lengths.max()), device), device=rows.device)
+        places = (self.starts[rows][:, None] + column).clamp_max(len(self.tokens) - 1)
+        ids: Tensor = self.tokens[places].long() * (column < lengths[:, None])
+        return ids.to(device, non_blocking=True)
+
     def batch(self, rows: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Tokens [B, T], which of them predict a token of the answer [B, T], and its top-k there ([R, k], [R, k])."""
-        lengths, prompts = self.lengths[rows], self.prompt_lengths[rows]
-        column = torch.arange(width(int(lengths.max()), device), device=rows.device)
-        inside = column < lengths[:, None]
-        ids = self.tokens[(self.starts[rows][:, None] + column).clamp_max(len(self.tokens) - 1)].long() * inside
+        assert self.log_p is not None
+        assert self.index is not None
+        lengths, prompts, ids = self.lengths[rows], self.prompt_lengths[rows], self.ids(rows, device)
+        column = torch.arange(ids.shape[1], device=rows.device)
         predicts = (column >= prompts[:, None] - 1) & (column < lengths[:, None] - 1)
         places = (self.answers[rows][:, None] + column - (prompts[:, None] - 1))[predicts]
-        tensors = (ids, predicts, self.log_p[places], self.index[places])
-        return tuple(t.to(device, non_blocking=True) for t in tensors)  # type: ignore[return-value]
+        tensors = (predicts, self.log_p[places], self.index[places])
+        return ids, *(t.to(device, non_blocking=True) for t in tensors)  # type: ignore[return-value]
+
+    @property
+    def answer_tokens(self) -> int:
+        return int((self.lengths - self.prompt_lengths).sum())
+
+    def counts(self, vocabulary: int) -> Tensor:
+        """[V] how often each token occurs in the answers."""
+        sequence = torch.repeat_interleave(torch.arange(len(self.lengths), device=self.lengths.device), self.lengths)
+        place = torch.arange(len(self.tokens), device=sequence.device) - self.starts[sequence]
+        return torch.bincount(self.tokens[place >= self.prompt_lengths[sequence]].long(), minlength=vocabulary)
 
 
 def _chosen(arrays: dict[str, Any], rows: Sequence[Row], held_out: bool) -> dict[str, Any]:

@@ -1,17 +1,21 @@
-"""What a finished student is written as: compact form, checkpoint, model card and, last, `run.json`."""
+"""What a finished draft is written as: compact form and checkpoint, or head; model card and, last, `run.json`."""
 
 from __future__ import annotations
 
 import shutil
-from dataclasses import asdict
 from typing import Any
+
+import torch
 
 from selfjudge.distill.config import DistillConfig
 from selfjudge.distill.data import Data
+from selfjudge.distill.eagle import HeadLearner, Sizes
 from selfjudge.distill.student import Student
 from selfjudge.distill.train import State, top1
 from selfjudge.models.convert import materialise, quiet, read_compact, write_compact
+from selfjudge.models.eagle import EagleConfig, EagleHead
 from selfjudge.models.pair import Pair
+from selfjudge.models.speculators import write_speculators
 from selfjudge.store import RunFolder, write_text
 
 INT8_LOSS = 0.002  # of top-1 agreement: what int8 rows may cost before float16 is kept
@@ -36,19 +40,8 @@ def export(
         pair.tokenizer.save_pretrained(out)
     result: dict[str, Any] = {
         "target": pair.target_id,
-        "settings": asdict(config),
-        "sources": [
-            {"name": s.name, "licence": s.licence, "answers_per_prompt": s.answers, **data.report[s.name]}
-            for s in config.sources
-        ],
-        "training": {
-            "answers": len(data.training.lengths),
-            "answer_tokens": len(data.training.index),
-            "steps": state.step,
-            "tokens_seen": state.tokens,
-            "seconds": round(state.seconds, 1),
-            "history": state.history,
-        },
+        "settings": config.as_settings(),
+        **_origin(data, config, state),
         "parameters": sum(tensor.numel() for tensor in student.tensors().values()),
         "top1_held_out": {"as_trained": trained, "int8": rounded},
         "compact": {"format": "int8 rows" if int8 else "float16", "bytes": size},
@@ -59,12 +52,97 @@ def export(
     return result
 
 
+def _origin(data: Data, config: DistillConfig, state: State) -> dict[str, Any]:
+    """What a draft was made from, and how."""
+    return {
+        "sources": [
+            {"name": s.name, "licence": s.licence, "answers_per_prompt": s.answers, **data.report[s.name]}
+            for s in config.sources
+        ],
+        "training": {
+            "answers": len(data.training.lengths),
+            "answer_tokens": data.training.answer_tokens,
+            "steps": state.step,
+            "tokens_seen": state.tokens,
+            "seconds": round(state.seconds, 1),
+            "history": state.history,
+        },
+    }
+
+
+def export_head(
+    run: RunFolder, pair: Pair, learner: HeadLearner, data: Data, config: DistillConfig, state: State
+) -> dict[str, Any]:
+    """Write the head and its card, `run.json` last; what it says."""
+    trained = learner.measure()
+    learner.save(run.path, trained.figures)
+    finished = EagleHead.load(run.path, pair.target, pair.target_sha256, pair.target_id)
+    sizes = Sizes(torch.ones_like(learner.sizes.features), learner.sizes.states)
+    rounded = HeadLearner(pair.target, finished, sizes, data.training, data.held_out, config.unroll).measure()
+    size = learner.save(run.path, rounded.figures)
+    write_speculators(finished, pair.target, run.path / "speculators", steps=config.unroll)
+    counts = data.held_out.counts(finished.config.vocab_size)
+    result: dict[str, Any] = {
+        "kind": config.kind,
+        "target": pair.target_id,
+        "settings": config.as_settings(),
+        **_origin(data, config, state),
+        "parameters": sum(p.numel() for p in finished.parameters()),
+        "held_out": {"as_trained": trained.figures, "int8": rounded.figures},
+        "draft_vocabulary": {
+            "tokens": finished.config.draft_vocab_size,
+            "share_of_held_out_answers": round(float(counts[finished.draft_ids].sum() / counts.sum()), 5),
+        },
+        "compact": {"format": "int8 groups", "bytes": size},
+    }
+    write_text(run.path / "README.md", _head_card(result, finished.config))
+    run.finish(**result)
+    return result
+
+
+def _head_card(result: dict[str, Any], shape: EagleConfig) -> str:
+    s, m = result["settings"], result["held_out"]["int8"]["m"]
+    low, middle, high = shape.aux_layers
+    figures = "\n".join(f"| {name} | {value:.2f} |" for name, value in sorted(m.items()))
+    return f"""# An EAGLE-3 head for {result["target"]}
+
+One layer that reads what enters layers {low}, {middle} and {high} of the target:
+{result["parameters"] / 1e6:.1f} M trained parameters, {result["compact"]["bytes"] / 1e6:.1f} MB in int8,
+made by `selfjudge distill --kind eagle3` from the target's own answers.
+Its embedding and its output matrix are the target's. It proposes {shape.draft_vocab_size:,} tokens,
+{result["draft_vocabulary"]["share_of_held_out_answers"]:.2%} of those in held-out answers.
+
+## Training
+
+{_training_words(result["training"])}
+Loss: cross-entropy against the target's distribution over these tokens, unrolled over {s["unroll"]} steps.
+
+{_source_table(result["sources"])}
+
+Held-out prompts of the same sources, tokens per target pass at γ = {s["unroll"]}, greedy and exact:
+
+| prompts | m |
+| --- | ---: |
+{figures}
+
+The licence of the target applies to this head, since it was made from the target's weights and answers.
+"""
+
+
+def _training_words(t: dict[str, Any]) -> str:
+    return f"""{t["answers"]:,} answers, {t["answer_tokens"]:,} tokens in all: one greedy per prompt, the others
+sampled at temperatures 0.7 and 1.0. {t["steps"]:,} steps, {t["tokens_seen"]:,} tokens, {t["seconds"]:.0f} s."""
+
+
+def _source_table(sources: list[dict[str, Any]]) -> str:
+    rows = "\n".join(f"| {s['name']} | {s['prompts']} | {s['answers_per_prompt']} | {s['licence']} |" for s in sources)
+    return f"""| prompts | used | answers each | licence of the prompts |
+| --- | ---: | ---: | --- |
+{rows}"""
+
+
 def _card(result: dict[str, Any]) -> str:
-    s, t = result["settings"], result["training"]
-    rows = "\n".join(
-        f"| {source['name']} | {source['prompts']} | {source['answers_per_prompt']} | {source['licence']} |"
-        for source in result["sources"]
-    )
+    s = result["settings"]
     shipped = "int8" if result["compact"]["format"].startswith("int8") else "as_trained"
     by_source = ", ".join(f"{k} {v:.1%}" for k, v in sorted(result["top1_held_out"][shipped].items()))
     return f"""# A draft for {result["target"]}
@@ -76,13 +154,10 @@ The checkpoint beside this file is an ordinary transformers model with the targe
 
 ## Training
 
-{t["answers"]:,} answers, {t["answer_tokens"]:,} tokens in all: one greedy per prompt, the others sampled at
-temperatures 0.7 and 1.0. Loss: cross-entropy against the target's {s["top_k"]} most likely tokens.
-{t["steps"]:,} steps, {t["tokens_seen"]:,} tokens, {t["seconds"]:.0f} s.
+{_training_words(result["training"])}
+Loss: cross-entropy against the target's {s["top_k"]} most likely tokens.
 
-| prompts | used | answers each | licence of the prompts |
-| --- | ---: | ---: | --- |
-{rows}
+{_source_table(result["sources"])}
 
 Held-out prompts of the same mix, top-1 agreement with the target: {by_source}.
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from selfjudge.distill.config import Schedule
 from selfjudge.distill.data import Corpus
 from selfjudge.distill.student import Student, distillation_loss
 from selfjudge.engine.teacher_forced import attention
@@ -43,32 +44,44 @@ class State:
     history: list[dict[str, Any]] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """How long a student is trained, and how fast."""
+class Measure(NamedTuple):
+    """How good a learner is on held-out answers."""
 
-    minutes: float
-    steps: int | None = None
-    """Train for so many steps instead of minutes: such a training can be repeated."""
-    rate: float = 4e-3
-    batch_tokens: int = 65536
-    evaluations: int = 10
-    patience: int = 4
-    """Evaluations without a gain after which training ends."""
-    seed: int = 0
+    score: float
+    """The weights with the largest are kept."""
+    figures: dict[str, Any]
+    """For the history."""
+    text: str
+
+
+class Learner(Protocol):
+    """What is trained: its parameters, its loss and how it is measured."""
+
+    corpus: Corpus
+    layers: tuple[str, ...]
+    """Names of parameters that belong to layers begin so: Muon trains their matrices."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+    def loss(self, rows: Tensor) -> tuple[Tensor, int]:
+        """The loss on these rows of the corpus, and how many tokens it is a mean over."""
+
+    def measure(self) -> Measure:
+        """On held-out answers."""
+
+    def keep(self, measure: Measure) -> None:
+        """The weights of now are the best so far."""
 
 
 class Trainer:
-    """One training: the student, its optimisers, where it stands, and its best weights so far."""
+    """One training: what learns, its optimisers, where it stands, and its best weights so far."""
 
-    def __init__(
-        self, student: Student, corpus: Corpus, held_out: Corpus, checkpoint: Path, schedule: Schedule, notify: Notify
-    ) -> None:
-        self.student, self.corpus, self.held_out = student, corpus, held_out
+    def __init__(self, learner: Learner, checkpoint: Path, schedule: Schedule, notify: Notify) -> None:
+        self.learner = learner
         self.checkpoint, self.schedule, self.notify = checkpoint, schedule, notify
-        self.device = student.proj_in.device
-        self.parameters = dict(student.named_parameters())
-        self.optimisers = make_optimisers(self.parameters, schedule.rate)
+        self.parameters: dict[str, nn.Parameter] = dict(learner.named_parameters())
+        self.device = next(iter(self.parameters.values())).device
+        self.optimisers = make_optimisers(self.parameters, schedule.rate, learner.layers)
         self.state, self.best = State(), self._copy()
         if checkpoint.is_file():
             self.state, self.best = _restored(checkpoint, self.parameters, self.optimisers)
@@ -85,13 +98,16 @@ class Trainer:
         return min(1.0, spent)
 
     def run(self) -> State:
-        """Train to the end; the student then has its best weights."""
+        """Train until the schedule is spent or evaluations bring no more gain; the learner then has its best weights.
+
+        A checkpoint that exists is continued.
+        """
         evaluations = self.schedule.evaluations
         evaluated, told, saved = math.floor(self.share * evaluations), 0.0, time.monotonic()
         try:
             while self.share < 1.0:
                 generator = torch.Generator().manual_seed(self.schedule.seed * 1_000_003 + self.state.epoch)
-                batches = self.corpus.batches(self.schedule.batch_tokens, generator)
+                batches = self.learner.corpus.batches(self.schedule.batch_tokens, generator)
                 for rows in batches[self.state.position :]:
                     self._learn(rows)
                     if self.share * evaluations >= evaluated + 1:
@@ -121,7 +137,7 @@ class Trainer:
         rate = self.schedule.rate * warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * self.share)))
         for group in (group for optimiser in self.optimisers for group in optimiser.param_groups):
             group["lr"] = rate
-        loss, count = _step(self.student, self.corpus, rows, self.optimisers, self.device)
+        loss, count = self._step(rows)
         self.loss = loss if self.loss is None else 0.98 * self.loss + 0.02 * loss
         state.step, state.tokens, state.position = state.step + 1, state.tokens + count, state.position + 1
         if self.device.type == "cuda" and state.step % 8 == 0:
@@ -129,22 +145,33 @@ class Trainer:
         now = time.monotonic()
         state.seconds, self.clock = state.seconds + now - self.clock, now
 
+    def _step(self, rows: Tensor) -> tuple[Tensor, int]:
+        loss, count = self.learner.loss(rows)
+        for p in self.parameters.values():
+            p.grad = None
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.parameters.values(), 1.0)
+        for optimiser in self.optimisers:
+            optimiser.step()
+        return loss.detach(), count
+
     def _evaluate(self) -> None:
-        """Measure agreement on held-out answers and keep the best weights; this time is not training."""
+        """Measure the learner on held-out answers and keep the best weights; this time is not training."""
         state, share = self.state, self.share
-        loss, agreement = float(self.loss) if self.loss is not None else 0.0, top1(self.student, self.held_out)["all"]
+        loss, measure = float(self.loss) if self.loss is not None else 0.0, self.learner.measure()
         state.history.append(
             {
                 "step": state.step,
                 "seconds": round(state.seconds, 1),
                 "tokens": state.tokens,
                 "loss": round(loss, 4),
-                "top1": round(agreement, 4),
+                **measure.figures,
             }
         )
-        self.notify(f"training: loss {loss:.3f}, held-out top-1 {agreement:.1%}", share)
-        if agreement > state.best:
-            state.best, state.without_gain, self.best = agreement, 0, self._copy()
+        self.notify(f"training: loss {loss:.3f}, held-out {measure.text}", share)
+        if measure.score > state.best:
+            state.best, state.without_gain, self.best = measure.score, 0, self._copy()
+            self.learner.keep(measure)
         else:
             state.without_gain += 1
         self.clock = time.monotonic()
@@ -156,44 +183,56 @@ class Trainer:
         _save(self.checkpoint, self.state, self.parameters, self.optimisers, self.best)
 
 
+@dataclass
+class StudentLearner:
+    """A student that learns from the target's most likely tokens; its top-1 agreement with the target is measured."""
+
+    student: Student
+    corpus: Corpus
+    held_out: Corpus
+    layers: tuple[str, ...] = ("model.",)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.student.named_parameters()
+
+    def loss(self, rows: Tensor) -> tuple[Tensor, int]:
+        device = self.student.proj_in.device
+        ids, predicts, log_p, index = self.corpus.batch(rows, device)
+        with attention(), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            output = self.student.output()
+            hidden = self.student.hidden(ids)[predicts].to(output.dtype)
+        # outside: autocast would make its softmax float32
+        return distillation_loss(hidden, output, log_p, index), len(index)
+
+    def measure(self) -> Measure:
+        agreement = top1(self.student, self.held_out)["all"]
+        return Measure(agreement, {"top1": round(agreement, 4)}, f"top-1 {agreement:.1%}")
+
+    def keep(self, measure: Measure) -> None:
+        """The checkpoint holds them."""
+
+
 def train(
     student: Student, corpus: Corpus, held_out: Corpus, checkpoint: Path, schedule: Schedule, notify: Notify
 ) -> State:
-    """Train until the schedule is spent or evaluations bring no more gain; the student ends up with its best weights.
-
-    A checkpoint that exists is continued.
-    """
-    return Trainer(student, corpus, held_out, checkpoint, schedule, notify).run()
+    """Train a student; it ends up with its best weights. See `Trainer.run`."""
+    return Trainer(StudentLearner(student, corpus, held_out), checkpoint, schedule, notify).run()
 
 
-def make_optimisers(parameters: Mapping[str, Tensor], rate: float, *, muon: bool | None = None) -> list[Optimizer]:
-    """Muon for the matrices of the layers (unless told otherwise, on CUDA alone), AdamW for all else."""
+def make_optimisers(
+    parameters: Mapping[str, Tensor], rate: float, layers: tuple[str, ...] = ("model.",), *, muon: bool | None = None
+) -> list[Optimizer]:
+    """Muon for matrices whose names begin like `layers` (unless told otherwise, on CUDA alone), AdamW for the rest."""
     cuda = all(p.is_cuda for p in parameters.values())
     muon = cuda if muon is None else muon
-    layers = [p for name, p in parameters.items() if muon and p.dim() == 2 and name.startswith("model.")]
-    rest = [p for p in parameters.values() if all(p is not q for q in layers)]
+    inner = [p for name, p in parameters.items() if muon and p.dim() == 2 and name.startswith(layers)]
+    rest = [p for p in parameters.values() if all(p is not q for q in inner)]
     matrices, vectors = ([p for p in rest if (p.dim() >= 2) == wide] for wide in (True, False))
     groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
     optimisers: list[Optimizer] = [torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=cuda)]
-    if layers:
-        optimisers.append(torch.optim.Muon(layers, lr=rate, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw"))
+    if inner:
+        optimisers.append(torch.optim.Muon(inner, lr=rate, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw"))
     return optimisers
-
-
-def _step(
-    student: Student, corpus: Corpus, rows: Tensor, optimisers: Sequence[Optimizer], device: torch.device
-) -> tuple[Tensor, int]:
-    ids, predicts, log_p, index = corpus.batch(rows, device)
-    with attention(), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-        output = student.output()
-        hidden = student.hidden(ids)[predicts].to(output.dtype)
-    loss = distillation_loss(hidden, output, log_p, index)  # outside: autocast would make its softmax float32
-    student.zero_grad(set_to_none=True)
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
-    for optimiser in optimisers:
-        optimiser.step()
-    return loss.detach(), len(index)
 
 
 @torch.no_grad()

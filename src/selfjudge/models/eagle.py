@@ -196,7 +196,7 @@ class EagleHead(nn.Module):
         self.register_buffer("output", None, persistent=False)
         self.rotary_emb = LlamaRotaryEmbedding(
             LlamaConfig(
-                hidden_size=config.hidden_size,
+                hidden_size=config.heads * config.head_dim,
                 num_attention_heads=config.heads,
                 head_dim=config.head_dim,
                 rope_parameters=dict(config.rope_parameters),

@@ -54,5 +54,5 @@ class Collector:
         if source.name not in SELF:
             records = load_prompts(source, self.data, skip_broken=self.skip_broken)
             return records, {"given": len(records)}
-        texts, report = write_prompts(self.pair, source, self.seed, self.batch, self.notify)
-        return [PromptRecord(f"{source.name}-{self.seed}-{i}", source.name, t) for i, t in enumerate(texts)], report
+        prompts, report = write_prompts(self.pair, source, self.seed, self.batch, self.notify)
+        return [PromptRecord(f"{source.name}-{self.seed}-{i}", source.name, p) for i, p in enumerate(prompts)], report

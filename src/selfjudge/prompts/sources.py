@@ -13,7 +13,10 @@ from selfjudge.store import parse_json
 from selfjudge.tasks.base import FILE, Prompt, Task, known, split_of, task
 
 LEARNABLE = ("train", "fold-", "dev", "validation")  # splits begin with one of these
-SELF = ("self", "self-summaries")
+SELF = (
+    "self", "self-code", "self-math", "self-choices", "self-writing", "self-extraction", "self-translation",
+    "self-chats", "self-summaries",
+)  # fmt: skip
 SELF_COUNT = 20000  # prompts that the target writes if no number is given
 Notify = Callable[[str, float], None]
 Warn = Callable[[str], None]
@@ -21,7 +24,7 @@ Warn = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Source:
-    """`self`, `self-summaries`, a task's training split or a file, and how much of it."""
+    """What the target writes (`SELF`), a task's training split or a file, and how much of it."""
 
     name: str
     count: int | None = None

@@ -1,0 +1,297 @@
+"""Training an EAGLE-3 head: unrolled over the steps it will draft, against the target's own distribution.
+
+The target reads every batch once, as it is needed: its states would fill a disk, its tokens do not.
+
+Index t of a row stands for the draft that begins there: at step 0 the head gets the target's states at t and the token
+at t+1, at step j its own output of the step before and the token at t+1+j, and proposes the token at t+2+j. An entry
+sees the entries of step 0 up to t, made from true states, and the chain of its own earlier steps: what it will see when
+it drafts. Tokens are the right ones: where all steps up to j are right, the chain is the one that decoding would make.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from selfjudge.distill.data import Corpus
+from selfjudge.distill.train import Measure
+from selfjudge.engine.teacher_forced import attention
+from selfjudge.models.eagle import EagleConfig, EagleHead, captured_states
+
+DECAY = 0.8  # of the weight of a step, from one to the next
+LOSS_ROWS = 4096  # rows of logits at a time
+SEEN_TOKENS = 32768  # of a batch without gradients
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences as the target has read them."""
+
+    ids: Tensor
+    """[B, T]"""
+    prompts: Tensor
+    """[B] tokens of the prompt."""
+    lengths: Tensor
+    """[B] tokens of prompt and answer."""
+    features: Tensor
+    """[B, T, 3H] the states that the head reads."""
+    states: Tensor
+    """[B, T, H] after the final norm: what the output matrix multiplies."""
+
+    @property
+    def answered(self) -> Tensor:
+        """[B, T] where the target predicts a token of the answer that is not its first."""
+        column = torch.arange(self.ids.shape[1], device=self.ids.device)
+        return (column >= self.prompts[:, None]) & (column < self.lengths[:, None] - 1)
+
+
+@torch.no_grad()
+def read_batch(target: PreTrainedModel, aux_layers: tuple[int, ...], corpus: Corpus, rows: Tensor) -> Batch:
+    """One pass of the target over these rows of the corpus."""
+    device = target.device
+    ids = corpus.ids(rows, device)
+    with attention(), captured_states(target, aux_layers) as states:
+        final = target.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    prompts, lengths = (t[rows].to(device) for t in (corpus.prompt_lengths, corpus.lengths))
+    return Batch(ids, prompts, lengths, torch.cat(states, -1), final)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Root mean squares, over tokens of answers, of what a head reads and of what the output matrix multiplies."""
+
+    features: Tensor
+    """[3H]"""
+    states: Tensor
+    """[H]"""
+
+
+@torch.no_grad()
+def measure_sizes(target: PreTrainedModel, aux_layers: tuple[int, ...], corpus: Corpus, batches: int = 4) -> Sizes:
+    """Sizes by column, on a few batches of a corpus. A few columns are hundreds of times larger than the others."""
+    squares: list[Any] = [0.0, 0.0]
+    count = 0
+    for rows in corpus.batches(SEEN_TOKENS, torch.Generator().manual_seed(0))[:batches]:
+        batch = read_batch(target, aux_layers, corpus, rows)
+        column = torch.arange(batch.ids.shape[1], device=batch.ids.device)
+        inside = (column >= batch.prompts[:, None] - 1) & (column < batch.lengths[:, None])
+        for n, states in enumerate((batch.features, batch.states)):
+            squares[n] = squares[n] + states[inside].float().square().sum(0)
+        count += int(inside.sum())
+    features, states = ((square / count).sqrt().clamp_min(1e-4) for square in squares)
+    return Sizes(features, states)
+
+
+def draft_vocabulary(corpus: Corpus, vocabulary: int, size: int, always: Sequence[int]) -> Tensor:
+    """[D] ids of the `size` tokens that occur most often in answers, ascending; those in `always` are among them."""
+    counts = corpus.counts(vocabulary).cpu()[:vocabulary]
+    counts[[token for token in always if token < vocabulary]] = counts.max() + 1
+    chosen: Tensor = counts.argsort(descending=True, stable=True)[:size].sort().values
+    return chosen
+
+
+def new_head(target: PreTrainedModel, config: EagleConfig, draft_ids: Tensor, sizes: Sizes, seed: int) -> EagleHead:
+    """A head to be trained, in float32, for features of size 1: what it gives begins as the state of the high layer.
+
+    The final norm begins with the sizes that the output matrix is used to: that matrix is not trained.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        head = EagleHead(config, draft_ids.cpu())
+        for module in head.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, 0.0, 0.02)
+    with torch.no_grad():
+        head.fc.weight *= 0.25
+        head.fc.weight[:, -config.hidden_size :] += torch.eye(config.hidden_size)
+        head.norm.weight.copy_(sizes.states.float().cpu())
+    return head.bind(target, dtype=torch.float32)
+
+
+def folded(head: EagleHead, sizes: Sizes) -> dict[str, Tensor]:
+    """The parameters of a head that takes the features as they are, from one that takes them at size 1."""
+    tensors = {name: p.detach().clone() for name, p in head.named_parameters()}
+    tensors["fc.weight"] /= sizes.features.to(tensors["fc.weight"])
+    return tensors
+
+
+class HeadLearner:
+    """A head that learns to draft `unroll` tokens in a row; m at that γ is measured."""
+
+    layers: tuple[str, ...] = ("fc.", "layers.")
+
+    def __init__(
+        self, target: PreTrainedModel, head: EagleHead, sizes: Sizes, corpus: Corpus, held_out: Corpus, unroll: int
+    ) -> None:
+        self.target, self.head, self.sizes, self.unroll = target, head, sizes, unroll
+        self.corpus, self.held_out = corpus, held_out
+        self.folder: Path | None = None
+        """Where the best weights so far are written as a head that can be used."""
+        self.name, self.sha256 = "", ""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.head.named_parameters()
+
+    def unrolled(self, batch: Batch) -> Iterator[Tensor]:
+        """a [B, T, H] of each step."""
+        head, layer = self.head, self.head.layer
+        g = head.fuse(batch.features / self.sizes.features.to(batch.features.dtype))
+        wide = batch.ids.shape[1]
+        positions = torch.arange(wide, device=g.device)[None]
+        true: tuple[Tensor, Tensor] | None = None
+        chain: list[tuple[Tensor, Tensor]] = []
+        for step in range(self.unroll):
+            tokens = F.pad(batch.ids, (0, 1 + step))[:, 1 + step :]
+            q, k, v = layer.project(head.embed(tokens), g, head.rotary(positions + step, g))
+            if true is None:
+                true = k, v
+                attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+            else:
+                chain.append((k, v))
+                attended = chain_attention(q, *true, chain)
+            g = layer.finish(g, attended)
+            yield g
+
+    def loss(self, rows: Tensor) -> tuple[Tensor, int]:
+        """Cross-entropy against the target's distribution over the draft vocabulary, later steps weighing less."""
+        batch = read_batch(self.target, self.head.config.aux_layers, self.corpus, rows)
+        assert self.head.output is not None
+        row, column = batch.answered.nonzero(as_tuple=True)
+        since = column - batch.prompts[row]  # tokens of the answer before it: a draft of so many steps may lead here
+        hidden, weights = [], []
+        with attention(), self._autocast():
+            for step, a in enumerate(self.unrolled(batch)):
+                leading = a[row, (column - 1 - step).clamp_min(0)]
+                hidden.append(self.head.norm(leading).to(self.head.output.dtype))
+                counts = (since >= step).float()
+                weights.append(counts * DECAY**step / counts.sum().clamp_min(1))
+        cap = getattr(self.target.config.get_text_config(), "final_logit_softcapping", None)
+        loss: Tensor = _Unrolled.apply(
+            torch.stack(hidden), torch.stack(weights), batch.states[row, column], self.head.output, cap
+        )
+        return loss, len(since)
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.target.device.type, torch.bfloat16, enabled=self.target.dtype != torch.float32)
+
+    @torch.no_grad()
+    def measure(self) -> Measure:
+        """m at γ = `unroll`, greedy and exact, and how often each step is right where those before it are."""
+        seen: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros(2, self.unroll, dtype=torch.long))
+        passes: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0])
+        for rows in self.held_out.batches(SEEN_TOKENS, torch.Generator().manual_seed(0)):
+            batch = read_batch(self.target, self.head.config.aux_layers, self.held_out, rows)
+            lengths = self._right_in_a_row(batch).cpu()
+            for row, i in enumerate(rows.tolist()):
+                first, end = int(batch.prompts[row]) - 1, int(batch.lengths[row]) - 2
+                accepted = lengths[row, first : max(first, end)]
+                tokens, cycles = simulated(accepted.tolist())
+                for key in ("all", self.held_out.sources[i]):
+                    seen[key] += reached_and_right(accepted, self.unroll)
+                    passes[key][0] += tokens
+                    passes[key][1] += cycles
+        m = {key: round(tokens / max(1, cycles), 4) for key, (tokens, cycles) in passes.items()}
+        top1 = {key: [round(float(share), 4) for share in n[1] / n[0].clamp_min(1)] for key, n in seen.items()}
+        text = f"m {m['all']:.3f} at γ = {self.unroll}, top-1 {top1['all'][0]:.1%}"
+        return Measure(m["all"], {"m": m, "top1": top1}, text)
+
+    def _right_in_a_row(self, batch: Batch) -> Tensor:
+        """[B, T] how many drafts would be accepted of those that begin there."""
+        standing = torch.ones_like(batch.ids, dtype=torch.bool)
+        lengths = torch.zeros_like(batch.ids)
+        with attention(), self._autocast():
+            for step, a in enumerate(self.unrolled(batch)):
+                best = torch.cat([self.head.logits(piece).argmax(-1) for piece in a.flatten(0, 1).split(LOSS_ROWS)])
+                wanted = F.pad(batch.ids, (0, 2 + step), value=-1)[:, 2 + step :]
+                standing = standing & (self.head.draft_ids[best].view_as(wanted) == wanted)
+                lengths += standing
+        return lengths
+
+    def keep(self, measure: Measure) -> None:
+        if self.folder is not None:
+            self.save(self.folder, measure.figures)
+
+    def save(self, folder: Path, figures: Mapping[str, Any]) -> int:
+        """Write the weights of now as a head that takes the target's states as they are; its bytes."""
+        finished = EagleHead(self.head.config, self.head.draft_ids.cpu())
+        finished.load_state_dict(folded(self.head, self.sizes))
+        finished.target, finished.target_sha256 = self.name, self.sha256
+        return finished.save(folder, metrics=figures)
+
+
+def chain_attention(q: Tensor, keys: Tensor, values: Tensor, chain: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Attention of queries [B, heads, T, dim] at t to true entries up to t and, of each later step, to the one at t.
+
+    Keys and values are [B, kv_heads, T, dim] each. One softmax goes over both.
+    """
+    batch, heads, wide, dim = q.shape
+    grouped = q.view(batch, keys.shape[1], -1, wide, dim) * dim**-0.5
+    later = torch.ones(wide, wide, dtype=torch.bool, device=q.device).triu(1)
+    scores = (grouped @ keys.unsqueeze(2).transpose(-1, -2)).masked_fill_(later, -torch.inf)
+    own = torch.stack([(grouped * key.unsqueeze(2)).sum(-1) for key, _ in chain], -1)
+    own = F.pad(own, (0, -len(chain) % 8), value=-torch.inf)  # rows of odd width are slow to multiply on CUDA
+    shares = torch.cat([scores, own.to(scores.dtype)], -1).softmax(-1).to(values.dtype)
+    out = shares[..., :wide] @ values.unsqueeze(2)
+    for n, (_, value) in enumerate(chain):
+        out = out + shares[..., wide + n, None] * value.unsqueeze(2)
+    return out.reshape(batch, heads, wide, dim)
+
+
+def simulated(accepted: Sequence[int]) -> tuple[int, int]:
+    """Tokens and target passes when so many drafts are accepted at each place; the last pass may be cut short."""
+    place = cycles = 0
+    while place < len(accepted):
+        place += accepted[place] + 1
+        cycles += 1
+    return len(accepted), cycles
+
+
+def reached_and_right(accepted: Tensor, steps: int) -> Tensor:
+    """[2, steps] how many drafts of each step have right ones alone before them, and how many are right themselves.
+
+    A draft beyond the end of the answer is neither.
+    """
+    room = torch.arange(len(accepted), 0, -1)
+    step = torch.arange(steps)[:, None]
+    reached = (accepted >= step) & (room > step)
+    return torch.stack([reached.sum(1), (reached & (accepted > step)).sum(1)])
+
+
+class _Unrolled(torch.autograd.Function):
+    """Σ weights · cross-entropy of hidden [J, R, H] against the target's states [R, H], both on output [D, H].
+
+    Logits exist for LOSS_ROWS rows at a time only. The gradient of the logits is softmax − p, so it is made on the way
+    forward and nothing is kept for the way back.
+    """
+
+    @staticmethod
+    def forward(
+        context: Any, hidden: Tensor, weights: Tensor, states: Tensor, output: Tensor, cap: float | None
+    ) -> Tensor:
+        gradient = torch.empty_like(hidden)
+        total = hidden.new_zeros((), dtype=torch.float32)
+        for start in range(0, hidden.shape[1], LOSS_ROWS):
+            piece = slice(start, start + LOSS_ROWS)
+            logits = (states[piece].to(output.dtype) @ output.T).float()
+            p = (cap * torch.tanh(logits / cap) if cap else logits).softmax(-1)
+            for step, h in enumerate(hidden[:, piece]):
+                log_q = (h @ output.T).float().log_softmax(-1)
+                weight = weights[step, piece, None]
+                total -= (p * log_q * weight).sum()
+                rest = log_q.exp_().sub_(p).mul_(weight)  # ∂/∂logits = softmax − p
+                gradient[step, piece] = rest.to(output.dtype) @ output
+        context.save_for_backward(gradient)
+        return total
+
+    @staticmethod
+    def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (gradient,) = context.saved_tensors
+        return gradient * grads[0].to(gradient.dtype), None, None, None, None
