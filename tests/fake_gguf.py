@@ -36,12 +36,24 @@ def dequantised(data: NDArray[np.uint8], kind: int) -> NDArray[np.float32]:
     return np.asarray(gguf.quants.dequantize(data, gguf.GGMLQuantizationType(kind)), np.float32)
 
 
+LARGE = 1.5
+"""A group of activations is rounded a second time where its scale exceeds so many times the mean of its token's."""
+
+
 def int8_groups(x: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Activations as the kernel rounds them: int8 in groups of 32."""
+    """Activations as the kernel rounds them: int8 in groups of 32, and of large groups what is left, once more."""
     groups = x.reshape(len(x), -1, 32)
+    rounded, scale = _int8(groups)
+    rest, _ = _int8((groups - rounded).astype(np.float32))
+    large = scale > LARGE * scale.mean(1, keepdims=True)
+    return (rounded + np.where(large, rest, 0)).reshape(x.shape)
+
+
+def _int8(groups: NDArray[np.float32]) -> tuple[NDArray[np.float64], NDArray[np.float32]]:
     most = np.abs(groups).max(-1, keepdims=True)
     inverse = np.where(most > 0, np.float32(127) / np.where(most > 0, most, 1), 0).astype(np.float32)
-    return (np.rint(groups * inverse).astype(np.float64) * (most / np.float32(127))).reshape(x.shape)
+    scale = most / np.float32(127)
+    return np.rint(groups * inverse).astype(np.float64) * scale, scale
 
 
 Product = Callable[[NDArray[np.uint8], int, NDArray[np.float32]], NDArray[np.float32]]
@@ -55,7 +67,7 @@ def product(data: NDArray[np.uint8], kind: int, x: NDArray[np.float32], processo
     at = -(-room.data_ptr() // 64) * 64
     kernel.pack(kind, rows, cols, data.ctypes.data, None, at, 1)
     matrix = Matrix(at, None, rows, cols, kind)
-    y, quantised = np.empty((tokens, rows), np.float32), np.empty(tokens * cols * 2, np.uint8)
+    y, quantised = np.empty((tokens, rows), np.float32), np.empty(tokens * kernel.quantised_bytes(cols), np.uint8)
     kernel.apply(ctypes.byref(matrix), x.ctypes.data, tokens, quantised.ctypes.data, y.ctypes.data)
     return y
 
@@ -67,6 +79,7 @@ def check_kind(kind: int, kernel: str | Product = "native") -> None:
     data = random_blocks(kind, rows, cols, seed=kind)
     x = np.random.default_rng(1).normal(size=(9, cols)).astype(np.float32)
     x[3, 32:64], x[4] = 0, x[4] * 1e-3
+    x[1, 40], x[5, 40], x[5, 500], x[6, 100] = 30, -50, 20, 300  # large groups, shared and not
     expected = int8_groups(x) @ dequantised(data, kind).astype(np.float64).T
     all_at_once = multiply(data, kind, x)
     assert np.abs(all_at_once - expected).max() < 2e-6 * np.abs(expected).max() * cols**0.5

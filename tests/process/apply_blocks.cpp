@@ -10,7 +10,7 @@ int main(int count, char** words) {
   if (count != 5) return 2;
   const int type = std::atoi(words[1]), rows = std::atoi(words[2]), cols = std::atoi(words[3]);
   const int tokens = std::atoi(words[4]);
-  std::vector<uint8_t> file(rows * blocks::row_bytes(type, cols)), quantised(static_cast<size_t>(tokens) * cols * 2);
+  std::vector<uint8_t> file(rows * blocks::row_bytes(type, cols)), quantised(tokens * quantised_bytes(cols));
   std::vector<float> x(static_cast<size_t>(tokens) * cols), y(static_cast<size_t>(tokens) * rows);
   if (std::fread(file.data(), 1, file.size(), stdin) != file.size()) return 3;
   if (std::fread(x.data(), 4, x.size(), stdin) != x.size()) return 3;

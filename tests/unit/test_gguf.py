@@ -10,15 +10,19 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+import selfjudge.engine.select
 from conftest import VOCAB, tiny_model
 from fake_gguf import KINDS, check_kind, write_model
 from selfjudge.distill.pipeline import distill_draft
+from selfjudge.engine import unpacked as engine_unpacked
+from selfjudge.engine.cpu import engine as cpu
 from selfjudge.engine.cpu.engine import CpuEngine
+from selfjudge.engine.reference import ReferenceEngine
 from selfjudge.engine.select import make_engine
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.config import EvalConfig
 from selfjudge.evaluate.pipeline import evaluate_rules
-from selfjudge.models.gguf import BLOCKS, GgufFile, model_of
+from selfjudge.models.gguf import BLOCKS, GgufFile, gguf_of, model_of
 from selfjudge.models.pair import Pair
 
 MIXED = {
@@ -64,15 +68,57 @@ def test_a_pass_of_many_tokens_has_the_bits_of_passes_of_one(tmp_path: Path) -> 
     assert torch.equal(torch.cat([o.hidden for o in outputs if o.hidden is not None], 1), at_once.hidden)
 
 
-def test_a_model_in_a_file_takes_no_memory_and_runs_on_the_cpu_engine_alone(tmp_path: Path) -> None:
+def test_a_model_in_a_file_takes_no_memory_and_runs_on_the_cpu_engine(tmp_path: Path) -> None:
     write_model(small("qwen2"), tmp_path / "m.gguf", MIXED)
     model = model_of(tmp_path / "m.gguf")
     assert all(p.untyped_storage().nbytes() == 4 for p in model.parameters())
     assert isinstance(make_engine(model), CpuEngine)
-    with pytest.raises(SelfJudgeError, match="q4 weights need the cpu engine, not reference"):
-        make_engine(model, kind="reference")
+    with pytest.raises(SelfJudgeError, match="q4 weights need the cpu engine, not cuda"):
+        make_engine(model, kind="cuda")
     with pytest.raises(SelfJudgeError, match="this needs whole weights"):
         model(torch.tensor([[1]]))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_the_reference_engine_unpacks_a_file_whole_or_in_pieces(
+    kind: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_unpacked, "PIECE", 5 * 64)  # rows of a matrix do not divide evenly
+    source = small(kind, tie_word_embeddings=tied)
+    tokens = torch.randint(0, VOCAB, (2, 20), generator=torch.Generator().manual_seed(0))
+    for kinds, most in (({}, 1e-5), (MIXED, 0.02)):  # floats; blocks, where the cpu engine rounds activations
+        write_model(source, tmp_path / "m.gguf", kinds)
+        expected = CpuEngine(model_of(tmp_path / "m.gguf")).extend(tokens).logits
+        logits = []
+        for room in (1 << 30, 60_000, 0):
+            model = model_of(tmp_path / "m.gguf")
+            file = gguf_of(model)
+            assert file is not None
+            whole = engine_unpacked.unpacked(model, file, room)
+            kept = [m.kept is not None for m in whole.modules() if isinstance(m, engine_unpacked.FileLinear)]
+            assert len(kept) == 15
+            assert (all(kept), any(kept)) == (room == 1 << 30, room > 0)
+            engine = make_engine(model, kind="reference", hidden=True)
+            logits.append(engine.extend(tokens).logits)
+            assert (logits[-1] - expected).norm() / expected.norm() < most
+            with pytest.raises(SelfJudgeError, match="this needs whole weights"):
+                model(torch.tensor([[1]]))
+        torch.testing.assert_close(logits[0], logits[2], atol=1e-4, rtol=1e-4)
+
+
+def test_q4_without_a_compiler_runs_on_the_reference_engine_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(small("llama"), tmp_path / "m.gguf", MIXED)
+    monkeypatch.setattr(cpu, "_compiler_reason", lambda: "its kernel cannot be compiled here (no C++ compiler found)")
+    selfjudge.engine.select._say_once.cache_clear()
+    with pytest.warns(UserWarning, match=r"many times slower in q4: its kernel cannot be compiled here \(no C\+\+"):
+        engine = make_engine(model_of(tmp_path / "m.gguf"))
+    assert isinstance(engine, ReferenceEngine)
+    assert engine.extend(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
+    with pytest.raises(SelfJudgeError, match="the cpu engine cannot run this model: its kernel cannot be compiled"):
+        make_engine(model_of(tmp_path / "m.gguf"), kind="cpu")
 
 
 def test_damaged_and_foreign_files_are_refused_in_one_line(tmp_path: Path) -> None:

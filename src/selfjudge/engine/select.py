@@ -16,6 +16,7 @@ from selfjudge.engine.cpu import engine as cpu
 from selfjudge.engine.cuda import engine as cuda
 from selfjudge.engine.draft import Draft, LayersDraft
 from selfjudge.engine.reference import ReferenceEngine
+from selfjudge.engine.unpacked import unpacked
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.gguf import gguf_of
 
@@ -31,7 +32,8 @@ def make_engine(model: PreTrainedModel, *, hidden: bool = False, int8: bool = Fa
     if int8 and kind != "cpu":
         raise SelfJudgeError(f"int8 weights need the cpu engine, not {kind}")
     if kind == "reference":
-        return ReferenceEngine(model, hidden=hidden)
+        file = gguf_of(model)
+        return ReferenceEngine(model if file is None else unpacked(model, file), hidden=hidden)
     reason = cuda.why_not(model) if kind == "cuda" else cpu.why_not(model, int8=int8)
     if reason is not None:
         raise SelfJudgeError(f"the {kind} engine cannot run this model: {reason}")
@@ -42,16 +44,16 @@ def engine_kind(model: PreTrainedModel, *, int8: bool = False, kind: str = "auto
     """The engine that `kind` names; `auto` is the fastest that runs the model."""
     if kind not in KINDS:
         raise SelfJudgeError(f"unknown `engine` {kind!r}; there are: {', '.join(KINDS)}")
-    if gguf_of(model) is not None:
-        if kind not in ("auto", "cpu"):
-            raise SelfJudgeError(f"q4 weights need the cpu engine, not {kind}")
-        return "cpu"
+    in_file = gguf_of(model) is not None
+    if in_file and kind == "cuda":
+        raise SelfJudgeError("q4 weights need the cpu engine, not cuda")
     if kind != "auto":
         return kind
     kind = "cuda" if model.device.type == "cuda" else "cpu"
     reason = cuda.why_not(model) if kind == "cuda" else cpu.why_not(model, int8=int8)
     if reason is not None and not int8:
-        _say_once(f"using the reference engine: {reason}")
+        slower = ", which is many times slower in q4" if in_file else ""
+        _say_once(f"using the reference engine{slower}: {reason}")
         return "reference"
     return kind
 

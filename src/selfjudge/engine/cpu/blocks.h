@@ -5,12 +5,16 @@
 // unpacked once for all tokens of a tile. Integer sums are exact and floats are added in the order of the groups: a
 // token's result does not depend on how many others are in its pass.
 //
-// A strip of 16 rows is [groups] codes, then scales:
+// Activations are int8 with a scale for each group. The few groups with far larger values than the others of their token
+// would carry most of the rounding error; what rounding left of them is a second group of int8, multiplied as well.
+//
+// A strip of 16 rows is a sequence of blocks of 8 groups (the last may have fewer), each its codes, then its scales, so
+// that memory is read in one direction:
 //   codes of 4 bits: 4 pieces of 64 bytes, piece i has columns 8i … 8i+3 in the low and 8i+4 … 8i+7 in the high halves
 //   codes of 6 bits: the same for their low 4 bits, then 2 pieces with 2 bits each for 16 columns
 //   codes of 8 bits: 8 pieces of 64 bytes, as signed integers
-//   scales: per block of 256 the halves d[16] and dmin[16] (Q4_K, Q5_K) or d[16] (Q6_K), then per group of 32 two times
-//   16 bytes; or per group the halves d[16], and m[16] where the type has one
+//   scales: of the K types the halves d[16] and dmin[16] (Q4_K, Q5_K) or d[16] (Q6_K), then per group two times 16 bytes;
+//   of the others per group the halves d[16], and m[16] where the type has one
 
 #pragma once
 
@@ -31,7 +35,10 @@ enum Type : int32_t { F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, 
 constexpr int kStrip = 16;   // rows
 constexpr int kGroup = 32;   // columns
 constexpr int kSuper = 256;  // columns of a block of the K types
+constexpr int kBlock = 8;    // groups whose codes lie together
+constexpr int kPart = 64;    // groups of a strip that stay in the first-level cache while it is passed over several times
 constexpr int kAhead = 4096;  // bytes between what is multiplied and what is fetched: a page, where hardware stops
+constexpr float kLarge = 1.5f;  // a group is large where its scale is so many times the mean of its token
 
 constexpr bool is_k(int type) { return type >= Q4_K; }
 constexpr bool has_min(int type) { return type == Q4_1 || type == Q5_1 || type == Q4_K || type == Q5_K; }
@@ -42,10 +49,13 @@ constexpr int code_bytes(int type) { return kStrip * kGroup * bits(type) / 8; }
 constexpr int scale_bytes(int type) { return is_k(type) || has_min(type) == false ? 32 : 64; }  // of a group
 constexpr int super_bytes(int type) { return is_k(type) ? (has_min(type) ? 64 : 32) : 0; }
 
+constexpr int block_bytes(int type, int groups) {
+  return (groups * (code_bytes(type) + scale_bytes(type)) + super_bytes(type) + 63) / 64 * 64;
+}
+
 inline int64_t strip_bytes(int type, int cols) {
-  const int64_t groups = cols / kGroup;
-  const int64_t bytes = groups * (code_bytes(type) + scale_bytes(type)) + groups / 8 * super_bytes(type);
-  return (bytes + 63) / 64 * 64;
+  const int groups = cols / kGroup, rest = groups % kBlock;
+  return static_cast<int64_t>(groups / kBlock) * block_bytes(type, kBlock) + (rest ? block_bytes(type, rest) : 0);
 }
 
 inline int64_t row_bytes(int type, int cols) {
@@ -185,26 +195,29 @@ inline void pack_codes(int type, const Group* rows, uint8_t* out) {
 // One strip. `rows` are 16 rows of the file; null where the matrix has ended.
 inline void pack_strip(int type, const uint8_t* const* rows, int cols, uint8_t* out) {
   const int groups = cols / kGroup;
-  uint8_t* scales = out + static_cast<int64_t>(groups) * code_bytes(type);
   Group group[kStrip];
-  for (int g = 0; g < groups; ++g) {
-    for (int r = 0; r < kStrip; ++r) {
-      std::memset(&group[r], 0, sizeof(Group));
-      if (rows[r]) read_group(type, rows[r], g, group[r]);
-    }
-    pack_codes(type, group, out + static_cast<int64_t>(g) * code_bytes(type));
-    const bool first = is_k(type) && g % 8 == 0;
-    for (int r = 0; r < kStrip; ++r) {
-      if (first || !is_k(type)) std::memcpy(scales + 2 * r, &group[r].d, 2);
-      if ((first || !is_k(type)) && has_min(type)) std::memcpy(scales + 32 + 2 * r, &group[r].m, 2);
-    }
-    if (first) scales += super_bytes(type);
-    if (is_k(type))
+  for (int first = 0; first < groups; first += kBlock) {
+    const int count = groups - first < kBlock ? groups - first : kBlock;
+    uint8_t* scales = out + count * code_bytes(type);
+    for (int i = 0; i < count; ++i) {
       for (int r = 0; r < kStrip; ++r) {
+        std::memset(&group[r], 0, sizeof(Group));
+        if (rows[r]) read_group(type, rows[r], first + i, group[r]);
+      }
+      pack_codes(type, group, out + i * code_bytes(type));
+      const bool halves = i == 0 || !is_k(type);
+      for (int r = 0; r < kStrip && halves; ++r) {
+        std::memcpy(scales + 2 * r, &group[r].d, 2);
+        if (has_min(type)) std::memcpy(scales + 32 + 2 * r, &group[r].m, 2);
+      }
+      if (halves) scales += super_bytes(type);
+      for (int r = 0; r < kStrip && is_k(type); ++r) {
         scales[r] = group[r].scale[0];
         scales[16 + r] = group[r].scale[1];
       }
-    scales += scale_bytes(type);
+      scales += scale_bytes(type);
+    }
+    out += block_bytes(type, count);
   }
 }
 
@@ -214,7 +227,8 @@ inline void pack_strip(int type, const uint8_t* const* rows, int cols, uint8_t* 
 struct Activation {
   int8_t q[kGroup];
   float scale, sum;      // sum of scale * q
-  int32_t half_sum[2];   // of q, for each 16
+  int16_t half_sum[2];   // of q, for each 16
+  int32_t group;         // of the weights that they belong to; -1 after the last
 };
 static_assert(sizeof(Activation) == 48, "kernels count on it");
 
@@ -282,7 +296,7 @@ inline void quantise(const float* x, Activation& out) {
   out.half_sum[0] = out.half_sum[1] = 0;
   for (int k = 0; k < kGroup; ++k) {
     out.q[k] = nan || most > 3e38f ? 0 : static_cast<int8_t>(std::nearbyint(x[k] * inverse));
-    out.half_sum[k / 16] += out.q[k];
+    out.half_sum[k / 16] = static_cast<int16_t>(out.half_sum[k / 16] + out.q[k]);
   }
 #endif
   out.scale = nan ? NAN : most / 127.0f;
@@ -309,10 +323,11 @@ struct Lanes {  // 16 rows in a register, 8 tokens in 16 registers
   }
   static ints fill(int32_t v) { return _mm512_set1_epi32(v); }
   template <int Bits>
-  static ints dot(ints sum, bytes w, const int8_t* x) {
-    int32_t four;
-    std::memcpy(&four, x, 4);
-    return _mm512_dpbusd_epi32(sum, w, _mm512_set1_epi32(four));
+  static ints dot(ints sum, bytes a, bytes b, const int8_t* x) {  // 4 columns of a, the next 4 of b
+    int32_t four[2];
+    std::memcpy(four, x, 8);
+    sum = _mm512_dpbusd_epi32(sum, a, _mm512_set1_epi32(four[0]));
+    return _mm512_dpbusd_epi32(sum, b, _mm512_set1_epi32(four[1]));
   }
   static floats zero() { return _mm512_setzero_ps(); }
   static floats halves(const uint8_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
@@ -328,8 +343,11 @@ struct Lanes {  // 16 rows in a register, 8 tokens in 16 registers
   static floats add(floats a, floats b, floats c) { return _mm512_fmadd_ps(a, b, c); }  // a b + c
   static floats add(floats a, float b, floats c) { return _mm512_fmadd_ps(a, _mm512_set1_ps(b), c); }
   static floats minus(floats a, float b, floats c) { return _mm512_fnmadd_ps(a, _mm512_set1_ps(b), c); }  // c - a b
+  static floats load(const float* p) { return _mm512_loadu_ps(p); }
   static void store(float* p, floats v) { _mm512_storeu_ps(p, v); }
 };
+template <int T>
+using LanesOf = Lanes;  // for T tokens
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 struct Lanes {  // 8 rows in a register, 4 tokens in 8 registers
   static constexpr int kRows = 8, kTokens = 4;
@@ -350,10 +368,11 @@ struct Lanes {  // 8 rows in a register, 4 tokens in 8 registers
   static constexpr const char* name = "avx-vnni";
   static bytes load_signed(const uint8_t* p) { return _mm256_xor_si256(load(p), _mm256_set1_epi8(-128)); }
   template <int Bits>
-  static ints dot(ints sum, bytes w, const int8_t* x) {
-    int32_t four;
-    std::memcpy(&four, x, 4);
-    return _mm256_dpbusd_avx_epi32(sum, w, _mm256_set1_epi32(four));
+  static ints dot(ints sum, bytes a, bytes b, const int8_t* x) {
+    int32_t four[2];
+    std::memcpy(four, x, 8);
+    sum = _mm256_dpbusd_avx_epi32(sum, a, _mm256_set1_epi32(four[0]));
+    return _mm256_dpbusd_avx_epi32(sum, b, _mm256_set1_epi32(four[1]));
   }
 #else
   static constexpr int kShift = 0;
@@ -366,6 +385,10 @@ struct Lanes {  // 8 rows in a register, 4 tokens in 8 registers
     const bytes b = _mm256_set1_epi32(four);
     const ints pairs = Bits == 8 ? _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(b, w)) : _mm256_maddubs_epi16(w, b);
     return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  }
+  template <int Bits>
+  static ints dot(ints sum, bytes a, bytes b, const int8_t* x) {
+    return dot<Bits>(dot<Bits>(sum, a, x), b, x + 4);
   }
 #endif
   static floats zero() { return _mm256_setzero_ps(); }
@@ -382,65 +405,106 @@ struct Lanes {  // 8 rows in a register, 4 tokens in 8 registers
   static floats add(floats a, floats b, floats c) { return _mm256_fmadd_ps(a, b, c); }
   static floats add(floats a, float b, floats c) { return _mm256_fmadd_ps(a, _mm256_set1_ps(b), c); }
   static floats minus(floats a, float b, floats c) { return _mm256_fnmadd_ps(a, _mm256_set1_ps(b), c); }
+  static floats load(const float* p) { return _mm256_loadu_ps(p); }
   static void store(float* p, floats v) { _mm256_storeu_ps(p, v); }
 };
+template <int T>
+using LanesOf = Lanes;
 #elif defined(__ARM_FEATURE_DOTPROD)
-struct Lanes {  // 8 rows in two registers, 4 tokens in 16 registers
-  static constexpr int kRows = 8, kTokens = 4, kShift = 0;
+template <int R>
+struct Neon {  // 4 R rows in R registers
+  static constexpr int kRows = 4 * R, kTokens = 8, kShift = 0;
   static constexpr const char* name = "neon-dotprod";
-  struct bytes { int8x16_t v[2]; };
-  struct ints { int32x4_t v[2]; };
-  struct floats { float32x4_t v[2]; };
-  static bytes load(const uint8_t* p) { return {{vreinterpretq_s8_u8(vld1q_u8(p)), vreinterpretq_s8_u8(vld1q_u8(p + 16))}}; }
+  struct bytes { int8x16_t v[R]; };
+  struct ints { int32x4_t v[R]; };
+  struct floats { float32x4_t v[R]; };
+  template <class Out, class F>
+  static Out each(F f) {  // written out: the compiler keeps arrays in registers only where it sees every index
+    if constexpr (R == 1) return {{f(0)}};
+    else if constexpr (R == 2) return {{f(0), f(1)}};
+    else return {{f(0), f(1), f(2), f(3)}};
+  }
+  static bytes load(const uint8_t* p) {
+    return each<bytes>([&](int r) { return vreinterpretq_s8_u8(vld1q_u8(p + 16 * r)); });
+  }
   static bytes load_signed(const uint8_t* p) { return load(p); }
-  static int8x16_t low(int8x16_t b) { return vandq_s8(b, vdupq_n_s8(15)); }
-  static int8x16_t high(int8x16_t b) { return vreinterpretq_s8_u8(vshrq_n_u8(vreinterpretq_u8_s8(b), 4)); }
-  static bytes low(bytes b) { return {{low(b.v[0]), low(b.v[1])}}; }
-  static bytes high(bytes b) { return {{high(b.v[0]), high(b.v[1])}}; }
-  template <int Q>
-  static int8x16_t with_bits(int8x16_t b, int8x16_t two) {
-    const uint8x16_t u = vreinterpretq_u8_s8(two);
-    const uint8x16_t moved = Q < 2 ? vshlq_u8(u, vdupq_n_s8(4 - 2 * Q)) : vshlq_u8(u, vdupq_n_s8(4 - 2 * Q));
-    return vorrq_s8(b, vandq_s8(vreinterpretq_s8_u8(moved), vdupq_n_s8(48)));
+  static bytes low(bytes b) {
+    return each<bytes>([&](int r) { return vandq_s8(b.v[r], vdupq_n_s8(15)); });
+  }
+  static bytes high(bytes b) {
+    return each<bytes>([&](int r) { return vreinterpretq_s8_u8(vshrq_n_u8(vreinterpretq_u8_s8(b.v[r]), 4)); });
   }
   template <int Q>
-  static bytes with_bits(bytes b, bytes two) {
-    return {{with_bits<Q>(b.v[0], two.v[0]), with_bits<Q>(b.v[1], two.v[1])}};
+  static uint8x16_t moved(uint8x16_t two) {
+    if constexpr (Q < 2) return vshlq_n_u8(two, 4 - 2 * Q);
+    else if constexpr (Q == 2) return two;
+    else return vshrq_n_u8(two, 2 * Q - 4);
   }
-  static ints fill(int32_t v) { return {{vdupq_n_s32(v), vdupq_n_s32(v)}}; }
+  template <int Q>
+  static bytes with_bits(bytes b, bytes two) {  // bits 2Q and 2Q+1 become 4 and 5
+    return each<bytes>([&](int r) {
+      const uint8x16_t bits = vandq_u8(moved<Q>(vreinterpretq_u8_s8(two.v[r])), vdupq_n_u8(48));
+      return vorrq_s8(b.v[r], vreinterpretq_s8_u8(bits));
+    });
+  }
+  static ints fill(int32_t v) {
+    return each<ints>([&](int) { return vdupq_n_s32(v); });
+  }
   template <int Bits>
-  static ints dot(ints sum, bytes w, const int8_t* x) {
-    int32_t four;
-    std::memcpy(&four, x, 4);
-    const int8x16_t b = vreinterpretq_s8_s32(vdupq_n_s32(four));
-    return {{vdotq_s32(sum.v[0], w.v[0], b), vdotq_s32(sum.v[1], w.v[1], b)}};
+  static ints dot(ints sum, bytes a, bytes b, const int8_t* x) {
+    const int8x8_t eight = vld1_s8(x);
+    return each<ints>([&](int r) {
+      return vdotq_lane_s32(vdotq_lane_s32(sum.v[r], a.v[r], eight, 0), b.v[r], eight, 1);
+    });
   }
-  static floats zero() { return {{vdupq_n_f32(0), vdupq_n_f32(0)}}; }
+  static floats zero() {
+    return each<floats>([](int) { return vdupq_n_f32(0); });
+  }
   static floats halves(const uint8_t* p) {
-    const float16x8_t h = vreinterpretq_f16_u8(vld1q_u8(p));
-    return {{vcvt_f32_f16(vget_low_f16(h)), vcvt_f32_f16(vget_high_f16(h))}};
+    return each<floats>([&](int r) { return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p + 8 * r))); });
+  }
+  static uint16x4_t four_bytes(const uint8_t* p) {
+    uint32_t four;
+    std::memcpy(&four, p, 4);
+    return vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(four))));
   }
   static floats unsigned_bytes(const uint8_t* p) {
-    const uint16x8_t wide = vmovl_u8(vld1_u8(p));
-    return {{vcvtq_f32_u32(vmovl_u16(vget_low_u16(wide))), vcvtq_f32_u32(vmovl_u16(vget_high_u16(wide)))}};
+    return each<floats>([&](int r) { return vcvtq_f32_u32(vmovl_u16(four_bytes(p + 4 * r))); });
   }
   static floats signed_bytes(const uint8_t* p) {
-    const int16x8_t wide = vmovl_s8(vreinterpret_s8_u8(vld1_u8(p)));
-    return {{vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide))), vcvtq_f32_s32(vmovl_s16(vget_high_s16(wide)))}};
+    return each<floats>([&](int r) {
+      const int16x4_t wide = vreinterpret_s16_u16(vshl_n_u16(four_bytes(p + 4 * r), 8));
+      return vcvtq_n_f32_s32(vmovl_s16(wide), 8);
+    });
   }
-  static floats convert(ints v) { return {{vcvtq_f32_s32(v.v[0]), vcvtq_f32_s32(v.v[1])}}; }
-  static floats times(floats a, floats b) { return {{vmulq_f32(a.v[0], b.v[0]), vmulq_f32(a.v[1], b.v[1])}}; }
-  static floats times(floats a, float b) { return {{vmulq_n_f32(a.v[0], b), vmulq_n_f32(a.v[1], b)}}; }
+  static floats convert(ints v) {
+    return each<floats>([&](int r) { return vcvtq_f32_s32(v.v[r]); });
+  }
+  static floats times(floats a, floats b) {
+    return each<floats>([&](int r) { return vmulq_f32(a.v[r], b.v[r]); });
+  }
+  static floats times(floats a, float b) {
+    return each<floats>([&](int r) { return vmulq_n_f32(a.v[r], b); });
+  }
   static floats add(floats a, floats b, floats c) {
-    return {{vfmaq_f32(c.v[0], a.v[0], b.v[0]), vfmaq_f32(c.v[1], a.v[1], b.v[1])}};
+    return each<floats>([&](int r) { return vfmaq_f32(c.v[r], a.v[r], b.v[r]); });
   }
-  static floats add(floats a, float b, floats c) { return {{vfmaq_n_f32(c.v[0], a.v[0], b), vfmaq_n_f32(c.v[1], a.v[1], b)}}; }
-  static floats minus(floats a, float b, floats c) { return add(a, -b, c); }
+  static floats add(floats a, float b, floats c) {
+    return each<floats>([&](int r) { return vfmaq_n_f32(c.v[r], a.v[r], b); });
+  }
+  static floats minus(floats a, float b, floats c) {
+    return each<floats>([&](int r) { return vfmsq_n_f32(c.v[r], a.v[r], b); });
+  }
+  static floats load(const float* p) {
+    return each<floats>([&](int r) { return vld1q_f32(p + 4 * r); });
+  }
   static void store(float* p, floats v) {
-    vst1q_f32(p, v.v[0]);
-    vst1q_f32(p + 4, v.v[1]);
+    for (int r = 0; r < R; ++r) vst1q_f32(p + 4 * r, v.v[r]);
   }
 };
+typedef Neon<4> Lanes;
+template <int T>
+using LanesOf = Neon<T <= 2 ? 4 : T <= 4 ? 2 : 1>;  // the sums of T tokens, in integers and in floats, fit the registers
 #else
 struct Lanes {  // any processor; one token at a time, so that every pass runs the same instructions
   static constexpr int kRows = 16, kTokens = 1, kShift = 0;
@@ -468,9 +532,9 @@ struct Lanes {  // any processor; one token at a time, so that every pass runs t
   }
   static ints fill(int32_t v) { return each<ints>([&](size_t) { return v; }); }
   template <int Bits>
-  static ints dot(ints sum, bytes w, const int8_t* x) {
+  static ints dot(ints sum, bytes a, bytes b, const int8_t* x) {
     for (int r = 0; r < 16; ++r)
-      for (int b = 0; b < 4; ++b) sum.v[r] += w.v[4 * r + b] * x[b];
+      for (int k = 0; k < 4; ++k) sum.v[r] += a.v[4 * r + k] * x[k] + b.v[4 * r + k] * x[4 + k];
     return sum;
   }
   static floats zero() { return each<floats>([](size_t) { return 0.0f; }); }
@@ -485,93 +549,128 @@ struct Lanes {  // any processor; one token at a time, so that every pass runs t
   static floats add(floats a, floats b, floats c) { return each<floats>([&](size_t i) { return a.v[i] * b.v[i] + c.v[i]; }); }
   static floats add(floats a, float b, floats c) { return each<floats>([&](size_t i) { return a.v[i] * b + c.v[i]; }); }
   static floats minus(floats a, float b, floats c) { return each<floats>([&](size_t i) { return c.v[i] - a.v[i] * b; }); }
+  static floats load(const float* p) { return each<floats>([&](size_t i) { return p[i]; }); }
   static void store(float* p, floats v) { std::memcpy(p, v.v, sizeof v.v); }
 };
+template <int T>
+using LanesOf = Lanes;
 #endif
 
 // --------------------------------------------------------------------------------------------------- the multiplication
 
 // Columns 8I … 8I+7 of a group: unpacked once, multiplied with every token.
-template <int Kind, int T, int I>
-inline void eight_columns(const uint8_t* w, const Activation* x, Lanes::ints (&sum)[T]) {
+template <class L, int Kind, int T, int I>
+__attribute__((always_inline)) inline void eight_columns(const uint8_t* w, const Activation* x, typename L::ints (&sum)[T]) {
   constexpr int B = bits(Kind);
-  Lanes::bytes a, b;
+  typename L::bytes a, b;
   if (B == 8) {
-    a = Lanes::load_signed(w + 128 * I);
-    b = Lanes::load_signed(w + 128 * I + 64);
+    a = L::load_signed(w + 128 * I);
+    b = L::load_signed(w + 128 * I + 64);
   } else {
-    const Lanes::bytes both = Lanes::load(w + 64 * I);
-    a = Lanes::low(both);
-    b = Lanes::high(both);
+    const typename L::bytes both = L::load(w + 64 * I);
+    a = L::low(both);
+    b = L::high(both);
     if (B == 6) {
-      const Lanes::bytes two = Lanes::load(w + 256 + 64 * (I / 2));
-      a = Lanes::with_bits<2 * (I % 2)>(a, two);
-      b = Lanes::with_bits<2 * (I % 2) + 1>(b, two);
+      const typename L::bytes two = L::load(w + 256 + 64 * (I / 2));
+      a = L::template with_bits<2 * (I % 2)>(a, two);
+      b = L::template with_bits<2 * (I % 2) + 1>(b, two);
     }
   }
 #pragma GCC unroll 8
+  for (int t = 0; t < T; ++t) sum[t] = L::template dot<B>(sum[t], a, b, x[t].q + 8 * I);
+}
+
+// The scales of a block of 256 for the rows of a register or two.
+template <class L, int Kind>
+struct Super {
+  typename L::floats d = L::zero(), least = L::zero();
+  explicit Super(const uint8_t* halves) {
+    if (!is_k(Kind)) return;
+    d = L::halves(halves);
+    if (has_min(Kind)) least = L::halves(halves + 32);
+  }
+};
+
+// total[t][r] += one group of weights times the activations of T tokens. w and s are its codes and scales.
+template <class L, int Kind, int T>
+__attribute__((always_inline)) inline void add_group(const uint8_t* w, const uint8_t* s, int lane,
+                                                     const Super<L, Kind>& super, const Activation* x,
+                                                     typename L::floats (&total)[T]) {
+  constexpr int away = offset(Kind) + (bits(Kind) == 8 ? L::kShift : 0);
+  typedef typename L::floats floats;
+  typename L::ints sum[T];
+  w += 4 * lane;
+  if (Kind == Q6_K) {  // a scale for each 16
+    floats half[T];
+#pragma GCC unroll 8
+    for (int t = 0; t < T; ++t) sum[t] = L::fill(-away * x[t].half_sum[0]);
+    eight_columns<L, Kind, T, 0>(w, x, sum);
+    eight_columns<L, Kind, T, 1>(w, x, sum);
+    const floats first = L::times(L::signed_bytes(s + lane), super.d);
+#pragma GCC unroll 8
+    for (int t = 0; t < T; ++t) {
+      half[t] = L::times(L::convert(sum[t]), first);
+      sum[t] = L::fill(-away * x[t].half_sum[1]);
+    }
+    eight_columns<L, Kind, T, 2>(w, x, sum);
+    eight_columns<L, Kind, T, 3>(w, x, sum);
+    const floats second = L::times(L::signed_bytes(s + 16 + lane), super.d);
+#pragma GCC unroll 8
+    for (int t = 0; t < T; ++t)
+      total[t] = L::add(L::add(L::convert(sum[t]), second, half[t]), x[t].scale, total[t]);
+    return;
+  }
+#pragma GCC unroll 8
+  for (int t = 0; t < T; ++t) sum[t] = L::fill(away ? -away * (x[t].half_sum[0] + x[t].half_sum[1]) : 0);
+  eight_columns<L, Kind, T, 0>(w, x, sum);
+  eight_columns<L, Kind, T, 1>(w, x, sum);
+  eight_columns<L, Kind, T, 2>(w, x, sum);
+  eight_columns<L, Kind, T, 3>(w, x, sum);
+  const floats scale = is_k(Kind) ? L::times(L::unsigned_bytes(s + lane), super.d) : L::halves(s + 2 * lane);
+  floats minimum = L::zero();
+  if (has_min(Kind))
+    minimum = is_k(Kind) ? L::times(L::unsigned_bytes(s + 16 + lane), super.least) : L::halves(s + 32 + 2 * lane);
+#pragma GCC unroll 8
   for (int t = 0; t < T; ++t) {
-    sum[t] = Lanes::dot<B>(sum[t], a, x[t].q + 8 * I);
-    sum[t] = Lanes::dot<B>(sum[t], b, x[t].q + 8 * I + 4);
+    total[t] = L::add(L::times(L::convert(sum[t]), x[t].scale), scale, total[t]);
+    if (has_min(Kind)) total[t] = is_k(Kind) ? L::minus(minimum, x[t].sum, total[t]) : L::add(minimum, x[t].sum, total[t]);
   }
 }
 
-// y[t][r] for T tokens and the kRows rows of a strip from `lane` on. x is [groups][stride].
-template <int Kind, int T>
+// y[t][r] for T tokens and the rows of a strip that L holds, from `lane` on: groups [from, to), added to y after the
+// first, and what rounding left of large groups after the last. x is [groups and those][stride].
+template <class L, int Kind, int T>
 __attribute__((noinline)) void some_rows(const uint8_t* strip, int lane, const Activation* x, int stride, int groups,
-                                         float (*y)[kStrip]) {
-  constexpr int away = offset(Kind) + (bits(Kind) == 8 ? Lanes::kShift : 0);
-  const uint8_t* w = strip + 4 * lane;
-  const uint8_t* s = strip + static_cast<int64_t>(groups) * code_bytes(Kind);
-  Lanes::floats total[T], d = Lanes::zero(), least = Lanes::zero();
+                                         int from, int to, float (*y)[kStrip]) {
+  constexpr int passes = kStrip / L::kRows, lines = block_bytes(Kind, kBlock) / 64;
+  constexpr int share = (lines + kBlock * passes - 1) / (kBlock * passes);  // of the lines that are fetched ahead
+  constexpr int ahead = passes == 1 ? kAhead : kPart / kBlock * block_bytes(Kind, kBlock);
+  typename L::floats total[T];
 #pragma GCC unroll 8
-  for (int t = 0; t < T; ++t) total[t] = Lanes::zero();
-  for (int g = 0; g < groups; ++g, w += code_bytes(Kind), s += scale_bytes(Kind), x += stride) {
-    if (is_k(Kind) && g % 8 == 0) {
-      d = Lanes::halves(s + 2 * lane);
-      if (has_min(Kind)) least = Lanes::halves(s + 32 + 2 * lane);
-      s += super_bytes(Kind);
-    }
-    for (int i = 0; i < code_bytes(Kind); i += 64) __builtin_prefetch(w + kAhead + i);
-    Lanes::ints sum[T];
-    if (Kind == Q6_K) {  // a scale for each 16
-      Lanes::floats half[T];
-#pragma GCC unroll 8
-      for (int t = 0; t < T; ++t) sum[t] = Lanes::fill(-away * x[t].half_sum[0]);
-      eight_columns<Kind, T, 0>(w, x, sum);
-      eight_columns<Kind, T, 1>(w, x, sum);
-      const Lanes::floats first = Lanes::times(Lanes::signed_bytes(s + lane), d);
-#pragma GCC unroll 8
-      for (int t = 0; t < T; ++t) {
-        half[t] = Lanes::times(Lanes::convert(sum[t]), first);
-        sum[t] = Lanes::fill(-away * x[t].half_sum[1]);
-      }
-      eight_columns<Kind, T, 2>(w, x, sum);
-      eight_columns<Kind, T, 3>(w, x, sum);
-      const Lanes::floats second = Lanes::times(Lanes::signed_bytes(s + 16 + lane), d);
-#pragma GCC unroll 8
-      for (int t = 0; t < T; ++t)
-        total[t] = Lanes::add(Lanes::add(Lanes::convert(sum[t]), second, half[t]), x[t].scale, total[t]);
-      continue;
-    }
-#pragma GCC unroll 8
-    for (int t = 0; t < T; ++t) sum[t] = Lanes::fill(away ? -away * (x[t].half_sum[0] + x[t].half_sum[1]) : 0);
-    eight_columns<Kind, T, 0>(w, x, sum);
-    eight_columns<Kind, T, 1>(w, x, sum);
-    eight_columns<Kind, T, 2>(w, x, sum);
-    eight_columns<Kind, T, 3>(w, x, sum);
-    const Lanes::floats scale = is_k(Kind) ? Lanes::times(Lanes::unsigned_bytes(s + lane), d) : Lanes::halves(s + 2 * lane);
-    Lanes::floats minimum = Lanes::zero();
-    if (has_min(Kind))
-      minimum = is_k(Kind) ? Lanes::times(Lanes::unsigned_bytes(s + 16 + lane), least) : Lanes::halves(s + 32 + 2 * lane);
-#pragma GCC unroll 8
-    for (int t = 0; t < T; ++t) {
-      total[t] = Lanes::add(Lanes::times(Lanes::convert(sum[t]), x[t].scale), scale, total[t]);
-      if (has_min(Kind)) total[t] = is_k(Kind) ? Lanes::minus(minimum, x[t].sum, total[t]) : Lanes::add(minimum, x[t].sum, total[t]);
+  for (int t = 0; t < T; ++t) total[t] = from ? L::load(y[t] + lane) : L::zero();
+  x += static_cast<int64_t>(from) * stride;
+  for (int g = from; g < to; g += kBlock) {
+    const int count = groups - g < kBlock ? groups - g : kBlock;
+    const uint8_t* w = strip + static_cast<int64_t>(g / kBlock) * block_bytes(Kind, kBlock);
+    const uint8_t* s = w + count * code_bytes(Kind);
+    const Super<L, Kind> super(s + 2 * lane);
+    const uint8_t* next = w + ahead + 64 * share * kBlock * (lane / L::kRows);
+    s += super_bytes(Kind);
+    for (int i = 0; i < count; ++i, w += code_bytes(Kind), s += scale_bytes(Kind), x += stride) {
+      for (int j = 0; j < share; ++j, next += 64) __builtin_prefetch(next);
+      add_group<L, Kind, T>(w, s, lane, super, x, total);
     }
   }
+  if (to == groups)
+    for (; x->group >= 0; x += stride) {
+      const int i = x->group % kBlock, first = x->group - i, count = groups - first < kBlock ? groups - first : kBlock;
+      const uint8_t* w = strip + static_cast<int64_t>(first / kBlock) * block_bytes(Kind, kBlock);
+      const uint8_t* s = w + count * code_bytes(Kind);
+      const Super<L, Kind> super(s + 2 * lane);
+      add_group<L, Kind, T>(w + i * code_bytes(Kind), s + super_bytes(Kind) + i * scale_bytes(Kind), lane, super, x, total);
+    }
 #pragma GCC unroll 8
-  for (int t = 0; t < T; ++t) Lanes::store(y[t] + lane, total[t]);
+  for (int t = 0; t < T; ++t) L::store(y[t] + lane, total[t]);
 }
 
 // The types of most files have kernels for many tokens; the others are unpacked again for every two: compilation time.
@@ -582,10 +681,16 @@ constexpr int most_tokens(int type) {
 
 template <int Kind, int T>
 void tile_of(const uint8_t* w, const Activation* x, int stride, int groups, float (*y)[kStrip]) {
-  for (int lane = 0; lane < kStrip; lane += Lanes::kRows) some_rows<Kind, T>(w, lane, x, stride, groups, y);
+  typedef LanesOf<T> L;
+  const int part = L::kRows == kStrip ? groups : kPart;
+  for (int from = 0; from < groups; from += part) {
+    const int to = groups - from < part ? groups : from + part;
+    for (int lane = 0; lane < kStrip; lane += L::kRows)
+      some_rows<L, Kind, T>(w, lane, x, stride, groups, from, to, y);
+  }
 }
 
-// y[t][r] for the tokens of a tile and the rows of a strip. x is [groups][tokens].
+// y[t][r] for the tokens of a tile and the rows of a strip. x is [groups and what was left][tokens].
 template <int Kind>
 void strip(const uint8_t* w, const Activation* x, int tokens, int groups, float (*y)[kStrip]) {
   constexpr int most = most_tokens(Kind);
@@ -628,15 +733,53 @@ inline int tile(int tokens, int m) {
   return (tokens - m + tiles - 1) / tiles;
 }
 
-// Activations [tokens, cols] as the kernels read them: tile by tile, [groups][tokens of the tile].
-inline void quantise(const float* x, int tokens, int cols, Activation* out) {
+// Room for the activations of a token: every group twice, and an end.
+constexpr int64_t activations(int64_t cols) { return 2 * (cols / kGroup) + 1; }
+
+// What rounding left of 32 activations, once more in int8.
+inline void quantise_rest(const float* x, const Activation& rounded, Activation& out) {
+  float rest[kGroup];
+  for (int k = 0; k < kGroup; ++k) rest[k] = x[k] - rounded.scale * static_cast<float>(rounded.q[k]);
+  quantise(rest, out);
+}
+
+// The activations of a tile: [groups][tokens], then again [tokens] for every group that is large in one of them, zero
+// for the others.
+inline void quantise_tile(const float* x, int tokens, int cols, Activation* out) {
   const int groups = cols / kGroup;
+  float limit[Lanes::kTokens];
+  for (int t = 0; t < tokens; ++t) {
+    float sum = 0;
+    for (int g = 0; g < groups; ++g) {
+      Activation& a = out[static_cast<int64_t>(g) * tokens + t];
+      quantise(x + static_cast<int64_t>(t) * cols + g * kGroup, a);
+      a.group = g;
+      sum += a.scale;
+    }
+    limit[t] = kLarge * sum / static_cast<float>(groups);
+  }
+  Activation* rest = out + static_cast<int64_t>(groups) * tokens;
+  for (int g = 0; g < groups; ++g) {
+    const Activation* rounded = out + static_cast<int64_t>(g) * tokens;
+    bool large = false;
+    for (int t = 0; t < tokens; ++t) large |= rounded[t].scale > limit[t];
+    if (!large) continue;
+    for (int t = 0; t < tokens; ++t, ++rest) {
+      *rest = Activation{};
+      if (rounded[t].scale > limit[t])
+        quantise_rest(x + static_cast<int64_t>(t) * cols + g * kGroup, rounded[t], *rest);
+      rest->group = g;
+    }
+  }
+  for (int t = 0; t < tokens; ++t) rest[t].group = -1;
+}
+
+// Activations [tokens, cols] as the kernels read them, tile by tile.
+inline void quantise(const float* x, int tokens, int cols, Activation* out) {
   for (int m = 0, height; m < tokens; m += height) {
     height = tile(tokens, m);
-    for (int t = 0; t < height; ++t)
-      for (int g = 0; g < groups; ++g)
-        quantise(x + static_cast<int64_t>(m + t) * cols + g * kGroup, out[static_cast<int64_t>(g) * height + t]);
-    out += static_cast<int64_t>(height) * groups;
+    quantise_tile(x + static_cast<int64_t>(m) * cols, height, cols, out);
+    out += height * activations(cols);
   }
 }
 

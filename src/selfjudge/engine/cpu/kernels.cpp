@@ -30,6 +30,10 @@ namespace {
 constexpr int kTokens = 4;   // tokens per micro-kernel: 16 sums, 4 weights and 4 inputs fit the registers
 constexpr int kRows = 4;     // matrix rows per micro-kernel
 
+constexpr int kFirstLevel = 1 << 15, kSecondLevel = 1 << 18;  // bytes of a core's caches that may be counted on
+
+constexpr int least(int a, int b) { return a < b ? a : b; }
+
 typedef float vec __attribute__((vector_size(16), aligned(4)));
 constexpr int kLanes = 4;
 
@@ -208,53 +212,65 @@ void block_product(const Matrix& w, const Input& in, int tokens, int thread, int
   const int64_t size = blocks::strip_bytes(w.type, w.cols);
   const int begin = static_cast<int>(static_cast<int64_t>(strips) * thread / threads);
   const int end = static_cast<int>(static_cast<int64_t>(strips) * (thread + 1) / threads);
+  const int several = least(end - begin, static_cast<int>(kSecondLevel / size + 1));  // tiles pass over so many in turn
   alignas(64) float y[blocks::Lanes::kTokens][blocks::kStrip];
-  for (int i = begin; i < end; ++i) {
-    const int n = i * blocks::kStrip, width = w.rows - n < blocks::kStrip ? w.rows - n : blocks::kStrip;
+  for (int first = begin; first < end; first += several) {
     const blocks::Activation* x = in.q;
     for (int m = 0, height; m < tokens; m += height) {
       height = blocks::tile(tokens, m);
-      blocks::multiply(w.type, static_cast<const uint8_t*>(w.weight) + i * size, x, height, groups, y);
-      x += static_cast<int64_t>(height) * groups;
-      for (int t = 0; t < height; ++t) {
-        if (w.bias)
-          for (int j = 0; j < width; ++j) y[t][j] += w.bias[n + j];
-        store(m + t, n, width, y[t]);
+      for (int i = first; i < least(first + several, end); ++i) {
+        const int n = i * blocks::kStrip, width = least(w.rows - n, blocks::kStrip);
+        blocks::multiply(w.type, static_cast<const uint8_t*>(w.weight) + i * size, x, height, groups, y);
+        for (int t = 0; t < height; ++t) {
+          if (w.bias)
+            for (int j = 0; j < width; ++j) y[t][j] += w.bias[n + j];
+          store(m + t, n, width, y[t]);
+        }
       }
+      x += height * blocks::activations(w.cols);
     }
   }
 }
 
-// Calls store(token, row, count, values) for this thread's share of the rows. A block of rows stays in the first-level
-// cache while all tokens pass over it: the weights are read from memory once.
+// Rows n … n + width of a matrix of floats for the tokens [from, to).
+template <class Store>
+void float_rows(const Matrix& w, const Input& in, int from, int to, int n, int width, Store store) {
+  float y[kTokens][kRows];
+  for (int m = from, height; m < to; m += height) {
+    const int tiles = (to - m + kTokens - 1) / kTokens;  // even shares: 5 tokens are 3 + 2, not 4 + 1
+    height = (to - m + tiles - 1) / tiles;
+    if (width == kRows) {
+      tile<kRows>(height, w, in, m, n, y);
+    } else {
+      for (int j = 0; j < width; ++j) {
+        float column[kTokens][kRows];
+        tile<1>(height, w, in, m, n + j, column);
+        for (int i = 0; i < height; ++i) y[i][j] = column[i][0];
+      }
+    }
+    for (int i = 0; i < height; ++i) {
+      if (w.bias)
+        for (int j = 0; j < width; ++j) y[i][j] += w.bias[n + j];
+      store(m + i, n, width, y[i]);
+    }
+  }
+}
+
+// Calls store(token, row, count, values) for this thread's share of the rows. Weights are read from memory once: as many
+// rows as fit the second-level cache stay there while all tokens pass over them, so many tokens at a time as fit the
+// first-level one.
 template <class Store>
 void product(const Matrix& w, const Input& in, int tokens, int thread, int threads, Store store) {
   if (w.type != blocks::F32) return block_product(w, in, tokens, thread, threads, store);
   const int parts = (w.rows + kRows - 1) / kRows;
   const int begin = static_cast<int>(static_cast<int64_t>(parts) * thread / threads) * kRows;
-  const int end = static_cast<int>(static_cast<int64_t>(parts) * (thread + 1) / threads) * kRows;
-  float y[kTokens][kRows];
-  for (int n = begin; n < end && n < w.rows; n += kRows) {
-    const int width = w.rows - n < kRows ? w.rows - n : kRows;
-    for (int m = 0, height; m < tokens; m += height) {
-      const int tiles = (tokens - m + kTokens - 1) / kTokens;  // even shares: 5 tokens are 3 + 2, not 4 + 1
-      height = (tokens - m + tiles - 1) / tiles;
-      if (width == kRows) {
-        tile<kRows>(height, w, in, m, n, y);
-      } else {
-        for (int j = 0; j < width; ++j) {
-          float column[kTokens][kRows];
-          tile<1>(height, w, in, m, n + j, column);
-          for (int i = 0; i < height; ++i) y[i][j] = column[i][0];
-        }
-      }
-      for (int i = 0; i < height; ++i) {
-        if (w.bias)
-          for (int j = 0; j < width; ++j) y[i][j] += w.bias[n + j];
-        store(m + i, n, width, y[i]);
-      }
-    }
-  }
+  const int end = least(static_cast<int>(static_cast<int64_t>(parts) * (thread + 1) / threads) * kRows, w.rows);
+  const int row = static_cast<int>(sizeof(float)) * w.cols;
+  const int rows = (kSecondLevel / row / kRows + 1) * kRows, some = (kFirstLevel / row / kTokens + 1) * kTokens;
+  for (int first = begin; first < end; first += rows)
+    for (int m = 0; m < tokens; m += some)
+      for (int n = first; n < least(first + rows, end); n += kRows)
+        float_rows(w, in, m, least(m + some, tokens), n, least(w.rows - n, kRows), store);
 }
 
 void normalise(const float* x, const float* weight, float epsilon, int tokens, int hidden, float* y) {
@@ -270,7 +286,7 @@ void normalise(const float* x, const float* weight, float epsilon, int tokens, i
 }
 
 constexpr int64_t quantised_floats(int64_t width) {  // of one token
-  return (width + blocks::kGroup - 1) / blocks::kGroup * static_cast<int64_t>(sizeof(blocks::Activation)) / 4;
+  return blocks::activations(width + blocks::kGroup - 1) * static_cast<int64_t>(sizeof(blocks::Activation)) / 4;
 }
 
 constexpr int kKeys = 32;  // keys or values that stay in the first-level cache while several queries use them
@@ -435,18 +451,31 @@ void forward(const Model* model, const Pass* pass) {
 #else
     const int thread = 0, threads = 1;
 #endif
-    blocks::Activation* quantised = reinterpret_cast<blocks::Activation*>(shared_end + thread * own);
-    float* normed = shared_end + thread * own + M * quantised_floats(widest);
-    float* scores = normed + M * widest;
+    // a few tokens every thread normalises and quantises for itself: cheaper than a barrier; of many, its share
+    const bool alone = M <= blocks::Lanes::kTokens;
+    float* inputs = shared_end + (alone ? thread * own : 0);
+    blocks::Activation* quantised = reinterpret_cast<blocks::Activation*>(inputs);
+    float* normed = inputs + M * quantised_floats(widest);
+    float* scores = shared_end + (thread + 1) * own - room;
 
-    // every thread normalises and quantises for itself: cheaper than a barrier
-    auto input = [&](std::initializer_list<const Matrix*> users, const float* values, int tokens) {
-      for (const Matrix* w : users)
-        if (w->type != blocks::F32) {
-          blocks::quantise(values, tokens, w->cols, quantised);
-          break;
+    auto input = [&](std::initializer_list<const Matrix*> users, const float* values, const float* norm, int tokens) {
+      const int cols = (*users.begin())->cols;
+      bool packed = false;
+      for (const Matrix* w : users) packed |= w->type != blocks::F32;
+      for (int m = 0, i = 0, height; m < tokens; m += height, ++i) {
+        height = blocks::tile(tokens, m);
+        if (!alone && i % threads != thread) continue;
+        const float* rows = values + static_cast<int64_t>(m) * cols;
+        if (norm) {
+          normalise(rows, norm, model->epsilon, height, cols, normed + static_cast<int64_t>(m) * cols);
+          rows = normed + static_cast<int64_t>(m) * cols;
         }
-      return Input{values, quantised};
+        if (packed) blocks::quantise_tile(rows, height, cols, quantised + m * blocks::activations(cols));
+      }
+      if (!alone) {
+#pragma omp barrier
+      }
+      return Input{norm ? normed : values, quantised};
     };
 
     for (int m = thread; m < M; m += threads)
@@ -457,8 +486,7 @@ void forward(const Model* model, const Pass* pass) {
 #pragma omp barrier
     for (int l = 0; l < model->layers; ++l) {
       const Layer& layer = model->layer[l];
-      normalise(x, layer.attention_norm, model->epsilon, M, H, normed);
-      const Input states = input({&layer.query, &layer.key, &layer.value}, normed, M);
+      const Input states = input({&layer.query, &layer.key, &layer.value}, x, layer.attention_norm, M);
       int offset = 0;
       for (const Matrix* w : {&layer.query, &layer.key, &layer.value}) {
         product(*w, states, M, thread, threads, [&](int m, int n, int count, const float* y) {
@@ -505,10 +533,9 @@ void forward(const Model* model, const Pass* pass) {
         float* at = x + static_cast<int64_t>(m) * H + n;
         for (int j = 0; j < count; ++j) at[j] += y[j];
       };
-      product(layer.out, input({&layer.out}, mixed, M), M, thread, threads, add);
+      product(layer.out, input({&layer.out}, mixed, nullptr, M), M, thread, threads, add);
 #pragma omp barrier
-      normalise(x, layer.mlp_norm, model->epsilon, M, H, normed);
-      const Input again = input({&layer.gate, &layer.up}, normed, M);
+      const Input again = input({&layer.gate, &layer.up}, x, layer.mlp_norm, M);
       // gate and up have the same shape, so a thread's share of both is the same: no barrier between them
       product(layer.gate, again, M, thread, threads, [&](int m, int n, int count, const float* y) {
         std::memcpy(active + static_cast<int64_t>(m) * I + n, y, sizeof(float) * count);
@@ -518,16 +545,16 @@ void forward(const Model* model, const Pass* pass) {
         for (int j = 0; j < count; ++j) at[j] = silu(at[j]) * y[j];
       });
 #pragma omp barrier
-      product(layer.down, input({&layer.down}, active, M), M, thread, threads, add);
+      product(layer.down, input({&layer.down}, active, nullptr, M), M, thread, threads, add);
 #pragma omp barrier
     }
     // the head, only for the wanted tokens
     const int wanted = pass->outputs;
-    for (int i = 0; i < wanted; ++i)
+    for (int i = thread; i < wanted; i += threads)
       normalise(x + static_cast<int64_t>(pass->output[i]) * H, model->norm, model->epsilon, 1, H,
-                normed + static_cast<int64_t>(i) * H);
-    if (thread == 0) std::memcpy(pass->states, normed, sizeof(float) * wanted * H);
-    product(model->head, input({&model->head}, normed, wanted), wanted, thread, threads,
+                pass->states + static_cast<int64_t>(i) * H);
+#pragma omp barrier
+    product(model->head, input({&model->head}, pass->states, nullptr, wanted), wanted, thread, threads,
             [&](int m, int n, int count, const float* y) {
               std::memcpy(pass->logits + static_cast<int64_t>(m) * model->head.rows + n, y, sizeof(float) * count);
             });
@@ -542,6 +569,9 @@ void apply(const Matrix* w, const float* x, int32_t tokens, void* quantised, flo
     std::memcpy(y + static_cast<int64_t>(m) * w->rows + n, values, sizeof(float) * count);
   });
 }
+
+// Bytes of `cols` quantised inputs of one token.
+int64_t quantised_bytes(int32_t cols) { return 4 * quantised_floats(cols); }
 
 // Which instructions multiply blocks here.
 const char* block_kernel() { return blocks::Lanes::name; }

@@ -104,6 +104,8 @@ def _declared(kernel: ctypes.CDLL) -> ctypes.CDLL:
     kernel.apply.restype = None
     kernel.packed_bytes.argtypes = [i32, i64, i32]
     kernel.packed_bytes.restype = i64
+    kernel.quantised_bytes.argtypes = [i32]
+    kernel.quantised_bytes.restype = i64
     kernel.use_large_pages.argtypes = [pointer, i64]
     kernel.use_large_pages.restype = None
     kernel.block_kernel.restype = ctypes.c_char_p

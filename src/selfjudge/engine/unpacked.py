@@ -1,0 +1,135 @@
+"""A model in a GGUF file for the reference engine: its matrices become floats when a pass needs them.
+
+This is for machines without a compiler, and for comparisons: the products are float32. Matrices that fit half of the
+free memory stay in floats; the others are unpacked again in every pass, some rows at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+
+from selfjudge.engine.cpu.weights import head_order
+from selfjudge.models.gguf import LAYER, GgufFile, Tensor
+
+PIECE = 1 << 24  # weights that are unpacked at a time
+MODULES = {
+    "query": "self_attn.q_proj", "key": "self_attn.k_proj", "value": "self_attn.v_proj", "out": "self_attn.o_proj",
+    "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj",
+}  # fmt: skip
+"""Matrices of a layer by the names of their modules."""
+
+
+class FileLinear(nn.Module):
+    """A linear map whose matrix stays in a file; `weight` has its shape and no values."""
+
+    def __init__(
+        self, file: GgufFile, name: str, shape: nn.Parameter, order: NDArray[np.int32] | None, keep: bool
+    ) -> None:
+        super().__init__()
+        self.weight, self.bias = shape, None
+        self.file, self.tensor, self.order = file, file.tensors[f"{name}.weight"], order
+        file.check_finite(self.tensor)
+        if f"{name}.bias" in file.tensors:
+            self.bias = floats(file, f"{name}.bias")
+            if order is not None:
+                self.bias = nn.Parameter(self.bias[torch.from_numpy(order).long()], requires_grad=False)
+        self.kept = torch.cat(list(self._pieces())) if keep else None
+
+    def _pieces(self) -> Iterator[torch.Tensor]:
+        step = max(1, PIECE // self.tensor.cols)
+        for start in range(0, self.tensor.rows, step):
+            rows = np.arange(start, min(start + step, self.tensor.rows))
+            yield unpack_rows(self.file, self.tensor, rows if self.order is None else self.order[rows])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kept is not None:
+            return linear(x, self.kept, self.bias)
+        y = torch.cat([linear(x, piece) for piece in self._pieces()], -1)
+        self.file.forget(self.tensor)
+        return y if self.bias is None else y + self.bias
+
+
+class FileEmbedding(nn.Module):
+    """An embedding whose rows are read from a file; `weight` has its shape and no values."""
+
+    def __init__(self, file: GgufFile, name: str, shape: nn.Parameter) -> None:
+        super().__init__()
+        self.weight, self.file, self.tensor = shape, file, file.tensors[name]
+        file.check_finite(self.tensor)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        rows = unpack_rows(self.file, self.tensor, ids.flatten().numpy())
+        return rows.view(*ids.shape, self.tensor.cols)
+
+
+def unpack_rows(file: GgufFile, tensor: Tensor, rows: NDArray[np.integer]) -> torch.Tensor:
+    """[rows, cols] some rows of a tensor in float32."""
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    blocks = file.raw(tensor).reshape(tensor.rows, -1)[rows]
+    kind = GGMLQuantizationType(tensor.kind)
+    return torch.from_numpy(np.ascontiguousarray(dequantize(blocks, kind), dtype=np.float32))
+
+
+def floats(file: GgufFile, name: str) -> nn.Parameter:
+    """A vector of a file."""
+    file.check_finite(file.tensors[name])
+    return nn.Parameter(torch.from_numpy(file.floats(file.tensors[name])[0]), requires_grad=False)
+
+
+def _free_memory() -> int:
+    """Bytes of memory that nobody uses; where the system does not say, what a small machine has."""
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return 1 << 31
+
+
+_UNPACKED: WeakKeyDictionary[PreTrainedModel, PreTrainedModel] = WeakKeyDictionary()
+
+
+def unpacked(model: PreTrainedModel, file: GgufFile, room: int | None = None) -> PreTrainedModel:
+    """The model of a file in modules that compute; at most `room` bytes of floats are kept. Made once per model."""
+    if model not in _UNPACKED:
+        _UNPACKED[model] = _unpacked(model, file, _free_memory() // 2 if room is None else room)
+    return _UNPACKED[model]
+
+
+def _unpacked(model: PreTrainedModel, file: GgufFile, room: int) -> PreTrainedModel:
+    whole: PreTrainedModel = copy.deepcopy(model, {id(p): p for p in model.parameters()})  # these have no values
+    whole.base_model._forward_pre_hooks.clear()  # the one that refuses to compute without values
+    config, body = model.config, whole.base_model
+
+    def matrix(name: str, old: nn.Module, heads: int | None = None) -> FileLinear:
+        nonlocal room
+        size = 4 * old.weight.numel()  # type: ignore[operator]
+        keep = size <= room
+        room -= size if keep else 0
+        rotated = heads is not None and file.metadata["general.architecture"] == "llama"
+        order = head_order(heads, config.head_dim) if heads is not None and rotated else None
+        return FileLinear(file, name, old.weight, order, keep)  # type: ignore[arg-type]
+
+    heads = {"query": config.num_attention_heads, "key": config.num_key_value_heads}
+    for i, layer in enumerate(body.layers):
+        for name, short in LAYER.items():
+            place, _, own = MODULES[name].partition(".")
+            parent = getattr(layer, place)
+            setattr(parent, own, matrix(f"blk.{i}.{short}", getattr(parent, own), heads.get(name)))
+        layer.input_layernorm.weight = floats(file, f"blk.{i}.attn_norm.weight")
+        layer.post_attention_layernorm.weight = floats(file, f"blk.{i}.ffn_norm.weight")
+    body.norm.weight = floats(file, "output_norm.weight")
+    head = "output" if "output.weight" in file.tensors else "token_embd"
+    whole.set_output_embeddings(matrix(head, whole.get_output_embeddings()))
+    whole.set_input_embeddings(FileEmbedding(file, "token_embd.weight", whole.get_input_embeddings().weight))
+    return whole
