@@ -18,9 +18,9 @@ VOCAB, HIDDEN = 9000, 1100  # more than one block of a row, and no multiple of i
 SPECIAL = (5, 17, 8999)
 
 
-def random_judge(features: str, units: int) -> Judge:
+def random_judge(features: str, units: int, limit: float | None = None) -> Judge:
     """One whose scores lie on both sides of a half."""
-    config = JudgeConfig(HIDDEN, features=features, model="mlp" if units else "linear")
+    config = JudgeConfig(HIDDEN, features=features, model="mlp" if units else "linear", margin_limit=limit)
     width = HIDDEN + columns(features)
     if not units:
         return Judge(config, torch.randn(width) / 30, 0.3)
@@ -45,12 +45,12 @@ def check_top(device: torch.device, dtype: torch.dtype) -> None:
     assert torch.equal(odd, broken(logits))
 
 
-def check_scores(device: torch.device, dtype: torch.dtype, features: str, units: int) -> None:
+def check_scores(device: torch.device, dtype: torch.dtype, features: str, units: int, limit: float | None) -> None:
     """Blocks: what `Judge.score` says, for every row that it can be asked about."""
     from selfjudge.ops.argmax_triton import split_argmax
     from selfjudge.ops.judge_score_triton import scores
 
-    judge = random_judge(features, units).to(device)
+    judge = random_judge(features, units, limit).to(device)
     hidden, logits = torch.randn(3, 5, HIDDEN, device=device), torch.randn(3, 5, VOCAB, device=device) * 4
     hidden, logits = hidden.to(dtype), logits.to(dtype)
     drafts = torch.randint(VOCAB, (3, 4), device=device)
@@ -63,10 +63,11 @@ def check_scores(device: torch.device, dtype: torch.dtype, features: str, units:
     wanted = judge(Block(drafts, logits, hidden))
     torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-4, equal_nan=True)
     assert wanted[2].isnan().tolist() == [True, True, False, False]
+    assert (limit is not None) == bool((wanted[1:] == 0).any())
 
 
 def check_approval(
-    device: torch.device, dtype: torch.dtype, features: str, units: int, special: tuple[int, ...]
+    device: torch.device, dtype: torch.dtype, features: str, units: int, limit: float | None, special: tuple[int, ...]
 ) -> None:
     """Flat rows of requests: approval and mark. The rows of logits are part of wider ones, as where a vocabulary was padded."""
     counts = torch.tensor([3, 0, 5, 1, 4, *[2] * 6], device=device)
@@ -86,7 +87,7 @@ def check_approval(
     odd_rows(odd)
     logits[at[first:]] = odd
     drafts[first:] = torch.tensor([3, VOCAB - 2, 0, 0, 60, 8998])
-    plain, ours = (Approval(random_judge(features, units), special, device) for _ in range(2))
+    plain, ours = (Approval(random_judge(features, units, limit), special, device) for _ in range(2))
     ours.judge.load_state_dict(plain.judge.state_dict())
     plain.fused, ours.fused = None, ours.judge.fused()
     assert ours.fused is not None
@@ -114,10 +115,10 @@ def check_all(device: torch.device) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         check_top(device, dtype)
         for features in FEATURES[:2]:
-            for units in (0, 24):
-                check_scores(device, dtype, features, units)
+            for units, limit in ((0, None), (24, None), (0, 14.0)):
+                check_scores(device, dtype, features, units, limit)
                 for special in (SPECIAL, ())[: 2 if dtype == torch.float32 else 1]:
-                    check_approval(device, dtype, features, units, special)
+                    check_approval(device, dtype, features, units, limit, special)
 
 
 if __name__ == "__main__":

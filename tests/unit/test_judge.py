@@ -56,6 +56,7 @@ def test_another_target_is_refused() -> None:
     [
         ({"format_version": 9}, "\"format_version\" must be 1, not 9"), ({"norm": "pre_norm"}, "norm"), ({"features": "hidden+x"}, "features"),
         ({"model": "forest"}, "model"), ({"layer": "12"}, "layer"), ({"hidden_size": 5}, "entries"),
+        ({"margin_limit": -1}, "margin_limit"), ({"margin_limit": 99}, "margin_limit"),
     ],
 )  # fmt: skip
 def test_what_is_not_understood_is_refused(tmp_path: Path, change: dict, message: str) -> None:

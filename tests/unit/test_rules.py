@@ -117,6 +117,19 @@ def test_judge_accepts_above_theta_and_reads_the_state_at_the_draft() -> None:
     assert verdict(Judged(judge, 0.49), b) == (2, 0, [True, True])
 
 
+def test_a_judge_has_no_say_beyond_its_margin_limit() -> None:
+    rows = [[0.6, 0.3, 0.1], [0.9, 0.09, 0.01], [0.6, 0.3, 0.1]]
+    always, far = Judge.constant(1.0, H), math.log(0.9 / 0.09)
+    limited = Judge(replace(always.config, margin_limit=far - 0.01), bias=always.bias)
+    assert verdict(Judged(limited, 0.0), block([1, 1], rows)) == (1, 0, [True, False])
+    assert limited(block([1, 1], rows))[0].tolist() == [1.0, 0.0]
+    assert verdict(JudgeOnly(limited, 0.0), block([0, 0], rows))[0] == 2  # the target's own token is within any limit
+    wider = Judge(replace(always.config, margin_limit=far + 0.01), bias=always.bias)
+    assert verdict(Judged(wider, 0.0), block([1, 1], rows))[0] == 2
+    known = block([1, 1], rows, argmax=argmax_checked(torch.tensor([rows]).log()))
+    assert torch.equal(limited(known), limited(block([1, 1], rows)))
+
+
 def test_what_the_judge_accepts_may_need_confirmation() -> None:
     always = Judge.constant(1.0, H)
     rows = [[0.6, 0.3, 0.1]] * 5

@@ -20,10 +20,11 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.store import read_json, write_json
+from selfjudge.train.card import card
 from selfjudge.train.config import TrainConfig
 from selfjudge.train.dataset import Rows
 from selfjudge.train.fit import Fitted, auc
-from selfjudge.train.pipeline import fit_candidates, measure_on_holdout
+from selfjudge.train.pipeline import fit_candidates, load_rows, measure_on_holdout
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +46,17 @@ def test_thresholds_do_not_see_the_rows_that_chose_c(labels: Path) -> None:
     assert np.array_equal(evidence.scores, other.scores)
     third, _ = measure_on_holdout(flipped(Rows.load([labels]), "holdout"), {"linear": fitted}, settings)
     assert third.config.thresholds != judge.config.thresholds
+
+
+def test_a_judge_keeps_its_margin_limit_and_measures_within_it(labels: Path) -> None:
+    settings = TrainConfig(model="linear", margin_limit=1.5)
+    rows = load_rows([labels], settings)
+    judge, evidence = measure_on_holdout(rows, fit_candidates(rows, settings), settings)
+    assert judge.config.margin_limit == 1.5
+    margins = rows.log_p[:, 0] - rows.log_p[:, 1]
+    assert len(evidence.labels) == judge.config.metrics["n_holdout"] == int(rows.of("holdout").sum())
+    assert margins[rows.of("holdout")].max() <= 1.5
+    assert "more than 1.5 nats" in card(judge.config, evidence)
 
 
 def test_the_holdout_influences_neither_weights_nor_c(labels: Path) -> None:

@@ -233,6 +233,16 @@ def test_a_stated_share_of_nothing_is_said_to_be_of_nothing(labels: Path) -> Non
         rows.relabel(acceptable=0.3).check("hidden", False)
 
 
+def test_beyond_the_margin_limit_rows_belong_to_no_part(labels: Path) -> None:
+    rows = Rows.load([labels])
+    margins = rows.log_p[:, 0] - rows.log_p[:, 1]
+    limited = rows.within(1.5)
+    assert 0 < (margins > 1.5).sum() < len(rows)
+    assert np.array_equal(limited.used, rows.used & (margins <= 1.5))
+    assert np.array_equal(limited.part[limited.used], rows.part[limited.used])
+    assert np.array_equal(limited.labels, rows.labels)
+
+
 @pytest.mark.parametrize("prompts", [3, 4, 5, 6, 7])
 def test_every_part_has_a_prompt_where_there_are_three(tmp_path: Path, prompts: int) -> None:
     rows = Rows.load([label_folder(tmp_path / "labels", prompts=prompts, each=30, shards=1)])

@@ -99,8 +99,11 @@ def test_a_wish_that_cannot_be_read_is_lossless_and_said_once(wish: Any) -> None
     features=st.sampled_from(FEATURES),
     seed=st.integers(0, 1000),
     special=st.sets(st.integers(0, V - 1), max_size=3),
+    limit=st.sampled_from((None, 2.5)),
 )
-def test_flat_rows_are_judged_as_blocks_are(counts: list[int], features: str, seed: int, special: set[int]) -> None:
+def test_flat_rows_are_judged_as_blocks_are(
+    counts: list[int], features: str, seed: int, special: set[int], limit: float | None
+) -> None:
     """What the rule `judged` says of each request's block alone, for all drafts that alignment refuses."""
     torch.manual_seed(seed)
     n, theta = sum(counts), 0.5
@@ -112,12 +115,13 @@ def test_flat_rows_are_judged_as_blocks_are(counts: list[int], features: str, se
     at = torch.arange(n) + rows.owner
     states, predicting = torch.zeros(n + len(counts), H), torch.zeros(n + len(counts), V)
     states[at + 1], predicting[at] = hidden, logits
-    mask = Approval(judge(features), sorted(special), CPU)(states, predicting, at, drafts, theta, rows.owner)
+    approval = Approval(judge(features, margin_limit=limit), sorted(special), CPU)
+    mask = approval(states, predicting, at, drafts, theta, rows.owner)
     marked, copy = logits.clone(), logits.clone()
-    raised, aligned = Approval(judge(features), sorted(special), CPU).mark(marked, drafts, mask)
+    raised, aligned = approval.mark(marked, drafts, mask)
     assert torch.equal(raised, mask)
     assert torch.equal(aligned, drafts == copy.argmax(-1))
-    rule, at = Judged(judge(features), theta, special=tuple(special)), 0
+    rule, at = Judged(judge(features, margin_limit=limit), theta, special=tuple(special)), 0
     accepted = []
     for count in counts:
         here = slice(at, at + count)

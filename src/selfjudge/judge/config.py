@@ -47,6 +47,8 @@ class JudgeConfig:
     tau: float | None = None
     acceptable: Share | None = None
     """The share of the mismatches that τ was chosen to call acceptable, where it was chosen so."""
+    margin_limit: Annotated[float, Range(0, -LOWEST)] | None = None
+    """The judge has no say where the target prefers its own token by more than so many nats."""
     sources: tuple[str, ...] = ()
     """Of the prompts it was labelled with, where that is known."""
     quality_curve: tuple[tuple[Share, Share], ...] = ()

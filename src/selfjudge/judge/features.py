@@ -29,12 +29,18 @@ def token_features(
     hidden = hidden.float()
     if features == "hidden":
         return hidden
-    at = logits.gather(-1, drafts[..., None]).squeeze(-1).float()
-    best = logits.amax(-1) if choice is None else logits.gather(-1, choice[..., None]).squeeze(-1)
-    parts = [(at - best.float())[..., None]]  # Δ log p = Δ logit
+    parts = [margins(logits, drafts, choice)[..., None]]
     if "lookahead" in features:
+        at = logits.gather(-1, drafts[..., None]).squeeze(-1).float()
         parts.append(lookahead_columns(at - logits.float().logsumexp(-1), owner))
     return torch.cat([hidden, *(part.clamp_min(LOWEST) for part in parts)], -1)
+
+
+def margins(logits: Tensor, drafts: Tensor, choice: Tensor | None = None) -> Tensor:
+    """[...] log p(d) − log p(most likely token) of the drafts [...], from the rows [..., V] that predict them."""
+    at = logits.gather(-1, drafts[..., None]).squeeze(-1).float()
+    best = logits.amax(-1) if choice is None else logits.gather(-1, choice[..., None]).squeeze(-1)
+    return at - best.float()  # Δ log p = Δ logit
 
 
 def lookahead_columns(log_p: Tensor, owner: Tensor | None = None) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import FEATURES, LOWEST, MODELS, JudgeConfig
-from selfjudge.judge.features import block_features
+from selfjudge.judge.features import block_features, margins
 from selfjudge.judge.hub import find_judge, push_folder
 from selfjudge.ops.argmax import has_triton
 from selfjudge.ops.judge_score import Weights, scores
@@ -86,15 +86,24 @@ class Judge(nn.Module):
             raise SelfJudgeError("the judge needs the target's hidden states and this backend returned none")
         if block.argmax is not None and block.hidden.is_cuda and (fused := self.fused()) is not None:
             return scores(fused, block.hidden, block.target_logits, block.argmax[0], block.draft_tokens)
+        choice = None if block.argmax is None else block.argmax[0][:, :-1]
         said = self.score(block_features(block, self.config.features))
+        said = self.within_limit(said, block.target_logits[:, :-1], block.draft_tokens, choice)
         return torch.where(block.hidden[:, 1:].isfinite().all(-1), said, math.nan)
+
+    def within_limit(self, said: Tensor, logits: Tensor, drafts: Tensor, choice: Tensor | None = None) -> Tensor:
+        """Scores [...] of drafts [...], but 0 beyond `config.margin_limit`; arguments as of `features.margins`."""
+        if self.config.margin_limit is None:
+            return said
+        return torch.where(margins(logits, drafts, choice) < -self.config.margin_limit, 0.0, said)
 
     def fused(self) -> Weights | None:
         """What the judge as one kernel reads; None without Triton, or where there is no kernel for this judge."""
         if type(self) is not Judge or "lookahead" in self.config.features or not has_triton():
             return None
         margin = "margin" in self.config.features
-        return Weights(self.weight, self.bias, self.inner_weight, self.inner_bias, margin, LOWEST)
+        limit = math.inf if self.config.margin_limit is None else self.config.margin_limit
+        return Weights(self.weight, self.bias, self.inner_weight, self.inner_bias, margin, LOWEST, limit)
 
     def score(self, x: Tensor) -> Tensor:
         """[..., hidden size + columns] → [...]"""

@@ -19,6 +19,8 @@ class Weights(NamedTuple):
     """Whether it reads log p(d) − log p(most likely), as its last column."""
     lowest: float
     """The lower bound of that margin."""
+    limit: float
+    """The score is 0 where the margin is below −limit; inf for none."""
 
 
 def scores(judge: Weights, hidden: Tensor, logits: Tensor, choice: Tensor, drafts: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ Rows are flat: row i of the logits predicts a token that row i + 1 of the states
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,9 +32,10 @@ def among(token, special_ptr, specials, SPECIALS: tl.constexpr):
 @triton.jit
 def _judge(
     hidden_ptr, logit_ptr, choice_ptr, at_ptr, draft_ptr, weight_ptr, bias_ptr, inner_ptr, inner_bias_ptr, theta_ptr,
-    special_ptr, out_ptr, hidden_step, logit_step, hidden, vocabulary, units, theta, specials, LOWEST: tl.constexpr,
-    GAMMA: tl.constexpr, MARGIN: tl.constexpr, MLP: tl.constexpr, APPROVE: tl.constexpr, THETAS: tl.constexpr,
-    BLOCK: tl.constexpr, UNITS: tl.constexpr, SPECIALS: tl.constexpr, ROW_BLOCK: tl.constexpr,
+    special_ptr, out_ptr, hidden_step, logit_step, hidden, vocabulary, units, theta, specials, limit,
+    LOWEST: tl.constexpr, GAMMA: tl.constexpr, MARGIN: tl.constexpr, LIMITED: tl.constexpr, MLP: tl.constexpr,
+    APPROVE: tl.constexpr, THETAS: tl.constexpr, BLOCK: tl.constexpr, UNITS: tl.constexpr, SPECIALS: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """With APPROVE: whether the draft is approved. Else: its score, NaN where the state is broken.
 
@@ -48,10 +50,12 @@ def _judge(
     if APPROVE:
         choice, best, broken = row_argmax(logits, vocabulary, ROW_BLOCK)
     margin = 0.0
-    if MARGIN:
+    beyond = False
+    if MARGIN or LIMITED:
         if not APPROVE:
             best = tl.load(logits + tl.load(choice_ptr + row)).to(tl.float32)
         margin = tl.load(logits + tl.maximum(token, 0)).to(tl.float32) - best  # Δ log p = Δ logit
+        beyond = margin < -limit
         margin = tl.where(margin < LOWEST, LOWEST, margin)
     state = hidden_ptr + (row + 1) * hidden_step
     width = hidden + MARGIN
@@ -83,6 +87,8 @@ def _judge(
         if MARGIN:
             x += margin * tl.load(weight_ptr + hidden)
     score = tl.sigmoid(x + tl.load(bias_ptr))
+    if LIMITED:
+        score = tl.where(beyond, 0.0, score)
     if APPROVE:
         threshold = tl.load(theta_ptr + i) if THETAS else theta
         approved = (score > threshold) & (token >= 0) & (finite != 0) & (broken == 0)
@@ -106,7 +112,8 @@ def _launch(
         hidden, logits, choice, at, drafts, judge.weight, judge.bias, judge.inner_weight, judge.inner_bias,
         theta if isinstance(theta, Tensor) else None, special, out, hidden.stride(0), logits.stride(0),
         hidden.shape[1], logits.shape[1], units, 0.0 if isinstance(theta, Tensor) else theta, specials,
-        LOWEST=judge.lowest, GAMMA=gamma, MARGIN=judge.margin, MLP=units > 0, APPROVE=approve,
+        judge.limit, LOWEST=judge.lowest, GAMMA=gamma, MARGIN=judge.margin, LIMITED=judge.limit < math.inf,
+        MLP=units > 0, APPROVE=approve,
         THETAS=isinstance(theta, Tensor), BLOCK=max(16, TILE // block_units) if units else LINEAR_BLOCK,
         UNITS=block_units, SPECIALS=triton.next_power_of_2(specials) if specials else 0, ROW_BLOCK=ROW_BLOCK,
         num_warps=ROW_WARPS if approve else 4,

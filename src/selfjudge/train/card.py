@@ -62,7 +62,7 @@ def _about(judge: JudgeConfig) -> list[str]:
         f"# A judge for {judge.target}",
         "",
         f"It decides which tokens of a draft model (labelled with {judge.draft}) are accepted although the target"
-        f" prefers others. {kind} on `{judge.features}`, trained by `selfjudge train`.",
+        f" prefers others. {kind} on `{judge.features}`, trained by `selfjudge train`.{_limit(judge)}",
         "",
         "```",
         f'selfjudge generate "Why is the sky blue?" --target {judge.target} --judge FOLDER --quality 0.9',
@@ -72,6 +72,12 @@ def _about(judge: JudgeConfig) -> list[str]:
         " It is not the quality of the answer.",
         "",
     ]
+
+
+def _limit(judge: JudgeConfig) -> str:
+    if judge.margin_limit is None:
+        return ""
+    return f" It has no say where the target prefers its own token by more than {judge.margin_limit:g} nats."
 
 
 def _labels(judge: JudgeConfig, evidence: Evidence) -> list[str]:

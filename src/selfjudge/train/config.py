@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.judge.config import FEATURES, MODELS
+from selfjudge.judge.config import FEATURES, LOWEST, MODELS
 from selfjudge.types import check_settings, setting
 
 
@@ -37,6 +37,12 @@ class TrainConfig:
     tau: float | None = setting(None, "Label again from the stored scores with this τ.")
     acceptable: float | None = setting(
         None, "Label again with the τ that calls this share of the mismatches acceptable, such as 0.3.", above=0
+    )
+    margin_limit: float | None = setting(
+        None,
+        "The judge has no say, and learns nothing, where the target prefers its own token by more nats than this.",
+        above=0,
+        maximum=-LOWEST,
     )
     sources: tuple[str, ...] = setting(
         (), "Learn only from these sources of prompts, such as self or gsm8k,dolly; from all if none is named."

@@ -162,6 +162,11 @@ class Rows:
             n_prompts=len(np.unique(self.prompts[inside])),
         )
 
+    def within(self, margin_limit: float) -> Self:
+        """The same rows, of which those where the judge has no say belong to no part."""
+        margins = self.log_p[:, 1] - self.log_p[:, 0]
+        return replace(self, part=np.where(margins < -margin_limit, -1, self.part).astype(np.int8))
+
     def __len__(self) -> int:
         return len(self.labels)
 

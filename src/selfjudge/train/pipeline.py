@@ -109,6 +109,8 @@ def load_rows(folders: Sequence[Path], config: TrainConfig, notify: Notify | Non
     rows = Rows.load(folders, seed=config.seed, notify=notify)
     if config.sources:
         rows = rows.only(config.sources)
+    if config.margin_limit is not None:
+        rows = rows.within(config.margin_limit)
     if config.relabels:
         rows = rows.relabel(config.suffix_length, config.tau, gap=config.suffix_gap, acceptable=config.acceptable)
     rows.check(config.features, config.originals)
@@ -147,6 +149,7 @@ def _judge_config(rows: Rows, config: TrainConfig) -> JudgeConfig:
         suffix_gap=config.suffix_gap,
         tau=taus.pop() if len(taus) == 1 else None,
         acceptable=config.acceptable,
+        margin_limit=config.margin_limit,
         sources=tuple(str(name) for name in np.unique(rows.sources[rows.used])),
     )
 

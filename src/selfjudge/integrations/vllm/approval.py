@@ -46,6 +46,7 @@ class Approval:
         drafted, drafts = drafts >= 0, drafts.long().clamp_min(0)
         choice, broken = argmax_checked(logits)
         score = self.judge.score(token_features(hidden, logits, drafts, self.judge.config.features, owner, choice))
+        score = self.judge.within_limit(score, logits, drafts, choice)
         regular = ~broken & hidden.isfinite().all(-1)
         return (score > theta) & drafted & regular & ~self._special(drafts) & ~self._special(choice)
 
