@@ -70,7 +70,7 @@ def label_folder(
     files = ["responses.jsonl"]
     if evidence:
         found = scored(rng, evidence, 1, straight, noise)
-        arrays = {k: found[k] for k in ("log_p", "original", "substituted")}
+        arrays = {k: found[k] for k in ("log_p", "original", "substituted", "highest")}
         write_tensors(path / "calibration.safetensors", arrays | {"critical": rng.integers(0, 2, evidence, np.uint8)})
         files.append("calibration.safetensors")
     write_json(path / "manifest.json", {
@@ -101,6 +101,7 @@ def scored(rng: np.random.Generator, n: int, hidden: int, signal: Signal, noise:
     made = {
         "hidden_draft": states, "hidden_target": states + rng.normal(1, 1, (n, hidden)), "original": original,
         "log_p": np.stack([best, best + margin], 1), "substituted": substituted,
+        "highest": np.maximum(substituted, original - 0.5),
     }  # fmt: skip
     return {k: v.astype(np.float32) for k, v in made.items()}
 
@@ -120,7 +121,7 @@ def config_of(rows: Rows, features: str = "hidden", model: str = "linear") -> Ju
 
 def everything(rows: Rows, chosen: NDArray[np.bool_], features: str, **options: Any) -> tuple[Tensor, Tensor]:
     found = list(rows.chunks(chosen, features, **options))
-    return torch.cat([x for x, _ in found]), torch.cat([y for _, y in found])
+    return torch.cat([piece.x for piece in found]), torch.cat([piece.labels for piece in found])
 
 
 def flipped(rows: Rows, *parts: str) -> Rows:

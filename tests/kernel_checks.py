@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from selfjudge.integrations.vllm.approval import Approval, Rows
-from selfjudge.judge.config import FEATURES, JudgeConfig, columns
+from selfjudge.judge.config import FEATURES, JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.ops.argmax import broken, regular
 from selfjudge.types import Block
@@ -21,10 +21,9 @@ SPECIAL = (5, 17, 8999)
 def random_judge(features: str, units: int, limit: float | None = None) -> Judge:
     """One whose scores lie on both sides of a half."""
     config = JudgeConfig(HIDDEN, features=features, model="mlp" if units else "linear", margin_limit=limit)
-    width = HIDDEN + columns(features)
     if not units:
-        return Judge(config, torch.randn(width) / 30, 0.3)
-    inner = torch.randn(units, width) / 30, torch.randn(units)
+        return Judge(config, torch.randn(config.width) / 30, 0.3)
+    inner = torch.randn(units, config.width) / 30, torch.randn(units)
     return Judge(config, torch.randn(units) / units**0.5, 0.3, *inner)
 
 

@@ -25,7 +25,7 @@ from selfjudge.engine.cuda.engine import CudaEngine
 from selfjudge.engine.cuda.kernels_torch import Kernels
 from selfjudge.engine.select import common_kind, make_draft, make_engine
 from selfjudge.errors import SelfJudgeError
-from selfjudge.judge.config import FEATURES, JudgeConfig, columns
+from selfjudge.judge.config import FEATURES, JudgeConfig, feature_width
 from selfjudge.judge.model import Judge
 from selfjudge.ops.argmax import argmax_checked, broken, regular
 
@@ -193,8 +193,8 @@ def test_rules_agree_with_the_reference_engine() -> None:
     torch.manual_seed(0)
     judge = Judge(Judge.constant(0.5, 64).config, weight=torch.randn(64)).to(CUDA)
     deep = [
-        Judge(JudgeConfig(64, features=features, model="mlp"), torch.randn(16), 0.0, torch.randn(16, 64 + extra), torch.randn(16))
-        for features, extra in ((f, columns(f)) for f in FEATURES)
+        Judge(JudgeConfig(64, features=f, model="mlp"), torch.randn(16), 0.0, torch.randn(16, feature_width(f, 64)), torch.randn(16))
+        for f in FEATURES
     ]  # fmt: skip
     for rule in (
         Judged(judge, 0.4, special=(2,)), Judged(judge, 0.4, special=(2, *range(20, 60))),

@@ -182,12 +182,31 @@ def _refusing(train: Any, name: str) -> Any:
     return trained
 
 
+def test_the_released_method_stands_beside_the_printed_one(tiny_pair: Pair, asked: Path, tmp_path: Path) -> None:
+    here = (f"file:{asked}",)
+    config = ReproduceConfig("released", prompts=here, tasks=here, limit=3, max_new_tokens=30, batch=8)
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("selfjudge.evaluate.reproduce.shipped_tau", lambda *_: {"tau": -20.0})
+        patch.setattr("selfjudge.label.tau.shipped_tau", lambda *_: {"tau": -20.0, "shipped": True})
+        reproduce_paper(tiny_pair, tmp_path / "out", config, warn=said.append)
+    judges = {path.parent.name: read_json(path) for path in (tmp_path / "out" / "judges").glob("*/config.json")}
+    assert set(judges) == {"selfjudge", "paper", "released"}
+    released = judges["released"]
+    assert (released["features"], released["score"]) == ("hidden", "confidence")
+    assert released["thresholds"]["F"] == released["thresholds"]["Youden"]
+    assert released["metrics"]["acceptable_rate"] == pytest.approx(0.209, abs=0.02)
+    runs = {path.parent.name for path in (tmp_path / "out" / "eval").rglob("summary.json")}
+    assert {f"judged:{theta}@{name}-g20" for name in judges for theta in "FR"} <= runs
+    assert sorted(path.name for path in (tmp_path / "out" / "labels").iterdir()) == ["selfjudge"]
+
+
 def test_presets_are_known() -> None:
-    assert set(PRESETS) == {"quick", "full", "paper"}
+    assert set(PRESETS) == {"quick", "full", "paper", "released"}
     for preset in PRESETS.values():
         assert set(preset.sweep_tasks) <= set(preset.tasks)
     found = CliRunner().invoke(app, ["reproduce", "--preset", "huge", "--out", "x"])
-    assert all(name in found.output for name in ("'huge'", "quick", "full", "paper"))
+    assert all(name in found.output for name in ("'huge'", "quick", "full", "paper", "released"))
 
 
 # lm-evaluation-harness

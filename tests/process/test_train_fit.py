@@ -18,7 +18,7 @@ from fake_labels import HIDDEN, WIDTH, config_of, everything, flipped, label_fol
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.train import dataset as reading, fit as fitting
-from selfjudge.train.dataset import PARTS, Rows
+from selfjudge.train.dataset import PARTS, Piece, Rows
 from selfjudge.train.fit import (
     GRID,
     LOOSE,
@@ -33,8 +33,9 @@ from selfjudge.train.fit import (
 )
 
 
-def pieces(x: Tensor, y: Tensor, size: int = 97) -> Callable[[], Iterable[tuple[Tensor, Tensor]]]:
-    return lambda: zip(x.split(size), y.split(size), strict=True)
+def pieces(x: Tensor, y: Tensor, weights: Tensor | None = None, size: int = 97) -> Callable[[], Iterable[Piece]]:
+    weights = torch.ones(len(x)) if weights is None else weights
+    return lambda: map(Piece, x.split(size), y.split(size), weights.split(size))
 
 
 def known(c: float) -> Pipeline:
@@ -83,6 +84,18 @@ def test_logistic_with_a_c_of_its_own_for_some_columns_is_scikit_learn_on_scaled
     assert not np.allclose(weights, same, atol=1e-2)
 
 
+def test_logistic_of_weighted_rows_is_scikit_learns() -> None:
+    x, y = random_features(5)
+    weights = torch.tensor(np.random.default_rng(5).choice([0.3, 1.0, 2.0], len(x)), dtype=torch.float32)
+    scaler = Scaler.of(pieces(x, y))
+    found = logistic(pieces(x, y, weights), scaler, torch.full((9,), 1 / 0.05))
+    z = StandardScaler().fit_transform(x.double().numpy())
+    theirs = LogisticRegression(C=0.05, tol=1e-10, max_iter=500, solver="newton-cholesky")
+    theirs.fit(z, y.numpy(), sample_weight=weights.numpy())
+    assert np.allclose(found[:-1], theirs.coef_[0], atol=1e-5)
+    assert not np.allclose(found, logistic(pieces(x, y), scaler, torch.full((9,), 1 / 0.05)), atol=1e-3)
+
+
 def test_logistic_from_another_start_ends_at_the_same_place() -> None:
     x, y = random_features(3)
     scaler = Scaler.of(pieces(x, y))
@@ -109,7 +122,7 @@ def test_a_path_of_fits_is_each_of_them_in_fewer_passes() -> None:
     penalties = [torch.full((9,), 1 / c) for c in GRID]
     passes = 0
 
-    def counted() -> Iterable[tuple[Tensor, Tensor]]:
+    def counted() -> Iterable[Piece]:
         nonlocal passes
         passes += 1
         return pieces(x, y)()
@@ -238,7 +251,7 @@ def test_a_column_that_never_changes_does_no_harm(rows: int, value: float) -> No
     """What rounding leaves of its deviation (1e-5, 7e-9) is no deviation: an MLP's folded scores would be off by 0.2."""
     x = torch.randn(rows, 3, generator=torch.Generator().manual_seed(0))
     x[:, 1] = value
-    scaler = Scaler.of(pieces(x, x[:, 0], 1024))
+    scaler = Scaler.of(pieces(x, x[:, 0], size=1024))
     assert scaler.deviation[1] == StandardScaler().fit(x.double().numpy()).scale_[1] == 1
     g = torch.Generator().manual_seed(1)
     weight, bias, outer = (torch.randn(*shape, generator=g) / 2 for shape in ((64, 3), (64,), (64,)))

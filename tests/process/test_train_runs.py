@@ -310,7 +310,7 @@ def test_the_configuration_says_everything(judged: tuple[str, Path, dict], label
     expected = {
         "format_version": 1, "target": "t", "draft": "d", "target_sha256": "a" * 64, "draft_sha256": "b" * 64,
         "hidden_size": HIDDEN, "layer": "final", "norm": "post_final_norm", "features": settings.features, "model": kind,
-        "label_method": "selfjudge", "suffix_length": SUFFIX, "suffix_gap": 0, "tau": TAU, "acceptable": None, "sources": sorted(set(rows.sources.tolist())),
+        "label_method": "selfjudge", "suffix_length": SUFFIX, "suffix_gap": 0, "score": "likelihood", "tau": TAU, "acceptable": None, "margin_limit": None, "sources": sorted(set(rows.sources.tolist())),
     }  # fmt: skip
     assert {key: stored[key] for key in expected} == expected
     assert set(stored) == {*expected, "quality_curve", "thresholds", "metrics"}

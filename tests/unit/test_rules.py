@@ -144,6 +144,11 @@ def test_what_the_judge_accepts_may_need_confirmation() -> None:
     assert parse_rule("judged:0.4,confirm=3", judge=always).confirm == 3
 
 
+def test_thresholds_are_named_as_the_judge_names_them() -> None:
+    judge = Judge(JudgeConfig(H, thresholds={"F": 0.4, "R": 0.7, "Youden": 0.3}))
+    assert [parse_rule(f"judged:{name}", judge=judge).theta for name in ("F", "R", "Youden")] == [0.4, 0.7, 0.3]
+
+
 def test_judged_at_theta_one_is_the_base_rule_bit_for_bit() -> None:
     torch.manual_seed(0)
     always = Judge.constant(1.0, H)

@@ -48,6 +48,43 @@ def test_thresholds_do_not_see_the_rows_that_chose_c(labels: Path) -> None:
     assert third.config.thresholds != judge.config.thresholds
 
 
+def test_as_released_is_what_the_released_code_does(labels: Path) -> None:
+    settings = TrainConfig(as_released=True).resolved()
+    assert (settings.features, settings.model, settings.originals) == ("hidden", "linear", True)
+    rows = load_rows([labels], settings)
+    assert rows.labels[rows.used].mean() == pytest.approx(0.209, abs=0.01)
+    judge, evidence = measure_on_holdout(rows, fit_candidates(rows, settings), settings)
+    config = judge.config
+    assert (config.score, config.acceptable) == ("confidence", 0.209)
+    assert config.thresholds["F"] == config.thresholds["Youden"]
+    bad = evidence.labels == 0
+    assert (evidence.scores[bad] <= config.thresholds["R"]).mean() >= 0.8
+    assert "score confidence" in card(config, evidence)
+    assert "Youden's J is largest" in card(config, evidence)
+    assert TrainConfig(as_released=True, tau=-0.0563).resolved().acceptable is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (TrainConfig(as_released=True, features="hidden+margin+lookahead"), "`as_released` sets `features` to hidden"),
+        (TrainConfig(as_released=True, reject=0.7), "`as_released` sets `reject` to 0.8"),
+        (TrainConfig(weights=("consequences",)), "METHOD=WEIGHT, such as consequences=1, not 'consequences'"),
+        (TrainConfig(weights=("consequences=x",)), "not 'consequences=x'"),
+        (TrainConfig(weights=("consequences=-1",)), "must be positive numbers"),
+        (TrainConfig(weights=("consequences=nan",)), "must be positive numbers"),
+        (TrainConfig(weights=("consequences=0",)), "must be positive numbers"),
+        (TrainConfig(score="taste"), "unknown `score`"),
+        (TrainConfig(threshold_f="x"), "unknown `threshold_f`"),
+        (TrainConfig(margin_limit=0.0), "`margin_limit` must be more than 0"),
+    ],
+)
+def test_settings_that_contradict_are_refused(settings: TrainConfig, message: str) -> None:
+    with pytest.raises(SelfJudgeError, match=message) as caught:
+        settings.check()
+    one_line(caught)
+
+
 def test_a_judge_keeps_its_margin_limit_and_measures_within_it(labels: Path) -> None:
     settings = TrainConfig(model="linear", margin_limit=1.5)
     rows = load_rows([labels], settings)

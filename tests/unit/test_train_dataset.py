@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 from sklearn.metrics import roc_auc_score
 
-from fake_labels import HIDDEN, SUFFIX, TAU, WIDTH, all_arrays, by_hand, everything, label_folder
+from fake_labels import HIDDEN, SUFFIX, TAU, WIDTH, all_arrays, by_hand, everything, label_folder, one_line
 from selfjudge.errors import SelfJudgeError
-from selfjudge.judge.config import FEATURES, LOWEST, JudgeConfig, columns
+from selfjudge.judge.config import FEATURES, LOWEST, JudgeConfig, feature_width
 from selfjudge.judge.features import block_features, lookahead_columns
 from selfjudge.judge.model import Judge
 from selfjudge.label.calibrate import tau_of, total
@@ -105,7 +105,7 @@ def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, orig
     opened: list[Path] = []
 
     def pieces(waiting: list[Any], *rest: Any) -> Any:
-        waited.append(sum(len(y) for _, y in waiting))
+        waited.append(sum(len(piece.labels) for piece in waiting))
         return gathered(waiting, *rest)
 
     rows = Rows.load([made])
@@ -113,7 +113,9 @@ def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, orig
     monkeypatch.setattr(reading, "read_tensors", lambda file, names: opened.append(file) or read(file, names))  # type: ignore[func-returns-value]
     generator = torch.Generator().manual_seed(0) if shuffled else None
     every = np.ones(len(rows), bool)
-    sizes = [len(y) for _, y in rows.chunks(every, "hidden+margin", originals=originals, generator=generator)]
+    sizes = [
+        len(piece.labels) for piece in rows.chunks(every, "hidden+margin", originals=originals, generator=generator)
+    ]
     assert sum(sizes) == 480 * (1 + originals) == sum(waited)
     assert max(sizes) <= most
     assert max(waited) < most + 30 * (1 + originals)
@@ -233,6 +235,66 @@ def test_a_stated_share_of_nothing_is_said_to_be_of_nothing(labels: Path) -> Non
         rows.relabel(acceptable=0.3).check("hidden", False)
 
 
+def by_confidence(arrays: dict[str, NDArray[Any]], k: int, length: int) -> float:
+    """The released score of row k, place by place: how sure the target is after the substitution, less before it."""
+    after, before = [float(arrays["log_p"][k, 1])], [float(arrays["log_p"][k, 0])]
+    for old, new in itertools.islice(zip(arrays["original"][k], arrays["highest"][k], strict=True), length):
+        if not math.isnan(old):
+            after.append(float(new))
+            before.append(float(old))
+    return sum(after) / len(after) - sum(before) / len(before)
+
+
+@pytest.mark.parametrize("length", [0, 2, SUFFIX])
+def test_labels_by_confidence_are_those_of_the_released_score(labels: Path, length: int) -> None:
+    rows, arrays = Rows.load([labels]), all_arrays(labels)
+    scores = [by_confidence(arrays, k, length) for k in range(len(rows))]
+    made = rows.relabel(length, -0.3, score="confidence")
+    sure = [abs(s + 0.3) > 1e-5 for s in scores]
+    assert np.array_equal(made.labels[sure], [s > -0.3 for s, is_sure in zip(scores, sure, strict=True) if is_sure])
+    assert rows.relabel(length, acceptable=0.209, score="confidence").labels[rows.used].mean() == pytest.approx(
+        0.209, abs=0.01
+    )
+    taus = [rows.relabel(length, score=score).taus[0] for score in ("confidence", "likelihood")]  # from one evidence
+    assert (taus[0] == taus[1]) == (length == 0)
+
+
+def test_labels_of_earlier_versions_hold_no_confidence(tmp_path: Path) -> None:
+    old = label_folder(tmp_path / "old", change=lambda arrays: arrays.pop("highest"))
+    with pytest.raises(SelfJudgeError, match="holds no scores for `score` confidence: label again") as caught:
+        Rows.load([old]).relabel(score="confidence", tau=-1.0)
+    one_line(caught)
+
+
+def test_weights_follow_the_method_and_the_heaviest_one_is_measured(labels: Path, tmp_path: Path) -> None:
+    other = label_folder(tmp_path / "other", method="consequences", first=20, seed=3)
+    rows = Rows.load([labels, other])
+    weighted = rows.weighted({"consequences": 1.0, "selfjudge": 0.25})
+    first = np.arange(len(rows)) < 600
+    assert set(weighted.weights[first]) == {0.25}
+    assert set(weighted.weights[~first]) == {1.0}
+    for part in ("select", "holdout"):
+        assert np.array_equal(weighted.of(part), rows.of(part) & ~first)
+    assert np.array_equal(weighted.of("fit"), rows.of("fit"))
+    pieces = list(weighted.chunks(weighted.of("fit"), "hidden", originals=True))
+    assert sum(float(piece.weights.sum()) for piece in pieces) == 2 * weighted.weights[rows.of("fit")].sum()
+    for wrong in ({"consequences": 1.0}, {"consequences": 1.0, "selfjudge": 1.0, "autojudge": 1.0}):
+        with pytest.raises(SelfJudgeError, match="must name each label method once"):
+            rows.weighted(wrong)
+
+
+def test_only_labels_by_likelihood_are_made_again(labels: Path, tmp_path: Path) -> None:
+    other = label_folder(tmp_path / "other", method="consequences", first=60, seed=3)
+    rows = Rows.load([labels, other])
+    made = rows.relabel(3, -2.0)
+    assert np.array_equal(made.labels[600:], rows.labels[600:])
+    assert np.array_equal(made.labels[:600], Rows.load([labels]).relabel(3, -2.0).labels)
+    assert made.taus == [-2.0, None]
+    share = rows.relabel(acceptable=0.3)
+    used = share.used[:600]
+    assert share.labels[:600][used].mean() == pytest.approx(0.3, abs=0.01)
+
+
 def test_beyond_the_margin_limit_rows_belong_to_no_part(labels: Path) -> None:
     rows = Rows.load([labels])
     margins = rows.log_p[:, 0] - rows.log_p[:, 1]
@@ -277,11 +339,14 @@ def labelled(path: Path, block: Any) -> Path:
     """A label folder with the numbers of a Block, worked out one place at a time."""
     b, gamma = block.draft_tokens.shape
     said = block.target_logits.double().log_softmax(-1)
-    made: dict[str, list[Any]] = {k: [] for k in ("hidden_draft", "hidden_target", "log_p", "lookahead")}
+    made: dict[str, list[Any]] = {
+        k: [] for k in ("hidden_draft", "hidden_target", "hidden_before", "log_p", "lookahead")
+    }
     for i, j in itertools.product(range(b), range(gamma)):
         log_p = [float(said[i, k, block.draft_tokens[i, k]]) for k in range(gamma)]
         made["hidden_draft"].append(block.hidden[i, j + 1].tolist())
         made["hidden_target"].append((-block.hidden[i, j + 1]).tolist())
+        made["hidden_before"].append(block.hidden[i, j].tolist())
         made["log_p"].append([float(said[i, j].max()), log_p[j]])
         after = log_p[j + 1 : j + 5]
         made["lookahead"].append([*after, *[math.nan] * (4 - len(after))])
@@ -301,17 +366,20 @@ def test_a_block_is_read_as_the_rows_were(tmp_path: Path, features: str) -> None
     rows = Rows.load([labelled(tmp_path / "labels", block)])
     x, _ = everything(rows, np.ones(len(rows), bool), features)
     found = block_features(block, features)
-    assert found.shape == (5, 6, HIDDEN + columns(features))
+    assert found.shape == (5, 6, feature_width(features, HIDDEN))
     assert found.dtype == torch.float32
     same = WIDTH if "margin" in features else HIDDEN
     assert torch.allclose(found.reshape(x.shape)[:, :same], x[:, :same], atol=1e-5)
     assert torch.equal(found[..., :HIDDEN], block.hidden[:, 1:])
     judge = Judge(
-        JudgeConfig(hidden_size=HIDDEN, features=features), torch.linspace(-1, 1, HIDDEN + columns(features)), 0.2
+        JudgeConfig(hidden_size=HIDDEN, features=features), torch.linspace(-1, 1, feature_width(features, HIDDEN)), 0.2
     )
     assert torch.equal(judge(block), judge.score(found))
     if features == "hidden":
         return
+    if "previous" in features:
+        assert torch.equal(found[..., WIDTH:], block.hidden[:, :-1])
+        assert torch.equal(x[:, WIDTH:], block.hidden[:, :-1].reshape(-1, HIDDEN))
     assert bool(found.isfinite().all())
     for i, j in itertools.product(range(5), range(6)):
         logits = block.target_logits[i, j].tolist()

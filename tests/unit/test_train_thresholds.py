@@ -80,6 +80,23 @@ def test_thresholds_are_those_of_a_search_by_hand(case: tuple[Scores, Scores]) -
         assert found["R"] == max(rejecting, found["F"])
 
 
+@settings(max_examples=60, deadline=None)
+@given(scores_and_labels())
+def test_youden_is_where_the_shares_are_furthest_apart(case: tuple[Scores, Scores]) -> None:
+    scores, truth = case
+    good, bad = int((truth == 1).sum()), int((truth == 0).sum())
+
+    def apart(theta: float) -> Fraction:
+        kept, passed = accepted(scores, truth, theta)
+        return Fraction(kept, good) - Fraction(passed, bad)
+
+    best = max(places(scores), key=lambda theta: (apart(theta), theta))
+    ours, released = (find_thresholds(scores, truth, reject=0.8, f=f) for f in ("f1", "youden"))
+    assert ours["Youden"] == released["Youden"] == released["F"] == best
+    rejecting = min(t for t in places(scores) if bad - accepted(scores, truth, t)[1] >= Fraction("0.8") * bad)
+    assert released["R"] == rejecting <= ours["R"]
+
+
 def test_no_theta_between_the_scores_is_better() -> None:
     for seed in range(30):
         scores, truth = random_scores(seed)

@@ -20,7 +20,7 @@ from selfjudge.integrations.vllm.approval import MARK, Approval, LastRows, Rows
 from selfjudge.integrations.vllm.config import OFF, Thresholds, WorkerConfig, requested_threshold, target_sha256
 from selfjudge.integrations.vllm.counts import STEPS, Counts, Step
 from selfjudge.integrations.vllm.label import outline_pair, parse_engine_options
-from selfjudge.judge.config import FEATURES, JudgeConfig, columns
+from selfjudge.judge.config import FEATURES, JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
 from selfjudge.store import fingerprint
@@ -35,7 +35,7 @@ def judge(features: str = "hidden", **options: Any) -> Judge:
     config = JudgeConfig(
         H, features=features, thresholds={"F": 0.6, "R": 0.7}, quality_curve=((0.5, 0.2), (0.9, 0.4)), **options
     )
-    return Judge(config, torch.randn(H + columns(features)))
+    return Judge(config, torch.randn(config.width))
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,8 @@ def reproduce(
     """Label by three methods, train, evaluate every rule, report: the paper's tables and figures for a pair.
 
     Example: selfjudge reproduce --preset full --pair qwen2.5-coder-1.5b --data DIR --out reproduced
+
+    Example: selfjudge reproduce --preset released --prompts arithmetic:60 --tasks arithmetic --limit 16 --out small
     """
     models = replace(models, pair=pair)
     if models.target is None and pair in PAPER_PAIRS:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,7 +13,8 @@ from selfjudge.cli.output import going_on, print_json, print_rows, progress, war
 from selfjudge.errors import SelfJudgeError
 from selfjudge.label.config import ROUNDED, WHOLE_WEIGHTS, LabelConfig
 from selfjudge.label.tau import known_tau
-from selfjudge.store import RunFolder
+from selfjudge.store import RunFolder, read_json
+from selfjudge.store.artefacts import RunRecord
 
 if TYPE_CHECKING:
     from selfjudge.label.backend import Backend
@@ -60,6 +61,16 @@ def label(
         f" {manifest['acceptable'] / manifest['rows']:.1%} acceptable"
         f" ({manifest['method']}, N = {manifest['suffix_length']}{threshold})"
     )
+    _show_control(manifest)
+    if hourly := read_json(out / "run.json", RunRecord).get("rows_per_hour"):
+        typer.echo(f"{hourly:,} labels an hour", err=True)
+
+
+def _show_control(manifest: dict[str, Any]) -> None:
+    """What labels by consequences lose where nothing was changed."""
+    if manifest.get("controls"):
+        share = manifest["controls_kept"] / manifest["controls"]
+        typer.echo(f"control: the target's own token keeps {share:.1%} of {manifest['controls']} answers")
 
 
 def _backend(name: str, engine_options: str, models: PairOptions) -> tuple[Pair, Backend | None]:
@@ -120,5 +131,6 @@ def info(
                 for name, row in labels["sources"].items()
             ]
         )
+        _show_control(labels)
         quantiles = labels["score_quantiles"].items()
         typer.echo("scores: " + ", ".join(f"{share} below {value:.2f}" for share, value in quantiles))

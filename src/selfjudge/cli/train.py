@@ -15,7 +15,7 @@ from selfjudge.train.config import StudyConfig, TrainConfig
 
 
 @config_options(DeviceOptions, "place", without=("dtype",))
-@config_options(TrainConfig, commas=("sources",))
+@config_options(TrainConfig, commas=("sources", "weights"))
 def train(
     labels: Annotated[list[Path], typer.Argument(help="Finished label folders of one target.")],
     out: Annotated[Path, typer.Option(help="Folder of the judge.")],
@@ -28,6 +28,8 @@ def train(
     """Train a judge on labels.
 
     Example: selfjudge train labels --out judge --features hidden+margin --model linear
+
+    Example: selfjudge train consequences labels --weights consequences=1,selfjudge=0.3 --out judge
     """
     for folder in labels:
         if not folder.is_dir():

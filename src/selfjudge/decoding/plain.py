@@ -25,7 +25,7 @@ def respond(
     prompts: Sequence[Sequence[int]],
     *,
     eos_ids: Collection[int],
-    max_new_tokens: int,
+    max_new_tokens: int | Sequence[int],
     sampling: Sampling | None = None,
     seeds: Sequence[int] | None = None,
     batch: int = 1024,
@@ -33,20 +33,24 @@ def respond(
 ) -> Iterator[Answer]:
     """Answer every prompt, greedily or by sampling; answers come as they are finished, in no particular order.
 
+    `max_new_tokens` is one limit, or one for each prompt.
     A sampled answer depends on its own seed alone, not on the batch it was part of.
     """
     rule = _rule(sampling)
+    limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))  # the longest first: one cache then fits all
     with borrowed(model) as engine:
         room = _room(model, engine)
         while order:
-            size = min(batch, _rows_that_fit(model, len(prompts[order[0]]) + max_new_tokens, room))
+            longest = max(len(prompts[i]) + limits[i] for i in order[:batch])
+            size = min(batch, _rows_that_fit(model, longest, room))
             part, order = order[:size], order[size:]
-            tokens = np.zeros((len(part), max_new_tokens), np.int32)
+            most = [limits[i] for i in part]
+            tokens = np.zeros((len(part), max(most)), np.int32)
             lengths = np.zeros(len(part), np.int64)
             for step in decode(
-                engine, None, [prompts[i] for i in part], rule, gamma=0, max_new_tokens=max_new_tokens,
-                eos_ids=eos_ids, seeds=None if seeds is None else [seeds[i] for i in part],
+                engine, None, [prompts[i] for i in part], rule, gamma=0, max_new_tokens=most, eos_ids=eos_ids,
+                seeds=None if seeds is None else [seeds[i] for i in part],
             ):  # fmt: skip
                 got = step.emissions
                 assert isinstance(got, TokenColumn)

@@ -157,7 +157,7 @@ def names_threshold(spec: str) -> bool:
 
 
 def _convert(rule: str, key: str, text: str, default: object) -> object:
-    if key == "theta" and text[:1] in ("F", "R", "q"):
+    if key == "theta" and text[:1] in ("F", "R", "Y", "q"):
         return text
     try:
         value = (

@@ -102,18 +102,32 @@ def generate(
     single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Mapping))
     listed = cast("Sequence[Prompt]", [prompts] if single else prompts)
     seeds = [row_seed(seed, i) for i in range(len(listed))] if seeds is None else seeds
-    encoded = [pair.encode(prompt, raw=raw) for prompt in listed]
-    decoding = _Decoding.of(pair, rule, cast("DecodingOptions", options))
-    by_length = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))  # neighbours of like length: little padding
+    requests = [Request(pair.encode(prompt, raw=raw), most, seeds[i]) for i, prompt in enumerate(listed)]
+    results = answer_requests(pair, requests, rule, batch=batch, stop=stop, **cast("DecodingOptions", options))
+    return results[0] if single else results
+
+
+def answer_requests(
+    pair: Pair,
+    requests: Sequence[Request],
+    rule: str | AcceptanceRule | None = None,
+    *,
+    batch: int,
+    stop: Sequence[str] = (),
+    **options: Unpack[DecodingOptions],
+) -> list[Generation]:
+    """Answer prompts of token ids, each with its own limit and seed, `batch` at a time; in the order given."""
+    decoding = _Decoding.of(pair, rule, options)
+    lengths = [len(request.prompt) for request in requests]
+    by_length = sorted(range(len(requests)), key=lambda i: lengths[i])  # neighbours of like length: little padding
     results: dict[int, Generation] = {}
     for start in range(0, len(by_length), batch):
         rows = by_length[start : start + batch]
-        answers = [Answer(pair.tokenizer, stop, len(encoded[i]), streamed=bool(stop)) for i in rows]
-        requests = [Request(encoded[i], most, seeds[i]) for i in rows]
-        for _ in decoding.steps(requests, dict(enumerate(answers))):
+        answers = [Answer(pair.tokenizer, stop, lengths[i], streamed=bool(stop)) for i in rows]
+        for _ in decoding.steps([requests[i] for i in rows], dict(enumerate(answers))):
             pass
         results |= {i: answer.generation() for i, answer in zip(rows, answers, strict=True)}
-    return results[0] if single else [results[i] for i in range(len(encoded))]
+    return [results[i] for i in range(len(requests))]
 
 
 def stream(

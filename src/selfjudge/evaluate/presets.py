@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from selfjudge.tasks.livecodebench import FOLDS
@@ -49,6 +49,8 @@ class Preset:
     calibrate_prompts: int = 100
     substitutions: int | None = 30
     originals: bool = False
+    released: bool = False
+    """Whether a judge is also trained as the authors' code does it, beside the printed method."""
 
 
 _PAPER_TASKS = ("gsm8k", "math500", "mmlu", "cnn_dailymail", CODE)
@@ -90,6 +92,17 @@ PRESETS = {
         substitutions=None,
         originals=True,
     ),
+    "released": Preset(
+        "the method as the authors' code has it, which is not what the paper prints, beside the printed one: its"
+        " score, thresholds and features, γ = 20",
+        prompts=("gsm8k:500", *_folds(55), "dolly:500"),
+        auto=(),
+        auto_plus=(),
+        tasks=_PAPER_TASKS,
+        gamma=20,
+        originals=True,
+        released=True,
+    ),
 }
 
 
@@ -98,7 +111,14 @@ class ReproduceConfig:
     """What `reproduce` runs, and on what."""
 
     preset: str = setting("quick", "How much; paper has the paper's settings.", choices=tuple(PRESETS))
+    prompts: tuple[str, ...] = setting(
+        (), "Label these by likelihood instead of the preset's, such as arithmetic:30; several times."
+    )
+    tasks: tuple[str, ...] = setting((), "Evaluate on these instead of the preset's; several times.")
     limit: int | None = setting(None, "Examples of each task instead of the preset's number.", minimum=1)
+    max_new_tokens: int | None = setting(
+        None, "Most tokens of an answer, labelled or evaluated, instead of the preset's and the tasks' own.", minimum=1
+    )
     batch: int | None = setting(None, "Prompts at a time; as label and eval choose if not given.", minimum=1)
     nli: str = setting(
         "auto", "Factual consistency of summaries: an NLI model, proxy (the target itself), off, or auto."
@@ -109,3 +129,17 @@ class ReproduceConfig:
     def check(self) -> None:
         """Refuse what cannot work, before a model is loaded."""
         check_settings(self)
+
+    def chosen_preset(self) -> Preset:
+        """The preset with what is given in place of its own."""
+        preset = PRESETS[self.preset]
+        tasks = self.tasks or preset.tasks
+        return replace(
+            preset,
+            prompts=self.prompts or preset.prompts,
+            tasks=tasks,
+            sweep_tasks=tuple(task for task in preset.sweep_tasks if task in tasks),
+            limit=self.limit or preset.limit,
+            label_tokens=self.max_new_tokens or preset.label_tokens,
+            eval_tokens=self.max_new_tokens or preset.eval_tokens,
+        )

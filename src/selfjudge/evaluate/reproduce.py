@@ -16,7 +16,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.config import EvalConfig, Notify, Warn
 from selfjudge.evaluate.execute import TaskExamples
 from selfjudge.evaluate.pipeline import evaluate_rules
-from selfjudge.evaluate.presets import CODE, PRESETS, Preset, ReproduceConfig
+from selfjudge.evaluate.presets import CODE, Preset, ReproduceConfig
 from selfjudge.judge.model import Judge
 from selfjudge.label.config import LabelConfig
 from selfjudge.label.folder import info
@@ -32,6 +32,8 @@ FREE_RULES = ("exact", "topk:2", "relaxed", "margin:0.5", "fly:0.15,6")
 """Rules that need no judge."""
 SWEEP = ("q0.98", "q0.95", "q0.9", "q0.8", "q0.7")
 SUFFIX_LENGTHS = (0, 5, 10)
+FOLDED = ("selfjudge", "paper", "released")
+"""Judges that are also trained without a fold of LiveCodeBench."""
 Judges = dict[str, list[Judge]]
 
 
@@ -47,9 +49,9 @@ def reproduce_paper(
     from selfjudge.report.pipeline import report
 
     config.check()
-    preset = PRESETS[config.preset]
+    preset = config.chosen_preset()
     settings = EvalConfig(
-        tasks=preset.tasks, limit=config.limit or preset.limit, max_new_tokens=preset.eval_tokens, batch=config.batch,
+        tasks=preset.tasks, limit=preset.limit, max_new_tokens=preset.eval_tokens, batch=config.batch,
         nli=config.nli, data=config.data, allow_unsafe=config.allow_unsafe,
     )  # fmt: skip
     settings.check()
@@ -91,12 +93,14 @@ def evaluations(preset: Preset, judges: Sequence[str]) -> list[tuple[str, list[s
 def label_by_all_methods(
     pair: Pair, out: Path, preset: Preset, config: ReproduceConfig, *, notify: Notify, warn: Warn
 ) -> dict[str, Path]:
-    """Label folders by method. A method that finds nothing to label is left out, with a warning."""
+    """Label folders by method, of those that have prompts. A method that finds nothing to label is left out, with a warning."""
     folders: dict[str, Path] = {}
     shipped = shipped_tau(pair.target_id, pair.draft_sha256, 20)
     calibrate = None if shipped else ("gsm8k" if any(p.startswith("gsm8k") for p in preset.prompts) else "arithmetic")
     prompts = {"selfjudge": preset.prompts, "autojudge": preset.auto, "autojudge+": preset.auto_plus}
     for method, sources in prompts.items():
+        if not sources:
+            continue
         name = method.replace("+", "-plus")
         by_likelihood = method == "selfjudge"
         settings = LabelConfig(
@@ -136,7 +140,8 @@ def train_judges(
 
 
 def _wanted_judges(folders: Mapping[str, Path], preset: Preset) -> dict[str, tuple[Path, TrainConfig]]:
-    """One judge a method, one with the paper's features, one of self-written prompts alone, one for each N.
+    """One judge a method, one with the paper's features, one as released where the preset wants it, one of
+    self-written prompts alone and, where N is swept, one for each N.
 
     Where LiveCodeBench is evaluated also one for each of its folds, from labels of the other folds.
     """
@@ -145,6 +150,8 @@ def _wanted_judges(folders: Mapping[str, Path], preset: Preset) -> dict[str, tup
         "selfjudge": (own, TrainConfig(originals=preset.originals)),
         "paper": (own, TrainConfig(features="hidden", model="linear", originals=True)),
     }
+    if preset.released:
+        wanted["released"] = own, TrainConfig(as_released=True)
     labelled = info(own)["sources"]
     sources = [name for name in (Source.parse(prompt).name for prompt in preset.prompts) if name in labelled]
     folds = [f"livecodebench/fold-{k}" for k in range(FOLDS)] if CODE in preset.tasks else []
@@ -158,7 +165,8 @@ def _wanted_judges(folders: Mapping[str, Path], preset: Preset) -> dict[str, tup
     for method in ("autojudge", "autojudge-plus"):
         if method in folders:
             wanted[method] = folders[method], TrainConfig()
-    return wanted | {f"n={n}": (own, TrainConfig(suffix_length=n)) for n in SUFFIX_LENGTHS}
+    lengths = SUFFIX_LENGTHS if preset.sweep_tasks else ()
+    return wanted | {f"n={n}": (own, TrainConfig(suffix_length=n)) for n in lengths}
 
 
 def judges_for(task: str, judges: Mapping[str, Judge]) -> Judges:
@@ -170,7 +178,7 @@ def judges_for(task: str, judges: Mapping[str, Judge]) -> Judges:
     if task != CODE:
         return whole
     unseen = {name: found for name, found in whole.items() if not learnt_folds(found[0].config.sources)}
-    by_fold = {name: [judges.get(f"{name}-fold-{k}") for k in range(FOLDS)] for name in ("selfjudge", "paper")}
+    by_fold = {name: [judges.get(f"{name}-fold-{k}") for k in range(FOLDS)] for name in FOLDED}
     return unseen | {name: [j for j in found if j] for name, found in by_fold.items() if None not in found}
 
 

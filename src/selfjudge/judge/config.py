@@ -15,7 +15,8 @@ from selfjudge.store.schema import OneOf, Range
 from selfjudge.types import DEFAULT_THETA
 
 FORMAT_VERSION: Literal[1] = 1
-FEATURES = ("hidden", "hidden+margin", "hidden+margin+lookahead")
+FEATURES = ("hidden", "hidden+margin", "hidden+margin+lookahead", "hidden+margin+previous")
+SCORES = ("likelihood", "confidence")
 MODELS = ("linear", "mlp")
 MARGINS = 1  # columns of the group: log p(d) − log p(most likely)
 LOOKAHEAD = 4  # draft tokens after the judged one whose log-probabilities are read
@@ -23,8 +24,13 @@ LOWEST = -50.0  # log-probabilities below say nothing more
 
 
 def columns(features: str) -> int:
-    """How many columns `features` has beside the hidden state."""
+    """How many columns `features` has beside hidden states."""
     return MARGINS * ("margin" in features) + 2 * LOOKAHEAD * ("lookahead" in features)
+
+
+def feature_width(features: str, hidden_size: int) -> int:
+    """All columns: the state at the token, those beside it and, last, the state at the token before."""
+    return hidden_size * (1 + ("previous" in features)) + columns(features)
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,7 @@ class JudgeConfig:
     label_method: str = ""
     suffix_length: Count | None = None
     suffix_gap: Count = 0
+    score: Annotated[str, OneOf(SCORES)] = "likelihood"
     tau: float | None = None
     acceptable: Share | None = None
     """The share of the mismatches that τ was chosen to call acceptable, where it was chosen so."""
@@ -70,7 +77,7 @@ class JudgeConfig:
     @property
     def width(self) -> int:
         """Columns that the judge reads."""
-        return self.hidden_size + columns(self.features)
+        return feature_width(self.features, self.hidden_size)
 
     def threshold(self, theta: float | str) -> float:
         """A number in [0, 1], one of the stored thresholds by name (`F`, `R`), or `q0.9`: the one of quality 0.9."""

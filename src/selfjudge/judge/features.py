@@ -11,17 +11,18 @@ from selfjudge.types import Block
 
 
 def block_features(block: Block, features: str) -> Tensor:
-    """[B, γ, H + columns] what a judge reads of a Block; row i is the state at d_i and what was said of d_i."""
+    """[B, γ, D] what a judge reads of a Block; row i is the state at d_i, what was said of d_i, the state before."""
     assert block.hidden is not None
     choice = None if block.argmax is None else block.argmax[0][:, :-1]
-    return token_features(block.hidden[:, 1:], block.target_logits[:, :-1], block.draft_tokens, features, choice=choice)
+    at, before = block.hidden[:, 1:], block.hidden[:, :-1]
+    return token_features(at, before, block.target_logits[:, :-1], block.draft_tokens, features, choice=choice)
 
 
 def token_features(
-    hidden: Tensor, logits: Tensor, drafts: Tensor, features: str, owner: Tensor | None = None,
+    hidden: Tensor, before: Tensor, logits: Tensor, drafts: Tensor, features: str, owner: Tensor | None = None,
     choice: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """States at drafts [..., H], the rows that predict them [..., V] and the drafts [...] → [..., H + columns].
+    """States at drafts and at the tokens before [..., H], rows that predict drafts [..., V], drafts [...] → [..., D].
 
     The last axis of `drafts` is a block, or several one after another: `owner` [...] then says which. `choice` [...]
     are the most likely tokens, if they are known.
@@ -33,7 +34,10 @@ def token_features(
     if "lookahead" in features:
         at = logits.gather(-1, drafts[..., None]).squeeze(-1).float()
         parts.append(lookahead_columns(at - logits.float().logsumexp(-1), owner))
-    return torch.cat([hidden, *(part.clamp_min(LOWEST) for part in parts)], -1)
+    parts = [part.clamp_min(LOWEST) for part in parts]
+    if "previous" in features:
+        parts.append(before.float())
+    return torch.cat([hidden, *parts], -1)
 
 
 def margins(logits: Tensor, drafts: Tensor, choice: Tensor | None = None) -> Tensor:

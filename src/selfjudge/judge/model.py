@@ -25,6 +25,9 @@ from selfjudge.ops.judge_score import Weights, scores
 from selfjudge.store import write_json, write_tensors
 from selfjudge.types import Block
 
+FUSED = ("hidden", "hidden+margin")
+"""Features that there is a kernel for."""
+
 
 class Judge(nn.Module):
     """P(acceptable) = σ(w·x + b), or σ(w·gelu(Ax + a) + b) for an MLP.
@@ -99,14 +102,14 @@ class Judge(nn.Module):
 
     def fused(self) -> Weights | None:
         """What the judge as one kernel reads; None without Triton, or where there is no kernel for this judge."""
-        if type(self) is not Judge or "lookahead" in self.config.features or not has_triton():
+        if type(self) is not Judge or self.config.features not in FUSED or not has_triton():
             return None
         margin = "margin" in self.config.features
         limit = math.inf if self.config.margin_limit is None else self.config.margin_limit
         return Weights(self.weight, self.bias, self.inner_weight, self.inner_bias, margin, LOWEST, limit)
 
     def score(self, x: Tensor) -> Tensor:
-        """[..., hidden size + columns] → [...]"""
+        """[..., D] → [...]"""
         x = x.float()
         if self.inner_weight is not None:
             x = F.gelu(F.linear(x, self.inner_weight, self.inner_bias))

@@ -55,7 +55,7 @@ def calibrate(pair: Pair, config: LabelConfig, data: Path | None, evidence: Path
         raise SelfJudgeError(f"the draft never differs from the target on {source.name}: there is nothing to judge")
     arrays = {
         name: np.stack([getattr(scores, name)[row] for _, _, scores, row in events])
-        for name in ("log_p", "original", "substituted")
+        for name in ("log_p", "original", "substituted", "highest")
     }
     arrays["critical"] = np.asarray([not event.kept for _, event, _, _ in events], np.uint8)
     write_tensors(evidence, arrays, {"task": source.name, "prompts": len(searches)})
@@ -88,17 +88,29 @@ def read_evidence(file: Path) -> dict[str, NDArray[Any]]:
     rows = shapes.get("critical", ())
     suffix = shapes.get("original", ())
     right = shapes.get("log_p") == (*rows, 2) and shapes.get("substituted") == suffix and len(suffix) == 2
+    right &= shapes.get("highest", suffix) == suffix
     if not (len(rows) == 1 and rows[0] and right and suffix[:1] == rows):
         raise SelfJudgeError(f"{file} is not the evidence of a calibration: label again")
     return arrays
 
 
 def tau_of(
-    evidence: Path, suffix_length: int, reject_recall: float, *, mean: bool = False, gap: int = 0
+    evidence: Path,
+    suffix_length: int,
+    reject_recall: float,
+    *,
+    mean: bool = False,
+    gap: int = 0,
+    after: str = "substituted",
 ) -> dict[str, Any]:
-    """τ for a suffix length and gap, by sum or by mean over the tokens that are scored, from stored evidence."""
+    """τ for a suffix length and gap, by sum or by mean over the tokens that are scored, from stored evidence.
+
+    `after` names what is scored after the substitution: `substituted`, or `highest` for the score `confidence`.
+    """
     arrays = read_evidence(evidence)
-    scores = total(arrays["log_p"], arrays["original"], arrays["substituted"], suffix_length, mean=mean, gap=gap)
+    if after not in arrays:
+        raise SelfJudgeError(f"{evidence} holds no evidence for `score` confidence: give `tau` or `acceptable`")
+    scores = total(arrays["log_p"], arrays["original"], arrays[after], suffix_length, mean=mean, gap=gap)
     finite = np.isfinite(scores)
     scores, of_critical = scores[finite], arrays["critical"].astype(bool)[finite]
     critical = scores[of_critical]

@@ -6,13 +6,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from selfjudge.decoding.rule_parser import read_rule
+from selfjudge.decoding.rules import Judged
 from selfjudge.errors import SelfJudgeError
 from selfjudge.prompts.sources import SELF, Source, limited
 from selfjudge.store import sha256
 from selfjudge.tasks.base import FILE, known, task
-from selfjudge.types import check_settings, setting
+from selfjudge.types import MAX_GAMMA, check_settings, setting
 
-METHODS = ("selfjudge", "autojudge", "autojudge+")
+METHODS = ("selfjudge", "autojudge", "autojudge+", "consequences")
+GREEDY = "greedy"
+OUTCOMES = ("verdict", "similarity")
 BACKENDS = ("torch", "vllm")
 ROUNDED = ("int8", "q4")
 WHOLE_WEIGHTS = "labels are made with whole weights: `dtype` {} cannot be used"
@@ -38,13 +42,34 @@ class LabelConfig:
     calibrate_prompts: int = setting(100, "Prompts for finding τ.", minimum=1)
     reject_recall: float = setting(0.9, "Share of the critical tokens that τ must refuse.", above=0, maximum=1)
     substitutions: int | None = setting(
-        None, "Most draft tokens that autojudge and autojudge+ try in a response; all if not given.", minimum=1
+        None, "Most draft tokens that are tried in a response, but by selfjudge; all if not given.", minimum=1
+    )
+    policy: str = setting(
+        GREEDY,
+        "Who finishes an answer after a substitution, for consequences: greedy is the target alone, a judged rule such"
+        " as judged or judged:q0.8 decodes on with the draft.",
+    )
+    judge: str | None = setting(
+        None, "The judge of --policy judged: a folder, hub id or embedded name; the one that ships if not given."
+    )
+    gamma: int | None = setting(
+        None, "Draft tokens per cycle of --policy judged: 3 on a CPU, 5 elsewhere.", minimum=1, maximum=MAX_GAMMA
+    )
+    outcome: str = setting(
+        "verdict",
+        "What consequences compare on prompts without a checkable answer: verdict asks the target whether both replies"
+        " mean the same, similarity compares the next 32 tokens.",
+        choices=OUTCOMES,
+    )
+    similarity: float = setting(
+        0.5, "From which share of matching tokens on --outcome similarity calls an answer kept.", above=0, maximum=1
     )
     max_new_tokens: int = setting(256, "Most new tokens of a response.", minimum=1)
     max_prompt_tokens: int = setting(1536, "Longer prompts are left out.", minimum=1)
     batch: int | None = setting(None, "Responses at a time: 64, on CUDA 1024.", minimum=1)
     hidden_dtype: str = setting("float32", "How hidden states are kept.", choices=("float32", "float16"))
     lookahead: bool = setting(False, "Store what features hidden+margin+lookahead read as well.")
+    previous: bool = setting(False, "Store what features hidden+margin+previous read as well.")
     shard: tuple[int, int] = setting((0, 1), "i/n: label every n-th prompt from the i-th on; merge the folders later.")
     skip_broken: bool = setting(False, "Leave out broken lines of a prompts file instead of refusing it.")
     allow_unsafe: bool = setting(False, "Run generated code even where it cannot be isolated.")
@@ -65,10 +90,23 @@ class LabelConfig:
             raise SelfJudgeError(f"{self.calibrate} has no checkable answers to calibrate τ on")
         if wrong := [source.name for source in sources if source.answers > 1]:
             raise SelfJudgeError(f"a label needs one answer a prompt: leave out xANSWERS of {wrong[0]}")
+        self._check_policy()
         if self.tau is not None and self.calibrate is not None:
             raise SelfJudgeError("give `tau` or `calibrate`, not both")
         if self.method == "autojudge" and (wrong := [s.name for s in sources if not _checkable(s.name)]):
             raise SelfJudgeError(f"{wrong[0]} has no checkable answers: `method` autojudge+ takes such prompts")
+
+    def _check_policy(self) -> None:
+        """A policy finishes what consequences begin, and is greedy or a judged rule."""
+        if self.policy == GREEDY:
+            if self.judge is not None or self.gamma is not None:
+                raise SelfJudgeError("`judge` and `gamma` belong to a `policy` such as judged: give that as well")
+            return
+        if self.method != "consequences":
+            raise SelfJudgeError(f"`policy` goes with `method` consequences, not with {self.method}")
+        rule, _ = read_rule(self.policy) if self.policy.startswith("judge") else (None, {})
+        if rule is None or not issubclass(rule, Judged):
+            raise SelfJudgeError(f"`policy` is greedy or a judged rule such as judged:F, not {self.policy!r}")
 
     def _check_vllm(self, sources: list[Source]) -> None:
         """What asks the target again and again, or samples, needs the torch backend."""

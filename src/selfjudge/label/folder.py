@@ -1,8 +1,8 @@
 """Label folders: numbered shards, each written whole and sealed with checksums; the manifest comes last.
 
 labels-00000.jsonl          one row a label
-hidden-00000.safetensors    row-aligned: hidden_draft, hidden_target, log_p, entropy, rank, original, substituted
-                            [, lookahead]
+hidden-00000.safetensors    row-aligned: hidden_draft, hidden_target, log_p, entropy, rank, original, substituted,
+                            highest [, lookahead, hidden_before]
 revisions-00000.jsonl       answer preservation: the responses that a search went through
 work/labels-00000.json      the seal: checksums, what the shard was made from, and counts
 responses.jsonl             all responses
@@ -49,6 +49,9 @@ MERGEABLE = (
     "tau",
     "hidden_size",
     "hidden_dtype",
+    "policy",
+    "policy_sha256",
+    "outcome",
 )
 """What label folders must have in common to be merged."""
 SUFFIXES = ("original", "substituted")
@@ -138,6 +141,8 @@ def _check_arrays(file: Path, arrays: Arrays, rows: int, manifest: Row) -> None:
     widths = [array.shape[1] for name, array in arrays.items() if name in SUFFIXES and array.ndim == 2]
     suffix = [rows, max([manifest["suffix_length"], *widths])]  # more may be stored than is scored with
     shapes = {"hidden_draft": states, "hidden_target": states, "log_p": [rows, 2], **dict.fromkeys(SUFFIXES, suffix)}
+    optional = {"hidden_before": states, "highest": suffix}
+    shapes |= {name: shape for name, shape in optional.items() if name in arrays}
     for name, shape in shapes.items():
         array = arrays.get(name)
         if array is None or list(array.shape) != shape or array.dtype.kind != "f":
@@ -172,7 +177,8 @@ def merge(folders: Sequence[Path], out: Path) -> dict[str, Any]:
     if "calibration.safetensors" in manifests[0]["files"]:  # τ is the same in all, and so is what speaks for it
         shutil.copyfile(folders[0] / "calibration.safetensors", out / "calibration.safetensors")
         kept.append("calibration.safetensors")
-    sums = ("rows", "acceptable", "prompts", "target_tokens", "response_tokens")
+    sums = ["rows", "acceptable", "prompts", "target_tokens", "response_tokens"]
+    sums += [key for key in ("controls", "controls_kept") if key in manifests[0]]
     merged = {
         **manifests[0],
         **{key: sum(manifest.get(key, 0) for manifest in manifests) for key in sums},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from selfjudge.label.config import LabelConfig
 from selfjudge.label.folder import Arrays, Labels, Row
 from selfjudge.label.mismatch import find_mismatches, with_lookahead
 from selfjudge.label.preservation import (
+    Check,
     Search,
     meaning_check,
     score_events,
@@ -51,8 +52,8 @@ def label_by_likelihood(
             finite.append(bool(np.isfinite(terms[k].sum())))
             if finite[-1]:
                 label = int(terms[k].sum() > tau)
-                rows.append(_row(response, case, k, (prefix, suffix), label, config.method))
-    arrays = _arrays(all_scores, config, pair.hidden_size)
+                rows.append(label_row(response, case, k, (prefix, suffix), label, config.method))
+    arrays = label_arrays(all_scores, config, pair.hidden_size)
     mask = np.asarray(finite, bool)
     return Labels(rows, {name: array[mask] for name, array in arrays.items()}, {"not_finite": len(mask) - len(rows)})
 
@@ -84,7 +85,7 @@ def label_by_preservation(
         if not np.isfinite(sum(terms)):
             continue
         case = Case(response["prompt_ids"], event.response, [event.place], [event.draft])
-        rows.append({**_row(response, case, 0, terms, int(event.kept), config.method), "revision": revision})
+        rows.append({**label_row(response, case, 0, terms, int(event.kept), config.method), "revision": revision})
         parts.append(own)
     counts = {
         "target_tokens": sum(event.tokens for s in searches for event in s.events),
@@ -98,7 +99,7 @@ def label_by_preservation(
         for tokens, number in numbers.items()
         if number
     ]
-    return Labels(rows, _arrays(parts, config, pair.hidden_size), counts, changed)
+    return Labels(rows, label_arrays(parts, config, pair.hidden_size), counts, changed)
 
 
 def _search(
@@ -107,16 +108,7 @@ def _search(
     """The searches of all finished responses, source by source, and how many verdicts on meanings were unclear."""
     searches: list[Search] = []
     unclear: list[int] = []
-    for name in sorted({row["source"] for row in responses}):
-        part = [row for row in responses if row["source"] == name and row["finish"] == "eos"]
-        if known(name) and task(name).checkable:
-            source = task(name, data, allow_unsafe=config.allow_unsafe)
-            records = [PromptRecord(row["prompt_id"], name, row["request"], row["row"]) for row in part]
-            prompts, answers = ([row[key] for row in part] for key in ("prompt_ids", "response_ids"))
-            started, check = start_searches(pair, source, records, prompts, answers), task_check(source)
-        else:
-            started = start_open_searches(pair, part)
-            check = meaning_check(pair, batch=config.batch_size, unparsed=unclear.append)
+    for started, check, _ in searches_by_source(pair, config, responses, data, unclear.append):
 
         def progress(done: int, tried: int, before: int = len(searches)) -> None:
             notify((before + done) / len(responses))
@@ -134,7 +126,25 @@ def _search(
     return searches, sum(unclear)
 
 
-def _row(response: Row, case: Case, k: int, terms: tuple[float, float], label: int, method: str) -> Row:
+def searches_by_source(
+    pair: Pair, config: LabelConfig, responses: Sequence[Row], data: Path | None, unparsed: Callable[[int], None]
+) -> Iterator[tuple[list[Search], Check, bool]]:
+    """Of each source: the searches of its finished responses, how their answers are compared, whether it is open.
+
+    `unparsed` hears how many verdicts of the target on meanings were unclear.
+    """
+    for name in sorted({row["source"] for row in responses}):
+        part = [row for row in responses if row["source"] == name and row["finish"] == "eos"]
+        if known(name) and task(name).checkable:
+            source = task(name, data, allow_unsafe=config.allow_unsafe)
+            records = [PromptRecord(row["prompt_id"], name, row["request"], row["row"]) for row in part]
+            prompts, answers = ([row[key] for row in part] for key in ("prompt_ids", "response_ids"))
+            yield start_searches(pair, source, records, prompts, answers), task_check(source), False
+        else:
+            yield start_open_searches(pair, part), meaning_check(pair, batch=config.batch_size, unparsed=unparsed), True
+
+
+def label_row(response: Row, case: Case, k: int, terms: tuple[float, float], label: int, method: str) -> Row:
     """The label of the k-th place of a case; `terms` are the prefix and the suffix term of its score."""
     place = case.places[k]
     return {
@@ -151,7 +161,7 @@ def _row(response: Row, case: Case, k: int, terms: tuple[float, float], label: i
     }
 
 
-def _arrays(all_scores: Sequence[Scores], config: LabelConfig, hidden_size: int) -> Arrays:
+def label_arrays(all_scores: Sequence[Scores], config: LabelConfig, hidden_size: int) -> Arrays:
     """Scores and states of all rows, row-aligned."""
     lookahead = LOOKAHEAD if config.lookahead else 0
     empty = Scores.empty(config.suffix_length, hidden_size, lookahead)
@@ -159,8 +169,9 @@ def _arrays(all_scores: Sequence[Scores], config: LabelConfig, hidden_size: int)
         f.name: np.concatenate([getattr(empty, f.name), *(getattr(scores, f.name) for scores in all_scores)])
         for f in fields(Scores)
     }
-    for name in ("hidden_target", "hidden_draft"):
+    for name in ("hidden_target", "hidden_draft", "hidden_before"):
         arrays[name] = arrays[name].astype(config.hidden_dtype)
-    if not config.lookahead:
-        del arrays["lookahead"]
+    for name, is_kept in (("lookahead", config.lookahead), ("hidden_before", config.previous)):
+        if not is_kept:
+            del arrays[name]
     return arrays

@@ -15,12 +15,15 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
+from selfjudge.decoding.rule_parser import resolve_rule
+from selfjudge.decoding.rules import AcceptanceRule, Judged
 from selfjudge.engine.select import release
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import LOOKAHEAD
 from selfjudge.label.backend import Backend, Torch
 from selfjudge.label.calibrate import FEWEST, calibrate
-from selfjudge.label.config import ROUNDED, WHOLE_WEIGHTS, LabelConfig
+from selfjudge.label.config import GREEDY, ROUNDED, WHOLE_WEIGHTS, LabelConfig
+from selfjudge.label.consequences import label_by_consequences
 from selfjudge.label.folder import FORMAT, Labels, Row, write_shard
 from selfjudge.label.methods import label_by_likelihood, label_by_preservation
 from selfjudge.label.mismatch import NOTHING
@@ -35,8 +38,11 @@ from selfjudge.store.artefacts import CalibrationSeal, LabelManifest, LabelPromp
 from selfjudge.tasks.base import known, task
 from selfjudge.tasks.code import CodeTask
 from selfjudge.tasks.sandbox.runner import refuse_unisolated
+from selfjudge.types import default_gamma
 
 SHARD = 64  # responses
+CONTINUATIONS = {"cuda": 16384}  # of a shard of consequences, by device
+TYPICAL_PLACES = 32  # of a response, where all are tried
 T = TypeVar("T")
 
 
@@ -51,8 +57,12 @@ class _Run:
     data: Path | None
     notify: Notify
     warn: Warn
+    policy: AcceptanceRule | None = None
+    """What finishes the answers of consequences; the target alone if None."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall clock by stage."""
+    labelled: int = 0
+    """Rows made by this process."""
 
     def timed(self, stage: str, work: Callable[..., T], *arguments: Any) -> T:
         """Run a stage and note how long it took."""
@@ -89,11 +99,13 @@ def label_pair(
     folder.claim(resume=resume)
     if not folder.begun:
         _check_possible(pair, config, data)
+    policy = _policy(pair, config)
     settings = {
         **config.as_settings(),
         "target": pair.target_sha256 or pair.target_id,
         "draft": pair.draft_sha256 or pair.draft_id,
         "dtype": pair.dtype,
+        **({} if policy is None else {"judge": _sha256_of(policy)}),
     }
     with folder.working(settings, free=("allow_unsafe",), defaults=LabelConfig().as_settings()):
         if (manifest := folder.result()) is not None:
@@ -101,7 +113,27 @@ def label_pair(
                 return manifest
             folder.reopen()
             warn(f"a file of {out} is damaged: making it again")
-        return _label(_Run(pair, config, folder, backend or Torch(pair), data, notify, warn))
+        return _label(_Run(pair, config, folder, backend or Torch(pair), data, notify, warn, policy))
+
+
+def _policy(pair: Pair, config: LabelConfig) -> AcceptanceRule | None:
+    """The judged rule that finishes answers, if there is one and it fits the pair."""
+    if config.policy == GREEDY:
+        return None
+    rule = resolve_rule(pair, config.policy, judge=config.judge)
+    assert rule.judge is not None
+    rule.judge.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
+    rule.check(config.gamma or default_gamma(pair.target.device.type))
+    return rule
+
+
+def _sha256_of(policy: AcceptanceRule) -> str:
+    """Of what its judge decides by."""
+    assert isinstance(policy, Judged)
+    digest = hashlib.sha256(repr((policy.theta, policy.judge.config.margin_limit)).encode())
+    for tensor in policy.judge.buffers():
+        digest.update(tensor.float().cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _check_possible(pair: Pair, config: LabelConfig, data: Path | None) -> None:
@@ -145,7 +177,13 @@ def _label(run: _Run) -> dict[str, Any]:
     manifest = {**_facts(run, tau), "prompts": len(prompts), "yields": yields, **_sums(shards), "shards": shards}
     kept = [name for name in ("responses.jsonl", "calibration.safetensors") if (out / name).is_file()]
     manifest["files"] = {name: sha256(out / name) for name in kept}
-    run.folder.finish(manifest, settings=asdict(run.config), seconds=run.seconds)
+    spent = sum(seconds for stage, seconds in run.seconds.items() if stage != "tau")
+    run.folder.finish(
+        manifest,
+        settings=asdict(run.config),
+        seconds=run.seconds,
+        rows_per_hour=round(3600 * run.labelled / max(spent, 1e-3)),
+    )
     return manifest
 
 
@@ -166,14 +204,15 @@ def _facts(run: _Run, tau: dict[str, Any]) -> dict[str, Any]:
         "suffix_length": config.suffix_length,
         "tau": tau["tau"],
         "tau_evidence": tau,
+        **({"policy": config.policy, "outcome": config.outcome} if config.method == "consequences" else {}),
+        **({} if run.policy is None else {"policy_sha256": _sha256_of(run.policy)}),
     }
 
 
 def _sums(shards: Sequence[Row]) -> dict[str, int]:
-    return {
-        key: sum(shard.get(key, 0) for shard in shards)
-        for key in ("rows", "acceptable", "target_tokens", "response_tokens")
-    }
+    always = ("rows", "acceptable", "target_tokens", "response_tokens")
+    sums = (*always, *(key for key in ("controls", "controls_kept") if any(key in shard for shard in shards)))
+    return {key: sum(shard.get(key, 0) for shard in shards) for key in sums}
 
 
 def _prompts(run: _Run) -> tuple[list[Row], dict[str, Any]]:
@@ -248,12 +287,12 @@ def _responses(run: _Run, prompts: Sequence[Row]) -> list[Path]:
 def _shards(run: _Run, files: Sequence[Path], total: int, tau: float | None) -> list[Row]:
     """The seals of all shards of labels, made or found."""
     config = run.config
-    size = SHARD if config.method == "selfjudge" else config.batch_size  # searches advance together
+    size = _shard_size(run)
     lookahead = LOOKAHEAD if config.lookahead else 0
     scorer = run.backend.scorer(suffix_length=config.suffix_length, lookahead=lookahead)
     made_from = hashlib.sha256("".join([*map(sha256, files), repr(tau)]).encode()).hexdigest()
     seals: list[Row] = []
-    done, labelled, begun = 0, 0, time.monotonic()
+    done, begun = 0, time.monotonic()
     responses = chain.from_iterable(read_rows(file, Response) for file in files)
     for number, part in enumerate(_batched(responses, size)):
         if (seal := run.folder.sealed(f"labels-{number:05d}", made_from, LabelShard)) is None:
@@ -262,13 +301,23 @@ def _shards(run: _Run, files: Sequence[Path], total: int, tau: float | None) -> 
                 run.notify("labels", (before + share * count) / total)
 
             labels = _labels(run, part, scorer, tau, notify)
-            labelled += len(labels.rows)
-            rate = labelled / (time.monotonic() - begun)
-            run.notify(f"labels: {labelled} made, {rate:.3g} a second", (done + len(part)) / total)
+            run.labelled += len(labels.rows)
+            rate = run.labelled / (time.monotonic() - begun)
+            run.notify(f"labels: {run.labelled} made, {rate:.3g} a second", (done + len(part)) / total)
             seal = write_shard(run.folder, number, labels, made_from)
         seals.append(seal)
         done += len(part)
     return seals
+
+
+def _shard_size(run: _Run) -> int:
+    """Responses of a shard: some for likelihoods, a batch for searches, which advance together, and for consequences
+    as many as have enough continuations."""
+    config = run.config
+    if config.method == "consequences":
+        most = CONTINUATIONS.get(run.pair.target.device.type, 4 * config.batch_size)
+        return max(1, most // (config.substitutions or TYPICAL_PLACES))
+    return SHARD if config.method == "selfjudge" else config.batch_size
 
 
 def _labels(
@@ -279,6 +328,8 @@ def _labels(
     if run.config.method == "selfjudge":
         assert tau is not None
         labels = label_by_likelihood(run.pair, run.config, responses, scorer, tau, notify)
+    elif run.config.method == "consequences":
+        labels = label_by_consequences(run.pair, run.config, responses, scorer, run.policy, run.data, notify)
     else:
         labels = label_by_preservation(run.pair, run.config, responses, scorer, run.data, notify)
     counts = labels.counts

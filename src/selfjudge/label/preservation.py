@@ -143,8 +143,8 @@ def _continuations(pair: Pair, waiting: Sequence[Search], max_new_tokens: int, b
     prefixes = [[*s.prompt, *s.response[: s.place], s.drafts[s.place]] for s in waiting]
     left = [max_new_tokens - s.place - 1 for s in waiting]
     others: list[tuple[int, ...]] = [()] * len(waiting)
-    for i, tokens, _ in respond(pair.target, prefixes, eos_ids=pair.eos_ids, max_new_tokens=max(left), batch=batch):
-        others[i] = (*prefixes[i][len(waiting[i].prompt) :], *tokens[: left[i]])
+    for i, tokens, _ in respond(pair.target, prefixes, eos_ids=pair.eos_ids, max_new_tokens=left, batch=batch):
+        others[i] = (*prefixes[i][len(waiting[i].prompt) :], *tokens)
     return others
 
 

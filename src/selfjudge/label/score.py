@@ -58,6 +58,10 @@ class Scores:
     """[K, N] log-probabilities of the tokens that follow, in the response; nan past its end."""
     substituted: Floats
     """[K, N] of the same tokens after the draft's token."""
+    highest: Floats
+    """[K, N] of the most likely token at each of these places after the draft's token: how sure the target stays."""
+    hidden_before: Floats
+    """[K, H] the state at the token before, which predicts both."""
     hidden_target: Floats
     """[K, H] the state at the response's own token."""
     hidden_draft: Floats
@@ -73,6 +77,8 @@ class Scores:
             "entropy": (0,),
             "original": (0, suffix_length),
             "substituted": (0, suffix_length),
+            "highest": (0, suffix_length),
+            "hidden_before": (0, hidden_size),
             "hidden_target": (0, hidden_size),
             "hidden_draft": (0, hidden_size),
             "lookahead": (0, lookahead),
@@ -213,6 +219,8 @@ class Scorer:
             rank=torch.cat(rank).int().cpu().numpy(),
             original=original,
             substituted=np.full_like(original, np.nan),
+            highest=np.full_like(original, np.nan),
+            hidden_before=states[places].float().cpu().numpy(),
             hidden_target=states[1 + places].float().cpu().numpy(),
             hidden_draft=np.empty((count, states.shape[-1]), np.float32),
             lookahead=np.full((count, self.lookahead), np.nan, np.float32),
@@ -281,7 +289,7 @@ class Scorer:
         follows = [token for branch in flat for token in branch.follows]
         states = hidden[torch.tensor(first, dtype=torch.long, device=self.device)].float().cpu().numpy()
         rows, tokens = (torch.tensor(ids, dtype=torch.long, device=self.device) for ids in (scored, follows))
-        log_p = self._log_p(hidden[rows], tokens).cpu().numpy()
+        log_p, highest = self._log_p(hidden[rows], tokens).cpu().numpy()
         at = 0
         for branch, state in zip(flat, states, strict=True):
             scores, count = results[branch.case], len(branch.follows)
@@ -290,6 +298,7 @@ class Scorer:
             else:
                 scores.hidden_draft[branch.number] = state
                 scores.substituted[branch.number, :count] = log_p[at : at + count]
+                scores.highest[branch.number, :count] = highest[at : at + count]
             at += count
 
     def _selected(self, prefixes: Cache, cases: list[int], length: int, room: int) -> Cache:
@@ -328,10 +337,11 @@ class Scorer:
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _log_p(self, states: Tensor, tokens: Tensor) -> Tensor:
-        """[R] log-probability of each token at its state."""
-        parts = [torch.zeros(0, device=self.device)]
+        """[2, R] log-probability of each token at its state, and of the most likely one there."""
+        parts = [torch.zeros((2, 0), device=self.device)]
         step = logit_rows(self.model)
         for state, token in zip(states.split(step), tokens.split(step), strict=True):
             logits = logits_of(self.model, state).float()
-            parts.append(logits.gather(1, token[:, None]).squeeze(1) - logits.logsumexp(-1))
-        return torch.cat(parts)
+            both = torch.stack([logits.gather(1, token[:, None]).squeeze(1), logits.amax(-1)])
+            parts.append(both - logits.logsumexp(-1))
+        return torch.cat(parts, 1)

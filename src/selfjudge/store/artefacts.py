@@ -51,6 +51,8 @@ class LabelShard(Seal):
     target_tokens: NotRequired[Count]
     response_tokens: NotRequired[Count]
     searched: NotRequired[Count]
+    controls: NotRequired[Count]
+    controls_kept: NotRequired[Count]
 
 
 class TauEvidence(TypedDict):
@@ -83,6 +85,11 @@ class LabelManifest(TypedDict):
     target_tokens: NotRequired[Count]
     response_tokens: NotRequired[Count]
     yields: NotRequired[dict[str, Any]]
+    policy: NotRequired[str]
+    policy_sha256: NotRequired[Sha256]
+    outcome: NotRequired[str]
+    controls: NotRequired[Count]
+    controls_kept: NotRequired[Count]
     shards: list[LabelShard]
     files: dict[FileName, Sha256]
 
@@ -95,6 +102,10 @@ class LabelRow(TypedDict):
     draft_token: Count
     score: float
     label: Literal[0, 1]
+    kept: NotRequired[Share]
+    control: NotRequired[Literal[0, 1] | None]
+    margin: NotRequired[float]
+    policy: NotRequired[str]
 
 
 class LabelPrompt(TypedDict):
@@ -374,6 +385,7 @@ class RunRecord(TypedDict, total=False):
     versions: dict[str, Any]
     machine: dict[str, Any]
     seconds: dict[str, Amount] | Amount
+    rows_per_hour: Amount
     tasks: list[str] | None
     runs: list[str] | None
     earlier: list[Any]

@@ -17,6 +17,12 @@ from selfjudge.train.thresholds import accepted_shares, counts_above
 BINS = 10
 POINTS = 200  # of a stored ROC curve
 QUALITIES = (0.8, 0.9, 0.95)
+MEANING = {
+    "f1": "F is the best F1, the stricter of its two readings (positive is acceptable, or is must-reject)."
+    " R rejects the share it was asked for, and is never more permissive than F.",
+    "youden": "F is where Youden's J is largest, R rejects the share it was asked for.",
+}
+"""Of F and R, by what chose F."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,8 @@ class Evidence:
     """By part."""
     sources: Mapping[str, Mapping[str, float]]
     """`rows` and the share that is `acceptable`, by source of prompts."""
+    threshold_f: str = "f1"
+    """What chose F."""
 
 
 def write_card(folder: Path, judge: JudgeConfig, evidence: Evidence) -> None:
@@ -83,6 +91,7 @@ def _limit(judge: JudgeConfig) -> str:
 def _labels(judge: JudgeConfig, evidence: Evidence) -> list[str]:
     metrics = judge.metrics
     score = [
+        "" if judge.score == "likelihood" else f", score {judge.score}",
         "" if judge.suffix_length is None else f", N = {judge.suffix_length}",
         f" without the first {judge.suffix_gap}" if judge.suffix_gap else "",
         "" if judge.tau is None else f", τ = {judge.tau:.2f}",
@@ -104,7 +113,7 @@ def _holdout(judge: JudgeConfig, evidence: Evidence) -> list[str]:
     metrics = judge.metrics
     with_originals = f", {metrics['auc_all']:.3f} with the target's own tokens added" if "auc_all" in metrics else ""
     on_select = ", ".join(f"{name} {value:.3f}" for name, value in evidence.tried.items())
-    named = {name: judge.thresholds[name] for name in ("F", "R", "F_accept", "F_reject")}
+    named = {name: judge.thresholds[name] for name in ("F", "R", "F_accept", "F_reject", "Youden")}
     curve = dict(judge.quality_curve)
     named |= {f"rejects {q:.0%} of bad substitutions (`--quality {q}`)": curve[q] for q in QUALITIES}
     thresholds = ((name, f"{theta:.3f}", *_percent(evidence, theta)) for name, theta in named.items())
@@ -117,8 +126,7 @@ def _holdout(judge: JudgeConfig, evidence: Evidence) -> list[str]:
         f" On the part that chose C, epoch and kind: {on_select}.",
         "",
         *_table("threshold | θ | acceptable tokens accepted | unacceptable tokens accepted", thresholds),
-        "F is the best F1, the stricter of its two readings (positive is acceptable, or is must-reject)."
-        " R rejects the share it was asked for, and is never more permissive than F.",
+        MEANING[evidence.threshold_f],
         "",
         "![ROC curve and calibration](roc.png)",
         "",

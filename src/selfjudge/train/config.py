@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.judge.config import FEATURES, LOWEST, MODELS
+from selfjudge.judge.config import FEATURES, LOWEST, MODELS, SCORES
 from selfjudge.types import check_settings, setting
+
+RELEASED: Mapping[str, Any] = {
+    "features": "hidden",
+    "model": "linear",
+    "originals": True,
+    "score": "confidence",
+    "threshold_f": "youden",
+    "reject": 0.8,
+}
+RELEASED_ACCEPTABLE = 0.209
+"""The share of the mismatches that the released labels call acceptable."""
 
 
 @dataclass(frozen=True)
@@ -15,7 +28,7 @@ class TrainConfig:
 
     features: str = setting(
         "hidden+margin",
-        "What the judge reads: hidden (as in the paper), hidden+margin or hidden+margin+lookahead.",
+        "What the judge reads: hidden (as in the paper), with the margin, and with look-ahead or the previous state.",
         choices=FEATURES,
     )
     model: str = setting(
@@ -25,6 +38,17 @@ class TrainConfig:
     )
     originals: bool = setting(
         False, "Learn from the target's own tokens as well, as acceptable rows, as public code does."
+    )
+    weights: tuple[str, ...] = setting(
+        (),
+        "METHOD=WEIGHT, how much a row of each label method counts, such as consequences=1,selfjudge=0.3. The method"
+        " with the greatest weight alone chooses C and sets the thresholds.",
+    )
+    score: str = setting(
+        "likelihood",
+        "What labels by likelihood compare: the printed formula, or confidence, how sure the target stays, as the"
+        " released code does; τ comes from the stored evidence.",
+        choices=SCORES,
     )
     suffix_length: int | None = setting(
         None, "Label again from the stored scores with this N; τ comes from the stored evidence.", minimum=0
@@ -50,20 +74,59 @@ class TrainConfig:
     reject: float = setting(
         0.9, "Threshold R rejects at least this share of the bad substitutions.", above=0, maximum=1
     )
+    threshold_f: str = setting(
+        "f1", "What threshold F is: the best F1, or the largest Youden's J.", choices=("f1", "youden")
+    )
+    as_released: bool = setting(
+        False,
+        "Label and train as the authors' code does: score confidence, τ for 20.9 % acceptable mismatches unless given,"
+        " features hidden, linear, originals, F by Youden's J, R rejects 80 %.",
+    )
     seed: int = setting(0, "Seed of the split by prompts and of the MLP.")
 
     def check(self) -> None:
-        """Refuse values out of range, and τ given twice."""
+        """Refuse values out of range, and what is said twice."""
         check_settings(self)
+        self._check_released()
+        self.method_weights()
         if self.acceptable is not None and self.acceptable >= 1:
             raise SelfJudgeError(f"`acceptable` must be less than 1, not {self.acceptable}")
         if self.acceptable is not None and self.tau is not None:
             raise SelfJudgeError("`tau` and `acceptable` say the same thing twice: give one of them")
 
+    def _check_released(self) -> None:
+        defaults = {f.name: f.default for f in fields(self)}
+        if not self.as_released:
+            return
+        for name, value in RELEASED.items():
+            if getattr(self, name) not in (defaults[name], value):
+                raise SelfJudgeError(f"`as_released` sets `{name}` to {value}: leave out one of them")
+
+    def resolved(self) -> Self:
+        """The settings that `as_released` stands for, or these."""
+        if not self.as_released:
+            return self
+        stated = self.tau is not None or self.acceptable is not None
+        return replace(self, **RELEASED, acceptable=self.acceptable if stated else RELEASED_ACCEPTABLE)
+
+    def method_weights(self) -> dict[str, float]:
+        """By label method; empty where all rows count alike. What is no weight is refused."""
+        weights = {}
+        for text in self.weights:
+            method, _, number = text.partition("=")
+            try:
+                weights[method] = float(number)
+            except ValueError:
+                raise SelfJudgeError(f"`weights` are METHOD=WEIGHT, such as consequences=1, not {text!r}") from None
+            if not 0 < weights[method] < 1e6:
+                raise SelfJudgeError(f"`weights` must be positive numbers, not {text!r}")
+        return weights
+
     @property
     def relabels(self) -> bool:
         """Are labels made again from the stored scores?"""
-        return bool(self.suffix_gap) or any(x is not None for x in (self.suffix_length, self.tau, self.acceptable))
+        given = (self.suffix_length, self.tau, self.acceptable)
+        return bool(self.suffix_gap) or self.score != "likelihood" or any(x is not None for x in given)
 
 
 @dataclass(frozen=True)

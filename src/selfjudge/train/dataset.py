@@ -6,10 +6,10 @@ Three parts, split by prompt: a prompt, in whatever folder and however often it 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.judge.config import LOOKAHEAD, LOWEST, columns
+from selfjudge.judge.config import LOOKAHEAD, LOWEST, feature_width
 from selfjudge.judge.training_prompts import prompt_key
 from selfjudge.label.calibrate import tau_of, total
 from selfjudge.label.folder import finished, read_responses, read_shards
@@ -29,10 +29,22 @@ SHARES = (0.7, 0.15, 0.15)
 KEPT_BYTES = 2 << 30  # features up to this size stay in memory
 CHUNK_BYTES = 128 << 20  # of a piece of them in float32
 GPU_SPARE = 8 << 30  # of its memory is left free when features are kept there
-FEATURE_ARRAYS = ("hidden_draft", "hidden_target", "lookahead")
+HIDDEN_ARRAYS = {"hidden_draft", "hidden_target", "hidden_before"}
+FEATURE_ARRAYS = {*HIDDEN_ARRAYS, "lookahead"}
 
 Notify = Callable[[str, float], None]
 Arrays = dict[str, NDArray[Any]]
+
+
+class Piece(NamedTuple):
+    """Some rows to learn from."""
+
+    x: Tensor
+    """[m, D] what the judge reads."""
+    labels: Tensor
+    """[m] 1 for acceptable."""
+    weights: Tensor
+    """[m] how much each counts."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +57,16 @@ class _Shard:
     stop: int
     original: NDArray[Any]
     substituted: NDArray[Any]
+    highest: NDArray[Any] | None
+    """None in labels of earlier versions."""
+
+    def after(self, score: str) -> NDArray[Any]:
+        """What a score compares with `original`."""
+        if score == "likelihood":
+            return self.substituted
+        if self.highest is None:
+            raise SelfJudgeError(f"{self.file.parent} holds no scores for `score` {score}: label again")
+        return self.highest
 
 
 @dataclass(eq=False)
@@ -63,6 +85,8 @@ class Rows:
     suffix_lengths: list[int]
     """By folder."""
     labels: NDArray[np.int8]
+    weights: NDArray[np.float32]
+    """[n] how much each row counts when a judge is fitted."""
     log_p: NDArray[np.float32]
     """[n, 2] log-probabilities of the target's most likely token and of the draft token."""
     prompts: NDArray[np.int64]
@@ -75,6 +99,7 @@ class Rows:
     part: NDArray[np.int8]
     """Index into PARTS, −1 for none."""
     lookahead: bool
+    previous: bool
     shards: list[_Shard]
     kept: list[Arrays] | None
     """Features by shard, where all of them fit into memory."""
@@ -106,6 +131,7 @@ class Rows:
             taus=[manifest["tau"] for manifest in manifests],
             suffix_lengths=[manifest["suffix_length"] for manifest in manifests],
             labels=small["labels"],
+            weights=np.ones(reading.length, np.float32),
             log_p=small["log_p"],
             prompts=small["prompts"].astype(np.int64),
             keys=list(reading.prompts),
@@ -114,6 +140,7 @@ class Rows:
             aligned=aligned,
             part=np.where(aligned, -1, _split(list(reading.prompts), seed)[small["prompts"].astype(int)]),
             lookahead=reading.lookahead,
+            previous=reading.previous,
             shards=reading.shards,
             kept=reading.kept,
         )
@@ -126,28 +153,68 @@ class Rows:
         mean: bool = False,
         gap: int = 0,
         acceptable: float | None = None,
+        score: str = "likelihood",
     ) -> Self:
         """The same rows with labels from the stored scores: of `suffix_length` tokens without the first `gap`, summed
-        or by their `mean`, above `tau` or the τ that calls the share `acceptable` of the mismatches acceptable."""
-        lengths = [
-            _usable_length(folder, manifest, suffix_length, gap)
-            for folder, manifest in zip(self.folders, self.manifests, strict=True)
-        ]
-        scores = [
-            total(self.log_p[s.start : s.stop], s.original, s.substituted, lengths[s.folder], mean=mean, gap=gap)
-            for s in self.shards
-        ]
+        or by their `mean`, above `tau` or the τ that calls the share `acceptable` of the mismatches acceptable.
+
+        The score `confidence` is a mean. Labels by other methods stay as they are, where there are some by likelihood.
+        """
+        mean |= score == "confidence"
+        scored = self._scored_folders()
+        lengths = list(self.suffix_lengths)
+        for i in scored:
+            lengths[i] = _usable_length(self.folders[i], self.manifests[i], suffix_length, gap)
+        scores = {
+            number: total(
+                self.log_p[s.start : s.stop], s.original, s.after(score), lengths[s.folder], mean=mean, gap=gap
+            )
+            for number, s in enumerate(self.shards)
+            if s.folder in scored
+        }
         if acceptable is not None:  # one τ for all folders; rows of which none is used are refused by `check`
-            used = np.concatenate(scores)[self.used]
+            inside = [self.used[self.shards[number].start : self.shards[number].stop] for number in scores]
+            used = np.concatenate([s[mask] for s, mask in zip(scores.values(), inside, strict=True)])
             tau = float(np.quantile(used, 1 - acceptable)) if len(used) else 0.0
-        taus = [
-            tau if tau is not None else _tau(folder, manifest, length, mean, gap)
-            for folder, manifest, length in zip(self.folders, self.manifests, lengths, strict=True)
-        ]
+        taus = {
+            i: _tau(self.folders[i], self.manifests[i], lengths[i], mean, gap, score) if tau is None else tau
+            for i in scored
+        }
         labels = self.labels.copy()
-        for shard, shard_scores in zip(self.shards, scores, strict=True):
+        for number, shard_scores in scores.items():
+            shard = self.shards[number]
             labels[shard.start : shard.stop] = shard_scores > taus[shard.folder]
-        return replace(self, labels=labels, suffix_lengths=lengths, taus=[*taus])
+        every_tau = [taus.get(i, before) for i, before in enumerate(self.taus)]
+        return replace(self, labels=labels, suffix_lengths=lengths, taus=every_tau)
+
+    def _scored_folders(self) -> list[int]:
+        """The folders whose labels follow from scores; refused where there is none."""
+        scored = [i for i, manifest in enumerate(self.manifests) if manifest["method"] == "selfjudge"]
+        if not scored:
+            method = self.manifests[0]["method"]
+            raise SelfJudgeError(f"{self.folders[0]} holds {method} labels: those do not follow from scores")
+        return scored
+
+    def weighted(self, weights: Mapping[str, float]) -> Self:
+        """The same rows, each with the weight of its label method.
+
+        The method with the greatest weight, the first of equals, is what the judge is for: rows of the others belong
+        to the part `fit` or to none.
+        """
+        methods = np.asarray([manifest["method"] for manifest in self.manifests])
+        if differing := sorted(set(methods.tolist()) ^ set(weights)):
+            known = ", ".join(sorted(set(methods.tolist())))
+            raise SelfJudgeError(f"`weights` must name each label method once ({known}); {differing[0]} is amiss")
+        of_row = np.empty(len(self), methods.dtype)
+        for shard in self.shards:
+            of_row[shard.start : shard.stop] = methods[shard.folder]
+        main = max(weights, key=lambda method: weights[method])
+        others = (of_row != main) & (self.part != PARTS.index("fit"))
+        return replace(
+            self,
+            weights=np.asarray([weights[str(method)] for method in of_row], np.float32),
+            part=np.where(others, -1, self.part).astype(np.int8),
+        )
 
     def only(self, sources: Sequence[str]) -> Self:
         """The same rows, of which those of other sources belong to no part."""
@@ -185,6 +252,8 @@ class Rows:
         """Refuse rows that no judge can be trained on."""
         if "lookahead" in features and not self.lookahead:
             raise SelfJudgeError("these labels hold no look-ahead: label again with `lookahead`")
+        if "previous" in features and not self.previous:
+            raise SelfJudgeError("these labels hold no state of the token before: label again with `previous`")
         if "lookahead" in features and originals:
             raise SelfJudgeError("no look-ahead is stored for the target's own tokens: do not use `originals` with it")
         if self.n_prompts < 3:
@@ -209,8 +278,8 @@ class Rows:
         originals: bool = False,
         device: torch.device | None = None,
         generator: torch.Generator | None = None,
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """(x [m, H + columns] float32, labels [m]) of the chosen rows, a bounded piece at a time.
+    ) -> Iterator[Piece]:
+        """(x [m, D] float32, labels [m], weights [m]) of the chosen rows, a bounded piece at a time.
 
         With `originals` also the target's own tokens at the same places, which are acceptable. With a `generator`, in
         random order.
@@ -218,17 +287,17 @@ class Rows:
         order = list(range(len(self.shards)))
         if generator is not None:
             order = torch.randperm(len(order), generator=generator).tolist()
-        most = max(1, CHUNK_BYTES // (4 * (self.hidden_size + columns(features))))
-        waiting: list[tuple[Tensor, Tensor]] = []
+        most = max(1, CHUNK_BYTES // (4 * feature_width(features, self.hidden_size)))
+        waiting: list[Piece] = []
         n_waiting = 0
         for number in order:
             shard = self.shards[number]
             inside = np.flatnonzero(chosen[shard.start : shard.stop])
             if not len(inside):
                 continue
-            for x, labels in self._of_shard(number, inside, features, originals, device):
-                waiting.append((x, labels))
-                n_waiting += len(labels)
+            for piece in self._of_shard(number, inside, features, originals, device):
+                waiting.append(piece)
+                n_waiting += len(piece.labels)
             if n_waiting >= most:
                 yield from _pieces(waiting, most, device, generator)
                 waiting, n_waiting = [], 0
@@ -237,24 +306,27 @@ class Rows:
 
     def _of_shard(
         self, number: int, inside: NDArray[Any], features: str, originals: bool, device: torch.device | None
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    ) -> Iterator[Piece]:
         """Columns and labels of the rows `inside` a shard; with `originals` those of the target's own tokens too."""
         shard = self.shards[number]
         needed = ["hidden_draft", *(["hidden_target"] * originals), *(["lookahead"] * ("lookahead" in features))]
+        needed += ["hidden_before"] * ("previous" in features)
         arrays = self._arrays(number, needed, device)
         place = arrays["hidden_draft"].device
         rows = torch.from_numpy(inside).to(place)
         log_p = torch.from_numpy(self.log_p[shard.start : shard.stop][inside]).to(place)
         labels = torch.from_numpy(self.labels[shard.start : shard.stop][inside].astype(np.float32)).to(place)
+        weights = torch.from_numpy(self.weights[shard.start : shard.stop][inside]).to(place)
         margins = (log_p[:, 1:] - log_p[:, :1]).clamp_max(0)
+        before = arrays["hidden_before"][rows] if "previous" in features else None
         ahead = None
         if "lookahead" in features:
             ahead = torch.from_numpy(_ahead(arrays["lookahead"].cpu().numpy(), shard.start)).to(place)[rows]
-        yield _columns(arrays["hidden_draft"][rows], margins, ahead, features), labels
+        yield Piece(_columns(arrays["hidden_draft"][rows], margins, ahead, before, features), labels, weights)
         if originals:
             none = None if ahead is None else torch.zeros_like(ahead)
-            x = _columns(arrays["hidden_target"][rows], torch.zeros_like(margins), none, features)
-            yield x, torch.ones(len(x), device=place)
+            x = _columns(arrays["hidden_target"][rows], torch.zeros_like(margins), none, before, features)
+            yield Piece(x, torch.ones(len(x), device=place), weights)
 
     def _arrays(self, number: int, names: Sequence[str], device: torch.device | None) -> dict[str, Tensor]:
         """Features of a shard: from memory, from the GPU where there is room to keep them, or read."""
@@ -283,7 +355,7 @@ class _Reading:
         self.shards: list[_Shard] = []
         self.prompts: dict[str, int] = {}
         self.sources: dict[str, int] = {}
-        self.lookahead = True
+        self.lookahead = self.previous = True
         self.length = 0
         self.kept: list[Arrays] | None = []
         self._bytes = 0
@@ -305,9 +377,11 @@ class _Reading:
         for name, column in small.items():
             self.columns[name].append(column)
         end = self.length + len(rows)
-        self.shards.append(_Shard(folder, file, self.length, end, arrays["original"], arrays["substituted"]))
+        scored = arrays["original"], arrays["substituted"], arrays.get("highest")
+        self.shards.append(_Shard(folder, file, self.length, end, *scored))
         self.length = end
         self.lookahead &= "lookahead" in arrays
+        self.previous &= "hidden_before" in arrays
         features = {name: array for name, array in arrays.items() if name in FEATURE_ARRAYS}
         self._bytes += sum(array.nbytes for array in features.values())
         if self._bytes > KEPT_BYTES:
@@ -316,30 +390,32 @@ class _Reading:
             self.kept.append(features)
 
 
-def _columns(hidden: Tensor, margins: Tensor, ahead: Tensor | None, features: str) -> Tensor:
+def _columns(hidden: Tensor, margins: Tensor, ahead: Tensor | None, before: Tensor | None, features: str) -> Tensor:
     parts = [hidden.float()]
     if "margin" in features:
         parts.append(margins.clamp_min(LOWEST).float())
     if ahead is not None:
         parts.append(ahead.clamp_min(LOWEST).float())
+    if before is not None:
+        parts.append(before.float())
     return torch.cat(parts, 1)
 
 
 def _pieces(
-    waiting: list[tuple[Tensor, Tensor]], most: int, device: torch.device | None, generator: torch.Generator | None
-) -> Iterator[tuple[Tensor, Tensor]]:
+    waiting: list[Piece], most: int, device: torch.device | None, generator: torch.Generator | None
+) -> Iterator[Piece]:
     """What waits, joined, shuffled where there is a generator, and cut into pieces of at most `most` rows."""
-    x, labels = (torch.cat(parts) for parts in zip(*waiting, strict=True))
+    whole = Piece(*(torch.cat(parts) for parts in zip(*waiting, strict=True)))
     if generator is not None:
-        order = torch.randperm(len(x), generator=generator).to(x.device)
-        x, labels = x[order], labels[order]
-    for a, b in zip(x.split(most), labels.split(most), strict=True):
-        yield (a, b) if device is None else (a.to(device), b.to(device))
+        order = torch.randperm(len(whole.x), generator=generator).to(whole.x.device)
+        whole = Piece(*(column[order] for column in whole))
+    for columns in zip(*(column.split(most) for column in whole), strict=True):
+        yield Piece(*columns) if device is None else Piece(*(column.to(device) for column in columns))
 
 
 def _check_finite(file: Path, arrays: Arrays) -> None:
     good = ~np.isnan(arrays["log_p"]).any(1)
-    for name in ("hidden_draft", "hidden_target"):
+    for name in HIDDEN_ARRAYS & arrays.keys():
         good &= np.isfinite(arrays[name]).all(1)
     if not good.all():
         raise SelfJudgeError(f"{file} has {int((~good).sum())} rows whose features are not finite: label again")
@@ -368,8 +444,6 @@ def _usable_length(folder: Path, manifest: dict[str, Any], suffix_length: int | 
     """The suffix length to score with, if the stored scores reach that far and the gap leaves something of it."""
     stored = int(manifest["suffix_length"])
     length = stored if suffix_length is None else suffix_length
-    if manifest["method"] != "selfjudge":
-        raise SelfJudgeError(f"{folder} holds {manifest['method']} labels: those do not follow from scores")
     if length > stored:
         raise SelfJudgeError(
             f"{folder} holds scores of {stored} tokens, not {length}: label again with a `suffix_length` of {length}"
@@ -379,14 +453,15 @@ def _usable_length(folder: Path, manifest: dict[str, Any], suffix_length: int | 
     return length
 
 
-def _tau(folder: Path, manifest: dict[str, Any], length: int, mean: bool, gap: int) -> float:
+def _tau(folder: Path, manifest: dict[str, Any], length: int, mean: bool, gap: int, score: str) -> float:
     """τ for these scores: the stored one for stored scores, else from the folder's evidence, else the shipped one."""
     if length == manifest["suffix_length"] and not mean and not gap and manifest["tau"] is not None:
         return float(manifest["tau"])
     evidence = folder / "calibration.safetensors"
     if evidence.is_file():
         recall = (manifest.get("tau_evidence") or {}).get("reject_recall", 0.9)
-        return float(tau_of(evidence, length, recall, mean=mean, gap=gap)["tau"])
+        after = "substituted" if score == "likelihood" else "highest"
+        return float(tau_of(evidence, length, recall, mean=mean, gap=gap, after=after)["tau"])
     shipped = None if mean or gap else shipped_tau(manifest["target"], manifest["draft_sha256"], length)
     if shipped is None:
         raise SelfJudgeError(f"{folder} holds no evidence to find τ for these scores: give `tau` or `acceptable`")

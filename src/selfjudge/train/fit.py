@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from selfjudge.judge.config import JudgeConfig
+from selfjudge.judge.config import JudgeConfig, columns as count_columns
 from selfjudge.judge.model import Judge
-from selfjudge.train.dataset import Notify, Rows
+from selfjudge.train.dataset import Notify, Piece, Rows
 from selfjudge.train.thresholds import roc_auc
 
 GRID = tuple(float(c) for c in np.logspace(-6, 2, 13))
@@ -28,8 +28,8 @@ NEWTON_STEPS = 50
 TOLERANCE = 1e-9  # of twice what a step can still gain
 UNITS, DROPOUT, DECAY, RATE, EPOCHS, BATCH = 128, 0.5, 0.5, 2e-3, 8, 512
 
-Chunks = Callable[[], Iterable[tuple[Tensor, Tensor]]]
-"""(x [m, D], labels [m]) pieces, as often as they are called for."""
+Chunks = Callable[[], Iterable[Piece]]
+"""Pieces of rows, as often as they are called for."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Scaler:
     @classmethod
     def of(cls, chunks: Chunks) -> Scaler:
         count, total, squares = 0, torch.zeros(0), torch.zeros(0)
-        for x, _ in chunks():
+        for x, _, _ in chunks():
             wide = x.double()
             total = wide.sum(0) if not count else total + wide.sum(0)
             squares = wide.square().sum(0) if not count else squares + wide.square().sum(0)
@@ -91,7 +91,7 @@ class FitOptions:
 
 
 class _Sums(NamedTuple):
-    """Log-loss of the rows, its gradient [D + 1] and its curvature [D + 1, D + 1]; the penalty is not in them."""
+    """Weighted log-loss of the rows, its gradient [D + 1] and its curvature [D + 1, D + 1]; the penalty is not in them."""
 
     loss: float
     gradient: Tensor
@@ -99,7 +99,8 @@ class _Sums(NamedTuple):
 
 
 def logistic(chunks: Chunks, scaler: Scaler, penalty: Tensor, start: Tensor | None = None) -> Tensor:
-    """[D + 1] weights and bias that minimise Σ log-loss + ½ Σ penalty_j w_j² on standardised columns; b is free."""
+    """[D + 1] weights and bias that minimise Σ weighted log-loss + ½ Σ penalty_j w_j² on standardised columns; b is
+    free."""
     return next(logistic_path(chunks, scaler, [penalty], start))
 
 
@@ -149,14 +150,14 @@ def _sums(chunks: Chunks, scaler: Scaler, weights: Tensor) -> _Sums:
     """One pass over the rows."""
     loss, gradient = 0.0, torch.zeros_like(weights)
     curvature = torch.zeros(len(weights), len(weights), dtype=weights.dtype, device=weights.device)
-    for x, labels in chunks():
+    for x, labels, counts in chunks():
         x = F.pad(scaler(x), (0, 1), value=1.0)
         wide = x.double()  # sums of many small terms; curvature only has to point the way
         logits = wide @ weights
         p = logits.sigmoid()
-        loss += float(F.binary_cross_entropy_with_logits(logits, labels.double(), reduction="sum"))
-        gradient += wide.T @ (p - labels)
-        root = x * (p * (1 - p)).sqrt().float()[:, None]
+        loss += float(F.binary_cross_entropy_with_logits(logits, labels.double(), counts.double(), reduction="sum"))
+        gradient += wide.T @ (counts * (p - labels))
+        root = x * (counts * p * (1 - p)).sqrt().float()[:, None]
         curvature += (root.T @ root).double()
     return _Sums(loss, gradient, curvature)
 
@@ -173,7 +174,7 @@ def fit_linear(
 
     def penalty(c: float) -> Tensor:
         columns = torch.full((config.width,), 1 / c, device=options.device)
-        columns[config.hidden_size :] = 1 / LOOSE
+        columns[config.hidden_size :][: count_columns(config.features)] = 1 / LOOSE
         return columns
 
     fits = []
@@ -201,13 +202,14 @@ def fit_mlp(rows: Rows, config: JudgeConfig, options: FitOptions | None = None) 
         steps = EPOCHS * max(1, -(-int(chosen.sum()) * (1 + options.originals) // BATCH))
         done = 0
         for epoch in range(1, EPOCHS + 1):
-            for x, labels in chunks(generator=generator):
-                for piece, truth in zip(scaler(x).split(BATCH), labels.split(BATCH), strict=True):
+            for x, *others in chunks(generator=generator):
+                split = (column.split(BATCH) for column in (scaler(x), *others))
+                for piece, truth, counts in zip(*split, strict=True):
                     optimiser.param_groups[0]["lr"] = RATE * max(0.02, 1 - done / steps)
                     done += 1
                     logits = outer(F.dropout(F.gelu(inner(piece)), DROPOUT)).squeeze(1)
                     optimiser.zero_grad()
-                    F.binary_cross_entropy_with_logits(logits, truth).backward()
+                    F.binary_cross_entropy_with_logits(logits, truth, counts).backward()
                     optimiser.step()
             with torch.no_grad():
                 folded = scaler.fold(inner.weight, inner.bias)
@@ -229,7 +231,7 @@ def predict(
     """P(acceptable) and labels of the chosen rows (in no particular order with `originals`)."""
     judge = deepcopy(judge).to(device or "cpu")  # whoever decodes with it keeps it where it is
     scores, labels = [np.zeros(0, np.float32)], [np.zeros(0, np.float32)]
-    for x, truth in rows.chunks(chosen, judge.config.features, originals=originals, device=device):
+    for x, truth, _ in rows.chunks(chosen, judge.config.features, originals=originals, device=device):
         scores.append(judge.score(x).cpu().numpy())
         labels.append(truth.cpu().numpy())
     return np.concatenate(scores), np.concatenate(labels)

@@ -54,6 +54,7 @@ def train_judge(
     """
     config = config or TrainConfig()
     config.check()
+    config = config.resolved()
     refuse_foreign(out, LEFT_BY_A_KILL)
     with _locked(out):
         return _train(folders, out, config, torch.device(device) if device else None, notify)
@@ -111,8 +112,12 @@ def load_rows(folders: Sequence[Path], config: TrainConfig, notify: Notify | Non
         rows = rows.only(config.sources)
     if config.margin_limit is not None:
         rows = rows.within(config.margin_limit)
+    if config.weights:
+        rows = rows.weighted(config.method_weights())
     if config.relabels:
-        rows = rows.relabel(config.suffix_length, config.tau, gap=config.suffix_gap, acceptable=config.acceptable)
+        rows = rows.relabel(
+            config.suffix_length, config.tau, gap=config.suffix_gap, acceptable=config.acceptable, score=config.score
+        )
     rows.check(config.features, config.originals)
     return rows
 
@@ -147,6 +152,7 @@ def _judge_config(rows: Rows, config: TrainConfig) -> JudgeConfig:
         label_method="+".join(methods),
         suffix_length=lengths.pop() if len(lengths) == 1 else None,
         suffix_gap=config.suffix_gap,
+        score=config.score,
         tau=taus.pop() if len(taus) == 1 else None,
         acceptable=config.acceptable,
         margin_limit=config.margin_limit,
@@ -161,7 +167,7 @@ def measure_on_holdout(
     fitted = best_on_select(fits.values())
     holdout = rows.of("holdout")
     scores, labels = predict(rows, fitted.judge, holdout, device=device)
-    thresholds = find_thresholds(scores, labels, reject=config.reject)
+    thresholds = find_thresholds(scores, labels, reject=config.reject, f=config.threshold_f)
     metrics: dict[str, float] = {
         "auc_mismatch": roc_auc(scores, labels),
         "auc_select": fitted.auc_select,
@@ -187,6 +193,7 @@ def measure_on_holdout(
         tried={kind: round(fit.auc_select, 4) for kind, fit in fits.items()},
         rows={name: int(rows.of(name).sum()) for name in PARTS},
         sources=_by_source(rows),
+        threshold_f=config.threshold_f,
     )
     return Judge(judge_config, **dict(fitted.judge.cpu().named_buffers())), evidence
 

@@ -128,7 +128,8 @@ class _Study:
 
     def features(self) -> list[dict[str, Any]]:
         """Every group of features that the labels hold."""
-        stored = [f for f in FEATURES if self.rows.lookahead or "lookahead" not in f]
+        held = {"lookahead": self.rows.lookahead, "previous": self.rows.previous}
+        stored = [f for f in FEATURES if all(there for name, there in held.items() if name in f)]
         return [{"features": f, **{kind: self.holdout(self.fit(kind, f)) for kind in MODELS}} for f in stored]
 
     def originals(self) -> list[dict[str, Any]]:

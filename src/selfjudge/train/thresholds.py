@@ -43,23 +43,31 @@ def roc_auc(scores: NDArray[Any], labels: NDArray[Any]) -> float:
     return float(below.mean() / (2 * len(bad)))
 
 
-def find_thresholds(scores: NDArray[Any], labels: NDArray[Any], *, reject: float = 0.9) -> dict[str, float]:
+def find_thresholds(
+    scores: NDArray[Any], labels: NDArray[Any], *, reject: float = 0.9, f: str = "f1"
+) -> dict[str, float]:
     """`F`: the best F1. It has two readings (positive is acceptable, or bad), both are stored and F is the stricter.
 
     `R`: the most permissive θ that rejects at least the share `reject` of the bad rows, but not below `F`.
+    `Youden`: where the shares of acceptable and of bad rows that are accepted are furthest apart. With `f` "youden",
+    as in the released code, F is that one, and R may lie below it.
     """
     above = counts_above(scores, labels)
     n_acceptable, n_bad = int((labels > 0.5).sum()), int((labels <= 0.5).sum())
     f_accept = 2 * above.acceptable / np.maximum(1, above.acceptable + above.bad + n_acceptable)
     rejected, lost = n_bad - above.bad, n_acceptable - above.acceptable
     f_reject = 2 * rejected / np.maximum(1, rejected + lost + n_bad)
-    accept, rejects = (float(above.thetas[len(f) - 1 - np.argmax(f[::-1])]) for f in (f_accept, f_reject))
-    strict = max(accept, rejects)
+    apart = above.acceptable * n_bad - above.bad * n_acceptable  # in whole numbers: ties are ties
+    accept, rejects, youden = (
+        float(above.thetas[len(x) - 1 - np.argmax(x[::-1])]) for x in (f_accept, f_reject, apart)
+    )
+    strict, recall = max(accept, rejects), theta_that_rejects(above, n_bad, reject)
     return {
-        "F": strict,
-        "R": max(strict, theta_that_rejects(above, n_bad, reject)),
+        "F": youden if f == "youden" else strict,
+        "R": recall if f == "youden" else max(strict, recall),
         "F_accept": accept,
         "F_reject": rejects,
+        "Youden": youden,
     }
 
 

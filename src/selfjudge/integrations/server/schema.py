@@ -43,7 +43,7 @@ class DecodeOptions(Strict):
     """The field `selfjudge`: how this request is decoded; None is the server's own setting."""
 
     rule: Annotated[Text, Field(max_length=64)] | None = None
-    theta: float | Literal["F", "R"] | None = None
+    theta: float | Literal["F", "R", "Youden"] | None = None
     quality: float | None = None
     gamma: int | None = None
     off: bool = False

@@ -42,11 +42,11 @@ class Approval:
         """
         if self.fused is not None:
             return approvals(self.fused, hidden, logits, at, drafts, theta, self.special)
-        hidden, logits = hidden[at + 1], logits[at]
+        before, hidden, logits = hidden[at], hidden[at + 1], logits[at]
         drafted, drafts = drafts >= 0, drafts.long().clamp_min(0)
         choice, broken = argmax_checked(logits)
-        score = self.judge.score(token_features(hidden, logits, drafts, self.judge.config.features, owner, choice))
-        score = self.judge.within_limit(score, logits, drafts, choice)
+        x = token_features(hidden, before, logits, drafts, self.judge.config.features, owner, choice)
+        score = self.judge.within_limit(self.judge.score(x), logits, drafts, choice)
         regular = ~broken & hidden.isfinite().all(-1)
         return (score > theta) & drafted & regular & ~self._special(drafts) & ~self._special(choice)
 

@@ -1,0 +1,208 @@
+"""Whole labellings by consequences with tiny models: every row again by hand, interruptions, policies."""
+
+from __future__ import annotations
+
+import json
+import os
+from difflib import SequenceMatcher
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from runs import content, label_settings, prompts_file, random_judges
+from selfjudge.cli.main import app
+from selfjudge.decoding.admission import Request
+from selfjudge.decoding.rule_parser import resolve_rule
+from selfjudge.decoding.text import answer_requests
+from selfjudge.errors import SelfJudgeError
+from selfjudge.judge.model import Judge
+from selfjudge.label.config import LabelConfig
+from selfjudge.label.consequences import CONTROL_EVERY, SIMILAR_TOKENS, Substitution, similarities
+from selfjudge.label.folder import finished, merge, read_shards
+from selfjudge.label.pipeline import label_pair
+from selfjudge.label.preservation import Search
+from selfjudge.models.pair import Pair
+from selfjudge.store import read_json, read_rows
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    return str(prompts_file(tmp_path / "asked.jsonl", 14))
+
+
+@pytest.fixture(scope="module")
+def pair(checkpoints: dict[str, str]) -> Pair:
+    """A tiny pair whose answers end: random models seldom say the one end token."""
+    made = Pair.load(checkpoints["target"], checkpoints["draft"], device="cpu")
+    made.target.generation_config.eos_token_id = [2, 9, 17, 28, 41]
+    return made
+
+
+def settings_of(asked: str, **options: Any) -> LabelConfig:
+    given = {"method": "consequences", "outcome": "similarity", "tau": None, "max_new_tokens": 60, "substitutions": 4}
+    return label_settings(asked, **given | options)
+
+
+def finished_by_hand(pair: Pair, prompt: list[int], so_far: list[int], most: int) -> list[int]:
+    tokens = [*prompt, *so_far]
+    while len(tokens) - len(prompt) < most:
+        with torch.no_grad():
+            tokens.append(int(pair.target(torch.tensor([tokens])).logits[0, -1].argmax()))
+        if tokens[-1] in pair.eos_ids:
+            break
+    return tokens[len(prompt) :]
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return [row for rows, _ in read_shards(folder) for row in rows]
+
+
+def test_every_row_is_what_its_substitution_leads_to(pair: Pair, prompts: str, tmp_path: Path) -> None:
+    out = tmp_path / "labels"
+    manifest = label_pair(pair, out, settings_of(prompts))
+    responses = {row["prompt_id"]: row for row in read_rows(out / "responses.jsonl")}
+    assert manifest["rows"] > 20
+    assert 0 < manifest["acceptable"] < manifest["rows"]
+    assert manifest["policy"] == "greedy"
+    controls = []
+    for rows, arrays in read_shards(out):
+        assert {len(array) for array in arrays.values()} == {len(rows)}
+        for k, row in enumerate(rows):
+            response = responses[row["prompt_id"]]
+            prompt, own = response["prompt_ids"], response["response_ids"]
+            place = row["position"] - len(prompt)
+            assert response["finish"] == "eos"
+            assert own[place] == row["target_token"] != row["draft_token"]
+            other = finished_by_hand(pair, prompt, [*own[:place], row["draft_token"]], 60)
+            after = slice(place + 1, place + 1 + SIMILAR_TOKENS)
+            kept = SequenceMatcher(None, own[after], other[after], autojunk=False).ratio()
+            assert row["kept"] == pytest.approx(kept, abs=1e-4)
+            assert row["label"] == int(kept >= 0.5)
+            assert (row["method"], row["policy"]) == ("consequences", "greedy")
+            with torch.no_grad():
+                read = torch.tensor([[*prompt, *own[:place], row["draft_token"]]])
+                output = pair.target(read, output_hidden_states=True)
+            log_p = output.logits[0, -2].log_softmax(-1)
+            assert row["margin"] == pytest.approx(float(log_p[own[place]] - log_p[row["draft_token"]]), abs=1e-3)
+            assert row["margin"] == pytest.approx(-row["prefix_score"], abs=1e-5)
+            state = output.hidden_states[-1][0, -1].numpy()
+            assert np.allclose(arrays["hidden_draft"][k], state, atol=1e-4)
+        assert [k for k, row in enumerate(rows) if row["control"] is not None] == list(
+            range(0, len(rows), CONTROL_EVERY)
+        )
+        controls += [row["control"] for row in rows if row["control"] is not None]
+    assert manifest["controls"] == len(controls) == manifest["controls_kept"] == sum(controls)  # float32: no noise
+    assert read_json(out / "run.json")["rows_per_hour"] > 0
+    assert finished(out) == manifest
+
+
+def test_no_more_places_than_allowed_and_the_same_ones_in_any_shard(pair: Pair, prompts: str, tmp_path: Path) -> None:
+    every, some, parted = (tmp_path / name for name in ("all", "some", "parted"))
+    label_pair(pair, every, settings_of(prompts, substitutions=None))
+    label_pair(pair, some, settings_of(prompts))
+    label_pair(pair, parted, settings_of(prompts, batch=2))
+    counted, drawn = ([row["prompt_id"] for row in rows_of(folder)] for folder in (every, some))
+    assert {p: drawn.count(p) for p in drawn} == {p: min(4, counted.count(p)) for p in counted}
+    keys = ("prompt_id", "position", "draft_token", "label", "kept")
+    assert [[row[k] for k in keys] for row in rows_of(some)] == [[row[k] for k in keys] for row in rows_of(parted)]
+
+
+def test_a_verdict_or_an_answer_decides_where_it_is_asked_for(
+    pair: Pair, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts_seen: list[str] = []
+
+    def check(searches: Any, texts: list[str]) -> list[bool]:
+        texts_seen.extend(texts)
+        return [len(text) % 2 == 0 for text in texts]
+
+    monkeypatch.setattr("selfjudge.label.methods.meaning_check", lambda *_, **__: check)
+    manifest = label_pair(pair, tmp_path / "labels", settings_of(prompts, outcome="verdict"))
+    rows = rows_of(tmp_path / "labels")
+    assert {row["kept"] for row in rows} == {0.0, 1.0}
+    assert all(row["label"] == row["kept"] for row in rows)
+    assert len(texts_seen) == manifest["rows"] + manifest["controls"]
+
+
+def test_a_run_that_fails_anywhere_goes_on_to_the_same_bytes(
+    pair: Pair, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("selfjudge.label.pipeline._shard_size", lambda run: 5)
+    config = settings_of(prompts, substitutions=2)
+    real, count, last = os.replace, 0, 10**9
+
+    class Killed(BaseException):
+        pass
+
+    def counted(source: object, goal: object) -> None:
+        nonlocal count
+        count += 1
+        if count > last:
+            raise Killed
+        real(source, goal)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "replace", counted)
+    label_pair(pair, tmp_path / "undisturbed", config)
+    expected, total = content(tmp_path / "undisturbed"), count
+    for at in range(8, total):  # before that, it is as with every method
+        out, count, last = tmp_path / f"killed-{at}", 0, at
+        with pytest.raises(Killed):
+            label_pair(pair, out, config)
+        last = 10**9
+        label_pair(pair, out, config, resume=True)
+        assert content(out) == expected
+
+
+def test_a_judge_that_accepts_nothing_is_the_greedy_policy(pair: Pair, prompts: str, tmp_path: Path) -> None:
+    for name, probability in (("never", 0.0), ("always", 1.0)):
+        Judge.constant(probability, pair.hidden_size).save_pretrained(tmp_path / name)
+    judged = {"policy": "judged:0.5", "gamma": 3}
+    label_pair(pair, tmp_path / "greedy", settings_of(prompts))
+    label_pair(pair, tmp_path / "lossless", settings_of(prompts, judge=str(tmp_path / "never"), **judged))
+    label_pair(pair, tmp_path / "lossy", settings_of(prompts, judge=str(tmp_path / "always"), **judged))
+    greedy, lossless, lossy = (rows_of(tmp_path / name) for name in ("greedy", "lossless", "lossy"))
+    assert [row | {"policy": "greedy"} for row in lossless] == greedy
+    assert {row["policy"] for row in lossy} == {"judged:0.5"}
+    assert [row["kept"] for row in lossy] != [row["kept"] for row in greedy]
+    assert [row["position"] for row in lossy] == [row["position"] for row in greedy]
+    with pytest.raises(SelfJudgeError, match="differ in policy"):
+        merge([tmp_path / "greedy", tmp_path / "lossy"], tmp_path / "merged")
+    other = settings_of(prompts, judge=str(tmp_path / "never"), **judged)
+    with pytest.raises(SelfJudgeError, match="another judge"):
+        label_pair(pair, tmp_path / "lossy", other, resume=True)
+
+
+def test_a_judged_continuation_is_what_decoding_from_there_gives(pair: Pair, prompts: str, tmp_path: Path) -> None:
+    (judge,) = random_judges(pair.hidden_size)["mine"]
+    judge.save_pretrained(tmp_path / "judge")
+    config = settings_of(prompts, policy="judged:0.4", judge=str(tmp_path / "judge"), gamma=2)
+    label_pair(pair, tmp_path / "labels", config)
+    responses = {row["prompt_id"]: row for row in read_rows(tmp_path / "labels" / "responses.jsonl")}
+    rule = resolve_rule(pair, "judged:0.4", judge=judge)
+    for row in rows_of(tmp_path / "labels"):
+        prompt, own = (responses[row["prompt_id"]][key] for key in ("prompt_ids", "response_ids"))
+        place = row["position"] - len(prompt)
+        so_far = [*own[:place], row["draft_token"]]
+        request = Request([*prompt, *so_far], 60 - len(so_far))
+        (alone,) = answer_requests(pair, [request], rule, batch=1, gamma=2)
+        substitution = Substitution(Search(prompt, tuple(own), ""), place, row["draft_token"])
+        assert row["kept"] == pytest.approx(similarities([substitution], [(*so_far, *alone.tokens)])[0], abs=1e-4)
+
+
+def test_the_command_says_the_control_and_the_rate(checkpoints: dict[str, str], tmp_path: Path) -> None:
+    prompts = str(prompts_file(tmp_path / "asked.jsonl", 60))
+    command = [
+        "label", "--target", checkpoints["target"], "--draft", checkpoints["draft"], "--device", "cpu", "--prompts",
+        prompts, "--method", "consequences", "--outcome", "similarity", "--substitutions", "3", "--max-new-tokens", "60",
+        "--out", str(tmp_path / "labels"),
+    ]  # fmt: skip
+    found = CliRunner().invoke(app, command)
+    assert found.exit_code == 0, found.output
+    assert "control: the target's own token keeps 100.0% of" in found.output
+    assert "labels an hour" in found.output
+    again = CliRunner().invoke(app, [*command, "--resume", "--json"])
+    assert json.loads(again.stdout)["controls"] > 0
