@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         Judged as Judged,
         JudgeOnly as JudgeOnly,
         Margin as Margin,
+        RandomAcceptance as RandomAcceptance,
         Relaxed as Relaxed,
         SpeculativeSampling as SpeculativeSampling,
         TopK as TopK,
@@ -49,8 +50,8 @@ __getattr__, __dir__, __all__ = _lazy_exports(
         "decoding.loop": ["decode"],
         "decoding.rule_parser": ["parse_rule", "resolve_rule"],
         "decoding.rules": [
-            "AcceptanceRule", "Exact", "FLy", "Judged", "JudgeOnly", "Margin", "Relaxed", "SpeculativeSampling", "TopK",
-            "Typical",
+            "AcceptanceRule", "Exact", "FLy", "Judged", "JudgeOnly", "Margin", "RandomAcceptance", "Relaxed",
+            "SpeculativeSampling", "TopK", "Typical",
         ],
         "decoding.sampling": ["Sampling"],
         "decoding.text": ["Batch", "generate", "stream"],

@@ -88,6 +88,29 @@ def test_figures_are_those_of_the_answers(tiny_pair: Pair, asked: str, judges: A
     assert not list((tmp_path / "eval").rglob("work"))
 
 
+def test_lost_and_gained_are_counted_example_by_example(
+    tiny_pair: Pair, asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer is right if its text has an even length: rules then win some examples and lose others."""
+    monkeypatch.setattr(
+        "selfjudge.tasks.file.File.extract", lambda self, row, text: "w7" if len(text) % 2 == 0 else "no"
+    )
+    exact, null, other = evaluated(tiny_pair, tmp_path / "eval", asked, ["exact", "null", "random:0.9"])
+    place = tmp_path / "eval" / "file:mine"
+    rows = {name: samples(place / f"{name}-g3") for name in ("exact", "null", "random:0.9")}
+    pairs = [(b["score"], a["score"]) for a, b in zip(rows["random:0.9"], rows["exact"], strict=True)]
+    lost, gained = sum(b > a for b, a in pairs), sum(b < a for b, a in pairs)
+    assert (other["lost"], other["gained"]) == (lost, gained)
+    assert lost + gained > 0
+    assert other["delta_score"] == pytest.approx((gained - lost) / 8)
+    for key, value in (("lost", lost / 8), ("gained", gained / 8), ("agreement", other["agreement"])):
+        low, high = other[f"{key}_ci"]
+        assert 0 <= low <= value <= high <= 1
+    assert rows["null"] == [row | {"agrees": 1.0} for row in rows["exact"]]  # float32: no rounding tells batches apart
+    assert (null["lost"], null["gained"], null["agreement"], null["batch"]) == (0, 0, 1.0, 1)
+    assert exact["lost"] is None
+
+
 def test_exact_gives_the_answers_of_plain_greedy_decoding(tiny_pair: Pair, asked: str, tmp_path: Path) -> None:
     evaluated(tiny_pair, tmp_path / "eval", asked, ["exact"], (4,))
     prompts = [json.loads(line)["prompt"] for line in Path(asked.removeprefix("file:")).read_text().splitlines()]

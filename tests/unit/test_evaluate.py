@@ -181,6 +181,15 @@ def test_a_runs_identity_knows_judge_and_threshold(tiny_pair: Pair, judges: Any)
     assert isinstance(plan_runs(["exact"], [3], {}, ())[0], Run)
 
 
+def test_a_null_is_exact_in_other_batches() -> None:
+    exact, null = plan_runs(["null", "exact"], [3], {}, ())
+    assert (exact.name, null.name) == ("exact", "null")
+    assert isinstance(null.rules[0], Exact)
+    assert [run.batch(8) for run in (exact, null)] == [8, 4]
+    assert (exact.batch(1), null.batch(1)) == (1, 2)
+    assert exact.meaning != null.meaning  # or its answers would be taken over
+
+
 def test_judges_that_have_seen_the_problems_are_named() -> None:
     assert learnt_folds(("gsm8k", "livecodebench")) == {1, 2, 3}
     assert learnt_folds(("livecodebench/train-2", "self")) == {0, 1, 3}

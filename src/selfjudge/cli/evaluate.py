@@ -89,6 +89,7 @@ def _row(summary: dict[str, Any]) -> dict[str, Any]:
         "Δm, %": with_spread(change, summary["m_ratio_ci"]),
         summary["measure"] or "score": figure(summary["score"], ".1%"),
         f"Δ {summary['measure'] or 'score'}, points": with_spread(summary["delta_score"], summary["delta_ci"]),
+        "lost / gained": "" if summary.get("lost") is None else f"{summary['lost']} / {summary['gained']}",
         summary["agreement_measure"].replace("_", " "): figure(summary["agreement"], ".2f"),
         "judged": figure(summary["judged_share"], ".1%"),
         "tokens/s": figure(summary["tokens_per_second"], ".0f"),

@@ -15,6 +15,7 @@ from selfjudge.decoding.rules import (
     Judged,
     JudgeOnly,
     Margin,
+    RandomAcceptance,
     Relaxed,
     SpeculativeSampling,
     TopK,
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
     from selfjudge.models.pair import Pair
 
 RULES: dict[str, type[AcceptanceRule]] = {
-    rule.name: rule for rule in (Exact, SpeculativeSampling, TopK, Relaxed, Typical, Margin, FLy, Judged, JudgeOnly)
+    rule.name: rule
+    for rule in (Exact, SpeculativeSampling, TopK, Relaxed, Typical, Margin, FLy, RandomAcceptance, Judged, JudgeOnly)
 }
 
 NOT_IN_TEXT = {"judge", "base", "sampling", "special"}

@@ -298,6 +298,38 @@ class FLy(AcceptanceRule):
 
 
 @dataclass(frozen=True, eq=False)
+class RandomAcceptance(AcceptanceRule):
+    """A mismatch passes with probability `share`, whatever it is: the floor under every other rule.
+
+    The random number is a hash of what the pass says of the draft, so that the rule has no state and an answer does
+    not depend on its neighbours.
+    """
+
+    name = "random"
+    summary = "a mismatch passes with this probability, whatever it is: the floor to compare other rules with"
+
+    share: float = 0.1
+    guard: bool = False
+    special: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.share <= 1, f"random needs a share in [0, 1], not {self.share}")
+
+    def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
+        at_draft = logits.gather(-1, block.draft_tokens[..., None]).squeeze(-1)
+        return aligned | (_hashed(block.draft_tokens, at_draft, logits.amax(-1)) < self.share)
+
+
+def _hashed(tokens: Tensor, *values: Tensor) -> Tensor:
+    """[...] numbers in [0, 1) that look random, from tokens and the bits of numbers that stand beside them."""
+    mixed = tokens.long() * 0x9E3779B1
+    for value in values:
+        mixed = (mixed ^ value.float().contiguous().view(torch.int32).long()) * 0x2545F4914F6CDD1D
+        mixed = mixed ^ (mixed >> 29)
+    return ((mixed >> 8) & 0xFFFFFF).float() / (1 << 24)
+
+
+@dataclass(frozen=True, eq=False)
 class Judged(AcceptanceRule):
     """The base rule accepts, OR judge(h at d_i) > θ. With θ = 1 or no score it is the base rule, bit for bit.
 

@@ -44,7 +44,7 @@ def compare_with_exact(folder: Path, exact: Path, task: Task, rows: Sequence[Row
     summary = read_json(folder / "summary.json", FinishedSummary)
     fingerprint, before = _fingerprint(exact), summary["compared_with"]
     needed = () if before is None else (folder, folder.parent / before.partition(":")[0])
-    complete = before == fingerprint and "delta_m_ci" in summary  # an older version did not write it
+    complete = before == fingerprint and "lost" in summary  # an older version did not write it
     if complete or not all((place / "samples.jsonl.gz").is_file() for place in needed):
         return summary
     samples = list(read_samples(folder))
@@ -53,7 +53,7 @@ def compare_with_exact(folder: Path, exact: Path, task: Task, rows: Sequence[Row
         raise SelfJudgeError(f"{exact} has no row {unknown[0]!r:.40}, {folder} has one: they do not compare")
     others = [by_id[sample["id"]] for sample in samples]
     agreement = _agreement(task if checkable else None, {row["id"]: row for row in rows}, samples, others)
-    summary |= {"compared_with": fingerprint, "agreement": agreement}
+    summary |= {"compared_with": fingerprint, **agreement}
     if exact.name == f"exact-g{summary['gamma']}":
         summary |= delta_m(samples, others)
     summary |= _delta_scores(summary, samples, others)
@@ -76,8 +76,8 @@ def _fingerprint(exact: Path) -> str:
 
 def _agreement(
     task: Task | None, rows: Mapping[str, Row], samples: Sequence[Row], others: Sequence[Row]
-) -> float | None:
-    """Mean of `agrees`, which is written into the samples.
+) -> dict[str, Any]:
+    """Mean of `agrees`, which is written into the samples, and its interval.
 
     With a task: the share of the scored examples that have the answer of `exact`, where it gave one. Without: the
     overlap of words.
@@ -90,7 +90,9 @@ def _agreement(
             same = other["answer"] is not None and task.same(rows[sample["id"]], other["answer"], sample["answer"])
             sample["agrees"] = None if other["answer"] is None else float(same)
     agrees = [sample["agrees"] for sample in samples if sample.get("agrees") is not None]
-    return float(np.mean(agrees)) if agrees else None
+    if not agrees:
+        return {"agreement": None, "agreement_ci": None}
+    return {"agreement": float(np.mean(agrees)), "agreement_ci": interval(np.asarray(agrees))}
 
 
 def _delta_scores(summary: Mapping[str, Any], samples: Sequence[Row], others: Sequence[Row]) -> dict[str, Any]:
@@ -101,9 +103,20 @@ def _delta_scores(summary: Mapping[str, Any], samples: Sequence[Row], others: Se
     }
     main = differences.pop(summary["measure"], None)
     return {
-        **({} if main is None else {"delta_score": float(main.mean()), "delta_ci": interval(main)}),
+        **({} if main is None else {"delta_score": float(main.mean()), "delta_ci": interval(main), **_changes(main)}),
         "delta_scores": {name: float(values.mean()) for name, values in differences.items()},
         "delta_scores_ci": {name: interval(values) for name, values in differences.items()},
+    }
+
+
+def _changes(differences: NDArray[Any]) -> dict[str, Any]:
+    """How many examples score less than with `exact`, how many more, and intervals of their shares."""
+    lost, gained = differences < 0, differences > 0
+    return {
+        "lost": int(lost.sum()),
+        "gained": int(gained.sum()),
+        "lost_ci": interval(lost.astype(float)),
+        "gained_ci": interval(gained.astype(float)),
     }
 
 

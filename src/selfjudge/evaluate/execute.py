@@ -84,7 +84,7 @@ class Execution:
         self.task = examples.task
         self.folder = out / examples.label / run.folder
         self.parts_folder = RunFolder(self.folder, done="summary.json", schema=FinishedSummary)
-        self.batch = config.batch or 1
+        self.batch = run.batch(config.batch or 1)
         self.max_new_tokens = config.max_new_tokens or self.task.new_tokens
 
     @property

@@ -17,6 +17,7 @@ from selfjudge.tasks.livecodebench import LiveCodeBench, fold
 if TYPE_CHECKING:
     from selfjudge.judge.model import Judge
 
+NULL = "null"
 Judges = Mapping[str, Sequence["Judge"]]
 """By name: one judge, or one for each fold of LiveCodeBench."""
 
@@ -31,6 +32,15 @@ class Run:
     judge: str | None = None
 
     @property
+    def is_null(self) -> bool:
+        """Whether it is `exact` once more, in batches of another size: it differs from `exact` by rounding alone."""
+        return self.name == NULL
+
+    def batch(self, size: int) -> int:
+        """Rows that are decoded together, where others have `size`."""
+        return size if not self.is_null else size // 2 if size > 1 else 2
+
+    @property
     def folder(self) -> str:
         return f"{self.name}-g{self.gamma}"
 
@@ -42,7 +52,7 @@ class Run:
     @cached_property
     def meaning(self) -> str:
         """Digest of what decides the answers beside the prompts: γ, the rules' options, thresholds and judges."""
-        digest = hashlib.sha256(str(self.gamma).encode())
+        digest = hashlib.sha256(f"{self.gamma}{NULL if self.is_null else ''}".encode())
         for rule in self.rules:
             names = dict.fromkeys(
                 [*(f.name for f in fields(rule)), *sorted(vars(rule))]
@@ -67,6 +77,7 @@ def plan_runs(
     """Runs of rules such as `exact`, `topk:2`, `judged:F@mine`, or of rule objects.
 
     A judged rule that names no judge runs once with each. `exact` comes first: the others are compared with it.
+    `null` is `exact` once more, in batches of another size.
     """
     variants: dict[str, tuple[tuple[AcceptanceRule, ...], str | None]] = {}
     for rule in sorted(rules, key=lambda rule: not (rule == "exact" or isinstance(rule, Exact))):
@@ -87,6 +98,8 @@ def _variants(
 ) -> dict[str, tuple[tuple[AcceptanceRule, ...], str | None]]:
     """What one rule's text stands for, by name: (the rule, or one for each fold; the judge's name)."""
     rule, _, wanted = spec.partition("@")
+    if spec == NULL:
+        return {NULL: ((EXACT,), None)}
     if not rule.startswith("judge"):
         if wanted:
             raise SelfJudgeError(f"rule {rule!r} does not use a judge: leave out @{wanted}")

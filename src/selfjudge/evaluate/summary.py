@@ -16,6 +16,7 @@ from selfjudge.tasks.base import Row, Task
 
 NOT_COMPARED: Mapping[str, Any] = {
     "delta_score": None, "delta_ci": None, "delta_scores": {}, "delta_scores_ci": {}, "agreement": None,
+    "agreement_ci": None, "lost": None, "gained": None, "lost_ci": None, "gained_ci": None,
     "delta_m": None, "delta_m_ci": None, "m_ratio": None, "m_ratio_ci": None, "compared_with": None,
 }  # fmt: skip
 """What a comparison with `exact` fills in."""
