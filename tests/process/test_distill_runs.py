@@ -18,12 +18,14 @@ from safetensors.torch import load_file
 
 import selfjudge.distill.data as data_module
 import selfjudge.distill.export
+from fake_gguf import write_model
 from runs import full_disk
 from selfjudge.decoding.text import generate
 from selfjudge.distill.config import DistillConfig
 from selfjudge.distill.pipeline import distill_draft
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.convert import materialise, read_compact
+from selfjudge.models.gguf import GgufFile
 from selfjudge.models.pair import Pair
 from selfjudge.store import read_tensors
 
@@ -101,11 +103,12 @@ def test_a_whole_run(
     plain = generate(both, ["w1 w2 w3"], gamma=0, max_new_tokens=20)
     assert generate(both, ["w1 w2 w3"], gamma=3, max_new_tokens=20)[0].tokens == plain[0].tokens
 
-    materialise(out / "compact", Path(checkpoints["target"]), tmp_path / "again")
+    write_model(pair.target, tmp_path / "target.gguf", {})
+    materialise(out / "compact", GgufFile(tmp_path / "target.gguf"), tmp_path / "again")
     one, other = (load_file(folder / "model.safetensors") for folder in (out, tmp_path / "again"))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
-    assert hf.AutoTokenizer.from_pretrained(tmp_path / "again").get_vocab() == pair.tokenizer.get_vocab()
+    assert hf.AutoTokenizer.from_pretrained(out).get_vocab() == pair.tokenizer.get_vocab()
 
 
 def test_float16_is_kept_where_int8_costs_agreement(

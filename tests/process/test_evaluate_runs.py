@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fake_gguf import write_model
 from runs import random_judges
-from selfjudge.decoding import text as shells
 from selfjudge.decoding.rules import Judged, TopK
 from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate import EvalConfig, evaluate_rules, execute
 from selfjudge.judge.model import Judge
+from selfjudge.models.gguf import model_of
 from selfjudge.models.pair import Pair
 from selfjudge.store import read_rows
 from selfjudge.tasks.base import Task
@@ -426,10 +427,20 @@ def test_times_can_be_left_out(tiny_pair: Pair, asked: str, tmp_path: Path) -> N
     assert found["mean_accepted_length"] > 1
 
 
-def test_all_rules_draft_with_the_same_weights(
-    tiny_pair: Pair, asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_weights_that_stay_in_a_file_have_no_likelihoods(
+    tiny_pair: Pair, asked: str, judges: Any, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(shells, "int8_draft", lambda *_: pytest.fail("rules are not comparable"))
-    evaluated(tiny_pair, tmp_path, asked, ["exact"])
-    with pytest.raises(pytest.fail.Exception):
-        generate(tiny_pair, ["w5"], gamma=3, max_new_tokens=2)
+    write_model(tiny_pair.target, tmp_path / "m.gguf", {})
+    blocks = replace(tiny_pair, target=model_of(tmp_path / "m.gguf"))
+    said: list[str] = []
+    rules = ["exact", "judged:0.4"]
+    found = evaluated(blocks, tmp_path / "blocks", asked, rules, (3,), judges, warn=said.append)
+    whole = evaluated(tiny_pair, tmp_path / "whole", asked, rules, (3,), judges)
+    assert [line.partition(":")[0] for line in said] == ["q4 weights"]
+    for one, other in zip(found, whole, strict=True):
+        assert (one["dtype"], one["draft_dtype"], one["substitutions"]) == ("q4", "float32", [])
+        assert one["mean_accepted_length"] == other["mean_accepted_length"]  # its floats are those of the model
+        assert one["judged_share"] == other["judged_share"]
+    folder = next((tmp_path / "blocks").glob("*/judged*"))
+    for row in read_rows(folder / "examples.jsonl"):
+        assert all(token.keys() == {"text", "origin", "cycle"} for token in row["tokens"])

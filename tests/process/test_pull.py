@@ -17,7 +17,7 @@ import pytest
 
 import fake_model
 from selfjudge.errors import SelfJudgeError
-from selfjudge.models.pull import pull
+from selfjudge.models.pull import checkpoint_folder, pull
 
 SCRIPT = Path(fake_model.__file__)
 
@@ -40,10 +40,10 @@ def world(tmp_path: Path, wheels: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("CONVERSIONS", str(tmp_path / "conversions"))
-    original = convert.convert
+    original = convert.convert, convert.save_tokenizer
     fake_model.install()
     yield tmp_path
-    convert.convert = original
+    convert.convert, convert.save_tokenizer = original
     catalogue.EMBEDDED.pop("fake", None)
 
 
@@ -55,14 +55,21 @@ def first_pull(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def pulled(world: Path, first_pull: Path) -> Path:
-    """The folder of the fake model, pulled."""
+    """The folder of the fake model's checkpoints, pulled and converted."""
     if first_pull.exists():
         shutil.copytree(first_pull, world / "home")
         (world / "conversions").write_text("x")
     else:
-        pull("fake")
+        converted()
         shutil.copytree(world / "home", first_pull)
     return world / "home" / "models" / "fake"
+
+
+def converted() -> Path:
+    """The folder of the checkpoints, made if needed."""
+    folder = checkpoint_folder("fake")
+    assert folder is not None
+    return folder.parent
 
 
 def conversions(world: Path) -> int:
@@ -76,26 +83,47 @@ def offline(world: Path) -> None:
 
 
 def leftovers(world: Path) -> list[str]:
-    return sorted(p.name for p in (world / "home" / "models").iterdir() if p.name not in ("fake", ".fake.lock"))
+    kept = ("fake", "fake.blocks", "fake.gguf", "fake.checked", ".fake.lock")
+    return sorted(p.name for p in (world / "home" / "models").iterdir() if p.name not in kept)
 
 
 def start(**environment: str) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, SCRIPT], env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True
+        [sys.executable, SCRIPT, "--checkpoint"], env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True
     )
 
 
-def test_pull_once_then_offline(world: Path) -> None:
+def test_pull_once_then_offline_and_convert_when_asked(world: Path) -> None:
     seen: list[tuple[str, float]] = []
-    folder = pull("fake", lambda stage, share: seen.append((stage, share)))
-    assert (folder / "target" / "model.safetensors").is_file()
+    file = pull("fake", lambda stage, share: seen.append((stage, share)))
+    assert file.read_bytes() == b"".join(fake_model.PARTS)
+    assert (file.with_suffix(".blocks") / "tokenizer" / "tokenizer.json").is_file()
     assert leftovers(world) == []
     assert seen[-1] == ("ready", 1.0)
     assert [share for stage, share in seen if stage == "fetching"] == sorted(s for n, s in seen if n == "fetching")
     offline(world)
-    assert pull("fake") == folder
-    assert pull("fake", verify=False) == folder
+    assert pull("fake") == file
+    assert pull("fake", verify=False) == file
+    assert conversions(world) == 0
+    assert not (world / "home" / "models" / "fake").exists()
+    for _ in range(2):
+        assert (converted() / "target" / "model.safetensors").is_file()
+    assert pull("fake") == file
     assert conversions(world) == 1
+    assert leftovers(world) == []
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "remove"])
+def test_a_damaged_file_is_fetched_again(
+    world: Path, pulled: Path, damage: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = pulled.with_suffix(".gguf")
+    good = file.read_bytes()
+    {"truncate": lambda: file.write_bytes(good[:-7]), "flip": lambda: file.write_bytes(good[:-1] + b"\x01"),
+     "remove": file.unlink}[damage]()  # fmt: skip
+    assert pull("fake", verify=False).read_bytes() == good
+    assert conversions(world) == 1
+    assert ("damaged: fetching it again" in capfd.readouterr().err) == (damage != "remove")
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "remove", "manifest"])
@@ -112,7 +140,8 @@ def test_damage_in_the_cache_is_found_and_mended(
         file.unlink()
     else:
         (pulled / "manifest.json").write_text('{"half')
-    pull("fake", verify=False)
+    offline(world)
+    assert converted() == pulled
     assert file.read_bytes() == good
     assert conversions(world) == 2
     assert "making it again" in capfd.readouterr().err
@@ -127,31 +156,30 @@ def test_a_flipped_bit_with_an_old_time_is_found_by_a_full_check(pulled: Path) -
     assert file.read_bytes() == good
 
 
-def test_a_new_draft_keeps_the_target_and_needs_no_network(
-    world: Path, pulled: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_draft_needs_no_network(world: Path, pulled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = pulled / "target" / "model.safetensors"
     good = file.read_bytes()
     offline(world)
     monkeypatch.setattr("selfjudge.models.pull.draft_sha256", lambda _: "another version's draft")
-    assert pull("fake", verify=False) == file.parents[1]
+    assert pull("fake", verify=False) == pulled.with_suffix(".gguf")
+    assert converted() == file.parents[1]
     assert file.read_bytes() == good
-    assert conversions(world) == 1
     assert leftovers(world) == []
 
 
 def test_nothing_is_lost_when_making_it_again_fails(world: Path, pulled: Path) -> None:
     (pulled / "target" / "model.safetensors").write_bytes(b"damaged")
+    pulled.with_suffix(".gguf").unlink()
     offline(world)
     with pytest.raises(SelfJudgeError, match="cannot fetch"):
-        pull("fake")
+        converted()
     assert (pulled / "manifest.json").is_file()
 
 
 def test_moved_times_are_written_down(world: Path, pulled: Path) -> None:
     file = pulled / "target" / "model.safetensors"
     os.utime(file, ns=(1, 1))
-    pull("fake", verify=False)
+    converted()
     manifest = json.loads((file.parents[1] / "manifest.json").read_text())
     assert manifest["files"]["target/model.safetensors"]["mtime_ns"] == 1
     assert conversions(world) == 1
@@ -161,7 +189,7 @@ def test_a_damaged_part_is_fetched_again(world: Path, capfd: pytest.CaptureFixtu
     parts = world / "home" / "models" / ".fake.parts"
     parts.mkdir(parents=True)
     (parts / "01.part").write_bytes(b"garbage")
-    assert (pull("fake") / "target").is_dir()
+    assert pull("fake").is_file()
     assert "fetching it again" in capfd.readouterr().err
 
 
@@ -169,7 +197,7 @@ def test_another_file_than_expected_is_refused(world: Path) -> None:
     fake_model.install(sha256="0" * 64)
     with pytest.raises(SelfJudgeError, match="sha256 differs"):
         pull("fake")
-    assert not (world / "home" / "models" / "fake").exists()
+    assert not (world / "home" / "models" / "fake.gguf").exists()
 
 
 def test_no_network_is_one_clear_line(world: Path) -> None:
@@ -199,7 +227,7 @@ def test_killed_while_converting_then_resumed_without_fetching(world: Path) -> N
     assert any("making" in name for name in leftovers(world))
     assert not (world / "home" / "models" / "fake").exists()
     offline(world)  # what was fetched is still there
-    assert (pull("fake") / "target" / "model.safetensors").is_file()
+    assert (converted() / "target" / "model.safetensors").is_file()
     assert leftovers(world) == []
 
 
@@ -213,14 +241,14 @@ def test_two_processes_at_once_convert_once(world: Path) -> None:
 
 def test_a_full_disk_leaves_nothing_behind(world: Path) -> None:
     done = subprocess.run(
-        [sys.executable, SCRIPT], env={**os.environ, "FLOATS": "4000000"}, capture_output=True, text=True, check=False,
+        [sys.executable, SCRIPT, "--checkpoint"], env={**os.environ, "FLOATS": "4000000"}, capture_output=True, text=True, check=False,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20)),
     )  # fmt: skip
     assert done.returncode == 2, done.stderr
     assert done.stderr.splitlines()[-1].startswith("selfjudge: converting fake failed")
     assert "Traceback" not in done.stderr
-    assert leftovers(world) == [".fake.parts"]
-    pull("fake")
+    assert leftovers(world) == []
+    converted()
 
 
 def test_too_little_room_is_said_before_any_work(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:

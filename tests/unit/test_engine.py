@@ -13,11 +13,11 @@ from selfjudge.engine import reference
 from selfjudge.engine.base import Engine
 from selfjudge.engine.cpu import engine as cpu
 from selfjudge.engine.cpu.engine import CpuEngine
-from selfjudge.engine.cpu.weights import quantise
 from selfjudge.engine.cuda import engine as cuda
 from selfjudge.engine.reference import ReferenceEngine
 from selfjudge.engine.select import borrowed, make_engine, release
 from selfjudge.errors import SelfJudgeError
+from selfjudge.models.weights import quantise
 
 MODELS = {kind: tiny_model(kind) for kind in CONFIGS}
 ENGINES = [("reference", kind) for kind in sorted(CONFIGS)] + [

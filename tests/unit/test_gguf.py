@@ -6,13 +6,15 @@ import struct
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import selfjudge.engine.select
 from conftest import VOCAB, tiny_model
-from fake_gguf import KINDS, check_kind, write_model
+from fake_gguf import KINDS, check_kind, dequantised, random_blocks, write_model
+from selfjudge.decoding.text import draft_dtype, generate
 from selfjudge.distill.pipeline import distill_draft
 from selfjudge.engine import unpacked as engine_unpacked
 from selfjudge.engine.cpu import engine as cpu
@@ -20,8 +22,8 @@ from selfjudge.engine.cpu.engine import CpuEngine
 from selfjudge.engine.reference import ReferenceEngine
 from selfjudge.engine.select import make_engine
 from selfjudge.errors import SelfJudgeError
-from selfjudge.evaluate.config import EvalConfig
-from selfjudge.evaluate.pipeline import evaluate_rules
+from selfjudge.evaluate.consistency import proxy
+from selfjudge.models import convert, memory, pair as pairs
 from selfjudge.models.gguf import BLOCKS, GgufFile, gguf_of, model_of
 from selfjudge.models.pair import Pair
 
@@ -189,10 +191,9 @@ def test_what_needs_whole_weights_says_so_before_any_work(tmp_path: Path, tiny_p
     write_model(small("qwen2"), tmp_path / "m.gguf", MIXED)
     pair = replace(tiny_pair, target=model_of(tmp_path / "m.gguf"))
     with pytest.raises(SelfJudgeError, match="this needs whole weights"):
-        evaluate_rules(pair, tmp_path / "eval", EvalConfig(tasks=("gsm8k",)))
+        proxy(pair)
     with pytest.raises(SelfJudgeError, match="this needs whole weights"):
         distill_draft(pair, tmp_path / "draft")
-    assert not (tmp_path / "eval").exists()
     assert not (tmp_path / "draft").exists()
 
 
@@ -217,3 +218,108 @@ def test_q4_needs_a_file_and_a_cpu(checkpoints: dict[str, str]) -> None:
         Pair.load(checkpoints["target"], checkpoints["draft"], device="cpu", dtype="q4")
     with pytest.raises(SelfJudgeError, match="`dtype` q4 needs a cpu, not meta"):
         Pair.load(checkpoints["target"], checkpoints["draft"], device="meta", dtype="q4")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_a_file_becomes_a_checkpoint(kind: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece has a few rows here, so that matrices have many."""
+    model = small(kind, tie_word_embeddings=tied)
+    write_model(model, tmp_path / "m.gguf", {})
+    monkeypatch.setattr(convert, "PIECE", 7 * 64)
+    told: list[float] = []
+    convert.convert(tmp_path / "m.gguf", tmp_path / "checkpoint", told.append)
+    assert told == sorted(told)
+    assert told[-1] == 1
+    made = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype=torch.float32)
+    assert type(made) is type(model)
+    assert made.get_output_embeddings().weight.data_ptr() == made.get_input_embeddings().weight.data_ptr() or not tied
+    for name, weight in model.state_dict().items():
+        assert torch.equal(made.state_dict()[name], weight.half().float()), name
+
+
+@pytest.mark.parametrize("kind", [0, 1, *KINDS], ids=lambda kind: BLOCKS[kind][0])
+def test_rows_of_a_tensor_are_the_floats_its_blocks_stand_for(kind: int, tmp_path: Path) -> None:
+    rows, cols = 5, 512
+    data = random_blocks(kind, rows, cols) if kind > 1 else np.ones((rows, cols), {0: np.float32, 1: np.float16}[kind])
+    (tmp_path / "m.gguf").write_bytes(_one_tensor(kind, rows, cols) + data.tobytes())
+    file = GgufFile(tmp_path / "m.gguf")
+    expected = dequantised(data, kind)
+    for some in (slice(None), slice(2, 4), np.array([4, 0, 4], np.int32)):
+        assert np.array_equal(file.floats(file.tensors["x"], some), expected[some])
+
+
+def _one_tensor(kind: int, rows: int, cols: int) -> bytes:
+    head = b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + struct.pack("<Q", 1) + b"x"
+    head += struct.pack("<IQQIQ", 2, cols, rows, kind, 0)
+    return head + bytes(-len(head) % 32)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_a_draft_in_blocks_is_the_draft_in_int8(kind: str, tmp_path: Path) -> None:
+    """Its embedding is kept in float16: here it has no more bits."""
+    model = small(kind)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.copy_(model.model.embed_tokens.weight.half())
+    convert.write_blocks(model, tmp_path / "draft.gguf")
+    blocks = model_of(tmp_path / "draft.gguf")
+    assert GgufFile(tmp_path / "draft.gguf").dtype == "int8"
+    tokens = torch.randint(0, VOCAB, (2, 20), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(CpuEngine(blocks).extend(tokens).logits, CpuEngine(model, int8=True).extend(tokens).logits)
+
+
+def test_a_drafts_embeddings_come_from_the_targets_file(tmp_path: Path) -> None:
+    target, draft = small("llama", tie_word_embeddings=False), small("llama", num_hidden_layers=1)
+    write_model(target, tmp_path / "m.gguf", {})
+    tensors = {n: t for n, t in draft.state_dict().items() if "embed" not in n and "lm_head" not in n}
+    tensors |= {name: torch.randn(64, 64) for name in ("proj_in", "proj_out")}
+    raw = {**draft.config.to_dict(), "tie_word_embeddings": False}
+    one, other = (convert.draft_model(tensors, raw, t) for t in (target, GgufFile(tmp_path / "m.gguf")))
+    for name, weight in one.state_dict().items():
+        assert torch.equal(weight, other.state_dict()[name])
+    assert torch.equal(one.lm_head.weight, target.lm_head.weight.detach() @ tensors["proj_out"])
+
+
+def test_a_local_file_runs_in_its_blocks_with_and_without_a_draft(
+    checkpoints: dict[str, str], tiny_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(small("qwen2"), tmp_path / "m.gguf", MIXED)
+    write_model(small("llama", num_hidden_layers=1), tmp_path / "d.gguf", {"_norm": "F32", "weight": "Q8_0"})
+    monkeypatch.setattr(pairs, "gguf_tokenizer", lambda _: tiny_pair.tokenizer)
+    target = str(tmp_path / "m.gguf")
+    alone = Pair.load(target, device="cpu", dtype="q4", needs_draft=False)
+    assert (alone.dtype, alone.draft, draft_dtype(alone)) == ("q4", None, "")
+    plain = generate(alone, "w1 w2 w3", gamma=0, max_new_tokens=12)
+    for draft, name in ((checkpoints["draft"], "float32"), (str(tmp_path / "d.gguf"), "int8")):
+        pair = Pair.load(target, draft, device="cpu", dtype="q4")
+        assert (pair.dtype, draft_dtype(pair)) == ("q4", name)
+        assert generate(pair, "w1 w2 w3", gamma=3, max_new_tokens=12).tokens == plain.tokens
+    with pytest.raises(SelfJudgeError, match="no draft ships for"):
+        Pair.load(target, device="cpu", dtype="q4")
+
+
+def test_too_little_memory_is_said_before_weights_are_read(
+    checkpoints: dict[str, str], tiny_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(small("llama"), tmp_path / "m.gguf", MIXED)
+    monkeypatch.setattr(pairs, "gguf_tokenizer", lambda _: tiny_pair.tokenizer)
+    monkeypatch.setattr(memory, "available_memory", lambda: 1000)
+    file = str(tmp_path / "m.gguf")
+    for target, dtype in ((file, "q4"), (file, "float32"), (checkpoints["target"], "float32")):
+        with pytest.raises(SelfJudgeError, match=r"needs 0\.0 GB of memory for its weights and 0\.0 GB are"):
+            Pair.load(target, needs_draft=False, device="cpu", dtype=dtype)
+
+
+def test_memory_is_what_the_system_and_the_group_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(memory, "GROUP", tmp_path)
+    assert memory.available_memory() is None
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    5 kB\n")
+    assert memory.available_memory() == 5 * 1024
+    (tmp_path / "memory.max").write_text("4000\n")
+    (tmp_path / "memory.current").write_text("3000\n")
+    assert memory.available_memory() == 1000
+    (tmp_path / "memory.stat").write_text("anon 10\nfile 500\nfile_mapped 3\n")
+    assert memory.available_memory() == 1500
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory.available_memory() == 5 * 1024

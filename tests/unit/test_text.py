@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -161,7 +162,7 @@ def test_answers_come_and_go_in_a_batch(tiny_pair: Pair, engine: str) -> None:
         assert cut.text == texts[id(answers[1])] == alone[1].text.split(stop)[0]
 
 
-def test_a_draft_may_be_rough_under_every_rule(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_rules_draft_with_the_same_weights(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     lent = []
 
     def noting(name: str, lend):
@@ -175,11 +176,15 @@ def test_a_draft_may_be_rough_under_every_rule(tiny_pair: Pair, monkeypatch: pyt
 
     monkeypatch.setattr(shells, "borrowed", noting("target", shells.borrowed))
     monkeypatch.setattr(shells, "borrowed_draft", noting("draft", shells.borrowed_draft))
-    asked = replace(tiny_pair, draft_int8=True)
-    for pair, rule, rough in ((tiny_pair, TopK(), False), (asked, TopK(), True), (asked, EXACT, True)):
-        lent.clear()
-        generate(pair, ["w5"], rule, gamma=2, max_new_tokens=2)
-        assert lent == [("target", False), ("draft", rough)]
+    for can in (False, True):
+        monkeypatch.setattr(shells, "supports_int8_draft", lambda *_, can=can: can)
+        for asked, rough in ((False, False), (True, True), (None, can)):
+            for rule in (EXACT, TopK()):
+                lent.clear()
+                generate(replace(tiny_pair, draft_int8=asked), ["w5"], rule, gamma=2, max_new_tokens=2)
+                assert lent == [("target", False), ("draft", rough)]
+    itself = replace(tiny_pair, draft=tiny_pair.target, draft_int8=None)
+    assert not shells.int8_draft(itself)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +193,10 @@ def test_a_draft_may_be_rough_under_every_rule(tiny_pair: Pair, monkeypatch: pyt
 def test_a_draft_is_int8_or_as_its_target(checkpoints: dict[str, str], dtype: str, message: str) -> None:
     with pytest.raises(SelfJudgeError, match=message):
         Pair.load(checkpoints["target"], checkpoints["draft"], device="cpu", draft_dtype=dtype)
-    assert Pair.load(checkpoints["target"], checkpoints["draft"], device="cpu", draft_dtype="int8").draft_int8
+    load = partial(Pair.load, checkpoints["target"], checkpoints["draft"], device="cpu")
+    assert load(draft_dtype="int8").draft_int8 is True
+    assert load().draft_int8 is None  # where the engine can
+    assert load(dtype="float32").draft_int8 is load(whole_weights=True).draft_int8 is False
 
 
 def test_int8_drafts_are_for_the_cpu(checkpoints: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from selfjudge.decoding.text import generate
 from selfjudge.judge.model import Judge
 from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.models.pair import Pair
-from selfjudge.models.pull import pull
+from selfjudge.models.pull import checkpoint_folder
 from selfjudge.prompts.builtin import BUILT_IN
 from selfjudge.types import Block
 
@@ -27,7 +27,7 @@ NEAR_THETA = 1e-3
 
 
 def folder(which: str) -> str:
-    return str(pull("smollm2-135m", verify=False) / which)
+    return str(checkpoint_folder({"target": "smollm2-135m", "draft": "smollm2-135m/draft"}[which]))
 
 
 def engine(**options: Any) -> dict[str, Any]:

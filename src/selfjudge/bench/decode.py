@@ -17,7 +17,7 @@ import torch
 from selfjudge.bench.config import DecodeBenchConfig
 from selfjudge.bench.passes import bandwidth, bytes_per_pass
 from selfjudge.decoding.rules import EXACT, AcceptanceRule
-from selfjudge.decoding.text import generate, int8_draft, int8_draft_always
+from selfjudge.decoding.text import draft_dtype, generate
 from selfjudge.engine.base import shape_reason
 from selfjudge.models.pair import Pair, Prompt
 from selfjudge.store import machine, versions
@@ -32,6 +32,8 @@ class _Run:
 
     name: str
     gamma: int
+    dtype: str
+    """Of the target."""
     answer: Callable[[Prompt], tuple[tuple[int, ...], Generation | None]]
     judged: bool = False
     seconds: list[float] = field(default_factory=list)
@@ -51,18 +53,21 @@ def bench_decode(
     rules: Sequence[tuple[str, AcceptanceRule]] = (),
     config: DecodeBenchConfig | None = None,
     *,
+    whole: Pair | None = None,
     notify: Notify = lambda text: None,
 ) -> dict[str, Any]:
     """Time every configuration at batch 1; the result is what `selfjudge bench decode --json` prints.
 
     Ratios are to the first configuration, the `baseline`: transformers without draft, or our own loop without `peers`.
+    transformers cannot run a pair in q4: it runs `whole`, the same pair in floats, and is left out where there is none.
     """
     config = config or DecodeBenchConfig()
     config.check()
-    runs = _runs(pair, rules, config)
+    runs = _runs(pair, rules, config, pair if pair.dtype != "q4" else whole)
     floor = _floor(pair)
     _time(runs, prompts, config.repeats, notify, warm_all=pair.target.device.type == "cuda")
-    rows = [_row(run, runs[0], floor) for run in runs]
+    firsts = {run.dtype: run for run in reversed(runs)}
+    rows = [_row(run, runs[0], firsts[run.dtype], floor) for run in runs]
     return {
         "machine": machine(),
         "versions": versions(),
@@ -75,8 +80,7 @@ def bench_decode(
         "max_new_tokens": config.max_new_tokens,
         "repeats": config.repeats,
         "confidence": config.confidence,
-        "draft_dtype": _draft_dtype(pair, int8_draft(pair, EXACT)),
-        "judged_draft_dtype": _draft_dtype(pair, int8_draft_always(pair)),
+        "draft_dtype": draft_dtype(pair),
         "target_floor_milliseconds": None if floor is None else floor * 1e3,
         "baseline": runs[0].name,
         "runs": rows,
@@ -84,7 +88,9 @@ def bench_decode(
     }
 
 
-def _runs(pair: Pair, rules: Sequence[tuple[str, AcceptanceRule]], config: DecodeBenchConfig) -> list[_Run]:
+def _runs(
+    pair: Pair, rules: Sequence[tuple[str, AcceptanceRule]], config: DecodeBenchConfig, whole: Pair | None
+) -> list[_Run]:
     """All configurations, the baseline first."""
 
     def ours(rule: AcceptanceRule, gamma: int) -> Callable[[Prompt], tuple[tuple[int, ...], Generation]]:
@@ -103,18 +109,22 @@ def _runs(pair: Pair, rules: Sequence[tuple[str, AcceptanceRule]], config: Decod
 
         return answer
 
-    def theirs(gamma: int = 0) -> Callable[[Prompt], tuple[tuple[int, ...], None]]:
-        limit = config.max_new_tokens
-        return lambda prompt: (transformers_tokens(pair, prompt, limit, gamma=gamma, raw=config.raw), None)
+    def theirs(whole: Pair, gamma: int = 0) -> _Run:
+        limit, name = config.max_new_tokens, "transformers-assisted" if gamma else "transformers-plain"
+
+        def answer(prompt: Prompt) -> tuple[tuple[int, ...], None]:
+            return transformers_tokens(whole, prompt, limit, gamma=gamma, raw=config.raw), None
+
+        return _Run(name, gamma, str(whole.target.dtype).removeprefix("torch."), answer)
 
     runs = []
-    if config.peers and pair.dtype != "q4":  # which transformers cannot run
-        runs += [_Run("transformers-plain", 0, theirs())]
-        runs += [_Run("transformers-assisted", g, theirs(g)) for g in config.gammas]
-    runs += [_Run("selfjudge-plain", 0, ours(EXACT, 0))]
-    runs += [_Run("selfjudge-exact", g, ours(EXACT, g)) for g in config.gammas]
+    if config.peers and whole is not None:
+        runs += [theirs(whole, gamma) for gamma in (0, *config.gammas)]
+    runs += [_Run("selfjudge-plain", 0, pair.dtype, ours(EXACT, 0))]
+    runs += [_Run("selfjudge-exact", g, pair.dtype, ours(EXACT, g)) for g in config.gammas]
     for name, rule in rules:
-        runs += [_Run(f"selfjudge-{name}", g, ours(rule, g), rule.judge is not None) for g in config.gammas]
+        judged = rule.judge is not None
+        runs += [_Run(f"selfjudge-{name}", g, pair.dtype, ours(rule, g), judged) for g in config.gammas]
     return runs
 
 
@@ -132,14 +142,15 @@ def _time(runs: Sequence[_Run], prompts: Sequence[Prompt], repeats: int, notify:
                 run.generations = [generation for _, generation in answers if generation is not None]
 
 
-def _row(run: _Run, baseline: _Run, floor: float | None) -> dict[str, Any]:
-    """The figures of one configuration."""
-    ratios = [mine / plain for mine, plain in zip(run.speeds, baseline.speeds, strict=True)]
-    same = sum(mine == plain for mine, plain in zip(run.tokens, baseline.tokens, strict=True))
+def _row(run: _Run, baseline: _Run, plain: _Run, floor: float | None) -> dict[str, Any]:
+    """The figures of one configuration: speed against the baseline, tokens against `plain`, which has its dtype."""
+    ratios = [mine / theirs for mine, theirs in zip(run.speeds, baseline.speeds, strict=True)]
+    same = sum(mine == theirs for mine, theirs in zip(run.tokens, plain.tokens, strict=True))
     phases = {p: sum(g.seconds[p] for g in run.generations) for p in PHASES if run.generations}
     return {
         "name": run.name,
         "gamma": run.gamma,
+        "dtype": run.dtype,
         "tokens_per_second": statistics.mean(run.speeds),
         "ratio_to_plain": statistics.mean(ratios),
         "spread": [min(ratios), max(ratios)],
@@ -150,11 +161,6 @@ def _row(run: _Run, baseline: _Run, floor: float | None) -> dict[str, Any]:
         "judge_time_share": _judge_time_share(run.generations) if run.judged else None,
         "over_floor": _over_floor(run.generations, floor),
     }
-
-
-def _draft_dtype(pair: Pair, int8: bool) -> str:
-    """The name of the draft's weight format as tables print it."""
-    return "int8" if int8 else "float32" if pair.dtype == "q4" else pair.dtype
 
 
 def _floor(pair: Pair) -> float | None:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from selfjudge.bench.config import DemoConfig
 from selfjudge.decoding.plain import respond
 from selfjudge.decoding.rules import EXACT, AcceptanceRule, Judged, TopK
-from selfjudge.decoding.text import generate
-from selfjudge.engine.select import supports_int8_draft
+from selfjudge.decoding.text import draft_dtype, generate
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.likelihood import Likelihood, likelihoods, mean_log_likelihood, substitutions
 from selfjudge.judge.model import Judge
@@ -35,13 +33,17 @@ OWN, SHIPPED = "judged, made just now", "judged, shipped"
 
 
 class Demo:
-    """`result` is what the demo has found so far: it can be printed whenever the demo is stopped."""
+    """`result` is what the demo has found so far: it can be printed whenever the demo is stopped.
 
-    def __init__(self, pair: Pair, config: DemoConfig, notify: Notify = lambda text: None) -> None:
+    `pair` decodes; `whole`, the same models in floats, makes labels and says how likely answers are.
+    """
+
+    def __init__(
+        self, pair: Pair, config: DemoConfig, notify: Notify = lambda text: None, *, whole: Pair | None = None
+    ) -> None:
         assert pair.draft is not None
-        if supports_int8_draft(pair.draft):  # the fastest way to draft, for all rules alike
-            pair = replace(pair, draft_int8=True)
         self.pair, self.config, self.notify = pair, config, notify
+        self.whole = whole or pair
         self.prompts = [text for _, text in BUILT_IN[: config.limit]]
         self._encoded = [pair.encode(prompt) for prompt in self.prompts]
         self._plain: list[Generation] = []
@@ -59,7 +61,8 @@ class Demo:
             "rows": [],
             "draft_log_likelihood": None,
             "substitutions": [],
-            "draft_int8": pair.draft_int8,
+            "dtype": pair.dtype,
+            "draft_dtype": draft_dtype(pair),
         }
 
     def make_judge(self, folder: Path) -> None:
@@ -68,7 +71,7 @@ class Demo:
         try:
             begun = time.perf_counter()
             config = LabelConfig(prompts=(f"self:{WRITTEN}",), max_new_tokens=64, suffix_length=10)
-            labels = label_pair(self.pair, folder / "labels", config, notify=self._stage(), warn=self.notify)
+            labels = label_pair(self.whole, folder / "labels", config, notify=self._stage(), warn=self.notify)
             own |= {
                 "labels": labels["rows"],
                 "acceptable": labels["acceptable"] / labels["rows"],
@@ -130,7 +133,7 @@ class Demo:
         )
         speed = sum(len(a.tokens) for a in answers) / (time.perf_counter() - start)
         self._plain = self._plain or answers
-        views = likelihoods(self.pair, [(e, a.tokens) for e, a in zip(self._encoded, answers, strict=True)])
+        views = likelihoods(self.whole, [(e, a.tokens) for e, a in zip(self._encoded, answers, strict=True)])
         if rule.judge is not None:
             changed = substitutions(self.pair, answers, views)
             self.result["substitutions"] = changed or self.result["substitutions"]
@@ -166,4 +169,4 @@ class Demo:
             self.pair.draft, self._encoded, eos_ids=self.pair.eos_ids, max_new_tokens=self.config.max_new_tokens
         )
         by_prompt = {index: answer for index, answer, _ in answers}
-        return mean_log_likelihood(likelihoods(self.pair, [(e, by_prompt[i]) for i, e in enumerate(self._encoded)]))
+        return mean_log_likelihood(likelihoods(self.whole, [(e, by_prompt[i]) for i, e in enumerate(self._encoded)]))

@@ -45,6 +45,7 @@ def decode(
     if chosen.gamma is not None:
         config = replace(config, gammas=(chosen.gamma,))
     pair = chosen.load()
+    whole = models.load(whole_weights=True) if config.peers and pair.dtype == "q4" and models.dtype is None else None
 
     from selfjudge.bench.decode import bench_decode
     from selfjudge.decoding.rule_parser import resolve_rule
@@ -53,14 +54,14 @@ def decode(
     rules = [(name, resolve_rule(pair, rule, **judge_options.as_arguments()))] if wanted else []
 
     with status() as notify:
-        result = bench_decode(pair, questions[:limit], rules, config, notify=notify)
+        result = bench_decode(pair, questions[:limit], rules, config, whole=whole, notify=notify)
     print_json(result) if as_json else _show_decode(result)
 
 
 def _show_decode(result: dict[str, Any]) -> None:
     typer.echo(
-        f"{result['pair']}, {result['device']}, {result['dtype']} (our draft {result['draft_dtype']},"
-        f" under judged {result['judged_draft_dtype']}), batch 1, {result['prompts']} prompts of"
+        f"{result['pair']}, {result['device']}, {result['dtype']} (our draft {result['draft_dtype']}),"
+        f" batch 1, {result['prompts']} prompts of"
         f" {result['max_new_tokens']} new tokens, {result['repeats']} repeats; {describe_machine(result)}"
     )
     print_rows(
@@ -68,6 +69,7 @@ def _show_decode(result: dict[str, Any]) -> None:
             {
                 "name": r["name"],
                 "γ": r["gamma"],
+                "dtype": r["dtype"],
                 "tokens/s": f"{r['tokens_per_second']:.1f}",
                 f"× {result['baseline']}": f"{r['ratio_to_plain']:.2f} ({r['spread'][0]:.2f}–{r['spread'][1]:.2f})",
                 "m": number(r["mean_accepted_length"], ".2f"),
@@ -140,7 +142,7 @@ def _model(name: str, place: DeviceOptions) -> Any:
     if shape == name:
         models = PairOptions(pair=name, device=place.device, dtype=place.dtype)
         models.check()
-        return models.load(needs_draft=False).target
+        return models.load(needs_draft=False, whole_weights=True).target
 
     from selfjudge.bench.shapes import check_shape
 
@@ -172,7 +174,7 @@ def draft(
     Example: selfjudge bench draft --prompts gsm8k --prompts dolly --limit 16 --data DIR
     """
     texts = _texts(prompts or [], limit, data)
-    pair = models.load()
+    pair = models.load(whole_weights=True)
 
     from selfjudge.bench.draft import bench_draft
 
@@ -238,7 +240,7 @@ def label(
     if not source.checkable:
         raise SelfJudgeError(f"{prompts} has no checkable answers, which answer preservation needs")
     asked = load_prompts(Source(prompts, limit), data)
-    pair = models.load()
+    pair = models.load(whole_weights=True)
 
     from selfjudge.bench.label import bench_label
 

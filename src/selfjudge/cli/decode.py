@@ -60,7 +60,7 @@ def generate(
     pair = chosen.load(needs_draft=gamma > 0)
 
     from selfjudge.decoding.rule_parser import resolve_rule
-    from selfjudge.decoding.text import stream
+    from selfjudge.decoding.text import draft_dtype, stream
 
     built = resolve_rule(pair, spec, sampling=decode.sampling, **judge_options.as_arguments())
     answer = stream(
@@ -78,7 +78,8 @@ def generate(
     _show(answer, color, quiet=as_json)
     result = answer.generation
     if as_json:
-        print_json({**_as_json(result, built), "pair": pair.name, "rule": spec, "gamma": gamma})
+        about = {"pair": pair.name, "dtype": pair.dtype, "draft_dtype": draft_dtype(pair, decode.engine)}
+        print_json({**_as_json(result, built), **about, "rule": spec, "gamma": gamma})
         return
     typer.echo()
     for token in result.judged_tokens if color else ():

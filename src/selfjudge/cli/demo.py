@@ -32,12 +32,13 @@ def demo(
     """
     models = PairOptions()
     pair = models.load()
+    whole = models.load(whole_weights=True) if pair.dtype == "q4" else pair
 
     from selfjudge.bench.demo import SHIPPED, Demo
     from selfjudge.judge.model import Judge
 
     with status() as line, tempfile.TemporaryDirectory() as folder:
-        run = Demo(pair, config, line)
+        run = Demo(pair, config, line, whole=whole)
         say = (lambda text: None) if as_json else line.print
         try:
             if config.labels:
@@ -118,8 +119,9 @@ def _show_notes(result: dict[str, Any]) -> None:
             f" {rows[0]['log_likelihood']:.3f} for its greedy answer,"
             f" {result['draft_log_likelihood']:.3f} for what the draft says alone."
         )
-    if result["draft_int8"]:
-        typer.echo("All rules draft with int8 weights here (generate --draft-dtype int8).")
+    typer.echo(
+        f"Weights: {result['dtype']}, the draft's {result['draft_dtype']}; labels and log-likelihoods in whole weights."
+    )
     if result["substitutions"]:
         pairs = [f"{b!r} for {a!r}" + (f" ({n} ×)" if n > 1 else "") for a, b, n in result["substitutions"][:8]]
         typer.echo(f"taken by the judge: {', '.join(pairs)}")

@@ -40,7 +40,7 @@ def distill(
 
     from selfjudge.distill.pipeline import distill_draft
 
-    pair = models.load(needs_draft=False)
+    pair = models.load(needs_draft=False, whole_weights=True)
     slow = pair.target.device.type == "cpu" and not config.prompts
     with going_on("the same command goes on from here"), progress() as update:
 

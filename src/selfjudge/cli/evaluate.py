@@ -64,7 +64,7 @@ def evaluate(
     from selfjudge.evaluate.pipeline import evaluate_rules
     from selfjudge.judge.model import Judge
 
-    pair = chosen.load()
+    pair = chosen.load(whole_weights=True)
     judges = {name: [Judge.from_pretrained(place) for place in places] for name, places in sources.items()}
     for loaded in (j for several in judges.values() for j in several):
         loaded.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
@@ -124,7 +124,7 @@ def reproduce(
 
     from selfjudge.evaluate.reproduce import reproduce_paper
 
-    loaded = models.load()
+    loaded = models.load(whole_weights=True)
     with progress() as update:
         result = reproduce_paper(loaded, out, config, notify=update, warn=warn)
     if as_json:

@@ -37,7 +37,9 @@ class DeviceOptions:
 
     device: str | None = setting(None, "cuda, mps or cpu; chosen if not given.")
     dtype: str | None = setting(
-        None, "Format of the weights; chosen if not given; int8 and q4 (GGUF files) are for a CPU.", choices=DTYPES
+        None,
+        "Format of the weights; chosen if not given; int8 and q4 (embedded models and GGUF files) are for a CPU.",
+        choices=DTYPES,
     )
 
     def check(self) -> None:
@@ -87,7 +89,7 @@ class PairOptions(DeviceOptions):
     target: str | None = setting(None, "Target model: hub id, checkpoint folder or GGUF file.")
     draft: str | None = setting(None, "Draft model: hub id, checkpoint folder or GGUF file.")
     draft_dtype: str | None = setting(
-        None, "Draft with int8 weights under every rule (CPU); lossless rules do so anyway.", choices=("int8",)
+        None, "Draft with int8 weights although --dtype is float32 (CPU); without --dtype it does.", choices=("int8",)
     )
 
     def check(self) -> None:
@@ -114,8 +116,8 @@ class PairOptions(DeviceOptions):
         if (known := EMBEDDED.get(self.name)) is not None:
             judge.check_target(known.name, known.sha256, judge.hidden_size)
 
-    def load(self, *, needs_draft: bool = True) -> Pair:
-        """The models, pulled where they have to be."""
+    def load(self, *, needs_draft: bool = True, whole_weights: bool = False) -> Pair:
+        """The models, pulled where they have to be; with `whole_weights` their default dtype is one of floats."""
         if needs_draft and self.draft is None and (self.name not in EMBEDDED or EMBEDDED[self.name].draft is None):
             raise SelfJudgeError(f"no draft ships for {self.name}: name one with `draft`")
 
@@ -129,6 +131,7 @@ class PairOptions(DeviceOptions):
                 dtype=self.dtype,
                 draft_dtype=self.draft_dtype,
                 needs_draft=needs_draft,
+                whole_weights=whole_weights,
                 progress=update,
             )
 
@@ -281,9 +284,13 @@ class Chosen:
         judge = JudgeOptions(judge=None if recipe.judge is None else str(recipe.judge))
         return cls(models, judge, recipe.rule, recipe.gamma, recipe)
 
-    def load(self, *, needs_draft: bool = True) -> Pair:
-        """The models, refused where the recipe is for others."""
-        pair = self.models.load(needs_draft=needs_draft)
+    def load(self, *, needs_draft: bool = True, whole_weights: bool = False) -> Pair:
+        """The models, on a CPU in the dtype of the recipe; refused where the recipe is for others."""
+        models = self.models
+        if self.recipe is not None and models.dtype is None and models.device_type == "cpu":
+            certified = self.recipe.content["dtype"]
+            models = replace(models, dtype=certified if certified in ("float32", "int8", "q4") else None)
+        pair = models.load(needs_draft=needs_draft, whole_weights=whole_weights)
         if self.recipe is not None:
             self.recipe.check(pair, warn)
         return pair

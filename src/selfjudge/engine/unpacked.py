@@ -7,7 +7,6 @@ free memory stay in floats; the others are unpacked again in every pass, some ro
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Iterator
 from weakref import WeakKeyDictionary
 
@@ -18,10 +17,11 @@ from torch import nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from selfjudge.engine.cpu.weights import head_order
-from selfjudge.models.gguf import LAYER, GgufFile, Tensor
+from selfjudge.models.gguf import LAYER, GgufFile, row_order
+from selfjudge.models.memory import available_memory
 
 PIECE = 1 << 24  # weights that are unpacked at a time
+SMALL = 1 << 31  # bytes that are free where the system does not say
 MODULES = {
     "query": "self_attn.q_proj", "key": "self_attn.k_proj", "value": "self_attn.v_proj", "out": "self_attn.o_proj",
     "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj",
@@ -48,8 +48,8 @@ class FileLinear(nn.Module):
     def _pieces(self) -> Iterator[torch.Tensor]:
         step = max(1, PIECE // self.tensor.cols)
         for start in range(0, self.tensor.rows, step):
-            rows = np.arange(start, min(start + step, self.tensor.rows))
-            yield unpack_rows(self.file, self.tensor, rows if self.order is None else self.order[rows])
+            rows = slice(start, start + step)
+            yield torch.from_numpy(self.file.floats(self.tensor, rows if self.order is None else self.order[rows]))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.kept is not None:
@@ -68,18 +68,8 @@ class FileEmbedding(nn.Module):
         file.check_finite(self.tensor)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        rows = unpack_rows(self.file, self.tensor, ids.flatten().numpy())
+        rows = torch.from_numpy(self.file.floats(self.tensor, ids.flatten().numpy()))
         return rows.view(*ids.shape, self.tensor.cols)
-
-
-def unpack_rows(file: GgufFile, tensor: Tensor, rows: NDArray[np.integer]) -> torch.Tensor:
-    """[rows, cols] some rows of a tensor in float32."""
-    from gguf import GGMLQuantizationType
-    from gguf.quants import dequantize
-
-    blocks = file.raw(tensor).reshape(tensor.rows, -1)[rows]
-    kind = GGMLQuantizationType(tensor.kind)
-    return torch.from_numpy(np.ascontiguousarray(dequantize(blocks, kind), dtype=np.float32))
 
 
 def floats(file: GgufFile, name: str) -> nn.Parameter:
@@ -88,44 +78,33 @@ def floats(file: GgufFile, name: str) -> nn.Parameter:
     return nn.Parameter(torch.from_numpy(file.floats(file.tensors[name])[0]), requires_grad=False)
 
 
-def _free_memory() -> int:
-    """Bytes of memory that nobody uses; where the system does not say, what a small machine has."""
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return 1 << 31
-
-
 _UNPACKED: WeakKeyDictionary[PreTrainedModel, PreTrainedModel] = WeakKeyDictionary()
 
 
 def unpacked(model: PreTrainedModel, file: GgufFile, room: int | None = None) -> PreTrainedModel:
     """The model of a file in modules that compute; at most `room` bytes of floats are kept. Made once per model."""
     if model not in _UNPACKED:
-        _UNPACKED[model] = _unpacked(model, file, _free_memory() // 2 if room is None else room)
+        _UNPACKED[model] = _unpacked(model, file, (available_memory() or SMALL) // 2 if room is None else room)
     return _UNPACKED[model]
 
 
 def _unpacked(model: PreTrainedModel, file: GgufFile, room: int) -> PreTrainedModel:
     whole: PreTrainedModel = copy.deepcopy(model, {id(p): p for p in model.parameters()})  # these have no values
     whole.base_model._forward_pre_hooks.clear()  # the one that refuses to compute without values
-    config, body = model.config, whole.base_model
+    body = whole.base_model
 
-    def matrix(name: str, old: nn.Module, heads: int | None = None) -> FileLinear:
+    def matrix(name: str, old: nn.Module) -> FileLinear:
         nonlocal room
         size = 4 * old.weight.numel()  # type: ignore[operator]
         keep = size <= room
         room -= size if keep else 0
-        rotated = heads is not None and file.metadata["general.architecture"] == "llama"
-        order = head_order(heads, config.head_dim) if heads is not None and rotated else None
-        return FileLinear(file, name, old.weight, order, keep)  # type: ignore[arg-type]
+        return FileLinear(file, name, old.weight, row_order(model.config, f"{name}.weight"), keep)  # type: ignore[arg-type]
 
-    heads = {"query": config.num_attention_heads, "key": config.num_key_value_heads}
     for i, layer in enumerate(body.layers):
         for name, short in LAYER.items():
             place, _, own = MODULES[name].partition(".")
             parent = getattr(layer, place)
-            setattr(parent, own, matrix(f"blk.{i}.{short}", getattr(parent, own), heads.get(name)))
+            setattr(parent, own, matrix(f"blk.{i}.{short}", getattr(parent, own)))
         layer.input_layernorm.weight = floats(file, f"blk.{i}.attn_norm.weight")
         layer.post_attention_layernorm.weight = floats(file, f"blk.{i}.ffn_norm.weight")
     body.norm.weight = floats(file, "output_norm.weight")

@@ -14,6 +14,7 @@ import torch
 from selfjudge.engine.teacher_forced import logits_of, teacher_forced
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.models.convert import quiet
+from selfjudge.models.gguf import check_whole_weights
 from selfjudge.models.pair import Pair
 from selfjudge.models.weights import check_weights
 
@@ -105,6 +106,7 @@ def classifier(name: str, device: torch.device | None = None) -> Entails:
 
 def proxy(pair: Pair) -> Entails:
     """The target as classifier: its probabilities of the letters A (supported) and C (contradicted)."""
+    check_whole_weights(pair.target)
     letters = [pair.tokenizer.encode(letter, add_special_tokens=False)[-1] for letter in "ABC"]
 
     @torch.no_grad()

@@ -11,6 +11,7 @@ from selfjudge.engine.teacher_forced import Sequences, teacher_forced
 from selfjudge.evaluate.likelihood import Likelihood, likelihoods, substitutions
 from selfjudge.judge.config import LOWEST
 from selfjudge.judge.model import Judge
+from selfjudge.models.gguf import gguf_of
 from selfjudge.models.pair import Pair, Prompt
 from selfjudge.tasks.base import Row
 from selfjudge.types import Generation
@@ -24,7 +25,7 @@ def frequent_substitutions(
 ) -> list[tuple[str, str, int]]:
     """(the target's choice, what was accepted instead, how often) in the first answers that have such a token."""
     chosen = [i for i, answer in enumerate(answers) if "judge" in answer.origins][:SUBSTITUTION_ANSWERS]
-    if not chosen:
+    if not chosen or gguf_of(pair.target) is not None:
         return []
     encoded = pair.encode_many([prompts[i] for i in chosen])
     seen = likelihoods(pair, [(ids, answers[i].tokens) for ids, i in zip(encoded, chosen, strict=True)])
@@ -34,38 +35,46 @@ def frequent_substitutions(
 def example_rows(
     pair: Pair, prompts: Sequence[Prompt], answers: Sequence[Generation], judges: Sequence[Judge | None]
 ) -> list[Row]:
-    """One row per answer: prompt, text, and each token's origin, target's choice, probabilities and judge score."""
-    encoded = pair.encode_many(prompts)
-    sequences = [(ids, answer.tokens) for ids, answer in zip(encoded, answers, strict=True)]
-    seen = likelihoods(pair, sequences)
-    scores = judge_scores(pair, judges, sequences, seen)
+    """One row per answer: prompt, text, and each token's origin, target's choice, probabilities and judge score.
+
+    Of a target whose weights stay in a file there are origins alone: the others take a pass of whole weights.
+    """
+    if gguf_of(pair.target) is not None:
+        columns: list[list[Row]] = [[{} for _ in answer.tokens] for answer in answers]
+    else:
+        encoded = pair.encode_many(prompts)
+        sequences = [(ids, answer.tokens) for ids, answer in zip(encoded, answers, strict=True)]
+        seen = likelihoods(pair, sequences)
+        scores = judge_scores(pair, judges, sequences, seen)
+        columns = [_columns(pair, *each) for each in zip(seen, scores, strict=True)]
     return [
         {
             "prompt": prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt),
             "text": answer.text,
-            "tokens": _token_rows(pair, answer, likelihood, judged),
+            "tokens": _token_rows(pair, answer, more),
         }
-        for prompt, answer, likelihood, judged in zip(prompts, answers, seen, scores, strict=True)
+        for prompt, answer, more in zip(prompts, answers, columns, strict=True)
     ]
 
 
-def _token_rows(
-    pair: Pair, answer: Generation, likelihood: Likelihood, judged: Sequence[float | None]
-) -> list[dict[str, object]]:
-    rows: list[dict[str, object]] = []
+def _columns(pair: Pair, likelihood: Likelihood, judged: Sequence[float | None]) -> list[Row]:
+    """What target and judge say of each token."""
+    return [
+        {
+            "choice": str(pair.tokenizer.decode([likelihood.choices[k]])),
+            "p": round(math.exp(likelihood.log_p[k]), 4),
+            "p_choice": round(math.exp(likelihood.choice_log_p[k]), 4),
+            "judge": judged[k],
+        }
+        for k in range(len(judged))
+    ]
+
+
+def _token_rows(pair: Pair, answer: Generation, columns: Sequence[Row]) -> list[Row]:
+    rows: list[Row] = []
     cycle = 0
-    for k, (token, origin) in enumerate(zip(answer.tokens, answer.origins, strict=True)):
-        rows.append(
-            {
-                "text": str(pair.tokenizer.decode([token])),
-                "origin": origin,
-                "choice": str(pair.tokenizer.decode([likelihood.choices[k]])),
-                "p": round(math.exp(likelihood.log_p[k]), 4),
-                "p_choice": round(math.exp(likelihood.choice_log_p[k]), 4),
-                "judge": judged[k],
-                "cycle": cycle,
-            }
-        )
+    for token, origin, more in zip(answer.tokens, answer.origins, columns, strict=True):
+        rows.append({"text": str(pair.tokenizer.decode([token])), "origin": origin, **more, "cycle": cycle})
         cycle += origin == "target"
     return rows
 

@@ -232,20 +232,11 @@ def answer_together(
     gamma: int,
     max_new_tokens: int,
     seeds: Sequence[int] | None = None,
-    same_draft_weights: bool = True,
 ) -> tuple[list[Generation], dict[str, float]]:
     """The answers of prompts that one rule decodes together, and the seconds by phase."""
     start = time.perf_counter()
     answers = generate(
-        pair,
-        prompts,
-        rule,
-        gamma=gamma,
-        max_new_tokens=max_new_tokens,
-        batch=len(prompts),
-        seeds=seeds,
-        same_draft_weights=same_draft_weights,
-        trace=False,
+        pair, prompts, rule, gamma=gamma, max_new_tokens=max_new_tokens, batch=len(prompts), seeds=seeds, trace=False
     )
     total = time.perf_counter() - start
     # the last to end took part in all passes

@@ -24,7 +24,7 @@ from selfjudge.evaluate.consistency import Entails, load_entailment
 from selfjudge.evaluate.execute import Execution, TaskExamples
 from selfjudge.evaluate.runs import Judges, Run, plan_runs
 from selfjudge.judge.model import Judge
-from selfjudge.models.gguf import check_whole_weights
+from selfjudge.models.gguf import gguf_of
 from selfjudge.models.pair import Pair
 from selfjudge.store import RunFolder, keep_settings, provenance, read_json, write_json
 from selfjudge.store.artefacts import FinishedSummary, RunRecord, TaskRecord
@@ -49,7 +49,6 @@ def evaluate_rules(
     `judges` by name: one judge, or one for each fold of LiveCodeBench; if None, the one that ships for the pair.
     """
     config.check()
-    check_whole_weights(pair.target)  # likelihoods of the examples are those of whole weights
     tasks = [TaskExamples.load(name, config) for name in config.tasks]
     on_gpu = pair.target.device.type == "cuda"
     config = replace(
@@ -62,6 +61,8 @@ def evaluate_rules(
     out = Path(out)
     entails, nli = _entailment(pair, out, tasks, config.nli, warn)
     config = replace(config, nli=nli)
+    if gguf_of(pair.target) is not None:
+        warn("q4 weights: examples have no likelihoods or judge scores, and substitutions are not counted")
     with RunFolder(out).working(_shared_settings(pair, config)):
         write_json(out / "run.json", _provenance(config, runs, out / "run.json"))
         summaries: list[dict[str, Any]] = []

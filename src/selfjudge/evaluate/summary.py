@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from selfjudge.decoding.text import draft_dtype
 from selfjudge.evaluate.compare import interval
 from selfjudge.evaluate.runs import Run
 from selfjudge.models.pair import Pair
@@ -42,6 +43,7 @@ def summarise(pair: Pair, task: Task, run: Run, samples: Sequence[Row], *, check
         **NOT_COMPARED,
         "agreement_measure": "same_answer" if checkable else "word_overlap",
         "dtype": pair.dtype,
+        "draft_dtype": draft_dtype(pair),
         **_provenance(task),
         "run_sha256": run.identity,
     }

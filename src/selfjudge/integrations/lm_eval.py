@@ -48,7 +48,7 @@ class SelfJudgeLM(TemplateLM):
         device, dtype = options.pop("device", None), options.pop("dtype", None)
         if options:
             raise SelfJudgeError(f"unknown model argument {', '.join(options)}")
-        self.pair = Pair.load(target or pair, draft, device=device, dtype=dtype)
+        self.pair = Pair.load(target or pair, draft, device=device, dtype=dtype, whole_weights=True)
         self.spec, self.max_gen_toks = rule, int(max_gen_toks)
         self.gamma = None if gamma is None else int(gamma)
         self.batch = int(batch_size) if str(batch_size).isdigit() else 8

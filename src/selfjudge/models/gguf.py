@@ -1,4 +1,4 @@
-"""GGUF files as they are: what a file says of its model, and where its tensors lie. No weight is converted here.
+"""GGUF files as they are: what a file says of its model, where its tensors lie, and their rows as floats.
 
 A model made from a file has the shape of its weights and none of their values: the CPU engine takes those from it.
 """
@@ -21,6 +21,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from selfjudge.errors import SelfJudgeError
+from selfjudge.models.weights import GROUP, quantise
 
 BLOCKS = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
@@ -159,9 +160,20 @@ class GgufFile:
         """The bytes of a tensor, in place."""
         return self.bytes[tensor.offset : tensor.offset + tensor.size]
 
-    def floats(self, tensor: Tensor) -> NDArray[np.float32]:
-        """[rows, cols] of a tensor that is stored in floats, as a copy."""
-        return self.raw(tensor).view(_FLOATS[tensor.kind]).astype(np.float32).reshape(tensor.rows, tensor.cols)
+    def floats(self, tensor: Tensor, rows: slice | NDArray[np.integer[Any]] = slice(None)) -> NDArray[np.float32]:
+        """[rows, cols] of a tensor as floats, as a copy: all rows, or some."""
+        raw = self.raw(tensor).reshape(tensor.rows, -1)[rows]
+        if tensor.kind in _FLOATS:
+            return raw.view(_FLOATS[tensor.kind]).astype(np.float32)
+        from gguf import quants  # our kernel has a reader of its own: this one is for files that are written anew
+
+        values: NDArray[np.float32] = getattr(quants, BLOCKS[tensor.kind][0]).dequantize_rows(raw)
+        return values
+
+    @property
+    def dtype(self) -> str:
+        """The name of the format of its blocks as tables print it: int8 where none has fewer bits, else q4."""
+        return "int8" if all(BLOCKS[t.kind][0] in ("F32", "F16", "Q8_0") for t in self.tensors.values()) else "q4"
 
     def check_finite(self, tensor: Tensor) -> None:
         """Refuse a tensor whose floats, or the scales of whose blocks, are not all numbers."""
@@ -182,6 +194,29 @@ class GgufFile:
             length = (tensor.offset + tensor.size) // mmap.PAGESIZE * mmap.PAGESIZE - start
             if length > 0:
                 self._map.madvise(mmap.MADV_DONTNEED, start, length)
+
+
+def head_order(heads: int, width: int) -> NDArray[np.int32]:
+    """Rows of a query or key matrix in a file of architecture `llama`, whose rotary pairs lie side by side."""
+    pairs = np.arange(heads * width, dtype=np.int32).reshape(heads, width // 2, 2)
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(-1)
+
+
+def row_order(config: PretrainedConfig, name: str) -> NDArray[np.int32] | None:
+    """Where the rows of a model's matrix, or the entries of its bias, lie in a file; None where they lie in order."""
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(name.split(".")[-2])
+    return head_order(heads, head_width(config)) if heads and config.model_type == "llama" else None
+
+
+def head_width(config: PretrainedConfig) -> int:
+    return getattr(config, "head_dim", None) or int(config.hidden_size // config.num_attention_heads)
+
+
+def int8_blocks(weight: torch.Tensor) -> NDArray[np.uint8]:
+    """A matrix in int8, as blocks of type Q8_0: a scale, then 32 values."""
+    values, scale = quantise(weight)
+    joined = torch.cat([scale.view(torch.uint8).view(-1, 2), values.view(torch.uint8).view(-1, GROUP)], 1)
+    return joined.numpy()
 
 
 def config_of(file: GgufFile) -> PretrainedConfig:
@@ -256,7 +291,7 @@ def _expected(file: GgufFile, name: str, shape: tuple[int, int] | None = None) -
 def expected_tensors(config: PretrainedConfig) -> dict[str, tuple[int, int]]:
     """Names and shapes of the tensors that a model of this config has in a file; biases and the head may be missing."""
     width, inner, vocabulary = config.hidden_size, config.intermediate_size, config.vocab_size
-    queries, keys = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+    queries, keys = (n * head_width(config) for n in (config.num_attention_heads, config.num_key_value_heads))
     layer = {
         "attn_q": (queries, width), "attn_k": (keys, width), "attn_v": (keys, width), "attn_output": (width, queries),
         "ffn_gate": (inner, width), "ffn_up": (inner, width), "ffn_down": (width, inner),

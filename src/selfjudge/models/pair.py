@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from selfjudge.errors import EMPTY_PROMPT, SelfJudgeError, first_line
 from selfjudge.judge.model import Judge
 from selfjudge.models.catalogue import EMBEDDED, check_reference, draft_for, shipped_draft
-from selfjudge.models.convert import gguf_tokenizer, load_gguf, quiet
-from selfjudge.models.gguf import gguf_of, model_of
-from selfjudge.models.pull import Progress, checkpoint_folder, draft_sha256, gguf_file
+from selfjudge.models.convert import STORED_DTYPE, gguf_tokenizer, load_gguf, quiet
+from selfjudge.models.gguf import ARCHITECTURES, GgufFile, gguf_of, model_of
+from selfjudge.models.memory import check_memory
+from selfjudge.models.pull import Progress, block_file, checkpoint_folder, draft_sha256
 from selfjudge.models.tokens import end_ids, special_ids
 from selfjudge.models.weights import check_weights
 from selfjudge.store import fingerprint, weight_files
@@ -40,8 +41,8 @@ class Pair:
     draft_sha256: str = ""
     int8: bool = False
     """Whether both models run with weights quantised to int8 (CPU engine)."""
-    draft_int8: bool = False
-    """Whether the draft alone runs with such weights under every rule; under lossless rules it does so anyway."""
+    draft_int8: bool | None = False
+    """Whether the draft runs with such weights, under every rule; None: where the CPU engine can."""
 
     @classmethod
     def load(
@@ -53,27 +54,34 @@ class Pair:
         dtype: str | torch.dtype | None = None,
         draft_dtype: str | None = None,
         needs_draft: bool = True,
+        whole_weights: bool = False,
         progress: Progress | None = None,
     ) -> Pair:
         """Load by embedded name (its draft ships with it), hub id, checkpoint folder or GGUF file.
 
         The device is cuda, mps or cpu, the first that is there. The dtype is bfloat16 on cuda, float16 on mps, float32
-        on cpu. The dtype `int8` loads float32 and lets the CPU engine quantise it; as `draft_dtype`, only the draft.
-        `q4` leaves the target in its GGUF file, whose blocks the CPU engine runs as they are; its draft runs in int8.
+        on cpu, where the draft then runs in int8 if it can.
+        `q4` leaves weights in their GGUF file, whose blocks the CPU engine runs as they are; `int8` loads float32 and
+        lets the CPU engine quantise it. With a dtype of floats the draft has it, too, unless `draft_dtype` is int8.
+        `whole_weights` chooses a dtype of floats: for labels, likelihoods and training.
         Without `needs_draft` the pair may lack a draft: it is then good for plain decoding.
         """
         place = chosen_device(device)
-        int8, draft_int8, blocks = dtype == "int8", draft_dtype == "int8", dtype == "q4"
+        int8, blocks = dtype == "int8", dtype == "q4"
         kind = torch.float32 if int8 or blocks else chosen_dtype(dtype, place)
         _check_cpu_dtypes(place, kind, dtype, draft_dtype)
+        default = dtype is None and place.type == "cpu" and not whole_weights
+        draft_int8 = True if draft_dtype else None if blocks or default else False
         name = target if draft is None else f"{target}+{draft}"
         load = _load_blocks if blocks else _load
         model, tokenizer, target_sha256 = load(target, "target", place, kind, progress)
         if draft is None and not needs_draft and shipped_draft(target) is None:
             return cls(name, model, None, tokenizer, target, "", target_sha256, int8=int8)
         draft = draft_for(target, draft)
-        small, small_tokenizer, small_sha256 = _load(draft, "draft", place, kind, progress)
-        check_tokenizers(tokenizer, small_tokenizer, target, draft)
+        load = _load_blocks if blocks and stays_in_file(draft) else _load
+        small, small_tokenizer, small_sha256 = load(draft, "draft", place, kind, progress)
+        if draft != shipped_draft(target):
+            check_tokenizers(tokenizer, small_tokenizer, target, draft)
         for reference, loaded in ((target, model), (draft, small)):
             rows = loaded.get_input_embeddings().weight.shape[0]
             if rows < len(tokenizer):
@@ -191,6 +199,16 @@ def chosen_dtype(dtype: str | torch.dtype | None, place: torch.device) -> torch.
     return known[dtype]
 
 
+def stays_in_file(reference: str) -> bool:
+    """Whether a model can run from the blocks of its GGUF file: an embedded one, or a file of a known architecture."""
+    if reference.removesuffix("/draft") in EMBEDDED:
+        return True
+    path = Path(reference).expanduser()
+    if path.suffix != ".gguf" or not path.is_file():
+        return False
+    return GgufFile(path).metadata.get("general.architecture") in ARCHITECTURES
+
+
 def _load(
     reference: str, role: str, place: torch.device, dtype: torch.dtype, progress: Progress | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
@@ -199,17 +217,30 @@ def _load(
     if (folder := checkpoint_folder(reference, progress)) is not None:
         embedded = EMBEDDED[reference.removesuffix("/draft")]
         sha256 = embedded.sha256 if folder.name == "target" else draft_sha256(embedded) or ""
+        stored = sum(file.stat().st_size for file in weight_files(folder))
+        check_memory(stored // STORED_DTYPE.itemsize * dtype.itemsize, reference)
         model, tokenizer = _checkpoint(folder, dtype)
         return model.to(place), tokenizer, sha256
     path = Path(reference).expanduser()
     if path.suffix == ".gguf" and path.is_file():
+        check_memory(_weights(path) * dtype.itemsize, reference)
         model, tokenizer = load_gguf(path, dtype)
         return model.to(place), tokenizer, fingerprint([path])
     if path.is_dir():
+        stored = sum(file.stat().st_size for file in weight_files(path))
+        check_memory(stored // torch.float32.itemsize * dtype.itemsize, reference)  # at least: it may be stored in less
         model, tokenizer = _checkpoint(path, dtype)
         return model.to(place), tokenizer, fingerprint(weight_files(path))
     model, tokenizer = _checkpoint(reference, dtype)
     return model.to(place), tokenizer, fingerprint(weight_files(reference))
+
+
+def _weights(path: Path) -> int:
+    """How many weights a GGUF file holds; 0 for a file that only transformers may be able to read."""
+    try:
+        return sum(tensor.rows * tensor.cols for tensor in GgufFile(path).tensors.values())
+    except SelfJudgeError:
+        return 0
 
 
 def _load_blocks(
@@ -217,16 +248,20 @@ def _load_blocks(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
     """`_load` for a model whose weights stay in a GGUF file."""
     check_reference(reference, role)
-    if reference in EMBEDDED:
-        file = gguf_file(reference, progress)
-        folder = checkpoint_folder(reference, progress)
+    if (found := block_file(reference, progress)) is not None:
+        path, folder = found
+        embedded = EMBEDDED[reference.removesuffix("/draft")]
+        sha256 = embedded.sha256 if embedded.name == reference else draft_sha256(embedded) or ""
         with quiet():
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        return model_of(file), tokenizer, EMBEDDED[reference].sha256
-    path = Path(reference).expanduser()
-    if path.suffix != ".gguf" or not path.is_file():
-        raise SelfJudgeError(f"`dtype` q4 needs a GGUF file or an embedded model, not {reference}")
-    return model_of(path), gguf_tokenizer(path), fingerprint([path])
+    else:
+        path = Path(reference).expanduser()
+        if path.suffix != ".gguf" or not path.is_file():
+            raise SelfJudgeError(f"`dtype` q4 needs a GGUF file or an embedded model, not {reference}")
+        tokenizer, sha256 = None, fingerprint([path])
+    model = model_of(path)
+    check_memory(path.stat().st_size, reference)  # its blocks are copied in another order
+    return model, tokenizer or gguf_tokenizer(path), sha256
 
 
 def _checkpoint(source: Path | str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

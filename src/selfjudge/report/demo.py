@@ -73,8 +73,8 @@ def _table(result: Mapping[str, Any]) -> Table:
     notes = [f"The judges’ threshold rejects {100 * quality:g} % of bad substitutions (q{quality:g})."]
     if result.get("draft_log_likelihood") is not None:
         notes.append(f"The draft’s own answers: log-likelihood {fixed(result['draft_log_likelihood'], 3)}.")
-    if result.get("draft_int8"):
-        notes.append("All rules draft with int8 weights here.")
+    if result.get("dtype"):
+        notes.append(f"Weights: {result['dtype']}, the draft’s {result['draft_dtype']}.")
     return Table("rules", "Rules side by side", columns, tuple(result["rows"]), " ".join(notes))
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from selfjudge.decoding.text import int8_draft
 from selfjudge.engine.select import engine_kind
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.config import Notify, Warn
@@ -165,7 +166,7 @@ class _Job:
             "target": pair.target_sha256 or pair.target_id,
             "draft": pair.draft_sha256 or pair.draft_id,
             "dtype": pair.dtype,
-            "draft_dtype": "int8" if pair.draft_int8 else None,
+            "draft_dtype": "int8" if int8_draft(pair) else None,
             "engine": engine_kind(pair.target, int8=pair.int8),
         }
 
@@ -186,7 +187,6 @@ class _Tuning:
             job.batch,
             answer_tokens(config, job.prompts),
             config.seed,
-            not config.times,
             math.inf if config.minutes is None else time.monotonic() + 60 * config.minutes,
         )
         self.names: dict[int, str] = {}

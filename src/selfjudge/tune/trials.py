@@ -89,8 +89,6 @@ class Trials:
     batch: int
     max_new_tokens: int
     seed: int
-    same_draft_weights: bool
-    """Whether m is compared. Where time is, `exact` drafts as it does elsewhere: on a CPU with int8 weights."""
     deadline: float
     """Of `time.monotonic`; no batch is begun after it."""
 
@@ -123,7 +121,6 @@ class Trials:
                 gamma=run.gamma,
                 max_new_tokens=self.max_new_tokens,
                 seeds=[row_seed(self.seed, start + i) for i in range(len(prompts))],
-                same_draft_weights=self.same_draft_weights,
             )
             write_rows(file, self._samples(prompts, answers, exact))
             seal = self.folder.seal(name, [f"work/{file.name}"], run.identity, seconds=seconds)
@@ -189,9 +186,7 @@ class Trials:
         except SelfJudgeError:
             return None
         most = min(most, self.max_new_tokens)
-        answers, seconds = answer_together(
-            self.pair, prompts, run.rules[0], gamma=gamma, max_new_tokens=most, same_draft_weights=False
-        )
+        answers, seconds = answer_together(self.pair, prompts, run.rules[0], gamma=gamma, max_new_tokens=most)
         return sum(len(answer.tokens) for answer in answers) / seconds["total"]
 
 

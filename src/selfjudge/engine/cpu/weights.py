@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from selfjudge.engine.cpu.library import Layer, Matrix, Model, library
-from selfjudge.models.gguf import LAYER, GgufFile, gguf_of
-from selfjudge.models.weights import GROUP, quantise
+from selfjudge.models.gguf import LAYER, GgufFile, gguf_of, head_width, int8_blocks, row_order
 
 F32, F16, Q8_0 = 0, 1, 8
 LINE = 64  # bytes of a cache line
@@ -37,7 +36,7 @@ class Packed:
             self.model = self._from_file(file, config)
 
     def _described(self, config: PretrainedConfig, embedding: tuple[int, int], norm: int, head: Matrix) -> Model:
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        width = head_width(config)
         return Model(
             config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.num_key_value_heads, width,
             config.intermediate_size, config.rms_norm_eps, *embedding, self.layers, norm, head,
@@ -77,7 +76,7 @@ class Packed:
         if not self.int8:
             self.bytes_per_pass += weight.numel() * 4
             return Matrix(self._pointer(weight), at_bias, rows, cols, F32)
-        return self._packed(blocks_of(weight), rows, cols, Q8_0, at_bias)
+        return self._packed(int8_blocks(weight), rows, cols, Q8_0, at_bias)
 
     # ---------------------------------------------------------------------------------------------- from a GGUF file
 
@@ -88,17 +87,16 @@ class Packed:
             for name, tensor in file.tensors.items()
             if tensor.kind not in (F32, F16) and name.startswith(("blk.", head_name))
         )
-        rotated = file.metadata["general.architecture"] == "llama"
         for i, layer in enumerate(self.layers):
             for name, short in LAYER.items():
-                heads = {"query": config.num_attention_heads, "key": config.num_key_value_heads}.get(name)
-                order = head_order(heads, config.head_dim) if heads and rotated else None
+                order = row_order(config, f"blk.{i}.{short}.weight")
                 setattr(layer, name, self._file_matrix(file, f"blk.{i}.{short}", order))
             layer.attention_norm = self._file_floats(file, f"blk.{i}.attn_norm.weight")
             layer.mlp_norm = self._file_floats(file, f"blk.{i}.ffn_norm.weight")
         head = self._file_matrix(file, head_name)
         embedding = file.tensors["token_embd.weight"]
         file.check_finite(embedding)
+        file.forget(embedding)
         self.kept.append(file)  # rows of the embedding are read from it as they are needed
         at = file.bytes.ctypes.data + embedding.offset, embedding.kind
         return self._described(config, at, self._file_floats(file, "output_norm.weight"), head)
@@ -148,19 +146,6 @@ class Packed:
         self.kept.append(room)
         self.kernel.use_large_pages(room.data_ptr(), size)
         self._free = -(-room.data_ptr() // LINE) * LINE
-
-
-def head_order(heads: int, width: int) -> NDArray[np.int32]:
-    """Rows of a query or key matrix in a file of architecture `llama`, whose rotary pairs lie side by side."""
-    pairs = np.arange(heads * width, dtype=np.int32).reshape(heads, width // 2, 2)
-    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(-1)
-
-
-def blocks_of(weight: Tensor) -> NDArray[np.uint8]:
-    """A matrix in int8, as blocks of type Q8_0: a scale, then 32 values."""
-    values, scale = quantise(weight)
-    joined = torch.cat([scale.view(torch.uint8).view(-1, 2), values.view(torch.uint8).view(-1, GROUP)], 1)
-    return joined.numpy()
 
 
 _PACKED: WeakKeyDictionary[PreTrainedModel, dict[tuple[bool, str], Packed]] = WeakKeyDictionary()

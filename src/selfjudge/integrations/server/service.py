@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from selfjudge.decoding.sampling import Sampling
+from selfjudge.decoding.text import draft_dtype
 from selfjudge.integrations.server.config import BYTES_PER_TOKEN, ServerConfig
 from selfjudge.integrations.server.errors import FAILURES, RefusedError
 from selfjudge.integrations.server.rules import RuleOptions, Rules
@@ -162,6 +163,7 @@ class Service:
                 "gamma": rules.gamma,
                 "device": pair.target.device.type,
                 "dtype": pair.dtype,
+                "draft_dtype": draft_dtype(pair, self.config.engine),
             },
         }
 

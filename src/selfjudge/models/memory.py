@@ -1,0 +1,44 @@
+"""How much memory there is: asked before weights are loaded that would not fit."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from selfjudge.errors import SelfJudgeError
+
+GROUP = Path("/sys/fs/cgroup")
+MEMINFO = Path("/proc/meminfo")
+
+
+def available_memory() -> int | None:
+    """Bytes that can be had without swapping, within the limit of a container; None where the system does not say."""
+    known = [_field(MEMINFO, "MemAvailable", 1024), _left_of_group()]
+    return min((size for size in known if size is not None), default=None)
+
+
+def check_memory(needed: int, reference: str) -> None:
+    """Refuse a model whose weights do not fit."""
+    free = available_memory()
+    if free is not None and needed > free:
+        raise SelfJudgeError(
+            f"{reference} needs {needed / 1e9:.1f} GB of memory for its weights and {free / 1e9:.1f} GB are available"
+        )
+
+
+def _left_of_group() -> int | None:
+    """What the limit of a control group leaves; pages of files do not count, the system drops them."""
+    try:
+        limit = int((GROUP / "memory.max").read_text())
+        used = int((GROUP / "memory.current").read_text())
+    except (OSError, ValueError):  # no such limit
+        return None
+    return limit - used + (_field(GROUP / "memory.stat", "file", 1) or 0)
+
+
+def _field(file: Path, name: str, unit: int) -> int | None:
+    try:
+        found = re.search(rf"^{name}:?\s+(\d+)", file.read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return None if found is None else int(found[1]) * unit
