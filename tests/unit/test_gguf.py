@@ -287,11 +287,11 @@ def test_a_local_file_runs_in_its_blocks_with_and_without_a_draft(
     write_model(small("llama", num_hidden_layers=1), tmp_path / "d.gguf", {"_norm": "F32", "weight": "Q8_0"})
     monkeypatch.setattr(pairs, "gguf_tokenizer", lambda _: tiny_pair.tokenizer)
     target = str(tmp_path / "m.gguf")
-    alone = Pair.load(target, device="cpu", dtype="q4", needs_draft=False)
+    alone = Pair.load(target, device="cpu", needs_draft=False)
     assert (alone.dtype, alone.draft, draft_dtype(alone)) == ("q4", None, "")
     plain = generate(alone, "w1 w2 w3", gamma=0, max_new_tokens=12)
     for draft, name in ((checkpoints["draft"], "float32"), (str(tmp_path / "d.gguf"), "int8")):
-        pair = Pair.load(target, draft, device="cpu", dtype="q4")
+        pair = Pair.load(target, draft, device="cpu")
         assert (pair.dtype, draft_dtype(pair)) == ("q4", name)
         assert generate(pair, "w1 w2 w3", gamma=3, max_new_tokens=12).tokens == plain.tokens
     with pytest.raises(SelfJudgeError, match="no draft ships for"):

@@ -59,18 +59,20 @@ class Pair:
     ) -> Pair:
         """Load by embedded name (its draft ships with it), hub id, checkpoint folder or GGUF file.
 
-        The device is cuda, mps or cpu, the first that is there. The dtype is bfloat16 on cuda, float16 on mps, float32
-        on cpu, where the draft then runs in int8 if it can.
+        The device is cuda, mps or cpu, the first that is there. The dtype is bfloat16 on cuda, float16 on mps. On cpu it
+        is `q4` for embedded models and GGUF files, float32 for others, and the draft then runs in int8 if it can.
         `q4` leaves weights in their GGUF file, whose blocks the CPU engine runs as they are; `int8` loads float32 and
         lets the CPU engine quantise it. With a dtype of floats the draft has it, too, unless `draft_dtype` is int8.
         `whole_weights` chooses a dtype of floats: for labels, likelihoods and training.
         Without `needs_draft` the pair may lack a draft: it is then good for plain decoding.
         """
         place = chosen_device(device)
+        default = dtype is None and place.type == "cpu" and not whole_weights
+        if default and stays_in_file(target):
+            dtype = "q4"
         int8, blocks = dtype == "int8", dtype == "q4"
         kind = torch.float32 if int8 or blocks else chosen_dtype(dtype, place)
         _check_cpu_dtypes(place, kind, dtype, draft_dtype)
-        default = dtype is None and place.type == "cpu" and not whole_weights
         draft_int8 = True if draft_dtype else None if blocks or default else False
         name = target if draft is None else f"{target}+{draft}"
         load = _load_blocks if blocks else _load
