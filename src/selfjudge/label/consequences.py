@@ -216,9 +216,7 @@ def continuations(
         for start in range(0, len(order), batch):
             part = order[start : start + batch]
             requests = [Request(prefixes[i], limits[i]) for i in part]
-            answers = answer_requests(
-                pair, requests, policy, batch=batch, gamma=config.gamma, same_draft_weights=True, trace=False
-            )
+            answers = answer_requests(pair, requests, policy, batch=batch, gamma=config.gamma, trace=False)
             for i, answer in zip(part, answers, strict=True):
                 new[i] = answer.tokens
             notify((start + len(part)) / len(order))
