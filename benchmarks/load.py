@@ -256,7 +256,7 @@ def served(arguments: list[str]) -> tuple[Any, Any, Any]:
         engine: Engine = "auto", *, models: PairOptions, judge_options: JudgeOptions, config: ServerConfig
     ) -> tuple[Any, Any, Any]:
         chosen = replace(config, theta=judge_options.threshold, quality=judge_options.quality, engine=engine)
-        return load(models, judge_options, chosen)
+        return *load(models, judge_options, chosen), chosen
 
     app = typer.Typer()
     app.command()(command)

@@ -20,12 +20,15 @@ if TYPE_CHECKING:
 
 MAX_GAMMA = 20
 """The most draft tokens of a cycle, everywhere: the longest blocks that the paper uses."""
+Gamma = int | Literal["auto"]
+"""Draft tokens of a cycle, or `auto`: chosen while decoding (`decoding/gamma.py`)."""
 DEFAULT_THETA = "R"
 """The judge's threshold where nobody names one, everywhere: the strict one of the two that a judge is trained with."""
 
 
 def default_gamma(device: str) -> int:
-    """Draft tokens of a cycle where nobody names a number: on a CPU a pass of many tokens costs more, so fewer pay."""
+    """Draft tokens of a cycle where the number is fixed and nobody names it: results then do not depend on the clock.
+    On a CPU a pass of many tokens costs more, so fewer pay."""
     return 3 if device == "cpu" else 5
 
 
@@ -69,11 +72,22 @@ def setting(
     maximum: float | None = None,
     above: float | None = None,
     choices: Sequence[str] = (),
+    word: str | None = None,
 ) -> Any:
-    """A field of a config: default, meaning and range, declared once for Python and for the command line."""
+    """A field of a config: default, meaning and range, declared once for Python and for the command line.
+
+    `word` may stand in place of a whole number.
+    """
     return field(
         default=default,
-        metadata={"help": help, "minimum": minimum, "maximum": maximum, "above": above, "choices": tuple(choices)},
+        metadata={
+            "help": help,
+            "minimum": minimum,
+            "maximum": maximum,
+            "above": above,
+            "choices": tuple(choices),
+            "word": word,
+        },
     )
 
 
@@ -83,10 +97,14 @@ def check_settings(config: Any) -> None:
         given, name = getattr(config, f.name), f"`{f.name}`"
         if not f.metadata:
             continue
-        choices, low, high, above = (f.metadata[key] for key in ("choices", "minimum", "maximum", "above"))
+        choices, low, high, above, word = (
+            f.metadata[key] for key in ("choices", "minimum", "maximum", "above", "word")
+        )
         for value in given if isinstance(given, tuple) else (given,):
-            if value is None:
+            if value is None or (word is not None and value == word):
                 continue
+            if word is not None and not isinstance(value, int):
+                raise SelfJudgeError(f"{name} must be a whole number or {word}, not {value!r}")
             if choices and value not in choices:
                 raise SelfJudgeError(f"unknown {name} {value!r}; there are: {', '.join(choices)}")
             if isinstance(value, float) and not isfinite(value):
@@ -232,6 +250,8 @@ class Step:
     seconds: Mapping[str, float]
     """Wall clock of this step by phase: draft, target, judge, rule."""
     irregular: bool = False
+    drafted: int = 0
+    """Draft tokens of each row."""
 
 
 PHASES = ("draft", "target", "judge", "rule")
@@ -251,6 +271,13 @@ class Generation:
     """Wall clock by phase plus `total`; in a batch, the time of the passes this row took part in."""
     judged_tokens: tuple[JudgedToken, ...] = ()
     """The tokens of origin `judge`, and what the target wanted there."""
+    drafted: int = 0
+    """Draft tokens of all cycles, accepted or not."""
+
+    @property
+    def gamma_mean(self) -> float | None:
+        """Draft tokens of a cycle on average: γ where it is fixed, and what was chosen where it is not."""
+        return self.drafted / self.cycles if self.cycles else None
 
     @property
     def mean_accepted_length(self) -> float | None:
@@ -276,6 +303,12 @@ def pooled_mean_accepted_length(generations: list[Generation]) -> float | None:
     """Σ tokens / Σ cycles over a set, the figure every table reports as m."""
     cycles = sum(g.cycles for g in generations)
     return sum(len(g.tokens) - 1 for g in generations if g.cycles) / cycles if cycles else None
+
+
+def pooled_gamma_mean(generations: list[Generation]) -> float | None:
+    """Draft tokens of a cycle on average over a set."""
+    cycles = sum(g.cycles for g in generations)
+    return sum(g.drafted for g in generations) / cycles if cycles else None
 
 
 def pooled_judged_share(generations: list[Generation]) -> float | None:

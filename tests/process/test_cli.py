@@ -48,7 +48,7 @@ def test_generate_json_has_the_contracted_names(run, pair: list[str]) -> None:
     result = json.loads(out)
     assert set(result) >= {
         "text", "token_ids", "origins", "cycles", "mean_accepted_length", "drafts_accepted", "judged_share",
-        "tokens_per_second", "seconds", "pair", "rule", "gamma", "threshold",
+        "tokens_per_second", "seconds", "pair", "rule", "gamma", "gamma_mean", "threshold",
     }  # fmt: skip
     assert set(result["seconds"]) == {"draft", "target", "judge", "rule", "total"}
     assert result["judged_tokens"] == []
@@ -108,7 +108,7 @@ def test_bench_decode(run, pair: list[str]) -> None:
         "decode",
         *pair,
         "--gammas",
-        "1,2",
+        "1,2,auto",
         "--limit",
         "2",
         "--repeats",
@@ -122,7 +122,7 @@ def test_bench_decode(run, pair: list[str]) -> None:
     names = [(r["name"], r["gamma"]) for r in result["runs"]]
     assert names == [
         ("transformers-plain", 0), ("transformers-assisted", 1), ("transformers-assisted", 2), ("selfjudge-plain", 0),
-        ("selfjudge-exact", 1), ("selfjudge-exact", 2),
+        ("selfjudge-exact", 1), ("selfjudge-exact", 2), ("selfjudge-exact", "auto"),
     ]  # fmt: skip
     for row in result["runs"]:
         assert row["identical_to_plain"] == 1.0

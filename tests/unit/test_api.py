@@ -95,8 +95,10 @@ def test_one_default_for_gamma_and_theta(tiny_pair: Pair, judge: Judge) -> None:
     assert resolve_rule(tiny_pair, judge=judge, quality=0.9).theta == pytest.approx(0.7)  # type: ignore[attr-defined]
     assert resolve_rule(tiny_pair, sampling=Sampling(0.7)).name == "sampling"
     assert resolve_rule(tiny_pair, "topk:2") is resolve_rule(tiny_pair, "topk:2")  # engines find their recordings
-    default, three = (generate(tiny_pair, PROMPTS[0], TopK(60), max_new_tokens=17, **o) for o in ({}, {"gamma": 3}))
-    assert default.cycles == three.cycles == 4  # 17 tokens less the first, 4 a cycle
+    three = generate(tiny_pair, PROMPTS[0], TopK(60), max_new_tokens=17, gamma=3)
+    assert (three.cycles, three.gamma_mean) == (4, 3.0)  # 17 tokens less the first, 4 a cycle
+    with pytest.raises(SelfJudgeError, match="`gamma` must be a whole number or auto, not 'maybe'"):
+        generate(tiny_pair, PROMPTS[0], gamma="maybe")  # type: ignore[arg-type]
     with pytest.raises(SelfJudgeError, match=r"`gamma` must lie between 0 .* and 20, not 500"):
         generate(tiny_pair, PROMPTS[0], gamma=500)
 
@@ -123,7 +125,7 @@ def test_judged_tokens_say_what_the_target_wanted(tiny_pair: Pair, judge: Judge,
             assert token.score == pytest.approx(float(judge.score(state)), abs=1e-4)
             assert token.score > 0.3
     assert not any(a.judged_tokens for a in generate(tiny_pair, PROMPTS, rule, max_new_tokens=24, trace=False))
-    unscored = generate(tiny_pair, PROMPTS[0], "topk:20", max_new_tokens=24, engine=engine).judged_tokens
+    unscored = generate(tiny_pair, PROMPTS[0], "topk:20", gamma=4, max_new_tokens=24, engine=engine).judged_tokens
     assert unscored
     assert all(t.score is None for t in unscored)
 

@@ -11,7 +11,9 @@ from scipy.stats import chisquare
 
 from conftest import CONFIGS, VOCAB, tiny_model
 from equality import greedy
+from selfjudge.decoding import loop
 from selfjudge.decoding.admission import AdmissionQueue, Request
+from selfjudge.decoding.gamma import GammaController
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rules import AcceptanceRule, Exact, Judged, SpeculativeSampling, TopK
 from selfjudge.decoding.sampling import Sampling
@@ -175,6 +177,61 @@ def test_judged_tokens_stay_in_the_context_of_what_follows() -> None:
             assert (rank == 0) == (origin != "judge")
 
 
+class _Wilful(GammaController):
+    """Any γ at any time, whatever it learns: the loop must get along with it."""
+
+    def choose(self, rows: int, behind: int = 0) -> int:
+        super().choose(rows, behind)
+        self.turn = getattr(self, "turn", 0) + 1
+        return (4, 0, 1, 0, 0, 3, 2, 8)[self.turn % 8] if self.turn < 30 else 3 * (self.turn % 2)
+
+
+@pytest.fixture(params=[True, False], ids=["wilful", "auto"])
+def chosen_gamma(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param:
+        monkeypatch.setattr(loop, "GammaController", _Wilful)
+
+
+@pytest.mark.usefixtures("chosen_gamma")
+def test_a_gamma_that_changes_changes_no_token() -> None:
+    target, draft = tiny_model(seed=1), tiny_model(seed=1)
+    with torch.no_grad():
+        for p in draft.parameters():
+            p.add_(torch.randn_like(p) * 0.05 * p.std().nan_to_num(0.0))
+    prompts = prompts_of([3, 11, 1, 20])
+    tokens, steps = run(target, draft, prompts, gamma="auto", max_new_tokens=40)
+    assert tokens == [greedy(target, p, 40) for p in prompts]
+    assert len({step.drafted for step in steps[1:]}) > 1
+    assert any("draft" in e.origins for s in steps for e in s.emissions)
+
+
+@pytest.mark.usefixtures("chosen_gamma")
+def test_rows_come_and_go_while_gamma_changes() -> None:
+    target, draft = tiny_model(seed=1), tiny_model(seed=2)
+    prompts, queue = prompts_of([4, 19, 7, 1, 12]), AdmissionQueue(3, 60)
+    tokens: dict[int, list[int]] = {}
+    steps = decode(
+        engine_of(target), draft_of(draft), prompts[:1], Exact(), gamma="auto", max_new_tokens=20, queue=queue
+    )  # fmt: skip
+    for number, step in enumerate(steps):
+        for emission in step.emissions:
+            tokens.setdefault(emission.row, []).extend(emission.tokens)
+        for i in {0: [1, 2], 5: [3], 9: [4]}.get(number, ()):
+            queue.put(Request(prompts[i], 5 * i + 6))
+    assert [tokens[i] for i in range(5)] == [
+        greedy(target, p, 20 if i == 0 else 5 * i + 6) for i, p in enumerate(prompts)
+    ]
+
+
+def test_judged_tokens_are_traced_whatever_gamma_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "GammaController", _Wilful)
+    target, draft = tiny_model(seed=1), tiny_model(seed=2)
+    always = Judged(Judge.constant(1.0, 32), 0.5, special=())
+    _, steps = run(target, draft, prompts_of([5, 8]), always, gamma="auto", max_new_tokens=40, trace=True)
+    emissions = [e for s in steps for e in s.emissions]
+    assert sum(len(e.judged) for e in emissions) == sum(e.origins.count("judge") for e in emissions) > 10
+
+
 def test_several_end_tokens_and_rows_that_finish_early() -> None:
     target, draft = tiny_model(seed=5), tiny_model(seed=6)
     prompts = prompts_of([3, 9, 6, 12])
@@ -325,7 +382,7 @@ class _NoResidual(SpeculativeSampling):
         return sample(p[torch.arange(len(n)), n], block.uniforms[:, -1])
 
 
-def _fit(rule: SpeculativeSampling, rows: int, length: int = 4, batch: int = 6_000, **options: float) -> float:
+def _fit(rule: SpeculativeSampling, rows: int, length: int = 4, batch: int = 6_000, **options: object) -> float:
     """p-value of the joint distribution of `length` tokens against the target's own chain."""
     size = 5
     target, draft = (tiny_model(seed=s, vocab_size=size, initializer_range=0.15) for s in (11, 12))
@@ -334,7 +391,7 @@ def _fit(rule: SpeculativeSampling, rows: int, length: int = 4, batch: int = 6_0
     for start in range(0, rows, batch):
         seeds = list(range(start, min(start + batch, rows)))
         tokens += run(
-            target, draft, [prompt] * len(seeds), rule, gamma=2, max_new_tokens=length, seeds=seeds, **options
+            target, draft, [prompt] * len(seeds), rule, max_new_tokens=length, seeds=seeds, **{"gamma": 2, **options}
         )[0]
     counts = Counter(map(tuple, tokens))
     sequences = torch.cartesian_prod(*[torch.arange(size)] * length)
@@ -369,6 +426,12 @@ def test_ending_a_proposal_early_leaves_the_distribution_alone(rows: int) -> Non
     if KIND != "auto":
         pytest.skip("the loop is the same on every engine, and rows must be decoded one by one")
     assert _fit(SpeculativeSampling(Sampling(1.0)), rows, length=2, batch=1, confidence=0.25) > 1e-3
+
+
+@pytest.mark.parametrize("rows", SIZES)
+def test_a_gamma_that_changes_leaves_the_distribution_alone(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "GammaController", _Wilful)
+    assert _fit(SpeculativeSampling(Sampling(1.2, 0.9, 3)), rows, gamma="auto") > 1e-3
 
 
 @pytest.mark.parametrize("rows", SIZES)

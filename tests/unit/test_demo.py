@@ -43,7 +43,11 @@ def test_rows_a_page_and_the_tokens_of_the_first_answer(run_demo: Run, tmp_path:
     code, out, _ = run_demo("--json")
     assert code == 0
     result = json.loads(out)
-    assert [(row["rule"], row["gamma"]) for row in result["rows"]] == [("plain", 0), ("exact", 3), ("topk:2", 3)]
+    assert [(row["rule"], row["gamma"]) for row in result["rows"]] == [
+        ("plain", 0),
+        ("exact", "auto"),
+        ("topk:2", "auto"),
+    ]
     for row in result["rows"]:
         assert "".join(text for text, *_ in row["tokens"]).split()
         for _, origin, choice, probability, score in row["tokens"]:

@@ -19,7 +19,7 @@ GAMMAS = [3, 0, 0, 5, 1, 0, 2, 2, *[0] * 9, 4, 0, 4]
 
 @pytest.fixture(params=["reference", "auto", "cuda"])
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(drafts, "BACKLOG", 7)  # the nine plain cycles are too many for it
+    monkeypatch.setattr(drafts, "BACKLOG", 12)
     return request.param
 
 
@@ -72,3 +72,14 @@ def test_a_draft_that_is_refused_now_and_then_keeps_up(kind: str) -> None:
             k = next((i for i, (a, b) in enumerate(zip(own, wanted, strict=False)) if a != b), gamma)
             assert tokens == wanted[: k + 1]
             text += tokens
+
+
+def test_after_many_plain_cycles_the_oldest_tokens_are_left_out(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafts, "BACKLOG", 5)
+    model, prompts = tiny_model(seed=3), prompts_of([3, 11, 1, 7])
+    draft = LayersDraft(make_engine(model, kind=kind))
+    made = cycles(make_engine(model, kind=kind), draft, prompts, [2, *[0] * 9, 4, 0, 3])
+    for prompt, row in zip(prompts, made, strict=True):
+        assert [len(tokens) for tokens in row[:11]] == [1, 3, *[1] * 9]
+        tokens = [token for part in row for token in part]
+        assert tokens == greedy(model, prompt, len(tokens))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from selfjudge.types import MAX_GAMMA, check_settings, setting
+from selfjudge.types import MAX_GAMMA, Gamma, check_settings, setting
 
 
 @dataclass(frozen=True)
 class DecodeBenchConfig:
     """`bench decode`: which configurations are timed, and how often."""
 
-    gammas: tuple[int, ...] = setting((1, 2, 3, 4, 6), "Draft lengths to try.", minimum=1, maximum=MAX_GAMMA)
+    gammas: tuple[Gamma, ...] = setting(
+        (1, 2, 3, 4, 6, "auto"), "Draft lengths to try.", minimum=1, maximum=MAX_GAMMA, word="auto"
+    )
     max_new_tokens: int = setting(64, "Most tokens an answer may have.", minimum=1)
     repeats: int = setting(3, "Repeats of the whole round.", minimum=1)
     confidence: float = setting(
@@ -76,7 +78,9 @@ class LabelBenchConfig:
 class DemoConfig:
     """`demo`: how much is decoded by each rule."""
 
-    gamma: int | None = setting(None, "Draft tokens per cycle: 5, on a CPU 3.", minimum=1, maximum=MAX_GAMMA)
+    gamma: Gamma = setting(
+        "auto", "Draft tokens per cycle; auto chooses while it decodes.", minimum=1, maximum=MAX_GAMMA, word="auto"
+    )
     limit: int = setting(8, "How many of the built-in prompts.", minimum=1)
     max_new_tokens: int = setting(96, "Most tokens an answer may have.", minimum=1)
     labels: bool = setting(True, "Label and train a small judge first.")

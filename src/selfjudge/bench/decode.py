@@ -21,7 +21,14 @@ from selfjudge.decoding.text import draft_dtype, generate
 from selfjudge.engine.base import shape_reason
 from selfjudge.models.pair import Pair, Prompt
 from selfjudge.store import machine, versions
-from selfjudge.types import PHASES, Generation, pooled_judged_share, pooled_mean_accepted_length
+from selfjudge.types import (
+    PHASES,
+    Gamma,
+    Generation,
+    pooled_gamma_mean,
+    pooled_judged_share,
+    pooled_mean_accepted_length,
+)
 
 Notify = Callable[[str], None]
 
@@ -31,7 +38,7 @@ class _Run:
     """One configuration: answers a prompt and says with which tokens; then what its last repeat gave."""
 
     name: str
-    gamma: int
+    gamma: Gamma
     dtype: str
     """Of the target."""
     answer: Callable[[Prompt], tuple[tuple[int, ...], Generation | None]]
@@ -93,7 +100,7 @@ def _runs(
 ) -> list[_Run]:
     """All configurations, the baseline first."""
 
-    def ours(rule: AcceptanceRule, gamma: int) -> Callable[[Prompt], tuple[tuple[int, ...], Generation]]:
+    def ours(rule: AcceptanceRule, gamma: Gamma) -> Callable[[Prompt], tuple[tuple[int, ...], Generation]]:
         def answer(prompt: Prompt) -> tuple[tuple[int, ...], Generation]:
             (result,) = generate(
                 pair,
@@ -119,7 +126,7 @@ def _runs(
 
     runs = []
     if config.peers and whole is not None:
-        runs += [theirs(whole, gamma) for gamma in (0, *config.gammas)]
+        runs += [theirs(whole, gamma) for gamma in (0, *config.gammas) if gamma != "auto"]
     runs += [_Run("selfjudge-plain", 0, pair.dtype, ours(EXACT, 0))]
     runs += [_Run("selfjudge-exact", g, pair.dtype, ours(EXACT, g)) for g in config.gammas]
     for name, rule in rules:
@@ -154,6 +161,7 @@ def _row(run: _Run, baseline: _Run, plain: _Run, floor: float | None) -> dict[st
         "tokens_per_second": statistics.mean(run.speeds),
         "ratio_to_plain": statistics.mean(ratios),
         "spread": [min(ratios), max(ratios)],
+        "gamma_mean": pooled_gamma_mean(run.generations),
         "mean_accepted_length": pooled_mean_accepted_length(run.generations),
         "judged_share": pooled_judged_share(run.generations),
         "identical_to_plain": same / len(run.tokens),

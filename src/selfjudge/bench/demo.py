@@ -22,7 +22,7 @@ from selfjudge.prompts.builtin import BUILT_IN
 from selfjudge.store import machine, versions
 from selfjudge.train.config import TrainConfig
 from selfjudge.train.pipeline import train_judge
-from selfjudge.types import Generation, default_gamma, pooled_judged_share, pooled_mean_accepted_length
+from selfjudge.types import Gamma, Generation, pooled_gamma_mean, pooled_judged_share, pooled_mean_accepted_length
 
 Notify = Callable[[str], None]
 WRITTEN = 24
@@ -106,8 +106,8 @@ class Demo:
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Answer the prompts plainly, with `exact`, `topk` and every judge: a row of figures for each."""
-        special, gamma = self.pair.special_ids, self.config.gamma or default_gamma(self.pair.target.device.type)
-        configurations: list[tuple[str, AcceptanceRule, int]] = [
+        special, gamma = self.pair.special_ids, self.config.gamma
+        configurations: list[tuple[str, AcceptanceRule, Gamma]] = [
             ("plain", EXACT, 0),
             ("exact", EXACT, gamma),
             ("topk:2", TopK(special=special), gamma),
@@ -126,7 +126,7 @@ class Demo:
         self.notify("the draft alone …")
         self.result["draft_log_likelihood"] = self._draft_alone()
 
-    def _row(self, name: str, rule: AcceptanceRule, gamma: int) -> dict[str, Any]:
+    def _row(self, name: str, rule: AcceptanceRule, gamma: Gamma) -> dict[str, Any]:
         start = time.perf_counter()
         answers = generate(
             self.pair, self.prompts, rule, gamma=gamma, max_new_tokens=self.config.max_new_tokens, batch=1
@@ -142,6 +142,7 @@ class Demo:
         return {
             "rule": name,
             "gamma": gamma,
+            "gamma_mean": pooled_gamma_mean(answers),
             "mean_accepted_length": pooled_mean_accepted_length(answers),
             "judged_share": pooled_judged_share(answers),
             "tokens_per_second": speed,

@@ -72,6 +72,7 @@ def _show_decode(result: dict[str, Any]) -> None:
                 "dtype": r["dtype"],
                 "tokens/s": f"{r['tokens_per_second']:.1f}",
                 f"× {result['baseline']}": f"{r['ratio_to_plain']:.2f} ({r['spread'][0]:.2f}–{r['spread'][1]:.2f})",
+                "drafts a cycle": number(r["gamma_mean"], ".1f"),
                 "m": number(r["mean_accepted_length"], ".2f"),
                 "same tokens": f"{r['identical_to_plain']:.0%}",
                 "× floor": number(r["over_floor"], ".1f"),

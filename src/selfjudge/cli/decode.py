@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,7 +18,7 @@ from selfjudge.errors import EMPTY_PROMPT, SelfJudgeError
 if TYPE_CHECKING:
     from selfjudge.decoding.rules import AcceptanceRule
     from selfjudge.decoding.text import Stream
-    from selfjudge.types import Generation
+    from selfjudge.types import Gamma, Generation
 
 TINTS = {"draft": "", "judge": "black on green", "target": "blue"}
 
@@ -54,10 +54,10 @@ def generate(
     if not prompt.strip():
         raise SelfJudgeError(EMPTY_PROMPT)
     chosen = Chosen.of(recipe, models, judge_options, rule, decode.gamma)
-    models, judge_options, decode = chosen.models, chosen.judge, replace(decode, gamma=chosen.gamma)
-    spec = check_rule(chosen.rule, models, judge_options, gamma=decode.gamma, sampling=decode.sampling)
-    gamma = decode.chosen_gamma(models)
-    pair = chosen.load(needs_draft=gamma > 0)
+    models, judge_options = chosen.models, chosen.judge
+    gamma: Gamma = "auto" if chosen.gamma is None else chosen.gamma
+    spec = check_rule(chosen.rule, models, judge_options, gamma=gamma, sampling=decode.sampling)
+    pair = chosen.load(needs_draft=gamma != 0)
 
     from selfjudge.decoding.rule_parser import resolve_rule
     from selfjudge.decoding.text import draft_dtype, stream
@@ -88,6 +88,7 @@ def generate(
         typer.echo(f"token {token.index}: {token.text!r}, {wanted}{score}", err=True)
     typer.echo(
         f"{len(result.tokens)} tokens, m = {figure(result.mean_accepted_length, '.2f', '–')},"
+        f" γ = {figure(result.gamma_mean, '.1f', '–')},"
         f" {result.judged_share:.0%} accepted against alignment, {result.tokens_per_second:.1f} tokens/s",
         err=True,
     )
@@ -113,6 +114,7 @@ def _as_json(result: Generation, rule: AcceptanceRule) -> dict[str, Any]:
         "origins": result.origins,
         "finish": result.finish,
         "cycles": result.cycles,
+        "gamma_mean": result.gamma_mean,
         "mean_accepted_length": result.mean_accepted_length,
         "drafts_accepted": result.drafts_accepted,
         "judged_share": result.judged_share,

@@ -17,7 +17,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.models.catalogue import EMBEDDED, check_reference
 from selfjudge.tune.recipe import Recipe
-from selfjudge.types import MAX_GAMMA, check_settings, default_gamma, setting
+from selfjudge.types import MAX_GAMMA, Gamma, check_settings, default_gamma, setting
 
 if TYPE_CHECKING:
     from selfjudge.decoding.rules import AcceptanceRule
@@ -54,11 +54,13 @@ class DeviceOptions:
 
         return chosen_device(self.device).type
 
-    def check_gamma(self, rule: AcceptanceRule, gamma: int | None) -> None:
-        """Refuse a γ that the rule cannot work with; None is the device's default.
+    def check_gamma(self, rule: AcceptanceRule, gamma: Gamma | None) -> None:
+        """Refuse a γ that the rule cannot work with; None is the device's fixed one, `auto` one that works.
 
         torch is asked for the device only where the rule works with one default and not with the other.
         """
+        if gamma == "auto":
+            return
         types = ("cpu", "cuda") if self.device is None else (self.device.partition(":")[0],)
         gammas = [default_gamma(kind) for kind in types] if gamma is None else [gamma]
         refusals = []
@@ -192,8 +194,12 @@ class JudgeOptions:
 class DecodeOptions:
     """How an answer is decoded."""
 
-    gamma: int | None = setting(
-        None, "Draft tokens per cycle: 5, on a CPU 3; 0 is plain decoding.", minimum=0, maximum=MAX_GAMMA
+    gamma: Gamma | None = setting(
+        None,
+        "Draft tokens per cycle, 0 is plain decoding; auto, the default, chooses what is fastest while it decodes.",
+        minimum=0,
+        maximum=MAX_GAMMA,
+        word="auto",
     )
     confidence: float = setting(
         0.0,
@@ -219,17 +225,13 @@ class DecodeOptions:
             return None
         return Sampling(1.0 if self.temperature is None else self.temperature, self.top_p, self.top_k)
 
-    def chosen_gamma(self, models: PairOptions) -> int:
-        """γ as it was given, or the one that suits the device."""
-        return default_gamma(models.device_type) if self.gamma is None else self.gamma
-
 
 def check_rule(
     rule: str | None,
     models: PairOptions,
     judge: JudgeOptions,
     *,
-    gamma: int | None = None,
+    gamma: Gamma | None = None,
     sampling: Sampling | None = None,
 ) -> str:
     """The text of the rule that is meant; refused here if it cannot work, from the judge's config alone."""
@@ -258,12 +260,12 @@ class Chosen:
     models: PairOptions
     judge: JudgeOptions
     rule: str | None
-    gamma: int | None
+    gamma: Gamma | None
     recipe: Recipe | None = None
 
     @classmethod
     def of(
-        cls, folder: Path | None, models: PairOptions, judge: JudgeOptions, rule: str | None, gamma: int | None
+        cls, folder: Path | None, models: PairOptions, judge: JudgeOptions, rule: str | None, gamma: Gamma | None
     ) -> Chosen:
         """What is given; with a recipe's folder its own, beside which none may be given but the models.
 

@@ -77,6 +77,9 @@ def _annotated(f: Field[Any], hint: Any, default: Any, commas: bool) -> Any:
         return Annotated[choice | None if default is None else choice, typer.Option(help=words)]
     if hint is bool and not default:
         return Annotated[bool, typer.Option(f"--{f.name.replace('_', '-')}", help=words)]
+    if (word := f.metadata["word"]) is not None:
+        parser = Numbers(low, high, word, several=isinstance(default, tuple))
+        return Annotated[Parsed, typer.Option(parser=parser, metavar=parser.metavar, help=words)]
     if hint == tuple[int, ...]:
         return Annotated[Parsed, typer.Option(parser=Numbers(low, high), metavar="INT,INT,…", help=words)]
     if hint == tuple[int, int]:
@@ -95,7 +98,7 @@ def _as_option(hint: Any, value: Any, commas: bool) -> Any:
         return value
     if hint == tuple[int, int]:
         return "/".join(map(str, value))
-    return ",".join(map(str, value)) if commas or hint == tuple[int, ...] else list(value)
+    return ",".join(map(str, value)) if commas or hint != tuple[str, ...] else list(value)
 
 
 def _as_field(value: Any) -> Any:
@@ -108,27 +111,44 @@ def _as_field(value: Any) -> Any:
 class Parsed:
     """What a text on the command line means."""
 
-    value: tuple[Any, ...]
+    value: Any
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """Reads whole numbers separated by commas; an empty text means none."""
+    """Reads whole numbers separated by commas, or one; an empty text means none. A word may stand for a number."""
 
     low: float | None
     high: float | None
+    word: str | None = None
+    several: bool = True
+
+    @property
+    def metavar(self) -> str:
+        one = "INT" if self.word is None else f"INT|{self.word}"
+        return f"{one},{one},…" if self.several else one
 
     def __call__(self, text: str) -> Parsed:
+        parts = [text] if not self.several else text.split(",") if text else []
         try:
-            numbers = tuple(int(part) for part in text.split(",")) if text else ()
+            numbers = tuple(part if part == self.word else int(part) for part in parts)
         except ValueError:
-            raise typer.BadParameter(f"whole numbers separated by commas are needed, not {text!r}") from None
+            raise typer.BadParameter(f"{self._wanted}, not {text!r}") from None
         for number in numbers:
+            if isinstance(number, str):
+                continue
             if self.low is not None and number < self.low:
                 raise typer.BadParameter(f"numbers must be at least {self.low}, not {number}")
             if self.high is not None and number > self.high:
                 raise typer.BadParameter(f"numbers must be at most {self.high}, not {number}")
-        return Parsed(numbers)
+        return Parsed(numbers if self.several else numbers[0])
+
+    @property
+    def _wanted(self) -> str:
+        word = "" if self.word is None else f" or {self.word}"
+        return (
+            f"whole numbers{word} separated by commas are needed" if self.several else f"a whole number{word} is needed"
+        )
 
 
 def names(text: str) -> Parsed:

@@ -15,7 +15,7 @@ from selfjudge.cli.output import warn
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.judge.config import JudgeConfig
-from selfjudge.types import default_gamma, setting
+from selfjudge.types import setting
 
 if TYPE_CHECKING:
     from selfjudge.judge.model import Judge
@@ -79,12 +79,13 @@ def serve(
     if vllm:
         raise SelfJudgeError("`vllm` goes with --backend vllm")
 
+    config = replace(config, gamma="auto" if config.gamma is None else config.gamma)
     _check_rule(config, models, judge_options)
 
     from selfjudge.integrations.server.address import listen
 
     listener = listen(address.host, address.port)
-    pair, judge, config = load(models, judge_options, config)
+    pair, judge = load(models, judge_options, config)
     if chosen.recipe is not None:
         chosen.recipe.check(pair, warn)
 
@@ -93,17 +94,14 @@ def serve(
     run(pair, listener, config, judge=judge, notify=lambda line: typer.echo(line, err=True))
 
 
-def load(
-    models: PairOptions, judge_options: JudgeOptions, config: ServerConfig
-) -> tuple[Pair, Judge | None, ServerConfig]:
-    """What the options name: the models, the judge if there is one, and the config with its γ."""
-    gamma = default_gamma(models.device_type) if config.gamma is None else config.gamma
-    pair = models.load(needs_draft=gamma > 0)
+def load(models: PairOptions, judge_options: JudgeOptions, config: ServerConfig) -> tuple[Pair, Judge | None]:
+    """What the options name: the models, and the judge if there is one."""
+    pair = models.load(needs_draft=config.gamma != 0)
 
     from selfjudge.judge.model import Judge
 
     judge = Judge.from_pretrained(judge_options.judge) if judge_options.judge else pair.judge
-    return pair, judge, replace(config, gamma=gamma)
+    return pair, judge
 
 
 def _check_rule(config: ServerConfig, models: PairOptions, judge: JudgeOptions) -> None:
@@ -144,7 +142,7 @@ def _serve_vllm(
         models.name,
         models.draft,
         WorkerConfig(judge.judge or "", judge.threshold, judge.quality),
-        gamma=config.gamma,
+        gamma=None if config.gamma == "auto" else config.gamma,
         more=[
             *("--host", address.host, "--port", str(address.port)),
             *(["--served-model-name", config.name] if config.name else []),

@@ -130,6 +130,8 @@ def check_request(
     confidence: float = 0.0,
 ) -> list[int]:
     """Refuse impossible requests before any work; the number of tokens each row may emit."""
+    if isinstance(gamma, str):
+        raise SelfJudgeError(f"`gamma` must be a whole number or auto, not {gamma!r}")
     if not 0 <= gamma <= MAX_GAMMA:
         raise SelfJudgeError(f"`gamma` must lie between 0 (plain decoding) and {MAX_GAMMA}, not {gamma}")
     if gamma and draft is None:

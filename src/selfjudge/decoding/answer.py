@@ -27,6 +27,9 @@ class Answer:
     text: str = ""
     shown: int = 0
     cycles: int = 0
+    drafted: int = 0
+    gamma: int = 0
+    """Draft tokens of the latest cycle."""
     finish: Finish | None = None
     started: float = field(default_factory=time.perf_counter)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*PHASES, "total"), 0.0))
@@ -39,6 +42,8 @@ class Answer:
     def take(self, emission: Emission, step: Step) -> list[Piece]:
         """Add what a step emitted; the new pieces of text, if the answer is streamed."""
         self.cycles += step.cycle > 0
+        self.drafted += step.drafted
+        self.gamma = step.drafted
         seconds = self.seconds
         for phase, spent in step.seconds.items():
             seconds[phase] += spent
@@ -112,6 +117,7 @@ class Answer:
             self.prompt_tokens,
             self.seconds,
             tuple(self.judged_tokens),
+            self.drafted,
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -32,6 +32,7 @@ class Cycle:
         self.target, self.draft, self.rule, self.gamma = target, draft, rule, gamma
         self.trace = trace
         self.confidence = 0.0
+        self.more: Callable[[Sequence[float]], bool] | None = None  # whether to draft on, by the newest draft's q [B]
         self.last = first[:, None].clone()
         self.uniforms = (
             None if rule.sampling is None else first.new_zeros((len(first), 2 * gamma + 1), dtype=torch.float32)
@@ -72,7 +73,7 @@ class Cycle:
         tokens: list[Tensor] = []
         drawn_from: list[Tensor] = []
         size, ids, sampling = self.target.vocab_size, draft.vocabulary, self.rule.sampling
-        confidence = 0.0 if draft.static else self.confidence
+        watched = not draft.static and (self.confidence > 0 or self.more is not None)
         log_q = torch.zeros(len(self.last), device=self.last.device)  # of everything proposed so far
         logits = draft.propose(self.gamma)
         for i in range(self.gamma):
@@ -84,14 +85,21 @@ class Cycle:
             else:
                 chosen = argmax_checked(logits[:, :size])[0]
             tokens.append(chosen if ids is None or sampling is not None else ids[chosen])
-            if confidence > 0:
+            if watched:
                 known = logits[:, :size].float()
-                log_q += known.gather(1, chosen[:, None]).squeeze(1) - known.logsumexp(-1)
-                if bool((log_q < math.log(confidence)).all()):
+                newest = known.gather(1, chosen[:, None]).squeeze(1) - known.logsumexp(-1)
+                log_q += newest
+                if self._unsure(log_q, newest):
                     break
             if i + 1 < self.gamma:
                 logits = draft.extend(tokens[-1])
         return torch.stack(tokens, 1), torch.stack(drawn_from, 1) if drawn_from else None
+
+    def _unsure(self, log_q: Tensor, newest: Tensor) -> bool:
+        """Whether to end the proposal here: [B] log-probabilities of all of it, and of the newest token."""
+        if self.more is not None and not self.more(newest.exp().tolist()):
+            return True
+        return self.confidence > 0 and bool((log_q < math.log(self.confidence)).all())
 
     def verify(self) -> None:
         self.output = self.target.extend(torch.cat([self.last, self.drafts], 1))
@@ -114,13 +122,6 @@ class Cycle:
             self.draft.accept(self.drafts, verdict, self.output.features)
         self.packed = pack(self.drafts, verdict, trace(self.block, verdict) if self.trace else None)
 
-    def continued(self, rows: list[int], first: Tensor) -> Cycle:
-        """The cycle for these rows and, after them, new ones whose prefill yielded `first`; the engines have them."""
-        first = torch.cat([self.last[rows, 0], first])
-        cycle = find_cycle(self.target, self.draft, self.rule, self.gamma, trace=self.trace, first=first)
-        cycle.confidence = self.confidence
-        return cycle
-
 
 def find_cycle(
     target: Engine, draft: Draft | None, rule: AcceptanceRule, gamma: int, *, trace: bool, first: Tensor
@@ -129,7 +130,7 @@ def find_cycle(
     trace = trace and gamma > 0 and not rule.lossless
     if not target.static:
         return Cycle(target, draft, rule, gamma, trace=trace, first=first)
-    key = (rule, gamma, trace, len(first), draft, draft and draft.version)
+    key = cycle_key(draft, rule, gamma, trace, len(first))
     if key in target.recorded:
         cycle: Cycle = target.recorded.pop(key)
         target.recorded[key] = cycle  # the latest used goes last, and is dropped last
@@ -139,6 +140,12 @@ def find_cycle(
         target.recorded.pop(next(iter(target.recorded)))
     cycle = target.recorded[key] = Cycle(target, draft, rule, gamma, trace=trace, first=first)
     return cycle
+
+
+def cycle_key(draft: Draft | None, rule: AcceptanceRule, gamma: int, trace: bool, rows: int) -> Hashable:
+    """What a static engine keeps a recorded cycle by."""
+    trace = trace and gamma > 0 and not rule.lossless
+    return rule, gamma, trace, rows, draft, draft and draft.version
 
 
 def _over_vocabulary(logits: Tensor, size: int, ids: Tensor | None) -> Tensor:

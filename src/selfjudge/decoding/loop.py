@@ -9,21 +9,24 @@ others enter, once their prompts have been read, a chunk at a time (`prefill.py`
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from selfjudge.decoding.admission import AdmissionQueue, Request, Rows, check_request
-from selfjudge.decoding.cycle import Cycle, PhaseTimer, find_cycle, pack
+from selfjudge.decoding.cycle import Cycle, PhaseTimer, cycle_key, find_cycle, pack
+from selfjudge.decoding.gamma import GammaController, PairStatistics
 from selfjudge.decoding.prefill import Group, Prefill
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.decoding.sampling import RandomNumbers
 from selfjudge.engine.base import Engine, RowCache
 from selfjudge.engine.draft import Draft
-from selfjudge.types import PHASES, Block, Step, default_gamma
+from selfjudge.types import PHASES, Block, Gamma, Step, default_gamma
 
 
 def decode(
@@ -32,7 +35,8 @@ def decode(
     prompts: Sequence[Sequence[int]],
     rule: AcceptanceRule,
     *,
-    gamma: int | None = None,
+    gamma: Gamma | None = None,
+    statistics: PairStatistics | None = None,
     max_new_tokens: int | Sequence[int] = 256,
     eos_ids: Collection[int] = (),
     seeds: Sequence[int] | None = None,
@@ -48,19 +52,27 @@ def decode(
     Drafting ends before γ once the draft gives what it has proposed so far a probability below `confidence`, in every
     row. That looks at the draft alone, so lossless rules stay lossless; static engines always draft γ.
 
+    With γ = `auto` (`gamma.py`) the loop chooses γ for every cycle, by the clock and by how earlier drafts fared;
+    `statistics` is what earlier batches of these engines learned, and learns from this one. Lossless rules stay so.
+    With others, and when sampling, what an answer says depends on γ, and so on the clock.
+
     The caller may fill `cancelled` between steps: those rows leave before the next one, and are taken out of the set.
     So may it fill the `queue`: its requests enter while there is room; rows are numbered on from the prompts. With a
     queue, all prompts are read in chunks: one chunk, then one cycle of the live rows. A chunk is a step of cycle 0
     without emissions, unless it ends a prompt; that step has the row's first token and the seconds of all its chunks.
     The loop ends once no row is left and none waits.
 
-    With a sampling rule, a row's random numbers depend on its own seed alone, not on its neighbours (with `confidence`,
-    how many of them are used depends on the neighbours too).
+    With a sampling rule, a row's random numbers depend on its own seed alone, not on its neighbours (with `confidence`
+    and `auto`, how many of them are used depends on the neighbours too).
     """
     gamma = default_gamma(target.device.type) if gamma is None else gamma
+    controller = None
+    if gamma == "auto":
+        controller = GammaController(statistics or PairStatistics(), rule, static=target.static)
+        gamma = controller.most
     limits = check_request(target, draft, prompts, rule, gamma, max_new_tokens, confidence)
     requests = list(map(Request, prompts, limits, range(len(prompts)) if seeds is None else seeds))
-    batch = _Batch(target, draft if gamma else None, rule, gamma, eos_ids, confidence, trace)
+    batch = _Batch(target, draft if gamma else None, rule, gamma, eos_ids, confidence, trace, controller)
     if queue is None:
         yield batch.start(requests)
     else:
@@ -71,7 +83,7 @@ def decode(
 def _steps(batch: _Batch, queue: AdmissionQueue | None, cancelled: set[int]) -> Iterator[Step]:
     """Chunks of prompts and cycles of the live rows by turns, until no row is left and none waits."""
     target, number, chunk_read = batch.target, 0, False
-    in_flight: deque[tuple[int, Tensor, PhaseTimer]] = deque()
+    in_flight: deque[_Sent] = deque()
     while True:
         batch.rows.cancel(cancelled)
         alive = batch.rows.alive()
@@ -98,11 +110,22 @@ def _steps(batch: _Batch, queue: AdmissionQueue | None, cancelled: set[int]) -> 
             continue
         elif len(in_flight) < 2:
             number, chunk_read = number + 1, False
-            in_flight.append((number, *batch.run()))
+            in_flight.append(batch.run(number))
             if target.static and len(in_flight) < 2:
                 continue  # the device works on the next cycle while the host reads this one
         if in_flight:
-            yield batch.emit(*in_flight.popleft())
+            yield batch.emit(in_flight.popleft())
+
+
+class _Sent(NamedTuple):
+    """A cycle that was started."""
+
+    number: int
+    packed: Tensor
+    timer: PhaseTimer
+    traced: bool = False
+    behind: bool = False
+    """Whether the draft had to catch up."""
 
 
 @dataclass
@@ -113,9 +136,12 @@ class _Batch:
     draft: Draft | None
     rule: AcceptanceRule
     gamma: int
+    """The most drafts of a cycle."""
     eos_ids: Collection[int]
     confidence: float
     trace: bool
+    controller: GammaController | None = None
+    """Chooses γ for every cycle, where it is not fixed."""
     rows: Rows = field(default_factory=lambda: Rows.new((), ()))
     cycle: Cycle | None = None
 
@@ -123,6 +149,9 @@ class _Batch:
         self.caches: list[RowCache] = [self.target] if self.draft is None else [self.target, self.draft]
         self.random = RandomNumbers(self.rule.sampling is not None, self.gamma, self.target.device)
         self.prefill = Prefill(self.target, self.draft, step=self.gamma + 1)
+        self.plain_cycles = 0  # since the last drafts
+        if self.controller is not None and self.target.static:
+            self.controller.recorded = self._recorded
 
     def start(self, requests: Sequence[Request]) -> Step:
         """The first rows and their prefill, all at once."""
@@ -166,12 +195,11 @@ class _Batch:
         if self.draft is not None:
             self.draft.enter(first)
         if self.cycle is None:
-            self.cycle = find_cycle(self.target, self.draft, self.rule, self.gamma, trace=self.trace, first=first)
-            self.cycle.confidence = self.confidence
+            self._begin_cycle(self.gamma, first)
         else:
-            self.cycle = self.cycle.continued(alive, first)
+            self._begin_cycle(self.cycle.gamma, torch.cat([self.cycle.last[alive, 0], first]))
         arrived = Rows.new(group.numbers, [request.max_new_tokens for request in group.requests])
-        step = self._step(0, arrived, pack(none, verdict), group.timer)
+        step = self._step(_Sent(0, pack(none, verdict), group.timer), arrived)
         self.rows = self.rows.take(alive).extended(arrived).extended(Rows.new([-1] * idle, [1] * idle))
         return step
 
@@ -182,25 +210,49 @@ class _Batch:
         self._select(kept)
         self.rows = self.rows.take(kept)
         assert self.cycle is not None
-        self.cycle = self.cycle.continued(kept, self.cycle.last[:0, 0])
+        self._begin_cycle(self.cycle.gamma, self.cycle.last[kept, 0])
 
-    def run(self) -> tuple[Tensor, PhaseTimer]:
+    def _begin_cycle(self, gamma: int, last: Tensor) -> None:
+        """Go on with cycles of γ drafts over rows, which the engines have, whose newest tokens are `last` [B]."""
+        self.cycle = find_cycle(self.target, self.draft, self.rule, gamma, trace=self.trace, first=last)
+        self.cycle.confidence = self.confidence
+        self.cycle.more = None if self.controller is None else self.controller.more
+
+    def _recorded(self, gamma: int) -> bool:
+        """Whether a cycle of γ drafts was recorded for as many rows."""
+        key = cycle_key(self.draft, self.rule, gamma, self.trace, len(self.rows))
+        return key in self.target.recorded and self.target.recorded[key].steps is not None
+
+    def run(self, number: int) -> _Sent:
+        """Start a cycle."""
         assert self.cycle is not None
-        return self.cycle.run(self.random.next())
+        behind = self.plain_cycles > 0
+        if self.controller is not None:
+            gamma = self.controller.choose(len(self.rows), self.plain_cycles)
+            self.plain_cycles = 0 if gamma else self.plain_cycles + 1
+            if gamma != self.cycle.gamma:
+                self._begin_cycle(gamma, self.cycle.last[:, 0])
+        cycle, start = self.cycle, time.perf_counter()
+        recording = self.target.static and cycle.steps is None
+        packed, timer = cycle.run(self.random.next(cycle.gamma))
+        if recording and self.controller is not None:
+            self.controller.statistics.recording = time.perf_counter() - start
+        return _Sent(number, packed, timer, cycle.trace, behind)
 
-    def emit(self, number: int, packed: Tensor, timer: PhaseTimer) -> Step:
-        return self._step(number, self.rows, packed, timer)
+    def emit(self, sent: _Sent) -> Step:
+        return self._step(sent, self.rows)
 
     def _select(self, rows: list[int]) -> None:
         for cache in self.caches:
             cache.select(rows)
         self.random.select(rows)
 
-    def _step(self, number: int, rows: Rows, packed: Tensor, timer: PhaseTimer) -> Step:
+    def _step(self, sent: _Sent, rows: Rows) -> Step:
         """Wait for a cycle (its one synchronisation) and hand its tokens to the rows."""
-        seconds = timer.seconds()
-        table = packed.cpu().numpy()
+        seconds = sent.timer.seconds()
+        table = sent.packed.cpu().numpy()
         irregular = bool(table[~rows.finished, -1].any())
-        assert self.cycle is not None
-        drafted = (table.shape[1] - 3) // (5 if self.cycle.trace else 2)  # see `pack`
-        return Step(number, rows.emit(table, drafted, self.eos_ids), seconds, irregular)
+        drafted = (table.shape[1] - 3) // (5 if sent.traced else 2)  # see `pack`
+        if self.controller is not None and sent.number:
+            self.controller.observe(table[:, -3], ~rows.finished, drafted, seconds, behind=sent.behind)
+        return Step(sent.number, rows.emit(table, drafted, self.eos_ids), seconds, irregular, drafted)

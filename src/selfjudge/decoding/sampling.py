@@ -64,8 +64,8 @@ class RandomNumbers:
     AHEAD = 32
 
     def __init__(self, wanted: bool, gamma: int, device: torch.device) -> None:
-        """`wanted` is False under greedy rules: nothing is drawn then."""
-        self.wanted, self.per_cycle, self.device = wanted, 2 * gamma + 1, device
+        """`wanted` is False under greedy rules: nothing is drawn then; γ is the most drafts that a cycle has."""
+        self.wanted, self.gamma, self.per_cycle, self.device = wanted, gamma, 2 * gamma + 1, device
         self.generators: list[torch.Generator] = []
         self.drawn: deque[Tensor] = deque()
 
@@ -86,13 +86,17 @@ class RandomNumbers:
         self.generators += new
         return first
 
-    def next(self) -> Tensor | None:
-        """[B, 2γ+1] for one cycle: γ to draw drafts, γ to accept them, one for the token that follows."""
+    def next(self, gamma: int) -> Tensor | None:
+        """[B, 2γ+1] for one cycle: γ to draw drafts, γ to accept them, one for the token that follows.
+
+        A cycle of fewer drafts leaves some out, so that the next one has the same numbers whatever this one's γ is.
+        """
         if not self.wanted:
             return None
         if not self.drawn:
             self.drawn.extend(self._draw(self.generators, self.AHEAD))
-        return self.drawn.popleft()
+        u, most = self.drawn.popleft(), self.gamma
+        return u if gamma == most else torch.cat([u[:, :gamma], u[:, most : most + gamma], u[:, -1:]], 1)
 
     def select(self, rows: list[int]) -> None:
         if self.wanted:

@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack, cast, overload
 from weakref import WeakKeyDictionary
 
+import torch
+
 from selfjudge.decoding.admission import AdmissionQueue, Request
 from selfjudge.decoding.answer import Answer
+from selfjudge.decoding.gamma import statistics_of
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rule_parser import resolve_rule
 from selfjudge.decoding.rules import AcceptanceRule
@@ -23,7 +26,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.model import Judge
 from selfjudge.models.gguf import gguf_of
 from selfjudge.models.pair import Pair, Prompt
-from selfjudge.types import Generation, Piece, Step, default_gamma
+from selfjudge.types import Gamma, Generation, Piece, Step
 
 
 class RuleOptions(TypedDict, total=False):
@@ -42,8 +45,9 @@ class RuleOptions(TypedDict, total=False):
 class DecodingOptions(RuleOptions, total=False):
     """How answers are decoded; the same everywhere, with the same defaults."""
 
-    gamma: int | None
-    """Draft tokens per cycle: 3 on a CPU, 5 elsewhere; 0 is plain decoding."""
+    gamma: Gamma | None
+    """Draft tokens per cycle; 0 is plain decoding. `auto`, the default, chooses what is fastest here, cycle by cycle:
+    answers of lossless rules do not depend on it, others do and so on the clock, unless γ is a number."""
     confidence: float
     """End drafting early once the draft gives its proposal less than this probability; 0, off."""
     engine: str
@@ -235,7 +239,7 @@ class _Decoding:
 
     pair: Pair
     rule: AcceptanceRule
-    gamma: int
+    gamma: Gamma
     confidence: float = 0.0
     engine: str = "auto"
     trace: bool = True
@@ -246,7 +250,7 @@ class _Decoding:
         about_rule = {key: given.pop(key) for key in RuleOptions.__annotations__ if key in given}
         built = _guarded(resolve_rule(pair, rule, **about_rule), pair)
         gamma = given.pop("gamma", None)
-        return cls(pair, built, default_gamma(pair.target.device.type) if gamma is None else gamma, **given)
+        return cls(pair, built, "auto" if gamma is None else gamma, **given)
 
     def steps(
         self,
@@ -261,16 +265,18 @@ class _Decoding:
             rule.judge.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
             rule.judge.to(pair.target.device)
         with contextlib.ExitStack() as stack:
-            drafts = pair.draft if self.gamma > 0 else None
+            drafts = pair.draft if self.gamma != 0 else None
             if drafts is not None:
                 kind = common_kind(pair.target, drafts, kind)
             target = stack.enter_context(
                 borrowed(pair.target, hidden=rule.judge is not None, int8=pair.int8, kind=kind)
             )
-            draft = None
+            draft = statistics = None
             if drafts is not None:
                 int8 = int8_draft(pair, kind)
                 draft = stack.enter_context(borrowed_draft(drafts, pair.target, int8=int8, kind=kind))
+                settings = (kind, pair.int8, int8, rule.judge is not None, torch.get_num_threads())
+                statistics = statistics_of(pair.target, drafts, settings)
             dropped, warned = set() if dropped is None else dropped, False
             for answer in answers.values():
                 answer.started = time.perf_counter()
@@ -280,6 +286,7 @@ class _Decoding:
                 [request.prompt for request in requests],
                 rule,
                 gamma=self.gamma,
+                statistics=statistics,
                 max_new_tokens=[request.max_new_tokens for request in requests],
                 seeds=[request.seed for request in requests],
                 eos_ids=pair.eos_ids,

@@ -10,7 +10,7 @@ from torch import Tensor, device
 from selfjudge.engine.base import Engine, RowCache
 from selfjudge.types import Verdict
 
-BACKLOG = 64  # tokens that a draft may lack before it must catch up
+BACKLOG = 64  # newest tokens that a draft reads when it drafts again; what plain cycles made before, it never reads
 
 
 class Draft(RowCache, Protocol):
@@ -29,7 +29,8 @@ class Draft(RowCache, Protocol):
 
     def prepare(self, gamma: int) -> None:
         """To be called before every cycle, outside of its recording: catch up, where it would have to read more than a
-        cycle of γ proposals allows for."""
+        cycle of γ proposals allows for. Plain cycles read nothing, so that they cost nothing; after many of them the
+        oldest tokens are left out."""
 
     def propose(self, gamma: int) -> Tensor:
         """Read the tokens that stand and have not been read; logits [B, D] of the first of γ proposals."""
@@ -81,7 +82,7 @@ class Backlog:
         self.tokens.copy_(torch.cat([self.tokens[:, 1:], tokens], 1))
         if states is not None:
             self.states.copy_(torch.cat([self.states[:, 1:], states], 1))
-        self.missing.add_(1)
+        self.missing.add_(1).clamp_(max=BACKLOG)
 
     def caught_up(self) -> None:
         """All but the newest token of every row have been read."""
@@ -146,11 +147,11 @@ class LayersDraft:
         self.backlog.enter(first)
 
     def prepare(self, gamma: int) -> None:
-        backlog, limit = self.backlog, 2 if self.static and gamma else BACKLOG - 1
-        if backlog.most > limit:
+        backlog = self.backlog
+        if gamma and self.static and backlog.most > 2:
             self.engine.prefill(backlog.tokens[:, -backlog.most : -1], backlog.missing - 1)
             backlog.caught_up()
-        backlog.most = 2 if gamma else backlog.most + 1
+        backlog.most = 2 if gamma else min(backlog.most + 1, BACKLOG)
 
     def propose(self, gamma: int) -> Tensor:
         width = 2 if self.static else int(self.backlog.missing.max())

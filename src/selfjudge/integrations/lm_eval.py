@@ -17,6 +17,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.likelihood import likelihoods
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
+from selfjudge.types import default_gamma
 
 try:
     from lm_eval.api.model import TemplateLM
@@ -50,7 +51,7 @@ class SelfJudgeLM(TemplateLM):
             raise SelfJudgeError(f"unknown model argument {', '.join(options)}")
         self.pair = Pair.load(target or pair, draft, device=device, dtype=dtype, whole_weights=True)
         self.spec, self.max_gen_toks = rule, int(max_gen_toks)
-        self.gamma = None if gamma is None else int(gamma)
+        self.gamma = default_gamma(self.pair.target.device.type) if gamma is None else int(gamma)
         self.batch = int(batch_size) if str(batch_size).isdigit() else 8
         self.judge = Judge.from_pretrained(judge) if judge else self.pair.judge if rule.startswith("judge") else None
         self._rule(None)  # a wrong one is refused before anything runs

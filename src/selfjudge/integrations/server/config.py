@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.types import MAX_GAMMA, check_settings, setting
+from selfjudge.types import MAX_GAMMA, Gamma, check_settings, setting
 
 BYTES_PER_TOKEN = 16
 """Text that fits has fewer on average: 4 or 5 in English. Single tokens may have more: runs of spaces or of dashes."""
@@ -20,8 +20,12 @@ class ServerConfig:
     """The judge's threshold, a number or a name; `types.DEFAULT_THETA` if neither it nor `quality` is given."""
     quality: float | None = None
     """Choose θ by the share of unacceptable tokens that must be rejected."""
-    gamma: int | None = setting(
-        None, "Draft tokens per cycle; by device if not given, 0 is plain decoding.", minimum=0, maximum=MAX_GAMMA
+    gamma: Gamma | None = setting(
+        None,
+        "Draft tokens per cycle, 0 is plain decoding; auto, the default, chooses what is fastest (with vLLM: 5).",
+        minimum=0,
+        maximum=MAX_GAMMA,
+        word="auto",
     )
     temperature: float = setting(0.0, "Temperature of requests that name none; 0 is greedy.", minimum=0, maximum=2)
     name: str | None = setting(None, "What clients call the model; the pair's name if not given.")

@@ -19,6 +19,7 @@ COUNTERS = {
     "prompt_tokens_total": "Tokens of the prompts of these answers, by mode.",
     "tokens_total": "Tokens of these answers by mode and origin: draft (aligned), judge (against alignment) or target.",
     "cycles_total": "Verification passes by mode, counted for every answer that took part.",
+    "drafted_tokens_total": "Draft tokens of these answers by mode, accepted or not.",
 }
 HISTOGRAMS = {
     "time_to_first_token_seconds": "From the arrival of a request to its first token, by mode.",

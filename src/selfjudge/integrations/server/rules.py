@@ -12,7 +12,7 @@ from selfjudge.decoding.sampling import Sampling
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
-from selfjudge.types import MAX_GAMMA
+from selfjudge.types import MAX_GAMMA, Gamma
 
 LOSSLESS = ("exact", "sampling")  # the same promise, at temperature 0 and above
 MAX_BUILT = 64  # rules that are kept for requests to come
@@ -25,7 +25,7 @@ class RuleOptions:
     rule: str | None = None
     theta: float | str | None = None
     quality: float | None = None
-    gamma: int | None = None
+    gamma: Gamma | None = None
     off: bool = False
     judged_tokens: bool = False
 
@@ -36,7 +36,7 @@ class Choice:
 
     rule: str
     theta: float | None
-    gamma: int
+    gamma: Gamma
     sampling: Sampling | None
     trace: bool = False
     """Whether to note what the target wanted at judged tokens."""
@@ -56,7 +56,7 @@ class Rules:
     rule: str
     theta: float | str | None
     """Of the judged rules: a number or the name of a threshold."""
-    gamma: int
+    gamma: Gamma
     built: OrderedDict[Choice, AcceptanceRule] = field(default_factory=OrderedDict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -73,12 +73,15 @@ class Rules:
         if rule in LOSSLESS:
             rule = "exact" if sampling is None else "sampling"
         gamma = self.gamma if options.gamma is None else options.gamma
-        if not 0 <= gamma <= MAX_GAMMA:
+        if gamma != "auto" and not 0 <= gamma <= MAX_GAMMA:
             raise SelfJudgeError(f"`gamma` must lie between 0 and {MAX_GAMMA}, not {gamma}")
+        if self.pair.draft is None and gamma == "auto":
+            gamma = 0
         if gamma and self.pair.draft is None:
             raise SelfJudgeError("`gamma` above 0 needs a draft model, and this server has none")
         choice = Choice(rule, self._theta(rule, options), gamma, sampling, trace=options.judged_tokens)
-        self.build(choice).check(gamma)
+        if gamma != "auto":
+            self.build(choice).check(gamma)
         return choice
 
     def _theta(self, rule: str, options: RuleOptions) -> float | None:

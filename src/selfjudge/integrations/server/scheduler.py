@@ -98,6 +98,10 @@ class Scheduler:
         about = "Tokens per verification pass by mode, over all answers so far."
         for mode in MODES:
             metrics.gauge("mean_accepted_length", about, partial(self._mean_accepted_length, mode), mode=mode)
+        self._gamma = dict.fromkeys(MODES, 0)
+        about = "Draft tokens of the latest cycle by mode."
+        for mode in MODES:
+            metrics.gauge("gamma", about, partial(self._gamma.__getitem__, mode), mode=mode)
 
     def _mean_accepted_length(self, mode: str) -> float:
         cycles = self.metrics.total("cycles_total", mode=mode)
@@ -261,7 +265,9 @@ class Scheduler:
             job = active.jobs.get(answer)
             if job is None:
                 continue
-            if answer.cycles == 0:
+            if answer.cycles:
+                self._gamma[choice.mode] = answer.gamma
+            else:
                 waited = time.perf_counter() - job.arrived
                 self.metrics.observe("time_to_first_token_seconds", waited, mode=choice.mode)
             if text := "".join(piece.text for piece in pieces):
@@ -289,6 +295,7 @@ class Scheduler:
         if answer is not None:
             self.metrics.add("prompt_tokens_total", answer.prompt_tokens, mode=mode)
             self.metrics.add("cycles_total", answer.cycles, mode=mode)
+            self.metrics.add("drafted_tokens_total", answer.drafted, mode=mode)
             for origin in ("draft", "judge", "target"):
                 self.metrics.add("tokens_total", answer.origins.count(origin), mode=mode, origin=origin)
             self._prefilled[mode] += bool(answer.tokens)

@@ -19,7 +19,6 @@ from selfjudge.integrations.server.scheduler import Scheduler
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
 from selfjudge.models.tokens import context_window
-from selfjudge.types import default_gamma
 
 
 def serve(
@@ -74,16 +73,15 @@ def _rules(pair: Pair, judge: Judge | None, config: ServerConfig) -> Rules:
         judge.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
         theta = judge.default_threshold if theta is None else theta
         theta = theta if config.quality is None else judge.quality(config.quality)
-    gamma = config.gamma
-    if gamma is None:
-        gamma = 0 if pair.draft is None else default_gamma(pair.target.device.type)
-    return Rules(pair, judge, rule, theta, gamma)
+    return Rules(pair, judge, rule, theta, "auto" if config.gamma is None else config.gamma)
 
 
 def _try_out(pair: Pair, rules: Rules, config: ServerConfig) -> None:
     """Answer one prompt: what does not work ends the program here, and the first request finds everything compiled."""
-    rule = rules.build(rules.choose(RuleOptions(), None))
-    batch = Batch(pair, rule, gamma=rules.gamma, rows=1, length=config.max_context, engine=config.engine)
+    choice = rules.choose(RuleOptions(), None)
+    batch = Batch(
+        pair, rules.build(choice), gamma=choice.gamma, rows=1, length=config.max_context, engine=config.engine
+    )
     batch.add([next(iter(pair.eos_ids), 0)], max_new_tokens=3)
     while len(batch):
         batch.step()

@@ -140,6 +140,7 @@ class Service:
             "rule": job.choice.rule,
             "theta": getattr(self.rules.build(job.choice), "theta", None),
             "gamma": job.choice.gamma,
+            "gamma_mean": result.gamma_mean,
             "cycles": result.cycles,
             "mean_accepted_length": result.mean_accepted_length,
             "judged_share": result.judged_share,

@@ -1,0 +1,387 @@
+"""γ chosen by the machine: what cycles cost here, how many drafts stand, and how many are worth drafting.
+
+All figures come from cycles that decode anyway; nothing is run for the sake of measuring but a few cycles of another
+γ. `PairStatistics` outlives batches: seconds by rows and drafts, and how drafts fared under each rule. A
+`GammaController` chooses for one batch: before each cycle the most drafts it may have (0: plain decoding), and during
+it, where the engine runs from Python, whether one more draft is worth its time. Choices look at the clock, at earlier
+cycles and at the draft's own probabilities, never at what the target says of this block: lossless rules stay lossless.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from selfjudge.decoding.rules import AcceptanceRule
+from selfjudge.errors import SelfJudgeError
+from selfjudge.types import MAX_GAMMA
+
+MOST = 10  # drafts of a cycle, where every one of them may be the last
+STATIC_CHOICES = (1, 2, 3, 5, 8)  # where each γ is a recording of its own
+CATCH_UP = 64  # newest tokens that a draft reads when it drafts again after plain cycles
+MEMORY = 0.97  # share of its weight that a cycle keeps when the next one is counted
+LONG_MEMORY = 0.995  # the same for what the next batches begin with
+MARGIN = 1.02  # a choice is changed for one that is better by this factor
+BUDGET = 0.02  # share of the time that may be lost to find out whether drafting pays by now
+PROBE = 4  # cycles that find it out
+REFRESH = 96  # cycles with drafts after which plain decoding is timed again
+RECORDING = 0.5  # the most seconds that a recording is taken to cost: the first ones compile kernels, too
+SLOPE = 0.1  # before anything is known: what a second token adds to a pass, and what a draft step costs
+
+
+class Costs:
+    """Seconds of cycles by rows and drafts: medians of the latest, and what lies between them."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, _Recent] = {}  # rows → one draft step
+        self._passes: dict[tuple[int, int], _Recent] = {}  # rows, drafts → everything else of a cycle
+
+    def observe(self, rows: int, drafts: int, seconds: Mapping[str, float], *, behind: bool = False) -> None:
+        """Count a cycle; `behind` says that the draft had more to read than usual, so its time means nothing."""
+        if drafts and not behind:
+            self._steps.setdefault(rows, _Recent()).add(seconds["draft"] / drafts)
+        rest = sum(spent for phase, spent in seconds.items() if phase != "draft")
+        self._passes.setdefault((rows, drafts), _Recent()).add(rest)
+
+    def knows_plain(self, rows: int) -> bool:
+        """Whether plain decoding of so many rows, or nearly so many, was timed at least twice."""
+        return any(d == 0 and _near(b, rows) and len(seen.values) > 1 for (b, d), seen in self._passes.items())
+
+    def table(self, rows: int, most: int) -> list[float]:
+        """Seconds of a cycle of 0 … `most` drafts, rising."""
+        step, passes = self._step(rows), np.maximum.accumulate([self._pass(rows, d) for d in range(most + 1)])
+        return [float(seconds) + drafts * step for drafts, seconds in enumerate(passes)]
+
+    def _step(self, rows: int) -> float:
+        if rows in self._steps:
+            return self._steps[rows].median
+        if self._steps:
+            return _between({b: seen.median for b, seen in self._steps.items()}, rows)
+        return SLOPE * self._pass(rows, 0)
+
+    def _pass(self, rows: int, drafts: int) -> float:
+        """As it was timed; else as with nearly as many rows, as with other drafts, as with as many tokens."""
+        if (rows, drafts) in self._passes:
+            return self._passes[rows, drafts].median
+        known = {key: seen.median for key, seen in self._passes.items()}
+        if near := [b for b, d in known if d == drafts and _near(b, rows)]:
+            other = min(near, key=lambda b: abs(b - rows))
+            return known[other, drafts] * self._ratio(rows, other)
+        same = {d + 1: s for (b, d), s in known.items() if b == rows}
+        if len(same) > 1 or (same and len(known) == 1):
+            return _between(same, drafts + 1)
+        if known:
+            return _between({b * (d + 1): s for (b, d), s in known.items()}, rows * (drafts + 1))
+        return 1.0 + SLOPE * drafts
+
+    def _ratio(self, rows: int, other: int) -> float:
+        """How much longer a pass over so many rows takes than over another number of them."""
+        passes = self._passes
+        ratios = [
+            passes[rows, d].median / passes[other, d].median for b, d in passes if b == rows and (other, d) in passes
+        ]
+        return median(ratios) if ratios else 1 + SLOPE * (rows / other - 1)
+
+
+@dataclass
+class _Recent:
+    """The latest few timings: their median ignores the one that something else on the machine made slow."""
+
+    values: deque[float] = field(default_factory=lambda: deque(maxlen=7))
+    median: float = 0.0
+
+    def add(self, value: float) -> None:
+        self.values.append(value)
+        self.median = median(self.values)
+
+
+def _near(one: int, other: int) -> bool:
+    return 2 * max(one, other) <= 3 * min(one, other)
+
+
+def _between(points: Mapping[int, float], x: int) -> float:
+    """The line through the two points around x, or through the last two; through one, a guess at how steep it is."""
+    known = sorted(points.items())
+    if len(known) == 1:
+        ((x0, y0),) = known
+        return y0 * (1 + SLOPE * (x / x0 - 1))
+    right = min(max(1, sum(x0 < x for x0, _ in known)), len(known) - 1)
+    (x0, y0), (x1, y1) = known[right - 1 : right + 1]
+    slope = max(0.0, (y1 - y0) / (x1 - x0))
+    return max(y0 + slope * (x - x0), 0.2 * min(y0, y1))
+
+
+class Acceptance:
+    """How often draft i stands where those before it do: counts that fade, position i beginning with i − 1's share."""
+
+    FIRST = 0.7  # before anything is known
+    STRENGTH = 2.0
+
+    def __init__(self) -> None:
+        self.reached = np.zeros(MAX_GAMMA)
+        self.stood = np.zeros(MAX_GAMMA)
+
+    def observe(self, accepted: NDArray[np.int64], drafts: int, memory: float = MEMORY) -> None:
+        """Count what `accepted` [B] rows took of so many drafts."""
+        at = np.arange(drafts)
+        self.fade(memory)
+        self.reached[:drafts] += (accepted[:, None] >= at).mean(0)
+        self.stood[:drafts] += (accepted[:, None] > at).mean(0)
+
+    def fade(self, share: float) -> None:
+        self.reached *= share
+        self.stood *= share
+
+    def begin_with(self, other: Acceptance, weight: float) -> None:
+        """Start from another's counts, worth at most so many cycles."""
+        share = min(1.0, weight / max(other.reached[0], 1e-9))
+        self.reached, self.stood = share * other.reached, share * other.stood
+
+    def shares(self, most: int) -> list[float]:
+        """P(draft i stands | those before it do) for i = 1 … `most`."""
+        shares, before = [], self.FIRST
+        for reached, stood in zip(self.reached[:most], self.stood[:most], strict=True):
+            before = float((stood + self.STRENGTH * before) / (reached + self.STRENGTH))
+            shares.append(before)
+        return shares
+
+
+class Calibration:
+    """How often a draft stands by the probability that the draft model gave it."""
+
+    EDGES = np.array([0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97])
+    GUESS = np.array([0.05, 0.1, 0.15, 0.2, 0.35, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95])
+    STRENGTH = 4.0
+    MOST = 2000.0  # counts of a bin before they are halved
+
+    def __init__(self) -> None:
+        self.count = np.zeros(len(self.GUESS))
+        self.stood = np.zeros(len(self.GUESS))
+
+    def observe(self, q: NDArray[np.float64], accepted: NDArray[np.int64]) -> None:
+        """Count drafts [B, γ] of probability q, of which `accepted` [B] stood; those after a refusal say nothing."""
+        at = np.arange(q.shape[1])
+        bins, reached = np.searchsorted(self.EDGES, q), accepted[:, None] >= at
+        np.add.at(self.count, bins[reached], 1.0)
+        np.add.at(self.stood, bins[reached & (accepted[:, None] > at)], 1.0)
+        full = self.count > self.MOST
+        self.count[full] /= 2
+        self.stood[full] /= 2
+
+    def __call__(self, q: NDArray[np.float64]) -> NDArray[np.float64]:
+        shares = (self.stood + self.STRENGTH * self.GUESS) / (self.count + self.STRENGTH)
+        answer: NDArray[np.float64] = shares[np.searchsorted(self.EDGES, q)]
+        return answer
+
+
+@dataclass
+class Record:
+    """How drafting fared under one rule with about so many rows: what the next batch begins with."""
+
+    tokens: float = 0.0
+    plain: float = 0.0
+    """Tokens that plain decoding would have made in the same time."""
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    credit: float = float("nan")
+    """Seconds that may be lost to find out whether drafting pays; not a number before the first batch."""
+
+
+@dataclass
+class PairStatistics:
+    """What is known of two engines and their models, for every batch that they decode."""
+
+    costs: Costs = field(default_factory=Costs)
+    recording: float = 0.0
+    """Seconds that the latest recording took."""
+    calibrations: dict[str, Calibration] = field(default_factory=dict)
+    """By rule."""
+    records: dict[tuple[str, int], Record] = field(default_factory=dict)
+    """By rule and, within a factor of two, rows."""
+
+    def record(self, rule: str, rows: int) -> Record:
+        return self.records.setdefault((rule, rows.bit_length()), Record())
+
+
+class GammaController:
+    """Chooses γ for the cycles of one batch."""
+
+    def __init__(self, statistics: PairStatistics, rule: AcceptanceRule, *, static: bool = False) -> None:
+        """On `static` engines a cycle that was begun has all its drafts."""
+        self.statistics, self.static = statistics, static
+        self.recorded: Callable[[int], bool] = lambda gamma: True
+        """Whether a cycle of so many drafts was recorded for the rows at hand."""
+        self.least = next((g for g in range(1, MAX_GAMMA + 1) if _works(rule, g)), MAX_GAMMA)
+        self.choices = [g for g in STATIC_CHOICES if g >= self.least] or [self.least]
+        self.most = max(self.choices) if static else max(MOST, self.least)
+        self.acceptance = Acceptance()
+        self.calibration = statistics.calibrations.setdefault(rule.name, Calibration())
+        self._rule = rule.name
+        self._rows = 0
+        self._record = Record()
+        self._tokens = self._seconds = 0.0  # of cycles with drafts, the latest counting most
+        self._since_plain = 0  # cycles with drafts since plain decoding was timed
+        self._spent_here = 0.0  # seconds of the cycles with so many rows
+        self._debt = 0.0  # seconds lost for want of a recording
+        self._plain = False  # whether plain decoding is believed to be faster
+        self._probing = 0
+        self._sure: NDArray[np.float64] = np.ones(1)
+        self._q: list[NDArray[np.float64]] = []
+
+    def choose(self, rows: int, behind: int = 0) -> int:
+        """The most drafts of the next cycle of so many rows; the draft model is `behind` by so many plain cycles."""
+        self._enter(rows)
+        self._table = self.statistics.costs.table(rows, self.most)
+        self._shares = self.acceptance.shares(self.most)
+        self._sure, self._q = np.ones(rows), []
+        if self._probing:
+            self._probing -= 1
+            return self._drafts()
+        if self._time_plain():
+            return 0
+        speed = self._speed(self._drafts()) * self._table[0]  # in units of plain decoding
+        self._plain = speed * MARGIN < 1 if not self._plain else speed < MARGIN
+        if not self._plain:
+            return self._drafts(patient=False)
+        if self._record.credit < self._probe_seconds(speed, behind):
+            return 0
+        self._probing = PROBE - 1
+        self.acceptance.fade(0.25)  # what was known led here; let the next few cycles speak
+        self._tokens, self._seconds = 0.25 * self._tokens, 0.25 * self._seconds
+        return self._drafts()
+
+    def more(self, q: Iterable[float]) -> bool:
+        """Whether to go on after a draft that the draft model gave the probability q [B]: whether some number of
+        further drafts is expected to win more tokens than their time is worth."""
+        self._q.append(np.array(list(q)))
+        drafts = len(self._q)
+        self._sure = self._sure * self.calibration(self._q[-1])
+        if drafts < self.least:
+            return True
+        rate = max(self._speed(self.most), 1 / self._table[0])
+        p, won = float(self._sure.mean()), 0.0
+        for i in range(drafts, self.most):
+            p *= self._shares[i]
+            won += p
+            if won > rate * (self._table[i + 1] - self._table[drafts]):
+                return True
+        return False
+
+    def observe(
+        self,
+        accepted: NDArray[np.int64],
+        alive: NDArray[np.bool_],
+        drafts: int,
+        seconds: Mapping[str, float],
+        *,
+        behind: bool = False,
+    ) -> None:
+        """What came of a cycle: `accepted` [B] drafts out of `drafts`, of rows of which some are `alive`; `behind` says
+        that the draft model had to catch up."""
+        rows, total = len(accepted), sum(seconds.values())
+        self.statistics.costs.observe(rows, drafts, seconds, behind=behind)
+        if not alive.any():
+            return
+        if self._q:
+            self.calibration.observe(np.stack(self._q, 1)[alive], accepted[alive])
+        accepted = accepted[alive]
+        record, plain = self._record, self.statistics.costs.table(rows, 0)[0]
+        self._spent_here += total
+        record.credit = min(record.credit + BUDGET * total, self._most_credit(plain))
+        if not drafts:
+            self._since_plain = 0
+            return
+        self._since_plain += 1
+        tokens = 1.0 + float(accepted.mean())
+        if self._plain:
+            record.credit -= max(0.0, total - tokens * plain)
+        self.acceptance.observe(accepted, drafts)
+        record.acceptance.observe(accepted, drafts, LONG_MEMORY)
+        self._tokens, self._seconds = MEMORY * self._tokens + tokens, MEMORY * self._seconds + total
+        record.tokens = LONG_MEMORY * record.tokens + tokens
+        record.plain = LONG_MEMORY * record.plain + total / plain
+
+    def _enter(self, rows: int) -> None:
+        """Another number of rows: another cost of everything, another record of the past."""
+        if rows == self._rows:
+            return
+        record = self.statistics.record(self._rule, rows)
+        if record is not self._record:
+            if not self._rows:
+                self.acceptance.begin_with(record.acceptance, weight=4.0)
+            self._record, self._tokens, self._seconds = record, 0.0, 0.0
+            plain = self.statistics.costs.table(rows, 0)[0]
+            if np.isnan(record.credit):
+                record.credit = self._most_credit(plain)
+        self._rows, self._spent_here, self._debt = rows, 0.0, 0.0
+
+    @staticmethod
+    def _most_credit(plain: float) -> float:
+        return 3 * PROBE * plain
+
+    def _time_plain(self) -> bool:
+        """Whether plain decoding has to be timed: it never was with so many rows, or not for long."""
+        if self.static and not self.recorded(0):
+            return self._spent_here > 4 * min(self.statistics.recording, RECORDING)
+        if self.statistics.costs.knows_plain(self._rows):
+            return self._since_plain >= REFRESH
+        return self._spent_here > 0
+
+    def _expected(self, drafts: int) -> float:
+        """Tokens of a cycle."""
+        return 1.0 + float(np.cumprod(self._shares[:drafts]).sum())
+
+    def _speed(self, drafts: int) -> float:
+        """Tokens per second and row: of a fixed number of drafts by expectation; where drafting ends early, as
+        measured, with what earlier batches had for the first few cycles."""
+        if self.static:
+            return self._expected(drafts) / self._table[drafts]
+        plain, weight = self._table[0], 3.0
+        past = self._record.tokens / self._record.plain if self._record.plain > weight else 1.2
+        return (self._tokens + weight * past) / (self._seconds + weight * plain)
+
+    def _drafts(self, patient: bool = True) -> int:
+        """The most drafts of a cycle that has some. A static engine changes them for a clear gain: at once to a
+        number that it has recorded, else once the time lost without it would have paid for the recording."""
+        if not self.static:
+            return self.most
+        speeds = {g: self._speed(g) for g in self.choices}
+        best = max(speeds, key=lambda g: speeds[g])
+        current = max((g for g in self.choices if self.recorded(g)), key=lambda g: speeds[g], default=best)
+        if speeds[best] <= MARGIN * speeds[current] or patient:
+            return current
+        self._debt += self._table[current] * (1 - speeds[current] / speeds[best])
+        if self._debt < min(self.statistics.recording, RECORDING):
+            return current
+        self._debt = 0.0
+        return best
+
+    def _probe_seconds(self, speed: float, behind: int) -> float:
+        """What it may cost to look whether drafting pays by now: some slow cycles, and what the draft must read."""
+        few = self._table[max(self.least, 2)]
+        step = self._table[1] - self._table[0]
+        reading = step * (1 + SLOPE * min(behind, CATCH_UP)) if behind else 0.0
+        return PROBE * few * max(0.05, 1 - speed) + reading
+
+
+_STATISTICS: WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[Hashable, PairStatistics]]] = WeakKeyDictionary()
+
+
+def statistics_of(target: object, draft: object, settings: Hashable) -> PairStatistics:
+    """What this process has learned of two models that run in this way; forgotten together with them."""
+    of_pair = _STATISTICS.setdefault(target, WeakKeyDictionary()).setdefault(draft, {})
+    return of_pair.setdefault(settings, PairStatistics())
+
+
+def _works(rule: AcceptanceRule, gamma: int) -> bool:
+    try:
+        rule.check(gamma)
+    except SelfJudgeError:
+        return False
+    return True

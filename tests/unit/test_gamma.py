@@ -1,0 +1,184 @@
+"""γ chosen by the machine, on simulated machines and drafts whose best γ is known."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from selfjudge.decoding import gamma as gamma_module
+from selfjudge.decoding.gamma import (
+    MOST,
+    STATIC_CHOICES,
+    Acceptance,
+    Calibration,
+    Costs,
+    GammaController,
+    PairStatistics,
+    statistics_of,
+)
+from selfjudge.decoding.rules import Exact, FLy
+
+SURE, UNSURE = 0.95, 0.2  # how often a draft stands, which is what the draft model says of it
+
+
+@dataclass
+class Machine:
+    """Seconds of a cycle, in units of a plain one, and how often the draft is sure."""
+
+    step: float = 0.15
+    token: float = 0.1
+    """What each further token adds to a pass."""
+    sure: Callable[[float], float] = lambda progress: 0.5
+    """Share of places where the draft is sure, by how much of the answer there is."""
+    recording: float = 0.0
+    used: Counter[int] = field(default_factory=Counter)
+    """Cycles by their drafts."""
+
+    def cycle(self, drafts: int) -> float:
+        return 1 + (self.token + self.step) * drafts
+
+    def fixed(self, gamma: int) -> float:
+        """Seconds of a token with this γ."""
+        p = [UNSURE + (SURE - UNSURE) * self.sure(progress) for progress in np.arange(0.05, 1, 0.1)]
+        return float(np.mean([self.cycle(gamma) / sum(share**i for i in range(gamma + 1)) for share in p]))
+
+    def decode(self, statistics: PairStatistics, tokens: int, rows: int, static: bool, seed: int = 0) -> float:
+        """Seconds of a token of a batch of answers with the γ that is chosen."""
+        controller, random = GammaController(statistics, Exact(), static=static), np.random.default_rng(seed)
+        recorded = self.__dict__.setdefault("recorded", set())
+        controller.recorded = recorded.__contains__ if static else lambda gamma: True
+        spent, made, behind = 0.0, 0.0, 0
+        while made < tokens:
+            gamma, drafts = controller.choose(rows, behind), 0
+            if static and gamma not in recorded:
+                recorded.add(gamma)
+                spent, statistics.recording = spent + self.recording, self.recording
+            accepted, standing = np.zeros(rows, np.int64), np.ones(rows, bool)
+            while drafts < gamma:
+                q = np.where(random.random(rows) < self.sure(made / tokens), SURE, UNSURE)
+                standing &= random.random(rows) < q
+                accepted, drafts = accepted + standing, drafts + 1
+                if not static and not controller.more(q):
+                    break
+            noise = np.exp(0.05 * random.standard_normal())
+            reading = self.step * (1 + 0.1 * min(behind, 64)) if behind and drafts else 0.0
+            seconds = {
+                "draft": noise * (drafts * self.step + reading),
+                "target": noise * (1 + self.token * drafts),
+                "judge": 0.0,
+                "rule": 0.0,
+            }
+            controller.observe(accepted, np.ones(rows, bool), drafts, seconds, behind=behind > 0)
+            behind = 0 if drafts else behind + 1
+            spent, made = spent + sum(seconds.values()), made + 1 + accepted.mean()
+            self.used[drafts] += 1
+        return spent / made
+
+
+MACHINES = {
+    "drafts are cheap": lambda: Machine(),
+    "drafts are cheap and good": lambda: Machine(step=0.05, token=0.03, sure=lambda progress: 0.9),
+    "drafting does not pay": lambda: Machine(step=0.3, token=0.3, sure=lambda progress: 0.2),
+    "drafting pays a little": lambda: Machine(step=0.2, token=0.15, sure=lambda progress: 0.35),
+    "tokens cost as much as passes": lambda: Machine(step=0.2, token=0.9, sure=lambda progress: 0.6),
+    "drafts become good": lambda: Machine(step=0.1, sure=lambda progress: 0.1 if progress < 0.5 else 0.9),
+    "drafts become bad": lambda: Machine(step=0.1, sure=lambda progress: 0.1 if progress > 0.5 else 0.9),
+}
+
+
+@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize(("static", "rows"), [(False, 1), (True, 1), (False, 8), (True, 64)])
+def test_auto_is_close_to_the_best_fixed_choice(name: str, static: bool, rows: int) -> None:
+    machine, statistics = MACHINES[name](), PairStatistics()
+    machine.decode(statistics, 64, rows, static)  # what is learned once
+    auto = np.mean([machine.decode(statistics, 250, rows, static, seed) for seed in range(2)])
+    best = min(machine.fixed(gamma) for gamma in range(MOST + 1))
+    assert auto < 1.03 * machine.fixed(0)
+    assert auto < 1.05 * best
+    if not static and rows == 1 and name.startswith("drafts"):
+        assert auto < 0.99 * best  # no fixed γ ends where the draft is unsure
+
+
+def test_a_static_engine_records_little_and_what_it_records_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gamma_module, "RECORDING", float("inf"))  # seconds are units of plain cycles here
+    machine, statistics = Machine(step=0.05, token=0.03, sure=lambda progress: 0.9, recording=60.0), PairStatistics()
+    first = machine.decode(statistics, 2000, 1, static=True)
+    assert set(machine.used) <= {0, *STATIC_CHOICES}
+    assert len(machine.used) <= 3
+    assert first < 1.3 * min(machine.fixed(g) for g in STATIC_CHOICES) + 2 * 60.0 / 2000
+    short = Machine(step=0.05, token=0.03, sure=lambda progress: 0.9, recording=60.0)
+    short.decode(PairStatistics(), 40, 1, static=True)
+    assert len(short.used) == 1  # another recording would not pay
+
+
+def test_costs_are_medians_and_what_lies_between_them() -> None:
+    costs = Costs()
+    for drafts in (0, 3):
+        for factor in (1, 1, 1, 9, 1):  # something else was running
+            phases = {"draft": 0.2 * drafts, "target": 1 + 0.1 * drafts, "judge": 0.01, "rule": 0.0}
+            costs.observe(1, drafts, {phase: factor * spent for phase, spent in phases.items()})
+    assert costs.table(1, 6) == pytest.approx([1.01 + 0.3 * drafts for drafts in range(7)])
+    assert costs.knows_plain(1)
+    assert not costs.knows_plain(4)
+    costs.observe(1, 3, {"draft": 50.0, "target": 1.3, "judge": 0.01, "rule": 0.0}, behind=True)
+    assert costs.table(1, 3)[3] == pytest.approx(1.91)  # catching up is not a draft step
+
+
+def test_costs_of_other_numbers_of_rows_are_carried_over() -> None:
+    costs = Costs()
+    for drafts in (0, 1, 2):
+        costs.observe(8, drafts, {"draft": 0.4 * drafts, "target": 4.0 * (drafts + 1)})
+    costs.observe(7, 2, {"draft": 0.7, "target": 10.5})
+    assert costs.table(7, 1) == pytest.approx([3.5, 7.35])  # seven eighths
+    table = costs.table(64, 8)
+    assert table == sorted(table)
+    assert table[0] > 4.0
+
+
+def test_acceptance_counts_rows_that_were_reached() -> None:
+    acceptance, random = Acceptance(), np.random.default_rng(0)
+    assert acceptance.shares(3) == pytest.approx([Acceptance.FIRST] * 3)
+    wanted = [0.9, 0.5, 0.2]
+    for _ in range(400):
+        stood = (random.random((64, 3)) < wanted).cumprod(1).sum(1)
+        acceptance.observe(stood, 3)
+    assert acceptance.shares(3) == pytest.approx(wanted, abs=0.06)
+    assert acceptance.shares(5)[3:] == pytest.approx([acceptance.shares(3)[2]] * 2)
+    fresh = Acceptance()
+    fresh.begin_with(acceptance, weight=4.0)
+    assert fresh.reached[0] == pytest.approx(4.0)
+    assert fresh.shares(1)[0] == pytest.approx((0.9 * 4 + 0.7 * 2) / 6, abs=0.02)
+
+
+def test_confidence_is_calibrated_by_what_stood() -> None:
+    calibration, random = Calibration(), np.random.default_rng(0)
+    for _ in range(300):
+        q = random.random((4, 5))
+        stood = (random.random((4, 5)) < q**2).cumprod(1).sum(1)  # overconfident
+        calibration.observe(q, stood)
+    for q in (0.15, 0.4, 0.6, 0.85):
+        assert calibration(np.array([q]))[0] == pytest.approx(q**2, abs=0.12)
+
+
+def test_a_rule_that_needs_long_blocks_gets_them() -> None:
+    rule = FLy(window=6)
+    eager, static = GammaController(PairStatistics(), rule), GammaController(PairStatistics(), rule, static=True)
+    assert eager.choose(1) == MOST
+    assert [eager.more([1e-6]) for _ in range(7)] == [True] * 6 + [False]
+    assert static.choose(1) == 8
+    assert GammaController(PairStatistics(), FLy(window=14), static=True).choose(1) == 15
+
+
+def test_statistics_belong_to_two_models_and_go_with_them() -> None:
+    class Model:
+        pass
+
+    target, draft = Model(), Model()
+    kept = statistics_of(target, draft, "cpu")
+    assert statistics_of(target, draft, "cpu") is kept
+    assert statistics_of(target, draft, "reference") is not kept
+    assert statistics_of(target, Model(), "cpu") is not kept
