@@ -80,9 +80,12 @@ class Pair:
         if draft is None and not needs_draft and shipped_draft(target) is None:
             return cls(name, model, None, tokenizer, target, "", target_sha256, int8=int8)
         draft = draft_for(target, draft)
-        load = _load_blocks if blocks and stays_in_file(draft) else _load
-        small, small_tokenizer, small_sha256 = load(draft, "draft", place, kind, progress)
-        if draft != shipped_draft(target):
+        if blocks and stays_in_file(draft):
+            shared = tokenizer if draft == shipped_draft(target) else None
+            small, small_tokenizer, small_sha256 = _load_blocks(draft, "draft", place, kind, progress, shared)
+        else:
+            small, small_tokenizer, small_sha256 = _load(draft, "draft", place, kind, progress)
+        if small_tokenizer is not tokenizer:
             check_tokenizers(tokenizer, small_tokenizer, target, draft)
         for reference, loaded in ((target, model), (draft, small)):
             rows = loaded.get_input_embeddings().weight.shape[0]
@@ -246,24 +249,30 @@ def _weights(path: Path) -> int:
 
 
 def _load_blocks(
-    reference: str, role: str, place: torch.device, dtype: torch.dtype, progress: Progress | None
+    reference: str,
+    role: str,
+    place: torch.device,
+    dtype: torch.dtype,
+    progress: Progress | None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
-    """`_load` for a model whose weights stay in a GGUF file."""
+    """`_load` for a model whose weights stay in a GGUF file; its tokenizer is not read where it is known."""
     check_reference(reference, role)
     if (found := block_file(reference, progress)) is not None:
         path, folder = found
         embedded = EMBEDDED[reference.removesuffix("/draft")]
         sha256 = embedded.sha256 if embedded.name == reference else draft_sha256(embedded) or ""
-        with quiet():
-            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        if tokenizer is None:
+            with quiet():
+                tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     else:
         path = Path(reference).expanduser()
         if path.suffix != ".gguf" or not path.is_file():
             raise SelfJudgeError(f"`dtype` q4 needs a GGUF file or an embedded model, not {reference}")
-        tokenizer, sha256 = None, fingerprint([path])
+        sha256 = fingerprint([path])
     model = model_of(path)
     check_memory(path.stat().st_size, reference)  # its blocks are copied in another order
-    return model, tokenizer or gguf_tokenizer(path), sha256
+    return model, gguf_tokenizer(path) if tokenizer is None else tokenizer, sha256
 
 
 def _checkpoint(source: Path | str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
