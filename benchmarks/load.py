@@ -255,7 +255,8 @@ def served(arguments: list[str]) -> tuple[Any, Any, Any]:
     def command(
         engine: Engine = "auto", *, models: PairOptions, judge_options: JudgeOptions, config: ServerConfig
     ) -> tuple[Any, Any, Any]:
-        chosen = replace(config, theta=judge_options.threshold, quality=judge_options.quality, engine=engine)
+        about_rule = {"theta": judge_options.threshold, "quality": judge_options.quality, "price": judge_options.price}
+        chosen = replace(config, **about_rule, engine=engine)
         return *load(models, judge_options, chosen), chosen
 
     app = typer.Typer()

@@ -5,13 +5,19 @@ On a GPU `tests/gpu` calls these; without one, `python kernel_checks.py` runs th
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from selfjudge.integrations.vllm.approval import Approval, Rows
+from selfjudge.decoding.rule_parser import parse_rule
+from selfjudge.decoding.rules import AcceptanceRule
+from selfjudge.integrations.vllm.approval import Approval
+from selfjudge.integrations.vllm.plan import Plan, Rows
 from selfjudge.judge.config import FEATURES, JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.ops.argmax import broken, regular
+from selfjudge.ops.price import worth_taking
 from selfjudge.types import Block
 
 VOCAB, HIDDEN = 9000, 1100  # more than one block of a row, and no multiple of it
@@ -65,6 +71,47 @@ def check_scores(device: torch.device, dtype: torch.dtype, features: str, units:
     assert (limit is not None) == bool((wanted[1:] == 0).any())
 
 
+RULES = (
+    "judged:0.5", "judged:0", "judged:1", "judged:price=0.5", "judged:0.4,confirm=1", "margin:14", "margin:price=6", "topk:4000",
+    "fly:0.3,1",
+)  # fmt: skip
+
+
+def guarded(rule: AcceptanceRule) -> AcceptanceRule:
+    return replace(rule, guard=True)  # type: ignore[call-arg]
+
+
+def check_price(device: torch.device) -> None:
+    """The scan of blocks, and of flat rows with a price and a window each, against one block at a time."""
+    from selfjudge.ops.price_triton import block_scan, flat_scan
+
+    harm, aligned = torch.rand(40, 7, device=device) * 3, torch.rand(40, 7, device=device) < 0.5
+    harm[0, 3], harm[1, 2] = torch.inf, torch.nan
+    for price in (0.0, 0.3, 1.0):
+        assert torch.equal(block_scan(harm, aligned, price), _plain_scan(harm, aligned, price))
+    counts = torch.randint(0, 8, (40,), device=device)
+    rows = Rows.of(counts, int(counts.sum()))
+    flat = rows.owner, rows.place
+    price, window = torch.rand(40, device=device), torch.randint(0, 3, (40,), device=device, dtype=torch.int32)
+    price[::4] = torch.inf
+    found = flat_scan(harm[flat], aligned[flat], rows.first, rows.counts, price, window)
+    for block in range(40):
+        inside = slice(0, int(counts[block]))
+        taken = _plain_scan(harm[block : block + 1, inside], aligned[block : block + 1, inside], float(price[block]))[0]
+        after = [walked(aligned[block, inside].tolist()[i + 1 :]) >= int(window[block]) for i in range(len(taken))]
+        if int(window[block]) == 0 or price[block] == torch.inf:  # what the rules ask for
+            here = taken & torch.tensor(after, dtype=torch.bool, device=device)
+            assert torch.equal(found[rows.owner == block], here)
+
+
+def walked(matches: list[bool]) -> int:
+    return next((i for i, match in enumerate(matches) if not match), len(matches))
+
+
+def _plain_scan(harm: Tensor, aligned: Tensor, price: float) -> Tensor:
+    return worth_taking(harm.cpu(), aligned.cpu(), price).to(harm.device)
+
+
 def check_approval(
     device: torch.device, dtype: torch.dtype, features: str, units: int, limit: float | None, special: tuple[int, ...]
 ) -> None:
@@ -86,17 +133,35 @@ def check_approval(
     odd_rows(odd)
     logits[at[first:]] = odd
     drafts[first:] = torch.tensor([3, VOCAB - 2, 0, 0, 60, 8998])
-    plain, ours = (Approval(random_judge(features, units, limit), special, device) for _ in range(2))
-    ours.judge.load_state_dict(plain.judge.state_dict())
-    plain.fused, ours.fused = None, ours.judge.fused()
-    assert ours.fused is not None
+    plain = Approval(random_judge(features, units, limit), special, device)
+    ours = Approval(plain.judge, special, device)
+    assert plain.judge is not None
+    plain.fused, ours.fused, ours.weights = False, True, plain.judge.fused()
+    assert ours.weights is not None
+    known = {
+        text: guarded(parse_rule(text, special=special, judge=plain.judge if "judge" in text else None))
+        for text in RULES
+    }
     ours.warm_up(VOCAB, dtype)
-    for theta in (0.5, torch.rand(n, device=device), 1.0, torch.full((n,), torch.inf, device=device)):
-        found = ours(hidden, logits, at, drafts, theta, rows.owner)
-        assert torch.equal(found, plain(hidden, logits, at, drafts, theta, rows.owner))
+    texts = list(known)
+    mixed = [[known[texts[(i + shift) % len(texts)]] for i in range(len(counts))] for shift in (0, 3)]
+    # with and without a judge, with and without a look ahead
+    alone = [[known[text]] * len(counts) for text in ("judged:0.5", "margin:price=6", "topk:4000")]
+    for rules in (*alone, *mixed, [None, known["margin:14"]] * 5 + [None]):
+        plan = Plan(rules, rows, int(counts.max()))
+        found = ours(hidden, logits, at, drafts, plan)
+        wanted = plain(hidden, logits, at, drafts, plan)
+        choice = regular(logits[at].float()).argmax(-1)
+        decided = choice != drafts  # the mask may say either where alignment accepts anyway
+        assert torch.equal(found & decided, wanted & decided), rules
         assert not found[first : first + 2].any()  # broken
-    approved = plain(hidden, logits, at, drafts, 0.5, rows.owner)
-    assert 0 < int(approved.sum()) < n - 8
+    plan = Plan([known["judged:0.5"]] * len(counts), rows, int(counts.max()))
+    approved = plain(hidden, logits, at, drafts, plan)
+    assert torch.equal(
+        approved, ours(hidden, logits, at, drafts, plan)
+    )  # aligned or not: a sampled request wants to know
+    most = plain(hidden, logits, at, drafts, Plan([known["judged:0"]] * len(counts), rows, plan.gamma))
+    assert units or 0 < int(approved.sum()) < int(most.sum())  # a random MLP may say the same of all
     approved[first:] = True
     processed = [logits[at].float() for _ in range(2)]
     for copy in processed:
@@ -111,6 +176,7 @@ def check_approval(
 
 def check_all(device: torch.device) -> None:
     torch.manual_seed(0)
+    check_price(device)
     for dtype in (torch.float32, torch.bfloat16):
         check_top(device, dtype)
         for features in FEATURES[:2]:

@@ -198,7 +198,8 @@ def test_rules_agree_with_the_reference_engine() -> None:
     ]  # fmt: skip
     for rule in (
         Judged(judge, 0.4, special=(2,)), Judged(judge, 0.4, special=(2, *range(20, 60))),
-        TopK(2), TopK(3, guard=True, special=(2, *range(20, 60))), Relaxed(), Typical(), Margin(), FLy(0.1, 2), SpeculativeSampling(Sampling(0.8, top_p=0.9)),
+        TopK(2), TopK(3, guard=True, special=(2, *range(20, 60))), Relaxed(), Typical(), Margin(), FLy(0.1, 2), Margin(price=0.4),
+        Judged(judge, price=0.5, special=(2, *range(20, 60))), SpeculativeSampling(Sampling(0.8, top_p=0.9)),
         Judged(judge, 0.6, SpeculativeSampling(Sampling(0.8))), *(Judged(one.to(CUDA), 0.5) for one in deep),
     ):  # fmt: skip
         options = {"gamma": 4, "max_new_tokens": 40, "eos_ids": (2,), "seeds": [1, 2, 3]}

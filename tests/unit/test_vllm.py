@@ -1,10 +1,11 @@
-"""What the vLLM adapter does without vLLM: settings, wishes of requests, the mask, the mark, the counts, the command."""
+"""What the vLLM adapter does without vLLM: settings, rules of requests, the mask, the mark, the counts, the command."""
 
 from __future__ import annotations
 
 import json
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,19 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from selfjudge.cli.main import main
-from selfjudge.decoding.rules import Judged
+from selfjudge.decoding.rule_parser import parse_rule
+from selfjudge.decoding.rules import EXACT, AcceptanceRule, Judged
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.vllm import serve
-from selfjudge.integrations.vllm.approval import MARK, Approval, LastRows, Rows
-from selfjudge.integrations.vllm.config import OFF, Thresholds, WorkerConfig, requested_threshold, target_sha256
+from selfjudge.integrations.vllm.approval import MARK, Approval
+from selfjudge.integrations.vllm.config import RequestRules, WorkerConfig, target_sha256
 from selfjudge.integrations.vllm.counts import STEPS, Counts, Step
 from selfjudge.integrations.vllm.label import outline_pair, parse_engine_options
+from selfjudge.integrations.vllm.plan import LastPlan, LastRows, Plan, Rows, encode
 from selfjudge.judge.config import FEATURES, JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
+from selfjudge.ops.argmax import argmax_checked
 from selfjudge.store import fingerprint
 from selfjudge.types import Block
 
@@ -38,12 +42,45 @@ def judge(features: str = "hidden", **options: Any) -> Judge:
     return Judge(config, torch.randn(config.width))
 
 
+def rules(given_: dict[str, Any] | None = None, **options: Any) -> RequestRules:
+    """Those of an engine with these settings, a judge and γ = 4."""
+    return RequestRules(
+        WorkerConfig.read({"selfjudge": {"judge": "folder", **(given_ or {})}}), judge(), (2,), 4, **options
+    )
+
+
+def said(rule: AcceptanceRule | None) -> Any:
+    """What tells a rule from others: its name and what decides."""
+    names = ("theta", "threshold", "price", "k", "confirm", "window")
+    return rule and (rule.name, *(value for name in names if (value := getattr(rule, name, None)) is not None))
+
+
 @pytest.mark.parametrize(
-    ("given_", "theta"),
-    [({}, 0.7), ({"theta": "F"}, 0.6), ({"theta": 0.1}, 0.1), ({"quality": 0.9}, 0.4), ({"guard": False}, 0.7)],
+    ("given_", "rule"),
+    [
+        ({}, ("judged", 0.7, 0)),
+        ({"theta": "F"}, ("judged", 0.6, 0)),
+        ({"theta": 0.1}, ("judged", 0.1, 0)),
+        ({"quality": 0.9}, ("judged", 0.4, 0)),
+        ({"guard": False}, ("judged", 0.7, 0)),
+        ({"price": 0.1}, ("judged", 0.1, 0)),
+        ({"rule": "margin", "price": 0.1}, ("margin", 0.1)),
+        ({"rule": "margin:0.5"}, ("margin", 0.5)),
+        ({"rule": "topk:3"}, ("topk", 3)),
+        ({"rule": "fly:window=2"}, ("fly", 2)),
+        ({"rule": "exact"}, None),
+    ],
 )
-def test_settings_choose_a_threshold(given_: dict[str, Any], theta: float) -> None:
-    assert WorkerConfig.read({"selfjudge": {"judge": "folder", **given_}}).threshold(judge()) == theta
+def test_settings_choose_the_rule_of_requests_that_name_none(given_: dict[str, Any], rule: Any) -> None:
+    default = rules(given_).default
+    assert said(default) == rule
+    if default is not None:
+        assert default.guarded() == ((2,) if given_.get("guard", True) else ())  # relaxed rules, too
+
+
+def test_a_rule_without_a_judge_needs_none() -> None:
+    settings_ = WorkerConfig.read({"selfjudge": {"rule": "margin", "price": 0.2}})
+    assert said(RequestRules(settings_, None, (), 4).default) == ("margin", 0.2)
 
 
 @pytest.mark.parametrize(
@@ -51,99 +88,186 @@ def test_settings_choose_a_threshold(given_: dict[str, Any], theta: float) -> No
     [
         (None, "does not know its judge"),
         ({"selfjudge": {"quality": 0.9}}, "does not know its judge"),
+        ({"selfjudge": {"judge": 3}}, "does not know its judge"),
         ({"selfjudge": {"judge": "j", "thetta": 1}}, "unknown setting 'thetta'"),
         ({"selfjudge": {"judge": "j", "guard": "no"}}, "`guard` must be true or false, not 'no'"),
         ({"selfjudge": {"judge": "j", "theta": 0.1, "quality": 0.9}}, "`quality` chooses θ: give one of `theta` and `quality`"),
         ({"selfjudge": {"judge": "j", "theta": 2}}, r"`theta` must lie in \[0, 1\], not 2"),
         ({"selfjudge": {"judge": "j", "theta": "X"}}, "has no threshold 'X'"),
         ({"selfjudge": {"judge": "j", "theta": True}}, "`theta` must be a number, not True"),
-        ({"selfjudge": {"judge": "j", "quality": "R"}}, r"`quality` must lie in \[0, 1\], not 'R'"),
+        ({"selfjudge": {"judge": "j", "quality": "R"}}, "`quality` must be a number, not 'R'"),
+        ({"selfjudge": {"judge": "j", "price": "1"}}, "`price` must be a number, not '1'"),
+        ({"selfjudge": {"judge": "j", "price": -1}}, "judged needs a price of at least 0, not -1"),
+        ({"selfjudge": {"judge": "j", "price": 0.1, "theta": 0.1}}, "a price replaces θ"),
+        ({"selfjudge": {"rule": ["topk"]}}, "`rule` must be text"),
+        ({"selfjudge": {"rule": "nope"}}, "unknown rule 'nope'"),
+        ({"selfjudge": {"rule": "topk", "price": 0.1}}, "rule 'topk' has no price"),
+        ({"selfjudge": {"rule": "topk", "theta": 0.1}}, "rule 'topk' does not use a judge"),
+        ({"selfjudge": {"rule": "topk:guard=off"}}, "is a setting of the engine"),
+        ({"selfjudge": {"judge": "j", "rule": "judge_only"}}, "refuses aligned drafts"),
+        ({"selfjudge": {"rule": "fly"}}, "fly with window 6 needs `gamma` > 6, not 4"),
     ],
 )  # fmt: skip
 def test_settings_that_make_no_sense_are_refused(additional: Any, message: str) -> None:
     with pytest.raises(SelfJudgeError, match=message):
-        WorkerConfig.read(additional).threshold(judge())
+        RequestRules(WorkerConfig.read(additional), judge(), (), 4)
 
 
 @pytest.mark.parametrize(
-    ("extra", "theta"),
+    ("extra", "rule"),
     [
-        (None, 0.7),
-        ({"other": 1}, 0.7),
-        ({"selfjudge": {"off": True}}, OFF),
-        ({"selfjudge": {"off": False}}, 0.7),
-        ({"selfjudge": {"theta": 0}}, 0),
-        ({"selfjudge": {"theta": "F"}}, 0.6),
-        ({"selfjudge": {"quality": 0.5}}, 0.2),
-        ({"selfjudge": '{"quality": 0.5}'}, 0.2),
-        ({"selfjudge": {"quality": 1.0}}, 1.0),
+        (None, ("judged", 0.7, 0)),
+        ({"other": 1}, ("judged", 0.7, 0)),
+        ({"selfjudge": {"off": True}}, None),
+        ({"selfjudge": {"off": False}}, ("judged", 0.7, 0)),
+        ({"selfjudge": {"theta": 0}}, ("judged", 0, 0)),
+        ({"selfjudge": {"theta": "F"}}, ("judged", 0.6, 0)),
+        ({"selfjudge": {"quality": 0.5}}, ("judged", 0.2, 0)),
+        ({"selfjudge": '{"quality": 0.5}'}, ("judged", 0.2, 0)),
+        ({"selfjudge": {"quality": 1.0}}, ("judged", 1.0, 0)),
+        ({"selfjudge": {"price": 0.1}}, ("judged", 0.1, 0)),
+        ({"selfjudge": {"rule": "margin", "price": 0.1}}, ("margin", 0.1)),
+        ({"selfjudge": {"rule": "topk:2"}}, ("topk", 2)),
+        ({"selfjudge": {"rule": "judged:F,confirm=2"}}, ("judged", 0.6, 2)),
+        ({"selfjudge": {"rule": "sampling"}}, None),
     ],
 )
-def test_a_request_may_ask_for_its_own(extra: Any, theta: float) -> None:
-    assert requested_threshold(judge(), 0.7, extra) == theta
+def test_a_request_may_ask_for_its_own(extra: Any, rule: Any) -> None:
+    known = rules()
+    assert said(known.requested(extra)) == rule
+    assert known.requested(extra) is known.requested(extra)  # rules are told apart by identity
 
 
-@pytest.mark.parametrize("wish", ["off", "{", 3, {}, {"off": 1}, {"theta": 7}, {"off": True, "theta": 0.1}, {"x": 1}])
+def test_a_request_that_names_something_leaves_the_price_of_the_engine() -> None:
+    known = rules({"price": 0.2})
+    assert said(known.requested({"selfjudge": {"theta": 0.5}})) == ("judged", 0.5, 0)
+    assert said(known.requested({"selfjudge": {"rule": "judged"}})) == ("judged", 0.7, 0)
+    assert said(rules({"theta": 0.3}).requested({"selfjudge": {"rule": "judged:confirm=1"}})) == ("judged", 0.3, 1)
+
+
+def params(wish: Any, temperature: float = 0.0) -> Any:
+    extra = None if wish is None else {"selfjudge": wish}
+    return type("Params", (), {"extra_args": extra, "temperature": temperature})
+
+
+@pytest.mark.parametrize(
+    "wish",
+    ["off", "{", 3, {}, {"off": 1}, {"theta": 7}, {"off": True, "theta": 0.1}, {"x": 1}, {"rule": "nope"},
+     {"price": -1}, {"rule": "fly"}, {"theta": 0.1, "price": 0.1}],
+)  # fmt: skip
 def test_a_wish_that_cannot_be_read_is_lossless_and_said_once(wish: Any) -> None:
-    said: list[str] = []
-    thresholds = Thresholds(judge(), 0.7, said.append)
-    params = type("Params", (), {"extra_args": {"selfjudge": wish}})
-    assert thresholds(params) == thresholds(params) == OFF
-    assert len(said) == 1
-    assert said[0].startswith("a request is decoded without the judge: ")
+    heard: list[str] = []
+    known = rules(warn=heard.append)
+    assert known(params(wish)) is known(params(wish)) is None
+    assert len(heard) == 1
+    assert heard[0].startswith("a request is decoded losslessly: ")
 
 
-@settings(max_examples=40, deadline=None)
+@pytest.mark.parametrize(("wish", "samples"), [(None, True), ({"price": 0.1}, False), ({"rule": "topk"}, False)])
+def test_a_temperature_goes_with_rules_that_do_not_look_at_what_follows(wish: Any, samples: bool) -> None:
+    heard: list[str] = []
+    known = rules(warn=heard.append)
+    assert (known(params(wish, 0.7)) is not None) is samples
+    assert heard == [] if samples else "is greedy here: leave out the temperature" in heard[0]
+
+
+RULES = (
+    None, "judged:0.5", "judged:price=0.4", "judged:0.4,confirm=1", "margin:2", "margin:price=0.8", "margin:price=0",
+    "topk:3", "fly:0.2,1", "relaxed:4,0.5", "typical", "random:0.5",
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
 @given(
-    counts=st.lists(st.integers(0, 4), min_size=1, max_size=5).filter(sum),
+    asked=st.lists(st.tuples(st.integers(0, 4), st.sampled_from(RULES)), min_size=1, max_size=6),
     features=st.sampled_from(FEATURES),
     seed=st.integers(0, 1000),
-    special=st.sets(st.integers(0, V - 1), max_size=3),
+    special=st.sets(st.integers(0, V - 1), max_size=2),
     limit=st.sampled_from((None, 2.5)),
 )
-def test_flat_rows_are_judged_as_blocks_are(
-    counts: list[int], features: str, seed: int, special: set[int], limit: float | None
+def test_flat_rows_are_decided_as_blocks_are(
+    asked: list[tuple[int, str | None]], features: str, seed: int, special: set[int], limit: float | None
 ) -> None:
-    """What the rule `judged` says of each request's block alone, for all drafts that alignment refuses."""
+    """What each request's rule says of its block alone, whatever the others ask for."""
+    counts = [count for count, _ in asked]
+    n, guarded, judging = sum(counts), tuple(sorted(special)), judge(features, margin_limit=limit)
+    if not n:
+        return
     torch.manual_seed(seed)
-    n, theta = sum(counts), 0.5
     drafts, hidden, logits = torch.randint(0, V, (n,)), torch.randn(n, H), torch.randn(n, V) * 3
+    drafts[::2] = logits[::2].argmax(-1)
     if seed % 5 == 0:
-        hidden[0, 0] = torch.nan
+        hidden[0, 0], logits[n // 2, 3] = torch.nan, torch.inf
     rows = Rows.of(torch.tensor(counts), n)
     # a request's rows: each predicts a draft that the row after it has read, and the last one predicts none
     at = torch.arange(n) + rows.owner
     states, predicting = torch.zeros(n + len(counts), H), torch.zeros(n + len(counts), V)
     states[at + 1], predicting[at] = hidden, logits
-    approval = Approval(judge(features, margin_limit=limit), sorted(special), CPU)
-    mask = approval(states, predicting, at, drafts, theta, rows.owner)
-    marked, copy = logits.clone(), logits.clone()
+    chosen = [
+        guard(parse_rule(text, special=guarded, judge=judging if "judge" in text else None)) if text else None
+        for _, text in asked
+    ]
+    approval = Approval(judging, guarded, CPU)
+    mask = approval(states, predicting, at, drafts, Plan(chosen, rows, 4))
+    marked = logits.clone()
     raised, aligned = approval.mark(marked, drafts, mask)
     assert torch.equal(raised, mask)
-    assert torch.equal(aligned, drafts == copy.argmax(-1))
-    rule, at = Judged(judge(features, margin_limit=limit), theta, special=tuple(special)), 0
-    accepted = []
-    for count in counts:
-        here = slice(at, at + count)
-        block = Block(
-            drafts[None, here], torch.cat([logits[here], torch.zeros(1, V)])[None],
-            torch.cat([torch.zeros(1, H), hidden[here]])[None],
-        )  # fmt: skip
-        verdict = rule(block)
+    found, _ = argmax_checked(marked)
+    first, accepted = 0, []
+    for i, (count, rule) in enumerate(zip(counts, chosen, strict=True)):
+        here = slice(first, first + count)
+        states_here = torch.cat([torch.zeros(1, H), hidden[here]])[None] if rule and rule.judge else None
+        block = Block(drafts[None, here], torch.cat([logits[here], torch.zeros(1, V)])[None], states_here)
+        verdict = (rule or EXACT)(block)
         k = int(verdict.n_accepted)
-        taken = marked[here].argmax(-1) == drafts[here]
-        assert int(rows.leading(marked.argmax(-1) == drafts)[len(accepted)]) == k == int(taken.long().cumprod(0).sum())
+        assert int(rows.leading(found == drafts)[i]) == k
         assert verdict.judged[0].tolist() == (mask & ~aligned)[here].tolist()
         accepted.append(k)
-        at += count
+        first += count
     counted = Counts(CPU, "model", "0")
     counted.add(rows, torch.tensor(accepted) + 1, torch.stack([raised, aligned]))
-    found = counted.read()
+    totals = counted.read()
     cycles = sum(count > 0 for count in counts)
-    assert found["cycles"] == cycles
-    assert found["tokens"] == sum(accepted) + cycles
-    assert found["aligned_tokens"] <= found["tokens"]
-    assert found["tokens"] == found["aligned_tokens"] or found["judged_tokens"] > 0
+    assert totals["cycles"] == cycles
+    assert totals["tokens"] == sum(accepted) + cycles
+    assert totals["aligned_tokens"] <= totals["tokens"]
+    assert totals["tokens"] == totals["aligned_tokens"] or totals["judged_tokens"] > 0
+
+
+def guard(rule: AcceptanceRule) -> AcceptanceRule:
+    return replace(rule, guard=True)  # type: ignore[call-arg]
+
+
+def test_the_judge_approves_aligned_drafts_too() -> None:
+    """A sampled request may refuse its most likely token; one that the judge approves it never does."""
+    logits = torch.tensor([[5.0, *[0.0] * (V - 1)]] * 3)
+    plan = Plan([Judged(judge(), 0.0), Judged(judge(), 1.0)], Rows.of(torch.tensor([1, 1]), 2), 1)
+    mask = Approval(judge(), (), CPU)(torch.randn(4, H), logits, torch.tensor([0, 2]), torch.tensor([0, 0]), plan)
+    assert mask.tolist() == [True, False]
+
+
+def test_every_rule_that_looks_at_drafts_alone_has_a_kernel() -> None:
+    parsed = {text: _parsed(text) for text in RULES if text}
+    assert {text for text, rule in parsed.items() if encode(rule) is None} == {
+        "relaxed:4,0.5", "typical", "random:0.5",
+    }  # fmt: skip
+    rows = Rows.of(torch.tensor([1]), 1)
+    assert {text for text, rule in parsed.items() if Plan([rule], rows, 4).looks_ahead} == {
+        "judged:price=0.4", "judged:0.4,confirm=1", "margin:price=0.8", "margin:price=0", "fly:0.2,1",
+    }  # fmt: skip
+
+
+def _parsed(text: str) -> AcceptanceRule:
+    return parse_rule(text, judge=judge() if "judge" in text else None)
+
+
+def test_a_plan_is_made_when_rules_or_rows_change() -> None:
+    plans, rows = LastPlan(), LastRows()
+    one, other = _parsed("margin:1"), _parsed("margin:1")
+    first = plans([one, None], rows([2, 1], CPU), 4)
+    assert plans([one, None], rows([2, 1], CPU), 4) is first
+    assert plans([other, None], rows([2, 1], CPU), 4) is not first
+    assert plans([other, None], rows([2, 2], CPU), 4).rows is rows([2, 2], CPU)
 
 
 def test_a_step_without_the_judge_counts_what_was_accepted_for_both() -> None:
@@ -215,18 +339,32 @@ def test_rows_are_computed_when_they_change() -> None:
     ]  # fmt: skip
 
 
-def test_off_is_no_threshold_that_a_request_can_name() -> None:
-    """So that the worker can tell who asks and is refused from who does not ask."""
-    assert requested_threshold(judge(), 0.7, {"selfjudge": {"theta": 1.0}}) < OFF
-    assert requested_threshold(judge(), 0.7, {"selfjudge": {"off": True}}) == OFF
-
-
-def test_each_row_has_the_threshold_of_its_request() -> None:
+def test_each_row_has_the_rule_of_its_request() -> None:
     hidden, logits, drafts = torch.randn(6, H), torch.randn(6, V), torch.tensor([1, 2, 3, -1])
-    rows = Rows.of(torch.tensor([2, 2]), 4)
-    at, theta = torch.tensor([0, 1, 3, 4]), torch.tensor([0.0, OFF])[rows.owner]
-    mask = Approval(judge(), (), CPU)(hidden, logits, at, drafts, theta, rows.owner)
-    assert mask.tolist() == [True, True, False, False]
+    at, rows = torch.tensor([0, 1, 3, 4]), Rows.of(torch.tensor([2, 2]), 4)
+    everything = Judged(judge(), 0.0)
+    for chosen, wanted in (([everything, None], [1, 1, 0, 0]), ([None, everything], [0, 0, 1, 0])):
+        mask = Approval(judge(), (), CPU)(hidden, logits, at, drafts, Plan(chosen, rows, 4))
+        assert mask.int().tolist() == wanted  # −1 is no draft
+
+
+def test_a_step_without_drafts_decides_nothing() -> None:
+    none, plan = (
+        torch.zeros(0, dtype=torch.int32),
+        Plan([_parsed("margin:price=1")] * 2, Rows.of(torch.tensor([0, 0]), 0), 4),
+    )
+    assert Approval(None, (), CPU)(torch.zeros(2, H), torch.zeros(2, V), none, none, plan).tolist() == []
+
+
+def test_a_missing_draft_ends_what_a_price_looks_at() -> None:
+    """The first draft is worth its harm only if the two after it are tokens that match."""
+    logits = torch.zeros(4, V)
+    logits[:, 0] = 1.0  # a margin of 1 for every other token
+    rows, rule = Rows.of(torch.tensor([3]), 3), guard(_parsed("margin:price=0.4"))
+    approval = Approval(None, (), CPU)
+    for drafts, wanted in (([5, 0, 0], True), ([5, 0, -1], False), ([5, -1, 0], False)):
+        mask = approval(torch.zeros(4, H), logits, torch.arange(3), torch.tensor(drafts), Plan([rule], rows, 4))
+        assert mask.tolist() == [wanted, False, False]
 
 
 def test_a_mark_spares_banned_tokens_missing_drafts_and_special_choices() -> None:
@@ -269,9 +407,15 @@ def test_the_command_of_an_embedded_pair(no_pull: None) -> None:
     settings = json.loads(options["--additional-config"])["selfjudge"]
     assert settings["quality"] == 0.9
     assert Judge.from_pretrained(settings["judge"]).config.target == "smollm2-135m"
+    assert set(settings) == {"judge", "quality"}
     assert options["--worker-cls"] == "selfjudge.integrations.vllm.JudgeWorker"
     assert options["--served-model-name"] == "smollm2-135m"
     assert words[-2:] == ["--dtype", "float32"]
+
+
+def test_the_command_of_a_rule_without_a_judge(no_pull: None) -> None:
+    words = serve.command("org/big", "org/small", WorkerConfig(rule="margin", price=0.1))
+    assert json.loads(words[words.index("--additional-config") + 1]) == {"selfjudge": {"rule": "margin", "price": 0.1}}
 
 
 @pytest.mark.parametrize(
@@ -284,6 +428,8 @@ def test_the_command_of_an_embedded_pair(no_pull: None) -> None:
         ({"worker": WorkerConfig(theta="X")}, "has no threshold 'X'"),
         ({"worker": WorkerConfig(theta=0.5, quality=0.5)}, "give one of `theta` and `quality`"),
         ({"worker": WorkerConfig("/nowhere")}, "is not a judge folder"),
+        ({"worker": WorkerConfig(rule="fly")}, "fly with window 6 needs `gamma` > 6, not 5"),
+        ({"worker": WorkerConfig(rule="topk:0")}, "topk needs k of at least 1"),
     ],
 )
 def test_a_command_that_cannot_work_is_refused(no_pull: None, options: dict[str, Any], message: str) -> None:

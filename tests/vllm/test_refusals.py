@@ -28,7 +28,9 @@ def real(tiny: Path) -> Any:
 
 def test_a_good_configuration_is_taken(real: Any, tiny: Path) -> None:
     settings, judge = config.load(real)
-    assert settings.threshold(judge) == 0.5
+    rule = config.RequestRules(settings, judge, (), TINY_GAMMA).default
+    assert rule is not None
+    assert getattr(rule, "theta", None) == 0.5
     assert config.guarded_ids(settings, real.model_config, _tokenizer(real)) == (0, 1, 2, 3)
     assert config.guarded_ids(dataclasses.replace(settings, guard=False), real.model_config, None) == ()
 
@@ -52,6 +54,7 @@ def put(where: str, name: str, value: Any) -> Callable[[Any, pytest.MonkeyPatch]
         (put("", "speculative_config", None), "nothing to verify: give --speculative-config"),
         (put("speculative_config", "rejection_sample_method", "block"), "rejection_sample_method block: use standard"),
         (put("speculative_config", "rejection_sample_method", "synthetic"), "rejection_sample_method synthetic"),
+        (put("speculative_config", "rejection_sample_method", "fly"), "rejection_sample_method fly: use standard"),
         (put("speculative_config", "enable_adaptive_verification", True), "adaptive verification"),
         (put("parallel_config", "enable_batch_sharded_sampling", True), "batch-sharded sampling"),
         (put("parallel_config", "prefill_context_parallel_size", 2), "prefill context parallelism"),
@@ -59,6 +62,8 @@ def put(where: str, name: str, value: Any) -> Callable[[Any, pytest.MonkeyPatch]
         (put("", "lora_config", object()), "LoRA adapters, which change the target"),
         (put("", "watermark_config", object()), "watermarks"),
         (put("", "additional_config", {}), "does not know its judge"),
+        (put("", "additional_config", {"selfjudge": {"rule": "fly"}}), "fly with window 6 needs `gamma` > 6, not 3"),
+        (put("", "additional_config", {"selfjudge": {"rule": "topk", "price": 0.1}}), "rule 'topk' has no price"),
     ],
 )
 def test_what_the_judge_cannot_work_with(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from engines import TINY_GAMMA, Answers, greedy, run, tiny_engine
 
+from selfjudge.decoding.rule_parser import parse_rule
 from selfjudge.decoding.rules import AcceptanceRule, Exact, Judged
 from selfjudge.decoding.text import generate
 from selfjudge.judge.model import Judge
@@ -26,6 +28,13 @@ def ours(pair: Pair, rule: AcceptanceRule) -> list[list[int]]:
     return [list(answer.tokens) for answer in answers]
 
 
+RULES = [
+    [{"rule": "margin:4"}, {"rule": "margin", "price": 1.5}, {"rule": "topk:3"}, {"rule": "fly:0.05,1"}, {"price": 0.5}],
+    [{"price": 0}, {"rule": "judged:0.3,confirm=1"}, {"rule": "typical"}, {"rule": "margin:price=2"}, {"rule": "relaxed"}],
+]  # fmt: skip
+"""What the requests of two batches ask for."""
+
+
 def runs(pair: Pair) -> list[dict[str, Any]]:
     prompts = [pair.encode(prompt, raw=True) for prompt in PROMPTS]
     wishes = [{}, {"off": True}, {"theta": 0.25}, {"quality": 1.0}, {"theta": "nonsense"}]
@@ -37,14 +46,27 @@ def runs(pair: Pair) -> list[dict[str, Any]]:
         {"prompts": prompts, "params": greedy(TOKENS, theta=0.0)},
         {"prompts": prompts, "params": {**greedy(TOKENS, theta=0.0), "allowed_token_ids": ALLOWED}},
         {"prompts": prompts, "params": {**greedy(TOKENS, theta=0.0), "temperature": 0.7, "seed": 1}},
+        *({"prompts": prompts, "params": [greedy(TOKENS, **wish) for wish in wishes]} for wishes in RULES),
+        {"prompts": prompts, "params": {**greedy(TOKENS, rule="topk:3"), "temperature": 0.01, "seed": 1}},
     ]
+
+
+def wished(judge: Judge, wish: dict[str, Any]) -> AcceptanceRule:
+    text, price = wish.get("rule", "judged"), wish.get("price")
+    rule = parse_rule(text, judge=judge if "judge" in text else None, price=price)
+    return replace(rule, guard=True)  # type: ignore[call-arg]
 
 
 def check(pair: Pair, judge: Judge, answers: Answers) -> None:
     """What `runs` asked for, said by the torch loop; with these weights no score comes near θ and no choice near a tie."""
     exact = ours(pair, Exact())
     judged = {theta: ours(pair, Judged(judge, theta)) for theta in (0.25, 0.5, 0.75)}
-    plain, off, mixed, logprobs, always, allowed, sampled = answers[:7]
+    plain, off, mixed, logprobs, always, allowed, sampled, *others, warm = answers[:10]
+    assert warm["counts"][0]["judged_tokens"] == 0  # a greedy rule with a temperature: lossless
+    for wishes, answer in zip(RULES, others, strict=True):
+        wanted = [ours(pair, wished(judge, wish))[i] for i, wish in enumerate(wishes)]
+        assert answer["tokens"] == wanted
+        assert sum(wanted[i] != exact[i] for i in range(len(wanted))) > 1  # the rules had something to do
     assert judged[0.5] != exact
     assert plain["tokens"] == judged[0.5]
     assert off["tokens"] == exact
@@ -112,7 +134,7 @@ def test_sampling_without_the_judge_draws_from_the_target(tiny_pair: Pair, first
     """The second and third token of many answers, verified drafts among them, against the target's exact distribution."""
     prompt = tiny_pair.encode(PROMPTS[0], raw=True)
     contexts, weights = torch.tensor([prompt]), torch.ones(1, dtype=torch.float64)
-    tokens = torch.tensor(first_runner[7]["tokens"])
+    tokens = torch.tensor(first_runner[-2]["tokens"])
     for place in range(SAMPLED):
         with torch.no_grad():
             p = tiny_pair.target(contexts).logits[:, -1].double().softmax(-1) * weights[:, None]
@@ -129,6 +151,6 @@ def test_sampling_without_the_judge_draws_from_the_target(tiny_pair: Pair, first
 
 
 def test_sampling_with_the_judge_takes_more_drafts(first_runner: Answers) -> None:
-    (counts,) = first_runner[8]["counts"]
+    (counts,) = first_runner[-1]["counts"]
     assert counts["judged_tokens"] > 0
-    assert len({tuple(tokens) for tokens in first_runner[8]["tokens"]}) > 20
+    assert len({tuple(tokens) for tokens in first_runner[-1]["tokens"]}) > 20

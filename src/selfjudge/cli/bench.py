@@ -39,7 +39,7 @@ def decode(
     questions = read_prompts(prompts) if prompts else [text for _, text in BUILT_IN]
     chosen = Chosen.of(recipe, models, judge_options, None, None)
     models, judge_options, rule = chosen.models, chosen.judge, chosen.rule or "judged"
-    wanted = chosen.recipe is not None or judge_options.given or (judged and models.shipped_judge)
+    wanted = chosen.recipe is not None or judge_options.means_judged or (judged and models.shipped_judge)
     if wanted:
         check_rule(rule, models, judge_options, gamma=chosen.gamma)
     if chosen.gamma is not None:

@@ -31,8 +31,8 @@ def generate(
     rule: Annotated[
         str | None,
         typer.Option(
-            help="Acceptance rule, such as topk:2 or judged:0.4. If not given: exact; judged where --judge, --theta or"
-            " --quality is given; sampling with --temperature."
+            help="Acceptance rule, such as topk:2 or judged:0.4. If not given: exact; judged where --judge, --theta,"
+            " --quality or --price is given; sampling with --temperature."
         ),
     ] = None,
     recipe: RecipeFolder = None,
@@ -47,7 +47,7 @@ def generate(
 ) -> None:
     """Answer one prompt, streaming.
 
-    Example: selfjudge generate "Why is the sky blue?" --rule topk:2 --gamma 4 --color
+    Example: selfjudge generate "Why is the sky blue?" --rule margin --price 0.1 --gamma 4 --color
     """
     if prompt == "-":
         prompt = sys.stdin.read()
@@ -122,4 +122,5 @@ def _as_json(result: Generation, rule: AcceptanceRule) -> dict[str, Any]:
         "judged_tokens": [asdict(token) for token in result.judged_tokens],
         "seconds": dict(result.seconds),
         "threshold": getattr(rule, "theta", None),
+        "price": rule.price,
     }

@@ -140,7 +140,7 @@ class PairOptions(DeviceOptions):
 
 @dataclass(frozen=True)
 class JudgeOptions:
-    """Which judge, and how strict it is."""
+    """Which judge, and how strict it or the rule is."""
 
     judge: str | None = setting(
         None, "Judge folder, hub id or embedded name; the judge that ships for the target if not given."
@@ -153,6 +153,12 @@ class JudgeOptions:
         "Choose θ so that the judge rejects this share of bad substitutions: 0.9 rejects 90 %.",
         minimum=0,
         maximum=1,
+    )
+    price: float | None = setting(
+        None,
+        "Accept a substitution where the tokens it wins, at this price in nats, outweigh its harm; instead of a"
+        " threshold, with --rule margin or judged.",
+        minimum=0,
     )
 
     def check(self) -> None:
@@ -168,6 +174,11 @@ class JudgeOptions:
     def given(self) -> bool:
         """Whether anything was said about a judge."""
         return self.judge is not None or self.theta is not None or self.quality is not None
+
+    @property
+    def means_judged(self) -> bool:
+        """Whether the rule is judged where none is named."""
+        return self.given or self.price is not None
 
     @property
     def threshold(self) -> float | str | None:
@@ -187,7 +198,7 @@ class JudgeOptions:
 
     def as_arguments(self) -> dict[str, Any]:
         """As `generate` and `resolve_rule` take them."""
-        return {"judge": self.judge, "theta": self.threshold, "quality": self.quality}
+        return {"judge": self.judge, "theta": self.threshold, "quality": self.quality, "price": self.price}
 
 
 @dataclass(frozen=True)
@@ -235,10 +246,10 @@ def check_rule(
     sampling: Sampling | None = None,
 ) -> str:
     """The text of the rule that is meant; refused here if it cannot work, from the judge's config alone."""
-    from selfjudge.decoding.rule_parser import parse_rule, read_rule
+    from selfjudge.decoding.rule_parser import default_rule, parse_rule, read_rule
     from selfjudge.decoding.rules import Judged
 
-    spec = rule or ("judged" if judge.given else "exact" if sampling is None else "sampling")
+    spec = rule or default_rule(judge.means_judged, sampling)
     judged = issubclass(read_rule(spec)[0], Judged)
     if judge.given and not judged:
         raise SelfJudgeError(
@@ -249,7 +260,8 @@ def check_rule(
     if config is not None:
         models.check_judge(config)
     theta = judge.threshold if judge.quality is None else f"q{judge.quality}"
-    models.check_gamma(parse_rule(spec, sampling=sampling, judge=config, theta=theta), gamma)
+    built = parse_rule(spec, sampling=sampling, judge=config, theta=theta, price=judge.price)
+    models.check_gamma(built, gamma)
     return spec
 
 
@@ -273,9 +285,9 @@ class Chosen:
         """
         if folder is None:
             return cls(models, judge, rule, gamma)
-        if rule is not None or gamma is not None or judge.given:
+        if rule is not None or gamma is not None or judge.means_judged:
             raise SelfJudgeError(
-                "a recipe names its rule, γ and judge: leave out `rule`, `gamma`, `judge`, `theta` and `quality`"
+                "a recipe names its rule, γ and judge: leave out `rule`, `gamma`, `judge`, `theta`, `quality` and `price`"
             )
         recipe = Recipe.load(folder)
         if models.target is None and models.pair == PairOptions.pair:

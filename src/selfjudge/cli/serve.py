@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from selfjudge.models.pair import Pair
 
 Engine = Annotated[Literal[ENGINES], typer.Option(help="What runs the models.")]  # type: ignore[valid-type]
-SHARED = ("rule", "theta", "quality", "gamma", "name", "api_key")
+SHARED = ("rule", "theta", "quality", "price", "gamma", "name", "api_key")
 """Settings of our server that vLLM's takes, too."""
 
 
@@ -41,7 +41,7 @@ class AddressOptions:
 def serve(
     backend: Annotated[
         Literal["torch", "vllm"],
-        typer.Option(help="torch: our own loop, on any machine; vllm: vLLM with a judge in it."),
+        typer.Option(help="torch: our own loop, on any machine; vllm: vLLM with our rules in it."),
     ] = "torch",
     engine: Engine = "auto",
     recipe: RecipeFolder = None,
@@ -57,7 +57,7 @@ def serve(
 ) -> None:
     """Serve a pair over HTTP as OpenAI's API does: chat completions, completions, models, health, metrics.
 
-    Example: selfjudge serve --pair smollm2-135m --theta R --port 8000
+    Example: selfjudge serve --pair smollm2-135m --rule margin --price 0.1 --port 8000
     """
     key = os.environ.get("SELFJUDGE_API_KEY") if config.api_key is None else config.api_key
     chosen = Chosen.of(recipe, models, judge_options, config.rule, config.gamma)
@@ -68,6 +68,7 @@ def serve(
         gamma=chosen.gamma,
         theta=judge_options.threshold,
         quality=judge_options.quality,
+        price=judge_options.price,
         api_key=key,
         engine=engine,
     )
@@ -111,16 +112,15 @@ def _check_rule(config: ServerConfig, models: PairOptions, judge: JudgeOptions) 
 
     rule = config.rule
     if rule is not None and not issubclass(read_rule(rule)[0], Judged):
-        check_rule(rule, models, JudgeOptions(), gamma=config.gamma)
-        rule = None
-    if rule is not None or judge.given:
+        check_rule(rule, models, JudgeOptions(price=judge.price), gamma=config.gamma)
+        rule, judge = None, replace(judge, price=None)
+    if rule is not None or judge.means_judged:
         check_rule(rule or "judged", models, judge, gamma=config.gamma)
 
 
 def _refuse_torch_options(models: PairOptions, config: ServerConfig) -> None:
     """vLLM has flags of its own for what our loop takes here."""
     given = [f.name for f in fields(config) if f.name not in SHARED and getattr(config, f.name) != f.default]
-    given += ["rule"] if config.rule not in (None, "judged") else []
     given += [name for name in ("device", "draft_dtype") if getattr(models, name) is not None]
     given += ["dtype"] if models.dtype in ("int8", "q4") else []
     if given:
@@ -132,7 +132,7 @@ def _refuse_torch_options(models: PairOptions, config: ServerConfig) -> None:
 def _serve_vllm(
     models: PairOptions, judge: JudgeOptions, address: AddressOptions, config: ServerConfig, more: list[str]
 ) -> None:
-    """Become vLLM's server with the judge in it; its key travels by the environment, where others do not see it."""
+    """Become vLLM's server with our worker in it; its key travels by the environment, where others do not see it."""
     from selfjudge.integrations.vllm.config import WorkerConfig
     from selfjudge.integrations.vllm.serve import command, main
 
@@ -141,7 +141,7 @@ def _serve_vllm(
     arguments = command(
         models.name,
         models.draft,
-        WorkerConfig(judge.judge or "", judge.threshold, judge.quality),
+        WorkerConfig(judge.judge or "", config.rule or "judged", judge.threshold, judge.quality, judge.price),
         gamma=None if config.gamma == "auto" else config.gamma,
         more=[
             *("--host", address.host, "--port", str(address.port)),

@@ -62,18 +62,17 @@ def _say(text: str) -> None:
 
 
 def _vllm_flags(recipe: Any, folder: Path) -> str | None:
-    """What starts vLLM with the recipe's rule in it; None where its worker does not have the rule."""
+    """What starts vLLM with the recipe's rule in it; None where that is `exact`, or vLLM cannot start with it."""
     from selfjudge.integrations.vllm.config import WorkerConfig
     from selfjudge.integrations.vllm.serve import command
 
-    name, _, threshold = recipe["rule"].partition(":")
-    if name != "judged":
+    if recipe["rule"] == "exact":
         return None
-    theta = threshold if threshold.startswith("q") else float(threshold)
+    judge = str(folder / recipe["judge"]) if recipe["judge"] else ""
     draft = None if recipe["pair"] == recipe["target"] else recipe["draft"]
     try:
-        worker = WorkerConfig(str(folder / recipe["judge"]), theta)
-        words = command(recipe["target"], draft, worker, gamma=recipe["gamma"])
+        words = command(recipe["target"], draft, WorkerConfig(judge, recipe["rule"]), gamma=recipe["gamma"])
     except SelfJudgeError:
         return None
-    return shlex.join(["python", *words[1:]]).replace(str(folder / recipe["judge"]), recipe["judge"])
+    flags = shlex.join(["python", *words[1:]])
+    return flags.replace(judge, recipe["judge"]) if judge else flags

@@ -23,7 +23,6 @@ from selfjudge.decoding.rules import (
 )
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.errors import SelfJudgeError
-from selfjudge.types import DEFAULT_THETA
 
 if TYPE_CHECKING:
     from selfjudge.judge.model import Judge
@@ -44,21 +43,22 @@ def resolve_rule(
     judge: Judge | str | Path | None = None,
     theta: float | str | None = None,
     quality: float | None = None,
+    price: float | None = None,
     sampling: Sampling | None = None,
 ) -> AcceptanceRule:
     """The rule that text or an object names, ready for this pair.
 
-    Without a rule it is `judged` where a judge, a threshold or a quality is given, `sampling` where `sampling` is, and
-    `exact` otherwise. A judged rule without a judge takes the one that ships for the pair.
+    Without a rule it is `judged` where a judge, a threshold, a quality or a price is given, `sampling` where `sampling`
+    is, and `exact` otherwise. A judged rule without a judge takes the one that ships for the pair.
     """
     judged = judge is not None or theta is not None or quality is not None
     if isinstance(rule, AcceptanceRule):
-        if judged or sampling is not None:
+        if judged or price is not None or sampling is not None:
             raise SelfJudgeError(
-                "a rule object is complete: `judge`, `theta`, `quality` and `sampling` go with a rule's text"
+                "a rule object is complete: `judge`, `theta`, `quality`, `price` and `sampling` go with a rule's text"
             )
         return rule
-    spec = rule or ("judged" if judged else "exact" if sampling is None else "sampling")
+    spec = rule or default_rule(judged or price is not None, sampling)
     if theta is not None and quality is not None:
         raise SelfJudgeError("`quality` chooses the threshold: leave out one of `quality` and `theta`")
     if issubclass(read_rule(spec)[0], Judged):
@@ -67,7 +67,12 @@ def resolve_rule(
         raise SelfJudgeError(
             f"rule {spec!r} does not use a judge: leave out `judge`, `theta` and `quality`, or use rule judged"
         )
-    return _built(spec, pair.special_ids, sampling, judge, f"q{quality}" if quality is not None else theta)
+    return _built(spec, pair.special_ids, sampling, judge, f"q{quality}" if quality is not None else theta, price)
+
+
+def default_rule(judged: bool, sampling: Sampling | None) -> str:
+    """The rule where nobody names one: `judged` where anything was said about a judge or a price."""
+    return "judged" if judged else "exact" if sampling is None else "sampling"
 
 
 def _loaded(judge: Judge | str | Path) -> Judge:
@@ -89,15 +94,16 @@ def _read(source: str, changed: int) -> Judge:
 
 @lru_cache(64)  # engines find what they recorded with a rule by its identity
 def _built(
-    spec: str, special: tuple[int, ...], sampling: Sampling | None, judge: Judge | None, theta: float | str | None
-) -> AcceptanceRule:
-    return parse_rule(spec, special=special, sampling=sampling, judge=judge, theta=theta)
+    spec: str, special: tuple[int, ...], sampling: Sampling | None, judge: Judge | None, theta: float | str | None,
+    price: float | None,
+) -> AcceptanceRule:  # fmt: skip
+    return parse_rule(spec, special=special, sampling=sampling, judge=judge, theta=theta, price=price)
 
 
 def options(rule: type[AcceptanceRule]) -> dict[str, object]:
     """The options that a rule's text may give, with their defaults."""
     names = {f.name: None if f.default is MISSING else f.default for f in fields(rule) if f.name not in NOT_IN_TEXT}
-    return names | {"theta": DEFAULT_THETA} if "theta" in names else names
+    return names | rule.defaults
 
 
 def parse_rule(
@@ -107,12 +113,19 @@ def parse_rule(
     sampling: Sampling | None = None,
     judge: Judge | None = None,
     theta: float | str | None = None,
+    price: float | None = None,
 ) -> AcceptanceRule:
     """Build a rule from `name`, `name:value,…` or `name:option=value,…`, such as `topk:3` or `relaxed:k=5,delta=0.2`.
 
     A temperature (`sampling`) belongs to `sampling` and to the judged rules on top of it; the others are greedy.
     """
     rule, values = read_rule(spec)
+    if price is not None:
+        if "price" not in options(rule):
+            raise SelfJudgeError(f"rule {rule.name!r} has no price: `price` goes with rule margin or judged")
+        if "price" in values:
+            raise SelfJudgeError(f"{spec} names a price already: leave out `price`")
+        values["price"] = price
     if issubclass(rule, Judged):
         if judge is None:
             raise SelfJudgeError(f"rule {rule.name!r} needs a judge and none ships for this target: give `judge`")
@@ -154,8 +167,8 @@ def read_rule(spec: str) -> tuple[type[AcceptanceRule], dict[str, Any]]:
 
 
 def names_threshold(spec: str) -> bool:
-    """Whether a rule's text, such as `judged:0.4`, says its θ itself."""
-    return "theta" in read_rule(spec)[1]
+    """Whether a rule's text, such as `judged:0.4`, says itself what decides: a θ, or a price instead of one."""
+    return not {"theta", "price"}.isdisjoint(read_rule(spec)[1])
 
 
 def _convert(rule: str, key: str, text: str, default: object) -> object:

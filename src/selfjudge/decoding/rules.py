@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, ClassVar
 from selfjudge.decoding.sampling import Sampling, sample
 from selfjudge.errors import SelfJudgeError
 from selfjudge.ops.argmax import argmax_checked, regular
-from selfjudge.types import Block, Verdict, lazy_module
+from selfjudge.ops.price import worth_taking
+from selfjudge.types import DEFAULT_THETA, Block, Verdict, lazy_module
 
 if TYPE_CHECKING:
     import torch
@@ -46,9 +47,20 @@ class AcceptanceRule:
     reads_logits: ClassVar[bool] = True  # beyond their argmax
     sampling: ClassVar[Sampling | None] = None
     judge: ClassVar[Judge | None] = None
+    defaults: ClassVar[dict[str, object]] = {}
+    """Of options whose field says None, because they and others exclude each other."""
+
+    @property
+    def price(self) -> float | None:
+        """π in the unit of `harm`: then the rule accepts what is `worth_taking`, instead of what `accepts` says."""
+        return None
 
     def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
         """[B, γ] which drafts this rule accepts; `logits` [B, γ, V] are the rows that predict them."""
+        raise NotImplementedError
+
+    def harm(self, block: Block, logits: Tensor) -> Tensor:
+        """[B, γ] float32, at least 0: what it costs to accept each draft against alignment; arguments as above."""
         raise NotImplementedError
 
     def aligned(self, block: Block, logits: Tensor, choice: Tensor) -> Tensor:
@@ -78,7 +90,7 @@ class AcceptanceRule:
         if self.reads_logits and (logits.is_cuda or bool(broken.any())):  # on a GPU the copy is cheaper than asking
             logits = regular(logits)
         aligned = self.aligned(block, logits, choice)
-        accepted = self.accepts(block, logits[:, :-1], aligned)
+        accepted = self.accepts(block, logits[:, :-1], aligned) if self.price is None else self._settled(block, aligned)
 
         irregular, no_say = broken.any(), broken[:, :-1]
         if block.scores is not None:
@@ -92,10 +104,22 @@ class AcceptanceRule:
         else:
             if ids := self.guarded():
                 no_say = no_say | _among(drafts, ids) | _among(choice[:, :-1], ids)
+            if accepted is None:
+                accepted = self._priced(block, logits[:, :-1], aligned, no_say)
             accepted = torch.where(no_say, aligned, accepted)
             judged = accepted & ~aligned
         n = accepted.long().cumprod(1).sum(1)  # the walk: stop at the first refusal
         return Verdict(n, self.following(block, logits, choice, aligned, n), judged, irregular)
+
+    def _settled(self, block: Block, aligned: Tensor) -> Tensor | None:
+        """[B, γ] which drafts are aligned, where that settles it; a price is asked once it is known who has no say."""
+        return aligned if block.scores is None and self.settled(block) else None
+
+    def _priced(self, block: Block, logits: Tensor, aligned: Tensor, no_say: Tensor) -> Tensor:
+        """[B, γ] which drafts are worth their price. No walk passes a mismatch without a say: those before must know."""
+        assert self.price is not None
+        harm = self.harm(block, logits).masked_fill(no_say, math.inf)
+        return aligned | worth_taking(harm, aligned, self.price)
 
 
 def _among(tokens: Tensor, ids: tuple[int, ...]) -> Tensor:
@@ -248,23 +272,50 @@ class Typical(AcceptanceRule):
         return aligned | (_log_p(logits, block.draft_tokens).exp() > threshold)
 
 
+def _margin(block: Block, logits: Tensor) -> Tensor:
+    """[B, γ] log p_i(top) − log p_i(d_i) = Δ logit, in float32."""
+    best = logits.amax(-1) if block.argmax is None else _at(logits, block.argmax[0][:, :-1])
+    return best.float() - _at(logits, block.draft_tokens).float()
+
+
+def _at(logits: Tensor, tokens: Tensor) -> Tensor:
+    """[..., V], [...] → [...] the logits of these tokens."""
+    return logits.gather(-1, tokens[..., None]).squeeze(-1)
+
+
 @dataclass(frozen=True, eq=False)
 class Margin(AcceptanceRule):
-    """log p_i(top) − log p_i(d_i) < threshold (MARS, as a log-probability margin)."""
+    """log p_i(top) − log p_i(d_i) < threshold (MARS, as a log-probability margin).
+
+    With a price π the margin is the harm, in nats, and `worth_taking` replaces the threshold. π = 0 is `exact`. The
+    guard is on with a price, as with a judge; without, it is off, as published.
+    """
 
     name = "margin"
-    summary = "the target prefers its own choice by a log-probability margin below the threshold (MARS)"
+    summary = "the target's margin over the draft, in nats, is below the threshold (MARS), or worth its price"
+    defaults: ClassVar[dict[str, object]] = {"threshold": 0.7, "guard": False}
 
-    threshold: float = 0.7
-    guard: bool = False
+    threshold: float = None  # type: ignore[assignment]  # `defaults`; none with a price
+    guard: bool = None  # type: ignore[assignment]
     special: tuple[int, ...] = ()
+    price: float | None = None
 
     def __post_init__(self) -> None:
+        if self.guard is None:
+            object.__setattr__(self, "guard", self.price is not None)
+        if self.price is not None:
+            _require(self.threshold is None, "margin: a price replaces the threshold: leave out one of the two")
+            _check_price(self.name, self.price)
+            return
+        if self.threshold is None:
+            object.__setattr__(self, "threshold", self.defaults["threshold"])
         _require(self.threshold >= 0, f"margin needs a threshold of at least 0, not {self.threshold}")
 
     def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
-        at_draft = logits.gather(-1, block.draft_tokens[..., None]).squeeze(-1)
-        return aligned | (logits.amax(-1) - at_draft < self.threshold)  # Δ log p = Δ logit
+        return aligned | (_margin(block, logits) < self.threshold)
+
+    def harm(self, block: Block, logits: Tensor) -> Tensor:
+        return _margin(block, logits)
 
 
 @dataclass(frozen=True, eq=False)
@@ -336,19 +387,34 @@ class Judged(AcceptanceRule):
     On top of `sampling` this is no longer lossless: the base's random numbers are drawn all the same, and the
     residual is sampled only where both refuse. With `confirm` W, what the judge accepts stands only where the base rule
     accepts the next W drafts of the block too: fewer substitutions, each of which is worth more tokens.
+
+    With a price π the harm is −log P(acceptable), and `worth_taking` replaces θ. π = 0 is `exact`. Greedy alone: when
+    sampling, what follows a draft is a matter of chance, in vLLM decided after the rule has spoken.
     """
 
     name = "judged"
-    summary = "exact or sampling accepts, or the judge does: P(acceptable) > θ"
+    summary = "exact or sampling accepts, or the judge does: P(acceptable) > θ, or worth its price"
+    defaults: ClassVar[dict[str, object]] = {"theta": DEFAULT_THETA}
 
     judge: Judge  # type: ignore[misc]
-    theta: float = None  # type: ignore[assignment]  # the default threshold of the judge
+    theta: float = None  # type: ignore[assignment]  # the default threshold of the judge; none with a price
     base: AcceptanceRule = EXACT
     confirm: int = 0
     guard: bool = True
     special: tuple[int, ...] = ()
+    price: float | None = None
 
     def __post_init__(self) -> None:
+        if self.price is not None:
+            _require(
+                self.theta is None, f"{self.name}: a price replaces θ: leave out one of `price`, `theta` and `quality`"
+            )
+            _require(not self.confirm, f"{self.name}: a price weighs what follows: leave out confirm")
+            _require(
+                self.base.sampling is None, f"{self.name}: a price goes with greedy decoding: leave out `temperature`"
+            )
+            _check_price(self.name, self.price)
+            return
         _require(self.confirm >= 0, f"{self.name} needs confirm of at least 0, not {self.confirm}")
         theta = self.judge.default_threshold if self.theta is None else self.judge.threshold(self.theta)
         object.__setattr__(self, "theta", theta)
@@ -374,9 +440,16 @@ class Judged(AcceptanceRule):
     def following(self, block: Block, logits: Tensor, choice: Tensor, aligned: Tensor, n: Tensor) -> Tensor:
         return self.base.following(block, logits, choice, aligned, n)
 
+    def scores(self, block: Block) -> Tensor:
+        """[B, γ] P(acceptable) of each draft."""
+        return self.judge(block) if block.scores is None else block.scores
+
     def approves(self, block: Block) -> Tensor:
         """[B, γ] judge(h at d_i) > θ; a NaN score approves nothing."""
-        return (self.judge(block) if block.scores is None else block.scores) > self.theta
+        return self.scores(block) > self.theta
+
+    def harm(self, block: Block, logits: Tensor) -> Tensor:
+        return -self.scores(block).log()
 
     def settled(self, block: Block) -> bool:
         drafts = block.draft_tokens
@@ -385,7 +458,7 @@ class Judged(AcceptanceRule):
         return torch.equal(drafts, block.argmax[0][:, :-1])
 
     def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
-        if block.scores is None and self.settled(block):
+        if self._settled(block, aligned) is not None:
             return aligned
         approved = self.approves(block)
         return aligned | (approved & _confirmed(aligned, self.confirm) if self.confirm else approved)
@@ -401,12 +474,17 @@ class JudgeOnly(Judged):
     def __post_init__(self) -> None:
         super().__post_init__()
         _require(self.confirm == 0, "judge_only has no alignment to confirm with: leave confirm out")
+        _require(self.price is None, "judge_only has no alignment that costs nothing: a price goes with rule judged")
 
     def settled(self, block: Block) -> bool:
         return False
 
     def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
         return self.approves(block)
+
+
+def _check_price(rule: str, price: float) -> None:
+    _require(0 <= price < math.inf, f"{rule} needs a price of at least 0, not {price}")
 
 
 def _require(holds: bool, message: str) -> None:

@@ -38,6 +38,8 @@ class RuleOptions(TypedDict, total=False):
     """The judge's threshold: a number, `F` or `R`; R if not given."""
     quality: float | None
     """Instead of `theta`: the share of bad substitutions that the judge must reject."""
+    price: float | None
+    """Instead of a threshold, for the rules margin and judged: the price of a token in the unit of harm."""
     sampling: Sampling | None
     """Temperature and filters, for the rules sampling and judged."""
 

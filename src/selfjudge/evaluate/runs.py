@@ -57,7 +57,11 @@ class Run:
             names = dict.fromkeys(
                 [*(f.name for f in fields(rule)), *sorted(vars(rule))]
             )  # not all rules are dataclasses
-            values = {name: getattr(rule, name) for name in names if name not in ("judge", "base")}
+            values = {
+                name: value
+                for name in names
+                if name not in ("judge", "base") and (value := getattr(rule, name)) is not None
+            }
             digest.update(f"{rule.name}:{values}".encode())
             for tensor in rule.judge.buffers() if rule.judge is not None else ():
                 digest.update(tensor.float().cpu().numpy().tobytes())  # a copy: engines know the judge by its place
@@ -117,5 +121,5 @@ def _variants(
 def _text(rule: AcceptanceRule) -> str:
     """A rule object's name with its options, as the rule's text would have them."""
     names = dict.fromkeys([*options(type(rule)), *(name for name in sorted(vars(rule)) if name not in NOT_IN_TEXT)])
-    given = [f"{name}={getattr(rule, name)}" for name in names]
+    given = [f"{name}={value}" for name in names if (value := getattr(rule, name)) is not None]
     return f"{rule.name}:{','.join(given)}" if given else rule.name

@@ -1,4 +1,4 @@
-"""The judge's score as one kernel, shared by `Judge.forward` and by vLLM's worker. CUDA only."""
+"""The judge's score as one kernel, whose parts vLLM's worker uses, too. CUDA only."""
 
 from __future__ import annotations
 
@@ -32,15 +32,3 @@ def scores(judge: Weights, hidden: Tensor, logits: Tensor, choice: Tensor, draft
 
     with torch.cuda.device(hidden.device):  # kernels are launched on the current device
         return judge_score_triton.scores(judge, hidden, logits, choice, drafts)
-
-
-def approvals(
-    judge: Weights, hidden: Tensor, logits: Tensor, at: Tensor, drafts: Tensor, theta: float | Tensor, special: Tensor
-) -> Tensor:
-    """[n] which drafts the judge approves: score above θ, and no special token, missing draft (−1) or broken number.
-
-    Row `at[i]` of logits [m, V] predicts draft i; the row after it of states [m, H] has read that draft.
-    """
-    from selfjudge.ops import judge_score_triton
-
-    return judge_score_triton.approvals(judge, hidden, logits, at, drafts, theta, special)

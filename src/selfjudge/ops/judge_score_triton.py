@@ -6,14 +6,12 @@ Rows are flat: row i of the logits predicts a token that row i + 1 of the states
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from selfjudge.ops.argmax_triton import ROW_BLOCK, ROW_WARPS, row_argmax
 
 if TYPE_CHECKING:
     from selfjudge.ops.judge_score import Weights
@@ -30,34 +28,17 @@ def among(token, special_ptr, specials, SPECIALS: tl.constexpr):
 
 
 @triton.jit
-def _judge(
-    hidden_ptr, logit_ptr, choice_ptr, at_ptr, draft_ptr, weight_ptr, bias_ptr, inner_ptr, inner_bias_ptr, theta_ptr,
-    special_ptr, out_ptr, hidden_step, logit_step, hidden, vocabulary, units, theta, specials, limit,
-    LOWEST: tl.constexpr, GAMMA: tl.constexpr, MARGIN: tl.constexpr, LIMITED: tl.constexpr, MLP: tl.constexpr,
-    APPROVE: tl.constexpr, THETAS: tl.constexpr, BLOCK: tl.constexpr, UNITS: tl.constexpr, SPECIALS: tl.constexpr,
-    ROW_BLOCK: tl.constexpr,
+def draft_score(
+    state, margin, weight_ptr, bias_ptr, inner_ptr, inner_bias_ptr, hidden, units, limit, LOWEST: tl.constexpr,
+    MARGIN: tl.constexpr, LIMITED: tl.constexpr, MLP: tl.constexpr, BLOCK: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
-    """With APPROVE: whether the draft is approved. Else: its score, NaN where the state is broken.
-
-    With APPROVE the most likely token of the draft's row is computed here, else it is given.
-    """
-    i = tl.program_id(0)
-    # rows of blocks: each has GAMMA drafts and one row more
-    row = i // GAMMA * (GAMMA + 1) + i % GAMMA if GAMMA else tl.load(at_ptr + i)
-    row = row.to(tl.int64)
-    token = tl.load(draft_ptr + i).to(tl.int64)
-    logits = logit_ptr + row * logit_step
-    if APPROVE:
-        choice, best, broken = row_argmax(logits, vocabulary, ROW_BLOCK)
-    margin = 0.0
+    """P(acceptable) of a draft from the state at it and log p(d) − log p(most likely): NaN where the state is broken,
+    0 beyond the judge's limit of that margin."""
     beyond = False
-    if MARGIN or LIMITED:
-        if not APPROVE:
-            best = tl.load(logits + tl.load(choice_ptr + row)).to(tl.float32)
-        margin = tl.load(logits + tl.maximum(token, 0)).to(tl.float32) - best  # Δ log p = Δ logit
+    if LIMITED:
         beyond = margin < -limit
+    if MARGIN:
         margin = tl.where(margin < LOWEST, LOWEST, margin)
-    state = hidden_ptr + (row + 1) * hidden_step
     width = hidden + MARGIN
     column = tl.arange(0, BLOCK)
     finite = 1
@@ -89,48 +70,46 @@ def _judge(
     score = tl.sigmoid(x + tl.load(bias_ptr))
     if LIMITED:
         score = tl.where(beyond, 0.0, score)
-    if APPROVE:
-        threshold = tl.load(theta_ptr + i) if THETAS else theta
-        approved = (score > threshold) & (token >= 0) & (finite != 0) & (broken == 0)
-        if SPECIALS:
-            approved = approved & (among(token, special_ptr, specials, SPECIALS) == 0)
-            approved = approved & (among(choice, special_ptr, specials, SPECIALS) == 0)
-        tl.store(out_ptr + i, approved)
-    else:
-        tl.store(out_ptr + i, tl.where(finite != 0, score, float("nan")))
+    return tl.where(finite != 0, score, float("nan"))
 
 
-def _launch(
-    judge: Weights, hidden: Tensor, logits: Tensor, choice: Tensor | None, at: Tensor | None, drafts: Tensor,
-    out: Tensor, gamma: int, theta: float | Tensor, special: Tensor | None,
-) -> Tensor:  # fmt: skip
-    units = 0 if judge.inner_bias is None else len(judge.inner_bias)
-    block_units = triton.next_power_of_2(units) if units else 1
-    n, specials = drafts.numel(), 0 if special is None else len(special)
-    approve = choice is None
-    _judge[(n,)](
-        hidden, logits, choice, at, drafts, judge.weight, judge.bias, judge.inner_weight, judge.inner_bias,
-        theta if isinstance(theta, Tensor) else None, special, out, hidden.stride(0), logits.stride(0),
-        hidden.shape[1], logits.shape[1], units, 0.0 if isinstance(theta, Tensor) else theta, specials,
-        judge.limit, LOWEST=judge.lowest, GAMMA=gamma, MARGIN=judge.margin, LIMITED=judge.limit < math.inf,
-        MLP=units > 0, APPROVE=approve,
-        THETAS=isinstance(theta, Tensor), BLOCK=max(16, TILE // block_units) if units else LINEAR_BLOCK,
-        UNITS=block_units, SPECIALS=triton.next_power_of_2(specials) if specials else 0, ROW_BLOCK=ROW_BLOCK,
-        num_warps=ROW_WARPS if approve else 4,
+@triton.jit
+def _scores(
+    hidden_ptr, logit_ptr, choice_ptr, draft_ptr, weight_ptr, bias_ptr, inner_ptr, inner_bias_ptr, out_ptr, hidden_step,
+    logit_step, hidden, units, limit, GAMMA: tl.constexpr, LOWEST: tl.constexpr, MARGIN: tl.constexpr,
+    LIMITED: tl.constexpr, MLP: tl.constexpr, BLOCK: tl.constexpr, UNITS: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0)
+    row = (i // GAMMA * (GAMMA + 1) + i % GAMMA).to(tl.int64)  # blocks have GAMMA drafts and one row more
+    margin = 0.0
+    if MARGIN or LIMITED:
+        logits, token = logit_ptr + row * logit_step, tl.load(draft_ptr + i)
+        best = tl.load(logits + tl.load(choice_ptr + row)).to(tl.float32)
+        margin = tl.load(logits + token).to(tl.float32) - best  # Δ log p = Δ logit
+    score = draft_score(
+        hidden_ptr + (row + 1) * hidden_step, margin, weight_ptr, bias_ptr, inner_ptr, inner_bias_ptr, hidden, units,
+        limit, LOWEST, MARGIN, LIMITED, MLP, BLOCK, UNITS,
     )  # fmt: skip
-    return out
+    tl.store(out_ptr + i, score)
+
+
+def shape_of(judge: Weights) -> tuple[int, dict[str, Any]]:
+    """The inner units of a judge, and the constants of `draft_score`."""
+    units = 0 if judge.inner_bias is None else len(judge.inner_bias)
+    padded = triton.next_power_of_2(units) if units else 1
+    block = max(16, TILE // padded) if units else LINEAR_BLOCK
+    constants = {"LOWEST": judge.lowest, "MARGIN": judge.margin, "LIMITED": judge.limit < math.inf, "MLP": units > 0}
+    return units, constants | {"BLOCK": block, "UNITS": padded}
 
 
 def scores(judge: Weights, hidden: Tensor, logits: Tensor, choice: Tensor, drafts: Tensor) -> Tensor:
     """`judge_score.scores`."""
     out = torch.empty(drafts.shape, dtype=torch.float32, device=drafts.device)
-    flat = hidden.flatten(0, 1), logits.flatten(0, 1), choice
-    return _launch(judge, *flat, None, drafts.contiguous(), out, drafts.shape[1], 0.0, None)
-
-
-def approvals(
-    judge: Weights, hidden: Tensor, logits: Tensor, at: Tensor, drafts: Tensor, theta: float | Tensor, special: Tensor
-) -> Tensor:
-    """`judge_score.approvals`."""
-    out = torch.empty(len(drafts), dtype=torch.bool, device=drafts.device)
-    return _launch(judge, hidden, logits, None, at, drafts, out, 0, theta, special)
+    hidden, logits = hidden.flatten(0, 1), logits.flatten(0, 1)
+    units, constants = shape_of(judge)
+    _scores[(drafts.numel(),)](
+        hidden, logits, choice, drafts.contiguous(), judge.weight, judge.bias, judge.inner_weight, judge.inner_bias,
+        out, hidden.stride(0), logits.stride(0), hidden.shape[1], units, judge.limit,
+        GAMMA=drafts.shape[1], num_warps=4, **constants,
+    )  # fmt: skip
+    return out

@@ -20,6 +20,8 @@ class ServerConfig:
     """The judge's threshold, a number or a name; `types.DEFAULT_THETA` if neither it nor `quality` is given."""
     quality: float | None = None
     """Choose θ by the share of unacceptable tokens that must be rejected."""
+    price: float | None = None
+    """Of a token, instead of a threshold, with rule margin or judged."""
     gamma: Gamma | None = setting(
         None,
         "Draft tokens per cycle, 0 is plain decoding; auto, the default, chooses what is fastest (with vLLM: 5).",
@@ -60,6 +62,8 @@ class ServerConfig:
             raise SelfJudgeError("`api_key` names a key twice: give each once")
         if self.theta is not None and self.quality is not None:
             raise SelfJudgeError("`quality` chooses θ: leave out one of `quality` and `theta`")
+        if self.price is not None and (self.theta is not None or self.quality is not None):
+            raise SelfJudgeError("a price replaces θ: leave out one of `price`, `theta` and `quality`")
 
     @property
     def keys(self) -> tuple[str, ...]:

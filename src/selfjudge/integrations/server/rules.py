@@ -25,6 +25,7 @@ class RuleOptions:
     rule: str | None = None
     theta: float | str | None = None
     quality: float | None = None
+    price: float | None = None
     gamma: Gamma | None = None
     off: bool = False
     judged_tokens: bool = False
@@ -36,6 +37,7 @@ class Choice:
 
     rule: str
     theta: float | None
+    price: float | None
     gamma: Gamma
     sampling: Sampling | None
     trace: bool = False
@@ -57,6 +59,8 @@ class Rules:
     theta: float | str | None
     """Of the judged rules: a number or the name of a threshold."""
     gamma: Gamma
+    price: float | None = None
+    """Of the server's own rule; a request that names a rule, θ, quality or price of its own does not get it."""
     built: OrderedDict[Choice, AcceptanceRule] = field(default_factory=OrderedDict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -65,8 +69,9 @@ class Rules:
 
     def choose(self, options: RuleOptions, sampling: Sampling | None) -> Choice:
         """The choice of a request, checked; a wrong one is a SelfJudgeError."""
-        if options.off and (options.rule, options.theta, options.quality) != (None, None, None):
-            raise SelfJudgeError("`off` means without judge: leave out `rule`, `theta` and `quality`")
+        said = (options.rule, options.theta, options.quality, options.price) != (None,) * 4
+        if options.off and said:
+            raise SelfJudgeError("`off` means without judge: leave out `rule`, `theta`, `quality` and `price`")
         if options.theta is not None and options.quality is not None:
             raise SelfJudgeError("`quality` chooses θ: leave out one of `quality` and `theta`")
         rule = "exact" if options.off else self.rule if options.rule is None else options.rule
@@ -79,12 +84,14 @@ class Rules:
             gamma = 0
         if gamma and self.pair.draft is None:
             raise SelfJudgeError("`gamma` above 0 needs a draft model, and this server has none")
-        choice = Choice(rule, self._theta(rule, options), gamma, sampling, trace=options.judged_tokens)
+        price = options.price if said or options.off else self.price
+        theta = self._theta(rule, options, price)
+        choice = Choice(rule, theta, price, gamma, sampling, trace=options.judged_tokens)
         if gamma != "auto":
             self.build(choice).check(gamma)
         return choice
 
-    def _theta(self, rule: str, options: RuleOptions) -> float | None:
+    def _theta(self, rule: str, options: RuleOptions, price: float | None) -> float | None:
         kind = RULES.get(rule.partition(":")[0])
         if kind is None or not issubclass(kind, Judged) or self.judge is None:
             if options.theta is not None or options.quality is not None:
@@ -94,7 +101,9 @@ class Rules:
             return self.judge.quality(options.quality)
         if options.theta is not None:
             return self.judge.threshold(options.theta)
-        return None if self.theta is None or names_threshold(rule) else self.judge.threshold(self.theta)
+        if self.theta is None or price is not None or names_threshold(rule):
+            return None
+        return self.judge.threshold(self.theta)
 
     def build(self, choice: Choice) -> AcceptanceRule:
         """The same rule for equal choices, so that engines find what they recorded with it."""
@@ -106,6 +115,7 @@ class Rules:
                     sampling=choice.sampling,
                     judge=self.judge if choice.rule.startswith("judge") else None,
                     theta=choice.theta,
+                    price=choice.price,
                 )
                 if len(self.built) > MAX_BUILT:
                     self.built.popitem(last=False)

@@ -45,6 +45,7 @@ class DecodeOptions(Strict):
     rule: Annotated[Text, Field(max_length=64)] | None = None
     theta: float | Literal["F", "R", "Youden"] | None = None
     quality: float | None = None
+    price: float | None = None
     gamma: int | Literal["auto"] | None = None
     off: bool = False
     judged_tokens: bool = False

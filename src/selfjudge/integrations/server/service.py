@@ -136,9 +136,11 @@ class Service:
 
     def statistics(self, job: Job, result: Generation) -> dict[str, Any]:
         """The field `selfjudge` of a response."""
+        rule = self.rules.build(job.choice)
         statistics: dict[str, Any] = {
             "rule": job.choice.rule,
-            "theta": getattr(self.rules.build(job.choice), "theta", None),
+            "theta": getattr(rule, "theta", None),
+            "price": rule.price,
             "gamma": job.choice.gamma,
             "gamma_mean": result.gamma_mean,
             "cycles": result.cycles,
@@ -161,6 +163,7 @@ class Service:
             "selfjudge": {
                 "rule": rules.rule,
                 "theta": rules.theta,
+                "price": rules.price,
                 "gamma": rules.gamma,
                 "device": pair.target.device.type,
                 "dtype": pair.dtype,

@@ -1,4 +1,4 @@
-"""The judge inside vLLM (docs/vllm.md). Importing this package does not import vLLM; `JudgeWorker` does.
+"""Our rules inside vLLM (docs/vllm.md). Importing this package does not import vLLM; `JudgeWorker` does.
 
 --worker-cls selfjudge.integrations.vllm.JudgeWorker --additional-config '{"selfjudge": {"judge": FOLDER}}'
 """

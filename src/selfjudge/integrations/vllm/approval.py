@@ -1,22 +1,22 @@
-"""Which drafts the judge approves, as a mask over flat rows and as a mark on their logits; does not import vLLM.
+"""Which drafts the rules of requests accept, as a mask over flat rows and as a mark on their logits.
 
-vLLM verifies the drafts of all requests as one flat list of n rows; request `owner[i]` owns row i.
+Does not import vLLM.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from selfjudge.decoding.rules import AcceptanceRule, Judged, Margin
+from selfjudge.integrations.vllm.plan import NAN, Plan, Rows
 from selfjudge.judge.features import token_features
 from selfjudge.judge.model import Judge
-from selfjudge.ops.argmax import argmax_checked
-from selfjudge.ops.judge_score import approvals
+from selfjudge.ops.argmax import argmax_checked, has_triton
+from selfjudge.types import Block
 
 Agree = Callable[[Tensor], Tensor]
 """Makes all ranks of a tensor-parallel group hold the same mask."""
@@ -25,30 +25,47 @@ MARK = 1.0e4
 
 
 class Approval:
-    """The judge and the guard of special tokens, on one device."""
+    """Decides about drafts by the rules of their requests, on one device; special tokens are left to the target."""
 
-    def __init__(self, judge: Judge, special: Sequence[int], device: torch.device) -> None:
-        self.judge = judge.to(device)
+    def __init__(self, judge: Judge | None, special: Sequence[int], device: torch.device) -> None:
+        self.judge = None if judge is None else judge.to(device)
         self.special = torch.tensor(list(special), dtype=torch.long, device=device)
-        self.fused = self.judge.fused() if device.type == "cuda" else None
+        self.fused = device.type == "cuda" and has_triton()
+        self.weights = None if judge is None or not self.fused else judge.fused()
 
-    def __call__(
-        self, hidden: Tensor, logits: Tensor, at: Tensor, drafts: Tensor, theta: float | Tensor, owner: Tensor
-    ) -> Tensor:
-        """[n] which drafts the judge approves, as the rule `judged` does.
+    def __call__(self, hidden: Tensor, logits: Tensor, at: Tensor, drafts: Tensor, plan: Plan) -> Tensor:
+        """[n] which drafts their rules accept, as the rules do in our own loop.
 
         Row `at[i]` of the target's logits [m, V] predicts draft i; the row after it of the states [m, H] has read that
-        draft. Never where there is no draft (−1), at special tokens, or where numbers are broken.
+        draft. Never where there is no draft (−1), at special tokens, or where numbers are broken. Where alignment
+        accepts a draft anyway, the mask may say either.
         """
-        if self.fused is not None:
-            return approvals(self.fused, hidden, logits, at, drafts, theta, self.special)
-        before, hidden, logits = hidden[at], hidden[at + 1], logits[at]
+        if not len(drafts):  # a step of prompts alone
+            return drafts >= 0
+        if self.fused and plan.codes is not None and (self.weights is not None or not plan.judged):
+            from selfjudge.integrations.vllm.approval_triton import approvals
+
+            return approvals(self.weights, hidden, logits, at, drafts, plan, self.special)
+        before, states, logits = hidden[at], hidden[at + 1], logits[at]
         drafted, drafts = drafts >= 0, drafts.long().clamp_min(0)
         choice, broken = argmax_checked(logits)
-        x = token_features(hidden, before, logits, drafts, self.judge.config.features, owner, choice)
-        score = self.judge.within_limit(self.judge.score(x), logits, drafts, choice)
-        regular = ~broken & hidden.isfinite().all(-1)
-        return (score > theta) & drafted & regular & ~self._special(drafts) & ~self._special(choice)
+        scores = None
+        if plan.judged:
+            assert self.judge is not None
+            x = token_features(states, before, logits, drafts, self.judge.config.features, plan.rows.owner, choice)
+            scores = self.judge.within_limit(self.judge.score(x), logits, drafts, choice)
+            scores = torch.where(states.isfinite().all(-1), scores, NAN)
+        has_say = drafted & ~broken & ~self._special(drafts) & ~self._special(choice)
+        approved = torch.zeros_like(drafted)
+        for rule, (requests, mine, block_of) in plan.members.items():
+            if scores is not None and isinstance(rule, Judged) and rule.price is None and not rule.confirm:
+                accepted = scores > rule.theta  # of sampled requests, too: whatever alignment says
+            else:
+                known = Block(drafts, logits, scores=None if rule.judge is None else scores, argmax=(choice, broken))
+                judged = rule(_blocks(known, drafted, requests, plan)).judged
+                accepted = judged[block_of[plan.rows.owner], plan.rows.place]
+            approved = approved | (mine & has_say & accepted)
+        return approved
 
     def mark(self, logits: Tensor, drafts: Tensor, approved: Tensor) -> Tensor:
         """Raise approved drafts above all other logits of the rows [n, V] they are verified with, in place.
@@ -57,7 +74,7 @@ class Approval:
         Banned tokens (−inf) stay banned. The guard applies to the most likely token of these rows, too.
         Returns flags [2, n]: which drafts were raised, and which were the most likely token before.
         """
-        if self.fused is not None:
+        if self.fused:
             from selfjudge.integrations.vllm.approval_triton import mark
 
             return mark(logits, drafts, approved, self.special, MARK)
@@ -70,14 +87,19 @@ class Approval:
 
     def warm_up(self, vocabulary: int, dtype: torch.dtype) -> None:
         """Compile the kernels before the first request, for rows of this width."""
-        if self.fused is None:
+        if not self.fused:
             return
         device = self.special.device
-        states = torch.zeros((2, self.judge.config.hidden_size), dtype=dtype, device=device)
+        width = 1 if self.judge is None else self.judge.config.hidden_size
+        states = torch.zeros((2, width), dtype=dtype, device=device)
         logits = torch.zeros((2, vocabulary), dtype=dtype, device=device)
         first = torch.zeros(1, dtype=torch.int32, device=device)
-        for theta in (1.0, torch.ones(1, device=device)):  # the same for all requests, and one for each
-            refused = self(states, logits, first, first, theta, first)
+        rows = Rows.of(torch.ones(1, dtype=torch.long, device=device), 1)
+        asked: list[AcceptanceRule] = [Margin(0.0), Margin(price=0.0)]  # with and without a look ahead
+        if self.judge is not None:
+            asked += [Judged(self.judge, 1.0), Judged(self.judge, price=0.0)]
+        for rule in asked:
+            refused = self(states, logits, first, first, Plan([rule], rows, 1))
         self.mark(logits[:1].float(), first, refused)
 
     def _special(self, tokens: Tensor) -> Tensor:
@@ -85,44 +107,15 @@ class Approval:
         return (tokens[:, None] == self.special).any(-1)
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Which of R requests owns each of n flat rows."""
-
-    owner: Tensor
-    """[n] the request of each row."""
-    place: Tensor
-    """[n] its index within the request's block."""
-    counts: Tensor
-    """[R] drafts of each request."""
-
-    @classmethod
-    def of(cls, counts: Tensor, total: int) -> Rows:
-        """From the drafts of each request [R] on the device, and their sum on the host: nothing waits."""
-        requests = torch.arange(len(counts), device=counts.device)
-        owner = torch.repeat_interleave(requests, counts, output_size=total)
-        first = counts.cumsum(0) - counts
-        return cls(owner, torch.arange(total, device=counts.device) - first[owner], counts)
-
-    @cached_property
-    def predicting(self) -> Tensor:
-        """[n] the rows of logits that predict a draft, where each request owns one more row, its last."""
-        return torch.arange(len(self.owner), device=self.owner.device) + self.owner
-
-    def leading(self, flags: Tensor) -> Tensor:
-        """[R] how many flags [n] of each request's block are true before the first false one."""
-        stops = torch.where(flags, self.counts[self.owner], self.place)
-        return self.counts.scatter_reduce(0, self.owner, stops, "amin")
-
-
-class LastRows:
-    """The rows of a step. Most steps have those of the step before: then nothing is computed."""
-
-    def __init__(self) -> None:
-        self._last: tuple[list[int], Rows] | None = None
-
-    def __call__(self, counts: list[int], device: torch.device) -> Rows:
-        if self._last is None or self._last[0] != counts:
-            on_device = torch.tensor(counts).to(device, non_blocking=True)
-            self._last = counts, Rows.of(on_device, sum(counts))
-        return self._last[1]
+def _blocks(flat: Block, drafted: Tensor, requests: Tensor, plan: Plan) -> Block:
+    """The flat rows of these requests as one Block. Where a request has no draft, a broken row with a token that is not
+    the target's stands: every rule refuses it, as every walk ends there."""
+    assert flat.argmax is not None
+    index, outside = (part[requests] for part in plan.index)
+    missing = outside[:, :-1] | ~drafted[index[:, :-1]]
+    choice, broken = (part[index] for part in flat.argmax)
+    broken[:, :-1] |= missing
+    another = (choice[:, :-1] + 1) % flat.target_logits.shape[-1]
+    drafts = torch.where(missing, another, flat.draft_tokens[index[:, :-1]])
+    scores = None if flat.scores is None else torch.where(missing, NAN, flat.scores[index[:, :-1]])
+    return Block(drafts, flat.target_logits[index], scores=scores, argmax=(choice, broken))

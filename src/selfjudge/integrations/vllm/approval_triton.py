@@ -1,14 +1,115 @@
-"""`Approval.mark` as one kernel: every launch costs time in each step."""
+"""`Approval` as kernels: every launch costs time in each step."""
 
 from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from selfjudge.integrations.vllm import plan as codes
 from selfjudge.ops.argmax_triton import ROW_BLOCK, ROW_WARPS, row_argmax
-from selfjudge.ops.judge_score_triton import among
+from selfjudge.ops.judge_score_triton import among, draft_score, shape_of
+from selfjudge.ops.price_triton import flat_scan
+
+if TYPE_CHECKING:
+    from selfjudge.ops.judge_score import Weights
+
+SCORE, LOG_SCORE, RANK, ENTROPY = (
+    tl.constexpr(value) for value in (codes.SCORE, codes.LOG_SCORE, codes.RANK, codes.ENTROPY)
+)
+
+
+@triton.jit
+def _rank(x_ptr, size, at, BLOCK: tl.constexpr):
+    """How many logits of a row are greater than `at`."""
+    column = tl.arange(0, BLOCK)
+    more = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, size, BLOCK):
+        inside = first + column < size
+        x = tl.load(x_ptr + first + column, mask=inside, other=-float("inf")).to(tl.float32)
+        more += (x > at).to(tl.int32)
+    return tl.sum(more, 0).to(tl.float32)
+
+
+@triton.jit
+def _entropy(x_ptr, size, best, BLOCK: tl.constexpr):
+    """Of the softmax of a row whose largest logit is `best`, in nats."""
+    column = tl.arange(0, BLOCK)
+    total, weighted = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    for first in range(0, size, BLOCK):
+        inside = first + column < size
+        x = tl.load(x_ptr + first + column, mask=inside, other=-float("inf")).to(tl.float32) - best
+        e = tl.exp(x)
+        total += e
+        weighted += tl.where(e > 0, x * e, 0.0)
+    mass = tl.sum(total, 0)
+    return tl.log(mass) - tl.sum(weighted, 0) / mass
+
+
+@triton.jit
+def _decide(
+    hidden_ptr, logit_ptr, at_ptr, draft_ptr, value_ptr, limit_ptr, weight_ptr, bias_ptr, inner_ptr, inner_bias_ptr,
+    special_ptr, out_ptr, harm_ptr, hidden_step, logit_step, hidden, vocabulary, log_vocabulary, units, judge_limit,
+    specials, JUDGE: tl.constexpr, LOWEST: tl.constexpr, MARGIN: tl.constexpr, LIMITED: tl.constexpr,
+    MLP: tl.constexpr, BLOCK: tl.constexpr, UNITS: tl.constexpr, SPECIALS: tl.constexpr, ROW_BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """One draft by its code (`plan.Code`). With AHEAD: its harm, and whether it is aligned. Else: whether it is
+    approved."""
+    i = tl.program_id(0)
+    row, token = tl.load(at_ptr + i).to(tl.int64), tl.load(draft_ptr + i).to(tl.int64)
+    which, limit = tl.load(value_ptr + i), tl.load(limit_ptr + i)
+    logits = logit_ptr + row * logit_step
+    choice, best, broken = row_argmax(logits, vocabulary, ROW_BLOCK)
+    at = tl.load(logits + tl.maximum(token, 0)).to(tl.float32)
+    value = best - at  # Δ log p = Δ logit
+    if which == RANK:
+        value = _rank(logits, vocabulary, at, ROW_BLOCK)
+    if which == ENTROPY:
+        value = -_entropy(logits, vocabulary, best, ROW_BLOCK) / log_vocabulary
+    if JUDGE:  # noqa: SIM102 (known when the kernel is compiled; the other is not)
+        if which <= LOG_SCORE:
+            score = draft_score(
+                hidden_ptr + (row + 1) * hidden_step, at - best, weight_ptr, bias_ptr, inner_ptr, inner_bias_ptr,
+                hidden, units, judge_limit, LOWEST, MARGIN, LIMITED, MLP, BLOCK, UNITS,
+            )  # fmt: skip
+            value = -tl.where(which == SCORE, score, tl.log(score))
+    has_say = (token >= 0) & (broken == 0)
+    if SPECIALS:
+        has_say = has_say & (among(token, special_ptr, specials, SPECIALS) == 0)
+        has_say = has_say & (among(choice, special_ptr, specials, SPECIALS) == 0)
+    if AHEAD:
+        harm = tl.where(limit != limit, value, tl.where(value < limit, 0.0, float("inf")))
+        tl.store(harm_ptr + i, tl.where(has_say, harm, float("inf")))
+        tl.store(out_ptr + i, (token >= 0) & (token == choice))
+    else:
+        tl.store(out_ptr + i, has_say & (value < limit))
+
+
+def approvals(
+    judge: Weights | None, hidden: Tensor, logits: Tensor, at: Tensor, drafts: Tensor, plan: codes.Plan,
+    special: Tensor,
+) -> Tensor:  # fmt: skip
+    """`Approval.__call__`, for rules that have codes."""
+    value, limit, price, window = plan.table
+    out = torch.empty(len(drafts), dtype=torch.bool, device=drafts.device)
+    harm = torch.empty(len(drafts), device=drafts.device) if plan.looks_ahead else None
+    judge = judge if plan.judged else None
+    units, constants = shape_of(judge) if judge else (0, NO_JUDGE)
+    specials = len(special)
+    _decide[(len(drafts),)](
+        hidden, logits, at, drafts, value, limit, *(judge[:4] if judge else (None,) * 4), special, out, harm,
+        hidden.stride(0), logits.stride(0), hidden.shape[1], logits.shape[1], math.log(logits.shape[1]), units,
+        judge.limit if judge else 0.0, specials, JUDGE=judge is not None, SPECIALS=triton.next_power_of_2(specials) if specials else 0,
+        ROW_BLOCK=ROW_BLOCK, AHEAD=plan.looks_ahead, num_warps=ROW_WARPS, **constants,
+    )  # fmt: skip
+    return out if harm is None else flat_scan(harm, out, plan.rows.first, plan.rows.counts, price, window)
+
+
+NO_JUDGE: dict[str, Any] = {"LOWEST": 0.0, "MARGIN": False, "LIMITED": False, "MLP": False, "BLOCK": 16, "UNITS": 1}
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Settings of the judge inside vLLM: of the engine, of single requests, and what is refused.
+"""Settings of the rules inside vLLM: of the engine, of single requests, and what is refused.
 
 This module reads vLLM's objects; it imports neither vLLM nor torch.
 """
@@ -6,13 +6,14 @@ This module reads vLLM's objects; it imports neither vLLM nor torch.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+from selfjudge.decoding.rule_parser import names_threshold, parse_rule, read_rule
+from selfjudge.decoding.rules import AcceptanceRule, Judged, JudgeOnly
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.models.tokens import end_ids, special_ids
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
 WORKER = "selfjudge.integrations.vllm.JudgeWorker"
 KEY = "selfjudge"
 MAX_WARNINGS = 100  # about requests, in the log of one engine
+MAX_BUILT = 256  # rules that are kept for requests to come
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
-OFF = math.inf
-"""The θ of lossless requests. θ = 1 accepts as little, but there the judge is asked."""
+ASKED = ("rule", "theta", "quality", "price")
 
 
 @dataclass(frozen=True)
@@ -36,86 +37,145 @@ class WorkerConfig:
 
     judge: str = ""
     """A judge folder, an embedded name, or a repository of the hub; `serve.command` fills in the judge that ships."""
+    rule: str = "judged"
+    """Of requests that name none."""
     theta: float | str | None = None
     quality: float | None = None
+    price: float | None = None
     guard: bool = True
-    """Leave special tokens to the target."""
+    """Leave special tokens to the target, whatever the rule."""
 
     @classmethod
     def read(cls, additional: Any) -> WorkerConfig:
         raw = additional.get(KEY) if isinstance(additional, Mapping) else None
-        if not isinstance(raw, Mapping) or not isinstance(raw.get("judge"), str):
+        raw = raw if isinstance(raw, Mapping) else {}
+        known = [f.name for f in fields(cls)]
+        if unknown := sorted(set(raw) - set(known)):
+            raise SelfJudgeError(f"unknown setting {unknown[0]!r} of the rule in vLLM; there are: {', '.join(known)}")
+        if not isinstance(raw.get("guard", True), bool):
+            raise SelfJudgeError(f"`guard` must be true or false, not {raw['guard']!r}")
+        _check_types(raw)
+        config = cls(**raw)
+        if not isinstance(config.judge, str) or (not config.judge and uses_judge(config.rule)):
             raise SelfJudgeError(
                 'JudgeWorker does not know its judge: give --additional-config \'{"selfjudge": {"judge": FOLDER}}\''
             )
-        known = [f.name for f in fields(cls)]
-        if unknown := sorted(set(raw) - set(known)):
-            raise SelfJudgeError(f"unknown setting {unknown[0]!r} of the judge in vLLM; there are: {', '.join(known)}")
-        if not isinstance(raw.get("guard", True), bool):
-            raise SelfJudgeError(f"`guard` must be true or false, not {raw['guard']!r}")
-        return cls(**raw)
-
-    def threshold(self, judge: Judge) -> float:
-        """The θ of requests that name none."""
-        if self.theta is None and self.quality is None:
-            return judge.default_threshold
-        return chosen_threshold(judge, self.theta, self.quality)
+        return config
 
 
-def chosen_threshold(judge: Judge | JudgeConfig, theta: Any, quality: Any) -> float:
-    """θ by number or name, or by quality: one of the two must be given."""
-    if (theta is None) == (quality is None):
-        raise SelfJudgeError("`quality` chooses θ: give one of `theta` and `quality`")
-    for name, value in (("theta", theta), ("quality", quality)):
+def uses_judge(spec: str) -> bool:
+    """Whether the rule of this text asks a judge."""
+    return issubclass(read_rule(spec)[0], Judged)
+
+
+def _check_types(options: Mapping[str, Any]) -> None:
+    """Refuse values of `ASKED` that no request can mean."""
+    if not isinstance(options.get("rule", ""), str):
+        raise SelfJudgeError(f"`rule` must be text, such as 'margin:0.5', not {str(options['rule'])[:60]!r}")
+    for name in ("theta", "quality", "price"):
+        value = options.get(name)
         if isinstance(value, bool) or not isinstance(value, (int, float, str, type(None))):
             raise SelfJudgeError(f"`{name}` must be a number, not {value!r}")
-    if isinstance(quality, str):
-        raise SelfJudgeError(f"`quality` must lie in [0, 1], not {quality!r}")
-    return judge.threshold(theta) if quality is None else judge.quality(quality)
+        if isinstance(value, str) and name != "theta":
+            raise SelfJudgeError(f"`{name}` must be a number, not {value!r}")
+    if options.get("theta") is not None and options.get("quality") is not None:
+        raise SelfJudgeError("`quality` chooses θ: give one of `theta` and `quality`")
 
 
-def requested_threshold(judge: Judge, default: float, extra_args: Mapping[str, Any] | None) -> float:
-    """θ of one request: `extra_args` {"selfjudge": {"off": true} | {"theta": x} | {"quality": q}}.
+class RequestRules:
+    """The rule of each request; None is lossless.
 
-    The inner object may also be JSON text.
+    A request whose options cannot be read, or whose rule needs greedy decoding and has a temperature, is decoded
+    losslessly, and the log says so once.
     """
-    options = (extra_args or {}).get(KEY)
-    if options is None:
-        return default
-    if isinstance(options, str):
-        try:
-            options = parse_json(options)
-        except ValueError:
-            raise SelfJudgeError(f"the request's `selfjudge` is not JSON: {options[:60]!r}") from None
-    if not isinstance(options, Mapping) or len(options) != 1 or not set(options) <= {"off", "theta", "quality"}:
-        raise SelfJudgeError(f"a request gives one of `off`, `theta` and `quality`, not {str(options)[:60]!r}")
-    if "off" in options:
-        if not isinstance(options["off"], bool):
-            raise SelfJudgeError(f"`off` must be true or false, not {options['off']!r}")
-        return OFF if options["off"] else default
-    return chosen_threshold(judge, options.get("theta"), options.get("quality"))
 
-
-class Thresholds:
-    """θ of each request. A request whose options cannot be read is decoded losslessly, and the log says so once."""
-
-    def __init__(self, judge: Judge, default: float, warn: Callable[[str], None]) -> None:
-        self.judge, self.default, self.warn = judge, default, warn
+    def __init__(
+        self,
+        settings: WorkerConfig,
+        judge: Judge | JudgeConfig | None,
+        special: tuple[int, ...],
+        gamma: int,
+        warn: Callable[[str], None] | None = None,
+    ) -> None:
+        """With a judge's config alone, rules can be checked and not used."""
+        self.settings, self.judge, self.special, self.gamma, self.warn = settings, judge, special, gamma, warn
+        self._built: dict[tuple[Any, ...], AcceptanceRule | None] = {}
         self._warned: set[str] = set()
+        self.default = self.build({name: getattr(settings, name) for name in ASKED})
 
-    def __call__(self, params: Any) -> float:
+    def __call__(self, params: Any) -> AcceptanceRule | None:
         """Of vLLM's `SamplingParams`."""
         try:
-            return requested_threshold(self.judge, self.default, params.extra_args)
+            rule = self.requested(params.extra_args)
+            if rule is not None and params.temperature and not _samples(rule):
+                raise SelfJudgeError(f"rule {rule.name!r} is greedy here: leave out the temperature")
         except SelfJudgeError as error:
-            if str(error) not in self._warned and len(self._warned) < MAX_WARNINGS:
+            if self.warn and str(error) not in self._warned and len(self._warned) < MAX_WARNINGS:
                 self._warned.add(str(error))
-                self.warn(f"a request is decoded without the judge: {error}")
-            return OFF
+                self.warn(f"a request is decoded losslessly: {error}")
+            return None
+        return rule
+
+    def requested(self, extra_args: Mapping[str, Any] | None) -> AcceptanceRule | None:
+        """`extra_args` {"selfjudge": {"off": true}}, or one or more of `rule`, `theta`, `quality` and `price`.
+
+        The inner object may also be JSON text.
+        """
+        options = (extra_args or {}).get(KEY)
+        if options is None:
+            return self.default
+        if isinstance(options, str):
+            try:
+                options = parse_json(options)
+            except ValueError:
+                raise SelfJudgeError(f"the request's `selfjudge` is not JSON: {options[:60]!r}") from None
+        if isinstance(options, Mapping) and list(options) == ["off"]:
+            if not isinstance(options["off"], bool):
+                raise SelfJudgeError(f"`off` must be true or false, not {options['off']!r}")
+            return None if options["off"] else self.default
+        if not isinstance(options, Mapping) or not options or not set(options) <= set(ASKED):
+            raise SelfJudgeError(
+                f"a request gives `off`, or some of `rule`, `theta`, `quality` and `price`, not {str(options)[:60]!r}"
+            )
+        return self.build({"rule": self.settings.rule, **options})
+
+    def build(self, options: Mapping[str, Any]) -> AcceptanceRule | None:
+        """The same object for the same options."""
+        _check_types(options)
+        key: tuple[Any, ...] = tuple(options.get(name) for name in ASKED)
+        if key not in self._built:
+            if len(self._built) >= MAX_BUILT:
+                self._built.clear()
+            self._built[key] = self._parsed(*key)
+        return self._built[key]
+
+    def _parsed(self, spec: str, theta: Any, quality: Any, price: Any) -> AcceptanceRule | None:
+        kind, values = read_rule(spec)
+        if values.get("guard", self.settings.guard) != self.settings.guard:
+            raise SelfJudgeError("the guard of special tokens is a setting of the engine: leave it out of the rule")
+        if kind is JudgeOnly:
+            raise SelfJudgeError("rule 'judge_only' refuses aligned drafts, which vLLM accepts: use rule judged")
+        judged = issubclass(kind, Judged)
+        theta = f"q{quality}" if quality is not None else theta
+        if judged and theta is None and price is None and not names_threshold(spec):
+            ours = self.settings
+            theta = f"q{ours.quality}" if ours.quality is not None else ours.theta
+        rule: Any = parse_rule(
+            spec, special=self.special, judge=cast("Any", self.judge) if judged else None, theta=theta, price=price
+        )
+        rule.check(self.gamma)
+        if rule.lossless:
+            return None
+        return cast("AcceptanceRule", replace(rule, guard=self.settings.guard))
+
+
+def _samples(rule: AcceptanceRule) -> bool:
+    """Whether a rule goes with a temperature: one that does not look at what follows a draft."""
+    return isinstance(rule, Judged) and rule.price is None and not rule.confirm
 
 
 def check_supported(config: Any) -> None:
-    """Refuse an engine that the judge cannot work in, before any weight is read."""
+    """Refuse an engine that our rules cannot work in, before any weight is read."""
     spec, parallel, model = config.speculative_config, config.parallel_config, config.model_config
     if spec is None:
         raise SelfJudgeError("JudgeWorker has nothing to verify: give --speculative-config with a draft")
@@ -133,16 +193,17 @@ def check_supported(config: Any) -> None:
         raise SelfJudgeError(f"JudgeWorker does not work with {reason}")
 
 
-def load(config: Any) -> tuple[WorkerConfig, Judge]:
-    """The judge of a vLLM configuration, checked against its target."""
-    from selfjudge.judge.model import Judge
-
+def load(config: Any) -> tuple[WorkerConfig, Judge | None]:
+    """The settings of a vLLM configuration and the judge, if they name one, checked against its target."""
     check_supported(config)
     settings = WorkerConfig.read(config.additional_config)
-    judge = Judge.from_pretrained(settings.judge)
-    model = config.model_config
-    judge.check_target(model.model, target_sha256(model.model), model.get_hidden_size())
-    settings.threshold(judge)
+    judge = None
+    if settings.judge:
+        from selfjudge.judge.model import Judge
+
+        judge, model = Judge.from_pretrained(settings.judge), config.model_config
+        judge.check_target(model.model, target_sha256(model.model), model.get_hidden_size())
+    RequestRules(settings, judge, (), config.speculative_config.num_speculative_tokens)
     return settings, judge
 
 

@@ -1,4 +1,4 @@
-"""Counts what the judge did, on the device, and shows it as Prometheus counters; no step waits for a count."""
+"""Counts what the rules did, on the device, and shows it as Prometheus counters; no step waits for a count."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from selfjudge.integrations.vllm.approval import Rows
+from selfjudge.integrations.vllm.plan import Rows
 
 COUNTERS = {
     "cycles": "Verified blocks of drafts.",
     "tokens": "Tokens emitted by them: accepted drafts and the target's own token after.",
-    "aligned_tokens": "Tokens the same blocks would have emitted without the judge.",
-    "judged_tokens": "Drafts that the judge accepted although they were not the target's most likely token.",
+    "aligned_tokens": "Tokens the same blocks would have emitted losslessly.",
+    "judged_tokens": "Drafts that a rule accepted although they were not the target's most likely token.",
 }
 EVERY = 1.0  # seconds between two reads of the device's counts
 STEPS = 64  # steps that are counted together
@@ -38,11 +38,11 @@ class Step(NamedTuple):
     """[R, γ+1] the tokens of each request, −1 where there is none; or [R] their number. The last one is not a draft."""
     flags: Tensor | None
     """[2, n] which drafts were raised, and which were aligned anyway. A third row says which drafts were marked at all:
-    of the others, those that were accepted count as aligned. None: the judge was not asked."""
+    of the others, those that were accepted count as aligned. None: all requests are lossless."""
 
 
 def counted(steps: Sequence[Step]) -> Tensor:
-    """The counters [4] of steps that all asked the judge, or none did: they are counted as one larger step."""
+    """The counters [4] of steps that all asked a rule, or none did: they are counted as one larger step."""
     counts, accepted = torch.cat([step.rows.counts for step in steps]), _sampled(steps) - 1
     drafted = counts > 0
     cycles = drafted.sum()

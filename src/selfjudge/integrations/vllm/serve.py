@@ -1,4 +1,4 @@
-"""The short form of `vllm serve` with a judge: makes all its flags from the name of a pair."""
+"""The short form of `vllm serve` with our worker: makes all its flags from the name of a pair."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields, replace
 from importlib.util import find_spec
-from typing import Any
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.integrations.vllm.config import KEY, MULTIPROCESS, WORKER, WorkerConfig, chosen_threshold
+from selfjudge.integrations.vllm.config import KEY, MULTIPROCESS, WORKER, RequestRules, WorkerConfig, uses_judge
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.hub import shipped_judge
 from selfjudge.models.catalogue import draft_for
@@ -28,7 +27,7 @@ def command(
     gamma: int | None = None,
     more: Sequence[str] = (),
 ) -> list[str]:
-    """What to run: vLLM's OpenAI-compatible server with target, draft and judge; `more` flags of vLLM go last.
+    """What to run: vLLM's OpenAI-compatible server with target, draft and rule; `more` flags of vLLM go last.
 
     Target and draft are hub ids, checkpoint folders or the name of an embedded pair. An embedded pair brings its draft
     and, where one ships, its judge.
@@ -37,13 +36,15 @@ def command(
     if not 1 <= gamma <= MAX_GAMMA:
         raise SelfJudgeError(f"`gamma` must lie between 1 and {MAX_GAMMA} with vLLM, not {gamma}")
     draft = draft_for(target, draft)
-    settings = asdict(worker or WorkerConfig())
-    settings["judge"] = settings["judge"] or str(shipped_judge(target) or "")
-    if not settings["judge"]:
+    worker = worker or WorkerConfig()
+    worker = replace(worker, judge=worker.judge or str(shipped_judge(target) or ""))
+    if not worker.judge and uses_judge(worker.rule):
         raise SelfJudgeError(f"no judge ships for {target}: name one with `judge`")
-    _check_judge(settings)
+    # what does not exist is refused here: better than in a worker's traceback
+    RequestRules(worker, JudgeConfig.from_pretrained(worker.judge) if worker.judge else None, (), gamma)
     speculation = {"model": _checkpoint(draft), "num_speculative_tokens": gamma}
-    settings = {name: value for name, value in settings.items() if value not in (None, True)}
+    given = asdict(worker)
+    settings = {f.name: given[f.name] for f in fields(worker) if given[f.name] != f.default}
     return [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", _checkpoint(target), "--served-model-name", target),
@@ -54,21 +55,13 @@ def command(
     ]
 
 
-def _check_judge(settings: dict[str, Any]) -> None:
-    """Refuse a judge or threshold that does not exist: better here than in a worker's traceback."""
-    judge = JudgeConfig.from_pretrained(settings["judge"])
-    theta, quality = settings["theta"], settings["quality"]
-    if theta is not None or quality is not None:
-        chosen_threshold(judge, theta, quality)
-
-
 def _checkpoint(reference: str) -> str:
     """What vLLM loads: the folder of an embedded model, else the reference itself."""
     return str(checkpoint_folder(reference) or reference)
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Become the server of a `command`, with the judge's counters among vLLM's metrics."""
+    """Become the server of a `command`, with the rules' counters among vLLM's metrics."""
     if find_spec("vllm") is None:
         raise SelfJudgeError("vLLM is not installed here: pip install vllm (or selfjudge[vllm])")
     if MULTIPROCESS not in os.environ:  # counted in the worker, shown by the server

@@ -1,6 +1,6 @@
 """vLLM's first model runner (`vllm.v1.worker.gpu_model_runner`): CPUs, and draft models on GPUs up to 0.30.
 
-Logits, drafts and hidden states are in `execute_model_state` before sampling begins: the judge is asked there, on the
+Logits, drafts and hidden states are in `execute_model_state` before sampling begins: the rules are asked there, on the
 target's own rows. The rejection sampler then works on a copy of the logits, where approved drafts are marked.
 """
 
@@ -9,15 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.gpu_model_runner import ExecuteModelState
 
-from selfjudge.integrations.vllm.approval import Agree, Approval, LastRows, Rows
-from selfjudge.integrations.vllm.config import OFF, Thresholds
+from selfjudge.decoding.rules import AcceptanceRule
+from selfjudge.integrations.vllm.approval import Agree, Approval
+from selfjudge.integrations.vllm.config import RequestRules
 from selfjudge.integrations.vllm.counts import Counts
+from selfjudge.integrations.vllm.plan import LastPlan, LastRows, Rows
 from selfjudge.integrations.vllm.signatures import exactly, has, holds, takes
 
 
@@ -36,7 +37,7 @@ class Verification:
     rows: Rows | None = None
     """None outside of a step (profiling runs)."""
     approved: Tensor | None = None
-    """[n] which drafts the judge approved; None where all requests are lossless."""
+    """[n] which drafts the rules approved; None where all requests are lossless."""
     flags: Tensor | None = None
     """[2, n] what `Approval.mark` returned."""
 
@@ -70,55 +71,44 @@ class JudgeSampler(RejectionSampler):
 class Adapter:
     """Connects a runner and its sampler: the class of the sampler object is replaced by `JudgeSampler`."""
 
-    def __init__(self, runner: Any, approval: Approval, counts: Counts, thresholds: Thresholds, agree: Agree) -> None:
+    def __init__(self, runner: Any, approval: Approval, counts: Counts, rules: RequestRules, agree: Agree) -> None:
         has(runner, "execute_model_state", "input_batch", "requests", "rejection_sampler")
-        self.runner, self.approval, self.thresholds, self.agree = runner, approval, thresholds, agree
+        self.runner, self.approval, self.rules, self.agree = runner, approval, rules, agree
         self.step, sampler = Verification(), runner.rejection_sampler
         exactly(sampler, RejectionSampler)
         sampler.__class__ = JudgeSampler  # its attributes stay as this version's constructor made them
         sampler.approval, sampler.counts, sampler.step = approval, counts, self.step
-        self._rows = LastRows()
+        self._rows, self._plan = LastRows(), LastPlan()
         self._params: list[Any] = []
-        self._known: dict[str, tuple[Any, float]] = {}
-        self._theta: float | list[float] = OFF
-        self._mixed: tuple[Rows, list[float], Tensor] | None = None
+        self._known: dict[str, tuple[Any, AcceptanceRule | None]] = {}
 
     def before_sampling(self) -> None:
-        """Ask the judge about the drafts that are about to be verified."""
+        """Ask the rules about the drafts that are about to be verified."""
         step, state = self.step, self.runner.execute_model_state
         step.clear()
         if state is None or state.spec_decode_metadata is None:
             return
-        drafts, theta = state.spec_decode_metadata, self._thresholds()
+        drafts, rules = state.spec_decode_metadata, self._requested()
         step.rows = rows = self._rows(drafts.num_draft_tokens, drafts.draft_token_ids.device)
-        if theta == OFF:
+        if not any(rules):
             return
         approved = self.approval(
             state.sample_hidden_states,
             state.logits,
             drafts.target_logits_indices,
             drafts.draft_token_ids,
-            self._row_thresholds(theta, rows) if isinstance(theta, list) else theta,
-            rows.owner,
+            self._plan(rules, rows, self.rules.gamma),
         )
         step.approved = self.agree(approved)
 
-    def _thresholds(self) -> float | list[float]:
-        """θ of all requests of the batch, or of each where they differ; computed when the batch changes."""
+    def _requested(self) -> list[AcceptanceRule | None]:
+        """The rules of the batch; looked up when the batch changes."""
         names, requests = self.runner.input_batch.req_ids, self.runner.requests
         params = [requests[name].sampling_params for name in names]
         if params != self._params:
             before, self._known = self._known, {}
             for name, current in zip(names, params, strict=True):
                 last = before.get(name)
-                self._known[name] = last if last and last[0] is current else (current, self.thresholds(current))
-            thresholds = [theta for _, theta in self._known.values()]
-            self._params, self._theta = params, thresholds[0] if len(set(thresholds)) == 1 else thresholds
-        return self._theta
-
-    def _row_thresholds(self, thresholds: list[float], rows: Rows) -> Tensor:
-        """[n] the θ of each row; computed when rows or thresholds change."""
-        if self._mixed is None or self._mixed[0] is not rows or self._mixed[1] is not thresholds:
-            theta = torch.tensor(thresholds).to(rows.owner.device, non_blocking=True)[rows.owner]
-            self._mixed = rows, thresholds, theta
-        return self._mixed[2]
+                self._known[name] = last if last and last[0] is current else (current, self.rules(current))
+            self._params = params
+        return [rule for _, rule in self._known.values()]

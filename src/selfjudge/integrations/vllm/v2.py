@@ -18,9 +18,11 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, 
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
-from selfjudge.integrations.vllm.approval import Agree, Approval, LastRows
-from selfjudge.integrations.vllm.config import OFF, Thresholds
+from selfjudge.decoding.rules import AcceptanceRule
+from selfjudge.integrations.vllm.approval import Agree, Approval
+from selfjudge.integrations.vllm.config import RequestRules
 from selfjudge.integrations.vllm.counts import Counts
+from selfjudge.integrations.vllm.plan import LastPlan, LastRows
 from selfjudge.integrations.vllm.signatures import exactly, has, holds, takes
 
 
@@ -39,7 +41,7 @@ def check() -> None:
     holds(ExecuteModelState, "input_batch", "hidden_states")
     holds(
         InputBatch, "num_reqs", "num_draft_tokens", "input_ids", "logits_indices", "cu_num_logits_np",
-        "expanded_idx_mapping", "expanded_local_pos",
+        "expanded_idx_mapping", "expanded_local_pos", "idx_mapping_np",
     )  # fmt: skip
 
 
@@ -51,6 +53,7 @@ class JudgeSampler(RejectionSampler):
     mark: Mark
     agree: Agree
     rows: LastRows
+    plan: LastPlan
     hidden: Tensor | None = None
     """[rows, H] the states of this step; None outside of a step (warm-up)."""
 
@@ -63,7 +66,9 @@ class JudgeSampler(RejectionSampler):
         rows = self.rows((np.diff(input_batch.cu_num_logits_np) - 1).tolist(), logits.device)
         slots = input_batch.expanded_idx_mapping[rows.predicting].long()
         drafts = input_batch.input_ids[input_batch.logits_indices][rows.predicting + 1]
-        approved = self.approval(hidden, logits, rows.predicting, drafts, self.mark.theta[slots], rows.owner)
+        rules = [self.mark.rules[slot] for slot in input_batch.idx_mapping_np[: input_batch.num_reqs].tolist()]
+        plan = self.plan(rules, rows, self.num_speculative_steps)
+        approved = self.approval(hidden, logits, rows.predicting, drafts, plan)
         self.mark.begin(slots, rows.place, self.agree(approved))
         try:
             output = super().__call__(logits, input_batch, draft_logits, invalid_drafts)
@@ -77,31 +82,27 @@ class JudgeSampler(RejectionSampler):
 class Mark(LogitsProcessor):
     """Marks approved drafts on the copy of the logits that is verified.
 
-    Keeps by request slot: θ, and of the current block [slots, γ+1] what the judge approved and the flags of the mark.
+    Keeps by request slot: the rule, and of the current block [slots, γ+1] what it approved and the flags of the mark.
     """
 
     open = False
     """Whether a verification is under way."""
 
     def __init__(
-        self, approval: Approval, thresholds: Thresholds, slots: int, gamma: int, device: torch.device
+        self, approval: Approval, requested: RequestRules, slots: int, gamma: int, device: torch.device
     ) -> None:
-        self.approval, self.thresholds = approval, thresholds
-        self.theta = torch.full((slots,), OFF, device=device)
+        self.approval, self.requested = approval, requested
+        self.rules: list[AcceptanceRule | None] = [None] * slots
         self.approved = torch.zeros((slots, gamma + 1), dtype=torch.bool, device=device)
         self.flags = self.approved.new_zeros((3, slots, gamma + 1))
         """Raised, aligned anyway, marked at all: vLLM skips logits processors where all requests are lossless."""
-        self._staged: dict[int, float] = {}
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-        self._staged[req_idx] = self.thresholds(sampling_params)
-        return self._staged[req_idx] < OFF
+        self.rules[req_idx] = self.requested(sampling_params)
+        return self.rules[req_idx] is not None
 
     def apply_staged_writes(self) -> None:
-        if self._staged:
-            slots, values = torch.tensor(list(self._staged)), torch.tensor(list(self._staged.values()))
-            self.theta[slots.to(self.theta.device, non_blocking=True)] = values.to(self.theta.device, non_blocking=True)
-            self._staged = {}
+        """Nothing of a request is kept on the device."""
 
     def begin(self, slots: Tensor, place: Tensor, approved: Tensor) -> None:
         self.approved.zero_()
@@ -123,19 +124,18 @@ class Mark(LogitsProcessor):
 class Adapter:
     """Connects a runner and its sampler: adds a logits processor and replaces the class of the sampler object."""
 
-    def __init__(self, runner: Any, approval: Approval, counts: Counts, thresholds: Thresholds, agree: Agree) -> None:
+    def __init__(self, runner: Any, approval: Approval, counts: Counts, rules: RequestRules, agree: Agree) -> None:
         has(runner, "execute_model_state", "rejection_sampler", "max_num_reqs")
         has(runner.rejection_sampler, "sampler", "num_speculative_steps")
         has(runner.rejection_sampler.sampler, "logits_processors")
         self.runner, self.sampler = runner, runner.rejection_sampler
-        mark = Mark(
-            approval, thresholds, runner.max_num_reqs, self.sampler.num_speculative_steps, approval.special.device
-        )
+        mark = Mark(approval, rules, runner.max_num_reqs, self.sampler.num_speculative_steps, approval.special.device)
         self.sampler.sampler.logits_processors.append(mark)
         exactly(self.sampler, RejectionSampler)
         self.sampler.__class__ = JudgeSampler  # its attributes stay as this version's constructor made them
         self.sampler.approval, self.sampler.counts = approval, counts
         self.sampler.mark, self.sampler.agree, self.sampler.rows = mark, agree, LastRows()
+        self.sampler.plan = LastPlan()
 
     def before_sampling(self) -> None:
         """Hand the states at the rows that are about to be verified to the sampler."""

@@ -1,4 +1,4 @@
-"""The worker: a subclass of vLLM's own worker for this platform, whose sampler asks a judge."""
+"""The worker: a subclass of vLLM's own worker for this platform, whose sampler asks our rules."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
+from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.vllm import config
 from selfjudge.integrations.vllm.approval import Approval
@@ -29,7 +30,7 @@ logger = init_logger("vllm.selfjudge")  # vLLM shows its own loggers
 class JudgeWorker(Base):
     """Start vLLM with `--worker-cls selfjudge.integrations.vllm.JudgeWorker`; settings in `config.WorkerConfig`.
 
-    Whatever would keep the judge from deciding is an error at start-up: it never falls back to plain decoding.
+    Whatever would keep the rules from deciding is an error at start-up: it never falls back to plain decoding.
     """
 
     _adapter: Any = None
@@ -46,12 +47,13 @@ class JudgeWorker(Base):
         if getattr(runner, "rejection_sampler", None) is None:
             if get_pp_group().is_last_rank:
                 raise SelfJudgeError(
-                    f"{type(runner).__qualname__} of this vLLM does not verify drafts: the judge cannot be used"
+                    f"{type(runner).__qualname__} of this vLLM does not verify drafts: no rule can be used"
                 )
             return  # the last stage of the pipeline decides
         device = torch.device(runner.device)
         special = config.guarded_ids(self._settings, self.model_config, _tokenizer(self.model_config))
-        theta = self._settings.threshold(self._judge)
+        gamma = self.speculative_config.num_speculative_tokens
+        rules = config.RequestRules(self._settings, self._judge, special, gamma, logger.warning)
         group = get_tp_group()
         served = self.model_config.served_model_name
         name = served[0] if isinstance(served, (list, tuple)) else served
@@ -65,11 +67,8 @@ class JudgeWorker(Base):
         approval = Approval(self._judge, special, device)
         approval.warm_up(self.model_config.get_vocab_size(), self.model_config.dtype)
         adapter = _adapter(type(runner.rejection_sampler).__module__)
-        thresholds = config.Thresholds(self._judge, theta, logger.warning)
-        self._adapter = adapter(runner, approval, self._counts, thresholds, agree)
-        logger.info(
-            "The judge %s decides with θ = %.4g, %d tokens are guarded", self._settings.judge, theta, len(special)
-        )
+        self._adapter = adapter(runner, approval, self._counts, rules, agree)
+        logger.info("Rule %s decides, %d tokens are guarded", _described(rules.default), len(special))
 
     @torch.inference_mode()
     def sample_tokens(self, grammar_output: Any) -> Any:
@@ -83,12 +82,19 @@ class JudgeWorker(Base):
         return super().execute_model(scheduler_output)
 
     def selfjudge_counts(self) -> dict[str, int] | None:
-        """For `collective_rpc`: what the judge did so far; None on ranks that do not sample."""
+        """For `collective_rpc`: what the rules did so far; None on ranks that do not sample."""
         if self._counts is None:
             return None
         if self._reports:
             self._counts.report(idle=True)
         return self._counts.read()
+
+
+def _described(rule: AcceptanceRule | None) -> str:
+    if rule is None:
+        return "exact"
+    given = [f"{name} {value:.4g}" for name in ("theta", "price") if (value := getattr(rule, name, None)) is not None]
+    return " ".join([rule.name, *given])
 
 
 def _tokenizer(model: Any) -> Any:

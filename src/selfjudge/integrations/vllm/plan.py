@@ -1,0 +1,155 @@
+"""Whose drafts the rows of a step are, and what the rules of their requests ask of them; does not import vLLM.
+
+vLLM verifies the drafts of all requests as one flat list of n rows; request `owner[i]` owns row i.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from selfjudge.decoding.rules import AcceptanceRule, FLy, Judged, Margin, TopK
+
+SCORE, LOG_SCORE, MARGIN, RANK, ENTROPY = range(5)
+"""What the kernel computes of a draft; all but the margin and the rank with a minus, so that less is better."""
+
+
+class Code(NamedTuple):
+    """A rule as the kernel knows it: a draft is accepted where its value is below the limit; with limit NaN the value
+    is its harm, and the price decides. `window` drafts after it must match."""
+
+    value: int
+    limit: float
+    price: float = math.inf
+    window: int = 0
+
+
+NAN = math.nan
+LOSSLESS = Code(MARGIN, -math.inf)
+
+
+def encode(rule: AcceptanceRule | None) -> Code | None:
+    """None: this rule has no kernel, and is asked itself."""
+    if rule is None:
+        return LOSSLESS
+    if type(rule) is Judged:
+        return Code(SCORE, -rule.theta, window=rule.confirm) if rule.price is None else Code(LOG_SCORE, NAN, rule.price)
+    if type(rule) is Margin:
+        return Code(MARGIN, rule.threshold) if rule.price is None else Code(MARGIN, NAN, rule.price)
+    if type(rule) is TopK:
+        return Code(RANK, rule.k)
+    if type(rule) is FLy:
+        at_most = torch.nextafter(torch.tensor(-rule.entropy), torch.tensor(1.0))  # −H ≤ −entropy
+        return Code(ENTROPY, float(at_most), window=rule.window)
+    return None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which of R requests owns each of n flat rows."""
+
+    owner: Tensor
+    """[n] the request of each row."""
+    place: Tensor
+    """[n] its index within the request's block."""
+    counts: Tensor
+    """[R] drafts of each request."""
+    first: Tensor
+    """[R] the first row of each request."""
+
+    @classmethod
+    def of(cls, counts: Tensor, total: int) -> Rows:
+        """From the drafts of each request [R] on the device, and their sum on the host: nothing waits."""
+        requests = torch.arange(len(counts), device=counts.device)
+        owner = torch.repeat_interleave(requests, counts, output_size=total)
+        first = counts.cumsum(0) - counts
+        return cls(owner, torch.arange(total, device=counts.device) - first[owner], counts, first)
+
+    @cached_property
+    def predicting(self) -> Tensor:
+        """[n] the rows of logits that predict a draft, where each request owns one more row, its last."""
+        return torch.arange(len(self.owner), device=self.owner.device) + self.owner
+
+    def leading(self, flags: Tensor) -> Tensor:
+        """[R] how many flags [n] of each request's block are true before the first false one."""
+        stops = torch.where(flags, self.counts[self.owner], self.place)
+        return self.counts.scatter_reduce(0, self.owner, stops, "amin")
+
+
+class LastRows:
+    """The rows of a step. Most steps have those of the step before: then nothing is computed."""
+
+    def __init__(self) -> None:
+        self._last: tuple[list[int], Rows] | None = None
+
+    def __call__(self, counts: list[int], device: torch.device) -> Rows:
+        if self._last is None or self._last[0] != counts:
+            on_device = torch.tensor(counts).to(device, non_blocking=True)
+            self._last = counts, Rows.of(on_device, sum(counts))
+        return self._last[1]
+
+
+class Plan:
+    """What the rules of R requests ask of the rows of a step."""
+
+    def __init__(self, rules: Sequence[AcceptanceRule | None], rows: Rows, gamma: int) -> None:
+        """`gamma`: the most drafts that a request has."""
+        self.rules, self.rows, self.gamma = list(rules), rows, gamma
+        self.different = list(dict.fromkeys(rule for rule in rules if rule is not None))
+        self.judged = any(isinstance(rule, Judged) for rule in self.different)
+
+    @cached_property
+    def codes(self) -> list[Code] | None:
+        """One for each request; None where a rule has none."""
+        known = [encode(rule) for rule in self.rules]
+        return None if None in known else [code for code in known if code is not None]
+
+    @cached_property
+    def looks_ahead(self) -> bool:
+        """Whether a draft's fate depends on those after it."""
+        return any(code.price < math.inf or code.window for code in self.codes or ())
+
+    @cached_property
+    def table(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The codes on the device: value and limit of each row [n], price and window of each request [R]."""
+        device, owner = self.rows.owner.device, self.rows.owner
+        value, limit, price, window = torch.tensor(self.codes).to(device, non_blocking=True).unbind(1)
+        return value[owner].int(), limit[owner], price.contiguous(), window.int()
+
+    @cached_property
+    def index(self) -> tuple[Tensor, Tensor]:
+        """[R, γ+1] the flat row of each place of each request's block, and whether there is no draft; the last place
+        is the target's own token."""
+        place = torch.arange(self.gamma + 1, device=self.rows.owner.device)
+        at = (self.rows.first[:, None] + place).clamp_max(len(self.rows.owner) - 1)
+        return at, (place >= self.rows.counts[:, None]) & (place < self.gamma)
+
+    @cached_property
+    def members(self) -> dict[AcceptanceRule, tuple[Tensor, Tensor, Tensor]]:
+        """By rule: its requests [r], which rows are theirs [n], and their index among its requests [R]."""
+        device, found = self.rows.owner.device, {}
+        for rule in self.different:
+            mine = [i for i, other in enumerate(self.rules) if other is rule]
+            requests = torch.tensor(mine).to(device, non_blocking=True)
+            inside = torch.zeros_like(self.rows.counts, dtype=torch.bool).index_fill(0, requests, True)
+            found[rule] = requests, inside[self.rows.owner], inside.cumsum(0).sub(1).clamp_min(0)
+        return found
+
+
+class LastPlan:
+    """The plan of a step; made when its requests, their rules or their numbers of drafts change."""
+
+    def __init__(self) -> None:
+        self._last: Plan | None = None
+
+    def __call__(self, rules: Sequence[AcceptanceRule | None], rows: Rows, gamma: int) -> Plan:
+        last = self._last
+        if last is None or last.rows is not rows or last.rules != list(rules):
+            self._last = last = Plan(rules, rows, gamma)
+        return last
