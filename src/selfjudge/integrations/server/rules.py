@@ -87,8 +87,9 @@ class Rules:
         price = options.price if said or options.off else self.price
         theta = self._theta(rule, options, price)
         choice = Choice(rule, theta, price, gamma, sampling, trace=options.judged_tokens)
+        built = self.build(choice)
         if gamma != "auto":
-            self.build(choice).check(gamma)
+            built.check(gamma)
         return choice
 
     def _theta(self, rule: str, options: RuleOptions, price: float | None) -> float | None:
