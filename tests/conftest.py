@@ -16,6 +16,7 @@ from tiers import pytest_collection_modifyitems, pytest_runtest_call, pytest_run
 if TYPE_CHECKING:  # the process that hands out the tests needs no torch
     import transformers as hf
 
+    from selfjudge.models.eagle import EagleHead
     from selfjudge.models.pair import Pair
 
 VOCAB = 61
@@ -70,6 +71,21 @@ def tiny_model(kind: str = "llama", seed: int = 0, **options: object) -> hf.PreT
     return hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
+def tiny_head(target: hf.PreTrainedModel, seed: int = 0, draft_vocab_size: int = 40, **options: object) -> EagleHead:
+    """A random EAGLE-3 head for a target, over some of its tokens."""
+    import torch
+
+    from selfjudge.models.eagle import EagleConfig, EagleHead
+
+    config = EagleConfig.for_target(target, draft_vocab_size, **options)  # type: ignore[arg-type]
+    random = torch.Generator().manual_seed(seed)
+    head = EagleHead(config, torch.randperm(config.vocab_size, generator=random)[:draft_vocab_size].sort().values)
+    with torch.no_grad():
+        for p in head.parameters():
+            p.copy_(torch.randn(p.shape, generator=random) * 0.3 + (1.0 if p.dim() == 1 else 0.0))
+    return head.eval().requires_grad_(False).bind(target)
+
+
 @pytest.fixture(params=sorted(CONFIGS))
 def any_model(request: pytest.FixtureRequest) -> hf.PreTrainedModel:
     return tiny_model(request.param)
@@ -117,6 +133,25 @@ def tiny_pair(checkpoints: dict[str, str]) -> Pair:
     from selfjudge.models.pair import Pair
 
     return Pair.load(checkpoints["target"], checkpoints["draft"], device="cpu", dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def head_folder(checkpoints: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A head for the target of `checkpoints`."""
+    from selfjudge.models.pair import Pair
+
+    pair, folder = Pair.load(checkpoints["target"], device="cpu", needs_draft=False), tmp_path_factory.mktemp("head")
+    head = tiny_head(pair.target)
+    head.target, head.target_sha256 = pair.target_id, pair.target_sha256
+    head.save(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def head_pair(checkpoints: dict[str, str], head_folder: Path) -> Pair:
+    from selfjudge.models.pair import Pair
+
+    return Pair.load(checkpoints["target"], str(head_folder), device="cpu")
 
 
 @pytest.fixture(scope="module")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
-from conftest import VOCAB, tiny_model
+from conftest import VOCAB, tiny_head, tiny_model
 from kernel_checks import check_all
+from proposals import ARBITRARY, check_proposals, cycles, head_logits, prompts_of
 from selfjudge.decoding.admission import AdmissionQueue, Request
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rules import (
@@ -23,7 +26,7 @@ from selfjudge.decoding.rules import (
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.engine.cuda.engine import CudaEngine
 from selfjudge.engine.cuda.kernels_torch import Kernels
-from selfjudge.engine.select import common_kind, make_draft, make_engine
+from selfjudge.engine.select import common_kind, draft_features, make_draft, make_engine
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import FEATURES, JudgeConfig, feature_width
 from selfjudge.judge.model import Judge
@@ -39,7 +42,7 @@ CUDA = torch.device("cuda")
 
 def run(target, draft, prompts, rule: AcceptanceRule, kind: str = "auto", **options) -> list[list[int]]:
     engines = (
-        make_engine(target, hidden=rule.judge is not None, kind=kind),
+        make_engine(target, hidden=rule.judge is not None, features=draft_features(draft), kind=kind),
         draft and make_draft(draft, target, kind=kind),
     )
     tokens: list[list[int]] = [[] for _ in prompts]
@@ -47,11 +50,6 @@ def run(target, draft, prompts, rule: AcceptanceRule, kind: str = "auto", **opti
         for e in step.emissions:
             tokens[e.row] += e.tokens
     return tokens
-
-
-def prompts_of(lengths: list[int]) -> list[list[int]]:
-    random = torch.Generator().manual_seed(0)
-    return [torch.randint(3, VOCAB, (n,), generator=random).tolist() for n in lengths]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -204,6 +202,29 @@ def test_rules_agree_with_the_reference_engine() -> None:
     ):  # fmt: skip
         options = {"gamma": 4, "max_new_tokens": 40, "eos_ids": (2,), "seeds": [1, 2, 3]}
         assert run(target, draft, prompts, rule, **options) == run(target, draft, prompts, rule, "reference", **options)
+
+
+@pytest.mark.parametrize(("dtype", "tie"), [(torch.float32, 1e-3), (torch.bfloat16, 0.5)])
+def test_a_head_proposes_what_the_module_would_in_recorded_cycles_of_changing_length(dtype, tie: float) -> None:
+    target = tiny_model(seed=1, hidden_size=64, head_dim=16, num_hidden_layers=5).to(CUDA, dtype)
+    head, prompts = tiny_head(target), prompts_of([3, 11, 1, 7])
+    made = cycles(target, head, prompts, [3, 3, 0, 0, 5, 3, 1, 0, 2, 2, 5], ARBITRARY, kind="cuda")
+    check_proposals(made, prompts, partial(head_logits, head, target), tie)
+
+
+@pytest.mark.parametrize("rule", [Exact(), SpeculativeSampling(Sampling(0.9)), TopK(4)], ids=lambda r: r.name)
+def test_a_head_on_the_engine_gives_the_tokens_of_the_reference_engine(rule: AcceptanceRule) -> None:
+    """And under a lossless rule those of plain decoding."""
+    target = tiny_model(seed=1, hidden_size=64, head_dim=16, num_hidden_layers=5).to(CUDA)
+    head, prompts, options = (
+        tiny_head(target),
+        prompts_of([3, 11, 1, 40]),
+        {"max_new_tokens": 30, "seeds": [1, 2, 3, 4]},
+    )
+    fast = run(target, head, prompts, rule, gamma=4, **options)
+    assert fast == run(target, head, prompts, rule, "reference", gamma=4, **options)
+    if isinstance(rule, Exact):
+        assert fast == run(target, None, prompts, rule, gamma=0, **options)
 
 
 def test_rows_that_finish_at_different_times() -> None:

@@ -11,7 +11,7 @@ import torch
 import transformers as hf
 
 import selfjudge.decoding.plain
-from conftest import VOCAB, tiny_model
+from conftest import VOCAB, tiny_head, tiny_model
 from equality import greedy
 from selfjudge.bench.config import DraftBenchConfig
 from selfjudge.bench.draft import accepted, agreement, bench_draft
@@ -207,6 +207,10 @@ def test_bench_draft_pools_over_all_prompts() -> None:
     unlike = bench_draft(Pair("p", target, other, tokenizer, "t", "d"), sets, config)
     assert unlike["runs"][-1]["top1"] < 0.5
     assert 1 <= unlike["runs"][-1]["m_gamma_3"] < 2
+    head = bench_draft(Pair("p", target, tiny_head(target), tokenizer, "t", "h"), sets, config)
+    assert head["draft_kind"] == "eagle3"
+    assert head["draft_pass_milliseconds"] > 0
+    assert 1 <= head["runs"][-1]["m_gamma_3"] < 2
     with pytest.raises(SelfJudgeError, match="`draft`"):
         bench_draft(Pair("p", target, None, tokenizer, "t", ""), sets)
 

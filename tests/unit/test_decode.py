@@ -9,7 +9,7 @@ import torch
 import transformers as hf
 from scipy.stats import chisquare
 
-from conftest import CONFIGS, VOCAB, tiny_model
+from conftest import CONFIGS, VOCAB, tiny_head, tiny_model
 from equality import greedy
 from selfjudge.decoding import loop
 from selfjudge.decoding.admission import AdmissionQueue, Request
@@ -19,10 +19,11 @@ from selfjudge.decoding.rules import AcceptanceRule, Exact, Judged, SpeculativeS
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.engine.base import Engine
 from selfjudge.engine.cuda import engine as cuda
-from selfjudge.engine.draft import Draft, LayersDraft
-from selfjudge.engine.select import make_engine
+from selfjudge.engine.draft import Draft
+from selfjudge.engine.select import draft_features, make_draft, make_engine
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.model import Judge
+from selfjudge.models.eagle import EagleHead
 from selfjudge.types import Step
 
 KIND = "reference"
@@ -36,24 +37,30 @@ def engine_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     return request.param
 
 
-def engine_of(model: hf.PreTrainedModel, **options: bool) -> Engine:
-    kind = "reference" if KIND == "cuda" and cuda.why_not(model) else KIND
-    return make_engine(model, kind=kind, **options)
+def kind_for(model: hf.PreTrainedModel) -> str:
+    return "reference" if KIND == "cuda" and cuda.why_not(model) else KIND
 
 
-def draft_of(model: hf.PreTrainedModel) -> Draft:
-    return LayersDraft(engine_of(model))
+def engine_of(
+    model: hf.PreTrainedModel, draft: hf.PreTrainedModel | EagleHead | None = None, **options: bool
+) -> Engine:
+    """The engine of a model, as the target of a draft."""
+    return make_engine(model, features=draft_features(draft), kind=kind_for(model), **options)
+
+
+def draft_of(draft: hf.PreTrainedModel | EagleHead, target: hf.PreTrainedModel) -> Draft:
+    return make_draft(draft, target, kind=kind_for(target))
 
 
 def run(
     target: hf.PreTrainedModel,
-    draft: hf.PreTrainedModel | None,
+    draft: hf.PreTrainedModel | EagleHead | None,
     prompts: list[list[int]],
     rule: AcceptanceRule | None = None,
     **options: object,
 ) -> tuple[list[list[int]], list[Step]]:
     rule = rule or Exact()
-    engines = engine_of(target, hidden=rule.judge is not None), draft and draft_of(draft)
+    engines = engine_of(target, draft, hidden=rule.judge is not None), draft and draft_of(draft, target)
     steps = list(decode(*engines, prompts, rule, **options))  # type: ignore[arg-type]
     tokens: list[list[int]] = [[] for _ in prompts]
     for step in steps:
@@ -118,6 +125,14 @@ def test_exact_equals_transformers_in_a_ragged_batch(kind: str, full: bool) -> N
             assert accepted["target"] > 10  # and not always right
 
 
+@pytest.mark.parametrize(("engine_kind", "kind"), [e for e in ENGINES if e[1] != "gpt2"], indirect=["engine_kind"])
+def test_exact_with_a_head_equals_transformers_in_a_ragged_batch(kind: str) -> None:
+    target, prompts = tiny_model(kind, seed=1), prompts_of([3, 11, 1, 20])
+    tokens, steps = run(target, tiny_head(target, draft_vocab_size=50), prompts, gamma=4, max_new_tokens=24)
+    assert tokens == [greedy(target, p, 24) for p in prompts]
+    assert any(o == "draft" for s in steps for e in s.emissions for o in e.origins)
+
+
 @pytest.mark.parametrize(("engine_kind", "kind"), ENGINES, indirect=["engine_kind"])
 def test_draft_equal_to_target_accepts_everything(kind: str) -> None:
     model = tiny_model(kind, seed=3)
@@ -157,6 +172,15 @@ def test_a_judge_that_always_accepts_emits_the_drafts_own_continuation() -> None
                 assert e.tokens[3] == greedy(target, text[e.row] + list(e.tokens[:3]), 1)[0]
             text[e.row] += e.tokens
     assert any("judge" in e.origins for s in steps for e in s.emissions)
+
+
+def test_a_judge_beside_a_head_reads_the_same_states() -> None:
+    """Hidden states are given beside the features, and a judge that always accepts takes every proposal."""
+    target, prompts = tiny_model(seed=1), prompts_of([5, 8, 3])
+    always = Judged(Judge.constant(1.0, 32), 0.5, special=())
+    _, steps = run(target, tiny_head(target), prompts, always, gamma=3, max_new_tokens=1 + 4 * 5)
+    assert all(len(e.tokens) == 4 for s in steps[1:] for e in s.emissions)
+    assert not any(s.irregular for s in steps)
 
 
 def test_judged_tokens_stay_in_the_context_of_what_follows() -> None:
@@ -260,7 +284,7 @@ def test_cancelled_rows_leave_the_batch() -> None:
     cancelled: set[int] = set()
     rows = []
     for step in decode(
-        engine_of(model), draft_of(model), prompts_of([4, 5, 6]), Exact(),
+        engine_of(model), draft_of(model, model), prompts_of([4, 5, 6]), Exact(),
         gamma=2, max_new_tokens=20, cancelled=cancelled,
     ):  # fmt: skip
         rows.append([e.row for e in step.emissions])
@@ -277,9 +301,11 @@ def test_cancelled_rows_leave_the_batch() -> None:
      *(pytest.param(rule, gamma, marks=pytest.mark.slow) for rule, gamma in ((Exact(), 0), (Exact(), 3), (SpeculativeSampling(Sampling(0.9)), 0), (TopK(4), 3)))],
     ids=lambda v: getattr(v, "name", str(v)),
 )  # fmt: skip
-def test_rows_that_enter_get_what_they_would_get_alone(rule: AcceptanceRule, gamma: int) -> None:
+@pytest.mark.parametrize("draft_kind", ["layers", "eagle3"])
+def test_rows_that_enter_get_what_they_would_get_alone(rule: AcceptanceRule, gamma: int, draft_kind: str) -> None:
     """Rows come and go at different times, with their own limits; at most three at a time."""
-    target, draft = tiny_model(seed=1), tiny_model(seed=2)
+    target = tiny_model(seed=1)
+    draft = tiny_model(seed=2) if draft_kind == "layers" else tiny_head(target)
     prompts, limits = prompts_of([4, 19, 7, 1, 12, 5, 9, 3]), [15, 5, 12, 1, 7, 10, 3, 9]
     alone = [
         greedy(target, p, n, [7])
@@ -292,7 +318,7 @@ def test_rows_that_enter_get_what_they_would_get_alone(rule: AcceptanceRule, gam
     tokens: dict[int, list[int]] = {}
     most = prefills = 0
     steps = decode(
-        engine_of(target), draft_of(draft), prompts[:1], rule,
+        engine_of(target, draft), draft_of(draft, target), prompts[:1], rule,
         gamma=gamma, max_new_tokens=limits[:1], seeds=[0], eos_ids=[7], queue=queue,
     )  # fmt: skip
     for number, step in enumerate(steps):
@@ -313,7 +339,7 @@ def test_a_batch_that_has_emptied_takes_in_who_waits(gamma: int) -> None:
     prompts, queue = prompts_of([30, 4, 6, 5]), AdmissionQueue(3, 60)
     tokens: list[list[int]] = [[] for _ in prompts]
     steps = decode(
-        engine_of(target), draft_of(draft), prompts[:1], Exact(), gamma=gamma, max_new_tokens=9, queue=queue
+        engine_of(target, draft), draft_of(draft, target), prompts[:1], Exact(), gamma=gamma, max_new_tokens=9, queue=queue
     )  # fmt: skip
     for step in steps:
         for emission in step.emissions:
@@ -334,7 +360,7 @@ def test_a_row_may_be_cancelled_before_it_enters() -> None:
     cancelled, queue = set(), AdmissionQueue(2, 60)
     rows = []
     for step in decode(
-        engine_of(model), draft_of(model), prompts_of([4]), Exact(), gamma=2, max_new_tokens=20, cancelled=cancelled, queue=queue
+        engine_of(model), draft_of(model, model), prompts_of([4]), Exact(), gamma=2, max_new_tokens=20, cancelled=cancelled, queue=queue
     ):  # fmt: skip
         rows.append([e.row for e in step.emissions])
         if step.cycle == 1 and len(rows) == 2:
@@ -382,10 +408,14 @@ class _NoResidual(SpeculativeSampling):
         return sample(p[torch.arange(len(n)), n], block.uniforms[:, -1])
 
 
-def _fit(rule: SpeculativeSampling, rows: int, length: int = 4, batch: int = 6_000, **options: object) -> float:
+def _fit(
+    rule: SpeculativeSampling, rows: int, length: int = 4, batch: int = 6_000, head: bool = False, **options: object
+) -> float:
     """p-value of the joint distribution of `length` tokens against the target's own chain."""
     size = 5
     target, draft = (tiny_model(seed=s, vocab_size=size, initializer_range=0.15) for s in (11, 12))
+    if head:
+        draft = tiny_head(target, draft_vocab_size=3)
     prompt = [3, 4, 1]
     tokens = []
     for start in range(0, rows, batch):
@@ -417,8 +447,9 @@ SIZES = [1_500, pytest.param(6_000, marks=pytest.mark.slow)]
 @pytest.mark.parametrize(
     "sampling", [Sampling(1.2, 0.9, 3), *(pytest.param(s, marks=pytest.mark.slow) for s in (Sampling(0.7), Sampling(1.0), Sampling(1.0, top_p=0.8)))]
 )  # fmt: skip
-def test_sampling_has_the_targets_distribution(sampling: Sampling, rows: int) -> None:
-    assert _fit(SpeculativeSampling(sampling), rows) > 1e-3
+@pytest.mark.parametrize("head", [False, True], ids=["layers", "eagle3"])
+def test_sampling_has_the_targets_distribution(sampling: Sampling, rows: int, head: bool) -> None:
+    assert _fit(SpeculativeSampling(sampling), rows, head=head) > 1e-3
 
 
 @pytest.mark.parametrize("rows", [200, pytest.param(1_000, marks=pytest.mark.slow)])

@@ -1,18 +1,19 @@
-"""Drafts over cycles of changing length: whatever γ was before, they know all tokens that stand."""
+"""Drafts of both kinds over cycles of changing length: whatever came before, they propose as if they had read the text
+at once."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import pytest
 import torch
 
-from conftest import VOCAB, tiny_model
+from conftest import tiny_head, tiny_model
 from equality import greedy
-from selfjudge.decoding.cycle import find_cycle
-from selfjudge.decoding.rules import Exact
+from proposals import ARBITRARY, check_proposals, cycles, head_logits, model_logits, prompts_of
 from selfjudge.engine import draft as drafts
-from selfjudge.engine.base import Engine
-from selfjudge.engine.draft import Draft, LayersDraft
-from selfjudge.engine.select import make_engine
+from selfjudge.engine.select import make_draft, make_engine
+from selfjudge.errors import SelfJudgeError
 
 GAMMAS = [3, 0, 0, 5, 1, 0, 2, 2, *[0] * 9, 4, 0, 4]
 
@@ -23,63 +24,82 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return request.param
 
 
-def prompts_of(lengths: list[int]) -> list[list[int]]:
-    random = torch.Generator().manual_seed(0)
-    return [torch.randint(3, VOCAB, (n,), generator=random).tolist() for n in lengths]
-
-
-def cycles(target: Engine, draft: Draft, prompts: list[list[int]], gammas: list[int]) -> list[list[list[int]]]:
-    """The tokens of each row and cycle, prefill's first, with drafts of the given lengths."""
-    rule, counts = Exact(), [len(prompt) for prompt in prompts]
-    padded = torch.tensor([[0] * (max(counts) - len(prompt)) + prompt for prompt in prompts])
-    target.reserve(len(prompts), 96)
-    draft.reserve(len(prompts), 96)
-    output = target.prefill(padded, torch.tensor(counts))
-    draft.read(padded, torch.tensor(counts), output.features)
-    last = output.logits[:, -1].argmax(-1)
-    draft.enter(last)
-    emitted = [[[token]] for token in last.tolist()]
-    for gamma in gammas:
-        cycle = find_cycle(target, draft, rule, gamma, trace=False, first=last)
-        table = cycle.run(None)[0].tolist()
-        last = cycle.last[:, 0].clone()
-        for row, packed in zip(emitted, table, strict=True):
-            row.append([*packed[: packed[-3]], packed[-2]])
-    return emitted
-
-
-def test_a_draft_that_is_the_target_is_never_refused_whatever_gamma_was_before(kind: str) -> None:
+def test_a_draft_that_is_the_target_is_never_refused(kind: str) -> None:
     model, prompts = tiny_model(seed=3), prompts_of([3, 11, 1, 7])
-    made = cycles(make_engine(model, kind=kind), LayersDraft(make_engine(model, kind=kind)), prompts, GAMMAS)
-    for prompt, row in zip(prompts, made, strict=True):
-        assert [len(tokens) for tokens in row] == [1, *(gamma + 1 for gamma in GAMMAS)]
-        tokens = [token for part in row for token in part]
+    for prompt, row in zip(prompts, cycles(model, model, prompts, GAMMAS, kind=kind), strict=True):
+        assert [len(emitted) for _, emitted in row] == [1, *(gamma + 1 for gamma in GAMMAS)]
+        tokens = [token for _, emitted in row for token in emitted]
         assert tokens == greedy(model, prompt, len(tokens))
 
 
-def test_a_draft_that_is_refused_now_and_then_keeps_up(kind: str) -> None:
-    """What it proposes after any history is what it would propose with the same text as a prompt."""
-    target, model, prompts = tiny_model(seed=1), tiny_model(seed=1), prompts_of([3, 11, 7])
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn_like(p) * 0.05 * p.std().nan_to_num(0.0))
-    made = cycles(make_engine(target, kind=kind), LayersDraft(make_engine(model, kind=kind)), prompts, GAMMAS)
-    for prompt, row in zip(prompts, made, strict=True):
-        text = [*prompt, *row[0]]
-        assert text[len(prompt) :] == greedy(target, prompt, 1)
-        for gamma, tokens in zip(GAMMAS, row[1:], strict=True):
-            wanted, own = greedy(target, text, gamma + 1), greedy(model, text, gamma) if gamma else []
-            k = next((i for i, (a, b) in enumerate(zip(own, wanted, strict=False)) if a != b), gamma)
-            assert tokens == wanted[: k + 1]
-            text += tokens
-
-
-def test_after_many_plain_cycles_the_oldest_tokens_are_left_out(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("draft_kind", ["layers", "eagle3"])
+def test_after_many_plain_cycles_the_oldest_tokens_are_left_out(
+    kind: str, draft_kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(drafts, "BACKLOG", 5)
     model, prompts = tiny_model(seed=3), prompts_of([3, 11, 1, 7])
-    draft = LayersDraft(make_engine(model, kind=kind))
-    made = cycles(make_engine(model, kind=kind), draft, prompts, [2, *[0] * 9, 4, 0, 3])
-    for prompt, row in zip(prompts, made, strict=True):
-        assert [len(tokens) for tokens in row[:11]] == [1, 3, *[1] * 9]
-        tokens = [token for part in row for token in part]
+    draft = model if draft_kind == "layers" else tiny_head(model)
+    for prompt, row in zip(prompts, cycles(model, draft, prompts, [2, *[0] * 9, 4, 0, 3], kind=kind), strict=True):
+        if draft_kind == "layers":
+            assert [len(emitted) for _, emitted in row[:11]] == [1, 3, *[1] * 9]
+        tokens = [token for _, emitted in row for token in emitted]
         assert tokens == greedy(model, prompt, len(tokens))
+
+
+def test_a_model_proposes_what_it_would_say_after_the_text(kind: str) -> None:
+    target, draft, prompts = tiny_model(seed=1), tiny_model(seed=2), prompts_of([3, 11, 7])
+    made = cycles(target, draft, prompts, GAMMAS, ARBITRARY, kind=kind)
+    check_proposals(made, prompts, partial(model_logits, draft))
+
+
+# a target of five layers, whose three states differ; one of two, where two of them are the same; a mixed architecture
+@pytest.mark.parametrize(("model", "layers"), [("llama", 5), ("qwen2", 2), ("qwen2-mixed-window", 4)])
+def test_a_head_proposes_what_it_would_from_scratch(kind: str, model: str, layers: int) -> None:
+    if kind != "reference" and model == "qwen2-mixed-window":
+        pytest.skip("the reference engine runs it")
+    target, prompts = tiny_model(model, seed=1, num_hidden_layers=layers), prompts_of([3, 11, 1, 7])
+    head = tiny_head(target)
+    made = cycles(target, head, prompts, GAMMAS, ARBITRARY, kind=kind)
+    check_proposals(made, prompts, partial(head_logits, head, target))
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 5])
+def test_a_head_reads_a_prompt_in_chunks(kind: str, chunk: int) -> None:
+    target, (prompt,) = tiny_model(seed=1, num_hidden_layers=4), prompts_of([11])
+    head = tiny_head(target)
+    whole, pieces = (cycles(target, head, [prompt], GAMMAS, ARBITRARY, kind=kind, chunk=size) for size in (96, chunk))
+    assert whole == pieces
+
+
+def test_a_head_that_the_engine_cannot_run_is_refused() -> None:
+    target = tiny_model(seed=1, hidden_size=24, num_attention_heads=4, num_key_value_heads=4)
+    head = tiny_head(target)
+    with pytest.raises(SelfJudgeError, match="the cpu engine cannot run this head: its heads are 6 wide"):
+        make_draft(head, target, kind="cpu")
+    with pytest.raises(SelfJudgeError, match="int8 weights need the cpu engine, not reference"):
+        make_draft(head, target, kind="reference", int8=True)
+    with pytest.warns(UserWarning, match="using the reference engine: its heads are 6 wide"):
+        made = cycles(target, head, prompts_of([5]), [2, 2], ARBITRARY)
+    assert len(made[0]) == 3
+
+
+def test_states_that_cannot_be_read_are_refused() -> None:
+    with pytest.raises(SelfJudgeError, match="'gpt2' cannot be read"):
+        make_engine(tiny_model("gpt2"), features=(0, 1, 1))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", ["reference", "cpu", "cuda"])
+def test_features_are_the_inputs_of_layers(kind: str) -> None:
+    model, layers = tiny_model(seed=4, num_hidden_layers=5), (1, 3, 4)
+    engine = make_engine(model, features=layers, kind=kind)
+    tokens, counts = torch.tensor(prompts_of([9, 9])), torch.tensor([9, 4])
+    engine.reserve(2, 40)
+    features = [engine.prefill(tokens, counts).features, engine.extend(tokens[:, :3]).features]
+    for row, count in enumerate(counts.tolist()):
+        text = torch.cat([tokens[row, 9 - count :], tokens[row, :3]])
+        states = model(text[None], output_hidden_states=True).hidden_states
+        wanted = torch.cat([states[i][0] for i in layers], -1)
+        assert all(f is not None for f in features)
+        torch.testing.assert_close(features[0][row, 9 - count :], wanted[:count], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(features[1][row], wanted[count:], rtol=1e-4, atol=1e-4)

@@ -12,15 +12,18 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import selfjudge.engine.select
-from conftest import VOCAB, tiny_model
+from conftest import VOCAB, tiny_head, tiny_model
 from fake_gguf import KINDS, check_kind, dequantised, random_blocks, write_model
+from selfjudge.decoding.loop import decode
+from selfjudge.decoding.rules import EXACT
 from selfjudge.decoding.text import draft_dtype, generate
 from selfjudge.distill.pipeline import distill_draft
 from selfjudge.engine import unpacked as engine_unpacked
 from selfjudge.engine.cpu import engine as cpu
 from selfjudge.engine.cpu.engine import CpuEngine
+from selfjudge.engine.cpu.head import CpuHead
 from selfjudge.engine.reference import ReferenceEngine
-from selfjudge.engine.select import make_engine
+from selfjudge.engine.select import draft_features, make_draft, make_engine
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.consistency import proxy
 from selfjudge.models import convert, memory, pair as pairs
@@ -57,6 +60,40 @@ def test_a_file_gives_the_logits_of_its_model(kind: str, tied: bool, tmp_path: P
         write_model(model, tmp_path / "m.gguf", kinds)
         logits = CpuEngine(model_of(tmp_path / "m.gguf")).extend(tokens).logits
         assert least <= (logits - exact).norm() / exact.norm() < most
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("int8", [True, False])
+def test_a_head_takes_its_vocabulary_from_the_file(tied: bool, int8: bool, tmp_path: Path) -> None:
+    """Rows of floats give the proposals of the whole model; rows of blocks, nearly its logits."""
+    model = small("llama", tie_word_embeddings=tied, num_hidden_layers=4)
+    head = tiny_head(model)
+    random = torch.Generator().manual_seed(0)
+    tokens, features = torch.randint(0, VOCAB, (2, 9), generator=random), torch.randn(2, 9, 192, generator=random)
+    whole = CpuHead(head, model, int8=int8).append(tokens, features).logits
+    for kinds, most in (({}, 0.02 if int8 else 1e-5), (MIXED, 0.3)):
+        write_model(model, tmp_path / "m.gguf", kinds)
+        target = model_of(tmp_path / "m.gguf")
+        same = tiny_head(target)
+        assert same.embedding is None
+        logits = CpuHead(same, target, int8=int8).append(tokens, features).logits
+        assert (logits - whole).norm() / whole.norm() < most
+
+
+def test_exact_with_a_head_beside_blocks_is_plain_decoding(tmp_path: Path) -> None:
+    write_model(small("llama", num_hidden_layers=4), tmp_path / "m.gguf", MIXED)
+    target = model_of(tmp_path / "m.gguf")
+    head, prompts = tiny_head(target), [[5, 9, 3], [7], [4, 4, 8, 30, 12]]
+    answers = []
+    for gamma, draft in ((0, None), (4, head)):
+        tokens: list[list[int]] = [[] for _ in prompts]
+        engine = make_engine(target, features=draft_features(draft))
+        small_engine = draft and make_draft(draft, target, int8=True)
+        for step in decode(engine, small_engine, prompts, EXACT, gamma=gamma, max_new_tokens=30):
+            for emission in step.emissions:
+                tokens[emission.row] += emission.tokens
+        answers.append(tokens)
+    assert answers[0] == answers[1]
 
 
 def test_a_pass_of_many_tokens_has_the_bits_of_passes_of_one(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import VOCAB, tiny_model
+from conftest import VOCAB, tiny_head, tiny_model
+from proposals import head_logits
 from runs import label_settings as settings_of, prompts_file
 from selfjudge.errors import SelfJudgeError
 from selfjudge.label.calibrate import tau_of
@@ -285,6 +286,20 @@ def test_where_nearly_all_or_none_are_critical_a_rate_is_used_and_said(critical:
     found = tau_of(evidence(tmp_path / "e", scores.tolist(), [critical] * 200), 20, 0.9)
     assert "acceptable rate" in found["fallback"]
     assert found["acceptable_rate"] == pytest.approx(0.15, abs=0.01)
+
+
+def test_draft_tokens_of_a_head_are_its_first_proposals() -> None:
+    """Before the second token of a text it has no say: the answer's own token stands."""
+    target = tiny_model(seed=1, num_hidden_layers=4)
+    head = tiny_head(target)
+    pair = Pair("p", target, head, None, "t", "d")  # type: ignore[arg-type]
+    sequences = [([5, 6], [7, 8, 9]), ([5], [9, 4]), ([4] * 30, [6, 7])]
+    for (prompt, response), said in zip(sequences, draft_tokens(pair, sequences), strict=True):
+        wanted = [
+            int(head_logits(head, target, prompt + response[:i], [0]).argmax()) if len(prompt) + i > 1 else token
+            for i, token in enumerate(response)
+        ]
+        assert said == wanted
 
 
 def test_draft_tokens_are_the_drafts_own_choice() -> None:

@@ -26,6 +26,23 @@ def test_folders(checkpoints: dict[str, str], tiny_pair: Pair) -> None:
     assert Pair.load(checkpoints["target"], checkpoints["draft"], dtype="bfloat16").draft.dtype == torch.bfloat16
 
 
+def test_a_head_is_a_draft(checkpoints: dict[str, str], head_pair: Pair, tiny_pair: Pair) -> None:
+    assert (head_pair.draft_kind, tiny_pair.draft_kind) == ("eagle3", "layers")
+    assert head_pair.window == tiny_pair.window == 96
+    assert head_pair.draft_sha256 not in ("", head_pair.target_sha256)
+    plain = generate(head_pair, ["w5 w6", "w7"], gamma=0, max_new_tokens=12)
+    assert [g.tokens for g in generate(head_pair, ["w5 w6", "w7"], gamma=3, max_new_tokens=12)] == [
+        g.tokens for g in plain
+    ]
+    with pytest.raises(SelfJudgeError, match=r"^look-ahead needs a draft that is a model of its own; .* is a head$"):
+        head_pair.draft_model("look-ahead")
+
+
+def test_a_head_of_another_target_is_refused(checkpoints: dict[str, str], head_folder: Path) -> None:
+    with pytest.raises(SelfJudgeError, match=r"this head was trained for .*target, not for .*stranger"):
+        Pair.load(checkpoints["stranger"], str(head_folder), device="cpu")
+
+
 def test_a_padded_draft_vocabulary_is_handled(checkpoints: dict[str, str]) -> None:
     """As in Qwen2.5: the same tokenizer, embedding matrices padded to different sizes."""
     pair = Pair.load(checkpoints["target"], checkpoints["padded-draft"], device="cpu")

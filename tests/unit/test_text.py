@@ -129,9 +129,11 @@ def test_an_answer_that_prefill_ends_has_no_cycle(tiny_pair: Pair) -> None:
     assert (g.cycles, g.mean_accepted_length, len(g.tokens)) == (0, None, 1)
 
 
+@pytest.mark.parametrize("draft_kind", ["layers", "eagle3"])
 @pytest.mark.parametrize("engine", ["reference", "auto", "cuda"])
-def test_answers_come_and_go_in_a_batch(tiny_pair: Pair, engine: str) -> None:
+def test_answers_come_and_go_in_a_batch(tiny_pair: Pair, head_pair: Pair, engine: str, draft_kind: str) -> None:
     """Six answers over two places, one given up, one ended by a stop string; each is what `generate` makes of it alone."""
+    tiny_pair = tiny_pair if draft_kind == "layers" else head_pair
     prompts = ["w1 w2", "w3 w4 w5", "w6", "w7 w8", "w9 w1 w2 w3", "w5"]
     alone = [generate(tiny_pair, [p], gamma=3, max_new_tokens=14, raw=True, engine=engine)[0] for p in prompts]
     stop = " ".join(alone[1].text.split()[6:8])

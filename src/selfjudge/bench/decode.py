@@ -126,7 +126,8 @@ def _runs(
 
     runs = []
     if config.peers and whole is not None:
-        runs += [theirs(whole, gamma) for gamma in (0, *config.gammas) if gamma != "auto"]
+        gammas = config.gammas if whole.draft_kind == "layers" else ()  # transformers cannot draft with a head
+        runs += [theirs(whole, gamma) for gamma in (0, *gammas) if gamma != "auto"]
     runs += [_Run("selfjudge-plain", 0, pair.dtype, ours(EXACT, 0))]
     runs += [_Run("selfjudge-exact", g, pair.dtype, ours(EXACT, g)) for g in config.gammas]
     for name, rule in rules:
@@ -211,12 +212,12 @@ def transformers_tokens(
     ids = torch.tensor([pair.encode(prompt, raw=raw)], device=pair.target.device)
     options: dict[str, Any] = {}
     if gamma:
-        assert pair.draft is not None
-        config = pair.draft.generation_config
+        draft = pair.draft_model("assisted generation")
+        config = draft.generation_config
         config.num_assistant_tokens = gamma
         config.num_assistant_tokens_schedule = "constant"
         config.assistant_confidence_threshold = 0.0
-        options["assistant_model"] = pair.draft
+        options["assistant_model"] = draft
     output = pair.target.generate(
         ids,
         attention_mask=torch.ones_like(ids),

@@ -124,7 +124,8 @@ class Demo:
             self.result["rows"].append(row)
             yield row
         self.notify("the draft alone …")
-        self.result["draft_log_likelihood"] = self._draft_alone()
+        if self.pair.draft_kind == "layers":  # a head says nothing alone
+            self.result["draft_log_likelihood"] = self._draft_alone()
 
     def _row(self, name: str, rule: AcceptanceRule, gamma: Gamma) -> dict[str, Any]:
         start = time.perf_counter()
@@ -165,9 +166,11 @@ class Demo:
 
     def _draft_alone(self) -> float:
         """How likely the target finds the draft's own greedy answers: the quality if everything were accepted."""
-        assert self.pair.draft is not None
         answers = respond(
-            self.pair.draft, self._encoded, eos_ids=self.pair.eos_ids, max_new_tokens=self.config.max_new_tokens
+            self.pair.draft_model("an answer of the draft alone"),
+            self._encoded,
+            eos_ids=self.pair.eos_ids,
+            max_new_tokens=self.config.max_new_tokens,
         )
         by_prompt = {index: answer for index, answer, _ in answers}
         return mean_log_likelihood(likelihoods(self.whole, [(e, by_prompt[i]) for i, e in enumerate(self._encoded)]))

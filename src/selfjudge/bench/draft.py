@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from selfjudge.bench.config import DraftBenchConfig
-from selfjudge.bench.passes import pass_seconds
+from selfjudge.bench.passes import head_seconds, pass_seconds
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.plain import respond
 from selfjudge.decoding.rules import EXACT
-from selfjudge.engine.select import borrowed, borrowed_draft, common_kind
+from selfjudge.engine.select import borrowed, borrowed_draft, common_kind, draft_features
 from selfjudge.errors import SelfJudgeError
 from selfjudge.label.mismatch import draft_tokens
+from selfjudge.models.eagle import EagleHead
 from selfjudge.models.pair import Pair
 from selfjudge.store import machine, versions
 
@@ -37,7 +38,10 @@ def bench_draft(
         tokens: pass_seconds(pair.target, 1, tokens, CONTEXT, repeats=config.repeats)
         for tokens in (1, *(g + 1 for g in config.gammas))
     }
-    draft_seconds = pass_seconds(pair.draft, 1, 1, CONTEXT, repeats=config.repeats)
+    if isinstance(pair.draft, EagleHead):
+        draft_seconds = head_seconds(pair.draft, pair.target, CONTEXT, repeats=config.repeats)
+    else:
+        draft_seconds = pass_seconds(pair.draft, 1, 1, CONTEXT, repeats=config.repeats)
     counts = {name: _count(pair, name, ids, config, notify) for name, ids in prompts.items()}
     runs = [_row(name, count) for name, count in counts.items()]
     total: Counter[str] = Counter()
@@ -58,6 +62,7 @@ def bench_draft(
         "device": str(pair.target.device),
         "dtype": pair.dtype,
         "max_new_tokens": config.max_new_tokens,
+        "draft_kind": pair.draft_kind,
         "draft_parameters": sum(p.numel() for p in pair.draft.parameters()),
         "draft_pass_milliseconds": draft_seconds * 1e3,
         "context": CONTEXT,
@@ -100,7 +105,11 @@ def accepted(
     kind = common_kind(pair.target, pair.draft, "auto")
     tokens = cycles = 0
     order = sorted(prompts, key=len, reverse=True)
-    with borrowed(pair.target, kind=kind) as target, borrowed_draft(pair.draft, pair.target, kind=kind) as draft:
+    features = draft_features(pair.draft)
+    with (
+        borrowed(pair.target, features=features, kind=kind) as target,
+        borrowed_draft(pair.draft, pair.target, kind=kind) as draft,
+    ):
         for start in range(0, len(order), batch):
             for step in decode(
                 target,

@@ -20,7 +20,9 @@ from selfjudge.bench.config import PassesConfig
 from selfjudge.bench.shapes import SHAPES, check_shape
 from selfjudge.engine.base import Engine
 from selfjudge.engine.cpu.weights import packed
-from selfjudge.engine.select import make_engine
+from selfjudge.engine.draft import EagleDraft
+from selfjudge.engine.select import common_kind, make_draft, make_engine
+from selfjudge.models.eagle import EagleHead
 from selfjudge.models.gguf import gguf_of
 from selfjudge.store import machine, versions
 
@@ -105,6 +107,26 @@ def pass_seconds(
 
     (captured,) = engine.capture([step], engine.state())
     return seconds_of(captured, model.device, repeats)
+
+
+@torch.no_grad()
+def head_seconds(head: EagleHead, target: PreTrainedModel, context: int, *, repeats: int = 10) -> float:
+    """Median seconds of one more proposal of a head, for one row, after `context` cached entries."""
+    draft = make_draft(head, target, kind=common_kind(target, head, "auto"))
+    assert isinstance(draft, EagleDraft)
+    engine, size = draft.engine, head.config.hidden_size
+    engine.reserve(1, context + 2)
+    tokens = torch.randint(head.config.vocab_size, (1, context), device=head.device)
+    states = torch.randn(1, context, size, dtype=head.dtype, device=head.device)
+    engine.append(tokens, states)
+    token, state, back = tokens[:, :1], states[:, :1], torch.ones_like(tokens[0, :1])
+
+    def step() -> None:
+        engine.append(token, state)
+        engine.rewind(back)
+
+    (captured,) = engine.capture([step], engine.state())
+    return seconds_of(captured, head.device, repeats)
 
 
 def bench_passes(

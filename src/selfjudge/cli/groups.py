@@ -89,7 +89,7 @@ class PairOptions(DeviceOptions):
 
     pair: str = setting("smollm2-135m", "Embedded pair (see `selfjudge ls pairs`).")
     target: str | None = setting(None, "Target model: hub id, checkpoint folder or GGUF file.")
-    draft: str | None = setting(None, "Draft model: hub id, checkpoint folder or GGUF file.")
+    draft: str | None = setting(None, "Draft: hub id, checkpoint folder, GGUF file or folder of an EAGLE-3 head.")
     draft_dtype: str | None = setting(
         None, "Draft with int8 weights although --dtype is float32 (CPU); without --dtype it does.", choices=("int8",)
     )

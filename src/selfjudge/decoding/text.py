@@ -21,7 +21,7 @@ from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rule_parser import resolve_rule
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.decoding.sampling import Sampling
-from selfjudge.engine.select import borrowed, borrowed_draft, common_kind, supports_int8_draft
+from selfjudge.engine.select import borrowed, borrowed_draft, common_kind, draft_features, supports_int8_draft
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.model import Judge
 from selfjudge.models.gguf import gguf_of
@@ -271,7 +271,13 @@ class _Decoding:
             if drafts is not None:
                 kind = common_kind(pair.target, drafts, kind)
             target = stack.enter_context(
-                borrowed(pair.target, hidden=rule.judge is not None, int8=pair.int8, kind=kind)
+                borrowed(
+                    pair.target,
+                    hidden=rule.judge is not None,
+                    features=draft_features(drafts),
+                    int8=pair.int8,
+                    kind=kind,
+                )
             )
             draft = statistics = None
             if drafts is not None:

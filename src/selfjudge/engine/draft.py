@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Protocol, Self
 
 import torch
 from torch import Tensor, device
 
-from selfjudge.engine.base import Engine, RowCache
+from selfjudge.engine.base import Engine, Output, RowCache
 from selfjudge.types import Verdict
 
 BACKLOG = 64  # newest tokens that a draft reads when it drafts again; what plain cycles made before, it never reads
@@ -69,6 +70,7 @@ class Backlog:
         """Begin with so many rows, each of which lacks the token that the target says after its prompt."""
         self._rows(batch)
         self.missing.fill_(1)
+        self.states.zero_()
         self.most = 1
         """The most that a row may lack, as far as the host knows."""
 
@@ -170,3 +172,106 @@ class LayersDraft:
         # a fully accepted block leaves the draft two tokens behind: d_γ and the bonus token
         self.backlog.tokens[:, -2:] = torch.cat([drafts[:, -1:], last], 1)
         self.backlog.missing.copy_(1 + (k == drafted).long())
+
+
+class HeadEngine(RowCache, Protocol):
+    """An EAGLE-3 head over a ragged batch: entry t of a row is made of the token at t+1 and the state at t."""
+
+    vocabulary: Tensor
+    """[D] the tokens it proposes from."""
+    hidden_size: int
+
+    def append(self, tokens: Tensor, states: Tensor, counts: Tensor | None = None, keep: int = 1) -> Output:
+        """Append entries of tokens [B, T] and states; of row b the last counts[b], as `Engine.extend` does.
+
+        States are the target's features [B, T, 3H], or what earlier entries gave [B, T, H]. Of the last `keep` entries,
+        none or one, come logits [B, keep, D] and, as features, the states [B, keep, H] of the entries that follow.
+        """
+
+    def rewind(self, refused: Tensor) -> None:
+        """Forget the last refused[b] entries of each row."""
+
+    def capture(self, functions: Sequence[Callable[[], None]], state: Sequence[Tensor]) -> list[Callable[[], None]]:
+        """As `Engine.capture`."""
+
+
+class EagleDraft:
+    """A head as a draft. Its cache holds entries of the target's own states; proposals are rewound after each cycle."""
+
+    def __init__(self, engine: HeadEngine, features: tuple[int, ...], dtype: torch.dtype) -> None:
+        """`features` are the target's layers that the head reads, in the dtype of the target's states."""
+        self.engine, self.features = engine, features
+        self.vocabulary: Tensor | None = engine.vocabulary
+        self.device, self.window, self.static = engine.device, engine.window, engine.static
+        self.backlog = Backlog(engine.device, len(features) * engine.hidden_size, dtype)
+        self._begun = False
+
+    @property
+    def version(self) -> int:
+        return self.engine.version
+
+    def reserve(self, batch: int, length: int) -> None:
+        self.engine.reserve(batch, length)
+        self.backlog.reserve(batch)
+        self._begun = False
+
+    def aside(self) -> Self:
+        return type(self)(self.engine.aside(), self.features, self.backlog.states.dtype)
+
+    def join(self, other: Self, idle: int = 0) -> None:
+        self.engine.join(other.engine, idle)
+        self.backlog.join(other.backlog, idle)
+
+    def select(self, rows: list[int]) -> None:
+        self.engine.select(rows)
+        self.backlog.select(rows)
+
+    def state(self) -> list[Tensor]:
+        return [*self.engine.state(), *self.backlog.tensors()]
+
+    def read(self, tokens: Tensor, counts: Tensor, features: Tensor | None) -> None:
+        """A prompt's first token makes no entry: there is no state before it. Its last state waits for the answer."""
+        assert features is not None
+        before = torch.cat([self.backlog.states[:, -1:], features[:, :-1]], 1)
+        self.engine.append(tokens, before, counts if self._begun else counts - 1, keep=0)
+        self.backlog.states[:, -1:] = features[:, -1:]
+        self._begun = True
+
+    def enter(self, first: Tensor) -> None:
+        self.backlog.enter(first)
+
+    def prepare(self, gamma: int) -> None:
+        backlog = self.backlog
+        if gamma and self.static and backlog.most > gamma + 1:
+            late = slice(-backlog.most, -1)
+            self.engine.append(backlog.tokens[:, late], backlog.states[:, late], backlog.missing - 1, keep=0)
+            backlog.caught_up()
+        backlog.most = gamma + 1 if gamma else min(backlog.most + 1, BACKLOG)
+
+    def propose(self, gamma: int) -> Tensor:
+        backlog, width = self.backlog, gamma + 1 if self.static else int(self.backlog.missing.max())
+        return self._step(backlog.tokens[:, -width:], backlog.states[:, -width:], backlog.missing)
+
+    def extend(self, tokens: Tensor) -> Tensor:
+        return self._step(tokens[:, None], self._last, None)
+
+    def _step(self, tokens: Tensor, states: Tensor, counts: Tensor | None) -> Tensor:
+        output = self.engine.append(tokens, states, counts)
+        assert output.features is not None
+        self._last = output.features
+        return output.logits[:, -1]
+
+    def accept(self, drafts: Tensor, verdict: Verdict, features: Tensor | None) -> None:
+        assert features is not None
+        k, drafted, last = verdict.n_accepted, drafts.shape[1], verdict.next_token[:, None]
+        if not drafted:
+            self.backlog.push(last, features)
+            return
+        self.engine.rewind(torch.full_like(k, drafted - 1))  # entries whose states were the head's own
+        # d_1 … d_k and the token after them, each with the target's state before it, right-aligned
+        column = (torch.arange(drafted + 1, device=k.device) - (drafted - k)[:, None]).clamp_min(0)
+        tokens = torch.cat([drafts, last], 1).scatter_(1, k[:, None], last)
+        self.backlog.tokens[:, -drafted - 1 :] = tokens.gather(1, column)
+        states = features.gather(1, column[..., None].expand_as(features))
+        self.backlog.states[:, -drafted - 1 :] = states
+        self.backlog.missing.copy_(k + 1)

@@ -8,6 +8,7 @@ compacted when holes exceed a share of it.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 from typing import Any, Self
@@ -20,6 +21,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from selfjudge.engine.base import Eager, Output, chunk_tokens
 from selfjudge.errors import SelfJudgeError
+from selfjudge.models.eagle import EagleHead, captured_states
 from selfjudge.models.tokens import context_window
 
 PREFILL_CHUNK = 512  # bounds mask and activation memory: nothing grows with the square of the prompt
@@ -81,23 +83,13 @@ class SlotLayer(DynamicLayer):
         self.cut(self.used)
 
 
-class ReferenceEngine(Eager):
-    """See the module's docstring."""
+class SlotCache(Eager):
+    """The rows of a batch in shared slots: which are whose, at which position. See the module's docstring."""
 
-    def __init__(self, model: PreTrainedModel, *, hidden: bool = False) -> None:
-        super().__init__()
-        config = model.config.get_text_config()
-        self.model = model
-        self.device = model.device
-        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
-        self.window: int = context_window(model)
-        self.chunk = chunk_tokens(model.device)
-        self._embeddings: int = model.get_input_embeddings().weight.shape[0]
-        self._want_hidden = hidden
-        self._kinds = attention_kinds(model)
-        self._sliding = getattr(config, "sliding_window", None) or 0
-        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self.reserve(0, 0)
+    window: int
+    device: torch.device
+    _kinds: set[str]
+    _sliding: int
 
     def reserve(self, batch: int, length: int) -> None:
         """Empty the cache; it grows as needed."""
@@ -107,10 +99,9 @@ class ReferenceEngine(Eager):
         self.positions = torch.zeros(0, 0, dtype=torch.long, device=self.device)  # [B, S] its position in the row
         self.lengths = torch.zeros(0, dtype=torch.long, device=self.device)  # [B] tokens of the row
 
-    @torch.inference_mode()
-    def extend(self, tokens: Tensor, counts: Tensor | None = None, keep: int | None = None) -> Output:
+    def _places(self, tokens: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Of tokens [B, T] to be appended: which belong to their row, and at which position."""
         batch, width = tokens.shape
-        keep = width if keep is None else keep
         if not self.slots:
             self.valid = self.valid.new_zeros((batch, 0))
             self.positions = self.positions.new_zeros((batch, 0))
@@ -118,17 +109,18 @@ class ReferenceEngine(Eager):
         valid = torch.ones_like(tokens, dtype=torch.bool)
         if counts is not None:
             valid = torch.arange(width, device=self.device) >= width - counts[:, None]
-        positions = (self.lengths[:, None] + valid.cumsum(1) - 1).clamp(0, self.window - 1)
-        tokens = tokens.clamp(0, self._embeddings - 1)  # ids from a longer, padded vocabulary
-        output = None
-        for start in range(0, width, PREFILL_CHUNK):
-            part = slice(start, min(start + PREFILL_CHUNK, width))
-            wanted = max(0, part.stop - max(part.start, width - keep))
-            output = _joined(output, self._pass(tokens[:, part], valid[:, part], positions[:, part], wanted))
+        return valid, (self.lengths[:, None] + valid.cumsum(1) - 1).clamp(0, self.window - 1)
+
+    def _append(self, valid: Tensor, positions: Tensor) -> None:
+        """Slots for the tokens of a pass that comes next."""
+        self.valid = torch.cat([self.valid, valid], 1)
+        self.positions = torch.cat([self.positions, positions], 1)
+        self.slots += valid.shape[1]
+
+    def _appended(self, valid: Tensor) -> None:
+        """The passes over these tokens [B, T] have been."""
         self.lengths = self.lengths + valid.sum(1)
         self._tidy()
-        assert output is not None
-        return output
 
     def aside(self) -> Self:
         """New rows are read into a cache of their own: a pass over this one would cover every row."""
@@ -151,33 +143,7 @@ class ReferenceEngine(Eager):
         self.lengths = torch.cat([self.lengths, other.lengths])
         self.slots = slots
 
-    def _pass(self, tokens: Tensor, valid: Tensor, positions: Tensor, keep: int) -> Output | None:
-        self.valid = torch.cat([self.valid, valid], 1)
-        self.positions = torch.cat([self.positions, positions], 1)
-        self.slots += tokens.shape[1]
-        arguments: dict[str, Any] = {"logits_to_keep": max(keep, 1)} if self._keeps_logits else {}
-        captured: list[Tensor] = []
-        hook = None
-        if self._want_hidden:
-            head = self.model.get_output_embeddings()
-            hook = head.register_forward_pre_hook(lambda _, inputs: captured.append(inputs[0]))
-        try:
-            logits = self.model(
-                input_ids=tokens,
-                attention_mask=self._mask(tokens.shape[1]),
-                position_ids=positions,
-                past_key_values=self.cache,
-                use_cache=True,
-                **arguments,
-            ).logits
-        finally:
-            if hook is not None:
-                hook.remove()
-        if not keep:
-            return None
-        return Output(logits[:, -keep:], captured[0][:, -keep:] if captured else None)
-
-    def _mask(self, width: int) -> Tensor | dict[str, Tensor] | None:
+    def _mask(self, width: int, dtype: torch.dtype) -> Tensor | dict[str, Tensor] | None:
         """Additive [B, 1, T, S] masks by attention kind: own slots, not later ones, inside the sliding window."""
         if width == 1 and self._kinds == {"full_attention"} and bool(self.valid.all()):
             return None
@@ -192,7 +158,6 @@ class ReferenceEngine(Eager):
             if kind == "sliding_attention":
                 distance = self.positions[:, -width:, None] - self.positions[:, None, :]
                 allowed = seen & (distance < self._sliding)
-            dtype = self.model.dtype
             mask = torch.zeros(allowed.shape, dtype=dtype, device=self.device)
             masks[kind] = mask.masked_fill_(~(allowed | itself), torch.finfo(dtype).min).unsqueeze(1)
         return masks if len(masks) > 1 else next(iter(masks.values()))
@@ -242,13 +207,95 @@ class ReferenceEngine(Eager):
             self._compact(longest)
 
 
-def _joined(first: Output | None, second: Output | None) -> Output | None:
-    if first is None or second is None:
-        return second if first is None else first
-    hidden = None
-    if first.hidden is not None and second.hidden is not None:
-        hidden = torch.cat([first.hidden, second.hidden], 1)
-    return Output(torch.cat([first.logits, second.logits], 1), hidden)
+class ReferenceEngine(SlotCache):
+    """See the module's docstring."""
+
+    def __init__(self, model: PreTrainedModel, *, hidden: bool = False, features: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        config = model.config.get_text_config()
+        self.model = model
+        self.device = model.device
+        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        self.window = context_window(model)
+        self.chunk = chunk_tokens(model.device)
+        self._embeddings: int = model.get_input_embeddings().weight.shape[0]
+        self._want_hidden, self._features = hidden, features
+        self._kinds = attention_kinds(model)
+        self._sliding = getattr(config, "sliding_window", None) or 0
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.reserve(0, 0)
+
+    @torch.inference_mode()
+    def extend(self, tokens: Tensor, counts: Tensor | None = None, keep: int | None = None) -> Output:
+        width = tokens.shape[1]
+        keep = width if keep is None else keep
+        valid, positions = self._places(tokens, counts)
+        tokens = tokens.clamp(0, self._embeddings - 1)  # ids from a longer, padded vocabulary
+        outputs = []
+        for start in range(0, width, PREFILL_CHUNK):
+            part = slice(start, min(start + PREFILL_CHUNK, width))
+            wanted = max(0, part.stop - max(part.start, width - keep))
+            self._append(valid[:, part], positions[:, part])
+            outputs.append(self._pass(tokens[:, part], positions[:, part], wanted))
+        self._appended(valid)
+        return _joined(outputs)
+
+    def _pass(self, tokens: Tensor, positions: Tensor, keep: int) -> Output:
+        arguments: dict[str, Any] = {"logits_to_keep": max(keep, 1)} if self._keeps_logits else {}
+        captured: list[Tensor] = []
+        with contextlib.ExitStack() as stack:
+            if self._want_hidden:
+                head = self.model.get_output_embeddings()
+                hook = head.register_forward_pre_hook(lambda _, inputs: captured.append(inputs[0]))
+                stack.callback(hook.remove)
+            states = stack.enter_context(captured_states(self.model, self._features)) if self._features else []
+            logits = self.model(
+                input_ids=tokens,
+                attention_mask=self._mask(tokens.shape[1], self.model.dtype),
+                position_ids=positions,
+                past_key_values=self.cache,
+                use_cache=True,
+                **arguments,
+            ).logits
+        first = logits.shape[1] - keep
+        hidden = captured[0][:, captured[0].shape[1] - keep :] if captured else None
+        return Output(logits[:, first:], hidden, torch.cat(states, -1) if states else None)
+
+
+class ReferenceHead(SlotCache):
+    """An EAGLE-3 head as the torch module it is: entries of a token and a state each."""
+
+    def __init__(self, head: EagleHead) -> None:
+        super().__init__()
+        self.head = head
+        self.device, self.window = head.device, head.window
+        self.vocabulary, self.hidden_size = head.draft_ids, head.config.hidden_size
+        self._kinds, self._sliding = {"full_attention"}, 0
+        self.reserve(0, 0)
+
+    @torch.inference_mode()
+    def append(self, tokens: Tensor, states: Tensor, counts: Tensor | None = None, keep: int = 1) -> Output:
+        head, width = self.head, tokens.shape[1]
+        valid, positions = self._places(tokens, counts)
+        tokens = tokens.clamp(0, head.config.vocab_size - 1)
+        for start in range(0, width, PREFILL_CHUNK):
+            part = slice(start, start + PREFILL_CHUNK)
+            self._append(valid[:, part], positions[:, part])
+            g = states[:, part] if states.shape[2] == self.hidden_size else head.fuse(states[:, part])
+            mask = self._mask(g.shape[1], g.dtype)
+            a = head(tokens[:, part], g, positions[:, part], mask=mask, cache=self.cache)
+        self._appended(valid)
+        last = a[:, a.shape[1] - keep :]
+        return Output(head.logits(last), None, last)
+
+
+def _joined(outputs: list[Output]) -> Output:
+    """Of passes that followed each other."""
+    if len(outputs) == 1:
+        return outputs[0]
+    logits, hidden, features = zip(*((o.logits, o.hidden, o.features) for o in outputs), strict=True)
+    both = (None if parts[0] is None else torch.cat(parts, 1) for parts in (hidden, features))
+    return Output(torch.cat(logits, 1), *both)
 
 
 def attention_kinds(model: PreTrainedModel) -> set[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
+from selfjudge.models.eagle import EagleHead, captured_states
 from selfjudge.models.tokens import context_window
 
 GRID = 64  # widths of batches are multiples of this: the first pass of every new shape is slow on CUDA
@@ -40,6 +41,40 @@ def teacher_forced(
     The states are those after the final norm: what the output matrix multiplies. Sequences of similar length share a
     pass of at most `tokens` tokens, half as many when memory runs out.
     """
+
+    def states(ids: Tensor, predicts: Tensor) -> Tensor:
+        hidden: Tensor = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        return hidden[predicts]
+
+    yield from _passes(model, sequences, tokens, states)
+
+
+@torch.no_grad()
+def head_choices(
+    head: EagleHead, target: PreTrainedModel, sequences: Sequences, *, tokens: int | None = None
+) -> Iterator[tuple[list[int], Tensor]]:
+    """Indices of sequences and, for all tokens of their answers in that order, what a head proposes there [R].
+
+    Its entries are made of the target's own states. There is none before the second token: there it has no say, and the
+    answer's own token stands.
+    """
+
+    def choices(ids: Tensor, predicts: Tensor) -> Tensor:
+        with captured_states(target, head.config.aux_layers) as states:
+            target.base_model(input_ids=ids, use_cache=False)
+        a = head(ids[:, 1:], head.fuse(torch.cat(states, -1)[:, :-1]))[predicts[:, 1:]]
+        best = [head.logits(rows).argmax(-1) for rows in a.split(logit_rows(target))]
+        chosen = ids.roll(-1, 1)
+        chosen[:, 1:][predicts[:, 1:]] = head.draft_ids[torch.cat(best)]
+        return chosen[predicts]
+
+    yield from _passes(target, sequences, tokens, choices)
+
+
+def _passes(
+    model: PreTrainedModel, sequences: Sequences, tokens: int | None, run: Callable[[Tensor, Tensor], Tensor]
+) -> Iterator[tuple[list[int], Tensor]]:
+    """Indices of sequences and what `run` makes of their tokens [B, T] and of the places that predict an answer's."""
     device, window = model.device, context_window(model)
     embeddings = model.get_input_embeddings().weight.shape[0]
     tokens = tokens or TOKENS.get(device.type, 8192)
@@ -58,14 +93,13 @@ def teacher_forced(
         ids.clamp_(max=embeddings - 1)  # a target may have more tokens than its draft
         try:
             with attention():
-                hidden = model.base_model(input_ids=ids.to(device), use_cache=False).last_hidden_state
-                states = hidden[predicts.to(device)]
+                found = run(ids.to(device), predicts.to(device))
         except torch.OutOfMemoryError:
             if len(part) == 1:
                 raise
             tokens, order = tokens // 2, part + order
             continue
-        yield part, states
+        yield part, found
 
 
 def logit_rows(model: PreTrainedModel) -> int:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import takewhile
 
 import torch
+from torch import Tensor
 
 from selfjudge.decoding.plain import respond
-from selfjudge.engine.teacher_forced import Sequences, logit_rows, logits_of, teacher_forced
+from selfjudge.engine.teacher_forced import Sequences, head_choices, logit_rows, logits_of, teacher_forced
 from selfjudge.label.score import Case
+from selfjudge.models.eagle import EagleHead
 from selfjudge.models.pair import Pair
 from selfjudge.models.tokens import context_window
 
@@ -20,21 +22,29 @@ NOTHING = "there is no mismatch to label: the draft says what the target says (i
 @torch.no_grad()
 def draft_tokens(pair: Pair, sequences: Sequences) -> list[list[int]]:
     """The draft's most likely token at every place of every response; past its context window it has no say."""
-    assert pair.draft is not None
-    vocabulary = pair.target.get_output_embeddings().weight.shape[0]
-    window = context_window(pair.draft)
+    window = pair.window
     tokens_of: list[list[int]] = [list(response) for _, response in sequences]
     seen = [(prompt, response[: max(0, window - len(prompt))]) for prompt, response in sequences]
     readable = [i for i, (_, response) in enumerate(seen) if response]
-    for part, hidden in teacher_forced(pair.draft, [seen[i] for i in readable]):
-        pieces = hidden.split(logit_rows(pair.draft))
-        choices = [logits_of(pair.draft, piece)[:, :vocabulary].argmax(-1) for piece in pieces]
-        tokens, at = torch.cat(choices).tolist(), 0
+    for part, choices in _choices(pair, [seen[i] for i in readable]):
+        tokens, at = choices.tolist(), 0
         for i in (readable[p] for p in part):
             size = len(seen[i][1])
             tokens_of[i][:size] = tokens[at : at + size]
             at += size
     return tokens_of
+
+
+def _choices(pair: Pair, sequences: Sequences) -> Iterator[tuple[list[int], Tensor]]:
+    """Indices of sequences and, for all tokens of their answers in that order, what the draft would say there [R]."""
+    draft, vocabulary = pair.draft, pair.target.get_output_embeddings().weight.shape[0]
+    assert draft is not None
+    if isinstance(draft, EagleHead):
+        yield from head_choices(draft, pair.target, sequences)
+        return
+    for part, hidden in teacher_forced(draft, sequences):
+        pieces = hidden.split(logit_rows(draft))
+        yield part, torch.cat([logits_of(draft, piece)[:, :vocabulary].argmax(-1) for piece in pieces])
 
 
 def mismatches(
@@ -70,18 +80,18 @@ def find_mismatches(
 
 def with_lookahead(pair: Pair, cases: Sequence[Case], count: int, *, batch: int) -> list[Case]:
     """The same cases with what the draft would say next: `count` tokens, fewer at the end of its window."""
-    assert pair.draft is not None
-    window = min(context_window(pair.draft), context_window(pair.target) - count)
-    draft_size, target_size = (m.get_input_embeddings().weight.shape[0] for m in (pair.draft, pair.target))
+    draft = pair.draft_model("look-ahead")
+    window = min(context_window(draft), context_window(pair.target) - count)
+    draft_size, target_size = (m.get_input_embeddings().weight.shape[0] for m in (draft, pair.target))
     starts = [
-        (number, k, [*case.prompt, *case.response[:place], draft])
+        (number, k, [*case.prompt, *case.response[:place], token])
         for number, case in enumerate(cases)
-        for k, (place, draft) in enumerate(zip(case.places, case.drafts, strict=True))
+        for k, (place, token) in enumerate(zip(case.places, case.drafts, strict=True))
     ]
     fitting = [start for start in starts if len(start[2]) < window and max(start[2]) < draft_size]
     ahead: list[list[list[int]]] = [[[] for _ in case.places] for case in cases]
     for index, tokens, _ in respond(
-        pair.draft, [ids for _, _, ids in fitting], eos_ids=(), max_new_tokens=count, batch=batch
+        draft, [ids for _, _, ids in fitting], eos_ids=(), max_new_tokens=count, batch=batch
     ):
         number, k, _ = fitting[index]
         ahead[number][k] = list(takewhile(lambda token: token < target_size, tokens))  # a draft may have more tokens

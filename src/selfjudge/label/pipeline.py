@@ -30,7 +30,6 @@ from selfjudge.label.mismatch import NOTHING
 from selfjudge.label.score import Scorer
 from selfjudge.label.tau import known_tau
 from selfjudge.models.pair import Pair
-from selfjudge.models.tokens import context_window
 from selfjudge.prompts.collect import Collector
 from selfjudge.prompts.sources import Notify, Source, Warn, check_readable
 from selfjudge.store import RunFolder, read_rows, sha256, write_rows
@@ -221,8 +220,7 @@ def _prompts(run: _Run) -> tuple[list[Row], dict[str, Any]]:
     if (seal := run.folder.sealed("prompts", schema=PromptsSeal)) is not None:
         return list(read_rows(file, LabelPrompt)), seal["yields"]
     config, pair = run.config, run.pair
-    assert pair.draft is not None
-    longest = min(config.max_prompt_tokens, *(context_window(model) - 1 for model in (pair.target, pair.draft)))
+    longest = min(config.max_prompt_tokens, pair.window - 1)
     skip_broken = run.warn if config.skip_broken else None
     collect = Collector(pair, longest, config.seed, config.batch_size, run.data, run.notify, skip_broken)
     records, yields = collect(config.sources())

@@ -194,14 +194,7 @@ class EagleHead(nn.Module):
         self.register_buffer("draft_ids", draft_ids.long(), persistent=False)
         self.register_buffer("embedding", None, persistent=False)
         self.register_buffer("output", None, persistent=False)
-        self.rotary_emb = LlamaRotaryEmbedding(
-            LlamaConfig(
-                hidden_size=config.heads * config.head_dim,
-                num_attention_heads=config.heads,
-                head_dim=config.head_dim,
-                rope_parameters=dict(config.rope_parameters),
-            )
-        )
+        self.rotary_emb = _rotary(config)
         self.target, self.target_sha256 = "", ""
         self.window = 1 << 30
 
@@ -230,6 +223,7 @@ class EagleHead(nn.Module):
         self.window = context_window(target)
         self.target, self.target_sha256 = name or self.target, sha256 or self.target_sha256
         self.to(device=target.device, dtype=dtype or target.dtype)
+        self.rotary_emb = _rotary(self.config).to(target.device)  # in float32: a rounded angle grows with the position
         if gguf_of(target) is None:
             self.embedding = target.get_input_embeddings().weight.detach()
             self.output = target.get_output_embeddings().weight.detach()[self.draft_ids]
@@ -355,6 +349,17 @@ class EagleHead(nn.Module):
     def load(cls, folder: Path, target: PreTrainedModel, sha256: str = "", name: str = "") -> Self:
         """The head of a folder for this target, in the target's dtype on its device."""
         return cls.read(folder).bind(target, sha256, name)
+
+
+def _rotary(config: EagleConfig) -> LlamaRotaryEmbedding:
+    return LlamaRotaryEmbedding(
+        LlamaConfig(
+            hidden_size=config.heads * config.head_dim,
+            num_attention_heads=config.heads,
+            head_dim=config.head_dim,
+            rope_parameters=dict(config.rope_parameters),
+        )
+    )
 
 
 def is_head(folder: Path) -> bool:

@@ -14,10 +14,11 @@ from selfjudge.errors import EMPTY_PROMPT, SelfJudgeError, first_line
 from selfjudge.judge.model import Judge
 from selfjudge.models.catalogue import EMBEDDED, check_reference, draft_for, shipped_draft
 from selfjudge.models.convert import STORED_DTYPE, gguf_tokenizer, load_gguf, quiet
+from selfjudge.models.eagle import FILE as HEAD_FILE, KIND as HEAD_KIND, EagleHead, is_head
 from selfjudge.models.gguf import ARCHITECTURES, GgufFile, gguf_of, model_of
 from selfjudge.models.memory import check_memory
 from selfjudge.models.pull import Progress, block_file, checkpoint_folder, draft_sha256
-from selfjudge.models.tokens import end_ids, special_ids
+from selfjudge.models.tokens import context_window, end_ids, special_ids
 from selfjudge.models.weights import check_weights
 from selfjudge.store import fingerprint, weight_files
 
@@ -29,11 +30,12 @@ _PROBE = "It's 3.14% of\tthe naïve façade — 東京 🙂\n  def f(x): return 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two causal LMs of transformers with one vocabulary."""
+    """A causal LM of transformers and a draft with its vocabulary: another one, or an EAGLE-3 head."""
 
     name: str
     target: PreTrainedModel
-    draft: PreTrainedModel | None
+    draft: PreTrainedModel | EagleHead | None
+    """A model of its own, or a head that reads the target's states."""
     tokenizer: PreTrainedTokenizerBase
     target_id: str
     draft_id: str
@@ -57,7 +59,8 @@ class Pair:
         whole_weights: bool = False,
         progress: Progress | None = None,
     ) -> Pair:
-        """Load by embedded name (its draft ships with it), hub id, checkpoint folder or GGUF file.
+        """Load by embedded name (its draft ships with it), hub id, checkpoint folder or GGUF file; a draft may be the
+        folder of an EAGLE-3 head.
 
         The device is cuda, mps or cpu, the first that is there. The dtype is bfloat16 on cuda, float16 on mps. On cpu it
         is `q4` for embedded models and GGUF files, float32 for others, and the draft then runs in int8 if it can.
@@ -80,6 +83,9 @@ class Pair:
         if draft is None and not needs_draft and shipped_draft(target) is None:
             return cls(name, model, None, tokenizer, target, "", target_sha256, int8=int8)
         draft = draft_for(target, draft)
+        if (folder := _head_folder(draft)) is not None:
+            head, sha256 = EagleHead.load(folder, model, target_sha256, target), fingerprint([folder / HEAD_FILE])
+            return cls(name, model, head, tokenizer, target, draft, target_sha256, sha256, int8, draft_int8)
         if blocks and stays_in_file(draft):
             shared = tokenizer if draft == shipped_draft(target) else None
             small, small_tokenizer, small_sha256 = _load_blocks(draft, "draft", place, kind, progress, shared)
@@ -105,6 +111,27 @@ class Pair:
         if gguf_of(self.target) is not None:
             return "q4"
         return "int8" if self.int8 else str(self.target.dtype).removeprefix("torch.")
+
+    @property
+    def draft_kind(self) -> str | None:
+        """`eagle3` for a head, `layers` for a model; None without a draft."""
+        return None if self.draft is None else HEAD_KIND if isinstance(self.draft, EagleHead) else "layers"
+
+    @property
+    def window(self) -> int:
+        """The most tokens, prompt and answer, that target and draft can hold."""
+        own = context_window(self.target)
+        if self.draft is None:
+            return own
+        return min(own, self.draft.window if isinstance(self.draft, EagleHead) else context_window(self.draft))
+
+    def draft_model(self, purpose: str) -> PreTrainedModel:
+        """The draft as a model of its own; a head cannot serve this purpose."""
+        if self.draft is None:
+            raise SelfJudgeError(f"no draft ships for {self.target_id}: name one with `draft`")
+        if isinstance(self.draft, EagleHead):
+            raise SelfJudgeError(f"{purpose} needs a draft that is a model of its own; {self.draft_id} is a head")
+        return self.draft
 
     @property
     def hidden_size(self) -> int:
@@ -157,6 +184,14 @@ def _check_cpu_dtypes(
             raise SelfJudgeError(f"`{name}` {value} needs a cpu, not {place.type}")
     if draft_dtype and kind != torch.float32:
         raise SelfJudgeError("`draft_dtype` int8 needs a target in float32")
+
+
+def _head_folder(reference: str) -> Path | None:
+    """The folder of the head that a draft's name means; None where it means a model."""
+    embedded = EMBEDDED.get(reference.removesuffix("/draft"))
+    shipped = embedded.draft if embedded is not None and reference.endswith("/draft") else None
+    folder = shipped or Path(reference).expanduser()
+    return folder if folder.is_dir() and is_head(folder) else None
 
 
 def check_tokenizers(

@@ -9,7 +9,7 @@ import copy
 import ctypes
 import subprocess
 from functools import cache
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 
 from selfjudge.engine.base import Eager, Output, chunk_tokens, shape_reason
 from selfjudge.engine.cpu.library import Pass, library
-from selfjudge.engine.cpu.weights import packed
+from selfjudge.engine.cpu.weights import Packed, packed
+from selfjudge.models.eagle import EagleHead
 from selfjudge.models.gguf import gguf_of
 from selfjudge.models.tokens import context_window
 from selfjudge.models.weights import GROUP
@@ -43,6 +44,21 @@ def why_not(model: PreTrainedModel, *, int8: bool = False) -> str | None:
     return _compiler_reason()
 
 
+def head_reason(head: EagleHead, *, int8: bool = False) -> str | None:
+    """Why this engine cannot run a head; None if it can."""
+    config = head.config
+    if head.device.type != "cpu":
+        return f"the head is on {head.device.type}"
+    if head.dtype != torch.float32:
+        return f"its dtype is {str(head.dtype).removeprefix('torch.')}, not float32"
+    if config.head_dim % 4:
+        return f"its heads are {config.head_dim} wide"
+    widths = (config.hidden_size, config.intermediate_size, config.heads * config.head_dim)
+    if int8 and any(width % GROUP for width in widths):
+        return f"int8 needs widths divisible by {GROUP}"
+    return _compiler_reason()
+
+
 @cache
 def _compiler_reason() -> str | None:
     """Why the kernel cannot be compiled on this machine; found out once."""
@@ -53,22 +69,49 @@ def _compiler_reason() -> str | None:
     return None
 
 
+def _index(places: list[tuple[int, int]], width: int) -> Tensor:
+    """Where (row, column) lie in rows of that width, one after the other."""
+    return torch.tensor([b * width + column for b, column in places], dtype=torch.long)
+
+
+class Found(NamedTuple):
+    """What passes leave."""
+
+    logits: Tensor
+    """[B, keep, V]"""
+    states: Tensor
+    """[B, keep, H] after the final norm."""
+    residual: Tensor
+    """[B, keep, H] before it."""
+    features: Tensor
+    """[B, T, F] what entered the layers that were asked for."""
+
+
 class CpuEngine(Eager):
     """See the module's docstring. Each row's keys and values lie at their positions: a rewind changes one number."""
 
     def __init__(
-        self, model: PreTrainedModel, *, hidden: bool = False, int8: bool = False, processor: str = "native"
+        self,
+        model: PreTrainedModel,
+        *,
+        hidden: bool = False,
+        features: tuple[int, ...] = (),
+        int8: bool = False,
+        processor: str = "native",
     ) -> None:
         super().__init__()
         self.device = model.device
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.window = context_window(model)
         self.chunk = chunk_tokens(model.device)
-        self._rotary: nn.Module = model.model.rotary_emb
-        self._packed = packed(model, int8, processor)
-        self._library = self._packed.kernel
-        self._want_hidden = hidden
         self._embeddings: int = model.get_input_embeddings().weight.shape[0]
+        self._want_hidden = hidden
+        self._use(packed(model, int8, processor), model.model.rotary_emb, features)
+
+    def _use(self, weights: Packed, rotary: nn.Module, features: tuple[int, ...] = ()) -> None:
+        """Run these weights; `features` are the layers whose inputs are wanted."""
+        self._packed, self._library, self._rotary = weights, weights.kernel, rotary
+        self._features = torch.tensor(features, dtype=torch.int32)
         self._scratch = torch.empty(0)
         self._cosine = self._sine = torch.empty(0)
         self.reserve(0, 0)
@@ -89,16 +132,27 @@ class CpuEngine(Eager):
 
     @torch.inference_mode()
     def extend(self, tokens: Tensor, counts: Tensor | None = None, keep: int | None = None) -> Output:
+        found = self._run(tokens, counts, tokens.shape[1] if keep is None else keep)
+        features = found.features if len(self._features) else None
+        return Output(found.logits, found.states if self._want_hidden else None, features)
+
+    def _run(self, tokens: Tensor, counts: Tensor | None, keep: int, given: Tensor | None = None) -> Found:
+        """Append tokens [B, T], in passes of at most CHUNK; `given` [B, T, F] are the states beside them, of a head."""
         batch, width = tokens.shape
-        keep = width if keep is None else keep
         used = [width] * batch if counts is None else counts.tolist()
         self.lengths = self.lengths or [0] * batch
-        lengths = self.lengths
+        lengths, size, taps = self.lengths, self._packed.model.hidden, len(self._features)
+        outputs = self._packed.model.head.rows
         self._grow([n + c for n, c in zip(lengths, used, strict=True)])
         ids = tokens.clamp(0, self._embeddings - 1).tolist()
-        logits = torch.empty(batch, keep, self.vocab_size)
-        states = torch.empty(batch, keep, self._packed.model.hidden)
+        logits = torch.empty(batch * keep, outputs)
+        states, residual = torch.empty(2, batch * keep, size)
         flat = [(b, column) for b in range(batch) for column in range(width - used[b], width)]
+        features = torch.empty(len(flat), taps * size)
+        all_columns = len(flat) == batch * width
+        if given is not None:
+            given = given.reshape(batch * width, -1)
+            given = given.contiguous() if all_columns else given[_index(flat, width)]
         written = 0
         for start in range(0, len(flat), CHUNK):
             part = flat[start : start + CHUNK]
@@ -108,15 +162,28 @@ class CpuEngine(Eager):
                 rows=[b for b, _ in part],
                 positions=[lengths[b] + column - (width - used[b]) for b, column in part],
                 outputs=wanted,
-                logits=logits.view(-1, self.vocab_size)[written:],
-                states=states.view(batch * keep, -1)[written:],
+                into=Found(logits[written:], states[written:], residual[written:], features[start:]),
+                given=None if given is None else given[start:],
             )
             written += len(wanted)
         self.lengths = [n + c for n, c in zip(lengths, used, strict=True)]
-        return Output(logits, states if self._want_hidden else None)
+        if taps and not all_columns:
+            features = torch.zeros(batch * width, taps * size).index_copy_(0, _index(flat, width), features)
+        return Found(
+            logits.view(batch, keep, outputs),
+            states.view(batch, keep, size),
+            residual.view(batch, keep, size),
+            features.view(batch, width, taps * size) if taps else features,
+        )
 
     def _pass(
-        self, ids: list[int], rows: list[int], positions: list[int], outputs: list[int], logits: Tensor, states: Tensor
+        self,
+        ids: list[int],
+        rows: list[int],
+        positions: list[int],
+        outputs: list[int],
+        into: Found,
+        given: Tensor | None,
     ) -> None:
         model, count, threads = self._packed.model, len(rows), torch.get_num_threads()
         slots = [row.shape[3] for row in self._caches]
@@ -132,7 +199,9 @@ class CpuEngine(Eager):
         described = Pass(
             count, max(slots), len(outputs), tokens.data_ptr(), row, position, output, row_slots,
             self._cosine.data_ptr(), self._sine.data_ptr(), caches.data_ptr(),
-            logits.data_ptr(), states.data_ptr(), self._scratch.data_ptr(), threads,
+            into.logits.data_ptr(), into.states.data_ptr(), self._scratch.data_ptr(), threads,
+            len(self._features), self._features.data_ptr(), into.features.data_ptr(),
+            *((None, 0) if given is None else (given.data_ptr(), given.shape[1])), into.residual.data_ptr(),
         )  # fmt: skip
         self._library.forward(ctypes.byref(model), ctypes.byref(described))
 

@@ -128,6 +128,9 @@ struct Model {
   const Layer* layer;
   const float* norm;
   Matrix head;
+  // of a draft head, whose one layer reads the embedding and a state side by side; null and empty in a whole model
+  const float* state_norm;
+  Matrix fuse;            // [hidden, 3 · hidden] makes a state of what the target gives
 };
 
 struct Pass {
@@ -142,6 +145,12 @@ struct Pass {
   float* states;             // [outputs, hidden] after the final norm
   float* scratch;            // scratch_size floats
   int32_t threads;
+  int32_t taps;              // how many layers' inputs are wanted
+  const int32_t* tap;        // [taps]
+  float* features;           // [tokens, taps, hidden]
+  const float* given;        // [tokens, hidden] a head's states, or [tokens, 3 · hidden] what `fuse` makes them of
+  int32_t given_width;
+  float* residual;           // [outputs, hidden] a head's states after its layer
 };
 
 }  // extern "C"
@@ -410,6 +419,13 @@ void attend(int tokens, const Heads& a) {
   }
 }
 
+int64_t widest_input(const Model& model) {
+  const int64_t attention = static_cast<int64_t>(model.heads) * model.head_dim;
+  const int64_t wide = model.intermediate > attention ? model.intermediate : attention;
+  const int64_t own = (model.state_norm ? 3 : 1) * static_cast<int64_t>(model.hidden);
+  return wide > own ? wide : own;
+}
+
 }  // namespace
 
 extern "C" {
@@ -417,9 +433,7 @@ extern "C" {
 // Floats of scratch a pass of `tokens` needs. Layout: shared x, qkv, attention, mlp; then per thread the quantised
 // input, the normalised input and attention scores.
 int64_t scratch_size(const Model* model, int32_t tokens, int32_t slots, int32_t threads) {
-  const int64_t attention = static_cast<int64_t>(model->heads) * model->head_dim;
-  const int64_t wide = model->intermediate > attention ? model->intermediate : attention;
-  const int64_t widest = wide > model->hidden ? wide : model->hidden;
+  const int64_t attention = static_cast<int64_t>(model->heads) * model->head_dim, widest = widest_input(*model);
   const int64_t qkv = (model->heads + 2 * model->kv_heads) * static_cast<int64_t>(model->head_dim);
   const int64_t shared = tokens * (model->hidden + qkv + attention + model->intermediate);
   const int64_t scores = static_cast<int64_t>(slots) * kTokens * (model->heads / model->kv_heads);
@@ -429,8 +443,7 @@ int64_t scratch_size(const Model* model, int32_t tokens, int32_t slots, int32_t 
 void forward(const Model* model, const Pass* pass) {
   const int M = pass->tokens, H = model->hidden, D = model->head_dim, heads = model->heads, kv = model->kv_heads;
   const int G = heads / kv, I = model->intermediate, width = (heads + 2 * kv) * D;
-  const int64_t wide = I > heads * D ? I : heads * D;
-  const int64_t widest = wide > H ? wide : H;
+  const int64_t widest = widest_input(*model);
   float* x = pass->scratch;
   float* qkv = x + static_cast<int64_t>(M) * H;
   float* mixed = qkv + static_cast<int64_t>(M) * width;
@@ -478,15 +491,45 @@ void forward(const Model* model, const Pass* pass) {
       return Input{norm ? normed : values, quantised};
     };
 
-    for (int m = thread; m < M; m += threads)
+    auto embed = [&](int m, float* to) {
       blocks::dequantise(model->embedding_type,
                          static_cast<const uint8_t*>(model->embedding) +
                              pass->ids[m] * blocks::row_bytes(model->embedding_type, H),
-                         H, x + static_cast<int64_t>(m) * H);
+                         H, to);
+    };
+    if (!model->state_norm) {
+      for (int m = thread; m < M; m += threads) embed(m, x + static_cast<int64_t>(m) * H);
+    } else if (pass->given_width == H) {
+      for (int m = thread; m < M; m += threads)
+        std::memcpy(x + static_cast<int64_t>(m) * H, pass->given + static_cast<int64_t>(m) * H, sizeof(float) * H);
+    } else {
+      product(model->fuse, input({&model->fuse}, pass->given, nullptr, M), M, thread, threads,
+              [&](int m, int n, int count, const float* y) {
+                std::memcpy(x + static_cast<int64_t>(m) * H + n, y, sizeof(float) * count);
+              });
+    }
 #pragma omp barrier
+    int tokens = M;  // that go on: in the last layer, only those whose outputs are wanted
     for (int l = 0; l < model->layers; ++l) {
       const Layer& layer = model->layer[l];
-      const Input states = input({&layer.query, &layer.key, &layer.value}, x, layer.attention_norm, M);
+      for (int j = 0; j < pass->taps; ++j)
+        for (int m = thread; m < M && pass->tap[j] == l; m += threads)
+          std::memcpy(pass->features + (static_cast<int64_t>(m) * pass->taps + j) * H, x + static_cast<int64_t>(m) * H,
+                      sizeof(float) * H);
+      const float *values = x, *norm = layer.attention_norm;
+      if (model->state_norm) {
+        for (int m = alone ? 0 : thread; m < M; m += alone ? 1 : threads) {
+          float* both = normed + static_cast<int64_t>(m) * 2 * H;
+          embed(m, both);
+          normalise(both, layer.attention_norm, model->epsilon, 1, H, both);
+          normalise(x + static_cast<int64_t>(m) * H, model->state_norm, model->epsilon, 1, H, both + H);
+        }
+        if (!alone) {
+#pragma omp barrier
+        }
+        values = normed, norm = nullptr;
+      }
+      const Input states = input({&layer.query, &layer.key, &layer.value}, values, norm, M);
       int offset = 0;
       for (const Matrix* w : {&layer.query, &layer.key, &layer.value}) {
         product(*w, states, M, thread, threads, [&](int m, int n, int count, const float* y) {
@@ -513,18 +556,30 @@ void forward(const Model* model, const Pass* pass) {
         }
       }
 #pragma omp barrier
+      const bool some = l + 1 == model->layers && pass->outputs < M;
+      if (some) {
+        tokens = pass->outputs;
+        for (int i = 0; i < tokens && thread == 0; ++i) {
+          const int64_t from = pass->output[i];
+          std::memmove(x + static_cast<int64_t>(i) * H, x + from * H, sizeof(float) * H);
+          std::memmove(qkv + static_cast<int64_t>(i) * width, qkv + from * width, sizeof(float) * heads * D);
+        }
+#pragma omp barrier
+      }
+      auto row_of = [&](int m) { return pass->row[some ? pass->output[m] : m]; };
+      auto position_of = [&](int m) { return pass->position[some ? pass->output[m] : m]; };
       // the heads of a key-value head share its keys; a single token is split by head to keep all threads busy
-      const int together = M == 1 ? 1 : G, parts = heads / together;
-      for (int m = 0, turn = 0, n; m < M; m += n) {  // and so do tokens that follow each other in a row
-        const int row = pass->row[m];
-        for (n = 1; n < kTokens && m + n < M && pass->row[m + n] == row; ++n)
-          if (pass->position[m + n] != pass->position[m] + n) break;
+      const int together = tokens == 1 ? 1 : G, parts = heads / together;
+      for (int m = 0, turn = 0, n; m < tokens; m += n) {  // and so do tokens that follow each other in a row
+        const int row = row_of(m), first = position_of(m);
+        for (n = 1; n < kTokens && m + n < tokens && row_of(m + n) == row; ++n)
+          if (position_of(m + n) != first + n) break;
         for (int part = 0; part < parts; ++part) {
           if (turn++ % threads != thread) continue;
           const int h = part * together;
           const float* k = cached(row, l, h / G);
           attend(n, {qkv + static_cast<int64_t>(m) * width + h * D, width, together, k, k + apart(row),
-                     pass->position[m] + 1, D, scores, pass->slots,
+                     first + 1, D, scores, pass->slots,
                      mixed + (static_cast<int64_t>(m) * heads + h) * D, heads * D});
         }
       }
@@ -533,26 +588,28 @@ void forward(const Model* model, const Pass* pass) {
         float* at = x + static_cast<int64_t>(m) * H + n;
         for (int j = 0; j < count; ++j) at[j] += y[j];
       };
-      product(layer.out, input({&layer.out}, mixed, nullptr, M), M, thread, threads, add);
+      product(layer.out, input({&layer.out}, mixed, nullptr, tokens), tokens, thread, threads, add);
 #pragma omp barrier
-      const Input again = input({&layer.gate, &layer.up}, x, layer.mlp_norm, M);
+      const Input again = input({&layer.gate, &layer.up}, x, layer.mlp_norm, tokens);
       // gate and up have the same shape, so a thread's share of both is the same: no barrier between them
-      product(layer.gate, again, M, thread, threads, [&](int m, int n, int count, const float* y) {
+      product(layer.gate, again, tokens, thread, threads, [&](int m, int n, int count, const float* y) {
         std::memcpy(active + static_cast<int64_t>(m) * I + n, y, sizeof(float) * count);
       });
-      product(layer.up, again, M, thread, threads, [&](int m, int n, int count, const float* y) {
+      product(layer.up, again, tokens, thread, threads, [&](int m, int n, int count, const float* y) {
         float* at = active + static_cast<int64_t>(m) * I + n;
         for (int j = 0; j < count; ++j) at[j] = silu(at[j]) * y[j];
       });
 #pragma omp barrier
-      product(layer.down, input({&layer.down}, active, nullptr, M), M, thread, threads, add);
+      product(layer.down, input({&layer.down}, active, nullptr, tokens), tokens, thread, threads, add);
 #pragma omp barrier
     }
-    // the head, only for the wanted tokens
-    const int wanted = pass->outputs;
-    for (int i = thread; i < wanted; i += threads)
-      normalise(x + static_cast<int64_t>(pass->output[i]) * H, model->norm, model->epsilon, 1, H,
-                pass->states + static_cast<int64_t>(i) * H);
+    // the head, only for the wanted tokens, which by now are all
+    const int wanted = tokens;
+    for (int i = thread; i < wanted; i += threads) {
+      const int64_t at = static_cast<int64_t>(i) * H;
+      normalise(x + at, model->norm, model->epsilon, 1, H, pass->states + at);
+      if (pass->residual) std::memcpy(pass->residual + at, x + at, sizeof(float) * H);
+    }
 #pragma omp barrier
     product(model->head, input({&model->head}, pass->states, nullptr, wanted), wanted, thread, threads,
             [&](int m, int n, int count, const float* y) {

@@ -37,6 +37,7 @@ class Model(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate")),
         ("epsilon", ctypes.c_float), ("embedding", ctypes.c_void_p), ("embedding_type", ctypes.c_int32),
         ("layer", ctypes.POINTER(Layer)), ("norm", ctypes.c_void_p), ("head", Matrix),
+        ("state_norm", ctypes.c_void_p), ("fuse", Matrix),
     )  # fmt: skip
 
 
@@ -50,7 +51,8 @@ class Pass(ctypes.Structure):
                 "scratch",
             )
         ),
-        ("threads", ctypes.c_int32),
+        ("threads", ctypes.c_int32), ("taps", ctypes.c_int32), ("tap", ctypes.c_void_p), ("features", ctypes.c_void_p),
+        ("given", ctypes.c_void_p), ("given_width", ctypes.c_int32), ("residual", ctypes.c_void_p),
     )  # fmt: skip
 
 

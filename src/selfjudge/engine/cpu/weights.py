@@ -57,20 +57,18 @@ class Packed:
                  mlp.gate_proj, mlp.up_proj, mlp.down_proj),
                 strict=True,
             ):  # fmt: skip
-                setattr(layer, name, self._matrix(module))
+                setattr(layer, name, self._matrix(module.weight, module.bias))
             layer.attention_norm = self._pointer(source.input_layernorm.weight)
             layer.mlp_norm = self._pointer(source.post_attention_layernorm.weight)
         embedding = self._pointer(body.embed_tokens.weight), F32
-        return self._described(config, embedding, self._pointer(body.norm.weight), self._matrix(head))
+        return self._described(config, embedding, self._pointer(body.norm.weight), self._matrix(head.weight))
 
     def _pointer(self, tensor: Tensor) -> int:
         tensor = tensor.detach().contiguous()
         self.kept.append(tensor)
         return tensor.data_ptr()
 
-    def _matrix(self, linear: nn.Linear) -> Matrix:
-        weight: Tensor = linear.weight.detach()
-        bias: Tensor | None = getattr(linear, "bias", None)
+    def _matrix(self, weight: Tensor, bias: Tensor | None = None) -> Matrix:
         rows, cols = weight.shape
         at_bias = None if bias is None else self._pointer(bias)
         if not self.int8:
@@ -81,7 +79,7 @@ class Packed:
     # ---------------------------------------------------------------------------------------------- from a GGUF file
 
     def _from_file(self, file: GgufFile, config: PretrainedConfig) -> Model:
-        head_name = "output" if "output.weight" in file.tensors else "token_embd"
+        head_name = output_name(file)
         self._make_room(
             (tensor.kind, tensor.rows, tensor.cols)
             for name, tensor in file.tensors.items()
@@ -117,9 +115,10 @@ class Packed:
             values = values if order is None else values[order]
             self.kept.append(values)
             self.bytes_per_pass += values.nbytes
-            matrix = Matrix(values.ctypes.data, bias, tensor.rows, tensor.cols, F32)
+            matrix = Matrix(values.ctypes.data, bias, len(values), tensor.cols, F32)
         else:
-            matrix = self._packed(file.raw(tensor), tensor.rows, tensor.cols, tensor.kind, bias, order)
+            rows = tensor.rows if order is None else len(order)
+            matrix = self._packed(file.raw(tensor), rows, tensor.cols, tensor.kind, bias, order)
         file.forget(tensor)
         return matrix
 
@@ -146,6 +145,11 @@ class Packed:
         self.kept.append(room)
         self.kernel.use_large_pages(room.data_ptr(), size)
         self._free = -(-room.data_ptr() // LINE) * LINE
+
+
+def output_name(file: GgufFile) -> str:
+    """The matrix of a file that makes logits: the embedding, where it has no other."""
+    return "output" if "output.weight" in file.tensors else "token_embd"
 
 
 _PACKED: WeakKeyDictionary[PreTrainedModel, dict[tuple[bool, str], Packed]] = WeakKeyDictionary()

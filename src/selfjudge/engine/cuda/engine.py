@@ -13,6 +13,7 @@ import copy
 import gc
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Self, cast
 from weakref import WeakKeyDictionary
@@ -24,6 +25,7 @@ from transformers import PreTrainedModel
 
 from selfjudge.engine.base import Output, chunk_tokens, shape_reason
 from selfjudge.engine.cuda.kernels_torch import Kernels
+from selfjudge.models.eagle import EagleHead
 from selfjudge.models.tokens import context_window
 from selfjudge.ops.argmax import has_triton
 
@@ -38,12 +40,20 @@ def why_not(model: PreTrainedModel) -> str | None:
     """Why this engine cannot run the model; None if it can."""
     if (reason := shape_reason(model)) is not None:
         return reason
-    dim = model.model.layers[0].self_attn.head_dim
-    if model.device.type == "cuda" and dim not in (16, 32, 64, 128, 256):
-        return f"its heads are {dim} wide"
+    if (reason := _width_reason(model.model.layers[0].self_attn.head_dim, model.device)) is not None:
+        return reason
     if model.model.layers[0].mlp.gate_proj.bias is not None:
         return "its feed-forward layers have biases"
     return None
+
+
+def head_reason(head: EagleHead) -> str | None:
+    """Why this engine cannot run a head; None if it can."""
+    return _width_reason(head.config.head_dim, head.device)
+
+
+def _width_reason(dim: int, device: torch.device) -> str | None:
+    return f"its heads are {dim} wide" if device.type == "cuda" and dim not in (16, 32, 64, 128, 256) else None
 
 
 class _Weights:
@@ -92,7 +102,7 @@ class CudaEngine:
 
     static = True
 
-    def __init__(self, model: PreTrainedModel, *, hidden: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel, *, hidden: bool = False, features: tuple[int, ...] = ()) -> None:
         if model not in _WEIGHTS:
             _WEIGHTS[model] = _Weights(model)
         self.weights = _WEIGHTS[model]
@@ -100,7 +110,7 @@ class CudaEngine:
         self.vocab_size: int = self.weights.head.shape[0]
         self.window = context_window(model)
         self.chunk = chunk_tokens(model.device)
-        self._want_hidden = hidden
+        self._want_hidden, self._features = hidden, features
         self._begin()
 
     def _begin(self) -> None:
@@ -170,7 +180,7 @@ class CudaEngine:
         all_tokens[:, padded - width :].copy_(tokens)
         all_counts.copy_(counts)
         replay()
-        return output
+        return output if output.features is None else replace(output, features=output.features[:, padded - width :])
 
     def _recorded_prefill(self, batch: int, width: int) -> _Prefill:
         tokens = torch.zeros(batch, width, dtype=torch.long, device=self.device)
@@ -195,10 +205,11 @@ class CudaEngine:
         if not self.slots:
             self.reserve(batch, self.window)
         x, slot, position = self._kernels.begin(tokens, counts, self.lengths, self.slots, self.weights.embedding)
+        features = x.new_empty(batch, width, len(self._features) * x.shape[2]) if self._features else None
         if width <= STEP_TOKENS:
-            output = self._forward(x, slot, position, slice(0, batch), keep)
+            output = self._forward(x, slot, position, slice(0, batch), keep, features)
         else:
-            output = self._prefill(x, slot, position, keep)
+            output = self._prefill(x, slot, position, keep, features)
         self.lengths.add_(width if counts is None else counts)
         return output
 
@@ -221,7 +232,7 @@ class CudaEngine:
         if len(self._asides) < ASIDES:
             self._asides.append(other)
 
-    def _prefill(self, x: Tensor, slot: Tensor, position: Tensor, keep: int) -> Output:
+    def _prefill(self, x: Tensor, slot: Tensor, position: Tensor, keep: int, features: Tensor | None) -> Output:
         """Long prompts, some rows and columns at a time."""
         batch, width = slot.shape
         rows = max(1, PREFILL_TOKENS // width)
@@ -231,26 +242,43 @@ class CudaEngine:
             for start in range(0, width, PREFILL_TOKENS):
                 columns = slice(start, start + PREFILL_TOKENS)
                 wanted = min(keep, slot[part, columns].shape[1])
-                output = self._forward(x[part, columns], slot[part, columns], position[part, columns], part, wanted)
+                states = None if features is None else features[part, columns]
+                output = self._forward(
+                    x[part, columns], slot[part, columns], position[part, columns], part, wanted, states
+                )
             outputs.append(output)
         hidden = torch.cat([o.hidden for o in outputs if o.hidden is not None]) if self._want_hidden else None
-        return Output(torch.cat([o.logits for o in outputs]), hidden)
+        return Output(torch.cat([o.logits for o in outputs]), hidden, features)
 
-    def _forward(self, x: Tensor, slot: Tensor, position: Tensor, rows: slice, keep: int) -> Output:
-        """Embedded tokens [B, T, H] through all layers; `parts` is what a product left to be added to x."""
+    def _forward(
+        self, x: Tensor, slot: Tensor, position: Tensor, rows: slice, keep: int, features: Tensor | None
+    ) -> Output:
+        """Embedded tokens [B, T, H] through all layers, whose inputs go into `features` where they are wanted.
+
+        `parts` is what a product left to be added to x.
+        """
         w, kernels = self.weights, self._kernels
         batch, width = slot.shape
         x = x.reshape(batch * width, -1)
         parts: Tensor | None = None
         for i, (attention_norm, qkv, bias, out, out_bias, mlp_norm, gate_up, down) in enumerate(w.layers):
             keys, values = self.keys[i, rows], self.values[i, rows]
-            mixed = kernels.product(kernels.norm(x, parts, attention_norm, w.epsilon), qkv, bias)
+            normed = kernels.norm(x, parts, attention_norm, w.epsilon)
+            if features is not None and i in self._features:
+                self._keep_features(i, x.view(batch, width, -1), features)
+            mixed = kernels.product(normed, qkv, bias)
             q = kernels.rotate(mixed, self._cosine, self._sine, slot, position, keys, values, w.heads)
             parts = kernels.add(x, kernels.attention(q, keys, values, position), out, out_bias)
             parts = kernels.add(x, kernels.gated(kernels.norm(x, parts, mlp_norm, w.epsilon), gate_up), down, None)
         y = kernels.norm(x, parts, w.norm, w.epsilon).view(batch, width, -1)[:, width - keep :]
         logits = F.linear(y.reshape(batch * keep, -1), w.head)
-        return Output(logits.view(batch, keep, -1), y if self._want_hidden else None)
+        return Output(logits.view(batch, keep, -1), y if self._want_hidden else None, features)
+
+    def _keep_features(self, layer: int, x: Tensor, features: Tensor) -> None:
+        """Copy what enters a layer [B, T, H] to its places: a shallow model's low and high layer may be the same."""
+        size = x.shape[2]
+        for place in (n for n, wanted in enumerate(self._features) if wanted == layer):
+            features[:, :, place * size : (place + 1) * size] = x
 
     def bucket(self, rows: int, now: int = 0) -> int:
         """Recordings are for 1, 2, 4, 8 … rows; idle rows stay until they are half of the batch."""

@@ -18,7 +18,6 @@ from selfjudge.integrations.server.rules import RuleOptions, Rules
 from selfjudge.integrations.server.scheduler import Scheduler
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
-from selfjudge.models.tokens import context_window
 
 
 def serve(
@@ -49,8 +48,7 @@ def start_scheduler(pair: Pair, judge: Judge | None, config: ServerConfig) -> Sc
     """What the server decodes with, tried out and started; needs none of the packages for HTTP."""
     config.check()
     rules = _rules(pair, judge, config)
-    window = min(context_window(model) for model in (pair.target, pair.draft) if model is not None)
-    context = min(config.max_context, window)
+    context = min(config.max_context, pair.window)
     config = replace(config, max_context=context, max_tokens=min(config.max_tokens, context - 1))
     _try_out(pair, rules, config)
     scheduler = Scheduler(pair, rules, config, Metrics())

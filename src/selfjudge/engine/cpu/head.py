@@ -1,0 +1,88 @@
+"""An EAGLE-3 head on a CPU: its one layer through the compiled forward pass, its vocabulary from the target."""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from selfjudge.engine.base import Eager, Output, chunk_tokens
+from selfjudge.engine.cpu.engine import CpuEngine
+from selfjudge.engine.cpu.library import Layer, Matrix, Model, library
+from selfjudge.engine.cpu.weights import F16, F32, Q8_0, Packed, output_name
+from selfjudge.models.eagle import EagleHead
+from selfjudge.models.gguf import LAYER, GgufFile, gguf_of
+
+
+class PackedHead(Packed):
+    """A head as the kernel reads it. The rows of embedding and output are the target's, in its own format."""
+
+    def __init__(self, head: EagleHead, target: PreTrainedModel, int8: bool, processor: str = "native") -> None:
+        config, file, own = head.config, gguf_of(target), head.layer
+        self.kept = []
+        self.bytes_per_pass = 0
+        self.int8 = int8
+        self.kernel = library(processor)
+        self.layers = (Layer * 1)()
+        attention, mlp = own.self_attn, own.mlp
+        modules = (
+            attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj,
+            mlp.gate_proj, mlp.up_proj, mlp.down_proj,
+        )  # fmt: skip
+        kind = (Q8_0 if int8 else F32) if file is None else file.tensors[f"{output_name(file)}.weight"].kind
+        shapes = [(Q8_0 if int8 else F32, *module.weight.shape) for module in (*modules, head.fc)]
+        shapes.append((kind, len(head.draft_ids), config.hidden_size))
+        self._make_room(shape for shape in shapes if shape[0] not in (F32, F16))
+        (layer,) = self.layers
+        for name, module in zip(LAYER, modules, strict=True):
+            setattr(layer, name, self._matrix(module.weight))
+        layer.attention_norm = self._pointer(own.input_layernorm.weight)
+        layer.mlp_norm = self._pointer(own.post_attention_layernorm.weight)
+        embedding, rows = self._vocabulary(head, file)
+        self.model = Model(
+            1, config.hidden_size, config.heads, config.kv_heads, config.head_dim, config.intermediate_size, config.eps,
+            *embedding, self.layers, self._pointer(head.norm.weight), rows, self._pointer(own.hidden_norm.weight),
+            self._matrix(head.fc.weight),
+        )  # fmt: skip
+
+    def _vocabulary(self, head: EagleHead, file: GgufFile | None) -> tuple[tuple[int, int], Matrix]:
+        """The embedding, and the rows of the output matrix that the head proposes from."""
+        if file is None:
+            assert head.embedding is not None
+            assert head.output is not None
+            return (self._pointer(head.embedding), F32), self._matrix(head.output)
+        embedding = file.tensors["token_embd.weight"]
+        file.check_finite(embedding)
+        self.kept.append(file)
+        order = head.draft_ids.numpy().astype(np.int32)
+        self.kept.append(order)
+        at = file.bytes.ctypes.data + embedding.offset, embedding.kind
+        return at, self._file_matrix(file, output_name(file), order)
+
+
+_PACKED: WeakKeyDictionary[EagleHead, dict[tuple[bool, str], PackedHead]] = WeakKeyDictionary()
+
+
+class CpuHead(CpuEngine):
+    """Entries of a token and a state each, in a cache of one layer."""
+
+    def __init__(
+        self, head: EagleHead, target: PreTrainedModel, *, int8: bool = False, processor: str = "native"
+    ) -> None:
+        Eager.__init__(self)
+        self.device, self.window, self.chunk = head.device, head.window, chunk_tokens(head.device)
+        self.vocab_size = self._embeddings = head.config.vocab_size
+        self.vocabulary, self.hidden_size = head.draft_ids, head.config.hidden_size
+        self._want_hidden = False
+        forms = _PACKED.setdefault(head, {})
+        if (int8, processor) not in forms:
+            forms[int8, processor] = PackedHead(head, target, int8, processor)
+        self._use(forms[int8, processor], head.rotary_emb)
+
+    @torch.inference_mode()
+    def append(self, tokens: Tensor, states: Tensor, counts: Tensor | None = None, keep: int = 1) -> Output:
+        found = self._run(tokens, counts, keep, states.float())
+        return Output(found.logits, None, found.residual)

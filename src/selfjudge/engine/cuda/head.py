@@ -1,0 +1,91 @@
+"""An EAGLE-3 head on the CUDA engine: one layer with a static cache, in the same recordings as its target."""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from selfjudge.engine.base import Output, chunk_tokens
+from selfjudge.engine.cuda.engine import PREFILL_TOKENS, CudaEngine
+from selfjudge.models.eagle import EagleHead
+
+
+class _HeadWeights:
+    """The head's matrices, queries, keys and values fused into one, gate and up into another."""
+
+    def __init__(self, head: EagleHead) -> None:
+        config, own = head.config, head.layer
+        attention, mlp = own.self_attn, own.mlp
+        assert head.embedding is not None
+        assert head.output is not None
+        self.fuse = head.fc.weight.detach()
+        self.token_norm, self.state_norm = own.input_layernorm.weight.detach(), own.hidden_norm.weight.detach()
+        self.qkv = torch.cat([p.weight.detach() for p in (attention.q_proj, attention.k_proj, attention.v_proj)])
+        self.out = attention.o_proj.weight.detach()
+        self.mlp_norm = own.post_attention_layernorm.weight.detach()
+        self.gate_up = torch.cat([mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()])
+        self.down = mlp.down_proj.weight.detach()
+        self.norm, self.head, self.embedding = head.norm.weight.detach(), head.output, head.embedding
+        self.layers = (self.qkv,)  # one of them: so large is the cache
+        self.heads, self.kv_heads, self.dim = config.heads, config.kv_heads, config.head_dim
+        self.epsilon, self.rotary = config.eps, head.rotary_emb
+
+
+_WEIGHTS: WeakKeyDictionary[EagleHead, _HeadWeights] = WeakKeyDictionary()
+
+
+class CudaHead(CudaEngine):
+    """Entries of a token and a state each, in a cache of one layer."""
+
+    weights: _HeadWeights  # type: ignore[assignment]
+
+    def __init__(self, head: EagleHead) -> None:
+        if head not in _WEIGHTS:
+            _WEIGHTS[head] = _HeadWeights(head)
+        self.weights = _WEIGHTS[head]
+        self.device, self.dtype = head.device, head.dtype
+        self.vocab_size, self.window, self.chunk = head.config.vocab_size, head.window, chunk_tokens(head.device)
+        self.vocabulary, self.hidden_size = head.draft_ids, head.config.hidden_size
+        self._want_hidden, self._features = False, ()
+        self._begin()
+
+    @torch.no_grad()
+    def append(self, tokens: Tensor, states: Tensor, counts: Tensor | None = None, keep: int = 1) -> Output:
+        batch, width = tokens.shape
+        e, slot, position = self._kernels.begin(tokens, counts, self.lengths, self.slots, self.weights.embedding)
+        rows = max(1, PREFILL_TOKENS // width)
+        outputs = []
+        for first in range(0, batch, rows):
+            part = slice(first, min(first + rows, batch))
+            outputs.append(self._layer(e[part], states[part], slot[part], position[part], part, keep))
+        self.lengths.add_(width if counts is None else counts)
+        logits, a = (torch.cat(both) if len(both) > 1 else both[0] for both in zip(*outputs, strict=True))
+        return Output(logits, None, a)
+
+    def _layer(
+        self, e: Tensor, states: Tensor, slot: Tensor, position: Tensor, rows: slice, keep: int
+    ) -> tuple[Tensor, Tensor]:
+        """Logits [B, keep, D] and a [B, keep, H] of entries [B, T]; only keys and values are made of those before."""
+        w, kernels = self.weights, self._kernels
+        batch, width, size = e.shape
+        keys, values = self.keys[0, rows], self.values[0, rows]
+        given = states.reshape(batch * width, -1)
+        fused = given.shape[1] != size
+        x = given.new_zeros(batch * width, size) if fused else given.clone()
+        n = kernels.norm(x, kernels.product(given, w.fuse, None) if fused else None, w.state_norm, w.epsilon)
+        both = torch.cat([kernels.norm(e.view(batch * width, size), None, w.token_norm, w.epsilon), n], 1)
+        q = kernels.rotate(
+            kernels.product(both, w.qkv, None), self._cosine, self._sine, slot, position, keys, values, w.heads
+        )
+        if keep < width:
+            x = x.view(batch, width, size)[:, width - keep :].reshape(batch * keep, size)
+            q, position = q[:, width - keep :].contiguous(), position[:, width - keep :].contiguous()
+        if not keep:
+            return x.new_empty(batch, 0, len(w.head)), x.view(batch, 0, size)
+        parts = kernels.add(x, kernels.attention(q, keys, values, position), w.out, None)
+        parts = kernels.add(x, kernels.gated(kernels.norm(x, parts, w.mlp_norm, w.epsilon), w.gate_up), w.down, None)
+        logits = F.linear(kernels.norm(x, parts, w.norm, w.epsilon), w.head)  # and x is whole by now
+        return logits.view(batch, keep, -1), x.view(batch, keep, size)

@@ -1,0 +1,115 @@
+"""What drafts propose, cycle by cycle, against what they would propose if they read the whole text at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import transformers as hf
+from torch import Tensor
+
+from conftest import VOCAB
+from selfjudge.decoding.cycle import find_cycle
+from selfjudge.decoding.rules import EXACT, AcceptanceRule
+from selfjudge.engine.select import draft_features, make_draft, make_engine
+from selfjudge.models.eagle import EagleHead
+from selfjudge.types import Block
+
+
+@dataclass(frozen=True, eq=False)
+class Arbitrary(AcceptanceRule):
+    """Accepts whatever is not divisible by three: blocks of all lengths, whatever the draft is worth."""
+
+    name = "arbitrary"
+    reads_logits = False
+
+    def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
+        return block.draft_tokens % 3 > 0
+
+
+ARBITRARY = Arbitrary()
+
+Cycle = tuple[list[int], list[int]]
+"""Proposals and what was emitted."""
+
+
+def prompts_of(lengths: Sequence[int]) -> list[list[int]]:
+    random = torch.Generator().manual_seed(0)
+    return [torch.randint(3, VOCAB, (n,), generator=random).tolist() for n in lengths]
+
+
+def cycles(
+    target: hf.PreTrainedModel,
+    draft: hf.PreTrainedModel | EagleHead,
+    prompts: list[list[int]],
+    gammas: Sequence[int],
+    rule: AcceptanceRule = EXACT,
+    *,
+    kind: str = "auto",
+    chunk: int = 96,
+) -> list[list[Cycle]]:
+    """What each row got in each cycle, of γ as given; the first is the prefill, in chunks where the row is alone."""
+    engine, small = make_engine(target, features=draft_features(draft), kind=kind), make_draft(draft, target, kind=kind)
+    counts = torch.tensor([len(prompt) for prompt in prompts], device=target.device)
+    width = int(counts.max())
+    padded = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=target.device)
+    for cache in (engine, small):
+        cache.reserve(len(prompts), 96)
+    for start in range(0, width, chunk):
+        part = slice(start, min(start + chunk, width))
+        own = (counts - (width - part.stop)).clamp_max(part.stop - start)
+        output = engine.prefill(padded[:, part], own)
+        small.read(padded[:, part], own, output.features)
+    last = output.logits[:, -1].argmax(-1)
+    small.enter(last)
+    made: list[list[Cycle]] = [[([], [token])] for token in last.tolist()]
+    for gamma in gammas:
+        cycle = find_cycle(engine, small, rule, gamma, trace=False, first=last)
+        packed, timer = cycle.run(None)
+        timer.seconds()
+        last = cycle.last[:, 0].clone()
+        for row, numbers in zip(made, packed.tolist(), strict=True):
+            row.append((numbers[:gamma], [*numbers[: numbers[-3]], numbers[-2]]))
+    return made
+
+
+Logits = Callable[[list[int], list[int]], Tensor]
+"""A text and proposals after it [γ] → logits [γ, V] of each, given those before it."""
+
+
+@torch.inference_mode()
+def model_logits(draft: hf.PreTrainedModel, text: list[int], proposed: list[int]) -> Tensor:
+    ids = torch.tensor([[*text, *proposed[:-1]]], device=draft.device)
+    logits: Tensor = draft(ids).logits[0, -len(proposed) :]
+    return logits
+
+
+@torch.inference_mode()
+def head_logits(head: EagleHead, target: hf.PreTrainedModel, text: list[int], proposed: list[int]) -> Tensor:
+    """By the module, from scratch and without a cache; the target has not read the last token of the text."""
+    ids = torch.tensor([text], device=target.device)
+    states = target(ids[:, :-1], output_hidden_states=True).hidden_states
+    g, found = head.fuse(torch.cat([states[i] for i in head.config.aux_layers], -1)), []
+    for i in range(len(proposed)):
+        tokens = torch.cat([ids[:, 1:], ids.new_tensor([proposed[:i]])], 1)
+        a = head(tokens, g)
+        found.append(head.full_logits(head.logits(a[0, -1])))
+        g = torch.cat([g, a[:, -1:]], 1)
+    return torch.stack(found)
+
+
+def check_proposals(made: list[list[Cycle]], prompts: list[list[int]], logits_of: Logits, tie: float = 1e-4) -> None:
+    """Every proposal is the most likely one, or as good as that; blocks of several lengths were accepted."""
+    accepted = set()
+    for prompt, row in zip(prompts, made, strict=True):
+        text = [*prompt, *row[0][1]]
+        for proposed, emitted in row[1:]:
+            if proposed:
+                logits = logits_of(text, proposed).cpu()
+                chosen = logits.gather(1, torch.tensor(proposed)[:, None])[:, 0]
+                assert bool((chosen >= logits.amax(-1) - tie).all())
+            assert emitted[:-1] == proposed[: len(emitted) - 1]
+            accepted.add(len(emitted) - 1)
+            text += emitted
+    assert accepted >= {0, 1, 2}
