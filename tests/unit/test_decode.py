@@ -235,7 +235,7 @@ def test_rows_come_and_go_while_gamma_changes() -> None:
     prompts, queue = prompts_of([4, 19, 7, 1, 12]), AdmissionQueue(3, 60)
     tokens: dict[int, list[int]] = {}
     steps = decode(
-        engine_of(target), draft_of(draft), prompts[:1], Exact(), gamma="auto", max_new_tokens=20, queue=queue
+        engine_of(target, draft), draft_of(draft, target), prompts[:1], Exact(), gamma="auto", max_new_tokens=20, queue=queue
     )  # fmt: skip
     for number, step in enumerate(steps):
         for emission in step.emissions:
