@@ -139,7 +139,7 @@ def test_whole_bfloat16_passes_are_as_exact_as_torch_operations() -> None:
 def test_one_engine_serves_batches_of_many_sizes() -> None:
     """The same engines, batch after batch: recordings and recorded prefills are used again, answers stay those of reference."""
     target, draft = (tiny_model(seed=s, hidden_size=64, head_dim=16).to(CUDA) for s in (1, 2))
-    engines, rule = (CudaEngine(target), CudaEngine(draft)), Exact()
+    engines, rule = (CudaEngine(target), make_draft(draft, target)), Exact()
     for lengths in ([40], [50], [3, 20, 33, 9, 7], [45], [5, 21, 30, 8, 6], [2, 70, 66], [41]):
         prompts = prompts_of(lengths)
         tokens: list[list[int]] = [[] for _ in prompts]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
 
 import pytest
@@ -13,6 +15,7 @@ from conftest import CONFIGS, VOCAB, tiny_head, tiny_model
 from equality import greedy
 from selfjudge.decoding import loop
 from selfjudge.decoding.admission import AdmissionQueue, Request
+from selfjudge.decoding.cycle import Cycle
 from selfjudge.decoding.gamma import GammaController
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rules import AcceptanceRule, Exact, Judged, SpeculativeSampling, TopK
@@ -277,6 +280,26 @@ def test_the_context_window_limits_the_answer() -> None:
         assert [len(t) for t in tokens] == [6, 20]
         assert {e.finish for s in steps for e in s.emissions} == {None, "length"}
         assert tokens[0] == greedy(target, prompts[0], 6)
+
+
+def test_a_cycle_and_its_logits_go_with_its_rows(engine_kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without waiting for a garbage collection: a server would hold logits of hundreds of megabytes till then."""
+    if engine_kind == "cuda":
+        pytest.skip("a static engine keeps its recordings")
+    made, begin = [], Cycle.__init__
+
+    def noted(self: Cycle, *args: object, **options: object) -> None:
+        made.append(weakref.ref(self))
+        begin(self, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Cycle, "__init__", noted)
+    gc.disable()
+    try:
+        run(tiny_model(seed=1), tiny_model(seed=2), prompts_of([4, 5, 6]), gamma=2, max_new_tokens=[4, 8, 12])
+        assert len(made) == 3
+        assert not any(cycle() for cycle in made)
+    finally:
+        gc.enable()
 
 
 def test_cancelled_rows_leave_the_batch() -> None:

@@ -18,7 +18,7 @@ from conftest import VOCAB, tiny_model
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.eagle import EagleConfig, EagleHead, auxiliary_layers, captured_states, is_head
 from selfjudge.models.speculators import write_speculators
-from selfjudge.models.weights import dequantise, quantise
+from selfjudge.models.weights import dequantise, pack_six, quantise, unpack_six
 from selfjudge.store import read_tensors, write_tensors
 
 DRAFT_IDS = torch.tensor([0, 2, 5, 6, 7, 11, 30, 31, 32, 40, 59, 60])
@@ -258,3 +258,13 @@ def test_a_checkpoint_is_not_a_head(tmp_path: Path) -> None:
     assert not is_head(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert not is_head(tmp_path)
+
+
+def test_six_bits_are_packed_without_loss(tmp_path: Path) -> None:
+    values = torch.randint(-31, 32, (7, 64), generator=torch.Generator().manual_seed(0)).to(torch.int8)
+    assert torch.equal(unpack_six(pack_six(values)), values)
+    head = random_head(tiny_model("llama", num_hidden_layers=4))
+    whole, small = head.save(tmp_path), head.save(tmp_path, six_bits=True)
+    assert small < 0.85 * whole
+    for p, q in zip(head.parameters(), EagleHead.read(tmp_path).parameters(), strict=True):
+        assert (p - q).abs().max() < 0.02 * p.abs().max()

@@ -52,13 +52,15 @@ class Cycle:
         if self.draft is not None:
             with timer("draft"):
                 self.draft.prepare(self.gamma)
-        if self.steps is None:
+        steps = self.steps or [self.propose, self.verify, self.judge, self.decide]
+        if self.target.static and self.steps is None:
             state = [self.last, *self.target.state(), *([] if self.draft is None else self.draft.state())]
-            self.steps = self.target.capture([self.propose, self.verify, self.judge, self.decide], state)
+            steps = self.steps = self.target.capture(steps, state)
             # nobody reads these after a recording: the next ones may use their memory, which for large batches is most
             for name in ("draft_logits", "output", "argmax", "block"):
                 vars(self).pop(name, None)
-        for phase, step in zip(PHASES, self.steps, strict=True):
+        # an eager cycle keeps no functions of its own: nothing refers to it in a circle, and its logits go when it does
+        for phase, step in zip(PHASES, steps, strict=True):
             with timer(phase):
                 step()
         return timer.sent(self.packed), timer

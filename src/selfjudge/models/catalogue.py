@@ -38,6 +38,12 @@ class Embedded:
         return folder if (folder / "draft.safetensors").is_file() else None
 
     @property
+    def head(self) -> Path | None:
+        """The folder of the EAGLE-3 head that ships in the package beside the draft, if there is one."""
+        folder = Path(str(resources.files("selfjudge.models"))) / "drafts" / f"{self.name}-eagle3"
+        return folder if (folder / "config.json").is_file() else None
+
+    @property
     def judge(self) -> Path | None:
         """The folder of the judge that ships in the package, if there is one."""
         return shipped_judge(self.name)
@@ -74,10 +80,12 @@ EMBEDDED = {
 
 def check_reference(reference: str, role: str) -> None:
     """Refuse a model's reference that names nothing, before anything is loaded; what may be a hub id is believed."""
-    name = reference.removesuffix("/draft")
-    if name in EMBEDDED:
-        if reference != name:
+    name, _, part = reference.partition("/")
+    if name in EMBEDDED and part in ("", "draft", "eagle3"):
+        if part == "draft":
             draft_for(name, None)  # refuses where none ships
+        if part == "eagle3" and EMBEDDED[name].head is None:
+            raise SelfJudgeError(f"no EAGLE-3 head ships for {name}")
         return
     path = Path(reference).expanduser()
     if path.exists():

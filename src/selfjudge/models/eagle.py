@@ -10,7 +10,8 @@ Names and order of operations are those of vLLM and speculators, so that an expo
 
 FOLDER/
     config.json         sizes, which layers are read, which target it belongs to
-    head.safetensors    matrices as int8 with a float16 scale for each 32 weights, norms in float16, draft_ids
+    head.safetensors    matrices as int8, or six bits packed, with a float16 scale for each 32 weights; norms in float16;
+                        draft_ids
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.models.gguf import WHOLE_WEIGHTS, gguf_of
 from selfjudge.models.tokens import context_window
-from selfjudge.models.weights import check_finite, dequantise, quantise
+from selfjudge.models.weights import check_finite, dequantise, pack_six, quantise, unpack_six
 from selfjudge.store import read_json, read_tensors, write_json, write_tensors
 from selfjudge.store.artefacts import EagleFile
 
@@ -298,14 +299,18 @@ class EagleHead(nn.Module):
 
     # --------------------------------------------------------------------------------------------------- the folder
 
-    def save(self, folder: Path, *, metrics: Mapping[str, Any] | None = None) -> int:
-        """Write the tensors, then `config.json` (its existence means the folder is whole); bytes of the tensors."""
+    def save(self, folder: Path, *, six_bits: bool = False, metrics: Mapping[str, Any] | None = None) -> int:
+        """Write the tensors, then `config.json` (its existence means the folder is whole); bytes of the tensors.
+
+        With `six_bits` it takes three quarters of the room.
+        """
         (folder / "config.json").unlink(missing_ok=True)
         arrays = {"draft_ids": self.draft_ids.int().cpu().numpy()}
         for name, p in self.named_parameters():
             if p.dim() == 2:
-                values, scale = quantise(p.detach().cpu())
-                arrays[name], arrays[f"{name}.scale"] = values.numpy(), scale.numpy()
+                values, scale = quantise(p.detach().cpu(), 31 if six_bits else 127)
+                arrays[name] = (pack_six(values) if six_bits else values).numpy()
+                arrays[f"{name}.scale"] = scale.numpy()
             else:
                 arrays[name] = p.detach().half().cpu().numpy()
         write_tensors(folder / FILE, arrays)
@@ -333,12 +338,7 @@ class EagleHead(nn.Module):
         _check_ids(ids, config, folder)
         try:
             head = cls(config, ids)
-            tensors = {
-                name: dequantise(tensor, arrays[f"{name}.scale"]) if tensor.dtype == torch.int8 else tensor.float()
-                for name, tensor in arrays.items()
-                if not name.endswith(".scale")
-            }
-            head.load_state_dict(tensors)
+            head.load_state_dict(_unpacked(arrays))
         except (RuntimeError, ValueError, TypeError, LookupError) as error:  # other names, shapes or rotary embeddings
             raise SelfJudgeError(f"the head in {folder} is damaged: {first_line(error)}") from None
         check_finite(head.named_parameters(), folder / FILE)
@@ -360,6 +360,18 @@ def _rotary(config: EagleConfig) -> LlamaRotaryEmbedding:
             rope_parameters=dict(config.rope_parameters),
         )
     )
+
+
+def _unpacked(arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a folder in float32."""
+    tensors = {}
+    for name, tensor in arrays.items():
+        if tensor.dtype in (torch.int8, torch.uint8):
+            values = unpack_six(tensor) if tensor.dtype == torch.uint8 else tensor
+            tensors[name] = dequantise(values, arrays[f"{name}.scale"])
+        elif not name.endswith(".scale"):
+            tensors[name] = tensor.float()
+    return tensors
 
 
 def is_head(folder: Path) -> bool:

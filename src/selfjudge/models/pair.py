@@ -83,6 +83,7 @@ class Pair:
         if draft is None and not needs_draft and shipped_draft(target) is None:
             return cls(name, model, None, tokenizer, target, "", target_sha256, int8=int8)
         draft = draft_for(target, draft)
+        check_reference(draft, "draft")
         if (folder := _head_folder(draft)) is not None:
             head, sha256 = EagleHead.load(folder, model, target_sha256, target), fingerprint([folder / HEAD_FILE])
             return cls(name, model, head, tokenizer, target, draft, target_sha256, sha256, int8, draft_int8)
@@ -188,8 +189,8 @@ def _check_cpu_dtypes(
 
 def _head_folder(reference: str) -> Path | None:
     """The folder of the head that a draft's name means; None where it means a model."""
-    embedded = EMBEDDED.get(reference.removesuffix("/draft"))
-    shipped = embedded.draft if embedded is not None and reference.endswith("/draft") else None
+    name, _, part = reference.partition("/")
+    shipped = {"draft": EMBEDDED[name].draft, "eagle3": EMBEDDED[name].head}.get(part) if name in EMBEDDED else None
     folder = shipped or Path(reference).expanduser()
     return folder if folder.is_dir() and is_head(folder) else None
 

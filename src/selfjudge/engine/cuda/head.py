@@ -81,7 +81,7 @@ class CudaHead(CudaEngine):
             kernels.product(both, w.qkv, None), self._cosine, self._sine, slot, position, keys, values, w.heads
         )
         if keep < width:
-            x = x.view(batch, width, size)[:, width - keep :].reshape(batch * keep, size)
+            x = x.view(batch, width, size)[:, width - keep :].reshape(batch * keep, size).contiguous()
             q, position = q[:, width - keep :].contiguous(), position[:, width - keep :].contiguous()
         if not keep:
             return x.new_empty(batch, 0, len(w.head)), x.view(batch, 0, size)

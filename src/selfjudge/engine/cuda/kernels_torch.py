@@ -26,7 +26,8 @@ class Kernels:
         return x, torch.where(valid, place, slots - 1), torch.where(valid, place, 0)
 
     def norm(self, x: Tensor, parts: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
-        """Add the parts to x [M, H] in place; x normalised."""
+        """Add the parts to x [M, H], which is contiguous, in place; x normalised."""
+        assert x.is_contiguous()
         if parts is not None:
             x.add_(parts.sum(0))
         wide = x.float()
