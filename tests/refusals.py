@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 import struct
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from conftest import tiny_model
+from conftest import tiny_head, tiny_model
 from fake_certificate import recipe_folder
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.models.convert import quiet
+from selfjudge.models.eagle import EagleHead
 
 Commands = dict[str, list[str]]
 
@@ -48,6 +50,19 @@ def write_inputs(folder: Path, checkpoints: dict[str, str]) -> None:
     shutil.copytree(checkpoints["target"], folder / "gpt2")
     with quiet():
         tiny_model("gpt2").save_pretrained(folder / "gpt2")
+    _write_heads(folder)
+
+
+def _write_heads(folder: Path) -> None:
+    """Heads that fit the target of the checkpoints, and others; only one says for which target it was trained."""
+    target = tiny_model(seed=1)
+    head = tiny_head(target)
+    head.save(folder / "head")
+    head.target, head.target_sha256 = "another", "f" * 64
+    head.save(folder / "foreign-head")
+    tiny_head(tiny_model(hidden_size=16, num_attention_heads=2)).save(folder / "narrow-head")
+    odd = EagleHead(replace(head.config, heads=2, kv_heads=2, head_dim=6), head.draft_ids)
+    odd.save(folder / "odd-head")
 
 
 def _small_gguf(architecture: bytes, kind: int) -> bytes:
@@ -232,6 +247,10 @@ def known_from_models(folder: Path, checkpoints: dict[str, str]) -> Commands:
     tune = ["tune", "--prompts", str(folder / "asked.jsonl"), *new, *target, *draft]
     return {
         "unknown model": ["generate", "hi", "--target", "no-such-org/no-such-model", *draft],
+        "foreign head": ["generate", "hi", *target, "--draft", str(folder / "foreign-head")],
+        "narrow head": ["generate", "hi", *target, "--draft", str(folder / "narrow-head")],
+        "odd head": ["generate", "hi", *target, "--draft", str(folder / "odd-head"), "--engine", "cpu"],
+        "head that cannot look ahead": [*label, "--draft", str(folder / "head"), *new, "--tau", "-5", "--lookahead"],
         "tokenizer mismatch": ["generate", "hi", *target, "--draft", checkpoints["stranger"]],
         "long prompt": ["generate", "w1 " * 200, *target, *draft],
         "judge width": [*ask, "--judge", str(folder / "narrow")],

@@ -92,6 +92,8 @@ def label_pair(
         raise SelfJudgeError(f"no draft ships for {pair.target_id}: name one with `draft`")
     if pair.dtype in ROUNDED:
         raise SelfJudgeError(WHOLE_WEIGHTS.format(pair.dtype))
+    if config.lookahead:
+        pair.draft_model("`lookahead`")
     if config.batch is None:
         config = replace(config, batch=1024 if pair.target.device.type == "cuda" else 64)
     folder = RunFolder(out, done="manifest.json", schema=LabelManifest)
