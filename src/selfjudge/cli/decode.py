@@ -55,14 +55,14 @@ def generate(
         raise SelfJudgeError(EMPTY_PROMPT)
     chosen = Chosen.of(recipe, models, judge_options, rule, decode.gamma)
     models, judge_options = chosen.models, chosen.judge
-    gamma: Gamma = "auto" if chosen.gamma is None else chosen.gamma
-    spec = check_rule(chosen.rule, models, judge_options, gamma=gamma, sampling=decode.sampling)
-    pair = chosen.load(needs_draft=gamma != 0)
+    spec = check_rule(chosen.rule, models, judge_options, gamma=chosen.gamma, sampling=decode.sampling)
+    pair = chosen.load(needs_draft=chosen.gamma != 0)
 
     from selfjudge.decoding.rule_parser import resolve_rule
     from selfjudge.decoding.text import draft_dtype, stream
 
     built = resolve_rule(pair, spec, sampling=decode.sampling, **judge_options.as_arguments())
+    gamma = built.default_gamma(pair.target.device.type) if chosen.gamma is None else chosen.gamma
     answer = stream(
         pair,
         prompt,

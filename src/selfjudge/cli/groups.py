@@ -207,7 +207,7 @@ class DecodeOptions:
 
     gamma: Gamma | None = setting(
         None,
-        "Draft tokens per cycle, 0 is plain decoding; auto, the default, chooses what is fastest while it decodes.",
+        "Draft tokens per cycle, 0 is plain decoding; auto, the default of exact, chooses what is fastest; else 5, on a CPU 3.",
         minimum=0,
         maximum=MAX_GAMMA,
         word="auto",

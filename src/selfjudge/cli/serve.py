@@ -80,7 +80,6 @@ def serve(
     if vllm:
         raise SelfJudgeError("`vllm` goes with --backend vllm")
 
-    config = replace(config, gamma="auto" if config.gamma is None else config.gamma)
     _check_rule(config, models, judge_options)
 
     from selfjudge.integrations.server.address import listen

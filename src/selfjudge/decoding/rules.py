@@ -17,7 +17,7 @@ from selfjudge.decoding.sampling import Sampling, sample
 from selfjudge.errors import SelfJudgeError
 from selfjudge.ops.argmax import argmax_checked, regular
 from selfjudge.ops.price import worth_taking
-from selfjudge.types import DEFAULT_THETA, Block, Verdict, lazy_module
+from selfjudge.types import Block, DEFAULT_THETA, Gamma, Verdict, default_gamma, lazy_module
 
 if TYPE_CHECKING:
     import torch
@@ -75,6 +75,13 @@ class AcceptanceRule:
         """Whether alignment alone decides about the whole block, so that the judge need not be asked. Only on a CPU:
         another device would have to be waited for."""
         return False
+
+    def default_gamma(self, device: str) -> Gamma:
+        """γ where nobody names one: `auto` where no answer depends on it, else the device's fixed number.
+
+        So the clock has no say in an answer unless somebody asks for `auto`.
+        """
+        return "auto" if self.lossless and self.sampling is None else default_gamma(device)
 
     def check(self, gamma: int) -> None:
         """Refuse a γ this rule cannot work with."""

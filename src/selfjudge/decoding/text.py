@@ -48,8 +48,8 @@ class DecodingOptions(RuleOptions, total=False):
     """How answers are decoded; the same everywhere, with the same defaults."""
 
     gamma: Gamma | None
-    """Draft tokens per cycle; 0 is plain decoding. `auto`, the default, chooses what is fastest here, cycle by cycle:
-    answers of lossless rules do not depend on it, others do and so on the clock, unless γ is a number."""
+    """Draft tokens per cycle; 0 is plain decoding. `auto` chooses what is fastest here, cycle by cycle. It is the default
+    of `exact`, whose answers do not depend on it; those of other rules do, so theirs is 5, on a CPU 3."""
     confidence: float
     """End drafting early once the draft gives its proposal less than this probability; 0, off."""
     engine: str
@@ -252,7 +252,7 @@ class _Decoding:
         about_rule = {key: given.pop(key) for key in RuleOptions.__annotations__ if key in given}
         built = _guarded(resolve_rule(pair, rule, **about_rule), pair)
         gamma = given.pop("gamma", None)
-        return cls(pair, built, "auto" if gamma is None else gamma, **given)
+        return cls(pair, built, built.default_gamma(pair.target.device.type) if gamma is None else gamma, **given)
 
     def steps(
         self,

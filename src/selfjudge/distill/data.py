@@ -61,7 +61,7 @@ class Maker:
         for i, row in enumerate(rows):
             row["held_out"] = i in chosen
         _write_prompts(file, rows, report)
-        self.run.seal("prompts", ["work/prompts.safetensors"], seconds=round(time.monotonic() - begun, 1))
+        self.run.seal("prompts", ["work/prompts.safetensors"], **self._seconds(begun))
         return rows, report
 
     def answers(self, rows: Sequence[Row]) -> list[Path]:
@@ -100,8 +100,11 @@ class Maker:
             self.notify("the target answers, top-k", done / count)
             arrays["log_p"], arrays["index"] = teacher(self.pair, sequences, self.config.top_k)
         write_tensors(self.run.work / f"{name}.safetensors", arrays, {"temperature": part[0].temperature})
-        seconds = round(time.monotonic() - begun, 1)
-        return self.run.seal(name, [f"work/{name}.safetensors"], made_from, seconds=seconds)
+        return self.run.seal(name, [f"work/{name}.safetensors"], made_from, **self._seconds(begun))
+
+    def _seconds(self, begun: float) -> dict[str, float]:
+        """What a seal says of the time since then: only where it counts, or the same work would leave other bytes."""
+        return {} if self.config.data_minutes is None else {"seconds": round(time.monotonic() - begun, 1)}
 
     def _sequences(self, rows: Sequence[Row], part: Sequence[Job], done: float, share: float) -> Sequences:
         """Prompts and the target's answers to them; `done` of the work is done before, this part is a `share` of it."""

@@ -44,7 +44,7 @@ def compare_with_exact(folder: Path, exact: Path, task: Task, rows: Sequence[Row
     summary = read_json(folder / "summary.json", FinishedSummary)
     fingerprint, before = _fingerprint(exact), summary["compared_with"]
     needed = () if before is None else (folder, folder.parent / before.partition(":")[0])
-    complete = before == fingerprint and "lost" in summary  # an older version did not write it
+    complete = before == fingerprint and {"lost", "delta_m_ci"} <= summary.keys()  # older versions did not write them
     if complete or not all((place / "samples.jsonl.gz").is_file() for place in needed):
         return summary
     samples = list(read_samples(folder))

@@ -12,7 +12,7 @@ from selfjudge.decoding.sampling import Sampling
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
-from selfjudge.types import MAX_GAMMA, Gamma
+from selfjudge.types import MAX_GAMMA, Gamma, default_gamma
 
 LOSSLESS = ("exact", "sampling")  # the same promise, at temperature 0 and above
 MAX_BUILT = 64  # rules that are kept for requests to come
@@ -58,7 +58,8 @@ class Rules:
     rule: str
     theta: float | str | None
     """Of the judged rules: a number or the name of a threshold."""
-    gamma: Gamma
+    gamma: Gamma | None
+    """Of requests that name none; None: what suits the rule."""
     price: float | None = None
     """Of the server's own rule; a request that names a rule, θ, quality or price of its own does not get it."""
     built: OrderedDict[Choice, AcceptanceRule] = field(default_factory=OrderedDict)
@@ -78,6 +79,9 @@ class Rules:
         if rule in LOSSLESS:
             rule = "exact" if sampling is None else "sampling"
         gamma = self.gamma if options.gamma is None else options.gamma
+        if gamma is None:
+            gamma = "auto" if rule == "exact" else default_gamma(self.pair.target.device.type)
+            gamma = gamma if self.pair.draft is not None else 0
         if gamma != "auto" and not 0 <= gamma <= MAX_GAMMA:
             raise SelfJudgeError(f"`gamma` must lie between 0 and {MAX_GAMMA}, not {gamma}")
         if self.pair.draft is None and gamma == "auto":

@@ -71,8 +71,7 @@ def _rules(pair: Pair, judge: Judge | None, config: ServerConfig) -> Rules:
         judge.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
         theta = judge.default_threshold if theta is None else theta
         theta = theta if config.quality is None else judge.quality(config.quality)
-    gamma = "auto" if config.gamma is None else config.gamma
-    return Rules(pair, judge, rule, theta, gamma, config.price)
+    return Rules(pair, judge, rule, theta, config.gamma, config.price)
 
 
 def _try_out(pair: Pair, rules: Rules, config: ServerConfig) -> None:

@@ -164,7 +164,7 @@ class Service:
                 "rule": rules.rule,
                 "theta": rules.theta,
                 "price": rules.price,
-                "gamma": rules.gamma,
+                "gamma": rules.choose(RuleOptions(), None).gamma,
                 "device": pair.target.device.type,
                 "dtype": pair.dtype,
                 "draft_dtype": draft_dtype(pair, self.config.engine),
