@@ -23,7 +23,7 @@ from selfjudge.tune.config import TuneConfig
 from selfjudge.tune.recipe import Recipe
 from selfjudge.tune.trials import chosen_gamma
 
-JUDGE = JudgeConfig(hidden_size=4, quality_curve=((0.5, 0.2), (0.9, 0.6), (0.97, 0.6), (0.99, 1.0)))
+JUDGE = JudgeConfig(hidden_size=4, quality_curve=((0.5, 0.2), (0.9, 0.6), (0.95, 0.6), (0.98, 1.0)))
 
 
 def rows(path: Path, *given: dict[str, Any]) -> Path:
@@ -44,7 +44,7 @@ def test_families_are_ordered_from_strict_to_loose() -> None:
         values = [strictness(rule) for rule in family.rules]
         assert values == sorted(set(values)), family
         assert family.middle in family.rules
-    assert [rule for rule in candidates(["judged"], JUDGE)[0].rules if "q0.99" in rule] == []  # its θ is 1: exact
+    assert [rule for rule in candidates(["judged"], JUDGE)[0].rules if "q0.98" in rule] == []  # its θ is 1: exact
 
 
 def test_all_candidates_are_guarded() -> None:
@@ -55,7 +55,7 @@ def test_all_candidates_are_guarded() -> None:
 
 def test_a_judge_without_a_quality_curve_is_tried_by_threshold() -> None:
     (family,) = candidates(["judged"], JudgeConfig(hidden_size=4))
-    assert family.rules[0] == "judged:0.99"
+    assert family.rules[0] == "judged:0.95"
     with pytest.raises(SelfJudgeError, match="the family judged needs a judge"):
         candidates(["judged"], None)
 

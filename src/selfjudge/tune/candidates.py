@@ -12,10 +12,10 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
 
 FAMILIES = ("margin", "judged", "fly", "topk")
-_MARGINS = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)  # nats
-_QUALITIES = (0.99, 0.97, 0.95, 0.9, 0.8, 0.7, 0.5)  # shares of bad substitutions that the judge rejects
-_THETAS = (0.99, 0.95, 0.9, 0.8, 0.7, 0.5)  # of a judge that does not know its qualities
-_ENTROPIES = (0.4, 0.3, 0.2, 0.1, 0.05)  # of the target, normalised
+_MARGINS = (0.1, 0.25, 0.5, 1.0, 2.0, 3.0)  # nats
+_QUALITIES = (0.98, 0.95, 0.9, 0.8, 0.6)  # shares of bad substitutions that the judge rejects
+_THETAS = (0.95, 0.9, 0.8, 0.65, 0.5)  # of a judge that does not know its qualities
+_ENTROPIES = (0.3, 0.2, 0.1, 0.05)  # of the target, normalised
 _WINDOW = 2  # drafts that must match after a mismatch; longer ones find hardly any at usual γ
 _KS = (2, 3, 5)
 GAMMAS = {"cpu": (2, 3, 5), "cuda": (3, 5, 8)}

@@ -39,7 +39,11 @@ class TuneConfig:
         None, "Most tokens an answer may have; the task's own number if not given, for a file 256.", minimum=1
     )
     batch: int | None = setting(None, "Prompts at a time: 8, on CUDA 256.", minimum=1)
-    minutes: float | None = setting(None, "End after about so many minutes with what is certified by then.", above=0)
+    minutes: float | None = setting(
+        None,
+        "End after about so many minutes with what is certified by then: on a CPU 12, elsewhere no limit, if not given.",
+        above=0,
+    )
     seed: int = setting(0, "Seed of the prompts' order.")
     times: bool = setting(
         True, "Measure tokens/s; without, tokens per target pass choose. Not on a machine that does other work."

@@ -43,6 +43,8 @@ from selfjudge.tune.trials import Trial, Trials, chosen_gamma
 from selfjudge.types import default_gamma
 
 JUDGE_NAME = "judge"
+CPU_MINUTES = 12.0
+"""Where no number is given."""
 ASIDE = 10
 """One prompt of so many, at most a batch, is set aside to choose γ with."""
 
@@ -76,7 +78,7 @@ def tune_pair(
     with folder.working(job.settings(), free=FREE) as then:
         if folder.result() is not None:
             recipe = Recipe.load(folder.path)
-            more = config.minutes is None or config.minutes > (then["minutes"] or math.inf)
+            more = job.minutes > (math.inf if then.get("minutes") is None else then["minutes"])
             if not (recipe.certificate["stopped"] and more):
                 return recipe
             folder.reopen(job.settings())
@@ -121,6 +123,13 @@ class _Job:
         return cls(pair, config, loaded, families, prompts[aside:], prompts[:aside], measure, batch)
 
     @property
+    def minutes(self) -> float:
+        """The most that the run may take."""
+        if self.config.minutes is not None:
+            return self.config.minutes
+        return CPU_MINUTES if self.pair.target.device.type == "cpu" else math.inf
+
+    @property
     def claims(self) -> dict[str, Claim]:
         """Of each family."""
         shares = levels(self.families, self.config.delta)
@@ -158,7 +167,8 @@ class _Job:
         return {
             "tasks": config.evaluation.tasks,
             "prompts_sha256": digest([*self.aside, *self.prompts]),
-            **{name: getattr(config, name) for name in ("epsilon", "delta", "seed", "gamma", "times", "minutes")},
+            **{name: getattr(config, name) for name in ("epsilon", "delta", "seed", "gamma", "times")},
+            "minutes": None if math.isinf(self.minutes) else self.minutes,
             "families": {family.name: family.rules for family in self.families},
             "measure": self.measure.name,
             "max_new_tokens": answer_tokens(config, self.prompts),
@@ -187,7 +197,7 @@ class _Tuning:
             job.batch,
             answer_tokens(config, job.prompts),
             config.seed,
-            math.inf if config.minutes is None else time.monotonic() + 60 * config.minutes,
+            time.monotonic() + 60 * job.minutes,
         )
         self.names: dict[int, str] = {}
         """Of each trial's parts, by its identity."""
@@ -200,28 +210,39 @@ class _Tuning:
             self.notify("measuring speeds", 0.0)
             speeds = self.trials.speeds(job.families, config.gamma, device)
         gamma, advantage = chosen_gamma(speeds, config.gamma or default_gamma(device))
-        outcomes = [outcome for family in job.families for outcome in self._test(family, gamma)]
+        outcomes = self._test_all(gamma)
         best = self._fastest(outcomes, advantage)
         return self._write(Choice(outcomes, best, gamma, advantage, speeds), vllm_flags)
 
-    def _test(self, family: Family, gamma: int) -> list[Outcome]:
-        """Its rules in their order, until one is not certified: none after it is tried."""
-        claim = self.job.claims[family.name]
-        outcomes: list[Outcome] = []
-        for number, rule in enumerate(family.rules):
-            if outcomes and not outcomes[-1].certified:
-                outcomes.append(Outcome(family.name, rule, gamma, claim))
-                continue
-            try:
-                trial = Trial(family.name, self.trials.plan(rule, gamma))
-            except SelfJudgeError as error:
-                outcomes.append(Outcome(family.name, rule, gamma, claim, refused=str(error)))
-                continue
-            self.names[id(trial)] = f"{family.name}-{number}"
-            self.notify(f"{rule}, γ = {gamma}", number / len(family.rules))
-            self.trials.test(trial, self.names[id(trial)], claim)
-            outcomes.append(Outcome(family.name, rule, gamma, claim, trial))
-        return outcomes
+    def _test_all(self, gamma: int) -> list[Outcome]:
+        """All families by turns, a rule of each: when the time is up, all have got about as far.
+
+        In a family none is tried after one that is not certified.
+        """
+        families = self.job.families
+        outcomes: dict[str, list[Outcome]] = {family.name: [] for family in families}
+        total = sum(len(family.rules) for family in families)
+        for turn in range(max(len(family.rules) for family in families)):
+            for family in families:
+                if turn < len(family.rules):
+                    before = outcomes[family.name]
+                    done = sum(map(len, outcomes.values())) / total
+                    before.append(self._test(family, turn, gamma, all(o.certified for o in before), done))
+        return [outcome for family in families for outcome in outcomes[family.name]]
+
+    def _test(self, family: Family, number: int, gamma: int, standing: bool, done: float) -> Outcome:
+        """A rule of a family, if all before it are certified."""
+        rule, claim = family.rules[number], self.job.claims[family.name]
+        if not standing:
+            return Outcome(family.name, rule, gamma, claim)
+        try:
+            trial = Trial(family.name, self.trials.plan(rule, gamma))
+        except SelfJudgeError as error:
+            return Outcome(family.name, rule, gamma, claim, refused=str(error))
+        self.names[id(trial)] = f"{family.name}-{number}"
+        self.notify(f"{rule}, γ = {gamma}", done)
+        self.trials.test(trial, self.names[id(trial)], claim)
+        return Outcome(family.name, rule, gamma, claim, trial)
 
     def _fastest(self, outcomes: list[Outcome], advantage: float) -> Outcome | None:
         """The certified rule whose speed is most surely above that of `exact`, measured on all prompts; None if none.
