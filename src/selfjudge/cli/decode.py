@@ -18,7 +18,7 @@ from selfjudge.errors import EMPTY_PROMPT, SelfJudgeError
 if TYPE_CHECKING:
     from selfjudge.decoding.rules import AcceptanceRule
     from selfjudge.decoding.text import Stream
-    from selfjudge.types import Gamma, Generation
+    from selfjudge.types import Generation
 
 TINTS = {"draft": "", "judge": "black on green", "target": "blue"}
 

@@ -17,7 +17,7 @@ from selfjudge.decoding.sampling import Sampling, sample
 from selfjudge.errors import SelfJudgeError
 from selfjudge.ops.argmax import argmax_checked, regular
 from selfjudge.ops.price import worth_taking
-from selfjudge.types import Block, DEFAULT_THETA, Gamma, Verdict, default_gamma, lazy_module
+from selfjudge.types import DEFAULT_THETA, Block, Gamma, Verdict, default_gamma, lazy_module
 
 if TYPE_CHECKING:
     import torch

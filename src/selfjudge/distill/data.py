@@ -102,7 +102,7 @@ class Maker:
         write_tensors(self.run.work / f"{name}.safetensors", arrays, {"temperature": part[0].temperature})
         return self.run.seal(name, [f"work/{name}.safetensors"], made_from, **self._seconds(begun))
 
-    def _seconds(self, begun: float) -> dict[str, float]:
+    def _seconds(self, begun: float) -> dict[str, Any]:
         """What a seal says of the time since then: only where it counts, or the same work would leave other bytes."""
         return {} if self.config.data_minutes is None else {"seconds": round(time.monotonic() - begun, 1)}
 
