@@ -34,6 +34,8 @@ def rows(path: Path, *given: dict[str, Any]) -> Path:
 def strictness(rule: str) -> float:
     """Larger accepts more."""
     built = parse_rule(rule, judge=JUDGE if rule.startswith("judged") else None)  # type: ignore[arg-type]
+    if built.price is not None:
+        return built.price
     sign = {"judged": -1, "fly": -1}.get(built.name, 1)
     option = {"judged": "theta", "fly": "entropy", "margin": "threshold", "topk": "k"}[built.name]
     return sign * float(getattr(built, option))

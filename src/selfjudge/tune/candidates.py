@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
 
-FAMILIES = ("margin", "judged", "fly", "topk")
+FAMILIES = ("margin", "priced", "judged", "fly", "topk")
 _MARGINS = (0.1, 0.25, 0.5, 1.0, 2.0, 3.0)  # nats
+_PRICES = (0.02, 0.05, 0.1, 0.2, 0.4)  # of a token, in nats of the margin
 _QUALITIES = (0.98, 0.95, 0.9, 0.8, 0.6)  # shares of bad substitutions that the judge rejects
 _THETAS = (0.95, 0.9, 0.8, 0.65, 0.5)  # of a judge that does not know its qualities
 _ENTROPIES = (0.3, 0.2, 0.1, 0.05)  # of the target, normalised
@@ -49,6 +50,7 @@ def _rules(family: str, judge: JudgeConfig | None) -> tuple[str, ...]:
         return tuple(f"judged:{text}" for theta, text in sorted(distinct.items(), reverse=True) if theta < 1)
     texts = {
         "margin": [f"margin:{margin:g}" for margin in _MARGINS],
+        "priced": [f"margin:price={price:g}" for price in _PRICES],
         "fly": [f"fly:{entropy:g},{_WINDOW}" for entropy in _ENTROPIES],
         "topk": [f"topk:{k}" for k in _KS],
     }[family]
