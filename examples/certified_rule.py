@@ -7,7 +7,9 @@ from selfjudge import Pair, generate
 from selfjudge.tune import TuneConfig, tune_pair
 
 pair = Pair.load("smollm2-135m")
-config = TuneConfig(tasks=("arithmetic",), limit=48, epsilon=0.2, families=("margin",), gamma=3, max_new_tokens=32)
+config = TuneConfig(
+    tasks=("arithmetic",), limit=24, epsilon=0.2, families=("margin",), gamma=3, max_new_tokens=32, minutes=1
+)
 with TemporaryDirectory() as folder:
     recipe = tune_pair(pair, Path(folder) / "tuned", config, say=print)
     print((recipe.folder / "certificate.md").read_text())
