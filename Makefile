@@ -69,4 +69,4 @@ docs: .venv/.installed
 	mv $@.partial $@
 
 clean:
-	rm -rf .venv .venv-vllm .compat .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-vllm .compat build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

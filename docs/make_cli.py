@@ -11,12 +11,12 @@ from typer.testing import CliRunner
 from selfjudge.cli.main import app
 
 COMMANDS = (
-    ["pull"], ["generate"], ["distill"], ["label"], ["labels", "merge"], ["labels", "info"], ["train"], ["study"], ["eval"], ["tune"], ["report"], ["reproduce"],
-    ["ls"], ["bench", "decode"], ["bench", "passes"], ["bench", "draft"], ["bench", "label"], ["serve"], ["demo"],
+    [], ["pull"], ["generate"], ["distill"], ["label"], ["labels", "merge"], ["labels", "info"], ["train"], ["study"], ["eval"], ["tune"], ["report"], ["reproduce"],
+    ["ls"], ["bench", "decode"], ["bench", "passes"], ["bench", "draft"], ["bench", "label"], ["serve"], ["demo"], ["doctor"],
 )  # fmt: skip
 
 print("# Command line\n\nMade by `make docs` from the program itself.\n")
 for command in COMMANDS:
     text = CliRunner().invoke(app, [*command, "--help"], prog_name="selfjudge").output
     body = "\n".join(line.rstrip() for line in text.strip().splitlines())
-    print(f"## selfjudge {' '.join(command)}\n\n```\n{body}\n```\n")
+    print(f"## {' '.join(['selfjudge', *command])}\n\n```\n{body}\n```\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -314,6 +315,24 @@ def test_a_bare_command_shows_the_help(run) -> None:
     assert (code, err) == (0, "")
     assert out.count("\n") > 5
     assert "generate" in out
+
+
+def test_the_version(run) -> None:
+    code, out, err = run("--version")
+    assert (code, err) == (0, "")
+    assert re.fullmatch(r"selfjudge \d+\.\d+\.\d+\S*\n", out)
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"), [("pu", {"pull"}), ("pull smo", {"smollm2-135m"}), ("ls ru", {"rules", "runs"})]
+)
+def test_the_shell_completes(run, monkeypatch: pytest.MonkeyPatch, typed: str, offered: set[str]) -> None:
+    monkeypatch.setenv("_SELFJUDGE_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", f"selfjudge {typed}")
+    monkeypatch.setenv("COMP_CWORD", str(len(typed.split())))
+    code, out, _ = run()
+    assert code == 0
+    assert set(out.split()) == offered
 
 
 def test_an_interrupt_is_no_success(run, monkeypatch: pytest.MonkeyPatch) -> None:

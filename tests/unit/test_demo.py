@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from selfjudge.bench.config import DemoConfig
 from selfjudge.bench.demo import Demo
 from selfjudge.cli import main as cli
 from selfjudge.cli.groups import PairOptions
@@ -57,6 +58,14 @@ def test_rows_a_page_and_the_tokens_of_the_first_answer(run_demo: Run, tmp_path:
             assert score is None
     assert result["draft_log_likelihood"] < 0
     assert "topk:2" in (tmp_path / "demo.html").read_text()
+
+
+def test_the_quick_demo_is_never_longer_than_asked(run_demo: Run) -> None:
+    assert DemoConfig(quick=True).as_asked == DemoConfig(quick=True, limit=2, max_new_tokens=48, labels=False)
+    assert DemoConfig(quick=True, limit=1, max_new_tokens=6).as_asked.max_new_tokens == 6
+    assert DemoConfig(limit=20).as_asked == DemoConfig(limit=20)
+    code, out, _ = run_demo("--quick", "--json")
+    assert (code, json.loads(out)["prompts"]) == (0, 1)
 
 
 def test_a_row_is_printed_before_the_next_rule_answers(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from selfjudge.types import MAX_GAMMA, Gamma, check_settings, setting
 
@@ -84,6 +84,14 @@ class DemoConfig:
     limit: int = setting(8, "How many of the built-in prompts.", minimum=1)
     max_new_tokens: int = setting(96, "Most tokens an answer may have.", minimum=1)
     labels: bool = setting(True, "Label and train a small judge first.")
+    quick: bool = setting(False, "The smallest demo: two prompts of 48 tokens, no labels, no checkpoints on the disk.")
 
     def check(self) -> None:
         check_settings(self)
+
+    @property
+    def as_asked(self) -> DemoConfig:
+        """The same, cut down where the quick demo is asked for."""
+        if not self.quick:
+            return self
+        return replace(self, limit=min(self.limit, 2), max_new_tokens=min(self.max_new_tokens, 48), labels=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ from selfjudge.bench.config import DemoConfig
 from selfjudge.decoding.plain import respond
 from selfjudge.decoding.rules import EXACT, AcceptanceRule, Judged, TopK
 from selfjudge.decoding.text import draft_dtype, generate
+from selfjudge.engine.unpacked import unpacked
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.likelihood import Likelihood, likelihoods, mean_log_likelihood, substitutions
 from selfjudge.judge.model import Judge
 from selfjudge.label.config import LabelConfig
 from selfjudge.label.pipeline import label_pair
+from selfjudge.models.gguf import gguf_of
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.builtin import BUILT_IN
 from selfjudge.store import machine, versions
@@ -30,6 +33,12 @@ WRITTEN = 24
 QUALITY = 0.9
 """Share of the bad substitutions that the judges shown must reject."""
 OWN, SHIPPED = "judged, made just now", "judged, shipped"
+
+
+def in_floats(pair: Pair) -> Pair:
+    """The pair with a target that computes in floats, read from the blocks of its file; the draft stays as it is."""
+    file = gguf_of(pair.target)
+    return pair if file is None else replace(pair, target=unpacked(pair.target, file))
 
 
 class Demo:

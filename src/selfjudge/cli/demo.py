@@ -29,15 +29,21 @@ def demo(
     """The whole line on the embedded pair: labels, a judge, then plain, exact, topk and judged side by side.
 
     Example: selfjudge demo --limit 4
+
+    Example: selfjudge demo --quick
     """
+    config = config.as_asked
     models = PairOptions()
     pair = models.load()
-    whole = models.load(whole_weights=True) if pair.dtype == "q4" else pair
+    whole = models.load(whole_weights=True) if pair.dtype == "q4" and not config.quick else pair
 
-    from selfjudge.bench.demo import SHIPPED, Demo
+    from selfjudge.bench.demo import SHIPPED, Demo, in_floats
     from selfjudge.judge.model import Judge
 
     with status() as line, tempfile.TemporaryDirectory() as folder:
+        if whole.dtype == "q4":
+            line("reading the weights as floats, for log-likelihoods …")
+            whole = in_floats(pair)
         run = Demo(pair, config, line, whole=whole)
         say = (lambda text: None) if as_json else line.print
         try:
@@ -88,7 +94,7 @@ def _show_row(row: dict[str, Any], say: Say, heading: bool) -> None:
     for line in (COLUMNS, cells) if heading else (cells,):
         say(
             f"{line[0]:<22}"
-            + "".join(f"{cell:>{len(name) + 3}}" for name, cell in zip(COLUMNS[1:], line[1:], strict=True))
+            + "".join(f"{cell:>{max(len(name), 4) + 3}}" for name, cell in zip(COLUMNS[1:], line[1:], strict=True))
         )
 
 

@@ -11,19 +11,19 @@ import sys
 import warnings
 from collections.abc import Iterator
 from functools import cache
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
-from selfjudge.cli import bench, decode, demo, distill, evaluate, label, models, report, serve, train, tune
+from selfjudge.cli import bench, decode, demo, distill, doctor, evaluate, label, models, report, serve, train, tune
 from selfjudge.cli.output import OPTIONS, as_options
 from selfjudge.errors import SelfJudgeError, first_line
+from selfjudge.store import versions
 
 app = typer.Typer(
     name="selfjudge",
     help="Speculative decoding with a tiny learned judge: faster answers from the models you have.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -40,6 +40,7 @@ app.command()(evaluate.reproduce)
 app.command()(models.ls)
 app.command()(serve.serve)
 app.command()(demo.demo)
+app.command()(doctor.doctor)
 
 labels_app = typer.Typer(no_args_is_help=True, help="Label folders: what they hold, and joining them.")
 labels_app.command()(label.merge)
@@ -52,6 +53,22 @@ bench_app.command()(bench.passes)
 bench_app.command()(bench.draft)
 bench_app.command()(bench.label)
 app.add_typer(bench_app, name="bench")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"selfjudge {versions().get('selfjudge', '(not installed)')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _program(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
 
 DEBUG = "SELFJUDGE_DEBUG"
 """The variable that shows the traceback of an unexpected error."""

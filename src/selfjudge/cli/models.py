@@ -13,12 +13,15 @@ import typer
 from selfjudge.cli.options import AsJson
 from selfjudge.cli.output import print_json, print_rows, progress
 from selfjudge.errors import SelfJudgeError
+from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.store import home, read_json
 from selfjudge.store.artefacts import RunRecord
 
 
 def pull(
-    name: Annotated[str, typer.Argument(help="smollm2-135m or qwen2.5-coder-1.5b.")],
+    name: Annotated[
+        str, typer.Argument(help="smollm2-135m or qwen2.5-coder-1.5b.", autocompletion=lambda: list(EMBEDDED))
+    ],
     checkpoint: Annotated[
         bool,
         typer.Option("--checkpoint", help="Make the float checkpoints, too, which CUDA, label, distill and vLLM need."),
@@ -70,8 +73,6 @@ def ls(
 
 
 def _pairs() -> list[dict[str, Any]]:
-    from selfjudge.models.catalogue import EMBEDDED
-
     return [
         {
             "name": e.name,
@@ -100,7 +101,6 @@ def _tasks() -> list[dict[str, Any]]:
 def _judges(root: Path) -> list[dict[str, Any]]:
     """Those that ship, and judge folders below `root`."""
     from selfjudge.judge.config import JudgeConfig
-    from selfjudge.models.catalogue import EMBEDDED
 
     shipped = [(e.name, e.judge, "ships with the package") for e in EMBEDDED.values() if e.judge]
     local = [(str(place), place, "folder") for place in _folders(root) if _is_judge(place)]

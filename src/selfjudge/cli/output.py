@@ -41,10 +41,8 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
         table.add_column(column, justify="right" if numeric else "left", overflow="fold")
     for row in rows:
         table.add_row(*(_cell(row.get(column, "")) for column in columns))
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=160)
-    console.print(table)
+    width = None if Console().is_terminal else 160
+    Console(highlight=False, markup=False, emoji=False, width=width).print(table)  # brackets and colons are meant
 
 
 def _cell(value: Any) -> str:

@@ -31,8 +31,7 @@ def machine() -> dict[str, Any]:
     ]
     if model:
         described["cpu"] = model[0]
-    if "torch" in sys.modules:
-        torch = sys.modules["torch"]
+    if (torch := sys.modules.get("torch")) is not None:
         described["threads"] = torch.get_num_threads()
         if torch.cuda.is_available():
             described["gpu"] = torch.cuda.get_device_name()

