@@ -64,10 +64,12 @@ def example(text: str = "four") -> dict[str, Any]:
     }  # fmt: skip
 
 
-def recipe_folder(folder: Path, pair: Pair, judge: Judge | None = None) -> Path:
-    """As a finished run of `tune` leaves it."""
+def recipe_folder(
+    folder: Path, pair: Pair, judge: Judge | None = None, rule: str = RULE, engine: str = "cpu", **more: Any
+) -> Path:
+    """As a finished run of `tune` leaves it; `more` goes into the certificate."""
     folder.mkdir(parents=True)
-    rule = RULE if judge is None else "judged:0.5"
+    rule = rule if judge is None else "judged:0.5"
     if judge is not None:
         judge.save_pretrained(folder / "judge")
     recipe = {
@@ -75,9 +77,9 @@ def recipe_folder(folder: Path, pair: Pair, judge: Judge | None = None) -> Path:
         "target_sha256": pair.target_sha256, "draft_sha256": pair.draft_sha256,
         "judge_sha256": None if judge is None else sha256(folder / "judge" / "model.safetensors"),
         "prompts_sha256": "a" * 64, "rule": rule, "gamma": 3, "judge": None if judge is None else "judge",
-        "certificate": "certificate.json", "engine": "cpu", "dtype": "float32", "draft_dtype": None,
+        "certificate": "certificate.json", "engine": engine, "dtype": "float32", "draft_dtype": None,
         "flags": {"selfjudge": "", "vllm": None},
     }  # fmt: skip
     (folder / "recipe.json").write_text(json.dumps(recipe))
-    (folder / "certificate.json").write_text(json.dumps(certificate(rule=rule, candidates=[])))
+    (folder / "certificate.json").write_text(json.dumps(certificate(**{"rule": rule, "candidates": [], **more})))
     return folder

@@ -36,6 +36,7 @@ def write_inputs(folder: Path, checkpoints: dict[str, str]) -> None:
         target_sha256="f" * 64, draft_sha256="f" * 64,
     )  # fmt: skip
     recipe_folder(folder / "tuned", stranger)
+    recipe_folder(folder / "tuned-exact", stranger, rule="exact", certified=False)
     (folder / "begun").mkdir()
     (folder / "begun" / "settings.json").write_text("{}")
     (folder / "page.html").mkdir()
@@ -232,6 +233,12 @@ def known_at_once(folder: Path, checkpoints: dict[str, str]) -> Commands:
         "begun tuning": [*tune, "--out", str(folder / "begun")],
         "no recipe": [*ask, "--recipe", str(folder / "nowhere")],
         "unfinished recipe": [*ask, "--recipe", str(folder / "begun")],
+        "shadow without recipe": [*serve, "--shadow", "0.1"],
+        "shadow beyond all": [*serve, "--shadow", "2"],
+        "shadow of an old certificate": ["serve", "--recipe", str(folder / "tuned"), "--shadow", "0.1"],
+        "shadow of exact": ["serve", "--recipe", str(folder / "tuned-exact"), "--shadow", "0.1"],
+        "a file without shadow": [*serve, "--shadow-keep", str(folder / "kept.jsonl")],
+        "vllm and a recipe of others": [*vllm, "--recipe", str(folder / "tuned")],
         "recipe and rule": [*ask, "--recipe", str(folder / "tuned"), "--rule", "topk:2"],
         "preset": ["reproduce", "--preset", "huge", *new],
     }  # fmt: skip

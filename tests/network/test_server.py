@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -21,6 +22,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from fake_certificate import recipe_folder
 from selfjudge.decoding.rule_parser import parse_rule
 from selfjudge.decoding.rules import EXACT, SpeculativeSampling
 from selfjudge.decoding.sampling import Sampling
@@ -624,3 +626,33 @@ def test_serving_without_its_packages_says_what_to_install(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "fastapi", None)
     with pytest.raises(SelfJudgeError, match=r"serving needs fastapi: pip install 'selfjudge\[serve\]'"):
         listen("127.0.0.1", 0)
+
+
+@pytest.mark.parametrize(
+    ("rule", "allowed", "bad"), [("margin:9,guard=on", 0.02, True), ("topk:2,guard=on", 0.9, False)]
+)
+def test_the_certificate_is_watched_while_serving(
+    start: Callable[..., Server], endless: list[str], pair: Pair, tmp_path: Path, rule: str, allowed: float, bad: bool
+) -> None:
+    """A share of one: every request is decoded both ways. A bad rule is switched off, a good one is not."""
+    folder = recipe_folder(tmp_path / "tuned", pair, rule=rule, measure="overlap", epsilon=allowed, n=20)
+    server = start("--recipe", str(folder), "--dtype", "float32", "--name", "tiny", "--shadow", "1")
+    first = ask(server, words(0, 5))
+    assert first.selfjudge["rule"] == rule
+    asked = 1
+    while not server.metric("shadow_switched_off") and asked < 40:
+        ask(server, words(asked, 5))
+        asked += 1
+        server.wait_until_idle()
+    assert server.metric("shadow_switched_off") == bad
+    assert server.metric("shadow_bound") == allowed
+    if not bad:
+        server.wait_for("shadow_requests_total", asked)
+    lines = [line for line in server.log if "does not hold for these requests" in line]
+    assert len(lines) == bad
+    last = ask(server, words(0, 5))
+    assert last.selfjudge["rule"] == ("exact" if bad else rule)
+    lossless = ask(server, words(0, 5), extra_body={"selfjudge": {"off": True}})
+    assert (last.choices[0].message.content == lossless.choices[0].message.content) == bad
+    assert server.send("GET", "/v1/models/tiny")[2]["selfjudge"]["rule"] == last.selfjudge["rule"]
+    assert sorted(path.name for path in tmp_path.rglob("*.json*")) == ["certificate.json", "recipe.json"]

@@ -15,6 +15,7 @@ from selfjudge.cli.output import warn
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.judge.config import JudgeConfig
+from selfjudge.tune.recipe import Recipe
 from selfjudge.types import setting
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from selfjudge.models.pair import Pair
 
 Engine = Annotated[Literal[ENGINES], typer.Option(help="What runs the models.")]  # type: ignore[valid-type]
-SHARED = ("rule", "theta", "quality", "price", "gamma", "name", "api_key")
+SHARED = ("rule", "theta", "quality", "price", "gamma", "name", "api_key", "shadow", "shadow_keep")
 """Settings of our server that vLLM's takes, too."""
 
 
@@ -58,6 +59,8 @@ def serve(
     """Serve a pair over HTTP as OpenAI's API does: chat completions, completions, models, health, metrics.
 
     Example: selfjudge serve --pair smollm2-135m --rule margin --price 0.1 --port 8000
+
+    Example: selfjudge serve --recipe tuned --shadow 0.02
     """
     key = os.environ.get("SELFJUDGE_API_KEY") if config.api_key is None else config.api_key
     chosen = Chosen.of(recipe, models, judge_options, config.rule, config.gamma)
@@ -73,9 +76,13 @@ def serve(
         engine=engine,
     )
     config.check()
+    if config.shadow:
+        from selfjudge.tune.monitor import watch
+
+        watch(chosen.recipe)  # refuses what cannot be watched
     if backend == "vllm":
         _refuse_torch_options(models, config)
-        _serve_vllm(models, judge_options, address, config, shlex.split(vllm))
+        _serve_vllm(models, judge_options, address, config, chosen.recipe, shlex.split(vllm))
         return
     if vllm:
         raise SelfJudgeError("`vllm` goes with --backend vllm")
@@ -91,7 +98,7 @@ def serve(
 
     from selfjudge.integrations.server import serve as run
 
-    run(pair, listener, config, judge=judge, notify=lambda line: typer.echo(line, err=True))
+    run(pair, listener, config, judge=judge, recipe=chosen.recipe, notify=lambda line: typer.echo(line, err=True))
 
 
 def load(models: PairOptions, judge_options: JudgeOptions, config: ServerConfig) -> tuple[Pair, Judge | None]:
@@ -129,14 +136,27 @@ def _refuse_torch_options(models: PairOptions, config: ServerConfig) -> None:
 
 
 def _serve_vllm(
-    models: PairOptions, judge: JudgeOptions, address: AddressOptions, config: ServerConfig, more: list[str]
+    models: PairOptions,
+    judge: JudgeOptions,
+    address: AddressOptions,
+    config: ServerConfig,
+    recipe: Recipe | None,
+    more: list[str],
 ) -> None:
     """Become vLLM's server with our worker in it; its key travels by the environment, where others do not see it."""
     from selfjudge.integrations.vllm.config import WorkerConfig
     from selfjudge.integrations.vllm.serve import command, main
+    from selfjudge.integrations.vllm.shadow import MIDDLEWARE, VARIABLE, ShadowSettings
 
     if judge.judge is not None:
         models.check_judge(JudgeConfig.from_pretrained(judge.judge))
+    if recipe is not None:
+        _check_recipe(recipe, models)
+    if config.shadow:
+        assert recipe is not None
+        kept = None if config.shadow_keep is None else str(config.shadow_keep.absolute())
+        os.environ[VARIABLE] = ShadowSettings(str(recipe.folder.absolute()), config.shadow, kept).dump()
+        more = ["--middleware", MIDDLEWARE, *more]
     arguments = command(
         models.name,
         models.draft,
@@ -152,3 +172,16 @@ def _serve_vllm(
     if config.api_key:
         os.environ["VLLM_API_KEY"] = config.api_key
     main(arguments)
+
+
+def _check_recipe(recipe: Recipe, models: PairOptions) -> None:
+    """Refuse other models than the recipe's; say so where vLLM was not what it was certified with."""
+    from selfjudge.models.catalogue import draft_for
+    from selfjudge.models.pull import weights_sha256
+
+    draft = draft_for(models.name, models.draft)
+    recipe.check_models(target=(models.name, weights_sha256(models.name)), draft=(draft, weights_sha256(draft)))
+    if recipe.content["engine"] != "vllm":
+        warn(
+            f"{recipe.folder} was certified with the engine {recipe.content['engine']}, this is vllm: not covered by it"
+        )

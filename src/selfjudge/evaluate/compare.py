@@ -172,3 +172,8 @@ def _middle(values: Sequence[float]) -> Interval:
 def word_overlap(a: str, b: str) -> float:
     """The share of words that two texts have in common, in order."""
     return SequenceMatcher(None, a.split(), b.split(), autojunk=False).ratio()
+
+
+def lost_words(exact: str, text: str) -> float:
+    """The share of words that a text does not have in common with that of `exact`: D where overlap is the measure."""
+    return 1.0 - word_overlap(exact, text)

@@ -27,7 +27,7 @@ from typing import Any
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.catalogue import EMBEDDED, Embedded
-from selfjudge.store import home, locked, read_json, sha256, write_json, write_text
+from selfjudge.store import fingerprint, home, locked, read_json, sha256, weight_files, write_json, write_text
 from selfjudge.store.artefacts import PullManifest
 
 Progress = Callable[[str, float], None]
@@ -236,6 +236,15 @@ class _Cache:
             with contextlib.suppress(OSError):  # a read-only cache is read again next time
                 write_json(folder / "manifest.json", manifest)
         return True
+
+
+def weights_sha256(reference: str) -> str:
+    """The hash by which judges and recipes know a model, without loading it; empty where none is known."""
+    name, _, part = reference.partition("/")
+    if name in EMBEDDED and part in ("", "draft"):
+        return draft_sha256(EMBEDDED[name]) or "" if part else EMBEDDED[name].sha256
+    path = Path(reference).expanduser()
+    return fingerprint([path] if path.is_file() else weight_files(path if path.is_dir() else reference))
 
 
 def draft_sha256(model: Embedded) -> str | None:

@@ -281,6 +281,13 @@ class CertificateCandidate(TypedDict):
     needed_prompts: Count | None
 
 
+class OverlapBound(TypedDict):
+    """How much of the words of `exact` a rule lost on the calibration prompts."""
+
+    mean: Share
+    bound: Share
+
+
 class Certificate(TypedDict):
     """`certificate.json`: what was claimed of a rule, and the evidence."""
 
@@ -299,6 +306,7 @@ class Certificate(TypedDict):
     lost: Count
     gained: Count
     evidence: dict[str, Any]
+    overlap: NotRequired[OverlapBound]
     candidates: list[CertificateCandidate]
     prompts_sha256: Sha256
     engine: str

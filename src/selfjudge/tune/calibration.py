@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.evaluate.compare import word_overlap
+from selfjudge.evaluate.compare import lost_words
 from selfjudge.evaluate.execute import TaskExamples, score_texts
 from selfjudge.judge.training_prompts import DIGITS, prompt_key, training_prompts
 from selfjudge.models.pair import Pair
@@ -138,7 +138,7 @@ class Measure:
         if self.name == "score":
             return float(exact["score"] - sample["score"])
         if self.name == "overlap":
-            return 1.0 - word_overlap(exact["text"], sample["text"])
+            return lost_words(exact["text"], sample["text"])
         both_missing = exact["answer"] is None and sample["answer"] is None
         return 0.0 if both_missing or prompt.examples.task.same(prompt.row, exact["answer"], sample["answer"]) else 1.0
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from selfjudge.evaluate.compare import interval
+from selfjudge.evaluate.compare import interval, lost_words
 from selfjudge.evaluate.examples import example_rows
 from selfjudge.evaluate.execute import generation_of
 from selfjudge.models.gguf import gguf_of
@@ -16,7 +16,7 @@ from selfjudge.models.pair import Pair
 from selfjudge.store import provenance
 from selfjudge.tasks.base import Row
 from selfjudge.tune.calibration import WORDS, CalibrationPrompt, Measure
-from selfjudge.tune.certify import Claim, binomial_upper, needed_prompts
+from selfjudge.tune.certify import Claim, binomial_upper, needed_prompts, upper_bound
 from selfjudge.tune.config import TuneConfig
 from selfjudge.tune.trials import Trial
 
@@ -113,6 +113,7 @@ def certificate(
         "lost": int((differences > 0).sum()),
         "gained": int((differences < 0).sum()),
         "evidence": {} if best is None else _evidence(best, config.delta),
+        **({} if best is None else {"overlap": _overlap(best, config.delta)}),
         **_speed(choice, config.times),
         "candidates": [_candidate(outcome, choice.advantage, config.times) for outcome in choice.outcomes],
         "speeds": list(choice.speeds),
@@ -153,6 +154,14 @@ def _evidence(best: Outcome, delta: float) -> dict[str, Any]:
         "log_capital": [[int(i) + 1, round(float(capital[i]), 4)] for i in kept],
         "lost_bound": binomial_upper(lost, len(best.trial.differences), delta),
     }
+
+
+def _overlap(best: Outcome, delta: float) -> dict[str, float]:
+    """How much of the words of `exact` is lost, whatever is certified: what a server can watch (`tune.monitor`)."""
+    assert best.trial is not None
+    rows = zip(best.trial.exact, best.trial.samples, strict=True)
+    lost = [lost_words(exact["text"], row["text"]) if row["judged"] else 0.0 for exact, row in rows]
+    return {"mean": float(np.mean(lost)), "bound": upper_bound(lost, delta)}
 
 
 def _speed(choice: Choice, times: bool) -> dict[str, Any]:

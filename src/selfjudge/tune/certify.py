@@ -22,6 +22,7 @@ DISCORDANT = 0.05
 CAP = 0.9  # the most of the capital that a single prompt may cost
 _Z = 1.2816  # the normal quantile of POWER
 _CHUNK = 1 << 21  # simulated prompts at a time
+_STEPS = 200  # of `upper_bound` from 0 to 1
 _MOST = 1_000_000_000  # prompts; whoever would need more needs another ε
 
 Floats = NDArray[np.float64]
@@ -139,6 +140,17 @@ def power(claim: Claim, *, discordant: float = DISCORDANT, drop: float = 0.0, ru
         differences = np.where(u < lost, 1.0, np.where(u < changed, -1.0, 0.0))
         certified += int((log_capital(claim, differences).max(-1) >= claim.goal).sum())
     return certified / runs
+
+
+def upper_bound(differences: Sequence[float], delta: float) -> float:
+    """The smallest ε, in steps of 0.005, that these prompts certify with every larger one: E[D] ≤ ε; 1 if none."""
+    bound = 1.0
+    for epsilon in np.arange(_STEPS - 1, -1, -1) / _STEPS:
+        claim = Claim(float(epsilon), delta, len(differences))
+        if log_capital(claim, differences).max(initial=0.0) < claim.goal:
+            break
+        bound = claim.epsilon
+    return bound
 
 
 def binomial_upper(hits: int, n: int, delta: float) -> float:

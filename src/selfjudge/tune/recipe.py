@@ -64,16 +64,17 @@ class Recipe:
         return None if content["pair"] == content["target"] else str(content["draft"])
 
     def check(self, pair: Pair, warn: Callable[[str], None]) -> None:
-        """Refuse another target or draft; say so where the certificate was measured with another engine or dtype."""
-        for role, name, digest in (
-            ("target", pair.target_id, pair.target_sha256),
-            ("draft", pair.draft_id, pair.draft_sha256),
-        ):
+        """Refuse another target or draft; say so where the certificate was measured with another dtype."""
+        self.check_models(target=(pair.target_id, pair.target_sha256), draft=(pair.draft_id, pair.draft_sha256))
+        if pair.dtype != self.content["dtype"]:
+            warn(f"{self.folder} was certified with {self.content['dtype']}, this is {pair.dtype}: not covered by it")
+
+    def check_models(self, **models: tuple[str, str]) -> None:
+        """Refuse another `target` or `draft`, each given by its name and its hash."""
+        for role, (name, digest) in models.items():
             known = self.content[f"{role}_sha256"]
             if known != digest if known and digest else self.content[role] != name:
                 raise SelfJudgeError(
                     f"{self.folder} is a recipe for the {role} {self.content[role]} (sha256 {known[:12] or 'unknown'}),"
                     f" not for {name} ({digest[:12] or 'unknown'}): tune this pair"
                 )
-        if pair.dtype != self.content["dtype"]:
-            warn(f"{self.folder} was certified with {self.content['dtype']}, this is {pair.dtype}: not covered by it")

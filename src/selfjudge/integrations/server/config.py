@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.types import MAX_GAMMA, Gamma, check_settings, setting
@@ -50,6 +51,16 @@ class ServerConfig:
     header_timeout: float = setting(10.0, "Seconds that a client has to send the head of a request in.", above=0)
     timeout: float = setting(600.0, "Seconds after which a request is given up.", above=0)
     grace: float = setting(30.0, "Seconds that running answers have to end in at SIGTERM.", minimum=0)
+    shadow: float = setting(
+        0.0,
+        "Share of the requests that is decoded both ways while there is time, to watch the certificate of --recipe;"
+        " exact takes over once it is refuted.",
+        minimum=0,
+        maximum=1,
+    )
+    shadow_keep: Path | None = setting(
+        None, "File for prompts and answers of that share; nothing of them is kept if not given."
+    )
 
     def check(self) -> None:
         """Refuse values that no server can have."""
@@ -60,6 +71,8 @@ class ServerConfig:
             raise SelfJudgeError("`api_key` is empty: give a key, or none at all")
         if len(set(self.keys)) < len(self.keys):
             raise SelfJudgeError("`api_key` names a key twice: give each once")
+        if self.shadow_keep is not None and not self.shadow:
+            raise SelfJudgeError("`shadow_keep` goes with `shadow`")
         if self.theta is not None and self.quality is not None:
             raise SelfJudgeError("`quality` chooses θ: leave out one of `quality` and `theta`")
         if self.price is not None and (self.theta is not None or self.quality is not None):

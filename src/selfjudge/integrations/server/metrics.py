@@ -8,6 +8,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from selfjudge.tune.monitor import OUTCOMES
+
 PREFIX = "selfjudge_"
 BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 MODES = ("judged", "off")
@@ -20,6 +22,7 @@ COUNTERS = {
     "tokens_total": "Tokens of these answers by mode and origin: draft (aligned), judge (against alignment) or target.",
     "cycles_total": "Verification passes by mode, counted for every answer that took part.",
     "drafted_tokens_total": "Draft tokens of these answers by mode, accepted or not.",
+    "shadow_requests_total": OUTCOMES,
 }
 HISTOGRAMS = {
     "time_to_first_token_seconds": "From the arrival of a request to its first token, by mode.",

@@ -42,6 +42,8 @@ class Choice:
     sampling: Sampling | None
     trace: bool = False
     """Whether to note what the target wanted at judged tokens."""
+    background: bool = False
+    """Whether nobody waits for the answer (`shadow`): such answers have a batch of their own."""
 
     @property
     def mode(self) -> str:
@@ -62,11 +64,17 @@ class Rules:
     """Of requests that name none; None: what suits the rule."""
     price: float | None = None
     """Of the server's own rule; a request that names a rule, θ, quality or price of its own does not get it."""
+    refuted: bool = False
+    """Whether requests that name nothing are decoded exactly, since the certificate of the server's rule is refuted."""
     built: OrderedDict[Choice, AcceptanceRule] = field(default_factory=OrderedDict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self.special = self.pair.special_ids
+
+    def switch_to_exact(self) -> None:
+        """From now on, for requests that name no rule, threshold or price of their own."""
+        self.refuted = True
 
     def choose(self, options: RuleOptions, sampling: Sampling | None) -> Choice:
         """The choice of a request, checked; a wrong one is a SelfJudgeError."""
@@ -75,7 +83,8 @@ class Rules:
             raise SelfJudgeError("`off` means without judge: leave out `rule`, `theta`, `quality` and `price`")
         if options.theta is not None and options.quality is not None:
             raise SelfJudgeError("`quality` chooses θ: leave out one of `quality` and `theta`")
-        rule = "exact" if options.off else self.rule if options.rule is None else options.rule
+        off = options.off or (self.refuted and not said)
+        rule = "exact" if off else self.rule if options.rule is None else options.rule
         if rule in LOSSLESS:
             rule = "exact" if sampling is None else "sampling"
         gamma = self.gamma if options.gamma is None else options.gamma
@@ -88,7 +97,7 @@ class Rules:
             gamma = 0
         if gamma and self.pair.draft is None:
             raise SelfJudgeError("`gamma` above 0 needs a draft model, and this server has none")
-        price = options.price if said or options.off else self.price
+        price = options.price if said or off else self.price
         theta = self._theta(rule, options, price)
         choice = Choice(rule, theta, price, gamma, sampling, trace=options.judged_tokens)
         built = self.build(choice)

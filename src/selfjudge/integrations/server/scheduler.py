@@ -3,7 +3,8 @@
 Requests with the same choice of rule share a batch and enter it as places become free. Batches of different choices
 take turns, one pass or one chunk of a prompt each. The queue is first in, first out: a request that must wait holds
 back those after it. Where clients have different keys each key has a queue of its own, and the key with the fewest
-answers under way is next.
+answers under way is next. Second answers of a share of the requests (`shadow`) are decoded while nobody waits and at
+most half of the places are taken.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from selfjudge.decoding.answer import Answer
 from selfjudge.decoding.text import Batch
@@ -25,6 +26,9 @@ from selfjudge.integrations.server.metrics import MODES, Metrics
 from selfjudge.integrations.server.rules import Choice, Rules
 from selfjudge.models.pair import Pair
 from selfjudge.types import Generation
+
+if TYPE_CHECKING:
+    from selfjudge.integrations.server.shadow import Shadow
 
 LOG = logging.getLogger("selfjudge.server")
 
@@ -54,6 +58,8 @@ class Job:
     key: int = 0
     """Whose job it is: the number of the client's API key."""
     arrived: float = field(default_factory=time.perf_counter)
+    watched: bool = False
+    """Whether it is decoded a second time, exactly."""
     over: bool = False
     given_up: Failure | None = None
 
@@ -79,6 +85,9 @@ class _ActiveBatch:
 
 class Scheduler:
     """See the module's docstring."""
+
+    shadow: Shadow | None = None
+    """Who decodes a share of the requests again; set before the start."""
 
     def __init__(self, pair: Pair, rules: Rules, config: ServerConfig, metrics: Metrics) -> None:
         self.pair, self.rules, self.config, self.metrics = pair, rules, config, metrics
@@ -136,6 +145,8 @@ class Scheduler:
         """Put a job in the queue, or raise FullError or ClosedError."""
         with self._state:
             self._check_room(job.key)
+            if self.shadow is not None:
+                self.shadow.choose(job)
             self._queue.append(job)
             self._state.notify()
 
@@ -175,12 +186,25 @@ class Scheduler:
     def _work(self) -> None:
         while self._prepare():
             for choice in list(self._active):
-                self._turn(choice)
+                if not choice.background or self._calm:
+                    self._turn(choice)
+
+    @property
+    def _calm(self) -> bool:
+        """Whether there is time for second answers."""
+        return not self._queue and self._running <= self.config.max_batch // 2
+
+    def _second_answer(self) -> Job | None:
+        """The next job of `shadow`, if there is time for it. One at a time: it has a batch of its own."""
+        if self.shadow is None or not self.shadow.waiting or self.closed or not self._calm:
+            return None
+        return None if any(choice.background for choice in self._active) else self.shadow.waiting.popleft()
 
     def _prepare(self) -> bool:
         """Wait for work, remove jobs that were given up, admit those that wait; False when it is time to stop."""
         with self._state:
-            while not (self._queue or self._active or self._stopping):
+            second = self._second_answer()
+            while not (self._queue or self._active or self._stopping or second):
                 self._state.wait()
             if self._stopping and not self._active:
                 return False
@@ -192,7 +216,7 @@ class Scheduler:
                 self._queue.remove(job)
                 entering.append(job)
             self._running += len(entering)
-        for job in entering:
+        for job in (*entering, *([second] if second else [])):
             self._enter(job)
         for job in given_up:
             active = self._active.get(job.choice)
@@ -210,7 +234,8 @@ class Scheduler:
             return None
         places, batches = map(self.config.all_but_one_each, (self.config.max_batch, self.config.max_batches))
         held: dict[int, list[Job]] = {job.key: [] for job in self._queue}
-        for job in (*(job for active in self._active.values() for job in active.jobs.values()), *entering):
+        under_way = [active for choice, active in self._active.items() if not choice.background]
+        for job in (*(job for active in under_way for job in active.jobs.values()), *entering):
             held.setdefault(job.key, []).append(job)
         first = {job.key: job for job in reversed(self._queue)}
         fitting = [
@@ -222,7 +247,7 @@ class Scheduler:
             return None
         job = min(fitting, key=lambda candidate: len(held[candidate.key]))
         choices = {*self._active, *(other.choice for other in entering), job.choice}
-        return job if len(choices) <= self.config.max_batches else None
+        return job if sum(not choice.background for choice in choices) <= self.config.max_batches else None
 
     def _enter(self, job: Job) -> None:
         active = self._active.get(job.choice)
@@ -232,7 +257,7 @@ class Scheduler:
                     self.pair,
                     self.rules.build(job.choice),
                     gamma=job.choice.gamma,
-                    rows=self.config.max_batch,
+                    rows=1 if job.choice.background else self.config.max_batch,
                     length=self.config.max_context,
                     engine=self.config.engine,
                     trace=job.choice.trace,
@@ -243,9 +268,7 @@ class Scheduler:
             )
         except Exception:
             LOG.exception("an answer could not be started")
-            with self._state:
-                self._running -= 1
-            self._end(job, None, "error")
+            self._end_running(job, None, "error")
             return
         active.jobs[answer] = job
         with self._state:
@@ -267,7 +290,7 @@ class Scheduler:
                 continue
             if answer.cycles:
                 self._gamma[choice.mode] = answer.gamma
-            else:
+            elif not choice.background:
                 waited = time.perf_counter() - job.arrived
                 self.metrics.observe("time_to_first_token_seconds", waited, mode=choice.mode)
             if text := "".join(piece.text for piece in pieces):
@@ -280,15 +303,25 @@ class Scheduler:
             active.batch.close()
 
     def _leave(self, active: _ActiveBatch, answer: Answer, failure: Failure | None) -> None:
-        job = active.jobs.pop(answer)
-        with self._state:
-            self._running -= 1
+        self._end_running(active.jobs.pop(answer), answer, failure)
+
+    def _end_running(self, job: Job, answer: Answer | None, failure: Failure | None) -> None:
+        if not job.choice.background:
+            with self._state:
+                self._running -= 1
         self._end(job, answer, failure)
 
     def _end(self, job: Job, answer: Answer | None, failure: Failure | None) -> None:
         job.over = True
-        mode = job.choice.mode
         result = answer.generation() if answer is not None and failure is None else None
+        if not job.choice.background:
+            self._count(job, answer, result, failure)
+        job.send(Update(result=result, failure=failure))
+        if job.watched and self.shadow is not None:
+            self.shadow.first(job, result)
+
+    def _count(self, job: Job, answer: Answer | None, result: Generation | None, failure: Failure | None) -> None:
+        mode = job.choice.mode
         finish = failure or ("length" if result is not None and result.finish == "length" else "stop")
         self.metrics.add("generations_total", mode=mode, finish=finish)
         self.metrics.observe("request_seconds", time.perf_counter() - job.arrived, mode=mode)
@@ -299,4 +332,3 @@ class Scheduler:
             for origin in ("draft", "judge", "target"):
                 self.metrics.add("tokens_total", answer.origins.count(origin), mode=mode, origin=origin)
             self._prefilled[mode] += bool(answer.tokens)
-        job.send(Update(result=result, failure=failure))

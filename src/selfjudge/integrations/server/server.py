@@ -16,8 +16,11 @@ from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.integrations.server.metrics import Metrics
 from selfjudge.integrations.server.rules import RuleOptions, Rules
 from selfjudge.integrations.server.scheduler import Scheduler
+from selfjudge.integrations.server.shadow import Shadow
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
+from selfjudge.tune.monitor import watch
+from selfjudge.tune.recipe import Recipe
 
 
 def serve(
@@ -26,16 +29,18 @@ def serve(
     config: ServerConfig | None = None,
     *,
     judge: Judge | None = None,
+    recipe: Recipe | None = None,
     notify: Callable[[str], None] | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT: then refuse new requests, finish those that run, and return.
 
-    `notify` is called with one line once requests are welcome.
+    `recipe` is the one that rule and γ of the config come from; `shadow` watches its certificate. `notify` is called with
+    one line once requests are welcome.
     """
     from selfjudge.integrations.server.run import run
     from selfjudge.integrations.server.service import Service
 
-    scheduler = start_scheduler(pair, judge, config or ServerConfig())
+    scheduler = start_scheduler(pair, judge, config or ServerConfig(), recipe)
     service = Service(scheduler.config.name or pair.name, pair, scheduler)
     try:
         asyncio.run(run(service, listener, notify))
@@ -44,14 +49,17 @@ def serve(
         listener.close()
 
 
-def start_scheduler(pair: Pair, judge: Judge | None, config: ServerConfig) -> Scheduler:
+def start_scheduler(pair: Pair, judge: Judge | None, config: ServerConfig, recipe: Recipe | None = None) -> Scheduler:
     """What the server decodes with, tried out and started; needs none of the packages for HTTP."""
     config.check()
+    monitor = watch(recipe) if config.shadow else None
     rules = _rules(pair, judge, config)
     context = min(config.max_context, pair.window)
     config = replace(config, max_context=context, max_tokens=min(config.max_tokens, context - 1))
     _try_out(pair, rules, config)
     scheduler = Scheduler(pair, rules, config, Metrics())
+    if monitor is not None:
+        scheduler.shadow = Shadow(monitor, rules, scheduler.metrics, config.shadow, config.shadow_keep)
     if pair.target.device.type == "cuda":
         about = "Bytes on the device: in use, and set aside by torch."
         scheduler.metrics.gauge("device_memory_bytes", about, torch.cuda.memory_allocated, kind="allocated")

@@ -154,6 +154,7 @@ class Service:
     def model(self) -> dict[str, Any]:
         """The one model as `/v1/models` lists it."""
         rules, pair = self.rules, self.pair
+        own = rules.choose(RuleOptions(), None)
         return {
             "id": self.name,
             "object": "model",
@@ -161,10 +162,10 @@ class Service:
             "owned_by": "selfjudge",
             "max_model_len": self.config.max_context,
             "selfjudge": {
-                "rule": rules.rule,
+                "rule": own.rule,
                 "theta": rules.theta,
-                "price": rules.price,
-                "gamma": rules.choose(RuleOptions(), None).gamma,
+                "price": own.price,
+                "gamma": own.gamma,
                 "device": pair.target.device.type,
                 "dtype": pair.dtype,
                 "draft_dtype": draft_dtype(pair, self.config.engine),

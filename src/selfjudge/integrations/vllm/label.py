@@ -22,11 +22,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from selfjudge.decoding.plain import Answer
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.label.score import Case, Scorer, Scores
-from selfjudge.models.catalogue import EMBEDDED, draft_for
+from selfjudge.models.catalogue import draft_for
 from selfjudge.models.pair import Pair, check_tokenizers, chosen_device, chosen_dtype
-from selfjudge.models.pull import checkpoint_folder
+from selfjudge.models.pull import checkpoint_folder, weights_sha256
 from selfjudge.models.weights import check_finite
-from selfjudge.store import fingerprint, parse_json, read_json, weight_files
+from selfjudge.store import parse_json, read_json
 from selfjudge.store.artefacts import TensorIndex
 
 CASES = 1 << 18  # tokens of responses that are scored together
@@ -55,8 +55,9 @@ def outline_pair(
     except (OSError, ValueError, KeyError, StopIteration) as error:
         raise SelfJudgeError(f"{source} is not a readable checkpoint of safetensors: {first_line(error)}") from None
     check_tokenizers(tokenizer, small.tokenizer, target, draft)
-    sha256 = EMBEDDED[target].sha256 if target in EMBEDDED else fingerprint(weight_files(source))
-    return Pair(name, model, small.target, tokenizer, target, draft, sha256, small.target_sha256), source
+    return Pair(
+        name, model, small.target, tokenizer, target, draft, weights_sha256(target), small.target_sha256
+    ), source
 
 
 def _outline(source: str, dtype: torch.dtype, place: torch.device) -> PreTrainedModel:

@@ -1,0 +1,236 @@
+"""The monitor (`tune.monitor`) in front of vLLM's server: an ASGI middleware, named by vLLM's `--middleware`.
+
+A share of the greedy requests that name no rule is asked a second time with `off`, once at most half of the engine's
+places are taken. When the certificate is refuted, requests that name no rule are sent on with `off`. Settings come from
+the variable SELFJUDGE_SHADOW, since vLLM gives a middleware none."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import random
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from selfjudge.errors import SelfJudgeError
+from selfjudge.evaluate.compare import lost_words
+from selfjudge.integrations.vllm.config import KEY
+from selfjudge.store import parse_json
+from selfjudge.store.schema import conform
+from selfjudge.tune.monitor import FIGURES, OUTCOMES, WAITING, keep, watch
+from selfjudge.tune.recipe import Recipe
+
+VARIABLE = "SELFJUDGE_SHADOW"
+MIDDLEWARE = "selfjudge.integrations.vllm.shadow.ShadowMiddleware"
+PATHS = ("/v1/chat/completions", "/v1/completions")
+EVERY = 0.2  # seconds between two looks at a busy engine
+PLACES = 8  # of an engine that does not say how many it has
+
+LOG = logging.getLogger("vllm.selfjudge")  # vLLM shows its own loggers
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class ShadowSettings:
+    """What the variable holds, as JSON."""
+
+    recipe: str
+    share: float
+    keep: str | None = None
+
+    def dump(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def read(cls) -> ShadowSettings:
+        try:
+            return cls(**conform(parse_json(os.environ.get(VARIABLE, "")), dict[str, Any], VARIABLE))
+        except (ValueError, TypeError):
+            raise SelfJudgeError(f"{VARIABLE} does not hold what `selfjudge serve --shadow` writes there") from None
+
+
+class ShadowMiddleware:
+    """See the module's docstring."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        settings = ShadowSettings.read()
+        self.app, self.share = app, settings.share
+        self.file = None if settings.keep is None else Path(settings.keep)
+        self.monitor = watch(Recipe.load(settings.recipe))
+        self.under_way = 0
+        self._second: set[asyncio.Task[None]] = set()
+        self._outcomes, self._figures = _metrics()
+        self._show()
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope.get("method") != "POST" or scope.get("path") not in PATHS:
+            await self.app(scope, receive, send)
+            return
+        body, whole = await _body(receive)
+        request = _parsed(body) if whole else None
+        own = request is not None and KEY not in (request.get("vllm_xargs") or {})
+        if request is not None and own and self.monitor.refuted:
+            scope, body = _with_body(scope, _lossless(request))
+        chosen = request if own and request is not None and self._chooses(request) else None
+        answer = _Answer()
+        self.under_way += 1
+        try:
+            await self.app(scope, _replay(body, whole, receive), send if chosen is None else answer.pass_on(send))
+        finally:
+            self.under_way -= 1
+        if chosen is not None:
+            task = asyncio.create_task(self._again(scope, chosen, answer.text))
+            self._second.add(task)
+            task.add_done_callback(self._second.discard)
+
+    def _chooses(self, request: dict[str, Any]) -> bool:
+        """Toss a coin for a greedy request with one answer in words."""
+        fits = request.get("temperature") == 0 and request.get("n") in (None, 1) and not request.get("tools")
+        if not fits or self.monitor.refuted or random.random() >= self.share:  # noqa: S311
+            return False
+        if len(self._second) >= WAITING:
+            self._outcomes.labels("skipped").inc()
+            return False
+        return True
+
+    async def _again(self, scope: MutableMapping[str, Any], request: dict[str, Any], shown: str | None) -> None:
+        """Ask the same without a rule, when there is time, and compare."""
+        second = {key: value for key, value in request.items() if key not in ("stream", "stream_options")}
+        answer = _Answer()
+        while shown is not None and self.under_way > _places(scope) // 2:
+            await asyncio.sleep(EVERY)
+        if shown is not None and not self.monitor.refuted:
+            scope, body = _with_body(scope, _lossless(second))
+            await self.app(scope, _replay(body, True, _never), answer.take)
+        exact = answer.text
+        self._outcomes.labels("failed" if shown is None or exact is None else "counted").inc()
+        if shown is None or exact is None:
+            return
+        difference = lost_words(exact, shown)
+        if self.file is not None:
+            texts = {"prompt": request.get("messages", request.get("prompt")), "exact": exact, "shown": shown}
+            keep(self.file, {"time": int(time.time()), **texts, "difference": difference})
+        if self.monitor.observe(difference):
+            LOG.warning(self.monitor.verdict)
+        self._show()
+
+    def _show(self) -> None:
+        for name, value in self.monitor.figures().items():
+            self._figures[name].set(value)
+
+
+class _Answer:
+    """The text of a response, put together from its messages; None unless it is a whole answer."""
+
+    def __init__(self) -> None:
+        self._status, self._streamed, self._bytes, self._ended = 0, False, bytearray(), False
+
+    def pass_on(self, send: Send) -> Send:
+        async def both(message: Message) -> None:
+            await send(message)
+            await self.take(message)
+
+        return both
+
+    async def take(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+            self._streamed = any(
+                k.lower() == b"content-type" and b"event-stream" in v for k, v in message.get("headers", ())
+            )
+        elif message["type"] == "http.response.body":
+            self._bytes += message.get("body", b"")
+            self._ended = not message.get("more_body", False)
+
+    @property
+    def text(self) -> str | None:
+        if self._status != 200 or not self._ended:
+            return None
+        if not self._streamed:
+            return _words(_parsed(bytes(self._bytes)), "message")
+        events = [line.removeprefix("data:").strip() for line in self._bytes.decode("utf-8", "replace").splitlines()]
+        if "[DONE]" not in events:
+            return None
+        return "".join(_words(_parsed(event.encode()), "delta") or "" for event in events if event.startswith("{"))
+
+
+def _words(reply: dict[str, Any] | None, part: str) -> str | None:
+    """The text of the first choice: of a chat its message or delta, of a completion its text."""
+    choices = (reply or {}).get("choices")
+    if not choices:
+        return None
+    choice = choices[0]
+    text = choice.get("text") if "text" in choice else (choice.get(part) or {}).get("content")
+    return text if isinstance(text, str) else None
+
+
+async def _body(receive: Receive) -> tuple[bytes, bool]:
+    """The body of a request, and whether it came to its end."""
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return bytes(body), False
+        body += message.get("body", b"")
+        if not message.get("more_body", False):
+            return bytes(body), True
+
+
+def _replay(body: bytes, whole: bool, rest: Receive) -> Receive:
+    """Give a body that has been read once more; then what comes after it."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    if not whole:
+        messages = [{"type": "http.disconnect"}]
+
+    async def receive() -> Message:
+        return messages.pop() if messages else await rest()
+
+    return receive
+
+
+async def _never() -> Message:
+    """Nobody leaves who is not there."""
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+def _parsed(body: bytes) -> dict[str, Any] | None:
+    try:
+        value = parse_json(body.decode())
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _lossless(request: dict[str, Any]) -> dict[str, Any]:
+    return {**request, "vllm_xargs": {**(request.get("vllm_xargs") or {}), KEY: '{"off": true}'}}
+
+
+def _with_body(scope: MutableMapping[str, Any], request: dict[str, Any]) -> tuple[MutableMapping[str, Any], bytes]:
+    """The scope and the body of a changed request."""
+    body = json.dumps(request).encode()
+    headers = [(k, v) for k, v in scope["headers"] if k not in (b"content-length", b"transfer-encoding")]
+    return {**scope, "headers": [*headers, (b"content-length", str(len(body)).encode())]}, body
+
+
+def _places(scope: MutableMapping[str, Any]) -> int:
+    """How many answers the engine makes at a time."""
+    config = getattr(getattr(scope.get("app"), "state", None), "vllm_config", None)
+    return int(getattr(getattr(config, "scheduler_config", None), "max_num_seqs", PLACES))
+
+
+def _metrics() -> tuple[Any, dict[str, Any]]:
+    """The counter of outcomes and the gauges, among vLLM's own."""
+    from prometheus_client import Counter, Gauge
+
+    gauges = {
+        name: Gauge(f"selfjudge_{name}", about, multiprocess_mode="mostrecent") for name, about in FIGURES.items()
+    }
+    return Counter("selfjudge_shadow_requests", OUTCOMES, ["outcome"]), gauges

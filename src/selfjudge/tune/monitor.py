@@ -1,0 +1,106 @@
+"""Does a certificate hold for the requests that come? The bet of `certify` the other way round, on a share of them.
+
+Live requests have no right answers, so what is watched is agreement with `exact`: D = 1 − the share of words in common,
+in order. The hypothesis to refute is E[D] ≤ bound. Where overlap is what was certified, the bound is ε. Else it is the
+most that the calibration prompts allow: beyond it these requests are not like them, and the certificate does not speak
+of them.
+
+A bet that has lost its capital on good requests would not notice that they have become bad. So it begins again every n
+requests; round j has the share δ/(j(j + 1)), and all rounds together are wrong with probability δ at most. Loads no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from selfjudge.errors import SelfJudgeError
+from selfjudge.tune.certify import Claim, log_capital
+from selfjudge.tune.recipe import Recipe
+
+WAITING = 16
+"""Requests that may wait for an idle engine; while so many do, no other is chosen."""
+FIGURES = {
+    "shadow_loss": "Mean loss of agreement of the requests that were decoded both ways.",
+    "shadow_bound": "The most that the certificate allows.",
+    "shadow_log_capital": "Logarithm of the capital of the bet against the certificate, in its present round.",
+    "shadow_goal": "The log capital that refutes the certificate.",
+    "shadow_switched_off": "1 once the certificate is refuted: requests that name no rule are decoded exactly.",
+}
+"""Names and meanings of `Monitor.figures`."""
+OUTCOMES = "Requests chosen to be decoded both ways: counted, skipped (too many waited) or failed (no two answers)."
+
+
+class Monitor:
+    """A running bet against E[D] ≤ `bound`, in rounds of `n` requests."""
+
+    def __init__(self, bound: float, delta: float, n: int) -> None:
+        self.bound, self.delta, self.n = bound, delta, n
+        self.round, self.count, self.lost = 1, 0, 0.0
+        self.refuted = False
+        self._differences: list[float] = []
+        self._log_capital = 0.0
+
+    @property
+    def claim(self) -> Claim:
+        """The bet's own claim in this round: it is won where E[−D] < −bound is shown."""
+        return Claim(-self.bound, self.delta / (self.round * (self.round + 1)), self.n)
+
+    def observe(self, difference: float) -> bool:
+        """D of a request; True if it is the one that refutes the certificate."""
+        if self.refuted:
+            return False
+        self.count += 1
+        self.lost += difference
+        self._differences.append(-difference)
+        self._log_capital = float(log_capital(self.claim, self._differences)[-1])
+        if self._log_capital >= self.claim.goal:
+            self.refuted = True
+        elif len(self._differences) == self.n:
+            self.round, self._differences, self._log_capital = self.round + 1, [], 0.0
+        return self.refuted
+
+    @property
+    def loss(self) -> float:
+        return self.lost / self.count if self.count else 0.0
+
+    def figures(self) -> dict[str, float]:
+        """What `FIGURES` names."""
+        values = (self.loss, self.bound, self._log_capital, self.claim.goal, float(self.refuted))
+        return dict(zip(FIGURES, values, strict=True))
+
+    @property
+    def verdict(self) -> str:
+        """What is said when the certificate is refuted."""
+        return (
+            f"the certificate does not hold for these requests: {self.loss:.1%} of the words are not those of exact"
+            f" over {self.count} requests, {self.bound:.1%} are allowed; requests that name no rule are decoded exactly"
+            " from now on"
+        )
+
+
+def watch(recipe: Recipe | None) -> Monitor:
+    """The monitor of a recipe's certificate."""
+    if recipe is None:
+        raise SelfJudgeError("`shadow` watches what a certificate claims: give `recipe`")
+    certificate = recipe.certificate
+    if not certificate["certified"]:
+        raise SelfJudgeError(f"{recipe.folder} is a recipe for exact, which loses nothing: leave out `shadow`")
+    bound = certificate["epsilon"]
+    if certificate["measure"] != "overlap":
+        if "overlap" not in certificate:
+            raise SelfJudgeError(
+                f"the certificate in {recipe.folder} does not say how much its answers differ from those of exact,"
+                " which `shadow` compares with: tune again"
+            )
+        bound = certificate["overlap"]["bound"]
+    return Monitor(bound, certificate["delta"], certificate["n"])
+
+
+def keep(path: Path, row: Mapping[str, Any]) -> None:
+    """Add a row to a file that its owner alone may read."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "a", encoding="utf-8") as file:
+        file.write(json.dumps(row, ensure_ascii=False) + "\n")

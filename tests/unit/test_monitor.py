@@ -1,0 +1,142 @@
+"""The bet against a certificate: how often it is wrong, what it notices, and what it is made from."""
+
+from __future__ import annotations
+
+import json
+import math
+import stat
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from fake_certificate import recipe_folder
+from selfjudge.errors import SelfJudgeError
+from selfjudge.models.pair import Pair
+from selfjudge.tune.certify import Claim, log_capital, upper_bound
+from selfjudge.tune.monitor import FIGURES, Monitor, keep, watch
+from selfjudge.tune.recipe import Recipe
+
+LOSSES = st.lists(st.sampled_from([0.0, 0.1, 0.5, 1.0]), min_size=1, max_size=40)
+
+
+def refuted(bound: float, delta: float, n: int, differences: np.ndarray) -> np.ndarray:
+    """[runs, requests] D → [runs] whether a monitor would have switched off: all rounds at once."""
+    switched = np.zeros(len(differences), bool)
+    for number, start in enumerate(range(0, differences.shape[1], n), 1):
+        claim = Claim(-bound, delta / (number * (number + 1)), n)
+        switched |= log_capital(claim, -differences[:, start : start + n]).max(-1) >= claim.goal
+    return switched
+
+
+@given(LOSSES, st.floats(0.0, 0.6), st.floats(0.01, 0.5), st.integers(1, 15))
+@settings(max_examples=60, deadline=None)
+def test_one_request_after_the_other_is_all_at_once(losses: list[float], bound: float, delta: float, n: int) -> None:
+    monitor = Monitor(bound, delta, n)
+    verdicts = [monitor.observe(loss) for loss in losses]
+    assert monitor.refuted == refuted(bound, delta, n, np.array([losses]))[0]
+    assert sum(verdicts) == monitor.refuted  # said once
+    seen = verdicts.index(True) + 1 if monitor.refuted else len(losses)
+    assert (monitor.count, monitor.lost) == (seen, pytest.approx(sum(losses[:seen])))
+
+
+@pytest.mark.parametrize("kind", ["all or nothing", "graded", "both ways"])
+def test_a_certificate_that_holds_is_switched_off_with_probability_delta_at_most(kind: str) -> None:
+    """At the null, E[D] = bound, over 12 rounds looked at after every request."""
+    bound, delta, n, runs = 0.1, 0.1, 50, 2000
+    u = np.random.default_rng(0).random((runs, 12 * n))
+    differences = {
+        "all or nothing": (u < bound).astype(float),
+        "graded": 2 * bound * u,
+        "both ways": np.where(u < 0.2, 1.0, np.where(u < 0.3, -1.0, 0.0)),
+    }[kind]
+    assert refuted(bound, delta, n, differences).mean() <= delta + 3 * math.sqrt(delta * (1 - delta) / runs)
+
+
+@pytest.mark.slow
+def test_coverage_over_a_hundred_rounds() -> None:
+    """10,000 runs of 2,000 requests each."""
+    bound, delta, n = 0.1, 0.05, 20
+    rng, wrong = np.random.default_rng(1), 0
+    for _ in range(10):
+        wrong += int(refuted(bound, delta, n, (rng.random((1000, 100 * n)) < bound).astype(float)).sum())
+    assert wrong / 10_000 <= delta + 3 * math.sqrt(delta * (1 - delta) / 10_000)
+
+
+def test_what_is_worse_is_noticed_and_what_is_better_is_not() -> None:
+    rng = np.random.default_rng(0)
+    worse, better = ((rng.random((500, 600)) < share).astype(float) for share in (0.2, 0.05))
+    assert refuted(0.1, 0.05, 300, worse).mean() > 0.95
+    assert refuted(0.1, 0.05, 300, better).mean() == 0
+
+
+def test_requests_that_become_bad_after_many_good_ones_are_noticed() -> None:
+    """One bet without rounds would have lost its capital for good."""
+    monitor = Monitor(0.1, 0.05, 100)
+    for _ in range(1050):
+        assert not monitor.observe(0.0)
+    assert any(monitor.observe(float(i % 3 == 0)) for i in range(250))
+    unending = log_capital(Claim(-0.1, 0.05, 100), [*[0.0] * 1050, *[-float(i % 3 == 0) for i in range(250)]])
+    assert unending.max() < math.log(20)
+
+
+def test_figures_have_the_names_that_servers_show() -> None:
+    monitor = Monitor(0.1, 0.05, 20)
+    assert list(monitor.figures()) == list(FIGURES)
+    assert monitor.figures()["shadow_goal"] == pytest.approx(math.log(40))
+    monitor.observe(0.5)
+    assert monitor.figures()["shadow_loss"] == 0.5
+    while not monitor.observe(1.0):
+        pass
+    figures = monitor.figures()
+    assert figures["shadow_switched_off"] == 1
+    assert figures["shadow_log_capital"] >= figures["shadow_goal"]
+    before = monitor.count
+    assert not monitor.observe(1.0)
+    assert monitor.count == before  # over is over
+    assert "10.0% are allowed" in monitor.verdict
+
+
+def test_one_request_a_round_refutes_nothing_false() -> None:
+    monitor = Monitor(0.5, 0.05, 1)
+    assert not any(monitor.observe(1.0) for _ in range(50))
+
+
+@given(st.lists(st.floats(0, 1), min_size=20, max_size=60), st.floats(0.01, 0.3))
+@settings(max_examples=20, deadline=None)
+def test_the_bound_of_the_calibration_is_above_its_mean(losses: list[float], delta: float) -> None:
+    bound = upper_bound(losses, delta)
+    assert np.mean(losses) <= bound <= 1
+    assert upper_bound(losses, delta / 4) >= bound
+
+
+def test_the_bound_holds_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(0)
+    bounds = [upper_bound(rng.random(80) < 0.3, 0.1) for _ in range(150)]
+    assert np.mean([bound < 0.3 for bound in bounds]) <= 0.1
+    assert np.mean(bounds) < 0.55
+    assert upper_bound([], 0.1) == 1
+
+
+def test_what_is_watched_is_what_was_certified_or_what_the_calibration_showed(tiny_pair: Pair, tmp_path: Path) -> None:
+    def monitor(name: str, **more: object) -> Monitor:
+        return watch(Recipe.load(recipe_folder(tmp_path / name, tiny_pair, **more)))
+
+    by_words = monitor("words", measure="overlap", epsilon=0.2, n=50)
+    assert (by_words.bound, by_words.delta, by_words.n) == (0.2, 0.05, 50)
+    assert monitor("score", overlap={"mean": 0.3, "bound": 0.37}).bound == 0.37
+    with pytest.raises(SelfJudgeError, match="tune again"):
+        monitor("old")
+    with pytest.raises(SelfJudgeError, match="recipe for exact"):
+        monitor("exact", rule="exact", certified=False)
+    with pytest.raises(SelfJudgeError, match="give `recipe`"):
+        watch(None)
+
+
+def test_what_is_kept_is_for_its_owner_alone(tmp_path: Path) -> None:
+    file = tmp_path / "kept.jsonl"
+    keep(file, {"prompt": "ü"})
+    keep(file, {"prompt": "b"})
+    assert [json.loads(line)["prompt"] for line in file.read_text(encoding="utf-8").splitlines()] == ["ü", "b"]
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600

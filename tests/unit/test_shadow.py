@@ -1,0 +1,306 @@
+"""Second answers beside the first, in the scheduler and in front of vLLM's server, without HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import queue
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fake_certificate import recipe_folder
+from selfjudge.integrations.server.config import ServerConfig
+from selfjudge.integrations.server.metrics import Metrics
+from selfjudge.integrations.server.rules import RuleOptions, Rules
+from selfjudge.integrations.server.scheduler import Job, Scheduler, Update
+from selfjudge.integrations.server.shadow import Shadow
+from selfjudge.integrations.vllm import shadow as middleware
+from selfjudge.models.pair import Pair
+from selfjudge.tune.monitor import FIGURES, WAITING, Monitor
+from selfjudge.types import Generation
+
+Begin = Callable[..., Scheduler]
+
+
+@pytest.fixture
+def begin(tiny_pair: Pair) -> Iterator[Begin]:
+    """Schedulers under topk:9, which changes nearly all words, that decode all requests both ways."""
+    begun: list[Scheduler] = []
+
+    def one(bound: float, n: int = 40, file: Path | None = None, share: float = 1.0) -> Scheduler:
+        rules, metrics = Rules(tiny_pair, None, "topk:9", None, 2), Metrics()
+        scheduler = Scheduler(tiny_pair, rules, ServerConfig(max_context=90), metrics)
+        scheduler.shadow = Shadow(Monitor(bound, 0.05, n), rules, metrics, share, file)
+        begun.append(scheduler)
+        return scheduler
+
+    yield one
+    for scheduler in begun:
+        if scheduler.alive:
+            scheduler.stop()
+
+
+def ask(scheduler: Scheduler, word: int, **how: Any) -> queue.Queue[Update]:
+    updates: queue.Queue[Update] = queue.Queue()
+    scheduler.submit(Job((5, word), scheduler.rules.choose(RuleOptions(**how), None), 14, updates.put))
+    return updates
+
+
+def result(updates: queue.Queue[Update]) -> Generation:
+    while (update := updates.get(timeout=60)).result is None:
+        assert update.failure is None
+    return update.result
+
+
+def settled(scheduler: Scheduler, count: int) -> None:
+    """Wait until so many requests have both answers."""
+    for _ in range(3000):
+        if scheduler.metrics.total("shadow_requests_total") >= count:
+            return
+        assert scheduler._thread.is_alive()
+        scheduler._thread.join(0.01)
+    raise AssertionError(scheduler.metrics.text())
+
+
+def outcomes(scheduler: Scheduler, outcome: str) -> float:
+    return scheduler.metrics.total("shadow_requests_total", outcome=outcome)
+
+
+def test_a_bad_rule_is_switched_off_and_says_so_once(begin: Begin, caplog: pytest.LogCaptureFixture) -> None:
+    scheduler = begin(0.02)
+    scheduler.start()
+    first = result(ask(scheduler, 6))
+    assert "judge" in first.origins
+    for i in range(1, 40):
+        result(ask(scheduler, 6 + i % 50))
+        settled(scheduler, i)
+        if scheduler.rules.refuted:
+            break
+    assert scheduler.rules.refuted
+    (line,) = [record for record in caplog.records if record.name == "selfjudge.server"]
+    assert line.levelno == logging.WARNING
+    assert "does not hold for these requests" in line.message
+    assert "selfjudge_shadow_switched_off 1" in scheduler.metrics.text().splitlines()
+    exact = result(ask(scheduler, 6))
+    assert exact.tokens == result(ask(scheduler, 6, off=True)).tokens != first.tokens
+    assert result(ask(scheduler, 6, rule="topk:9")).tokens == first.tokens  # who asks for it gets it
+    counted = scheduler.metrics.total("shadow_requests_total")
+    result(ask(scheduler, 7))
+    assert scheduler.metrics.total("shadow_requests_total") == counted  # nothing is decoded twice any more
+
+
+def test_a_good_rule_is_not(begin: Begin, caplog: pytest.LogCaptureFixture) -> None:
+    scheduler = begin(0.99)
+    scheduler.start()
+    for i in range(12):
+        result(ask(scheduler, 6 + i))
+    settled(scheduler, 12)
+    assert not scheduler.rules.refuted
+    assert not caplog.records
+    assert outcomes(scheduler, "counted") == 12
+    monitor = scheduler.shadow.monitor  # type: ignore[union-attr]
+    assert 0 < monitor.loss < 0.99
+    assert scheduler.metrics.total("generations_total") == 12  # second answers are not those of clients
+    assert scheduler.busy == 0
+
+
+def test_requests_with_a_rule_of_their_own_are_left_alone(begin: Begin) -> None:
+    scheduler = begin(0.5)
+    scheduler.start()
+    for how in ({"off": True}, {"rule": "topk:2"}, {"gamma": 3}):
+        result(ask(scheduler, 6, **how))
+    result(ask(scheduler, 6, judged_tokens=True))  # the server's own rule, with a report
+    settled(scheduler, 1)
+    assert scheduler.metrics.total("shadow_requests_total") == 1
+    none = begin(0.5, share=0.0)
+    none.start()
+    result(ask(none, 6))
+    assert none.metrics.total("shadow_requests_total") == 0
+
+
+def test_second_answers_wait_for_a_calm_engine_and_never_hold_up_the_end(begin: Begin) -> None:
+    scheduler = begin(0.99)
+    shadow = scheduler.shadow
+    assert shadow is not None
+    updates = [ask(scheduler, 6 + i) for i in range(WAITING + 4)]  # no thread yet: all are chosen before any is decoded
+    assert outcomes(scheduler, "skipped") == 4
+    assert scheduler._second_answer() is None
+    shadow.waiting.append(Job((5, 6), shadow._exact, 80, lambda update: None))
+    assert scheduler._second_answer() is None  # others wait
+    scheduler.start()
+    for one in updates:
+        result(one)
+    scheduler.close()
+    assert scheduler._second_answer() is None  # about to stop
+    scheduler.stop()
+    assert not scheduler.alive
+
+
+def test_nothing_of_a_request_is_kept_unless_a_file_is_named(
+    begin: Begin, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    caplog.set_level(logging.DEBUG)
+    scheduler = begin(0.02)
+    scheduler.start()
+    for i in range(40):
+        result(ask(scheduler, 6 + i))
+        settled(scheduler, i + 1)
+        if scheduler.rules.refuted:
+            break
+    assert scheduler.rules.refuted
+    shadow = scheduler.shadow
+    assert shadow is not None
+    assert not list(tmp_path.iterdir())
+    assert not shadow.waiting
+    words = [f"w{i}" for i in range(2, 57)]
+    shown = " ".join([scheduler.metrics.text(), *(record.getMessage() for record in caplog.records)]).split()
+    assert not set(words) & set(shown)
+    kept = begin(0.99, file=tmp_path / "kept.jsonl")
+    kept.start()
+    first = result(ask(kept, 6))
+    settled(kept, 1)
+    (row,) = [json.loads(line) for line in (tmp_path / "kept.jsonl").read_text().splitlines()]
+    assert row["shown"] == first.text
+    assert row["prompt"] == "w1 w2"
+    assert row["exact"] == result(ask(kept, 6, off=True)).text
+    assert 0 < row["difference"] <= 1
+
+
+class Gauge:
+    """What prometheus_client has, as far as it is used."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, float] = {}
+        self.value = 0.0
+
+    def labels(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(inc=lambda: self.values.update({name: self.values.get(name, 0) + 1}))
+
+    def set(self, value: float) -> None:
+        self.value = value
+
+
+class App:
+    """vLLM's server as far as the middleware sees it: answers with other words where a rule decides."""
+
+    def __init__(self) -> None:
+        self.requests: list[dict[str, Any]] = []
+        self.status = 200
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        body = (await receive())["body"]
+        while int(dict(scope["headers"])[b"content-length"]) > len(body):
+            body += (await receive())["body"]
+        request = json.loads(body)
+        self.requests.append(request)
+        off = "off" in (request.get("vllm_xargs") or {}).get("selfjudge", "")
+        words = ["the", "same", "words"] if off else ["the", "other", "ones"]
+        stream = request.get("stream")
+        kind = b"text/event-stream" if stream else b"application/json"
+        await send({"type": "http.response.start", "status": self.status, "headers": [(b"content-type", kind)]})
+        parts = [json.dumps({"choices": [{"message": {"content": " ".join(words)}}]})]
+        if stream:
+            chunks = [{"choices": [{"delta": {"content": f"{word} "}}]} for word in words]
+            parts = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks] + ["data: [DONE]\n\n"]
+        for i, part in enumerate(parts):
+            body = {"type": "http.response.body", "body": part.encode(), "more_body": i + 1 < len(parts)}
+            await send(body)
+
+
+class Front:
+    """The middleware before such a server."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, share: float = 1.0, keep: Path | None = None):
+        settings = middleware.ShadowSettings(str(folder), share, None if keep is None else str(keep))
+        monkeypatch.setenv(middleware.VARIABLE, settings.dump())
+        self.outcomes, self.figures = Gauge(), {name: Gauge() for name in FIGURES}
+        monkeypatch.setattr(middleware, "_metrics", lambda: (self.outcomes, self.figures))
+        self.app = App()
+        self.layer = middleware.ShadowMiddleware(self.app)
+
+    async def post(self, path: str = "/v1/chat/completions", **request: Any) -> str:
+        """The body of the response, once all second answers are there."""
+        body = json.dumps({"messages": [{"role": "user", "content": "a secret"}], "temperature": 0, **request}).encode()
+        halves = [{"type": "http.request", "body": body[:9], "more_body": True},
+                  {"type": "http.request", "body": body[9:], "more_body": False}]  # fmt: skip
+        sent: list[Any] = []
+
+        async def receive() -> Any:
+            return halves.pop(0) if halves else {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        headers = [(b"content-length", str(len(body)).encode())]
+        scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
+        await self.layer(scope, receive, send)
+        while self.layer._second:
+            await asyncio.sleep(0)
+        return b"".join(message.get("body", b"") for message in sent).decode()
+
+
+@pytest.fixture
+def recipe(tiny_pair: Pair, tmp_path: Path) -> Path:
+    return recipe_folder(tmp_path / "tuned", tiny_pair, measure="overlap", epsilon=0.05, n=12)
+
+
+def test_vllm_requests_are_asked_twice_until_the_certificate_is_refuted(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    front = Front(recipe, monkeypatch, keep=tmp_path / "kept.jsonl")
+
+    async def traffic() -> str:
+        for i in range(40):
+            assert "other" in await front.post(stream=bool(i % 2), stream_options={"include_usage": True})
+            if front.layer.monitor.refuted:
+                break
+        before = len(front.app.requests)
+        last = await front.post()
+        assert len(front.app.requests) == before + 1  # no second answer any more
+        assert "other" in await front.post(vllm_xargs={"selfjudge": '{"theta": 0.5}'})
+        return last
+
+    assert "same" in asyncio.run(traffic())
+    assert front.layer.monitor.loss == pytest.approx(2 / 3)
+    second = front.app.requests[1]
+    assert second["vllm_xargs"] == {"selfjudge": '{"off": true}'}
+    assert "stream" not in second
+    (line,) = [record for record in caplog.records if record.name == "vllm.selfjudge"]
+    assert "secret" not in line.message
+    assert front.figures["shadow_switched_off"].value == 1
+    assert front.outcomes.values == {"counted": front.layer.monitor.count}
+    rows = [json.loads(text) for text in (tmp_path / "kept.jsonl").read_text().splitlines()]
+    assert rows[0]["prompt"][0]["content"] == "a secret"
+    assert (rows[1]["exact"], rows[1]["shown"].strip()) == ("the same words", "the other ones")
+
+
+def test_vllm_requests_that_cannot_be_compared_pass_untouched(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    front = Front(recipe, monkeypatch)
+    alone = [
+        {"temperature": 0.7}, {"n": 2}, {"tools": [{"type": "function"}]}, {"vllm_xargs": {"selfjudge": '{"off": true}'}},
+        {"path": "/v1/embeddings"},
+    ]  # fmt: skip
+    for request in alone:
+        before = len(front.app.requests)
+        asyncio.run(front.post(**request))
+        assert len(front.app.requests) == before + 1, request
+    front.app.status = 429
+    asyncio.run(front.post())
+    assert front.outcomes.values == {"failed": 1}
+    assert front.layer.monitor.count == 0
+    nobody = Front(recipe, monkeypatch, share=0.0)
+    asyncio.run(nobody.post())
+    assert len(nobody.app.requests) == 1
+
+
+def test_the_middleware_wants_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in ("", "[]", '{"folder": 1}'):
+        monkeypatch.setenv(middleware.VARIABLE, value)
+        with pytest.raises(middleware.SelfJudgeError, match=middleware.VARIABLE):
+            middleware.ShadowSettings.read()

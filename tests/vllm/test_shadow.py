@@ -1,0 +1,113 @@
+"""`serve --backend vllm --recipe DIR --shadow 1`: the monitor before the real server, with the real client."""
+
+from __future__ import annotations
+
+import shlex
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from engines import environment
+from openai import OpenAI
+
+from fake_certificate import recipe_folder
+from selfjudge.models.pull import weights_sha256
+from selfjudge.prompts.builtin import BUILT_IN
+
+FLAGS = "--enforce-eager --max-model-len 256 --max-num-seqs 8 --generation-config vllm"
+RULE = "margin:6,guard=on"
+
+
+def recipe(folder: Path, **hashes: str) -> Path:
+    """A recipe whose rule changes nearly every answer, and says that it does not."""
+    name, draft = "smollm2-135m", "smollm2-135m/draft"
+    pair: Any = SimpleNamespace(
+        name=name, target_id=name, draft_id=draft,
+        **{"target_sha256": weights_sha256(name), "draft_sha256": weights_sha256(draft), **hashes},
+    )  # fmt: skip
+    return recipe_folder(folder, pair, rule=RULE, engine="vllm", measure="overlap", epsilon=0.02, n=30)
+
+
+def command(folder: Path, *more: str) -> list[str]:
+    start = [sys.executable, "-c", "from selfjudge.cli.main import main; main()", "serve", "--backend", "vllm"]
+    return [*start, "--recipe", str(folder), "--dtype", "float32", "--vllm", FLAGS, *more]
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    root = tmp_path_factory.mktemp("shadow")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = command(recipe(root / "tuned"), "--shadow", "1", "--port", str(port))
+    with (root / "log").open("w") as log:
+        server = subprocess.Popen(words, env=environment(), stdout=log, stderr=subprocess.STDOUT, cwd=root)
+        try:
+            for _ in range(600):
+                assert server.poll() is None, f"{shlex.join(words)}\n{(root / 'log').read_text()[-4000:]}"
+                if fetched(f"http://127.0.0.1:{port}/health") is not None:
+                    break
+                time.sleep(0.5)
+            yield f"http://127.0.0.1:{port}", root / "log"
+        finally:
+            server.terminate()
+            server.wait(60)
+
+
+def fetched(url: str) -> str | None:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as reply:
+            return str(reply.read().decode())
+    except OSError:
+        return None
+
+
+def figure(url: str, name: str) -> float:
+    lines = (fetched(f"{url}/metrics") or "").splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"selfjudge_shadow_{name}"))
+
+
+def test_a_bad_rule_is_switched_off_inside_vllm(address: tuple[str, Path]) -> None:
+    url, log = address
+    client = OpenAI(base_url=f"{url}/v1", api_key="none")
+
+    def ask(text: str, **options: Any) -> str:
+        reply = client.chat.completions.create(
+            model="smollm2-135m", messages=[{"role": "user", "content": text}], temperature=0, max_tokens=16, **options
+        )
+        return str(reply.choices[0].message.content)
+
+    off = {"extra_body": {"vllm_xargs": {"selfjudge": '{"off": true}'}}}
+    texts = [text for _, text in BUILT_IN]
+    shown, exact = ask(texts[0]), ask(texts[0], **off)
+    assert shown != exact
+    assert figure(url, "bound") == 0.02
+    for i in range(30):
+        ask(texts[i % len(texts)])
+        for _ in range(100):
+            if figure(url, "requests_total") >= i + 2 or figure(url, "switched_off"):
+                break
+            time.sleep(0.1)
+        if figure(url, "switched_off"):
+            break
+    assert figure(url, "switched_off") == 1
+    assert ask(texts[0]) == exact
+    assert ask(texts[0], extra_body={"vllm_xargs": {"selfjudge": f'{{"rule": "{RULE}"}}'}}) == shown
+    said = log.read_text()
+    assert said.count("does not hold for these requests") == 1
+    assert texts[0] not in said
+
+
+def test_a_recipe_for_other_models_is_refused_before_vllm_starts(tmp_path: Path) -> None:
+    done = subprocess.run(
+        command(recipe(tmp_path / "tuned", draft_sha256="f" * 64)), capture_output=True, text=True, check=False, timeout=120
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "recipe for the draft" in done.stderr
