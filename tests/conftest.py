@@ -71,13 +71,18 @@ def tiny_model(kind: str = "llama", seed: int = 0, **options: object) -> hf.PreT
     return hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
-def tiny_head(target: hf.PreTrainedModel, seed: int = 0, draft_vocab_size: int = 40, **options: object) -> EagleHead:
+def tiny_head(
+    target: hf.PreTrainedModel, seed: int = 0, draft_vocab_size: int = 40, *, norm_before_residual: bool = False
+) -> EagleHead:
     """A random EAGLE-3 head for a target, over some of its tokens."""
+    from dataclasses import replace
+
     import torch
 
     from selfjudge.models.eagle import EagleConfig, EagleHead
 
-    config = EagleConfig.for_target(target, draft_vocab_size, **options)  # type: ignore[arg-type]
+    config = EagleConfig.for_target(target, draft_vocab_size)
+    config = replace(config, norm_before_residual=norm_before_residual)
     random = torch.Generator().manual_seed(seed)
     head = EagleHead(config, torch.randperm(config.vocab_size, generator=random)[:draft_vocab_size].sort().values)
     with torch.no_grad():

@@ -16,6 +16,7 @@ from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.models.convert import quiet
 from selfjudge.models.eagle import EagleHead
+from selfjudge.models.speculators import write_speculators
 
 Commands = dict[str, list[str]]
 
@@ -64,6 +65,15 @@ def _write_heads(folder: Path) -> None:
     tiny_head(tiny_model(hidden_size=16, num_attention_heads=2)).save(folder / "narrow-head")
     odd = EagleHead(replace(head.config, heads=2, kv_heads=2, head_dim=6), head.draft_ids)
     odd.save(folder / "odd-head")
+    deep = tiny_model(num_hidden_layers=4)
+    for name, entries in (
+        ("deep-head", {}),
+        ("normed-head", {"norm_before_fc": True}),
+        ("small-map-head", {"draft_vocab_size": 7}),
+    ):
+        write_speculators(tiny_head(deep), deep, folder / name, steps=4, verifier="")
+        config = json.loads((folder / name / "config.json").read_text())
+        (folder / name / "config.json").write_text(json.dumps({**config, **entries}))
 
 
 def _small_gguf(architecture: bytes, kind: int) -> bytes:
@@ -92,6 +102,8 @@ def known_at_once(folder: Path, checkpoints: dict[str, str]) -> Commands:
     evaluate = ["eval", "--tasks", f"file:{asked}", *new, "--gammas", "2", *target, *draft]
     tune = ["tune", "--prompts", asked, *new, *target, *draft]
     return {
+        "export of nothing": ["export", *new, *target],
+        "export of a model": ["export", *new, *target, *draft],
         "unknown pair": ["generate", "hi", "--pair", "nobody"],
         "nearly a model": ["generate", "hi", "--target", "smollm2-135"],
         "missing file": ["generate", "hi", "--target", "./missing.gguf", *draft],
@@ -256,6 +268,9 @@ def known_from_models(folder: Path, checkpoints: dict[str, str]) -> Commands:
         "unknown model": ["generate", "hi", "--target", "no-such-org/no-such-model", *draft],
         "foreign head": ["generate", "hi", *target, "--draft", str(folder / "foreign-head")],
         "narrow head": ["generate", "hi", *target, "--draft", str(folder / "narrow-head")],
+        "deep head": ["generate", "hi", *target, "--draft", str(folder / "deep-head")],
+        "normed head": ["generate", "hi", *target, "--draft", str(folder / "normed-head")],
+        "head with another map": ["generate", "hi", *target, "--draft", str(folder / "small-map-head")],
         "odd head": ["generate", "hi", *target, "--draft", str(folder / "odd-head"), "--engine", "cpu"],
         "head that cannot look ahead": [*label, "--draft", str(folder / "head"), *new, "--tau", "-5", "--lookahead"],
         "tokenizer mismatch": ["generate", "hi", *target, "--draft", checkpoints["stranger"]],

@@ -53,12 +53,15 @@ def test_a_model_proposes_what_it_would_say_after_the_text(kind: str) -> None:
 
 
 # a target of five layers, whose three states differ; one of two, where two of them are the same; a mixed architecture
-@pytest.mark.parametrize(("model", "layers"), [("llama", 5), ("qwen2", 2), ("qwen2-mixed-window", 4)])
-def test_a_head_proposes_what_it_would_from_scratch(kind: str, model: str, layers: int) -> None:
+@pytest.mark.parametrize(
+    ("model", "layers", "normed"),
+    [("llama", 5, False), ("qwen2", 2, False), ("qwen2-mixed-window", 4, False), ("llama", 4, True)],
+)
+def test_a_head_proposes_what_it_would_from_scratch(kind: str, model: str, layers: int, normed: bool) -> None:
     if kind != "reference" and model == "qwen2-mixed-window":
         pytest.skip("the reference engine runs it")
     target, prompts = tiny_model(model, seed=1, num_hidden_layers=layers), prompts_of([3, 11, 1, 7])
-    head = tiny_head(target)
+    head = tiny_head(target, norm_before_residual=normed)
     made = cycles(target, head, prompts, GAMMAS, ARBITRARY, kind=kind)
     check_proposals(made, prompts, partial(head_logits, head, target))
 

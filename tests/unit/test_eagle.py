@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers as hf
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from conftest import VOCAB, tiny_model
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.eagle import EagleConfig, EagleHead, auxiliary_layers, captured_states, is_head
-from selfjudge.models.speculators import write_speculators
+from selfjudge.models.speculators import is_public_head, load_head, read_public, write_speculators
 from selfjudge.models.weights import dequantise, pack_six, quantise, unpack_six
 from selfjudge.store import read_tensors, write_tensors
 
@@ -82,17 +84,18 @@ def by_hand(head: EagleHead, tokens: list[int], g: Tensor) -> Tensor:
             own = h // (c.heads // c.kv_heads)
             scores = torch.stack([query[h] @ key[own] for key in keys]) / c.head_dim**0.5
             attended.append(sum(p * value[own] for p, value in zip(scores.softmax(0), values, strict=True)))
-        r = g[t] + attention.o_proj.weight @ torch.cat(attended)
+        added_to = norm(g[t], layer.hidden_norm.weight) if c.norm_before_residual else g[t]
+        r = added_to + attention.o_proj.weight @ torch.cat(attended)
         inner = norm(r, layer.post_attention_layernorm.weight)
         gate, up = layer.mlp.gate_proj.weight @ inner, layer.mlp.up_proj.weight @ inner
         outputs.append(r + layer.mlp.down_proj.weight @ (gate * gate.sigmoid() * up))
     return torch.stack(outputs)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_the_head_is_what_its_equations_say(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "normed"), [("llama", False), ("qwen2", False), ("llama", True)])
+def test_the_head_is_what_its_equations_say(kind: str, normed: bool) -> None:
     target = tiny_model(kind, num_hidden_layers=4)
-    head = random_head(target)
+    head = random_head(target, norm_before_residual=normed)
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(VOCAB, (3, 7), generator=generator)
     g = head.fuse(torch.randn(3, 7, 96, generator=generator))
@@ -237,7 +240,7 @@ def test_the_format_of_speculators_holds_the_same_head(tmp_path: Path) -> None:
     """Names and meanings as vLLM reads them: offsets in d2t, rows of the output matrix, layers to capture."""
     target = tiny_model("qwen2", num_hidden_layers=4)
     head = random_head(target)
-    write_speculators(head, target, tmp_path, steps=4)
+    write_speculators(head, target, tmp_path, steps=4, verifier="tiny")
     config, tensors = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
     ids = tensors["d2t"] + torch.arange(len(DRAFT_IDS))
     assert torch.equal(ids, DRAFT_IDS)
@@ -254,10 +257,156 @@ def test_the_format_of_speculators_holds_the_same_head(tmp_path: Path) -> None:
     assert layer.rope_parameters["rope_theta"] == head.config.rope_parameters["rope_theta"]
 
 
+# heads of others
+
+Change = Callable[[dict[str, Any], dict[str, Tensor]], None]
+
+
+def rewritten(folder: Path, change: Change) -> None:
+    """Change the config and the tensors of an exported head."""
+    file, weights = folder / "config.json", folder / "model.safetensors"
+    config, tensors = json.loads(file.read_text()), load_file(weights)
+    change(config, tensors)
+    file.write_text(json.dumps(config))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, weights)
+
+
+def as_in_the_paper(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """The layout of EAGLE's own code: one flat config, another name of the layer."""
+    layer = config["transformer_layer_config"]
+    rope, size, aux = (
+        layer.pop("rope_parameters"),
+        config["draft_vocab_size"],
+        config["eagle_aux_hidden_state_layer_ids"],
+    )
+    config.clear()
+    config |= {**layer, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": size}
+    config |= {"rope_theta": rope["rope_theta"], "eagle_config": {"eagle_aux_hidden_state_layer_ids": aux}}
+    for name in [name for name in tensors if name.startswith("layers.0.")]:
+        tensors[name.replace("layers.0.", "midlayer.")] = tensors.pop(name)
+
+
+def in_another_order(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    order = torch.randperm(len(DRAFT_IDS), generator=torch.Generator().manual_seed(0))
+    tensors["d2t"] = DRAFT_IDS[order] - torch.arange(len(DRAFT_IDS))
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][order]
+
+
+def with_the_layers_unnamed(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    del config["eagle_aux_hidden_state_layer_ids"]
+
+
+def with_an_embedding(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    tensors["embed_tokens.weight"] = tiny_model("qwen2", num_hidden_layers=7).get_input_embeddings().weight.half()
+
+
+@pytest.mark.parametrize(
+    "change", [as_in_the_paper, in_another_order, with_the_layers_unnamed, with_an_embedding, lambda *_: None]
+)
+@pytest.mark.parametrize("normed", [False, True])
+def test_an_exported_head_comes_back(tmp_path: Path, change: Change, normed: bool) -> None:
+    target = tiny_model("qwen2", num_hidden_layers=7)
+    for p in target.parameters():
+        p.data = p.half().float()
+    head = random_head(target, norm_before_residual=normed)
+    for p in head.parameters():
+        p.data = p.half().float()
+    write_speculators(head, target, tmp_path, steps=4, verifier="tiny")
+    rewritten(tmp_path, change)
+    if change is as_in_the_paper and normed:
+        rewritten(tmp_path, lambda config, _: config.update(norm_before_residual=True))
+    assert is_public_head(tmp_path)
+    loaded, sha256 = load_head(tmp_path, target, "a" * 64, "tiny")
+    assert (loaded.config, loaded.target, len(sha256)) == (head.config, "tiny", 64)
+    assert torch.equal(loaded.draft_ids, DRAFT_IDS)
+    tokens, states = torch.randint(VOCAB, (2, 7)), torch.randn(2, 7, 96)
+    expected = head.logits(head(tokens, head.fuse(states)))
+    assert torch.equal(loaded.logits(loaded(tokens, loaded.fuse(states))), expected)
+    assert loaded.own == {"output"}
+
+
+def test_a_head_may_have_its_own_vocabulary_and_all_tokens(tmp_path: Path) -> None:
+    target = tiny_model(num_hidden_layers=4)
+    head = EagleHead(EagleConfig.for_target(target, VOCAB), torch.arange(VOCAB)).bind(target).requires_grad_(False)
+    head.own = frozenset({"embedding", "output"})
+    head.embedding, head.output = torch.randn(VOCAB, 32).half().float(), torch.randn(VOCAB, 32).half().float()
+    write_speculators(head, target, tmp_path, steps=4, verifier="")
+    assert not {"d2t", "t2d"} & set(load_file(tmp_path / "model.safetensors")), "vLLM takes no map of all tokens"
+    loaded, _ = load_head(tmp_path, target)
+    assert loaded.own == {"embedding", "output"}
+    assert torch.equal(loaded.embedding, head.embedding)
+    assert torch.equal(loaded.output, head.output)
+    assert load_head(tmp_path, target.to(torch.bfloat16))[0].embedding.dtype == torch.bfloat16
+
+
+def says(**entries: object) -> Change:
+    return lambda config, tensors: config.update(entries)
+
+
+def shaped(**entries: object) -> Change:
+    return lambda config, tensors: config["transformer_layer_config"].update(entries)
+
+
+def has(**entries: Tensor) -> Change:
+    return lambda config, tensors: tensors.update({name.replace("__", "."): t for name, t in entries.items()})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (says(eagle_aux_hidden_state_layer_ids=[2, 3, 9]), "reads what enters layer 9, and other has 4 layers"),
+        (says(eagle_aux_hidden_state_layer_ids=[1, 3]), "reads 2 layers cannot be used: only three"),
+        (says(speculators_model_type="dflash"), "type 'dflash' cannot be used: only eagle3"),
+        (says(norm_before_fc=True), "norm_before_fc True cannot be used: only False"),
+        (says(draft_vocab_size=99), "cannot have draft_vocab_size 99"),
+        (says(draft_vocab_size=11), "name the same 11 token ids below 61"),
+        (says(target_hidden_size=64), "width 32 that reads states of width 64"),
+        (shaped(num_hidden_layers=2), "num_hidden_layers 2 cannot be used: only 1"),
+        (shaped(attention_bias=True), "attention_bias True"), (shaped(model_type="qwen3"), "model_type 'qwen3'"),
+        (shaped(hidden_size=64), "reads states of width 32"), (shaped(hidden_size="wide"), '"hidden_size" must be a whole number'),
+        (shaped(vocab_size=70), "name the same 12 token ids below 70|over 70 tokens, and other has 32 and 61"),
+        (shaped(intermediate_size=77), "size mismatch for layers.0.mlp"),
+        (shaped(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), "cannot have rope_param"),
+        (has(d2t=torch.zeros(12)), "same 12 token ids"), (has(d2t=torch.full((12,), 50)), "same 12 token ids below 61"),
+        (has(d2t=torch.arange(12, 0, -1)), "same 12 token ids"), (has(d2t=torch.zeros(5).long()), "same 12 token ids"),
+        (has(t2d=torch.ones(61).bool()), "d2t and t2d must name the same"),
+        (has(lm_head__weight=torch.zeros(12, 5)), "its output is .12, 5., not .12, 32."),
+        (has(norm__weight=torch.full((32,), torch.nan)), "not finite"), (has(other=torch.zeros(2)), "Unexpected key"),
+    ],
+)  # fmt: skip
+def test_a_head_that_ours_cannot_be_is_refused(tmp_path: Path, change: Change, message: str) -> None:
+    target = tiny_model(num_hidden_layers=4)
+    write_speculators(random_head(target), target, tmp_path, steps=4, verifier="")
+    rewritten(tmp_path, change)
+    with pytest.raises(SelfJudgeError, match=message) as caught:
+        load_head(tmp_path, target, "", "other")
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_that_are_not_there_or_cut_short(tmp_path: Path) -> None:
+    target = tiny_model(num_hidden_layers=4)
+    write_speculators(random_head(target), target, tmp_path, steps=4, verifier="")
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(SelfJudgeError, match="cannot read the head in"):
+        read_public(tmp_path, target)
+    file.unlink()
+    with pytest.raises(SelfJudgeError, match=r"has no model\.safetensors"):
+        read_public(tmp_path, target)
+
+
+def test_vllm_reads_three_layers_that_differ(tmp_path: Path) -> None:
+    target = tiny_model(num_hidden_layers=2)
+    with pytest.raises(SelfJudgeError, match=r"three layers that differ, and this head reads \(0, 1, 1\)"):
+        write_speculators(random_head(target), target, tmp_path, steps=4, verifier="")
+
+
 def test_a_checkpoint_is_not_a_head(tmp_path: Path) -> None:
     assert not is_head(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert not is_public_head(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
     assert not is_head(tmp_path)
+    assert not is_public_head(tmp_path)
 
 
 def test_six_bits_are_packed_without_loss(tmp_path: Path) -> None:

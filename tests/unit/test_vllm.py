@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +14,11 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from conftest import tiny_head, tiny_model
 from selfjudge.cli.main import main
 from selfjudge.decoding.rule_parser import parse_rule
 from selfjudge.decoding.rules import EXACT, AcceptanceRule, Judged
+from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.vllm import serve
 from selfjudge.integrations.vllm.approval import MARK, Approval
@@ -25,6 +28,7 @@ from selfjudge.integrations.vllm.label import outline_pair, parse_engine_options
 from selfjudge.integrations.vllm.plan import LastPlan, LastRows, Plan, Rows, encode
 from selfjudge.judge.config import FEATURES, JudgeConfig
 from selfjudge.judge.model import Judge
+from selfjudge.models.export import export_head
 from selfjudge.models.pair import Pair
 from selfjudge.ops.argmax import argmax_checked
 from selfjudge.store import fingerprint
@@ -411,6 +415,48 @@ def test_the_command_of_an_embedded_pair(no_pull: None) -> None:
     assert options["--worker-cls"] == "selfjudge.integrations.vllm.JudgeWorker"
     assert options["--served-model-name"] == "smollm2-135m"
     assert words[-2:] == ["--dtype", "float32"]
+
+
+@pytest.fixture
+def deep(checkpoints: dict[str, str], tmp_path: Path) -> tuple[str, str]:
+    """A target of four layers and its head."""
+    shutil.copytree(checkpoints["target"], tmp_path / "target")
+    model = tiny_model(seed=1, num_hidden_layers=4)
+    model.save_pretrained(tmp_path / "target")
+    tiny_head(model).save(tmp_path / "head")
+    return str(tmp_path / "target"), str(tmp_path / "head")
+
+
+def test_a_head_is_exported_once_and_named_as_one(
+    deep: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("selfjudge.models.export.home", lambda: tmp_path / "home")
+    words = serve.command(*deep, WorkerConfig(rule="margin"), gamma=3)
+    assert words[words.index("--model") + 1] == deep[0]
+    speculation = json.loads(words[words.index("--speculative-config") + 1])
+    folder = Path(speculation.pop("model"))
+    assert speculation == {"method": "eagle3", "num_speculative_tokens": 3}
+    said = json.loads((folder / "config.json").read_text())["speculators_config"]
+    assert said["verifier"]["name_or_path"] == deep[0]
+    assert said["proposal_methods"][0]["speculative_tokens"] == 3
+    monkeypatch.setattr("selfjudge.models.export.export_head", lambda *_, **__: pytest.fail("it is there"))
+    assert serve.command(*deep, WorkerConfig(rule="margin"), gamma=3) == words
+    words = serve.command(deep[0], str(folder), WorkerConfig(rule="margin"), gamma=3)
+    assert json.loads(words[words.index("--speculative-config") + 1])["model"] == str(folder), "a public head as it is"
+
+
+def test_an_exported_head_drafts_as_before(deep: tuple[str, str], tmp_path: Path) -> None:
+    export_head(*deep, tmp_path / "out")
+    export_head(*deep, tmp_path / "out", steps=3)  # replaces the one before
+    prompts = ["w5 w6", "w7 w1 w2", "w40"]
+    answers = [
+        generate(Pair.load(deep[0], draft, device="cpu", dtype="float32"), prompts, "margin:3", gamma=3, raw=True)
+        for draft in (deep[1], str(tmp_path / "out"))
+    ]
+    ours, again = ([(a.tokens, a.origins, a.cycles) for a in one] for one in answers)
+    assert ours == again
+    with pytest.raises(SelfJudgeError, match="holds other files"):
+        export_head(*deep, Path(deep[0]))
 
 
 def test_the_command_of_a_rule_without_a_judge(no_pull: None) -> None:

@@ -30,6 +30,7 @@ app = typer.Typer(
 app.command()(models.pull)
 app.command()(decode.generate)
 app.command()(distill.distill)
+app.command()(models.export)
 app.command()(label.label)
 app.command()(train.train)
 app.command()(train.study)

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from selfjudge.cli.options import AsJson
+from selfjudge.cli.groups import PairOptions
+from selfjudge.cli.options import AsJson, config_options
 from selfjudge.cli.output import print_json, print_rows, progress
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.store import home, read_json
 from selfjudge.store.artefacts import RunRecord
+from selfjudge.types import MAX_GAMMA, setting
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """How vLLM is to use a head."""
+
+    gamma: int = setting(5, "Tokens that vLLM drafts at a time unless told otherwise.", minimum=1, maximum=MAX_GAMMA)
 
 
 def pull(
@@ -41,6 +52,34 @@ def pull(
         print_json({"name": name, "file": str(file), "checkpoint": folder and str(folder)})
     else:
         typer.echo(folder or file)
+
+
+@config_options(ExportOptions)
+@config_options(PairOptions, "models", without=("device", "dtype", "draft_dtype"))
+def export(
+    out: Annotated[Path, typer.Option(help="Folder of the exported head.")],
+    as_json: AsJson = False,
+    *,
+    models: PairOptions,
+    config: ExportOptions,
+) -> None:
+    """Write an EAGLE-3 head as vLLM loads it: in the format of speculators.
+
+    Example: selfjudge export --pair qwen2.5-coder-1.5b --draft qwen2.5-coder-1.5b/eagle3 --out my-head
+    """
+    if models.draft is None:
+        raise SelfJudgeError(f"name the head with `draft`, such as {models.name}/eagle3 or a folder")
+
+    from selfjudge.models.export import export_head
+    from selfjudge.models.pull import served_reference
+
+    with progress() as update:
+        export_head(models.name, models.draft, out, steps=config.gamma, progress=update)
+    speculation = {"method": "eagle3", "model": str(out), "num_speculative_tokens": config.gamma}
+    if as_json:
+        print_json({"target": served_reference(models.name), "speculative_config": speculation})
+    else:
+        typer.echo(f"vllm serve {served_reference(models.name)} --speculative-config '{json.dumps(speculation)}'")
 
 
 def ls(

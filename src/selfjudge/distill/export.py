@@ -15,6 +15,7 @@ from selfjudge.distill.train import State, top1
 from selfjudge.models.convert import materialise, quiet, read_compact, write_compact
 from selfjudge.models.eagle import EagleConfig, EagleHead
 from selfjudge.models.pair import Pair
+from selfjudge.models.pull import served_reference
 from selfjudge.models.speculators import write_speculators
 from selfjudge.store import RunFolder, write_text
 
@@ -80,7 +81,9 @@ def export_head(
     sizes = Sizes(torch.ones_like(learner.sizes.features), learner.sizes.states)
     rounded = HeadLearner(pair.target, finished, sizes, data.training, data.held_out, config.unroll).measure()
     size = learner.save(run.path, rounded.figures)
-    write_speculators(finished, pair.target, run.path / "speculators", steps=config.unroll)
+    if len(set(finished.config.aux_layers)) == 3:
+        folder, verifier = run.path / "speculators", served_reference(pair.target_id)
+        write_speculators(finished, pair.target, folder, steps=config.unroll, verifier=verifier)
     counts = data.held_out.counts(finished.config.vocab_size)
     result: dict[str, Any] = {
         "kind": config.kind,

@@ -56,6 +56,8 @@ class EagleConfig:
     """i means the residual stream that enters decoder layer i, as vLLM counts."""
     vocab_size: int
     draft_vocab_size: int
+    norm_before_residual: bool = False
+    """r = norm(g) + attention(…), as many public heads have it; ours add to g itself."""
 
     @classmethod
     def for_target(cls, target: PreTrainedModel, draft_vocab_size: int, intermediate_size: int | None = None) -> Self:
@@ -155,6 +157,7 @@ class EagleLayer(nn.Module):
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
+        self.norm_before_residual = config.norm_before_residual
         self.hidden_norm = Norm(config.hidden_size, config.eps)
         self.input_layernorm = Norm(config.hidden_size, config.eps)
         self.post_attention_layernorm = Norm(config.hidden_size, config.eps)
@@ -173,7 +176,8 @@ class EagleLayer(nn.Module):
 
     def finish(self, g: Tensor, attended: Tensor) -> Tensor:
         """[B, T, H] what the layer gives, from what its attention gives [B, heads, T, dim]."""
-        r = g + self.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
+        r = self.hidden_norm(g) if self.norm_before_residual else g
+        r = r + self.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
         out: Tensor = r + self.mlp(self.post_attention_layernorm(r))
         return out
 
@@ -185,6 +189,8 @@ class EagleHead(nn.Module):
     embedding: Tensor | None
     """[V, H] the target's own, as `output` [D, H]; None while no target is bound, or its weights stay in a file."""
     output: Tensor | None
+    own: frozenset[str] = frozenset()
+    """Which of the two a head brings along: those of others may have been trained with it."""
 
     def __init__(self, config: EagleConfig, draft_ids: Tensor) -> None:
         super().__init__()
@@ -225,8 +231,9 @@ class EagleHead(nn.Module):
         self.target, self.target_sha256 = name or self.target, sha256 or self.target_sha256
         self.to(device=target.device, dtype=dtype or target.dtype)
         self.rotary_emb = _rotary(self.config).to(target.device)  # in float32: a rounded angle grows with the position
-        if gguf_of(target) is None:
+        if gguf_of(target) is None and "embedding" not in self.own:
             self.embedding = target.get_input_embeddings().weight.detach()
+        if gguf_of(target) is None and "output" not in self.own:
             self.output = target.get_output_embeddings().weight.detach()[self.draft_ids]
         return self
 
@@ -330,9 +337,9 @@ class EagleHead(nn.Module):
     def read(cls, folder: Path) -> Self:
         """The head of a folder, in float32, not bound to a target yet; a folder that is damaged is refused."""
         record = read_json(folder / "config.json", EagleFile)
-        known = {field.name: record[field.name] for field in fields(EagleConfig)}
+        known = {field.name: record[field.name] for field in fields(EagleConfig) if field.name in record}
         config = EagleConfig(**{**known, "aux_layers": tuple(record["aux_layers"])})
-        _check_config(config, folder)
+        check_config(config, folder)
         arrays = {name: torch.from_numpy(array) for name, array in read_tensors(folder / FILE)[0].items()}
         ids = arrays.pop("draft_ids", torch.empty(0))
         _check_ids(ids, config, folder)
@@ -380,7 +387,7 @@ def is_head(folder: Path) -> bool:
     return file.is_file() and read_json(file).get("kind") == KIND
 
 
-def _check_config(config: EagleConfig, folder: Path) -> None:
+def check_config(config: EagleConfig, folder: Path) -> None:
     low, middle, high = config.aux_layers
     wrong = {
         "aux_layers": not low <= middle <= high,

@@ -14,10 +14,11 @@ from selfjudge.errors import EMPTY_PROMPT, SelfJudgeError, first_line
 from selfjudge.judge.model import Judge
 from selfjudge.models.catalogue import EMBEDDED, check_reference, draft_for, shipped_draft
 from selfjudge.models.convert import STORED_DTYPE, gguf_tokenizer, load_gguf, quiet
-from selfjudge.models.eagle import FILE as HEAD_FILE, KIND as HEAD_KIND, EagleHead, is_head
+from selfjudge.models.eagle import KIND as HEAD_KIND, EagleHead, is_head
 from selfjudge.models.gguf import ARCHITECTURES, GgufFile, gguf_of, model_of
 from selfjudge.models.memory import check_memory
 from selfjudge.models.pull import Progress, block_file, checkpoint_folder, draft_sha256
+from selfjudge.models.speculators import is_public_head, load_head
 from selfjudge.models.tokens import context_window, end_ids, special_ids
 from selfjudge.models.weights import check_weights
 from selfjudge.store import fingerprint, weight_files
@@ -60,7 +61,7 @@ class Pair:
         progress: Progress | None = None,
     ) -> Pair:
         """Load by embedded name (its draft ships with it), hub id, checkpoint folder or GGUF file; a draft may be the
-        folder of an EAGLE-3 head.
+        folder of an EAGLE-3 head, ours or one in the format of speculators or of EAGLE's own code.
 
         The device is cuda, mps or cpu, the first that is there. The dtype is bfloat16 on cuda, float16 on mps. On cpu it
         is `q4` for embedded models and GGUF files, float32 for others, and the draft then runs in int8 if it can.
@@ -84,8 +85,8 @@ class Pair:
             return cls(name, model, None, tokenizer, target, "", target_sha256, int8=int8)
         draft = draft_for(target, draft)
         check_reference(draft, "draft")
-        if (folder := _head_folder(draft)) is not None:
-            head, sha256 = EagleHead.load(folder, model, target_sha256, target), fingerprint([folder / HEAD_FILE])
+        if (folder := head_folder(draft)) is not None:
+            head, sha256 = load_head(folder, model, target_sha256, target)
             return cls(name, model, head, tokenizer, target, draft, target_sha256, sha256, int8, draft_int8)
         if blocks and stays_in_file(draft):
             shared = tokenizer if draft == shipped_draft(target) else None
@@ -187,12 +188,12 @@ def _check_cpu_dtypes(
         raise SelfJudgeError("`draft_dtype` int8 needs a target in float32")
 
 
-def _head_folder(reference: str) -> Path | None:
-    """The folder of the head that a draft's name means; None where it means a model."""
+def head_folder(reference: str) -> Path | None:
+    """The folder of the head that a draft's name means, in any format; None where it means a model."""
     name, _, part = reference.partition("/")
     shipped = {"draft": EMBEDDED[name].draft, "eagle3": EMBEDDED[name].head}.get(part) if name in EMBEDDED else None
     folder = shipped or Path(reference).expanduser()
-    return folder if folder.is_dir() and is_head(folder) else None
+    return folder if folder.is_dir() and (is_head(folder) or is_public_head(folder)) else None
 
 
 def check_tokenizers(

@@ -65,6 +65,14 @@ def checkpoint_folder(reference: str, progress: Progress | None = None) -> Path 
     return cache.checkpoints / (part or "target")
 
 
+def served_reference(reference: str) -> str:
+    """What vLLM loads: the checkpoint of an embedded model, the whole path of a folder or file, else a hub id."""
+    if (folder := checkpoint_folder(reference)) is not None:
+        return str(folder)
+    path = Path(reference).expanduser()
+    return str(path.resolve()) if path.exists() else reference
+
+
 def block_file(reference: str, progress: Progress | None = None) -> tuple[Path, Path] | None:
     """The GGUF file of an embedded target (`NAME`) or of its draft (`NAME/draft`), and the folder of its tokenizer.
 

@@ -1,4 +1,12 @@
-"""An EAGLE-3 head in the format of speculators, which vLLM loads as it is."""
+"""EAGLE-3 heads as others keep them: the format of speculators, which vLLM loads as it is, and that of the paper's code.
+
+FOLDER/
+    config.json          the shape of the layer (in speculators' format under `transformer_layer_config`), which layers of
+                         the target are read, how many tokens are proposed
+    model.safetensors    the parameters by vLLM's names (`midlayer.` in place of `layers.0.` in the paper's format);
+                         lm_head: the rows of the output matrix; d2t: token − place of each of them; t2d: which they are;
+                         perhaps embed_tokens
+"""
 
 from __future__ import annotations
 
@@ -6,35 +14,181 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from transformers import PreTrainedModel
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaConfig, PreTrainedModel
 
-from selfjudge.models.eagle import EagleHead
+from selfjudge.errors import SelfJudgeError, first_line
+from selfjudge.models.eagle import FILE, EagleConfig, EagleHead, auxiliary_layers, check_config, decoder_layers, is_head
 from selfjudge.models.tokens import context_window
-from selfjudge.store import whole, write_json
+from selfjudge.models.weights import check_finite
+from selfjudge.store import fingerprint, read_json, weight_files, whole, write_json
+from selfjudge.store.artefacts import HeadShape, PublicHead
+from selfjudge.store.schema import conform
 
 FORMAT = "0.3.0"  # of speculators, whose fields these are
+_UNKNOWN = {
+    "num_hidden_layers": 1, "model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
+    "norm_before_fc": False, "fc_norm": False, "norm_output": False, "num_aux_hidden_states": 3,
+    "use_aux_hidden_state": True,
+}  # fmt: skip
+"""What a config may say, and the one value of it that our heads have."""
 
 
-def write_speculators(head: EagleHead, target: PreTrainedModel, folder: Path, *, steps: int) -> None:
+def load_head(folder: Path, target: PreTrainedModel, sha256: str = "", name: str = "") -> tuple[EagleHead, str]:
+    """The head of a folder in any format for this target, in its dtype on its device; and a hash of its weights."""
+    if is_head(folder):
+        return EagleHead.load(folder, target, sha256, name), fingerprint([folder / FILE])
+    return read_public(folder, target).bind(target, sha256, name), fingerprint(weight_files(folder))
+
+
+def is_public_head(folder: Path) -> bool:
+    """Whether a folder holds a head in one of the formats of others: its config says so."""
+    file = folder / "config.json"
+    if not file.is_file():
+        return False
+    record = read_json(file)
+    architectures = record.get("architectures")
+    named = any("Eagle3" in str(name) for name in architectures) if isinstance(architectures, list) else False
+    return "speculators_model_type" in record or named
+
+
+def read_public(folder: Path, target: PreTrainedModel) -> EagleHead:
+    """The head of such a folder, in float32, not bound yet; what our head cannot be, or is damaged, is refused."""
+    config, verifier = _read_config(folder, target)
+    tensors = _read_tensors(folder)
+    ids, order = _draft_ids(tensors, config, folder)
+    head = EagleHead(config, ids)
+    output, embedding = tensors.pop("lm_head.weight", None), tensors.pop("embed_tokens.weight", None)
+    for name, tensor, rows in (
+        ("output", output, config.draft_vocab_size),
+        ("embedding", embedding, config.vocab_size),
+    ):
+        if tensor is not None and tensor.shape != (rows, config.hidden_size):
+            raise SelfJudgeError(f"{folder}: its {name} is {list(tensor.shape)}, not {[rows, config.hidden_size]}")
+    try:
+        head.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise SelfJudgeError(f"the head in {folder} is not one that can be read: {_first_fault(error)}") from None
+    if output is not None:
+        head.output = output[order]
+    if embedding is not None and not _same(embedding, target):
+        head.embedding = embedding
+    head.own = frozenset(name for name in ("output", "embedding") if getattr(head, name) is not None)
+    check_finite([*head.named_parameters(), *((name, getattr(head, name)) for name in sorted(head.own))], folder)
+    head.target = verifier
+    return head.eval().requires_grad_(False)
+
+
+def _read_config(folder: Path, target: PreTrainedModel) -> tuple[EagleConfig, str]:
+    """The shape of a head, and the target that it names, if it does."""
+    file = folder / "config.json"
+    record = read_json(file, PublicHead)
+    kind = record.get("speculators_model_type", "eagle3")
+    if kind != "eagle3":
+        raise SelfJudgeError(f"{file}: a draft of type {kind!r} cannot be used: only eagle3")
+    shape = conform(record.get("transformer_layer_config", record), HeadShape, file)
+    eagle = record.get("eagle_config") or {}
+    for key, ours in _UNKNOWN.items():
+        value = next((said[key] for said in (eagle, record, shape) if said.get(key) is not None), ours)
+        if value != ours:
+            raise SelfJudgeError(f"{file}: a head with {key} {value!r} cannot be used: only {ours!r}")
+    width, heads = shape["hidden_size"], shape["num_attention_heads"]
+    if (reads := record.get("target_hidden_size") or width) != width:
+        raise SelfJudgeError(f"{file}: a head of width {width} that reads states of width {reads} cannot be used")
+    layers = record.get("eagle_aux_hidden_state_layer_ids") or eagle.get("eagle_aux_hidden_state_layer_ids")
+    low_middle_high = sorted(layers or auxiliary_layers(len(decoder_layers(target))))
+    if len(low_middle_high) != 3:
+        raise SelfJudgeError(f"{file}: a head that reads {len(low_middle_high)} layers cannot be used: only three")
+    rope = {key: shape[key] for key in ("rope_theta", "rope_scaling", "rope_parameters") if shape.get(key) is not None}
+    config = EagleConfig(
+        hidden_size=width,
+        intermediate_size=shape["intermediate_size"],
+        heads=heads,
+        kv_heads=shape.get("num_key_value_heads") or heads,
+        head_dim=shape.get("head_dim") or width // heads,
+        rope_parameters=dict(LlamaConfig(**rope).rope_parameters),
+        eps=shape.get("rms_norm_eps", 1e-6),
+        aux_layers=(low_middle_high[0], low_middle_high[1], low_middle_high[2]),
+        vocab_size=shape["vocab_size"],
+        draft_vocab_size=record.get("draft_vocab_size") or shape["vocab_size"],
+        norm_before_residual=bool(record.get("norm_before_residual", "speculators_model_type" in record)),
+    )
+    check_config(config, folder)
+    return config, str(((record.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path") or "")
+
+
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Every tensor by our names; floats in float32."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise SelfJudgeError(f"{folder} has no model.safetensors: heads are read in this format alone")
+    tensors: dict[str, Tensor] = {}
+    try:
+        for file in files:
+            tensors |= load_file(file)
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise SelfJudgeError(f"cannot read the head in {folder}: {first_line(error)}") from None
+    return {
+        name.replace("midlayer.", "layers.0."): tensor.float() if tensor.is_floating_point() else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def _draft_ids(tensors: dict[str, Tensor], config: EagleConfig, folder: Path) -> tuple[Tensor, Tensor]:
+    """[D] the tokens that a head proposes, ascending, and where each lies in its output matrix; takes out the maps."""
+    places = torch.arange(config.draft_vocab_size)
+    offsets, marked = tensors.pop("d2t", torch.zeros_like(places)), tensors.pop("t2d", None)
+    fits = offsets.shape == places.shape and not offsets.is_floating_point()
+    ids, order = (places + offsets.long()).sort() if fits else (places, places)
+    fits = fits and bool((ids[1:] > ids[:-1]).all()) and bool(ids[0] >= 0) and bool(ids[-1] < config.vocab_size)
+    if not fits or (marked is not None and not torch.equal(marked.nonzero().flatten(), ids)):
+        raise SelfJudgeError(
+            f"{folder}: d2t and t2d must name the same {config.draft_vocab_size} token ids below {config.vocab_size}"
+        )
+    return ids, order
+
+
+def _same(embedding: Tensor, target: PreTrainedModel) -> bool:
+    """Whether an embedding is the target's own, in the target's dtype."""
+    own = target.get_input_embeddings().weight
+    return own.shape == embedding.shape and torch.equal(own, embedding.to(own))
+
+
+def _first_fault(error: RuntimeError) -> str:
+    """What torch says of the first tensor that does not fit; its first line names the module alone."""
+    lines = str(error).splitlines()
+    return lines[1].strip() if len(lines) > 1 else lines[0]
+
+
+def write_speculators(head: EagleHead, target: PreTrainedModel, folder: Path, *, steps: int, verifier: str) -> None:
     """Write `model.safetensors` (float16) and `config.json` for a head that is bound to its target.
 
-    `steps` is how many tokens vLLM drafts unless told otherwise. The rows of the output matrix are copied, because vLLM
-    wants them; the embedding is taken from the target.
+    `steps` is how many tokens vLLM drafts unless told otherwise, `verifier` what vLLM loads as the target. The rows of
+    the output matrix are copied, because vLLM wants them; the embedding is taken from the target.
     """
     config = head.config
     assert head.output is not None
-    ids = head.draft_ids.cpu()
-    tensors = {name: p.detach().half().cpu().contiguous() for name, p in head.named_parameters()}
-    tensors["lm_head.weight"] = head.output.half().cpu().contiguous()
-    tensors["d2t"] = ids - torch.arange(len(ids))
-    tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+    if len(set(config.aux_layers)) < 3:
+        raise SelfJudgeError(f"vLLM reads three layers that differ, and this head reads {config.aux_layers}")
+    tensors = {name: p.detach() for name, p in head.named_parameters()}
+    tensors["lm_head.weight"] = head.output
+    if "embedding" in head.own:
+        assert head.embedding is not None
+        tensors["embed_tokens.weight"] = head.embedding
+    tensors = {name: tensor.half().cpu().contiguous() for name, tensor in tensors.items()}
+    if config.draft_vocab_size < config.vocab_size:  # vLLM takes no map where there is nothing to map
+        ids = head.draft_ids.cpu()
+        tensors["d2t"] = ids - torch.arange(len(ids))
+        tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+    (folder / "config.json").unlink(missing_ok=True)
     with whole(folder / "model.safetensors") as partial:
         save_file(tensors, partial, {"format": "pt"})
-    write_json(folder / "config.json", _config(head, target, steps))
+    write_json(folder / "config.json", _config(head, target, steps, verifier))
 
 
-def _config(head: EagleHead, target: PreTrainedModel, steps: int) -> dict[str, Any]:
+def _config(head: EagleHead, target: PreTrainedModel, steps: int, verifier: str) -> dict[str, Any]:
     c = head.config
     return {
         "architectures": ["Eagle3Speculator"],
@@ -42,7 +196,7 @@ def _config(head: EagleHead, target: PreTrainedModel, steps: int) -> dict[str, A
         "speculators_version": FORMAT,
         "draft_vocab_size": c.draft_vocab_size,
         "target_hidden_size": c.hidden_size,
-        "norm_before_residual": False,
+        "norm_before_residual": c.norm_before_residual,
         "norm_before_fc": False,
         "eagle_aux_hidden_state_layer_ids": list(c.aux_layers),
         "tie_word_embeddings": False,
@@ -51,7 +205,7 @@ def _config(head: EagleHead, target: PreTrainedModel, steps: int) -> dict[str, A
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": steps}],
-            "verifier": {"name_or_path": head.target, "architectures": [type(target).__name__]},
+            "verifier": {"name_or_path": verifier, "architectures": [type(target).__name__]},
         },
         "transformer_layer_config": {
             "model_type": "llama",

@@ -472,7 +472,37 @@ class EagleFile(TypedDict):
     aux_layers: tuple[Count, Count, Count]
     vocab_size: Annotated[int, Range(1, 1 << 31)]
     draft_vocab_size: Annotated[int, Range(1, 1 << 31)]
+    norm_before_residual: NotRequired[bool]
     metrics: NotRequired[dict[str, Any]]
+
+
+class HeadShape(TypedDict):
+    """The one layer of a head, in the config of others: as a Llama of transformers, old or new."""
+
+    hidden_size: Annotated[int, Range(1, 1 << 20)]
+    intermediate_size: Annotated[int, Range(1, 1 << 20)]
+    num_attention_heads: Annotated[int, Range(1, 1 << 16)]
+    num_key_value_heads: NotRequired[Annotated[int, Range(1, 1 << 16)] | None]
+    head_dim: NotRequired[Annotated[int, Range(2, 1 << 16)] | None]
+    rms_norm_eps: NotRequired[Annotated[float, Range(0, 1)]]
+    vocab_size: Annotated[int, Range(1, 1 << 31)]
+    rope_theta: NotRequired[float | None]
+    rope_scaling: NotRequired[dict[str, Any] | None]
+    rope_parameters: NotRequired[dict[str, Any] | None]
+
+
+class PublicHead(TypedDict):
+    """`config.json` of an EAGLE-3 head in the format of speculators, or of the original code."""
+
+    architectures: NotRequired[list[str] | None]
+    draft_vocab_size: NotRequired[Annotated[int, Range(1, 1 << 31)] | None]
+    target_hidden_size: NotRequired[Count | None]
+    norm_before_residual: NotRequired[bool | None]
+    eagle_aux_hidden_state_layer_ids: NotRequired[list[Count] | None]
+    eagle_config: NotRequired[dict[str, Any] | None]
+    transformer_layer_config: NotRequired[dict[str, Any]]
+    speculators_model_type: NotRequired[str]
+    speculators_config: NotRequired[dict[str, Any] | None]
 
 
 class Message(TypedDict):

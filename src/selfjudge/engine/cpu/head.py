@@ -32,8 +32,10 @@ class PackedHead(Packed):
             attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj,
             mlp.gate_proj, mlp.up_proj, mlp.down_proj,
         )  # fmt: skip
-        kind = (Q8_0 if int8 else F32) if file is None else file.tensors[f"{output_name(file)}.weight"].kind
-        shapes = [(Q8_0 if int8 else F32, *module.weight.shape) for module in (*modules, head.fc)]
+        kind = Q8_0 if int8 else F32
+        shapes = [(kind, *module.weight.shape) for module in (*modules, head.fc)]
+        if file is not None and head.output is None:
+            kind = file.tensors[f"{output_name(file)}.weight"].kind
         shapes.append((kind, len(head.draft_ids), config.hidden_size))
         self._make_room(shape for shape in shapes if shape[0] not in (F32, F16))
         (layer,) = self.layers
@@ -45,22 +47,25 @@ class PackedHead(Packed):
         self.model = Model(
             1, config.hidden_size, config.heads, config.kv_heads, config.head_dim, config.intermediate_size, config.eps,
             *embedding, self.layers, self._pointer(head.norm.weight), rows, self._pointer(own.hidden_norm.weight),
-            self._matrix(head.fc.weight),
+            self._matrix(head.fc.weight), config.norm_before_residual,
         )  # fmt: skip
 
     def _vocabulary(self, head: EagleHead, file: GgufFile | None) -> tuple[tuple[int, int], Matrix]:
         """The embedding, and the rows of the output matrix that the head proposes from."""
-        if file is None:
-            assert head.embedding is not None
-            assert head.output is not None
-            return (self._pointer(head.embedding), F32), self._matrix(head.output)
-        embedding = file.tensors["token_embd.weight"]
-        file.check_finite(embedding)
-        self.kept.append(file)
+        if head.embedding is not None:
+            embedding = self._pointer(head.embedding), F32
+        else:
+            assert file is not None
+            source = file.tensors["token_embd.weight"]
+            file.check_finite(source)
+            self.kept.append(file)
+            embedding = file.bytes.ctypes.data + source.offset, source.kind
+        if head.output is not None:
+            return embedding, self._matrix(head.output)
+        assert file is not None
         order = head.draft_ids.numpy().astype(np.int32)
         self.kept.append(order)
-        at = file.bytes.ctypes.data + embedding.offset, embedding.kind
-        return at, self._file_matrix(file, output_name(file), order)
+        return embedding, self._file_matrix(file, output_name(file), order)
 
 
 _PACKED: WeakKeyDictionary[EagleHead, dict[tuple[bool, str], PackedHead]] = WeakKeyDictionary()

@@ -131,6 +131,7 @@ struct Model {
   // of a draft head, whose one layer reads the embedding and a state side by side; null and empty in a whole model
   const float* state_norm;
   Matrix fuse;            // [hidden, 3 · hidden] makes a state of what the target gives
+  int32_t normed_residual;  // the layer adds to the state after its norm, not to the state itself
 };
 
 struct Pass {
@@ -538,6 +539,9 @@ void forward(const Model* model, const Pass* pass) {
         offset += w->rows;
       }
 #pragma omp barrier
+      if (model->normed_residual)  // nobody reads the state any more
+        for (int m = thread; m < M; m += threads)
+          std::memcpy(x + static_cast<int64_t>(m) * H, normed + (static_cast<int64_t>(m) * 2 + 1) * H, sizeof(float) * H);
       // rotate queries and keys, store keys and values
       for (int i = thread; i < M * (heads + kv); i += threads) {
         const int m = i / (heads + kv), h = i % (heads + kv);

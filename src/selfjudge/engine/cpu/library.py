@@ -37,7 +37,7 @@ class Model(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate")),
         ("epsilon", ctypes.c_float), ("embedding", ctypes.c_void_p), ("embedding_type", ctypes.c_int32),
         ("layer", ctypes.POINTER(Layer)), ("norm", ctypes.c_void_p), ("head", Matrix),
-        ("state_norm", ctypes.c_void_p), ("fuse", Matrix),
+        ("state_norm", ctypes.c_void_p), ("fuse", Matrix), ("normed_residual", ctypes.c_int32),
     )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ class _HeadWeights:
         self.norm, self.head, self.embedding = head.norm.weight.detach(), head.output, head.embedding
         self.layers = (self.qkv,)  # one of them: so large is the cache
         self.heads, self.kv_heads, self.dim = config.heads, config.kv_heads, config.head_dim
-        self.epsilon, self.rotary = config.eps, head.rotary_emb
+        self.epsilon, self.rotary, self.norm_before_residual = config.eps, head.rotary_emb, config.norm_before_residual
 
 
 _WEIGHTS: WeakKeyDictionary[EagleHead, _HeadWeights] = WeakKeyDictionary()
@@ -76,6 +76,8 @@ class CudaHead(CudaEngine):
         fused = given.shape[1] != size
         x = given.new_zeros(batch * width, size) if fused else given.clone()
         n = kernels.norm(x, kernels.product(given, w.fuse, None) if fused else None, w.state_norm, w.epsilon)
+        if w.norm_before_residual:
+            x = n.clone()
         both = torch.cat([kernels.norm(e.view(batch * width, size), None, w.token_norm, w.epsilon), n], 1)
         q = kernels.rotate(
             kernels.product(both, w.qkv, None), self._cosine, self._sine, slot, position, keys, values, w.heads

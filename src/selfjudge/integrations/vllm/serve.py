@@ -15,7 +15,8 @@ from selfjudge.integrations.vllm.config import KEY, MULTIPROCESS, WORKER, Reques
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.hub import shipped_judge
 from selfjudge.models.catalogue import draft_for
-from selfjudge.models.pull import checkpoint_folder
+from selfjudge.models.export import exported_head
+from selfjudge.models.pull import served_reference
 from selfjudge.types import MAX_GAMMA, default_gamma
 
 
@@ -30,7 +31,7 @@ def command(
     """What to run: vLLM's OpenAI-compatible server with target, draft and rule; `more` flags of vLLM go last.
 
     Target and draft are hub ids, checkpoint folders or the name of an embedded pair. An embedded pair brings its draft
-    and, where one ships, its judge.
+    and, where one ships, its judge. A draft may be an EAGLE-3 head in any format.
     """
     gamma = default_gamma("cuda") if gamma is None else gamma
     if not 1 <= gamma <= MAX_GAMMA:
@@ -42,12 +43,12 @@ def command(
         raise SelfJudgeError(f"no judge ships for {target}: name one with `judge`")
     # what does not exist is refused here: better than in a worker's traceback
     RequestRules(worker, JudgeConfig.from_pretrained(worker.judge) if worker.judge else None, (), gamma)
-    speculation = {"model": _checkpoint(draft), "num_speculative_tokens": gamma}
+    speculation = {**_draft(target, draft, gamma), "num_speculative_tokens": gamma}
     given = asdict(worker)
     settings = {f.name: given[f.name] for f in fields(worker) if given[f.name] != f.default}
     return [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", _checkpoint(target), "--served-model-name", target),
+        *("--model", served_reference(target), "--served-model-name", target),
         *("--speculative-config", json.dumps(speculation)),
         *("--worker-cls", WORKER, "--additional-config", json.dumps({KEY: settings})),
         "--no-trust-remote-code",
@@ -55,9 +56,11 @@ def command(
     ]
 
 
-def _checkpoint(reference: str) -> str:
-    """What vLLM loads: the folder of an embedded model, else the reference itself."""
-    return str(checkpoint_folder(reference) or reference)
+def _draft(target: str, draft: str, gamma: int) -> dict[str, str]:
+    """What vLLM's speculative config says of a draft; a head must be named as one."""
+    if (head := exported_head(target, draft, steps=gamma)) is not None:
+        return {"method": "eagle3", "model": str(head)}
+    return {"model": served_reference(draft)}
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -1,0 +1,41 @@
+"""Heads for vLLM: any EAGLE-3 head that our loop runs, in the format that vLLM loads."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from selfjudge.errors import SelfJudgeError
+from selfjudge.models.eagle import FILE, EagleHead
+from selfjudge.models.pair import Pair, head_folder
+from selfjudge.models.pull import Progress, served_reference
+from selfjudge.models.speculators import FORMAT, is_public_head, write_speculators
+from selfjudge.store import fingerprint, home, locked, refuse_foreign
+
+
+def export_head(target: str, draft: str, out: Path, *, steps: int = 5, progress: Progress | None = None) -> None:
+    """Write the head `draft` of a target in speculators' format; `steps` is how many tokens vLLM drafts by default.
+
+    Target and draft are named as for `Pair.load`. What was exported to `out` before is replaced.
+    """
+    if head_folder(draft) is None:
+        raise SelfJudgeError(f"{draft} is not an EAGLE-3 head: vLLM loads a draft that is a model as it is")
+    ours = is_public_head(out) or not (out / "config.json").exists()
+    refuse_foreign(out, ("config.json", "model.safetensors") if ours else ())
+    pair = Pair.load(target, draft, device="cpu", dtype="float16", progress=progress)
+    assert isinstance(pair.draft, EagleHead)
+    write_speculators(pair.draft, pair.target, out, steps=steps, verifier=served_reference(target))
+
+
+def exported_head(target: str, draft: str, *, steps: int = 5) -> Path | None:
+    """The folder of a head that vLLM loads: its own, or HOME/heads/KEY, made when first asked for; None: not a head."""
+    if (folder := head_folder(draft)) is None:
+        return None
+    if is_public_head(folder):
+        return folder.resolve()
+    made_from = f"{fingerprint([folder / FILE])} {served_reference(target)} {FORMAT}"
+    out = home() / "heads" / hashlib.sha256(made_from.encode()).hexdigest()[:16]
+    with locked(out.with_suffix(".lock")):
+        if not (out / "config.json").is_file():
+            export_head(target, draft, out, steps=steps)
+    return out
