@@ -3,6 +3,8 @@
 DIR is a folder in which `npm install --ignore-scripts node-llama-cpp` was run: its prebuilt binaries need no compiler.
 Where Python's llama-cpp-python is installed, `--node` may be left out. Both sides get the same token ids, decode greedily
 and stop at the same end tokens. Tokens per second are those after the first; the time to the first is reported apart.
+Ours is timed as a user of `stream` sees it: with tokenizing, and text for every token. Resident memory is that of the whole
+process, Python and torch or Node included.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,9 +28,9 @@ from selfjudge.models.pair import Pair
 from selfjudge.prompts.builtin import BUILT_IN
 from selfjudge.store import write_json
 from selfjudge.tasks.base import task
+from selfjudge.types import Generation, pooled_gamma_mean, pooled_mean_accepted_length
 
 WORKER = Path(__file__).with_name("llama_cpp.mjs")
-PREFILL_LENGTHS = (128, 512, 1024)
 
 
 class Timed(NamedTuple):
@@ -39,6 +41,8 @@ class Timed(NamedTuple):
     """Seconds until the first token."""
     seconds: float
     """Until the last."""
+    made: Generation | None = None
+    """As our loop gives it."""
 
 
 Answer = Callable[[list[int], int], Timed]
@@ -52,12 +56,12 @@ class Contestant:
     answer: Answer
     timed: list[list[Timed]] = field(default_factory=list)
 
-    @property
-    def speeds(self) -> list[float]:
-        """Tokens per second after the first token, of each repeat."""
+    def speeds(self, places: Sequence[int] | None = None) -> list[float]:
+        """Tokens per second after the first token, of each repeat; of some of the prompts, or of all."""
+        chosen = [[repeat[i] for i in (range(len(repeat)) if places is None else places)] for repeat in self.timed]
         return [
             sum(len(t.tokens) - 1 for t in repeat) / max(sum(t.seconds - t.first for t in repeat), 1e-9)
-            for repeat in self.timed
+            for repeat in chosen
         ]
 
 
@@ -120,19 +124,21 @@ def ours(pair: Pair, rule: str, gamma: int | None, texts: dict[tuple[int, ...], 
         answers = stream(pair, texts[tuple(prompt)], rule, gamma=gamma, max_new_tokens=tokens, raw=True, trace=False)
         for _ in answers:
             first = first or time.perf_counter() - start
-        return Timed(list(answers.generation.tokens), first, time.perf_counter() - start)
+        seconds, made = time.perf_counter() - start, answers.generation
+        return Timed(list(made.tokens), first, seconds, made)
 
     return answer
 
 
-def prompts_of(pair: Pair, source: str | None, data: Path | None, count: int) -> list[str]:
-    """Texts as the chat template writes them: the built-in prompts, or unseen ones of a task."""
+def prompts_of(pair: Pair, source: str | None, data: Path | None, count: int) -> tuple[list[str], list[str]]:
+    """Kinds, and texts as the chat template writes them: the built-in prompts, or unseen ones of a task."""
     if source is None:
-        chosen: list[Any] = [text for _, text in BUILT_IN[:count]]
+        kinds, chosen = map(list, zip(*BUILT_IN[:count], strict=True))
     else:
         origin = task(source, data)
         chosen = [origin.prompt(row) for row in origin.examples("test", count)]
-    return [pair.tokenizer.decode(pair.encode(prompt)) for prompt in chosen]
+        kinds = [source] * len(chosen)
+    return kinds, [pair.tokenizer.decode(pair.encode(prompt)) for prompt in chosen]
 
 
 def long_text(pair: Pair, length: int) -> str:
@@ -151,28 +157,34 @@ def time_all(contestants: Sequence[Contestant], prompts: Sequence[list[int]], to
         for prompt in prompts:
             for contestant in contestants:
                 contestant.timed[-1].append(contestant.answer(prompt, tokens))
-        say(f"repeat {repeat + 1}:", ", ".join(f"{c.name} {c.speeds[-1]:.1f}" for c in contestants))
+        say(f"repeat {repeat + 1}:", ", ".join(f"{c.name} {c.speeds()[-1]:.1f}" for c in contestants))
 
 
-def row(contestant: Contestant, baseline: Contestant) -> dict[str, Any]:
+def row(contestant: Contestant, baseline: Contestant, kinds: Sequence[str]) -> dict[str, Any]:
     """Medians over the repeats; ratios are taken within a repeat."""
-    ratios = [a / b for a, b in zip(contestant.speeds, baseline.speeds, strict=True)]
+    speeds = contestant.speeds()
+    ratios = [a / b for a, b in zip(speeds, baseline.speeds(), strict=True)]
     same = [a.tokens == b.tokens for a, b in zip(contestant.timed[0], baseline.timed[0], strict=True)]
+    made = [t.made for t in contestant.timed[-1] if t.made is not None]
+    places = {kind: [i for i, other in enumerate(kinds) if other == kind] for kind in kinds}
     return {
         "name": contestant.name,
-        "tokens_per_second": statistics.median(contestant.speeds),
+        "tokens_per_second": statistics.median(speeds),
         "ratio_to_llama_cpp": statistics.median(ratios),
         "spread": [min(ratios), max(ratios)],
+        "by_kind": {kind: statistics.median(contestant.speeds(at)) for kind, at in places.items()},
+        "mean_accepted_length": pooled_mean_accepted_length(made),
+        "gamma_mean": pooled_gamma_mean(made),
         "first_token_seconds": statistics.median(t.first for timed in contestant.timed for t in timed),
         "tokens": sum(len(t.tokens) for t in contestant.timed[0]),
         "same_answers": sum(same) / len(same),
     }
 
 
-def prefill_row(contestant: Contestant, lengths: Sequence[int], repeats: int) -> dict[str, float]:
+def prefill_speeds(contestant: Contestant, lengths: Sequence[int]) -> dict[str, float]:
     """Prompt tokens per second by length, from the time to the first token; the best repeat."""
-    by_length = [min(r[i].first for r in contestant.timed[-repeats:]) for i in range(len(lengths))]
-    return {str(length): length / seconds for length, seconds in zip(lengths, by_length, strict=True)}
+    best = [min(repeat[i].first for repeat in contestant.timed) for i in range(len(lengths))]
+    return {str(length): length / seconds for length, seconds in zip(lengths, best, strict=True)}
 
 
 def resident() -> int:
@@ -181,7 +193,7 @@ def resident() -> int:
     return int(status.split("VmRSS:")[1].split()[0]) * 1024
 
 
-def main() -> None:
+def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pair", default="smollm2-135m")
     parser.add_argument("--gguf", type=Path, required=True, help="The target's GGUF file, which llama.cpp reads.")
@@ -192,37 +204,55 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--rules", default="plain,exact,judged", help="Of our side; plain is exact with γ = 0.")
-    parser.add_argument("--gamma", type=int, default=None)
+    parser.add_argument(
+        "--rules",
+        default="plain,exact,judged",
+        help="Of our side, with the default γ of each; plain is exact with γ = 0. RULE+DRAFT takes another draft.",
+    )
+    parser.add_argument("--prefill", default="128,512,1024", help="Lengths of prompts; empty for none.")
+    parser.add_argument("--prefill-repeats", type=int, default=2)
     parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
+    return parser.parse_args()
 
+
+def our_side(pair: Pair, rules: str, texts: dict[tuple[int, ...], str], dtype: str | None) -> list[Contestant]:
+    """One contestant a rule, all on the same target."""
+    contestants = []
+    for name in rules.split(","):
+        rule, _, draft = name.partition("+")
+        own = (
+            replace(Pair.load(pair.target_id, draft, device="cpu", dtype=dtype), target=pair.target) if draft else pair
+        )
+        answer = ours(own, "exact", 0, texts) if rule == "plain" else ours(own, rule, None, texts)
+        contestants.append(Contestant(f"selfjudge-{name}", answer))
+    return contestants
+
+
+def main() -> None:
+    o = options()
     threads = os.cpu_count() or 1
     torch.set_num_threads(threads)
-    pair = Pair.load(options.pair, device="cpu", dtype=options.dtype)
+    before = resident()
+    pair = Pair.load(o.pair, device="cpu", dtype=o.dtype)
     end = sorted(pair.eos_ids)
-    peer = (
-        NodeLlama(options.node, options.gguf, threads, end) if options.node else PythonLlama(options.gguf, threads, end)
-    )
-    texts = prompts_of(pair, options.task, options.data, options.prompts)
-    longs = [long_text(pair, length) for length in PREFILL_LENGTHS]
-    by_ids = {tuple(pair.encode(text, raw=True)): text for text in (*texts, *longs)}
-    prompts = [pair.encode(text, raw=True) for text in texts]
-    contestants = [Contestant("llama.cpp", peer)]
-    for name in options.rules.split(","):
-        rule, gamma = ("exact", 0) if name == "plain" else (name, options.gamma)
-        contestants.append(Contestant(f"selfjudge-{name}", ours(pair, rule, gamma, by_ids)))
-    time_all(contestants, prompts, options.tokens, options.repeats)
-    rows = [row(contestant, contestants[0]) for contestant in contestants]
-    lengths = [len(pair.encode(text, raw=True)) for text in longs]
-    plain = contestants[:2]
-    time_all(plain, [pair.encode(text, raw=True) for text in longs], 1, options.repeats)
-    write_json(options.out, {
+    peer = NodeLlama(o.node, o.gguf, threads, end) if o.node else PythonLlama(o.gguf, threads, end)
+    kinds, texts = prompts_of(pair, o.task, o.data, o.prompts)
+    longs = [long_text(pair, int(length)) for length in o.prefill.split(",") if length]
+    encoded = {text: pair.encode(text, raw=True) for text in (*texts, *longs)}
+    sides = our_side(pair, o.rules, {tuple(ids): text for text, ids in encoded.items()}, o.dtype)
+    contestants = [Contestant("llama.cpp", peer), *sides]
+    time_all(contestants, [encoded[text] for text in texts], o.tokens, o.repeats)
+    rows = [row(contestant, contestants[0], kinds) for contestant in contestants]
+    memory = {"llama.cpp": peer.resident, "selfjudge": resident(), "python_and_torch": before}
+    lengths = [len(encoded[text]) for text in longs]
+    readers = [Contestant(c.name, c.answer) for c in contestants[:2]]
+    if longs:
+        time_all(readers, [encoded[text] for text in longs], 1, o.prefill_repeats)
+    write_json(o.out, {
         **measured_on(), "peer": peer.version, "pair": pair.name, "dtype": pair.dtype, "threads": threads, "batch": 1,
-        "prompts": options.task or "built-in", "count": len(prompts), "max_new_tokens": options.tokens,
-        "repeats": options.repeats, "runs": rows,
-        "prefill_tokens_per_second": {c.name: prefill_row(c, lengths, options.repeats) for c in plain},
-        "resident_bytes": {"llama.cpp": peer.resident, "selfjudge": resident()},
+        "prompts": o.task or "built-in", "count": len(texts), "max_new_tokens": o.tokens, "repeats": o.repeats,
+        "runs": rows, "resident_bytes": memory,
+        "prefill_tokens_per_second": {c.name: prefill_speeds(c, lengths) for c in readers if longs},
     })  # fmt: skip
     for line in rows:
         say(

@@ -102,6 +102,12 @@ inline uint16_t half_at(const uint8_t* p) {
   return half;
 }
 
+inline uint32_t word_at(const uint8_t* p) {
+  uint32_t word;
+  std::memcpy(&word, p, 4);
+  return word;
+}
+
 inline void read_k(int type, const uint8_t* p, int part, Group& out) {
   if (type == Q6_K) {  // low bits [128], high bits [64], scales [16], d
     const int shift = part % 4, from = part / 4 * 64 + (shift & 1) * 32;
@@ -317,7 +323,8 @@ struct Lanes {  // 16 rows in a register, 8 tokens in 16 registers
   static bytes low(bytes b) { return _mm512_and_si512(b, _mm512_set1_epi8(15)); }
   static bytes high(bytes b) { return low(_mm512_srli_epi16(b, 4)); }
   template <int Q>
-  static bytes with_bits(bytes b, bytes two) {  // bits 2Q and 2Q+1 become 4 and 5
+  static bytes with_bits(bytes both, bytes two) {  // the low or, of an odd Q, the high half; then bits 2Q and 2Q+1
+    const bytes b = Q % 2 ? high(both) : low(both);
     const bytes moved = Q < 2 ? _mm512_slli_epi16(two, 4 - 2 * Q) : _mm512_srli_epi16(two, 2 * Q - 4);
     return _mm512_ternarylogic_epi32(b, moved, _mm512_set1_epi8(48), 0xF8);
   }
@@ -358,7 +365,8 @@ struct Lanes {  // 8 rows in a register, 4 tokens in 8 registers
   static bytes low(bytes b) { return _mm256_and_si256(b, _mm256_set1_epi8(15)); }
   static bytes high(bytes b) { return low(_mm256_srli_epi16(b, 4)); }
   template <int Q>
-  static bytes with_bits(bytes b, bytes two) {
+  static bytes with_bits(bytes both, bytes two) {
+    const bytes b = Q % 2 ? high(both) : low(both);
     const bytes moved = Q < 2 ? _mm256_slli_epi16(two, 4 - 2 * Q) : _mm256_srli_epi16(two, 2 * Q - 4);
     return _mm256_or_si256(b, _mm256_and_si256(moved, _mm256_set1_epi8(48)));
   }
@@ -414,6 +422,7 @@ using LanesOf = Lanes;
 template <int R>
 struct Neon {  // 4 R rows in R registers
   static constexpr int kRows = 4 * R, kTokens = 8, kShift = 0;
+  static constexpr int32_t kMagic = 0x4b400000;  // the bits of 1.5 · 2²³
   static constexpr const char* name = "neon-dotprod";
   struct bytes { int8x16_t v[R]; };
   struct ints { int32x4_t v[R]; };
@@ -435,20 +444,20 @@ struct Neon {  // 4 R rows in R registers
     return each<bytes>([&](int r) { return vreinterpretq_s8_u8(vshrq_n_u8(vreinterpretq_u8_s8(b.v[r]), 4)); });
   }
   template <int Q>
-  static uint8x16_t moved(uint8x16_t two) {
-    if constexpr (Q < 2) return vshlq_n_u8(two, 4 - 2 * Q);
-    else if constexpr (Q == 2) return two;
-    else return vshrq_n_u8(two, 2 * Q - 4);
-  }
-  template <int Q>
-  static bytes with_bits(bytes b, bytes two) {  // bits 2Q and 2Q+1 become 4 and 5
+  static bytes with_bits(bytes both, bytes two) {
     return each<bytes>([&](int r) {
-      const uint8x16_t bits = vandq_u8(moved<Q>(vreinterpretq_u8_s8(two.v[r])), vdupq_n_u8(48));
-      return vorrq_s8(b.v[r], vreinterpretq_s8_u8(bits));
+      const uint8x16_t four = vreinterpretq_u8_s8(both.v[r]), bits = vreinterpretq_u8_s8(two.v[r]), six = vdupq_n_u8(63);
+      uint8x16_t code;
+      // the highest two bits may be any until the end
+      if constexpr (Q == 0) code = vsliq_n_u8(four, bits, 4);
+      else if constexpr (Q == 1) code = vsriq_n_u8(vshlq_n_u8(bits, 2), four, 4);
+      else if constexpr (Q == 2) code = vbslq_u8(vdupq_n_u8(15), four, bits);
+      else code = vsriq_n_u8(vshrq_n_u8(bits, 2), four, 4);
+      return vreinterpretq_s8_u8(vandq_u8(code, six));
     });
   }
   static ints fill(int32_t v) {
-    return each<ints>([&](int) { return vdupq_n_s32(v); });
+    return each<ints>([&](int) { return vdupq_n_s32(kMagic + v); });
   }
   template <int Bits>
   static ints dot(ints sum, bytes a, bytes b, const int8_t* x) {
@@ -463,22 +472,21 @@ struct Neon {  // 4 R rows in R registers
   static floats halves(const uint8_t* p) {
     return each<floats>([&](int r) { return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p + 8 * r))); });
   }
-  static uint16x4_t four_bytes(const uint8_t* p) {
-    uint32_t four;
-    std::memcpy(&four, p, 4);
-    return vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(four))));
+  // each byte as the lowest of a float that is 2²³ without it
+  static float32x4_t bytes_as_floats(uint32_t four, float less) {
+    const uint8x16_t from = vcombine_u8(vreinterpret_u8_u32(vdup_n_u32(four)), vcreate_u8(0x4b));
+    const uint8x16_t places = vcombine_u8(vcreate_u8(0x08090901'08090900), vcreate_u8(0x08090903'08090902));
+    return vsubq_f32(vreinterpretq_f32_u8(vqtbl1q_u8(from, places)), vdupq_n_f32(less));
   }
   static floats unsigned_bytes(const uint8_t* p) {
-    return each<floats>([&](int r) { return vcvtq_f32_u32(vmovl_u16(four_bytes(p + 4 * r))); });
+    return each<floats>([&](int r) { return bytes_as_floats(word_at(p + 4 * r), 0x1p23f); });
   }
   static floats signed_bytes(const uint8_t* p) {
-    return each<floats>([&](int r) {
-      const int16x4_t wide = vreinterpret_s16_u16(vshl_n_u16(four_bytes(p + 4 * r), 8));
-      return vcvtq_n_f32_s32(vmovl_s16(wide), 8);
-    });
+    return each<floats>([&](int r) { return bytes_as_floats(word_at(p + 4 * r) ^ 0x80808080, 0x1p23f + 128); });
   }
+  // a sum that began with kMagic is a float's bits: exact below 2²², and cheaper than a conversion
   static floats convert(ints v) {
-    return each<floats>([&](int r) { return vcvtq_f32_s32(v.v[r]); });
+    return each<floats>([&](int r) { return vsubq_f32(vreinterpretq_f32_s32(v.v[r]), vdupq_n_f32(0x1.8p23f)); });
   }
   static floats times(floats a, floats b) {
     return each<floats>([&](int r) { return vmulq_f32(a.v[r], b.v[r]); });
@@ -527,7 +535,8 @@ struct Lanes {  // any processor; one token at a time, so that every pass runs t
   static bytes low(bytes b) { return each<bytes>([&](size_t i) { return b.v[i] & 15; }); }
   static bytes high(bytes b) { return each<bytes>([&](size_t i) { return static_cast<uint8_t>(b.v[i]) >> 4; }); }
   template <int Q>
-  static bytes with_bits(bytes b, bytes two) {
+  static bytes with_bits(bytes both, bytes two) {
+    const bytes b = Q % 2 ? high(both) : low(both);
     return each<bytes>([&](size_t i) { return b.v[i] | (static_cast<uint8_t>(two.v[i]) >> 2 * Q & 3) << 4; });
   }
   static ints fill(int32_t v) { return each<ints>([&](size_t) { return v; }); }
@@ -568,12 +577,13 @@ __attribute__((always_inline)) inline void eight_columns(const uint8_t* w, const
     b = L::load_signed(w + 128 * I + 64);
   } else {
     const typename L::bytes both = L::load(w + 64 * I);
-    a = L::low(both);
-    b = L::high(both);
     if (B == 6) {
       const typename L::bytes two = L::load(w + 256 + 64 * (I / 2));
-      a = L::template with_bits<2 * (I % 2)>(a, two);
-      b = L::template with_bits<2 * (I % 2) + 1>(b, two);
+      a = L::template with_bits<2 * (I % 2)>(both, two);
+      b = L::template with_bits<2 * (I % 2) + 1>(both, two);
+    } else {
+      a = L::low(both);
+      b = L::high(both);
     }
   }
 #pragma GCC unroll 8
