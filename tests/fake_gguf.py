@@ -36,7 +36,7 @@ def dequantised(data: NDArray[np.uint8], kind: int) -> NDArray[np.float32]:
     return np.asarray(gguf.quants.dequantize(data, gguf.GGMLQuantizationType(kind)), np.float32)
 
 
-LARGE = 1.5
+LARGE = 2.0
 """A group of activations is rounded a second time where its scale exceeds so many times the mean of its token's."""
 
 

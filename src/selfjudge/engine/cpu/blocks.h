@@ -38,7 +38,7 @@ constexpr int kSuper = 256;  // columns of a block of the K types
 constexpr int kBlock = 8;    // groups whose codes lie together
 constexpr int kPart = 64;    // groups of a strip that stay in the first-level cache while it is passed over several times
 constexpr int kAhead = 4096;  // bytes between what is multiplied and what is fetched: a page, where hardware stops
-constexpr float kLarge = 1.5f;  // a group is large where its scale is so many times the mean of its token
+constexpr float kLarge = 2.0f;  // a group is large where its scale is so many times the mean of its token
 
 constexpr bool is_k(int type) { return type >= Q4_K; }
 constexpr bool has_min(int type) { return type == Q4_1 || type == Q5_1 || type == Q4_K || type == Q5_K; }
