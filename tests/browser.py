@@ -8,6 +8,7 @@ import os
 import select
 import shutil
 import subprocess
+import time
 from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
@@ -16,7 +17,17 @@ from typing import Any
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 PATIENCE = 60
 """Seconds until a browser that says nothing counts as broken."""
-KEYS = {"ArrowRight": 39, "ArrowLeft": 37, "ArrowDown": 40, "ArrowUp": 38, "Home": 36, "End": 35, "Tab": 9, "Enter": 13}
+KEYS = {
+    "ArrowRight": 39,
+    "ArrowLeft": 37,
+    "ArrowDown": 40,
+    "ArrowUp": 38,
+    "Home": 36,
+    "End": 35,
+    "Tab": 9,
+    "Enter": 13,
+    "Escape": 27,
+}
 
 
 class Browser:
@@ -26,7 +37,7 @@ class Browser:
         assert CHROMIUM is not None
         theirs_in, self._out = os.pipe()
         self._in, theirs_out = os.pipe()
-        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-pipe", f"--user-data-dir={profile}"]  # fmt: skip
+        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync", "--remote-debugging-pipe", f"--user-data-dir={profile}"]  # fmt: skip
 
         def pipes() -> None:  # the browser reads from 3 and writes to 4
             reading, writing = os.dup(theirs_in), os.dup(theirs_out)
@@ -85,10 +96,10 @@ class Browser:
                 self.loaded += 1
         return got
 
-    def open(self, page: Path, width: int = 1200, height: int = 900) -> None:
+    def open(self, page: Path | str, width: int = 1200, height: int = 900) -> None:
         self.size(width, height)
         before = self.loaded
-        self.call("Page.navigate", url=page.as_uri())
+        self.call("Page.navigate", url=page if isinstance(page, str) else page.as_uri())
         while self.loaded == before:
             self._next()
 
@@ -106,6 +117,14 @@ class Browser:
         found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
+
+    def wait(self, expression: str) -> Any:
+        """The value of an expression as soon as it is true."""
+        deadline = time.monotonic() + PATIENCE
+        while not (value := self.run(expression)):
+            assert time.monotonic() < deadline, f"never true: {expression}"
+            time.sleep(0.02)
+        return value
 
     def press(self, key: str) -> None:
         """A real key, to whatever has the focus."""

@@ -167,6 +167,8 @@ class Judgement(NamedTuple):
 
     place: int
     """Among the tokens of the emission."""
+    probability: float
+    """Of the draft, as the target sees it."""
     target_token: int
     """What the target would have said."""
     target_probability: float
@@ -182,6 +184,8 @@ class JudgedToken:
     """Place among the tokens of the answer."""
     token: int
     text: str
+    probability: float
+    """As the target sees it."""
     target_token: int
     """What the target would have said."""
     target_text: str

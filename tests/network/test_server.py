@@ -174,6 +174,27 @@ def test_judged_tokens_on_request(server: Server, pair: Pair, judge: Judge) -> N
     assert off.selfjudge["judged_tokens"] == []
 
 
+def test_streams_say_of_every_token_where_it_comes_from(server: Server, pair: Pair, judge: Judge) -> None:
+    made = expected(pair, judge, words(4, 6), {"theta": "F"})
+    body = {"selfjudge": {"theta": "F", "tokens": True}}
+    *chunks, last = ask(server, words(4, 6), stream=True, extra_body=body)
+    told = [chunk.selfjudge for chunk in chunks[1:]]
+    tokens = [token for chunk in told for token in chunk["tokens"]]
+    assert [token["token"] for token in tokens] == list(made.tokens)
+    assert [token["origin"] for token in tokens] == list(made.origins)
+    assert "".join(token["text"] for token in tokens) == made.text
+    assert [chunk["cycle"] for chunk in told] == list(range(made.cycles + 1))  # 0 is the prefill
+    judged = [token for token in tokens if token["origin"] == "judge"]
+    for token, other in zip(judged, made.judged_tokens, strict=True):
+        assert token["target_text"] == other.target_text
+        assert token["probability"] == pytest.approx(other.probability, abs=1e-5)
+        assert token["probability"] < token["target_probability"]
+    assert "judged_tokens" not in last.selfjudge
+    assert last.selfjudge["tokens_per_second"] > 0
+    without = list(ask(server, words(4, 6), stream=True, extra_body={"selfjudge": {"theta": "F"}}))
+    assert [c.choices[0].delta.content for c in without] == [c.choices[0].delta.content for c in (*chunks, last)]
+
+
 def test_completions_take_text_and_token_ids(server: Server, pair: Pair) -> None:
     client = server.client()
     (made,) = generate(pair, ["w5 w6"], gamma=3, max_new_tokens=16, raw=True)
@@ -259,7 +280,7 @@ BAD: list[tuple[Any, str]] = [
     ({**GOOD, "logprobs": True}, "logprobs is not"), ({**GOOD, "tools": [{"type": "function"}]}, "tools is not"),
     ({**GOOD, "response_format": {"type": "json_object"}}, "response_format is not"),
     ({**GOOD, "frequency_penalty": 0.5}, "frequency_penalty is not"), ({**GOOD, "no_such_field": 1}, "no_such_field"),
-    ({**GOOD, "\ud800": 1}, ""), ({**GOOD, "selfjudge": {"thetta": 1}}, "thetta"),
+    ({**GOOD, "\ud800": 1}, ""), ({**GOOD, "selfjudge": {"thetta": 1}}, "thetta"), ({**GOOD, "selfjudge": {"tokens": True}}, "needs stream"),
     ({**GOOD, "selfjudge": {"theta": 2}}, "must lie in [0, 1]"), ({**GOOD, "selfjudge": {"theta": "Q"}}, "theta"),
     ({**GOOD, "selfjudge": {"quality": -1}}, "quality"), ({**GOOD, "selfjudge": {"gamma": 21}}, "between 0 and 20"),
     ({**GOOD, "selfjudge": {"gamma": 10**40}}, ""), ({**GOOD, "selfjudge": {"rule": "magic"}}, "unknown rule"),

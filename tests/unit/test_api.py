@@ -121,6 +121,7 @@ def test_judged_tokens_say_what_the_target_wanted(tiny_pair: Pair, judge: Judge,
             assert token.target_token == int(p.argmax()) != token.token
             assert token.target_text == tiny_pair.tokenizer.decode([token.target_token])
             assert token.target_probability == pytest.approx(float(p.max()), abs=1e-4)
+            assert token.probability == pytest.approx(float(p[token.token]), abs=1e-4)
             state = output.hidden_states[-1][0, first + token.index]
             assert token.score == pytest.approx(float(judge.score(state)), abs=1e-4)
             assert token.score > 0.3

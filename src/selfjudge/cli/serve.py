@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 from dataclasses import dataclass, fields, replace
@@ -16,7 +17,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.tune.recipe import Recipe
-from selfjudge.types import setting
+from selfjudge.types import default_gamma, setting
 
 if TYPE_CHECKING:
     from selfjudge.judge.model import Judge
@@ -56,7 +57,7 @@ def serve(
     address: AddressOptions,
     config: ServerConfig,
 ) -> None:
-    """Serve a pair over HTTP as OpenAI's API does: chat completions, completions, models, health, metrics.
+    """Serve a pair over HTTP as OpenAI's API does: chat completions, completions, models, health, metrics. At / is a playground.
 
     Example: selfjudge serve --pair smollm2-135m --rule margin --price 0.1 --port 8000
 
@@ -144,9 +145,11 @@ def _serve_vllm(
     more: list[str],
 ) -> None:
     """Become vLLM's server with our worker in it; its key travels by the environment, where others do not see it."""
+    from selfjudge.integrations.server.playground import FACTS, MIDDLEWARE, describe
     from selfjudge.integrations.vllm.config import WorkerConfig
     from selfjudge.integrations.vllm.serve import command, main
-    from selfjudge.integrations.vllm.shadow import MIDDLEWARE, VARIABLE, ShadowSettings
+    from selfjudge.integrations.vllm.shadow import MIDDLEWARE as SHADOW, VARIABLE, ShadowSettings
+    from selfjudge.judge.hub import shipped_judge
 
     if judge.judge is not None:
         models.check_judge(JudgeConfig.from_pretrained(judge.judge))
@@ -156,19 +159,30 @@ def _serve_vllm(
         assert recipe is not None
         kept = None if config.shadow_keep is None else str(config.shadow_keep.absolute())
         os.environ[VARIABLE] = ShadowSettings(str(recipe.folder.absolute()), config.shadow, kept).dump()
-        more = ["--middleware", MIDDLEWARE, *more]
+        more = ["--middleware", SHADOW, *more]
+    worker = WorkerConfig(judge.judge or "", config.rule or "judged", judge.threshold, judge.quality, judge.price)
     arguments = command(
         models.name,
         models.draft,
-        WorkerConfig(judge.judge or "", config.rule or "judged", judge.threshold, judge.quality, judge.price),
+        worker,
         gamma=None if config.gamma == "auto" else config.gamma,
         more=[
-            *("--host", address.host, "--port", str(address.port)),
+            *("--host", address.host, "--port", str(address.port), "--middleware", MIDDLEWARE),
             *(["--served-model-name", config.name] if config.name else []),
             *(["--dtype", models.dtype] if models.dtype else []),
             *more,
         ],
     )
+    facts = {
+        "backend": "vllm",
+        "rule": worker.rule,
+        "theta": worker.theta,
+        "price": worker.price,
+        "gamma": default_gamma("cuda") if config.gamma in (None, "auto") else config.gamma,
+        "judge": bool(worker.judge or shipped_judge(models.name)),
+        "recipe": None if recipe is None else describe(recipe),
+    }
+    os.environ[FACTS] = json.dumps(facts)
     if config.api_key:
         os.environ["VLLM_API_KEY"] = config.api_key
     main(arguments)

@@ -105,16 +105,16 @@ class Rows:
         self.left[row] -= len(tokens)
         self.finished[row] = finish is not None
         traced = len(body) > 2 * gamma and "judge" in origins
-        judgements = _judgements(packed[2 * gamma : 5 * gamma], origins) if traced else ()
+        judgements = _judgements(packed[2 * gamma : 6 * gamma], origins) if traced else ()
         return Emission(int(self.index[row]), tuple(tokens), tuple(origins), finish, judgements)
 
 
 def _judgements(traced: NDArray[Any], origins: Sequence[Origin]) -> tuple[Judgement, ...]:
-    """[3γ] what `cycle.trace` wrote → about the tokens of origin `judge`."""
-    choice, p, score = traced.reshape(3, -1)
-    p, score = (bits.astype(np.int32).view(np.float32) for bits in (p, score))
+    """[4γ] what `cycle.trace` wrote → about the tokens of origin `judge`."""
+    choice, *bits = traced.reshape(4, -1)
+    p, p_choice, score = (row.astype(np.int32).view(np.float32) for row in bits)
     return tuple(
-        Judgement(j, int(choice[j]), float(p[j]), None if np.isnan(score[j]) else float(score[j]))
+        Judgement(j, float(p[j]), int(choice[j]), float(p_choice[j]), None if np.isnan(score[j]) else float(score[j]))
         for j, origin in enumerate(origins)
         if origin == "judge"
     )

@@ -74,6 +74,7 @@ class Answer:
             index=len(self.tokens) + about.place,
             token=token,
             text=self._text.whole([token]),
+            probability=about.probability,
             target_token=about.target_token,
             target_text=self._text.whole([about.target_token]),
             target_probability=about.target_probability,

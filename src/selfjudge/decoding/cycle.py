@@ -162,18 +162,19 @@ def _over_vocabulary(logits: Tensor, size: int, ids: Tensor | None) -> Tensor:
 
 
 def trace(block: Block, verdict: Verdict) -> Tensor:
-    """[B, 3γ] at each draft: the target's choice, its probability, the judge's score; both as bits of float32."""
+    """[B, 4γ] at each draft: the target's choice; as bits of float32 p of the draft, p of the choice, the judge's score."""
     assert block.argmax is not None
     choice, shape = block.argmax[0][:, :-1], block.draft_tokens.shape
     if block.draft_tokens.device.type == "cpu" and not verdict.judged.any():
-        return choice.new_zeros(shape[0], 3 * shape[1])  # nobody will look
-    p = block.target_logits[:, :-1].softmax(-1, dtype=torch.float32).gather(-1, choice[..., None]).squeeze(-1)
+        return choice.new_zeros(shape[0], 4 * shape[1])  # nobody will look
+    probabilities = block.target_logits[:, :-1].softmax(-1, dtype=torch.float32)
+    p, p_choice = probabilities.gather(-1, torch.stack([block.draft_tokens, choice], -1)).unbind(-1)
     score = torch.full_like(p, math.nan) if block.scores is None else block.scores.float()
-    return torch.cat([choice, p.view(torch.int32).long(), score.view(torch.int32).long()], 1)
+    return torch.cat([choice, *(row.view(torch.int32).long() for row in (p, p_choice, score))], 1)
 
 
 def pack(drafts: Tensor, verdict: Verdict, traced: Tensor | None = None) -> Tensor:
-    """[B, 2γ+3] or [B, 5γ+3] all the host wants to know, in one piece: d, judged, trace, n, next token, irregular."""
+    """[B, 2γ+3] or [B, 6γ+3] all the host wants to know, in one piece: d, judged, trace, n, next token, irregular."""
     n, following = verdict.n_accepted[:, None], verdict.next_token[:, None]
     parts = [drafts, verdict.judged.long(), *([] if traced is None else [traced])]
     return torch.cat([*parts, n, following, verdict.irregular.long().expand_as(n)], 1)

@@ -2,7 +2,8 @@
 
 `config` settings · `address` · `server` start-up · `run` uvicorn and signals · `api` endpoints · `answers` whole or
 streamed · `service` requests become jobs · `rules` which rule a request gets · `scheduler` queue and batches ·
-`schema` bodies of requests · `errors` · `connection` heads and their time · `guard` headers, key and size · `metrics`.
+`schema` bodies of requests · `errors` · `connection` heads and their time · `guard` headers, key and size · `metrics` ·
+`playground` the page at `/`.
 """
 
 from typing import TYPE_CHECKING

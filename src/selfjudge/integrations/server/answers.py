@@ -7,7 +7,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from fastapi import Request
@@ -74,8 +74,7 @@ class Exchange:
             self.end()
         result = update.result
         choice = {"index": 0, **self.format.choice(result.text), "logprobs": None, "finish_reason": _finish(result)}
-        statistics = self.service.statistics(self.job, result)
-        return {**self.head, "choices": [choice], "usage": _usage(result), "selfjudge": statistics}
+        return {**self.head, "choices": [choice], "usage": _usage(result), "selfjudge": self._statistics(result)}
 
     async def events(self) -> AsyncIterator[str]:
         """The answer as server-sent events."""
@@ -91,13 +90,13 @@ class Exchange:
                 yield event(self.format.first)
             while True:
                 update = await self.updates.get()
-                if update.text:
-                    yield event(self.format.delta(update.text))
+                if update.text or update.pieces:
+                    yield event(self.format.delta(update.text), **_tokens(update))
                 if update.failure:
                     yield _event(error_body(*FAILURES[update.failure]))
                     return
                 if update.result is not None:
-                    statistics = self.service.statistics(self.job, update.result)
+                    statistics = self._statistics(update.result)
                     yield event(self.format.delta(""), _finish(update.result), selfjudge=statistics)
                     if usage:
                         yield event(None, usage=_usage(update.result))
@@ -105,6 +104,11 @@ class Exchange:
                     return
         finally:
             self.end()
+
+    def _statistics(self, result: Generation) -> dict[str, Any]:
+        options = self.body.selfjudge
+        listed = options is not None and options.judged_tokens
+        return self.service.statistics(self.job, result, judged_tokens=listed)
 
 
 async def respond(
@@ -139,6 +143,22 @@ async def _watch(request: Request, scheduler: Scheduler, job: Job, seconds: floa
         scheduler.cancel(job, "timeout")
     else:
         scheduler.cancel(job, "cancelled")
+
+
+def _tokens(update: Update) -> dict[str, Any]:
+    """The field `selfjudge` of a chunk whose tokens were asked for."""
+    if not update.pieces:
+        return {}
+    tokens = [
+        {
+            **(asdict(piece.judged) if piece.judged else {}),
+            "token": piece.token,
+            "text": piece.text,
+            "origin": piece.origin,
+        }
+        for piece in update.pieces
+    ]
+    return {"selfjudge": {"cycle": update.cycle, "tokens": tokens}}
 
 
 def _event(data: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The HTTP surface: OpenAI's chat completions, completions and models, health and metrics."""
+"""The HTTP surface: OpenAI's chat completions, completions and models, health and metrics; the playground's page."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from selfjudge.errors import EMPTY_PROMPT
 from selfjudge.integrations.server.answers import CHAT, TEXT, respond
 from selfjudge.integrations.server.errors import RefusedError, add_handlers
 from selfjudge.integrations.server.guard import ASGI, Guard
+from selfjudge.integrations.server.playground import headers, page
 from selfjudge.integrations.server.schema import ChatRequest, TextRequest
 from selfjudge.integrations.server.service import Service
 
@@ -23,6 +24,11 @@ def make_app(service: Service) -> ASGI:
     scheduler, metrics = service.scheduler, service.scheduler.metrics
     metrics.gauge("event_loop_tasks", "Tasks of the event loop.", lambda: len(asyncio.all_tasks()))
     add_handlers(app)
+
+    @app.get("/", include_in_schema=False)
+    async def playground() -> Response:
+        """The page for people."""
+        return Response(page(), media_type="text/html", headers=headers())
 
     @app.get("/health")
     async def health() -> Response:

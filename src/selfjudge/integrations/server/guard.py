@@ -17,6 +17,7 @@ Send = Callable[[Message], Awaitable[None]]
 ASGI = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 KINDS = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error", 504: "timeout"}
+OPEN = ("/", "/health")  # need no key: the playground's page asks for it itself
 BODY_SECONDS = 30.0  # that a client has to send its request in
 
 
@@ -33,7 +34,7 @@ class Guard:
     def __init__(self, app: ASGI, *, keys: Sequence[str], max_bytes: int, metrics: Metrics) -> None:
         self.app, self.metrics, self.max_bytes = app, metrics, max_bytes
         self.keys = [f"Bearer {key}".encode() for key in keys]
-        self.known = {"/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions"}
+        self.known = {"/", "/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions"}
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -55,7 +56,7 @@ class Guard:
         sent = headers.get(b"authorization", b"")
         known = [number for number, key in enumerate(self.keys) if hmac.compare_digest(sent, key)]
         scope.setdefault("state", {}).update(key=known[0] if known else 0, arrived=time.perf_counter())
-        if self.keys and not known and scope["path"] != "/health":
+        if self.keys and not known and scope["path"] not in OPEN:
             await _refuse(counted, 401, "wrong or missing API key: send it as a bearer token", "invalid_api_key")
             return
         try:

@@ -29,6 +29,7 @@ class RuleOptions:
     gamma: Gamma | None = None
     off: bool = False
     judged_tokens: bool = False
+    tokens: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class Rules:
             raise SelfJudgeError("`gamma` above 0 needs a draft model, and this server has none")
         price = options.price if said or off else self.price
         theta = self._theta(rule, options, price)
-        choice = Choice(rule, theta, price, gamma, sampling, trace=options.judged_tokens)
+        choice = Choice(rule, theta, price, gamma, sampling, trace=options.judged_tokens or options.tokens)
         built = self.build(choice)
         if gamma != "auto":
             built.check(gamma)

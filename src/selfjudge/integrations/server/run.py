@@ -56,6 +56,7 @@ async def run(service: Service, listener: socket.socket, notify: Callable[[str],
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         notify(f"serving {service.name} at http://{shown}:{port}/v1")
+        notify(f"playground at http://{shown}:{port}/")
     await server.serve(sockets=[listener])
 
 

@@ -25,7 +25,7 @@ from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.integrations.server.metrics import MODES, Metrics
 from selfjudge.integrations.server.rules import Choice, Rules
 from selfjudge.models.pair import Pair
-from selfjudge.types import Generation
+from selfjudge.types import Generation, Piece
 
 if TYPE_CHECKING:
     from selfjudge.integrations.server.shadow import Shadow
@@ -40,6 +40,10 @@ class Update:
     """What is new about a job; the last update has a result or a failure."""
 
     text: str = ""
+    pieces: Sequence[Piece] = ()
+    """The tokens of the text, where the job asked for them."""
+    cycle: int = 0
+    """Which pass they are from; 0 is a prefill."""
     result: Generation | None = None
     failure: Failure | None = None
 
@@ -55,6 +59,8 @@ class Job:
     stop: Sequence[str] = ()
     seed: int = 0
     streamed: bool = False
+    detailed: bool = False
+    """Whether updates carry tokens: all of them, also those without text of their own."""
     key: int = 0
     """Whose job it is: the number of the client's API key."""
     arrived: float = field(default_factory=time.perf_counter)
@@ -293,7 +299,10 @@ class Scheduler:
             elif not choice.background:
                 waited = time.perf_counter() - job.arrived
                 self.metrics.observe("time_to_first_token_seconds", waited, mode=choice.mode)
-            if text := "".join(piece.text for piece in pieces):
+            text = "".join(piece.text for piece in pieces)
+            if job.detailed:
+                job.send(Update(text, pieces, answer.cycles))
+            elif text:
                 job.send(Update(text))
             if answer.finish is not None:
                 self._leave(active, answer, None)

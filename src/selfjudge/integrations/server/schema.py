@@ -50,6 +50,8 @@ class DecodeOptions(Strict):
     off: bool = False
     judged_tokens: bool = False
     """Whether the answer lists the tokens that were accepted against the target's choice."""
+    tokens: bool = False
+    """Whether a stream says of every token where it comes from."""
 
     def plain(self) -> RuleOptions:
         return RuleOptions(**self.model_dump())
@@ -114,6 +116,8 @@ class Request(Strict):
                 raise ValueError(f"{name} is not supported by this server: leave it out")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream: true")
+        if self.selfjudge is not None and self.selfjudge.tokens and not self.stream:
+            raise ValueError("selfjudge.tokens needs stream: true")
         return self
 
     @field_validator("temperature")

@@ -35,13 +35,14 @@ def serve(
     """Serve until SIGTERM or SIGINT: then refuse new requests, finish those that run, and return.
 
     `recipe` is the one that rule and γ of the config come from; `shadow` watches its certificate. `notify` is called with
-    one line once requests are welcome.
+    two lines once requests are welcome: where the API is, and where the playground.
     """
+    from selfjudge.integrations.server.playground import describe
     from selfjudge.integrations.server.run import run
     from selfjudge.integrations.server.service import Service
 
     scheduler = start_scheduler(pair, judge, config or ServerConfig(), recipe)
-    service = Service(scheduler.config.name or pair.name, pair, scheduler)
+    service = Service(scheduler.config.name or pair.name, pair, scheduler, describe(recipe) if recipe else None)
     try:
         asyncio.run(run(service, listener, notify))
     finally:

@@ -7,7 +7,7 @@ import contextlib
 import copy
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -20,7 +20,7 @@ from selfjudge.integrations.server.rules import RuleOptions, Rules
 from selfjudge.integrations.server.scheduler import ClosedError, FullError, Job, Scheduler, Update
 from selfjudge.integrations.server.schema import ChatRequest, Request
 from selfjudge.models.pair import Pair
-from selfjudge.types import Generation
+from selfjudge.types import PHASES, Generation
 
 SHORT_BYTES = 1 << 12  # of a prompt that is encoded within milliseconds
 MESSAGE_BYTES = BYTES_PER_TOKEN  # what a message counts for beside its text: the template adds a token at least
@@ -41,6 +41,8 @@ class Service:
     name: str
     pair: Pair
     scheduler: Scheduler
+    recipe: Mapping[str, str] | None = None
+    """What `playground.describe` says of the recipe in use."""
     lanes: tuple[Lane, Lane] = field(init=False)
     """Encode short and long prompts, so that no short one waits behind a long one."""
     since: int = field(default_factory=lambda: int(time.time()))
@@ -111,7 +113,8 @@ class Service:
 
         seed = secrets.randbits(62) if request.seed is None else request.seed
         streamed = bool(request.stream or request.stops)
-        return Job(prompt, choice, length, send, tuple(request.stops), seed, streamed, key), updates
+        job = Job(prompt, choice, length, send, tuple(request.stops), seed, streamed, options.tokens, key)
+        return job, updates
 
     def _length(self, request: Request, prompt_tokens: int, default: int | None) -> int:
         """The most tokens of the answer: the request's limit, else the endpoint's default, else the server's limit."""
@@ -134,7 +137,7 @@ class Service:
             return None
         return Sampling(temperature, 1.0 if request.top_p is None else request.top_p, request.top_k or 0)
 
-    def statistics(self, job: Job, result: Generation) -> dict[str, Any]:
+    def statistics(self, job: Job, result: Generation, *, judged_tokens: bool) -> dict[str, Any]:
         """The field `selfjudge` of a response."""
         rule = self.rules.build(job.choice)
         statistics: dict[str, Any] = {
@@ -146,8 +149,9 @@ class Service:
             "cycles": result.cycles,
             "mean_accepted_length": result.mean_accepted_length,
             "judged_share": result.judged_share,
+            "tokens_per_second": _tokens_per_second(result),
         }
-        if job.choice.trace:
+        if judged_tokens:
             statistics["judged_tokens"] = [asdict(token) for token in result.judged_tokens]
         return statistics
 
@@ -162,15 +166,26 @@ class Service:
             "owned_by": "selfjudge",
             "max_model_len": self.config.max_context,
             "selfjudge": {
+                "backend": "torch",
                 "rule": own.rule,
                 "theta": rules.theta,
                 "price": own.price,
                 "gamma": own.gamma,
+                "judge": rules.judge is not None,
+                "max_tokens": self.config.max_tokens,
+                "recipe": self.recipe,
+                "refuted": rules.refuted,
                 "device": pair.target.device.type,
                 "dtype": pair.dtype,
                 "draft_dtype": draft_dtype(pair, self.config.engine),
             },
         }
+
+
+def _tokens_per_second(result: Generation) -> float | None:
+    """By the time of its own passes: the clock stands still while answers of other settings have their turn."""
+    seconds = sum(result.seconds.get(phase, 0.0) for phase in PHASES)
+    return len(result.tokens) / seconds if seconds else None
 
 
 def _bytes_of(prompt: str | list[dict[str, str]]) -> int:

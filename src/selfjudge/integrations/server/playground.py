@@ -1,0 +1,123 @@
+"""The playground: one page at `/` that shows an answer as it is decoded. It needs no other file and no other host.
+
+Our own server answers `/` itself. In front of vLLM's server the page comes from `Playground`, an ASGI middleware.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from functools import cache
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+from selfjudge.integrations.server.guard import ASGI, Message, Receive, Send
+
+if TYPE_CHECKING:
+    from selfjudge.tune.recipe import Recipe
+
+FACTS = "SELFJUDGE_PLAYGROUND"
+"""The variable that says, in front of vLLM, how answers are decoded: JSON, the field `selfjudge` of a model."""
+MIDDLEWARE = "selfjudge.integrations.server.playground.Playground"
+"""For vLLM's `--middleware`."""
+
+
+@cache
+def page() -> str:
+    """The whole page. It says nothing about the server: that comes from `/v1/models`, which may need a key."""
+    return _asset("server", "playground.html").replace("/*STYLE*/", _style()).replace("/*SCRIPT*/", _script())
+
+
+@cache
+def headers() -> dict[str, str]:
+    """Of the page: only its own script and style sheet run, and it talks to this server alone."""
+    policy = {
+        "default-src": "'none'", "script-src": f"'{_hash(_script())}'", "style-src": f"'{_hash(_style())}'",
+        "connect-src": "'self'", "img-src": "data:", "base-uri": "'none'", "form-action": "'none'",
+        "frame-ancestors": "'none'", "require-trusted-types-for": "'script'",
+    }  # fmt: skip
+    return {
+        "content-security-policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
+        "cache-control": "no-cache",
+        "referrer-policy": "no-referrer",
+        "x-content-type-options": "nosniff",
+    }
+
+
+def describe(recipe: Recipe) -> dict[str, str]:
+    """What the page says about the recipe in use: its name, what came out, and what is claimed."""
+    from selfjudge.report.certificate import claim, finding
+
+    certificate = recipe.certificate
+    return {"name": recipe.folder.resolve().name, "finding": finding(certificate), "claim": claim(certificate)}
+
+
+class Playground:
+    """Answers `/` in front of another application, and adds to its models how their answers are decoded."""
+
+    def __init__(self, app: ASGI) -> None:
+        self.app, self.facts = app, json.loads(os.environ.get(FACTS, "{}"))
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        where = (scope.get("method"), scope.get("path")) if scope["type"] == "http" else None
+        if where == ("GET", "/"):
+            await _send(send, 200, page().encode(), {**headers(), "content-type": "text/html; charset=utf-8"})
+        elif where == ("GET", "/v1/models"):
+            await self.app(scope, receive, _Whole(send, self._with_facts))
+        else:
+            await self.app(scope, receive, send)
+
+    def _with_facts(self, body: bytes) -> bytes:
+        models = json.loads(body)
+        for model in models.get("data", ()):
+            model["selfjudge"] = self.facts
+        return json.dumps(models).encode()
+
+
+class _Whole:
+    """Sends a response once all of it is there; the body of a good one is changed first."""
+
+    def __init__(self, send: Send, change: Any) -> None:
+        self.send, self.change = send, change
+        self.start: Message = {}
+        self.body = bytearray()
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.start = message
+            return
+        self.body += message.get("body", b"")
+        if message.get("more_body"):
+            return
+        status = self.start["status"]
+        body = self.change(bytes(self.body)) if status == 200 else bytes(self.body)
+        kept = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in self.start["headers"]}
+        await _send(self.send, status, body, kept)
+
+
+async def _send(send: Send, status: int, body: bytes, named: Mapping[str, str]) -> None:
+    whole = {**named, "content-length": str(len(body))}
+    pairs = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in whole.items()]
+    await send({"type": "http.response.start", "status": status, "headers": pairs})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _style() -> str:
+    """The report's colours, controls and tokens, then what is the playground's own."""
+    return _asset("report", "page.css") + _asset("server", "playground.css")
+
+
+def _script() -> str:
+    return _asset("server", "playground.js")
+
+
+def _asset(whose: str, name: str) -> str:
+    package = {"server": "selfjudge.integrations.server", "report": "selfjudge.report"}[whose]
+    return resources.files(package).joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
