@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import threading
+from contextlib import redirect_stderr
+
 import pytest
 
 from selfjudge.cli import output
@@ -24,3 +28,67 @@ def test_a_stage_is_said_once_and_again_when_it_goes_on(
             now += seconds
             update(stage, share)
     assert capsys.readouterr().err.splitlines() == ["labels …", "labels 50%", "τ …", "ready"]
+
+
+class Watched(io.StringIO):
+    """A pipe that can be waited on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = threading.Semaphore(0)
+
+    def write(self, text: str) -> int:
+        count = super().write(text)
+        if text.endswith("\n"):
+            self.written.release()
+        return count
+
+    def wait(self, lines: int) -> list[str]:
+        for _ in range(lines):
+            assert self.written.acquire(timeout=20)
+        return self.getvalue().splitlines()
+
+
+@pytest.fixture
+def pipe(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    """For stderr, on a clock whose every look is a second later."""
+    ticks = iter(range(10**9))
+    monkeypatch.setattr(output.time, "monotonic", lambda: float(next(ticks)))
+    monkeypatch.setattr(output, "TICK", 0.001)
+    return Watched()
+
+
+def test_work_that_says_nothing_is_spoken_for(pipe: Watched) -> None:
+    with redirect_stderr(pipe), output.progress() as update:
+        update("labels", 0.25)
+        said = pipe.wait(3)
+    assert said[:3] == ["labels …", "labels 25%", "labels 25%"]
+
+
+def test_work_that_has_said_nothing_yet(pipe: Watched) -> None:
+    with redirect_stderr(pipe), output.progress():
+        assert pipe.wait(1)[0].startswith("working … ")
+
+
+def test_a_status_that_goes_on(pipe: Watched) -> None:
+    with redirect_stderr(pipe), output.status() as line:
+        line("warming up …")
+        said = pipe.wait(2)
+    assert said[0] == "warming up …"
+    assert said[1].startswith("warming up … ")
+    assert said[1].endswith(" s")
+
+
+def test_what_is_waited_for_is_said_late_and_where_it_was_asked(pipe: Watched) -> None:
+    """A load sends what others write to stderr elsewhere; our own lines are not lost with it."""
+    with redirect_stderr(pipe), output.waiting("loading a model …"), redirect_stderr(io.StringIO()) as lost:
+        assert pipe.wait(1)[0].startswith("loading a model … ")
+    assert lost.getvalue() == ""
+
+
+def test_what_is_soon_done_leaves_no_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with output.waiting("loading a model …"):
+        pass
+    with output.progress(patient=True) as update:
+        update("fetching", 0.5)
+    assert capsys.readouterr().err == ""

@@ -11,7 +11,7 @@ import typer
 from selfjudge.bench.config import DecodeBenchConfig, DraftBenchConfig, LabelBenchConfig, PassesConfig
 from selfjudge.cli.groups import Chosen, DeviceOptions, JudgeOptions, PairOptions, RecipeFolder, check_rule
 from selfjudge.cli.options import AsJson, Data, PromptLimit, config_options
-from selfjudge.cli.output import describe_machine, figure as number, print_json, print_rows, status
+from selfjudge.cli.output import describe_machine, figure as number, print_json, print_rows, status, waiting
 from selfjudge.errors import SelfJudgeError
 
 
@@ -149,11 +149,12 @@ def _model(name: str, place: DeviceOptions) -> Any:
 
     check_shape(shape)
 
-    from selfjudge.bench.passes import random_model
-    from selfjudge.models.pair import chosen_device, chosen_dtype
+    with waiting("making random weights …"):
+        from selfjudge.bench.passes import random_model
+        from selfjudge.models.pair import chosen_device, chosen_dtype
 
-    device = chosen_device(place.device)
-    return random_model(shape, device, chosen_dtype(place.dtype, device))
+        device = chosen_device(place.device)
+        return random_model(shape, device, chosen_dtype(place.dtype, device))
 
 
 @config_options(DraftBenchConfig)

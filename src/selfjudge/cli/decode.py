@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,7 +13,7 @@ from rich.text import Text
 
 from selfjudge.cli.groups import Chosen, DecodeOptions, JudgeOptions, PairOptions, RecipeFolder, check_rule
 from selfjudge.cli.options import AsJson, config_options
-from selfjudge.cli.output import figure, print_json
+from selfjudge.cli.output import figure, print_json, progress, waiting
 from selfjudge.errors import EMPTY_PROMPT, SelfJudgeError
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def generate(
         raw=decode.raw,
         engine=decode.engine,
     )
-    _show(answer, color, quiet=as_json)
+    _show(answer, color, quiet=as_json, longest=decode.max_new_tokens)
     result = answer.generation
     if as_json:
         about = {"pair": pair.name, "dtype": pair.dtype, "draft_dtype": draft_dtype(pair, decode.engine)}
@@ -94,12 +95,19 @@ def generate(
     )
 
 
-def _show(answer: Stream, color: bool, quiet: bool) -> None:
-    """Print the pieces as they come."""
+def _show(answer: Stream, color: bool, quiet: bool, longest: int) -> None:
+    """Print the pieces as they come; where they are not to be seen, how many there are."""
+    pieces = iter(answer)
+    if quiet:
+        with progress(patient=True) as update:
+            update("answering", 0.0)
+            for count, _ in enumerate(pieces):
+                update("answering", count / longest)
+        return
     console = Console(force_terminal=True if color else None, highlight=False, soft_wrap=True)
-    for piece in answer:
-        if quiet:
-            continue
+    with waiting("reading the prompt …"):
+        first = list(islice(pieces, 1))
+    for piece in chain(first, pieces):
         if color:
             console.print(Text(piece.text, style=TINTS[piece.origin]), end="")
         else:

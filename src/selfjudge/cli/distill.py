@@ -38,9 +38,10 @@ def distill(
     models.check()
     RunFolder(out).claim(own=("work",))  # what is wrong is said before the models are loaded
 
+    pair = models.load(needs_draft=False, whole_weights=True)
+
     from selfjudge.distill.pipeline import distill_draft
 
-    pair = models.load(needs_draft=False, whole_weights=True)
     slow = pair.target.device.type == "cpu" and not config.prompts
     with going_on("the same command goes on from here"), progress() as update:
 

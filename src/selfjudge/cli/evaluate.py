@@ -61,10 +61,11 @@ def evaluate(
     sources = _judges(judge, models, config)
     _check_rules(config, models, sources)
 
+    pair = chosen.load(whole_weights=True)
+
     from selfjudge.evaluate.pipeline import evaluate_rules
     from selfjudge.judge.model import Judge
 
-    pair = chosen.load(whole_weights=True)
     judges = {name: [Judge.from_pretrained(place) for place in places] for name, places in sources.items()}
     for loaded in (j for several in judges.values() for j in several):
         loaded.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
@@ -122,9 +123,10 @@ def reproduce(
         models = replace(models, target=target, draft=draft)
     models.check()
 
+    loaded = models.load(whole_weights=True)
+
     from selfjudge.evaluate.reproduce import reproduce_paper
 
-    loaded = models.load(whole_weights=True)
     with progress() as update:
         result = reproduce_paper(loaded, out, config, notify=update, warn=warn)
     if as_json:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from selfjudge.cli.output import progress, warn
+from selfjudge.cli.output import progress, waiting, warn
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
-from selfjudge.models.catalogue import EMBEDDED, check_reference
+from selfjudge.models.catalogue import EMBEDDED, check_hub, check_reference
 from selfjudge.tune.recipe import Recipe
 from selfjudge.types import MAX_GAMMA, Gamma, check_settings, default_gamma, setting
 
@@ -50,9 +50,10 @@ class DeviceOptions:
     @property
     def device_type(self) -> str:
         """cuda, mps or cpu: the given one, or the best there is."""
-        from selfjudge.models.pair import chosen_device
+        with waiting("starting torch …"):
+            from selfjudge.models.pair import chosen_device
 
-        return chosen_device(self.device).type
+            return chosen_device(self.device).type
 
     def check_gamma(self, rule: AcceptanceRule, gamma: Gamma | None) -> None:
         """Refuse a γ that the rule cannot work with; None is the device's fixed one, `auto` one that works.
@@ -77,9 +78,10 @@ class DeviceOptions:
     @property
     def fitting_device(self) -> str:
         """Where to fit a judge: the best device there is with float64."""
-        from selfjudge.models.pair import chosen_device
+        with waiting("starting torch …"):
+            from selfjudge.models.pair import chosen_device
 
-        place = chosen_device(self.device)
+            place = chosen_device(self.device)
         return "cpu" if place.type == "mps" else str(place)
 
 
@@ -122,10 +124,13 @@ class PairOptions(DeviceOptions):
         """The models, pulled where they have to be; with `whole_weights` their default dtype is one of floats."""
         if needs_draft and self.draft is None and (self.name not in EMBEDDED or EMBEDDED[self.name].draft is None):
             raise SelfJudgeError(f"no draft ships for {self.name}: name one with `draft`")
+        for reference in filter(None, (self.name, self.draft)):
+            check_hub(reference)
+        with progress(patient=True) as update:
+            update(f"loading {self.name}", 0.0)
 
-        from selfjudge.models.pair import Pair
+            from selfjudge.models.pair import Pair
 
-        with progress() as update:
             return Pair.load(
                 self.name,
                 self.draft,

@@ -9,7 +9,7 @@ import typer
 
 from selfjudge.cli.groups import PairOptions
 from selfjudge.cli.options import AsJson, Data, Resume, config_options
-from selfjudge.cli.output import going_on, print_json, print_rows, progress, warn
+from selfjudge.cli.output import going_on, print_json, print_rows, progress, waiting, warn
 from selfjudge.errors import SelfJudgeError
 from selfjudge.label.config import ROUNDED, WHOLE_WEIGHTS, LabelConfig
 from selfjudge.label.tau import known_tau
@@ -47,9 +47,10 @@ def label(
     if config.takes_shipped_tau and not resume:
         known_tau(models.name, None, config.suffix_length)
 
+    pair, engine = _backend(config.backend, engine_options, models)
+
     from selfjudge.label.pipeline import label_pair
 
-    pair, engine = _backend(config.backend, engine_options, models)
     with going_on("go on with --resume"), progress() as update:
         manifest = label_pair(pair, out, config, backend=engine, data=data, resume=resume, notify=update, warn=warn)
     if as_json:
@@ -79,13 +80,14 @@ def _backend(name: str, engine_options: str, models: PairOptions) -> tuple[Pair,
         return models.load(whole_weights=True), None
     from importlib.util import find_spec
 
-    from selfjudge.integrations.vllm.label import VllmBackend, outline_pair, parse_engine_options
-
     if find_spec("vllm") is None:
         raise SelfJudgeError("vLLM is not installed here: pip install vllm (or selfjudge[vllm])")
-    options = parse_engine_options(engine_options)
-    pair, model = outline_pair(models.name, models.draft, device=models.device, dtype=models.dtype)
-    return pair, VllmBackend(pair, model, options)
+    with waiting(f"loading {models.name} in vLLM …"):
+        from selfjudge.integrations.vllm.label import VllmBackend, outline_pair, parse_engine_options
+
+        options = parse_engine_options(engine_options)
+        pair, model = outline_pair(models.name, models.draft, device=models.device, dtype=models.dtype)
+        return pair, VllmBackend(pair, model, options)
 
 
 def merge(
@@ -97,9 +99,10 @@ def merge(
 
     Example: selfjudge labels merge part0 part1 --out labels
     """
-    from selfjudge.label.folder import merge as run
+    with waiting("joining labels …"):
+        from selfjudge.label.folder import merge as run
 
-    manifest = run(folders, out)
+        manifest = run(folders, out)
     if as_json:
         print_json({k: v for k, v in manifest.items() if k != "shards"})
         return
@@ -113,9 +116,10 @@ def info(
 
     Example: selfjudge labels info labels
     """
-    from selfjudge.label.folder import info as read
+    with waiting("reading labels …"):
+        from selfjudge.label.folder import info as read
 
-    about = {str(folder): read(folder) for folder in folders}
+        about = {str(folder): read(folder) for folder in folders}
     if as_json:
         print_json(about)
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +17,9 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 QUIET = 15.0
-"""Seconds after which a stage that goes on says so where there is no progress bar."""
+"""Seconds after which a stage that goes on says so where there is no terminal."""
+TICK = 1.0
+"""Seconds between two looks at the clock."""
 
 OPTIONS: dict[str, str] = {}
 """The option of each argument; the program fills it in when it starts."""
@@ -90,11 +93,70 @@ def going_on(words: str) -> Iterator[None]:
         raise
 
 
+class Lines:
+    """Reports where there is no terminal: each stage once, and again every QUIET seconds while it goes on.
+
+    A patient one begins to speak after QUIET seconds: work that is soon done, or refused, leaves no line.
+    """
+
+    def __init__(self, patient: bool = False) -> None:
+        self._patient, self._seen, self._out = patient, set[str](), sys.stderr  # which a load may redirect
+        self._stage = ""
+        self._share: float | None = None
+        self._begun = self._said = time.monotonic()
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._watch = threading.Thread(target=self._repeat, daemon=True)
+        self._watch.start()
+
+    def __call__(self, stage: str, share: float | None = None) -> None:
+        """Say what goes on, with the share of it that is done where that is known."""
+        with self._lock:
+            if stage != self._stage:
+                self._begun = time.monotonic()
+            self._stage, self._share = stage, share
+            if self._due:
+                self._say()
+            elif stage not in self._seen and not self._patient:
+                self._say(first=True)
+
+    def close(self) -> None:
+        self._closed.set()
+        self._watch.join()
+
+    @property
+    def _due(self) -> bool:
+        known = self._patient or not self._stage or self._stage in self._seen
+        return known and time.monotonic() - self._said >= QUIET
+
+    def _repeat(self) -> None:
+        """Look at the clock while the work itself says nothing."""
+        while not self._closed.wait(TICK):
+            with self._lock:
+                if self._due:
+                    self._say()
+
+    def _say(self, first: bool = False) -> None:
+        words = self._stage.removesuffix(" …") or "working"
+        if self._share is not None and not first:
+            line = f"{words} {self._share:.0%}"
+        elif first:
+            line = self._stage if self._share is None or self._share >= 1 else f"{words} …"
+        else:
+            line = f"{words} … {time.monotonic() - self._begun:.0f} s"
+        self._seen.add(self._stage)
+        self._said = time.monotonic()
+        print(line, file=self._out, flush=True)
+
+
 @contextmanager
-def progress() -> Iterator[Callable[[str, float], None]]:
-    """A progress bar on stderr that appears with the first report; a line a stage where there is no terminal."""
+def progress(patient: bool = False) -> Iterator[Callable[[str, float], None]]:
+    """A progress bar on stderr; lines where there is no terminal."""
     if not Console(file=sys.stderr).is_terminal:
-        yield _lines()
+        lines = Lines(patient)
+        try:
+            yield lines
+        finally:
+            lines.close()
         return
     columns = (
         TextColumn("{task.description}"),
@@ -104,7 +166,7 @@ def progress() -> Iterator[Callable[[str, float], None]]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
-        task = bar.add_task("", total=1.0, visible=False)
+        task = bar.add_task("starting", total=1.0)
         current = ""
 
         def show(stage: str, share: float) -> None:
@@ -112,38 +174,23 @@ def progress() -> Iterator[Callable[[str, float], None]]:
             if stage.split(":")[0] != current:  # the time left is that of the stage
                 current = stage.split(":")[0]
                 bar.reset(task)
-            bar.update(task, description=stage, completed=share, visible=True)
+            bar.update(task, description=stage, completed=share)
 
         yield show
 
 
-def _lines() -> Callable[[str, float], None]:
-    """Reports in a pipe: each stage once, and again every QUIET seconds while it goes on."""
-    seen, last = set[str](), 0.0
-
-    def report(stage: str, share: float) -> None:
-        nonlocal last
-        known, now = stage in seen, time.monotonic()
-        if known and now - last < QUIET:
-            return
-        seen.add(stage)
-        last = now
-        print(f"{stage} {share:.0%}" if known else stage if share >= 1 else f"{stage} …", file=sys.stderr, flush=True)
-
-    return report
-
-
 class StatusLine:
-    """Reports of what is going on: one changing line on a terminal, a line a report elsewhere; both on stderr."""
+    """Reports of what is going on: one changing line on a terminal, lines elsewhere; both on stderr."""
 
-    def __init__(self) -> None:
+    def __init__(self, patient: bool = False) -> None:
         console = Console(file=sys.stderr)
         self._spinner = console.status("") if console.is_terminal else None
+        self._lines = None if console.is_terminal else Lines(patient)
 
     def __call__(self, text: str) -> None:
-        if self._spinner is None:
-            print(text, file=sys.stderr, flush=True)
-        else:
+        if self._lines is not None:
+            self._lines(text)
+        elif self._spinner is not None:
             self._spinner.update(text)
             self._spinner.start()
 
@@ -157,12 +204,25 @@ class StatusLine:
         if self._spinner is not None:
             self._spinner.stop()
 
+    def close(self) -> None:
+        self.stop()
+        if self._lines is not None:
+            self._lines.close()
+
 
 @contextmanager
-def status() -> Iterator[StatusLine]:
+def status(patient: bool = False) -> Iterator[StatusLine]:
     """A line that says what is going on while the work lasts."""
-    line = StatusLine()
+    line = StatusLine(patient)
     try:
         yield line
     finally:
-        line.stop()
+        line.close()
+
+
+@contextmanager
+def waiting(text: str) -> Iterator[None]:
+    """Say what is waited for: on a terminal at once, elsewhere once it has taken QUIET seconds."""
+    with status(patient=True) as line:
+        line(text)
+        yield

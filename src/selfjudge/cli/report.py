@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from selfjudge.cli.options import AsJson
-from selfjudge.cli.output import print_json, warn
+from selfjudge.cli.output import print_json, waiting, warn
 
 
 def report(
@@ -24,9 +24,10 @@ def report(
 
     Example: selfjudge report eval judge --out report.html
     """
-    from selfjudge.report.pipeline import report as run
+    with waiting("reading results and drawing …"):
+        from selfjudge.report.pipeline import report as run
 
-    result = run(folders, out)
+        result = run(folders, out)
     for folder in result["left_out"]:
         warn(f"left out {folder['folder']}: {folder['why']}")
     if as_json:

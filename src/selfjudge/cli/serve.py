@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -12,7 +13,7 @@ import typer
 
 from selfjudge.cli.groups import ENGINES, Chosen, JudgeOptions, PairOptions, RecipeFolder, check_rule
 from selfjudge.cli.options import config_options
-from selfjudge.cli.output import warn
+from selfjudge.cli.output import waiting, warn
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.judge.config import JudgeConfig
@@ -96,10 +97,16 @@ def serve(
     pair, judge = load(models, judge_options, config)
     if chosen.recipe is not None:
         chosen.recipe.check(pair, warn)
+    with ExitStack() as stack:
+        stack.enter_context(waiting("trying out an answer …"))
 
-    from selfjudge.integrations.server import serve as run
+        from selfjudge.integrations.server import serve as run
 
-    run(pair, listener, config, judge=judge, recipe=chosen.recipe, notify=lambda line: typer.echo(line, err=True))
+        def welcome(line: str) -> None:
+            stack.close()
+            typer.echo(line, err=True)
+
+        run(pair, listener, config, judge=judge, recipe=chosen.recipe, notify=welcome)
 
 
 def load(models: PairOptions, judge_options: JudgeOptions, config: ServerConfig) -> tuple[Pair, Judge | None]:

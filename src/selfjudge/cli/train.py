@@ -9,7 +9,7 @@ import typer
 
 from selfjudge.cli.groups import DeviceOptions
 from selfjudge.cli.options import AsJson, config_options
-from selfjudge.cli.output import print_json, print_rows, progress
+from selfjudge.cli.output import print_json, print_rows, progress, waiting
 from selfjudge.errors import SelfJudgeError
 from selfjudge.train.config import StudyConfig, TrainConfig
 
@@ -35,16 +35,19 @@ def train(
         if not folder.is_dir():
             raise SelfJudgeError(f"{folder} does not exist: name folders that selfjudge label has written")
 
-    from selfjudge.train.pipeline import train_judge
-
+    device = place.fitting_device
     with progress() as update:
-        judge = train_judge(labels, out, config, device=place.fitting_device, notify=update)
+        from selfjudge.train.pipeline import train_judge
+
+        judge = train_judge(labels, out, config, device=device, notify=update)
     if push:
         from huggingface_hub import HfApi
 
         from selfjudge.judge.hub import push_folder
 
-        typer.echo(push_folder(out, push, HfApi()), err=True)
+        with waiting(f"uploading to {push} …"):
+            address = push_folder(out, push, HfApi())
+        typer.echo(address, err=True)
     print_json(judge) if as_json else _show_judge(out, judge)
 
 
@@ -88,10 +91,11 @@ def study(
 
     Example: selfjudge study labels --out study
     """
-    from selfjudge.train.study import run_study
-
+    device = place.fitting_device
     with progress() as update:
-        result = run_study(labels, out, config, device=place.fitting_device, notify=update)
+        from selfjudge.train.study import run_study
+
+        result = run_study(labels, out, config, device=device, notify=update)
     if as_json:
         print_json(result)
         return

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
@@ -17,6 +18,7 @@ from selfjudge.models.convert import quiet
 from selfjudge.models.gguf import check_whole_weights
 from selfjudge.models.pair import Pair
 from selfjudge.models.weights import check_weights
+from selfjudge.store import hub_options
 
 DEFAULT_NLI = "microsoft/deberta-large-mnli"
 BATCH = 16
@@ -69,9 +71,10 @@ def classifier(name: str, device: torch.device | None = None) -> Entails:
 
     try:
         with quiet():
-            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+            where = {} if Path(name).is_dir() else hub_options()
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **where)
             model, loading = AutoModelForSequenceClassification.from_pretrained(
-                name, trust_remote_code=False, output_loading_info=True
+                name, trust_remote_code=False, output_loading_info=True, **where
             )
     except Exception as error:  # transformers raises many kinds for a missing, gated or malformed checkpoint
         raise SelfJudgeError(f"cannot load the NLI model {name}: {first_line(error)}") from None

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from selfjudge.errors import SelfJudgeError, first_line
+from selfjudge.store import hub_options, unreachable
 
 
 def shipped_judge(name: str) -> Path | None:
@@ -28,11 +29,11 @@ def find_judge(source: str | Path) -> Path:
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(
-            snapshot_download(text, allow_patterns=["config.json", "model.safetensors", "prompts.json", "README.md"])
-        )
+        wanted = ["config.json", "model.safetensors", "prompts.json", "README.md"]
+        return Path(snapshot_download(text, allow_patterns=wanted, **hub_options()))
     except Exception as error:  # the hub client raises many kinds
-        raise SelfJudgeError(f"{text} is not a folder, and the hub did not give it ({first_line(error)})") from None
+        reason = unreachable() or first_line(error)
+        raise SelfJudgeError(f"{text} is not a folder, and the hub did not give it ({reason})") from None
 
 
 def push_folder(folder: Path, repository: str, api: Any, **options: Any) -> str:

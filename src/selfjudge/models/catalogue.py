@@ -9,6 +9,7 @@ from pathlib import Path
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.hub import shipped_judge
+from selfjudge.store import unreachable, weight_files
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,22 @@ def check_reference(reference: str, role: str) -> None:
         raise SelfJudgeError(f"{reference} does not exist: the {role} must be a folder, a GGUF file or a hub id")
     if close := get_close_matches(reference, EMBEDDED, 1, 0.8):  # the hub takes half a minute to say no
         raise SelfJudgeError(f"there is no model {reference!r}: do you mean {close[0]}?")
+
+
+def check_hub(reference: str) -> None:
+    """Refuse what may be a hub id where the hub does not answer and there is no copy of it here."""
+    if reference.partition("/")[0] in EMBEDDED or Path(reference).expanduser().exists() or weight_files(reference):
+        return
+    if (reason := unreachable()) is not None:
+        raise unknown_model(reference, reason)
+
+
+def unknown_model(reference: str, reason: str) -> SelfJudgeError:
+    """What to say of a model that is nowhere."""
+    return SelfJudgeError(
+        f"unknown model {reference!r}: no embedded model ({', '.join(EMBEDDED)}), file or folder has this name,"
+        f" and the hub did not give it ({reason})"
+    )
 
 
 def shipped_draft(target: str) -> str | None:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from selfjudge.errors import EMPTY_PROMPT, SelfJudgeError, first_line
 from selfjudge.judge.model import Judge
-from selfjudge.models.catalogue import EMBEDDED, check_reference, draft_for, shipped_draft
+from selfjudge.models.catalogue import EMBEDDED, check_reference, draft_for, shipped_draft, unknown_model
 from selfjudge.models.convert import STORED_DTYPE, gguf_tokenizer, load_gguf, quiet
 from selfjudge.models.eagle import KIND as HEAD_KIND, EagleHead, is_head
 from selfjudge.models.gguf import ARCHITECTURES, GgufFile, gguf_of, model_of
@@ -21,7 +21,7 @@ from selfjudge.models.pull import Progress, block_file, checkpoint_folder, draft
 from selfjudge.models.speculators import is_public_head, load_head
 from selfjudge.models.tokens import context_window, end_ids, special_ids
 from selfjudge.models.weights import check_weights
-from selfjudge.store import fingerprint, weight_files
+from selfjudge.store import fingerprint, hub_options, unreachable, weight_files
 
 Prompt = str | Sequence[Mapping[str, str]]
 """A user message, or a whole conversation as chat messages."""
@@ -256,7 +256,9 @@ def _load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
     """Model, tokenizer and a hash that identifies the weights."""
     check_reference(reference, role)
-    if (folder := checkpoint_folder(reference, progress)) is not None:
+    folder = checkpoint_folder(reference, progress)
+    _say_loading(reference, progress)
+    if folder is not None:
         embedded = EMBEDDED[reference.removesuffix("/draft")]
         sha256 = embedded.sha256 if folder.name == "target" else draft_sha256(embedded) or ""
         stored = sum(file.stat().st_size for file in weight_files(folder))
@@ -277,6 +279,11 @@ def _load(
     return model.to(place), tokenizer, fingerprint(weight_files(reference))
 
 
+def _say_loading(reference: str, progress: Progress | None) -> None:
+    if progress is not None:
+        progress(f"loading {reference}", 0.0)
+
+
 def _weights(path: Path) -> int:
     """How many weights a GGUF file holds; 0 for a file that only transformers may be able to read."""
     try:
@@ -295,7 +302,9 @@ def _load_blocks(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
     """`_load` for a model whose weights stay in a GGUF file; its tokenizer is not read where it is known."""
     check_reference(reference, role)
-    if (found := block_file(reference, progress)) is not None:
+    found = block_file(reference, progress)
+    _say_loading(reference, progress)
+    if found is not None:
         path, folder = found
         embedded = EMBEDDED[reference.removesuffix("/draft")]
         sha256 = embedded.sha256 if embedded.name == reference else draft_sha256(embedded) or ""
@@ -315,16 +324,14 @@ def _load_blocks(
 def _checkpoint(source: Path | str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     try:
         with quiet():
+            where = {} if isinstance(source, Path) else hub_options()
             model, loading = AutoModelForCausalLM.from_pretrained(
-                source, dtype=dtype, trust_remote_code=False, output_loading_info=True
+                source, dtype=dtype, trust_remote_code=False, output_loading_info=True, **where
             )
-            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **where)
     except Exception as error:  # transformers raises many kinds for a missing, gated or malformed checkpoint
         if isinstance(source, Path):
             raise SelfJudgeError(f"{source} is not a readable checkpoint: {first_line(error)}") from None
-        raise SelfJudgeError(
-            f"unknown model {source!r}: no embedded model ({', '.join(EMBEDDED)}), file or folder has this name,"
-            f" and the hub did not give it ({first_line(error)})"
-        ) from None
+        raise unknown_model(source, unreachable() or first_line(error)) from None
     check_weights(model, loading, source)
     return model.eval(), tokenizer

@@ -9,7 +9,6 @@ from selfjudge.store.files import (
     home as home,
     locked as locked,
     parse_json as parse_json,
-    quiet_hub as quiet_hub,
     read_json as read_json,
     read_rows as read_rows,
     read_tensors as read_tensors,
@@ -21,6 +20,7 @@ from selfjudge.store.files import (
     write_tensors as write_tensors,
     write_text as write_text,
 )
+from selfjudge.store.hub import hub_options as hub_options, quiet_hub as quiet_hub, unreachable as unreachable
 from selfjudge.store.provenance import machine as machine, provenance as provenance, versions as versions
 from selfjudge.store.run_folder import (
     RunFolder as RunFolder,

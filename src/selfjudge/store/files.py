@@ -7,7 +7,6 @@ import fcntl
 import gzip
 import hashlib
 import json
-import logging
 import os
 import re
 import stat
@@ -189,18 +188,6 @@ def whole(path: Path) -> Iterator[Path]:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-
-
-@contextlib.contextmanager
-def quiet_hub() -> Iterator[None]:
-    """Silence the hub's own words on every retry: what went wrong is said once, by whoever asked it."""
-    logger = logging.getLogger("huggingface_hub")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

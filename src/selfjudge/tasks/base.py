@@ -7,16 +7,17 @@ split never occurs in the test split.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.store import quiet_hub, read_rows
+from selfjudge.store import quiet_hub, read_rows, unreachable
 
 Row = dict[str, Any]
 Prompt = str | Sequence[Mapping[str, str]]
@@ -166,11 +167,27 @@ def hub_rows(task: str, name: str, config: str | None = None, **options: Any) ->
             f"{task} needs its data: give `data` or set SELFJUDGE_DATA, or install datasets to read it from the hub"
         ) from None
     try:
-        with quiet_hub():
+        with quiet_hub(), _offline_if_unreachable():
             return [dict(row) for row in load_dataset(name, config, **options)]
     except Exception as error:  # the hub, the network, the disk: its errors are of many kinds
         why = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise SelfJudgeError(f"cannot load {name} from the hub ({why}): check the network or give `data`") from None
+
+
+@contextlib.contextmanager
+def _offline_if_unreachable() -> Iterator[None]:
+    """Read local copies alone where the hub does not answer: `datasets` would try for half a minute."""
+    if unreachable() is None:
+        yield
+        return
+
+    from datasets import config
+
+    before, config.HF_HUB_OFFLINE = config.HF_HUB_OFFLINE, True
+    try:
+        yield
+    finally:
+        config.HF_HUB_OFFLINE = before
 
 
 def numbered(name: str, rows: Sequence[Row]) -> list[Row]:
