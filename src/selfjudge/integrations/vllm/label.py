@@ -22,8 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from selfjudge.decoding.plain import Answer
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.label.score import Case, Scorer, Scores
-from selfjudge.models.catalogue import draft_for
-from selfjudge.models.pair import Pair, check_tokenizers, chosen_device, chosen_dtype
+from selfjudge.models.catalogue import EMBEDDED, draft_for
+from selfjudge.models.pair import Pair, check_tokenizers, chosen_device, chosen_dtype, head_folder
 from selfjudge.models.pull import checkpoint_folder, weights_sha256
 from selfjudge.models.weights import check_finite
 from selfjudge.store import parse_json, read_json
@@ -46,7 +46,11 @@ def outline_pair(
     place = chosen_device(device)
     kind = chosen_dtype(dtype, place)
     name = target if draft is None else f"{target}+{draft}"
-    draft = draft_for(target, draft)
+    draft = draft or (f"{target}/draft" if target in EMBEDDED else draft_for(target, None))
+    if head_folder(draft) is not None:
+        raise SelfJudgeError(
+            f"labels by vLLM need a `draft` that is a model, and {draft} is a head: it reads the target"
+        )
     small = Pair.load(draft, device=device, dtype=kind, needs_draft=False)
     source = str(checkpoint_folder(target) or target)
     try:
