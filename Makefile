@@ -46,13 +46,15 @@ format: .venv/.installed
 bench: .venv/.installed
 	$(BIN)/selfjudge bench decode
 
+# the site, into site/; a link that leads nowhere ends it
 docs: .venv/.installed
 	$(BIN)/python docs/make_cli.py > docs/cli.md
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	@echo "installing into .venv: some minutes the first time"
-	$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev,eval]"
+	$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev,eval,docs]"
 	touch $@
 
 # torchvision and its like do not fit this build of torch; Triton lies apart, for the tests that run its interpreter
@@ -69,4 +71,4 @@ docs: .venv/.installed
 	mv $@.partial $@
 
 clean:
-	rm -rf .venv .venv-vllm .compat build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-vllm .compat build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
