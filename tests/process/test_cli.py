@@ -177,7 +177,8 @@ def test_distill_is_killed_and_goes_on(run, checkpoints: dict[str, str], tmp_pat
     assert code == 0
     assert json.loads(text)["runs"][-1]["n"] == 12
     code, text, _ = run("bench", "draft", *pair, "--prompts", str(prompts), "--gammas", "2", "--max-new-tokens", "8")
-    assert "predicted" in text
+    assert "predicted → measured" in text
+    assert "tokens/s, γ=2" in text
 
 
 def test_label_train_study_and_generate_in_a_line(run, checkpoints: dict[str, str], tmp_path: Path) -> None:

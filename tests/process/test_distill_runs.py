@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +23,8 @@ from safetensors.torch import load_file
 import selfjudge.distill.data as data_module
 import selfjudge.distill.export
 from fake_gguf import write_model
-from runs import full_disk
+from runs import content, full_disk
+from selfjudge.decoding.plain import respond
 from selfjudge.decoding.text import generate
 from selfjudge.distill.config import DistillConfig
 from selfjudge.distill.pipeline import distill_draft
@@ -27,7 +32,8 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.models.convert import materialise, read_compact
 from selfjudge.models.gguf import GgufFile
 from selfjudge.models.pair import Pair
-from selfjudge.store import read_tensors
+from selfjudge.store import Journal, read_tensors
+from selfjudge.store.artefacts import WrittenRow
 
 CHAT = "{% for m in messages %}<s> {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w0{% endif %}"
 
@@ -174,6 +180,59 @@ def test_a_killed_run_goes_on(
     for file in (whole / "work").glob("[ap]*.safetensors"):
         one, other = read_tensors(file)[0], read_tensors(out / "work" / file.name)[0]
         assert all(np.array_equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture
+def writing(checkpoints: dict[str, str], tmp_path: Path) -> str:
+    """A target that writes prompts: its template has a user header, and many tokens end a text."""
+    folder = tmp_path / "writing"
+    shutil.copytree(checkpoints["target"], folder)
+    (folder / "chat_template.jinja").write_text(CHAT)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, *range(20, 26)]}))
+    return str(folder)
+
+
+def test_kill_9_while_prompts_are_written_loses_none_of_them(
+    writing: str, settings: DistillConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = ("self:80x1", "self-chats:8x1")
+    command = [
+        sys.executable, "-m", "selfjudge.cli", "distill", "--target", writing, "--out", str(tmp_path / "out"), "--device",
+        "cpu", "--prompts", sources[0], "--prompts", sources[1], "--batch", "4", "--held-out", "4",
+        "--max-new-tokens", "8", "--steps", "2", "--batch-tokens", "512", "--layers", "1", "--width", "64", "--top-k", "8",
+    ]  # fmt: skip
+    journal = tmp_path / "out" / "work" / "written.jsonl"
+    running = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    limit = time.monotonic() + 120
+    while not journal.is_file() or journal.read_bytes().count(b"eos") < 5:
+        assert running.poll() is None, "it ended before it could be killed"
+        assert time.monotonic() < limit
+        time.sleep(0.002)
+    running.send_signal(signal.SIGKILL)
+    running.wait()
+    with Journal(journal, WrittenRow) as written:
+        kept = len(written.rows)
+    assert 5 <= kept < 80
+    pair = Pair.load(writing, device="cpu", needs_draft=False)
+    config = replace(
+        settings, prompts=sources, batch=4, max_new_tokens=8, steps=2, minutes=8.0, batch_tokens=512, rate=None
+    )
+    asked = 0
+
+    def counted(model: Any, prompts: Any, **options: Any) -> Any:
+        nonlocal asked
+        asked += len(prompts)
+        return respond(model, prompts, **options)
+
+    monkeypatch.setattr("selfjudge.prompts.self_written.respond", counted)
+    distill_draft(pair, tmp_path / "out", config)
+    again, asked = asked, 0
+    assert not journal.exists()
+    distill_draft(pair, tmp_path / "whole", config)
+    assert again == asked - kept
+    one, other = (content(tmp_path / name) for name in ("out", "whole"))
+    for name in one.keys() - {"work/train.safetensors"}:  # that one says how long it took
+        assert one[name] == other[name], name
 
 
 def test_a_longer_run_that_is_killed_is_not_taken_for_finished(

@@ -14,7 +14,7 @@ import selfjudge.decoding.plain
 from conftest import VOCAB, tiny_head, tiny_model
 from equality import greedy
 from selfjudge.bench.config import DraftBenchConfig
-from selfjudge.bench.draft import accepted, agreement, bench_draft
+from selfjudge.bench.draft import accepted, agreement, bench_draft, timed
 from selfjudge.decoding.plain import respond
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.engine.select import borrowed
@@ -195,7 +195,7 @@ def test_bench_draft_pools_over_all_prompts() -> None:
     target, other = (tiny_model(seed=s, max_position_embeddings=512) for s in (1, 2))
     tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=_tokenizer(), eos_token="</s>")
     sets = {"short": prompts_of([3, 4, 5]), "long": prompts_of([20, 30])}
-    config = DraftBenchConfig(gammas=(3,), max_new_tokens=41, batch=2, repeats=1)
+    config = DraftBenchConfig(gammas=(3,), max_new_tokens=41, batch=2, timed=2, repeats=1)
     same = bench_draft(Pair("p", target, target, tokenizer, "t", "t"), sets, config)
     assert [row["prompts"] for row in same["runs"]] == ["short", "long", "all"]
     assert [row["n"] for row in same["runs"]] == [3, 2, 5]
@@ -203,14 +203,25 @@ def test_bench_draft_pools_over_all_prompts() -> None:
         assert row["top1"] == 1.0
         assert 3.5 < row["m_gamma_3"] <= 4  # the end of an answer cuts its last cycle
         assert row["predicted_speedup_gamma_3"] > 0
+        predicted = row["predicted_tokens_per_second_gamma_3"] / row["predicted_tokens_per_second_plain"]
+        assert predicted == pytest.approx(row["predicted_speedup_gamma_3"])
+        assert row["tokens_per_second_gamma_3"] > 0 < row["tokens_per_second_plain"]
     assert same["runs"][-1]["answer_tokens"] == sum(row["answer_tokens"] for row in same["runs"][:-1])
-    unlike = bench_draft(Pair("p", target, other, tokenizer, "t", "d"), sets, config)
+    unlike = bench_draft(Pair("p", target, other, tokenizer, "t", "d"), sets, replace(config, timed=0))
+    assert unlike["runs"][-1]["tokens_per_second_gamma_3"] is unlike["runs"][-1]["tokens_per_second_plain"] is None
     assert unlike["runs"][-1]["top1"] < 0.5
     assert 1 <= unlike["runs"][-1]["m_gamma_3"] < 2
     head = bench_draft(Pair("p", target, tiny_head(target), tokenizer, "t", "h"), sets, config)
     assert head["draft_kind"] == "eagle3"
     assert head["draft_pass_milliseconds"] > 0
     assert 1 <= head["runs"][-1]["m_gamma_3"] < 2
+    assert head["runs"][-1]["tokens_per_second_gamma_3"] > 0
+    for gamma in (0, 3):  # what is timed is all but the first token of every answer
+        answers = respond(target, sets["short"], eos_ids={2}, max_new_tokens=41)
+        pair = Pair("p", target, tiny_head(target), tokenizer, "t", "h")
+        tokens, nanoseconds = timed(pair, sets["short"], gamma=gamma, max_new_tokens=41)
+        assert tokens == sum(len(answer) - 1 for _, answer, _ in answers)
+        assert nanoseconds > 0
     with pytest.raises(SelfJudgeError, match="`draft`"):
         bench_draft(Pair("p", target, None, tokenizer, "t", ""), sets)
 

@@ -1,7 +1,8 @@
 """One engine in a process of its own: `python engine.py JOB ANSWERS`, both JSON files.
 
 A job is {"engine": options of vllm.LLM, "v2": bool, "runs": [{"prompts": [token ids], "params": sampling parameters, of all or
-of each}]}; an answer to a run is {"tokens": [[…]], "logprobs": [[…]], "counts": what the judge did meanwhile on every rank}.
+of each}]}; an answer to a run is {"tokens": [[…]], "logprobs": [[…]], "counts": what the judge did meanwhile on every rank,
+"drafts": [[[…]]] what a head proposed for all rows, step by step}.
 """
 
 from __future__ import annotations
@@ -24,9 +25,24 @@ def interpret_triton() -> None:
     triton.backends.backends = {"cpu": SimpleNamespace(driver=driver, compiler=None)}
 
 
-def answer(llm: Any, judged: bool, prompts: list[list[int]], params: Any) -> dict[str, Any]:
+def record_drafts(proposed: list[Any]) -> None:
+    """Let every head say what it proposes."""
+    from vllm.v1.spec_decode.eagle import EagleProposer
+
+    propose = EagleProposer.propose
+
+    def recorded(self: Any, *args: Any, **options: Any) -> Any:
+        drafts = propose(self, *args, **options)
+        proposed.append(drafts.tolist())
+        return drafts
+
+    EagleProposer.propose = recorded
+
+
+def answer(llm: Any, judged: bool, proposed: list[Any], prompts: list[list[int]], params: Any) -> dict[str, Any]:
     from vllm import SamplingParams
 
+    proposed.clear()
     made = [SamplingParams(detokenize=False, **one) for one in (params if isinstance(params, list) else [params])]
     before = llm.collective_rpc("selfjudge_counts") if judged else []
     outputs = llm.generate(
@@ -41,6 +57,7 @@ def answer(llm: Any, judged: bool, prompts: list[list[int]], params: Any) -> dic
             if one.logprobs
         ],
         "counts": [{k: now[k] - then[k] for k in now} for now, then in zip(after, before, strict=True)],
+        "drafts": list(proposed),
     }
 
 
@@ -51,8 +68,10 @@ def main() -> None:
     from vllm import LLM
 
     options = {"dtype": "float32", "enforce_eager": True, "max_num_seqs": 32, "seed": 0, "generation_config": "vllm"}
+    proposed: list[Any] = []
+    record_drafts(proposed)
     llm = LLM(**(options | job["engine"]))
-    answers = [answer(llm, "additional_config" in job["engine"], **run) for run in job["runs"]]
+    answers = [answer(llm, "additional_config" in job["engine"], proposed, **run) for run in job["runs"]]
     Path(sys.argv[2]).write_text(json.dumps(answers))
 
 

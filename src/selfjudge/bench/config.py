@@ -47,9 +47,10 @@ class PassesConfig:
 class DraftBenchConfig:
     """`bench draft`: how a draft is compared with its target."""
 
-    gammas: tuple[int, ...] = setting((5, 10), "Draft lengths.", minimum=1, maximum=MAX_GAMMA)
+    gammas: tuple[int, ...] = setting((3, 5, 10), "Draft lengths.", minimum=1, maximum=MAX_GAMMA)
     max_new_tokens: int = setting(128, "Most tokens an answer may have.", minimum=1)
-    batch: int = setting(16, "Prompts at a time.", minimum=1)
+    batch: int = setting(16, "Prompts at a time, where nothing is timed.", minimum=1)
+    timed: int = setting(4, "Prompts of each kind whose decoding is timed, one at a time.", minimum=0)
     repeats: int = 20
     """Timed passes of each kind."""
 

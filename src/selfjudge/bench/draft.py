@@ -1,10 +1,15 @@
-"""How good a draft is for its target: agreement and accepted length by kind of prompt, and what a step of it costs."""
+"""How good a draft is for its target, by kind of prompt: agreement, accepted length, and the speed these predict.
+
+The prediction takes m tokens for γ draft steps and one pass of γ+1 tokens, as they were timed alone. What decoding
+makes of it is timed beside it, on a few of the prompts.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from selfjudge.bench.config import DraftBenchConfig
@@ -18,6 +23,7 @@ from selfjudge.label.mismatch import draft_tokens
 from selfjudge.models.eagle import EagleHead
 from selfjudge.models.pair import Pair
 from selfjudge.store import machine, versions
+from selfjudge.types import Step
 
 CONTEXT = 300  # cached tokens when a pass is timed
 
@@ -29,7 +35,7 @@ def bench_draft(
     *,
     notify: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Agreement and pooled m for every set of prompts and for all of them together; costs and predicted speed-up."""
+    """Agreement, pooled m and tokens per second for every set of prompts and for all of them together; costs of steps."""
     if pair.draft is None:
         raise SelfJudgeError(f"no draft ships for {pair.target_id}: name one with `draft`")
     config = config or DraftBenchConfig()
@@ -43,17 +49,11 @@ def bench_draft(
     else:
         draft_seconds = pass_seconds(pair.draft, 1, 1, CONTEXT, repeats=config.repeats)
     counts = {name: _count(pair, name, ids, config, notify) for name, ids in prompts.items()}
-    runs = [_row(name, count) for name, count in counts.items()]
     total: Counter[str] = Counter()
     for count in counts.values():
         total.update(count)
-    runs.append(_row("all", total))
-    for row in runs:
-        for (
-            gamma
-        ) in config.gammas:  # m tokens for γ draft steps and one pass of γ+1 tokens, against m passes of one token
-            cycle = gamma * draft_seconds + target_seconds[gamma + 1]
-            row[f"predicted_speedup_gamma_{gamma}"] = row[f"m_gamma_{gamma}"] * target_seconds[1] / cycle
+    cycle_seconds = {gamma: gamma * draft_seconds + target_seconds[gamma + 1] for gamma in config.gammas}
+    runs = [_row(name, count, cycle_seconds, target_seconds[1]) for name, count in {**counts, "all": total}.items()]
     return {
         "pair": pair.name,
         "machine": machine(),
@@ -78,52 +78,88 @@ def _count(
     """What a set of prompts adds to the sums: prompts, answer tokens, agreement, and tokens and cycles for each γ."""
     notify(f"{name}: agreement")
     hits, seen = agreement(pair, prompts, max_new_tokens=config.max_new_tokens, batch=config.batch)
-    sums = Counter(n=len(prompts), hits=hits, seen=seen)
+    sums: Counter[str] = Counter(n=len(prompts), hits=hits, seen=seen)
     for gamma in config.gammas:
         notify(f"{name}: γ = {gamma}")
         tokens, cycles = accepted(pair, prompts, gamma=gamma, max_new_tokens=config.max_new_tokens, batch=config.batch)
         sums[f"tokens_{gamma}"], sums[f"cycles_{gamma}"] = tokens, cycles
+    if chosen := prompts[: config.timed]:
+        for gamma in (0, *config.gammas):
+            notify(f"{name}: γ = {gamma}, timed")
+            tokens, nanoseconds = timed(pair, chosen, gamma=gamma, max_new_tokens=config.max_new_tokens)
+            sums[f"timed_tokens_{gamma}"], sums[f"nanoseconds_{gamma}"] = tokens, nanoseconds
     return sums
 
 
-def _row(name: str, sums: Counter[str]) -> dict[str, Any]:
-    gammas = [key.removeprefix("cycles_") for key in sums if key.startswith("cycles_")]
-    return {
+def _row(name: str, sums: Counter[str], cycle_seconds: Mapping[int, float], plain_seconds: float) -> dict[str, Any]:
+    """A line of the table; what was not timed is None."""
+    row: dict[str, Any] = {
         "prompts": name,
         "n": sums["n"],
         "top1": sums["hits"] / max(1, sums["seen"]),
         "answer_tokens": sums["seen"],
-        **{f"m_gamma_{g}": sums[f"tokens_{g}"] / max(1, sums[f"cycles_{g}"]) for g in gammas},
+        "predicted_tokens_per_second_plain": 1 / plain_seconds,
+        "tokens_per_second_plain": _per_second(sums, 0),
     }
+    for gamma, seconds in cycle_seconds.items():
+        m = sums[f"tokens_{gamma}"] / max(1, sums[f"cycles_{gamma}"])
+        row |= {
+            f"m_gamma_{gamma}": m,
+            f"predicted_speedup_gamma_{gamma}": m * plain_seconds / seconds,
+            f"predicted_tokens_per_second_gamma_{gamma}": m / seconds,
+            f"tokens_per_second_gamma_{gamma}": _per_second(sums, gamma),
+        }
+    return row
+
+
+def _per_second(sums: Counter[str], gamma: int) -> float | None:
+    nanoseconds = sums[f"nanoseconds_{gamma}"]
+    return sums[f"timed_tokens_{gamma}"] / nanoseconds * 1e9 if nanoseconds else None
 
 
 def accepted(
     pair: Pair, prompts: Sequence[Sequence[int]], *, gamma: int, max_new_tokens: int, batch: int
 ) -> tuple[int, int]:
     """Tokens and cycles of greedy speculative decoding, over all prompts; prefill's token belongs to no cycle."""
-    assert pair.draft is not None
-    kind = common_kind(pair.target, pair.draft, "auto")
     tokens = cycles = 0
     order = sorted(prompts, key=len, reverse=True)
-    features = draft_features(pair.draft)
-    with (
-        borrowed(pair.target, features=features, kind=kind) as target,
-        borrowed_draft(pair.draft, pair.target, kind=kind) as draft,
-    ):
-        for start in range(0, len(order), batch):
-            for step in decode(
-                target,
-                draft,
-                order[start : start + batch],
-                EXACT,
-                gamma=gamma,
-                max_new_tokens=max_new_tokens,
-                eos_ids=pair.eos_ids,
-            ):
-                if step.cycle:
-                    cycles += len(step.emissions)
-                    tokens += sum(len(e.tokens) for e in step.emissions)
+    for start in range(0, len(order), batch):
+        for step in _steps(pair, order[start : start + batch], gamma, max_new_tokens):
+            if step.cycle:
+                cycles += len(step.emissions)
+                tokens += sum(len(e.tokens) for e in step.emissions)
     return tokens, cycles
+
+
+def timed(pair: Pair, prompts: Sequence[Sequence[int]], *, gamma: int, max_new_tokens: int) -> tuple[int, int]:
+    """Tokens and nanoseconds of greedy decoding, one prompt at a time, without the time and the token of prefill.
+
+    The first prompt is decoded once before, so that kernels are compiled and cycles recorded. γ = 0 is plain decoding.
+    """
+    tokens = nanoseconds = 0
+    for place, prompt in enumerate([prompts[0], *prompts]):
+        begun = None
+        for step in _steps(pair, [prompt], gamma, max_new_tokens):
+            if not step.cycle:
+                begun = time.perf_counter_ns()
+            elif place:
+                tokens += sum(len(e.tokens) for e in step.emissions)
+        if place and begun is not None:
+            nanoseconds += time.perf_counter_ns() - begun
+    return tokens, nanoseconds
+
+
+def _steps(pair: Pair, prompts: Sequence[Sequence[int]], gamma: int, max_new_tokens: int) -> Iterator[Step]:
+    """Greedy decoding of a batch."""
+    assert pair.draft is not None
+    kind = common_kind(pair.target, pair.draft, "auto")
+    with contextlib.ExitStack() as stack:
+        features = draft_features(pair.draft) if gamma else ()
+        target = stack.enter_context(borrowed(pair.target, features=features, kind=kind))
+        draft = stack.enter_context(borrowed_draft(pair.draft, pair.target, kind=kind)) if gamma else None
+        yield from decode(
+            target, draft, prompts, EXACT, gamma=gamma, max_new_tokens=max_new_tokens, eos_ids=pair.eos_ids
+        )
 
 
 def agreement(pair: Pair, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, batch: int) -> tuple[int, int]:

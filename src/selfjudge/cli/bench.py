@@ -171,7 +171,7 @@ def draft(
     models: PairOptions,
     config: DraftBenchConfig,
 ) -> None:
-    """How good a draft is: top-1 agreement, m and predicted speed-up for every kind of prompt.
+    """How good a draft is, model or head: top-1 agreement, m, predicted and measured speed for every kind of prompt.
 
     Example: selfjudge bench draft --prompts gsm8k --prompts dolly --limit 16 --data DIR
     """
@@ -186,18 +186,29 @@ def draft(
     if as_json:
         print_json(result)
         return
+    _show_draft(result, config.gammas)
+
+
+def _show_draft(result: dict[str, Any], gammas: tuple[int, ...]) -> None:
+    kind = "head" if result["draft_kind"] == "eagle3" else "model"
     typer.echo(
-        f"{result['pair']}, {result['device']}, {result['dtype']}, {describe_machine(result)}; a draft step costs"
-        f" {result['draft_over_target']:.3f} of a target pass"
+        f"{result['pair']}, {result['device']}, {result['dtype']}, {describe_machine(result)}; a step of the draft (a"
+        f" {kind}) takes {result['draft_pass_milliseconds']:.3g} ms, {result['draft_over_target']:.3f} of a target pass;"
+        " tokens/s: predicted → measured, at batch 1"
     )
+
+    def speed(row: dict[str, Any], key: str) -> str:
+        return f"{row[f'predicted_tokens_per_second_{key}']:.0f} → {number(row[f'tokens_per_second_{key}'], '.0f')}"
+
     print_rows(
         [
             {
                 "prompts": r["prompts"],
                 "n": r["n"],
                 "top-1": f"{r['top1']:.1%}",
-                **{f"m, γ={g}": f"{r[f'm_gamma_{g}']:.2f}" for g in config.gammas},
-                **{f"predicted × plain, γ={g}": f"{r[f'predicted_speedup_gamma_{g}']:.2f}" for g in config.gammas},
+                **{f"m, γ={g}": f"{r[f'm_gamma_{g}']:.2f}" for g in gammas},
+                "plain": speed(r, "plain"),
+                **{f"tokens/s, γ={g}": speed(r, f"gamma_{g}") for g in gammas},
             }
             for r in result["runs"]
         ]

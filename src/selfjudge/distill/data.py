@@ -25,8 +25,8 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.collect import Collector
 from selfjudge.prompts.sources import Notify
-from selfjudge.store import RunFolder, read_tensors, sha256, write_tensors
-from selfjudge.store.artefacts import DistillPrompts
+from selfjudge.store import Journal, RunFolder, read_tensors, sha256, write_tensors
+from selfjudge.store.artefacts import DistillPrompts, WrittenRow
 from selfjudge.store.schema import conform
 
 Row = dict[str, Any]
@@ -47,10 +47,16 @@ class Maker:
     def prompts(self) -> tuple[list[Row], dict[str, Any]]:
         """Rows {source, ids, answers, held_out} in random order, and what became of each source's prompts."""
         file = self.run.work / "prompts.safetensors"
-        if self.run.sealed("prompts") is not None:
-            return _read_prompts(file)
-        config, begun = self.config, time.monotonic()
-        collect = Collector(self.pair, config.max_prompt_tokens, config.seed, config.batch, self.data, self.notify)
+        with Journal(self.run.work / "written.jsonl", WrittenRow) as journal:
+            if self.run.sealed("prompts") is None:
+                self._make_prompts(file, journal)
+            journal.remove()
+        return _read_prompts(file)
+
+    def _make_prompts(self, file: Path, journal: Journal) -> None:
+        config, begun = self.config, time.monotonic() - journal.seconds
+        longest = config.max_prompt_tokens
+        collect = Collector(self.pair, longest, config.seed, config.batch, self.data, self.notify, journal=journal)
         records, report = collect(config.sources)
         if len(records) < 2:
             raise SelfJudgeError("fewer than two prompts are left to learn from: give more with `prompts`")
@@ -62,7 +68,6 @@ class Maker:
             row["held_out"] = i in chosen
         _write_prompts(file, rows, report)
         self.run.seal("prompts", ["work/prompts.safetensors"], **self._seconds(begun))
-        return rows, report
 
     def answers(self, rows: Sequence[Row]) -> list[Path]:
         """Files of answers: tokens of prompt and answer, lengths, the target's top-k at every token of the answer.

@@ -32,8 +32,16 @@ from selfjudge.label.tau import known_tau
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.collect import Collector
 from selfjudge.prompts.sources import Notify, Source, Warn, check_readable
-from selfjudge.store import RunFolder, read_rows, sha256, write_rows
-from selfjudge.store.artefacts import CalibrationSeal, LabelManifest, LabelPrompt, LabelShard, PromptsSeal, Response
+from selfjudge.store import Journal, RunFolder, read_rows, sha256, write_rows
+from selfjudge.store.artefacts import (
+    CalibrationSeal,
+    LabelManifest,
+    LabelPrompt,
+    LabelShard,
+    PromptsSeal,
+    Response,
+    WrittenRow,
+)
 from selfjudge.tasks.base import known, task
 from selfjudge.tasks.code import CodeTask
 from selfjudge.tasks.sandbox.runner import refuse_unisolated
@@ -219,12 +227,20 @@ def _sums(shards: Sequence[Row]) -> dict[str, int]:
 def _prompts(run: _Run) -> tuple[list[Row], dict[str, Any]]:
     """Rows {prompt_id, source, prompt_ids, request, row}, and what became of each source's prompts."""
     file = run.folder.work / "prompts.jsonl"
-    if (seal := run.folder.sealed("prompts", schema=PromptsSeal)) is not None:
-        return list(read_rows(file, LabelPrompt)), seal["yields"]
+    with Journal(run.folder.work / "written.jsonl", WrittenRow) as journal:
+        if (seal := run.folder.sealed("prompts", schema=PromptsSeal)) is None:
+            made = _make_prompts(run, file, journal)
+        else:
+            made = list(read_rows(file, LabelPrompt)), seal["yields"]
+        journal.remove()
+    return made
+
+
+def _make_prompts(run: _Run, file: Path, journal: Journal) -> tuple[list[Row], dict[str, Any]]:
     config, pair = run.config, run.pair
     longest = min(config.max_prompt_tokens, pair.window - 1)
     skip_broken = run.warn if config.skip_broken else None
-    collect = Collector(pair, longest, config.seed, config.batch_size, run.data, run.notify, skip_broken)
+    collect = Collector(pair, longest, config.seed, config.batch_size, run.data, run.notify, skip_broken, journal)
     records, yields = collect(config.sources())
     rows: list[Row] = []
     names: Counter[str] = Counter()

@@ -10,6 +10,7 @@ from typing import Any
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.self_written import write_prompts
 from selfjudge.prompts.sources import SELF, Notify, PromptRecord, Source, Warn, load_prompts
+from selfjudge.store import Journal
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class Collector:
     data: Path | None
     notify: Notify
     skip_broken: Warn | None = None
+    journal: Journal | None = None
+    """Keeps what the target writes, so that after a kill it is not written again."""
 
     def __call__(self, sources: Sequence[Source]) -> tuple[list[tuple[PromptRecord, list[int]]], dict[str, Any]]:
         """Prompts with their token ids, and what became of each source's prompts.
@@ -54,5 +57,5 @@ class Collector:
         if source.name not in SELF:
             records = load_prompts(source, self.data, skip_broken=self.skip_broken)
             return records, {"given": len(records)}
-        prompts, report = write_prompts(self.pair, source, self.seed, self.batch, self.notify)
+        prompts, report = write_prompts(self.pair, source, self.seed, self.batch, self.notify, self.journal)
         return [PromptRecord(f"{source.name}-{self.seed}-{i}", source.name, p) for i, p in enumerate(prompts)], report

@@ -20,6 +20,7 @@ from selfjudge.decoding.sampling import Sampling
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.pair import Pair, Prompt
 from selfjudge.prompts.sources import Notify, Source
+from selfjudge.store import Journal
 from selfjudge.tasks.cnn_dailymail import summarise
 
 LONGEST = 160  # tokens of a self-written prompt
@@ -65,9 +66,12 @@ _WITH_TEXT = ("self-extraction", "self-code")
 
 
 def write_prompts(
-    pair: Pair, source: Source, seed: int, batch: int, notify: Notify
+    pair: Pair, source: Source, seed: int, batch: int, notify: Notify, journal: Journal | None = None
 ) -> tuple[list[Prompt], dict[str, Any]]:
-    """Prompts that the target writes itself, and what became of those it wrote."""
+    """Prompts that the target writes itself, and what became of those it wrote.
+
+    Whatever it writes goes into the journal, and what is there is not written again.
+    """
     count, name = source.count, source.name
     assert count is not None
     articles = name == "self-summaries"
@@ -83,7 +87,7 @@ def write_prompts(
             shown = percent
             notify(stage, percent / 100)
 
-    writer = Writer(pair.target, pair.tokenizer, pair.eos_ids, seed, batch, tell)
+    writer = Writer(pair.target, pair.tokenizer, pair.eos_ids, seed, batch, tell, journal)
     if articles:
         passages = writer.passages(count)
         return [summarise(text) for text in passages], {"written": count, "kept": len(passages)}
@@ -105,6 +109,7 @@ class Writer:
     batch: int = 1024
     notify: Callable[[int], None] | None = None
     """Told how many tokens were written since it was told last."""
+    journal: Journal | None = None
 
     def prompts(
         self, count: int, special_ids: Collection[int], style: str = "self"
@@ -185,16 +190,27 @@ class Writer:
     def _sample(
         self, starts: Sequence[Sequence[int]], longest: int, temperature: float, first_seed: int
     ) -> Iterator[Answer]:
-        return respond(
+        """What follows the starts, in any order. `first_seed` tells the samples of one kind from those of another."""
+        before = [row for row in (self.journal.rows if self.journal else ()) if row["part"] == first_seed]
+        known = {row["index"]: row for row in before if row["index"] < len(starts)}
+        left = [i for i in range(len(starts)) if i not in known]
+        for i, row in known.items():
+            if self.notify:
+                self.notify(len(row["tokens"]))
+            yield i, row["tokens"], row["finish"]
+        for place, tokens, finish in respond(
             self.model,
-            starts,
+            [starts[i] for i in left],
             eos_ids=self.eos_ids,
             max_new_tokens=longest,
             sampling=Sampling(temperature),
-            seeds=[(self.seed * 1_000_003 + first_seed + i) % (1 << 63) for i in range(len(starts))],
+            seeds=[(self.seed * 1_000_003 + first_seed + i) % (1 << 63) for i in left],
             batch=self.batch,
             notify=self.notify,
-        )
+        ):
+            if self.journal:
+                self.journal.add({"part": first_seed, "index": left[place], "tokens": tokens, "finish": finish})
+            yield left[place], tokens, finish
 
 
 def _user(text: str) -> dict[str, str]:

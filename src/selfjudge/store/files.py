@@ -149,10 +149,10 @@ def _regular(path: Path) -> BinaryIO:
 
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file whole or not at all."""
-    write_text(path, _dumped(value, indent=2) + "\n")
+    write_text(path, dumped(value, indent=2) + "\n")
 
 
-def _dumped(value: Any, **options: Any) -> str:
+def dumped(value: Any, **options: Any) -> str:
     """JSON text; null for numbers that JSON does not have."""
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False, **options)
@@ -196,7 +196,7 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         packed = gzip.GzipFile("", "wb", fileobj=raw, mtime=0) if path.suffix == ".gz" else contextlib.nullcontext(raw)
         with packed as file:
             for row in rows:
-                file.write((_dumped(row) + "\n").encode())
+                file.write((dumped(row) + "\n").encode())
 
 
 def read_rows(path: Path, schema: Any = dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -225,7 +225,7 @@ def write_tensors(path: Path, arrays: Mapping[str, NDArray[Any]], metadata: Mapp
 
     try:
         with whole(path) as partial:
-            save_file(dict(arrays), partial, {"json": _dumped(metadata or {})})
+            save_file(dict(arrays), partial, {"json": dumped(metadata or {})})
             mask = os.umask(0)  # the usual rights of a new file: safetensors gives the owner's alone
             os.umask(mask)
             partial.chmod(0o666 & ~mask)
