@@ -179,7 +179,7 @@ def test_a_journal_cut_short_anywhere_keeps_its_whole_lines(tmp_path: Path) -> N
             journal.add(row)
     whole = path.read_bytes()
     assert journal_of(path) == ROWS
-    for size in range(len(whole)):
+    for size in range(0, len(whole), 7):
         path.write_bytes(whole[:size])
         kept = journal_of(path)
         lines = [line for line in whole[:size].split(b"\n") if line]
