@@ -41,10 +41,11 @@ def argmax_checked(logits: Tensor) -> tuple[Tensor, Tensor]:
 
         with torch.cuda.device(logits.device):  # kernels are launched on the current device
             return split_argmax(logits)
-    odd = broken(logits)
-    if logits.is_cuda or bool(odd.any()):  # on a GPU the copy is cheaper than a look at the result
-        logits = regular(logits)
-    return logits.argmax(-1), odd
+    if logits.device.type != "cpu":  # the copy is cheaper than a look at the result
+        return regular(logits).argmax(-1), broken(logits)
+    best = logits.argmax(-1)  # of a NaN, where there is one: one reading of the logits finds the broken rows, too
+    odd = broken(logits.gather(-1, best[..., None]))
+    return regular(logits).argmax(-1) if bool(odd.any()) else best, odd
 
 
 @cache
