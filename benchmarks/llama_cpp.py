@@ -160,11 +160,16 @@ def time_all(contestants: Sequence[Contestant], prompts: Sequence[list[int]], to
         say(f"repeat {repeat + 1}:", ", ".join(f"{c.name} {c.speeds()[-1]:.1f}" for c in contestants))
 
 
-def row(contestant: Contestant, baseline: Contestant, kinds: Sequence[str]) -> dict[str, Any]:
-    """Medians over the repeats; ratios are taken within a repeat."""
-    speeds = contestant.speeds()
+def same_answers(one: Contestant, other: Contestant) -> float:
+    """Share of the prompts that two answer with the same tokens."""
+    same = [a.tokens == b.tokens for a, b in zip(one.timed[0], other.timed[0], strict=True)]
+    return sum(same) / len(same)
+
+
+def row(contestant: Contestant, contestants: Sequence[Contestant], kinds: Sequence[str]) -> dict[str, Any]:
+    """Medians over the repeats; ratios are taken within a repeat. llama.cpp is the first contestant, then ours."""
+    speeds, (baseline, ours) = contestant.speeds(), contestants[:2]
     ratios = [a / b for a, b in zip(speeds, baseline.speeds(), strict=True)]
-    same = [a.tokens == b.tokens for a, b in zip(contestant.timed[0], baseline.timed[0], strict=True)]
     made = [t.made for t in contestant.timed[-1] if t.made is not None]
     places = {kind: [i for i, other in enumerate(kinds) if other == kind] for kind in kinds}
     return {
@@ -177,7 +182,8 @@ def row(contestant: Contestant, baseline: Contestant, kinds: Sequence[str]) -> d
         "gamma_mean": pooled_gamma_mean(made),
         "first_token_seconds": statistics.median(t.first for timed in contestant.timed for t in timed),
         "tokens": sum(len(t.tokens) for t in contestant.timed[0]),
-        "same_answers": sum(same) / len(same),
+        "same_answers": same_answers(contestant, baseline),
+        "same_answers_as_our_first": same_answers(contestant, ours),
     }
 
 
@@ -242,7 +248,7 @@ def main() -> None:
     sides = our_side(pair, o.rules, {tuple(ids): text for text, ids in encoded.items()}, o.dtype)
     contestants = [Contestant("llama.cpp", peer), *sides]
     time_all(contestants, [encoded[text] for text in texts], o.tokens, o.repeats)
-    rows = [row(contestant, contestants[0], kinds) for contestant in contestants]
+    rows = [row(contestant, contestants, kinds) for contestant in contestants]
     memory = {"llama.cpp": peer.resident, "selfjudge": resident(), "python_and_torch": before}
     lengths = [len(encoded[text]) for text in longs]
     readers = [Contestant(c.name, c.answer) for c in contestants[:2]]
