@@ -31,7 +31,7 @@ test-compat: .compat/5.17.0 .compat/5.19.0
 
 # judged decoding inside vLLM, on a CPU, in an environment of its own (vLLM names its own torch and transformers)
 test-vllm: .venv-vllm/.installed
-	.venv-vllm/bin/pytest tests/vllm
+	.venv-vllm/bin/pytest tests/vllm -m "not slow"
 
 lint: .venv/.installed
 	$(BIN)/ruff check .

@@ -15,9 +15,9 @@ from fake_certificate import certificate, example, recipe_folder
 from runs import content, prompts_file, random_judges
 from selfjudge.cli import main as cli
 from selfjudge.errors import SelfJudgeError
+from selfjudge.evaluate.answerer import TorchAnswerer
 from selfjudge.models.pair import Pair
 from selfjudge.report.certificate import certificate_page
-from selfjudge.tune import trials
 from selfjudge.tune.config import TuneConfig
 from selfjudge.tune.pipeline import tune_pair
 from selfjudge.tune.recipe import Recipe
@@ -52,13 +52,13 @@ def undisturbed(tiny_pair: Pair, scored: Path, tmp_path_factory: pytest.TempPath
 def decoded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The rule of every batch that is decoded."""
     seen: list[str] = []
-    original = trials.answer_together
+    original = TorchAnswerer.answer
 
-    def counted(pair: Pair, prompts: Any, rule: Any, **options: Any) -> Any:
+    def counted(self: TorchAnswerer, prompts: Any, rule: Any, **options: Any) -> Any:
         seen.append(rule.name)
-        return original(pair, prompts, rule, **options)
+        return original(self, prompts, rule, **options)
 
-    monkeypatch.setattr(trials, "answer_together", counted)
+    monkeypatch.setattr(TorchAnswerer, "answer", counted)
     return seen
 
 
@@ -95,7 +95,7 @@ def test_a_finished_run_returns_at_once(
 def test_broken_off_and_gone_on_with_it_ends_in_the_same_bytes(
     tiny_pair: Pair, config: TuneConfig, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
-    original, calls = trials.answer_together, 0
+    original, calls = TorchAnswerer.answer, 0
 
     def breaking(*arguments: Any, **options: Any) -> Any:
         nonlocal calls
@@ -106,7 +106,7 @@ def test_broken_off_and_gone_on_with_it_ends_in_the_same_bytes(
 
     out = tmp_path / "tuned"
     with monkeypatch.context() as patch:
-        patch.setattr(trials, "answer_together", breaking)
+        patch.setattr(TorchAnswerer, "answer", breaking)
         with pytest.raises(KeyboardInterrupt):
             tune_pair(tiny_pair, out, config)
     assert not (out / "recipe.json").exists()

@@ -112,7 +112,7 @@ def test_an_answer_is_finished_as_it_would_be_alone(tiny_pair: Pair) -> None:
         ({"method": "consequences", "outcome": "taste"}, "unknown `outcome`"),
         ({"method": "consequences", "similarity": 0.0}, "`similarity` must be more than 0"),
         ({"method": "consequences", "lookahead": True}, "`lookahead` goes with `method` selfjudge"),
-        ({"method": "consequences", "backend": "vllm"}, "`method` consequences needs `backend` torch"),
+        ({"method": "consequences", "policy": "judged", "backend": "vllm"}, "`policy` judged needs `backend` torch"),
     ],
 )
 def test_wrong_settings_are_refused_before_anything_is_written(

@@ -30,7 +30,7 @@ def run_demo(
 
     def call(*options: str) -> tuple[int, str, str]:
         page = str(tmp_path / "demo.html")
-        arguments = ["--no-labels", "--limit", "1", "--max-new-tokens", "6", "--out", page, *options]
+        arguments = ["--no-labels", "--no-tune", "--limit", "1", "--max-new-tokens", "6", "--out", page, *options]
         monkeypatch.setattr(sys, "argv", ["selfjudge", "demo", *arguments])
         with pytest.raises(SystemExit) as stop:
             cli.main()
@@ -61,7 +61,9 @@ def test_rows_a_page_and_the_tokens_of_the_first_answer(run_demo: Run, tmp_path:
 
 
 def test_the_quick_demo_is_never_longer_than_asked(run_demo: Run) -> None:
-    assert DemoConfig(quick=True).as_asked == DemoConfig(quick=True, limit=2, max_new_tokens=48, labels=False)
+    assert DemoConfig(quick=True).as_asked == DemoConfig(
+        quick=True, limit=2, max_new_tokens=48, labels=False, tune=False
+    )
     assert DemoConfig(quick=True, limit=1, max_new_tokens=6).as_asked.max_new_tokens == 6
     assert DemoConfig(limit=20).as_asked == DemoConfig(limit=20)
     code, out, _ = run_demo("--quick", "--json")
@@ -119,3 +121,12 @@ def test_a_failure_prints_no_half_result(run_demo: Run, monkeypatch: pytest.Monk
     assert (code, out) == (2, "")
     assert err.endswith("selfjudge: the disk is full\n")
     assert not (tmp_path / "demo.html").exists()
+
+
+def test_a_small_tune_at_the_end(run_demo: Run, tmp_path: Path) -> None:
+    code, out, _ = run_demo("--tune", "--json")
+    assert code == 0
+    tuned = json.loads(out)["tune"]
+    assert tuned["epsilon"] == 0.3
+    assert "exact" in tuned["finding"] or "certified ≤ 30" in tuned["finding"]
+    assert "A small tune" in (tmp_path / "demo.html").read_text()

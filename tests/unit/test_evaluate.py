@@ -16,6 +16,7 @@ from runs import random_judges
 from selfjudge.decoding.rules import Exact, Judged, TopK
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate import EvalConfig
+from selfjudge.evaluate.answerer import TorchAnswerer
 from selfjudge.evaluate.compare import delta_m, interval, word_overlap
 from selfjudge.evaluate.config import task_label
 from selfjudge.evaluate.consistency import classifier, consistency, proxy, sentences
@@ -63,7 +64,7 @@ def test_a_judge_for_each_fold_decides_the_problems_of_that_fold(tiny_pair: Pair
     (run,) = plan_runs(["judged:0.5"], [3], {"folds": made}, ())
     rows = [{"id": f"q{i}", "question_id": f"q{i}"} for i in range(40)]
     examples = TaskExamples("livecodebench", task("livecodebench"), rows)
-    execution = Execution(tiny_pair, examples, run, tmp_path, EvalConfig(batch=3), None)
+    execution = Execution(tiny_pair, TorchAnswerer(tiny_pair), examples, run, tmp_path, EvalConfig(batch=3), None)
     seen = []
     for number, part in enumerate(execution.parts()):
         assert part.name == f"part-{number:05d}"

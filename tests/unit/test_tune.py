@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -22,7 +21,7 @@ from selfjudge.tune.calibration import Measure, digest, load_calibration, refuse
 from selfjudge.tune.candidates import FAMILIES, candidates, levels
 from selfjudge.tune.config import TuneConfig
 from selfjudge.tune.recipe import Recipe
-from selfjudge.tune.trials import Trials, chosen_gamma
+from selfjudge.tune.trials import chosen_gamma
 
 JUDGE = JudgeConfig(hidden_size=4, quality_curve=((0.5, 0.2), (0.9, 0.6), (0.95, 0.6), (0.98, 1.0)))
 
@@ -176,15 +175,6 @@ def test_gamma_is_where_relaxed_rules_are_fastest_and_exact_is_compared_at_its_o
     ]  # fmt: skip
     assert chosen_gamma(speeds, 3) == (4, pytest.approx(1.1))
     assert chosen_gamma([], 3) == (3, 1.0)
-
-
-def test_on_cuda_a_run_that_records_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = iter([9.0, 1.0])
-    answers = [SimpleNamespace(tokens=(1, 2, 3, 4))]
-    monkeypatch.setattr("selfjudge.tune.trials.answer_together", lambda *a, **k: (answers, {"total": next(seconds)}))
-    pair = SimpleNamespace(target=SimpleNamespace(device=SimpleNamespace(type="cuda")), special_ids=())
-    trials = Trials(cast(Any, pair), *[cast(Any, None)] * 4, judges={}, batch=1, max_new_tokens=8, seed=0, deadline=0)
-    assert trials._timed(["a prompt"], "exact", 2, 8) == 4.0
 
 
 def test_a_recipe_is_refused_for_other_models(tiny_pair: Pair, tmp_path: Path) -> None:

@@ -68,3 +68,39 @@ def test_states_and_likelihoods_are_the_same(folders: tuple[Path, Path]) -> None
             assert np.abs(array - theirs[name]).max() < 1e-3 * np.abs(array).max()
         else:
             np.testing.assert_allclose(array, theirs[name], atol=1e-3, err_msg=name)
+
+
+@pytest.mark.slow
+def test_tau_and_consequences_are_found_inside_vllm(tmp_path: Path) -> None:
+    """Searches, scores, substitutions and continuations, on prompts with an answer: three kinds of runs in two backends."""
+    for name, more in (("torch", []), ("vllm", ["--backend", "vllm", "--engine-options", json.dumps(OPTIONS)])):
+        for kind, asked in (
+            ("tau", ["--calibrate", "arithmetic", "--calibrate-prompts", "4"]),
+            ("kept", ["--method", "consequences", "--substitutions", "3"]),
+        ):
+            done = subprocess.run(
+                [*COMMAND, "--prompts", "arithmetic:4", "--max-new-tokens", "48", *asked, "--out", str(tmp_path / kind / name), *more],
+                env=environment(), capture_output=True, text=True, timeout=900, check=False,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stderr[-3000:]
+    ours, theirs = (read_json(tmp_path / "tau" / name / "manifest.json") for name in ("torch", "vllm"))
+    assert ours["tau"] == pytest.approx(theirs["tau"], abs=1e-2)
+    for key in ("mismatches", "critical", "prompts"):
+        assert ours["tau_evidence"][key] == theirs["tau_evidence"][key]
+    one, other = (list(read_rows(tmp_path / "kept" / name / "labels-00000.jsonl")) for name in ("torch", "vllm"))
+    places = [[(row["prompt_id"], row["position"], row["draft_token"]) for row in rows] for rows in (one, other)]
+    assert places[0] == places[1]
+    assert sum(a["kept"] != b["kept"] for a, b in zip(one, other, strict=True)) <= 1  # near-ties of a continuation
+
+
+@pytest.mark.slow
+def test_the_target_writes_its_prompts_inside_vllm(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*COMMAND, "--prompts", "self:12", "--max-new-tokens", "32", "--tau", "-5", "--out", str(tmp_path / "labels"),
+         "--backend", "vllm", "--engine-options", json.dumps(OPTIONS)],
+        env=environment(), capture_output=True, text=True, timeout=900, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    manifest = read_json(tmp_path / "labels" / "manifest.json")
+    assert manifest["yields"]["self"]["written"] == 12
+    assert manifest["prompts"] >= 3

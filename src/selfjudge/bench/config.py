@@ -85,7 +85,10 @@ class DemoConfig:
     limit: int = setting(8, "How many of the built-in prompts.", minimum=1)
     max_new_tokens: int = setting(96, "Most tokens an answer may have.", minimum=1)
     labels: bool = setting(True, "Label and train a small judge first.")
-    quick: bool = setting(False, "The smallest demo: two prompts of 48 tokens, no labels, no checkpoints on the disk.")
+    tune: bool = setting(True, "End with a small tune: which rule keeps how much of the target's words for certain.")
+    quick: bool = setting(
+        False, "The smallest demo: two prompts of 48 tokens, no labels, no tune, no checkpoints on the disk."
+    )
 
     def check(self) -> None:
         check_settings(self)
@@ -95,4 +98,6 @@ class DemoConfig:
         """The same, cut down where the quick demo is asked for."""
         if not self.quick:
             return self
-        return replace(self, limit=min(self.limit, 2), max_new_tokens=min(self.max_new_tokens, 48), labels=False)
+        return replace(
+            self, limit=min(self.limit, 2), max_new_tokens=min(self.max_new_tokens, 48), labels=False, tune=False
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +14,9 @@ from selfjudge.cli.groups import PairOptions
 from selfjudge.cli.options import AsJson, config_options
 from selfjudge.cli.output import figure, print_json, status, warn
 from selfjudge.store import write_text
+
+if TYPE_CHECKING:
+    from selfjudge.models.pair import Pair
 
 Say = Callable[[str], None]
 COLUMNS = ("rule", "γ", "m", "judged", "tokens/s", "× plain", "same answer", "log-likelihood")
@@ -26,7 +29,7 @@ def demo(
     *,
     config: DemoConfig,
 ) -> None:
-    """The whole line on the embedded pair: labels, a judge, then plain, exact, topk and judged side by side.
+    """The whole line on the embedded pair: labels, a judge, plain, exact, topk and judged side by side, a small tune.
 
     Example: selfjudge demo --limit 4
 
@@ -54,6 +57,9 @@ def demo(
                 run.judges[SHIPPED] = Judge.from_pretrained(models.shipped_judge)
             for row in run.rows():
                 _show_row(row, say, heading=len(run.result["rows"]) == 1)
+            if config.tune:
+                run.result["tune"] = _tune(pair, Path(folder), line)
+                say(f"tune, {run.result['tune']['n']} prompts: {run.result['tune']['finding']}")
         except KeyboardInterrupt:
             line.stop()
             warn("interrupted; this is what was done until then")
@@ -61,6 +67,27 @@ def demo(
             raise
         line.stop()
         _finish(run.result, out, as_json)
+
+
+def _tune(pair: Pair, folder: Path, line: Say) -> dict[str, Any]:
+    """A tune so small that it ends within half a minute: what it found, and what it claims."""
+    from selfjudge.report.certificate import claim, finding
+    from selfjudge.tune.config import TuneConfig
+    from selfjudge.tune.pipeline import tune_pair
+
+    config = TuneConfig(
+        tasks=("arithmetic",), limit=24, epsilon=0.3, families=("margin",), measure="overlap", max_new_tokens=24,
+        times=False, minutes=0.5, examples=0,
+    )  # fmt: skip
+    certificate = tune_pair(
+        pair, folder / "tuned", config, notify=lambda stage, share: line(f"tune: {stage} …")
+    ).certificate
+    return {
+        "finding": finding(certificate),
+        "claim": claim(certificate),
+        "n": certificate["n"],
+        "epsilon": config.epsilon,
+    }
 
 
 def _show_own(own: dict[str, Any], say: Say) -> None:

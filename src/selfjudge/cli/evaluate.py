@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from selfjudge.cli.groups import Chosen, JudgeOptions, PairOptions, RecipeFolder
+from selfjudge.cli.groups import BackendOptions, Chosen, JudgeOptions, PairOptions, RecipeFolder
 from selfjudge.cli.options import AsJson, Resume, config_options
 from selfjudge.cli.output import figure, going_on, print_json, print_rows, progress, warn, with_spread
 from selfjudge.errors import SelfJudgeError
@@ -17,8 +17,13 @@ from selfjudge.evaluate.presets import PAPER_PAIRS, ReproduceConfig
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.store import RunFolder
 
+if TYPE_CHECKING:
+    from selfjudge.evaluate.answerer import Answerer
+    from selfjudge.models.pair import Pair
+
 
 @config_options(PairOptions, "models", without=("draft_dtype",))
+@config_options(BackendOptions, "where")
 @config_options(EvalConfig, without=("rules",), commas=("tasks",))
 def evaluate(
     out: Annotated[Path, typer.Option(help="Folder of the results; what is done in it stays done.")],
@@ -41,6 +46,7 @@ def evaluate(
     *,
     config: EvalConfig,
     models: PairOptions,
+    where: BackendOptions,
 ) -> None:
     """What rules gain and cost on tasks, compared with exact example by example.
 
@@ -61,7 +67,7 @@ def evaluate(
     sources = _judges(judge, models, config)
     _check_rules(config, models, sources)
 
-    pair = chosen.load(whole_weights=True)
+    pair, answerer = _load(chosen, where, sources)
 
     from selfjudge.evaluate.pipeline import evaluate_rules
     from selfjudge.judge.model import Judge
@@ -70,12 +76,22 @@ def evaluate(
     for loaded in (j for several in judges.values() for j in several):
         loaded.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
     with going_on("go on with --resume"), progress() as update:
-        summaries = evaluate_rules(pair, out, config, judges=judges, notify=update, warn=warn)
+        summaries = evaluate_rules(pair, out, config, judges=judges, answerer=answerer, notify=update, warn=warn)
     if as_json:
         print_json(summaries)
         return
     print_rows([_row(summary) for summary in summaries])
     typer.echo(f"rows and summaries are in {out}; draw them with: selfjudge report {out}")
+
+
+def _load(chosen: Chosen, where: BackendOptions, judges: dict[str, list[str]]) -> tuple[Pair, Answerer | None]:
+    """The pair, and who answers if it is not this process."""
+    if where.backend != "vllm":
+        return chosen.load(whole_weights=True), None
+    pair, answerer = where.answerer(chosen.models, next((places[0] for places in judges.values()), None))
+    if chosen.recipe is not None:
+        chosen.recipe.check(pair, warn)
+    return pair, answerer
 
 
 def _row(summary: dict[str, Any]) -> dict[str, Any]:

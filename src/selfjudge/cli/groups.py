@@ -15,16 +15,18 @@ import typer
 from selfjudge.cli.output import progress, waiting, warn
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
-from selfjudge.models.catalogue import EMBEDDED, check_hub, check_reference, shipped_draft
+from selfjudge.models.catalogue import EMBEDDED, check_hub, check_reference
 from selfjudge.tune.recipe import Recipe
 from selfjudge.types import MAX_GAMMA, Gamma, check_settings, default_gamma, setting
 
 if TYPE_CHECKING:
     from selfjudge.decoding.rules import AcceptanceRule
     from selfjudge.decoding.sampling import Sampling
+    from selfjudge.evaluate.answerer import Answerer
     from selfjudge.models.pair import Pair
 
 DTYPES = ("float32", "bfloat16", "float16", "int8", "q4")
+BACKENDS = ("torch", "vllm")
 ENGINES = ("auto", "reference", "cpu", "cuda")
 RecipeFolder = Annotated[
     Path | None, typer.Option("--recipe", help="Folder that `selfjudge tune` made: its pair, rule, γ and judge.")
@@ -122,7 +124,7 @@ class PairOptions(DeviceOptions):
 
     def load(self, *, needs_draft: bool = True, whole_weights: bool = False) -> Pair:
         """The models, pulled where they have to be; with `whole_weights` their default dtype is one of floats."""
-        if needs_draft and self.draft is None and shipped_draft(self.name) is None:
+        if needs_draft and self.draft is None and (self.name not in EMBEDDED or EMBEDDED[self.name].draft is None):
             raise SelfJudgeError(f"no draft ships for {self.name}: name one with `draft`")
         for reference in filter(None, (self.name, self.draft)):
             check_hub(reference)
@@ -141,6 +143,44 @@ class PairOptions(DeviceOptions):
                 whole_weights=whole_weights,
                 progress=update,
             )
+
+
+@dataclass(frozen=True)
+class BackendOptions:
+    """What runs the models."""
+
+    backend: str = setting("torch", "What runs the models: our own loop, or vLLM (docs/vllm.md).", choices=BACKENDS)
+    engine_options: str = setting("", 'JSON for vllm.LLM, such as {"tensor_parallel_size": 2}; with --backend vllm.')
+
+    def check(self) -> None:
+        check_settings(self)
+        if self.engine_options and self.backend != "vllm":
+            raise SelfJudgeError("`engine_options` are vLLM's: they go with --backend vllm")
+
+    def answerer(self, models: PairOptions, judge: str | Path | None) -> tuple[Pair, Answerer]:
+        """The pair without the target's weights, and vLLM, which has them; `judge` is the first that it will need."""
+        from selfjudge.integrations.vllm.answers import VllmAnswerer
+        from selfjudge.judge.model import Judge
+
+        pair, model, options = outline(models, self.engine_options)
+        source = judge or models.shipped_judge
+        return pair, VllmAnswerer(pair, model, options, None if source is None else Judge.from_pretrained(source))
+
+
+def outline(models: PairOptions, engine_options: str) -> tuple[Pair, str, dict[str, Any]]:
+    """The pair without the target's weights, what vLLM has to load for it, and the options of its engine."""
+    from importlib.util import find_spec
+
+    if find_spec("vllm") is None:
+        raise SelfJudgeError("vLLM is not installed here: pip install vllm (or selfjudge[vllm])")
+    if models.dtype in ("int8", "q4"):
+        raise SelfJudgeError("`dtype` int8 and q4 go with --backend torch")
+    with waiting(f"loading {models.name} for vLLM …"):
+        from selfjudge.integrations.vllm.label import outline_pair, parse_engine_options
+
+        options = parse_engine_options(engine_options)
+        pair, model = outline_pair(models.name, models.draft, device=models.device, dtype=models.dtype)
+        return pair, model, options
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from selfjudge.cli.groups import PairOptions
+from selfjudge.cli.groups import PairOptions, outline
 from selfjudge.cli.options import AsJson, Data, Resume, config_options
 from selfjudge.cli.output import going_on, print_json, print_rows, progress, waiting, warn
 from selfjudge.errors import SelfJudgeError
@@ -78,16 +78,11 @@ def _backend(name: str, engine_options: str, models: PairOptions) -> tuple[Pair,
     """The pair, and what runs its target if it is not this process."""
     if name != "vllm":
         return models.load(whole_weights=True), None
-    from importlib.util import find_spec
+    pair, model, options = outline(models, engine_options)
 
-    if find_spec("vllm") is None:
-        raise SelfJudgeError("vLLM is not installed here: pip install vllm (or selfjudge[vllm])")
-    with waiting(f"loading {models.name} in vLLM …"):
-        from selfjudge.integrations.vllm.label import VllmBackend, outline_pair, parse_engine_options
+    from selfjudge.integrations.vllm.label import VllmBackend
 
-        options = parse_engine_options(engine_options)
-        pair, model = outline_pair(models.name, models.draft, device=models.device, dtype=models.dtype)
-        return pair, VllmBackend(pair, model, options)
+    return pair, VllmBackend(pair, model, options)
 
 
 def merge(

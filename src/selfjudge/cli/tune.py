@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from selfjudge.cli.groups import PairOptions
+from selfjudge.cli.groups import BackendOptions, PairOptions
 from selfjudge.cli.options import AsJson, Resume, config_options
 from selfjudge.cli.output import going_on, print_json, progress, warn
 from selfjudge.errors import SelfJudgeError
@@ -19,6 +19,7 @@ from selfjudge.tune.recipe import RECIPE
 
 
 @config_options(PairOptions, "models")
+@config_options(BackendOptions, "where")
 @config_options(TuneConfig, commas=("tasks", "families"))
 def tune(
     out: Annotated[Path, typer.Option(help="Folder of the recipe and its certificate.")],
@@ -31,6 +32,7 @@ def tune(
     *,
     config: TuneConfig,
     models: PairOptions,
+    where: BackendOptions,
 ) -> None:
     """Find the fastest rule whose loss is certified on your own prompts; or say that exact is it.
 
@@ -39,13 +41,23 @@ def tune(
     RunFolder(out, done=RECIPE).claim(resume=resume)
     if judge is not None:
         models.check_judge(JudgeConfig.from_pretrained(judge))
-    pair = models.load()
+    pair, answerer = (models.load(), None) if where.backend == "torch" else where.answerer(models, judge)
 
     from selfjudge.report.certificate import finding
     from selfjudge.tune.pipeline import tune_pair
 
     with going_on("go on with --resume"), progress() as update:
-        recipe = tune_pair(pair, out, config, judge=judge, vllm_flags=_vllm_flags, notify=update, say=_say, warn=warn)
+        recipe = tune_pair(
+            pair,
+            out,
+            config,
+            judge=judge,
+            answerer=answerer,
+            vllm_flags=_vllm_flags,
+            notify=update,
+            say=_say,
+            warn=warn,
+        )
     if as_json:
         print_json({"recipe": recipe.content, "certificate": recipe.certificate})
         return

@@ -14,6 +14,7 @@ from selfjudge.decoding.rules import EXACT, AcceptanceRule, SpeculativeSampling
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.engine.base import Engine, shape_reason
 from selfjudge.engine.select import borrowed
+from selfjudge.models.elsewhere import elsewhere
 from selfjudge.types import FINISHES, Finish, TokenColumn
 
 Answer = tuple[int, list[int], Finish]
@@ -36,6 +37,11 @@ def respond(
     `max_new_tokens` is one limit, or one for each prompt.
     A sampled answer depends on its own seed alone, not on the batch it was part of.
     """
+    if (engine_elsewhere := elsewhere(model)) is not None:
+        yield from engine_elsewhere.respond(
+            prompts, eos_ids=eos_ids, max_new_tokens=max_new_tokens, sampling=sampling, seeds=seeds, notify=notify
+        )
+        return
     rule = _rule(sampling)
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))  # the longest first: one cache then fits all

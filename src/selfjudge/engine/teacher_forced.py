@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
 from selfjudge.models.eagle import EagleHead, captured_states
+from selfjudge.models.elsewhere import elsewhere
 from selfjudge.models.tokens import context_window
 
 GRID = 64  # widths of batches are multiples of this: the first pass of every new shape is slow on CUDA
@@ -46,6 +47,11 @@ def teacher_forced(
         hidden: Tensor = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
         return hidden[predicts]
 
+    if (engine := elsewhere(model)) is not None:
+        whole = [[*prompt, *answer] for prompt, answer in sequences]
+        found = engine.states(whole, [len(answer) + 1 for _, answer in sequences])
+        yield list(range(len(sequences))), torch.cat([rows[:-1] for rows in found])
+        return
     yield from _passes(model, sequences, tokens, states)
 
 

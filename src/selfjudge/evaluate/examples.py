@@ -11,7 +11,7 @@ from selfjudge.engine.teacher_forced import Sequences, teacher_forced
 from selfjudge.evaluate.likelihood import Likelihood, likelihoods, substitutions
 from selfjudge.judge.config import LOWEST
 from selfjudge.judge.model import Judge
-from selfjudge.models.gguf import gguf_of
+from selfjudge.models.gguf import has_whole_weights
 from selfjudge.models.pair import Pair, Prompt
 from selfjudge.tasks.base import Row
 from selfjudge.types import Generation
@@ -25,7 +25,7 @@ def frequent_substitutions(
 ) -> list[tuple[str, str, int]]:
     """(the target's choice, what was accepted instead, how often) in the first answers that have such a token."""
     chosen = [i for i, answer in enumerate(answers) if "judge" in answer.origins][:SUBSTITUTION_ANSWERS]
-    if not chosen or gguf_of(pair.target) is not None:
+    if not chosen or not has_whole_weights(pair.target):
         return []
     encoded = pair.encode_many([prompts[i] for i in chosen])
     seen = likelihoods(pair, [(ids, answers[i].tokens) for ids, i in zip(encoded, chosen, strict=True)])
@@ -37,9 +37,9 @@ def example_rows(
 ) -> list[Row]:
     """One row per answer: prompt, text, and each token's origin, target's choice, probabilities and judge score.
 
-    Of a target whose weights stay in a file there are origins alone: the others take a pass of whole weights.
+    Of a target whose weights stay in a file, or elsewhere, there are origins alone: the others take a pass of whole weights.
     """
-    if gguf_of(pair.target) is not None:
+    if not has_whole_weights(pair.target):
         columns: list[list[Row]] = [[{} for _ in answer.tokens] for answer in answers]
     else:
         encoded = pair.encode_many(prompts)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from selfjudge.decoding.rules import AcceptanceRule
-from selfjudge.decoding.text import generate, row_seed
+from selfjudge.decoding.text import row_seed
 from selfjudge.errors import SelfJudgeError
+from selfjudge.evaluate.answerer import Answerer
 from selfjudge.evaluate.config import EvalConfig, task_label
 from selfjudge.evaluate.consistency import Entails, consistency
 from selfjudge.evaluate.examples import example_rows, frequent_substitutions
 from selfjudge.evaluate.runs import Run
 from selfjudge.evaluate.summary import main_measure, summarise
-from selfjudge.models.pair import Pair, Prompt
+from selfjudge.models.pair import Pair
 from selfjudge.store import RunFolder, read_json, read_rows, write_json, write_rows
 from selfjudge.store.artefacts import FinishedSummary, PartSample, PartSeal, ScoredSample
 from selfjudge.tasks.base import FILE, Row, Task, split_of, task
@@ -78,9 +78,17 @@ class Execution:
     """One run on one task, in a folder of its own. Parts that are done stay done."""
 
     def __init__(
-        self, pair: Pair, examples: TaskExamples, run: Run, out: Path, config: EvalConfig, entails: Entails | None
+        self,
+        pair: Pair,
+        answerer: Answerer,
+        examples: TaskExamples,
+        run: Run,
+        out: Path,
+        config: EvalConfig,
+        entails: Entails | None,
     ) -> None:
-        self.pair, self.examples, self.run, self.config, self.entails = pair, examples, run, config, entails
+        self.pair, self.answerer, self.examples, self.run = pair, answerer, examples, run
+        self.config, self.entails = config, entails
         self.task = examples.task
         self.folder = out / examples.label / run.folder
         self.parts_folder = RunFolder(self.folder, done="summary.json", schema=FinishedSummary)
@@ -126,8 +134,7 @@ class Execution:
 
     def _answer(self, part: Part) -> tuple[list[Generation], dict[str, float]]:
         """The answers of a part and its seconds by phase. A row's seed does not depend on the part it is in."""
-        return answer_together(
-            self.pair,
+        return self.answerer.answer(
             [self.task.prompt(row) for row in part.rows],
             part.rule,
             gamma=self.run.gamma,
@@ -222,26 +229,6 @@ class Execution:
 
     def _drop_parts(self) -> None:
         shutil.rmtree(self.folder / "work", ignore_errors=True)
-
-
-def answer_together(
-    pair: Pair,
-    prompts: Sequence[Prompt],
-    rule: AcceptanceRule,
-    *,
-    gamma: int,
-    max_new_tokens: int,
-    seeds: Sequence[int] | None = None,
-) -> tuple[list[Generation], dict[str, float]]:
-    """The answers of prompts that one rule decodes together, and the seconds by phase."""
-    start = time.perf_counter()
-    answers = generate(
-        pair, prompts, rule, gamma=gamma, max_new_tokens=max_new_tokens, batch=len(prompts), seeds=seeds, trace=False
-    )
-    total = time.perf_counter() - start
-    # the last to end took part in all passes
-    phases = {phase: max(answer.seconds[phase] for answer in answers) for phase in PHASES}
-    return answers, {**phases, "total": total}
 
 
 def score_texts(

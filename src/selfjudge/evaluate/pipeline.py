@@ -18,13 +18,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from selfjudge.evaluate.answerer import Answerer, TorchAnswerer
 from selfjudge.evaluate.compare import compare_with_exact, find_exact
 from selfjudge.evaluate.config import EvalConfig, Notify, Warn
 from selfjudge.evaluate.consistency import Entails, load_entailment
 from selfjudge.evaluate.execute import Execution, TaskExamples
 from selfjudge.evaluate.runs import Judges, Run, plan_runs
 from selfjudge.judge.model import Judge
-from selfjudge.models.gguf import gguf_of
+from selfjudge.models.gguf import gguf_of, has_whole_weights
 from selfjudge.models.pair import Pair
 from selfjudge.store import RunFolder, keep_settings, provenance, read_json, write_json
 from selfjudge.store.artefacts import FinishedSummary, RunRecord, TaskRecord
@@ -41,36 +42,39 @@ def evaluate_rules(
     config: EvalConfig,
     *,
     judges: Mapping[str, Judge | Sequence[Judge]] | None = None,
+    answerer: Answerer | None = None,
     notify: Notify = lambda stage, share: None,
     warn: Warn = lambda text: None,
 ) -> list[dict[str, Any]]:
     """Run what is not yet done in the folder `out`; the summaries of all runs of `config`, in order.
 
     `judges` by name: one judge, or one for each fold of LiveCodeBench; if None, the one that ships for the pair.
+    The models run in this process, unless an `answerer` is handed in.
     """
     config.check()
     tasks = [TaskExamples.load(name, config) for name in config.tasks]
-    on_gpu = pair.target.device.type == "cuda"
+    answerer = answerer or TorchAnswerer(pair)
     config = replace(
         config,
-        batch=config.batch or (256 if on_gpu else 8),
-        gammas=config.gammas or (default_gamma(pair.target.device.type),),
+        batch=config.batch or (256 if answerer.device == "cuda" else 8),
+        gammas=config.gammas or (default_gamma(answerer.device),),
     )
     named = _by_name(pair, judges)
     runs = plan_runs(config.chosen_rules(bool(named)), config.gammas, named, pair.special_ids)
     out = Path(out)
     entails, nli = _entailment(pair, out, tasks, config.nli, warn)
     config = replace(config, nli=nli)
-    if gguf_of(pair.target) is not None:
-        warn("q4 weights: examples have no likelihoods or judge scores, and substitutions are not counted")
-    with RunFolder(out).working(_shared_settings(pair, config)):
+    if not has_whole_weights(pair.target):
+        where = "q4 weights" if gguf_of(pair.target) is not None else "the target is not in this process"
+        warn(f"{where}: examples have no likelihoods or judge scores, and substitutions are not counted")
+    with RunFolder(out).working(_shared_settings(pair, config, answerer)):
         write_json(out / "run.json", _provenance(config, runs, out / "run.json"))
         summaries: list[dict[str, Any]] = []
         for number, examples in enumerate(tasks):
             keep_settings(out / examples.label / "task.json", _identity(examples, config))
             _warn_unscored(examples, warn)
             _warn_learnt(examples, runs, warn)
-            executions = [Execution(pair, examples, run, out, config, entails) for run in runs]
+            executions = [Execution(pair, answerer, examples, run, out, config, entails) for run in runs]
 
             def tell(stage: str, share: float, number: int = number) -> None:
                 notify(stage, (number + share) / len(tasks))
@@ -114,8 +118,11 @@ def _by_name(pair: Pair, judges: Mapping[str, Judge | Sequence[Judge]] | None) -
     return {name: [given] if isinstance(given, Judge) else given for name, given in judges.items()}
 
 
-def _shared_settings(pair: Pair, config: EvalConfig) -> dict[str, Any]:
+def _shared_settings(pair: Pair, config: EvalConfig, answerer: Answerer) -> dict[str, Any]:
+    """Runs of our own engines may stand beside each other, as they always could; those of others may not."""
+    elsewhere = {} if isinstance(answerer, TorchAnswerer) else {"engine": answerer.engine}
     return {
+        **elsewhere,
         **{name: getattr(config, name) for name in SHARED},
         "target": pair.target_sha256 or pair.target_id,
         "draft": pair.draft_sha256 or pair.draft_id,

@@ -30,7 +30,9 @@ FEWEST = 20  # critical tokens that a quantile is taken of
 ACCEPTABLE_RATE = 0.15  # where there is no such quantile: the share of mismatches that is accepted
 
 
-def calibrate(pair: Pair, config: LabelConfig, data: Path | None, evidence: Path, notify: Notify) -> dict[str, Any]:
+def calibrate(
+    pair: Pair, config: LabelConfig, scorer: Scorer, data: Path | None, evidence: Path, notify: Notify
+) -> dict[str, Any]:
     """Search and score critical tokens; τ and what speaks for it. Log-probabilities by position go to `evidence`."""
     assert config.calibrate is not None
     source = task(config.calibrate, data, allow_unsafe=config.allow_unsafe)
@@ -50,7 +52,7 @@ def calibrate(pair: Pair, config: LabelConfig, data: Path | None, evidence: Path
         batch=config.batch_size,
         notify=lambda done, tried: notify("τ: searching critical tokens", done / len(searches)),
     )
-    events = score_events(Scorer(pair.target, suffix_length=config.suffix_length), searches)
+    events = score_events(scorer, searches)
     if not events:
         raise SelfJudgeError(f"the draft never differs from the target on {source.name}: there is nothing to judge")
     arrays = {

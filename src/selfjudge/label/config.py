@@ -9,7 +9,7 @@ from typing import Any
 from selfjudge.decoding.rule_parser import read_rule
 from selfjudge.decoding.rules import Judged
 from selfjudge.errors import SelfJudgeError
-from selfjudge.prompts.sources import SELF, Source, limited
+from selfjudge.prompts.sources import Source, limited
 from selfjudge.store import sha256
 from selfjudge.tasks.base import FILE, known, task
 from selfjudge.types import MAX_GAMMA, check_settings, setting
@@ -82,8 +82,10 @@ class LabelConfig:
         sources = self.sources()
         if not 0 <= self.shard[0] < self.shard[1]:
             raise SelfJudgeError(f"`shard` is i/n with i from 0 to n − 1, not {self.shard[0]}/{self.shard[1]}")
-        if self.backend == "vllm":
-            self._check_vllm(sources)
+        if self.backend == "vllm" and self.policy != GREEDY:
+            raise SelfJudgeError(
+                f"`backend` vllm finishes answers greedily: `policy` {self.policy} needs `backend` torch"
+            )
         if self.lookahead and self.method != "selfjudge":
             raise SelfJudgeError(f"`lookahead` goes with `method` selfjudge, not with {self.method}")
         if self.calibrate is not None and not _checkable(self.calibrate):
@@ -107,17 +109,6 @@ class LabelConfig:
         rule, _ = read_rule(self.policy) if self.policy.startswith("judge") else (None, {})
         if rule is None or not issubclass(rule, Judged):
             raise SelfJudgeError(f"`policy` is greedy or a judged rule such as judged:F, not {self.policy!r}")
-
-    def _check_vllm(self, sources: list[Source]) -> None:
-        """What asks the target again and again, or samples, needs the torch backend."""
-        if self.method != "selfjudge":
-            raise SelfJudgeError(f"`backend` vllm labels by likelihood: `method` {self.method} needs `backend` torch")
-        if self.calibrate is not None:
-            raise SelfJudgeError("`backend` vllm cannot search for τ: find it with `backend` torch, then give `tau`")
-        if any(source.name in SELF for source in sources):
-            raise SelfJudgeError(
-                "`backend` vllm takes prompts of tasks and files: self-written ones need `backend` torch"
-            )
 
     @property
     def takes_shipped_tau(self) -> bool:

@@ -7,6 +7,7 @@ killed goes on where it was and ends in the same bytes.
 from __future__ import annotations
 
 import hashlib
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
+from selfjudge.decoding.plain import respond
 from selfjudge.decoding.rule_parser import resolve_rule
 from selfjudge.decoding.rules import AcceptanceRule, Judged
 from selfjudge.engine.select import release
@@ -270,7 +272,8 @@ def _tau(run: _Run) -> dict[str, Any]:
     if (seal := run.folder.sealed("calibration", schema=CalibrationSeal)) is not None:
         return {key: value for key, value in seal.items() if key not in ("files", "made_from")}
     name = "calibration.safetensors"
-    evidence = calibrate(run.pair, config, run.data, run.folder.path / name, run.notify)
+    scorer = run.backend.scorer(suffix_length=config.suffix_length, lookahead=0)
+    evidence = calibrate(run.pair, config, scorer, run.data, run.folder.path / name, run.notify)
     run.folder.seal("calibration", [name], **evidence)
     return evidence
 
@@ -287,7 +290,8 @@ def _responses(run: _Run, prompts: Sequence[Row]) -> list[Path]:
             continue
         part = prompts[start : start + batch]
         responses: dict[int, Row] = {}
-        for index, tokens, finish in run.backend.respond(
+        for index, tokens, finish in respond(
+            run.pair.target,
             [row["prompt_ids"] for row in part],
             eos_ids=run.pair.eos_ids,
             max_new_tokens=run.config.max_new_tokens,
@@ -328,8 +332,10 @@ def _shards(run: _Run, files: Sequence[Path], total: int, tau: float | None) -> 
 
 def _shard_size(run: _Run) -> int:
     """Responses of a shard: some for likelihoods, a batch for searches, which advance together, and for consequences
-    as many as have enough continuations."""
+    as many as have enough continuations; all where the backend does not answer and score at a time."""
     config = run.config
+    if config.method != "selfjudge" and run.backend.alternates:
+        return sys.maxsize
     if config.method == "consequences":
         most = CONTINUATIONS.get(run.pair.target.device.type, 4 * config.batch_size)
         return max(1, most // (config.substitutions or TYPICAL_PLACES))

@@ -311,6 +311,11 @@ def gguf_of(model: PreTrainedModel) -> GgufFile | None:
     return _FILES.get(model)
 
 
+def has_whole_weights(model: PreTrainedModel) -> bool:
+    """Whether the weights are here as floats: not in a GGUF file, nor in an engine elsewhere."""
+    return gguf_of(model) is None and not any(parameter.is_meta for parameter in model.parameters())
+
+
 def model_of(path: Path) -> PreTrainedModel:
     """A model whose weights stay in a GGUF file: its parameters have their shapes, take no memory and are all NaN."""
     file = GgufFile(path)

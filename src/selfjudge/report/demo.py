@@ -75,6 +75,8 @@ def _table(result: Mapping[str, Any]) -> Table:
         notes.append(f"The draft’s own answers: log-likelihood {fixed(result['draft_log_likelihood'], 3)}.")
     if result.get("dtype"):
         notes.append(f"Weights: {result['dtype']}, the draft’s {result['draft_dtype']}.")
+    if result.get("tune"):
+        notes.append(f"A small tune: {result['tune']['finding']} {result['tune']['claim']}")
     return Table("rules", "Rules side by side", columns, tuple(result["rows"]), " ".join(notes))
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from selfjudge.evaluate.compare import interval, lost_words
 from selfjudge.evaluate.examples import example_rows
 from selfjudge.evaluate.execute import generation_of
-from selfjudge.models.gguf import gguf_of
+from selfjudge.models.gguf import has_whole_weights
 from selfjudge.models.pair import Pair
 from selfjudge.store import provenance
 from selfjudge.tasks.base import Row
@@ -243,7 +243,7 @@ def shown_examples(
 
 def _tokens(pair: Pair, prompt: CalibrationPrompt, sample: Row, judge: Any) -> dict[str, Any]:
     """Prompt and tokens of an answer; with what the target thought of them where its whole weights are there."""
-    if gguf_of(pair.target) is None:
+    if has_whole_weights(pair.target):
         (row,) = example_rows(pair, [prompt.prompt], [generation_of(sample)], [judge])
         return {"prompt": row["prompt"], "tokens": row["tokens"]}
     answer = generation_of(sample)

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from selfjudge.decoding.text import int8_draft
-from selfjudge.engine.select import engine_kind
 from selfjudge.errors import SelfJudgeError
+from selfjudge.evaluate.answerer import Answerer, TorchAnswerer
 from selfjudge.evaluate.config import Notify, Warn
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
@@ -59,6 +59,7 @@ def tune_pair(
     config: TuneConfig,
     *,
     judge: Judge | str | Path | None = None,
+    answerer: Answerer | None = None,
     vllm_flags: Flags = lambda recipe, folder: None,
     notify: Notify = lambda stage, share: None,
     say: Say = lambda text: None,
@@ -66,14 +67,15 @@ def tune_pair(
 ) -> Recipe:
     """Find the fastest rule whose loss is certified, in the folder `out`. Goes on where an earlier call ended.
 
-    `judge` is the one of the judged rules; the one that ships for the pair if not given. `say` is told before the run
+    `judge` is the one of the judged rules; the one that ships for the pair if not given. The models run in this process,
+    unless an `answerer` is handed in. `say` is told before the run
     what so many prompts can certify. A finished run returns at once, unless its time was up and there is more now.
     """
     config.check()
     folder = RunFolder(Path(out), done=RECIPE, schema=RecipeFile)
     folder.claim()
     remarks: list[str] = []  # not to be made about what is refused
-    job = _Job.prepare(pair, config, judge, remarks.append)
+    job = _Job.prepare(pair, answerer or TorchAnswerer(pair), config, judge, remarks.append)
     job.refuse_hopeless()
     with folder.working(job.settings(), free=FREE) as then:
         if folder.result() is not None:
@@ -93,6 +95,7 @@ class _Job:
     """What a run tests, with what."""
 
     pair: Pair
+    answerer: Answerer
     config: TuneConfig
     judge: Judge | None
     families: list[Family]
@@ -102,7 +105,9 @@ class _Job:
     batch: int
 
     @classmethod
-    def prepare(cls, pair: Pair, config: TuneConfig, judge: Judge | str | Path | None, warn: Warn) -> _Job:
+    def prepare(
+        cls, pair: Pair, answerer: Answerer, config: TuneConfig, judge: Judge | str | Path | None, warn: Warn
+    ) -> _Job:
         source = judge if isinstance(judge, str | Path) else None
         if judge is None and pair.judge is not None:
             source = pair.target_id
@@ -117,17 +122,17 @@ class _Job:
         if "judged" in names and loaded is not None:
             loaded.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
             refuse_learnt(pair, prompts, source, warn)
-        batch = config.batch or (256 if pair.target.device.type == "cuda" else 8)
+        batch = config.batch or (256 if answerer.device == "cuda" else 8)
         aside = min(batch, -(-len(prompts) // ASIDE)) if config.times else 0
         measure = Measure.choose(config.measure, prompts)
-        return cls(pair, config, loaded, families, prompts[aside:], prompts[:aside], measure, batch)
+        return cls(pair, answerer, config, loaded, families, prompts[aside:], prompts[:aside], measure, batch)
 
     @property
     def minutes(self) -> float:
         """The most that the run may take."""
         if self.config.minutes is not None:
             return self.config.minutes
-        return CPU_MINUTES if self.pair.target.device.type == "cpu" else math.inf
+        return CPU_MINUTES if self.answerer.device == "cpu" else math.inf
 
     @property
     def claims(self) -> dict[str, Claim]:
@@ -177,7 +182,7 @@ class _Job:
             "draft": pair.draft_sha256 or pair.draft_id,
             "dtype": pair.dtype,
             "draft_dtype": "int8" if int8_draft(pair) else None,
-            "engine": engine_kind(pair.target, int8=pair.int8),
+            "engine": self.answerer.engine,
         }
 
 
@@ -189,6 +194,7 @@ class _Tuning:
         config = job.config
         self.trials = Trials(
             job.pair,
+            job.answerer,
             folder,
             job.prompts,
             job.aside,
@@ -204,12 +210,11 @@ class _Tuning:
 
     def run(self, vllm_flags: Flags) -> Recipe:
         job, config = self.job, self.job.config
-        device = job.pair.target.device.type
         speeds: list[dict[str, Any]] = []
         if config.times:
             self.notify("measuring speeds", 0.0)
-            speeds = self.trials.speeds(job.families, config.gamma, device)
-        gamma, advantage = chosen_gamma(speeds, config.gamma or default_gamma(device))
+            speeds = self.trials.speeds(job.families, config.gamma)
+        gamma, advantage = chosen_gamma(speeds, config.gamma or default_gamma(job.answerer.device))
         outcomes = self._test_all(gamma)
         best = self._fastest(outcomes, advantage)
         return self._write(Choice(outcomes, best, gamma, advantage, speeds), vllm_flags)

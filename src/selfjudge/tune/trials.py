@@ -11,8 +11,9 @@ import numpy as np
 
 from selfjudge.decoding.text import row_seed
 from selfjudge.errors import SelfJudgeError
+from selfjudge.evaluate.answerer import Answerer
 from selfjudge.evaluate.compare import delta_m, rate_ratio
-from selfjudge.evaluate.execute import answer_together, sample_row
+from selfjudge.evaluate.execute import sample_row
 from selfjudge.evaluate.runs import Judges, Run, plan_runs
 from selfjudge.models.pair import Pair
 from selfjudge.store import RunFolder, read_rows, write_rows
@@ -21,7 +22,7 @@ from selfjudge.tasks.base import Row
 from selfjudge.tune.calibration import CalibrationPrompt, Measure
 from selfjudge.tune.candidates import GAMMAS, Family
 from selfjudge.tune.certify import Claim, Decision, decide
-from selfjudge.types import Generation
+from selfjudge.types import Generation, default_gamma
 
 SPEED_TOKENS = 48  # of an answer where γ is chosen
 Speed = tuple[float, tuple[float, float]]
@@ -79,6 +80,7 @@ class Trials:
     """Where trials are made, and kept: every batch of every rule is a sealed part of the run's folder."""
 
     pair: Pair
+    answerer: Answerer
     folder: RunFolder
     prompts: Sequence[CalibrationPrompt]
     """To calibrate with, in their order."""
@@ -114,8 +116,7 @@ class Trials:
         if seal is None:
             start = number * self.batch
             prompts = self.prompts[start : start + self.batch]
-            answers, seconds = answer_together(
-                self.pair,
+            answers, seconds = self.answerer.answer(
                 [prompt.prompt for prompt in prompts],
                 run.rules[0],
                 gamma=run.gamma,
@@ -163,12 +164,17 @@ class Trials:
         while len(trial.seconds) < self.batches and not self.late:
             self.go_on(trial, name)
 
-    def speeds(self, families: Sequence[Family], gamma: int | None, device: str) -> list[dict[str, Any]]:
-        """Tokens/s on the prompts set aside: plain, `exact` and the middle rule of each family, at several γ."""
+    def speeds(self, families: Sequence[Family], gamma: int | None) -> list[dict[str, Any]]:
+        """Tokens/s on the prompts set aside: plain, `exact` and the middle rule of each family, at several γ.
+
+        Where another γ takes another engine there is one γ, and plain decoding is not timed.
+        """
+        device, alone = self.answerer.device, self.answerer.one_gamma
+        gamma = gamma or (default_gamma(device) if alone else None)
         if (seal := self.folder.sealed("speed", str(gamma), SpeedSeal)) is not None:
             return list(seal["speeds"])
         gammas = (gamma,) if gamma else GAMMAS.get(device, GAMMAS["cuda"])
-        wanted = [("plain", "exact", 0), *(("exact", "exact", g) for g in gammas)]
+        wanted = [*([] if alone else [("plain", "exact", 0)]), *(("exact", "exact", g) for g in gammas)]
         wanted += [(family.middle, family.middle, g) for family in families for g in gammas]
         prompts = [prompt.prompt for prompt in self.aside]
         rows = []
@@ -180,14 +186,13 @@ class Trials:
         return rows
 
     def _timed(self, prompts: Sequence[Any], rule: str, gamma: int, most: int) -> float | None:
-        """Tokens/s; None where the rule does not work with this γ. On CUDA the second of two runs: the first records."""
+        """Tokens/s; None where the rule does not work with this γ."""
         try:
             run = self.plan(rule, gamma)
         except SelfJudgeError:
             return None
         most = min(most, self.max_new_tokens)
-        for _ in range(2 if self.pair.target.device.type == "cuda" else 1):
-            answers, seconds = answer_together(self.pair, prompts, run.rules[0], gamma=gamma, max_new_tokens=most)
+        answers, seconds = self.answerer.answer(prompts, run.rules[0], gamma=gamma, max_new_tokens=most)
         return sum(len(answer.tokens) for answer in answers) / seconds["total"]
 
 

@@ -8,9 +8,8 @@ Branches share their prefix with the response through vLLM's prefix cache.
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from selfjudge.decoding.plain import Answer
+from selfjudge.decoding.sampling import Sampling
 from selfjudge.errors import SelfJudgeError, first_line
+from selfjudge.integrations.vllm.engine import OneEngine
 from selfjudge.label.score import Case, Scorer, Scores
-from selfjudge.models.catalogue import EMBEDDED, draft_for
+from selfjudge.models.catalogue import draft_for
+from selfjudge.models.elsewhere import run_elsewhere
 from selfjudge.models.pair import Pair, check_tokenizers, chosen_device, chosen_dtype, head_folder
 from selfjudge.models.pull import checkpoint_folder, weights_sha256
 from selfjudge.models.weights import check_finite
@@ -46,22 +48,22 @@ def outline_pair(
     place = chosen_device(device)
     kind = chosen_dtype(dtype, place)
     name = target if draft is None else f"{target}+{draft}"
-    draft = draft or (f"{target}/draft" if target in EMBEDDED else draft_for(target, None))
+    draft = draft_for(target, draft)
     if head_folder(draft) is not None:
-        raise SelfJudgeError(
-            f"labels by vLLM need a `draft` that is a model, and {draft} is a head: it reads the target"
-        )
-    small = Pair.load(draft, device=device, dtype=kind, needs_draft=False)
+        small: Pair | None = None  # it lives in vLLM alone; labels, which need it here, refuse it
+    else:
+        small = Pair.load(draft, device=device, dtype=kind, needs_draft=False)
     source = str(checkpoint_folder(target) or target)
     try:
         model = _outline(source, kind, place)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError, StopIteration) as error:
         raise SelfJudgeError(f"{source} is not a readable checkpoint of safetensors: {first_line(error)}") from None
+    hashes = weights_sha256(target), weights_sha256(draft)
+    if small is None:
+        return Pair(name, model, None, tokenizer, target, draft, *hashes), source
     check_tokenizers(tokenizer, small.tokenizer, target, draft)
-    return Pair(
-        name, model, small.target, tokenizer, target, draft, weights_sha256(target), small.target_sha256
-    ), source
+    return Pair(name, model, small.target, tokenizer, target, draft, *hashes, draft_int8=False), source
 
 
 def _outline(source: str, dtype: torch.dtype, place: torch.device) -> PreTrainedModel:
@@ -91,49 +93,59 @@ def _outline(source: str, dtype: torch.dtype, place: torch.device) -> PreTrained
 class VllmBackend:
     """The backend. `options` go to `vllm.LLM` (such as tensor_parallel_size); one engine lives at a time."""
 
+    alternates = True
+
     def __init__(self, pair: Pair, model: str, options: Mapping[str, Any] | None = None) -> None:
         os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")  # this process has threads already
         self.pair, self.model, self.options = pair, model, dict(options or {})
-        self._kind, self._llm = "", None
+        self._engine = OneEngine()
+        run_elsewhere(pair.target, self)
 
     def engine(self, kind: str) -> Any:
         """The engine that generates, or the one that pools; the other is shut down."""
-        if self._kind != kind:
-            self.close()
-            from vllm import LLM
-
-            options = {"model": self.model, "dtype": self.pair.dtype, **(POOLING if kind == "pool" else {})}
-            self._llm = LLM(**{"trust_remote_code": False} | options | self.options)
-            self._kind = kind
-        return self._llm
+        options = {"model": self.model, "dtype": self.pair.dtype, **(POOLING if kind == "pool" else {})}
+        return self._engine(kind, {"trust_remote_code": False} | options | self.options)
 
     def close(self) -> None:
-        if self._llm is not None:
-            self._llm.llm_engine.engine_core.shutdown()
-        self._kind, self._llm = "", None
-        gc.collect()
+        self._engine.close()
 
     def respond(
-        self, prompts: Sequence[Sequence[int]], *, eos_ids: Collection[int], max_new_tokens: int, batch: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        eos_ids: Collection[int],
+        max_new_tokens: int | Sequence[int],
+        sampling: Sampling | None = None,
+        seeds: Sequence[int] | None = None,
+        notify: Callable[[int], None] | None = None,
     ) -> Iterator[Answer]:
+        """As `decoding.plain.respond`, all at once: vLLM makes the batches. Sampled answers have its own random numbers."""
+        if not prompts:
+            return
         from vllm import SamplingParams
 
         llm = self.engine("generate")
         window = llm.llm_engine.model_config.max_model_len
         if long := [len(prompt) for prompt in prompts if len(prompt) >= window]:
             raise SelfJudgeError(f"a prompt has {long[0]} tokens and vLLM's max_model_len is {window}: raise it")
+        limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
+        drawn = {} if sampling is None else {"top_p": sampling.top_p, "top_k": sampling.top_k}
         params = [
             SamplingParams(
-                temperature=0,
-                max_tokens=min(max_new_tokens, window - len(prompt)),
+                temperature=0 if sampling is None else sampling.temperature,
+                max_tokens=min(limit, window - len(prompt)),
                 stop_token_ids=sorted(eos_ids),
+                seed=None if seeds is None else seeds[i],
                 detokenize=False,
+                **drawn,
             )
-            for prompt in prompts
+            for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
         ]
         outputs = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)
         for i, output in enumerate(outputs):
             (completion,) = output.outputs
+            if notify:
+                notify(len(completion.token_ids))
             yield i, list(completion.token_ids), "eos" if completion.finish_reason == "stop" else "length"
 
     def scorer(self, *, suffix_length: int, lookahead: int) -> Scorer:
@@ -141,6 +153,8 @@ class VllmBackend:
 
     def states(self, sequences: Sequence[Sequence[int]], counts: Sequence[int]) -> list[Tensor]:
         """The states at the last `counts` tokens of each sequence, after the final norm."""
+        if not sequences:
+            return []
         from vllm import PoolingParams
 
         llm = self.engine("pool")

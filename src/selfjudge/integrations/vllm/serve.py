@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from importlib.util import find_spec
+from typing import Any
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.vllm.config import KEY, MULTIPROCESS, WORKER, RequestRules, WorkerConfig, uses_judge
@@ -43,24 +44,23 @@ def command(
         raise SelfJudgeError(f"no judge ships for {target}: name one with `judge`")
     # what does not exist is refused here: better than in a worker's traceback
     RequestRules(worker, JudgeConfig.from_pretrained(worker.judge) if worker.judge else None, (), gamma)
-    speculation = {**_draft(target, draft, gamma), "num_speculative_tokens": gamma}
     given = asdict(worker)
     settings = {f.name: given[f.name] for f in fields(worker) if given[f.name] != f.default}
     return [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", served_reference(target), "--served-model-name", target),
-        *("--speculative-config", json.dumps(speculation)),
+        *("--speculative-config", json.dumps(speculation(target, draft, gamma))),
         *("--worker-cls", WORKER, "--additional-config", json.dumps({KEY: settings})),
         "--no-trust-remote-code",
         *more,
     ]
 
 
-def _draft(target: str, draft: str, gamma: int) -> dict[str, str]:
-    """What vLLM's speculative config says of a draft; a head must be named as one."""
+def speculation(target: str, draft: str, gamma: int) -> dict[str, Any]:
+    """vLLM's speculative config of a draft; a head must be named as one."""
     if (head := exported_head(target, draft, steps=gamma)) is not None:
-        return {"method": "eagle3", "model": str(head)}
-    return {"model": served_reference(draft)}
+        return {"method": "eagle3", "model": str(head), "num_speculative_tokens": gamma}
+    return {"model": served_reference(draft), "num_speculative_tokens": gamma}
 
 
 def main(arguments: Sequence[str]) -> None:

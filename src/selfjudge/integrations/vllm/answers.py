@@ -1,0 +1,172 @@
+"""`eval` and `tune` with the target inside vLLM: our worker decides, each request names its rule.
+
+One engine has one γ and one judge; rules that need neither another γ nor another judge share it. Each of the engine's
+steps is a cycle: the tokens that it gives to a request are the accepted drafts and the target's own. Which drafts were
+accepted against the target's choice is told by their rank among the target's own log-probabilities.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from selfjudge.decoding.rule_parser import options
+from selfjudge.decoding.rules import AcceptanceRule, Judged
+from selfjudge.errors import SelfJudgeError
+from selfjudge.evaluate.answerer import Answers
+from selfjudge.integrations.vllm.config import KEY, WORKER
+from selfjudge.integrations.vllm.engine import OneEngine
+from selfjudge.integrations.vllm.serve import speculation
+from selfjudge.judge.model import Judge
+from selfjudge.models.pair import Pair, Prompt
+from selfjudge.types import PHASES, Generation, Origin
+
+
+class VllmAnswerer:
+    """The answerer. `engine_options` go to `vllm.LLM`; `judge` is the one that the first engine is to have."""
+
+    engine = "vllm"
+    one_gamma = True
+
+    def __init__(
+        self, pair: Pair, model: str, engine_options: Mapping[str, Any] | None = None, judge: Judge | None = None
+    ) -> None:
+        os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")  # this process has threads already
+        self.pair, self.model, self.options, self.judge = pair, model, dict(engine_options or {}), judge
+        self._engine = OneEngine()
+        self._folder = tempfile.TemporaryDirectory(prefix="selfjudge-judge-")
+
+    @property
+    def device(self) -> str:
+        return str(self.pair.target.get_output_embeddings().weight.device.type)
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def answer(
+        self,
+        prompts: Sequence[Prompt],
+        rule: AcceptanceRule,
+        *,
+        gamma: int,
+        max_new_tokens: int,
+        seeds: Sequence[int] | None = None,
+    ) -> Answers:
+        """Greedy answers; seeds are for rules that vLLM does not take."""
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        asked = request_options(rule)
+        engine = self._started(gamma, rule.judge).llm_engine
+        encoded = self.pair.encode_many(prompts)
+        window = engine.model_config.max_model_len
+        if long := [len(ids) for ids in encoded if len(ids) >= window]:
+            raise SelfJudgeError(f"a prompt has {long[0]} tokens and vLLM's max_model_len is {window}: raise it")
+        making = {str(i): _Answer(len(ids)) for i, ids in enumerate(encoded)}
+        start = time.perf_counter()
+        for name, ids in zip(making, encoded, strict=True):
+            params = SamplingParams(
+                temperature=0,
+                max_tokens=min(max_new_tokens, window - len(ids)),
+                stop_token_ids=sorted(self.pair.eos_ids),
+                detokenize=False,
+                logprobs=0,
+                output_kind=RequestOutputKind.DELTA,
+                extra_args={KEY: asked} if gamma else None,
+            )
+            engine.add_request(name, {"prompt_token_ids": ids}, params)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                making[output.request_id].take(output.outputs[0], lossless=rule.lossless)
+        total = time.perf_counter() - start
+        answers = [answer.generation(self.pair) for answer in making.values()]
+        return answers, {**dict.fromkeys(PHASES, 0.0), "total": total}
+
+    def _started(self, gamma: int, judge: Judge | None) -> Any:
+        """The engine with this γ and judge."""
+        self.judge = judge or self.judge
+        own: dict[str, Any] = {}
+        if gamma:
+            settings = {"rule": "exact"} if self.judge is None else {"judge": str(self._saved(self.judge))}
+            own = {
+                "speculative_config": speculation(self.pair.target_id, self.pair.draft_id, gamma),
+                "worker_cls": WORKER,
+                "additional_config": {KEY: settings},
+            }
+        common = {"model": self.model, "dtype": self.pair.dtype, "trust_remote_code": False}
+        # rules are timed on the same prompts: none may find them read already
+        return self._engine(
+            (gamma, _digest(self.judge)), common | {"enable_prefix_caching": False} | own | self.options
+        )
+
+    def _saved(self, judge: Judge) -> Path:
+        folder = Path(self._folder.name) / _digest(judge)
+        if not folder.is_dir():
+            judge.save_pretrained(folder)
+        return folder
+
+
+def _digest(judge: Judge | None) -> str:
+    """Tells judges apart by what they decide with."""
+    digest = hashlib.sha256()
+    for tensor in judge.buffers() if judge is not None else ():
+        digest.update(tensor.float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+@dataclass
+class _Answer:
+    """An answer in the making."""
+
+    prompt_tokens: int
+    tokens: list[int] = field(default_factory=list)
+    origins: list[Origin] = field(default_factory=list)
+    steps: int = 0
+    finish: str | None = None
+
+    def take(self, new: Any, *, lossless: bool) -> None:
+        """What a step gave: accepted drafts, and the target's own token after them."""
+        tokens = list(new.token_ids)
+        for i, token in enumerate(tokens):
+            origin: Origin = "target" if i + 1 == len(tokens) else "draft"
+            if not lossless and (new.logprobs[i][token].rank or 1) > 1:  # a limit may cut a block after such a draft
+                origin = "judge"
+            self.tokens.append(token)
+            self.origins.append(origin)
+        self.steps += bool(tokens)
+        self.finish = new.finish_reason or self.finish
+
+    def generation(self, pair: Pair) -> Generation:
+        text = str(pair.tokenizer.decode(self.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return Generation(
+            tuple(self.tokens),
+            tuple(self.origins),
+            text,
+            max(0, self.steps - 1),  # the first step reads the prompt
+            "eos" if self.finish == "stop" else "length",
+            self.prompt_tokens,
+        )
+
+
+def request_options(rule: AcceptanceRule) -> dict[str, Any]:
+    """What a request says to be decoded with this rule (`config.RequestRules`)."""
+    if rule.name == "sampling" or (isinstance(rule, Judged) and rule.base.name == "sampling"):
+        raise SelfJudgeError(
+            f"`backend` vllm answers greedily: rule {rule.name!r} with a temperature needs `backend` torch"
+        )
+    if rule.lossless:
+        return {"off": True}
+    if not getattr(rule, "guard", True):
+        raise SelfJudgeError(f"in vLLM special tokens are left to the target: write rule {rule.name!r} with guard=on")
+    decided = {"price": rule.price} if rule.price is not None else {}
+    if isinstance(rule, Judged) and not decided:
+        decided = {"theta": float(rule.theta)}
+    left_out = {"guard", "theta", "price", *(("threshold",) if rule.price is not None else ())}
+    values = {name: getattr(rule, name) for name in options(type(rule)) if name not in left_out}
+    text = ",".join(f"{name}={value}" for name, value in values.items() if value is not None)
+    return {"rule": f"{rule.name}:{text}" if text else rule.name, **decided}

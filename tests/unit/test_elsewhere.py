@@ -1,0 +1,105 @@
+"""Answers and states that come from an engine elsewhere, and what such an engine is told; without vLLM."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from conftest import tiny_model
+from selfjudge.decoding.plain import respond
+from selfjudge.decoding.rule_parser import parse_rule
+from selfjudge.decoding.sampling import Sampling
+from selfjudge.engine.teacher_forced import teacher_forced
+from selfjudge.errors import SelfJudgeError
+from selfjudge.integrations.vllm.answers import _Answer, request_options
+from selfjudge.integrations.vllm.config import RequestRules, WorkerConfig
+from selfjudge.judge.model import Judge
+from selfjudge.label.consequences import margins_of
+from selfjudge.label.score import Case
+from selfjudge.models.elsewhere import elsewhere, run_elsewhere
+from selfjudge.models.gguf import has_whole_weights
+from selfjudge.models.pair import Pair
+
+RULES = ("margin:0.5,guard=on", "margin:price=0.2,guard=on", "topk:3,guard=on", "fly:0.3,2,guard=on", "judged:0.4", "judged:price=0.1")  # fmt: skip
+
+
+class Engine:
+    """The same model, asked as an engine elsewhere is."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.asked: list[dict[str, Any]] = []
+
+    def respond(self, prompts: Any, **options: Any) -> Any:
+        self.asked.append(options)
+        yield from ((i, [7, 8], "length") for i in range(len(prompts)))
+
+    @torch.no_grad()
+    def states(self, sequences: Any, counts: Any) -> list[torch.Tensor]:
+        whole = [self.model.base_model(torch.tensor([ids])).last_hidden_state[0] for ids in sequences]
+        return [rows[-count:] for rows, count in zip(whole, counts, strict=True)]
+
+
+def test_an_engine_elsewhere_answers_and_reads(tiny_pair: Pair) -> None:
+    cases = [Case([5, 6, 7], [8, 9, 10, 11], [1, 2], [20, 21]), Case([5], [6, 7], [0], [30])]
+    here = margins_of(tiny_pair, cases)
+    there = tiny_model(seed=1)
+    engine = Engine(tiny_pair.target)
+    run_elsewhere(there, engine)
+    assert elsewhere(there) is engine
+    assert elsewhere(tiny_pair.target) is None
+    pair: Any = SimpleNamespace(target=there)
+    for one, other in zip(here, margins_of(pair, cases), strict=True):
+        assert one == pytest.approx(other, abs=1e-4)
+    rows = [(i, rows.shape) for part, rows in teacher_forced(there, [([5], [6, 7]), ([5, 6], [7])]) for i in [part]]
+    assert rows == [([0, 1], (3, 32))]
+    answers = list(respond(there, [[5], [6]], eos_ids={2}, max_new_tokens=[3, 4], sampling=Sampling(0.7), seeds=[1, 2]))
+    assert answers == [(0, [7, 8], "length"), (1, [7, 8], "length")]
+    assert engine.asked[0]["max_new_tokens"] == [3, 4]
+    assert engine.asked[0]["seeds"] == [1, 2]
+
+
+def test_weights_that_are_not_here_are_told_from_those_that_are(tiny_pair: Pair) -> None:
+    assert has_whole_weights(tiny_pair.target)
+    with torch.device("meta"):
+        assert not has_whole_weights(tiny_model())
+
+
+@pytest.mark.parametrize("text", RULES)
+def test_a_request_is_decoded_by_the_rule_that_is_meant(text: str) -> None:
+    judge = Judge.constant(0.5, 32)
+    rule = parse_rule(text, special=(0, 2), judge=judge if text.startswith("judged") else None)
+    rules = RequestRules(WorkerConfig(judge="somewhere"), judge, (0, 2), 5)
+    built = rules.requested({"selfjudge": request_options(rule)})
+    assert type(built) is type(rule)
+    assert repr(built) == repr(rule)
+
+
+def test_lossless_rules_say_off_and_others_are_refused() -> None:
+    assert request_options(parse_rule("exact")) == {"off": True}
+    with pytest.raises(SelfJudgeError, match="guard=on"):
+        request_options(parse_rule("topk:3"))
+    with pytest.raises(SelfJudgeError, match="answers greedily"):
+        request_options(parse_rule("sampling", sampling=Sampling(0.5)))
+
+
+def test_steps_become_cycles_and_ranks_become_origins(tiny_pair: Pair) -> None:
+    def step(tokens: list[int], ranks: list[int], finish: str | None = None) -> SimpleNamespace:
+        logprobs = [{token: SimpleNamespace(rank=rank)} for token, rank in zip(tokens, ranks, strict=True)]
+        return SimpleNamespace(token_ids=tokens, logprobs=logprobs, finish_reason=finish)
+
+    answer = _Answer(3)
+    for new in (step([5], [1]), step([6, 7, 8], [1, 4, 1]), step([], []), step([9, 2], [1, 1], "stop")):
+        answer.take(new, lossless=False)
+    made = answer.generation(tiny_pair)
+    assert made.tokens == (5, 6, 7, 8, 9, 2)
+    assert made.origins == ("target", "draft", "judge", "target", "draft", "target")
+    assert (made.cycles, made.finish, made.prompt_tokens) == (2, "eos", 3)
+    assert made.text == "w1 w2 w3 w4 w5"
+    tied = _Answer(1)
+    tied.take(step([6, 7], [2, 1], "length"), lossless=True)
+    assert tied.origins == ["draft", "target"]  # the lower of two equal tokens is the target's choice all the same
+    assert tied.generation(tiny_pair).finish == "length"
