@@ -33,6 +33,7 @@ from fake_eval import (
 )
 from selfjudge.cli.main import app
 from selfjudge.errors import SelfJudgeError
+from selfjudge.judge.hub import shipped_judge
 from selfjudge.report.charts import Bars, Lines, Point, Series, charts, number, trade_offs
 from selfjudge.report.demo import demo_page, finding
 from selfjudge.report.draw import Drawing, draw
@@ -41,6 +42,8 @@ from selfjudge.report.read import read_results
 from selfjudge.report.records import named, timed
 from selfjudge.report.substitutions import group
 from selfjudge.report.table import fixed, signed
+from selfjudge.report.tables import Against, tables
+from selfjudge.report.verdict import verdict
 
 ROOT = Path(__file__).parents[2]
 
@@ -249,7 +252,7 @@ def test_sections_only_where_there_is_data(tmp_path: Path, whole: tuple[Path, di
 
     everything = sections(whole[0])
     assert everything == [
-        "averages", "task", "trade-off", "gamma", "two-stage", "suffix-length", "roc", "study", "labelling", "time", "substitutions", "extraction",
+        "verdict", "averages", "task", "trade-off", "gamma", "two-stage", "suffix-length", "roc", "study", "labelling", "time", "substitutions", "extraction",
         "viewer", "provenance",
     ]  # fmt: skip
     report([write_judge(tmp_path, "j", 0.8)], tmp_path / "judge.html")
@@ -281,32 +284,80 @@ def test_trade_offs_have_a_point_a_threshold(whole: tuple[Path, dict[str, Any]])
     assert {p.tag for p in series["judged@selfjudge"].points} == {"", "F", "R"}
     xs = [p.x for p in series["judged@selfjudge"].points]
     assert xs == sorted(xs)
-    assert by_task["math500"].level == series["exact"].points[0].y
+    assert by_task["math500"].level == series["exact"].points[0].y == 0
+    assert by_task["math500"].title.startswith("MATH-500, γ = 10: fly ")  # then what it gains and costs
+    drawn = series["fly"].points[0]
+    (fly,) = [r for r in read_results([whole[0].parent / "eval"]).runs if (r.task, r.rule) == ("math500", "fly")]
+    assert (drawn.x, drawn.y) == pytest.approx((100 * (fly.m_ratio - 1), 100 * fly.delta_score))
+    assert drawn.interval == pytest.approx([100 * end for end in fly.delta_ci])
     alone = {s.name for chart in every["two-stage"] for s in chart.series}
     assert any(name.startswith("judge_only") for name in alone)
     assert not any(s.name.startswith("judge_only") for chart in every["trade-off"] for s in chart.series)
+
+
+def test_the_verdict_comes_first(whole: tuple[Path, dict[str, Any]]) -> None:
+    """One row of each kind over the paper's tasks, the same means as in the table of averages, in three sentences."""
+    runs = read_results([whole[0].parent / "eval"]).runs
+    found = verdict(runs, Against(runs))
+    assert [row["rule"] for row in found.table.rows] == ["exact", "judged:R@selfjudge", "fly", "topk:2"]
+    (averages,) = tables(read_results([whole[0].parent / "eval"]))["averages"]
+    same = {row["rule"]: row for row in averages.rows if row["gammas"] == "10"}
+    for row in found.table.rows:
+        assert (row["m_ratio"], row["delta_ci"]) == (same[row["rule"]]["m_ratio"], same[row["rule"]]["delta_ci"])
+    assert len(found.sentences) == 3
+    assert found.sentences[0].startswith("judged:R@selfjudge yields +")
+    assert found.chart.level == 0
+    assert verdict([r for r in runs if r.name != "exact"], Against(runs)) is None
+    assert verdict([r for r in runs if r.name == "exact"], Against(runs)) is None
+    assert verdict([], Against([])) is None
+    lossy = [r if r.name == "exact" else replace(r, delta_score=-0.1, delta_ci=(-0.12, -0.08)) for r in runs]
+    assert "Every one of them loses measurably" in verdict(lossy, Against(lossy)).sentences[2]
+    text = whole[0].read_text()
+    assert text.index('id="verdict"') < text.index('class="fold"')
+
+
+def test_what_ships_is_named_and_equal_thresholds_are_one_row(tmp_path: Path) -> None:
+    """By the threshold of the judge that ships; R is left out only where it is F again, with the same outcome."""
+    theta = json.loads((shipped_judge("smollm2-135m") / "config.json").read_text())["thresholds"]["F"]
+    folder = write_eval(tmp_path / "eval", ("gsm8k",), n=12)
+    files = {option: next(folder.rglob(f"judged:{option}@autojudge-g10/summary.json")) for option in "FR"}
+    first = json.loads(files["F"].read_text()) | {"threshold": theta}
+    files["F"].write_text(json.dumps(first))
+    files["R"].write_text(json.dumps(first | {"rule": "judged:R@autojudge"}))
+    runs = read_results([folder]).runs
+    assert {r.judge for r in runs if r.ships} == {"autojudge"}
+    assert [(r.rule, r.both) for r in runs if r.judge == "autojudge" and r.option in "FR"] == [
+        ("judged:F@autojudge", True)
+    ]
+    assert {"judged:F@n0", "judged:R@n0"} <= {r.rule for r in runs}  # one threshold, and other outcomes
+    (task,) = tables(read_results([folder]))["task"]
+    assert "judged:F@autojudge (F = R, ships)" in [task.columns[0].show(row) for row in task.rows]
+    assert verdict(runs, Against(runs)).table.rows[1]["rule"] == "judged:F@autojudge"
+    (chart,) = trade_offs(runs)
+    assert [s.name for s in chart.series][:2] == ["exact", "judged@autojudge (ships)"]
+    assert len(chart.series) == 5
 
 
 def test_what_loses_much_is_out_of_view(whole: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     runs = [r for r in read_results([whole[0].parent / "eval"]).runs if r.task == "math500"]
     exact = next(r for r in runs if r.name == "exact")
     at, below = (
-        replace(next(r for r in runs if r.name == "topk"), rule=name, mean_accepted_length=m, score=exact.score - lost)
-        for name, m, lost in (("topk:7", 6.0, 0.15), ("topk:9", 99.0, 0.151))
+        replace(next(r for r in runs if r.name == "topk"), rule=name, m_ratio=m, delta_score=-lost, delta_ci=None)
+        for name, m, lost in (("topk:7", 2.0, 0.15), ("topk:9", 99.0, 0.151))
     )
     (near,) = trade_offs([*runs, at])
     (far,) = trade_offs([*runs, at, below])
     assert near.floor is None
-    assert far.floor == pytest.approx(100 * exact.score - 15)
+    assert far.floor == -15
     assert far.title == f"{near.title}; 1 below, out of view"
     drawn = [ET.fromstring(draw(chart).svg) for chart in (near, far)]
     assert [len([e for e in d.iter() if e.tag == "clipPath"]) for d in drawn] == [0, 1]
     marks = [[t.text for g in d.iter("g") if g.get("class") == "mark" for t in g.iter("title")] for d in drawn]
     assert marks[0] == marks[1]
     assert all(": m " in label for label in marks[0])
-    texts = [[t.text for t in d.iter("text")] for d in drawn]
-    assert texts[0] == texts[1]  # the axis does not stretch to m = 99
-    (only,) = trade_offs([exact, replace(below, mean_accepted_length=2.0)])  # nothing would be left to see
+    ticks = [tick_texts(d, "middle") for d in drawn]
+    assert ticks[0] == ticks[1]  # the axis does not stretch to m = 99
+    (only,) = trade_offs([exact, replace(below, m_ratio=2.0)])  # nothing would be left to see
     assert only.floor is None
     assert draw(far).png.startswith(b"\x89PNG")
 
@@ -578,7 +629,7 @@ def test_the_command(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (small / "gsm8k" / "fly-g10").mkdir()
     done = CliRunner().invoke(app, ["report", "eval"])
     assert done.exit_code == 0, done.output
-    assert done.stdout == "report.html: 4 runs, 7 tables; 4 figures and tables.md in report\n"
+    assert done.stdout == "report.html: 4 runs, 8 tables; 5 figures and tables.md in report\n"
     assert done.stderr == "selfjudge: left out eval/gsm8k/fly-g10: unfinished: it has no summary.json\n"
     done = CliRunner().invoke(app, ["report", "eval", "--json", "--out", "other.html"])
     rows = json.loads(done.stdout)
@@ -598,7 +649,7 @@ def test_tasks_whose_names_look_alike_stay_apart(tmp_path: Path) -> None:
         "task",
         "task--2",
     ]
-    assert len(set(found["figures"])) == len(found["figures"]) == 8
+    assert len(set(found["figures"])) == len(found["figures"]) == 9
     ids = [value for _, name, value in Page((tmp_path / "report.html").read_text()).attributes if name == "id"]
     assert len(ids) == len(set(ids))
 

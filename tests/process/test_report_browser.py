@@ -46,6 +46,7 @@ def opened(browser: Browser, page: Path) -> Iterator[Browser]:
     browser.media("", "light")
     browser.open(page)
     browser.run("localStorage.clear()")
+    browser.run("document.querySelectorAll('.fold').forEach(fold => { fold.open = true; })")
     yield browser
     assert browser.run("window.hacked") is None
     assert browser.complaints == []
@@ -96,6 +97,33 @@ def test_the_filter_hides_other_rows_and_charts(opened: Browser) -> None:
     )  # a table without rows is not shown
     opened.point("#filter-clear", click=True)
     assert len(visible_rows(opened)) == len(everything)
+
+
+def test_the_first_screen_is_the_verdict(opened: Browser, page: Path) -> None:
+    """All else is folded, opens where a link leads, and is there on paper."""
+    opened.open(page, 1200, 900)
+    folds = "[...document.querySelectorAll('.fold')].map(f => f.open)"
+    assert not any(opened.run(folds))
+    assert opened.run("document.querySelectorAll('#verdict p').length") == 3
+    assert opened.run("document.querySelector('#verdict table').getBoundingClientRect().bottom") < 1100
+    opened.point("nav a[href='#task']", click=True)
+    opened.wait("document.querySelector('#task .fold').open")
+    assert opened.run(folds).count(True) == 1
+    opened.run("dispatchEvent(new Event('beforeprint'))")
+    assert all(opened.run(folds))
+
+
+def test_an_answer_stands_beside_that_of_exact(opened: Browser) -> None:
+    example = shown(opened)
+    group = opened.run("document.getElementById('pick-task').value")
+    (exact,) = [r for r in data(opened) if r["group"] == group and r["name"] == "exact, γ = 10"]
+    same = next(e for e in exact["examples"] if e["id"] == example["id"])
+    assert opened.run("document.getElementById('exact-tokens').textContent") == "".join(t[0] for t in same["tokens"])
+    value = opened.run(
+        "[...document.getElementById('pick-rule').options].find(o => o.textContent.startsWith('exact')).value"
+    )
+    opened.choose("#pick-rule", value)
+    assert opened.run("document.getElementById('beside').hidden")
 
 
 def test_pointing_at_a_token_shows_its_details(opened: Browser) -> None:

@@ -18,9 +18,11 @@ from selfjudge.report.records import (
     title,
     usual_gamma,
 )
-from selfjudge.report.table import distinct, slug
+from selfjudge.report.table import distinct, fixed, signed_points, slug
 from selfjudge.report.tables import suffix_groups
 
+MOST_METHODS = 5
+"""Methods in one trade-off; the tables have all."""
 IN_VIEW = 15.0
 """Points of score below `exact` that a trade-off shows: what loses more would press all else into a corner."""
 
@@ -33,6 +35,8 @@ class Point:
     """What it is, for whoever points at it."""
     tag: str = ""
     """Written beside it."""
+    interval: Interval | None = None
+    """Of y."""
 
 
 @dataclass(frozen=True)
@@ -184,18 +188,73 @@ def _trade_off(name: str, heading: str, series: tuple[Series, ...], run: Run, ru
         return chart
     band = (100 * exact.score_ci[0], 100 * exact.score_ci[1]) if exact.score_ci else None
     chart = replace(chart, level=100 * exact.score, band=band)
-    clipped = replace(chart, floor=100 * exact.score - IN_VIEW)
-    seen = [clipped.sees(p) for s in series for p in s.points]
+    return drop_far_points(chart)
+
+
+def drop_far_points(chart: Lines) -> Lines:
+    """The chart without what lies far below its level, where anything else is left; its title says how many."""
+    assert chart.level is not None
+    clipped = replace(chart, floor=chart.level - IN_VIEW)
+    seen = [clipped.sees(p) for s in chart.series for p in s.points]
     if all(seen) or sum(seen) < 2:
         return chart
-    return replace(clipped, title=f"{heading}; {seen.count(False)} below, out of view")
+    return replace(clipped, title=f"{chart.title}; {seen.count(False)} below, out of view")
 
 
 def trade_offs(runs: Sequence[Run]) -> Iterable[Lines]:
-    """Score against m: a line a method, a point a threshold. A judge alone has charts of its own."""
-    chosen = [r for r in runs if r.m is not None and not r.fold and r.name != "judge_only"]
-    style = styles(r.method for r in sorted(runs, key=rule_order))
-    return _facets("trade-off", chosen, lambda r: r.rule, style, runs)
+    """The change of the score, paired with `exact`, against the gain in m: a line a method, a point a threshold.
+
+    At most `MOST_METHODS` of a task are drawn. A judge alone has charts of its own.
+    """
+    known = (r for r in runs if r.m is not None and not r.fold and r.name != "judge_only")
+    paired = [r for r in known if r.name == "exact" or None not in (r.m_ratio, r.delta_score)]
+    for (pair, task), every in by_task(paired).items():
+        gamma = usual_gamma(every)
+        here = [r for r in every if r.gamma == gamma]
+        methods = sorted(dict.fromkeys(r.method for r in here), key=lambda m: _rank(m, here))[:MOST_METHODS]
+        if len(methods) < 2 or "exact" not in methods:
+            continue
+        style = styles(methods)
+        series = tuple(
+            Series(_with_note(method, here), style[method], tuple(sorted(points, key=lambda p: p.x)))
+            for method in methods
+            if (points := [_paired(r) for r in here if r.method == method])
+        )
+        heading, part = _where(pair, task, runs)
+        axes = "gain in m against exact, %", f"change of {here[0].measure}, points"
+        finding = f"{heading}, γ = {gamma}: {_finding(here, methods)}"
+        yield drop_far_points(Lines(slug("trade-off", part), finding, *axes, series, task, level=0.0))
+
+
+def _rank(method: str, runs: Sequence[Run]) -> tuple[int, int]:
+    """Which methods are drawn first: `exact`, what ships, margin, FLy and top-k; then by their number of runs."""
+    mine = [r for r in runs if r.method == method]
+    first = ("exact", "margin", "fly", "topk")
+    rank = first.index(mine[0].name) if mine[0].name in first else 1 if any(r.ships for r in mine) else len(first)
+    return rank, -len(mine)
+
+
+def _with_note(method: str, runs: Sequence[Run]) -> str:
+    return f"{method} (ships)" if any(r.ships for r in runs if r.method == method) else method
+
+
+def _finding(runs: Sequence[Run], methods: Sequence[str]) -> str:
+    """What the first drawn method besides `exact` gains and costs, at its first named threshold."""
+    one = next((r for r in runs if r.method == methods[1] and named(r)), None)
+    one = one or next(r for r in runs if r.method == methods[1])
+    assert one.m_ratio is not None
+    assert one.delta_score is not None
+    return f"{one.rule} {fixed(100 * (one.m_ratio - 1), 1, '+')} % m, {signed_points(one.delta_score)} points"
+
+
+def _paired(run: Run) -> Point:
+    """A run against `exact`; `exact` itself is where nothing changes."""
+    point = _point(run)
+    if run.m_ratio is None or run.delta_score is None:
+        return Point(0.0, 0.0, point.label)
+    ends = None if run.delta_ci is None else (100 * run.delta_ci[0], 100 * run.delta_ci[1])
+    tag = point.tag if run.option in ("F", "R") else ""
+    return Point(100 * (run.m_ratio - 1), 100 * run.delta_score, point.label, tag, ends)
 
 
 def two_stages(runs: Sequence[Run]) -> Iterable[Lines]:

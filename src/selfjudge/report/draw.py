@@ -7,6 +7,7 @@ so light, dark and print need no second drawing. Colour is never alone: every st
 from __future__ import annotations
 
 import io
+import math
 import re
 import warnings
 import xml.etree.ElementTree as ET
@@ -164,6 +165,9 @@ def _draw_lines(axes: Axes, chart: Lines) -> Titles:
             )
             axes.add_line(marks)
             titles[f"sj-mark-{place}"] = [p.label for p in seen]
+        for point in (p for p in seen if p.interval is not None):
+            ends = [max(low, min(high, end)) for end in point.interval or ()]
+            axes.plot([point.x] * 2, ends, color=_colour(series.style), linewidth=1.2, zorder=2, clip_on=False)
         below = -14 if series.style % 2 else 7  # neighbours do not write into the same place
         for point in (p for p in seen if p.tag and series.marked):
             axes.annotate(
@@ -188,7 +192,9 @@ def _set_axes(axes: Axes, chart: Lines) -> None:
         axes.set_xlim(*((0, 1) if chart.unit else _spread(xs)))
         every = chart.x == "γ" and len(xs) <= 8
         axes.xaxis.set_major_locator(FixedLocator(xs) if every else MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
-    axes.set_ylim(*((0, 1) if chart.unit else _spread([*(p.y for p in seen), *levels])))
+    floor = -math.inf if chart.floor is None else chart.floor
+    ends = [max(floor, end) for p in seen for end in p.interval or ()]
+    axes.set_ylim(*((0, 1) if chart.unit else _spread([*(p.y for p in seen), *ends, *levels])))
     axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))

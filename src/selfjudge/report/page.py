@@ -20,10 +20,11 @@ from markupsafe import Markup
 
 from selfjudge.report.charts import Chart
 from selfjudge.report.draw import PALETTE, Drawing, legend
-from selfjudge.report.records import PAPER, Results, Run, by_task, rule_order, several, task_order, title
+from selfjudge.report.records import PAPER, Results, Run, by_task, rule_order, several, task_order, title, usual_gamma
 from selfjudge.report.table import Table
 
 SECTIONS = {
+    "verdict": ("Verdict", ""),
     "averages": (
         "Averages",
         "Change against <code>exact</code>, averaged over the tasks as in the paper. m is the number of tokens that a"
@@ -37,10 +38,10 @@ SECTIONS = {
     ),
     "trade-off": (
         "Trade-off",
-        "Score against m. A line is a method, a point one of its thresholds: F and R are the judge’s own, q0.9 rejects"
-        " 90 % of bad substitutions. The dotted line is <code>exact</code> and the band its 95 % interval. Up and to"
-        " the right is better. Where some lose more than 15 points and others do not, those are out of view, and the"
-        " title says how many.",
+        "The change of the score against the gain in m, both paired with <code>exact</code>, which is the dotted line. A"
+        " line is a method, a point one of its thresholds: F and R are the judge’s own, q0.9 rejects 90 % of bad"
+        " substitutions. Bars are 95 % intervals. Up and to the right is better. At most five methods are drawn; the"
+        " tables have all. What loses more than 15 points is out of view, and the title says how many.",
     ),
     "gamma": ("Draft length γ", "m and score against the number of tokens drafted in a cycle."),
     "two-stage": (
@@ -92,8 +93,9 @@ def page(
     tables: Mapping[str, Sequence[Table]],
     charts: Mapping[str, Sequence[Chart]],
     drawings: Mapping[str, Drawing],
+    sentences: Sequence[str] = (),
 ) -> str:
-    """The whole page; tables and charts by section, drawings by chart."""
+    """The whole page; tables and charts by section, drawings by chart, the verdict in sentences."""
     runs = results.runs
     methods: dict[str, dict[str, None]] = {}
     for run in sorted(runs, key=rule_order):
@@ -105,6 +107,7 @@ def page(
         sections=_sections(results, tables, charts, drawings),
         tasks=[(task, title(task)) for task in sorted({r.task for r in runs}, key=task_order)],
         methods={method: list(rules) for method, rules in methods.items()},
+        sentences=sentences,
         skipped=results.skipped,
         data=viewer_data(runs),
     )
@@ -155,6 +158,7 @@ def viewer_data(runs: Sequence[Run]) -> dict[str, Any]:
             {
                 "group": title(task) + (f", {pair}" if pairs else ""),
                 "name": f"{run.rule}, γ = {run.gamma}" + (f", fold {run.fold}" if run.fold else ""),
+                "first": run.ships and run.gamma == usual_gamma(here),
                 "examples": [
                     {
                         "id": e.id, "prompt": e.prompt, "score": e.score,

@@ -11,7 +11,8 @@ from selfjudge.report.charts import charts
 from selfjudge.report.draw import draw
 from selfjudge.report.page import page
 from selfjudge.report.read import read_results
-from selfjudge.report.tables import tables
+from selfjudge.report.tables import Against, tables
+from selfjudge.report.verdict import verdict
 from selfjudge.store import read_json, write_json, write_text
 from selfjudge.store.artefacts import ReportRecord
 
@@ -32,8 +33,12 @@ def report(folders: Sequence[Path], out: Path) -> dict[str, Any]:
     earlier = _earlier(beside)
     results = read_results(folders)
     tabled, charted = tables(results), charts(results)
+    judgement = verdict(results.runs, Against(results.runs))
+    if judgement is not None:
+        tabled = {"verdict": [judgement.table], **tabled}
+        charted = {"verdict": [judgement.chart], **charted}
     drawings = {chart.id: draw(chart) for section in charted.values() for chart in section}
-    text = page(results, tabled, charted, drawings)
+    text = page(results, tabled, charted, drawings, () if judgement is None else judgement.sentences)
     every = [table for section in tabled.values() for table in section]
     summary: dict[str, Any] = {
         "runs": len(results.runs),

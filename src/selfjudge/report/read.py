@@ -9,6 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def read_results(folders: Iterable[Path]) -> Results:
     collected = _Collected()
     for folder in folders:
         collected.read(folder)
-    runs = sorted(_tasks_apart(list(collected.runs.values())), key=lambda run: run.key)
+    runs = sorted(_tasks_apart(_one_row(_with_shipped(list(collected.runs.values())))), key=lambda run: run.key)
     return Results(
         tuple(runs),
         tuple(collected.judges),
@@ -129,6 +130,29 @@ class _Collected:
         return True
 
 
+def _with_shipped(runs: Sequence[Run]) -> list[Run]:
+    """The runs, marked where their judge is the one that ships: its named thresholds are the same, to the last digit."""
+    shipping = set()
+    for file in Path(str(resources.files("selfjudge"))).glob("models/judges/*/config.json"):
+        pair, thresholds = file.parent.name, read_json(file, JudgeFile)["thresholds"]
+        shipping |= {
+            (pair, r.judge) for r in runs if r.pair == pair and r.judge and thresholds.get(r.option) == r.threshold
+        }
+    return [replace(run, ships=(run.pair, run.judge) in shipping) for run in runs]
+
+
+def _one_row(runs: Sequence[Run]) -> list[Run]:
+    """The runs without those at R that are their F again: the same threshold, and the same outcome."""
+
+    def outcome(run: Run) -> tuple[Any, ...]:
+        return run.pair, run.task, run.method, *run.key[3:], run.threshold, run.m, run.score
+
+    at = {option: {outcome(run) for run in runs if run.judge and run.option == option} for option in ("F", "R")}
+    same = at["F"] & at["R"]
+    marked = [replace(run, both=run.option == "F" and outcome(run) in same) for run in runs]
+    return [run for run in marked if run.option != "R" or outcome(run) not in same]
+
+
 def _tasks_apart(runs: Sequence[Run]) -> Iterator[Run]:
     """Runs over other examples, or with other limits, than most of a task's do not compare: a task of their own."""
     sizes: dict[tuple[str, str], set[tuple[int, int]]] = defaultdict(set)
@@ -165,7 +189,7 @@ def _run(file: Path, content: Content) -> Run:
         "examples": _examples(folder / "examples.jsonl"),
     }
     for f in fields(Run):
-        if f.name not in own:
+        if f.name not in own and f.name not in ("ships", "both"):
             value = content.get(f.name)
             own[f.name] = ABSENT.get(f.type) if value is None else tuple(value) if isinstance(value, list) else value
     return Run(**own)

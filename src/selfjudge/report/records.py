@@ -108,6 +108,10 @@ class Run:
     lengths: Mapping[str, tuple[int, int]] = field(default_factory=dict, repr=False)
     """(tokens, cycles) of every example, by id."""
     examples: tuple[Example, ...] = field(default=(), repr=False)
+    ships: bool = False
+    """Whether its judge is the one that ships for the pair."""
+    both: bool = False
+    """Whether R is the same threshold as its F, and so the same run."""
 
     @property
     def m(self) -> float | None:

@@ -45,12 +45,22 @@ from selfjudge.report.table import (
 PAIRS_SHOWN = 4
 """Substitutions named in each group."""
 TASK = word_column("task", lambda row: title(row["task"]))
-RULE = word_column("rule", "rule")
+
+
+def _rule_name(row: Row) -> str:
+    """The rule, with what else it is: one whose F and R are the same threshold, and the judge that ships."""
+    notes = [note for key, note in (("both", "F = R"), ("ships", "ships")) if row.get(key)]
+    return f"{row['rule']} ({', '.join(notes)})" if notes else str(row["rule"])
+
+
+RULE = word_column("rule", _rule_name)
 GAMMA = Column("γ", "gamma")
 PER_TASK = [
     "pair",
     "task",
     "rule",
+    "ships",
+    "both",
     "method",
     "threshold",
     "gamma",
@@ -138,7 +148,7 @@ def averages(runs: Sequence[Run], against: Against) -> list[Table]:
         for run in scored:
             if named(run) or run.method not in swept:
                 rules[run.rule].append(run)
-        rows = [_average(chosen, against) for each in rules.values() for chosen in _sets(each) if len(chosen) > 1]
+        rows = [average(chosen, against) for each in rules.values() for chosen in _sets(each) if len(chosen) > 1]
         note = "The mean is over " + ", ".join(map(title, tasks)) + "."
         if any(len(row["tasks"]) < len(tasks) for row in rows):
             note += " Rows with fewer tasks are not comparable with the others."
@@ -188,12 +198,13 @@ def _sets(runs: Sequence[Run]) -> list[list[Run]]:
     return [chosen for chosen in gammas if len(chosen) == most]
 
 
-def _average(runs: Sequence[Run], against: Against) -> Row:
+def average(runs: Sequence[Run], against: Against) -> Row:
+    """One rule's runs, one a task, as a row: their means, with intervals."""
     errors = [against.errors(r) for r in runs]
     delta_m, delta = _mean([r.delta_m for r in runs]), _mean([r.delta_score for r in runs])
     ratio = None if runs[0].name == "exact" else _mean([r.m_ratio for r in runs])
     return {
-        **_of(runs[0], "rule", "method"),
+        **_of(runs[0], "rule", "method", "ships", "both"),
         "gammas": ", ".join(str(gamma) for gamma in sorted({r.gamma for r in runs})),
         "tasks": {r.task: _of(r, "m", "score", "delta_m", "delta_score") for r in runs},
         "delta_m": delta_m,
@@ -235,7 +246,7 @@ def _per_task_columns(runs: Sequence[Run]) -> tuple[Column, ...]:
     measure = runs[0].measure
     others = sorted({name for run in runs for name in run.scores} - {measure})
     return (
-        word_column("rule", "rule", below=lambda r: "" if r["threshold"] is None else f"θ {r['threshold']:.3f}"),
+        word_column("rule", _rule_name, below=lambda r: "" if r["threshold"] is None else f"θ {r['threshold']:.3f}"),
         GAMMA,
         *([Column("fold", "fold")] if several(r.fold for r in runs) else []),
         Column("n", "n", whole),

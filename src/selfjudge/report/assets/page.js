@@ -28,6 +28,16 @@
     dress(next);
   });
 
+  // folded sections open where a link leads, and on paper
+  const unfold = () => {
+    const place = location.hash.length > 1 && at(decodeURIComponent(location.hash.slice(1)));
+    const fold = place && (place.closest(".fold") ?? place.querySelector(".fold"));
+    if (fold) fold.open = true;
+  };
+  addEventListener("hashchange", unfold);
+  addEventListener("beforeprint", () => { for (const fold of document.querySelectorAll(".fold")) fold.open = true; });
+  unfold();
+
   // filter: rows and charts that belong to a task or a rule
   const filter = at("filter");
   if (filter) {
@@ -81,7 +91,7 @@
     entry(list, "target's choice", choice === "" ? "–" : visible(choice));
     entry(list, "p of the token", share(p));
     entry(list, "p of the choice", share(best));
-    entry(list, "judge's score", judge === null ? "not asked" : judge.toFixed(3));
+    entry(list, "judge's score", judge === null || cycle === 0 ? "not asked" : judge.toFixed(3));
     entry(list, "cycle", cycle === null ? "–" : cycle === 0 ? "0 (prefill)" : String(cycle));
     details.replaceChildren(make("h3", `Token ${index + 1} of ${example.tokens.length}`), list);
     cells.forEach((cell, i) => cell.classList.toggle("together", cycle !== null && example.tokens[i][6] === cycle));
@@ -131,6 +141,12 @@
   tokens.addEventListener("click", (event) => { if (index(event) >= 0) go(index(event), true); });
   tokens.addEventListener("focusin", (event) => { if (index(event) >= 0 && index(event) !== current) go(index(event)); });
 
+  const showExact = (run) => { // the answer of exact to the same example, below
+    const same = (other) => other.group === run.group && other.name === `exact,${run.name.slice(run.name.lastIndexOf(" γ"))}`;
+    const found = run.name.startsWith("exact,") ? null : data.runs.find(same)?.examples.find((e) => e.id === example.id);
+    at("beside").hidden = !found;
+    at("exact-tokens").replaceChildren(...(found?.tokens ?? []).map(([text, origin]) => make("span", text, `token ${origin}`)));
+  };
   const show = () => {
     const run = data.runs[Number(pick.rule.value)];
     example = run.examples[Number(pick.example.value)];
@@ -152,6 +168,7 @@
       return cell;
     });
     tokens.replaceChildren(...cells);
+    showExact(run);
     tokens.scrollTop = 0;
     const passes = new Set(example.tokens.map((t) => t[6]).filter((c) => c)).size;
     at("facts").textContent = `score ${example.score === null ? "–" : (100 * example.score).toFixed(1)} · ${cells.length} tokens in ${passes} cycles · `
@@ -175,8 +192,9 @@
   pick.task.addEventListener("change", rules);
   pick.rule.addEventListener("change", examples);
   pick.example.addEventListener("change", show);
+  // what ships, where it has a judged token; never a rival
   const has = (run) => run.examples.some((e) => e.tokens.some((t) => t[1] === "judge"));
-  const first = data.runs.find((run) => run.name.startsWith("judged") && has(run)) ?? data.runs.find(has);
+  const first = data.runs.find((run) => run.first && has(run)) ?? data.runs.find((run) => run.name.startsWith("judged") && has(run)) ?? data.runs.find(has);
   if (first) pick.task.value = first.group;
   rules();
   if (first) { pick.rule.value = String(data.runs.indexOf(first)); examples(); }
