@@ -9,6 +9,8 @@ import math
 from functools import cache
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from selfjudge.types import lazy_module
 
 if TYPE_CHECKING:
@@ -43,9 +45,16 @@ def argmax_checked(logits: Tensor) -> tuple[Tensor, Tensor]:
             return split_argmax(logits)
     if logits.device.type != "cpu":  # the copy is cheaper than a look at the result
         return regular(logits).argmax(-1), broken(logits)
-    best = logits.argmax(-1)  # of a NaN, where there is one: one reading of the logits finds the broken rows, too
+    best = _argmax_on_cpu(logits)  # of a NaN, where there is one: one reading of the logits finds the broken rows, too
     odd = broken(logits.gather(-1, best[..., None]))
-    return regular(logits).argmax(-1) if bool(odd.any()) else best, odd
+    return _argmax_on_cpu(regular(logits)) if bool(odd.any()) else best, odd
+
+
+def _argmax_on_cpu(logits: Tensor) -> Tensor:
+    """The first largest, NaN counting as such. numpy's takes a tenth of the time of torch's, which goes one by one."""
+    if logits.dtype != torch.float32:
+        return logits.argmax(-1)
+    return torch.from_numpy(np.asarray(logits.detach().numpy().argmax(-1)))
 
 
 @cache
