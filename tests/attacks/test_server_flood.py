@@ -19,7 +19,7 @@ from servers import Server, endless_pair, servers
 CONNECTIONS = 8
 WAITING = 4  # of each key
 SLOW_TEMPLATE = (
-    "{% for m in messages %}{% if 'w9' in m['content'] %}{% for i in range(3000) %}{% for j in range(300) %}"
+    "{% for m in messages %}{% if 'w9' in m['content'] %}{% for i in range(12000) %}{% for j in range(300) %}"
     "{% endfor %}{% endfor %}w1 {% else %}{{ m['content'] }} {% endif %}{% endfor %}w0"
 )
 KEYS = [{"authorization": "Bearer one"}, {"authorization": "Bearer two"}]

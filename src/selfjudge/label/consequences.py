@@ -31,7 +31,6 @@ from selfjudge.label.mismatch import find_mismatches
 from selfjudge.label.preservation import Check, Search
 from selfjudge.label.score import Case, Scorer, Scores
 from selfjudge.models.pair import Pair
-from selfjudge.models.tokens import context_window
 
 CONTROL_EVERY = 10  # places
 MARGINS = (0.5, 1.0, 2.0, 4.0, 8.0)  # nats that part the groups that places are drawn from
@@ -139,8 +138,7 @@ def _rows(
 
 def draw_cases(pair: Pair, searches: Sequence[Search], config: LabelConfig) -> list[Case]:
     """The mismatches of each response that are tried: at most `config.substitutions`, all where that is None."""
-    assert pair.draft is not None
-    window = min(context_window(pair.target), context_window(pair.draft))
+    window = pair.window
     found = find_mismatches(pair, [(s.prompt, s.response, False) for s in searches], config.suffix_length)
     cases = [_only(case, [k for k, p in enumerate(case.places) if len(case.prompt) + p + 1 < window]) for case in found]
     if config.substitutions is None:
