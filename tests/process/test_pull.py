@@ -17,7 +17,8 @@ import pytest
 
 import fake_model
 from selfjudge.errors import SelfJudgeError
-from selfjudge.models.pull import checkpoint_folder, pull
+from selfjudge.models.catalogue import Embedded
+from selfjudge.models.pull import block_file, checkpoint_folder, pull
 
 SCRIPT = Path(fake_model.__file__)
 
@@ -165,6 +166,24 @@ def test_a_new_draft_needs_no_network(world: Path, pulled: Path, monkeypatch: py
     assert converted() == file.parents[1]
     assert file.read_bytes() == good
     assert leftovers(world) == []
+
+
+def test_the_small_draft_beside_a_head_is_made_when_it_is_asked_for(
+    world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("head", "draft"):
+        monkeypatch.setattr(Embedded, name, property(lambda self: world))
+    monkeypatch.setattr("selfjudge.models.pull.draft_sha256", lambda _: "a draft")
+    monkeypatch.setattr("selfjudge.models.gguf.GgufFile", lambda path: None)
+    monkeypatch.setattr("selfjudge.models.convert.write_draft", lambda draft, file, path: path.write_text("blocks"))
+    pull("fake")
+    assert not [*world.rglob("draft.gguf")]
+    offline(world)
+    for _ in range(2):
+        found = block_file("fake/draft")
+        assert found is not None
+        assert found[0] == world / "home" / "models" / "fake.draft" / "draft.gguf"
+        assert all(path.exists() for path in found)
 
 
 def test_nothing_is_lost_when_making_it_again_fails(world: Path, pulled: Path) -> None:

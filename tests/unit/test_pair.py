@@ -14,7 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
+from selfjudge.label.tau import shipped_tau
+from selfjudge.models.catalogue import draft_for, shipped_draft
 from selfjudge.models.pair import Pair
+from selfjudge.models.pull import weights_sha256
 
 
 def test_folders(checkpoints: dict[str, str], tiny_pair: Pair) -> None:
@@ -24,6 +27,17 @@ def test_folders(checkpoints: dict[str, str], tiny_pair: Pair) -> None:
     assert {0, 1, 2, 3} <= set(tiny_pair.special_ids)
     assert tiny_pair.target_sha256 != tiny_pair.draft_sha256
     assert Pair.load(checkpoints["target"], checkpoints["draft"], dtype="bfloat16").draft.dtype == torch.bfloat16
+
+
+def test_the_head_drafts_where_one_ships_and_has_no_tau() -> None:
+    assert shipped_draft("smollm2-135m") == "smollm2-135m/draft"
+    assert draft_for("qwen2.5-coder-1.5b", None) == "qwen2.5-coder-1.5b/eagle3"
+    assert draft_for("qwen2.5-coder-1.5b", "qwen2.5-coder-1.5b/draft") == "qwen2.5-coder-1.5b/draft"
+    hashes = [weights_sha256(f"qwen2.5-coder-1.5b{part}") for part in ("", "/draft", "/eagle3")]
+    assert len({*hashes, ""}) == 4
+    assert shipped_tau("smollm2-135m", None, 20) is not None
+    assert shipped_tau("qwen2.5-coder-1.5b", None, 20) is shipped_tau("qwen2.5-coder-1.5b", hashes[2], 20) is None
+    assert shipped_tau("qwen2.5-coder-1.5b", hashes[1], 20) is not None
 
 
 def test_a_head_is_a_draft(checkpoints: dict[str, str], head_pair: Pair, tiny_pair: Pair) -> None:

@@ -15,7 +15,7 @@ import typer
 from selfjudge.cli.output import progress, waiting, warn
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
-from selfjudge.models.catalogue import EMBEDDED, check_hub, check_reference
+from selfjudge.models.catalogue import EMBEDDED, check_hub, check_reference, shipped_draft
 from selfjudge.tune.recipe import Recipe
 from selfjudge.types import MAX_GAMMA, Gamma, check_settings, default_gamma, setting
 
@@ -124,7 +124,7 @@ class PairOptions(DeviceOptions):
 
     def load(self, *, needs_draft: bool = True, whole_weights: bool = False) -> Pair:
         """The models, pulled where they have to be; with `whole_weights` their default dtype is one of floats."""
-        if needs_draft and self.draft is None and (self.name not in EMBEDDED or EMBEDDED[self.name].draft is None):
+        if needs_draft and self.draft is None and shipped_draft(self.name) is None:
             raise SelfJudgeError(f"no draft ships for {self.name}: name one with `draft`")
         for reference in filter(None, (self.name, self.draft)):
             check_hub(reference)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +14,7 @@ from selfjudge.cli.output import going_on, print_json, print_rows, progress, wai
 from selfjudge.errors import SelfJudgeError
 from selfjudge.label.config import ROUNDED, WHOLE_WEIGHTS, LabelConfig
 from selfjudge.label.tau import known_tau
+from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.store import RunFolder, read_json
 from selfjudge.store.artefacts import RunRecord
 
@@ -78,6 +80,8 @@ def _backend(name: str, engine_options: str, models: PairOptions) -> tuple[Pair,
     """The pair, and what runs its target if it is not this process."""
     if name != "vllm":
         return models.load(whole_weights=True), None
+    if models.draft is None and models.name in EMBEDDED:  # a head would be in vLLM alone
+        models = replace(models, draft=f"{models.name}/draft")
     pair, model, options = outline(models, engine_options)
 
     from selfjudge.integrations.vllm.label import VllmBackend

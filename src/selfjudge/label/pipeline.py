@@ -98,6 +98,8 @@ def label_pair(
     """
     config = config or LabelConfig()
     config.check()
+    if pair.draft is None and pair.draft_id:
+        raise SelfJudgeError(f"labels by vLLM need a `draft` that is a model, and {pair.draft_id} is a head")
     if pair.draft is None:
         raise SelfJudgeError(f"no draft ships for {pair.target_id}: name one with `draft`")
     if pair.dtype in ROUNDED:

@@ -23,9 +23,12 @@ def known_tau(target: str, draft_sha256: str | None, suffix_length: int) -> dict
 def shipped_tau(target: str, draft_sha256: str | None, suffix_length: int) -> dict[str, Any] | None:
     """The τ that ships with an embedded pair, for its own draft and suffix length.
 
-    A hash of None belongs to a draft that is not loaded yet: it is taken for the pair's own.
+    A hash of None belongs to a draft that is not loaded yet: it is taken for the pair's own, which has no τ if it is a
+    head.
     """
     embedded = EMBEDDED.get(target)
+    if draft_sha256 is None and embedded is not None and embedded.head is not None:
+        return None
     file = embedded.draft / "tau.json" if embedded is not None and embedded.draft is not None else None
     if file is None or not file.is_file():
         return None

@@ -40,7 +40,7 @@ class Embedded:
 
     @property
     def head(self) -> Path | None:
-        """The folder of the EAGLE-3 head that ships in the package beside the draft, if there is one."""
+        """The folder of the EAGLE-3 head that ships in the package, if there is one: it drafts unless another is named."""
         folder = Path(str(resources.files("selfjudge.models"))) / "drafts" / f"{self.name}-eagle3"
         return folder if (folder / "config.json").is_file() else None
 
@@ -83,8 +83,8 @@ def check_reference(reference: str, role: str) -> None:
     """Refuse a model's reference that names nothing, before anything is loaded; what may be a hub id is believed."""
     name, _, part = reference.partition("/")
     if name in EMBEDDED and part in ("", "draft", "eagle3"):
-        if part == "draft":
-            draft_for(name, None)  # refuses where none ships
+        if part == "draft" and EMBEDDED[name].draft is None:
+            raise SelfJudgeError(f"no draft ships for {name}: name one with `draft`")
         if part == "eagle3" and EMBEDDED[name].head is None:
             raise SelfJudgeError(f"no EAGLE-3 head ships for {name}")
         return
@@ -114,8 +114,11 @@ def unknown_model(reference: str, reason: str) -> SelfJudgeError:
 
 
 def shipped_draft(target: str) -> str | None:
-    """The reference (`NAME/draft`) of the draft that ships for a target, if there is one."""
-    return f"{target}/draft" if target in EMBEDDED and EMBEDDED[target].draft is not None else None
+    """The reference of the draft that ships for a target, if there is one: its head, else its small model."""
+    embedded = EMBEDDED.get(target)
+    if embedded is None:
+        return None
+    return f"{target}/eagle3" if embedded.head else f"{target}/draft" if embedded.draft else None
 
 
 def draft_for(target: str, draft: str | None) -> str:

@@ -89,7 +89,7 @@ class Pair:
             head, sha256 = load_head(folder, model, target_sha256, target)
             return cls(name, model, head, tokenizer, target, draft, target_sha256, sha256, int8, draft_int8)
         if blocks and stays_in_file(draft):
-            shared = tokenizer if draft == shipped_draft(target) else None
+            shared = tokenizer if draft == f"{target}/draft" else None
             small, small_tokenizer, small_sha256 = _load_blocks(draft, "draft", place, kind, progress, shared)
         else:
             small, small_tokenizer, small_sha256 = _load(draft, "draft", place, kind, progress)

@@ -2,6 +2,7 @@
 
     HOME/models/NAME.gguf        the file itself; NAME.checked: its time when its checksum was last compared
     HOME/models/NAME.blocks/     tokenizer/: the one it carries; draft.gguf: the draft in int8 blocks
+    HOME/models/NAME.draft/      draft.gguf of a model that drafts with a head otherwise, made when something asks for it
     HOME/models/NAME/            target/ draft/: transformers checkpoints, made when something asks for one
     HOME/models/.NAME.parts/     what is already fetched of an unfinished pull; kept when interrupted
     HOME/models/.NAME.lock       one process at a time
@@ -58,11 +59,7 @@ def checkpoint_folder(reference: str, progress: Progress | None = None) -> Path 
     if name not in EMBEDDED or part not in ("", "draft"):
         return None
     cache = _Cache.of(name, progress)
-    if not cache.whole(cache.checkpoints, full=False):
-        with cache.working():
-            cache.make(cache.checkpoints, full=False)
-        cache.progress("ready", 1.0)
-    return cache.checkpoints / (part or "target")
+    return cache.ensure(cache.checkpoints) / (part or "target")
 
 
 def served_reference(reference: str) -> str:
@@ -82,8 +79,10 @@ def block_file(reference: str, progress: Progress | None = None) -> tuple[Path, 
     if name not in EMBEDDED or part not in ("", "draft"):
         return None
     file = pull(name, progress, verify=False)
-    folder = _Cache.of(name).blocks
-    return (folder / "draft.gguf" if part else file), folder / "tokenizer"
+    cache = _Cache.of(name, progress)
+    if part:
+        file = cache.ensure(cache.draft_blocks) / "draft.gguf"
+    return file, cache.blocks / "tokenizer"
 
 
 @dataclass(frozen=True)
@@ -107,6 +106,11 @@ class _Cache:
     @property
     def blocks(self) -> Path:
         return self.models / f"{self.model.name}.blocks"
+
+    @property
+    def draft_blocks(self) -> Path:
+        """Where draft.gguf lies."""
+        return self.blocks if self.model.head is None else self.models / f"{self.model.name}.draft"
 
     @property
     def checkpoints(self) -> Path:
@@ -164,6 +168,14 @@ class _Cache:
                 " make room or set SELFJUDGE_HOME to another disk"
             )
 
+    def ensure(self, folder: Path) -> Path:
+        """The folder, made if it is not there."""
+        if not self.whole(folder, full=False):
+            with self.working():
+                self.make(folder, full=False)
+            self.progress("ready", 1.0)
+        return folder
+
     def make(self, folder: Path, *, full: bool) -> None:
         """A folder of what is made from the file, where it is not there, not whole or of another version."""
         aside = folder.with_name(f".{folder.name}.old")  # where the old one waits while the new one takes its place
@@ -174,12 +186,17 @@ class _Cache:
         if folder.exists():
             print(f"{folder} is incomplete, damaged or of another version: making it again", file=sys.stderr)
         self.fetch(full=False)
-        self._check_room(self.model.draft_size if folder == self.blocks else self.model.checkpoint_size)
+        self._check_room(self.model.checkpoint_size if folder == self.checkpoints else self.model.draft_size)
         for stale in self.models.glob(f".{folder.name}.making-*"):  # ours alone: we hold the lock
             shutil.rmtree(stale)
         making = Path(tempfile.mkdtemp(prefix=f".{folder.name}.making-", dir=self.models))
         try:
-            self._write_blocks(making) if folder == self.blocks else self._write_checkpoints(making)
+            if folder == self.checkpoints:
+                self._write_checkpoints(making)
+            elif folder == self.blocks:
+                self._write_blocks(making)
+            else:
+                self._write_draft(making)
             self.progress("checking", 0.95)
             made_from = {"sha256": self.model.sha256, "draft_sha256": draft_sha256(self.model)}
             write_json(making / "manifest.json", {**made_from, "files": _listing(making)})
@@ -200,9 +217,14 @@ class _Cache:
 
         self.progress("reading the tokenizer", 0.0)
         convert.save_tokenizer(self.file, folder / "tokenizer")
-        if self.model.draft is not None:
-            from selfjudge.models.gguf import GgufFile
+        if self.draft_blocks == self.blocks:
+            self._write_draft(folder)
 
+    def _write_draft(self, folder: Path) -> None:
+        from selfjudge.models import convert
+        from selfjudge.models.gguf import GgufFile
+
+        if self.model.draft is not None:
             self.progress("making the draft", 0.4)
             convert.write_draft(self.model.draft, GgufFile(self.file), folder / "draft.gguf")
 
@@ -251,7 +273,8 @@ def weights_sha256(reference: str) -> str:
     name, _, part = reference.partition("/")
     if name in EMBEDDED and part in ("", "draft"):
         return draft_sha256(EMBEDDED[name]) or "" if part else EMBEDDED[name].sha256
-    path = Path(reference).expanduser()
+    head = EMBEDDED[name].head if name in EMBEDDED and part == "eagle3" else None
+    path = head or Path(reference).expanduser()
     return fingerprint([path] if path.is_file() else weight_files(path if path.is_dir() else reference))
 
 
