@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -51,3 +53,20 @@ def test_the_makefile_names_tests_that_exist() -> None:
     lists = re.findall(r"\$\(addprefix ([^,]+),([^)]*)\)", named)
     assert len(lists) == 2
     assert all((ROOT / f"{folder}{name}").is_file() for folder, names in lists for name in names.split())
+
+
+def test_the_readme_is_one_screen_and_a_bit() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 90
+
+
+def test_the_picture_is_whole_and_still_where_motion_is_not_wanted() -> None:
+    drawn = runpy.run_path(str(ROOT / "docs" / "make_svg.py"))
+    pieces = [("One", "draft"), (" <two>", "judge"), ("\n    three", "target"), (" four", "draft")]
+    assert [len(group) for group in drawn["passes"](pieces)] == [3, 1]
+    for picture in (drawn["draw"]("say", pieces, "a & b"), (ROOT / "docs" / "generate.svg").read_text()):
+        tree = ElementTree.fromstring(picture)
+        passes = [part for part in tree.iter() if part.get("class") == "pass"]
+        assert passes
+        assert not any(part.get("opacity") for part in passes)  # hidden by the style for those who want motion alone
+        assert "prefers-reduced-motion: no-preference" in picture
+    assert "&lt;two&gt;" in drawn["draw"]("say", pieces, "")
