@@ -57,6 +57,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--accuracy-tokens", type=int, default=512)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--eager", action="store_true", help="no compilation and no CUDA graphs, for CPUs")
+    parser.add_argument("--head", default=None, help="what `selfjudge export` wrote: draft with it instead")
     parser.add_argument("--async-scheduling", action="store_true", help="ask for it; vLLM may leave it off for drafts")
     parser.add_argument(
         "--cache", type=float, default=None, help="GiB for the KV cache; vLLM's own choice if not given"
@@ -115,7 +116,8 @@ class Engine:
         if o.async_scheduling:
             options["async_scheduling"] = True
         if o.mode != "plain":
-            options["speculative_config"] = {"model": str(folder / "draft"), "num_speculative_tokens": o.gamma}
+            draft = {"method": "eagle3", "model": o.head} if o.head else {"model": str(folder / "draft")}
+            options["speculative_config"] = {**draft, "num_speculative_tokens": o.gamma}
             # vLLM's own worker does not read it, but it names the cache of compiled graphs: both modes share one
             options["additional_config"] = {KEY: {"judge": str(judge)}}
         if o.mode == "judge":

@@ -16,7 +16,7 @@ from selfjudge.cli.groups import PairOptions
 from selfjudge.cli.options import AsJson, config_options
 from selfjudge.cli.output import print_json, print_rows, progress
 from selfjudge.errors import SelfJudgeError
-from selfjudge.models.catalogue import EMBEDDED
+from selfjudge.models.catalogue import EMBEDDED, draft_for
 from selfjudge.store import home, read_json
 from selfjudge.store.artefacts import RunRecord
 from selfjudge.types import MAX_GAMMA, setting
@@ -63,18 +63,19 @@ def export(
     models: PairOptions,
     config: ExportOptions,
 ) -> None:
-    """Write an EAGLE-3 head as vLLM loads it: in the format of speculators.
+    """Write an EAGLE-3 head, the one that ships or another, as vLLM loads it: in the format of speculators.
 
-    Example: selfjudge export --pair qwen2.5-coder-1.5b --draft qwen2.5-coder-1.5b/eagle3 --out my-head
+    Example: selfjudge export --pair qwen2.5-coder-1.5b --out my-head
+
+    Example: selfjudge export --target org/big --draft my-head --out for-vllm
     """
-    if models.draft is None:
-        raise SelfJudgeError(f"name the head with `draft`, such as {models.name}/eagle3 or a folder")
+    draft = draft_for(models.name, models.draft)
 
     from selfjudge.models.export import export_head
     from selfjudge.models.pull import served_reference
 
     with progress() as update:
-        export_head(models.name, models.draft, out, steps=config.gamma, progress=update)
+        export_head(models.name, draft, out, steps=config.gamma, progress=update)
     speculation = {"method": "eagle3", "model": str(out), "num_speculative_tokens": config.gamma}
     if as_json:
         print_json({"target": served_reference(models.name), "speculative_config": speculation})
