@@ -103,7 +103,6 @@ def known_at_once(folder: Path, checkpoints: dict[str, str]) -> Commands:
     tune = ["tune", "--prompts", asked, *new, *target, *draft]
     return {
         "export of nothing": ["export", *new, *target],
-        "export of a model": ["export", *new, *target, *draft],
         "unknown pair": ["generate", "hi", "--pair", "nobody"],
         "nearly a model": ["generate", "hi", "--target", "smollm2-135"],
         "missing file": ["generate", "hi", "--target", "./missing.gguf", *draft],
@@ -266,6 +265,7 @@ def known_from_models(folder: Path, checkpoints: dict[str, str]) -> Commands:
         "unknown model": ["generate", "hi", "--target", "no-such-org/no-such-model", *draft],
         "foreign head": ["generate", "hi", *target, "--draft", str(folder / "foreign-head")],
         "narrow head": ["generate", "hi", *target, "--draft", str(folder / "narrow-head")],
+        "export of a model": ["export", *new, *target, *draft],
         "deep head": ["generate", "hi", *target, "--draft", str(folder / "deep-head")],
         "normed head": ["generate", "hi", *target, "--draft", str(folder / "normed-head")],
         "head with another map": ["generate", "hi", *target, "--draft", str(folder / "small-map-head")],

@@ -182,6 +182,9 @@ def whole(path: Path) -> Iterator[Path]:
     partial.unlink(missing_ok=True)  # what is there may be a link to somewhere else
     try:
         yield partial
+        mask = os.umask(0)  # the usual rights of a new file: safetensors gives the owner's alone
+        os.umask(mask)
+        partial.chmod(0o666 & ~mask)
         with partial.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(partial, path)
@@ -226,9 +229,6 @@ def write_tensors(path: Path, arrays: Mapping[str, NDArray[Any]], metadata: Mapp
     try:
         with whole(path) as partial:
             save_file(dict(arrays), partial, {"json": dumped(metadata or {})})
-            mask = os.umask(0)  # the usual rights of a new file: safetensors gives the owner's alone
-            os.umask(mask)
-            partial.chmod(0o666 & ~mask)
     except (OSError, SafetensorError) as error:
         raise SelfJudgeError(f"cannot write {path}: {error}") from None
 

@@ -16,7 +16,6 @@ from selfjudge.integrations.vllm.config import KEY, MULTIPROCESS, WORKER, Reques
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.hub import shipped_judge
 from selfjudge.models.catalogue import draft_for
-from selfjudge.models.export import exported_head
 from selfjudge.models.pull import served_reference
 from selfjudge.types import MAX_GAMMA, default_gamma
 
@@ -58,6 +57,8 @@ def command(
 
 def speculation(target: str, draft: str, gamma: int) -> dict[str, Any]:
     """vLLM's speculative config of a draft; a head must be named as one."""
+    from selfjudge.models.export import exported_head  # imports torch: what is wrong is said before
+
     if (head := exported_head(target, draft, steps=gamma)) is not None:
         return {"method": "eagle3", "model": str(head), "num_speculative_tokens": gamma}
     return {"model": served_reference(draft), "num_speculative_tokens": gamma}
