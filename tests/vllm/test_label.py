@@ -75,11 +75,11 @@ def test_tau_and_consequences_are_found_inside_vllm(tmp_path: Path) -> None:
     """Searches, scores, substitutions and continuations, on prompts with an answer: three kinds of runs in two backends."""
     for name, more in (("torch", []), ("vllm", ["--backend", "vllm", "--engine-options", json.dumps(OPTIONS)])):
         for kind, asked in (
-            ("tau", ["--calibrate", "arithmetic", "--calibrate-prompts", "4"]),
+            ("tau", ["--calibrate", "arithmetic", "--calibrate-prompts", "3"]),
             ("kept", ["--method", "consequences", "--substitutions", "3"]),
         ):
             done = subprocess.run(
-                [*COMMAND, "--prompts", "arithmetic:4", "--max-new-tokens", "48", *asked, "--out", str(tmp_path / kind / name), *more],
+                [*COMMAND, "--prompts", "arithmetic:3", "--max-new-tokens", "160", *asked, "--out", str(tmp_path / kind / name), *more],
                 env=environment(), capture_output=True, text=True, timeout=900, check=False,
             )  # fmt: skip
             assert done.returncode == 0, done.stderr[-3000:]
