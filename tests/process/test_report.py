@@ -290,6 +290,8 @@ def test_trade_offs_have_a_point_a_threshold(whole: tuple[Path, dict[str, Any]])
     (fly,) = [r for r in read_results([whole[0].parent / "eval"]).runs if (r.task, r.rule) == ("math500", "fly")]
     assert (drawn.x, drawn.y) == pytest.approx((100 * (fly.m_ratio - 1), 100 * fly.delta_score))
     assert drawn.interval == pytest.approx([100 * end for end in fly.delta_ci])
+    looks = {(s.name, s.style) for chart in every["trade-off"] for s in chart.series}
+    assert len(looks) == len({name for name, _ in looks}) == len({style for _, style in looks})  # one legend for all
     alone = {s.name for chart in every["two-stage"] for s in chart.series}
     assert any(name.startswith("judge_only") for name in alone)
     assert not any(s.name.startswith("judge_only") for chart in every["trade-off"] for s in chart.series)

@@ -208,13 +208,13 @@ def trade_offs(runs: Sequence[Run]) -> Iterable[Lines]:
     """
     known = (r for r in runs if r.m is not None and not r.fold and r.name != "judge_only")
     paired = [r for r in known if r.name == "exact" or None not in (r.m_ratio, r.delta_score)]
-    for (pair, task), every in by_task(paired).items():
-        gamma = usual_gamma(every)
-        here = [r for r in every if r.gamma == gamma]
-        methods = sorted(dict.fromkeys(r.method for r in here), key=lambda m: _rank(m, here))[:MOST_METHODS]
+    facets = {place: [r for r in here if r.gamma == usual_gamma(here)] for place, here in by_task(paired).items()}
+    drawn = {place: _drawn(here) for place, here in facets.items()}
+    style = styles(method for methods in drawn.values() for method in methods)  # the same in every facet
+    for (pair, task), here in facets.items():
+        methods = drawn[pair, task]
         if len(methods) < 2 or "exact" not in methods:
             continue
-        style = styles(methods)
         series = tuple(
             Series(_with_note(method, here), style[method], tuple(sorted(points, key=lambda p: p.x)))
             for method in methods
@@ -222,8 +222,12 @@ def trade_offs(runs: Sequence[Run]) -> Iterable[Lines]:
         )
         heading, part = _where(pair, task, runs)
         axes = "gain in m against exact, %", f"change of {here[0].measure}, points"
-        finding = f"{heading}, γ = {gamma}: {_finding(here, methods)}"
+        finding = f"{heading}, γ = {here[0].gamma}: {_finding(here, methods)}"
         yield drop_far_points(Lines(slug("trade-off", part), finding, *axes, series, task, level=0.0))
+
+
+def _drawn(runs: Sequence[Run]) -> list[str]:
+    return sorted(dict.fromkeys(r.method for r in runs), key=lambda method: _rank(method, runs))[:MOST_METHODS]
 
 
 def _rank(method: str, runs: Sequence[Run]) -> tuple[int, int]:
