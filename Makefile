@@ -31,7 +31,7 @@ test-compat: .compat/5.17.0 .compat/5.19.0
 
 # judged decoding inside vLLM, on a CPU, in an environment of its own (vLLM names its own torch and transformers)
 test-vllm: .venv-vllm/.installed
-	.venv-vllm/bin/pytest tests/vllm -m "not slow"
+	.venv-vllm/bin/pytest tests/vllm
 
 lint: .venv/.installed
 	$(BIN)/ruff check .
@@ -48,7 +48,7 @@ bench: .venv/.installed
 
 # the site, into site/; a link that leads nowhere ends it
 docs: .venv/.installed
-	$(BIN)/python docs/make_cli.py > docs/cli.md
+	$(BIN)/python docs/make_cli.py > docs/cli.md.new && mv docs/cli.md.new docs/cli.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 .venv/.installed: pyproject.toml constraints.txt

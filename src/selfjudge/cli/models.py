@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -80,7 +81,8 @@ def export(
     if as_json:
         print_json({"target": served_reference(models.name), "speculative_config": speculation})
     else:
-        typer.echo(f"vllm serve {served_reference(models.name)} --speculative-config '{json.dumps(speculation)}'")
+        call = ["vllm", "serve", served_reference(models.name), "--speculative-config", json.dumps(speculation)]
+        typer.echo(shlex.join(call))
 
 
 def ls(

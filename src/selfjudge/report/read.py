@@ -136,7 +136,9 @@ def _with_shipped(runs: Sequence[Run]) -> list[Run]:
     for file in Path(str(resources.files("selfjudge"))).glob("models/judges/*/config.json"):
         pair, thresholds = file.parent.name, read_json(file, JudgeFile)["thresholds"]
         shipping |= {
-            (pair, r.judge) for r in runs if r.pair == pair and r.judge and thresholds.get(r.option) == r.threshold
+            (pair, r.judge)
+            for r in runs
+            if r.pair == pair and r.judge and r.option in thresholds and thresholds[r.option] == r.threshold
         }
     return [replace(run, ships=(run.pair, run.judge) in shipping) for run in runs]
 

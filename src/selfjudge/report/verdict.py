@@ -42,9 +42,10 @@ def verdict(runs: Sequence[Run], against: Against) -> Verdict | None:
     usual = Counter(name for run in own for name in {run.method, run.rule})
     chosen = [found for kind in KINDS if (found := _chosen(kind, at_gamma, tasks, usual))]
     rows = [_row(each, against) for each in chosen]
-    others = [row for row in rows if row["kind"] != "exact" and row["delta_score"] is not None]
-    if not others or rows[0]["kind"] != "exact":
+    rows = [row for row in rows if row["kind"] == "exact" or None not in (row["delta_score"], row["m_ratio"])]
+    if len(rows) < 2 or rows[0]["kind"] != "exact":
         return None
+    others = rows[1:]
     where = f"{', '.join(map(title, tasks))}, γ = {gamma}" + (f", {pair}" if len(counts) > 1 else "")
     return Verdict(tuple(_sentences(others, where)), _chart(rows, where), _table(rows, where))
 

@@ -12,15 +12,19 @@ requests; round j has the share δ/(j(j + 1)), and all rounds together are wrong
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from selfjudge.errors import SelfJudgeError
+from selfjudge.evaluate.compare import lost_words
 from selfjudge.tune.certify import Claim, log_capital
 from selfjudge.tune.recipe import Recipe
 
+LOG = logging.getLogger(__name__)
+WORDS = 512  # of an answer that are compared: comparing takes the square of them, and the server waits
 WAITING = 16
 """Requests that may wait for an idle engine; while so many do, no other is chosen."""
 FIGURES = {
@@ -100,7 +104,16 @@ def watch(recipe: Recipe | None) -> Monitor:
     return Monitor(bound, certificate["delta"], certificate["n"])
 
 
+def lost(exact: str, shown: str) -> float:
+    """D of a live request, by the first words of both answers."""
+    return lost_words(*(" ".join(text.split()[:WORDS]) for text in (exact, shown)))
+
+
 def keep(path: Path, row: Mapping[str, Any]) -> None:
-    """Add a row to a file that its owner alone may read."""
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "a", encoding="utf-8") as file:
-        file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    """Add a row to a file that its owner alone may read; where that fails, a line says so, and watching goes on."""
+    try:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "a", encoding="utf-8") as file:
+            os.fchmod(file.fileno(), 0o600)
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    except OSError as error:
+        LOG.warning("a request that was decoded both ways could not be kept: %s", error)

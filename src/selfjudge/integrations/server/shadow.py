@@ -16,11 +16,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from selfjudge.evaluate.compare import lost_words
 from selfjudge.integrations.server.metrics import Metrics
 from selfjudge.integrations.server.rules import RuleOptions, Rules
 from selfjudge.integrations.server.scheduler import Job, Update
-from selfjudge.tune.monitor import FIGURES, WAITING, Monitor, keep
+from selfjudge.tune.monitor import FIGURES, WAITING, Monitor, keep, lost
 from selfjudge.types import Generation
 
 LOG = logging.getLogger("selfjudge.server")
@@ -70,7 +69,7 @@ class Shadow:
         if update.failure:
             self._end(None)
         elif update.result is not None:
-            difference = lost_words(update.result.text, shown)
+            difference = lost(update.result.text, shown)
             if self.file is not None:
                 prompt = self.rules.pair.tokenizer.decode(list(job.prompt))
                 texts = {"prompt": prompt, "exact": update.result.text, "shown": shown}
@@ -82,6 +81,6 @@ class Shadow:
             self._chosen -= 1
         self.metrics.add("shadow_requests_total", outcome="failed" if difference is None else "counted")
         if difference is not None and self.monitor.observe(difference):
+            LOG.warning(self.monitor.verdict)
             self.rules.switch_to_exact()
             self.waiting.clear()
-            LOG.warning(self.monitor.verdict)

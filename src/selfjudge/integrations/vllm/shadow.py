@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.evaluate.compare import lost_words
 from selfjudge.integrations.vllm.config import KEY
 from selfjudge.store import parse_json
 from selfjudge.store.schema import conform
-from selfjudge.tune.monitor import FIGURES, OUTCOMES, WAITING, keep, watch
+from selfjudge.tune.monitor import FIGURES, OUTCOMES, WAITING, keep, lost, watch
 from selfjudge.tune.recipe import Recipe
 
 VARIABLE = "SELFJUDGE_SHADOW"
@@ -75,7 +74,7 @@ class ShadowMiddleware:
             return
         body, whole = await _body(receive)
         request = _parsed(body) if whole else None
-        own = request is not None and KEY not in (request.get("vllm_xargs") or {})
+        own = request is not None and KEY not in _extras(request)
         if request is not None and own and self.monitor.refuted:
             scope, body = _with_body(scope, _lossless(request))
         chosen = request if own and request is not None and self._chooses(request) else None
@@ -93,6 +92,7 @@ class ShadowMiddleware:
     def _chooses(self, request: dict[str, Any]) -> bool:
         """Toss a coin for a greedy request with one answer in words."""
         fits = request.get("temperature") == 0 and request.get("n") in (None, 1) and not request.get("tools")
+        fits = fits and (isinstance(request.get("prompt", ""), str) or "messages" in request)
         if not fits or self.monitor.refuted or random.random() >= self.share:  # noqa: S311
             return False
         if len(self._second) >= WAITING:
@@ -113,7 +113,7 @@ class ShadowMiddleware:
         self._outcomes.labels("failed" if shown is None or exact is None else "counted").inc()
         if shown is None or exact is None:
             return
-        difference = lost_words(exact, shown)
+        difference = await asyncio.to_thread(lost, exact, shown)
         if self.file is not None:
             texts = {"prompt": request.get("messages", request.get("prompt")), "exact": exact, "shown": shown}
             keep(self.file, {"time": int(time.time()), **texts, "difference": difference})
@@ -209,8 +209,14 @@ def _parsed(body: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
+def _extras(request: dict[str, Any]) -> dict[str, Any]:
+    """What a request says beside OpenAI's fields; what is no object is for vLLM to refuse."""
+    extras = request.get("vllm_xargs")
+    return extras if isinstance(extras, dict) else {} if extras is None else {KEY: None}
+
+
 def _lossless(request: dict[str, Any]) -> dict[str, Any]:
-    return {**request, "vllm_xargs": {**(request.get("vllm_xargs") or {}), KEY: '{"off": true}'}}
+    return {**request, "vllm_xargs": {**_extras(request), KEY: '{"off": true}'}}
 
 
 def _with_body(scope: MutableMapping[str, Any], request: dict[str, Any]) -> tuple[MutableMapping[str, Any], bytes]:

@@ -249,6 +249,7 @@ function walk(event) {
 const literal = (value) => {
   if (Array.isArray(value)) return `[${value.map(literal).join(", ")}]`;
   if (value && typeof value === "object") return `{${Object.entries(value).map(([key, one]) => `${JSON.stringify(key)}: ${literal(one)}`).join(", ")}}`;
+  if (typeof value === "string") return JSON.stringify(value);
   return { true: "True", false: "False", null: "None" }[String(value)] ?? JSON.stringify(value);
 };
 const base = () => new URL("v1", location.href).href;
