@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import shlex
 import os
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
