@@ -4,7 +4,7 @@ BIN := .venv/bin
 # a worker for each core, a file of tests to each worker, the slow tiers first
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-unit test-process test-network test-attacks test-all test-compat test-vllm lint format bench docs clean
+.PHONY: demo test test-unit test-process test-network test-attacks test-all test-compat test-vllm test-vllm-all lint format bench docs clean
 
 demo: .venv/.installed
 	$(BIN)/selfjudge demo
@@ -18,9 +18,9 @@ test-unit: PYTEST += --dist worksteal
 test-unit test-process test-network test-attacks: test-%: .venv/.installed
 	$(PYTEST) tests/$* -m "not slow and not gpu" --durations=20
 
-# the full-size variants of all tiers: few and large, each takes all cores
+# the full-size variants of all tiers
 test-all: .venv/.installed
-	$(BIN)/pytest -m "slow and not gpu" --durations=20
+	$(PYTEST) -m "slow and not gpu" --durations=30
 
 # the oldest transformers we support, and the newest that vLLM allows
 COMPAT := $(addprefix tests/unit/test_,decode.py engine.py evaluate.py label.py likelihood.py pair.py score.py text.py) \
@@ -31,7 +31,11 @@ test-compat: .compat/5.17.0 .compat/5.19.0
 
 # judged decoding inside vLLM, on a CPU, in an environment of its own (vLLM names its own torch and transformers)
 test-vllm: .venv-vllm/.installed
-	.venv-vllm/bin/pytest tests/vllm
+	.venv-vllm/bin/pytest tests/vllm -m "not slow" --durations=20
+
+# with labels and tune inside vLLM on real models: tens of minutes, not part of CI
+test-vllm-all: .venv-vllm/.installed
+	.venv-vllm/bin/pytest tests/vllm --durations=20
 
 lint: .venv/.installed
 	$(BIN)/ruff check .

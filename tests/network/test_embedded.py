@@ -138,6 +138,7 @@ def demo(
     return found
 
 
+@pytest.mark.slow
 def test_the_demo_ends_in_a_table(
     embedded: Pair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
@@ -227,7 +228,7 @@ def test_a_gguf_file_is_the_checkpoint_that_pull_makes_of_it(embedded: Pair, tmp
     assert one.text[:40] == two.text[:40]  # the cache keeps 11 bits of each weight
 
 
-@pytest.mark.parametrize("suffix_length", [*(pytest.param(n, marks=pytest.mark.slow) for n in (0, 5)), 20])
+@pytest.mark.parametrize("suffix_length", [pytest.param(n, marks=pytest.mark.slow) for n in (0, 5, 20)])
 def test_packed_scores_equal_one_sequence_at_a_time(embedded: Pair, suffix_length: int) -> None:
     """Prompts of very different lengths in one batch, places at the beginning, in the middle and at the end."""
     from selfjudge.label.mismatch import draft_tokens

@@ -551,6 +551,7 @@ def test_no_body_makes_the_server_fail(server: Server) -> None:
     assert server.metric("generations_total", finish="error") == 0
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_five_hundred_requests(server: Server) -> None:
     process = psutil.Process(server.process.pid)
 

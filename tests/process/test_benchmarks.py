@@ -39,7 +39,8 @@ def test_the_readme_names_every_script() -> None:
     assert re.findall(r"^\| `(\w+\.py)`", (FOLDER / "README.md").read_text(), re.M) == SCRIPTS
 
 
-@pytest.mark.parametrize("transport", [pytest.param("http", marks=pytest.mark.slow), "in-process"])
+@pytest.mark.parametrize("transport", ["http", "in-process"])
+@pytest.mark.slow
 def test_load_is_measured_with_and_without_http(transport: str, checkpoints: dict[str, str], tmp_path: Path) -> None:
     """Without HTTP also under a Python that has no packages for it."""
     out = tmp_path / "load.json"

@@ -297,7 +297,7 @@ def test_training_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # Muon multiplies in bfloat16, whatever the CPU
-@pytest.mark.parametrize("muon", [False, True])
+@pytest.mark.parametrize("muon", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_interrupted_training_ends_in_the_same_weights(
     muon: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

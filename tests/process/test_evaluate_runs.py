@@ -17,7 +17,7 @@ from runs import random_judges
 from selfjudge.decoding.rules import Judged, TopK
 from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
-from selfjudge.evaluate import EvalConfig, evaluate_rules, execute
+from selfjudge.evaluate import EvalConfig, answerer, evaluate_rules
 from selfjudge.judge.model import Judge
 from selfjudge.models.gguf import model_of
 from selfjudge.models.pair import Pair
@@ -154,7 +154,7 @@ def test_what_was_interrupted_goes_on_to_the_same_summary(
             raise KeyboardInterrupt
         return generate(*given, **options)
 
-    monkeypatch.setattr(execute, "generate", dies)
+    monkeypatch.setattr(answerer, "generate", dies)
     with pytest.raises(KeyboardInterrupt):
         evaluated(tiny_pair, tmp_path / "torn", asked, rules, (3,), judges)
     assert not (tmp_path / "torn" / "file:mine" / "judged:0.4@mine-g3" / "summary.json").exists()
@@ -313,7 +313,7 @@ def test_two_names_of_one_rule_are_decoded_once(
     tiny_pair: Pair, asked: str, judges: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted = []
-    monkeypatch.setattr(execute, "generate", lambda *a, **k: counted.append(a[2]) or generate(*a, **k))
+    monkeypatch.setattr(answerer, "generate", lambda *a, **k: counted.append(a[2]) or generate(*a, **k))
     (judge,) = judges["mine"]
     judge.config.thresholds.update(F=0.4, R=0.4)
     rules = ["exact", "judged:F", "judged:R", "judged:0.4,confirm=1"]

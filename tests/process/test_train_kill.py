@@ -46,6 +46,7 @@ for moment in range({MOMENTS}):
 """
 
 
+@pytest.mark.slow
 def test_a_training_that_is_killed_leaves_nothing_that_passes_for_a_judge(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

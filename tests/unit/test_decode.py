@@ -128,7 +128,15 @@ def test_exact_equals_transformers_in_a_ragged_batch(kind: str, full: bool) -> N
             assert accepted["target"] > 10  # and not always right
 
 
-@pytest.mark.parametrize(("engine_kind", "kind"), [e for e in ENGINES if e[1] != "gpt2"], indirect=["engine_kind"])
+@pytest.mark.parametrize(
+    ("engine_kind", "kind"),
+    [
+        pytest.param(*e, marks=pytest.mark.slow if e[1] in ("gemma2", "gemma3", "mistral-window") else ())
+        for e in ENGINES
+        if e[1] != "gpt2"
+    ],
+    indirect=["engine_kind"],
+)
 def test_exact_with_a_head_equals_transformers_in_a_ragged_batch(kind: str) -> None:
     target, prompts = tiny_model(kind, seed=1), prompts_of([3, 11, 1, 20])
     tokens, steps = run(target, tiny_head(target, draft_vocab_size=50), prompts, gamma=4, max_new_tokens=24)

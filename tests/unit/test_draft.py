@@ -55,7 +55,12 @@ def test_a_model_proposes_what_it_would_say_after_the_text(kind: str) -> None:
 # a target of five layers, whose three states differ; one of two, where two of them are the same; a mixed architecture
 @pytest.mark.parametrize(
     ("model", "layers", "normed"),
-    [("llama", 5, False), ("qwen2", 2, False), ("qwen2-mixed-window", 4, False), ("llama", 4, True)],
+    [
+        ("qwen2", 2, False),
+        ("qwen2-mixed-window", 4, False),
+        ("llama", 4, True),
+        pytest.param("llama", 5, False, marks=pytest.mark.slow),
+    ],
 )
 def test_a_head_proposes_what_it_would_from_scratch(kind: str, model: str, layers: int, normed: bool) -> None:
     if kind != "reference" and model == "qwen2-mixed-window":

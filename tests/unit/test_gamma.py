@@ -91,7 +91,10 @@ MACHINES = {
 
 
 @pytest.mark.parametrize("name", MACHINES)
-@pytest.mark.parametrize(("static", "rows"), [(False, 1), (True, 1), (False, 8), (True, 64)])
+@pytest.mark.parametrize(
+    ("static", "rows"),
+    [(False, 1), (True, 64), *(pytest.param(*few, marks=pytest.mark.slow) for few in ((True, 1), (False, 8)))],
+)
 def test_auto_is_close_to_the_best_fixed_choice(name: str, static: bool, rows: int) -> None:
     machine, statistics = MACHINES[name](), PairStatistics()
     machine.decode(statistics, 64, rows, static)  # what is learned once

@@ -125,6 +125,7 @@ def test_refusals(ask: Callable[[Path], object], message: str, tmp_path: Path, m
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_published_rows(name: str) -> None:
     published = at_hand(name)
@@ -446,6 +447,7 @@ def test_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         task("gsm8k").examples("test")
 
 
+@pytest.mark.slow
 def test_the_hubs_dolly_is_sorted_as_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     published = at_hand("dolly")
     rows = [{k: v for k, v in row.items() if k != "id"} for row in published.rows("train") + published.rows("test")]
