@@ -133,7 +133,7 @@ def test_exact_equals_transformers_in_a_ragged_batch(kind: str, full: bool) -> N
     [
         pytest.param(*e, marks=pytest.mark.slow if e[1] in ("gemma2", "gemma3", "mistral-window") else ())
         for e in ENGINES
-        if e[1] != "gpt2"
+        if e[1] != "gpt2" and e != ("cuda", "qwen2")
     ],
     indirect=["engine_kind"],
 )
@@ -496,7 +496,7 @@ def test_a_gamma_that_changes_leaves_the_distribution_alone(rows: int, monkeypat
     assert _fit(SpeculativeSampling(Sampling(1.2, 0.9, 3)), rows, gamma="auto") > 1e-3
 
 
-@pytest.mark.parametrize("rows", SIZES)
+@pytest.mark.parametrize("rows", SIZES[1:])
 def test_the_goodness_of_fit_test_catches_a_wrong_correction(rows: int) -> None:
     """At the very size that every engine is tried with; the engine makes no difference to the test's power."""
     if KIND != "auto":

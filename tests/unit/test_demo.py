@@ -123,6 +123,7 @@ def test_a_failure_prints_no_half_result(run_demo: Run, monkeypatch: pytest.Monk
     assert not (tmp_path / "demo.html").exists()
 
 
+@pytest.mark.slow
 def test_a_small_tune_at_the_end(run_demo: Run, tmp_path: Path) -> None:
     code, out, _ = run_demo("--tune", "--json")
     assert code == 0

@@ -80,7 +80,11 @@ def compare(model, cases, suffix_length: int, found) -> None:
 @pytest.mark.parametrize(
     ("kind", "suffix_length"),
     [
-        pytest.param(kind, length, marks=() if length == 5 or kind == "llama" else pytest.mark.slow)
+        pytest.param(
+            kind,
+            length,
+            marks=() if (kind, length) in (("llama", 0), ("llama", 20)) or length == 5 else pytest.mark.slow,
+        )
         for kind in sorted(CONFIGS)
         for length in (0, 1, 5, 20)
     ],
