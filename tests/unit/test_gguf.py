@@ -120,6 +120,7 @@ def test_a_model_in_a_file_takes_no_memory_and_runs_on_the_cpu_engine(tmp_path: 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.slow
 def test_the_reference_engine_unpacks_a_file_whole_or_in_pieces(
     kind: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -172,6 +172,7 @@ def naive_search(pair: Pair, prompt: list[int], response: list[int], same, max_n
     return events
 
 
+@pytest.mark.slow
 def test_searches_together_find_what_each_finds_alone(tiny_pair: Pair) -> None:
     rng = np.random.default_rng(3)
     prompts = [rng.integers(5, VOCAB, n).tolist() for n in (3, 8, 5)]

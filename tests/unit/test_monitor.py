@@ -111,6 +111,7 @@ def test_the_bound_of_the_calibration_is_above_its_mean(losses: list[float], del
     assert upper_bound(losses, delta / 4) >= bound
 
 
+@pytest.mark.slow
 def test_the_bound_holds_as_often_as_it_says() -> None:
     rng = np.random.default_rng(0)
     bounds = [upper_bound(rng.random(80) < 0.3, 0.1) for _ in range(150)]

@@ -306,6 +306,7 @@ def drawn_step(dice: random.Random, rows: LastRows, partly: bool) -> tuple[Step,
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10_000), partly=st.booleans())
+@pytest.mark.slow
 def test_steps_that_are_counted_together_count_as_one_by_one(seed: int, partly: bool) -> None:
     """Whatever changes between them: requests, the longest block, whether the judge was asked."""
     dice, rows, counted, wanted = random.Random(seed), LastRows(), Counts(CPU, "model", "0"), [0, 0, 0, 0]
