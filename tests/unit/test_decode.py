@@ -109,9 +109,14 @@ def test_an_unsure_draft_ends_its_proposal_early() -> None:
 ENGINES = [("reference", kind) for kind in sorted(CONFIGS)] + [
     (engine, kind) for engine in ("auto", "cuda") for kind in ("llama", "qwen2")
 ]
+RARE = ("gemma2", "gemma3", "mistral-window")  # of these the slow tests are enough
 
 
-@pytest.mark.parametrize(("engine_kind", "kind"), ENGINES, indirect=["engine_kind"])
+@pytest.mark.parametrize(
+    ("engine_kind", "kind"),
+    [pytest.param(*e, marks=pytest.mark.slow if e[1] in RARE else ()) for e in ENGINES],
+    indirect=["engine_kind"],
+)
 @pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["quick", "full"])
 def test_exact_equals_transformers_in_a_ragged_batch(kind: str, full: bool) -> None:
     target, draft = tiny_model(kind, seed=1), tiny_model(kind, seed=1)
@@ -131,7 +136,7 @@ def test_exact_equals_transformers_in_a_ragged_batch(kind: str, full: bool) -> N
 @pytest.mark.parametrize(
     ("engine_kind", "kind"),
     [
-        pytest.param(*e, marks=pytest.mark.slow if e[1] in ("gemma2", "gemma3", "mistral-window") else ())
+        pytest.param(*e, marks=pytest.mark.slow if e[1] in RARE else ())
         for e in ENGINES
         if e[1] != "gpt2" and e != ("cuda", "qwen2")
     ],

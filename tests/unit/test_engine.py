@@ -32,7 +32,13 @@ operation = st.one_of(
 )
 
 
-@pytest.mark.parametrize(("engine_kind", "kind"), ENGINES)
+@pytest.mark.parametrize(
+    ("engine_kind", "kind"),
+    [
+        pytest.param(*e, marks=pytest.mark.slow if e[1] in ("gemma2", "gemma3", "mistral-window") else ())
+        for e in ENGINES
+    ],
+)
 @pytest.mark.parametrize("examples", [2, pytest.param(40, marks=pytest.mark.slow)])
 def test_every_logit_equals_a_fresh_forward(
     engine_kind: str, kind: str, examples: int, monkeypatch: pytest.MonkeyPatch

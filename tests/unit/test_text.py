@@ -130,7 +130,9 @@ def test_an_answer_that_prefill_ends_has_no_cycle(tiny_pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("draft_kind", ["layers", "eagle3"])
-@pytest.mark.parametrize("engine", [pytest.param("reference", marks=pytest.mark.slow), "auto", "cuda"])
+@pytest.mark.parametrize(
+    "engine", [*(pytest.param(kind, marks=pytest.mark.slow) for kind in ("reference", "cuda")), "auto"]
+)
 def test_answers_come_and_go_in_a_batch(tiny_pair: Pair, head_pair: Pair, engine: str, draft_kind: str) -> None:
     """Six answers over two places, one given up, one ended by a stop string; each is what `generate` makes of it alone."""
     tiny_pair = tiny_pair if draft_kind == "layers" else head_pair
