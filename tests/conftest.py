@@ -6,6 +6,7 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here asks the hub; what is missing is missed at once
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:  # the process that hands out the tests needs no torch
 
     from selfjudge.models.eagle import EagleHead
     from selfjudge.models.pair import Pair
+    from servers import Server
 
 VOCAB = 61
 _COMMON = {
@@ -157,6 +159,23 @@ def head_pair(checkpoints: dict[str, str], head_folder: Path) -> Pair:
     from selfjudge.models.pair import Pair
 
     return Pair.load(checkpoints["target"], str(head_folder), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def start() -> Iterator[Callable[..., Server]]:
+    """Starts real servers, which end with the tests of a file."""
+    from servers import servers
+
+    with servers() as begin:
+        yield begin
+
+
+@pytest.fixture(scope="module")
+def endless(checkpoints: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Options of a pair whose answers do not end by themselves, with its judge."""
+    from servers import endless_pair
+
+    return endless_pair(checkpoints, tmp_path_factory.mktemp("endless"))
 
 
 @pytest.fixture(scope="module")

@@ -19,23 +19,12 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from browser import CHROMIUM, Browser
 from selfjudge.integrations.server.playground import FACTS, Playground
-from servers import Server, endless_pair, servers
+from servers import Server
 
 pytestmark = pytest.mark.skipif(
     CHROMIUM is None, reason="no chromium on this machine (Debian: apt-get install chromium)"
 )
 HOSTILE = "</script><img src=x onerror='window.hacked=1'>\u202e<script>window.hacked=1</script>"
-
-
-@pytest.fixture(scope="module")
-def start() -> Iterator[Callable[..., Server]]:
-    with servers() as begin:
-        yield begin
-
-
-@pytest.fixture(scope="module")
-def endless(checkpoints: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return endless_pair(checkpoints, tmp_path_factory.mktemp("endless"))
 
 
 @pytest.fixture(scope="module")

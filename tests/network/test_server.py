@@ -33,18 +33,7 @@ from selfjudge.judge.model import Judge
 from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.models.pair import Pair
 from selfjudge.types import Generation
-from servers import WINDOW, Server, endless_pair, save, servers
-
-
-@pytest.fixture(scope="module")
-def start() -> Iterator[Callable[..., Server]]:
-    with servers() as begin:
-        yield begin
-
-
-@pytest.fixture(scope="module")
-def endless(checkpoints: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return endless_pair(checkpoints, tmp_path_factory.mktemp("endless"))
+from servers import WINDOW, Server, save
 
 
 @pytest.fixture(scope="module")
