@@ -59,7 +59,9 @@ def demo(
                 _show_row(row, say, heading=len(run.result["rows"]) == 1)
             if config.tune:
                 run.result["tune"] = _tune(pair, Path(folder), line)
-                say(f"tune, {run.result['tune']['n']} prompts: {run.result['tune']['finding']}")
+                tuned = run.result["tune"]
+                may = f"at most {100 * tuned['epsilon']:.0f} points of agreement with exact may be lost"
+                say(f"a small tune, {tuned['n']} prompts, {may}: {tuned['finding']}")
         except KeyboardInterrupt:
             line.stop()
             warn("interrupted; this is what was done until then")
