@@ -114,6 +114,23 @@ def test_broken_off_and_gone_on_with_it_ends_in_the_same_bytes(
     assert content(out) == content(undisturbed)
 
 
+def test_killed_while_the_answers_are_removed_the_next_call_removes_them(
+    tiny_pair: Pair, config: TuneConfig, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaking(folder: Path, **options: Any) -> None:
+        next(folder.glob("*.jsonl")).unlink()
+        raise KeyboardInterrupt
+
+    out = tmp_path / "tuned"
+    with monkeypatch.context() as patch:
+        patch.setattr("selfjudge.tune.pipeline.shutil.rmtree", breaking)
+        with pytest.raises(KeyboardInterrupt):
+            tune_pair(tiny_pair, out, config)
+    assert list((out / "work").iterdir())
+    tune_pair(tiny_pair, out, config)
+    assert content(out) == content(undisturbed)
+
+
 def test_when_the_time_is_up_it_says_what_stays_open_and_goes_on_later(
     tiny_pair: Pair, config: TuneConfig, undisturbed: Path, tmp_path: Path
 ) -> None:

@@ -148,11 +148,12 @@ class _Cache:
 
     def fetch(self, *, full: bool) -> None:
         """The file, fetched if it is not there or damaged."""
+        parts = self.models / f".{self.model.name}.parts"
         if self.has_file(full=full):
+            shutil.rmtree(parts, ignore_errors=True)  # killed before it was removed
             return
         if self.file.exists():
             print(f"{self.file} is damaged: fetching it again", file=sys.stderr)
-        parts = self.models / f".{self.model.name}.parts"
         parts.mkdir(exist_ok=True)
         have = sum(f.stat().st_size for f in parts.iterdir() if f.is_file())
         self._check_room(2 * self.model.size + self.model.draft_size - have)  # parts, and what they are joined to

@@ -82,6 +82,7 @@ def tune_pair(
             recipe = Recipe.load(folder.path)
             more = job.minutes > (math.inf if then.get("minutes") is None else then["minutes"])
             if not (recipe.certificate["stopped"] and more):
+                _drop_answers(folder, recipe.certificate)  # a run killed at its very end had no time to
                 return recipe
             folder.reopen(job.settings())
         for remark in remarks:
@@ -300,9 +301,14 @@ class _Tuning:
         write_text(out / "certificate.html", certificate_page(result, examples))
         write_json(out / CERTIFICATE, result)
         self.folder.finish(recipe, settings=job.settings())
-        if not result["stopped"]:
-            shutil.rmtree(self.folder.work, ignore_errors=True)
+        _drop_answers(self.folder, result)
         return Recipe.load(out)
+
+
+def _drop_answers(folder: RunFolder, certificate: Mapping[str, Any]) -> None:
+    """Remove the answers of a run in which all is decided. One whose time was up keeps them, to go on with."""
+    if not certificate["stopped"]:
+        shutil.rmtree(folder.work, ignore_errors=True)
 
 
 def _flags(recipe: Mapping[str, Any]) -> str:
