@@ -59,6 +59,17 @@ def test_prompts(made_up: Path) -> None:
     assert task("dolly").prompt({"instruction": "Sing.", "context": " "}) == "Sing."
 
 
+def test_a_part_of_a_split(made_up: Path) -> None:
+    rows = task("gsm8k", made_up).examples("train")
+    assert len(rows) > 2
+    for part, expected in (("[1:]", rows[1:]), ("[:-1]", rows[:-1]), ("[1:2]", rows[1:2]), ("[:]", rows)):
+        assert task("gsm8k", made_up).examples(f"train{part}") == expected
+        name = f"gsm8k/train{part}"
+        assert [p.id for p in load_prompts(Source.parse(name), made_up)] == [row["id"] for row in expected]
+        assert Source.parse(f"{name}:1") == Source(name, 1)
+    assert task("gsm8k", made_up).examples("train[1:]", 1) == rows[1:2]
+
+
 def test_the_authors_splits_of_mbpp(made_up: Path) -> None:
     found = {split: [row["task_id"] for row in task("mbpp", made_up).examples(split)] for split in task("mbpp").splits}
     assert found == {"test": [11, 510], "validation": [511, 600], "train": [601, 974]}
@@ -96,6 +107,9 @@ def _truncated(folder: Path) -> None:
         (lambda data: task("no-such-task", data), "unknown task 'no-such-task'; tasks are: gsm8k"),
         (lambda data: task("gsm8k", data).examples("validation"), "no split 'validation'; it has: train, test"),
         (lambda data: task("cnn_dailymail", data).examples("train"), "no split 'train'"),
+        (lambda data: task("gsm8k", data).examples("train[a:]"), r"no split 'train\[a:\]'; it has: train, test"),
+        (lambda data: task("gsm8k", data).examples("train[-:]"), r"no split 'train\[-:\]'; it has"),
+        (lambda data: load_prompts(Source.parse("gsm8k/test[1:2]"), data), "nothing is learnt from this split"),
         (lambda data: task("gsm8k", data / "nowhere").examples("test"), "nowhere/gsm8k/test.jsonl or"),
         (lambda data: task("math500", data).examples("train"), "math500 has no split 'train'; it has: test"),
         (lambda data: task("mmlu", data).examples("train"), "mmlu has no split 'train'; it has: dev, test"),

@@ -35,7 +35,7 @@ from selfjudge.models.pair import Pair
 CONTROL_EVERY = 10  # places
 MARGINS = (0.5, 1.0, 2.0, 4.0, 8.0)  # nats that part the groups that places are drawn from
 SIMILAR_TOKENS = 32  # after the substitution, that a similarity compares
-JUDGED_ROWS = 256  # most rows of a batch under a judged rule, which holds two models' caches
+JUDGED_ROWS = 512  # most rows of a batch under a judged rule, which holds two models' caches
 
 
 @dataclass(frozen=True)

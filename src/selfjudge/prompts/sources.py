@@ -10,7 +10,7 @@ from typing import Any
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.store import parse_json
-from selfjudge.tasks.base import FILE, Prompt, Task, known, split_of, task
+from selfjudge.tasks.base import FILE, Prompt, Task, known, split_and_part, split_of, task
 
 LEARNABLE = ("train", "fold-", "dev", "validation")  # splits begin with one of these
 SELF = (
@@ -42,7 +42,7 @@ class Source:
                 raise SelfJudgeError(f"{text!r} asks for nothing: weights must be more than 0 and finite")
             return cls(name, None, answers, float(weight))
         name, colon, numbers = text.rpartition(":")
-        if not colon or not numbers[:1].isdigit() or f"{name}:" == FILE:
+        if not colon or not numbers[:1].isdigit() or numbers.endswith("]") or f"{name}:" == FILE:
             return cls(text, SELF_COUNT if text in SELF else None, answers)
         count, _, each = numbers.partition("x")
         try:
@@ -108,7 +108,7 @@ def load_prompts(source: Source, data: Path | None, *, skip_broken: Warn | None 
     """
     if known(source.name):
         origin, split = task(source.name, data), split_of(source.name) or "train"
-        if split in origin.splits and not split.startswith(LEARNABLE):
+        if split_and_part(split)[0] in origin.splits and not split.startswith(LEARNABLE):
             raise SelfJudgeError(f"{source.name}: nothing is learnt from this split; take one of: {_learnable(origin)}")
         rows = origin.examples(split, source.count)
         return [PromptRecord(row["id"], source.name, origin.prompt(row), row) for row in rows]

@@ -56,10 +56,11 @@ class Task:
                 raise SelfJudgeError(f"{self.name} needs {package}: pip install {package} (or selfjudge[eval])")
 
     def examples(self, split: str, limit: int | None = None) -> list[Row]:
-        """The first `limit` rows of a split; every row has an `id`."""
-        if split not in self.splits:
+        """The first `limit` rows of a split, or of a part of it (`train[4792:]`); every row has an `id`."""
+        name, part = split_and_part(split)
+        if name not in self.splits:
             raise SelfJudgeError(f"{self.name} has no split {split!r}; it has: {', '.join(self.splits)}")
-        return self.rows(split)[:limit]
+        return self.rows(name)[part][:limit]
 
     def rows(self, split: str) -> list[Row]:
         raise NotImplementedError
@@ -156,6 +157,17 @@ def known(name: str) -> bool:
 def split_of(name: str) -> str | None:
     """The split that is named with a task: `all` of `livecodebench/all`."""
     return None if name.startswith(FILE) else name.partition("/")[2] or None
+
+
+def split_and_part(split: str) -> tuple[str, slice]:
+    """A split's name and which of its rows are meant: `train[4792:]` leaves out the first 4,792."""
+    if (found := re.fullmatch(r"(.*)\[(-?\d*):(-?\d*)\]", split)) is None:
+        return split, slice(None)
+    name, start, stop = found.groups()
+    try:
+        return name, slice(int(start) if start else None, int(stop) if stop else None)
+    except ValueError:  # a minus without a number
+        return split, slice(None)
 
 
 def hub_rows(task: str, name: str, config: str | None = None, **options: Any) -> list[Row]:
