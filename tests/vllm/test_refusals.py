@@ -15,8 +15,7 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.vllm import config, plugin, v1
-from selfjudge.integrations.vllm.signatures import exactly
-from selfjudge.integrations.vllm.worker import _adapter
+from selfjudge.integrations.vllm.signatures import adapter_of, exactly
 from selfjudge.judge.model import Judge
 
 
@@ -98,7 +97,7 @@ def test_an_unknown_sampler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(RejectionSampler, "forward", forward)
     with pytest.raises(SelfJudgeError, match=r"does not know vLLM .*forward takes \(metadata, logits\), known is"):
-        _adapter(RejectionSampler.__module__)
+        adapter_of(RejectionSampler.__module__)
 
 
 def test_an_unknown_record_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

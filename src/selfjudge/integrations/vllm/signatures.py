@@ -5,9 +5,21 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any
+from importlib import import_module
+from typing import Any, NoReturn
 
-from selfjudge.errors import SelfJudgeError
+from selfjudge.errors import SelfJudgeError, first_line
+
+
+def adapter_of(module: str) -> Any:
+    """The adapter for the runner whose rejection sampler lives in that module of vLLM; refuse one that is not known."""
+    version = "v2" if module.startswith("vllm.v1.worker.gpu.") else "v1"
+    try:
+        adapter = import_module(f"selfjudge.integrations.vllm.{version}")
+    except ImportError as error:  # this vLLM lacks something that the adapter uses
+        _unknown(first_line(error))
+    adapter.check()
+    return adapter.Adapter
 
 
 def takes(function: Callable[..., Any], known: Sequence[str]) -> None:
@@ -36,9 +48,10 @@ def exactly(thing: Any, kind: type) -> None:
         _unknown(f"{type(thing).__qualname__} is used where {kind.__qualname__} is known")
 
 
-def _unknown(what: str) -> None:
+def _unknown(what: str) -> NoReturn:
     from vllm import __version__
 
     raise SelfJudgeError(
-        f"this selfjudge does not know vLLM {__version__}: {what}; use a version named in docs/vllm.md"
+        f"this selfjudge does not know vLLM {__version__}: {what}; use a version named in docs/vllm.md, or its first model"
+        " runner: VLLM_USE_V2_MODEL_RUNNER=0"
     )

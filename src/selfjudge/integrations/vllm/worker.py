@@ -17,6 +17,7 @@ from selfjudge.integrations.vllm import config
 from selfjudge.integrations.vllm.approval import Approval
 from selfjudge.integrations.vllm.counts import Counts
 from selfjudge.integrations.vllm.kernels import fix_expand_kernel
+from selfjudge.integrations.vllm.signatures import adapter_of
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker as Base
@@ -66,7 +67,7 @@ class JudgeWorker(Base):
 
         approval = Approval(self._judge, special, device)
         approval.warm_up(self.model_config.get_vocab_size(), self.model_config.dtype)
-        adapter = _adapter(type(runner.rejection_sampler).__module__)
+        adapter = adapter_of(type(runner.rejection_sampler).__module__)
         self._adapter = adapter(runner, approval, self._counts, rules, agree)
         logger.info("Rule %s decides, %d tokens are guarded", _described(rules.default), len(special))
 
@@ -101,13 +102,3 @@ def _tokenizer(model: Any) -> Any:
     from vllm.tokenizers import cached_tokenizer_from_config
 
     return cached_tokenizer_from_config(model)
-
-
-def _adapter(module: str) -> Any:
-    """The adapter for the runner whose rejection sampler lives in that module of vLLM."""
-    if module.startswith("vllm.v1.worker.gpu."):
-        from selfjudge.integrations.vllm import v2 as version
-    else:
-        from selfjudge.integrations.vllm import v1 as version  # type: ignore[no-redef]
-    version.check()
-    return version.Adapter
