@@ -236,7 +236,7 @@ def our_side(pair: Pair, rules: str, texts: dict[tuple[int, ...], str], dtype: s
 
 def main() -> None:
     o = options()
-    threads = os.cpu_count() or 1
+    threads = len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
     before = resident()
     pair = Pair.load(o.pair, device="cpu", dtype=o.dtype)
