@@ -14,12 +14,14 @@ from transformers import BertConfig, BertForSequenceClassification, PreTrainedTo
 
 from runs import random_judges
 from selfjudge.decoding.rules import Exact, Judged, TopK
+from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate import EvalConfig
 from selfjudge.evaluate.answerer import TorchAnswerer
 from selfjudge.evaluate.compare import delta_m, interval, word_overlap
 from selfjudge.evaluate.config import task_label
 from selfjudge.evaluate.consistency import classifier, consistency, proxy, sentences
+from selfjudge.evaluate.examples import example_rows
 from selfjudge.evaluate.execute import Execution, TaskExamples
 from selfjudge.evaluate.pipeline import _warn_learnt
 from selfjudge.evaluate.runs import Run, plan_runs
@@ -241,3 +243,19 @@ def test_rule_objects_are_told_from_each_other() -> None:
     judges = [Judge.constant(p, 4) for p in (0.2, 0.8)]
     with pytest.raises(SelfJudgeError, match="two rules are called judged"):
         plan_runs([Judged(judge, 0.5) for judge in judges], [3], {}, ())
+
+
+@pytest.mark.parametrize("limit", [None, 4.0])
+@pytest.mark.parametrize("features", ["hidden", "hidden+margin", "hidden+margin+previous"])
+def test_shown_scores_are_those_of_the_decoder(tiny_pair: Pair, features: str, limit: float | None) -> None:
+    judge = Judge(JudgeConfig(hidden_size=tiny_pair.hidden_size, features=features, margin_limit=limit))
+    judge.weight.copy_(torch.randn(judge.weight.shape, generator=torch.Generator().manual_seed(1)))
+    prompt = "w1 w2 w3"
+    answer = generate(tiny_pair, prompt, Judged(judge, 0.0), gamma=4, max_new_tokens=24, trace=True)
+    assert answer.judged_tokens
+    (shown,) = example_rows(tiny_pair, [prompt], [answer], [judge])
+    for judged in answer.judged_tokens:
+        if judged.index < len(answer.tokens) - 1:  # the last state is not there
+            assert shown["tokens"][judged.index]["judge"] == pytest.approx(judged.score, abs=1e-3)
+    if limit is not None:  # what was accepted lies within it
+        assert all(judged.score > 0 for judged in answer.judged_tokens if judged.score is not None)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from selfjudge.engine.teacher_forced import Sequences, teacher_forced
 from selfjudge.evaluate.likelihood import Likelihood, likelihoods, substitutions
@@ -95,14 +96,23 @@ def judge_scores(
         for i in part:
             size, judge = len(sequences[i][1]), judges[i]
             if size > 1 and judge is not None and _can_score(judge):
-                # row k predicts token k; the state at token k is the one that predicts the next
-                x = hidden[at + 1 : at + size].float()
-                if "margin" in judge.config.features:
-                    margins = torch.tensor(seen[i].log_p[:-1]) - torch.tensor(seen[i].choice_log_p[:-1])
-                    x = torch.cat([x, margins.clamp(LOWEST, 0).to(x)[:, None]], 1)
-                scores[i][:-1] = [round(value, 4) for value in judge.to(x.device).score(x).tolist()]
+                scores[i][:-1] = _scores(judge, hidden[at : at + size].float(), seen[i])
             at += size
     return scores
+
+
+def _scores(judge: Judge, hidden: Tensor, seen: Likelihood) -> list[float | None]:
+    """Of all tokens of an answer but the last. Row k of `hidden` predicts token k; the next row is the state at it."""
+    margins = (torch.tensor(seen.log_p[:-1]) - torch.tensor(seen.choice_log_p[:-1])).to(hidden).clamp_max(0)
+    columns = [hidden[1:]]
+    if "margin" in judge.config.features:
+        columns.append(margins.clamp_min(LOWEST)[:, None])
+    if "previous" in judge.config.features:
+        columns.append(hidden[:-1])
+    scores = judge.to(hidden.device).score(torch.cat(columns, 1))
+    if judge.config.margin_limit is not None:
+        scores = torch.where(margins < -judge.config.margin_limit, 0.0, scores)
+    return [round(value, 4) for value in scores.tolist()]
 
 
 def _can_score(judge: Judge | None) -> bool:
