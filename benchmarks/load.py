@@ -1,7 +1,8 @@
 """Load on `selfjudge serve`: `python benchmarks/load.py --out load.json --pair smollm2-135m --device cpu`.
 
 Starts a server and lets 1, 8, 32 and 64 clients ask it for `--minutes` each. The clients mix judged, lossless and sampled
-requests; some leave in the middle of an answer, some read slowly. Options that are not listed here go to `selfjudge serve`.
+requests; some leave in the middle of an answer, some read slowly. Options that are not listed here go to `selfjudge serve`,
+whose rule is judged unless `--rule` or `--recipe` is among them.
 Every request is also asked alone, before and after: its answer under load must be the same text. In bfloat16 on a GPU
 the shape of a batch changes rounding, so there the share of equal answers is a figure, not a test.
 
@@ -446,7 +447,9 @@ def options() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--prompts", type=int, default=12, help="different ones; each is asked in three modes")
     parser.add_argument("--in-process", action="store_true", help="without HTTP, where fastapi and uvicorn are missing")
-    return parser.parse_known_args()
+    options, arguments = parser.parse_known_args()
+    own_rule = any(argument.partition("=")[0] in ("--rule", "--recipe") for argument in arguments)
+    return options, arguments if own_rule else ["--rule", "judged", *arguments]
 
 
 def measure(transport: Transport, o: argparse.Namespace, arguments: list[str], questions: list[Question]) -> None:

@@ -219,7 +219,7 @@ def known_at_once(folder: Path, checkpoints: dict[str, str]) -> Commands:
         "serve gamma": [*serve, "--gamma", "-1"],
         "serve fly": [*serve, "--rule", "fly", "--gamma", "4"],
         "serve a judge of another pair": ["serve", "--port", "0", "--judge", "qwen2.5-coder-1.5b"],
-        "vllm without judge": [*vllm, *target, *draft],
+        "vllm without judge": [*vllm, *target, *draft, "--rule", "judged"],
         "vllm without drafts": [*vllm, "--gamma", "0"],
         "vllm and a judge of another pair": [*vllm, "--judge", "qwen2.5-coder-1.5b"],
         "no task": [*evaluate, "--tasks", ""],

@@ -599,7 +599,7 @@ def test_a_long_prompt_hardly_delays_a_short_one_and_goes_with_its_client(embedd
             waited.append(time.perf_counter() - begun)
         return min(waited)
 
-    ways: list[dict[str, Any]] = [{}, {"selfjudge": {"off": True}}]
+    ways: list[dict[str, Any]] = [{}, {"selfjudge": {"rule": "judged"}}]
     alone, chunk = [wait(**way) for way in ways], wait(prompt=[5] * 32, max_tokens=1)
     long = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     long.request(
@@ -624,7 +624,7 @@ def test_the_embedded_pair_says_over_http_what_generate_says(embedded_server: Se
     shipped = Judge.from_pretrained(EMBEDDED["smollm2-135m"].judge or "")
     prompts = ["Why is the sky blue?", "Write a haiku about rain."]
     rules = [EXACT, parse_rule("judged", special=embedded.special_ids, judge=shipped, theta="R")]
-    for prompt, how, rule in zip(prompts, ({"off": True}, {}), rules, strict=True):
+    for prompt, how, rule in zip(prompts, ({}, {"rule": "judged"}), rules, strict=True):
         (made,) = generate(embedded, [prompt], rule, gamma=3, max_new_tokens=24)
         answer = server.client().chat.completions.create(
             model="smollm2-135m", messages=[{"role": "user", "content": prompt}], max_tokens=24, temperature=0,

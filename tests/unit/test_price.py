@@ -226,6 +226,17 @@ def test_a_price_means_judged_where_no_rule_is_named(tiny_pair: Pair) -> None:
         resolve_rule(tiny_pair, price=0.25)
 
 
+def test_a_threshold_or_a_price_means_judged_where_the_server_is_lossless(tiny_pair: Pair) -> None:
+    judge = Judge(JudgeConfig(tiny_pair.hidden_size, thresholds={"R": 0.5}))
+    lossless = Rules(tiny_pair, judge, "exact", 0.5, 3)
+    chosen = [lossless.choose(RuleOptions(**options), None) for options in ({}, {"theta": 0.3}, {"price": 0.1})]
+    assert [(choice.rule, choice.theta, choice.price) for choice in chosen] == [
+        ("exact", None, None), ("judged", 0.3, None), ("judged", None, 0.1),
+    ]  # fmt: skip
+    margin = Rules(tiny_pair, judge, "margin", 0.5, 3)
+    assert margin.choose(RuleOptions(price=0.1), None).rule == "margin"
+
+
 def test_a_request_of_the_server_has_its_own_price(tiny_pair: Pair) -> None:
     judge = Judge(JudgeConfig(tiny_pair.hidden_size, thresholds={"R": 0.5}))
     rules = Rules(tiny_pair, judge, "judged", 0.5, 3, price=0.2)

@@ -89,10 +89,25 @@ def test_a_rule_without_a_judge_needs_none() -> None:
     assert said(RequestRules(settings_, None, (), 4).default) == ("margin", 0.2)
 
 
+@pytest.mark.parametrize("additional", [None, {}, {"selfjudge": {}}, {"selfjudge": {"guard": False}}])
+def test_nothing_said_is_exact_and_a_request_may_still_ask_the_judge(additional: Any) -> None:
+    lossless = RequestRules(WorkerConfig.read(additional), judge(), (2,), 4)
+    assert lossless.default is None
+    assert said(lossless.requested({"selfjudge": {"quality": 0.9}})) == ("judged", 0.4, 0)
+    assert said(lossless.requested({"selfjudge": {"price": 0.1}})) == ("judged", 0.1, 0)
+
+
+def test_a_judge_that_ships_does_not_make_the_rule(no_pull: None) -> None:
+    words = serve.command("smollm2-135m")
+    settings = json.loads(words[words.index("--additional-config") + 1])["selfjudge"]
+    assert settings["rule"] == "exact"
+    assert settings["judge"]
+
+
 @pytest.mark.parametrize(
     ("additional", "message"),
     [
-        (None, "does not know its judge"),
+        ({"selfjudge": {"rule": "judged"}}, "does not know its judge"),
         ({"selfjudge": {"quality": 0.9}}, "does not know its judge"),
         ({"selfjudge": {"judge": 3}}, "does not know its judge"),
         ({"selfjudge": {"judge": "j", "thetta": 1}}, "unknown setting 'thetta'"),
@@ -414,7 +429,8 @@ def test_the_command_of_an_embedded_pair(no_pull: None) -> None:
     settings = json.loads(options["--additional-config"])["selfjudge"]
     assert settings["quality"] == 0.9
     assert Judge.from_pretrained(settings["judge"]).config.target == "smollm2-135m"
-    assert set(settings) == {"judge", "quality"}
+    assert set(settings) == {"judge", "rule", "quality"}
+    assert settings["rule"] == "judged"
     assert options["--worker-cls"] == "selfjudge.integrations.vllm.JudgeWorker"
     assert options["--served-model-name"] == "smollm2-135m"
     assert words[-2:] == ["--dtype", "float32"]
@@ -471,7 +487,10 @@ def test_the_command_of_a_rule_without_a_judge(no_pull: None) -> None:
     ("options", "message"),
     [
         ({"target": "org/big"}, "no draft ships for org/big: name one with `draft`"),
-        ({"target": "org/big", "draft": "org/small"}, "no judge ships for org/big: name one with `judge`"),
+        (
+            {"target": "org/big", "draft": "org/small", "worker": WorkerConfig(rule="judged")},
+            "no judge ships for org/big: name one with `judge`",
+        ),
         ({"gamma": 0}, "`gamma` must lie between 1 and 20 with vLLM, not 0"),
         ({"gamma": 21}, "`gamma` must lie between 1 and 20 with vLLM, not 21"),
         ({"worker": WorkerConfig(theta="X")}, "has no threshold 'X'"),

@@ -69,7 +69,7 @@ def serve(
     models, judge_options = chosen.models, chosen.judge
     config = replace(
         config,
-        rule=chosen.rule,
+        rule=chosen.rule or ("judged" if judge_options.means_judged else None),
         gamma=chosen.gamma,
         theta=judge_options.threshold,
         quality=judge_options.quality,
@@ -167,7 +167,7 @@ def _serve_vllm(
         kept = None if config.shadow_keep is None else str(config.shadow_keep.absolute())
         os.environ[VARIABLE] = ShadowSettings(str(recipe.folder.absolute()), config.shadow, kept).dump()
         more = ["--middleware", SHADOW, *more]
-    worker = WorkerConfig(judge.judge or "", config.rule or "judged", judge.threshold, judge.quality, judge.price)
+    worker = WorkerConfig(judge.judge or "", config.rule, judge.threshold, judge.quality, judge.price)
     arguments = command(
         models.name,
         models.draft,
@@ -182,7 +182,7 @@ def _serve_vllm(
     )
     facts = {
         "backend": "vllm",
-        "rule": worker.rule,
+        "rule": worker.own_rule,
         "theta": worker.theta,
         "price": worker.price,
         "gamma": default_gamma("cuda") if config.gamma in (None, "auto") else config.gamma,

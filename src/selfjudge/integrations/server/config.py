@@ -16,7 +16,11 @@ BYTES_PER_TOKEN = 16
 class ServerConfig:
     """Settings of `serve`; those without a range are checked against pair and judge when it starts."""
 
-    rule: str | None = setting(None, "Rule of requests that name none; judged where there is a judge, exact otherwise.")
+    rule: str | None = setting(
+        None,
+        "Rule of requests that name none. If not given: exact; judged where --judge, --theta, --quality or"
+        " --price is given.",
+    )
     theta: float | str | None = None
     """The judge's threshold, a number or a name; `types.DEFAULT_THETA` if neither it nor `quality` is given."""
     quality: float | None = None

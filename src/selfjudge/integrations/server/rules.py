@@ -85,7 +85,7 @@ class Rules:
         if options.theta is not None and options.quality is not None:
             raise SelfJudgeError("`quality` chooses θ: leave out one of `quality` and `theta`")
         off = options.off or (self.refuted and not said)
-        rule = "exact" if off else self.rule if options.rule is None else options.rule
+        rule = "exact" if off else self._own_rule(options) if options.rule is None else options.rule
         if rule in LOSSLESS:
             rule = "exact" if sampling is None else "sampling"
         gamma = self.gamma if options.gamma is None else options.gamma
@@ -105,6 +105,11 @@ class Rules:
         if gamma != "auto":
             built.check(gamma)
         return choice
+
+    def _own_rule(self, options: RuleOptions) -> str:
+        """Of a request that names none: a threshold or a price means judged where the server's own rule has neither."""
+        asked = (options.theta, options.quality, options.price) != (None,) * 3
+        return "judged" if asked and self.rule in LOSSLESS else self.rule
 
     def _theta(self, rule: str, options: RuleOptions, price: float | None) -> float | None:
         kind = RULES.get(rule.partition(":")[0])

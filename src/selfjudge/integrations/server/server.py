@@ -71,8 +71,9 @@ def start_scheduler(pair: Pair, judge: Judge | None, config: ServerConfig, recip
 
 def _rules(pair: Pair, judge: Judge | None, config: ServerConfig) -> Rules:
     """The rules of the server, with what the config leaves open filled in."""
-    rule = config.rule or ("exact" if judge is None else "judged")
     theta = config.theta
+    asked = (theta, config.quality, config.price) != (None,) * 3
+    rule = config.rule or ("judged" if asked else "exact")
     if (theta is not None or config.quality is not None) and (judge is None or names_threshold(rule)):
         reason = "there is no judge" if judge is None else f"{rule} names a threshold already"
         raise SelfJudgeError(f"{reason}: leave out `theta` and `quality`")

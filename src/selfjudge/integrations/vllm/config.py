@@ -37,13 +37,19 @@ class WorkerConfig:
 
     judge: str = ""
     """A judge folder, an embedded name, or a repository of the hub; `serve.command` fills in the judge that ships."""
-    rule: str = "judged"
-    """Of requests that name none."""
+    rule: str | None = None
+    """Of requests that name none. If not given: exact; judged where a judge, θ, a quality or a price is given."""
     theta: float | str | None = None
     quality: float | None = None
     price: float | None = None
     guard: bool = True
     """Leave special tokens to the target, whatever the rule."""
+
+    @property
+    def own_rule(self) -> str:
+        """The rule of requests that name nothing."""
+        asked = bool(self.judge) or (self.theta, self.quality, self.price) != (None,) * 3
+        return self.rule if self.rule is not None else "judged" if asked else "exact"
 
     @classmethod
     def read(cls, additional: Any) -> WorkerConfig:
@@ -56,7 +62,7 @@ class WorkerConfig:
             raise SelfJudgeError(f"`guard` must be true or false, not {raw['guard']!r}")
         _check_types(raw)
         config = cls(**raw)
-        if not isinstance(config.judge, str) or (not config.judge and uses_judge(config.rule)):
+        if not isinstance(config.judge, str) or (not config.judge and uses_judge(config.own_rule)):
             raise SelfJudgeError(
                 'JudgeWorker does not know its judge: give --additional-config \'{"selfjudge": {"judge": FOLDER}}\''
             )
@@ -70,7 +76,7 @@ def uses_judge(spec: str) -> bool:
 
 def _check_types(options: Mapping[str, Any]) -> None:
     """Refuse values of `ASKED` that no request can mean."""
-    if not isinstance(options.get("rule", ""), str):
+    if not isinstance(options.get("rule"), (str, type(None))):
         raise SelfJudgeError(f"`rule` must be text, such as 'margin:0.5', not {str(options['rule'])[:60]!r}")
     for name in ("theta", "quality", "price"):
         value = options.get(name)
@@ -101,7 +107,7 @@ class RequestRules:
         self.settings, self.judge, self.special, self.gamma, self.warn = settings, judge, special, gamma, warn
         self._built: dict[tuple[Any, ...], AcceptanceRule | None] = {}
         self._warned: set[str] = set()
-        self.default = self.build({name: getattr(settings, name) for name in ASKED})
+        self.default = self.build({**{name: getattr(settings, name) for name in ASKED}, "rule": settings.own_rule})
 
     def __call__(self, params: Any) -> AcceptanceRule | None:
         """Of vLLM's `SamplingParams`."""
@@ -137,7 +143,8 @@ class RequestRules:
             raise SelfJudgeError(
                 f"a request gives `off`, or some of `rule`, `theta`, `quality` and `price`, not {str(options)[:60]!r}"
             )
-        return self.build({"rule": self.settings.rule, **options})
+        lossless = read_rule(self.settings.own_rule)[0].lossless  # then a threshold or a price alone means judged
+        return self.build({"rule": "judged" if lossless else self.settings.own_rule, **options})
 
     def build(self, options: Mapping[str, Any]) -> AcceptanceRule | None:
         """The same object for the same options."""

@@ -38,8 +38,9 @@ def command(
         raise SelfJudgeError(f"`gamma` must lie between 1 and {MAX_GAMMA} with vLLM, not {gamma}")
     draft = draft_for(target, draft)
     worker = worker or WorkerConfig()
-    worker = replace(worker, judge=worker.judge or str(shipped_judge(target) or ""))
-    if not worker.judge and uses_judge(worker.rule):
+    # which rule is meant does not depend on what ships
+    worker = replace(worker, rule=worker.own_rule, judge=worker.judge or str(shipped_judge(target) or ""))
+    if not worker.judge and uses_judge(worker.own_rule):
         raise SelfJudgeError(f"no judge ships for {target}: name one with `judge`")
     # what does not exist is refused here: better than in a worker's traceback
     RequestRules(worker, JudgeConfig.from_pretrained(worker.judge) if worker.judge else None, (), gamma)

@@ -365,6 +365,7 @@ async function connect() {
   at("server").textContent = [state.model, described(facts), facts.device, facts.dtype, isVllm() && "vLLM"].filter(Boolean).join(" · ");
   const rules = RULES.filter((rule) => rule !== "judged" || facts.judge).map((rule) => [rule, rule === "exact" ? "exact (lossless)" : rule]);
   fill(at("rule"), [["", `the server’s: ${facts.rule}`], ...rules, ["other", "other …"]]);
+  if (facts.rule === "exact" && !facts.recipe) at("rule").value = facts.judge ? "judged" : "margin"; // something to see beside lossless
   fill(at("gamma"), [["", `the server’s: ${facts.gamma}`], ["auto", "auto"], ...Array.from({ length: 21 }, (_, i) => [String(i), String(i)])]);
   at("gamma").disabled = isVllm();
   if (facts.max_tokens) at("length").max = facts.max_tokens;
