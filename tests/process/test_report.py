@@ -338,6 +338,9 @@ def test_what_ships_is_named_and_equal_thresholds_are_one_row(tmp_path: Path) ->
     (chart,) = trade_offs(runs)
     assert [s.name for s in chart.series][:2] == ["exact", "judged@autojudge (ships)"]
     assert len(chart.series) == 5
+    (whole,) = trade_offs(runs, most=8)
+    assert [s.name for s in whole.series][:5] == [s.name for s in chart.series]
+    assert len(whole.series) == 8
 
 
 def test_what_loses_much_is_out_of_view(whole: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:

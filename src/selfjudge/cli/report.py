@@ -9,6 +9,7 @@ import typer
 
 from selfjudge.cli.options import AsJson
 from selfjudge.cli.output import print_json, waiting, warn
+from selfjudge.report.charts import MOST_METHODS
 
 
 def report(
@@ -18,6 +19,9 @@ def report(
     out: Annotated[Path, typer.Option(help="The page; figures and tables go into a folder of the same name.")] = Path(
         "report.html"
     ),
+    methods: Annotated[
+        int, typer.Option(min=2, help="Most methods in a trade-off; the tables always have all.")
+    ] = MOST_METHODS,
     as_json: AsJson = False,
 ) -> None:
     """One self-contained page: tables, trade-offs, ablations, a token viewer; figures and markdown beside it.
@@ -27,7 +31,7 @@ def report(
     with waiting("reading results and drawing …"):
         from selfjudge.report.pipeline import report as run
 
-        result = run(folders, out)
+        result = run(folders, out, methods=methods)
     for folder in result["left_out"]:
         warn(f"left out {folder['folder']}: {folder['why']}")
     if as_json:

@@ -22,7 +22,7 @@ from selfjudge.report.table import distinct, fixed, signed_points, slug
 from selfjudge.report.tables import suffix_groups
 
 MOST_METHODS = 5
-"""Methods in one trade-off; the tables have all."""
+"""Methods in one trade-off, where no other number is asked for; the tables have all."""
 IN_VIEW = 15.0
 """Points of score below `exact` that a trade-off shows: what loses more would press all else into a corner."""
 
@@ -129,11 +129,11 @@ def styles(names: Iterable[str]) -> dict[str, int]:
     return {"exact": 0, **{name: number for number, name in enumerate(others, 1)}}
 
 
-def charts(results: Results) -> dict[str, list[Chart]]:
-    """Section → its charts; sections without data are left out."""
+def charts(results: Results, methods: int = MOST_METHODS) -> dict[str, list[Chart]]:
+    """Section → its charts, trade-offs with at most so many methods; sections without data are left out."""
     runs = results.runs
     sections: dict[str, list[Chart]] = {
-        "trade-off": list(trade_offs(runs)),
+        "trade-off": list(trade_offs(runs, methods)),
         "gamma": list(gammas(runs)),
         "two-stage": list(two_stages(runs)),
         "suffix-length": list(suffixes(runs)),
@@ -201,15 +201,15 @@ def drop_far_points(chart: Lines) -> Lines:
     return replace(clipped, title=f"{chart.title}; {seen.count(False)} below, out of view")
 
 
-def trade_offs(runs: Sequence[Run]) -> Iterable[Lines]:
+def trade_offs(runs: Sequence[Run], most: int = MOST_METHODS) -> Iterable[Lines]:
     """The change of the score, paired with `exact`, against the gain in m: a line a method, a point a threshold.
 
-    At most `MOST_METHODS` of a task are drawn. A judge alone has charts of its own.
+    At most so many of a task are drawn. A judge alone has charts of its own.
     """
     known = (r for r in runs if r.m is not None and not r.fold and r.name != "judge_only")
     paired = [r for r in known if r.name == "exact" or None not in (r.m_ratio, r.delta_score)]
     facets = {place: [r for r in here if r.gamma == usual_gamma(here)] for place, here in by_task(paired).items()}
-    drawn = {place: _drawn(here) for place, here in facets.items()}
+    drawn = {place: _drawn(here, most) for place, here in facets.items()}
     style = styles(method for methods in drawn.values() for method in methods)  # the same in every facet
     for (pair, task), here in facets.items():
         methods = drawn[pair, task]
@@ -226,8 +226,8 @@ def trade_offs(runs: Sequence[Run]) -> Iterable[Lines]:
         yield drop_far_points(Lines(slug("trade-off", part), finding, *axes, series, task, level=0.0))
 
 
-def _drawn(runs: Sequence[Run]) -> list[str]:
-    return sorted(dict.fromkeys(r.method for r in runs), key=lambda method: _rank(method, runs))[:MOST_METHODS]
+def _drawn(runs: Sequence[Run], most: int) -> list[str]:
+    return sorted(dict.fromkeys(r.method for r in runs), key=lambda method: _rank(method, runs))[:most]
 
 
 def _rank(method: str, runs: Sequence[Run]) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.report.charts import charts
+from selfjudge.report.charts import MOST_METHODS, charts
 from selfjudge.report.draw import draw
 from selfjudge.report.page import page
 from selfjudge.report.read import read_results
@@ -20,11 +20,13 @@ MADE = "report.json"
 """Beside the figures: the tables' rows and the names of the figures, so that the next report knows its own files."""
 
 
-def report(folders: Sequence[Path], out: Path) -> dict[str, Any]:
+def report(folders: Sequence[Path], out: Path, *, methods: int = MOST_METHODS) -> dict[str, Any]:
     """Write the page `out`, and beside it, in a folder of the same name, PNG figures, tables.md and report.json.
 
-    Returns the tables' rows, the figures' names, how many runs there were and what was left out.
+    A trade-off draws at most so many `methods`. Returns the tables' rows, the figures' names, how many runs there were and what was left out.
     """
+    if methods < 2:
+        raise SelfJudgeError(f"`methods` must be at least 2, exact and another, not {methods}")
     if out.suffix.casefold() not in (".html", ".htm"):
         raise SelfJudgeError(f"`out` names the page, such as report.html, not {out}")
     if out.is_dir():
@@ -32,7 +34,7 @@ def report(folders: Sequence[Path], out: Path) -> dict[str, Any]:
     beside = out.with_suffix("")
     earlier = _earlier(beside)
     results = read_results(folders)
-    tabled, charted = tables(results), charts(results)
+    tabled, charted = tables(results), charts(results, methods)
     judgement = verdict(results.runs, Against(results.runs))
     if judgement is not None:
         tabled = {"verdict": [judgement.table], **tabled}
