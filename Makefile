@@ -52,7 +52,7 @@ bench: .venv/.installed
 
 # the site, into site/; a link that leads nowhere ends it
 docs: .venv/.installed
-	$(BIN)/python docs/make_cli.py > docs/cli.md.new && mv docs/cli.md.new docs/cli.md
+	for page in cli formats; do $(BIN)/python docs/make_$$page.py > docs/$$page.md.new && mv docs/$$page.md.new docs/$$page.md || exit 1; done
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 .venv/.installed: pyproject.toml constraints.txt

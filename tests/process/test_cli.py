@@ -402,6 +402,7 @@ def test_ls_judges_and_runs(run, tmp_path: Path) -> None:
     assert "no runs below" in err
 
 
-def test_the_command_reference_is_what_the_program_says() -> None:
-    done = subprocess.run([sys.executable, DOCS / "make_cli.py"], capture_output=True, text=True, check=True)
-    assert (DOCS / "cli.md").read_text() == done.stdout, "run: make docs"
+@pytest.mark.parametrize("page", ["cli", "formats"])
+def test_a_reference_page_is_what_the_program_says(page: str) -> None:
+    done = subprocess.run([sys.executable, DOCS / f"make_{page}.py"], capture_output=True, text=True, check=True)
+    assert (DOCS / f"{page}.md").read_text() == done.stdout, "run: make docs"

@@ -184,6 +184,6 @@ def _warn_learnt(examples: TaskExamples, runs: Sequence[Run], warn: Warn) -> Non
             if rule.judge is not None and decided & learnt_folds(rule.judge.config.sources):
                 warn(
                     f"the judge {name} was trained on problems of {LiveCodeBench.name} that it now decides about;"
-                    " docs/eval.md says how to give one judge for each fold"
+                    " docs/tune.md says how to give one judge for each fold"
                 )
                 break

@@ -35,7 +35,7 @@ class LabelConfig:
         " self:500 if not given.",
     )
     limit: int | None = setting(None, "Prompts in all; sources without a count share them by weight.", minimum=1)
-    method: str = setting("selfjudge", "What makes a token acceptable: see docs/labels.md.", choices=METHODS)
+    method: str = setting("selfjudge", "What makes a token acceptable: see docs/train.md.", choices=METHODS)
     suffix_length: int = setting(20, "N: tokens after the substitution that are scored.", minimum=0)
     tau: float | None = setting(None, "Score above which a token is acceptable.")
     calibrate: str | None = setting(None, "Find τ on this task's critical tokens; arithmetic needs no data.")
