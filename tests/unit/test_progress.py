@@ -86,6 +86,22 @@ def test_what_is_waited_for_is_said_late_and_where_it_was_asked(pipe: Watched) -
     assert lost.getvalue() == ""
 
 
+def test_a_line_of_the_result_ends_the_silence(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(output.time, "monotonic", lambda: now)
+    with output.status(patient=True) as line:
+        for seconds, stage in ((0, "labels"), (output.QUIET - 1, "labels"), (2, "a row"), (output.QUIET + 3, "a row")):
+            now += seconds
+            line(stage)
+            if seconds == output.QUIET - 1:
+                line.print("plain 1.0")
+    streams = capsys.readouterr()
+    assert streams.out == "plain 1.0\n"
+    assert streams.err.splitlines() == ["a row … 18 s"]
+
+
 def test_what_is_soon_done_leaves_no_line(capsys: pytest.CaptureFixture[str]) -> None:
     with output.waiting("loading a model …"):
         pass

@@ -180,10 +180,19 @@ def draw_passes(result: dict[str, Any], file: Path) -> None:
     for panel, axis in zip(panels[0], axes, strict=True):
         _draw_panel(panel, axis, result["runs"])
     device = result["machine"].get("gpu") or result["machine"].get("cpu", "")
-    figure.suptitle(f"{result['model']}, {result['dtype']}, {device}, {result['date']}", fontsize=10)
+    where = f"{result['model']}, {result['dtype']}, {device}, {result['date']}"
+    figure.suptitle("; ".join(_finding(axis, result["runs"]) for axis in axes) + f"\n{where}", fontsize=10)
     figure.tight_layout()
     figure.savefig(file, dpi=110)
     plt.close(figure)
+
+
+def _finding(axis: str, runs: list[dict[str, Any]]) -> str:
+    """What the largest value of an axis costs over its smallest, where the others are smallest."""
+    others = {other: min(r[other] for r in runs) for other in AXES if other != axis}
+    rows = sorted((r for r in runs if all(r[o] == v for o, v in others.items())), key=lambda r: r[axis])
+    cost = rows[-1]["milliseconds"] / rows[0]["milliseconds"]
+    return f"{axis} {rows[0][axis]} → {rows[-1][axis]}: {cost:.2f} × the time"
 
 
 def _draw_panel(panel: Any, axis: str, runs: list[dict[str, Any]]) -> None:

@@ -43,7 +43,7 @@ def demo(
     from selfjudge.bench.demo import SHIPPED, Demo, in_floats
     from selfjudge.judge.model import Judge
 
-    with status() as line, tempfile.TemporaryDirectory() as folder:
+    with status(patient=True) as line, tempfile.TemporaryDirectory() as folder:
         if whole.dtype == "q4":
             line("reading the weights as floats, for log-likelihoods …")
             whole = in_floats(pair)
@@ -51,6 +51,7 @@ def demo(
         say = (lambda text: None) if as_json else line.print
         try:
             if config.labels:
+                line("labels and a small judge …")
                 run.make_judge(Path(folder))
                 _show_own(run.result["own"], say)
             if models.shipped_judge:

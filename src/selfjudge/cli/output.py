@@ -119,6 +119,11 @@ class Lines:
             elif stage not in self._seen and not self._patient:
                 self._say(first=True)
 
+    def result_said(self) -> None:
+        """A line of the result was printed: the silence begins anew."""
+        with self._lock:
+            self._said = time.monotonic()
+
     def close(self) -> None:
         self._closed.set()
         self._watch.join()
@@ -142,7 +147,8 @@ class Lines:
         elif first:
             line = self._stage if self._share is None or self._share >= 1 else f"{words} …"
         else:
-            line = f"{words} … {time.monotonic() - self._begun:.0f} s"
+            passed = time.monotonic() - self._begun
+            line = f"{words} … {passed:.0f} s" if passed >= 1 else f"{words} …"
         self._seen.add(self._stage)
         self._said = time.monotonic()
         print(line, file=self._out, flush=True)
@@ -198,6 +204,8 @@ class StatusLine:
         """A line of the result on stdout, at once also in a pipe."""
         self.stop()
         print(text, flush=True)
+        if self._lines is not None:
+            self._lines.result_said()
 
     def stop(self) -> None:
         """Take the changing line away until the next report."""
