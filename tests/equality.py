@@ -25,6 +25,23 @@ def assert_same_tokens(pair: Pair, prompt: Sequence[int], one: Sequence[int], ot
     return True
 
 
+@torch.inference_mode()
+def assert_greedy(pair: Pair, prompt: Sequence[int], answer: Sequence[int], count: int) -> int:
+    """The near-ties among the tokens of an answer, all of which must be what the target likes best after those before.
+
+    That is greedy decoding of up to `count` tokens, checked at every token by one pass of transformers instead of by one
+    for each.
+    """
+    *inside, last = answer
+    assert not pair.eos_ids & set(inside)
+    assert len(answer) == count or last in pair.eos_ids
+    logits = pair.target(torch.tensor([[*prompt, *inside]]), logits_to_keep=len(answer)).logits[0]
+    gaps = logits.max(-1).values - logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
+    worst = int(gaps.argmax())
+    assert gaps[worst] < NEAR_TIE, f"token {worst} is {float(gaps[worst]):.6f} below the best"
+    return int((gaps > 0).sum())
+
+
 _answers: dict[tuple[object, ...], list[int]] = {}
 
 

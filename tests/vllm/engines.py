@@ -20,7 +20,17 @@ Answers = list[dict[str, Any]]
 def environment(**more: str) -> dict[str, str]:
     paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     quiet = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
-    return {**os.environ, **quiet, "VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": os.pathsep.join(paths), **more}
+    common = {"VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": os.pathsep.join(paths), **own_core()}
+    return {**os.environ, **quiet, **common, **more}
+
+
+def own_core() -> dict[str, str]:
+    """A core for the engines of each of several test workers: two that share cores wait for each other's threads."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
+    if not worker:
+        return {}
+    cores = sorted(os.sched_getaffinity(0))
+    return {"VLLM_CPU_OMP_THREADS_BIND": str(cores[int(worker) % len(cores)])}
 
 
 def started(engine: dict[str, Any], runs: list[dict[str, Any]], v2: bool, **variables: str) -> tuple[str, Answers]:

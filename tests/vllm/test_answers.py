@@ -34,7 +34,8 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, more in (("torch", []), ("vllm", VLLM)):
         run(
             "eval", "--tasks", "arithmetic", "--limit", str(PROMPTS), "--max-new-tokens", "32", "--gammas", "3", "--dtype",
-            "float32", "--device", "cpu", "--batch", "8", "--rules", " ".join(RULES), "--out", str(root / name), *more,
+            "float32", "--device", "cpu", "--batch", "8", "--examples", "0", "--rules", " ".join(RULES),
+            "--out", str(root / name), *more,
         )  # fmt: skip
     return {name: root / name / "arithmetic" for name in ("torch", "vllm")}
 

@@ -1,0 +1,51 @@
+"""The demo on the embedded pair; a file of its own, so that a second worker has it while the first has the other tests."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from selfjudge.cli.main import main
+from selfjudge.label.tau import shipped_tau
+from selfjudge.models.pair import Pair
+
+pytestmark = pytest.mark.slow
+
+
+def demo(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path, *options: str
+) -> dict[str, Any]:
+    options = ("--out", str(tmp_path / "demo.html"), *options)
+    monkeypatch.setattr(
+        sys, "argv", ["selfjudge", "demo", "--limit", "1", "--max-new-tokens", "12", "--json", *options]
+    )
+    with contextlib.suppress(SystemExit):
+        main()
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_the_demo_ends_in_a_table(
+    embedded: Pair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    found = demo(monkeypatch, capsys, tmp_path, "--no-labels")
+    assert "judged, shipped" in (tmp_path / "demo.html").read_text()
+    assert [row["rule"] for row in found["rows"]] == ["plain", "exact", "topk:2", "judged, shipped"]
+    assert found["rows"][0]["log_likelihood"] == pytest.approx(found["rows"][1]["log_likelihood"], abs=1e-3)
+    assert found["draft_log_likelihood"] < 0
+    assert (found["dtype"], found["draft_dtype"]) == ("q4", "int8")
+
+
+def test_the_demo_labels_and_trains_a_judge_of_its_own(
+    embedded: Pair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    own = demo(monkeypatch, capsys, tmp_path)["own"]
+    assert own["labels"] > 50
+    assert 0 < own["acceptable"] < 0.5
+    assert own["tau"] == shipped_tau("smollm2-135m", embedded.draft_sha256, 10)["tau"]
+    assert 0 <= own["auc"] <= 1 if "auc" in own else "too few" in own["why_not"]
