@@ -38,6 +38,7 @@ def write_inputs(folder: Path, checkpoints: dict[str, str]) -> None:
     )  # fmt: skip
     recipe_folder(folder / "tuned", stranger)
     recipe_folder(folder / "tuned-exact", stranger, rule="exact", certified=False)
+    recipe_folder(folder / "tuned-words", stranger, measure="overlap")
     (folder / "begun").mkdir()
     (folder / "begun" / "settings.json").write_text("{}")
     (folder / "page.html").mkdir()
@@ -247,6 +248,9 @@ def known_at_once(folder: Path, checkpoints: dict[str, str]) -> Commands:
         "shadow of an old certificate": ["serve", "--recipe", str(folder / "tuned"), "--shadow", "0.1"],
         "shadow of exact": ["serve", "--recipe", str(folder / "tuned-exact"), "--shadow", "0.1"],
         "a file without shadow": [*serve, "--shadow-keep", str(folder / "kept.jsonl")],
+        "a folder to keep requests in": [
+            "serve", "--recipe", str(folder / "tuned-words"), "--shadow", "0.1", "--shadow-keep", str(folder)
+        ],
         "vllm and a recipe of others": [*vllm, "--recipe", str(folder / "tuned")],
         "recipe and rule": [*ask, "--recipe", str(folder / "tuned"), "--rule", "topk:2"],
         "preset": ["reproduce", "--preset", "huge", *new],

@@ -149,7 +149,7 @@ class TestHub:
         import huggingface_hub
 
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(hub, "_silence", None)
+        monkeypatch.setattr(hub, "_known", (-1.0, None))
 
     def test_a_model_is_refused_before_torch_is_asked(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], watch: Watch
@@ -163,14 +163,16 @@ class TestHub:
         assert "no route" in said
         assert watch.done == set()
 
-    def test_silence_is_believed_for_a_while(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_silence_and_answers_are_believed_for_a_while(self, monkeypatch: pytest.MonkeyPatch) -> None:
         now, answers = 0.0, iter(["no route", None, "no route"])
         monkeypatch.setattr(hub.time, "monotonic", lambda: now)
         monkeypatch.setattr(hub, "_ask", lambda address: next(answers))
         assert hub.unreachable() == hub.unreachable() == "no route"
         assert hub.hub_options() == {"local_files_only": True}
-        now = 2 * hub.VALID
+        now += 2 * hub.SILENCE_VALID
         assert hub.unreachable() is None  # it answers again
+        assert hub.hub_options() == {}
+        now += 2 * hub.ANSWER_VALID
         assert hub.unreachable() == "no route"
 
     def test_a_hub_that_never_answers_is_left(self, monkeypatch: pytest.MonkeyPatch) -> None:

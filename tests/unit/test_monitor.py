@@ -135,6 +135,17 @@ def test_what_is_watched_is_what_was_certified_or_what_the_calibration_showed(ti
         watch(None)
 
 
+def test_a_file_that_cannot_be_written_is_refused_at_once(tiny_pair: Pair, tmp_path: Path) -> None:
+    recipe = Recipe.load(recipe_folder(tmp_path / "tuned", tiny_pair, measure="overlap"))
+    for file in (tmp_path, tmp_path / "missing" / "kept.jsonl"):
+        with pytest.raises(SelfJudgeError, match=r"`shadow_keep` .* cannot be written: "):
+            watch(recipe, file)
+    kept = tmp_path / "kept.jsonl"
+    kept.write_text("{}\n")
+    watch(recipe, kept)
+    assert kept.read_text() == "{}\n"
+
+
 def test_what_is_kept_is_for_its_owner_alone(tmp_path: Path) -> None:
     file = tmp_path / "kept.jsonl"
     keep(file, {"prompt": "ü"})

@@ -304,3 +304,40 @@ def test_the_middleware_wants_its_settings(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setenv(middleware.VARIABLE, value)
         with pytest.raises(middleware.SelfJudgeError, match=middleware.VARIABLE):
             middleware.ShadowSettings.read()
+
+
+def test_a_large_request_is_passed_on_unread_and_refused_once_its_rule_is(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(middleware, "LARGEST", 300)
+    front, large = Front(recipe, monkeypatch), "w" * 300
+    assert "other" in asyncio.run(front.post(user=large))
+    assert front.app.requests[0]["user"] == large
+    assert len(front.app.requests) == 1
+    assert not front.outcomes.values
+    front.layer.monitor.refuted = True
+    refused = json.loads(asyncio.run(front.post(user=large)))
+    assert refused["error"]["message"] == "the request has more than 300 bytes"
+    assert len(front.app.requests) == 1
+    assert "same" in asyncio.run(front.post(user="w"))
+
+
+def test_a_client_that_leaves_before_the_end_of_its_request(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    front = Front(recipe, monkeypatch)
+    messages = [{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}]
+    coming, seen = iter(messages), []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.extend([await receive(), await receive()])
+
+    async def receive() -> Any:
+        return next(coming)
+
+    async def send(message: Any) -> None:
+        raise AssertionError(message)
+
+    front.layer.app = app
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    asyncio.run(front.layer(scope, receive, send))
+    assert seen == messages
+    assert not front.outcomes.values

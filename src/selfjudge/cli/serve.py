@@ -81,7 +81,7 @@ def serve(
     if config.shadow:
         from selfjudge.tune.monitor import watch
 
-        watch(chosen.recipe)  # refuses what cannot be watched
+        watch(chosen.recipe, config.shadow_keep)  # refuses what cannot be watched
     if backend == "vllm":
         _refuse_torch_options(models, config)
         _serve_vllm(models, judge_options, address, config, chosen.recipe, shlex.split(vllm))

@@ -14,9 +14,9 @@ from selfjudge.errors import first_line
 
 PATIENCE = 4.0
 """Seconds in which the hub must answer."""
-VALID = 60.0
-"""Seconds for which its silence is believed."""
-_silence: tuple[float, str] | None = None
+SILENCE_VALID, ANSWER_VALID = 60.0, 10.0
+"""Seconds for which its silence, or its answer, is believed."""
+_known: tuple[float, str | None] = (-1.0, None)  # until when, and what `unreachable` says
 
 
 def unreachable() -> str | None:
@@ -24,15 +24,15 @@ def unreachable() -> str | None:
 
     Its own client tries for half a minute. Names are looked up without a limit, hence the thread.
     """
-    global _silence
+    global _known
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
         return None
-    if _silence is None or time.monotonic() - _silence[0] > VALID:
+    if time.monotonic() > _known[0]:
         reason = _ask(constants.ENDPOINT)
-        _silence = None if reason is None else (time.monotonic(), reason)
-    return None if _silence is None else _silence[1]
+        _known = time.monotonic() + (SILENCE_VALID if reason else ANSWER_VALID), reason
+    return _known[1]
 
 
 def _ask(address: str) -> str | None:

@@ -86,8 +86,8 @@ class Monitor:
         )
 
 
-def watch(recipe: Recipe | None) -> Monitor:
-    """The monitor of a recipe's certificate."""
+def watch(recipe: Recipe | None, keep_in: Path | None = None) -> Monitor:
+    """The monitor of a recipe's certificate. The file that requests are to be kept in must be one that can be written."""
     if recipe is None:
         raise SelfJudgeError("`shadow` watches what a certificate claims: give `recipe`")
     certificate = recipe.certificate
@@ -101,6 +101,11 @@ def watch(recipe: Recipe | None) -> Monitor:
                 " which `shadow` compares with: tune again"
             )
         bound = certificate["overlap"]["bound"]
+    if keep_in is not None:
+        try:
+            os.close(_opened(keep_in))
+        except OSError as error:
+            raise SelfJudgeError(f"`shadow_keep` {keep_in} cannot be written: {error.strerror}") from None
     return Monitor(bound, certificate["delta"], certificate["n"])
 
 
@@ -112,8 +117,13 @@ def lost(exact: str, shown: str) -> float:
 def keep(path: Path, row: Mapping[str, Any]) -> None:
     """Add a row to a file that its owner alone may read; where that fails, a line says so, and watching goes on."""
     try:
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "a", encoding="utf-8") as file:
+        with os.fdopen(_opened(path), "a", encoding="utf-8") as file:
             os.fchmod(file.fileno(), 0o600)
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
     except OSError as error:
         LOG.warning("a request that was decoded both ways could not be kept: %s", error)
+
+
+def _opened(path: Path) -> int:
+    """A descriptor to add to the file with."""
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)

@@ -51,22 +51,22 @@ class Guard:
 
         headers = dict(scope["headers"])
         if (problem := _ambiguous(scope["headers"])) is not None:
-            await _refuse(counted, 400, problem)
+            await refuse(counted, 400, problem)
             return
         sent = headers.get(b"authorization", b"")
         known = [number for number, key in enumerate(self.keys) if hmac.compare_digest(sent, key)]
         scope.setdefault("state", {}).update(key=known[0] if known else 0, arrived=time.perf_counter())
         if self.keys and not known and scope["path"] not in OPEN:
-            await _refuse(counted, 401, "wrong or missing API key: send it as a bearer token", "invalid_api_key")
+            await refuse(counted, 401, "wrong or missing API key: send it as a bearer token", "invalid_api_key")
             return
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 body = await self._body(headers, receive)
         except TimeoutError:
-            await _refuse(counted, 408, "the request did not arrive in time")
+            await refuse(counted, 408, "the request did not arrive in time")
             return
         if body is None:
-            await _refuse(counted, 413, f"the request has more than {self.max_bytes} bytes", "request_too_large")
+            await refuse(counted, 413, f"the request has more than {self.max_bytes} bytes", "request_too_large")
             return
         pending = [body]
 
@@ -102,7 +102,8 @@ def _ambiguous(headers: Sequence[tuple[bytes, bytes]]) -> str | None:
     return None
 
 
-async def _refuse(send: Send, status: int, message: str, code: str | None = None) -> None:
+async def refuse(send: Send, status: int, message: str, code: str | None = None) -> None:
+    """Answer with an error."""
     content = json.dumps(error_body(status, message, code)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
     headers.append((b"connection", b"close"))  # the body, or the rest of it, is not read

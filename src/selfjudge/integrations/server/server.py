@@ -53,7 +53,7 @@ def serve(
 def start_scheduler(pair: Pair, judge: Judge | None, config: ServerConfig, recipe: Recipe | None = None) -> Scheduler:
     """What the server decodes with, tried out and started; needs none of the packages for HTTP."""
     config.check()
-    monitor = watch(recipe) if config.shadow else None
+    monitor = watch(recipe, config.shadow_keep) if config.shadow else None
     rules = _rules(pair, judge, config)
     context = min(config.max_context, pair.window)
     config = replace(config, max_context=context, max_tokens=min(config.max_tokens, context - 1))

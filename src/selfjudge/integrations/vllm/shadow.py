@@ -1,8 +1,10 @@
 """The monitor (`tune.monitor`) in front of vLLM's server: an ASGI middleware, named by vLLM's `--middleware`.
 
 A share of the greedy requests that name no rule is asked a second time with `off`, once at most half of the engine's
-places are taken. When the certificate is refuted, requests that name no rule are sent on with `off`. Settings come from
-the variable SELFJUDGE_SHADOW, since vLLM gives a middleware none."""
+places are taken. When the certificate is refuted, requests that name no rule are sent on with `off`. A request of more
+than LARGEST bytes is not held: it is passed on as it comes and not asked again, and refused once the certificate is,
+since whether it names a rule is not known. Settings come from the variable SELFJUDGE_SHADOW, since vLLM gives a
+middleware none."""
 
 from __future__ import annotations
 
@@ -12,12 +14,15 @@ import logging
 import os
 import random
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections import deque
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from selfjudge.errors import SelfJudgeError
+from selfjudge.integrations.server.config import ServerConfig
+from selfjudge.integrations.server.guard import refuse
 from selfjudge.integrations.vllm.config import KEY
 from selfjudge.store import parse_json
 from selfjudge.store.schema import conform
@@ -27,6 +32,7 @@ from selfjudge.tune.recipe import Recipe
 VARIABLE = "SELFJUDGE_SHADOW"
 MIDDLEWARE = "selfjudge.integrations.vllm.shadow.ShadowMiddleware"
 PATHS = ("/v1/chat/completions", "/v1/completions")
+LARGEST = ServerConfig.max_body
 EVERY = 0.2  # seconds between two looks at a busy engine
 PLACES = 8  # of an engine that does not say how many it has
 
@@ -62,7 +68,7 @@ class ShadowMiddleware:
         settings = ShadowSettings.read()
         self.app, self.share = app, settings.share
         self.file = None if settings.keep is None else Path(settings.keep)
-        self.monitor = watch(Recipe.load(settings.recipe))
+        self.monitor = watch(Recipe.load(settings.recipe), self.file)
         self.under_way = 0
         self._second: set[asyncio.Task[None]] = set()
         self._outcomes, self._figures = _metrics()
@@ -72,16 +78,19 @@ class ShadowMiddleware:
         if scope["type"] != "http" or scope.get("method") != "POST" or scope.get("path") not in PATHS:
             await self.app(scope, receive, send)
             return
-        body, whole = await _body(receive)
-        request = _parsed(body) if whole else None
+        messages, body = await _read(receive)
+        if body is None and messages[-1]["type"] == "http.request" and self.monitor.refuted:
+            await refuse(send, 413, f"the request has more than {LARGEST} bytes", "request_too_large")
+            return
+        request = None if body is None else _parsed(body)
         own = request is not None and KEY not in _extras(request)
         if request is not None and own and self.monitor.refuted:
-            scope, body = _with_body(scope, _lossless(request))
+            scope, messages = _with_body(scope, _lossless(request))
         chosen = request if own and request is not None and self._chooses(request) else None
         answer = _Answer()
         self.under_way += 1
         try:
-            await self.app(scope, _replay(body, whole, receive), send if chosen is None else answer.pass_on(send))
+            await self.app(scope, _replay(messages, receive), send if chosen is None else answer.pass_on(send))
         finally:
             self.under_way -= 1
         if chosen is not None:
@@ -107,8 +116,8 @@ class ShadowMiddleware:
         while shown is not None and self.under_way > _places(scope) // 2:
             await asyncio.sleep(EVERY)
         if shown is not None and not self.monitor.refuted:
-            scope, body = _with_body(scope, _lossless(second))
-            await self.app(scope, _replay(body, True, _never), answer.take)
+            scope, messages = _with_body(scope, _lossless(second))
+            await self.app(scope, _replay(messages, _never), answer.take)
         exact = answer.text
         self._outcomes.labels("failed" if shown is None or exact is None else "counted").inc()
         if shown is None or exact is None:
@@ -171,26 +180,24 @@ def _words(reply: dict[str, Any] | None, part: str) -> str | None:
     return text if isinstance(text, str) else None
 
 
-async def _body(receive: Receive) -> tuple[bytes, bool]:
-    """The body of a request, and whether it came to its end."""
-    body = bytearray()
+async def _read(receive: Receive) -> tuple[list[Message], bytes | None]:
+    """The messages of a request and its body; None where the client left before its end, or after LARGEST bytes."""
+    messages, body = [], bytearray()
     while True:
-        message = await receive()
-        if message["type"] != "http.request":
-            return bytes(body), False
-        body += message.get("body", b"")
-        if not message.get("more_body", False):
-            return bytes(body), True
+        messages.append(await receive())
+        body += messages[-1].get("body", b"")
+        if messages[-1]["type"] != "http.request" or len(body) > LARGEST:
+            return messages, None
+        if not messages[-1].get("more_body", False):
+            return messages, bytes(body)
 
 
-def _replay(body: bytes, whole: bool, rest: Receive) -> Receive:
-    """Give a body that has been read once more; then what comes after it."""
-    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-    if not whole:
-        messages = [{"type": "http.disconnect"}]
+def _replay(messages: Sequence[Message], rest: Receive) -> Receive:
+    """Give messages that have been read once more; then what comes after them."""
+    pending = deque(messages)
 
     async def receive() -> Message:
-        return messages.pop() if messages else await rest()
+        return pending.popleft() if pending else await rest()
 
     return receive
 
@@ -219,11 +226,14 @@ def _lossless(request: dict[str, Any]) -> dict[str, Any]:
     return {**request, "vllm_xargs": {**_extras(request), KEY: '{"off": true}'}}
 
 
-def _with_body(scope: MutableMapping[str, Any], request: dict[str, Any]) -> tuple[MutableMapping[str, Any], bytes]:
-    """The scope and the body of a changed request."""
+def _with_body(
+    scope: MutableMapping[str, Any], request: dict[str, Any]
+) -> tuple[MutableMapping[str, Any], list[Message]]:
+    """The scope and the messages of a changed request."""
     body = json.dumps(request).encode()
     headers = [(k, v) for k, v in scope["headers"] if k not in (b"content-length", b"transfer-encoding")]
-    return {**scope, "headers": [*headers, (b"content-length", str(len(body)).encode())]}, body
+    changed = {**scope, "headers": [*headers, (b"content-length", str(len(body)).encode())]}
+    return changed, [{"type": "http.request", "body": body, "more_body": False}]
 
 
 def _places(scope: MutableMapping[str, Any]) -> int:
