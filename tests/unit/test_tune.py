@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -22,7 +21,6 @@ from selfjudge.tune.calibration import Measure, digest, load_calibration, refuse
 from selfjudge.tune.candidates import FAMILIES, candidates, levels
 from selfjudge.tune.config import TuneConfig
 from selfjudge.tune.recipe import Recipe
-from selfjudge.tune.trials import Trials, chosen_gamma
 
 JUDGE = JudgeConfig(hidden_size=4, quality_curve=((0.5, 0.2), (0.9, 0.6), (0.95, 0.6), (0.98, 1.0)))
 
@@ -164,28 +162,6 @@ def test_a_prompt_that_the_judge_was_trained_on_is_refused_with_its_name(tiny_pa
     write_training_prompts(judge, [prompt_key(tiny_pair.encode("w9"))])
     refuse_learnt(tiny_pair, prompts, judge, said.append)
     assert len(said) == 1
-
-
-def test_gamma_is_where_relaxed_rules_are_fastest_and_exact_is_compared_at_its_own_best() -> None:
-    def speed(rule: str, gamma: int, rate: float) -> dict[str, Any]:
-        return {"rule": rule, "gamma": gamma, "tokens_per_second": rate}
-
-    speeds = [
-        speed("plain", 0, 50), speed("exact", 2, 110), speed("exact", 4, 100), speed("margin:1", 2, 100),
-        speed("margin:1", 4, 130), speed("fly:0.2,2", 4, 120),
-    ]  # fmt: skip
-    assert chosen_gamma(speeds, 3) == (4, pytest.approx(1.1))
-    assert chosen_gamma([], 3) == (3, 1.0)
-
-
-def test_on_cuda_a_run_that_records_is_not_timed() -> None:
-    seconds = iter([9.0, 1.0])
-    answers = [SimpleNamespace(tokens=(1, 2, 3, 4))]
-    answerer = SimpleNamespace(device="cuda", answer=lambda *a, **k: (answers, {"total": next(seconds)}))
-    trials = SimpleNamespace(
-        plan=lambda rule, gamma: SimpleNamespace(rules=[rule]), answerer=answerer, max_new_tokens=8
-    )
-    assert Trials._timed(cast(Any, trials), ["a prompt"], "exact", 2, 8) == 4.0
 
 
 def test_a_recipe_is_refused_for_other_models(tiny_pair: Pair, tmp_path: Path) -> None:

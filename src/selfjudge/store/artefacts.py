@@ -261,11 +261,12 @@ class TrainingPrompts(TypedDict):
 
 
 class TunedSpeed(TypedDict):
-    """What `tune` measured before it tested: of each rule and γ tokens/s."""
+    """What `tune` measured, or estimated, before it tested: of each rule and γ tokens/s."""
 
     rule: str
     gamma: Annotated[int, Range(0, 1000)]
     tokens_per_second: Amount
+    estimated: NotRequired[bool]
 
 
 class SpeedSeal(Seal):

@@ -39,7 +39,8 @@ from selfjudge.tune.certificate import Choice, Outcome, certificate, shown_examp
 from selfjudge.tune.certify import Claim, certifiable, fewest_prompts, needed_prompts, power
 from selfjudge.tune.config import FREE, TuneConfig
 from selfjudge.tune.recipe import CERTIFICATE, FORMAT, JUDGE, RECIPE, Recipe
-from selfjudge.tune.trials import Trial, Trials, chosen_gamma
+from selfjudge.tune.speeds import chosen_gamma
+from selfjudge.tune.trials import Trial, Trials
 from selfjudge.types import default_gamma
 
 JUDGE_NAME = "judge"

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from selfjudge.decoding.text import row_seed
-from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.answerer import Answerer
 from selfjudge.evaluate.compare import delta_m, rate_ratio
 from selfjudge.evaluate.execute import sample_row
@@ -22,9 +21,9 @@ from selfjudge.tasks.base import Row
 from selfjudge.tune.calibration import CalibrationPrompt, Measure
 from selfjudge.tune.candidates import GAMMAS, Family
 from selfjudge.tune.certify import Claim, Decision, decide
+from selfjudge.tune.speeds import Clock
 from selfjudge.types import Generation, default_gamma
 
-SPEED_TOKENS = 48  # of an answer where γ is chosen
 Speed = tuple[float, tuple[float, float]]
 """A ratio and its interval."""
 
@@ -165,52 +164,17 @@ class Trials:
             self.go_on(trial, name)
 
     def speeds(self, families: Sequence[Family], gamma: int | None) -> list[dict[str, Any]]:
-        """Tokens/s on the prompts set aside: plain, `exact` and the middle rule of each family, at several γ.
+        """Tokens/s on the prompts set aside (`speeds.Clock`), of the middle rule of each family among others.
 
-        Where another γ takes another engine there is one γ, and plain decoding is not timed.
+        Where another γ takes another engine there is one γ.
         """
-        device, alone = self.answerer.device, self.answerer.one_gamma
-        gamma = gamma or (default_gamma(device) if alone else None)
+        device = self.answerer.device
+        gamma = gamma or (default_gamma(device) if self.answerer.one_gamma else None)
         if (seal := self.folder.sealed("speed", str(gamma), SpeedSeal)) is not None:
             return list(seal["speeds"])
-        gammas = (gamma,) if gamma else GAMMAS.get(device, GAMMAS["cuda"])
-        wanted = [*([] if alone else [("plain", "exact", 0)]), *(("exact", "exact", g) for g in gammas)]
-        wanted += [(family.middle, family.middle, g) for family in families for g in gammas]
         prompts = [prompt.prompt for prompt in self.aside]
-        rows = []
-        self._timed(prompts, "exact", gammas[0], 8)  # warms up
-        for name, rule, g in wanted:
-            if (rate := self._timed(prompts, rule, g, SPEED_TOKENS)) is not None:
-                rows.append({"rule": name, "gamma": g, "tokens_per_second": rate})
+        clock = Clock(self.answerer, prompts, self.judges, self.pair.special_ids, self.max_new_tokens)
+        gammas = (gamma,) if gamma else GAMMAS.get(device, GAMMAS["cuda"])
+        rows = clock.speeds([family.middle for family in families], gammas)
         self.folder.seal("speed", [], str(gamma), speeds=rows)
         return rows
-
-    def _timed(self, prompts: Sequence[Any], rule: str, gamma: int, most: int) -> float | None:
-        """Tokens/s; None where the rule does not work with this γ. On CUDA the second of two runs: the first records."""
-        try:
-            run = self.plan(rule, gamma)
-        except SelfJudgeError:
-            return None
-        most = min(most, self.max_new_tokens)
-        for _ in range(2 if self.answerer.device == "cuda" else 1):
-            answers, seconds = self.answerer.answer(prompts, run.rules[0], gamma=gamma, max_new_tokens=most)
-        return sum(len(answer.tokens) for answer in answers) / seconds["total"]
-
-
-def chosen_gamma(speeds: Sequence[Row], gamma: int) -> tuple[int, float]:
-    """γ at which the relaxed rules are fastest on the whole, and how much faster than there `exact` is at its own best.
-
-    Each rule's speed counts relative to its best. `gamma` stands where nothing was measured.
-    """
-    relaxed: dict[str, dict[int, float]] = {}
-    exact: dict[int, float] = {}
-    for row in speeds:
-        if row["rule"] == "exact":
-            exact[row["gamma"]] = row["tokens_per_second"]
-        elif row["rule"] != "plain":
-            relaxed.setdefault(row["rule"], {})[row["gamma"]] = row["tokens_per_second"]
-    if not exact:
-        return gamma, 1.0
-    shares = {g: float(np.mean([by.get(g, 0.0) / max(by.values()) for by in relaxed.values()] or [0])) for g in exact}
-    best = max(shares, key=lambda g: shares[g])
-    return best, max(exact.values()) / exact[best]

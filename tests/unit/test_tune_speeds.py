@@ -1,0 +1,89 @@
+"""The choice of γ: what is timed, what is estimated, and how well."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from selfjudge.decoding.rule_parser import parse_rule
+from selfjudge.decoding.rules import AcceptanceRule
+from selfjudge.tune.speeds import Clock, accepted_drafts, chosen_gamma
+
+
+def test_gamma_is_where_relaxed_rules_are_fastest_and_exact_is_compared_at_its_own_best() -> None:
+    def speed(rule: str, gamma: int, rate: float) -> dict[str, Any]:
+        return {"rule": rule, "gamma": gamma, "tokens_per_second": rate}
+
+    speeds = [
+        speed("plain", 0, 50), speed("exact", 2, 110), speed("exact", 4, 100), speed("margin:1", 2, 100),
+        speed("margin:1", 4, 130), speed("fly:0.2,2", 4, 120),
+    ]  # fmt: skip
+    assert chosen_gamma(speeds, 3) == (4, pytest.approx(1.1))
+    assert chosen_gamma([], 3) == (3, 1.0)
+
+
+class Drafting:
+    """An answerer whose drafts stand with a probability of the rule's own, and whose cycles take seconds by γ alone."""
+
+    device, one_gamma, engine = "cpu", False, "cpu"
+    draft, target = 0.02, 0.1
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, int]] = []
+
+    def answer(self, prompts: Sequence[Any], rule: AcceptanceRule, *, gamma: int, max_new_tokens: int) -> Any:
+        self.asked.append((rule.name, gamma))
+        rng, answers, passes = np.random.default_rng(0), [], 0
+        for _ in prompts:
+            origins = ["target"]
+            while len(origins) < max_new_tokens:
+                stood = int(rng.geometric(1 - self.stands(rule)) - 1)
+                origins += ["draft"] * min(stood, gamma) + ["target"]
+                passes += 1
+            answers.append(SimpleNamespace(tokens=origins, origins=origins))
+        return answers, {"total": passes * (self.target + gamma * self.draft)}
+
+    def stands(self, rule: AcceptanceRule) -> float:
+        return 0.5 if rule.name == "exact" else 0.8
+
+    def speed(self, rule: AcceptanceRule, gamma: int) -> float:
+        """As it is on average."""
+        stands = self.stands(rule)
+        return sum(stands**i for i in range(gamma + 1)) / (self.target + gamma * self.draft)
+
+
+def test_a_rule_is_timed_once_and_what_it_would_do_at_another_gamma_is_estimated() -> None:
+    answerer = Drafting()
+    rows = Clock(answerer, ["prompt"] * 300, {}, (), 48).speeds(["margin:1", "fly:0.3,2"], (2, 3, 5))
+    assert answerer.asked[1:] == [("exact", g) for g in (0, 2, 3, 5)] + [("margin", 5), ("fly", 5)]
+    found = {(row["rule"], row["gamma"]): row for row in rows}
+    assert {key for key in found if key[0] == "fly:0.3,2"} == {("fly:0.3,2", 3), ("fly:0.3,2", 5)}  # its window is 2
+    for (text, gamma), row in found.items():
+        rule = parse_rule("exact" if text == "plain" else text)
+        assert row["tokens_per_second"] == pytest.approx(answerer.speed(rule, gamma), rel=0.1)
+        assert row.get("estimated", False) == (text[0] in "mf" and gamma < 5)
+    assert chosen_gamma(rows, 2)[0] == 5
+    answerer.asked.clear()
+    assert {row["rule"] for row in Clock(answerer, ["p"], {}, (), 48).speeds(["margin:1"], (3,))} == {"plain", "exact"}
+
+
+@given(st.lists(st.sampled_from(["draft", "judge", "target"]), max_size=30))
+def test_accepted_drafts_are_those_before_each_token_of_the_target(origins: list[Any]) -> None:
+    counts = accepted_drafts(["target", *origins])
+    assert len(counts) == origins.count("target")
+    cut = len(origins) - next((i for i in range(len(origins), 0, -1) if origins[i - 1] == "target"), 0)
+    assert sum(counts) + len(counts) + cut == len(origins)
+
+
+def test_on_cuda_a_run_that_records_is_not_timed() -> None:
+    seconds = iter([9.0, 1.0])
+    answers = [SimpleNamespace(tokens=(1, 2, 3, 4), origins=["target"] * 4)]
+    answerer: Any = SimpleNamespace(device="cuda", answer=lambda *a, **k: (answers, {"total": next(seconds)}))
+    timing = Clock(answerer, ["a prompt"], {}, (), 8).timed("exact", 2)
+    assert timing is not None
+    assert timing.tokens_per_second == 4.0
