@@ -162,10 +162,12 @@ def test_agreement_is_certified_where_nothing_can_be_scored(
 def test_speeds_choose_gamma_on_prompts_set_aside(
     tiny_pair: Pair, config: TuneConfig, tmp_path: Path, decoded: list[str]
 ) -> None:
-    recipe = tune_pair(
-        tiny_pair, tmp_path / "t", replace(config, times=True, gamma=None, families=("margin", "fly"), epsilon=0.35)
-    )
-    certificate = recipe.certificate
+    said: list[str] = []
+    timed = replace(config, times=True, gamma=None, families=("margin", "fly"), epsilon=0.35)
+    certificate = tune_pair(tiny_pair, tmp_path / "t", timed, say=said.append).certificate
+    assert len(said) == 1  # what so many prompts can certify
+    tune_pair(tiny_pair, tmp_path / "short", replace(timed, minutes=1e-9), say=said.append)
+    assert "1e-09 minutes may be too few" in said[-1]
     gammas = {row["gamma"] for row in certificate["speeds"] if row["rule"] == "exact"}
     assert gammas == {2, 3, 5}
     assert {row["gamma"] for row in certificate["speeds"] if row["rule"].startswith("fly")} == {3, 5}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import given, strategies as st
 
 from selfjudge.decoding.rule_parser import parse_rule
 from selfjudge.decoding.rules import AcceptanceRule
-from selfjudge.tune.speeds import Clock, accepted_drafts, chosen_gamma
+from selfjudge.tune.speeds import Clock, accepted_drafts, chosen_gamma, fitting_prompts
 
 
 def test_gamma_is_where_relaxed_rules_are_fastest_and_exact_is_compared_at_its_own_best() -> None:
@@ -25,6 +26,8 @@ def test_gamma_is_where_relaxed_rules_are_fastest_and_exact_is_compared_at_its_o
     ]  # fmt: skip
     assert chosen_gamma(speeds, 3) == (4, pytest.approx(1.1))
     assert chosen_gamma([], 3) == (3, 1.0)
+    assert fitting_prompts(speeds, 4, 60, 300) == 10  # 100 tokens/s, 300 tokens twice
+    assert fitting_prompts([], 4, 60, 300) == math.inf
 
 
 class Drafting:

@@ -39,7 +39,7 @@ from selfjudge.tune.certificate import Choice, Outcome, certificate, shown_examp
 from selfjudge.tune.certify import Claim, certifiable, fewest_prompts, needed_prompts, power
 from selfjudge.tune.config import FREE, TuneConfig
 from selfjudge.tune.recipe import CERTIFICATE, FORMAT, JUDGE, RECIPE, Recipe
-from selfjudge.tune.speeds import chosen_gamma
+from selfjudge.tune.speeds import chosen_gamma, fitting_prompts
 from selfjudge.tune.trials import Trial, Trials
 from selfjudge.types import default_gamma
 
@@ -89,7 +89,7 @@ def tune_pair(
         for remark in remarks:
             warn(remark)
         say(job.outlook())
-        return _Tuning(job, folder, notify).run(vllm_flags)
+        return _Tuning(job, folder, notify, say).run(vllm_flags)
 
 
 @dataclass(frozen=True)
@@ -191,8 +191,8 @@ class _Job:
 class _Tuning:
     """A run in its folder."""
 
-    def __init__(self, job: _Job, folder: RunFolder, notify: Notify) -> None:
-        self.job, self.folder, self.notify = job, folder, notify
+    def __init__(self, job: _Job, folder: RunFolder, notify: Notify, say: Say) -> None:
+        self.job, self.folder, self.notify, self.say = job, folder, notify, say
         config = job.config
         self.trials = Trials(
             job.pair,
@@ -217,9 +217,22 @@ class _Tuning:
             self.notify("measuring speeds", 0.0)
             speeds = self.trials.speeds(job.families, config.gamma)
         gamma, advantage = chosen_gamma(speeds, config.gamma or default_gamma(job.answerer.device))
+        self._say_if_late(speeds, gamma)
         outcomes = self._test_all(gamma)
         best = self._fastest(outcomes, advantage)
         return self._write(Choice(outcomes, best, gamma, advantage, speeds), vllm_flags)
+
+    def _say_if_late(self, speeds: list[dict[str, Any]], gamma: int) -> None:
+        """Say so where the time may not suffice to certify anything."""
+        job, left = self.job, self.trials.deadline - time.monotonic()
+        fewest = fewest_prompts(job.claim.epsilon, job.claim.delta)
+        fitting = fitting_prompts(speeds, gamma, left, self.trials.max_new_tokens)
+        if fitting < fewest:
+            self.say(
+                f"{job.minutes:g} minutes may be too few: if answers have {self.trials.max_new_tokens} tokens, about"
+                f" {max(0, int(fitting))} prompts fit, under exact and one rule, and {fewest} are the fewest that certify"
+                " one: --resume with more --minutes goes on"
+            )
 
     def _test_all(self, gamma: int) -> list[Outcome]:
         """All families by turns, a rule of each: when the time is up, all have got about as far.

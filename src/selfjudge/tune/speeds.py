@@ -7,6 +7,7 @@ rests on these figures, and the speed that it states is measured on all prompts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -111,6 +112,12 @@ class Clock:
 
 def _row(rule: str, gamma: int, rate: float, **more: bool) -> Row:
     return {"rule": rule, "gamma": gamma, "tokens_per_second": rate, **more}
+
+
+def fitting_prompts(speeds: Sequence[Row], gamma: int, seconds: float, tokens: int) -> float:
+    """How many prompts `exact` and one rule of its speed answer in so many seconds, with so many tokens an answer."""
+    rates = [row["tokens_per_second"] for row in speeds if (row["rule"], row["gamma"]) == ("exact", gamma)]
+    return seconds * rates[0] / (2 * tokens) if rates else math.inf
 
 
 def chosen_gamma(speeds: Sequence[Row], gamma: int) -> tuple[int, float]:
