@@ -343,6 +343,25 @@ def test_what_ships_is_named_and_equal_thresholds_are_one_row(tmp_path: Path) ->
     assert len(whole.series) == 8
 
 
+def test_a_judge_has_the_name_that_runs_have_for_it(tmp_path: Path) -> None:
+    """By its threshold, where one judge alone has it; the one that ships says so, and F = R is one row."""
+    folder = write_eval(tmp_path / "eval", ("gsm8k",), n=12)
+    file = next(folder.rglob("judged:F@n0-g10/summary.json"))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"threshold": 0.123456}))
+    for name, thresholds in (
+        ("elsewhere", {"F": 0.123456, "R": 0.123456}),
+        ("other", {"F": 0.2, "R": 0.3}),
+        ("copy", json.loads((shipped_judge("smollm2-135m") / "config.json").read_text())["thresholds"]),
+    ):
+        write_judge(tmp_path / "judges", name, 0.8)
+        config = tmp_path / "judges" / name / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"thresholds": thresholds}))
+    (table,) = tables(read_results([folder, tmp_path / "judges"]))["roc"]
+    assert {(row["judge"], row["threshold"]) for row in table.rows} == {
+        ("n0", "F = R"), ("other", "F"), ("other", "R"), ("copy (ships)", "F"), ("copy (ships)", "R"),
+    }  # fmt: skip
+
+
 def test_what_loses_much_is_out_of_view(whole: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     runs = [r for r in read_results([whole[0].parent / "eval"]).runs if r.task == "math500"]
     exact = next(r for r in runs if r.name == "exact")

@@ -279,7 +279,9 @@ def _facets(
         if several(map(kind, shown)):
             heading, part = _where(pair, task, runs)
             series = _curves(shown, _method, style)
-            yield _trade_off(slug(name, part), f"{heading}, γ = {gamma}", series, shown[0], runs)
+            best = {k: max(r.m or 0.0 for r in shown if kind(r) == k) for k in dict.fromkeys(map(kind, shown))}
+            finding = ", ".join(f"{k} {m:.2f}" for k, m in best.items())
+            yield _trade_off(slug(name, part), f"{heading}, γ = {gamma}: m up to {finding}", series, shown[0], runs)
 
 
 def gammas(runs: Sequence[Run]) -> Iterable[Lines]:
@@ -298,7 +300,14 @@ def gammas(runs: Sequence[Run]) -> Iterable[Lines]:
             series = tuple(
                 Series(rule, style[rule], tuple(_at_gamma(r, what) for r in line)) for rule, line in here.items()
             )
-            yield Lines(slug("gamma", part, what), heading, "γ", y, series, task)
+            yield Lines(slug("gamma", part, what), f"{heading}: {_range(series[0], what)}", "γ", y, series, task)
+
+
+def _range(series: Series, what: str) -> str:
+    """From its first γ to its last: `m of exact 3.01 at γ = 3, 5.56 at 20`."""
+    first, last = series.points[0], series.points[-1]
+    digits = 2 if what == "m" else 1
+    return f"{what} of {series.name} {first.y:.{digits}f} at γ = {first.x:g}, {last.y:.{digits}f} at {last.x:g}"
 
 
 def _at_gamma(run: Run, what: str) -> Point:
@@ -328,7 +337,7 @@ def suffixes(runs: Sequence[Run]) -> Iterable[Lines]:
 
 def rocs(results: Results) -> Iterable[Lines]:
     series: list[Series] = []
-    curves = ((card.name, card.roc) for card in results.judges if card.roc is not None)
+    curves = ((card.label, card.roc) for card in results.judges if card.roc is not None)
     for style, (judge, roc) in enumerate(curves, 1):
         name = judge + ("" if roc.auc is None else f", AUC {roc.auc:.3f}")
         curve = tuple(Point(x, y) for x, y in zip(roc.fpr, roc.tpr, strict=True))
@@ -336,7 +345,11 @@ def rocs(results: Results) -> Iterable[Lines]:
         series += [Series(name, style, (Point(*at, f"{judge}, {mark}", mark),)) for mark, at in roc.marks.items()]
     if series:
         axes = "unacceptable tokens accepted", "acceptable tokens accepted"
-        yield Lines("roc", "ROC of the judges on holdout mismatches", *axes, tuple(series), unit=True)
+        areas = [
+            (card.roc.auc, card.label) for card in results.judges if card.roc is not None and card.roc.auc is not None
+        ]
+        best = f": {max(areas)[1]} has the largest AUC, {max(areas)[0]:.3f}" if areas else ""
+        yield Lines("roc", f"ROC on holdout mismatches{best}", *axes, tuple(series), unit=True)
 
 
 def learning(results: Results) -> Iterable[Lines]:
@@ -348,7 +361,8 @@ def learning(results: Results) -> Iterable[Lines]:
             series += [Series(label, style, points)] if points else []
         if series:
             name, axes = slug("learning-curve", str(place) if place else ""), ("labels", "ROC-AUC, holdout mismatches")
-            yield Lines(name, f"Learning curve, {study.target}", *axes, tuple(series), log_x=True)
+            most = [f"{line.name} {line.points[-1].y:.3f} at {line.points[-1].x:,.0f} labels" for line in series]
+            yield Lines(name, f"{study.target}: ROC-AUC of {', '.join(most)}", *axes, tuple(series), log_x=True)
 
 
 def label_rates(results: Results) -> Iterable[Bars]:
@@ -357,6 +371,9 @@ def label_rates(results: Results) -> Iterable[Bars]:
         grouped[run.pair, run.provenance.machine].append((run.method, (run.rows_per_hour,)))
     for (pair, machine), rows in grouped.items():
         heading = ", ".join(filter(None, (pair, machine)))
+        ordered = sorted(rows, key=lambda row: row[1])
+        if (slowest := ordered[0][1][0]) > 0 and len(ordered) > 1:
+            heading = f"{ordered[-1][0]} makes {ordered[-1][1][0] / slowest:.0f} times the labels of {ordered[0][0]}; {heading}"
         yield Bars(slug("labelling", pair, machine), heading, "labels per hour", tuple(rows), ("labels per hour",))
 
 
@@ -370,5 +387,6 @@ def time_splits(runs: Sequence[Run]) -> Iterable[Bars]:
             rows.append((label, tuple(run.phases.get(name, 0.0) / total for name in names)))
         if rows:
             heading, part = _where(pair, task, runs)
-            heading = f"{heading}, γ = {usual_gamma(here)}"
+            label, shares = rows[0]
+            heading = f"{heading}, γ = {usual_gamma(here)}: the target takes {shares[1]:.0%} under {label}"
             yield Bars(slug("time", part), heading, "share of the time", tuple(rows), names, task, shares=True)

@@ -55,7 +55,7 @@ def read_results(folders: Iterable[Path]) -> Results:
     runs = sorted(_tasks_apart(_one_row(_with_shipped(list(collected.runs.values())))), key=lambda run: run.key)
     return Results(
         tuple(runs),
-        tuple(collected.judges),
+        tuple(_named_by_runs(collected.judges, runs)),
         tuple(collected.labels),
         tuple(collected.studies),
         tuple(collected.skipped.items()),
@@ -130,11 +130,31 @@ class _Collected:
         return True
 
 
+def _shipped() -> dict[str, dict[str, float]]:
+    """Pair → the named thresholds of the judge that ships for it."""
+    files = Path(str(resources.files("selfjudge"))).glob("models/judges/*/config.json")
+    return {file.parent.name: read_json(file, JudgeFile)["thresholds"] for file in files}
+
+
+def _named_by_runs(cards: Sequence[JudgeCard], runs: Sequence[Run]) -> list[JudgeCard]:
+    """The judges by the names that runs have for them: where one alone has the same named threshold, to the last digit."""
+    called: dict[tuple[str, float | None], set[str]] = defaultdict(set)
+    for run in runs:
+        if run.judge and not run.fold:
+            called[run.option, run.threshold].add(run.judge)
+    known, shipped = {run.judge for run in runs}, list(_shipped().values())
+
+    def name(card: JudgeCard) -> str:
+        found = {judge for key in card.config["thresholds"].items() for judge in called.get(key, ())}
+        return card.name if card.name in known or len(found) != 1 else found.pop()
+
+    return [replace(card, name=name(card), ships=card.config["thresholds"] in shipped) for card in cards]
+
+
 def _with_shipped(runs: Sequence[Run]) -> list[Run]:
     """The runs, marked where their judge is the one that ships: its named thresholds are the same, to the last digit."""
     shipping = set()
-    for file in Path(str(resources.files("selfjudge"))).glob("models/judges/*/config.json"):
-        pair, thresholds = file.parent.name, read_json(file, JudgeFile)["thresholds"]
+    for pair, thresholds in _shipped().items():
         shipping |= {
             (pair, r.judge)
             for r in runs

@@ -165,6 +165,12 @@ class JudgeCard:
     name: str
     config: Mapping[str, Any]
     roc: Roc | None
+    ships: bool = False
+    """Whether it is the one that ships for its target."""
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} (ships)" if self.ships else self.name
 
 
 @dataclass(frozen=True)

@@ -360,13 +360,16 @@ def judges(cards: Sequence[JudgeCard]) -> Table:
         about = {
             key: config.get(key) for key in ("target", "model", "features", "label_method", "suffix_length", "tau")
         }
-        for name in ("F", "R"):
-            if (theta := config["thresholds"].get(name)) is not None:
+        thresholds = config["thresholds"]
+        same = thresholds.get("F") == thresholds.get("R")
+        for name in ("F",) if same else ("F", "R"):
+            if (theta := thresholds.get(name)) is not None:
                 shares = {
                     f"accepts_{kind}": metrics.get(f"{name}_accepts_{kind}") for kind in ("acceptable", "unacceptable")
                 }
                 known = {"labels": metrics.get("n_labels"), "auc": metrics.get("auc_mismatch")}
-                rows.append({"judge": card.name, **about, **known, "threshold": name, "theta": theta, **shares})
+                which = {"threshold": "F = R" if same else name, "theta": theta}
+                rows.append({"judge": card.label, **about, **known, **which, **shares})
     columns = (
         word_column("judge", "judge"),
         word_column("kind", "model"),
