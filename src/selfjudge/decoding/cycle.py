@@ -32,7 +32,8 @@ class Cycle:
         self.target, self.draft, self.rule, self.gamma = target, draft, rule, gamma
         self.trace = trace
         self.confidence = 0.0
-        self.more: Callable[[Sequence[float]], bool] | None = None  # whether to draft on, by the newest draft's q [B]
+        self.more: Callable[[Callable[[], Sequence[float]]], bool] | None = None
+        """Whether to draft on; may ask for the probability [B] of the newest drafts."""
         self.last = first[:, None].clone()
         self.uniforms = (
             None if rule.sampling is None else first.new_zeros((len(first), 2 * gamma + 1), dtype=torch.float32)
@@ -87,21 +88,21 @@ class Cycle:
             else:
                 chosen = argmax_checked(logits[:, :size])[0]
             tokens.append(chosen if ids is None or sampling is not None else ids[chosen])
-            if watched:
-                known = logits[:, :size].float()
-                newest = known.gather(1, chosen[:, None]).squeeze(1) - known.logsumexp(-1)
-                log_q += newest
-                if self._unsure(log_q, newest):
-                    break
+            if watched and self._unsure(logits[:, :size], chosen, log_q):
+                break
             if i + 1 < self.gamma:
                 logits = draft.extend(tokens[-1])
         return torch.stack(tokens, 1), torch.stack(drawn_from, 1) if drawn_from else None
 
-    def _unsure(self, log_q: Tensor, newest: Tensor) -> bool:
-        """Whether to end the proposal here: [B] log-probabilities of all of it, and of the newest token."""
-        if self.more is not None and not self.more(newest.exp().tolist()):
+    def _unsure(self, logits: Tensor, chosen: Tensor, log_q: Tensor) -> bool:
+        """Whether to end the proposal with the tokens `chosen` [B] from logits [B, V]; `log_q` [B] gathers the
+        log-probability of all of it, where a `confidence` is asked for."""
+        if self.more is not None and not self.more(lambda: _log_p(logits, chosen).exp().tolist()):
             return True
-        return self.confidence > 0 and bool((log_q < math.log(self.confidence)).all())
+        if not self.confidence:
+            return False
+        log_q += _log_p(logits, chosen)
+        return bool((log_q < math.log(self.confidence)).all())
 
     def verify(self) -> None:
         self.output = self.target.extend(torch.cat([self.last, self.drafts], 1))
@@ -148,6 +149,12 @@ def cycle_key(draft: Draft | None, rule: AcceptanceRule, gamma: int, trace: bool
     """What a static engine keeps a recorded cycle by."""
     trace = trace and gamma > 0 and not rule.lossless
     return rule, gamma, trace, rows, draft, draft and draft.version
+
+
+def _log_p(logits: Tensor, tokens: Tensor) -> Tensor:
+    """[B] log-probabilities of tokens [B] by logits [B, V]."""
+    known = logits.float()
+    return known.gather(1, tokens[:, None]).squeeze(1) - known.logsumexp(-1)
 
 
 def _over_vocabulary(logits: Tensor, size: int, ids: Tensor | None) -> Tensor:

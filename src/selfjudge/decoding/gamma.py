@@ -9,10 +9,11 @@ cycles and at the draft's own probabilities, never at what the target says of th
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from statistics import median
+from itertools import accumulate
+from statistics import median, median_low
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -31,7 +32,7 @@ LONG_MEMORY = 0.995  # the same for what the next batches begin with
 MARGIN = 1.02  # a choice is changed for one that is better by this factor
 BUDGET = 0.02  # share of the time that may be lost to find out whether drafting pays by now
 PROBE = 4  # cycles that find it out
-REFRESH = 96  # cycles with drafts after which plain decoding is timed again
+REFRESH = 96  # the most cycles with drafts after which plain decoding is timed again
 RECORDING = 0.5  # the most seconds that a recording is taken to cost: the first ones compile kernels, too
 SLOPE = 0.1  # before anything is known: what a second token adds to a pass, and what a draft step costs
 
@@ -55,9 +56,15 @@ class Costs:
         return any(d == 0 and _near(b, rows) and len(seen.values) > 1 for (b, d), seen in self._passes.items())
 
     def table(self, rows: int, most: int) -> list[float]:
-        """Seconds of a cycle of 0 … `most` drafts, rising."""
-        step, passes = self._step(rows), np.maximum.accumulate([self._pass(rows, d) for d in range(most + 1)])
-        return [float(seconds) + drafts * step for drafts, seconds in enumerate(passes)]
+        """Seconds of a cycle of 0 … `most` drafts, rising: a pass that seems to take longer than one over more tokens
+        was timed while something else kept the machine busy."""
+        step, passes = self._step(rows), [self._pass(rows, drafts) for drafts in range(most + 1)]
+        least = [*accumulate(reversed(passes), min)][::-1]
+        return [seconds + drafts * step for drafts, seconds in enumerate(least)]
+
+    def plain(self, rows: int) -> float:
+        """Seconds of a cycle without drafts."""
+        return min([self._pass(rows, 0), *(seen.median for (b, _), seen in self._passes.items() if b == rows)])
 
     def _step(self, rows: int) -> float:
         if rows in self._steps:
@@ -99,7 +106,7 @@ class _Recent:
 
     def add(self, value: float) -> None:
         self.values.append(value)
-        self.median = median(self.values)
+        self.median = median_low(self.values)  # of two, the one that nothing slowed down
 
 
 def _near(one: int, other: int) -> bool:
@@ -130,10 +137,10 @@ class Acceptance:
 
     def observe(self, accepted: NDArray[np.int64], drafts: int, memory: float = MEMORY) -> None:
         """Count what `accepted` [B] rows took of so many drafts."""
-        at = np.arange(drafts)
         self.fade(memory)
-        self.reached[:drafts] += (accepted[:, None] >= at).mean(0)
-        self.stood[:drafts] += (accepted[:, None] > at).mean(0)
+        for taken, rows in Counter(accepted.tolist()).items():
+            self.reached[: min(taken + 1, drafts)] += rows / len(accepted)
+            self.stood[:taken] += rows / len(accepted)
 
     def fade(self, share: float) -> None:
         self.reached *= share
@@ -147,8 +154,8 @@ class Acceptance:
     def shares(self, most: int) -> list[float]:
         """P(draft i stands | those before it do) for i = 1 … `most`."""
         shares, before = [], self.FIRST
-        for reached, stood in zip(self.reached[:most], self.stood[:most], strict=True):
-            before = float((stood + self.STRENGTH * before) / (reached + self.STRENGTH))
+        for reached, stood in zip(self.reached[:most].tolist(), self.stood[:most].tolist(), strict=True):
+            before = (stood + self.STRENGTH * before) / (reached + self.STRENGTH)
             shares.append(before)
         return shares
 
@@ -176,8 +183,15 @@ class Calibration:
         self.stood[full] /= 2
 
     def __call__(self, q: NDArray[np.float64]) -> NDArray[np.float64]:
-        shares = (self.stood + self.STRENGTH * self.GUESS) / (self.count + self.STRENGTH)
-        answer: NDArray[np.float64] = shares[np.searchsorted(self.EDGES, q)]
+        answer: NDArray[np.float64] = self._shares()[np.searchsorted(self.EDGES, q)]
+        return answer
+
+    def most(self) -> float:
+        """The share of the probabilities that stand most often."""
+        return float(self._shares().max())
+
+    def _shares(self) -> NDArray[np.float64]:
+        answer: NDArray[np.float64] = (self.stood + self.STRENGTH * self.GUESS) / (self.count + self.STRENGTH)
         return answer
 
 
@@ -191,6 +205,8 @@ class Record:
     acceptance: Acceptance = field(default_factory=Acceptance)
     credit: float = float("nan")
     """Seconds that may be lost to find out whether drafting pays; not a number before the first batch."""
+    since_plain: int = 0
+    """Cycles with drafts since plain decoding was timed."""
 
 
 @dataclass
@@ -226,10 +242,10 @@ class GammaController:
         self._rows = 0
         self._record = Record()
         self._tokens = self._seconds = 0.0  # of cycles with drafts, the latest counting most
-        self._since_plain = 0  # cycles with drafts since plain decoding was timed
         self._spent_here = 0.0  # seconds of the cycles with so many rows
         self._debt = 0.0  # seconds lost for want of a recording
         self._plain = False  # whether plain decoding is believed to be faster
+        self._needed = 0.0  # credit without which nobody looks whether it still is
         self._probing = 0
         self._sure: NDArray[np.float64] = np.ones(1)
         self._q: list[NDArray[np.float64]] = []
@@ -237,9 +253,12 @@ class GammaController:
     def choose(self, rows: int, behind: int = 0) -> int:
         """The most drafts of the next cycle of so many rows; the draft model is `behind` by so many plain cycles."""
         self._enter(rows)
+        self._q = []
+        if self._plain and not self._probing and self._record.credit < self._needed:
+            return 0  # since drafting was given up nothing has changed but the credit
         self._table = self.statistics.costs.table(rows, self.most)
         self._shares = self.acceptance.shares(self.most)
-        self._sure, self._q = np.ones(rows), []
+        self._sure = np.ones(rows)
         if self._probing:
             self._probing -= 1
             return self._drafts()
@@ -249,23 +268,29 @@ class GammaController:
         self._plain = speed * MARGIN < 1 if not self._plain else speed < MARGIN
         if not self._plain:
             return self._drafts(patient=False)
-        if self._record.credit < self._probe_seconds(speed, behind):
+        self._needed = self._probe_seconds(speed, behind)
+        if self._record.credit < self._needed:
             return 0
         self._probing = PROBE - 1
         self.acceptance.fade(0.25)  # what was known led here; let the next few cycles speak
         self._tokens, self._seconds = 0.25 * self._tokens, 0.25 * self._seconds
         return self._drafts()
 
-    def more(self, q: Iterable[float]) -> bool:
+    def more(self, q: Callable[[], Iterable[float]]) -> bool:
         """Whether to go on after a draft that the draft model gave the probability q [B]: whether some number of
-        further drafts is expected to win more tokens than their time is worth."""
-        self._q.append(np.array(list(q)))
-        drafts = len(self._q)
+        further drafts is expected to win more tokens than their time is worth. q costs a reading of all logits, so it
+        is asked for only where it matters: not where even the surest draft would be the last."""
+        drafts = len(self._q) + 1
+        if drafts >= self.least and not self._pays(drafts, self._sure * self.calibration.most()):
+            return False
+        self._q.append(np.array(list(q())))
         self._sure = self._sure * self.calibration(self._q[-1])
-        if drafts < self.least:
-            return True
+        return drafts < self.least or self._pays(drafts, self._sure)
+
+    def _pays(self, drafts: int, sure: NDArray[np.float64]) -> bool:
+        """Whether to draft on after so many, which all stand in row b with probability sure[b]."""
         rate = max(self._speed(self.most), 1 / self._table[0])
-        p, won = float(self._sure.mean()), 0.0
+        p, won = sum(sure.tolist()) / len(sure), 0.0
         for i in range(drafts, self.most):
             p *= self._shares[i]
             won += p
@@ -291,13 +316,13 @@ class GammaController:
         if self._q:
             self.calibration.observe(np.stack(self._q, 1)[alive], accepted[alive])
         accepted = accepted[alive]
-        record, plain = self._record, self.statistics.costs.table(rows, 0)[0]
+        record, plain = self._record, self.statistics.costs.plain(rows)
         self._spent_here += total
         record.credit = min(record.credit + BUDGET * total, self._most_credit(plain))
         if not drafts:
-            self._since_plain = 0
+            record.since_plain = 0
             return
-        self._since_plain += 1
+        record.since_plain += 1
         tokens = 1.0 + float(accepted.mean())
         if self._plain:
             record.credit -= max(0.0, total - tokens * plain)
@@ -316,21 +341,24 @@ class GammaController:
             if not self._rows:
                 self.acceptance.begin_with(record.acceptance, weight=4.0)
             self._record, self._tokens, self._seconds = record, 0.0, 0.0
-            plain = self.statistics.costs.table(rows, 0)[0]
+            plain = self.statistics.costs.plain(rows)
             if np.isnan(record.credit):
                 record.credit = self._most_credit(plain)
-        self._rows, self._spent_here, self._debt = rows, 0.0, 0.0
+        self._rows, self._spent_here, self._debt, self._needed = rows, 0.0, 0.0, 0.0
 
     @staticmethod
     def _most_credit(plain: float) -> float:
         return 3 * PROBE * plain
 
     def _time_plain(self) -> bool:
-        """Whether plain decoding has to be timed: it never was with so many rows, or not for long."""
+        """Whether plain decoding has to be timed: it never was with so many rows, or not for long. The less drafting
+        wins, the more the choice depends on that time, and the less a plain cycle loses."""
         if self.static and not self.recorded(0):
             return self._spent_here > 4 * min(self.statistics.recording, RECORDING)
         if self.statistics.costs.knows_plain(self._rows):
-            return self._since_plain >= REFRESH
+            gain = self._speed(self.most) * self._table[0] - 1
+            often = REFRESH if self.static else min(REFRESH, max(2 * PROBE, 100 * gain))
+            return self._record.since_plain >= often
         return self._spent_here > 0
 
     def _expected(self, drafts: int) -> float:

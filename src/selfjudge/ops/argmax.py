@@ -45,16 +45,22 @@ def argmax_checked(logits: Tensor) -> tuple[Tensor, Tensor]:
             return split_argmax(logits)
     if logits.device.type != "cpu":  # the copy is cheaper than a look at the result
         return regular(logits).argmax(-1), broken(logits)
-    best = _argmax_on_cpu(logits)  # of a NaN, where there is one: one reading of the logits finds the broken rows, too
-    odd = broken(logits.gather(-1, best[..., None]))
-    return _argmax_on_cpu(regular(logits)) if bool(odd.any()) else best, odd
-
-
-def _argmax_on_cpu(logits: Tensor) -> Tensor:
-    """The first largest, NaN counting as such. numpy's takes a tenth of the time of torch's, which goes one by one."""
     if logits.dtype != torch.float32:
-        return logits.argmax(-1)
-    return torch.from_numpy(np.asarray(logits.detach().numpy().argmax(-1)))
+        best = logits.argmax(-1)  # of a NaN, where there is one: the largest tells whether the row is broken
+        odd = broken(logits.gather(-1, best[..., None]))
+        return regular(logits).argmax(-1) if bool(odd.any()) else best, odd
+    return _argmax_by_numpy(logits)
+
+
+def _argmax_by_numpy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The same in a tenth of the time: torch's argmax goes one by one, and each of its small operations takes longer."""
+    values = logits.detach().numpy()
+    best = np.asarray(values.argmax(-1))
+    most = np.take_along_axis(values, best[..., None], -1)[..., 0]
+    odd = ~(most < np.inf)
+    if odd.any():
+        best = np.asarray(regular(logits).detach().numpy().argmax(-1))
+    return torch.from_numpy(best), torch.from_numpy(np.asarray(odd))
 
 
 @cache
