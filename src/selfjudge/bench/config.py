@@ -82,8 +82,8 @@ class DemoConfig:
     gamma: Gamma = setting(
         "auto", "Draft tokens per cycle; auto chooses while it decodes.", minimum=1, maximum=MAX_GAMMA, word="auto"
     )
-    limit: int = setting(8, "How many of the built-in prompts.", minimum=1)
-    max_new_tokens: int = setting(96, "Most tokens an answer may have.", minimum=1)
+    limit: int = setting(6, "How many of the built-in prompts.", minimum=1)
+    max_new_tokens: int = setting(64, "Most tokens an answer may have.", minimum=1)
     labels: bool = setting(True, "Label and train a small judge first.")
     tune: bool = setting(True, "End with a small tune: which rule keeps how much of the target's words for certain.")
     quick: bool = setting(

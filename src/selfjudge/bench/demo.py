@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from selfjudge.train.pipeline import train_judge
 from selfjudge.types import Gamma, Generation, pooled_gamma_mean, pooled_judged_share, pooled_mean_accepted_length
 
 Notify = Callable[[str], None]
-WRITTEN = 24
+WRITTEN = 12
 """Prompts that the target writes for the demo's own labels."""
 QUALITY = 0.9
 """Share of the bad substitutions that the judges shown must reject."""
@@ -56,6 +56,7 @@ class Demo:
         self.prompts = [text for _, text in BUILT_IN[: config.limit]]
         self._encoded = [pair.encode(prompt) for prompt in self.prompts]
         self._plain: list[Generation] = []
+        self._views: dict[tuple[int, tuple[int, ...]], Likelihood] = {}
         self.judges: dict[str, Judge] = {}
         self.result: dict[str, Any] = {
             "pair": pair.name,
@@ -143,7 +144,7 @@ class Demo:
         )
         speed = sum(len(a.tokens) for a in answers) / (time.perf_counter() - start)
         self._plain = self._plain or answers
-        views = likelihoods(self.whole, [(e, a.tokens) for e, a in zip(self._encoded, answers, strict=True)])
+        views = self._likelihoods([a.tokens for a in answers])
         if rule.judge is not None:
             changed = substitutions(self.pair, answers, views)
             self.result["substitutions"] = changed or self.result["substitutions"]
@@ -182,4 +183,12 @@ class Demo:
             max_new_tokens=self.config.max_new_tokens,
         )
         by_prompt = {index: answer for index, answer, _ in answers}
-        return mean_log_likelihood(likelihoods(self.whole, [(e, by_prompt[i]) for i, e in enumerate(self._encoded)]))
+        return mean_log_likelihood(self._likelihoods([by_prompt[i] for i in range(len(self._encoded))]))
+
+    def _likelihoods(self, answers: Sequence[Sequence[int]]) -> list[Likelihood]:
+        """The target's view of an answer to each prompt. What another rule said before is not read again."""
+        keys = [(i, tuple(tokens)) for i, tokens in enumerate(answers)]
+        new = [key for key in keys if key not in self._views]
+        found = likelihoods(self.whole, [(self._encoded[i], tokens) for i, tokens in new])
+        self._views.update(zip(new, found, strict=True))
+        return [self._views[key] for key in keys]

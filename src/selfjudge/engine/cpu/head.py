@@ -58,6 +58,7 @@ class PackedHead(Packed):
             assert file is not None
             source = file.tensors["token_embd.weight"]
             file.check_finite(source)
+            file.forget(source)  # its rows come back as they are needed
             self.kept.append(file)
             embedding = file.bytes.ctypes.data + source.offset, source.kind
         if head.output is not None:
