@@ -28,7 +28,8 @@ MOST = 10  # drafts of a cycle, where every one of them may be the last
 STATIC_CHOICES = (1, 2, 3, 5, 8)  # where each γ is a recording of its own
 CATCH_UP = 64  # newest tokens that a draft reads when it drafts again after plain cycles
 MEMORY = 0.97  # share of its weight that a cycle keeps when the next one is counted
-LONG_MEMORY = 0.995  # the same for what the next batches begin with
+SHORT_MEMORY = 0.94  # the same for whether drafting pays: where it begins to lose, it ends soon
+LONG_MEMORY = 0.995  # and for what the next batches begin with
 MARGIN = 1.02  # a choice is changed for one that is better by this factor
 BUDGET = 0.02  # share of the time that may be lost to find out whether drafting pays by now
 PROBE = 4  # cycles that find it out
@@ -328,7 +329,8 @@ class GammaController:
             record.credit -= max(0.0, total - tokens * plain)
         self.acceptance.observe(accepted, drafts)
         record.acceptance.observe(accepted, drafts, LONG_MEMORY)
-        self._tokens, self._seconds = MEMORY * self._tokens + tokens, MEMORY * self._seconds + total
+        self._tokens = SHORT_MEMORY * self._tokens + tokens
+        self._seconds = SHORT_MEMORY * self._seconds + total
         record.tokens = LONG_MEMORY * record.tokens + tokens
         record.plain = LONG_MEMORY * record.plain + total / plain
 
