@@ -68,6 +68,9 @@ def test_the_fastest_certified_rule_is_taken(undisturbed: Path) -> None:
     assert certificate["certified"]
     assert (certificate["n"], certificate["lost"], certificate["gained"]) == (30, 0, 0)
     assert certificate["mean_difference"] == 0
+    assert certificate["exact"]["n"] == 30
+    assert certificate["exact"]["score"] == 0  # a model of random weights
+    assert "There is little to lose here" in (undisturbed / "certificate.md").read_text()
     tried = [row for row in certificate["candidates"] if row["n_used"]]
     assert all(row["refuted"] for row in tried)
     best = max(tried, key=lambda row: row["speed_ci"][0])

@@ -27,6 +27,7 @@ from selfjudge.engine.select import draft_features, make_draft, make_engine
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.consistency import proxy
 from selfjudge.models import convert, memory, pair as pairs
+from selfjudge.models.eagle import EagleHead
 from selfjudge.models.gguf import BLOCKS, GgufFile, gguf_of, model_of
 from selfjudge.models.pair import Pair
 
@@ -78,6 +79,27 @@ def test_a_head_takes_its_vocabulary_from_the_file(tied: bool, int8: bool, tmp_p
         assert same.embedding is None
         logits = CpuHead(same, target, int8=int8).append(tokens, features).logits
         assert (logits - whole).norm() / whole.norm() < most
+
+
+def test_a_packed_head_lets_its_matrices_go_and_reads_them_again(tmp_path: Path) -> None:
+    write_model(small("llama", num_hidden_layers=4), tmp_path / "m.gguf", MIXED)
+    target = model_of(tmp_path / "m.gguf")
+    tiny_head(target).save(tmp_path / "head")
+    random = torch.Generator().manual_seed(0)
+    tokens, features = torch.randint(0, VOCAB, (2, 9), generator=random), torch.randn(2, 9, 192, generator=random)
+
+    def logits(head: EagleHead, int8: bool) -> torch.Tensor:
+        return CpuHead(head, target, int8=int8).append(tokens, features).logits
+
+    head = EagleHead.load(tmp_path / "head", target)
+    packed = logits(head, True)
+    assert head.fc.weight.numel() == head.layer.mlp.up_proj.weight.numel() == 0
+    for int8 in (False, True):
+        assert torch.equal(logits(head, int8), logits(EagleHead.load(tmp_path / "head", target), int8))
+    assert torch.equal(packed, logits(head, True))
+    unsaved = tiny_head(target)
+    logits(unsaved, True)
+    assert unsaved.fc.weight.numel()
 
 
 def test_exact_with_a_head_beside_blocks_is_plain_decoding(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.judge.training_prompts import prompt_key, training_prompts, write_training_prompts
 from selfjudge.models.pair import Pair
-from selfjudge.report.certificate import certificate_markdown, claim, finding
+from selfjudge.report.certificate import certificate_markdown, claim, doubt, finding
 from selfjudge.tune.calibration import Measure, digest, load_calibration, refuse_learnt
 from selfjudge.tune.candidates import FAMILIES, candidates, levels
 from selfjudge.tune.config import TuneConfig
@@ -207,6 +207,18 @@ def test_the_finding_is_one_sentence() -> None:
     assert "tokens per target pass" in finding(certificate(speed_measure="mean_accepted_length"))
     assert "On prompts like these 4,000, at most 3.0 points are lost" in claim(certificate())
     assert "1.90 × plain speed" in claim(certificate())
+
+
+def test_it_is_said_where_there_is_little_to_lose() -> None:
+    def said(**exact: Any) -> str:
+        return doubt(certificate(exact={"n": 60, "score": 0.6, "without_answer": 3, **exact}))
+
+    assert said() == said(score=None) == doubt(certificate()) == ""
+    assert "exact itself scores 5.0 of 100 points and in 3 of its 60 answers none was found" in said(score=0.05)
+    assert "exact itself scores 5.0 of 100 points. Let" in said(score=0.05, without_answer=0)
+    assert "in 40 of its 60 answers none was found" in said(without_answer=40)
+    poor = certificate(exact={"n": 60, "score": 0.0, "without_answer": None})
+    assert "There is little to lose here" in certificate_markdown(poor)
 
 
 def test_the_certificate_as_text_names_what_it_is_bound_to() -> None:

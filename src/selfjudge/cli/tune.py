@@ -43,7 +43,7 @@ def tune(
         models.check_judge(JudgeConfig.from_pretrained(judge))
     pair, answerer = (models.load(), None) if where.backend == "torch" else where.answerer(models, judge)
 
-    from selfjudge.report.certificate import finding
+    from selfjudge.report.certificate import doubt, finding
     from selfjudge.tune.pipeline import tune_pair
 
     with going_on("go on with --resume"), progress() as update:
@@ -62,6 +62,8 @@ def tune(
         print_json({"recipe": recipe.content, "certificate": recipe.certificate})
         return
     typer.echo(finding(recipe.certificate))
+    if doubtful := doubt(recipe.certificate):
+        warn(doubtful)
     for row in recipe.certificate["candidates"]:
         if row["n_used"] and not row["refuted"]:
             typer.echo(f"{row['rule']}: {row['why']}", err=True)

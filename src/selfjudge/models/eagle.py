@@ -191,6 +191,8 @@ class EagleHead(nn.Module):
     output: Tensor | None
     own: frozenset[str] = frozenset()
     """Which of the two a head brings along: those of others may have been trained with it."""
+    folder: Path | None = None
+    """Where the matrices can be read again."""
 
     def __init__(self, config: EagleConfig, draft_ids: Tensor) -> None:
         super().__init__()
@@ -236,6 +238,20 @@ class EagleHead(nn.Module):
         if gguf_of(target) is None and "output" not in self.own:
             self.output = target.get_output_embeddings().weight.detach()[self.draft_ids]
         return self
+
+    def let_go(self) -> None:
+        """Give back the memory of the matrices, which an engine has packed, where a folder still has them."""
+        if self.folder is not None:
+            for parameter in self.parameters():
+                if parameter.dim() == 2:
+                    parameter.data = parameter.data.new_empty((0, parameter.shape[1]))
+
+    def whole(self) -> Self:
+        """This head or, where its matrices were let go, the same one read again; not bound."""
+        if self.fc.weight.numel():
+            return self
+        assert self.folder is not None
+        return type(self).read(self.folder).to(self.dtype)
 
     def check_target(self, target: PreTrainedModel, sha256: str, name: str) -> None:
         """Refuse a target that this head was not trained for."""
@@ -349,7 +365,7 @@ class EagleHead(nn.Module):
         except (RuntimeError, ValueError, TypeError, LookupError) as error:  # other names, shapes or rotary embeddings
             raise SelfJudgeError(f"the head in {folder} is damaged: {first_line(error)}") from None
         check_finite(head.named_parameters(), folder / FILE)
-        head.target, head.target_sha256 = record["target"], record["target_sha256"]
+        head.folder, head.target, head.target_sha256 = folder, record["target"], record["target_sha256"]
         return head.eval().requires_grad_(False)
 
     @classmethod

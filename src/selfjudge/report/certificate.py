@@ -12,6 +12,7 @@ from selfjudge.report.page import render
 from selfjudge.report.table import Column, Table, fixed, points, signed_points, text, whole, word_column
 
 RUN = "Run one of these in the folder of this certificate"
+LITTLE = 0.1  # a score of `exact` below which hardly anything can be lost
 
 
 def finding(certificate: Mapping[str, Any]) -> str:
@@ -46,6 +47,20 @@ def claim(certificate: Mapping[str, Any]) -> str:
     )
 
 
+def doubt(certificate: Mapping[str, Any]) -> str:
+    """Why it says little: `exact` itself is hardly ever right here, or its answers are not found; empty if it is not so."""
+    exact = certificate.get("exact") or {}
+    n, score, missed = exact.get("n") or 0, exact.get("score"), exact.get("without_answer") or 0
+    if not n or ((score is None or score >= LITTLE) and missed <= n / 2):
+        return ""
+    said = [] if score is None else [f"exact itself scores {points(score)} of 100 points"]
+    said += [f"in {missed} of its {n} answers none was found"] if missed else []
+    return (
+        f"There is little to lose here: {' and '.join(said)}. Let prompts ask for an answer that is found, such as"
+        ' "The answer is …", or certify agreement (--measure overlap).'
+    )
+
+
 def gain(certificate: Mapping[str, Any]) -> str:
     """Speed against `exact`."""
     low, high = (100 * (end - 1) for end in certificate["speed_ci"])
@@ -67,6 +82,7 @@ def notes(certificate: Mapping[str, Any]) -> list[str]:
     """How it was found, and what the figures beside the claim are."""
     families = list(dict.fromkeys(row["family"] for row in certificate["candidates"]))
     lines = [
+        *([doubt(certificate)] if doubt(certificate) else []),
         f"Measured: {certificate['measure_words']}. One prompt is one observation, a repeated prompt counts once.",
         f"Families ({', '.join(families)}) have equal shares of δ = {certificate['delta']:g}. In a family the rules are"
         " tested from strict to loose, in an order that was fixed before, until one is not certified.",

@@ -292,6 +292,14 @@ class CertificateCandidate(TypedDict):
     needed_prompts: Count | None
 
 
+class ExactScore(TypedDict):
+    """How `exact` does on the prompts that were tried."""
+
+    n: Count
+    score: Score | None
+    without_answer: Count | None
+
+
 class OverlapBound(TypedDict):
     """How much of the words of `exact` a rule lost on the calibration prompts."""
 
@@ -316,6 +324,7 @@ class Certificate(TypedDict):
     mean_difference_ci: tuple[Difference, Difference] | None
     lost: Count
     gained: Count
+    exact: NotRequired[ExactScore]
     evidence: dict[str, Any]
     overlap: NotRequired[OverlapBound]
     candidates: list[CertificateCandidate]

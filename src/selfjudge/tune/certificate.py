@@ -91,7 +91,12 @@ class Choice:
 
 
 def certificate(
-    pair: Pair, config: TuneConfig, measure: Measure, settings: Mapping[str, Any], choice: Choice
+    pair: Pair,
+    config: TuneConfig,
+    measure: Measure,
+    prompts: Sequence[CalibrationPrompt],
+    settings: Mapping[str, Any],
+    choice: Choice,
 ) -> dict[str, Any]:
     """The content of certificate.json."""
     made, best = provenance(), choice.best
@@ -112,6 +117,7 @@ def certificate(
         "mean_difference_ci": interval(-differences) if len(differences) else None,
         "lost": int((differences > 0).sum()),
         "gained": int((differences < 0).sum()),
+        "exact": _exact(choice.outcomes, measure, prompts),
         "evidence": {} if best is None else _evidence(best, config.delta),
         **({} if best is None else {"overlap": _overlap(best, config.delta)}),
         **_speed(choice, config.times),
@@ -132,6 +138,18 @@ def certificate(
         "date": made["time"][:10],
         "stopped": any(outcome.stopped for outcome in choice.outcomes)
         or (best is not None and len(differences) < best.claim.n),
+    }
+
+
+def _exact(outcomes: Sequence[Outcome], measure: Measure, prompts: Sequence[CalibrationPrompt]) -> dict[str, Any]:
+    """How `exact` itself does: its mean score, and in how many of its answers none was found where one is right."""
+    rows = max((o.trial.exact for o in outcomes if o.trial is not None), key=len, default=[])
+    scores = [row["score"] for row in rows if measure.name == "score"]
+    missed = [row["answer"] is None for prompt, row in zip(prompts, rows, strict=False) if prompt.gold is not None]
+    return {
+        "n": len(rows),
+        "score": float(np.mean(scores)) if scores else None,
+        "without_answer": sum(missed) if missed and measure.name != "overlap" else None,
     }
 
 

@@ -285,7 +285,7 @@ class _Tuning:
         """Judge, certificate and, last, the recipe."""
         self.notify("writing", 1.0)
         job, out = self.job, self.folder.path
-        result = certificate(job.pair, job.config, job.measure, job.settings(), choice)
+        result = certificate(job.pair, job.config, job.measure, job.prompts, job.settings(), choice)
         examples = shown_examples(job.pair, job.config, job.prompts, choice)
         judged = choice.best is not None and choice.best.trial is not None and choice.best.trial.run.judge is not None
         if judged:

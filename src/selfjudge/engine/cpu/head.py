@@ -85,7 +85,9 @@ class CpuHead(CpuEngine):
         self._want_hidden = False
         forms = _PACKED.setdefault(head, {})
         if (int8, processor) not in forms:
-            forms[int8, processor] = PackedHead(head, target, int8, processor)
+            forms[int8, processor] = PackedHead(head.whole(), target, int8, processor)
+            if int8 and gguf_of(target) is not None:
+                head.let_go()  # no other engine runs a head beside a file
         self._use(forms[int8, processor], head.rotary_emb)
 
     @torch.inference_mode()
