@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import time
@@ -13,6 +14,8 @@ import pytest
 from engines import GAMMA, environment
 from openai import OpenAI
 
+from browser import CHROMIUM, Browser
+from selfjudge.integrations.server.playground import FACTS, MIDDLEWARE
 from selfjudge.integrations.vllm.config import MULTIPROCESS, WorkerConfig
 from selfjudge.integrations.vllm.counts import COUNTERS
 from selfjudge.integrations.vllm.serve import command
@@ -29,10 +32,15 @@ FLAGS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--m
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
     folder = tmp_path_factory.mktemp("server")
     (folder / "metrics").mkdir()
-    asked = command("smollm2-135m", None, WorkerConfig(quality=0.5), gamma=GAMMA, more=["--port", str(PORT), *FLAGS])
+    flags = ["--port", str(PORT), "--middleware", MIDDLEWARE, *FLAGS]
+    asked = command("smollm2-135m", None, WorkerConfig(quality=0.5), gamma=GAMMA, more=flags)
+    facts = json.dumps({"backend": "vllm", "rule": "judged", "gamma": GAMMA, "judge": True})
     with (folder / "log").open("w") as log:
         server = subprocess.Popen(
-            asked, env=environment(**{MULTIPROCESS: str(folder / "metrics")}), stdout=log, stderr=subprocess.STDOUT
+            asked,
+            env=environment(**{MULTIPROCESS: str(folder / "metrics"), FACTS: facts}),
+            stdout=log,
+            stderr=subprocess.STDOUT,
         )
         try:
             for _ in range(600):
@@ -104,6 +112,31 @@ def test_the_counters_are_among_the_metrics(client: OpenAI) -> None:
     assert new["judged_tokens"] > 0
     assert new["cycles"] <= new["aligned_tokens"] < new["tokens"]
     assert "vllm:spec_decode_num_accepted_tokens_total" in (answers("/metrics") or "")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine (Debian: apt-get install chromium)")
+def test_the_playground_streams_both_answers(client: OpenAI, tmp_path: Path) -> None:
+    """In a browser, before the real server: the lossless answer beside the judged one, each as the API says it."""
+    browser = Browser(tmp_path)
+    try:
+        browser.open(f"{ADDRESS}/")
+        browser.wait("document.getElementById('server').textContent.includes('vLLM')")
+        browser.run("document.getElementById('length').value = 24")
+        browser.run(f"document.getElementById('question').value = {json.dumps(QUESTION[0]['content'])}")
+        browser.run("document.getElementById('question').focus()")
+        browser.press("Enter")
+        browser.wait("state.running === null && document.querySelectorAll('.card').length === 2")
+        shown = browser.run("[...document.querySelectorAll('.card .text')].map(e => e.textContent)")
+        judged = browser.run(
+            "[...document.querySelectorAll('.card')].map(c => c.querySelectorAll('.token.judge').length)"
+        )
+        assert browser.run("document.querySelectorAll('.card .error').length") == 0
+        assert browser.complaints == []
+    finally:
+        browser.close()
+    assert shown == [ask(client, selfjudge='{"off": true}'), ask(client)]
+    assert judged[0] == 0
+    assert judged[1] > 0
 
 
 def test_the_command_names_the_checkpoints_of_the_pair() -> None:
