@@ -26,6 +26,7 @@ def test_gamma_is_where_relaxed_rules_are_fastest_and_exact_is_compared_at_its_o
     ]  # fmt: skip
     assert chosen_gamma(speeds, 3) == (4, pytest.approx(1.1))
     assert chosen_gamma([], 3) == (3, 1.0)
+    assert chosen_gamma([speed("plain", 0, 150), *speeds[1:]], 3) == (4, pytest.approx(1.5))  # exact with γ = 0
     assert fitting_prompts(speeds, 4, 60, 300) == 10  # 100 tokens/s, 300 tokens twice
     assert fitting_prompts([], 4, 60, 300) == math.inf
 

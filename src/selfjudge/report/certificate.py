@@ -19,7 +19,10 @@ def finding(certificate: Mapping[str, Any]) -> str:
     """What came out, in a sentence."""
     if not certificate["certified"]:
         why = "" if not certificate["stopped"] else " so far (the time was up)"
-        return f"Nothing here beats exact{why}: use exact (γ = {certificate['gamma']})."
+        drafts = f"γ = {certificate['gamma']}"
+        if certificate["exact_over_plain"] == 1:
+            drafts = "--gamma auto: plain decoding is the fastest here"
+        return f"Nothing here beats exact{why}: use exact ({drafts})."
     low, high = certificate["mean_difference_ci"]
     change = f"{signed_points(certificate['mean_difference'])} [{signed_points(low)}, {signed_points(high)}]"
     return (
@@ -142,7 +145,7 @@ def candidates_table(certificate: Mapping[str, Any]) -> Table:
             "speed_ratio",
             fixed,
             below="speed_ci",
-            help="against exact at its own best γ",
+            help="against exact at its own best γ, which may be 0",
         ),
         word_column("what came of it", "why", wide=True),
     )

@@ -80,7 +80,7 @@ class Choice:
     best: Outcome | None
     gamma: int
     advantage: float
-    """How much faster than at `gamma` `exact` is at its own best γ."""
+    """How much faster than at `gamma` `exact` is at its own best γ, 0 included."""
     speeds: Sequence[Row]
 
     @property
@@ -187,7 +187,7 @@ def _speed(choice: Choice, times: bool) -> dict[str, Any]:
     rates = {(row["rule"], row["gamma"]): row["tokens_per_second"] for row in choice.speeds}
     plain = rates.get(("plain", 0))
     fastest_exact = max((rate for (rule, _), rate in rates.items() if rule == "exact"), default=None)
-    over_plain = fastest_exact / plain if plain and fastest_exact else None
+    over_plain = max(fastest_exact / plain, 1.0) if plain and fastest_exact else None
     ratio, ci = _ratio(choice.best, choice.advantage, times)
     return {
         "speed_measure": "tokens_per_second" if times else "mean_accepted_length",

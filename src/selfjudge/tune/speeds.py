@@ -121,12 +121,14 @@ def fitting_prompts(speeds: Sequence[Row], gamma: int, seconds: float, tokens: i
 
 
 def chosen_gamma(speeds: Sequence[Row], gamma: int) -> tuple[int, float]:
-    """γ at which the relaxed rules are fastest on the whole, and how much faster than there `exact` is at its own best.
+    """γ at which the relaxed rules are fastest on the whole, and how much faster than there `exact` is at its own best,
+    which may be 0: plain decoding.
 
     Each rule's speed counts relative to its best. `gamma` stands where nothing was measured.
     """
     relaxed: dict[str, dict[int, float]] = {}
     exact: dict[int, float] = {}
+    plain = max((row["tokens_per_second"] for row in speeds if row["rule"] == "plain"), default=0.0)
     for row in speeds:
         if row["rule"] == "exact":
             exact[row["gamma"]] = row["tokens_per_second"]
@@ -136,4 +138,4 @@ def chosen_gamma(speeds: Sequence[Row], gamma: int) -> tuple[int, float]:
         return gamma, 1.0
     shares = {g: float(np.mean([by.get(g, 0.0) / max(by.values()) for by in relaxed.values()] or [0])) for g in exact}
     best = max(shares, key=lambda g: shares[g])
-    return best, max(exact.values()) / exact[best]
+    return best, max(plain, *exact.values()) / exact[best]
