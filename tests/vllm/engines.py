@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import socket
 import subprocess
 import sys
 import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+START = [sys.executable, "-c", "from selfjudge.cli.main import main; main()"]
+"""The command line of this environment."""
 WORKER = "selfjudge.integrations.vllm.JudgeWorker"
 GAMMA = 4  # of the embedded pair
 TINY_GAMMA = 3
@@ -62,3 +70,34 @@ def tiny_engine(tiny: Path, features: str = "hidden", **options: Any) -> dict[st
         "speculative_config": {"model": str(tiny / "draft"), "num_speculative_tokens": TINY_GAMMA},
         "additional_config": {"selfjudge": {"judge": str(tiny / features)}}, **options,
     }  # fmt: skip
+
+
+@contextmanager
+def served(command: Sequence[str], folder: Path, **variables: str) -> Iterator[str]:
+    """The address of a server on a free port, once it answers; what it says goes to the file `log` of the folder."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    log, address = folder / "log", f"http://127.0.0.1:{port}"
+    with log.open("w") as said:
+        server = subprocess.Popen(
+            [*command, "--port", port], env=environment(**variables), stdout=said, stderr=subprocess.STDOUT, cwd=folder
+        )
+        try:
+            for _ in range(1200):
+                assert server.poll() is None, f"{shlex.join(command)}\n{log.read_text()[-4000:]}"
+                if fetched(f"{address}/health") is not None:
+                    break
+                time.sleep(0.5)
+            yield address
+        finally:
+            server.terminate()
+            server.wait(60)
+
+
+def fetched(url: str) -> str | None:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as reply:
+            return str(reply.read().decode())
+    except OSError:
+        return None

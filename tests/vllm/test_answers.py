@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import environment
+from engines import START, environment
 
 from selfjudge.store import read_rows
 
-START = [sys.executable, "-c", "from selfjudge.cli.main import main; main()"]
 OPTIONS = {"enforce_eager": True, "max_model_len": 512, "max_num_seqs": 8}
 VLLM = ["--backend", "vllm", "--engine-options", json.dumps(OPTIONS)]
 RULES = ("exact", "margin:2,guard=on", "margin:price=0.3,guard=on", "judged:q0.5")

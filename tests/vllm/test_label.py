@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from engines import environment
+from engines import START, environment
 
 from selfjudge.label.folder import read_rows
 from selfjudge.store import read_json, read_tensors
 
 QUESTIONS = ["What is 15% of 240?", "Name three colours.", "Why is the sky blue?"]
-COMMAND = [
-    sys.executable,
-    "-c",
-    "from selfjudge.cli.main import main; main()",
-    "label",
-    "--dtype",
-    "float32",
-    "--device",
-    "cpu",
-]
+COMMAND = [*START, "label", "--dtype", "float32", "--device", "cpu"]
 OPTIONS = {"enforce_eager": True, "max_model_len": 512, "max_num_seqs": 16, "block_size": 32}
 
 

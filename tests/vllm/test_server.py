@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import socket
-import subprocess
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engines import GAMMA, environment
+from engines import GAMMA, fetched, served
 from openai import OpenAI
 
 from browser import CHROMIUM, Browser
@@ -20,46 +17,24 @@ from selfjudge.integrations.vllm.config import MULTIPROCESS, WorkerConfig
 from selfjudge.integrations.vllm.counts import COUNTERS
 from selfjudge.integrations.vllm.serve import command
 
-with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    PORT = free.getsockname()[1]
-ADDRESS = f"http://127.0.0.1:{PORT}"
 QUESTION = [{"role": "user", "content": "Why is the sky blue?"}]
 FLAGS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "8", "--generation-config", "vllm")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("server")
     (folder / "metrics").mkdir()
-    flags = ["--port", str(PORT), "--middleware", MIDDLEWARE, *FLAGS]
+    flags = ["--middleware", MIDDLEWARE, *FLAGS]
     asked = command("smollm2-135m", None, WorkerConfig(quality=0.5), gamma=GAMMA, more=flags)
     facts = json.dumps({"backend": "vllm", "rule": "judged", "gamma": GAMMA, "judge": True})
-    with (folder / "log").open("w") as log:
-        server = subprocess.Popen(
-            asked,
-            env=environment(**{MULTIPROCESS: str(folder / "metrics"), FACTS: facts}),
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-        try:
-            for _ in range(600):
-                assert server.poll() is None, (folder / "log").read_text()[-4000:]
-                if answers("/health"):
-                    break
-                time.sleep(0.5)
-            yield OpenAI(base_url=f"{ADDRESS}/v1", api_key="none")
-        finally:
-            server.terminate()
-            server.wait(60)
+    with served(asked, folder, **{MULTIPROCESS: str(folder / "metrics"), FACTS: facts}) as url:
+        yield url
 
 
-def answers(path: str) -> str | None:
-    try:
-        with urllib.request.urlopen(ADDRESS + path, timeout=5) as reply:
-            return str(reply.read().decode()) or "yes"
-    except OSError:
-        return None
+@pytest.fixture(scope="module")
+def client(address: str) -> OpenAI:
+    return OpenAI(base_url=f"{address}/v1", api_key="none")
 
 
 def ask(client: OpenAI, **asked: object) -> str:
@@ -70,10 +45,10 @@ def ask(client: OpenAI, **asked: object) -> str:
     return str(reply.choices[0].message.content)
 
 
-def counters() -> dict[str, float]:
+def counters(address: str) -> dict[str, float]:
     """The judge's counters as `/metrics` shows them."""
     found = {}
-    for line in (answers("/metrics") or "").splitlines():
+    for line in (fetched(f"{address}/metrics") or "").splitlines():
         name, _, value = line.rpartition(" ")
         for counter in COUNTERS:
             if name.startswith(f"selfjudge:{counter}_total"):
@@ -98,12 +73,12 @@ def test_judged_and_lossless_requests_share_a_server(client: OpenAI) -> None:
     assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == judged
 
 
-def test_the_counters_are_among_the_metrics(client: OpenAI) -> None:
-    before = counters()
+def test_the_counters_are_among_the_metrics(client: OpenAI, address: str) -> None:
+    before = counters(address)
     ask(client, selfjudge='{"theta": 0}')
     after = before
     for _ in range(40):  # the worker reports when it has nothing else to do
-        after = counters()
+        after = counters(address)
         if after.get("tokens", 0) >= before.get("tokens", 0) + 23:
             break
         time.sleep(0.5)
@@ -111,15 +86,15 @@ def test_the_counters_are_among_the_metrics(client: OpenAI) -> None:
     assert new["tokens"] == new["cycles"] * (GAMMA + 1) >= 23
     assert new["judged_tokens"] > 0
     assert new["cycles"] <= new["aligned_tokens"] < new["tokens"]
-    assert "vllm:spec_decode_num_accepted_tokens_total" in (answers("/metrics") or "")
+    assert "vllm:spec_decode_num_accepted_tokens_total" in (fetched(f"{address}/metrics") or "")
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine (Debian: apt-get install chromium)")
-def test_the_playground_streams_both_answers(client: OpenAI, tmp_path: Path) -> None:
+def test_the_playground_streams_both_answers(address: str, client: OpenAI, tmp_path: Path) -> None:
     """In a browser, before the real server: the lossless answer beside the judged one, each as the API says it."""
     browser = Browser(tmp_path)
     try:
-        browser.open(f"{ADDRESS}/")
+        browser.open(f"{address}/")
         browser.wait("document.getElementById('server').textContent.includes('vLLM')")
         browser.run("document.getElementById('length').value = 24")
         browser.run(f"document.getElementById('question').value = {json.dumps(QUESTION[0]['content'])}")

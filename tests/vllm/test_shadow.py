@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import shlex
-import socket
 import subprocess
-import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engines import environment
+from engines import START, fetched, served
 from openai import OpenAI
 
 from fake_certificate import recipe_folder
@@ -36,37 +32,16 @@ def recipe(folder: Path, **hashes: str) -> Path:
 
 
 def command(folder: Path, *more: str) -> list[str]:
-    start = [sys.executable, "-c", "from selfjudge.cli.main import main; main()", "serve", "--backend", "vllm"]
-    return [*start, "--recipe", str(folder), "--dtype", "float32", "--vllm", FLAGS, *more]
+    return [
+        *START, "serve", "--backend", "vllm", "--recipe", str(folder), "--dtype", "float32", "--vllm", FLAGS, *more
+    ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
     root = tmp_path_factory.mktemp("shadow")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    words = command(recipe(root / "tuned"), "--shadow", "1", "--port", str(port))
-    with (root / "log").open("w") as log:
-        server = subprocess.Popen(words, env=environment(), stdout=log, stderr=subprocess.STDOUT, cwd=root)
-        try:
-            for _ in range(600):
-                assert server.poll() is None, f"{shlex.join(words)}\n{(root / 'log').read_text()[-4000:]}"
-                if fetched(f"http://127.0.0.1:{port}/health") is not None:
-                    break
-                time.sleep(0.5)
-            yield f"http://127.0.0.1:{port}", root / "log"
-        finally:
-            server.terminate()
-            server.wait(60)
-
-
-def fetched(url: str) -> str | None:
-    try:
-        with urllib.request.urlopen(url, timeout=5) as reply:
-            return str(reply.read().decode())
-    except OSError:
-        return None
+    with served(command(recipe(root / "tuned"), "--shadow", "1"), root) as url:
+        yield url, root / "log"
 
 
 def figure(url: str, name: str) -> float:

@@ -1,0 +1,80 @@
+"""The commands of docs/your-model.md, read from the page, on the embedded target: its name and the counts alone differ."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import START, environment, served
+from openai import OpenAI
+
+from selfjudge.models.pull import checkpoint_folder
+from selfjudge.store import read_json
+
+PAGE = Path(__file__).parents[2] / "docs" / "your-model.md"
+ENGINE = {"enforce_eager": True, "max_model_len": 512, "max_num_seqs": 8}
+SMALLER = {
+    "doctor": [],
+    "distill": [
+        "--prompts", "mine.jsonl:24", "--max-new-tokens", "32", "--held-out", "2", "--steps", "4", "--batch-tokens", "1024",
+    ],
+    "bench": ["--limit", "2", "--max-new-tokens", "16", "--gammas", "3"],
+    "tune": ["--epsilon", "0.9", "--limit", "16", "--max-new-tokens", "16", "--engine-options", json.dumps(ENGINE)],
+    "serve": ["--vllm", "--enforce-eager --max-model-len 512 --max-num-seqs 8"],
+    "label": ["--max-new-tokens", "160", "--calibrate-prompts", "3"],
+    "train": [],
+}  # fmt: skip
+"""What is added to a command, so that a CPU can do it."""
+
+
+def commands() -> list[list[str]]:
+    """The words of the page's commands, in their order, with the embedded target as `MODEL`."""
+    blocks = re.findall(r"^```\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+    lines = [line for block in blocks for line in block.splitlines()]
+    assert sum(line.startswith("MODEL=") for line in lines) == 1
+    found = [shlex.split(line, comments=True) for line in lines if line.startswith("selfjudge ")]
+    other = {"$MODEL": str(checkpoint_folder("smollm2-135m")), "self:2000": "self:6"}
+    return [[other.get(word, word) for word in words[1:]] + SMALLER[words[1]] for words in found]
+
+
+def run(folder: Path, words: list[str]) -> None:
+    done = subprocess.run(
+        [*START, *words], cwd=folder, env=environment(), capture_output=True, text=True, timeout=1800, check=False
+    )
+    assert done.returncode == 0, f"{shlex.join(words)}\n{done.stderr[-4000:]}"
+
+
+@pytest.mark.slow
+def test_the_pages_commands_lead_from_a_target_to_a_server(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"prompt": f"What is {i} + {i + 3}?", "answer": str(2 * i + 3)} for i in range(40)]
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    names = []
+    for words in commands():
+        names.append(words[0])
+        if words[0] == "serve":
+            with served([*START, *words], tmp_path) as address:
+                client = OpenAI(base_url=f"{address}/v1", api_key="none")
+                (model,) = client.models.list().data
+                asked: Any = [{"role": "user", "content": "What is 2 + 2?"}]
+                reply = client.chat.completions.create(model=model.id, messages=asked, max_tokens=8)
+                assert reply.choices[0].message.content
+        else:
+            run(tmp_path, words)
+    assert names == ["doctor", "distill", "bench", "tune", "serve", "label", "train", "tune"]
+    for name in ("tuned", "tuned-judge"):
+        assert read_json(tmp_path / name / "recipe.json")["engine"] == "vllm"
+    tried = read_json(tmp_path / "tuned-judge" / "certificate.json")["candidates"]
+    assert any(row["family"] == "judged" and row["n_used"] for row in tried)
+
+
+def test_the_page_tunes_and_serves_inside_vllm_and_names_its_model_once() -> None:
+    found = commands()
+    for words in found:
+        if words[0] in ("tune", "serve"):
+            assert words[1:3] == ["--backend", "vllm"]
+    assert PAGE.read_text().count("Qwen/Qwen2.5-7B-Instruct") == 2  # in the words above, and in MODEL=
