@@ -69,12 +69,12 @@ def test_the_python_of_the_readme(
 def test_tune_and_serve(
     start: Callable[..., Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On sums, whose answers are short; the port alone is another, since 8000 may be taken."""
+    """On sums, whose answers are short. Only the port is another, since 8000 may be taken, and tune ends after a minute."""
     monkeypatch.chdir(tmp_path)
     sums = [(a, b) for a in range(2, 20) for b in range(2, 16)]
     rows = [{"prompt": f"What is {a} + {b}? Say the number alone.", "answer": str(a + b)} for a, b in sums]
     Path("mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run(monkeypatch, command("tune"))
+    run(monkeypatch, [*command("tune"), "--minutes", "1"])
     assert re.search(r"certified ≤ 3\.|use exact", capsys.readouterr().out)
     serve = command("serve")
     assert serve[0] == "serve"
