@@ -446,7 +446,7 @@ def started(o: argparse.Namespace, folder: Path, tokenizer: Any) -> Engine:
             raise SystemExit(f"no judge ships for {o.pair}: give --judge")
         target = folder / "target"
         generation = GenerationConfig.from_pretrained(target) if (target / "generation_config.json").exists() else None
-        ends = end_ids(generation, AutoConfig.from_pretrained(target), tokenizer)
+        ends = end_ids(generation, AutoConfig.from_pretrained(target, trust_remote_code=False), tokenizer)
         engine = Vllm(o, folder, sorted(ends), judge, rule)
     say(f"{o.mode}: {', '.join(engine.settings)}; {engine.about}")
     if o.gate:
