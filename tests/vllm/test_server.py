@@ -97,6 +97,9 @@ def test_the_playground_streams_both_answers(address: str, client: OpenAI, tmp_p
         browser.open(f"{address}/")
         browser.wait("document.getElementById('server').textContent.includes('vLLM')")
         browser.run("document.getElementById('length').value = 24")
+        browser.run("document.querySelector('[name=measure][value=quality]').click()")
+        browser.run("document.getElementById('amount').value = 0.5")
+        asked = browser.run("JSON.stringify(chosen())")
         browser.run(f"document.getElementById('question').value = {json.dumps(QUESTION[0]['content'])}")
         browser.run("document.getElementById('question').focus()")
         browser.press("Enter")
@@ -109,7 +112,7 @@ def test_the_playground_streams_both_answers(address: str, client: OpenAI, tmp_p
         assert browser.complaints == []
     finally:
         browser.close()
-    assert shown == [ask(client, selfjudge='{"off": true}'), ask(client)]
+    assert shown == [ask(client, selfjudge='{"off": true}'), ask(client, selfjudge=asked)]
     assert judged[0] == 0
     assert judged[1] > 0
 
