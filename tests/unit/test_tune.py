@@ -203,7 +203,7 @@ def test_the_finding_is_one_sentence() -> None:
     assert finding(certificate(certified=False)) == "Nothing here beats exact: use exact (γ = 3)."
     assert "the time was up" in finding(certificate(certified=False, stopped=True))
     slow = finding(certificate(certified=False, exact_over_plain=1.0))
-    assert slow == "Nothing here beats exact: use exact (--gamma auto: plain decoding is the fastest here)."
+    assert slow == "Nothing here beats plain decoding: use exact without a recipe (--gamma auto or 0)."
     agreement = finding(certificate(measure="overlap"))
     assert "points of agreement (words in common with exact)" in agreement
     assert "tokens per target pass" in finding(certificate(speed_measure="mean_accepted_length"))

@@ -174,7 +174,7 @@ def params(wish: Any, temperature: float = 0.0) -> Any:
 @pytest.mark.parametrize(
     "wish",
     ["off", "{", 3, {}, {"off": 1}, {"theta": 7}, {"off": True, "theta": 0.1}, {"x": 1}, {"rule": "nope"},
-     {"price": -1}, {"rule": "fly"}, {"theta": 0.1, "price": 0.1}],
+     {"price": -1}, {"rule": None}, {"rule": "fly"}, {"theta": 0.1, "price": 0.1}],
 )  # fmt: skip
 def test_a_wish_that_cannot_be_read_is_lossless_and_said_once(wish: Any) -> None:
     heard: list[str] = []

@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 HERE = Path(__file__).parent
 START = [sys.executable, "-c", "from selfjudge.cli.main import main; main()"]
 """The command line of this environment."""
@@ -89,6 +91,8 @@ def served(command: Sequence[str], folder: Path, **variables: str) -> Iterator[s
                 if fetched(f"{address}/health") is not None:
                     break
                 time.sleep(0.5)
+            else:
+                pytest.fail(f"no answer of the server after ten minutes\n{log.read_text()[-4000:]}")
             yield address
         finally:
             server.terminate()

@@ -320,6 +320,8 @@ class GammaController:
         record, plain = self._record, self.statistics.costs.plain(rows)
         self._spent_here += total
         record.credit = min(record.credit + BUDGET * total, self._most_credit(plain))
+        if record.credit == self._most_credit(plain):
+            self._needed = 0.0  # it will not be more: look again, what was needed may have been timed on a busy machine
         if not drafts:
             record.since_plain = 0
             return

@@ -19,10 +19,9 @@ def finding(certificate: Mapping[str, Any]) -> str:
     """What came out, in a sentence."""
     if not certificate["certified"]:
         why = "" if not certificate["stopped"] else " so far (the time was up)"
-        drafts = f"γ = {certificate['gamma']}"
         if certificate["exact_over_plain"] == 1:
-            drafts = "--gamma auto: plain decoding is the fastest here"
-        return f"Nothing here beats exact{why}: use exact ({drafts})."
+            return f"Nothing here beats plain decoding{why}: use exact without a recipe (--gamma auto or 0)."
+        return f"Nothing here beats exact{why}: use exact (γ = {certificate['gamma']})."
     low, high = certificate["mean_difference_ci"]
     change = f"{signed_points(certificate['mean_difference'])} [{signed_points(low)}, {signed_points(high)}]"
     return (

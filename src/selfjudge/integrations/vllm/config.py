@@ -143,6 +143,8 @@ class RequestRules:
             raise SelfJudgeError(
                 f"a request gives `off`, or some of `rule`, `theta`, `quality` and `price`, not {str(options)[:60]!r}"
             )
+        if options.get("rule", "") is None:
+            raise SelfJudgeError("`rule` must be text, not None")
         lossless = read_rule(self.settings.own_rule)[0].lossless  # then a threshold or a price alone means judged
         return self.build({"rule": "judged" if lossless else self.settings.own_rule, **options})
 
