@@ -44,7 +44,18 @@ def test_the_readme_names_every_script() -> None:
 def test_load_is_measured_with_and_without_http(transport: str, checkpoints: dict[str, str], tmp_path: Path) -> None:
     """Without HTTP also under a Python that has no packages for it."""
     out = tmp_path / "load.json"
-    models = ["--target", checkpoints["target"], "--draft", checkpoints["draft"], "--device", "cpu", "--gamma", "2"]
+    models = [
+        "--rule",
+        "exact",
+        "--target",
+        checkpoints["target"],
+        "--draft",
+        checkpoints["draft"],
+        "--device",
+        "cpu",
+        "--gamma",
+        "2",
+    ]
     levels = ["--minutes", "0.01", "--clients", "1", "6", "--prompts", "2", "--max-batch", "2", "--max-queue", "2"]
     call = ["load.py", "--out", str(out), *levels, *models, *(["--in-process"] if transport == "in-process" else [])]
     http = ["fastapi", "uvicorn", "starlette", "selfjudge.integrations.server.schema"]  # the last needs pydantic
