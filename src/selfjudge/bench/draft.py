@@ -40,6 +40,7 @@ def bench_draft(
         raise SelfJudgeError(f"no draft ships for {pair.target_id}: name one with `draft`")
     config = config or DraftBenchConfig()
     config.check()
+    parameters = sum(p.numel() for p in pair.draft.parameters())  # before an engine packs them and lets them go
     target_seconds = {
         tokens: pass_seconds(pair.target, 1, tokens, CONTEXT, repeats=config.repeats)
         for tokens in (1, *(g + 1 for g in config.gammas))
@@ -63,7 +64,7 @@ def bench_draft(
         "dtype": pair.dtype,
         "max_new_tokens": config.max_new_tokens,
         "draft_kind": pair.draft_kind,
-        "draft_parameters": sum(p.numel() for p in pair.draft.parameters()),
+        "draft_parameters": parameters,
         "draft_pass_milliseconds": draft_seconds * 1e3,
         "context": CONTEXT,
         "target_pass_milliseconds": {str(t): s * 1e3 for t, s in target_seconds.items()},

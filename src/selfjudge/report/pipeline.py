@@ -23,7 +23,8 @@ MADE = "report.json"
 def report(folders: Sequence[Path], out: Path, *, methods: int = MOST_METHODS) -> dict[str, Any]:
     """Write the page `out`, and beside it, in a folder of the same name, PNG figures, tables.md and report.json.
 
-    A trade-off draws at most so many `methods`. Returns the tables' rows, the figures' names, how many runs there were and what was left out.
+    A trade-off draws at most so many `methods`. Returns the tables' rows, the figures' names, how many runs there were
+    and what was left out.
     """
     if methods < 2:
         raise SelfJudgeError(f"`methods` must be at least 2, exact and another, not {methods}")
