@@ -8,7 +8,7 @@ PYTEST_VLLM := OMP_NUM_THREADS=1 .venv-vllm/bin/pytest $(WORKERS) tests/vllm
 
 .PHONY: demo test test-unit test-process test-network test-attacks test-all test-compat test-vllm test-vllm-all lint format bench docs clean
 
-demo: .venv/.installed
+demo: .venv/.serves
 	$(BIN)/selfjudge demo
 
 # four tiers, each a folder of tests/: what they may do is written in pyproject.toml
@@ -57,10 +57,19 @@ docs: .venv/.installed
 	for page in cli formats; do $(BIN)/python docs/make_$$page.py > docs/$$page.md.new && mv docs/$$page.md.new docs/$$page.md || exit 1; done
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-.venv/.installed: pyproject.toml constraints.txt
+# on a terminal pip shows what it fetches
+PIP_INSTALL = $(BIN)/pip install $(if $(MAKE_TERMOUT),,-qq) --disable-pip-version-check -c constraints.txt
+
+# all that the README's commands need
+.venv/.serves: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	@echo "installing into .venv: some minutes the first time"
-	$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev,eval,docs]"
+	@echo "installing into .venv, 2 GB: some minutes the first time"
+	$(PIP_INSTALL) -e ".[serve]"
+	touch $@
+
+# and what tests, linters and the site need
+.venv/.installed: .venv/.serves
+	$(PIP_INSTALL) -e ".[dev,eval,docs]"
 	touch $@
 
 # torchvision and its like do not fit this build of torch; Triton lies apart, for the tests that run its interpreter

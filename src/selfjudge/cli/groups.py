@@ -294,7 +294,7 @@ def check_rule(
     from selfjudge.decoding.rule_parser import default_rule, parse_rule, read_rule
     from selfjudge.decoding.rules import Judged
 
-    spec = rule or default_rule(judge.means_judged, sampling)
+    spec = rule or default_rule(judge.judge, judge.theta, judge.quality, judge.price, sampling=sampling)
     judged = issubclass(read_rule(spec)[0], Judged)
     if judge.given and not judged:
         raise SelfJudgeError(

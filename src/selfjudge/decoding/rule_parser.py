@@ -58,7 +58,7 @@ def resolve_rule(
                 "a rule object is complete: `judge`, `theta`, `quality`, `price` and `sampling` go with a rule's text"
             )
         return rule
-    spec = rule or default_rule(judged or price is not None, sampling)
+    spec = rule or default_rule(judge, theta, quality, price, sampling=sampling)
     if theta is not None and quality is not None:
         raise SelfJudgeError("`quality` chooses the threshold: leave out one of `quality` and `theta`")
     if issubclass(read_rule(spec)[0], Judged):
@@ -70,9 +70,11 @@ def resolve_rule(
     return _built(spec, pair.special_ids, sampling, judge, f"q{quality}" if quality is not None else theta, price)
 
 
-def default_rule(judged: bool, sampling: Sampling | None) -> str:
-    """The rule where nobody names one: `judged` where anything was said about a judge or a price."""
-    return "judged" if judged else "exact" if sampling is None else "sampling"
+def default_rule(*said: object, sampling: Sampling | None = None) -> str:
+    """The rule where nobody names one: `judged` where anything was `said` about a judge, θ, a quality or a price."""
+    if any(value is not None for value in said):
+        return "judged"
+    return "exact" if sampling is None else "sampling"
 
 
 def _loaded(judge: Judge | str | Path) -> Judge:

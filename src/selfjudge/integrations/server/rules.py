@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from selfjudge.decoding.rule_parser import RULES, names_threshold, parse_rule
+from selfjudge.decoding.rule_parser import RULES, default_rule, names_threshold, parse_rule
 from selfjudge.decoding.rules import AcceptanceRule, Judged
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.errors import SelfJudgeError
@@ -108,8 +108,7 @@ class Rules:
 
     def _own_rule(self, options: RuleOptions) -> str:
         """Of a request that names none: a threshold or a price means judged where the server's own rule has neither."""
-        asked = (options.theta, options.quality, options.price) != (None,) * 3
-        return "judged" if asked and self.rule in LOSSLESS else self.rule
+        return default_rule(options.theta, options.quality, options.price) if self.rule in LOSSLESS else self.rule
 
     def _theta(self, rule: str, options: RuleOptions, price: float | None) -> float | None:
         kind = RULES.get(rule.partition(":")[0])

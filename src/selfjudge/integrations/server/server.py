@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from selfjudge.decoding.rule_parser import names_threshold
+from selfjudge.decoding.rule_parser import default_rule, names_threshold
 from selfjudge.decoding.text import Batch
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.server.config import ServerConfig
@@ -72,8 +72,7 @@ def start_scheduler(pair: Pair, judge: Judge | None, config: ServerConfig, recip
 def _rules(pair: Pair, judge: Judge | None, config: ServerConfig) -> Rules:
     """The rules of the server, with what the config leaves open filled in."""
     theta = config.theta
-    asked = (theta, config.quality, config.price) != (None,) * 3
-    rule = config.rule or ("judged" if asked else "exact")
+    rule = config.rule or default_rule(theta, config.quality, config.price)
     if (theta is not None or config.quality is not None) and (judge is None or names_threshold(rule)):
         reason = "there is no judge" if judge is None else f"{rule} names a threshold already"
         raise SelfJudgeError(f"{reason}: leave out `theta` and `quality`")

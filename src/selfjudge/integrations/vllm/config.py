@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
-from selfjudge.decoding.rule_parser import names_threshold, parse_rule, read_rule
+from selfjudge.decoding.rule_parser import default_rule, names_threshold, parse_rule, read_rule
 from selfjudge.decoding.rules import AcceptanceRule, Judged, JudgeOnly
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
@@ -48,8 +48,9 @@ class WorkerConfig:
     @property
     def own_rule(self) -> str:
         """The rule of requests that name nothing."""
-        asked = bool(self.judge) or (self.theta, self.quality, self.price) != (None,) * 3
-        return self.rule if self.rule is not None else "judged" if asked else "exact"
+        if self.rule is not None:
+            return self.rule
+        return default_rule(self.judge or None, self.theta, self.quality, self.price)
 
     @classmethod
     def read(cls, additional: Any) -> WorkerConfig:
