@@ -311,6 +311,14 @@ inline void quantise(const float* x, Activation& out) {
 
 // ------------------------------------------------------------------------------- what the processor offers for a strip
 
+// Four activations. Each four are a load of their own: only then does the multiplication itself spread them over its
+// register. Eight at once go through an integer register, and spreading that takes the port that multiplies.
+inline int32_t int_at(const int8_t* x) {
+  int32_t four;
+  std::memcpy(&four, x, 4);
+  return four;
+}
+
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 struct Lanes {  // 16 rows in a register, 8 tokens in 16 registers
   static constexpr int kRows = 16, kTokens = 8, kShift = 128;
@@ -331,10 +339,8 @@ struct Lanes {  // 16 rows in a register, 8 tokens in 16 registers
   static ints fill(int32_t v) { return _mm512_set1_epi32(v); }
   template <int Bits>
   static ints dot(ints sum, bytes a, bytes b, const int8_t* x) {  // 4 columns of a, the next 4 of b
-    int32_t four[2];
-    std::memcpy(four, x, 8);
-    sum = _mm512_dpbusd_epi32(sum, a, _mm512_set1_epi32(four[0]));
-    return _mm512_dpbusd_epi32(sum, b, _mm512_set1_epi32(four[1]));
+    sum = _mm512_dpbusd_epi32(sum, a, _mm512_set1_epi32(int_at(x)));
+    return _mm512_dpbusd_epi32(sum, b, _mm512_set1_epi32(int_at(x + 4)));
   }
   static floats zero() { return _mm512_setzero_ps(); }
   static floats halves(const uint8_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
@@ -377,10 +383,8 @@ struct Lanes {  // 8 rows in a register, 4 tokens in 8 registers
   static bytes load_signed(const uint8_t* p) { return _mm256_xor_si256(load(p), _mm256_set1_epi8(-128)); }
   template <int Bits>
   static ints dot(ints sum, bytes a, bytes b, const int8_t* x) {
-    int32_t four[2];
-    std::memcpy(four, x, 8);
-    sum = _mm256_dpbusd_avx_epi32(sum, a, _mm256_set1_epi32(four[0]));
-    return _mm256_dpbusd_avx_epi32(sum, b, _mm256_set1_epi32(four[1]));
+    sum = _mm256_dpbusd_avx_epi32(sum, a, _mm256_set1_epi32(int_at(x)));
+    return _mm256_dpbusd_avx_epi32(sum, b, _mm256_set1_epi32(int_at(x + 4)));
   }
 #else
   static constexpr int kShift = 0;
@@ -388,9 +392,7 @@ struct Lanes {  // 8 rows in a register, 4 tokens in 8 registers
   static bytes load_signed(const uint8_t* p) { return load(p); }
   template <int Bits>
   static ints dot(ints sum, bytes w, const int8_t* x) {  // sums of two products fit 16 bits: 2 · 127 · 128 < 2¹⁵
-    int32_t four;
-    std::memcpy(&four, x, 4);
-    const bytes b = _mm256_set1_epi32(four);
+    const bytes b = _mm256_set1_epi32(int_at(x));
     const ints pairs = Bits == 8 ? _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(b, w)) : _mm256_maddubs_epi16(w, b);
     return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
   }
