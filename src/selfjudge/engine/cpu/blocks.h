@@ -234,7 +234,7 @@ struct Activation {
   int8_t q[kGroup];
   float scale, sum;      // sum of scale * q
   int16_t half_sum[2];   // of q, for each 16
-  int32_t group;         // of the weights that they belong to; -1 after the last
+  int16_t group, token;  // of what rounding left: whose it is; the group is -1 after the last
 };
 static_assert(sizeof(Activation) == 48, "kernels count on it");
 
@@ -655,7 +655,7 @@ __attribute__((always_inline)) inline void add_group(const uint8_t* w, const uin
 }
 
 // y[t][r] for T tokens and the rows of a strip that L holds, from `lane` on: groups [from, to), added to y after the
-// first, and what rounding left of large groups after the last. x is [groups and those][stride].
+// first. x is [groups][stride].
 template <class L, int Kind, int T>
 __attribute__((noinline)) void some_rows(const uint8_t* strip, int lane, const Activation* x, int stride, int groups,
                                          int from, int to, float (*y)[kStrip]) {
@@ -678,16 +678,27 @@ __attribute__((noinline)) void some_rows(const uint8_t* strip, int lane, const A
       add_group<L, Kind, T>(w, s, lane, super, x, total);
     }
   }
-  if (to == groups)
-    for (; x->group >= 0; x += stride) {
-      const int i = x->group % kBlock, first = x->group - i, count = groups - first < kBlock ? groups - first : kBlock;
-      const uint8_t* w = strip + static_cast<int64_t>(first / kBlock) * block_bytes(Kind, kBlock);
-      const uint8_t* s = w + count * code_bytes(Kind);
-      const Super<L, Kind> super(s + 2 * lane);
-      add_group<L, Kind, T>(w + i * code_bytes(Kind), s + super_bytes(Kind) + i * scale_bytes(Kind), lane, super, x, total);
-    }
 #pragma GCC unroll 8
   for (int t = 0; t < T; ++t) L::store(y[t] + lane, total[t]);
+}
+
+// Adds to y what rounding left of large groups. Few tokens have the same large groups, so each is multiplied alone.
+template <int Kind>
+__attribute__((noinline)) void add_rest(const uint8_t* strip, const Activation* rest, int groups, float (*y)[kStrip]) {
+  typedef LanesOf<1> L;
+  for (; rest->group >= 0; ++rest) {
+    const int i = rest->group % kBlock, first = rest->group - i;
+    const int count = groups - first < kBlock ? groups - first : kBlock;
+    const uint8_t* w = strip + static_cast<int64_t>(first / kBlock) * block_bytes(Kind, kBlock);
+    const uint8_t* s = w + count * code_bytes(Kind);
+    for (int lane = 0; lane < kStrip; lane += L::kRows) {
+      const Super<L, Kind> super(s + 2 * lane);
+      typename L::floats total[1] = {L::load(y[rest->token] + lane)};
+      add_group<L, Kind, 1>(w + i * code_bytes(Kind), s + super_bytes(Kind) + i * scale_bytes(Kind), lane, super, rest,
+                            total);
+      L::store(y[rest->token] + lane, total[0]);
+    }
+  }
 }
 
 // The types of most files have kernels for many tokens; the others are unpacked again for every two: compilation time.
@@ -707,7 +718,7 @@ void tile_of(const uint8_t* w, const Activation* x, int stride, int groups, floa
   }
 }
 
-// y[t][r] for the tokens of a tile and the rows of a strip. x is [groups and what was left][tokens].
+// y[t][r] for the tokens of a tile and the rows of a strip. x is [groups][tokens], then what rounding left.
 template <int Kind>
 void strip(const uint8_t* w, const Activation* x, int tokens, int groups, float (*y)[kStrip]) {
   constexpr int most = most_tokens(Kind);
@@ -728,6 +739,7 @@ void strip(const uint8_t* w, const Activation* x, int tokens, int groups, float 
     tile_of<Kind, 1>(w, x + t, tokens, groups, y + t);
     t += 1;
   }
+  add_rest<Kind>(w, x + static_cast<int64_t>(groups) * tokens, groups, y);
 }
 
 __attribute__((noinline)) inline void multiply(int type, const uint8_t* w, const Activation* x, int tokens, int groups,
@@ -760,8 +772,8 @@ inline void quantise_rest(const float* x, const Activation& rounded, Activation&
   quantise(rest, out);
 }
 
-// The activations of a tile: [groups][tokens], then again [tokens] for every group that is large in one of them, zero
-// for the others.
+// The activations of a tile: [groups][tokens], then what rounding left of every group that is large in its token, in the
+// order of the groups.
 inline void quantise_tile(const float* x, int tokens, int cols, Activation* out) {
   const int groups = cols / kGroup;
   float limit[Lanes::kTokens];
@@ -770,7 +782,6 @@ inline void quantise_tile(const float* x, int tokens, int cols, Activation* out)
     for (int g = 0; g < groups; ++g) {
       Activation& a = out[static_cast<int64_t>(g) * tokens + t];
       quantise(x + static_cast<int64_t>(t) * cols + g * kGroup, a);
-      a.group = g;
       sum += a.scale;
     }
     limit[t] = kLarge * sum / static_cast<float>(groups);
@@ -778,17 +789,15 @@ inline void quantise_tile(const float* x, int tokens, int cols, Activation* out)
   Activation* rest = out + static_cast<int64_t>(groups) * tokens;
   for (int g = 0; g < groups; ++g) {
     const Activation* rounded = out + static_cast<int64_t>(g) * tokens;
-    bool large = false;
-    for (int t = 0; t < tokens; ++t) large |= rounded[t].scale > limit[t];
-    if (!large) continue;
-    for (int t = 0; t < tokens; ++t, ++rest) {
-      *rest = Activation{};
-      if (rounded[t].scale > limit[t])
-        quantise_rest(x + static_cast<int64_t>(t) * cols + g * kGroup, rounded[t], *rest);
-      rest->group = g;
+    for (int t = 0; t < tokens; ++t) {
+      if (!(rounded[t].scale > limit[t])) continue;
+      quantise_rest(x + static_cast<int64_t>(t) * cols + g * kGroup, rounded[t], *rest);
+      rest->group = static_cast<int16_t>(g);
+      rest->token = static_cast<int16_t>(t);
+      ++rest;
     }
   }
-  for (int t = 0; t < tokens; ++t) rest[t].group = -1;
+  rest->group = -1;
 }
 
 // Activations [tokens, cols] as the kernels read them, tile by tile.
