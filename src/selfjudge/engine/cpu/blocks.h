@@ -682,7 +682,7 @@ __attribute__((noinline)) void some_rows(const uint8_t* strip, int lane, const A
   for (int t = 0; t < T; ++t) L::store(y[t] + lane, total[t]);
 }
 
-// Adds to y what rounding left of large groups. Few tokens have the same large groups, so each is multiplied alone.
+// Adds to y what rounding left of large groups. Most of them are large in few tokens of a tile: each is multiplied alone.
 template <int Kind>
 __attribute__((noinline)) void add_rest(const uint8_t* strip, const Activation* rest, int groups, float (*y)[kStrip]) {
   typedef LanesOf<1> L;
