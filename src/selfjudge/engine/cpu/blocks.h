@@ -234,7 +234,7 @@ struct Activation {
   int8_t q[kGroup];
   float scale, sum;      // sum of scale * q
   int16_t half_sum[2];   // of q, for each 16
-  int32_t group;         // of the weights that they belong to; -1 after the last
+  int16_t group, token;  // of what rounding left: whose it is; the group is -1 after the last
 };
 static_assert(sizeof(Activation) == 48, "kernels count on it");
 
@@ -311,6 +311,14 @@ inline void quantise(const float* x, Activation& out) {
 
 // ------------------------------------------------------------------------------- what the processor offers for a strip
 
+// Four activations. Each four are a load of their own: only then does the multiplication itself spread them over its
+// register. Eight at once go through an integer register, and spreading that takes the port that multiplies.
+inline int32_t int_at(const int8_t* x) {
+  int32_t four;
+  std::memcpy(&four, x, 4);
+  return four;
+}
+
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 struct Lanes {  // 16 rows in a register, 8 tokens in 16 registers
   static constexpr int kRows = 16, kTokens = 8, kShift = 128;
@@ -329,12 +337,15 @@ struct Lanes {  // 16 rows in a register, 8 tokens in 16 registers
     return _mm512_ternarylogic_epi32(b, moved, _mm512_set1_epi8(48), 0xF8);
   }
   static ints fill(int32_t v) { return _mm512_set1_epi32(v); }
+  // The instruction spreads the four activations over its register itself; GCC 12 makes a second instruction of that.
+  static ints dot(ints sum, bytes w, const int8_t* x) {
+    typedef int8_t four[4];
+    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(w), "m"(*reinterpret_cast<const four*>(x)));
+    return sum;
+  }
   template <int Bits>
   static ints dot(ints sum, bytes a, bytes b, const int8_t* x) {  // 4 columns of a, the next 4 of b
-    int32_t four[2];
-    std::memcpy(four, x, 8);
-    sum = _mm512_dpbusd_epi32(sum, a, _mm512_set1_epi32(four[0]));
-    return _mm512_dpbusd_epi32(sum, b, _mm512_set1_epi32(four[1]));
+    return dot(dot(sum, a, x), b, x + 4);
   }
   static floats zero() { return _mm512_setzero_ps(); }
   static floats halves(const uint8_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
@@ -377,10 +388,8 @@ struct Lanes {  // 8 rows in a register, 4 tokens in 8 registers
   static bytes load_signed(const uint8_t* p) { return _mm256_xor_si256(load(p), _mm256_set1_epi8(-128)); }
   template <int Bits>
   static ints dot(ints sum, bytes a, bytes b, const int8_t* x) {
-    int32_t four[2];
-    std::memcpy(four, x, 8);
-    sum = _mm256_dpbusd_avx_epi32(sum, a, _mm256_set1_epi32(four[0]));
-    return _mm256_dpbusd_avx_epi32(sum, b, _mm256_set1_epi32(four[1]));
+    sum = _mm256_dpbusd_avx_epi32(sum, a, _mm256_set1_epi32(int_at(x)));
+    return _mm256_dpbusd_avx_epi32(sum, b, _mm256_set1_epi32(int_at(x + 4)));
   }
 #else
   static constexpr int kShift = 0;
@@ -388,9 +397,7 @@ struct Lanes {  // 8 rows in a register, 4 tokens in 8 registers
   static bytes load_signed(const uint8_t* p) { return load(p); }
   template <int Bits>
   static ints dot(ints sum, bytes w, const int8_t* x) {  // sums of two products fit 16 bits: 2 · 127 · 128 < 2¹⁵
-    int32_t four;
-    std::memcpy(&four, x, 4);
-    const bytes b = _mm256_set1_epi32(four);
+    const bytes b = _mm256_set1_epi32(int_at(x));
     const ints pairs = Bits == 8 ? _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(b, w)) : _mm256_maddubs_epi16(w, b);
     return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
   }
@@ -648,7 +655,7 @@ __attribute__((always_inline)) inline void add_group(const uint8_t* w, const uin
 }
 
 // y[t][r] for T tokens and the rows of a strip that L holds, from `lane` on: groups [from, to), added to y after the
-// first, and what rounding left of large groups after the last. x is [groups and those][stride].
+// first. x is [groups][stride].
 template <class L, int Kind, int T>
 __attribute__((noinline)) void some_rows(const uint8_t* strip, int lane, const Activation* x, int stride, int groups,
                                          int from, int to, float (*y)[kStrip]) {
@@ -671,16 +678,27 @@ __attribute__((noinline)) void some_rows(const uint8_t* strip, int lane, const A
       add_group<L, Kind, T>(w, s, lane, super, x, total);
     }
   }
-  if (to == groups)
-    for (; x->group >= 0; x += stride) {
-      const int i = x->group % kBlock, first = x->group - i, count = groups - first < kBlock ? groups - first : kBlock;
-      const uint8_t* w = strip + static_cast<int64_t>(first / kBlock) * block_bytes(Kind, kBlock);
-      const uint8_t* s = w + count * code_bytes(Kind);
-      const Super<L, Kind> super(s + 2 * lane);
-      add_group<L, Kind, T>(w + i * code_bytes(Kind), s + super_bytes(Kind) + i * scale_bytes(Kind), lane, super, x, total);
-    }
 #pragma GCC unroll 8
   for (int t = 0; t < T; ++t) L::store(y[t] + lane, total[t]);
+}
+
+// Adds to y what rounding left of large groups. Most of them are large in few tokens of a tile: each is multiplied alone.
+template <int Kind>
+__attribute__((noinline)) void add_rest(const uint8_t* strip, const Activation* rest, int groups, float (*y)[kStrip]) {
+  typedef LanesOf<1> L;
+  for (; rest->group >= 0; ++rest) {
+    const int i = rest->group % kBlock, first = rest->group - i;
+    const int count = groups - first < kBlock ? groups - first : kBlock;
+    const uint8_t* w = strip + static_cast<int64_t>(first / kBlock) * block_bytes(Kind, kBlock);
+    const uint8_t* s = w + count * code_bytes(Kind);
+    for (int lane = 0; lane < kStrip; lane += L::kRows) {
+      const Super<L, Kind> super(s + 2 * lane);
+      typename L::floats total[1] = {L::load(y[rest->token] + lane)};
+      add_group<L, Kind, 1>(w + i * code_bytes(Kind), s + super_bytes(Kind) + i * scale_bytes(Kind), lane, super, rest,
+                            total);
+      L::store(y[rest->token] + lane, total[0]);
+    }
+  }
 }
 
 // The types of most files have kernels for many tokens; the others are unpacked again for every two: compilation time.
@@ -700,7 +718,7 @@ void tile_of(const uint8_t* w, const Activation* x, int stride, int groups, floa
   }
 }
 
-// y[t][r] for the tokens of a tile and the rows of a strip. x is [groups and what was left][tokens].
+// y[t][r] for the tokens of a tile and the rows of a strip. x is [groups][tokens], then what rounding left.
 template <int Kind>
 void strip(const uint8_t* w, const Activation* x, int tokens, int groups, float (*y)[kStrip]) {
   constexpr int most = most_tokens(Kind);
@@ -721,6 +739,7 @@ void strip(const uint8_t* w, const Activation* x, int tokens, int groups, float 
     tile_of<Kind, 1>(w, x + t, tokens, groups, y + t);
     t += 1;
   }
+  add_rest<Kind>(w, x + static_cast<int64_t>(groups) * tokens, groups, y);
 }
 
 __attribute__((noinline)) inline void multiply(int type, const uint8_t* w, const Activation* x, int tokens, int groups,
@@ -753,8 +772,8 @@ inline void quantise_rest(const float* x, const Activation& rounded, Activation&
   quantise(rest, out);
 }
 
-// The activations of a tile: [groups][tokens], then again [tokens] for every group that is large in one of them, zero
-// for the others.
+// The activations of a tile: [groups][tokens], then what rounding left of every group that is large in its token, in the
+// order of the groups.
 inline void quantise_tile(const float* x, int tokens, int cols, Activation* out) {
   const int groups = cols / kGroup;
   float limit[Lanes::kTokens];
@@ -763,7 +782,6 @@ inline void quantise_tile(const float* x, int tokens, int cols, Activation* out)
     for (int g = 0; g < groups; ++g) {
       Activation& a = out[static_cast<int64_t>(g) * tokens + t];
       quantise(x + static_cast<int64_t>(t) * cols + g * kGroup, a);
-      a.group = g;
       sum += a.scale;
     }
     limit[t] = kLarge * sum / static_cast<float>(groups);
@@ -771,17 +789,15 @@ inline void quantise_tile(const float* x, int tokens, int cols, Activation* out)
   Activation* rest = out + static_cast<int64_t>(groups) * tokens;
   for (int g = 0; g < groups; ++g) {
     const Activation* rounded = out + static_cast<int64_t>(g) * tokens;
-    bool large = false;
-    for (int t = 0; t < tokens; ++t) large |= rounded[t].scale > limit[t];
-    if (!large) continue;
-    for (int t = 0; t < tokens; ++t, ++rest) {
-      *rest = Activation{};
-      if (rounded[t].scale > limit[t])
-        quantise_rest(x + static_cast<int64_t>(t) * cols + g * kGroup, rounded[t], *rest);
-      rest->group = g;
+    for (int t = 0; t < tokens; ++t) {
+      if (!(rounded[t].scale > limit[t])) continue;
+      quantise_rest(x + static_cast<int64_t>(t) * cols + g * kGroup, rounded[t], *rest);
+      rest->group = static_cast<int16_t>(g);
+      rest->token = static_cast<int16_t>(t);
+      ++rest;
     }
   }
-  for (int t = 0; t < tokens; ++t) rest[t].group = -1;
+  rest->group = -1;
 }
 
 // Activations [tokens, cols] as the kernels read them, tile by tile.
