@@ -176,6 +176,9 @@ def known_at_once(folder: Path, checkpoints: dict[str, str]) -> Commands:
         "lookahead": [*label, *new, "--method", "autojudge+", "--lookahead"],
         "policy of another method": [*label, *new, "--tau", "-5", "--policy", "judged"],
         "policy that is no judged rule": [*label, *new, "--method", "consequences", "--policy", "topk:2"],
+        "judge of a policy that is not there": [
+            *label, *new, "--method", "consequences", "--policy", "judged", "--judge", str(folder / "nowhere"),
+        ],
         "judge without policy": [*label, *new, "--method", "consequences", "--judge", str(folder / "plain")],
         "engine options": [*label, *new, "--engine-options", "{}"],
         "policy in vllm": [*inside, "--method", "consequences", "--policy", "judged"],

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from selfjudge.cli.groups import PairOptions, outline
+from selfjudge.cli.groups import JudgeOptions, PairOptions, check_rule, outline
 from selfjudge.cli.options import AsJson, Data, Resume, config_options
 from selfjudge.cli.output import going_on, print_json, print_rows, progress, waiting, warn
 from selfjudge.errors import SelfJudgeError
-from selfjudge.label.config import ROUNDED, WHOLE_WEIGHTS, LabelConfig
+from selfjudge.label.config import GREEDY, ROUNDED, WHOLE_WEIGHTS, LabelConfig
 from selfjudge.label.tau import known_tau
 from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.store import RunFolder, read_json
@@ -45,6 +45,8 @@ def label(
         raise SelfJudgeError("`engine_options` are vLLM's: they go with --backend vllm")
     if models.dtype in ROUNDED:
         raise SelfJudgeError(WHOLE_WEIGHTS.format(models.dtype))
+    if config.policy != GREEDY:
+        check_rule(config.policy, models, JudgeOptions(judge=config.judge), gamma=config.gamma)
     RunFolder(out, done="manifest.json").claim(resume=resume)
     if config.takes_shipped_tau and not resume:
         known_tau(models.name, None, config.suffix_length)

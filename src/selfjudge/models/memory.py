@@ -1,8 +1,10 @@
-"""How much memory there is: asked before weights are loaded that would not fit."""
+"""How much memory there is: asked before weights are loaded that would not fit. What is freed goes back to the system."""
 
 from __future__ import annotations
 
+import ctypes
 import re
+import sys
 from pathlib import Path
 
 from selfjudge.errors import SelfJudgeError
@@ -24,6 +26,14 @@ def check_memory(needed: int, reference: str) -> None:
         raise SelfJudgeError(
             f"{reference} needs {needed / 1e9:.1f} GB of memory for its weights and {free / 1e9:.1f} GB are available"
         )
+
+
+def give_back() -> None:
+    """Give memory that was freed back to the system: the C library of Linux keeps it for this process otherwise."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
+        if trim is not None:
+            trim(0)
 
 
 def _left_of_group() -> int | None:

@@ -20,8 +20,8 @@ from selfjudge.evaluate.runs import Judges, plan_runs
 from selfjudge.tasks.base import Prompt, Row
 from selfjudge.types import Generation, Origin
 
-TOKENS = 48
-"""Of an answer that is timed."""
+TOKENS = {"cpu": 48, "cuda": 256}
+"""Of an answer that is timed, by device: 48 of a fast one would time the reading of prompts."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,11 @@ class Clock:
                 rows.append(_row(rule, timing.gamma, timing.tokens_per_second))
         return rows
 
-    def timed(self, text: str, gamma: int, most: int = TOKENS) -> Timing | None:
+    def timed(self, text: str, gamma: int, most: int | None = None) -> Timing | None:
         """None where the rule does not work with this γ. On CUDA the second of two runs: the first records."""
         if (rule := self.rule(text, gamma)) is None:
             return None
+        most = most or TOKENS.get(self.answerer.device, TOKENS["cpu"])
         for _ in range(2 if self.answerer.device == "cuda" else 1):
             answers, seconds = self.answerer.answer(
                 self.prompts, rule, gamma=gamma, max_new_tokens=min(most, self.max_new_tokens)

@@ -15,6 +15,7 @@ from selfjudge.engine.cpu.library import Layer, Matrix, Model, library
 from selfjudge.engine.cpu.weights import F16, F32, Q8_0, Packed, output_name
 from selfjudge.models.eagle import EagleHead
 from selfjudge.models.gguf import LAYER, GgufFile, gguf_of
+from selfjudge.models.memory import give_back
 
 
 class PackedHead(Packed):
@@ -88,6 +89,7 @@ class CpuHead(CpuEngine):
             forms[int8, processor] = PackedHead(head.whole(), target, int8, processor)
             if int8 and gguf_of(target) is not None:
                 head.let_go()  # no other engine runs a head beside a file
+            give_back()
         self._use(forms[int8, processor], head.rotary_emb)
 
     @torch.inference_mode()

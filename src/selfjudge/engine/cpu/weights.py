@@ -14,6 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from selfjudge.engine.cpu.library import Layer, Matrix, Model, library
 from selfjudge.models.gguf import LAYER, GgufFile, gguf_of, head_width, int8_blocks, row_order
+from selfjudge.models.memory import give_back
 
 F32, F16, Q8_0 = 0, 1, 8
 LINE = 64  # bytes of a cache line
@@ -161,4 +162,5 @@ def packed(model: PreTrainedModel, int8: bool, processor: str = "native") -> Pac
     key = int8 and gguf_of(model) is None, processor
     if key not in forms:
         forms[key] = Packed(model, *key)
+        give_back()  # what packing needed
     return forms[key]
