@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -91,3 +91,17 @@ def test_on_cuda_a_run_that_records_is_not_timed() -> None:
     timing = Clock(answerer, ["a prompt"], {}, (), 8).timed("exact", 2)
     assert timing is not None
     assert timing.tokens_per_second == 4.0
+
+
+@pytest.mark.parametrize(("device", "limit", "tokens"), [("cpu", 512, 48), ("cuda", 512, 256), ("cuda", 100, 100)])
+def test_answers_are_timed_long_enough_for_their_device(device: str, limit: int, tokens: int) -> None:
+    asked: list[int] = []
+    answers = [SimpleNamespace(tokens=(1, 2), origins=["target"] * 2)]
+
+    def answer(*_: Any, max_new_tokens: int, **__: Any) -> Any:
+        asked.append(max_new_tokens)
+        return answers, {"total": 1.0}
+
+    clock = Clock(cast(Any, SimpleNamespace(device=device, answer=answer)), ["a prompt"], {}, (), limit)
+    clock.timed("exact", 2)
+    assert set(asked) == {tokens}

@@ -1,4 +1,4 @@
-"""How much memory there is: asked before weights are loaded that would not fit. What is freed goes back to the system."""
+"""How much memory there is, asked before weights are loaded that would not fit; and giving freed memory back."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_memory(needed: int, reference: str) -> None:
 
 
 def give_back() -> None:
-    """Give memory that was freed back to the system: the C library of Linux keeps it for this process otherwise."""
+    """Give memory that was freed back to the system: glibc keeps it for this process otherwise."""
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
         if trim is not None:

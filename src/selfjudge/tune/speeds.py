@@ -20,7 +20,7 @@ from selfjudge.evaluate.runs import Judges, plan_runs
 from selfjudge.tasks.base import Prompt, Row
 from selfjudge.types import Generation, Origin
 
-TOKENS = {"cpu": 48, "cuda": 256}
+TIMED_TOKENS = {"cpu": 48, "cuda": 256}
 """Of an answer that is timed, by device: 48 of a fast one would time the reading of prompts."""
 
 
@@ -96,7 +96,7 @@ class Clock:
         """None where the rule does not work with this γ. On CUDA the second of two runs: the first records."""
         if (rule := self.rule(text, gamma)) is None:
             return None
-        most = most or TOKENS.get(self.answerer.device, TOKENS["cpu"])
+        most = most or TIMED_TOKENS.get(self.answerer.device, TIMED_TOKENS["cpu"])
         for _ in range(2 if self.answerer.device == "cuda" else 1):
             answers, seconds = self.answerer.answer(
                 self.prompts, rule, gamma=gamma, max_new_tokens=min(most, self.max_new_tokens)

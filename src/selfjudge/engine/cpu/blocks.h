@@ -234,7 +234,7 @@ struct Activation {
   int8_t q[kGroup];
   float scale, sum;      // sum of scale * q
   int16_t half_sum[2];   // of q, for each 16
-  int16_t group, token;  // of what rounding left: whose it is; the group is -1 after the last
+  int16_t group, token;  // of what rounding left: whose it is (below 2^20 columns); the group is -1 after the last
 };
 static_assert(sizeof(Activation) == 48, "kernels count on it");
 
@@ -311,8 +311,8 @@ inline void quantise(const float* x, Activation& out) {
 
 // ------------------------------------------------------------------------------- what the processor offers for a strip
 
-// Four activations. Each four are a load of their own: only then does the multiplication itself spread them over its
-// register. Eight at once go through an integer register, and spreading that takes the port that multiplies.
+// Four activations, loaded by themselves: to spread them from memory takes a port that loads. Eight at once go through
+// an integer register, and to spread that takes a port that multiplies.
 inline int32_t int_at(const int8_t* x) {
   int32_t four;
   std::memcpy(&four, x, 4);
@@ -339,9 +339,13 @@ struct Lanes {  // 16 rows in a register, 8 tokens in 16 registers
   static ints fill(int32_t v) { return _mm512_set1_epi32(v); }
   // The instruction spreads the four activations over its register itself; GCC 12 makes a second instruction of that.
   static ints dot(ints sum, bytes w, const int8_t* x) {
+#ifdef __clang__
+    return _mm512_dpbusd_epi32(sum, w, fill(int_at(x)));
+#else
     typedef int8_t four[4];
     asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(w), "m"(*reinterpret_cast<const four*>(x)));
     return sum;
+#endif
   }
   template <int Bits>
   static ints dot(ints sum, bytes a, bytes b, const int8_t* x) {  // 4 columns of a, the next 4 of b
