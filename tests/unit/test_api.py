@@ -170,3 +170,15 @@ def test_errors_name_arguments_not_options(tiny_pair: Pair) -> None:
             call()
         assert argument in str(caught.value)
         assert "--" not in str(caught.value)
+
+
+def test_a_rule_that_gives_no_mask_is_refused_by_name(tiny_pair: Pair) -> None:
+    @dataclass(frozen=True)
+    class Likely(AcceptanceRule):
+        name = "likely"
+
+        def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
+            return aligned.float()
+
+    with pytest.raises(SelfJudgeError, match=r"rule 'likely': `accepts` must give a bool for each draft.*not float32"):
+        generate(tiny_pair, "w5 w6", rule=Likely(), gamma=3, max_new_tokens=4)

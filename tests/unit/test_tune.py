@@ -16,7 +16,7 @@ from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.judge.training_prompts import prompt_key, training_prompts, write_training_prompts
 from selfjudge.models.pair import Pair
-from selfjudge.report.certificate import certificate_markdown, claim, doubt, finding
+from selfjudge.report.certificate import certificate_markdown, claim, commands, doubt, finding
 from selfjudge.tune.calibration import Measure, digest, load_calibration, refuse_learnt
 from selfjudge.tune.candidates import FAMILIES, candidates, levels
 from selfjudge.tune.config import TuneConfig
@@ -204,6 +204,11 @@ def test_the_finding_is_one_sentence() -> None:
     assert "the time was up" in finding(certificate(certified=False, stopped=True))
     slow = finding(certificate(certified=False, exact_over_plain=1.0))
     assert slow == "Nothing here beats plain decoding: use exact without a recipe (--gamma auto or 0)."
+    flags = {"selfjudge": "--pair smollm2-135m --rule exact --gamma 2", "vllm": "vllm serve"}
+    assert commands(certificate(certified=False, exact_over_plain=1.0, flags=flags)) == [
+        "selfjudge serve --pair smollm2-135m"
+    ]
+    assert len(commands(certificate(certified=False, flags=flags))) == 3
     agreement = finding(certificate(measure="overlap"))
     assert "points of agreement (words in common with exact)" in agreement
     assert "tokens per target pass" in finding(certificate(speed_measure="mean_accepted_length"))
@@ -217,7 +222,10 @@ def test_it_is_said_where_there_is_little_to_lose() -> None:
 
     assert said() == said(score=None) == doubt(certificate()) == ""
     assert "exact itself scores 5.0 of 100 points and in 3 of its 60 answers none was found" in said(score=0.05)
-    assert "exact itself scores 5.0 of 100 points. Let" in said(score=0.05, without_answer=0)
+    assert "exact itself scores 5.0 of 100 points. Its answers are found, and wrong" in said(
+        score=0.05, without_answer=0
+    )
+    assert "Let prompts ask for an answer that is found" in said(without_answer=40)
     assert "in 40 of its 60 answers none was found" in said(without_answer=40)
     poor = certificate(exact={"n": 60, "score": 0.0, "without_answer": None})
     assert "There is little to lose here" in certificate_markdown(poor)

@@ -90,7 +90,8 @@ def generate(
     typer.echo(
         f"{len(result.tokens)} tokens, m = {figure(result.mean_accepted_length, '.2f', '–')},"
         f" γ = {figure(result.gamma_mean, '.1f', '–')},"
-        f" {result.judged_share:.0%} accepted against alignment, {result.tokens_per_second:.1f} tokens/s",
+        f" {result.judged_share:.0%} taken against the target's choice, {result.tokens_per_second:.1f} tokens/s"
+        + ("; cut off there: --max-new-tokens" if result.finish == "length" else ""),
         err=True,
     )
 

@@ -43,7 +43,7 @@ def tune(
         models.check_judge(JudgeConfig.from_pretrained(judge))
     pair, answerer = (models.load(), None) if where.backend == "torch" else where.answerer(models, judge)
 
-    from selfjudge.report.certificate import doubt, finding
+    from selfjudge.report.certificate import commands, doubt, finding, plain_wins
     from selfjudge.tune.pipeline import tune_pair
 
     with going_on("go on with --resume"), progress() as update:
@@ -67,7 +67,8 @@ def tune(
     for row in recipe.certificate["candidates"]:
         if row["n_used"] and not row["refuted"]:
             typer.echo(f"{row['rule']}: {row['why']}", err=True)
-    typer.echo(f"run this: selfjudge serve --recipe {out}")
+    run = commands(recipe.certificate)[0] if plain_wins(recipe.certificate) else f"selfjudge serve --recipe {out}"
+    typer.echo(f"run this: {run}")
     typer.echo(f"the certificate: {out / 'certificate.html'}")
 
 

@@ -98,6 +98,11 @@ class AcceptanceRule:
             logits = regular(logits)
         aligned = self.aligned(block, logits, choice)
         accepted = self.accepts(block, logits[:, :-1], aligned) if self.price is None else self._settled(block, aligned)
+        if accepted is not None and (accepted.dtype != torch.bool or accepted.shape != aligned.shape):
+            raise SelfJudgeError(
+                f"rule {self.name!r}: `accepts` must give a bool for each draft, {list(aligned.shape)},"
+                f" not {str(accepted.dtype).removeprefix('torch.')} {list(accepted.shape)}"
+            )
 
         irregular, no_say = broken.any(), broken[:, :-1]
         if block.scores is not None:

@@ -10,16 +10,16 @@ from selfjudge.report.demo import show_token, writable
 from selfjudge.report.draw import draw
 from selfjudge.report.page import render
 from selfjudge.report.table import Column, Table, fixed, points, signed_points, text, whole, word_column
+from selfjudge.report.verdict import LITTLE
 
-RUN = "Run one of these in the folder of this certificate"
-LITTLE = 0.1  # a score of `exact` below which hardly anything can be lost
+RUN = "Run this in the folder of this certificate"
 
 
 def finding(certificate: Mapping[str, Any]) -> str:
     """What came out, in a sentence."""
     if not certificate["certified"]:
         why = "" if not certificate["stopped"] else " so far (the time was up)"
-        if certificate["exact_over_plain"] == 1:
+        if plain_wins(certificate):
             return f"Nothing here beats plain decoding{why}: use exact without a recipe (--gamma auto or 0)."
         return f"Nothing here beats exact{why}: use exact (γ = {certificate['gamma']})."
     low, high = certificate["mean_difference_ci"]
@@ -30,14 +30,19 @@ def finding(certificate: Mapping[str, Any]) -> str:
     )
 
 
+def plain_wins(certificate: Mapping[str, Any]) -> bool:
+    """Whether nothing was faster than plain decoding: then there is no recipe to be used."""
+    return not certificate["certified"] and certificate["exact_over_plain"] == 1
+
+
 def claim(certificate: Mapping[str, Any]) -> str:
     """What is claimed, of which prompts."""
     confidence = fixed(100 * (1 - certificate["delta"]), 1).removesuffix(".0")
     if not certificate["certified"]:
-        return (
-            "Exact decoding loses nothing. No relaxed rule was certified to lose at most"
-            f" {points(certificate['epsilon'])} {unit(certificate)} with {confidence} % confidence and found faster."
-        )
+        lost = f"to lose at most {points(certificate['epsilon'])} {unit(certificate)} with {confidence} % confidence"
+        if any(row["refuted"] for row in certificate["candidates"]):
+            return f"Exact decoding loses nothing. Relaxed rules were certified {lost}; none was surely faster."
+        return f"Exact decoding loses nothing. No relaxed rule was certified {lost}."
     plain = ""
     if certificate["exact_over_plain"] and certificate["speed_measure"] == "tokens_per_second":
         over = certificate["exact_over_plain"] * certificate["speed_ratio"]
@@ -57,10 +62,12 @@ def doubt(certificate: Mapping[str, Any]) -> str:
         return ""
     said = [] if score is None else [f"exact itself scores {points(score)} of 100 points"]
     said += [f"in {missed} of its {n} answers none was found"] if missed else []
-    return (
-        f"There is little to lose here: {' and '.join(said)}. Let prompts ask for an answer that is found, such as"
-        ' "The answer is …", or certify agreement (--measure overlap).'
+    mend = (
+        'Let prompts ask for an answer that is found, such as "The answer is …"'
+        if missed > n / 2
+        else "Its answers are found, and wrong: take prompts that this target can answer, or another pair"
     )
+    return f"There is little to lose here: {' and '.join(said)}. {mend}, or certify agreement (--measure overlap)."
 
 
 def gain(certificate: Mapping[str, Any]) -> str:
@@ -122,6 +129,8 @@ def commands(certificate: Mapping[str, Any]) -> list[str]:
     flags = certificate.get("flags")
     if not flags:
         return []
+    if plain_wins(certificate):
+        return [f"selfjudge serve {flags['selfjudge'].partition(' --rule ')[0]}"]
     lines = ["selfjudge serve --recipe .", f"selfjudge serve {flags['selfjudge']}"]
     return [*lines, flags["vllm"]] if flags["vllm"] else lines
 

@@ -13,9 +13,11 @@ from typing import Any
 
 from selfjudge.report.charts import Lines, Point, Series, drop_far_points
 from selfjudge.report.records import PAPER, Run, rule_order, task_order, title, usual_gamma
-from selfjudge.report.table import Column, Row, Table, fixed, percent, signed_points
+from selfjudge.report.table import Column, Row, Table, fixed, percent, points, signed_points, whole
 from selfjudge.report.tables import RULE, Against, average
 
+LITTLE = 0.1
+"""A score of `exact` below which hardly anything can be lost."""
 KINDS = ("exact", "judged", "margin", "fly", "topk")
 """Rules that the verdict is about, one of each kind: where nothing ships, the judged one with most runs."""
 
@@ -47,7 +49,10 @@ def verdict(runs: Sequence[Run], against: Against) -> Verdict | None:
         return None
     others = rows[1:]
     where = f"{', '.join(map(title, tasks))}, γ = {gamma}" + (f", {pair}" if len(counts) > 1 else "")
-    return Verdict(tuple(_sentences(others, where)), _chart(rows, where), _table(rows, where))
+    exact = chosen[0]
+    score = sum(run.score for run in exact) / len(exact)
+    asked = f"{where}; {whole(sum(run.n for run in exact))} prompts"
+    return Verdict(tuple(_sentences(others, asked, score)), _chart(rows, where), _table(rows, where))
 
 
 def _chosen(kind: str, runs: Sequence[Run], tasks: Sequence[str], usual: Counter[str]) -> list[Run]:
@@ -90,8 +95,11 @@ def _name(row: Row) -> str:
     return RULE.show(row)
 
 
-def _sentences(rows: Sequence[Row], where: str) -> list[str]:
-    """What the first rule gains and costs, what the others do, and which of them show no loss."""
+def _sentences(rows: Sequence[Row], where: str, exact: float) -> list[str]:
+    """What the first rule gains and costs, what the others do, and which of them show no loss.
+
+    Where `exact`, the score of exact, is near 0, no rule can lose much: that is said instead.
+    """
     first, *others = rows
     said = [
         f"{_name(first)} yields {gain(first)} tokens per target pass against exact and changes the score by"
@@ -99,6 +107,13 @@ def _sentences(rows: Sequence[Row], where: str) -> list[str]:
     ]
     if others:
         said.append("Beside it: " + "; ".join(f"{_name(row)} {gain(row)} at {_change(row)}" for row in others) + ".")
+    if exact < LITTLE:
+        kept = (
+            ""
+            if first["agreement"] is None
+            else f", and {_name(first)} keeps {percent(first['agreement'])} of its answers"
+        )
+        return [*said, f"There is little to lose here: exact itself scores {points(exact)} of 100 points{kept}."]
     level = [row for row in rows if row["delta_ci"] is not None and row["delta_ci"][1] >= 0]
     best = max(level, key=lambda row: row["m_ratio"], default=None)
     if best is None:

@@ -308,8 +308,9 @@ const RULES = ["exact", "judged", "margin", "fly", "topk:2", "relaxed", "typical
 const AMOUNTS = { quality: { min: 0.5, max: 1, step: 0.01, value: 0.9 }, price: { min: 0, max: 1, step: 0.01, value: 0.1 } };
 const measure = () => document.querySelector("[name=measure]:checked").value;
 const ruleText = () => (at("rule").value === "other" ? at("other").value.trim() : at("rule").value);
+const LOSSLESS = ["exact", "sampling"]; // they have no θ, whatever the server's is
 const described = ({ off, rule, theta, quality, price, gamma }) => [
-  off ? "exact" : rule, typeof theta === "number" ? `θ ${Number(theta.toFixed(3))}` : theta && `θ ${theta}`, quality && `quality ${quality}`,
+  off ? "exact" : rule, !off && !LOSSLESS.includes(rule) && (typeof theta === "number" ? `θ ${Number(theta.toFixed(3))}` : theta && `θ ${theta}`), quality && `quality ${quality}`,
   typeof price === "number" && `price ${price}`, gamma !== undefined && gamma !== null && `γ ${gamma}`,
 ].filter(Boolean).join(", ");
 
