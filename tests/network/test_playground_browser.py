@@ -116,6 +116,7 @@ def test_two_answers_at_once(opened: Browser, server: Server) -> None:
     assert f"m {exact.selfjudge['mean_accepted_length']:.2f}" in lossless["figures"]
     assert f"m {judged.selfjudge['mean_accepted_length']:.2f} (" in relaxed["figures"]
     assert "tokens/s" in lossless["figures"]
+    assert ("cut off" in lossless["figures"]) == (exact.choices[0].finish_reason == "length")
     assert "% judged" in relaxed["figures"]
     assert set(lossless["origins"]) == {"draft", "target"}
     marked = [i for i, origin in enumerate(relaxed["origins"]) if origin == "judge"]

@@ -125,7 +125,10 @@ async function stream(card, all, signal) {
     for await (const event of events(await send("v1/chat/completions", card.body, signal))) {
       if (event.error) throw new Error(event.error.message ?? event.error);
       append(card, piecesOf(event));
-      if (event.choices?.[0]?.finish_reason) card.statistics = event.selfjudge ?? {};
+      if (event.choices?.[0]?.finish_reason) {
+        card.statistics = event.selfjudge ?? {};
+        card.cutOff = event.choices[0].finish_reason === "length";
+      }
       markParting(all);
       all.forEach((one) => showFigures(one, all));
     }
@@ -162,11 +165,13 @@ function showFigures(card, all) {
     figure.append(unit === "m" ? "m " : "", make("b", "", value.toFixed(digits)), unit === "m" ? gain : ` ${unit}${gain}`);
     parts.push(figure);
   };
-  add(meanLength(card), 2, "m", other && meanLength(other));
+  const drafted = other && meanLength(other) > 1; // against plain decoding m says nothing of the rule
+  add(meanLength(card), 2, "m", drafted && meanLength(other));
   add(rate(card), 0, "tokens/s", other && rate(other));
   const judged = card.tokens.filter((token) => token.origin === "judge").length;
   if (!card.lossless && card.tokens.length) add((100 * judged) / card.tokens.length, 0, "% judged");
   if (card.parted > 0 && !card.lossless) parts.push(make("span", "", `same for ${card.parted} tokens`));
+  if (card.cutOff) parts.push(make("span", "", "cut off"));
   if (card.parted < 0 && all.length > 1 && all.every((one) => one.done && one.text)) parts.push(make("span", "", "same text"));
   card.figures.replaceChildren(...parts.flatMap((part, i) => (i ? [" · ", part] : [part])));
 }
