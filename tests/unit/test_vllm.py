@@ -408,6 +408,9 @@ def test_the_hash_of_a_pulled_target_is_that_of_its_manifest(tmp_path: Path) -> 
         json.dumps({"sha256": "abc" * 20 + "abcd", "draft_sha256": None, "files": {}})
     )
     assert target_sha256(str(folder)) == "abc" * 20 + "abcd"
+    by_folder = fingerprint([folder / "model.safetensors"])  # as a judge knows it that was trained with this folder
+    assert target_sha256(str(folder), by_folder) == by_folder
+    assert target_sha256(str(folder), "abc" * 20 + "abcd") == "abc" * 20 + "abcd"
 
 
 @pytest.fixture

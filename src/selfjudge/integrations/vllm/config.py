@@ -212,18 +212,24 @@ def load(config: Any) -> tuple[WorkerConfig, Judge | None]:
         from selfjudge.judge.model import Judge
 
         judge, model = Judge.from_pretrained(settings.judge), config.model_config
-        judge.check_target(model.model, target_sha256(model.model), model.get_hidden_size())
+        known = target_sha256(model.model, judge.config.target_sha256)
+        judge.check_target(model.model, known, model.get_hidden_size())
     RequestRules(settings, judge, (), config.speculative_config.num_speculative_tokens)
     return settings, judge
 
 
-def target_sha256(model: str) -> str:
-    """The hash by which judges know a target: from the manifest of a pulled model, else that of its weight files."""
+def target_sha256(model: str, wanted: str = "") -> str:
+    """The hash by which judges know a target: from the manifest of a pulled model, else that of its weight files.
+
+    A judge that was trained with the folder of a pulled model knows the latter: where `wanted` is not the former.
+    """
     path = Path(model)
     manifest = path.parent / "manifest.json"
     if path.name == "target" and manifest.is_file():
         with contextlib.suppress(SelfJudgeError):  # somebody else's
-            return str(read_json(manifest, PullManifest)["sha256"])
+            pulled = str(read_json(manifest, PullManifest)["sha256"])
+            if wanted in ("", pulled):
+                return pulled
     if path.is_file():
         return fingerprint([path])
     return fingerprint(weight_files(path if path.is_dir() else model))
