@@ -30,6 +30,8 @@ SMALLER = {
     "train": [],
 }  # fmt: skip
 """What is added to a command, so that a CPU can do it."""
+FIRST = 5
+"""Commands of the page's first block; the second makes a judge."""
 
 
 def commands() -> list[list[str]]:
@@ -49,31 +51,48 @@ def run(folder: Path, words: list[str]) -> None:
     assert done.returncode == 0, f"{shlex.join(words)}\n{done.stderr[-4000:]}"
 
 
-@pytest.mark.slow
-def test_the_pages_commands_lead_from_a_target_to_a_server(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def followed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The page's first block, from a target to a server: the folder it was run in, and what the server said."""
+    folder, said = tmp_path_factory.mktemp("page"), ""
     rows: list[dict[str, Any]] = [{"prompt": f"What is {i} + {i + 3}?", "answer": str(2 * i + 3)} for i in range(40)]
-    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    names = []
-    for words in commands():
-        names.append(words[0])
+    (folder / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for words in commands()[:FIRST]:
         if words[0] == "serve":
-            with served([*START, *words], tmp_path) as address:
+            with served([*START, *words], folder) as address:
                 client = OpenAI(base_url=f"{address}/v1", api_key="none")
                 (model,) = client.models.list().data
                 asked: Any = [{"role": "user", "content": "What is 2 + 2?"}]
                 reply = client.chat.completions.create(model=model.id, messages=asked, max_tokens=8)
-                assert reply.choices[0].message.content
+                said = reply.choices[0].message.content or ""
         else:
-            run(tmp_path, words)
-    assert names == ["doctor", "distill", "bench", "tune", "serve", "label", "train", "tune"]
-    for name in ("tuned", "tuned-judge"):
-        assert read_json(tmp_path / name / "recipe.json")["engine"] == "vllm"
-    tried = read_json(tmp_path / "tuned-judge" / "certificate.json")["candidates"]
+            run(folder, words)
+    return folder, said
+
+
+def test_the_pages_commands_lead_from_a_target_to_a_server(followed: tuple[Path, str]) -> None:
+    folder, said = followed
+    assert said
+    assert read_json(folder / "tuned" / "recipe.json")["engine"] == "vllm"
+
+
+@pytest.mark.slow
+def test_a_judge_of_ones_own_is_tried_too(followed: tuple[Path, str]) -> None:
+    folder, _ = followed
+    for words in commands()[FIRST:]:
+        run(folder, words)
+    assert read_json(folder / "tuned-judge" / "recipe.json")["engine"] == "vllm"
+    tried = read_json(folder / "tuned-judge" / "certificate.json")["candidates"]
     assert any(row["family"] == "judged" and row["n_used"] for row in tried)
 
 
 def test_the_page_tunes_and_serves_inside_vllm_and_names_its_model_once() -> None:
     found = commands()
+    names = [words[0] for words in found]
+    assert (names[:FIRST], names[FIRST:]) == (
+        ["doctor", "distill", "bench", "tune", "serve"],
+        ["label", "train", "tune"],
+    )
     for words in found:
         if words[0] in ("tune", "serve"):
             assert words[1:3] == ["--backend", "vllm"]

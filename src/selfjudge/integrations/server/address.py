@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 
 from selfjudge.errors import SelfJudgeError, first_line
@@ -22,5 +23,6 @@ def listen(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
-        raise SelfJudgeError(f"cannot listen on {host}:{port}: {first_line(error)}") from None
+        hint = "; choose another `port`" if error.errno == errno.EADDRINUSE else ""
+        raise SelfJudgeError(f"cannot listen on {host}:{port}: {first_line(error)}{hint}") from None
     return listener
