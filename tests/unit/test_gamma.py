@@ -37,6 +37,8 @@ class Machine:
     recording: float = 0.0
     used: Counter[int] = field(default_factory=Counter)
     """Cycles by their drafts."""
+    recorded: set[int] = field(default_factory=set)
+    """Numbers of drafts that a static engine has recorded."""
 
     def cycle(self, drafts: int) -> float:
         return 1 + (self.token + self.step) * drafts
@@ -49,7 +51,7 @@ class Machine:
     def decode(self, statistics: PairStatistics, tokens: int, rows: int, static: bool, seed: int = 0) -> float:
         """Seconds of a token of a batch of answers with the γ that is chosen."""
         controller, random = GammaController(statistics, Exact(), static=static), np.random.default_rng(seed)
-        recorded = self.__dict__.setdefault("recorded", set())
+        recorded = self.recorded
         controller.recorded = recorded.__contains__ if static else lambda gamma: True
         spent, made, behind = 0.0, 0.0, 0
         while made < tokens:
@@ -150,6 +152,18 @@ def test_a_static_engine_records_little_and_what_it_records_pays(monkeypatch: py
     short = Machine(step=0.05, token=0.03, sure=lambda progress: 0.9, recording=60.0)
     short.decode(PairStatistics(), 40, 1, static=True)
     assert len(short.used) == 1  # another recording would not pay
+
+
+def test_short_answers_one_after_the_other_pay_for_a_recording_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gamma_module, "RECORDING", float("inf"))  # seconds are units of plain cycles here
+    machine, statistics = Machine(step=0.05, token=0.03, sure=lambda progress: 0.9, recording=60.0), PairStatistics()
+    best = min(STATIC_CHOICES, key=machine.fixed)
+    for seed in range(40):
+        machine.decode(statistics, 40, 1, static=True, seed=seed)
+    machine.used.clear()
+    assert machine.decode(statistics, 40, 1, static=True) < 1.1 * machine.fixed(best)
+    assert machine.used.most_common(1)[0][0] == best
+    assert len(machine.recorded) <= 3
 
 
 def test_costs_are_medians_and_what_lies_between_them() -> None:

@@ -211,6 +211,17 @@ class Record:
 
 
 @dataclass
+class Waiting:
+    """Towards recordings that a static engine has not made, with exactly so many rows. It outlives batches: short
+    answers, one at a time, lose little each and much together."""
+
+    spent: float = 0.0
+    """Seconds of cycles with so many rows: plain decoding is recorded when they are many."""
+    lost: float = 0.0
+    """Seconds that cycles took longer for want of a recording."""
+
+
+@dataclass
 class PairStatistics:
     """What is known of two engines and their models, for every batch that they decode."""
 
@@ -221,6 +232,8 @@ class PairStatistics:
     """By rule."""
     records: dict[tuple[str, int], Record] = field(default_factory=dict)
     """By rule and, within a factor of two, rows."""
+    waiting: dict[tuple[str, int], Waiting] = field(default_factory=dict)
+    """By rule and rows."""
 
     def record(self, rule: str, rows: int) -> Record:
         return self.records.setdefault((rule, rows.bit_length()), Record())
@@ -243,8 +256,7 @@ class GammaController:
         self._rows = 0
         self._record = Record()
         self._tokens = self._seconds = 0.0  # of cycles with drafts, the latest counting most
-        self._spent_here = 0.0  # seconds of the cycles with so many rows
-        self._debt = 0.0  # seconds lost for want of a recording
+        self._waiting = Waiting()
         self._plain = False  # whether plain decoding is believed to be faster
         self._needed = 0.0  # credit without which nobody looks whether it still is
         self._probing = 0
@@ -318,7 +330,7 @@ class GammaController:
             self.calibration.observe(np.stack(self._q, 1)[alive], accepted[alive])
         accepted = accepted[alive]
         record, plain = self._record, self.statistics.costs.plain(rows)
-        self._spent_here += total
+        self._waiting.spent += total
         record.credit = min(record.credit + BUDGET * total, self._most_credit(plain))
         if record.credit == self._most_credit(plain):
             self._needed = 0.0  # it will not be more: look again, what was needed may have been timed on a busy machine
@@ -348,7 +360,8 @@ class GammaController:
             plain = self.statistics.costs.plain(rows)
             if np.isnan(record.credit):
                 record.credit = self._most_credit(plain)
-        self._rows, self._spent_here, self._debt, self._needed = rows, 0.0, 0.0, 0.0
+        self._rows, self._needed = rows, 0.0
+        self._waiting = self.statistics.waiting.setdefault((self._rule, rows), Waiting())
 
     @staticmethod
     def _most_credit(plain: float) -> float:
@@ -358,12 +371,12 @@ class GammaController:
         """Whether plain decoding has to be timed: it never was with so many rows, or not for long. The less drafting
         wins, the more the choice depends on that time, and the less a plain cycle loses."""
         if self.static and not self.recorded(0):
-            return self._spent_here > 4 * min(self.statistics.recording, RECORDING)
+            return self._waiting.spent > 4 * min(self.statistics.recording, RECORDING)
         if self.statistics.costs.knows_plain(self._rows):
             gain = self._speed(self.most) * self._table[0] - 1
             often = REFRESH if self.static else min(REFRESH, max(2 * PROBE, 100 * gain))
             return self._record.since_plain >= often
-        return self._spent_here > 0
+        return self._waiting.spent > 0
 
     def _expected(self, drafts: int) -> float:
         """Tokens of a cycle."""
@@ -388,10 +401,10 @@ class GammaController:
         current = max((g for g in self.choices if self.recorded(g)), key=lambda g: speeds[g], default=best)
         if speeds[best] <= MARGIN * speeds[current] or patient:
             return current
-        self._debt += self._table[current] * (1 - speeds[current] / speeds[best])
-        if self._debt < min(self.statistics.recording, RECORDING):
+        self._waiting.lost += self._table[current] * (1 - speeds[current] / speeds[best])
+        if self._waiting.lost < min(self.statistics.recording, RECORDING):
             return current
-        self._debt = 0.0
+        self._waiting.lost = 0.0
         return best
 
     def _probe_seconds(self, speed: float, behind: int) -> float:
