@@ -151,7 +151,8 @@ def _model(name: str, place: DeviceOptions) -> Any:
 
     with waiting("making random weights …"):
         from selfjudge.bench.passes import random_model
-        from selfjudge.models.pair import chosen_device, chosen_dtype
+        from selfjudge.models.device import chosen_device
+        from selfjudge.models.pair import chosen_dtype
 
         device = chosen_device(place.device)
         return random_model(shape, device, chosen_dtype(place.dtype, device))

@@ -13,7 +13,7 @@ from selfjudge.bench.config import DemoConfig
 from selfjudge.cli.groups import PairOptions
 from selfjudge.cli.options import AsJson, config_options
 from selfjudge.cli.output import figure, print_json, status, warn
-from selfjudge.store import write_text
+from selfjudge.store import check_page, write_text
 
 if TYPE_CHECKING:
     from selfjudge.models.pair import Pair
@@ -35,6 +35,7 @@ def demo(
 
     Example: selfjudge demo --quick
     """
+    check_page(out)
     config = config.as_asked
     models = PairOptions()
     pair = models.load()

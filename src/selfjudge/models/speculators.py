@@ -20,7 +20,8 @@ from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
 from selfjudge.errors import SelfJudgeError, first_line
-from selfjudge.models.eagle import FILE, EagleConfig, EagleHead, auxiliary_layers, check_config, decoder_layers, is_head
+from selfjudge.models.eagle import FILE, EagleConfig, EagleHead, auxiliary_layers, check_config, decoder_layers
+from selfjudge.models.heads import is_head
 from selfjudge.models.tokens import context_window
 from selfjudge.models.weights import check_finite
 from selfjudge.store import fingerprint, read_json, weight_files, whole, write_json
@@ -41,17 +42,6 @@ def load_head(folder: Path, target: PreTrainedModel, sha256: str = "", name: str
     if is_head(folder):
         return EagleHead.load(folder, target, sha256, name), fingerprint([folder / FILE])
     return read_public(folder, target).bind(target, sha256, name), fingerprint(weight_files(folder))
-
-
-def is_public_head(folder: Path) -> bool:
-    """Whether a folder holds a head in one of the formats of others: its config says so."""
-    file = folder / "config.json"
-    if not file.is_file():
-        return False
-    record = read_json(file)
-    architectures = record.get("architectures")
-    named = any("Eagle3" in str(name) for name in architectures) if isinstance(architectures, list) else False
-    return "speculators_model_type" in record or named
 
 
 def read_public(folder: Path, target: PreTrainedModel) -> EagleHead:

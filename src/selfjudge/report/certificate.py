@@ -89,7 +89,8 @@ def unit(certificate: Mapping[str, Any]) -> str:
 
 def notes(certificate: Mapping[str, Any]) -> list[str]:
     """How it was found, and what the figures beside the claim are."""
-    families = list(dict.fromkeys(row["family"] for row in certificate["candidates"]))
+    every = dict.fromkeys(row["family"] for row in certificate["candidates"])
+    families = certificate.get("families", list(every))  # earlier versions did not write them
     lines = [
         *([doubt(certificate)] if doubt(certificate) else []),
         f"Measured: {certificate['measure_words']}. One prompt is one observation, a repeated prompt counts once.",

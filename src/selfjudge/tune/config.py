@@ -12,6 +12,8 @@ from selfjudge.tune.candidates import FAMILIES
 from selfjudge.types import MAX_GAMMA, check_settings, setting
 
 MEASURES = ("auto", "score", "same_answer", "overlap")
+CPU_BATCH, CUDA_BATCH = 8, 256
+"""Prompts at a time, where no number is given."""
 FREE = ("minutes",)
 """Settings that may differ when a run is gone on with."""
 
