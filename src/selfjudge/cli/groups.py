@@ -258,7 +258,8 @@ class DecodeOptions:
 
     gamma: Gamma | None = setting(
         None,
-        "Draft tokens per cycle, 0 is plain decoding; auto, the default of exact, chooses what is fastest; else 5, on a CPU 3.",
+        "Draft tokens per cycle, 0 is plain decoding; auto, the default of exact, chooses what is fastest; else 5, on a"
+        " CPU 3.",
         minimum=0,
         maximum=MAX_GAMMA,
         word="auto",
@@ -338,7 +339,8 @@ class Chosen:
             return cls(models, judge, rule, gamma)
         if rule is not None or gamma is not None or judge.means_judged:
             raise SelfJudgeError(
-                "a recipe names its rule, γ and judge: leave out `rule`, `gamma`, `judge`, `theta`, `quality` and `price`"
+                "a recipe names its rule, γ and judge: leave out `rule`, `gamma`, `judge`, `theta`, `quality` and"
+                " `price`"
             )
         recipe = Recipe.load(folder)
         if models.target is None and models.pair == PairOptions.pair:

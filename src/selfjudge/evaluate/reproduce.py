@@ -88,7 +88,7 @@ def evaluations(preset: Preset, judges: Sequence[str]) -> list[tuple[str, list[s
 def label_by_all_methods(
     pair: Pair, out: Path, preset: Preset, config: ReproduceConfig, *, notify: Notify, warn: Warn
 ) -> dict[str, Path]:
-    """Label folders by method, of those that have prompts. A method that finds nothing to label is left out, with a warning."""
+    """Label folders by method, of those that have prompts. One that finds nothing to label is left out and named."""
     folders: dict[str, Path] = {}
     shipped = shipped_tau(pair.target_id, pair.draft_sha256, 20)
     calibrate = None if shipped else ("gsm8k" if any(p.startswith("gsm8k") for p in preset.prompts) else "arithmetic")

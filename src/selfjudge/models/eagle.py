@@ -10,8 +10,8 @@ Names and order of operations are those of vLLM and speculators, so that an expo
 
 FOLDER/
     config.json         sizes, which layers are read, which target it belongs to
-    head.safetensors    matrices as int8, or six bits packed, with a float16 scale for each 32 weights; norms in float16;
-                        draft_ids
+    head.safetensors    matrices as int8, or six bits packed, with a float16 scale for each 32 weights; norms in
+                        float16; draft_ids
 """
 
 from __future__ import annotations

@@ -65,8 +65,8 @@ class Pair:
         """Load by embedded name (its draft ships with it), hub id, checkpoint folder or GGUF file; a draft may be the
         folder of an EAGLE-3 head, ours or one in the format of speculators or of EAGLE's own code.
 
-        The device is cuda, mps or cpu, the first that is there. The dtype is bfloat16 on cuda, float16 on mps. On cpu it
-        is `q4` for embedded models and GGUF files, float32 for others, and the draft then runs in int8 if it can.
+        The device is cuda, mps or cpu, the first that is there. The dtype is bfloat16 on cuda, float16 on mps. On cpu
+        it is `q4` for embedded models and GGUF files, float32 for others, and the draft then runs in int8 if it can.
         `q4` leaves weights in their GGUF file, whose blocks the CPU engine runs as they are; `int8` loads float32 and
         lets the CPU engine quantise it. With a dtype of floats the draft has it, too, unless `draft_dtype` is int8.
         `whole_weights` chooses a dtype of floats: for labels, likelihoods and training.

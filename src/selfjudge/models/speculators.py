@@ -1,11 +1,11 @@
-"""EAGLE-3 heads as others keep them: the format of speculators, which vLLM loads as it is, and that of the paper's code.
+"""EAGLE-3 heads as others keep them: the format of speculators, which vLLM loads, and that of the paper's code.
 
 FOLDER/
-    config.json          the shape of the layer (in speculators' format under `transformer_layer_config`), which layers of
-                         the target are read, how many tokens are proposed
+    config.json          the shape of the layer (in speculators' format under `transformer_layer_config`), which
+                         layers of the target are read, how many tokens are proposed
     model.safetensors    the parameters by vLLM's names (`midlayer.` in place of `layers.0.` in the paper's format);
-                         lm_head: the rows of the output matrix; d2t: token − place of each of them; t2d: which they are;
-                         perhaps embed_tokens
+                         lm_head: the rows of the output matrix; d2t: token − place of each of them; t2d: which they
+                         are; perhaps embed_tokens
 """
 
 from __future__ import annotations

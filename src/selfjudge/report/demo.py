@@ -46,8 +46,8 @@ def finding(result: Mapping[str, Any]) -> str:
     parts = [
         f"The judge ({best['rule']}) yields {passes}it is {best['speed_over_plain']:.2f} × as fast as plain decoding,"
         f" exact {exact['speed_over_plain']:.2f} ×.",
-        f"It accepts {percent(best['judged_share'])} of its tokens against the target’s choice. Its answers are those of"
-        f" plain decoding for the first {100 * best['same_start_as_plain']:.0f} % of their tokens on average,"
+        f"It accepts {percent(best['judged_share'])} of its tokens against the target’s choice. Its answers are those"
+        f" of plain decoding for the first {100 * best['same_start_as_plain']:.0f} % of their tokens on average,"
         f" {100 * best['same_answer_as_plain']:.0f} % of them to the end.",
     ]
     if result.get("draft_log_likelihood") is not None and "plain" in rows:

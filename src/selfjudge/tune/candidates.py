@@ -99,6 +99,6 @@ def _rules(family: str, judge: JudgeConfig | None) -> tuple[str, ...]:
 def levels(families: Sequence[Family], delta: float) -> dict[str, float]:
     """δ of each family: equal shares, so that all certificates together are wrong with probability δ at most.
 
-    Inside a family no share is needed: its rules are tested in their order, each at the family's level, until one fails.
+    Inside a family no share is needed: its rules are tested in their order, each at its level, until one fails.
     """
     return {family.name: delta / len(families) for family in families}

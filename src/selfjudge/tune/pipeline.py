@@ -65,9 +65,9 @@ def tune_pair(
 ) -> Recipe:
     """Find the fastest rule whose loss is certified, in the folder `out`. Goes on where an earlier call ended.
 
-    `judge` is the one of the judged rules; the one that ships for the pair if not given. The models run in this process,
-    unless an `answerer` is handed in. `say` is told before the run
-    what so many prompts can certify. A finished run returns at once, unless its time was up and there is more now.
+    `judge` is the one of the judged rules; the one that ships for the pair if not given. The models run in this
+    process, unless an `answerer` is handed in. `say` is told before the run what so many prompts can certify.
+    A finished run returns at once, unless its time was up and there is more now.
     """
     config.check()
     folder = RunFolder(Path(out), done=RECIPE, schema=RecipeFile)
@@ -153,12 +153,12 @@ class _Job:
     def outlook(self) -> str:
         """What so many prompts can certify, before any is decoded."""
         families = self.possible
-        claim = self.claim(families)
+        claim, over = self.claim(families), "1 family" if len(families) == 1 else f"{len(families)} families"
         needed = needed_prompts(claim.epsilon, claim.delta)
         return (
-            f"{claim.n} prompts, at most {100 * claim.epsilon:g} points lost, {1 - self.config.delta:.0%} confidence over"
-            f" {len(families)} {'family' if len(families) == 1 else 'families'}: {fewest_prompts(claim.epsilon, claim.delta)} prompts certify a rule that"
-            f" changes no score, about {needed} one that changes 5 % of them for no loss"
+            f"{claim.n} prompts, at most {100 * claim.epsilon:g} points lost, {1 - self.config.delta:.0%} confidence"
+            f" over {over}: {fewest_prompts(claim.epsilon, claim.delta)} prompts certify a rule that changes no score,"
+            f" about {needed} one that changes 5 % of them for no loss"
             f" (with {claim.n}: {power(claim):.0%} of such runs)"
         )
 
@@ -235,8 +235,8 @@ class _Tuning:
         if fitting < fewest:
             self.say(
                 f"{job.minutes:g} minutes may be too few: if answers have {self.trials.max_new_tokens} tokens, about"
-                f" {max(0, int(fitting))} prompts fit, under exact and one rule, and {fewest} are the fewest that certify"
-                " one: --resume with more --minutes goes on"
+                f" {max(0, int(fitting))} prompts fit, under exact and one rule, and {fewest} are the fewest that"
+                " certify one: --resume with more --minutes goes on"
             )
 
     def _test_all(self, families: Sequence[Family], gamma: int, claim: Claim) -> list[Outcome]:

@@ -48,7 +48,7 @@ class Timing:
 
 
 def accepted_drafts(origins: Sequence[Origin]) -> list[int]:
-    """The accepted drafts of each cycle of an answer. Its first token is the prompt's; a last cycle cut off is left out."""
+    """The accepted drafts of each cycle of an answer. Its first token is the prompt's; a cycle cut off is left out."""
     counts, drafts = [], 0
     for origin in origins[1:]:
         if origin == "target":

@@ -121,7 +121,7 @@ class VllmBackend:
         seeds: Sequence[int] | None = None,
         notify: Callable[[int], None] | None = None,
     ) -> Iterator[Answer]:
-        """As `decoding.plain.respond`, all at once: vLLM makes the batches. Sampled answers have its own random numbers."""
+        """As `decoding.plain.respond`, all at once: vLLM makes the batches. It has random numbers of its own."""
         if not prompts:
             return
         from vllm import SamplingParams
