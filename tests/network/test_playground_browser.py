@@ -285,10 +285,9 @@ def test_the_key_stays_in_the_tab(browser: Browser, start: Callable[..., Server]
     assert "tiny" not in text  # the page itself says nothing about the server
     browser.open(f"{server.url}/")
     for key in ("wrong", "right"):
-        browser.wait("document.getElementById('key').open")
+        browser.wait("document.getElementById('key').open && !document.getElementById('key-input').value")  # asked anew
         browser.run(f"document.getElementById('key-input').value = '{key}'")
         browser.run("document.querySelector('#key button').click()")
-        browser.wait("!document.getElementById('key').open")
     browser.wait("document.getElementById('server').textContent.startsWith('tiny')")
     ask(browser, "w1 w2")
     assert all(card["text"] and card["problem"] is None for card in cards(browser))
