@@ -92,7 +92,7 @@ CERTIFICATE = {
     "n": "prompts", "epsilon": "the most that may be lost", "delta": "probability of a false certificate",
     "certified": "false: `exact` was chosen", "mean_difference": "rule − `exact`: negative is lost", "mean_difference_ci": "",
     "lost": "answers", "gained": "answers", "exact": "how `exact` itself does: answers, mean score, answers that were not found",
-    "evidence": "the bet", "overlap": "words of `exact` lost: mean and bound",
+    "families": "of rules, that shared δ", "evidence": "the bet", "overlap": "words of `exact` lost: mean and bound",
     "candidates": "every rule tried, below", "prompts_sha256": "", "engine": "", "dtype": "", "versions": "", "date": "",
     "stopped": "whether the time was up",
 }  # fmt: skip

@@ -1,4 +1,7 @@
-"""The loop itself, on token ids: an engine, a draft, a rule, one Step per target pass. Rows of a batch advance at their own pace."""
+"""The loop itself, on token ids: an engine, a draft, a rule, one Step per target pass.
+
+Rows of a batch advance at their own pace.
+"""
 
 from selfjudge import Margin, Pair, decode, make_draft, make_engine
 

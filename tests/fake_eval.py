@@ -215,6 +215,7 @@ def demo_result() -> dict[str, Any]:
         "tokens_per_second": 50.0,
         "speed_over_plain": 1.5,
         "same_answer_as_plain": 1.0,
+        "same_start_as_plain": 1.0,
         "log_likelihood": -0.42,
     }
     rows: list[dict[str, Any]] = [
@@ -222,7 +223,7 @@ def demo_result() -> dict[str, Any]:
         {"rule": "exact", "mean_accepted_length": 2.1, "judged_share": 0.0, **same, "tokens": words},
         {"rule": "topk:2", "mean_accepted_length": 2.8, "judged_share": 0.1, **same, "example": HOSTILE[0]},
         {"rule": "judged, shipped", "mean_accepted_length": 2.6, "judged_share": 0.05, **same, "speed_over_plain": 1.8,
-         "tokens_per_second": 60.0, "same_answer_as_plain": 0.25, "tokens": judged + hostile},
+         "tokens_per_second": 60.0, "same_answer_as_plain": 0.25, "same_start_as_plain": 0.4, "tokens": judged + hostile},
     ]  # fmt: skip
     return {
         "prompt": HOSTILE[3],

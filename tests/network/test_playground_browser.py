@@ -192,6 +192,33 @@ def test_settings_apply_to_the_next_answer(opened: Browser, server: Server) -> N
     assert opened.run("state.history.map(m => m.role)") == ["user", "assistant"] * 2
 
 
+def test_gamma_says_what_the_chosen_rule_is_decoded_with(
+    browser: Browser, start: Callable[..., Server], endless: list[str]
+) -> None:
+    opened = visit(browser, start(*endless[: endless.index("--gamma")], "--rule", "exact").url)
+
+    def said() -> str:
+        opened.run("document.getElementById('ask').dispatchEvent(new Event('input'))")
+        return opened.run("document.getElementById('gamma').selectedOptions[0].textContent")
+
+    assert said() == "the server’s: 3, lossless auto"
+    ask(opened, "w7 w8")
+    lossless, relaxed = (card["name"] for card in cards(opened))
+    assert lossless == "losslessexact, γ auto"
+    assert relaxed.endswith("γ 3")
+    opened.choose("#rule", "margin")
+    assert said() == "the server’s: 3, lossless auto"
+    opened.run("document.getElementById('beside').click()")
+    assert said() == "the server’s: 3"
+    opened.choose("#rule", "exact")
+    assert said() == "the server’s: auto"
+    assert opened.run("document.getElementById('summary').textContent") == "exact, γ auto"
+    ask(opened, "w7 w8")
+    assert [card["name"] for card in cards(opened)] == ["losslessexact, γ auto"]
+    opened.choose("#gamma", "5")
+    assert said() == "5"
+
+
 def test_copies_run_as_they_are(opened: Browser) -> None:
     opened.run("document.querySelector('[value=quality]').click()")
     ask(opened, 'w1 "w2" it\'s\nw3')
@@ -258,10 +285,9 @@ def test_the_key_stays_in_the_tab(browser: Browser, start: Callable[..., Server]
     assert "tiny" not in text  # the page itself says nothing about the server
     browser.open(f"{server.url}/")
     for key in ("wrong", "right"):
-        browser.wait("document.getElementById('key').open")
+        browser.wait("document.getElementById('key').open && !document.getElementById('key-input').value")  # asked anew
         browser.run(f"document.getElementById('key-input').value = '{key}'")
         browser.run("document.querySelector('#key button').click()")
-        browser.wait("!document.getElementById('key').open")
     browser.wait("document.getElementById('server').textContent.startsWith('tiny')")
     ask(browser, "w1 w2")
     assert all(card["text"] and card["problem"] is None for card in cards(browser))

@@ -394,6 +394,6 @@ def test_a_file_whose_name_begins_with_self_is_a_file(
 
 def test_a_folder_that_cannot_be_written(pair: Pair, settings: DistillConfig, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(SelfJudgeError, match="cannot write") as caught:
+    with pytest.raises(SelfJudgeError, match="cannot use") as caught:
         distill_draft(pair, tmp_path / "file" / "out", settings)
     assert "\n" not in str(caught.value)

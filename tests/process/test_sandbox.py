@@ -291,10 +291,9 @@ def test_a_fork_bomb(anywhere: str) -> None:
     assert ended.killed == "time"
 
 
-def test_processes_are_counted_for_each_program(anywhere: str) -> None:
-    """Programs that run at the same time do not use up each other's."""
-    if anywhere == "unsafe":
-        pytest.skip("there they do")
+@isolated
+def test_processes_are_counted_for_each_program() -> None:
+    """Programs that run at the same time do not use up each other's; without isolation they do."""
     children = each(lambda code: int(hostile(code).stdout), [FORKS] * 4, workers=4)
     assert min(children) >= LIMITS.processes - 2
 

@@ -168,7 +168,9 @@ def test_speeds_choose_gamma_on_prompts_set_aside(
     said: list[str] = []
     timed = replace(config, times=True, gamma=None, families=("margin", "fly"), epsilon=0.35)
     certificate = tune_pair(tiny_pair, tmp_path / "t", timed, say=said.append).certificate
-    assert len(said) == 1  # what so many prompts can certify
+    small = certificate["candidates"][0]["gamma"] == 2
+    assert len(said) == 1 + small  # what so many prompts can certify, and that fly is not among the rules
+    assert ("fly" in certificate["families"]) is not small
     tune_pair(tiny_pair, tmp_path / "short", replace(timed, minutes=1e-9), say=said.append)
     assert "1e-09 minutes may be too few" in said[-1]
     gammas = {row["gamma"] for row in certificate["speeds"] if row["rule"] == "exact"}
@@ -177,6 +179,26 @@ def test_speeds_choose_gamma_on_prompts_set_aside(
     assert certificate["candidates"][0]["gamma"] in gammas
     assert max(row["n_used"] for row in certificate["candidates"]) <= 27  # three were set aside
     assert "exact" in decoded
+
+
+def test_a_family_that_gamma_excludes_has_no_share_of_delta(
+    tiny_pair: Pair, config: TuneConfig, tmp_path: Path, decoded: list[str]
+) -> None:
+    said: list[str] = []
+    small = replace(config, gamma=2, families=("margin", "fly"))
+    certificate = tune_pair(tiny_pair, tmp_path / "t", small, say=said.append).certificate
+    assert "confidence over 1 family" in said[0]
+    assert said[1] == (
+        "γ = 2: the family fly falls away before anything is tested (fly with window 2 needs `gamma` > 2, not 2:"
+        " no mismatch could be confirmed)"
+    )
+    assert certificate["families"] == ["margin"]
+    assert certificate["evidence"]["delta"] == small.delta
+    flies = [row for row in certificate["candidates"] if row["family"] == "fly"]
+    assert len(flies) == 4
+    assert all("not tried: fly with window 2" in row["why"] for row in flies)
+    assert "fly" not in decoded
+    assert "Families (margin) have equal shares" in (tmp_path / "t" / "certificate.md").read_text()
 
 
 def test_a_judged_recipe_carries_its_judge(

@@ -295,10 +295,9 @@ def test_the_context_window_limits_the_answer() -> None:
         assert tokens[0] == greedy(target, prompts[0], 6)
 
 
-def test_a_cycle_and_its_logits_go_with_its_rows(engine_kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("engine_kind", ["reference", "auto"], indirect=True)  # a static engine keeps its recordings
+def test_a_cycle_and_its_logits_go_with_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without waiting for a garbage collection: a server would hold logits of hundreds of megabytes till then."""
-    if engine_kind == "cuda":
-        pytest.skip("a static engine keeps its recordings")
     made, begin = [], Cycle.__init__
 
     def noted(self: Cycle, *args: object, **options: object) -> None:
@@ -488,10 +487,10 @@ def test_sampling_has_the_targets_distribution(sampling: Sampling, rows: int, he
     assert _fit(SpeculativeSampling(sampling), rows, head=head) > 1e-3
 
 
+@pytest.mark.parametrize("engine_kind", ["auto"], indirect=True)
 @pytest.mark.parametrize("rows", [200, pytest.param(1_000, marks=pytest.mark.slow)])
 def test_ending_a_proposal_early_leaves_the_distribution_alone(rows: int) -> None:
-    if KIND != "auto":
-        pytest.skip("the loop is the same on every engine, and rows must be decoded one by one")
+    """The loop is the same on every engine, and rows must be decoded one by one."""
     assert _fit(SpeculativeSampling(Sampling(1.0)), rows, length=2, batch=1, confidence=0.25) > 1e-3
 
 
@@ -501,11 +500,10 @@ def test_a_gamma_that_changes_leaves_the_distribution_alone(rows: int, monkeypat
     assert _fit(SpeculativeSampling(Sampling(1.2, 0.9, 3)), rows, gamma="auto") > 1e-3
 
 
+@pytest.mark.parametrize("engine_kind", ["auto"], indirect=True)
 @pytest.mark.parametrize("rows", SIZES[1:])
 def test_the_goodness_of_fit_test_catches_a_wrong_correction(rows: int) -> None:
     """At the very size that every engine is tried with; the engine makes no difference to the test's power."""
-    if KIND != "auto":
-        pytest.skip("the power of the test is that of its number of rows")
     for sampling in (Sampling(0.7), Sampling(1.2, 0.9, 3)):
         assert _fit(_NoResidual(sampling), rows) < 1e-6
 

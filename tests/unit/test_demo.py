@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from selfjudge.bench.config import DemoConfig
-from selfjudge.bench.demo import Demo
+from selfjudge.bench.demo import Demo, same_start
 from selfjudge.cli import main as cli
 from selfjudge.cli.groups import PairOptions
 from selfjudge.errors import SelfJudgeError
@@ -49,6 +49,8 @@ def test_rows_a_page_and_the_tokens_of_the_first_answer(run_demo: Run, tmp_path:
         ("exact", "auto"),
         ("topk:2", "auto"),
     ]
+    assert [row["same_start_as_plain"] for row in result["rows"][:2]] == [1.0, 1.0]
+    assert 0 <= result["rows"][2]["same_start_as_plain"] <= 1
     for row in result["rows"]:
         assert "".join(text for text, *_ in row["tokens"]).split()
         for _, origin, choice, probability, score in row["tokens"]:
@@ -58,6 +60,13 @@ def test_rows_a_page_and_the_tokens_of_the_first_answer(run_demo: Run, tmp_path:
             assert score is None
     assert result["draft_log_likelihood"] < 0
     assert "topk:2" in (tmp_path / "demo.html").read_text()
+
+
+def test_how_much_of_an_answer_comes_before_it_parts_from_another() -> None:
+    assert same_start((1, 2, 3), (1, 2, 3)) == 1
+    assert same_start((1, 2, 9, 4), (1, 2, 3, 4)) == 0.5  # what follows does not count
+    assert same_start((1, 2), (1, 2, 3, 4)) == same_start((1, 2, 3, 4), (1, 2)) == 0.5
+    assert same_start((9,), (1, 2)) == 0
 
 
 def test_the_quick_demo_is_never_longer_than_asked(run_demo: Run) -> None:

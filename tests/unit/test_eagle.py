@@ -18,8 +18,9 @@ from transformers.cache_utils import DynamicCache
 
 from conftest import VOCAB, tiny_model
 from selfjudge.errors import SelfJudgeError
-from selfjudge.models.eagle import EagleConfig, EagleHead, auxiliary_layers, captured_states, is_head
-from selfjudge.models.speculators import is_public_head, load_head, read_public, write_speculators
+from selfjudge.models.eagle import EagleConfig, EagleHead, auxiliary_layers, captured_states
+from selfjudge.models.heads import is_head, is_public_head
+from selfjudge.models.speculators import load_head, read_public, write_speculators
 from selfjudge.models.weights import dequantise, pack_six, quantise, unpack_six
 from selfjudge.store import read_tensors, write_tensors
 

@@ -22,9 +22,10 @@ from selfjudge.evaluate.compare import delta_m, interval, word_overlap
 from selfjudge.evaluate.config import task_label
 from selfjudge.evaluate.consistency import classifier, consistency, proxy, sentences
 from selfjudge.evaluate.examples import example_rows
-from selfjudge.evaluate.execute import Execution, TaskExamples
+from selfjudge.evaluate.execute import Execution
 from selfjudge.evaluate.pipeline import _warn_learnt
 from selfjudge.evaluate.runs import Run, plan_runs
+from selfjudge.evaluate.task_examples import TaskExamples
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair

@@ -113,7 +113,7 @@ def test_files_of_somebody_else_are_left_alone(tmp_path: Path) -> None:
     refuse_foreign(tmp_path, own=("thesis.tex",))
     with pytest.raises(SelfJudgeError, match="is a file"):
         work(tmp_path / "thesis.tex")
-    with pytest.raises(SelfJudgeError, match="cannot write"):
+    with pytest.raises(SelfJudgeError, match="cannot use"):
         work(tmp_path / "thesis.tex" / "below")
 
 

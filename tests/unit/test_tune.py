@@ -17,8 +17,8 @@ from selfjudge.judge.model import Judge
 from selfjudge.judge.training_prompts import prompt_key, training_prompts, write_training_prompts
 from selfjudge.models.pair import Pair
 from selfjudge.report.certificate import certificate_markdown, claim, commands, doubt, finding
-from selfjudge.tune.calibration import Measure, digest, load_calibration, refuse_learnt
-from selfjudge.tune.candidates import FAMILIES, candidates, levels
+from selfjudge.tune.calibration import Measure, check_calibration, digest, load_calibration, refuse_learnt
+from selfjudge.tune.candidates import FAMILIES, candidates, fitting, levels
 from selfjudge.tune.config import TuneConfig
 from selfjudge.tune.recipe import Recipe
 
@@ -65,6 +65,45 @@ def test_families_share_delta() -> None:
     shares = levels(candidates(["margin", "topk"], None), 0.05)
     assert sum(shares.values()) == pytest.approx(0.05)
     assert set(shares.values()) == {0.025}
+
+
+def test_a_family_that_does_not_work_with_gamma_falls_away_before_delta_is_shared() -> None:
+    families = candidates(FAMILIES, JUDGE)
+    kept, refused = fitting(families, 2, JUDGE)
+    assert [family.name for family in kept] == ["margin", "priced", "judged", "topk"]
+    assert {rule.family for rule in refused} == {"fly"}
+    assert {rule.rule for rule in refused} == set(families[3].rules)
+    assert "needs `gamma` > 2, not 2" in refused[0].why
+    assert set(levels(kept, 0.05).values()) == {0.0125}
+    assert fitting(families, 3, JUDGE) == (families, [])
+    with pytest.raises(SelfJudgeError, match="needs `gamma` > 2"):
+        fitting(candidates(["fly"], None), 2, None)
+
+
+def test_judged_is_left_out_of_all_families_where_there_is_no_judge() -> None:
+    assert [family.name for family in candidates(FAMILIES, None)] == ["margin", "priced", "fly", "topk"]
+
+
+def test_so_few_prompts_are_refused_by_themselves(tmp_path: Path) -> None:
+    file = rows(tmp_path / "mine.jsonl", *({"prompt": f"w{i % 30}"} for i in range(40)))  # ten are repeated
+    config = TuneConfig(prompts=file, epsilon=0.3, families=("margin",))
+    check_calibration(config, None)
+    with pytest.raises(
+        SelfJudgeError, match=r"^30 prompts cannot certify `epsilon` 0\.1 .* 1 family: at least 37 are needed, 4 of"
+    ):
+        check_calibration(replace(config, epsilon=0.1), None)
+    with pytest.raises(SelfJudgeError, match=r"^5 prompts cannot certify `epsilon` 0\.3"):
+        check_calibration(replace(config, limit=5), None)
+    with pytest.raises(SelfJudgeError, match="1 family: at least 33 are needed; give more prompts or a larger"):
+        check_calibration(replace(config, epsilon=0.1, times=False), None)
+
+
+def test_families_that_gamma_excludes_need_no_prompts(tmp_path: Path) -> None:
+    file = rows(tmp_path / "mine.jsonl", *({"prompt": f"w{i}"} for i in range(40)))
+    config = TuneConfig(prompts=file, epsilon=0.1, families=("margin", "fly"), times=False)
+    with pytest.raises(SelfJudgeError, match="over 2 families: at least 41 are needed; give more prompts, fewer `fam"):
+        check_calibration(config, None)
+    check_calibration(replace(config, gamma=2), None)
 
 
 @pytest.mark.parametrize(
@@ -233,5 +272,7 @@ def test_it_is_said_where_there_is_little_to_lose() -> None:
 
 def test_the_certificate_as_text_names_what_it_is_bound_to() -> None:
     text = certificate_markdown(certificate())
+    assert "Families (margin, topk) have equal shares" in text
+    assert "Families (margin) have equal shares" in certificate_markdown(certificate(families=["margin"]))
     for word in ("f" * 64, "topk:2", "not tried", "selfjudge serve --recipe .", "certified after 300 prompts"):
         assert word in text

@@ -25,6 +25,9 @@ def test_gamma_is_where_relaxed_rules_are_fastest_and_exact_is_compared_at_its_o
         speed("margin:1", 4, 130), speed("fly:0.2,2", 4, 120),
     ]  # fmt: skip
     assert chosen_gamma(speeds, 3) == (4, pytest.approx(1.1))
+    small = [*speeds[:4], speed("margin:1", 4, 90), speed("fly:0.2,2", 4, 120)]
+    assert chosen_gamma(small, 3)[0] == 2  # fly does not work there, and has no say
+    assert chosen_gamma([*speeds[:3], speed("fly:0.2,2", 4, 120)], 3)[0] == 4  # unless there is none but such
     assert chosen_gamma([], 3) == (3, 1.0)
     assert chosen_gamma([speed("plain", 0, 150), *speeds[1:]], 3) == (4, pytest.approx(1.5))  # exact with γ = 0
     assert fitting_prompts(speeds, 4, 60, 300) == 10  # 100 tokens/s, 300 tokens twice

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +40,12 @@ def in_floats(pair: Pair) -> Pair:
     """The pair with a target that computes in floats, read from the blocks of its file; the draft stays as it is."""
     file = gguf_of(pair.target)
     return pair if file is None else replace(pair, target=unpacked(pair.target, file))
+
+
+def same_start(tokens: Sequence[int], others: Sequence[int]) -> float:
+    """The share of an answer before the first token that differs from another answer's; 1 where they are equal."""
+    same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(tokens, others, strict=False)))
+    return same / max(len(tokens), len(others), 1)
 
 
 class Demo:
@@ -149,6 +156,7 @@ class Demo:
             changed = substitutions(self.pair, answers, views)
             self.result["substitutions"] = changed or self.result["substitutions"]
         same = sum(a.tokens == b.tokens for a, b in zip(answers, self._plain, strict=True))
+        starts = [same_start(a.tokens, b.tokens) for a, b in zip(answers, self._plain, strict=True)]
         first = self.result["rows"][0]["tokens_per_second"] if self.result["rows"] else speed
         return {
             "rule": name,
@@ -159,6 +167,7 @@ class Demo:
             "tokens_per_second": speed,
             "speed_over_plain": speed / first,
             "same_answer_as_plain": same / len(answers),
+            "same_start_as_plain": sum(starts) / len(starts),
             "log_likelihood": mean_log_likelihood(views),
             "example": answers[0].text,
             "tokens": self._tokens(answers[0], views[0]),

@@ -35,7 +35,7 @@ def bench_draft(
     *,
     notify: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Agreement, pooled m and tokens per second for every set of prompts and for all of them together; costs of steps."""
+    """Agreement, pooled m and tokens per second for every set of prompts and for all together; costs of steps."""
     if pair.draft is None:
         raise SelfJudgeError(f"no draft ships for {pair.target_id}: name one with `draft`")
     config = config or DraftBenchConfig()

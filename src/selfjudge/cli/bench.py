@@ -151,7 +151,8 @@ def _model(name: str, place: DeviceOptions) -> Any:
 
     with waiting("making random weights …"):
         from selfjudge.bench.passes import random_model
-        from selfjudge.models.pair import chosen_device, chosen_dtype
+        from selfjudge.models.device import chosen_device
+        from selfjudge.models.pair import chosen_dtype
 
         device = chosen_device(place.device)
         return random_model(shape, device, chosen_dtype(place.dtype, device))
@@ -193,8 +194,8 @@ def _show_draft(result: dict[str, Any], gammas: tuple[int, ...]) -> None:
     kind = "head" if result["draft_kind"] == "eagle3" else "model"
     typer.echo(
         f"{result['pair']}, {result['device']}, {result['dtype']}, {describe_machine(result)}; a step of the draft (a"
-        f" {kind}) takes {result['draft_pass_milliseconds']:.3g} ms, {result['draft_over_target']:.3f} of a target pass;"
-        " tokens/s: predicted → measured, at batch 1"
+        f" {kind}) takes {result['draft_pass_milliseconds']:.3g} ms, {result['draft_over_target']:.3f} of a target"
+        " pass; tokens/s: predicted → measured, at batch 1"
     )
 
     def speed(row: dict[str, Any], key: str) -> str:

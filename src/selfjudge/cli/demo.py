@@ -13,13 +13,13 @@ from selfjudge.bench.config import DemoConfig
 from selfjudge.cli.groups import PairOptions
 from selfjudge.cli.options import AsJson, config_options
 from selfjudge.cli.output import figure, print_json, status, warn
-from selfjudge.store import write_text
+from selfjudge.store import check_page, write_text
 
 if TYPE_CHECKING:
     from selfjudge.models.pair import Pair
 
 Say = Callable[[str], None]
-COLUMNS = ("rule", "γ", "m", "judged", "tokens/s", "× plain", "same answer", "log-likelihood")
+COLUMNS = ("rule", "γ", "m", "judged", "tokens/s", "× plain", "same start", "log-likelihood")
 
 
 @config_options(DemoConfig)
@@ -35,6 +35,7 @@ def demo(
 
     Example: selfjudge demo --quick
     """
+    check_page(out)
     config = config.as_asked
     models = PairOptions()
     pair = models.load()
@@ -118,7 +119,7 @@ def _show_row(row: dict[str, Any], say: Say, heading: bool) -> None:
         f"{row['judged_share']:.1%}",
         f"{row['tokens_per_second']:.1f}",
         f"{row['speed_over_plain']:.2f}",
-        f"{row['same_answer_as_plain']:.0%}",
+        f"{row['same_start_as_plain']:.0%}",
         f"{row['log_likelihood']:.3f}",
     )
     for line in (COLUMNS, cells) if heading else (cells,):
@@ -145,7 +146,11 @@ def _show_notes(result: dict[str, Any]) -> None:
     """An answer, and what the columns mean."""
     rows = result["rows"]
     typer.echo(f"\n> {result['prompt']}\n\n({rows[-1]['rule']})\n{rows[-1]['example']}\n")
-    typer.echo("m = tokens per target pass; judged = tokens taken against the target's choice; same answer = as plain.")
+    typer.echo("m = tokens per target pass; judged = tokens taken against the target's choice.")
+    typer.echo(
+        "same start = how much of an answer comes before its first token that differs from plain decoding's."
+        " From there it goes its own way; log-likelihood says how the target rates it."
+    )
     typer.echo(
         f"The judges' thresholds reject {result['quality']:.0%} of bad substitutions (--quality {result['quality']})."
     )

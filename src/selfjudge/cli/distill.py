@@ -12,6 +12,7 @@ from selfjudge.cli.options import AsJson, Data, config_options
 from selfjudge.cli.output import going_on, print_json, progress
 from selfjudge.distill.config import DistillConfig
 from selfjudge.errors import SelfJudgeError
+from selfjudge.prompts.sources import check_readable
 from selfjudge.store import RunFolder
 
 
@@ -36,7 +37,10 @@ def distill(
         raise SelfJudgeError("this needs whole weights: `dtype` q4 cannot be used")
     models = PairOptions(pair=target, device=place.device, dtype=place.dtype)
     models.check()
-    RunFolder(out).claim(own=("work",))  # what is wrong is said before the models are loaded
+    folder = RunFolder(out)  # what is wrong is said before the models are loaded
+    folder.claim(own=("work",))
+    if not folder.begun:
+        check_readable(config.sources, data)
 
     pair = models.load(needs_draft=False, whole_weights=True)
 

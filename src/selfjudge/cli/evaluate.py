@@ -14,6 +14,7 @@ from selfjudge.cli.output import figure, going_on, print_json, print_rows, progr
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.config import EvalConfig
 from selfjudge.evaluate.presets import PAPER_PAIRS, ReproduceConfig
+from selfjudge.evaluate.task_examples import check_examples
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.store import RunFolder
 
@@ -66,6 +67,7 @@ def evaluate(
     config.check()
     sources = _judges(judge, models, config)
     _check_rules(config, models, sources)
+    check_examples(config)
 
     pair, answerer = _load(chosen, where, sources)
 
@@ -138,6 +140,7 @@ def reproduce(
         target, draft = PAPER_PAIRS[pair]
         models = replace(models, target=target, draft=draft)
     models.check()
+    check_examples(config.evaluation)
 
     loaded = models.load(whole_weights=True)
 

@@ -53,7 +53,7 @@ class DeviceOptions:
     def device_type(self) -> str:
         """cuda, mps or cpu: the given one, or the best there is."""
         with waiting("starting torch …"):
-            from selfjudge.models.pair import chosen_device
+            from selfjudge.models.device import chosen_device
 
             return chosen_device(self.device).type
 
@@ -81,7 +81,7 @@ class DeviceOptions:
     def fitting_device(self) -> str:
         """Where to fit a judge: the best device there is with float64."""
         with waiting("starting torch …"):
-            from selfjudge.models.pair import chosen_device
+            from selfjudge.models.device import chosen_device
 
             place = chosen_device(self.device)
         return "cpu" if place.type == "mps" else str(place)
@@ -159,6 +159,8 @@ class BackendOptions:
 
     def answerer(self, models: PairOptions, judge: str | Path | None) -> tuple[Pair, Answerer]:
         """The pair without the target's weights, and vLLM, which has them; `judge` is the first that it will need."""
+        _check_vllm(models)
+
         from selfjudge.integrations.vllm.answers import VllmAnswerer
         from selfjudge.judge.model import Judge
 
@@ -169,18 +171,22 @@ class BackendOptions:
 
 def outline(models: PairOptions, engine_options: str) -> tuple[Pair, str, dict[str, Any]]:
     """The pair without the target's weights, what vLLM has to load for it, and the options of its engine."""
-    from importlib.util import find_spec
-
-    if find_spec("vllm") is None:
-        raise SelfJudgeError("vLLM is not installed here: pip install vllm (or selfjudge[vllm])")
-    if models.dtype in ("int8", "q4"):
-        raise SelfJudgeError("`dtype` int8 and q4 go with --backend torch")
+    _check_vllm(models)
     with waiting(f"loading {models.name} for vLLM …"):
         from selfjudge.integrations.vllm.label import outline_pair, parse_engine_options
 
         options = parse_engine_options(engine_options)
         pair, model = outline_pair(models.name, models.draft, device=models.device, dtype=models.dtype)
         return pair, model, options
+
+
+def _check_vllm(models: PairOptions) -> None:
+    from importlib.util import find_spec
+
+    if find_spec("vllm") is None:
+        raise SelfJudgeError("vLLM is not installed here: pip install vllm (or selfjudge[vllm])")
+    if models.dtype in ("int8", "q4"):
+        raise SelfJudgeError("`dtype` int8 and q4 go with --backend torch")
 
 
 @dataclass(frozen=True)
@@ -252,7 +258,8 @@ class DecodeOptions:
 
     gamma: Gamma | None = setting(
         None,
-        "Draft tokens per cycle, 0 is plain decoding; auto, the default of exact, chooses what is fastest; else 5, on a CPU 3.",
+        "Draft tokens per cycle, 0 is plain decoding; auto, the default of exact, chooses what is fastest; else 5, on a"
+        " CPU 3.",
         minimum=0,
         maximum=MAX_GAMMA,
         word="auto",
@@ -332,7 +339,8 @@ class Chosen:
             return cls(models, judge, rule, gamma)
         if rule is not None or gamma is not None or judge.means_judged:
             raise SelfJudgeError(
-                "a recipe names its rule, γ and judge: leave out `rule`, `gamma`, `judge`, `theta`, `quality` and `price`"
+                "a recipe names its rule, γ and judge: leave out `rule`, `gamma`, `judge`, `theta`, `quality` and"
+                " `price`"
             )
         recipe = Recipe.load(folder)
         if models.target is None and models.pair == PairOptions.pair:

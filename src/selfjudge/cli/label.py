@@ -47,9 +47,12 @@ def label(
         raise SelfJudgeError(WHOLE_WEIGHTS.format(models.dtype))
     if config.policy != GREEDY:
         check_rule(config.policy, models, JudgeOptions(judge=config.judge), gamma=config.gamma)
-    RunFolder(out, done="manifest.json").claim(resume=resume)
+    folder = RunFolder(out, done="manifest.json")
+    folder.claim(resume=resume)
     if config.takes_shipped_tau and not resume:
         known_tau(models.name, None, config.suffix_length)
+    if not folder.begun:
+        config.check_prompts(data)
 
     pair, engine = _backend(config.backend, engine_options, models)
 

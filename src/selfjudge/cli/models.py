@@ -18,6 +18,7 @@ from selfjudge.cli.options import AsJson, config_options
 from selfjudge.cli.output import print_json, print_rows, progress
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.catalogue import EMBEDDED, draft_for
+from selfjudge.models.heads import check_export
 from selfjudge.store import home, read_json
 from selfjudge.store.artefacts import RunRecord
 from selfjudge.types import MAX_GAMMA, setting
@@ -71,6 +72,7 @@ def export(
     Example: selfjudge export --target org/big --draft my-head --out for-vllm
     """
     draft = draft_for(models.name, models.draft)
+    check_export(draft, out)
 
     from selfjudge.models.export import export_head
     from selfjudge.models.pull import served_reference

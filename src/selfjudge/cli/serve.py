@@ -58,7 +58,8 @@ def serve(
     address: AddressOptions,
     config: ServerConfig,
 ) -> None:
-    """Serve a pair over HTTP as OpenAI's API does: chat completions, completions, models, health, metrics. At / is a playground.
+    """Serve a pair over HTTP as OpenAI's API does: chat completions, completions, models, health, metrics.
+    At / is a playground.
 
     Example: selfjudge serve --pair smollm2-135m --rule margin --price 0.1 --port 8000
 

@@ -11,7 +11,9 @@ from selfjudge.cli.groups import DeviceOptions
 from selfjudge.cli.options import AsJson, config_options
 from selfjudge.cli.output import print_json, print_rows, progress, waiting
 from selfjudge.errors import SelfJudgeError
-from selfjudge.train.config import StudyConfig, TrainConfig
+from selfjudge.label.folder import finished
+from selfjudge.store import refuse_foreign
+from selfjudge.train.config import LEFT_BY_A_KILL, StudyConfig, TrainConfig
 
 
 @config_options(DeviceOptions, "place", without=("dtype",))
@@ -31,9 +33,11 @@ def train(
 
     Example: selfjudge train consequences labels --weights consequences=1,selfjudge=0.3 --out judge
     """
+    refuse_foreign(out, LEFT_BY_A_KILL)
     for folder in labels:
         if not folder.is_dir():
             raise SelfJudgeError(f"{folder} does not exist: name folders that selfjudge label has written")
+        finished(folder)
 
     device = place.fitting_device
     with progress() as update:
@@ -91,6 +95,8 @@ def study(
 
     Example: selfjudge study labels --out study
     """
+    finished(labels)
+
     device = place.fitting_device
     with progress() as update:
         from selfjudge.train.study import run_study

@@ -10,10 +10,11 @@ import typer
 
 from selfjudge.cli.groups import BackendOptions, PairOptions
 from selfjudge.cli.options import AsJson, Resume, config_options
-from selfjudge.cli.output import going_on, print_json, progress, warn
+from selfjudge.cli.output import as_options, going_on, print_json, progress, warn
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.store import RunFolder
+from selfjudge.tune.calibration import check_calibration
 from selfjudge.tune.config import TuneConfig
 from selfjudge.tune.recipe import RECIPE
 
@@ -39,8 +40,11 @@ def tune(
     Example: selfjudge tune --tasks arithmetic --limit 200 --epsilon 0.1 --out tuned
     """
     RunFolder(out, done=RECIPE).claim(resume=resume)
-    if judge is not None:
-        models.check_judge(JudgeConfig.from_pretrained(judge))
+    source = judge or models.shipped_judge
+    known = None if source is None else JudgeConfig.from_pretrained(source)
+    if known is not None:
+        models.check_judge(known)
+    check_calibration(config, known)
     pair, answerer = (models.load(), None) if where.backend == "torch" else where.answerer(models, judge)
 
     from selfjudge.report.certificate import commands, doubt, finding, plain_wins
@@ -73,7 +77,7 @@ def tune(
 
 
 def _say(text: str) -> None:
-    typer.echo(text, err=True)
+    typer.echo(as_options(text), err=True)
 
 
 def _vllm_flags(recipe: Any, folder: Path) -> str | None:

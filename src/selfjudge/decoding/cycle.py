@@ -169,7 +169,7 @@ def _over_vocabulary(logits: Tensor, size: int, ids: Tensor | None) -> Tensor:
 
 
 def trace(block: Block, verdict: Verdict) -> Tensor:
-    """[B, 4γ] at each draft: the target's choice; as bits of float32 p of the draft, p of the choice, the judge's score."""
+    """[B, 4γ] at each draft: the target's choice; as bits of float32 p of the draft, p of the choice, the score."""
     assert block.argmax is not None
     choice, shape = block.argmax[0][:, :-1], block.draft_tokens.shape
     if block.draft_tokens.device.type == "cpu" and not verdict.judged.any():

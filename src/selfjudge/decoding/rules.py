@@ -128,7 +128,7 @@ class AcceptanceRule:
         return aligned if block.scores is None and self.settled(block) else None
 
     def _priced(self, block: Block, logits: Tensor, aligned: Tensor, no_say: Tensor) -> Tensor:
-        """[B, γ] which drafts are worth their price. No walk passes a mismatch without a say: those before must know."""
+        """[B, γ] which drafts are worth their price. Walks end at a mismatch without a say: those before must know."""
         assert self.price is not None
         harm = self.harm(block, logits).masked_fill(no_say, math.inf)
         return aligned | worth_taking(harm, aligned, self.price)

@@ -48,8 +48,8 @@ class DecodingOptions(RuleOptions, total=False):
     """How answers are decoded; the same everywhere, with the same defaults."""
 
     gamma: Gamma | None
-    """Draft tokens per cycle; 0 is plain decoding. `auto` chooses what is fastest here, cycle by cycle. It is the default
-    of `exact`, whose answers do not depend on it; those of other rules do, so theirs is 5, on a CPU 3."""
+    """Draft tokens per cycle; 0 is plain decoding. `auto` chooses what is fastest here, cycle by cycle. It is the
+    default of `exact`, whose answers do not depend on it; those of other rules do, so theirs is 5, on a CPU 3."""
     confidence: float
     """End drafting early once the draft gives its proposal less than this probability; 0, off."""
     engine: str

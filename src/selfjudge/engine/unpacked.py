@@ -98,7 +98,8 @@ def _unpacked(model: PreTrainedModel, file: GgufFile, room: int) -> PreTrainedMo
         size = 4 * old.weight.numel()  # type: ignore[operator]
         keep = size <= room
         room -= size if keep else 0
-        return FileLinear(file, name, old.weight, row_order(model.config, f"{name}.weight"), keep)  # type: ignore[arg-type]
+        order = row_order(model.config, f"{name}.weight")
+        return FileLinear(file, name, old.weight, order, keep)  # type: ignore[arg-type]
 
     for i, layer in enumerate(body.layers):
         for name, short in LAYER.items():

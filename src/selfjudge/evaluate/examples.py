@@ -38,7 +38,8 @@ def example_rows(
 ) -> list[Row]:
     """One row per answer: prompt, text, and each token's origin, target's choice, probabilities and judge score.
 
-    Of a target whose weights stay in a file, or elsewhere, there are origins alone: the others take a pass of whole weights.
+    Of a target whose weights stay in a file, or elsewhere, there are origins alone: the others take a pass of whole
+    weights.
     """
     if not has_whole_weights(pair.target):
         columns: list[list[Row]] = [[{} for _ in answer.tokens] for answer in answers]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,56 +12,20 @@ from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.decoding.text import row_seed
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.answerer import Answerer
-from selfjudge.evaluate.config import EvalConfig, task_label
+from selfjudge.evaluate.config import EvalConfig
 from selfjudge.evaluate.consistency import Entails, consistency
 from selfjudge.evaluate.examples import example_rows, frequent_substitutions
 from selfjudge.evaluate.runs import Run
 from selfjudge.evaluate.summary import main_measure, summarise
+from selfjudge.evaluate.task_examples import TaskExamples, score_texts
 from selfjudge.models.pair import Pair
 from selfjudge.store import RunFolder, read_json, read_rows, write_json, write_rows
 from selfjudge.store.artefacts import FinishedSummary, PartSample, PartSeal, ScoredSample
-from selfjudge.tasks.base import FILE, Row, Task, split_of, task
+from selfjudge.tasks.base import Row
 from selfjudge.tasks.livecodebench import fold
 from selfjudge.types import PHASES, Generation
 
 _ORIGINS = {"d": "draft", "j": "judge", "t": "target"}
-
-
-@dataclass(frozen=True)
-class TaskExamples:
-    """A task and the examples that it is evaluated on."""
-
-    name: str
-    task: Task
-    rows: list[Row]
-
-    @classmethod
-    def load(cls, name: str, config: EvalConfig) -> TaskExamples:
-        """The test split, another split that is named, or all of a file."""
-        found = task(name, config.data, allow_unsafe=config.allow_unsafe)
-        rows = found.examples(split_of(name) or ("all" if name.startswith(FILE) else "test"), config.limit)
-        if not rows:
-            raise SelfJudgeError(f"{name} has no examples")
-        if len({row["id"] for row in rows}) < len(rows):
-            raise SelfJudgeError(f"{name} has two examples with the same id: give each its own")
-        return cls(name, found, rows)
-
-    @property
-    def label(self) -> str:
-        return task_label(self.name)
-
-    @cached_property
-    def checkable(self) -> bool:
-        return self.task.checkable
-
-    @cached_property
-    def places(self) -> dict[str, int]:
-        """Where an example stands in the task, by its id."""
-        return {row["id"]: place for place, row in enumerate(self.rows)}
-
-    @property
-    def has_stories(self) -> bool:
-        return self.task.story(self.rows[0]) is not None
 
 
 @dataclass(frozen=True)
@@ -229,17 +192,6 @@ class Execution:
 
     def _drop_parts(self) -> None:
         shutil.rmtree(self.folder / "work", ignore_errors=True)
-
-
-def score_texts(
-    examples: TaskExamples, rows: Sequence[Row], texts: Sequence[str]
-) -> tuple[list[str | None], list[dict[str, float]]]:
-    """The answer that is found in each text, where the task has answers, and the text's scores."""
-    task = examples.task
-    if not examples.checkable:
-        return [None] * len(rows), task.score_many(rows, texts)
-    extracted = task.extract_many(rows, texts)
-    return extracted, [task.rate(row, answer) for row, answer in zip(rows, extracted, strict=True)]
 
 
 def sample_row(name: str, answer: Generation, extracted: str | None, scores: dict[str, float]) -> Row:

@@ -22,8 +22,9 @@ from selfjudge.evaluate.answerer import Answerer, TorchAnswerer
 from selfjudge.evaluate.compare import compare_with_exact, find_exact
 from selfjudge.evaluate.config import EvalConfig, Notify, Warn
 from selfjudge.evaluate.consistency import Entails, load_entailment
-from selfjudge.evaluate.execute import Execution, TaskExamples
+from selfjudge.evaluate.execute import Execution
 from selfjudge.evaluate.runs import Judges, Run, plan_runs
+from selfjudge.evaluate.task_examples import TaskExamples
 from selfjudge.judge.model import Judge
 from selfjudge.models.gguf import gguf_of, has_whole_weights
 from selfjudge.models.pair import Pair

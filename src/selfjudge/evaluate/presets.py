@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from selfjudge.evaluate.config import EvalConfig
 from selfjudge.tasks.livecodebench import FOLDS
 from selfjudge.types import check_settings, setting
 
@@ -129,6 +130,16 @@ class ReproduceConfig:
     def check(self) -> None:
         """Refuse what cannot work, before a model is loaded."""
         check_settings(self)
+        self.evaluation.check()
+
+    @property
+    def evaluation(self) -> EvalConfig:
+        """What all evaluations of the preset share."""
+        preset = self.chosen_preset()
+        return EvalConfig(
+            tasks=preset.tasks, limit=preset.limit, max_new_tokens=preset.eval_tokens, batch=self.batch,
+            nli=self.nli, data=self.data, allow_unsafe=self.allow_unsafe,
+        )  # fmt: skip
 
     def chosen_preset(self) -> Preset:
         """The preset with what is given in place of its own."""

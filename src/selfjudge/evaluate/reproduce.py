@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.evaluate.config import EvalConfig, Notify, Warn
-from selfjudge.evaluate.execute import TaskExamples
+from selfjudge.evaluate.config import Notify, Warn
 from selfjudge.evaluate.pipeline import evaluate_rules
 from selfjudge.evaluate.presets import CODE, Preset, ReproduceConfig
+from selfjudge.evaluate.task_examples import check_examples
 from selfjudge.judge.model import Judge
 from selfjudge.label.config import LabelConfig
 from selfjudge.label.folder import info
@@ -50,13 +50,8 @@ def reproduce_paper(
 
     config.check()
     preset = config.chosen_preset()
-    settings = EvalConfig(
-        tasks=preset.tasks, limit=preset.limit, max_new_tokens=preset.eval_tokens, batch=config.batch,
-        nli=config.nli, data=config.data, allow_unsafe=config.allow_unsafe,
-    )  # fmt: skip
-    settings.check()
-    for name in preset.tasks:  # missing data is better known before hours of labelling
-        TaskExamples.load(name, settings)
+    settings = config.evaluation
+    check_examples(settings)  # missing data is better known before hours of labelling
     folders = label_by_all_methods(pair, out / "labels", preset, config, notify=notify, warn=warn)
     device = "cpu" if pair.target.device.type == "mps" else str(pair.target.device)  # fitting needs float64
     judges = train_judges(folders, out / "judges", preset, device=device, notify=notify, warn=warn)
@@ -93,7 +88,7 @@ def evaluations(preset: Preset, judges: Sequence[str]) -> list[tuple[str, list[s
 def label_by_all_methods(
     pair: Pair, out: Path, preset: Preset, config: ReproduceConfig, *, notify: Notify, warn: Warn
 ) -> dict[str, Path]:
-    """Label folders by method, of those that have prompts. A method that finds nothing to label is left out, with a warning."""
+    """Label folders by method, of those that have prompts. One that finds nothing to label is left out and named."""
     folders: dict[str, Path] = {}
     shipped = shipped_tau(pair.target_id, pair.draft_sha256, 20)
     calibrate = None if shipped else ("gsm8k" if any(p.startswith("gsm8k") for p in preset.prompts) else "arithmetic")

@@ -9,7 +9,7 @@ from typing import Any
 from selfjudge.decoding.rule_parser import read_rule
 from selfjudge.decoding.rules import Judged
 from selfjudge.errors import SelfJudgeError
-from selfjudge.prompts.sources import Source, limited
+from selfjudge.prompts.sources import Source, check_readable, limited
 from selfjudge.store import sha256
 from selfjudge.tasks.base import FILE, known, task
 from selfjudge.types import MAX_GAMMA, check_settings, setting
@@ -97,6 +97,12 @@ class LabelConfig:
             raise SelfJudgeError("give `tau` or `calibrate`, not both")
         if self.method == "autojudge" and (wrong := [s.name for s in sources if not _checkable(s.name)]):
             raise SelfJudgeError(f"{wrong[0]} has no checkable answers: `method` autojudge+ takes such prompts")
+
+    def check_prompts(self, data: Path | None) -> None:
+        """Refuse prompts that cannot be read, before any model is loaded."""
+        check_readable(self.sources(), data, skip_broken=self.skip_broken)
+        if self.calibrate is not None:
+            check_readable([Source(self.calibrate, self.calibrate_prompts)], data)
 
     def _check_policy(self) -> None:
         """A policy finishes what consequences begin, and is greedy or a judged rule."""

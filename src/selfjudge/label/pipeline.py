@@ -33,7 +33,7 @@ from selfjudge.label.score import Scorer
 from selfjudge.label.tau import known_tau
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.collect import Collector
-from selfjudge.prompts.sources import Notify, Source, Warn, check_readable
+from selfjudge.prompts.sources import Notify, Warn
 from selfjudge.store import Journal, RunFolder, read_rows, sha256, write_rows
 from selfjudge.store.artefacts import (
     CalibrationSeal,
@@ -151,11 +151,9 @@ def _sha256_of(policy: AcceptanceRule) -> str:
 
 def _check_possible(pair: Pair, config: LabelConfig, data: Path | None) -> None:
     """Refuse early what would fail late: unreadable prompts, a τ that cannot be had, code that cannot be run."""
-    sources = config.sources()
-    check_readable(sources, data, skip_broken=config.skip_broken)
-    checked = [source.name for source in sources if known(source.name)] if config.method != "selfjudge" else []
+    config.check_prompts(data)
+    checked = [source.name for source in config.sources() if known(source.name)] if config.method != "selfjudge" else []
     if config.calibrate:
-        check_readable([Source(config.calibrate, config.calibrate_prompts)], data)
         checked.append(config.calibrate)
     if config.takes_shipped_tau:
         known_tau(pair.target_id, pair.draft_sha256, config.suffix_length)

@@ -40,7 +40,7 @@ class Embedded:
 
     @property
     def head(self) -> Path | None:
-        """The folder of the EAGLE-3 head that ships in the package, if there is one: it drafts unless another is named."""
+        """The folder of the EAGLE-3 head that ships in the package, if any: it drafts unless another is named."""
         folder = Path(str(resources.files("selfjudge.models"))) / "drafts" / f"{self.name}-eagle3"
         return folder if (folder / "config.json").is_file() else None
 

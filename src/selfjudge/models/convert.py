@@ -114,7 +114,7 @@ def convert(gguf: Path, folder: Path, tell: Told = lambda share: None) -> None:
 
 
 def _dequantise(model: PreTrainedModel, write: Callable[[str, int, Floats], None], tell: Told) -> None:
-    """Call `write` with the name of a parameter, a first row and rows of it, from as many threads as there are cores."""
+    """Call `write` with the name of a parameter, a first row and rows of it, from a thread for each core."""
     file = gguf_of(model)
     assert file is not None
     names = {checkpoint_name(name): name for name in file.tensors if name != "rope_freqs.weight"}

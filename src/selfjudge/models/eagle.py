@@ -10,8 +10,8 @@ Names and order of operations are those of vLLM and speculators, so that an expo
 
 FOLDER/
     config.json         sizes, which layers are read, which target it belongs to
-    head.safetensors    matrices as int8, or six bits packed, with a float16 scale for each 32 weights; norms in float16;
-                        draft_ids
+    head.safetensors    matrices as int8, or six bits packed, with a float16 scale for each 32 weights; norms in
+                        float16; draft_ids
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.models.gguf import WHOLE_WEIGHTS, gguf_of
+from selfjudge.models.heads import KIND
 from selfjudge.models.tokens import context_window
 from selfjudge.models.weights import check_finite, dequantise, pack_six, quantise, unpack_six
 from selfjudge.store import read_json, read_tensors, write_json, write_tensors
 from selfjudge.store.artefacts import EagleFile
 
-KIND = "eagle3"
 FILE = "head.safetensors"
 _ROPE = ("default", "linear", "llama3", "yarn")
 
@@ -395,12 +395,6 @@ def _unpacked(arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
         elif not name.endswith(".scale"):
             tensors[name] = tensor.float()
     return tensors
-
-
-def is_head(folder: Path) -> bool:
-    """Whether a folder holds a head rather than a checkpoint: its config says so."""
-    file = folder / "config.json"
-    return file.is_file() and read_json(file).get("kind") == KIND
 
 
 def check_config(config: EagleConfig, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Models whose weights are in an engine elsewhere: this process has their shape and output matrix, and asks the engine."""
+"""Models whose weights are in an engine elsewhere: this process has their shape and output matrix, and asks it."""
 
 from __future__ import annotations
 

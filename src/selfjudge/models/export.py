@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from selfjudge.errors import SelfJudgeError
 from selfjudge.models.eagle import FILE, EagleHead
-from selfjudge.models.pair import Pair, head_folder
+from selfjudge.models.heads import check_export, head_folder, is_public_head
+from selfjudge.models.pair import Pair
 from selfjudge.models.pull import Progress, served_reference
-from selfjudge.models.speculators import FORMAT, is_public_head, write_speculators
-from selfjudge.store import fingerprint, home, locked, refuse_foreign
+from selfjudge.models.speculators import FORMAT, write_speculators
+from selfjudge.store import fingerprint, home, locked
 
 
 def export_head(target: str, draft: str, out: Path, *, steps: int = 5, progress: Progress | None = None) -> None:
@@ -18,10 +18,7 @@ def export_head(target: str, draft: str, out: Path, *, steps: int = 5, progress:
 
     Target and draft are named as for `Pair.load`. What was exported to `out` before is replaced.
     """
-    if head_folder(draft) is None:
-        raise SelfJudgeError(f"{draft} is not an EAGLE-3 head: vLLM loads a draft that is a model as it is")
-    ours = is_public_head(out) or not (out / "config.json").exists()
-    refuse_foreign(out, ("config.json", "model.safetensors") if ours else ())
+    check_export(draft, out)
     pair = Pair.load(target, draft, device="cpu", dtype="float16", progress=progress)
     assert isinstance(pair.draft, EagleHead)
     write_speculators(pair.draft, pair.target, out, steps=steps, verifier=served_reference(target))

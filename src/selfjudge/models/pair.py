@@ -14,11 +14,13 @@ from selfjudge.errors import EMPTY_PROMPT, SelfJudgeError, first_line
 from selfjudge.judge.model import Judge
 from selfjudge.models.catalogue import EMBEDDED, check_reference, draft_for, shipped_draft, unknown_model
 from selfjudge.models.convert import STORED_DTYPE, gguf_tokenizer, load_gguf, quiet
-from selfjudge.models.eagle import KIND as HEAD_KIND, EagleHead, is_head
+from selfjudge.models.device import chosen_device
+from selfjudge.models.eagle import EagleHead
 from selfjudge.models.gguf import ARCHITECTURES, GgufFile, gguf_of, model_of
+from selfjudge.models.heads import KIND as HEAD_KIND, head_folder
 from selfjudge.models.memory import check_memory
 from selfjudge.models.pull import Progress, block_file, checkpoint_folder, draft_sha256
-from selfjudge.models.speculators import is_public_head, load_head
+from selfjudge.models.speculators import load_head
 from selfjudge.models.tokens import context_window, end_ids, special_ids
 from selfjudge.models.weights import check_weights
 from selfjudge.store import fingerprint, hub_options, unreachable, weight_files
@@ -63,8 +65,8 @@ class Pair:
         """Load by embedded name (its draft ships with it), hub id, checkpoint folder or GGUF file; a draft may be the
         folder of an EAGLE-3 head, ours or one in the format of speculators or of EAGLE's own code.
 
-        The device is cuda, mps or cpu, the first that is there. The dtype is bfloat16 on cuda, float16 on mps. On cpu it
-        is `q4` for embedded models and GGUF files, float32 for others, and the draft then runs in int8 if it can.
+        The device is cuda, mps or cpu, the first that is there. The dtype is bfloat16 on cuda, float16 on mps. On cpu
+        it is `q4` for embedded models and GGUF files, float32 for others, and the draft then runs in int8 if it can.
         `q4` leaves weights in their GGUF file, whose blocks the CPU engine runs as they are; `int8` loads float32 and
         lets the CPU engine quantise it. With a dtype of floats the draft has it, too, unless `draft_dtype` is int8.
         `whole_weights` chooses a dtype of floats: for labels, likelihoods and training.
@@ -188,14 +190,6 @@ def _check_cpu_dtypes(
         raise SelfJudgeError("`draft_dtype` int8 needs a target in float32")
 
 
-def head_folder(reference: str) -> Path | None:
-    """The folder of the head that a draft's name means, in any format; None where it means a model."""
-    name, _, part = reference.partition("/")
-    shipped = {"draft": EMBEDDED[name].draft, "eagle3": EMBEDDED[name].head}.get(part) if name in EMBEDDED else None
-    folder = shipped or Path(reference).expanduser()
-    return folder if folder.is_dir() and (is_head(folder) or is_public_head(folder)) else None
-
-
 def check_tokenizers(
     target_tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase, target: str, draft: str
 ) -> None:
@@ -213,20 +207,6 @@ def check_tokenizers(
             f"the tokenizers of {target} and {draft} have one vocabulary but split text differently:"
             " a pair must share one"
         )
-
-
-def chosen_device(name: str | None) -> torch.device:
-    """The device of that name, or the best there is."""
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    try:
-        place = torch.device(name)
-        torch.empty(1, device=place)
-        if place.type == "cuda" and place.index is not None:
-            torch.cuda.set_device(place)  # kernels are launched on the current device
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise SelfJudgeError(f"`device` {name!r} cannot be used: {first_line(error)}") from None
-    return place
 
 
 def chosen_dtype(dtype: str | torch.dtype | None, place: torch.device) -> torch.dtype:

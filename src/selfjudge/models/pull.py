@@ -2,7 +2,7 @@
 
     HOME/models/NAME.gguf        the file itself; NAME.checked: its time when its checksum was last compared
     HOME/models/NAME.blocks/     tokenizer/: the one it carries; draft.gguf: the draft in int8 blocks
-    HOME/models/NAME.draft/      draft.gguf of a model that drafts with a head otherwise, made when something asks for it
+    HOME/models/NAME.draft/      draft.gguf of a model that drafts with a head otherwise, made when asked for
     HOME/models/NAME/            target/ draft/: transformers checkpoints, made when something asks for one
     HOME/models/.NAME.parts/     what is already fetched of an unfinished pull; kept when interrupted
     HOME/models/.NAME.lock       one process at a time

@@ -1,11 +1,11 @@
-"""EAGLE-3 heads as others keep them: the format of speculators, which vLLM loads as it is, and that of the paper's code.
+"""EAGLE-3 heads as others keep them: the format of speculators, which vLLM loads, and that of the paper's code.
 
 FOLDER/
-    config.json          the shape of the layer (in speculators' format under `transformer_layer_config`), which layers of
-                         the target are read, how many tokens are proposed
+    config.json          the shape of the layer (in speculators' format under `transformer_layer_config`), which
+                         layers of the target are read, how many tokens are proposed
     model.safetensors    the parameters by vLLM's names (`midlayer.` in place of `layers.0.` in the paper's format);
-                         lm_head: the rows of the output matrix; d2t: token − place of each of them; t2d: which they are;
-                         perhaps embed_tokens
+                         lm_head: the rows of the output matrix; d2t: token − place of each of them; t2d: which they
+                         are; perhaps embed_tokens
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
 from selfjudge.errors import SelfJudgeError, first_line
-from selfjudge.models.eagle import FILE, EagleConfig, EagleHead, auxiliary_layers, check_config, decoder_layers, is_head
+from selfjudge.models.eagle import FILE, EagleConfig, EagleHead, auxiliary_layers, check_config, decoder_layers
+from selfjudge.models.heads import is_head
 from selfjudge.models.tokens import context_window
 from selfjudge.models.weights import check_finite
 from selfjudge.store import fingerprint, read_json, weight_files, whole, write_json
@@ -41,17 +42,6 @@ def load_head(folder: Path, target: PreTrainedModel, sha256: str = "", name: str
     if is_head(folder):
         return EagleHead.load(folder, target, sha256, name), fingerprint([folder / FILE])
     return read_public(folder, target).bind(target, sha256, name), fingerprint(weight_files(folder))
-
-
-def is_public_head(folder: Path) -> bool:
-    """Whether a folder holds a head in one of the formats of others: its config says so."""
-    file = folder / "config.json"
-    if not file.is_file():
-        return False
-    record = read_json(file)
-    architectures = record.get("architectures")
-    named = any("Eagle3" in str(name) for name in architectures) if isinstance(architectures, list) else False
-    return "speculators_model_type" in record or named
 
 
 def read_public(folder: Path, target: PreTrainedModel) -> EagleHead:

@@ -53,7 +53,7 @@ def argmax_checked(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _argmax_by_numpy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The same in a tenth of the time: torch's argmax goes one by one, and each of its small operations takes longer."""
+    """The same in a tenth of the time: torch's argmax goes one by one, and its small operations take longer."""
     values = logits.detach().numpy()
     best = np.asarray(values.argmax(-1))
     most = np.take_along_axis(values, best[..., None], -1)[..., 0]

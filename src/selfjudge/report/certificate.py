@@ -49,13 +49,13 @@ def claim(certificate: Mapping[str, Any]) -> str:
         plain = f"; {fixed(over)} × plain speed"
     return (
         f"On prompts like these {whole(certificate['n'])}, at most {points(certificate['epsilon'])} {unit(certificate)}"
-        f" are lost against exact decoding, with {confidence} % confidence{plain}. It is void for other prompts, models,"
-        " engines or settings."
+        f" are lost against exact decoding, with {confidence} % confidence{plain}. It is void for other prompts,"
+        " models, engines or settings."
     )
 
 
 def doubt(certificate: Mapping[str, Any]) -> str:
-    """Why it says little: `exact` itself is hardly ever right here, or its answers are not found; empty if it is not so."""
+    """Why it says little: `exact` itself is hardly ever right here, or its answers are not found; else empty."""
     exact = certificate.get("exact") or {}
     n, score, missed = exact.get("n") or 0, exact.get("score"), exact.get("without_answer") or 0
     if not n or ((score is None or score >= LITTLE) and missed <= n / 2):
@@ -89,7 +89,8 @@ def unit(certificate: Mapping[str, Any]) -> str:
 
 def notes(certificate: Mapping[str, Any]) -> list[str]:
     """How it was found, and what the figures beside the claim are."""
-    families = list(dict.fromkeys(row["family"] for row in certificate["candidates"]))
+    every = dict.fromkeys(row["family"] for row in certificate["candidates"])
+    families = certificate.get("families", list(every))  # earlier versions did not write them
     lines = [
         *([doubt(certificate)] if doubt(certificate) else []),
         f"Measured: {certificate['measure_words']}. One prompt is one observation, a repeated prompt counts once.",

@@ -373,7 +373,8 @@ def label_rates(results: Results) -> Iterable[Bars]:
         heading = ", ".join(filter(None, (pair, machine)))
         ordered = sorted(rows, key=lambda row: row[1])
         if (slowest := ordered[0][1][0]) > 0 and len(ordered) > 1:
-            heading = f"{ordered[-1][0]} makes {ordered[-1][1][0] / slowest:.0f} times the labels of {ordered[0][0]}; {heading}"
+            times = f"{ordered[-1][1][0] / slowest:.0f}"
+            heading = f"{ordered[-1][0]} makes {times} times the labels of {ordered[0][0]}; {heading}"
         yield Bars(slug("labelling", pair, machine), heading, "labels per hour", tuple(rows), ("labels per hour",))
 
 

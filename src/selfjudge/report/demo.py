@@ -46,8 +46,9 @@ def finding(result: Mapping[str, Any]) -> str:
     parts = [
         f"The judge ({best['rule']}) yields {passes}it is {best['speed_over_plain']:.2f} × as fast as plain decoding,"
         f" exact {exact['speed_over_plain']:.2f} ×.",
-        f"It accepts {percent(best['judged_share'])} of its tokens against the target’s choice, and"
-        f" {100 * best['same_answer_as_plain']:.0f} % of its answers are those of plain decoding.",
+        f"It accepts {percent(best['judged_share'])} of its tokens against the target’s choice. Its answers are those"
+        f" of plain decoding for the first {100 * best['same_start_as_plain']:.0f} % of their tokens on average,"
+        f" {100 * best['same_answer_as_plain']:.0f} % of them to the end.",
     ]
     if result.get("draft_log_likelihood") is not None and "plain" in rows:
         judge, plain = thousandths(best["log_likelihood"]), thousandths(rows["plain"]["log_likelihood"])
@@ -66,7 +67,9 @@ def _table(result: Mapping[str, Any]) -> Table:
         Column("judged", "judged_share", percent, help="tokens taken against the target's choice"),
         Column("tokens/s", "tokens_per_second", lambda rate: fixed(rate, 1)),
         Column("× plain", "speed_over_plain", fixed, help="speed over plain decoding"),
-        Column("same answer", "same_answer_as_plain", percent, help="as plain decoding, token for token"),
+        Column(
+            "same start", "same_start_as_plain", percent, help="of an answer, before it parts from plain decoding’s"
+        ),
         Column("log-likelihood", "log_likelihood", thousandths, help="of the answers, per token, by the target"),
     )
     quality = result.get("quality", 0.9)

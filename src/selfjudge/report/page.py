@@ -38,8 +38,8 @@ SECTIONS = {
     ),
     "trade-off": (
         "Trade-off",
-        "The change of the score against the gain in m, both paired with <code>exact</code>, which is the dotted line. A"
-        " line is a method, a point one of its thresholds: F and R are the judge’s own, q0.9 rejects 90 % of bad"
+        "The change of the score against the gain in m, both paired with <code>exact</code>, which is the dotted line."
+        " A line is a method, a point one of its thresholds: F and R are the judge’s own, q0.9 rejects 90 % of bad"
         " substitutions. Bars are 95 % intervals. Up and to the right is better. Not all methods are drawn; the"
         " tables have all. What loses more than 15 points is out of view, and the title says how many.",
     ),

@@ -13,7 +13,7 @@ from selfjudge.report.page import page
 from selfjudge.report.read import read_results
 from selfjudge.report.tables import Against, tables
 from selfjudge.report.verdict import verdict
-from selfjudge.store import read_json, write_json, write_text
+from selfjudge.store import check_page, read_json, write_json, write_text
 from selfjudge.store.artefacts import ReportRecord
 
 MADE = "report.json"
@@ -28,10 +28,7 @@ def report(folders: Sequence[Path], out: Path, *, methods: int = MOST_METHODS) -
     """
     if methods < 2:
         raise SelfJudgeError(f"`methods` must be at least 2, exact and another, not {methods}")
-    if out.suffix.casefold() not in (".html", ".htm"):
-        raise SelfJudgeError(f"`out` names the page, such as report.html, not {out}")
-    if out.is_dir():
-        raise SelfJudgeError(f"{out} is a folder: `out` names the page, such as report.html")
+    check_page(out)
     beside = out.with_suffix("")
     earlier = _earlier(beside)
     results = read_results(folders)

@@ -137,7 +137,7 @@ def _shipped() -> dict[str, dict[str, float]]:
 
 
 def _named_by_runs(cards: Sequence[JudgeCard], runs: Sequence[Run]) -> list[JudgeCard]:
-    """The judges by the names that runs have for them: where one alone has the same named threshold, to the last digit."""
+    """The judges by the names that runs have for them: where one alone has the same named threshold, digit by digit."""
     called: dict[tuple[str, float | None], set[str]] = defaultdict(set)
     for run in runs:
         if run.judge and not run.fold:
@@ -152,7 +152,7 @@ def _named_by_runs(cards: Sequence[JudgeCard], runs: Sequence[Run]) -> list[Judg
 
 
 def _with_shipped(runs: Sequence[Run]) -> list[Run]:
-    """The runs, marked where their judge is the one that ships: its named thresholds are the same, to the last digit."""
+    """The runs, marked where their judge is the one that ships: its named thresholds are the same, digit by digit."""
     shipping = set()
     for pair, thresholds in _shipped().items():
         shipping |= {

@@ -25,6 +25,7 @@ from selfjudge.store.journal import Journal as Journal
 from selfjudge.store.provenance import machine as machine, provenance as provenance, versions as versions
 from selfjudge.store.run_folder import (
     RunFolder as RunFolder,
+    check_page as check_page,
     keep_settings as keep_settings,
     refuse_foreign as refuse_foreign,
     refuse_other as refuse_other,

@@ -327,6 +327,7 @@ class Certificate(TypedDict):
     exact: NotRequired[ExactScore]
     evidence: dict[str, Any]
     overlap: NotRequired[OverlapBound]
+    families: NotRequired[list[str]]
     candidates: list[CertificateCandidate]
     prompts_sha256: Sha256
     engine: str

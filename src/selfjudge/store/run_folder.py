@@ -43,11 +43,21 @@ def refuse_foreign(folder: Path, own: Collection[str] = ()) -> None:
     try:
         if folder.exists() and not folder.is_dir():
             raise SelfJudgeError(f"{folder} is a file: name a folder with `out`")
+        if above := [parent for parent in folder.parents if parent.is_file()]:
+            raise SelfJudgeError(f"cannot use {folder} as a folder: {above[0]} is a file")
         names = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
     except OSError as error:
         raise SelfJudgeError(f"cannot use {folder} as a folder: {error}") from None
     if foreign := [name for name in names if name not in own and not name.startswith(".")]:
         raise SelfJudgeError(f"{folder} holds other files ({foreign[0]} …): name a new or empty folder with `out`")
+
+
+def check_page(out: Path) -> None:
+    """Refuse what cannot be the file of an HTML page."""
+    if out.suffix.casefold() not in (".html", ".htm"):
+        raise SelfJudgeError(f"`out` names the page, such as report.html, not {out}")
+    if out.is_dir():
+        raise SelfJudgeError(f"{out} is a folder: `out` names the page, such as report.html")
 
 
 class RunFolder:

@@ -21,6 +21,9 @@ RELEASED: Mapping[str, Any] = {
 RELEASED_ACCEPTABLE = 0.209
 """The share of the mismatches that the released labels call acceptable."""
 
+LEFT_BY_A_KILL = ("README.md", "roc.json", "roc.png", "run.json", "prompts.json", "model.safetensors")
+"""What a folder may hold before training; config.json is written last."""
+
 
 @dataclass(frozen=True)
 class TrainConfig:

@@ -91,7 +91,7 @@ class FitOptions:
 
 
 class _Sums(NamedTuple):
-    """Weighted log-loss of the rows, its gradient [D + 1] and its curvature [D + 1, D + 1]; the penalty is not in them."""
+    """Weighted log-loss of the rows, its gradient [D + 1] and its curvature [D + 1, D + 1], without the penalty."""
 
     loss: float
     gradient: Tensor

@@ -25,19 +25,10 @@ from selfjudge.judge.model import Judge
 from selfjudge.judge.training_prompts import write_training_prompts
 from selfjudge.store import locked, provenance, refuse_foreign, write_json
 from selfjudge.train.card import Evidence, write_card
-from selfjudge.train.config import TrainConfig
+from selfjudge.train.config import LEFT_BY_A_KILL, TrainConfig
 from selfjudge.train.dataset import PARTS, Notify, Rows
 from selfjudge.train.fit import FitOptions, Fitted, auc, best_on_select, fit_linear, fit_mlp, predict
 from selfjudge.train.thresholds import accepted_shares, find_thresholds, quality_curve, roc_auc
-
-LEFT_BY_A_KILL = (
-    "README.md",
-    "roc.json",
-    "roc.png",
-    "run.json",
-    "prompts.json",
-    "model.safetensors",
-)  # config.json is written last
 
 
 def train_judge(

@@ -1,5 +1,5 @@
 """Calibration prompts: each once, in a seeded random order, none that the judge was trained on; and what is kept of
-their score."""
+their score. This module loads no torch."""
 
 from __future__ import annotations
 
@@ -7,16 +7,22 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.compare import lost_words
-from selfjudge.evaluate.execute import TaskExamples, score_texts
+from selfjudge.evaluate.task_examples import TaskExamples, score_texts
 from selfjudge.judge.training_prompts import DIGITS, prompt_key, training_prompts
-from selfjudge.models.pair import Pair
 from selfjudge.tasks.base import Prompt, Row, plain
-from selfjudge.tune.config import TuneConfig
+from selfjudge.tune.candidates import candidates, fitting
+from selfjudge.tune.certify import refuse_hopeless
+from selfjudge.tune.config import CPU_BATCH, TuneConfig
+
+if TYPE_CHECKING:
+    from selfjudge.judge.config import JudgeConfig
+    from selfjudge.models.pair import Pair
 
 FILE_TOKENS = 256  # of an answer to a prompt of a file, as `generate` has it
 WORDS = {
@@ -62,6 +68,20 @@ def load_calibration(config: TuneConfig, warn: Warn) -> list[CalibrationPrompt]:
     prompts = list(found.values())
     order = np.random.default_rng(config.seed).permutation(len(prompts))
     return [prompts[i] for i in order][: config.limit]
+
+
+def check_calibration(config: TuneConfig, judge: JudgeConfig | None) -> None:
+    """Refuse what prompts and settings tell before a model is loaded: among others an ε that so few cannot certify.
+
+    Where the batch is the device's choice, that of a CPU is assumed, which sets the fewest prompts aside.
+    """
+    families = candidates(config.families, judge)
+    if config.gamma is not None:
+        families, _ = fitting(families, config.gamma, judge)
+    prompts = load_calibration(config, lambda text: None)
+    Measure.choose(config.measure, prompts)
+    batch = config.batch or CPU_BATCH if config.times else None
+    refuse_hopeless(len(prompts), batch, config.epsilon, config.delta, len(families))
 
 
 def digest(prompts: Sequence[CalibrationPrompt]) -> str:

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from selfjudge.decoding.rule_parser import parse_rule
+from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
 
@@ -37,8 +40,44 @@ class Family:
 
 
 def candidates(families: Sequence[str], judge: JudgeConfig | None) -> list[Family]:
-    """The families of these names; `judge` is the one of the judged rules, where there is one."""
+    """The families of these names; `judge` is the one of the judged rules.
+
+    Where there is none, judged is left out of all families; named among others it is refused.
+    """
+    if judge is None and tuple(families) == FAMILIES:
+        families = [name for name in families if name != "judged"]
     return [Family(name, _rules(name, judge)) for name in families]
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A rule that does not work with the γ of a run, and why."""
+
+    family: str
+    rule: str
+    why: str
+
+
+def fitting(families: Sequence[Family], gamma: int, judge: JudgeConfig | None) -> tuple[list[Family], list[Refused]]:
+    """The families with those of their rules that work with this γ, and the other rules. One without any falls away."""
+    kept, refused = [], []
+    for family in families:
+        works = []
+        for rule in family.rules:
+            try:
+                _parsed(rule, judge).check(gamma)
+                works.append(rule)
+            except SelfJudgeError as error:
+                refused.append(Refused(family.name, rule, str(error)))
+        if works:
+            kept.append(Family(family.name, tuple(works)))
+    if not kept:
+        raise SelfJudgeError(refused[-1].why)
+    return kept, refused
+
+
+def _parsed(rule: str, judge: Any) -> AcceptanceRule:
+    return parse_rule(rule, judge=judge if rule.startswith("judged") else None)
 
 
 def _rules(family: str, judge: JudgeConfig | None) -> tuple[str, ...]:
@@ -60,6 +99,6 @@ def _rules(family: str, judge: JudgeConfig | None) -> tuple[str, ...]:
 def levels(families: Sequence[Family], delta: float) -> dict[str, float]:
     """δ of each family: equal shares, so that all certificates together are wrong with probability δ at most.
 
-    Inside a family no share is needed: its rules are tested in their order, each at the family's level, until one fails.
+    Inside a family no share is needed: its rules are tested in their order, each at its level, until one fails.
     """
     return {family.name: delta / len(families) for family in families}

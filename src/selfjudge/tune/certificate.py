@@ -82,6 +82,8 @@ class Choice:
     advantage: float
     """How much faster than at `gamma` `exact` is at its own best γ, 0 included."""
     speeds: Sequence[Row]
+    families: Sequence[str]
+    """Those that shared δ."""
 
     @property
     def exact_gamma(self) -> int:
@@ -121,6 +123,7 @@ def certificate(
         "evidence": {} if best is None else _evidence(best, config.delta),
         **({} if best is None else {"overlap": _overlap(best, config.delta)}),
         **_speed(choice, config.times),
+        "families": list(choice.families),
         "candidates": [_candidate(outcome, choice.advantage, config.times) for outcome in choice.outcomes],
         "speeds": list(choice.speeds),
         "target_sha256": pair.target_sha256,

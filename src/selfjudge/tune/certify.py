@@ -8,6 +8,7 @@ reaches 1/δ has a probability of at most δ. So the bet may be looked at after 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,14 +16,19 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from selfjudge.errors import SelfJudgeError
+
 POWER = 0.9
 """The share of runs that `needed_prompts` wants to succeed."""
 DISCORDANT = 0.05
 """The share of prompts whose score a rule changes, where nothing is known about it."""
+ASIDE = 10
+"""One prompt of so many, at most a batch, is set aside to choose γ with."""
 CAP = 0.9  # the most of the capital that a single prompt may cost
 _Z = 1.2816  # the normal quantile of POWER
 _CHUNK = 1 << 21  # simulated prompts at a time
 _STEPS = 200  # of `upper_bound` from 0 to 1
+_MANY = 1_000_000  # prompts; a refusal counts no further
 _MOST = 1_000_000_000  # prompts; whoever would need more needs another ε
 
 Floats = NDArray[np.float64]
@@ -108,6 +114,33 @@ def fewest_prompts(epsilon: float, delta: float) -> int:
         middle = (low + high) // 2
         low, high = (low, middle) if certifiable(Claim(epsilon, delta, middle)) else (middle, high)
     return high
+
+
+def set_aside(prompts: int, batch: int) -> int:
+    """How many of the prompts choose γ instead of testing rules: a tenth, at most a batch."""
+    return min(batch, -(-prompts // ASIDE))
+
+
+def refuse_hopeless(prompts: int, batch: int | None, epsilon: float, delta: float, families: int) -> None:
+    """Refuse an ε that so few prompts cannot certify; `batch` is None where none of them are set aside to choose γ."""
+
+    def left(given: int) -> int:
+        return given - (set_aside(given, batch) if batch else 0)
+
+    share = delta / families
+    if certifiable(Claim(epsilon, share, left(prompts))):
+        return
+    needed, aside = f"more than {_MANY:,}", ""
+    if certifiable(Claim(epsilon, share, left(_MANY))):
+        fewest = fewest_prompts(epsilon, share)
+        given = next(n for n in itertools.count(fewest) if left(n) >= fewest)
+        needed = f"at least {given}"
+        aside = f", {given - fewest} of them to choose γ" if batch else ""
+    over, fewer = ("1 family", "") if families == 1 else (f"{families} families", ", fewer `families`")
+    raise SelfJudgeError(
+        f"{prompts} prompts cannot certify `epsilon` {epsilon:g} at `delta` {delta:g} over {over}: {needed} are"
+        f" needed{aside}; give more prompts{fewer} or a larger `epsilon`"
+    )
 
 
 def needed_prompts(epsilon: float, delta: float, *, mean: float = 0.0, variance: float = DISCORDANT) -> int | None:

@@ -12,6 +12,8 @@ from selfjudge.tune.candidates import FAMILIES
 from selfjudge.types import MAX_GAMMA, check_settings, setting
 
 MEASURES = ("auto", "score", "same_answer", "overlap")
+CPU_BATCH, CUDA_BATCH = 8, 256
+"""Prompts at a time, where no number is given."""
 FREE = ("minutes",)
 """Settings that may differ when a run is gone on with."""
 
@@ -41,7 +43,8 @@ class TuneConfig:
     batch: int | None = setting(None, "Prompts at a time: 8, on CUDA 256.", minimum=1)
     minutes: float | None = setting(
         None,
-        "End after about so many minutes with what is certified by then: on a CPU 12, elsewhere no limit, if not given.",
+        "End after about so many minutes with what is certified by then: on a CPU 12, elsewhere no limit, if not"
+        " given.",
         above=0,
     )
     seed: int = setting(0, "Seed of the prompts' order.")

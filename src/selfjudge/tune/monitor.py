@@ -6,7 +6,8 @@ most that the calibration prompts allow: beyond it these requests are not like t
 of them.
 
 A bet that has lost its capital on good requests would not notice that they have become bad. So it begins again every n
-requests; round j has the share δ/(j(j + 1)), and all rounds together are wrong with probability δ at most. Loads no torch.
+requests; round j has the share δ/(j(j + 1)), and all rounds together are wrong with probability δ at most. Loads no
+torch.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class Monitor:
 
 
 def watch(recipe: Recipe | None, keep_in: Path | None = None) -> Monitor:
-    """The monitor of a recipe's certificate. The file that requests are to be kept in must be one that can be written."""
+    """The monitor of a recipe's certificate. The file that requests are to be kept in must be writable."""
     if recipe is None:
         raise SelfJudgeError("`shadow` watches what a certificate claims: give `recipe`")
     certificate = recipe.certificate

@@ -12,13 +12,12 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from selfjudge.decoding.text import int8_draft
-from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.answerer import Answerer, TorchAnswerer
 from selfjudge.evaluate.config import Notify, Warn
 from selfjudge.judge.model import Judge
@@ -34,10 +33,10 @@ from selfjudge.tune.calibration import (
     load_calibration,
     refuse_learnt,
 )
-from selfjudge.tune.candidates import FAMILIES, Family, candidates, levels
+from selfjudge.tune.candidates import FAMILIES, Family, Refused, candidates, fitting, levels
 from selfjudge.tune.certificate import Choice, Outcome, certificate, shown_examples
-from selfjudge.tune.certify import Claim, certifiable, fewest_prompts, needed_prompts, power
-from selfjudge.tune.config import FREE, TuneConfig
+from selfjudge.tune.certify import Claim, fewest_prompts, needed_prompts, power, refuse_hopeless, set_aside
+from selfjudge.tune.config import CPU_BATCH, CUDA_BATCH, FREE, TuneConfig
 from selfjudge.tune.recipe import CERTIFICATE, FORMAT, JUDGE, RECIPE, Recipe
 from selfjudge.tune.speeds import chosen_gamma, fitting_prompts
 from selfjudge.tune.trials import Trial, Trials
@@ -46,8 +45,6 @@ from selfjudge.types import default_gamma
 JUDGE_NAME = "judge"
 CPU_MINUTES = 12.0
 """Where no number is given."""
-ASIDE = 10
-"""One prompt of so many, at most a batch, is set aside to choose γ with."""
 
 Say = Callable[[str], None]
 Flags = Callable[[Mapping[str, Any], Path], str | None]
@@ -68,9 +65,9 @@ def tune_pair(
 ) -> Recipe:
     """Find the fastest rule whose loss is certified, in the folder `out`. Goes on where an earlier call ended.
 
-    `judge` is the one of the judged rules; the one that ships for the pair if not given. The models run in this process,
-    unless an `answerer` is handed in. `say` is told before the run
-    what so many prompts can certify. A finished run returns at once, unless its time was up and there is more now.
+    `judge` is the one of the judged rules; the one that ships for the pair if not given. The models run in this
+    process, unless an `answerer` is handed in. `say` is told before the run what so many prompts can certify.
+    A finished run returns at once, unless its time was up and there is more now.
     """
     config.check()
     folder = RunFolder(Path(out), done=RECIPE, schema=RecipeFile)
@@ -115,17 +112,15 @@ class _Job:
             source = pair.target_id
         loaded = Judge.from_pretrained(source) if source is not None else judge
         assert loaded is None or isinstance(loaded, Judge)
-        names = config.families
-        if loaded is None and names == FAMILIES:
-            names = tuple(name for name in names if name != "judged")
+        if loaded is None and config.families == FAMILIES:
             warn("no judge ships for this target: the family judged is left out")
-        families = candidates(names, None if loaded is None else loaded.config)
+        families = candidates(config.families, None if loaded is None else loaded.config)
         prompts = load_calibration(config, warn)
-        if "judged" in names and loaded is not None:
+        if "judged" in config.families and loaded is not None:
             loaded.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
             refuse_learnt(pair, prompts, source, warn)
-        batch = config.batch or (256 if answerer.device == "cuda" else 8)
-        aside = min(batch, -(-len(prompts) // ASIDE)) if config.times else 0
+        batch = config.batch or (CUDA_BATCH if answerer.device == "cuda" else CPU_BATCH)
+        aside = set_aside(len(prompts), batch) if config.times else 0
         measure = Measure.choose(config.measure, prompts)
         return cls(pair, answerer, config, loaded, families, prompts[aside:], prompts[:aside], measure, batch)
 
@@ -136,36 +131,34 @@ class _Job:
             return self.config.minutes
         return CPU_MINUTES if self.answerer.device == "cpu" else math.inf
 
-    @property
-    def claims(self) -> dict[str, Claim]:
-        """Of each family."""
-        shares = levels(self.families, self.config.delta)
-        return {name: Claim(self.config.epsilon, delta, len(self.prompts)) for name, delta in shares.items()}
+    def fitting(self, gamma: int) -> tuple[list[Family], list[Refused]]:
+        """The families that are tested at this γ, and the rules that do not work with it."""
+        return fitting(self.families, gamma, None if self.judge is None else self.judge.config)
 
     @property
-    def claim(self) -> Claim:
-        """Of any family: their shares of δ are equal."""
-        return next(iter(self.claims.values()))
+    def possible(self) -> list[Family]:
+        """The families that share δ, as far as that is known before γ is chosen."""
+        return self.families if self.config.gamma is None else self.fitting(self.config.gamma)[0]
+
+    def claim(self, families: Sequence[Family]) -> Claim:
+        """Of any of these families: their shares of δ are equal."""
+        return Claim(self.config.epsilon, next(iter(levels(families, self.config.delta).values())), len(self.prompts))
 
     def refuse_hopeless(self) -> None:
         """Refuse an ε that so few prompts cannot certify."""
-        claim = self.claim
-        if not certifiable(claim):
-            aside = f" ({len(self.aside)} more are set aside to choose γ)" if self.aside else ""
-            raise SelfJudgeError(
-                f"{claim.n} prompts{aside} cannot certify `epsilon` {claim.epsilon:g} at `delta` {self.config.delta:g}"
-                f" over {len(self.families)} families: at least {fewest_prompts(claim.epsilon, claim.delta)} are needed;"
-                " give more prompts, fewer `families` or a larger `epsilon`"
-            )
+        config, given = self.config, len(self.aside) + len(self.prompts)
+        batch = self.batch if config.times else None
+        refuse_hopeless(given, batch, config.epsilon, config.delta, len(self.possible))
 
     def outlook(self) -> str:
         """What so many prompts can certify, before any is decoded."""
-        claim = self.claim
+        families = self.possible
+        claim, over = self.claim(families), "1 family" if len(families) == 1 else f"{len(families)} families"
         needed = needed_prompts(claim.epsilon, claim.delta)
         return (
-            f"{claim.n} prompts, at most {100 * claim.epsilon:g} points lost, {1 - self.config.delta:.0%} confidence over"
-            f" {len(self.families)} families: {fewest_prompts(claim.epsilon, claim.delta)} prompts certify a rule that"
-            f" changes no score, about {needed} one that changes 5 % of them for no loss"
+            f"{claim.n} prompts, at most {100 * claim.epsilon:g} points lost, {1 - self.config.delta:.0%} confidence"
+            f" over {over}: {fewest_prompts(claim.epsilon, claim.delta)} prompts certify a rule that changes no score,"
+            f" about {needed} one that changes 5 % of them for no loss"
             f" (with {claim.n}: {power(claim):.0%} of such runs)"
         )
 
@@ -215,31 +208,42 @@ class _Tuning:
         speeds: list[dict[str, Any]] = []
         if config.times:
             self.notify("measuring speeds", 0.0)
-            speeds = self.trials.speeds(job.families, config.gamma)
+            speeds = self.trials.speeds(job.possible, config.gamma)
         gamma, advantage = chosen_gamma(speeds, config.gamma or default_gamma(job.answerer.device))
-        self._say_if_late(speeds, gamma)
-        outcomes = self._test_all(gamma)
+        families, refused = job.fitting(gamma)
+        self._say_what_falls_away(families, gamma, refused)
+        claim = job.claim(families)
+        self._say_if_late(speeds, gamma, claim)
+        outcomes = self._test_all(families, gamma, claim)
+        outcomes += [Outcome(rule.family, rule.rule, gamma, claim, refused=rule.why) for rule in refused]
         best = self._fastest(outcomes, advantage)
-        return self._write(Choice(outcomes, best, gamma, advantage, speeds), vllm_flags)
+        names = [family.name for family in families]
+        return self._write(Choice(outcomes, best, gamma, advantage, speeds, names), vllm_flags)
 
-    def _say_if_late(self, speeds: list[dict[str, Any]], gamma: int) -> None:
+    def _say_what_falls_away(self, families: Sequence[Family], gamma: int, refused: Sequence[Refused]) -> None:
+        """Say which families have no share of δ: γ was chosen on prompts set aside, so that the others may take it."""
+        left = {family.name for family in families}
+        why = {rule.family: rule.why for rule in refused if rule.family not in left}
+        for name, reason in why.items():
+            self.say(f"γ = {gamma}: the family {name} falls away before anything is tested ({reason})")
+
+    def _say_if_late(self, speeds: list[dict[str, Any]], gamma: int, claim: Claim) -> None:
         """Say so where the time may not suffice to certify anything."""
         job, left = self.job, self.trials.deadline - time.monotonic()
-        fewest = fewest_prompts(job.claim.epsilon, job.claim.delta)
+        fewest = fewest_prompts(claim.epsilon, claim.delta)
         fitting = fitting_prompts(speeds, gamma, left, self.trials.max_new_tokens)
         if fitting < fewest:
             self.say(
                 f"{job.minutes:g} minutes may be too few: if answers have {self.trials.max_new_tokens} tokens, about"
-                f" {max(0, int(fitting))} prompts fit, under exact and one rule, and {fewest} are the fewest that certify"
-                " one: --resume with more --minutes goes on"
+                f" {max(0, int(fitting))} prompts fit, under exact and one rule, and {fewest} are the fewest that"
+                " certify one: --resume with more --minutes goes on"
             )
 
-    def _test_all(self, gamma: int) -> list[Outcome]:
+    def _test_all(self, families: Sequence[Family], gamma: int, claim: Claim) -> list[Outcome]:
         """All families by turns, a rule of each: when the time is up, all have got about as far.
 
         In a family none is tried after one that is not certified.
         """
-        families = self.job.families
         outcomes: dict[str, list[Outcome]] = {family.name: [] for family in families}
         total = sum(len(family.rules) for family in families)
         for turn in range(max(len(family.rules) for family in families)):
@@ -247,18 +251,16 @@ class _Tuning:
                 if turn < len(family.rules):
                     before = outcomes[family.name]
                     done = sum(map(len, outcomes.values())) / total
-                    before.append(self._test(family, turn, gamma, all(o.certified for o in before), done))
+                    standing = all(outcome.certified for outcome in before)
+                    before.append(self._test(family, turn, gamma, claim, standing, done))
         return [outcome for family in families for outcome in outcomes[family.name]]
 
-    def _test(self, family: Family, number: int, gamma: int, standing: bool, done: float) -> Outcome:
+    def _test(self, family: Family, number: int, gamma: int, claim: Claim, standing: bool, done: float) -> Outcome:
         """A rule of a family, if all before it are certified."""
-        rule, claim = family.rules[number], self.job.claims[family.name]
+        rule = family.rules[number]
         if not standing:
             return Outcome(family.name, rule, gamma, claim)
-        try:
-            trial = Trial(family.name, self.trials.plan(rule, gamma))
-        except SelfJudgeError as error:
-            return Outcome(family.name, rule, gamma, claim, refused=str(error))
+        trial = Trial(family.name, self.trials.plan(rule, gamma))
         self.names[id(trial)] = f"{family.name}-{number}"
         self.notify(f"{rule}, γ = {gamma}", done)
         self.trials.test(trial, self.names[id(trial)], claim)

@@ -48,7 +48,7 @@ class Timing:
 
 
 def accepted_drafts(origins: Sequence[Origin]) -> list[int]:
-    """The accepted drafts of each cycle of an answer. Its first token is the prompt's; a last cycle cut off is left out."""
+    """The accepted drafts of each cycle of an answer. Its first token is the prompt's; a cycle cut off is left out."""
     counts, drafts = [], 0
     for origin in origins[1:]:
         if origin == "target":
@@ -125,7 +125,8 @@ def chosen_gamma(speeds: Sequence[Row], gamma: int) -> tuple[int, float]:
     """γ at which the relaxed rules are fastest on the whole, and how much faster than there `exact` is at its own best,
     which may be 0: plain decoding.
 
-    Each rule's speed counts relative to its best. `gamma` stands where nothing was measured.
+    Each rule's speed counts relative to its best. A rule that does not work with every γ has no say, unless all are
+    such. `gamma` stands where nothing was measured.
     """
     relaxed: dict[str, dict[int, float]] = {}
     exact: dict[int, float] = {}
@@ -137,6 +138,8 @@ def chosen_gamma(speeds: Sequence[Row], gamma: int) -> tuple[int, float]:
             relaxed.setdefault(row["rule"], {})[row["gamma"]] = row["tokens_per_second"]
     if not exact:
         return gamma, 1.0
-    shares = {g: float(np.mean([by.get(g, 0.0) / max(by.values()) for by in relaxed.values()] or [0])) for g in exact}
+    everywhere = [by for by in relaxed.values() if by.keys() >= exact.keys()]
+    counted = everywhere or list(relaxed.values())
+    shares = {g: float(np.mean([by.get(g, 0.0) / max(by.values()) for by in counted] or [0])) for g in exact}
     best = max(shares, key=lambda g: shares[g])
     return best, max(plain, *exact.values()) / exact[best]

@@ -29,7 +29,8 @@ class ServerConfig:
     """Of a token, instead of a threshold, with rule margin or judged."""
     gamma: Gamma | None = setting(
         None,
-        "Draft tokens per cycle, 0 is plain decoding; auto, the default of exact, chooses what is fastest; else 5, on a CPU 3.",
+        "Draft tokens per cycle, 0 is plain decoding; auto, the default of exact, chooses what is fastest; else 5, on a"
+        " CPU 3.",
         minimum=0,
         maximum=MAX_GAMMA,
         word="auto",

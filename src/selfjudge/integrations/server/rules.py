@@ -88,10 +88,7 @@ class Rules:
         rule = "exact" if off else self._own_rule(options) if options.rule is None else options.rule
         if rule in LOSSLESS:
             rule = "exact" if sampling is None else "sampling"
-        gamma = self.gamma if options.gamma is None else options.gamma
-        if gamma is None:
-            gamma = "auto" if rule == "exact" else default_gamma(self.pair.target.device.type)
-            gamma = gamma if self.pair.draft is not None else 0
+        gamma = self.own_gamma(rule) if options.gamma is None else options.gamma
         if gamma != "auto" and not 0 <= gamma <= MAX_GAMMA:
             raise SelfJudgeError(f"`gamma` must lie between 0 and {MAX_GAMMA}, not {gamma}")
         if self.pair.draft is None and gamma == "auto":
@@ -105,6 +102,14 @@ class Rules:
         if gamma != "auto":
             built.check(gamma)
         return choice
+
+    def own_gamma(self, rule: str) -> Gamma:
+        """Of requests with this rule that name no γ."""
+        if self.gamma is not None:
+            return self.gamma
+        if self.pair.draft is None:
+            return 0
+        return "auto" if rule == "exact" else default_gamma(self.pair.target.device.type)
 
     def _own_rule(self, options: RuleOptions) -> str:
         """Of a request that names none: a threshold or a price means judged where the server's own rule has neither."""

@@ -34,8 +34,8 @@ def serve(
 ) -> None:
     """Serve until SIGTERM or SIGINT: then refuse new requests, finish those that run, and return.
 
-    `recipe` is the one that rule and γ of the config come from; `shadow` watches its certificate. `notify` is called with
-    two lines once requests are welcome: where the API is, and where the playground.
+    `recipe` is the one that rule and γ of the config come from; `shadow` watches its certificate. `notify` is called
+    with two lines once requests are welcome: where the API is, and where the playground.
     """
     from selfjudge.integrations.server.playground import describe
     from selfjudge.integrations.server.run import run

@@ -171,6 +171,8 @@ class Service:
                 "theta": rules.theta,
                 "price": own.price,
                 "gamma": own.gamma,
+                "gamma_exact": rules.own_gamma("exact"),
+                "gamma_relaxed": rules.own_gamma("judged"),
                 "judge": rules.judge is not None,
                 "max_tokens": self.config.max_tokens,
                 "recipe": self.recipe,

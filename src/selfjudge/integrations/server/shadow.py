@@ -45,7 +45,9 @@ class Shadow:
 
     def choose(self, job: Job) -> None:
         """Toss a coin for a request of the server's own rule: whether it will be decoded both ways."""
-        if self.monitor.refuted or replace(job.choice, trace=False) != self._own or random.random() >= self.share:  # noqa: S311
+        if self.monitor.refuted or replace(job.choice, trace=False) != self._own:
+            return
+        if random.random() >= self.share:  # noqa: S311
             return
         with self._lock:
             job.watched = self._chosen < WAITING

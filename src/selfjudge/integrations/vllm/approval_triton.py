@@ -55,7 +55,8 @@ def _decide(
     hidden_ptr, logit_ptr, at_ptr, draft_ptr, value_ptr, limit_ptr, weight_ptr, bias_ptr, inner_ptr, inner_bias_ptr,
     special_ptr, out_ptr, harm_ptr, hidden_step, logit_step, hidden, vocabulary, log_vocabulary, units, judge_limit,
     specials, JUDGE: tl.constexpr, LOWEST: tl.constexpr, MARGIN: tl.constexpr, LIMITED: tl.constexpr,
-    MLP: tl.constexpr, BLOCK: tl.constexpr, UNITS: tl.constexpr, SPECIALS: tl.constexpr, ROW_BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+    MLP: tl.constexpr, BLOCK: tl.constexpr, UNITS: tl.constexpr, SPECIALS: tl.constexpr, ROW_BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """One draft by its code (`plan.Code`). With AHEAD: its harm, and whether it is aligned. Else: whether it is
     approved."""
@@ -103,7 +104,8 @@ def approvals(
     _decide[(len(drafts),)](
         hidden, logits, at, drafts, value, limit, *(judge[:4] if judge else (None,) * 4), special, out, harm,
         hidden.stride(0), logits.stride(0), hidden.shape[1], logits.shape[1], math.log(logits.shape[1]), units,
-        judge.limit if judge else 0.0, specials, JUDGE=judge is not None, SPECIALS=triton.next_power_of_2(specials) if specials else 0,
+        judge.limit if judge else 0.0, specials, JUDGE=judge is not None,
+        SPECIALS=triton.next_power_of_2(specials) if specials else 0,
         ROW_BLOCK=ROW_BLOCK, AHEAD=plan.looks_ahead, num_warps=ROW_WARPS, **constants,
     )  # fmt: skip
     return out if harm is None else flat_scan(harm, out, plan.rows.first, plan.rows.counts, price, window)

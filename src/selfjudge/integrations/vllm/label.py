@@ -24,8 +24,10 @@ from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.integrations.vllm.engine import OneEngine
 from selfjudge.label.score import Case, Scorer, Scores
 from selfjudge.models.catalogue import draft_for
+from selfjudge.models.device import chosen_device
 from selfjudge.models.elsewhere import run_elsewhere
-from selfjudge.models.pair import Pair, check_tokenizers, chosen_device, chosen_dtype, head_folder
+from selfjudge.models.heads import head_folder
+from selfjudge.models.pair import Pair, check_tokenizers, chosen_dtype
 from selfjudge.models.pull import checkpoint_folder, weights_sha256
 from selfjudge.models.weights import check_finite
 from selfjudge.store import parse_json, read_json
@@ -119,7 +121,7 @@ class VllmBackend:
         seeds: Sequence[int] | None = None,
         notify: Callable[[int], None] | None = None,
     ) -> Iterator[Answer]:
-        """As `decoding.plain.respond`, all at once: vLLM makes the batches. Sampled answers have its own random numbers."""
+        """As `decoding.plain.respond`, all at once: vLLM makes the batches. It has random numbers of its own."""
         if not prompts:
             return
         from vllm import SamplingParams

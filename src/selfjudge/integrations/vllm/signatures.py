@@ -52,6 +52,6 @@ def _unknown(what: str) -> NoReturn:
     from vllm import __version__
 
     raise SelfJudgeError(
-        f"this selfjudge does not know vLLM {__version__}: {what}; use a version named in docs/vllm.md, or its first model"
-        " runner: VLLM_USE_V2_MODEL_RUNNER=0"
+        f"this selfjudge does not know vLLM {__version__}: {what}; use a version named in docs/vllm.md, or its first"
+        " model runner: VLLM_USE_V2_MODEL_RUNNER=0"
     )

@@ -332,6 +332,11 @@ function chosen() {
   return how;
 }
 
+// what an answer is decoded with where the box names no γ; vLLM has one γ for all
+const ownGamma = (lossless) => (lossless ? state.facts.gamma_exact : state.facts.gamma_relaxed) ?? state.facts.gamma;
+const isLossless = () => LOSSLESS.includes(chosen().rule ?? state.facts.rule);
+const withLossless = () => at("beside").checked && !isLossless();
+
 function refreshSettings() {
   const rule = (ruleText() || state.facts.rule || "").split(":")[0];
   const fits = { quality: rule.startsWith("judge"), price: rule === "judged" || rule === "margin" };
@@ -346,7 +351,10 @@ function refreshSettings() {
     at("amount-name").textContent = measure();
   }
   at("amount-said").textContent = Number(at("amount").value).toFixed(2);
-  at("summary").textContent = described({ ...state.facts, ...chosen() }) + (at("beside").checked ? ", beside lossless" : "");
+  const own = ownGamma(isLossless()), other = ownGamma(true);
+  const beside = withLossless() && own !== other ? `, lossless ${other}` : "";
+  if (own !== undefined) at("gamma").options[0].textContent = `the server’s: ${own}${beside}`; // else not connected yet
+  at("summary").textContent = described({ ...state.facts, gamma: own, ...chosen() }) + (withLossless() ? ", beside lossless" : "");
 }
 
 function fill(select, options) {
@@ -372,7 +380,7 @@ async function connect() {
   const rules = RULES.filter((rule) => rule !== "judged" || facts.judge).map((rule) => [rule, rule === "exact" ? "exact (lossless)" : rule]);
   fill(at("rule"), [["", `the server’s: ${facts.rule}`], ...rules, ["other", "other …"]]);
   if (facts.rule === "exact" && !facts.recipe) at("rule").value = facts.judge ? "judged" : "margin"; // something to see beside lossless
-  fill(at("gamma"), [["", `the server’s: ${facts.gamma}`], ["auto", "auto"], ...Array.from({ length: 21 }, (_, i) => [String(i), String(i)])]);
+  fill(at("gamma"), [["", ""], ["auto", "auto"], ...Array.from({ length: 21 }, (_, i) => [String(i), String(i)])]);
   at("gamma").disabled = isVllm();
   if (facts.max_tokens) at("length").max = facts.max_tokens;
   at("length").value = Math.min(Number(at("length").value), facts.max_tokens ?? Infinity);
@@ -405,10 +413,10 @@ function addTurn(question) {
 }
 
 async function ask(question) {
-  const how = chosen(), lossless = (how.rule ?? state.facts.rule) === "exact";
+  const how = chosen(), lossless = isLossless();
   state.history.push({ role: "user", content: question });
   const turn = addTurn(question), all = [];
-  if (at("beside").checked && !lossless) {
+  if (withLossless()) {
     const own = how.gamma === undefined ? {} : { gamma: how.gamma };
     all.push(addCard(turn, "lossless", requestBody({ off: true, ...own })));
   }

@@ -1,0 +1,45 @@
+"""Which folders hold EAGLE-3 heads, ours or those of others. Loads no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from selfjudge.errors import SelfJudgeError
+from selfjudge.models.catalogue import EMBEDDED
+from selfjudge.store import read_json, refuse_foreign
+
+KIND = "eagle3"
+"""What the config of a head of ours says."""
+
+
+def is_head(folder: Path) -> bool:
+    """Whether a folder holds a head rather than a checkpoint: its config says so."""
+    file = folder / "config.json"
+    return file.is_file() and read_json(file).get("kind") == KIND
+
+
+def is_public_head(folder: Path) -> bool:
+    """Whether a folder holds a head in one of the formats of others: its config says so."""
+    file = folder / "config.json"
+    if not file.is_file():
+        return False
+    record = read_json(file)
+    architectures = record.get("architectures")
+    named = any("Eagle3" in str(name) for name in architectures) if isinstance(architectures, list) else False
+    return "speculators_model_type" in record or named
+
+
+def head_folder(reference: str) -> Path | None:
+    """The folder of the head that a draft's name means, in any format; None where it means a model."""
+    name, _, part = reference.partition("/")
+    shipped = {"draft": EMBEDDED[name].draft, "eagle3": EMBEDDED[name].head}.get(part) if name in EMBEDDED else None
+    folder = shipped or Path(reference).expanduser()
+    return folder if folder.is_dir() and (is_head(folder) or is_public_head(folder)) else None
+
+
+def check_export(draft: str, out: Path) -> None:
+    """Refuse to export a draft that is not a head, or into a folder with other things in it."""
+    if head_folder(draft) is None:
+        raise SelfJudgeError(f"{draft} is not an EAGLE-3 head: vLLM loads a draft that is a model as it is")
+    ours = is_public_head(out) or not (out / "config.json").exists()
+    refuse_foreign(out, ("config.json", "model.safetensors") if ours else ())
