@@ -164,6 +164,9 @@ def test_short_answers_one_after_the_other_pay_for_a_recording_together(monkeypa
     assert machine.decode(statistics, 40, 1, static=True) < 1.1 * machine.fixed(best)
     assert machine.used.most_common(1)[0][0] == best
     assert len(machine.recorded) <= 3
+    machine.recorded.clear()  # the engine needed the memory
+    machine.decode(statistics, 10, 1, static=True)
+    assert 0 not in machine.recorded  # one short answer does not pay for plain decoding, too
 
 
 def test_costs_are_medians_and_what_lies_between_them() -> None:

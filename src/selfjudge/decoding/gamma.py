@@ -216,7 +216,7 @@ class Waiting:
     answers, one at a time, lose little each and much together."""
 
     spent: float = 0.0
-    """Seconds of cycles with so many rows: plain decoding is recorded when they are many."""
+    """Seconds of cycles since plain decoding was recorded last: when they are many, it is recorded again."""
     lost: float = 0.0
     """Seconds that cycles took longer for want of a recording."""
 
@@ -330,7 +330,7 @@ class GammaController:
             self.calibration.observe(np.stack(self._q, 1)[alive], accepted[alive])
         accepted = accepted[alive]
         record, plain = self._record, self.statistics.costs.plain(rows)
-        self._waiting.spent += total
+        self._waiting.spent = 0.0 if self.static and self.recorded(0) else self._waiting.spent + total
         record.credit = min(record.credit + BUDGET * total, self._most_credit(plain))
         if record.credit == self._most_credit(plain):
             self._needed = 0.0  # it will not be more: look again, what was needed may have been timed on a busy machine

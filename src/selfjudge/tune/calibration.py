@@ -18,7 +18,7 @@ from selfjudge.judge.training_prompts import DIGITS, prompt_key, training_prompt
 from selfjudge.tasks.base import Prompt, Row, plain
 from selfjudge.tune.candidates import candidates, fitting
 from selfjudge.tune.certify import refuse_hopeless
-from selfjudge.tune.config import CPU_BATCH, TuneConfig
+from selfjudge.tune.config import CPU_BATCH, CUDA_BATCH, TuneConfig
 
 if TYPE_CHECKING:
     from selfjudge.judge.config import JudgeConfig
@@ -73,15 +73,16 @@ def load_calibration(config: TuneConfig, warn: Warn) -> list[CalibrationPrompt]:
 def check_calibration(config: TuneConfig, judge: JudgeConfig | None) -> None:
     """Refuse what prompts and settings tell before a model is loaded: among others an ε that so few cannot certify.
 
-    Where the batch is the device's choice, that of a CPU is assumed, which sets the fewest prompts aside.
+    Where the batch is the device's choice, that of a CPU is assumed, which sets the fewest prompts aside; the number
+    of prompts that is asked for is enough on CUDA, too.
     """
     families = candidates(config.families, judge)
     if config.gamma is not None:
         families, _ = fitting(families, config.gamma, judge)
     prompts = load_calibration(config, lambda text: None)
     Measure.choose(config.measure, prompts)
-    batch = config.batch or CPU_BATCH if config.times else None
-    refuse_hopeless(len(prompts), batch, config.epsilon, config.delta, len(families))
+    smallest, largest = (config.batch or CPU_BATCH, config.batch or CUDA_BATCH) if config.times else (None, None)
+    refuse_hopeless(len(prompts), smallest, config.epsilon, config.delta, len(families), largest_batch=largest)
 
 
 def digest(prompts: Sequence[CalibrationPrompt]) -> str:

@@ -77,6 +77,7 @@ def fitting(families: Sequence[Family], gamma: int, judge: JudgeConfig | None) -
 
 
 def _parsed(rule: str, judge: Any) -> AcceptanceRule:
+    """A rule to look at, not to decode with: a `JudgeConfig` stands in for the judge, whose thresholds it has."""
     return parse_rule(rule, judge=judge if rule.startswith("judged") else None)
 
 

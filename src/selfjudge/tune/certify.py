@@ -121,19 +121,25 @@ def set_aside(prompts: int, batch: int) -> int:
     return min(batch, -(-prompts // ASIDE))
 
 
-def refuse_hopeless(prompts: int, batch: int | None, epsilon: float, delta: float, families: int) -> None:
-    """Refuse an ε that so few prompts cannot certify; `batch` is None where none of them are set aside to choose γ."""
+def refuse_hopeless(
+    prompts: int, batch: int | None, epsilon: float, delta: float, families: int, *, largest_batch: int | None = None
+) -> None:
+    """Refuse an ε that so few prompts cannot certify; `batch` is None where none of them are set aside to choose γ.
 
-    def left(given: int) -> int:
+    Where the batch is not known yet, it is the smallest there may be, and the number that is asked for is enough for
+    the largest.
+    """
+
+    def left(given: int, batch: int | None) -> int:
         return given - (set_aside(given, batch) if batch else 0)
 
     share = delta / families
-    if certifiable(Claim(epsilon, share, left(prompts))):
+    if certifiable(Claim(epsilon, share, left(prompts, batch))):
         return
     needed, aside = f"more than {_MANY:,}", ""
-    if certifiable(Claim(epsilon, share, left(_MANY))):
+    if certifiable(Claim(epsilon, share, left(_MANY, batch))):
         fewest = fewest_prompts(epsilon, share)
-        given = next(n for n in itertools.count(fewest) if left(n) >= fewest)
+        given = next(n for n in itertools.count(fewest) if left(n, largest_batch or batch) >= fewest)
         needed = f"at least {given}"
         aside = f", {given - fewest} of them to choose γ" if batch else ""
     over, fewer = ("1 family", "") if families == 1 else (f"{families} families", ", fewer `families`")
