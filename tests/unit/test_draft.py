@@ -12,6 +12,7 @@ from conftest import tiny_head, tiny_model
 from equality import greedy
 from proposals import ARBITRARY, check_proposals, cycles, head_logits, model_logits, prompts_of
 from selfjudge.engine import draft as drafts
+from selfjudge.engine.cuda import engine as cuda
 from selfjudge.engine.select import make_draft, make_engine
 from selfjudge.errors import SelfJudgeError
 
@@ -21,6 +22,8 @@ GAMMAS = [3, 0, 0, 5, 1, 0, 2, 2, *[0] * 9, 4, 0, 4]
 @pytest.fixture(params=["reference", "auto", "cuda"])
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(drafts, "BACKLOG", 12)
+    for name, tokens in (("PREFILL_TOKENS", 9), ("RECORDED_TOKENS", 0), ("STEP_TOKENS", 4)):
+        monkeypatch.setattr(cuda, name, tokens)  # prompts are read as long ones are
     return request.param
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import transformers as hf
@@ -46,6 +48,7 @@ def test_every_logit_equals_a_fresh_forward(
     monkeypatch.setattr(reference, "PREFILL_CHUNK", 4)
     monkeypatch.setattr(reference, "HOLE_SLACK", 2)
     monkeypatch.setattr(cpu, "CHUNK", 5)
+    few_tokens_a_pass(monkeypatch)
 
     @settings(max_examples=examples, deadline=None)
     @given(batch=st.integers(1, 4), plan=st.lists(operation, min_size=4, max_size=14), seed=st.integers(0, 2**16))
@@ -53,6 +56,28 @@ def test_every_logit_equals_a_fresh_forward(
         follow(make_engine(MODELS[kind], hidden=True, kind=engine_kind), MODELS[kind], batch, plan, seed)
 
     every_logit()
+
+
+def few_tokens_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the static engine read prompts of this size as it reads long ones."""
+    for name, tokens in (("PREFILL_TOKENS", 20), ("RECORDED_TOKENS", 0), ("STEP_TOKENS", 4)):
+        monkeypatch.setattr(cuda, name, tokens)
+
+
+def test_padding_of_prompts_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    few_tokens_a_pass(monkeypatch)
+    computed: list[tuple[int, ...]] = []
+    forward = cuda.CudaEngine._forward
+
+    def counted(self: cuda.CudaEngine, x: torch.Tensor, *rest: Any) -> Any:
+        computed.append(tuple(x.shape[:2]))
+        return forward(self, x, *rest)
+
+    monkeypatch.setattr(cuda.CudaEngine, "_forward", counted)
+    engine, counts = cuda.CudaEngine(MODELS["llama"]), [3, 4, 5, 6, 30]
+    engine.reserve(5, 100)
+    engine.prefill(torch.ones(5, 30, dtype=torch.long), torch.tensor(counts))
+    assert computed == [(3, 5), (1, 6), (1, 20), (1, 10)]  # rows, columns
 
 
 def follow(engine: Engine, model: hf.PreTrainedModel, batch: int, plan: list[tuple[str, int, int]], seed: int) -> None:

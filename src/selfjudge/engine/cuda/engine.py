@@ -93,6 +93,28 @@ def forget(model: PreTrainedModel) -> None:
     _WEIGHTS.pop(model, None)
 
 
+def row_lengths(counts: Tensor | None, batch: int, width: int) -> list[int]:
+    """The tokens of each row, padding not counted, where leaving it out is worth that the host waits for them."""
+    if counts is None or width <= STEP_TOKENS or batch * width <= RECORDED_TOKENS:
+        return [width] * batch
+    return [int(count) for count in counts.tolist()]
+
+
+def passes(lengths: Sequence[int], width: int) -> Iterator[tuple[slice, int]]:
+    """Neighbouring rows that are read together, few enough tokens for a pass, and how many columns are padding in all
+    of them. Little padding remains where rows of like length stand together."""
+    first = 0
+    while first < len(lengths):
+        longest, stop = max(1, lengths[first]), first + 1
+        while stop < len(lengths):
+            longer = max(longest, lengths[stop])
+            if longer * (stop + 1 - first) > PREFILL_TOKENS:
+                break
+            longest, stop = longer, stop + 1
+        yield slice(first, stop), width - longest
+        first = stop
+
+
 _Prefill = tuple[Callable[[], None], Tensor, Tensor, Output]
 """A recorded prefill: replay, its tokens, its counts, its output."""
 
@@ -205,11 +227,12 @@ class CudaEngine:
         if not self.slots:
             self.reserve(batch, self.window)
         x, slot, position = self._kernels.begin(tokens, counts, self.lengths, self.slots, self.weights.embedding)
-        features = x.new_empty(batch, width, len(self._features) * x.shape[2]) if self._features else None
+        made = x.new_empty if width <= STEP_TOKENS else x.new_zeros  # of prompts, padding is left out of passes
+        features = made(batch, width, len(self._features) * x.shape[2]) if self._features else None
         if width <= STEP_TOKENS:
             output = self._forward(x, slot, position, slice(0, batch), keep, features)
         else:
-            output = self._prefill(x, slot, position, keep, features)
+            output = self._prefill(x, slot, position, keep, features, row_lengths(counts, batch, width))
         self.lengths.add_(width if counts is None else counts)
         return output
 
@@ -232,20 +255,19 @@ class CudaEngine:
         if len(self._asides) < ASIDES:
             self._asides.append(other)
 
-    def _prefill(self, x: Tensor, slot: Tensor, position: Tensor, keep: int, features: Tensor | None) -> Output:
+    def _prefill(
+        self, x: Tensor, slot: Tensor, position: Tensor, keep: int, features: Tensor | None, lengths: Sequence[int]
+    ) -> Output:
         """Long prompts, some rows and columns at a time."""
-        batch, width = slot.shape
-        rows = max(1, PREFILL_TOKENS // width)
+        width = slot.shape[1]
         outputs = []
-        for first in range(0, batch, rows):
-            part = slice(first, min(first + rows, batch))
-            for start in range(0, width, PREFILL_TOKENS):
+        for part, padding in passes([max(length, keep) for length in lengths], width):
+            for start in range(padding, width, PREFILL_TOKENS):
                 columns = slice(start, start + PREFILL_TOKENS)
-                wanted = min(keep, slot[part, columns].shape[1])
+                pieces = [tensor[part, columns].contiguous() for tensor in (x, slot, position)]
+                wanted = min(keep, pieces[1].shape[1])
                 states = None if features is None else features[part, columns]
-                output = self._forward(
-                    x[part, columns], slot[part, columns], position[part, columns], part, wanted, states
-                )
+                output = self._forward(pieces[0], pieces[1], pieces[2], part, wanted, states)
             outputs.append(output)
         hidden = torch.cat([o.hidden for o in outputs if o.hidden is not None]) if self._want_hidden else None
         return Output(torch.cat([o.logits for o in outputs]), hidden, features)

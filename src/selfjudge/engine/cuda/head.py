@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selfjudge.engine.base import Output, chunk_tokens
-from selfjudge.engine.cuda.engine import PREFILL_TOKENS, CudaEngine
+from selfjudge.engine.cuda.engine import CudaEngine, passes, row_lengths
 from selfjudge.models.eagle import EagleHead
 
 
@@ -56,11 +56,10 @@ class CudaHead(CudaEngine):
     def append(self, tokens: Tensor, states: Tensor, counts: Tensor | None = None, keep: int = 1) -> Output:
         batch, width = tokens.shape
         e, slot, position = self._kernels.begin(tokens, counts, self.lengths, self.slots, self.weights.embedding)
-        rows = max(1, PREFILL_TOKENS // width)
         outputs = []
-        for first in range(0, batch, rows):
-            part = slice(first, min(first + rows, batch))
-            outputs.append(self._layer(e[part], states[part], slot[part], position[part], part, keep))
+        for part, padding in passes([max(length, keep) for length in row_lengths(counts, batch, width)], width):
+            x, given, slots, places = (t[part, padding:].contiguous() for t in (e, states, slot, position))
+            outputs.append(self._layer(x, given, slots, places, part, keep))
         self.lengths.add_(width if counts is None else counts)
         logits, a = (torch.cat(both) if len(both) > 1 else both[0] for both in zip(*outputs, strict=True))
         return Output(logits, None, a)
