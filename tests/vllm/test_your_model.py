@@ -24,7 +24,7 @@ SMALLER = {
         "--prompts", "mine.jsonl:24", "--max-new-tokens", "32", "--held-out", "2", "--steps", "4", "--batch-tokens", "1024",
     ],
     "bench": ["--limit", "2", "--max-new-tokens", "16", "--gammas", "3"],
-    "tune": ["--epsilon", "0.9", "--limit", "16", "--max-new-tokens", "16", "--engine-options", json.dumps(ENGINE)],
+    "tune": ["--epsilon", "0.9", "--limit", "10", "--max-new-tokens", "8", "--engine-options", json.dumps(ENGINE)],
     "serve": ["--vllm", "--enforce-eager --max-model-len 512 --max-num-seqs 8"],
     "label": ["--max-new-tokens", "160", "--calibrate-prompts", "3"],
     "train": [],
