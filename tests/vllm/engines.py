@@ -22,6 +22,8 @@ HERE = Path(__file__).parent
 START = [sys.executable, "-c", "from selfjudge.cli.main import main; main()"]
 """The command line of this environment."""
 WORKER = "selfjudge.integrations.vllm.JudgeWorker"
+ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""For commands that are many on few cores: processes that wait for each other are busy, too."""
 GAMMA = 4  # of the embedded pair
 TINY_GAMMA = 3
 Answers = list[dict[str, Any]]
@@ -46,7 +48,7 @@ def own_core() -> dict[str, str]:
 def started(engine: dict[str, Any], runs: list[dict[str, Any]], v2: bool, **variables: str) -> tuple[str, Answers]:
     """What the engine said on stderr, and its answers; none where it did not start."""
     if engine.get("tensor_parallel_size", 1) == 1:
-        variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        variables |= ONE_PROCESS
     with tempfile.TemporaryDirectory() as name:
         job, answers = Path(name) / "job.json", Path(name) / "answers.json"
         job.write_text(json.dumps({"engine": engine, "runs": runs, "v2": v2}))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import START, environment
+from engines import ONE_PROCESS, START, environment
 
 from selfjudge.store import read_rows
 
@@ -20,7 +20,12 @@ PROMPTS = 12
 
 def run(*words: str) -> Any:
     done = subprocess.run(
-        [*START, *words, "--json"], env=environment(), capture_output=True, text=True, timeout=900, check=False
+        [*START, *words, "--json"],
+        env=environment(**ONE_PROCESS),
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engines import START, environment
+from engines import ONE_PROCESS, START, environment
 
 from selfjudge.label.folder import read_rows
 from selfjudge.store import read_json, read_tensors
@@ -26,7 +26,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     for name, more in (("torch", []), ("vllm", ["--backend", "vllm", "--engine-options", json.dumps(OPTIONS)])):
         done = subprocess.run(
             [*COMMAND, "--prompts", str(prompts), "--max-new-tokens", "48", "--lookahead", "--out", str(root / name), *more],
-            env=environment(), capture_output=True, text=True, timeout=900,
+            env=environment(**ONE_PROCESS), capture_output=True, text=True, timeout=900,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-3000:]
     return root / "torch", root / "vllm"
@@ -70,7 +70,7 @@ def test_tau_and_consequences_are_found_inside_vllm(tmp_path: Path) -> None:
         ):
             done = subprocess.run(
                 [*COMMAND, "--prompts", "arithmetic:3", "--max-new-tokens", "160", *asked, "--out", str(tmp_path / kind / name), *more],
-                env=environment(), capture_output=True, text=True, timeout=900, check=False,
+                env=environment(**ONE_PROCESS), capture_output=True, text=True, timeout=900, check=False,
             )  # fmt: skip
             assert done.returncode == 0, done.stderr[-3000:]
     ours, theirs = (read_json(tmp_path / "tau" / name / "manifest.json") for name in ("torch", "vllm"))
@@ -88,7 +88,7 @@ def test_the_target_writes_its_prompts_inside_vllm(tmp_path: Path) -> None:
     done = subprocess.run(
         [*COMMAND, "--prompts", "self:12", "--max-new-tokens", "32", "--tau", "-5", "--out", str(tmp_path / "labels"),
          "--backend", "vllm", "--engine-options", json.dumps(OPTIONS)],
-        env=environment(), capture_output=True, text=True, timeout=900, check=False,
+        env=environment(**ONE_PROCESS), capture_output=True, text=True, timeout=900, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     manifest = read_json(tmp_path / "labels" / "manifest.json")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import START, environment, served
+from engines import ONE_PROCESS, START, environment, served
 from openai import OpenAI
 
 from selfjudge.models.pull import checkpoint_folder
@@ -46,7 +46,13 @@ def commands() -> list[list[str]]:
 
 def run(folder: Path, words: list[str]) -> None:
     done = subprocess.run(
-        [*START, *words], cwd=folder, env=environment(), capture_output=True, text=True, timeout=1800, check=False
+        [*START, *words],
+        cwd=folder,
+        env=environment(**ONE_PROCESS),
+        capture_output=True,
+        text=True,
+        timeout=1800,
+        check=False,
     )
     assert done.returncode == 0, f"{shlex.join(words)}\n{done.stderr[-4000:]}"
 
