@@ -330,7 +330,7 @@ class GammaController:
             self.calibration.observe(np.stack(self._q, 1)[alive], accepted[alive])
         accepted = accepted[alive]
         record, plain = self._record, self.statistics.costs.plain(rows)
-        self._waiting.spent = 0.0 if self.static and self.recorded(0) else self._waiting.spent + total
+        self._waiting.spent += total
         record.credit = min(record.credit + BUDGET * total, self._most_credit(plain))
         if record.credit == self._most_credit(plain):
             self._needed = 0.0  # it will not be more: look again, what was needed may have been timed on a busy machine
@@ -370,8 +370,10 @@ class GammaController:
     def _time_plain(self) -> bool:
         """Whether plain decoding has to be timed: it never was with so many rows, or not for long. The less drafting
         wins, the more the choice depends on that time, and the less a plain cycle loses."""
-        if self.static and not self.recorded(0):
-            return self._waiting.spent > 4 * min(self.statistics.recording, RECORDING)
+        if self.static:
+            if not self.recorded(0):
+                return self._waiting.spent > 4 * min(self.statistics.recording, RECORDING)
+            self._waiting.spent = 0.0  # an engine may forget its recordings: the next one has to be earned again
         if self.statistics.costs.knows_plain(self._rows):
             gain = self._speed(self.most) * self._table[0] - 1
             often = REFRESH if self.static else min(REFRESH, max(2 * PROBE, 100 * gain))

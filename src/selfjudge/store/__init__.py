@@ -5,6 +5,7 @@ from selfjudge.store.files import (
     MAX_DOCUMENT as MAX_DOCUMENT,
     MAX_UNPACKED as MAX_UNPACKED,
     TOO_LARGE as TOO_LARGE,
+    check_page as check_page,
     fingerprint as fingerprint,
     home as home,
     locked as locked,
@@ -25,7 +26,6 @@ from selfjudge.store.journal import Journal as Journal
 from selfjudge.store.provenance import machine as machine, provenance as provenance, versions as versions
 from selfjudge.store.run_folder import (
     RunFolder as RunFolder,
-    check_page as check_page,
     keep_settings as keep_settings,
     refuse_foreign as refuse_foreign,
     refuse_other as refuse_other,

@@ -263,3 +263,11 @@ def locked(path: Path, waiting: str | None = None, refuse: str | None = None) ->
                 print(waiting, file=sys.stderr)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def check_page(out: Path) -> None:
+    """Refuse what cannot be the file of an HTML page."""
+    if out.suffix.casefold() not in (".html", ".htm"):
+        raise SelfJudgeError(f"`out` names the page, such as report.html, not {out}")
+    if out.is_dir():
+        raise SelfJudgeError(f"{out} is a folder: `out` names the page, such as report.html")

@@ -52,14 +52,6 @@ def refuse_foreign(folder: Path, own: Collection[str] = ()) -> None:
         raise SelfJudgeError(f"{folder} holds other files ({foreign[0]} …): name a new or empty folder with `out`")
 
 
-def check_page(out: Path) -> None:
-    """Refuse what cannot be the file of an HTML page."""
-    if out.suffix.casefold() not in (".html", ".htm"):
-        raise SelfJudgeError(f"`out` names the page, such as report.html, not {out}")
-    if out.is_dir():
-        raise SelfJudgeError(f"{out} is a folder: `out` names the page, such as report.html")
-
-
 class RunFolder:
     """The folder of one run, filled part by part; after a kill at any moment the run goes on where it was.
 

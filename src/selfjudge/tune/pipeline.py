@@ -1,10 +1,11 @@
 """Tuning: rules from strict to loose, each tested against `exact` until decided → a recipe and its certificate.
 
-<out>/settings.json             what the run was begun with
-<out>/work/RULE-00000.jsonl     `batch` answers each, of `exact` and of every rule tried; they go when all is decided
-<out>/judge/                    the judge, where the chosen rule has one
-<out>/certificate.json .md .html
-<out>/recipe.json               written last: its existence means done
+<out>/
+    settings.json             what the run was begun with
+    work/RULE-00000.jsonl     `batch` answers each, of `exact` and of every rule tried; they go when all is decided
+    judge/                    the judge, where the chosen rule has one
+    certificate.json .md .html
+    recipe.json               written last: its existence means done
 """
 
 from __future__ import annotations

@@ -227,12 +227,13 @@ class CudaEngine:
         if not self.slots:
             self.reserve(batch, self.window)
         x, slot, position = self._kernels.begin(tokens, counts, self.lengths, self.slots, self.weights.embedding)
-        made = x.new_empty if width <= STEP_TOKENS else x.new_zeros  # of prompts, padding is left out of passes
+        lengths = row_lengths(counts, batch, width)
+        made = x.new_empty if min(lengths) == width else x.new_zeros  # padding may be left out of passes
         features = made(batch, width, len(self._features) * x.shape[2]) if self._features else None
         if width <= STEP_TOKENS:
             output = self._forward(x, slot, position, slice(0, batch), keep, features)
         else:
-            output = self._prefill(x, slot, position, keep, features, row_lengths(counts, batch, width))
+            output = self._prefill(x, slot, position, keep, features, lengths)
         self.lengths.add_(width if counts is None else counts)
         return output
 
