@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -15,6 +16,7 @@ from conftest import VOCAB, tiny_head, tiny_model
 from equality import greedy
 from selfjudge.bench.config import DraftBenchConfig
 from selfjudge.bench.draft import accepted, agreement, bench_draft, timed
+from selfjudge.decoding import prefill
 from selfjudge.decoding.plain import respond
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.engine.select import borrowed
@@ -80,6 +82,55 @@ def test_sampled_answers_depend_on_their_seed_alone() -> None:
     assert run(list(range(len(prompts))), 3) == whole
     assert run([8, 1, 4], 2) == {i: whole[i] for i in (8, 1, 4)}
     assert run(list(range(len(prompts))), 64, shift=1000) != whole
+
+
+def substituted(lengths: list[int], seed: int) -> list[list[int]]:
+    """Prompts that begin alike and end in a token of their own, as substitutions in one answer do."""
+    whole = prompts_of([max(lengths)], seed)[0]
+    return [[*whole[: n - 1], 3 + (seed + n) % (VOCAB - 3)] for n in lengths]
+
+
+@pytest.mark.usefixtures("engine_kind")
+@pytest.mark.parametrize("batch", [4, 64])
+def test_what_prompts_share_is_read_once_and_changes_nothing(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(seed=1)
+    families = [substituted([30, 24, 19, 12, 1], seed) for seed in range(4)]
+    prompts = [prompt for group in zip(*families, strict=True) for prompt in group]
+    prompts += [prompts[0]] * 3
+    expected = [greedy(model, p, 24) for p in prompts]
+    read: list[int] = []
+    left_padded = prefill._left_padded
+
+    def counting(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        read.append(sum(map(len, rows)))
+        return left_padded(rows, device)
+
+    monkeypatch.setattr(prefill, "_left_padded", counting)
+    found = {i: tokens for i, tokens, _ in respond(model, prompts, eos_ids=(), max_new_tokens=24, batch=batch)}
+    assert found == dict(enumerate(expected))
+    assert sum(read) < 0.75 * sum(map(len, prompts))  # else nothing was shared
+    if batch == 64:
+        assert read == [4 * 29]
+
+
+def test_each_prompt_is_owned_by_one_that_has_all_of_it_but_the_last_token() -> None:
+    random = np.random.default_rng(0)
+    shared = 0
+    for _ in range(300):
+        prompts = [random.integers(0, 2, random.integers(1, 6)).tolist() for _ in range(random.integers(1, 60))]
+        owners = prefill.shared_prefixes(prompts)
+        for prompt, owner in zip(prompts, owners, strict=True):
+            body = prompts[owner][:-1]
+            assert body[: len(prompt) - 1] == prompt[:-1]
+        if owners != list(range(len(prompts))):
+            shared += 1
+            heads = set(owners)
+            assert all(owners[h] == h for h in heads)
+            bodies = [prompts[h][:-1] for h in heads]
+            assert not any(a[: len(b)] == b for a in bodies for b in bodies if a is not b)  # else it is read twice
+            assert 2 * sum(len(prompts[h]) - 1 for h in heads) < sum(len(p) - 1 for p in prompts)
+    assert 30 < shared < 270
+    assert prefill.shared_prefixes([[5], [5], [6]]) == [0, 1, 2]  # there is nothing to read
 
 
 def test_a_row_that_fills_the_window_ends_there() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,13 +15,16 @@ import torch
 from conftest import tiny_model
 from runs import label_settings as settings_of
 from selfjudge.errors import SelfJudgeError
+from selfjudge.label import consequences
 from selfjudge.label.consequences import (
     MARGINS,
     SIMILAR_TOKENS,
+    Outcome,
     Substitution,
     continuations,
     draw,
     draw_cases,
+    finish_and_compare,
     margins_of,
     similarities,
 )
@@ -97,6 +103,43 @@ def test_an_answer_is_finished_as_it_would_be_alone(tiny_pair: Pair) -> None:
                 tokens.append(int(tiny_pair.target(torch.tensor([tokens])).logits[0, -1].argmax()))
         assert list(found) == tokens[3:]
         assert continuations(tiny_pair, config, [one], None) == [found]
+
+
+def test_programs_run_while_the_other_answers_are_written(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = settings_of("", method="consequences", max_new_tokens=20, batch=3)
+    searches = [search_of([5, 6, 7 + n], [8, 9, 10, 11, 12, 13, 14, 15]) for n in range(3)]
+    tried = [Substitution(searches[place % 3], place, 20 + place) for place in range(7)]
+    written, calls = threading.Event(), []
+
+    def watched(pair: Pair, config: Any, substitutions: Sequence[Substitution], *rest: Any) -> list[tuple[int, ...]]:
+        calls.append([s.place for s in substitutions])
+        found = continuations(pair, config, substitutions, *rest)
+        if len(calls) == 2:
+            written.set()
+        return found
+
+    def run_programs(searches: Sequence[Search], texts: Sequence[str]) -> list[bool]:
+        assert written.wait(60), "the others wait for the programs"
+        return [text == expected[searches.index(s)] for s, text in zip(searches, texts, strict=True)]
+
+    def verdict(searches: Sequence[Search], texts: Sequence[str]) -> list[bool]:
+        return [s is searches[0] for s in searches]
+
+    whole = continuations(tiny_pair, config, tried, None)
+    expected = [tiny_pair.tokenizer.decode(list(whole[place])) for place in (2, 5)]  # of the first place of each
+    monkeypatch.setattr(consequences, "continuations", watched)
+    open_check, similar = Outcome(verdict), Outcome(None)
+    programs = Outcome(run_programs, runs_programs=True)
+    outcomes = [[open_check, similar, programs][place % 3] for place in range(7)]
+    told: list[float] = []
+    others, kept = finish_and_compare(tiny_pair, config, tried, outcomes, None, told.append)
+    assert calls == [[2, 5], [0, 3, 6, 1, 4]]
+    assert others == whole
+    assert kept[0::3] == [1, 1, 1]
+    assert kept[1::3] == similarities(tried[1::3], whole[1::3])
+    assert kept[2::3] == [1, float(expected[0] == expected[1])]
+    assert told == sorted(told)
+    assert told[-1] == 1
 
 
 @pytest.mark.parametrize(

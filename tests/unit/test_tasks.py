@@ -16,6 +16,7 @@ import pytest
 from fake_tasks import MADE_UP, at_hand, write
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate import EvalConfig
+from selfjudge.evaluate.task_examples import TaskExamples
 from selfjudge.prompts.sources import Source, load_prompts
 from selfjudge.tasks.arithmetic import Arithmetic
 from selfjudge.tasks.base import NAMES, known, plain, task
@@ -70,6 +71,16 @@ def test_a_part_of_a_split(made_up: Path) -> None:
     assert task("gsm8k", made_up).examples("train[1:]", 1) == rows[1:2]
 
 
+def test_several_splits_are_one_task(made_up: Path) -> None:
+    gsm8k = task("gsm8k", made_up)
+    both = gsm8k.examples("test") + gsm8k.examples("train")[1:]
+    assert gsm8k.examples("test+train[1:]") == both
+    assert len({row["id"] for row in both}) == len(both) > 3
+    assert gsm8k.examples("test+train[1:]", 2) == both[:2]
+    examples = TaskExamples.load("gsm8k/test+train[1:]", EvalConfig(tasks=("gsm8k",), data=made_up))
+    assert (examples.label, examples.rows) == ("gsm8k-test+train-1-", both)
+
+
 def test_the_authors_splits_of_mbpp(made_up: Path) -> None:
     found = {split: [row["task_id"] for row in task("mbpp", made_up).examples(split)] for split in task("mbpp").splits}
     assert found == {"test": [11, 510], "validation": [511, 600], "train": [601, 974]}
@@ -109,6 +120,7 @@ def _truncated(folder: Path) -> None:
         (lambda data: task("cnn_dailymail", data).examples("train"), "no split 'train'"),
         (lambda data: task("gsm8k", data).examples("train[a:]"), r"no split 'train\[a:\]'; it has: train, test"),
         (lambda data: task("gsm8k", data).examples("train[-:]"), r"no split 'train\[-:\]'; it has"),
+        (lambda data: task("gsm8k", data).examples("test+exam"), r"no split 'exam'; it has: train, test"),
         (lambda data: load_prompts(Source.parse("gsm8k/test[1:2]"), data), "nothing is learnt from this split"),
         (lambda data: task("gsm8k", data / "nowhere").examples("test"), "nowhere/gsm8k/test.jsonl or"),
         (lambda data: task("math500", data).examples("train"), "math500 has no split 'train'; it has: test"),
@@ -226,6 +238,7 @@ def test_prompts_come_from_splits_that_may_be_learnt_from(
         ("livecodebench/test-1", "take one of: train, train-0, fold-0"),
         ("livecodebench/all", "nothing is learnt"),
         ("math500/test", "it is for tests alone"),
+        ("gsm8k/train+test", "nothing is learnt from this split; take one of: train"),
         ("gsm8k/nonsense", "has no split 'nonsense'"),
     ):
         with pytest.raises(SelfJudgeError, match=message):

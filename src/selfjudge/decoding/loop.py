@@ -158,7 +158,7 @@ class _Batch:
         self._reserve(len(requests), requests)
         group = Group(list(enumerate(requests)), self.target.device)
         group.target, group.draft = self.target, self.draft
-        group.read()
+        group.read_all()
         return self._enter(group, [], 0)
 
     def wait(self, requests: Sequence[Request], queue: AdmissionQueue) -> None:
@@ -187,7 +187,7 @@ class _Batch:
     def _enter(self, group: Group, alive: list[int], idle: int) -> Step:
         """Rows that the engines have, after the live ones, and idle ones last: their first tokens, of no cycle."""
         uniforms = self.random.enter([*(request.seed for request in group.requests), *[0] * idle])
-        output, none = group.output, group.tokens[:, :0]
+        output, none = group.output, torch.empty(len(group), 0, dtype=torch.long, device=group.device)
         with group.timer("rule"), torch.no_grad():
             given = None if uniforms is None else uniforms[: len(group)]
             verdict = self.rule(Block(none, output.logits, output.hidden, uniforms=given))

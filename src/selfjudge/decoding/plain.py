@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from selfjudge.decoding.loop import decode
+from selfjudge.decoding.prefill import shared_prefixes
 from selfjudge.decoding.rules import EXACT, AcceptanceRule, SpeculativeSampling
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.engine.base import Engine, shape_reason
@@ -44,13 +45,15 @@ def respond(
         return
     rule = _rule(sampling)
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
-    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))  # the longest first: one cache then fits all
+    owners = shared_prefixes(prompts)  # those of one owner stand together: what they share is read once
+    sizes = [len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)]
+    order = sorted(range(len(prompts)), key=lambda i: (-sizes[owners[i]], owners[i]))  # one cache fits all that follow
     with borrowed(model) as engine:
         room = _room(model, engine)
         while order:
-            longest = max(len(prompts[i]) + limits[i] for i in order[:batch])
+            longest = max(sizes[i] for i in order[:batch])
             size = min(batch, _rows_that_fit(model, longest, room))
-            part, order = order[:size], order[size:]
+            part, order = sorted(order[:size], key=lambda i: (-len(prompts[owners[i]]), owners[i])), order[size:]
             most = [limits[i] for i in part]
             tokens = np.zeros((len(part), max(most)), np.int32)
             lengths = np.zeros(len(part), np.int64)

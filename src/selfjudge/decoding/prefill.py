@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -22,13 +23,14 @@ class Group:
     def __init__(self, rows: Sequence[tuple[int, Request]], device: torch.device) -> None:
         """`rows` are numbers and requests; their limits are those that the context window allows."""
         self.numbers, self.requests = [number for number, _ in rows], [request for _, request in rows]
-        self.tokens, self.counts = _left_padded([request.prompt for request in self.requests], device)
+        self.device = device
         self.timer = PhaseTimer(device)
         self.target: Engine | None = None
         self.draft: Draft | None = None
         self.output: Output
         """What the target says after the last token that was read."""
-        self.left = self.tokens.shape[1]
+        self.width = max(len(request.prompt) for request in self.requests)
+        self.left = self.width
         """Columns that have not been read."""
 
     def __len__(self) -> int:
@@ -38,21 +40,49 @@ class Group:
     def caches(self) -> list[RowCache]:
         return [cache for cache in (self.target, self.draft) if cache is not None]
 
-    def read(self, columns: int | None = None) -> None:
-        """Read the next columns through target and draft, or all of them. Only a single row is read in pieces."""
+    @cached_property
+    def _padded(self) -> tuple[Tensor, Tensor]:
+        return _left_padded([request.prompt for request in self.requests], self.device)
+
+    def read_all(self) -> None:
+        """Read the prompts through target and draft at once; what many of them begin with, once."""
+        prompts = [request.prompt for request in self.requests]
+        owners = list(range(len(self))) if self.draft is not None else shared_prefixes(prompts)
+        if owners == list(range(len(self))):
+            self.read(self.width)
+            return
+        assert self.target is not None
+        longest = max(len(request.prompt) + request.max_new_tokens for request in self.requests)
+        heads = list(dict.fromkeys(owners))
+        place = {head: row for row, head in enumerate(heads)}
+        surplus = torch.tensor(
+            [len(prompts[owner]) - len(prompt) for owner, prompt in zip(owners, prompts, strict=True)]
+        )
+        last = torch.tensor([prompt[-1:] for prompt in prompts])
         self.timer.wait()
-        width = self.tokens.shape[1]
-        assert columns is None or columns >= width or len(self) == 1
-        start = width - self.left
-        stop = width if columns is None else min(start + columns, width)
-        tokens, counts = self.tokens[:, start:stop], (self.counts - (width - stop)).clamp_max(stop - start)
+        with self.timer("target"):
+            self.target.reserve(len(heads), longest + 1)
+            self.target.prefill(*_left_padded([prompts[head][:-1] for head in heads], self.device))
+            self.target.select([place[owner] for owner in owners])
+            self.target.rewind(surplus.to(self.device))
+            self.output = self.target.extend(last.to(self.device))
+        self.left = 0
+
+    def read(self, columns: int) -> None:
+        """Read the next columns through target and draft. Only a single row is read in pieces."""
+        self.timer.wait()
+        all_tokens, all_counts = self._padded
+        assert columns >= self.width or len(self) == 1
+        start = self.width - self.left
+        stop = min(start + columns, self.width)
+        tokens, counts = all_tokens[:, start:stop], (all_counts - (self.width - stop)).clamp_max(stop - start)
         assert self.target is not None
         with self.timer("target"):
             self.output = self.target.prefill(tokens, counts)
         if self.draft is not None:
             with self.timer("draft"):
                 self.draft.read(tokens, counts, self.output.features)
-        self.left = width - stop
+        self.left = self.width - stop
 
 
 @dataclass
@@ -126,6 +156,19 @@ class Prefill:
         group = next(group for group in self.groups if not group.left)
         self.groups.remove(group)
         return group
+
+
+def shared_prefixes(prompts: Sequence[Sequence[int]]) -> list[int]:
+    """For each prompt the index of one that has all of it but its last token; its own where that does not save half."""
+    bodies = [list(prompt[:-1]) for prompt in prompts]
+    owners = list(range(len(prompts)))
+    owner: int | None = None
+    for i in sorted(owners, key=bodies.__getitem__, reverse=True):  # what goes on from a body comes right before it
+        if owner is None or bodies[owner][: len(bodies[i])] != bodies[i]:
+            owner = i
+        owners[i] = owner
+    read = sum(len(bodies[i]) for i in set(owners))
+    return owners if 2 * read < sum(map(len, bodies)) else list(range(len(prompts)))
 
 
 def _left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -48,7 +48,10 @@ class RowCache(Protocol):
         """
 
     def select(self, rows: list[int]) -> None:
-        """Keep these rows, in this order; the others leave the batch."""
+        """Keep these rows, in this order; the others leave the batch. One that is named twice becomes two rows.
+
+        Where passes are static there must be room for them.
+        """
 
     def state(self) -> list[Tensor]:
         """The tensors that a pass changes in place, without the cache itself."""

@@ -64,5 +64,7 @@ class EvalConfig:
 
 
 def task_label(name: str) -> str:
-    """A task's name in folders and tables: `livecodebench/all` is livecodebench-all, a file goes by its stem."""
-    return f"file:{Path(name.removeprefix('file:')).stem}" if name.startswith("file:") else name.replace("/", "-")
+    """A task's name in folders and tables: `gsm8k/train[9:]` is gsm8k-train-9-, a file goes by its stem."""
+    if name.startswith("file:"):
+        return f"file:{Path(name.removeprefix('file:')).stem}"
+    return name.translate(str.maketrans("/[:", "---", "]"))

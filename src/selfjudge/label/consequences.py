@@ -10,8 +10,10 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 
@@ -52,8 +54,21 @@ class Substitution:
         return [*self.search.prompt, *self.search.response[: self.place], self.token]
 
 
-Outcome = Callable[[Sequence[Substitution], Sequence[tuple[int, ...]]], list[float]]
-"""How far each substitution's new response keeps the original one, from 0 to 1."""
+@dataclass(frozen=True)
+class Outcome:
+    """How far new responses keep the original ones."""
+
+    check: Check | None
+    """Of their texts, 1 where the answer or the meaning is kept; the similarity of their tokens if None."""
+    runs_programs: bool = False
+
+    def compare(
+        self, substitutions: Sequence[Substitution], others: Sequence[tuple[int, ...]], texts: Sequence[str]
+    ) -> list[float]:
+        """From 0 to 1."""
+        if self.check is None:
+            return similarities(substitutions, others)
+        return [float(kept) for kept in self.check([s.search for s in substitutions], texts)]
 
 
 def label_by_consequences(
@@ -81,9 +96,8 @@ def label_by_consequences(
         for place, token in zip(case.places, case.drafts, strict=True)
     ]
     tried = [*drafts, *(replace(s, token=s.search.response[s.place]) for s in drafts[::CONTROL_EVERY])]
-    others = continuations(pair, config, tried, policy, notify)
     wanted = [outcome for outcome, case in zip(outcomes, cases, strict=True) for _ in case.places]
-    kept = _compare(tried, others, [*wanted, *wanted[::CONTROL_EVERY]])
+    others, kept = finish_and_compare(pair, config, tried, [*wanted, *wanted[::CONTROL_EVERY]], policy, notify)
     controls = [int(k >= config.similarity) for k in kept[len(drafts) :]]
     rows = [
         row | {"kept": round(k, 4), "control": None, "policy": config.policy, "label": int(k >= config.similarity)}
@@ -113,10 +127,10 @@ def _start(
     searches: list[Search] = []
     outcomes: list[Outcome] = []
     unclear: list[int] = []
-    for started, check, is_open in searches_by_source(pair, config, responses, data, unclear.append):
-        searches += started
-        outcome = similarities if is_open and config.outcome == "similarity" else _by_check(pair, check)
-        outcomes += [outcome] * len(started)
+    for source in searches_by_source(pair, config, responses, data, unclear.append):
+        searches += source.searches
+        by_similarity = source.is_open and config.outcome == "similarity"
+        outcomes += [Outcome(None if by_similarity else source.check, source.runs_programs)] * len(source.searches)
     return searches, outcomes, unclear
 
 
@@ -190,6 +204,45 @@ def margins_of(pair: Pair, cases: Sequence[Case]) -> list[list[float]]:
     return margins
 
 
+def finish_and_compare(
+    pair: Pair,
+    config: LabelConfig,
+    substitutions: Sequence[Substitution],
+    outcomes: Sequence[Outcome],
+    policy: AcceptanceRule | None,
+    notify: Callable[[float], None],
+) -> tuple[list[tuple[int, ...]], list[float]]:
+    """The new responses and how far each keeps the original. Programs come first, and run while others are written."""
+    others: list[tuple[int, ...]] = [()] * len(substitutions)
+    kept = [0.0] * len(substitutions)
+    parts: dict[Outcome, list[int]] = {}
+    for i, outcome in enumerate(outcomes):
+        parts.setdefault(outcome, []).append(i)
+    comparisons: list[tuple[list[int], Callable[[], list[float]]]] = []
+    done = 0
+    with ThreadPoolExecutor(1) as beside:
+        for runs_programs in (True, False):
+            mine = [(outcome, part) for outcome, part in parts.items() if outcome.runs_programs == runs_programs]
+            group = [i for _, part in mine for i in part]
+
+            def progress(share: float, before: int = done, now: int = len(group)) -> None:
+                notify((before + share * now) / len(substitutions))
+
+            found = continuations(pair, config, [substitutions[i] for i in group], policy, progress)
+            for i, other in zip(group, found, strict=True):
+                others[i] = other
+            done += len(group)
+            for outcome, part in mine:
+                new = [others[i] for i in part]
+                texts = [str(pair.tokenizer.decode(list(tokens), skip_special_tokens=True)) for tokens in new]
+                compare = partial(outcome.compare, [substitutions[i] for i in part], new, texts)
+                comparisons.append((part, beside.submit(compare).result if runs_programs else compare))
+        for part, values in comparisons:
+            for i, value in zip(part, values(), strict=True):
+                kept[i] = value
+    return others, kept
+
+
 def continuations(
     pair: Pair,
     config: LabelConfig,
@@ -229,29 +282,6 @@ def similarities(substitutions: Sequence[Substitution], others: Sequence[tuple[i
         return SequenceMatcher(None, s.search.response[after], other[after], autojunk=False).ratio()
 
     return [ratio(s, other) for s, other in zip(substitutions, others, strict=True)]
-
-
-def _by_check(pair: Pair, check: Check) -> Outcome:
-    """1 where the answer found in the new response, or its meaning, is that of the original."""
-
-    def outcome(substitutions: Sequence[Substitution], others: Sequence[tuple[int, ...]]) -> list[float]:
-        texts = [str(pair.tokenizer.decode(list(other), skip_special_tokens=True)) for other in others]
-        return [float(kept) for kept in check([s.search for s in substitutions], texts)]
-
-    return outcome
-
-
-def _compare(
-    substitutions: Sequence[Substitution], others: Sequence[tuple[int, ...]], outcomes: Sequence[Outcome]
-) -> list[float]:
-    """How far each new response keeps the original; those of one outcome are compared together."""
-    kept = [0.0] * len(substitutions)
-    for outcome in dict.fromkeys(outcomes):
-        places = [i for i, other in enumerate(outcomes) if other is outcome]
-        values = outcome([substitutions[i] for i in places], [others[i] for i in places])
-        for i, value in zip(places, values, strict=True):
-            kept[i] = value
-    return kept
 
 
 def _only(case: Case, chosen: Sequence[int]) -> Case:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from selfjudge.label.score import Case, Scorer, Scores
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.sources import PromptRecord
 from selfjudge.tasks.base import known, task
+from selfjudge.tasks.code import CodeTask
 
 
 def label_by_likelihood(
@@ -108,40 +109,52 @@ def _search(
     """The searches of all finished responses, source by source, and how many verdicts on meanings were unclear."""
     searches: list[Search] = []
     unclear: list[int] = []
-    for started, check, _ in searches_by_source(pair, config, responses, data, unclear.append):
+    for source in searches_by_source(pair, config, responses, data, unclear.append):
 
         def progress(done: int, tried: int, before: int = len(searches)) -> None:
             notify((before + done) / len(responses))
 
         search(
             pair,
-            started,
-            check,
+            source.searches,
+            source.check,
             max_new_tokens=config.max_new_tokens,
             batch=config.batch_size,
             most=config.substitutions,
             notify=progress,
         )
-        searches += started
+        searches += source.searches
     return searches, sum(unclear)
+
+
+class Source(NamedTuple):
+    """The responses to the prompts of one source."""
+
+    searches: list[Search]
+    """Of those that are finished and have an answer."""
+    check: Check
+    """How answers are compared."""
+    is_open: bool
+    """Whether there is no right answer."""
+    runs_programs: bool
+    """Whether the check runs programs, and no model."""
 
 
 def searches_by_source(
     pair: Pair, config: LabelConfig, responses: Sequence[Row], data: Path | None, unparsed: Callable[[int], None]
-) -> Iterator[tuple[list[Search], Check, bool]]:
-    """Of each source: the searches of its finished responses, how their answers are compared, whether it is open.
-
-    `unparsed` hears how many verdicts of the target on meanings were unclear.
-    """
+) -> Iterator[Source]:
+    """The responses, source by source. `unparsed` hears how many verdicts of the target on meanings were unclear."""
     for name in sorted({row["source"] for row in responses}):
         part = [row for row in responses if row["source"] == name and row["finish"] == "eos"]
         if known(name) and task(name).checkable:
             source = task(name, data, allow_unsafe=config.allow_unsafe)
             records = [PromptRecord(row["prompt_id"], name, row["request"], row["row"]) for row in part]
             prompts, answers = ([row[key] for row in part] for key in ("prompt_ids", "response_ids"))
-            yield start_searches(pair, source, records, prompts, answers), task_check(source), False
+            searches = start_searches(pair, source, records, prompts, answers)
+            yield Source(searches, task_check(source), is_open=False, runs_programs=isinstance(source, CodeTask))
         else:
-            yield start_open_searches(pair, part), meaning_check(pair, batch=config.batch_size, unparsed=unparsed), True
+            check = meaning_check(pair, batch=config.batch_size, unparsed=unparsed)
+            yield Source(start_open_searches(pair, part), check, is_open=True, runs_programs=False)
 
 
 def label_row(response: Row, case: Case, k: int, terms: tuple[float, float], label: int, method: str) -> Row:

@@ -108,7 +108,7 @@ def load_prompts(source: Source, data: Path | None, *, skip_broken: Warn | None 
     """
     if known(source.name):
         origin, split = task(source.name, data), split_of(source.name) or "train"
-        if split_and_part(split)[0] in origin.splits and not split.startswith(LEARNABLE):
+        if any(split_and_part(s)[0] in origin.splits and not s.startswith(LEARNABLE) for s in split.split("+")):
             raise SelfJudgeError(f"{source.name}: nothing is learnt from this split; take one of: {_learnable(origin)}")
         rows = origin.examples(split, source.count)
         return [PromptRecord(row["id"], source.name, origin.prompt(row), row) for row in rows]

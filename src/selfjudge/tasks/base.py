@@ -56,11 +56,17 @@ class Task:
                 raise SelfJudgeError(f"{self.name} needs {package}: pip install {package} (or selfjudge[eval])")
 
     def examples(self, split: str, limit: int | None = None) -> list[Row]:
-        """The first `limit` rows of a split, or of a part of it (`train[4792:]`); every row has an `id`."""
-        name, part = split_and_part(split)
-        if name not in self.splits:
-            raise SelfJudgeError(f"{self.name} has no split {split!r}; it has: {', '.join(self.splits)}")
-        return self.rows(name)[part][:limit]
+        """The first `limit` rows of a split, of a part of it (`train[4792:]`) or of several (`test+train[4792:]`).
+
+        Every row has an `id`.
+        """
+        rows: list[Row] = []
+        for one in split.split("+"):
+            name, part = split_and_part(one)
+            if name not in self.splits:
+                raise SelfJudgeError(f"{self.name} has no split {one!r}; it has: {', '.join(self.splits)}")
+            rows += self.rows(name)[part]
+        return rows[:limit]
 
     def rows(self, split: str) -> list[Row]:
         raise NotImplementedError

@@ -314,7 +314,7 @@ class CudaEngine:
     def select(self, rows: list[int]) -> None:
         index = torch.tensor(rows, dtype=torch.long, device=self.device)
         lengths = self.lengths[index]
-        for cache in (self.keys, self.values):
+        for cache in (self._keys, self._values):
             for layer in cache:  # one at a time: the copy needs no second cache
                 layer[: len(rows)] = layer[index]
         self._rows(len(rows))
