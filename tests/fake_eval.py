@@ -56,7 +56,7 @@ def write_run(
         "suffix_length": None, "threshold": None, "gamma": gamma, "batch": 64, "n": n, "measure": measure, "score": score,
         "score_ci": [score - spread, score + spread], "scores": {measure: score}, "delta_score": delta,
         "delta_ci": None if delta is None else [delta - spread / 2, delta + spread / 2],
-        "agreement": sum(s["agrees"] for s in samples) / n, "mean_accepted_length": m, "delta_m": None if exact is None else m - pooled(exact),
+        "agreement": sum(s["agrees"] or 0 for s in samples) / n, "mean_accepted_length": m, "delta_m": None if exact is None else m - pooled(exact),
         "m_ratio": None if exact is None else m / pooled(exact), "drafts_accepted": m - 1, "judged_share": judged / sum(s["tokens"] for s in samples),
         "tokens_per_second": 900 * m, "extraction_failures": sum(s["answer"] is None for s in samples) / n,
         "seconds": {"draft": 3.1, "target": 6.2 / m, "judge": 0.11 if "judge" in rule else 0.0, "rule": 0.2, "total": 3.5 + 6.2 / m},

@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from selfjudge.cli.main import app
+from selfjudge.cli.options import config_options
 from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate import PRESETS, Preset, ReproduceConfig, reproduce_paper
@@ -86,7 +88,7 @@ def test_kill_9_and_resume_give_the_summary_of_an_undisturbed_run(
 def test_wrong_input_is_one_line(checkpoints: dict[str, str], asked: Path, tmp_path: Path) -> None:
     Judge(JudgeConfig(hidden_size=3)).save_pretrained(tmp_path / "other")
     for more, message in (
-        (["--rules", "judged:F"], "needs a judge"), (["--tasks", ""], "names no task"), (["--tasks", "nothing"], "unknown task"),
+        (["--rules", "judged:F"], "needs a judge"), (["--tasks", "nothing"], "unknown task"), (["--tasks", "arithmetic, nothing"], "unknown task"),
         (["--gammas", "x"], "whole numbers"), (["--judge", f"a={tmp_path / 'other'}"], "width 3"),
         (["--judge", f"a={tmp_path / 'none'}", "--rules", "judged:0.5"], "not a judge folder"), (["--tasks", f"file:{tmp_path / 'no'}"], "does not exist"),
         (["--rules", "judged:0.5", "--judge", "=x"], "a name of its own"), (["--limit", "0"], "greater than or equal to 1"),
@@ -96,6 +98,24 @@ def test_wrong_input_is_one_line(checkpoints: dict[str, str], asked: Path, tmp_p
         assert found.exit_code != 0
         assert message in f"{found.exception} {' '.join(found.output.split())}", (more, found.exception, found.output)
     assert not (tmp_path / "none-eval" / "file:mine").exists()
+
+
+def test_names_stand_between_commas_or_are_given_one_by_one() -> None:
+    found: list[ReproduceConfig] = []
+    program = typer.Typer()
+
+    @program.command()
+    @config_options(ReproduceConfig, commas=("tasks",))
+    def _(config: ReproduceConfig) -> None:
+        found.append(config)
+
+    for tasks in (["--tasks", "arithmetic, gsm8k"], ["--tasks", "arithmetic", "--tasks", "gsm8k"]):
+        given = [*tasks, "--prompts", "self:3", "--prompts", "arithmetic:4", "--calibrate-prompts", "7"]
+        assert CliRunner().invoke(program, given).exit_code == 0
+    assert found[0] == found[1]
+    assert found[0].tasks == ("arithmetic", "gsm8k")
+    assert found[0].chosen_preset().prompts == ("self:3", "arithmetic:4")
+    assert found[0].chosen_preset().calibrate_prompts == 7
 
 
 def test_reproduce_goes_from_labels_to_a_page_and_keeps_what_is_done(

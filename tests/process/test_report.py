@@ -5,12 +5,14 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import random
 import re
 import shutil
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from statistics import quantiles
 from typing import Any
 
 import pytest
@@ -37,9 +39,10 @@ from selfjudge.judge.hub import shipped_judge
 from selfjudge.report.charts import Bars, Lines, Point, Series, charts, number, trade_offs
 from selfjudge.report.demo import demo_page, finding
 from selfjudge.report.draw import Drawing, draw
+from selfjudge.report.equal_m import SAME, curve, lead_over
 from selfjudge.report.pipeline import report
 from selfjudge.report.read import read_results
-from selfjudge.report.records import named, timed
+from selfjudge.report.records import named, rule_order, timed
 from selfjudge.report.substitutions import group
 from selfjudge.report.table import fixed, signed
 from selfjudge.report.tables import Against, tables
@@ -704,7 +707,7 @@ def test_an_evaluation_of_one_run(tmp_path: Path) -> None:
 def test_the_made_up_tree_is_consistent(tmp_path: Path) -> None:
     folder = write_eval(tmp_path, tasks=("gsm8k",), n=10)
     run = next(r for r in read_results([folder]).runs if r.rule == "topk:2" and r.gamma == 5)
-    pooled = sum(t - 1 for t, _ in run.lengths.values()) / sum(c for _, c in run.lengths.values())
+    pooled = sum(a.tokens - 1 for a in run.answers.values()) / sum(a.cycles for a in run.answers.values())
     assert run.m == pytest.approx(pooled)
 
 
@@ -750,3 +753,82 @@ def test_qualities_are_points_of_a_sweep(tmp_path: Path) -> None:
         write_run(tmp_path / "eval", "gsm8k", f"judged:{option}@j", 10, rows, rows)
     found = report([tmp_path / "eval"], tmp_path / "report.html")
     assert {r["rule"] for r in found["tables"]["time"]} == {"exact", "judged:F@j"}
+
+
+def test_prices_are_a_curve_of_their_own(tmp_path: Path) -> None:
+    rows = samples([(11, 5), (11, 5)], [1, 0])
+    write_run(tmp_path, "gsm8k", "exact", 10, rows, None)
+    for rule in ("margin:0.5", "margin:1", "margin:price=0.2", "margin:price=0.08", "judged:price=0.04,confirm=2@j"):
+        write_run(tmp_path, "gsm8k", rule, 10, rows, rows, lost=1, gained=0)
+    runs = sorted(read_results([tmp_path]).runs, key=rule_order)
+    assert [(run.rule, run.method, run.number, named(run)) for run in runs] == [
+        ("exact", "exact", None, True),
+        ("margin:0.5", "margin", 0.5, True),
+        ("margin:1", "margin", 1.0, True),
+        ("margin:price=0.08", "margin, price", 0.08, True),
+        ("margin:price=0.2", "margin, price", 0.2, True),
+        ("judged:price=0.04,confirm=2@j", "judged, price, confirm=2@j", 0.04, False),
+    ]
+    table = tables(read_results([tmp_path]))["task"][0].markdown()
+    assert "| 1 / 0 |" in table  # lost / gained
+    assert "| – |" in table  # of exact
+
+
+def at_equal_m(folder: Path, seed: int, n: int = 400) -> None:
+    """`exact`, two margins and a judged rule between them, over examples that vary."""
+    dice = random.Random(seed)
+    lengths = [dice.randint(40, 200) for _ in range(n)]
+    exact = samples(
+        [(1 + t, t // 4 + dice.randint(1, 9)) for t in lengths], [float(dice.random() < 0.6) for _ in lengths]
+    )
+    for sample in exact:
+        sample["agrees"] = None
+    write_run(folder, "gsm8k", "exact", 10, exact, None, agreement=None)
+    for rule, pace, kept in (("margin:0.5", 4.5, 0.8), ("margin:2", 6, 0.5), ("judged:q0.8@j", 5, 0.75)):
+        rows = samples([(1 + t, int(t / pace) + dice.randint(1, 9)) for t in lengths], [0] * n)
+        for sample, other in zip(rows, exact, strict=True):
+            sample["agrees"] = None if dice.random() < 0.1 else float(dice.random() < kept)
+            sample["score"] = float(other["score"] and dice.random() < kept)
+        known = [sample["agrees"] for sample in rows if sample["agrees"] is not None]
+        write_run(folder, "gsm8k", rule, 10, rows, exact, agreement=sum(known) / len(known))
+
+
+def test_a_lead_at_equal_m_by_hand(tmp_path: Path) -> None:
+    exact = samples([(13, 4), (13, 4), (13, 4), (13, 4)], [1, 1, 1, 0])  # m 3
+    write_run(tmp_path, "gsm8k", "exact", 10, exact, None)
+    margin = samples([(13, 3), (13, 3), (13, 3), (13, 3)], [1, 0, 1, 0])  # m 4, half of the answers
+    write_run(tmp_path, "gsm8k", "margin:1", 10, margin, exact)
+    judged = samples([(8, 2), (8, 2), (8, 2), (8, 2)], [1, 1, 0, 1])  # m 3.5, three quarters of the answers
+    write_run(tmp_path, "gsm8k", "judged:F@j", 10, judged, exact)
+    write_run(tmp_path, "gsm8k", "topk:2", 10, samples([(13, 2)] * 4, [0, 0, 0, 0]), exact)  # beyond the line
+    (mine,) = report([tmp_path], tmp_path / "report.html")["tables"]["equal-m-gsm8k"]
+    assert mine["rule"] == "judged:F@j"
+    assert mine["agrees over margin"] == pytest.approx(0.75 - (1 + 0.5) / 2)
+    assert mine["score over margin"] == pytest.approx(0.75 - (0.75 + 0.5) / 2)
+    assert mine["agrees over margin, price"] is None
+    # m does not vary; what an example adds: judged ¼ ¼ −¾ ¼, margin ±½, exact 0 → 0, ½, −1, ½
+    half = 1.959964 * math.sqrt((0 + 0.25 + 1 + 0.25) / 3) / 2
+    assert mine["agrees over margin, ci"] == pytest.approx((-half, half))
+    (chart,) = charts(read_results([tmp_path]))["equal-m"]
+    assert chart.title == "GSM8K, γ = 10: no rule is above margin"
+    assert {s.name: [(p.x, p.y) for p in s.points] for s in chart.series}["margin"] == [(pytest.approx(100 / 3), 50)]
+
+
+def test_the_interval_of_a_lead_is_that_of_resampled_examples(tmp_path: Path) -> None:
+    at_equal_m(tmp_path / "eval", 3)
+    by_rule = {run.rule: run for run in read_results([tmp_path / "eval"]).runs}
+    judged, points = by_rule["judged:q0.8@j"], curve("margin", by_rule["judged:q0.8@j"], list(by_rule.values()))
+    assert [run.rule for run in points] == ["exact", "margin:0.5", "margin:2"]
+    lead = lead_over(judged, points, SAME)
+    assert lead is not None
+    assert lead.interval is not None
+    ids, dice, seen = sorted(judged.answers), random.Random(0), []
+    for _ in range(400):
+        drawn = {str(place): ids[dice.randrange(len(ids))] for place in range(len(ids))}
+        again = [replace(r, answers={k: r.answers[i] for k, i in drawn.items()}) for r in (judged, *points)]
+        found = lead_over(again[0], again[1:], SAME)
+        assert found is not None
+        seen.append(found.value)
+    low, *_, high = quantiles(seen, n=40)
+    assert lead.interval == pytest.approx((low, high), abs=0.015)
+    assert lead.interval[0] < lead.value < lead.interval[1]

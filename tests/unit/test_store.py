@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from selfjudge.errors import SelfJudgeError
@@ -16,6 +17,7 @@ from selfjudge.store import (
     keep_settings,
     read_rows,
     refuse_foreign,
+    versions,
     write_json,
     write_rows,
     write_text,
@@ -53,6 +55,12 @@ def test_a_run_is_done_once_and_provenance_says_who_did_it(tmp_path: Path) -> No
         "files": {"part-1.jsonl": RunFolder(out).sealed("part-1")["files"]["part-1.jsonl"]},  # type: ignore[index]
         "made_from": "", "rows": 1,
     }  # fmt: skip
+
+
+def test_a_package_that_says_no_version_has_none() -> None:
+    known = versions("numpy", "a-package-that-is-only-files")
+    assert known["numpy"] == np.__version__
+    assert "a-package-that-is-only-files" not in known
 
 
 def test_a_part_that_is_damaged_missing_unsealed_or_of_other_origin_is_made_again(tmp_path: Path) -> None:

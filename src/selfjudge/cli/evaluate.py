@@ -118,7 +118,7 @@ def _row(summary: dict[str, Any]) -> dict[str, Any]:
 
 
 @config_options(PairOptions, "models", without=("pair", "draft_dtype"))
-@config_options(ReproduceConfig)
+@config_options(ReproduceConfig, commas=("tasks",))
 def reproduce(
     out: Annotated[Path, typer.Option(help="Folder of all stages; what is done in it stays done.")],
     pair: Annotated[

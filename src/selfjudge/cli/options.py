@@ -32,7 +32,7 @@ def config_options(
     """Give a command the options that a config declares; it gets the built and checked config as its `argument`.
 
     Every field made by `types.setting` becomes an option of its own name, default, help and range, unless it is in
-    `without`. Names of the field in `commas` are given as one list with commas instead of by repeating the option.
+    `without`. Names of a field in `commas` may be separated by commas as well as given by repeating the option.
     `defaults` are for fields whose default the command line chooses otherwise.
     """
     hints = get_type_hints(config)
@@ -43,7 +43,7 @@ def config_options(
         parameters = [p for p in own.parameters.values() if p.name != argument]
 
         def wrapped(**given: Any) -> Any:
-            built = config(**{name: _as_field(given.pop(name)) for name in declared})
+            built = config(**{name: _as_field(given.pop(name), name in commas) for name in declared})
             built.check() if hasattr(built, "check") else check_settings(built)
             return command(**{argument: built}, **given)
 
@@ -54,7 +54,7 @@ def config_options(
                 inspect.Parameter(
                     name,
                     inspect.Parameter.KEYWORD_ONLY,
-                    default=_as_option(hints[name], default, name in commas),
+                    default=_as_option(hints[name], default),
                     annotation=annotation,
                 )
             )
@@ -85,26 +85,26 @@ def _annotated(f: Field[Any], hint: Any, default: Any, commas: bool) -> Any:
     if hint == tuple[int, int]:
         return Annotated[Parsed, typer.Option(parser=part_of, metavar="I/N", help=words)]
     if hint == tuple[str, ...]:
-        if commas:
-            return Annotated[Parsed, typer.Option(parser=names, metavar="NAME,NAME,…", help=words)]
-        return Annotated[list[str], typer.Option(help=words)]
+        return Annotated[list[str], typer.Option(metavar="NAME,NAME,…" if commas else None, help=words)]
     bounds = {"min": low, "max": high} if hint in (int, float, int | None, float | None) else {}
     return Annotated[hint, typer.Option(help=words, **bounds)]
 
 
-def _as_option(hint: Any, value: Any, commas: bool) -> Any:
+def _as_option(hint: Any, value: Any) -> Any:
     """A default as it would be typed."""
     if not isinstance(value, tuple):
         return value
     if hint == tuple[int, int]:
         return "/".join(map(str, value))
-    return ",".join(map(str, value)) if commas or hint != tuple[str, ...] else list(value)
+    return list(value) if hint == tuple[str, ...] else ",".join(map(str, value))
 
 
-def _as_field(value: Any) -> Any:
+def _as_field(value: Any, commas: bool) -> Any:
     if isinstance(value, Parsed):
         return value.value
-    return tuple(value) if isinstance(value, list) else value
+    if isinstance(value, list):
+        return tuple(name for given in value for name in (names(given) if commas else (given,)))
+    return value
 
 
 @dataclass(frozen=True)
@@ -151,9 +151,9 @@ class Numbers:
         )
 
 
-def names(text: str) -> Parsed:
+def names(text: str) -> tuple[str, ...]:
     """Names separated by commas."""
-    return Parsed(tuple(filter(None, (name.strip() for name in text.split(",")))))
+    return tuple(filter(None, (name.strip() for name in text.split(","))))
 
 
 def part_of(text: str) -> Parsed:

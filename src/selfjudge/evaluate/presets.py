@@ -115,10 +115,13 @@ class ReproduceConfig:
     prompts: tuple[str, ...] = setting(
         (), "Label these by likelihood instead of the preset's, such as arithmetic:30; several times."
     )
-    tasks: tuple[str, ...] = setting((), "Evaluate on these instead of the preset's; several times.")
+    tasks: tuple[str, ...] = setting((), "Evaluate on these instead of the preset's.")
     limit: int | None = setting(None, "Examples of each task instead of the preset's number.", minimum=1)
     max_new_tokens: int | None = setting(
         None, "Most tokens of an answer, labelled or evaluated, instead of the preset's and the tasks' own.", minimum=1
+    )
+    calibrate_prompts: int | None = setting(
+        None, "Prompts for finding τ, where none ships with the pair, instead of the preset's number.", minimum=1
     )
     batch: int | None = setting(None, "Prompts at a time; as label and eval choose if not given.", minimum=1)
     nli: str = setting(
@@ -153,4 +156,5 @@ class ReproduceConfig:
             limit=self.limit or preset.limit,
             label_tokens=self.max_new_tokens or preset.label_tokens,
             eval_tokens=self.max_new_tokens or preset.eval_tokens,
+            calibrate_prompts=self.calibrate_prompts or preset.calibrate_prompts,
         )

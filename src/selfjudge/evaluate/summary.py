@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from selfjudge.decoding.text import draft_dtype
 from selfjudge.evaluate.compare import interval
 from selfjudge.evaluate.runs import Run
 from selfjudge.models.pair import Pair
-from selfjudge.store import provenance
+from selfjudge.store import provenance, versions
 from selfjudge.tasks.base import Row, Task
 
 NOT_COMPARED: Mapping[str, Any] = {
@@ -103,10 +102,9 @@ def _share(flags: Any) -> float:
 def _provenance(task: Task) -> dict[str, Any]:
     """Machine, versions (with those of what scores the task), date and commit."""
     made = provenance()
-    scorers = {name: version(name) for name in task.requires}
     return {
         "machine": made["machine"],
-        "versions": {**made["versions"], **scorers},
+        "versions": versions(*task.requires),
         "date": made["time"][:10],
         "commit": made["commit"],
     }

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from selfjudge.report.equal_m import SAME, curve, lead_over
 from selfjudge.report.records import (
     Interval,
     Results,
@@ -23,6 +24,7 @@ from selfjudge.report.tables import suffix_groups
 
 MOST_METHODS = 5
 """Methods in one trade-off, where no other number is asked for; the tables have all."""
+GAIN = "gain in m against exact, %"
 IN_VIEW = 15.0
 """Points of score below `exact` that a trade-off shows: what loses more would press all else into a corner."""
 
@@ -134,6 +136,7 @@ def charts(results: Results, methods: int = MOST_METHODS) -> dict[str, list[Char
     runs = results.runs
     sections: dict[str, list[Chart]] = {
         "trade-off": list(trade_offs(runs, methods)),
+        "equal-m": list(agreements(runs, methods)),
         "gamma": list(gammas(runs)),
         "two-stage": list(two_stages(runs)),
         "suffix-length": list(suffixes(runs)),
@@ -201,29 +204,77 @@ def drop_far_points(chart: Lines) -> Lines:
     return replace(clipped, title=f"{chart.title}; {seen.count(False)} below, out of view")
 
 
+@dataclass(frozen=True)
+class _Facet:
+    """One task's runs at its usual γ, of the methods that are drawn, and a style for each that all facets share."""
+
+    pair: str
+    task: str
+    runs: list[Run]
+    methods: list[str]
+    style: Mapping[str, int]
+
+    def series(self, point: Callable[[Run], Point]) -> tuple[Series, ...]:
+        return tuple(
+            Series(_with_note(method, self.runs), self.style[method], tuple(sorted(points, key=lambda p: p.x)))
+            for method in self.methods
+            if (points := [point(r) for r in self.runs if r.method == method])
+        )
+
+
+def _tasks_apart(runs: Sequence[Run], most: int, known: Callable[[Run], bool]) -> Iterable[_Facet]:
+    """A facet a task, of the runs that have what is drawn, `exact` and at least one other method among them."""
+    candidates = (r for r in runs if r.m is not None and not r.fold and r.name != "judge_only")
+    paired = [r for r in candidates if r.name == "exact" or (r.m_ratio is not None and known(r))]
+    facets = {place: [r for r in here if r.gamma == usual_gamma(here)] for place, here in by_task(paired).items()}
+    drawn = {place: _drawn(here, most) for place, here in facets.items()}
+    style = styles(method for methods in drawn.values() for method in methods)
+    for (pair, task), here in facets.items():
+        methods = drawn[pair, task]
+        if len(methods) > 1 and "exact" in methods:
+            yield _Facet(pair, task, here, methods, style)
+
+
 def trade_offs(runs: Sequence[Run], most: int = MOST_METHODS) -> Iterable[Lines]:
     """The change of the score, paired with `exact`, against the gain in m: a line a method, a point a threshold.
 
     At most so many of a task are drawn. A judge alone has charts of its own.
     """
-    known = (r for r in runs if r.m is not None and not r.fold and r.name != "judge_only")
-    paired = [r for r in known if r.name == "exact" or None not in (r.m_ratio, r.delta_score)]
-    facets = {place: [r for r in here if r.gamma == usual_gamma(here)] for place, here in by_task(paired).items()}
-    drawn = {place: _drawn(here, most) for place, here in facets.items()}
-    style = styles(method for methods in drawn.values() for method in methods)  # the same in every facet
-    for (pair, task), here in facets.items():
-        methods = drawn[pair, task]
-        if len(methods) < 2 or "exact" not in methods:
+    for facet in _tasks_apart(runs, most, lambda r: r.delta_score is not None):
+        heading, part = _where(facet.pair, facet.task, runs)
+        axes = GAIN, f"change of {facet.runs[0].measure}, points"
+        finding = f"{heading}, γ = {facet.runs[0].gamma}: {_finding(facet.runs, facet.methods)}"
+        chart = Lines(slug("trade-off", part), finding, *axes, facet.series(_paired), facet.task, level=0.0)
+        yield drop_far_points(chart)
+
+
+def agreements(runs: Sequence[Run], most: int = MOST_METHODS) -> Iterable[Lines]:
+    """The share of answers that are those of `exact` against the gain in m, where an untrained margin was run."""
+    for facet in _tasks_apart(runs, most, lambda r: r.agreement is not None):
+        if "margin" not in facet.methods:
             continue
-        series = tuple(
-            Series(_with_note(method, here), style[method], tuple(sorted(points, key=lambda p: p.x)))
-            for method in methods
-            if (points := [_paired(r) for r in here if r.method == method])
-        )
-        heading, part = _where(pair, task, runs)
-        axes = "gain in m against exact, %", f"change of {here[0].measure}, points"
-        finding = f"{heading}, γ = {here[0].gamma}: {_finding(here, methods)}"
-        yield drop_far_points(Lines(slug("trade-off", part), finding, *axes, series, task, level=0.0))
+        heading, part = _where(facet.pair, facet.task, runs)
+        finding = f"{heading}, γ = {facet.runs[0].gamma}: {_most_ahead(facet.runs)}"
+        series = facet.series(_agreeing)
+        yield Lines(slug("equal-m", part), finding, GAIN, "same answer, %", series, facet.task, level=100.0)
+
+
+def _agreeing(run: Run) -> Point:
+    if run.m_ratio is None or run.agreement is None:
+        return Point(0.0, 100.0, "exact")
+    gain, same = 100 * (run.m_ratio - 1), 100 * run.agreement
+    ends = None if run.agreement_ci is None else (100 * run.agreement_ci[0], 100 * run.agreement_ci[1])
+    return Point(gain, same, f"{run.rule}: {gain:+.1f} % m, {same:.1f} % the same", interval=ends)
+
+
+def _most_ahead(runs: Sequence[Run]) -> str:
+    """Which rule is furthest above the margin at its own m."""
+    others = (run for run in runs if run.method != "margin")
+    leads = ((lead_over(run, curve("margin", run, runs), SAME), run.rule) for run in others)
+    lead, rule = max(((found.value, rule) for found, rule in leads if found is not None), default=(0.0, ""))
+    if lead <= 0:
+        return "no rule is above margin"
+    return f"{rule} {signed_points(lead)} points over margin"
 
 
 def _drawn(runs: Sequence[Run], most: int) -> list[str]:

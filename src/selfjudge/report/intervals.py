@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import stdev
 
-from selfjudge.report.records import Interval, Run
+from selfjudge.report.records import Answered, Interval, Run
 
 Z = 1.959964
 """Of a normal distribution, 95 % lie within ± Z."""
@@ -28,10 +28,10 @@ class Errors:
 
 def m_errors(run: Run, exact: Run) -> Errors:
     """Of Δm and m/m_exact over the examples both have, at least two."""
-    shared = sorted(run.lengths.keys() & exact.lengths.keys())
+    shared = sorted(run.answers.keys() & exact.answers.keys())
     if len(shared) < 2:
         return Errors()
-    judged, base = (_influences([r.lengths[i] for i in shared]) for r in (run, exact))
+    judged, base = (influences([r.answers[i] for i in shared]) for r in (run, exact))
     if judged is None or base is None:
         return Errors()
     (m, z), (m_0, z_0) = judged, base
@@ -42,9 +42,9 @@ def m_errors(run: Run, exact: Run) -> Errors:
     )
 
 
-def _influences(lengths: Sequence[tuple[int, int]]) -> tuple[float, list[float]] | None:
+def influences(answers: Sequence[Answered]) -> tuple[float, list[float]] | None:
     """Pooled m and every example's z; the token that prefill yields belongs to no cycle."""
-    emitted = [(tokens - 1 if cycles else 0, cycles) for tokens, cycles in lengths]
+    emitted = [(a.tokens - 1 if a.cycles else 0, a.cycles) for a in answers]
     cycles = sum(c for _, c in emitted)
     m = sum(t for t, _ in emitted) / cycles if cycles else 0.0
     if not m:

@@ -43,6 +43,12 @@ SECTIONS = {
         " substitutions. Bars are 95 % intervals. Up and to the right is better. Not all methods are drawn; the"
         " tables have all. What loses more than 15 points is out of view, and the title says how many.",
     ),
+    "equal-m": (
+        "At equal m",
+        "Which rule keeps more of the answers of <code>exact</code> for the same gain in m? A lead is the distance"
+        " from the line through the points of an untrained margin, or of a priced one, from <code>exact</code> on, in"
+        " points; its 95 % interval is paired by example. Nothing is said beyond a line’s last point.",
+    ),
     "gamma": ("Draft length γ", "m and score against the number of tokens drafted in a cycle."),
     "two-stage": (
         "Two stages",

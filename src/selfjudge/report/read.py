@@ -16,6 +16,7 @@ from typing import Any
 from selfjudge.errors import SelfJudgeError
 from selfjudge.report.records import (
     APART,
+    Answered,
     Example,
     JudgeCard,
     Key,
@@ -207,7 +208,7 @@ def _run(file: Path, content: Content) -> Run:
         "measure": content.get("measure") or "score",
         "substitutions": tuple(map(tuple, content.get("substitutions") or ())),
         "provenance": _provenance(file, content),
-        "lengths": _lengths(folder / "samples.jsonl.gz"),
+        "answers": _answers(folder / "samples.jsonl.gz"),
         "examples": _examples(folder / "examples.jsonl"),
     }
     for f in fields(Run):
@@ -262,8 +263,11 @@ def _lines(file: Path, schema: Any) -> Iterator[Content]:
     return read_rows(file, schema) if file.exists() else iter(())
 
 
-def _lengths(file: Path) -> dict[str, tuple[int, int]]:
-    return {row["id"]: (row["tokens"], row["cycles"]) for row in _lines(file, Sample)}
+def _answers(file: Path) -> dict[str, Answered]:
+    return {
+        row["id"]: Answered(row["tokens"], row["cycles"], row.get("score"), row.get("agrees"))
+        for row in _lines(file, Sample)
+    }
 
 
 def _examples(file: Path) -> tuple[Example, ...]:

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from selfjudge.types import PHASES
 
@@ -58,6 +58,16 @@ class Provenance:
     commit: str = ""
 
 
+class Answered(NamedTuple):
+    """How one example was answered."""
+
+    tokens: int
+    cycles: int
+    score: float | None = None
+    agrees: float | None = None
+    """With the answer of `exact`."""
+
+
 @dataclass(frozen=True)
 class Run:
     """One task decoded by one rule at one γ: eval's `summary.json` and what lies beside it. Scores are shares.
@@ -83,6 +93,10 @@ class Run:
     """Of the measures beside the one that stands for the task."""
     delta_scores_ci: Mapping[str, Interval]
     agreement: float | None
+    agreement_ci: Interval | None
+    lost: int | None
+    """Examples that score less than with `exact`."""
+    gained: int | None
     mean_accepted_length: float | None
     delta_m: float | None
     delta_m_ci: Interval | None
@@ -105,8 +119,8 @@ class Run:
     seconds: Mapping[str, float]
     substitutions: tuple[tuple[str, str, int], ...]
     provenance: Provenance
-    lengths: Mapping[str, tuple[int, int]] = field(default_factory=dict, repr=False)
-    """(tokens, cycles) of every example, by id."""
+    answers: Mapping[str, Answered] = field(default_factory=dict, repr=False)
+    """Of every example, by id."""
     examples: tuple[Example, ...] = field(default=(), repr=False)
     ships: bool = False
     """Whether its judge is the one that ships for the pair."""
@@ -129,9 +143,21 @@ class Run:
 
     @property
     def method(self) -> str:
-        """Rule name, options after the first, and judge; the first one gives the points of one curve."""
-        named = "".join(f", {option}" for option in self.option.split(",")[1:])
+        """Rule name, what it goes by if not by a threshold, options after the first, and judge: one curve, whose points
+        the first option tells apart."""
+        first, *others = self.option.split(",")
+        goes_by = [first.partition("=")[0]] if "=" in first else []
+        named = "".join(f", {option}" for option in (*goes_by, *others))
         return f"{self.name}{named}@{self.judge}" if self.judge else f"{self.name}{named}"
+
+    @property
+    def number(self) -> float | None:
+        """Its threshold, quality or price, where the first option is a number."""
+        first = self.option.partition(",")[0]
+        try:
+            return float(first.partition("=")[2] if "=" in first else first.removeprefix("q"))
+        except ValueError:
+            return None
 
     @property
     def phases(self) -> dict[str, float]:
@@ -234,10 +260,7 @@ def task_order(task: str) -> tuple[int, str]:
 def rule_order(run: Run) -> tuple[Any, ...]:
     """`exact`, other rules, judged, judge_only; F and R before numbers."""
     rank = {"exact": 0, "judged": 2, "judge_only": 3}.get(run.name, 1)
-    try:
-        option: tuple[int, float, str] = (1, float(run.option.removeprefix("q")), "")
-    except ValueError:
-        option = (0, 0.0, run.option)
+    option = (0, 0.0, run.option) if run.number is None else (1, run.number, run.option)
     return rank, run.method, option, run.gamma, run.fold
 
 
@@ -257,12 +280,8 @@ def usual_gamma(runs: Iterable[Run]) -> int:
 
 
 def named(run: Run) -> bool:
-    """Whether its option is F, R or nothing. Numbers and qualities of a judged rule are points of a sweep."""
-    try:
-        float(run.option.removeprefix("q"))
-    except ValueError:
-        return True
-    return not run.judge
+    """Whether its option is F, R or nothing. Numbers, qualities and prices of a judged rule are points of a sweep."""
+    return run.number is None or not run.judge
 
 
 def several(values: Iterable[Any]) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from selfjudge.report.equal_m import equal_m
 from selfjudge.report.intervals import Errors, around, error_of, m_errors, mean_error
 from selfjudge.report.records import (
     PAPER,
@@ -26,6 +27,8 @@ from selfjudge.report.records import (
 )
 from selfjudge.report.substitutions import GROUPS, group
 from selfjudge.report.table import (
+    GAMMA,
+    RULE,
     Column,
     Row,
     Table,
@@ -34,6 +37,7 @@ from selfjudge.report.table import (
     percent,
     points,
     quoted,
+    rule_name,
     signed,
     signed_points,
     slug,
@@ -46,15 +50,6 @@ PAIRS_SHOWN = 4
 """Substitutions named in each group."""
 TASK = word_column("task", lambda row: title(row["task"]))
 
-
-def _rule_name(row: Row) -> str:
-    """The rule, with what else it is: one whose F and R are the same threshold, and the judge that ships."""
-    notes = [note for key, note in (("both", "F = R"), ("ships", "ships")) if row.get(key)]
-    return f"{row['rule']} ({', '.join(notes)})" if notes else str(row["rule"])
-
-
-RULE = word_column("rule", _rule_name)
-GAMMA = Column("γ", "gamma")
 PER_TASK = [
     "pair",
     "task",
@@ -79,6 +74,9 @@ PER_TASK = [
     "delta_scores",
     "delta_scores_ci",
     "agreement",
+    "agreement_ci",
+    "lost",
+    "gained",
     "drafts_accepted",
     "judged_share",
     "tokens_per_second",
@@ -95,6 +93,7 @@ def tables(results: Results) -> dict[str, list[Table]]:
     sections = {
         "averages": averages(runs, against),
         "task": per_tasks(runs, against),
+        "equal-m": equal_m(runs),
         "two-stage": [two_stage(runs)],
         "suffix-length": [suffix_lengths(runs)],
         "roc": [judges(results.judges)],
@@ -246,7 +245,7 @@ def _per_task_columns(runs: Sequence[Run]) -> tuple[Column, ...]:
     measure = runs[0].measure
     others = sorted({name for run in runs for name in run.scores} - {measure})
     return (
-        word_column("rule", _rule_name, below=lambda r: "" if r["threshold"] is None else f"θ {r['threshold']:.3f}"),
+        word_column("rule", rule_name, below=lambda r: "" if r["threshold"] is None else f"θ {r['threshold']:.3f}"),
         GAMMA,
         *([Column("fold", "fold")] if several(r.fold for r in runs) else []),
         Column("n", "n", whole),
@@ -256,12 +255,17 @@ def _per_task_columns(runs: Sequence[Run]) -> tuple[Column, ...]:
         Column(measure, "score", points, "score_ci", "points"),
         Column(f"Δ {measure}", "delta_score", signed_points, "delta_ci", "points against exact"),
         *(_other_measure(name) for name in others),
-        Column("same answer", "agreement", percent, help="as exact; of open tasks the share of matching words"),
+        Column("same answer", "agreement", percent, "agreement_ci", "as exact; of open tasks matching words"),
+        Column("lost / gained", _lost_and_gained, help="examples that score less than with exact, and more"),
         Column("drafts/cycle", "drafts_accepted", fixed, help="drafted tokens accepted in a cycle"),
         Column("judged", "judged_share", percent, help="tokens taken against the target's choice"),
         Column("cut off", "cut_off", percent, help="answers that ended at the length limit"),
         Column("tokens/s", "tokens_per_second", lambda rate: fixed(rate, 0 if (rate or 0) >= 100 else 1)),
     )
+
+
+def _lost_and_gained(row: Row) -> str | None:
+    return None if row["lost"] is None else f"{row['lost']:,} / {row['gained']:,}"
 
 
 def _other_measure(name: str) -> Column:

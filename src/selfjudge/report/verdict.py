@@ -13,8 +13,8 @@ from typing import Any
 
 from selfjudge.report.charts import Lines, Point, Series, drop_far_points
 from selfjudge.report.records import PAPER, Run, rule_order, task_order, title, usual_gamma
-from selfjudge.report.table import Column, Row, Table, fixed, percent, points, signed_points, whole
-from selfjudge.report.tables import RULE, Against, average
+from selfjudge.report.table import RULE, Column, Row, Table, fixed, percent, points, signed_points, whole
+from selfjudge.report.tables import Against, average
 
 LITTLE = 0.1
 """A score of `exact` below which hardly anything can be lost."""

@@ -196,18 +196,19 @@ class Sample(TypedDict):
     id: str
     tokens: Count
     cycles: Count
+    score: NotRequired[Score | None]
+    agrees: NotRequired[Share | None]
 
 
 class ScoredSample(Sample):
     answer: str | None
-    score: Score | None
+    score: Score | None  # type: ignore[misc]
     scores: dict[str, Score]
     finish: Literal["eos", "length", "stop"]
     emitted: Count
     drafts_accepted: Count
     judged: Count
     text: NotRequired[str]
-    agrees: NotRequired[Share | None]
 
 
 class PartSample(ScoredSample):

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 
-def versions() -> dict[str, str]:
-    """Versions of what decides a result."""
+def versions(*more: str) -> dict[str, str]:
+    """Versions of what decides a result, and of `more` packages, where they say one."""
     known = {"python": platform.python_version()}
-    for name in ("selfjudge", "torch", "transformers", "safetensors"):
+    for name in ("selfjudge", "torch", "transformers", "safetensors", *more):
         with contextlib.suppress(metadata.PackageNotFoundError):
             known[name] = metadata.version(name)
     return known
