@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 from pathlib import Path
@@ -45,6 +46,37 @@ def test_results_stay_small() -> None:
     """15 MB, of what is not ignored."""
     files = [file for file in (ROOT / "results").rglob("*") if file.is_file()]
     assert sum(file.stat().st_size for file in files) < 15e6
+
+
+JUDGES = ROOT / "results" / "qwen2.5-coder-1.5b"
+
+
+def rule_of(cell: str) -> str:
+    """A rule as its folder has it, from the first cell of a row: `judged, price 0.04` is judged:price=0.04@both."""
+    words = re.sub(r"[`*]|, the floor| = R", "", cell)
+    rule = re.sub(r"^(\w+), price ", r"\1:price=", words).replace("judged q", "judged:q")
+    return f"{rule}@both" if rule.startswith("judged") else rule
+
+
+@pytest.mark.parametrize(("title", "folder"), [("GSM8K test", "head-gsm8k/gsm8k"), ("MMLU", "head-mmlu/mmlu")])
+def test_tables_of_rules_are_what_was_measured(title: str, folder: str) -> None:
+    text = (ROOT / "docs" / "results.md").read_text().replace("−", "-").replace("*", "")
+    head, rows = re.findall(rf"^\| ({title}, .*? gain in m .*)\n\| ---.*\n((?:\|.*\n)+)", text, re.M)[0]
+    exact = json.loads((JUDGES / folder / "exact-g10" / "summary.json").read_text())
+    assert f"{exact['n']:,} prompts" in head
+    assert f"m {exact['mean_accepted_length']:.2f}, {100 * exact['score']:.1f} points" in head
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows.splitlines()]
+    for rule, gain, same, points, changed in cells:
+        run = json.loads((JUDGES / folder / f"{rule_of(rule)}-g10" / "summary.json").read_text())
+        assert gain == f"{100 * (run['m_ratio'] - 1):+.1f} %", rule
+        assert same == f"{100 * run['agreement']:.1f} %", rule
+        low, high = (f"{100 * end:+.1f}" for end in run["delta_ci"])
+        assert points in (f"{100 * run['delta_score']:+.1f} ({low} to {high})", f"{100 * run['delta_score']:+.1f}"), (
+            rule
+        )
+        assert changed == f"{run['lost']} / {run['gained']}", rule
+    gains = [float(row[1].split()[0]) for row in cells if not row[0].endswith("floor")]
+    assert gains == sorted(gains)
 
 
 def test_the_makefile_names_tests_that_exist() -> None:
