@@ -38,7 +38,7 @@ MANIFEST = {
     "dtype": "of the models", "hidden_size": "width of a state", "hidden_dtype": "of the stored states",
     "layer": "which states", "norm": "and after which norm", "method": "of the labels", "suffix_length": "N",
     "tau": "null for methods without", "tau_evidence": "how it was found", "rows": "labels", "acceptable": "of them",
-    "prompts": "that have a label", "target_tokens": "read to make the labels", "response_tokens": "in all responses",
+    "prompts": "that have a label", "target_tokens": "read and written to make the labels, each as if alone", "response_tokens": "in all responses",
     "yields": "what became of the prompts", "policy": "of `consequences`", "policy_sha256": "of its judge",
     "outcome": "what kept means", "controls": "tried", "controls_kept": "of them", "shards": "rows and checksums of each part",
     "files": "checksums",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -105,41 +106,90 @@ def test_an_answer_is_finished_as_it_would_be_alone(tiny_pair: Pair) -> None:
         assert continuations(tiny_pair, config, [one], None) == [found]
 
 
-def test_programs_run_while_the_other_answers_are_written(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+SEARCHES = [search_of([5, 6, 7 + n], [8, 9, 10, 11, 12, 13, 14, 15]) for n in range(3)]
+TRIED = [Substitution(SEARCHES[place % 3], place, 20 + place) for place in range(7)]
+"""By turns: an open prompt whose meaning is checked, one by similarity, one that asks for a program."""
+
+
+def meaning(searches: Sequence[Search], texts: Sequence[str]) -> list[bool]:
+    """Kept, but for the second one that is asked about."""
+    assert all(search is SEARCHES[0] for search in searches)
+    return [number != 1 for number in range(len(texts))]
+
+
+def outcomes(run_programs: Any) -> list[Outcome]:
+    kinds = [Outcome(meaning), Outcome(None), Outcome(run_programs, runs_programs=True)]
+    return [kinds[place % 3] for place in range(7)]
+
+
+@pytest.mark.parametrize("free", [True, False])
+def test_programs_run_while_the_other_answers_are_written_where_cores_are_free(
+    free: bool, tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = settings_of("", method="consequences", max_new_tokens=20, batch=3)
-    searches = [search_of([5, 6, 7 + n], [8, 9, 10, 11, 12, 13, 14, 15]) for n in range(3)]
-    tried = [Substitution(searches[place % 3], place, 20 + place) for place in range(7)]
     written, calls = threading.Event(), []
 
     def watched(pair: Pair, config: Any, substitutions: Sequence[Substitution], *rest: Any) -> list[tuple[int, ...]]:
         calls.append([s.place for s in substitutions])
         found = continuations(pair, config, substitutions, *rest)
-        if len(calls) == 2:
+        if len(substitutions) > 2:
             written.set()
         return found
 
     def run_programs(searches: Sequence[Search], texts: Sequence[str]) -> list[bool]:
         assert written.wait(60), "the others wait for the programs"
-        return [text == expected[searches.index(s)] for s, text in zip(searches, texts, strict=True)]
+        assert (threading.current_thread() is threading.main_thread()) is not free
+        return [text == expected for text in texts]
 
-    def verdict(searches: Sequence[Search], texts: Sequence[str]) -> list[bool]:
-        return [s is searches[0] for s in searches]
-
-    whole = continuations(tiny_pair, config, tried, None)
-    expected = [tiny_pair.tokenizer.decode(list(whole[place])) for place in (2, 5)]  # of the first place of each
+    whole = continuations(tiny_pair, config, TRIED, None)
+    expected = tiny_pair.tokenizer.decode(list(whole[5]))  # what the second program is
     monkeypatch.setattr(consequences, "continuations", watched)
-    open_check, similar = Outcome(verdict), Outcome(None)
-    programs = Outcome(run_programs, runs_programs=True)
-    outcomes = [[open_check, similar, programs][place % 3] for place in range(7)]
+    monkeypatch.setattr(consequences, "has_free_cores", lambda pair: free)
     told: list[float] = []
-    others, kept = finish_and_compare(tiny_pair, config, tried, outcomes, None, told.append)
-    assert calls == [[2, 5], [0, 3, 6, 1, 4]]
+    others, kept = finish_and_compare(tiny_pair, config, TRIED, outcomes(run_programs), None, told.append)
+    assert calls == ([[2, 5], [0, 1, 3, 4, 6]] if free else [[0, 1, 2, 3, 4, 5, 6]])
     assert others == whole
-    assert kept[0::3] == [1, 1, 1]
-    assert kept[1::3] == similarities(tried[1::3], whole[1::3])
-    assert kept[2::3] == [1, float(expected[0] == expected[1])]
+    assert kept[0::3] == [1, 0, 1]
+    assert kept[1::3] == similarities(TRIED[1::3], whole[1::3])
+    assert kept[2::3] == [float(whole[2] == whole[5]), 1]
     assert told == sorted(told)
     assert told[-1] == 1
+
+
+def test_an_error_does_not_wait_for_programs_that_have_not_begun(
+    tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings_of("", method="consequences", max_new_tokens=20, batch=3)
+    begun, tested = threading.Event(), []
+
+    def run_programs(searches: Sequence[Search], texts: Sequence[str]) -> list[bool]:
+        tested.append(len(texts))
+        begun.set()
+        time.sleep(0.05)
+        return [True] * len(texts)
+
+    def failing(pair: Pair, config: Any, substitutions: Sequence[Substitution], *rest: Any) -> list[tuple[int, ...]]:
+        if substitutions[0].search is SEARCHES[2]:
+            return continuations(pair, config, substitutions, *rest)
+        assert begun.wait(60)
+        raise SelfJudgeError("out of memory")
+
+    monkeypatch.setattr(consequences, "continuations", failing)
+    monkeypatch.setattr(consequences, "has_free_cores", lambda pair: True)
+    monkeypatch.setattr(consequences, "PROGRAMS_AT_A_TIME", 1)
+    with pytest.raises(SelfJudgeError, match="out of memory"):
+        finish_and_compare(tiny_pair, config, TRIED * 20, outcomes(run_programs) * 20, None, lambda share: None)
+    assert len(tested) < 40  # of 40
+
+
+def test_an_error_of_a_program_is_told(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_programs(searches: Sequence[Search], texts: Sequence[str]) -> list[bool]:
+        raise SelfJudgeError("no sandbox")
+
+    config = settings_of("", method="consequences", max_new_tokens=20, batch=3)
+    monkeypatch.setattr(consequences, "has_free_cores", lambda pair: True)
+    with pytest.raises(SelfJudgeError, match="no sandbox"):
+        finish_and_compare(tiny_pair, config, TRIED, outcomes(run_programs), None, lambda share: None)
 
 
 @pytest.mark.parametrize(

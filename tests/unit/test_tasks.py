@@ -68,6 +68,9 @@ def test_a_part_of_a_split(made_up: Path) -> None:
         name = f"gsm8k/train{part}"
         assert [p.id for p in load_prompts(Source.parse(name), made_up)] == [row["id"] for row in expected]
         assert Source.parse(f"{name}:1") == Source(name, 1)
+    for name in ("mbpp/train[:100]+validation", "mbpp/train[3:100]+validation[2:]"):
+        assert Source.parse(name) == Source(name)
+        assert Source.parse(f"{name}:7x2") == Source(name, 7, 2)
     assert task("gsm8k", made_up).examples("train[1:]", 1) == rows[1:2]
 
 

@@ -47,7 +47,10 @@ def respond(
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
     owners = shared_prefixes(prompts)  # those of one owner stand together: what they share is read once
     sizes = [len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)]
-    order = sorted(range(len(prompts)), key=lambda i: (-sizes[owners[i]], owners[i]))  # one cache fits all that follow
+    largest = dict.fromkeys(owners, 0)
+    for owner, size in zip(owners, sizes, strict=True):
+        largest[owner] = max(largest[owner], size)
+    order = sorted(range(len(prompts)), key=lambda i: (-largest[owners[i]], owners[i]))  # one cache fits all
     with borrowed(model) as engine:
         room = _room(model, engine)
         while order:

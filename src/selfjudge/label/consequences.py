@@ -11,9 +11,9 @@ import hashlib
 from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
-from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 
@@ -36,6 +36,7 @@ from selfjudge.models.pair import Pair
 
 CONTROL_EVERY = 10  # places
 MARGINS = (0.5, 1.0, 2.0, 4.0, 8.0)  # nats that part the groups that places are drawn from
+PROGRAMS_AT_A_TIME = 256  # that are tested together; an error waits for those that have begun
 SIMILAR_TOKENS = 32  # after the substitution, that a similarity compares
 JUDGED_ROWS = 512  # most rows of a batch under a judged rule, which holds two models' caches
 
@@ -63,11 +64,12 @@ class Outcome:
     runs_programs: bool = False
 
     def compare(
-        self, substitutions: Sequence[Substitution], others: Sequence[tuple[int, ...]], texts: Sequence[str]
+        self, pair: Pair, substitutions: Sequence[Substitution], others: Sequence[tuple[int, ...]]
     ) -> list[float]:
         """From 0 to 1."""
         if self.check is None:
             return similarities(substitutions, others)
+        texts = [str(pair.tokenizer.decode(list(tokens), skip_special_tokens=True)) for tokens in others]
         return [float(kept) for kept in self.check([s.search for s in substitutions], texts)]
 
 
@@ -108,6 +110,7 @@ def label_by_consequences(
     mask = np.isfinite([row["score"] for row in rows]) if rows else np.zeros(0, bool)
     arrays = label_arrays(all_scores, config, pair.hidden_size)
     counts = {
+        # as if each were read alone
         "target_tokens": sum(len(s.search.prompt) + len(other) for s, other in zip(tried, others, strict=True)),
         "searched": len(searches),
         "left_out": len(responses) - len(searches),
@@ -212,35 +215,66 @@ def finish_and_compare(
     policy: AcceptanceRule | None,
     notify: Callable[[float], None],
 ) -> tuple[list[tuple[int, ...]], list[float]]:
-    """The new responses and how far each keeps the original. Programs come first, and run while others are written."""
+    """The new responses and how far each keeps the original. Programs may be tested while others are written."""
     others: list[tuple[int, ...]] = [()] * len(substitutions)
     kept = [0.0] * len(substitutions)
-    parts: dict[Outcome, list[int]] = {}
-    for i, outcome in enumerate(outcomes):
-        parts.setdefault(outcome, []).append(i)
-    comparisons: list[tuple[list[int], Callable[[], list[float]]]] = []
-    done = 0
-    with ThreadPoolExecutor(1) as beside:
-        for runs_programs in (True, False):
-            mine = [(outcome, part) for outcome, part in parts.items() if outcome.runs_programs == runs_programs]
-            group = [i for _, part in mine for i in part]
+    early = {i for i, outcome in enumerate(outcomes) if outcome.runs_programs and has_free_cores(pair)}
+    late = [i for i in range(len(substitutions)) if i not in early]
+    written = 0
 
-            def progress(share: float, before: int = done, now: int = len(group)) -> None:
-                notify((before + share * now) / len(substitutions))
+    def write(group: Sequence[int]) -> None:
+        nonlocal written
+        if not group:
+            return
 
-            found = continuations(pair, config, [substitutions[i] for i in group], policy, progress)
-            for i, other in zip(group, found, strict=True):
-                others[i] = other
-            done += len(group)
-            for outcome, part in mine:
-                new = [others[i] for i in part]
-                texts = [str(pair.tokenizer.decode(list(tokens), skip_special_tokens=True)) for tokens in new]
-                compare = partial(outcome.compare, [substitutions[i] for i in part], new, texts)
-                comparisons.append((part, beside.submit(compare).result if runs_programs else compare))
-        for part, values in comparisons:
-            for i, value in zip(part, values(), strict=True):
-                kept[i] = value
+        def progress(share: float) -> None:
+            notify((written + share * len(group)) / len(substitutions))
+
+        found = continuations(pair, config, [substitutions[i] for i in group], policy, progress)
+        for i, other in zip(group, found, strict=True):
+            others[i] = other
+        written += len(group)
+
+    def compare(group: Sequence[int]) -> list[float]:
+        return outcomes[group[0]].compare(pair, [substitutions[i] for i in group], [others[i] for i in group])
+
+    with _program_thread() as thread:
+        write(sorted(early))
+        parts = [part for group in _by_outcome(sorted(early), outcomes) for part in _split(group, PROGRAMS_AT_A_TIME)]
+        tested = [(part, thread.submit(compare, part)) for part in parts]
+        write(late)
+        compared = [(group, compare(group)) for group in _by_outcome(late, outcomes)]
+        compared += [(part, future.result()) for part, future in tested]
+    for group, values in compared:
+        for i, value in zip(group, values, strict=True):
+            kept[i] = value
     return others, kept
+
+
+def has_free_cores(pair: Pair) -> bool:
+    """Whether programs and the engine do not take each other's time: a time limit might decide a label."""
+    return str(pair.target.device.type) == "cuda"
+
+
+@contextmanager
+def _program_thread() -> Iterator[ThreadPoolExecutor]:
+    """A thread for programs. After an error it ends with the part that it has begun."""
+    thread = ThreadPoolExecutor(1)
+    try:
+        yield thread
+    finally:
+        thread.shutdown(cancel_futures=True)
+
+
+def _by_outcome(places: Sequence[int], outcomes: Sequence[Outcome]) -> list[list[int]]:
+    groups: dict[Outcome, list[int]] = {}
+    for i in places:
+        groups.setdefault(outcomes[i], []).append(i)
+    return list(groups.values())
+
+
+def _split(items: list[int], size: int) -> list[list[int]]:
+    return [items[k : k + size] for k in range(0, len(items), size)]
 
 
 def continuations(

@@ -28,7 +28,6 @@ from selfjudge.label.score import Case, Scorer, Scores
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.sources import PromptRecord
 from selfjudge.tasks.base import known, task
-from selfjudge.tasks.code import CodeTask
 
 
 def label_by_likelihood(
@@ -151,7 +150,7 @@ def searches_by_source(
             records = [PromptRecord(row["prompt_id"], name, row["request"], row["row"]) for row in part]
             prompts, answers = ([row[key] for row in part] for key in ("prompt_ids", "response_ids"))
             searches = start_searches(pair, source, records, prompts, answers)
-            yield Source(searches, task_check(source), is_open=False, runs_programs=isinstance(source, CodeTask))
+            yield Source(searches, task_check(source), is_open=False, runs_programs=source.runs_programs)
         else:
             check = meaning_check(pair, batch=config.batch_size, unparsed=unparsed)
             yield Source(start_open_searches(pair, part), check, is_open=True, runs_programs=False)

@@ -42,7 +42,7 @@ class Source:
                 raise SelfJudgeError(f"{text!r} asks for nothing: weights must be more than 0 and finite")
             return cls(name, None, answers, float(weight))
         name, colon, numbers = text.rpartition(":")
-        if not colon or not numbers[:1].isdigit() or numbers.endswith("]") or f"{name}:" == FILE:
+        if not colon or not numbers[:1].isdigit() or "]" in numbers or f"{name}:" == FILE:
             return cls(text, SELF_COUNT if text in SELF else None, answers)
         count, _, each = numbers.partition("x")
         try:

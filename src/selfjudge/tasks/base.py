@@ -37,6 +37,8 @@ class Task:
     """Enough for an answer."""
     checkable: bool = False
     """Whether answers can be found in a text and compared: `extract`, `same`."""
+    runs_programs: bool = False
+    """Whether finding an answer runs programs."""
     hub: ClassVar[tuple[str, str | None] | None] = None
     """Dataset and configuration on the hub."""
     columns: ClassVar[Any] = dict[str, Any]
@@ -61,10 +63,10 @@ class Task:
         Every row has an `id`.
         """
         rows: list[Row] = []
-        for one in split.split("+"):
-            name, part = split_and_part(one)
+        for text in split.split("+"):
+            name, part = split_and_part(text)
             if name not in self.splits:
-                raise SelfJudgeError(f"{self.name} has no split {one!r}; it has: {', '.join(self.splits)}")
+                raise SelfJudgeError(f"{self.name} has no split {text!r}; it has: {', '.join(self.splits)}")
             rows += self.rows(name)[part]
         return rows[:limit]
 

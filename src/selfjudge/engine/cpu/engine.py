@@ -223,8 +223,7 @@ class CpuEngine(Eager):
         self.lengths = [n - r for n, r in zip(self.lengths, refused.tolist(), strict=True)]
 
     def select(self, rows: list[int]) -> None:
-        first = {
-            b: i for i, b in reversed(list(enumerate(rows)))
-        }  # where a row stands again it needs a cache of its own
+        # where a row stands again it needs a cache of its own
+        first = {b: i for i, b in reversed(list(enumerate(rows)))}
         self._caches = [self._caches[b] if first[b] == i else self._caches[b].clone() for i, b in enumerate(rows)]
         self.lengths = [self.lengths[b] for b in rows]
