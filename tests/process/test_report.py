@@ -12,7 +12,7 @@ import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from statistics import quantiles
+from statistics import stdev
 from typing import Any
 
 import pytest
@@ -36,10 +36,10 @@ from fake_eval import (
 from selfjudge.cli.main import app
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.hub import shipped_judge
-from selfjudge.report.charts import Bars, Lines, Point, Series, charts, number, trade_offs
+from selfjudge.report.charts import Bars, Lines, Point, Series, agreements, charts, number, trade_offs
 from selfjudge.report.demo import demo_page, finding
 from selfjudge.report.draw import Drawing, draw
-from selfjudge.report.equal_m import SAME, curve, lead_over
+from selfjudge.report.equal_m import AGREES, lead_over
 from selfjudge.report.pipeline import report
 from selfjudge.report.read import read_results
 from selfjudge.report.records import named, rule_order, timed
@@ -758,77 +758,137 @@ def test_qualities_are_points_of_a_sweep(tmp_path: Path) -> None:
 def test_prices_are_a_curve_of_their_own(tmp_path: Path) -> None:
     rows = samples([(11, 5), (11, 5)], [1, 0])
     write_run(tmp_path, "gsm8k", "exact", 10, rows, None)
-    for rule in ("margin:0.5", "margin:1", "margin:price=0.2", "margin:price=0.08", "judged:price=0.04,confirm=2@j"):
-        write_run(tmp_path, "gsm8k", rule, 10, rows, rows, lost=1, gained=0)
-    runs = sorted(read_results([tmp_path]).runs, key=rule_order)
-    assert [(run.rule, run.method, run.number, named(run)) for run in runs] == [
-        ("exact", "exact", None, True),
-        ("margin:0.5", "margin", 0.5, True),
-        ("margin:1", "margin", 1.0, True),
-        ("margin:price=0.08", "margin, price", 0.08, True),
-        ("margin:price=0.2", "margin, price", 0.2, True),
-        ("judged:price=0.04,confirm=2@j", "judged, price, confirm=2@j", 0.04, False),
-    ]
-    table = tables(read_results([tmp_path]))["task"][0].markdown()
-    assert "| 1 / 0 |" in table  # lost / gained
-    assert "| – |" in table  # of exact
+    rules = {
+        "margin:0.5": ("margin", 0.5),
+        "margin:threshold=1,guard=False": ("margin", 1),  # as an object of the rule is written
+        "margin:2,guard=True": ("margin, guard=True", 2),
+        "margin:price=0.2": ("margin, price", 0.2),
+        "margin:guard=True,price=0.08": ("margin, price", 0.08),
+        "topk:k=2": ("topk", 2),
+        "fly:0.15,6": ("fly, 6", 0.15),
+        "judged:q0.8@j": ("judged@j", 0.8),
+        "judged:theta=0.4@j": ("judged@j", 0.4),
+        "judged:confirm=2@j": ("judged, confirm=2@j", None),
+        "judged:price=0.04,confirm=2@j": ("judged, price, confirm=2@j", 0.04),
+        "judged:confirm=2,price=0.06@j": ("judged, price, confirm=2@j", 0.06),
+    }
+    for rule in rules:
+        write_run(tmp_path, "gsm8k", rule, 10, rows, rows, lost=1234, gained=0)
+    runs = {run.rule: run for run in read_results([tmp_path]).runs}
+    assert {rule: (runs[rule].method, runs[rule].number) for rule in rules} == rules
+    assert {rule for rule in rules if not named(runs[rule])} == {
+        rule for rule, (_, number) in rules.items() if rule.startswith("judged") and number is not None
+    }
+    ordered = [run.rule for run in sorted(runs.values(), key=rule_order) if run.method == "margin, price"]
+    assert ordered == ["margin:guard=True,price=0.08", "margin:price=0.2"]
+    (table,) = tables(read_results([tmp_path]))["task"]
+    (column,) = [column for column in table.columns if column.head == "lost / gained"]
+    shown = {row["rule"]: column.show(row) for row in table.rows}
+    assert (shown["exact"], shown["margin:0.5"]) == ("–", "1,234 / 0")
 
 
-def at_equal_m(folder: Path, seed: int, n: int = 400) -> None:
-    """`exact`, two margins and a judged rule between them, over examples that vary."""
-    dice = random.Random(seed)
-    lengths = [dice.randint(40, 200) for _ in range(n)]
-    exact = samples(
-        [(1 + t, t // 4 + dice.randint(1, 9)) for t in lengths], [float(dice.random() < 0.6) for _ in lengths]
-    )
-    for sample in exact:
-        sample["agrees"] = None
-    write_run(folder, "gsm8k", "exact", 10, exact, None, agreement=None)
-    for rule, pace, kept in (("margin:0.5", 4.5, 0.8), ("margin:2", 6, 0.5), ("judged:q0.8@j", 5, 0.75)):
-        rows = samples([(1 + t, int(t / pace) + dice.randint(1, 9)) for t in lengths], [0] * n)
-        for sample, other in zip(rows, exact, strict=True):
-            sample["agrees"] = None if dice.random() < 0.1 else float(dice.random() < kept)
-            sample["score"] = float(other["score"] and dice.random() < kept)
-        known = [sample["agrees"] for sample in rows if sample["agrees"] is not None]
-        write_run(folder, "gsm8k", rule, 10, rows, exact, agreement=sum(known) / len(known))
+def write_margins(folder: Path, judged: list[float]) -> None:
+    """`exact` at m 3, a margin at 4 that keeps half, one at 6 that keeps none, and a judged rule at 5."""
+    exact = samples([(13, 4)] * 4, [1, 1, 1, 0])
+    write_run(folder, "gsm8k", "exact", 10, exact, None)
+    write_run(folder, "gsm8k", "margin:1", 10, samples([(13, 3)] * 4, [1, 0, 1, 0]), exact)
+    write_run(folder, "gsm8k", "margin:3", 10, samples([(13, 2)] * 4, [0, 0, 0, 0]), exact)
+    write_run(folder, "gsm8k", "margin:price=0.2", 10, samples([(13, 2)] * 4, [1, 1, 0, 0]), exact)
+    write_run(folder, "gsm8k", "judged:F@j", 10, samples([(11, 2)] * 4, judged), exact)
+    write_run(folder, "gsm8k", "null", 10, samples([(15, 4)] * 4, [1, 1, 1, 1]), exact)
+    write_run(folder, "gsm8k", "topk:2", 10, samples([(13, 1)] * 4, [0, 0, 0, 0]), exact)  # beyond both lines
 
 
 def test_a_lead_at_equal_m_by_hand(tmp_path: Path) -> None:
-    exact = samples([(13, 4), (13, 4), (13, 4), (13, 4)], [1, 1, 1, 0])  # m 3
-    write_run(tmp_path, "gsm8k", "exact", 10, exact, None)
-    margin = samples([(13, 3), (13, 3), (13, 3), (13, 3)], [1, 0, 1, 0])  # m 4, half of the answers
-    write_run(tmp_path, "gsm8k", "margin:1", 10, margin, exact)
-    judged = samples([(8, 2), (8, 2), (8, 2), (8, 2)], [1, 1, 0, 1])  # m 3.5, three quarters of the answers
-    write_run(tmp_path, "gsm8k", "judged:F@j", 10, judged, exact)
-    write_run(tmp_path, "gsm8k", "topk:2", 10, samples([(13, 2)] * 4, [0, 0, 0, 0]), exact)  # beyond the line
-    (mine,) = report([tmp_path], tmp_path / "report.html")["tables"]["equal-m-gsm8k"]
-    assert mine["rule"] == "judged:F@j"
-    assert mine["agrees over margin"] == pytest.approx(0.75 - (1 + 0.5) / 2)
-    assert mine["score over margin"] == pytest.approx(0.75 - (0.75 + 0.5) / 2)
-    assert mine["agrees over margin, price"] is None
-    # m does not vary; what an example adds: judged ¼ ¼ −¾ ¼, margin ±½, exact 0 → 0, ½, −1, ½
+    write_margins(tmp_path, [1, 1, 0, 1])
+    found = report([tmp_path], tmp_path / "report.html")
+    assert {r["rule"] for r in found["tables"]["equal-m-gsm8k"]} == {"judged:F@j", "margin:price=0.2"}
+    mine = row(found, "equal-m-gsm8k", rule="judged:F@j")
+    assert mine["agreement_over_margin"] == pytest.approx(0.75 - 0.25)
+    assert mine["score_over_margin"] == pytest.approx(0.75 - 0.25)
+    # m does not vary; what an example moves: judged ¼ ¼ −¾ ¼, half of the margin's ±½ → 0, ½, −1, ½
     half = 1.959964 * math.sqrt((0 + 0.25 + 1 + 0.25) / 3) / 2
-    assert mine["agrees over margin, ci"] == pytest.approx((-half, half))
+    assert mine["agreement_over_margin_ci"] == pytest.approx((0.5 - half, 0.5 + half))
+    # the line of the priced margin begins at exact: two thirds of the way from 1 to ½, and a lower bound
+    assert mine["agreement_over_priced_margin"] == pytest.approx(0.75 - 2 / 3)
+    assert (mine["agreement_over_priced_margin_ci"], mine["agreement_over_priced_margin_at_least"]) == (None, True)
+    assert mine["score_over_priced_margin"] == pytest.approx(0.75 - (0.75 / 3 + 0.5 * 2 / 3))
+    assert mine["score_over_priced_margin_ci"] is not None
+    text = (tmp_path / "report" / "tables.md").read_text()
+    assert "| +50.0 \\[−19.3, +119.3\\] | ≥ +8.3 |" in text
+
+
+def test_the_chart_at_equal_m(tmp_path: Path) -> None:
+    write_margins(tmp_path, [1, 1, 1, 1])
     (chart,) = charts(read_results([tmp_path]))["equal-m"]
-    assert chart.title == "GSM8K, γ = 10: no rule is above margin"
-    assert {s.name: [(p.x, p.y) for p in s.points] for s in chart.series}["margin"] == [(pytest.approx(100 / 3), 50)]
+    assert chart.title == "GSM8K, γ = 10: judged:F@j +75.0 points over margin"
+    series = {s.name: [(p.x, p.y) for p in s.points] for s in chart.series}
+    assert series["margin"] == [(pytest.approx(100 / 3), 50), (pytest.approx(100), 0)]
+    assert set(series) == {"exact", "margin", "margin, price", "judged@j", "topk"}
+    assert "margin" in {s.name for s in next(iter(agreements(read_results([tmp_path]).runs, 2))).series}
+    write_margins(tmp_path / "weak", [0, 1, 0, 0])
+    (chart,) = charts(read_results([tmp_path / "weak"]))["equal-m"]
+    assert chart.title == "GSM8K, γ = 10: no rule is surely above margin"
+
+
+def test_second_variants_of_a_rule_come_after_other_rules(tmp_path: Path) -> None:
+    rows = samples([(11, 5), (11, 5)], [1, 0])
+    write_run(tmp_path, "gsm8k", "exact", 10, rows, None)
+    rules = (
+        "judged:q0.8@j",
+        "judged:price=0.1@j",
+        "margin:1",
+        "margin:price=0.1",
+        "margin:price=0.2",
+        "fly:0.1,6",
+        "topk:2",
+    )
+    for rule in rules:
+        write_run(tmp_path, "gsm8k", rule, 10, rows, rows)
+    runs = [replace(run, ships=run.judge == "j") for run in read_results([tmp_path]).runs]
+    (chart,) = trade_offs(runs)
+    assert len(chart.series) == 5
+    assert {s.name.partition("@")[0].partition(", p")[0] for s in chart.series} == {
+        "exact",
+        "judged",
+        "margin",
+        "fly, 6",
+        "topk",
+    }
+    (chart,) = agreements(runs)
+    assert {"margin", "margin, price"} < {s.name for s in chart.series}
+
+
+def at_equal_m(folder: Path, n: int = 300) -> None:
+    """`exact`, two margins and a judged rule between them. All rules keep the same answers more often, and there the
+    judged one has a larger m."""
+    dice = random.Random(3)
+    luck = [dice.random() for _ in range(n)]
+    lengths = [40 + int(160 * (1 - x) * dice.random()) for x in luck]
+    exact = samples([(1 + t, t // 4 + 1) for t in lengths], [0] * n)
+    write_run(folder, "gsm8k", "exact", 10, exact, None)
+    for rule, pace, kept in (("margin:0.5", 4.5, 0.9), ("margin:2", 6, 0.2), ("judged:q0.8@j", 6, 0.75)):
+        ease = [0.6 + 0.8 * x if rule.startswith("judged") else 1 for x in luck]
+        spent = [int(t / (pace * e)) + 1 for t, e in zip(lengths, ease, strict=True)]
+        rows = samples([(1 + t, c) for t, c in zip(lengths, spent, strict=True)], [0] * n)
+        for sample, x in zip(rows, luck, strict=True):
+            sample["agrees"] = None if dice.random() < 0.5 else float(x + 0.2 * dice.random() > 1.1 - kept)
+        write_run(folder, "gsm8k", rule, 10, rows, exact)
 
 
 def test_the_interval_of_a_lead_is_that_of_resampled_examples(tmp_path: Path) -> None:
-    at_equal_m(tmp_path / "eval", 3)
+    at_equal_m(tmp_path / "eval")
     by_rule = {run.rule: run for run in read_results([tmp_path / "eval"]).runs}
-    judged, points = by_rule["judged:q0.8@j"], curve("margin", by_rule["judged:q0.8@j"], list(by_rule.values()))
-    assert [run.rule for run in points] == ["exact", "margin:0.5", "margin:2"]
-    lead = lead_over(judged, points, SAME)
+    judged, points = by_rule["judged:q0.8@j"], [by_rule["margin:0.5"], by_rule["margin:2"]]
+    lead = lead_over(judged, points, AGREES)
     assert lead is not None
     assert lead.interval is not None
     ids, dice, seen = sorted(judged.answers), random.Random(0), []
-    for _ in range(400):
-        drawn = {str(place): ids[dice.randrange(len(ids))] for place in range(len(ids))}
+    for _ in range(1500):
+        drawn = {str(place): dice.choice(ids) for place in range(len(ids))}
         again = [replace(r, answers={k: r.answers[i] for k, i in drawn.items()}) for r in (judged, *points)]
-        found = lead_over(again[0], again[1:], SAME)
+        found = lead_over(again[0], again[1:], AGREES)
         assert found is not None
         seen.append(found.value)
-    low, *_, high = quantiles(seen, n=40)
-    assert lead.interval == pytest.approx((low, high), abs=0.015)
-    assert lead.interval[0] < lead.value < lead.interval[1]
+    assert (lead.interval[1] - lead.interval[0]) / 2 == pytest.approx(1.959964 * stdev(seen), rel=0.06)
+    assert sum(lead.interval) / 2 == pytest.approx(lead.value)

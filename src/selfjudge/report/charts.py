@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from selfjudge.report.equal_m import SAME, curve, lead_over
+from selfjudge.report.equal_m import AGREES, CURVES, compares, curve, lead_over
 from selfjudge.report.records import (
     Interval,
     Results,
@@ -222,17 +222,17 @@ class _Facet:
         )
 
 
-def _tasks_apart(runs: Sequence[Run], most: int, known: Callable[[Run], bool]) -> Iterable[_Facet]:
+def _by_task(runs: Sequence[Run], most: int, known: Callable[[Run], bool], first: Sequence[str]) -> Iterable[_Facet]:
     """A facet a task, of the runs that have what is drawn, `exact` and at least one other method among them."""
     candidates = (r for r in runs if r.m is not None and not r.fold and r.name != "judge_only")
     paired = [r for r in candidates if r.name == "exact" or (r.m_ratio is not None and known(r))]
     facets = {place: [r for r in here if r.gamma == usual_gamma(here)] for place, here in by_task(paired).items()}
-    drawn = {place: _drawn(here, most) for place, here in facets.items()}
+    drawn = {place: _drawn(here, most, first) for place, here in facets.items()}
     style = styles(method for methods in drawn.values() for method in methods)
     for (pair, task), here in facets.items():
         methods = drawn[pair, task]
         if len(methods) > 1 and "exact" in methods:
-            yield _Facet(pair, task, here, methods, style)
+            yield _Facet(pair, task, [r for r in here if r.method in methods], methods, style)
 
 
 def trade_offs(runs: Sequence[Run], most: int = MOST_METHODS) -> Iterable[Lines]:
@@ -240,7 +240,7 @@ def trade_offs(runs: Sequence[Run], most: int = MOST_METHODS) -> Iterable[Lines]
 
     At most so many of a task are drawn. A judge alone has charts of its own.
     """
-    for facet in _tasks_apart(runs, most, lambda r: r.delta_score is not None):
+    for facet in _by_task(runs, most, lambda r: r.delta_score is not None, ("exact", "margin", "fly", "topk")):
         heading, part = _where(facet.pair, facet.task, runs)
         axes = GAIN, f"change of {facet.runs[0].measure}, points"
         finding = f"{heading}, γ = {facet.runs[0].gamma}: {_finding(facet.runs, facet.methods)}"
@@ -250,8 +250,8 @@ def trade_offs(runs: Sequence[Run], most: int = MOST_METHODS) -> Iterable[Lines]
 
 def agreements(runs: Sequence[Run], most: int = MOST_METHODS) -> Iterable[Lines]:
     """The share of answers that are those of `exact` against the gain in m, where an untrained margin was run."""
-    for facet in _tasks_apart(runs, most, lambda r: r.agreement is not None):
-        if "margin" not in facet.methods:
+    for facet in _by_task(runs, max(most, 3), lambda r: r.agreement is not None, ("exact", *CURVES)):
+        if "margin" not in facet.methods or not any(map(compares, facet.runs)):
             continue
         heading, part = _where(facet.pair, facet.task, runs)
         finding = f"{heading}, γ = {facet.runs[0].gamma}: {_most_ahead(facet.runs)}"
@@ -268,25 +268,26 @@ def _agreeing(run: Run) -> Point:
 
 
 def _most_ahead(runs: Sequence[Run]) -> str:
-    """Which rule is furthest above the margin at its own m."""
-    others = (run for run in runs if run.method != "margin")
-    leads = ((lead_over(run, curve("margin", run, runs), SAME), run.rule) for run in others)
-    lead, rule = max(((found.value, rule) for found, rule in leads if found is not None), default=(0.0, ""))
-    if lead <= 0:
-        return "no rule is above margin"
-    return f"{rule} {signed_points(lead)} points over margin"
+    """Which rule is furthest above the margin at its own m, beyond its interval."""
+    leads = ((lead_over(run, curve("margin", run, runs), AGREES), run.rule) for run in runs if compares(run))
+    sure = [(lead.value, lead.at_least, rule) for lead, rule in leads if lead is not None and lead.is_sure]
+    if not sure:
+        return "no rule is surely above margin"
+    lead, at_least, rule = max(sure)
+    return f"{rule} {'≥ ' if at_least else ''}{signed_points(lead)} points over margin"
 
 
-def _drawn(runs: Sequence[Run], most: int) -> list[str]:
-    return sorted(dict.fromkeys(r.method for r in runs), key=lambda method: _rank(method, runs))[:most]
-
-
-def _rank(method: str, runs: Sequence[Run]) -> tuple[int, int]:
-    """Which methods are drawn first: `exact`, what ships, margin, FLy and top-k; then by their number of runs."""
-    mine = [r for r in runs if r.method == method]
-    first = ("exact", "margin", "fly", "topk")
-    rank = first.index(mine[0].name) if mine[0].name in first else 1 if any(r.ships for r in mine) else len(first)
-    return rank, -len(mine)
+def _drawn(runs: Sequence[Run], most: int, first: Sequence[str]) -> list[str]:
+    """At most so many methods: `exact`, what ships, one of each rule of `first`, then those with most runs."""
+    names = {r.method: r.name for r in runs if r.name != "null"}
+    count = Counter(r.method for r in runs)
+    ships = [method for method in names if any(r.ships for r in runs if r.method == method)]
+    chosen = [*first[:1], *ships[:1]]
+    for rule in first[1:]:
+        alike = [rule] if rule in names else [method for method, name in names.items() if name == rule]
+        chosen += sorted(alike, key=lambda method: -count[method])[:1]
+    others = sorted(names, key=lambda method: (method not in ships, -count[method]))
+    return list(dict.fromkeys(method for method in (*chosen, *others) if method in names))[:most]
 
 
 def _with_note(method: str, runs: Sequence[Run]) -> str:

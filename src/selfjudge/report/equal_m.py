@@ -1,14 +1,15 @@
 """Rules at equal m: what a rule keeps beyond what an untrained margin of the same m keeps.
 
-A margin's curve begins at `exact`, has a point for each threshold and straight lines between. Agreement falls steeply
-at first, then less and less, so such a line lies above the curve it stands for: a lead is rather too small.
-Intervals are paired by example and linearised, as those of m are.
+A margin's curve begins at `exact`, has a point for each threshold, and straight lines between. Agreement falls steeply
+at first, then less and less, so a line lies above the curve that it stands for. From `exact` to the strictest margin
+that is far above: there a lead is a lower bound, without an interval. Elsewhere intervals are paired by example and
+linearised, as those of m are.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import stdev
@@ -16,12 +17,13 @@ from typing import Any
 
 from selfjudge.report.intervals import around, influences
 from selfjudge.report.records import Answered, Interval, Run, by_task, several, title
-from selfjudge.report.table import GAMMA, RULE, Column, Table, percent, signed_points, slug
+from selfjudge.report.table import FOLD, GAMMA, RULE, Column, Row, Table, percent, same_answer, signed_points, slug
 
 CURVES = {"margin": "margin", "margin, price": "priced margin"}
 """Methods that need no training, which others are compared with, and what they are called."""
-SAME, SCORE = "agrees", "score"
+AGREES, SCORE = "agrees", "score"
 """What of an answer is compared."""
+FIGURES = {AGREES: "same answer", SCORE: "score"}
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,13 @@ class Lead:
 
     value: float
     interval: Interval | None
+    at_least: bool = False
+    """Whether it is a lower bound."""
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether it is more than nothing, beyond its interval."""
+        return self.value > 0 and (self.at_least or (self.interval is not None and self.interval[0] > 0))
 
 
 def equal_m(runs: Sequence[Run]) -> list[Table]:
@@ -45,73 +54,93 @@ def equal_m(runs: Sequence[Run]) -> list[Table]:
     return tables
 
 
-def _row(run: Run, runs: Sequence[Run]) -> dict[str, Any] | None:
-    """A rule's leads over those curves that reach its m; None where there are none, and for margin and `exact`."""
-    if run.method == "margin" or run.name in ("exact", "null") or run.m_ratio is None:
+def _key(figure: str, method: str) -> str:
+    """`agreement_over_priced_margin`"""
+    kind = "agreement" if figure == AGREES else figure
+    return f"{kind}_over_{CURVES[method].replace(' ', '_')}"
+
+
+def _row(run: Run, runs: Sequence[Run]) -> Row | None:
+    """A rule's leads over the curves that reach its m; None where none does, and for `margin`, `exact` and `null`."""
+    if not compares(run):
         return None
+    assert run.m_ratio is not None
     row: dict[str, Any] = {
-        **{name: getattr(run, name) for name in ("pair", "task", "rule", "method", "ships", "both", "gamma")},
+        **{name: getattr(run, name) for name in ("pair", "task", "rule", "method", "ships", "both", "gamma", "fold")},
         "gain": run.m_ratio - 1,
         "agreement": run.agreement,
         "agreement_ci": run.agreement_ci,
     }
-    found = False
+    known = False
     for method in CURVES:
-        for what in (SAME, SCORE):
-            lead = lead_over(run, curve(method, run, runs), what) if method != run.method else None
-            row[f"{what} over {method}"] = None if lead is None else lead.value
-            row[f"{what} over {method}, ci"] = None if lead is None else lead.interval
-            found |= lead is not None
-    return row if found else None
+        for figure in FIGURES:
+            lead = lead_over(run, curve(method, run, runs), figure) if method != run.method else None
+            key = _key(figure, method)
+            row[key], row[f"{key}_ci"] = (None, None) if lead is None else (lead.value, lead.interval)
+            row[f"{key}_at_least"] = lead is not None and lead.at_least
+            known |= lead is not None
+    return row if known else None
 
 
-def _columns(rows: Sequence[dict[str, Any]]) -> tuple[Column, ...]:
-    names = {
-        f"{what} over {method}": f"{'same answer' if what == SAME else 'score'} over {called}"
-        for what in (SAME, SCORE)
+def compares(run: Run) -> bool:
+    """Whether a run is one that is held against the margins."""
+    return run.method != "margin" and run.name not in ("exact", "null") and run.m_ratio is not None
+
+
+def _columns(rows: Sequence[Row]) -> tuple[Column, ...]:
+    heads = {
+        _key(figure, method): f"{word} over {called}"
+        for figure, word in FIGURES.items()
         for method, called in CURVES.items()
     }
     return (
         RULE,
         GAMMA,
+        *([FOLD] if several(row["fold"] for row in rows) else []),
         Column("gain in m", "gain", percent),
-        Column("same answer", "agreement", percent, "agreement_ci", "as exact; of open tasks the matching words"),
-        *(
-            Column(head, key, signed_points, f"{key}, ci", "points more, at the same m")
-            for key, head in names.items()
-            if any(row[key] is not None for row in rows)
-        ),
+        same_answer("agreement_ci"),
+        *(_lead_column(key, head) for key, head in heads.items() if any(row[key] is not None for row in rows)),
     )
 
 
+def _lead_column(key: str, head: str) -> Column:
+    def shown(row: Row) -> str:
+        return ("≥ " if row[f"{key}_at_least"] else "") + signed_points(row[key])
+
+    def interval(row: Row) -> str:
+        ends = row[f"{key}_ci"]
+        return "" if ends is None else f"[{signed_points(ends[0])}, {signed_points(ends[1])}]"
+
+    return Column(head, shown, below=interval, help="points more, at the same m")
+
+
 def curve(method: str, run: Run, runs: Sequence[Run]) -> list[Run]:
-    """The runs of a method that compare with `run`, from `exact` on, by m; none where `exact` or the method lacks."""
+    """The runs of a method that compare with `run`, by m, from `exact` on; none where either is missing."""
     place = run.pair, run.task, run.gamma, run.fold
     here = [r for r in runs if (r.pair, r.task, r.gamma, r.fold) == place and r.m is not None]
     exact, others = [r for r in here if r.name == "exact"], [r for r in here if r.method == method]
     return sorted((*exact, *others), key=lambda r: (r.m, r.rule)) if exact and others else []
 
 
-def lead_over(run: Run, points: Sequence[Run], what: str) -> Lead | None:
-    """How much more of `what` a run has than the line through `points` at its m; None where the line does not reach."""
+def lead_over(run: Run, points: Sequence[Run], figure: str) -> Lead | None:
+    """How much more of a figure a run has than the line through `points` at its m; None where it does not reach."""
     for low, high in pairwise(points):
-        assert run.m is not None
-        assert low.m is not None
-        assert high.m is not None
-        if low.m <= run.m <= high.m and low.m < high.m:
-            return _lead(run, low, high, what)
+        assert None not in (run.m, low.m, high.m)
+        if low.m <= run.m <= high.m and low.m < high.m:  # type: ignore[operator]
+            return _lead(run, low, high, figure)
     return None
 
 
-def _lead(run: Run, low: Run, high: Run, what: str) -> Lead | None:
-    """Of `run` over the line from `low` to `high`, with an interval paired over the examples that all three have."""
+def _lead(run: Run, low: Run, high: Run, figure: str) -> Lead | None:
+    """Of `run` over the line from `low` to `high`, over the examples that all three have."""
     shared = sorted(run.answers.keys() & low.answers.keys() & high.answers.keys())
-    figures = [_figures(r, shared, what) for r in (run, low, high)]
-    lengths = [influences([r.answers[i] for i in shared]) for r in (run, low, high)] if len(shared) > 1 else [None]
-    if None in figures or None in lengths:
+    three = [[r.answers[i] for i in shared] for r in (run, low, high)]
+    values = [_mean(answers, _reader(r, figure)) for r, answers in zip((run, low, high), three, strict=True)]
+    lengths = [influences(answers) for answers in three]
+    if len(shared) < 2 or None in values or None in lengths:
         return None
-    (value, x), (value_low, x_low), (value_high, x_high) = (f for f in figures if f is not None)
-    (m, z), (m_low, z_low), (m_high, z_high) = (f for f in lengths if f is not None)
+    (value, y), (value_low, y_low), (value_high, y_high) = (v for v in values if v is not None)
+    (m, z), (m_low, z_low), (m_high, z_high) = (v for v in lengths if v is not None)
     if m_low == m_high:
         return None
     part = (m - m_low) / (m_high - m_low)
@@ -120,24 +149,29 @@ def _lead(run: Run, low: Run, high: Run, what: str) -> Lead | None:
     def beyond(own: float, at_low: float, at_high: float) -> float:
         return own - (1 - part) * at_low - part * at_high
 
-    changes = [
-        beyond(*parts) - slope * beyond(*cycles)
-        for parts, cycles in zip(zip(x, x_low, x_high, strict=True), zip(z, z_low, z_high, strict=True), strict=True)
-    ]
     lead = beyond(value, value_low, value_high)
+    if figure == AGREES and low.name == "exact":
+        return Lead(lead, None, at_least=True)
+    # the lead moves with the three values, and with the three m along the slope of the line
+    changes = [
+        beyond(*of_values) - slope * beyond(*of_m)
+        for of_values, of_m in zip(zip(y, y_low, y_high, strict=True), zip(z, z_low, z_high, strict=True), strict=True)
+    ]
     return Lead(lead, around(lead, stdev(changes) / math.sqrt(len(changes))))
 
 
-def _figures(run: Run, ids: Sequence[str], what: str) -> tuple[float, list[float]] | None:
-    """The mean of a figure over the examples that have it, and what each example adds to it."""
-    values = [_value(run, run.answers[i], what) for i in ids]
+def _reader(run: Run, figure: str) -> Callable[[Answered], float | None]:
+    """Reads a figure of an answer. `exact` agrees with itself, which its rows do not say."""
+    if figure == AGREES:
+        return (lambda answer: 1.0) if run.name == "exact" else (lambda answer: answer.agrees)
+    return lambda answer: answer.score
+
+
+def _mean(answers: Sequence[Answered], read: Callable[[Answered], float | None]) -> tuple[float, list[float]] | None:
+    """The mean of a figure over the answers that have it, and by how much each answer moves it."""
+    values = [read(answer) for answer in answers]
     known = [value for value in values if value is not None]
     if not known:
         return None
     mean = sum(known) / len(known)
     return mean, [0.0 if value is None else (value - mean) * len(values) / len(known) for value in values]
-
-
-def _value(run: Run, answer: Answered, what: str) -> float | None:
-    """`exact` agrees with itself, which its rows do not say."""
-    return 1.0 if what == SAME and run.name == "exact" else getattr(answer, what)

@@ -143,19 +143,16 @@ class Run:
 
     @property
     def method(self) -> str:
-        """Rule name, what it goes by if not by a threshold, options after the first, and judge: one curve, whose points
-        the first option tells apart."""
-        first, *others = self.option.split(",")
-        goes_by = [first.partition("=")[0]] if "=" in first else []
-        named = "".join(f", {option}" for option in (*goes_by, *others))
+        """What makes one curve: rule, whether it goes by a price, its other options, and judge."""
+        _, by_price, others = _swept(self.option)
+        named = "".join(f", {option}" for option in (*(["price"] if by_price else []), *others))
         return f"{self.name}{named}@{self.judge}" if self.judge else f"{self.name}{named}"
 
     @property
     def number(self) -> float | None:
-        """Its threshold, quality or price, where the first option is a number."""
-        first = self.option.partition(",")[0]
+        """What tells the points of its curve apart, where it is a number: threshold, quality or price."""
         try:
-            return float(first.partition("=")[2] if "=" in first else first.removeprefix("q"))
+            return float(_swept(self.option)[0].removeprefix("q"))
         except ValueError:
             return None
 
@@ -171,6 +168,21 @@ class Run:
     def key(self) -> Key:
         """What makes it another run."""
         return self.pair, self.task, self.rule, self.gamma, self.fold, self.n, self.max_new_tokens or 0
+
+
+SWEPT = ("threshold", "theta", "k", "entropy", "share")
+"""Names of the options that tell the points of a curve apart, where they are written out."""
+
+
+def _swept(options: str) -> tuple[str, bool, list[str]]:
+    """(the option that tells the points of a curve apart, whether it is a price, the others without a default guard)"""
+    parts = options.split(",") if options else []
+    price = next((part for part in parts if part.startswith("price=")), None)
+    by_name = bool(parts) and parts[0].partition("=")[0] in SWEPT
+    swept = price or (parts[0] if parts and ("=" not in parts[0] or by_name) else None)
+    default = f"guard={price is not None}"  # rule objects write it out; it is on with a price alone
+    others = [part for part in parts if part not in (swept, default)]
+    return (swept or "").rpartition("=")[2], price is not None, others
 
 
 @dataclass(frozen=True)
@@ -248,12 +260,17 @@ TITLES = {
 
 def title(task: str) -> str:
     name, _, apart = task.partition(APART)
-    known = TITLES.get(name, name) if name != "livecodebench-all" else "LiveCodeBench, all folds"
+    benchmark, _, split = name.partition("-")
+    known = TITLES.get(benchmark, benchmark)
+    if split and benchmark in TITLES:
+        known = f"{known}, all folds" if name == "livecodebench-all" else f"{known}, {split}"
+    elif split:
+        known = name
     return f"{known}, {apart}" if apart else known
 
 
 def task_order(task: str) -> tuple[int, str]:
-    known, name = (*PAPER, "livecodebench", "livecodebench-all"), task.partition(APART)[0]
+    known, name = (*PAPER, "livecodebench"), task.partition(APART)[0].partition("-")[0]
     return (known.index(name) if name in known else len(known), task)
 
 

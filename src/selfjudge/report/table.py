@@ -48,16 +48,6 @@ def word_column(head: str, value: str | Callable[[Row], Any], **more: Any) -> Co
     return Column(head, value, numeric=False, **more)
 
 
-def rule_name(row: Row) -> str:
-    """The rule, with what else it is: one whose F and R are the same threshold, and the judge that ships."""
-    notes = [note for key, note in (("both", "F = R"), ("ships", "ships")) if row.get(key)]
-    return f"{row['rule']} ({', '.join(notes)})" if notes else str(row["rule"])
-
-
-RULE = word_column("rule", rule_name)
-GAMMA = Column("γ", "gamma")
-
-
 @dataclass(frozen=True)
 class Table:
     """Rows carry `task`, `method` and `rule` where they belong to one: the page's filter reads them."""
@@ -145,3 +135,19 @@ def distinct(names: Iterable[str]) -> list[str]:
         seen[name] += 1
         numbered.append(name if seen[name] == 1 else f"{name}--{seen[name]}")
     return numbered
+
+
+def rule_name(row: Row) -> str:
+    """The rule, with what else it is: one whose F and R are the same threshold, and the judge that ships."""
+    notes = [note for key, note in (("both", "F = R"), ("ships", "ships")) if row.get(key)]
+    return f"{row['rule']} ({', '.join(notes)})" if notes else str(row["rule"])
+
+
+def same_answer(interval: str = "") -> Column:
+    about = "as exact; of open tasks the share of matching words"
+    return Column("same answer", "agreement", percent, interval, about)
+
+
+RULE = word_column("rule", rule_name)
+GAMMA = Column("γ", "gamma")
+FOLD = Column("fold", "fold")

@@ -27,6 +27,7 @@ from selfjudge.report.records import (
 )
 from selfjudge.report.substitutions import GROUPS, group
 from selfjudge.report.table import (
+    FOLD,
     GAMMA,
     RULE,
     Column,
@@ -38,6 +39,7 @@ from selfjudge.report.table import (
     points,
     quoted,
     rule_name,
+    same_answer,
     signed,
     signed_points,
     slug,
@@ -247,7 +249,7 @@ def _per_task_columns(runs: Sequence[Run]) -> tuple[Column, ...]:
     return (
         word_column("rule", rule_name, below=lambda r: "" if r["threshold"] is None else f"θ {r['threshold']:.3f}"),
         GAMMA,
-        *([Column("fold", "fold")] if several(r.fold for r in runs) else []),
+        *([FOLD] if several(r.fold for r in runs) else []),
         Column("n", "n", whole),
         Column("m", "mean_accepted_length", fixed, help="tokens per target pass"),
         Column("Δm", "delta_m", signed, "delta_m_ci", "against exact"),
@@ -255,7 +257,7 @@ def _per_task_columns(runs: Sequence[Run]) -> tuple[Column, ...]:
         Column(measure, "score", points, "score_ci", "points"),
         Column(f"Δ {measure}", "delta_score", signed_points, "delta_ci", "points against exact"),
         *(_other_measure(name) for name in others),
-        Column("same answer", "agreement", percent, "agreement_ci", "as exact; of open tasks matching words"),
+        same_answer("agreement_ci"),
         Column("lost / gained", _lost_and_gained, help="examples that score less than with exact, and more"),
         Column("drafts/cycle", "drafts_accepted", fixed, help="drafted tokens accepted in a cycle"),
         Column("judged", "judged_share", percent, help="tokens taken against the target's choice"),

@@ -13,7 +13,7 @@ from typing import Any
 
 from selfjudge.report.charts import Lines, Point, Series, drop_far_points
 from selfjudge.report.records import PAPER, Run, rule_order, task_order, title, usual_gamma
-from selfjudge.report.table import RULE, Column, Row, Table, fixed, percent, points, signed_points, whole
+from selfjudge.report.table import RULE, Column, Row, Table, fixed, percent, points, same_answer, signed_points, whole
 from selfjudge.report.tables import Against, average
 
 LITTLE = 0.1
@@ -147,7 +147,7 @@ def _table(rows: Sequence[Row], where: str) -> Table:
         Column("m", "m", fixed, help="tokens per target pass, mean over the tasks"),
         Column("gain in m", "m_ratio", _ratio, "m_ratio_ci", "against exact, same task and γ"),
         Column("change, points", "delta_score", signed_points, "delta_ci", "of the score, paired by example"),
-        Column("same answer", "agreement", percent, help="as exact; of open tasks the share of matching words"),
+        same_answer(),
     )
     return Table("verdict", where, columns, tuple(rows))
 
