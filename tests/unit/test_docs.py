@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 import re
 import runpy
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+
+from selfjudge.report.equal_m import equal_m
+from selfjudge.report.read import read_results
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -58,6 +63,14 @@ def rule_of(cell: str) -> str:
     return f"{rule}@both" if rule.startswith("judged") else rule
 
 
+def lead(row: Mapping[str, Any] | None, key: str) -> str:
+    """A lead at equal m as the tables have it."""
+    if row is None or row[key] is None:
+        return "–"
+    value, *ends = (f"{100 * x:.1f}" for x in (row[key], *(row[f"{key}_ci"] or ())))
+    return f"{value} ({ends[0]} to {ends[1]})" if ends else f"≥ {value}"
+
+
 @pytest.mark.parametrize(("title", "folder"), [("GSM8K test", "head-gsm8k/gsm8k"), ("MMLU", "head-mmlu/mmlu")])
 def test_tables_of_rules_are_what_was_measured(title: str, folder: str) -> None:
     text = (ROOT / "docs" / "results.md").read_text().replace("−", "-").replace("*", "")
@@ -65,15 +78,19 @@ def test_tables_of_rules_are_what_was_measured(title: str, folder: str) -> None:
     exact = json.loads((JUDGES / folder / "exact-g10" / "summary.json").read_text())
     assert f"{exact['n']:,} prompts" in head
     assert f"m {exact['mean_accepted_length']:.2f}, {100 * exact['score']:.1f} points" in head
+    (table,) = equal_m(read_results([JUDGES / folder]).runs)
+    leads = {row["rule"]: row for row in table.rows}
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows.splitlines()]
-    for rule, gain, same, points, changed in cells:
-        run = json.loads((JUDGES / folder / f"{rule_of(rule)}-g10" / "summary.json").read_text())
+    for name, gain, same, over_margin, over_priced, points, changed in cells:
+        rule = rule_of(name)
+        run = json.loads((JUDGES / folder / f"{rule}-g10" / "summary.json").read_text())
         assert gain == f"{100 * (run['m_ratio'] - 1):+.1f} %", rule
         assert same == f"{100 * run['agreement']:.1f} %", rule
+        assert over_margin == lead(leads.get(rule), "agreement_over_margin"), rule
+        assert over_priced == lead(leads.get(rule), "agreement_over_priced_margin"), rule
         low, high = (f"{100 * end:+.1f}" for end in run["delta_ci"])
-        assert points in (f"{100 * run['delta_score']:+.1f} ({low} to {high})", f"{100 * run['delta_score']:+.1f}"), (
-            rule
-        )
+        interval = "" if rule.startswith("random") else f" ({low} to {high})"
+        assert points == f"{100 * run['delta_score']:+.1f}{interval}", rule
         assert changed == f"{run['lost']} / {run['gained']}", rule
     gains = [float(row[1].split()[0]) for row in cells if not row[0].endswith("floor")]
     assert gains == sorted(gains)

