@@ -163,7 +163,10 @@ def _model(name: str, place: DeviceOptions) -> Any:
 def draft(
     prompts: Annotated[
         list[str] | None,
-        typer.Option(help="Task (its test split) or prompts file; several times for several; built-in if not given."),
+        typer.Option(
+            metavar="PROMPT",
+            help="Task (its test split) or prompts file; several times for several; built-in if not given.",
+        ),
     ] = None,
     limit: PromptLimit = 32,
     data: Data = None,

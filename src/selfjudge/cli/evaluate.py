@@ -38,7 +38,8 @@ def evaluate(
     judge: Annotated[
         list[str] | None,
         typer.Option(
-            help="NAME=FOLDER or FOLDER; {fold} in it: one for each fold of livecodebench. Repeat for several."
+            metavar="JUDGE",
+            help="NAME=FOLDER or FOLDER; {fold} in it: one for each fold of livecodebench. Repeat for several.",
         ),
     ] = None,
     recipe: RecipeFolder = None,

@@ -85,9 +85,14 @@ def _annotated(f: Field[Any], hint: Any, default: Any, commas: bool) -> Any:
     if hint == tuple[int, int]:
         return Annotated[Parsed, typer.Option(parser=part_of, metavar="I/N", help=words)]
     if hint == tuple[str, ...]:
-        return Annotated[list[str], typer.Option(metavar="NAME,NAME,…" if commas else None, help=words)]
+        return Annotated[list[str], typer.Option(metavar="NAME,NAME,…" if commas else _one(f.name), help=words)]
     bounds = {"min": low, "max": high} if hint in (int, float, int | None, float | None) else {}
     return Annotated[hint, typer.Option(help=words, **bounds)]
+
+
+def _one(name: str) -> str:
+    """What an option that may be repeated takes each time: PROMPT for `prompts`."""
+    return name.upper().removesuffix("S")
 
 
 def _as_option(hint: Any, value: Any) -> Any:
