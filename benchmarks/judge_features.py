@@ -1,8 +1,8 @@
 """What else a judge might read: `python benchmarks/judge_features.py --labels DIR --pair P --out FILE`.
 
 From a folder of labels: the state after the draft token is what a judge reads. Beside it stand, one at a time and all together,
-the state before it (which predicts it), a state of a middle layer, the draft's own state, the target's entropy, log-probability and
-rank, and, where the labels hold it, look-ahead. ROC-AUC on the mismatches of the holdout's prompts, as `selfjudge study` measures it; labels stay as they are.
+the state before it (which predicts it), states of the layers that EAGLE-3 heads read, the state of a small model that drafts, the target's
+entropy, log-probability and rank, and, where the labels hold it, look-ahead. ROC-AUC on the mismatches of the holdout's prompts, as `selfjudge study` measures it; labels stay as they are.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ import torch
 from common import measured_on, say
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from selfjudge.engine.teacher_forced import attention, width
 from selfjudge.judge.config import JudgeConfig, columns as feature_columns
 from selfjudge.label.folder import read_shards
+from selfjudge.models.eagle import auxiliary_layers
 from selfjudge.models.pair import Pair
 from selfjudge.store import read_rows, write_json
 from selfjudge.train.dataset import Rows
@@ -74,11 +76,11 @@ def places(folder: Path) -> tuple[list[Place], dict[str, NDArray[Any]]]:
 
 
 @torch.no_grad()
-def states(model: Any, wanted: Sequence[Place], middle: bool) -> dict[str, Tensor]:
-    """`before` and `after` the token [n, H] after the final norm, and `middle`: after it, of the layer in the middle."""
+def states(model: Any, wanted: Sequence[Place], layers: Sequence[int] = ()) -> dict[str, Tensor]:
+    """`before` and `after` the token [n, H] after the final norm, and after it the inputs of some layers, by number."""
     device = model.device
     order = sorted(range(len(wanted)), key=lambda i: -len(wanted[i].before))
-    names = ("before", "after", *(["middle"] * middle))
+    names = ("before", "after", *map(str, layers))
     rows_of = {name: torch.zeros(len(wanted), model.config.hidden_size) for name in names}
     most = TOKENS.get(device.type, 4096)
     while order:
@@ -88,13 +90,13 @@ def states(model: Any, wanted: Sequence[Place], middle: bool) -> dict[str, Tenso
         for row, i in enumerate(part):
             ids[row, : len(wanted[i].before) + 1] = torch.tensor([*wanted[i].before, wanted[i].token])
         with attention():
-            seen = model.base_model(input_ids=ids.to(device), use_cache=False, output_hidden_states=middle)
+            seen = model.base_model(input_ids=ids.to(device), use_cache=False, output_hidden_states=bool(layers))
         rows = torch.arange(len(part), device=device)
         last = torch.tensor([len(wanted[i].before) for i in part], device=device)
         rows_of["before"][part] = seen.last_hidden_state[rows, last - 1].float().cpu()
         rows_of["after"][part] = seen.last_hidden_state[rows, last].float().cpu()
-        if middle:
-            rows_of["middle"][part] = seen.hidden_states[len(seen.hidden_states) // 2][rows, last].float().cpu()
+        for layer in layers:
+            rows_of[str(layer)][part] = seen.hidden_states[layer][rows, last].float().cpu()
     return rows_of
 
 
@@ -109,7 +111,9 @@ def main() -> None:
     pair = Pair.load(o.pair, device=o.device, whole_weights=True)
     rows = Wider.load([o.labels])
     wanted, small = places(o.labels)
-    target, draft = states(pair.target, wanted, True), states(pair.draft, wanted, False)
+    low, middle, high = layers = auxiliary_layers(pair.target.config.num_hidden_layers)
+    target = states(pair.target, wanted, layers)
+    draft = states(pair.draft, wanted)["after"] if isinstance(pair.draft, PreTrainedModel) else None
     log_p = torch.from_numpy(small["log_p"]).float()
     numbers = torch.stack(
         [torch.from_numpy(small["entropy"]).float(), torch.from_numpy(small["rank"]).float().log1p(), log_p[:, 1]], 1
@@ -118,10 +122,13 @@ def main() -> None:
         "": [],
         "entropy, rank, log-probability": [numbers],
         "preceding state": [target["before"]],
-        "middle layer": [target["middle"]],
-        "draft's state": [draft["after"]],
-        "all of these": [numbers, target["before"], target["middle"], draft["after"]],
+        "middle layer": [target[str(middle)]],
+        "high layer": [target[str(high)]],
+        "three layers": [target[str(layer)] for layer in layers],
     }
+    groups |= {} if draft is None else {"draft's state": [draft]}
+    everything = [numbers, target["before"], target[str(low)], target[str(middle)], target[str(high)]]
+    groups["all of these"] = everything if draft is None else [*everything, draft]
     groups |= {"look-ahead": []} if rows.lookahead else {}
     say(f"states of {len(rows)} rows")
     device = pair.target.device if pair.target.device.type == "cuda" else None
