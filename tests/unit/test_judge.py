@@ -30,6 +30,17 @@ def test_round_trip(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
 
+@pytest.mark.parametrize("features", ["hidden", "hidden+margin+previous"])
+def test_a_judge_has_no_say_where_a_state_that_it_reads_is_broken(features: str) -> None:
+    config = replace(CONFIG, features=features)
+    hidden = torch.randn(1, 5, 4)
+    hidden[0, 2, 1] = torch.inf
+    block = Block(torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 5, 5), hidden)
+    said = Judge(config, torch.rand(config.width))(block)[0]
+    broken = [False, True, False, False] if features == "hidden" else [False, True, True, False]
+    assert said.isnan().tolist() == broken
+
+
 def test_a_threshold_may_be_named_by_its_quality() -> None:
     judge = Judge(replace(CONFIG, quality_curve=((0.5, 0.2), (0.9, 0.6), (1.0, 1.0))))
     assert judge.threshold("q0.9") == judge.quality(0.9) == 0.6

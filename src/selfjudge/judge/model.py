@@ -25,7 +25,7 @@ from selfjudge.ops.judge_score import Weights, scores
 from selfjudge.store import write_json, write_tensors
 from selfjudge.types import Block
 
-FUSED = ("hidden", "hidden+margin")
+FUSED = ("hidden", "hidden+margin", "hidden+margin+previous")
 """Features that there is a kernel for."""
 
 
@@ -92,7 +92,14 @@ class Judge(nn.Module):
         choice = None if block.argmax is None else block.argmax[0][:, :-1]
         said = self.score(block_features(block, self.config.features))
         said = self.within_limit(said, block.target_logits[:, :-1], block.draft_tokens, choice)
-        return torch.where(block.hidden[:, 1:].isfinite().all(-1), said, math.nan)
+        return self.unless_broken(said, block.hidden[:, 1:], block.hidden[:, :-1])
+
+    def unless_broken(self, said: Tensor, hidden: Tensor, before: Tensor) -> Tensor:
+        """Scores [...] of drafts, but NaN where a state [..., H] that the judge reads is broken."""
+        whole = hidden.isfinite().all(-1)
+        if "previous" in self.config.features:
+            whole = whole & before.isfinite().all(-1)
+        return torch.where(whole, said, math.nan)
 
     def within_limit(self, said: Tensor, logits: Tensor, drafts: Tensor, choice: Tensor | None = None) -> Tensor:
         """Scores [...] of drafts [...], but 0 beyond `config.margin_limit`; arguments as of `features.margins`."""
@@ -104,9 +111,9 @@ class Judge(nn.Module):
         """What the judge as one kernel reads; None without Triton, or where there is no kernel for this judge."""
         if type(self) is not Judge or self.config.features not in FUSED or not has_triton():
             return None
-        margin = "margin" in self.config.features
+        margin, previous = ("margin" in self.config.features, "previous" in self.config.features)
         limit = math.inf if self.config.margin_limit is None else self.config.margin_limit
-        return Weights(self.weight, self.bias, self.inner_weight, self.inner_bias, margin, LOWEST, limit)
+        return Weights(self.weight, self.bias, self.inner_weight, self.inner_bias, margin, previous, LOWEST, limit)
 
     def score(self, x: Tensor) -> Tensor:
         """[..., D] → [...]"""

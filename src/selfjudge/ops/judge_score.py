@@ -16,7 +16,9 @@ class Weights(NamedTuple):
     inner_weight: Tensor | None
     inner_bias: Tensor | None
     margin: bool
-    """Whether it reads log p(d) − log p(most likely), as its last column."""
+    """Whether it reads log p(d) − log p(most likely), in the column after the state at the draft."""
+    previous: bool
+    """Whether it reads the state at the token before, in the last columns."""
     lowest: float
     """The lower bound of that margin."""
     limit: float

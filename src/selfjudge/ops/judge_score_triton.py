@@ -29,17 +29,18 @@ def among(token, special_ptr, specials, SPECIALS: tl.constexpr):
 
 @triton.jit
 def draft_score(
-    state, margin, weight_ptr, bias_ptr, inner_ptr, inner_bias_ptr, hidden, units, limit, LOWEST: tl.constexpr,
-    MARGIN: tl.constexpr, LIMITED: tl.constexpr, MLP: tl.constexpr, BLOCK: tl.constexpr, UNITS: tl.constexpr,
+    state, step, margin, weight_ptr, bias_ptr, inner_ptr, inner_bias_ptr, hidden, units, limit, LOWEST: tl.constexpr,
+    MARGIN: tl.constexpr, PREVIOUS: tl.constexpr, LIMITED: tl.constexpr, MLP: tl.constexpr, BLOCK: tl.constexpr,
+    UNITS: tl.constexpr,
 ):  # fmt: skip
-    """P(acceptable) of a draft from the state at it and log p(d) − log p(most likely): NaN where the state is broken,
-    0 beyond the judge's limit of that margin."""
+    """P(acceptable) of a draft from the state at it, log p(d) − log p(most likely) and the state a `step` before: NaN
+    where a state that is read is broken, 0 beyond the judge's limit of that margin."""
     beyond = False
     if LIMITED:
         beyond = margin < -limit
     if MARGIN:
         margin = tl.where(margin < LOWEST, LOWEST, margin)
-    width = hidden + MARGIN
+    width = hidden * (1 + PREVIOUS) + MARGIN
     column = tl.arange(0, BLOCK)
     finite = 1
     if MLP:
@@ -53,6 +54,11 @@ def draft_score(
             tile = inner_ptr + unit[:, None] * width + first + column[None, :]
             w = tl.load(tile, mask=known[:, None] & inside[None, :], other=0.0)
             z += tl.sum(w * h[None, :], 1)
+            if PREVIOUS:
+                h = tl.load(state - step + first + column, mask=inside, other=0.0).to(tl.float32)
+                finite = finite & tl.min((tl.abs(h) < float("inf")).to(tl.int32), 0)
+                w = tl.load(tile + hidden + MARGIN, mask=known[:, None] & inside[None, :], other=0.0)
+                z += tl.sum(w * h[None, :], 1)
         if MARGIN:
             z += margin * tl.load(inner_ptr + unit * width + hidden, mask=known, other=0.0)
         z = 0.5 * z * (1.0 + tl.erf(z * 0.7071067811865476))  # gelu
@@ -64,6 +70,10 @@ def draft_score(
             h = tl.load(state + first + column, mask=inside, other=0.0).to(tl.float32)
             finite = finite & tl.min((tl.abs(h) < float("inf")).to(tl.int32), 0)
             sums += h * tl.load(weight_ptr + first + column, mask=inside, other=0.0)
+            if PREVIOUS:
+                h = tl.load(state - step + first + column, mask=inside, other=0.0).to(tl.float32)
+                finite = finite & tl.min((tl.abs(h) < float("inf")).to(tl.int32), 0)
+                sums += h * tl.load(weight_ptr + hidden + MARGIN + first + column, mask=inside, other=0.0)
         x = tl.sum(sums, 0)
         if MARGIN:
             x += margin * tl.load(weight_ptr + hidden)
@@ -77,7 +87,7 @@ def draft_score(
 def _scores(
     hidden_ptr, logit_ptr, choice_ptr, draft_ptr, weight_ptr, bias_ptr, inner_ptr, inner_bias_ptr, out_ptr, hidden_step,
     logit_step, hidden, units, limit, GAMMA: tl.constexpr, LOWEST: tl.constexpr, MARGIN: tl.constexpr,
-    LIMITED: tl.constexpr, MLP: tl.constexpr, BLOCK: tl.constexpr, UNITS: tl.constexpr,
+    PREVIOUS: tl.constexpr, LIMITED: tl.constexpr, MLP: tl.constexpr, BLOCK: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0)
     row = (i // GAMMA * (GAMMA + 1) + i % GAMMA).to(tl.int64)  # blocks have GAMMA drafts and one row more
@@ -87,8 +97,8 @@ def _scores(
         best = tl.load(logits + tl.load(choice_ptr + row)).to(tl.float32)
         margin = tl.load(logits + token).to(tl.float32) - best  # Δ log p = Δ logit
     score = draft_score(
-        hidden_ptr + (row + 1) * hidden_step, margin, weight_ptr, bias_ptr, inner_ptr, inner_bias_ptr, hidden, units,
-        limit, LOWEST, MARGIN, LIMITED, MLP, BLOCK, UNITS,
+        hidden_ptr + (row + 1) * hidden_step, hidden_step, margin, weight_ptr, bias_ptr, inner_ptr, inner_bias_ptr,
+        hidden, units, limit, LOWEST, MARGIN, PREVIOUS, LIMITED, MLP, BLOCK, UNITS,
     )  # fmt: skip
     tl.store(out_ptr + i, score)
 
@@ -98,8 +108,9 @@ def shape_of(judge: Weights) -> tuple[int, dict[str, Any]]:
     units = 0 if judge.inner_bias is None else len(judge.inner_bias)
     padded = triton.next_power_of_2(units) if units else 1
     block = max(16, TILE // padded) if units else LINEAR_BLOCK
-    constants = {"LOWEST": judge.lowest, "MARGIN": judge.margin, "LIMITED": judge.limit < math.inf, "MLP": units > 0}
-    return units, constants | {"BLOCK": block, "UNITS": padded}
+    reads = {"MARGIN": judge.margin, "PREVIOUS": judge.previous}
+    constants = {"LOWEST": judge.lowest, "LIMITED": judge.limit < math.inf, "MLP": units > 0}
+    return units, reads | constants | {"BLOCK": block, "UNITS": padded}
 
 
 def scores(judge: Weights, hidden: Tensor, logits: Tensor, choice: Tensor, drafts: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ class Approval:
             assert self.judge is not None
             x = token_features(states, before, logits, drafts, self.judge.config.features, plan.rows.owner, choice)
             scores = self.judge.within_limit(self.judge.score(x), logits, drafts, choice)
-            scores = torch.where(states.isfinite().all(-1), scores, NAN)
+            scores = self.judge.unless_broken(scores, states, before)
         has_say = drafted & ~broken & ~self._special(drafts) & ~self._special(choice)
         approved = torch.zeros_like(drafted)
         for rule, (requests, mine, block_of) in plan.members.items():

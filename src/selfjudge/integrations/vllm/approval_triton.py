@@ -54,9 +54,9 @@ def _entropy(x_ptr, size, best, BLOCK: tl.constexpr):
 def _decide(
     hidden_ptr, logit_ptr, at_ptr, draft_ptr, value_ptr, limit_ptr, weight_ptr, bias_ptr, inner_ptr, inner_bias_ptr,
     special_ptr, out_ptr, harm_ptr, hidden_step, logit_step, hidden, vocabulary, log_vocabulary, units, judge_limit,
-    specials, JUDGE: tl.constexpr, LOWEST: tl.constexpr, MARGIN: tl.constexpr, LIMITED: tl.constexpr,
-    MLP: tl.constexpr, BLOCK: tl.constexpr, UNITS: tl.constexpr, SPECIALS: tl.constexpr, ROW_BLOCK: tl.constexpr,
-    AHEAD: tl.constexpr,
+    specials, JUDGE: tl.constexpr, LOWEST: tl.constexpr, MARGIN: tl.constexpr, PREVIOUS: tl.constexpr,
+    LIMITED: tl.constexpr, MLP: tl.constexpr, BLOCK: tl.constexpr, UNITS: tl.constexpr, SPECIALS: tl.constexpr,
+    ROW_BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """One draft by its code (`plan.Code`). With AHEAD: its harm, and whether it is aligned. Else: whether it is
     approved."""
@@ -74,8 +74,8 @@ def _decide(
     if JUDGE:  # noqa: SIM102 (known when the kernel is compiled; the other is not)
         if which <= LOG_SCORE:
             score = draft_score(
-                hidden_ptr + (row + 1) * hidden_step, at - best, weight_ptr, bias_ptr, inner_ptr, inner_bias_ptr,
-                hidden, units, judge_limit, LOWEST, MARGIN, LIMITED, MLP, BLOCK, UNITS,
+                hidden_ptr + (row + 1) * hidden_step, hidden_step, at - best, weight_ptr, bias_ptr, inner_ptr,
+                inner_bias_ptr, hidden, units, judge_limit, LOWEST, MARGIN, PREVIOUS, LIMITED, MLP, BLOCK, UNITS,
             )  # fmt: skip
             value = -tl.where(which == SCORE, score, tl.log(score))
     has_say = (token >= 0) & (broken == 0)
@@ -111,7 +111,9 @@ def approvals(
     return out if harm is None else flat_scan(harm, out, plan.rows.first, plan.rows.counts, price, window)
 
 
-NO_JUDGE: dict[str, Any] = {"LOWEST": 0.0, "MARGIN": False, "LIMITED": False, "MLP": False, "BLOCK": 16, "UNITS": 1}
+NO_JUDGE: dict[str, Any] = {
+    "LOWEST": 0.0, "MARGIN": False, "PREVIOUS": False, "LIMITED": False, "MLP": False, "BLOCK": 16, "UNITS": 1,
+}  # fmt: skip
 
 
 @triton.jit
