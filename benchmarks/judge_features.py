@@ -1,7 +1,7 @@
 """What else a judge might read: `python benchmarks/judge_features.py --labels DIR --pair P --out FILE`.
 
 From a folder of labels: the state after the draft token is what a judge reads. Beside it stand, one at a time and all together,
-the state before it (which predicts it), states of the layers that EAGLE-3 heads read, the state of a small model that drafts, the target's
+the state before it (which predicts it), the embeddings of both tokens, states of the layers that EAGLE-3 heads read, the state of a small model that drafts, the target's
 entropy, log-probability and rank, and, where the labels hold it, look-ahead. ROC-AUC on the mismatches of the holdout's prompts, as `selfjudge study` measures it; labels stay as they are.
 """
 
@@ -36,10 +36,11 @@ TOKENS = {"cuda": 131072}  # of a pass
 
 @dataclass(frozen=True)
 class Place:
-    """A draft token and the text before it."""
+    """A draft token, the target's own there, and the text before them."""
 
     before: tuple[int, ...]
     token: int
+    own: int
 
 
 @dataclass(eq=False)
@@ -69,7 +70,9 @@ def places(folder: Path) -> tuple[list[Place], dict[str, NDArray[Any]]]:
     all_places: list[Place] = []
     small: dict[str, list[NDArray[Any]]] = {"entropy": [], "rank": [], "log_p": []}
     for rows, arrays in read_shards(folder):
-        all_places += [Place(texts[row["prompt_id"]][: row["position"]], row["draft_token"]) for row in rows]
+        all_places += [
+            Place(texts[row["prompt_id"]][: row["position"]], row["draft_token"], row["target_token"]) for row in rows
+        ]
         for name, parts in small.items():
             parts.append(arrays[name])
     return all_places, {name: np.concatenate(parts) for name, parts in small.items()}
@@ -105,11 +108,13 @@ def main() -> None:
     parser.add_argument("--labels", type=Path, required=True)
     parser.add_argument("--pair", default="smollm2-135m")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--margin-limit", type=float, default=None, help="as of `selfjudge train`")
     parser.add_argument("--device", default=None)
     o = parser.parse_args()
     begun = time.monotonic()
     pair = Pair.load(o.pair, device=o.device, whole_weights=True)
     rows = Wider.load([o.labels])
+    rows = rows if o.margin_limit is None else rows.within(o.margin_limit)
     wanted, small = places(o.labels)
     low, middle, high = layers = auxiliary_layers(pair.target.config.num_hidden_layers)
     target = states(pair.target, wanted, layers)
@@ -118,16 +123,22 @@ def main() -> None:
     numbers = torch.stack(
         [torch.from_numpy(small["entropy"]).float(), torch.from_numpy(small["rank"]).float().log1p(), log_p[:, 1]], 1
     )
+    table = pair.target.get_input_embeddings().weight.detach()
+    tokens = [
+        table[torch.tensor(ids, device=table.device)].float().cpu()
+        for ids in zip(*((p.token, p.own) for p in wanted), strict=True)
+    ]
     groups: dict[str, list[Tensor]] = {
         "": [],
         "entropy, rank, log-probability": [numbers],
         "preceding state": [target["before"]],
+        "embeddings of both tokens": tokens,
         "middle layer": [target[str(middle)]],
         "high layer": [target[str(high)]],
         "three layers": [target[str(layer)] for layer in layers],
     }
     groups |= {} if draft is None else {"draft's state": [draft]}
-    everything = [numbers, target["before"], target[str(low)], target[str(middle)], target[str(high)]]
+    everything = [numbers, target["before"], *tokens, target[str(low)], target[str(middle)], target[str(high)]]
     groups["all of these"] = everything if draft is None else [*everything, draft]
     groups |= {"look-ahead": []} if rows.lookahead else {}
     say(f"states of {len(rows)} rows")
@@ -136,7 +147,7 @@ def main() -> None:
     result: dict[str, Any] = {
         "pair": pair.name, "labels": int(rows.used.sum()), "holdout": int(rows.of("holdout").sum()),
         "acceptable": float(rows.labels[rows.used].mean()), **measured_on(),
-        "dtype": pair.dtype, "C_grid": list(SOME_C), "runs": [],
+        "dtype": pair.dtype, "margin_limit": o.margin_limit, "C_grid": list(SOME_C), "runs": [],
     }  # fmt: skip
     for name, columns in groups.items():
         rows.read_also(columns)
