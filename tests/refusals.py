@@ -238,7 +238,7 @@ def known_at_once(folder: Path, checkpoints: dict[str, str]) -> Commands:
         "vllm without judge": [*vllm, *target, *draft, "--rule", "judged"],
         "vllm without drafts": [*vllm, "--gamma", "0"],
         "vllm and a judge of another pair": [*vllm, "--judge", "qwen2.5-coder-1.5b"],
-        "no task": [*evaluate, "--tasks", ""],
+        "no task": ["eval", "--tasks", "", *new],
         "unknown task": [*evaluate, "--tasks", "nobody", "--rules", "exact"],
         "unknown rule of an evaluation": [*evaluate, "--rules", "nope"],
         "split of an evaluation": [*evaluate, "--tasks", "arithmetic/nope"],

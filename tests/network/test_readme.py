@@ -20,7 +20,7 @@ BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, re.M | re.S)
 COMMANDS = [shlex.split(line, comments=True) for kind, block in BLOCKS if not kind for line in block.splitlines()]
 ELSEWHERE = {
     "make demo": "by hand: it makes an environment; its one command is tried in test_embedded_demo.py",
-    "pip install build && python -m build && pip install 'dist/selfjudge-0.1.0-py3-none-any.whl[serve]'": "tests/process/test_wheel.py",
+    "pip install build && python -m build && pip install dist/selfjudge-0.1.0-py3-none-any.whl[serve]": "tests/process/test_wheel.py",
 }
 
 
