@@ -884,11 +884,11 @@ def test_the_interval_of_a_lead_is_that_of_resampled_examples(tmp_path: Path) ->
     assert lead is not None
     assert lead.interval is not None
     ids, dice, seen = sorted(judged.answers), random.Random(0), []
-    for _ in range(1500):
+    for _ in range(800):
         drawn = {str(place): dice.choice(ids) for place in range(len(ids))}
         again = [replace(r, answers={k: r.answers[i] for k, i in drawn.items()}) for r in (judged, *points)]
         found = lead_over(again[0], again[1:], AGREES)
         assert found is not None
         seen.append(found.value)
-    assert (lead.interval[1] - lead.interval[0]) / 2 == pytest.approx(1.959964 * stdev(seen), rel=0.06)
+    assert (lead.interval[1] - lead.interval[0]) / 2 == pytest.approx(1.959964 * stdev(seen), rel=0.08)
     assert sum(lead.interval) / 2 == pytest.approx(lead.value)
