@@ -47,8 +47,8 @@ SECTIONS = {
         "At equal m",
         "Which rule keeps more of the answers of <code>exact</code> for the same gain in m? A lead is the distance"
         " from the line through the points of an untrained margin, or of a priced one, from <code>exact</code> on, in"
-        " points; its 95 % interval is paired by example. ≥ is a lower bound: no margin with a smaller m was run. Nothing"
-        " is said beyond a line’s last point.",
+        " points; its 95 % interval is paired by example. ≥ is a lower bound: no margin with a smaller m was run."
+        " Nothing is said beyond a line’s last point.",
     ),
     "gamma": ("Draft length γ", "m and score against the number of tokens drafted in a cycle."),
     "two-stage": (
