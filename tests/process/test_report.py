@@ -821,14 +821,14 @@ def test_a_lead_at_equal_m_by_hand(tmp_path: Path) -> None:
 def test_the_chart_at_equal_m(tmp_path: Path) -> None:
     write_margins(tmp_path, [1, 1, 1, 1])
     (chart,) = charts(read_results([tmp_path]))["equal-m"]
-    assert chart.title == "GSM8K, γ = 10: judged:F@j +75.0 points over margin"
+    assert chart.title == "GSM8K, γ = 10: judged:F@j keeps 75.0 points more than margin"
     series = {s.name: [(p.x, p.y) for p in s.points] for s in chart.series}
-    assert series["margin"] == [(pytest.approx(100 / 3), 50), (pytest.approx(100), 0)]
+    assert series["margin"] == [(0, 100), (pytest.approx(100 / 3), 50), (pytest.approx(100), 0)]
     assert set(series) == {"exact", "margin", "margin, price", "judged@j", "topk"}
     assert "margin" in {s.name for s in next(iter(agreements(read_results([tmp_path]).runs, 2))).series}
     write_margins(tmp_path / "weak", [0, 1, 0, 0])
     (chart,) = charts(read_results([tmp_path / "weak"]))["equal-m"]
-    assert chart.title == "GSM8K, γ = 10: no rule is surely above margin"
+    assert chart.title == "GSM8K, γ = 10: no rule surely keeps more than margin"
 
 
 def test_second_variants_of_a_rule_come_after_other_rules(tmp_path: Path) -> None:

@@ -89,10 +89,12 @@ def test_so_few_prompts_are_refused_by_themselves(tmp_path: Path) -> None:
     config = TuneConfig(prompts=file, epsilon=0.3, families=("margin",))
     check_calibration(config, None)
     with pytest.raises(
-        SelfJudgeError, match=r"^30 prompts cannot certify `epsilon` 0\.1 .* 1 family: at least 37 are needed, 4 of"
+        SelfJudgeError,
+        match=r"^10 of 40 prompts are repeated: each counts once; 30 prompts cannot certify `epsilon` 0\.1 .* 1 family:"
+        " at least 37 are needed, 4 of",
     ):
         check_calibration(replace(config, epsilon=0.1), None)
-    with pytest.raises(SelfJudgeError, match=r"^5 prompts cannot certify `epsilon` 0\.3"):
+    with pytest.raises(SelfJudgeError, match=r"; 5 prompts cannot certify `epsilon` 0\.3"):
         check_calibration(replace(config, limit=5), None)
     with pytest.raises(SelfJudgeError, match="1 family: at least 33 are needed; give more prompts or a larger"):
         check_calibration(replace(config, epsilon=0.1, times=False), None)
@@ -139,6 +141,14 @@ def test_prompts_come_in_a_seeded_order_and_repeated_ones_count_once(tmp_path: P
     assert [p.id for p in prompts] != [p.id for p in other]
     assert digest(prompts) != digest(other)
     assert [p.id for p in load_calibration(replace(config, limit=3), said.append)] == [p.id for p in prompts[:3]]
+
+
+def test_sums_that_differ_in_a_sign_are_different_prompts(tmp_path: Path) -> None:
+    asked = ("What is 4 + 2?", "What is 4 - 2?", "What is 4 − 2?", "What is (4 * 2) + 1?", "What is 4 * (2 + 1)?")
+    twins = ("what is 4 + 2", "What is  4 + 2!")
+    file = rows(tmp_path / "mine.jsonl", *({"prompt": text, "answer": 1} for text in (*asked, *twins)))
+    prompts = load_calibration(TuneConfig(prompts=file), lambda text: None)
+    assert sorted(prompt.prompt for prompt in prompts) == sorted(asked)
 
 
 def test_the_checksum_knows_the_answers(tmp_path: Path) -> None:

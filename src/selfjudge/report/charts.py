@@ -255,7 +255,11 @@ def agreements(runs: Sequence[Run], most: int = MOST_METHODS) -> Iterable[Lines]
             continue
         heading, part = _where(facet.pair, facet.task, runs)
         finding = f"{heading}, γ = {facet.runs[0].gamma}: {_most_ahead(facet.runs)}"
-        series = facet.series(_agreeing)
+        start = Point(0.0, 100.0, "exact")
+        series = tuple(
+            replace(line, points=(start, *line.points)) if line.name in CURVES else line
+            for line in facet.series(_agreeing)
+        )
         yield Lines(slug("equal-m", part), finding, GAIN, "same answer, %", series, facet.task, level=100.0)
 
 
@@ -272,9 +276,9 @@ def _most_ahead(runs: Sequence[Run]) -> str:
     leads = ((lead_over(run, curve("margin", run, runs), AGREES), run.rule) for run in runs if compares(run))
     sure = [(lead.value, lead.at_least, rule) for lead, rule in leads if lead is not None and lead.is_sure]
     if not sure:
-        return "no rule is surely above margin"
+        return "no rule surely keeps more than margin"
     lead, at_least, rule = max(sure)
-    return f"{rule} {'≥ ' if at_least else ''}{signed_points(lead)} points over margin"
+    return f"{rule} keeps {'≥ ' if at_least else ''}{fixed(100 * lead, 1)} points more than margin"
 
 
 def _drawn(runs: Sequence[Run], most: int, first: Sequence[str]) -> list[str]:

@@ -213,7 +213,9 @@ def average(runs: Sequence[Run], against: Against) -> Row:
         "m_ratio": ratio,
         "m_ratio_ci": around(ratio, mean_error([e.m_ratio for e in errors])),
         "delta_score": delta,
-        "delta_ci": around(delta, mean_error([error_of(r.delta_ci) for r in runs])),
+        "delta_ci": runs[0].delta_ci
+        if len(runs) == 1
+        else around(delta, mean_error([error_of(r.delta_ci) for r in runs])),
     }
 
 

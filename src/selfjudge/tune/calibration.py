@@ -4,6 +4,7 @@ their score. This module loads no torch."""
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.compare import lost_words
 from selfjudge.evaluate.task_examples import TaskExamples, score_texts
 from selfjudge.judge.training_prompts import DIGITS, prompt_key, training_prompts
-from selfjudge.tasks.base import Prompt, Row, plain
+from selfjudge.tasks.base import Prompt, Row
 from selfjudge.tune.candidates import candidates, fitting
 from selfjudge.tune.certify import refuse_hopeless
 from selfjudge.tune.config import CPU_BATCH, CUDA_BATCH, TuneConfig
@@ -61,13 +62,19 @@ def load_calibration(config: TuneConfig, warn: Warn) -> list[CalibrationPrompt]:
         for row in examples.rows:
             name = row["id"] if len(tasks) == 1 else f"{examples.label}:{row['id']}"
             prompt = CalibrationPrompt(name, examples, row)
-            found.setdefault(plain(prompt.prompt), prompt)
+            found.setdefault(_asked(prompt.prompt), prompt)
             given += 1
     if given > len(found):
         warn(f"{given - len(found)} of {given} prompts are repeated: each counts once")
     prompts = list(found.values())
     order = np.random.default_rng(config.seed).permutation(len(prompts))
     return [prompts[i] for i in order][: config.limit]
+
+
+def _asked(prompt: Prompt) -> str:
+    """What a prompt asks, without case, blanks and marks that end or part sentences; 4 − 2 is not 4 + 2."""
+    text = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
+    return " ".join(re.findall(r"\w+|[^\w\s.,;:!?'\"]", text.casefold()))
 
 
 def check_calibration(config: TuneConfig, judge: JudgeConfig | None) -> None:
@@ -79,10 +86,14 @@ def check_calibration(config: TuneConfig, judge: JudgeConfig | None) -> None:
     families = candidates(config.families, judge)
     if config.gamma is not None:
         families, _ = fitting(families, config.gamma, judge)
-    prompts = load_calibration(config, lambda text: None)
+    repeated: list[str] = []
+    prompts = load_calibration(config, repeated.append)
     Measure.choose(config.measure, prompts)
     smallest, largest = (config.batch or CPU_BATCH, config.batch or CUDA_BATCH) if config.times else (None, None)
-    refuse_hopeless(len(prompts), smallest, config.epsilon, config.delta, len(families), largest_batch=largest)
+    try:
+        refuse_hopeless(len(prompts), smallest, config.epsilon, config.delta, len(families), largest_batch=largest)
+    except SelfJudgeError as error:
+        raise SelfJudgeError("; ".join([*repeated, str(error)])) from None
 
 
 def digest(prompts: Sequence[CalibrationPrompt]) -> str:
