@@ -1,5 +1,8 @@
 """The one exception a user is meant to see: its text is a single line that says what is wrong and what to do."""
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 EMPTY_PROMPT = "the prompt is empty: give at least one word"
 
 
@@ -13,3 +16,11 @@ class SelfJudgeError(Exception):
 def first_line(error: Exception) -> str:
     """What somebody else's exception says, short enough for a line of ours."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:160]
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> SelfJudgeError:
+    """A name that is not among the known ones: what was probably meant, else all of them."""
+    names = list(known)
+    if near := get_close_matches(name, names, 1, 0.75):
+        return SelfJudgeError(f"unknown {kind} {name!r}: do you mean {near[0]}?")
+    return SelfJudgeError(f"unknown {kind} {name!r}; {kind}s are: {', '.join(names)}")

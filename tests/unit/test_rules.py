@@ -341,7 +341,7 @@ def test_parse_rule() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("nope", "unknown rule"), ("topk:x", "not a number"), ("topk:2,1,3", "at most"), ("topk:z=1", "no option"),
+        ("nope", "unknown rule 'nope'; rules are: exact, "), ("margn", "unknown rule 'margn': do you mean margin"), ("topk:x", "not a number"), ("topk:2,1,3", "at most"), ("topk:z=1", "no option"),
         ("topk:0", "at least 1"), ("relaxed:delta=2", "delta"), ("judged", "needs a judge"), ("fly:window=0", "window"),
         ("margin:-1", "at least 0"), ("typical:epsilon=0", "epsilon"), ("topk:guard=maybe", "not a number"),
     ],

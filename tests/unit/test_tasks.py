@@ -119,6 +119,7 @@ def _truncated(folder: Path) -> None:
     ("ask", "message"),
     [
         (lambda data: task("no-such-task", data), "unknown task 'no-such-task'; tasks are: gsm8k"),
+        (lambda data: task("arithmetics", data), "unknown task 'arithmetics': do you mean arithmetic?"),
         (lambda data: task("gsm8k", data).examples("validation"), "no split 'validation'; it has: train, test"),
         (lambda data: task("cnn_dailymail", data).examples("train"), "no split 'train'"),
         (lambda data: task("gsm8k", data).examples("train[a:]"), r"no split 'train\[a:\]'; it has: train, test"),

@@ -22,7 +22,7 @@ from selfjudge.decoding.rules import (
     Typical,
 )
 from selfjudge.decoding.sampling import Sampling
-from selfjudge.errors import SelfJudgeError
+from selfjudge.errors import SelfJudgeError, unknown
 
 if TYPE_CHECKING:
     from selfjudge.judge.model import Judge
@@ -152,7 +152,7 @@ def read_rule(spec: str) -> tuple[type[AcceptanceRule], dict[str, Any]]:
     """The class that a rule's text names and the options it gives; needs neither pair nor judge."""
     name, _, text = spec.partition(":")
     if name not in RULES:
-        raise SelfJudgeError(f"unknown rule {name!r}; rules are: {', '.join(RULES)}")
+        raise unknown("rule", name, RULES)
     rule = RULES[name]
     known = options(rule)
     values: dict[str, Any] = {}

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
-from selfjudge.errors import SelfJudgeError
+from selfjudge.errors import SelfJudgeError, unknown
 from selfjudge.store import quiet_hub, read_rows, unreachable
 
 Row = dict[str, Any]
@@ -153,7 +153,7 @@ def task(name: str, data: Path | None = None, *, allow_unsafe: bool = False) -> 
     elif (benchmark := name.partition("/")[0]) in NAMES:
         result = import_module(f"selfjudge.tasks.{benchmark}").TASK(data, allow_unsafe=allow_unsafe)
     else:
-        raise SelfJudgeError(f"unknown task {name!r}; tasks are: {', '.join(NAMES)}, {FILE}PATH")
+        raise unknown("task", name, (*NAMES, f"{FILE}PATH"))
     return result
 
 
