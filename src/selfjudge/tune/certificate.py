@@ -69,7 +69,9 @@ class Outcome:
         settle = "" if self.needed is None else f"; about {max(self.needed, used + 1)} prompts would settle it"
         if self.trial.stopped:
             return f"open, the time was up after {used} prompts{settle}"
-        return f"not certified: {used} prompts showed too much loss{settle}"
+        if settle:
+            return f"not certified: {used} prompts are too few for what was lost{settle}"
+        return f"not certified: {used} prompts showed too much loss"
 
 
 @dataclass(frozen=True)
