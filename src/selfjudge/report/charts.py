@@ -274,11 +274,11 @@ def _agreeing(run: Run) -> Point:
 def _most_ahead(runs: Sequence[Run]) -> str:
     """Which rule is furthest above the margin at its own m, beyond its interval."""
     leads = ((lead_over(run, curve("margin", run, runs), AGREES), run.rule) for run in runs if compares(run))
-    sure = [(lead.value, lead.at_least, rule) for lead, rule in leads if lead is not None and lead.is_sure]
+    sure = [(lead.value, rule) for lead, rule in leads if lead is not None and lead.is_sure]
     if not sure:
         return "no rule surely keeps more than margin"
-    lead, at_least, rule = max(sure)
-    return f"{rule} keeps {'≥ ' if at_least else ''}{fixed(100 * lead, 1)} points more than margin"
+    lead, rule = max(sure)
+    return f"{rule} keeps {fixed(100 * lead, 1)} points more than margin"
 
 
 def _drawn(runs: Sequence[Run], most: int, first: Sequence[str]) -> list[str]:

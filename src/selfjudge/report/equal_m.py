@@ -37,8 +37,8 @@ class Lead:
 
     @property
     def is_sure(self) -> bool:
-        """Whether it is more than nothing, beyond its interval."""
-        return self.value > 0 and (self.at_least or (self.interval is not None and self.interval[0] > 0))
+        """Whether its interval lies above 0; a bound has none."""
+        return self.interval is not None and self.interval[0] > 0
 
 
 def equal_m(runs: Sequence[Run]) -> list[Table]:
