@@ -38,7 +38,7 @@ def evaluate(
     judge: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="JUDGE",
+            metavar="FOLDER",
             help="NAME=FOLDER or FOLDER; {fold} in it: one for each fold of livecodebench. Repeat for several.",
         ),
     ] = None,

@@ -91,8 +91,11 @@ def _annotated(f: Field[Any], hint: Any, default: Any, commas: bool) -> Any:
 
 
 def _one(name: str) -> str:
-    """What an option that may be repeated takes each time: PROMPT for `prompts`."""
-    return name.upper().removesuffix("S")
+    """What an option that may be repeated takes each time: PROMPT for `prompts`, TEXT where that would be its name.
+
+    An option whose metavar differs from its name by case alone is called after the metavar by typer 0.27.
+    """
+    return name.upper().removesuffix("S") if name.endswith("s") else "TEXT"
 
 
 def _as_option(hint: Any, value: Any) -> Any:
@@ -127,6 +130,10 @@ class Numbers:
     high: float | None
     word: str | None = None
     several: bool = True
+
+    @property
+    def __name__(self) -> str:  # typer before 0.26 asks for it
+        return self.metavar
 
     @property
     def metavar(self) -> str:
