@@ -24,9 +24,11 @@ test-unit test-process test-network test-attacks: test-%: .venv/.installed
 test-all: .venv/.installed
 	$(PYTEST) -m "slow and not gpu" --durations=30
 
-# the oldest transformers we support, and the newest that vLLM allows
+# the oldest transformers and typer we support; the newest transformers that vLLM allows, and a typer between
+TYPER_5.17.0 := 0.19.2
+TYPER_5.19.0 := 0.27.0
 COMPAT := $(addprefix tests/unit/test_,decode.py engine.py evaluate.py label.py likelihood.py pair.py score.py text.py) \
-	$(addprefix tests/process/test_,distill.py distill_runs.py evaluate_runs.py label_runs.py)
+	$(addprefix tests/process/test_,distill.py distill_runs.py evaluate_cli.py evaluate_runs.py label_runs.py)
 test-compat: .compat/5.17.0 .compat/5.19.0
 	PYTHONPATH=.compat/5.17.0 $(PYTEST) $(COMPAT) -m "not slow and not gpu" -k "not distribution"
 	PYTHONPATH=.compat/5.19.0 $(PYTEST) $(COMPAT) -m "not slow and not gpu" -k "not distribution"
@@ -82,7 +84,7 @@ PIP_INSTALL = $(BIN)/pip install $(if $(MAKE_TERMOUT),,-qq) --disable-pip-versio
 
 .compat/%: .venv/.installed
 	rm -rf $@ $@.partial
-	$(BIN)/pip install -qq --disable-pip-version-check --target $@.partial transformers==$*
+	$(BIN)/pip install -qq --disable-pip-version-check --target $@.partial transformers==$* typer==$(TYPER_$*)
 	mv $@.partial $@
 
 clean:

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.main import get_command
 
 from refusals import known_at_once, write_inputs
 from selfjudge.cli import main as cli
+from selfjudge.cli.options import Numbers
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
 
@@ -36,6 +38,21 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture):
         return code, out, err
 
     return call
+
+
+def test_options_keep_their_names_with_every_typer() -> None:
+    """Versions about 0.27 call an option `--JUDGE` whose metavar is JUDGE; those before 0.26 ask parsers for a name."""
+    commands, options = [get_command(cli.app)], []
+    while commands:
+        command = commands.pop()
+        commands += getattr(command, "commands", {}).values()
+        options += command.params
+    assert len(options) > 250
+    assert {"judge", "stop", "prompts"} <= {option.name for option in options}
+    for option in options:
+        assert (option.metavar or "").replace("-", "_").lower() != option.name
+        assert all(name == name.lower() for name in option.opts if name.startswith("--"))
+    assert Numbers(1, 8, "auto", several=False).__name__ == "INT|auto"
 
 
 @pytest.fixture
@@ -247,6 +264,7 @@ def test_label_train_study_and_generate_in_a_line(run, checkpoints: dict[str, st
 PROBE = """
 import contextlib, io, json, sys
 from selfjudge.cli import main as cli
+from selfjudge.cli.options import Numbers
 found = {}
 for name, command in json.load(sys.stdin).items():
     sys.argv = ["selfjudge", *command]

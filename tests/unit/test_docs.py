@@ -57,10 +57,9 @@ JUDGES = ROOT / "results" / "qwen2.5-coder-1.5b"
 
 
 def rule_of(cell: str) -> str:
-    """A rule as its folder has it, from the first cell of a row: `judged, price 0.04` is judged:price=0.04@both."""
-    words = re.sub(r"[`*]|, the floor| = R", "", cell)
-    rule = re.sub(r"^(\w+), price ", r"\1:price=", words).replace("judged q", "judged:q")
-    return f"{rule}@both" if rule.startswith("judged") else rule
+    """A rule as its folder has it, from the first cell of a row: `judged, price 0.04` is judged:price=0.04@new."""
+    rule = re.sub(r"^(\w+), price ", r"\1:price=", re.sub(r"[`*]", "", cell)).replace("judged ", "judged:")
+    return f"{rule}@new" if rule.startswith("judged") else rule
 
 
 def lead(row: Mapping[str, Any] | None, key: str) -> str:
@@ -71,7 +70,14 @@ def lead(row: Mapping[str, Any] | None, key: str) -> str:
     return f"{value} ({ends[0]} to {ends[1]})" if ends else f"≥ {value}"
 
 
-@pytest.mark.parametrize(("title", "folder"), [("GSM8K test", "head-gsm8k/gsm8k"), ("MMLU", "head-mmlu/mmlu")])
+@pytest.mark.parametrize(
+    ("title", "folder"),
+    [
+        ("GSM8K", "head-gsm8k-4000/gsm8k-test+train-4792-"),
+        ("MMLU", "head-mmlu/mmlu"),
+        ("LiveCodeBench", "head-livecodebench/livecodebench"),
+    ],
+)
 def test_tables_of_rules_are_what_was_measured(title: str, folder: str) -> None:
     text = (ROOT / "docs" / "results.md").read_text().replace("−", "-").replace("*", "")
     head, rows = re.findall(rf"^\| ({title}, .*? gain in m .*)\n\| ---.*\n((?:\|.*\n)+)", text, re.M)[0]
@@ -89,11 +95,34 @@ def test_tables_of_rules_are_what_was_measured(title: str, folder: str) -> None:
         assert over_margin == lead(leads.get(rule), "agreement_over_margin"), rule
         assert over_priced == lead(leads.get(rule), "agreement_over_priced_margin"), rule
         low, high = (f"{100 * end:+.1f}" for end in run["delta_ci"])
-        interval = "" if rule.startswith("random") else f" ({low} to {high})"
-        assert points == f"{100 * run['delta_score']:+.1f}{interval}", rule
+        assert points == f"{100 * run['delta_score']:+.1f} ({low} to {high})", rule
         assert changed == f"{run['lost']} / {run['gained']}", rule
-    gains = [float(row[1].split()[0]) for row in cells if not row[0].endswith("floor")]
+    gains = [float(row[1].split()[0]) for row in cells]
     assert gains == sorted(gains)
+
+
+@pytest.mark.parametrize(("title", "task"), [("Dolly", "dolly"), ("CNN/DailyMail", "cnn_dailymail")])
+def test_the_table_of_open_tasks_is_what_was_measured(title: str, task: str) -> None:
+    text = (ROOT / "docs" / "results.md").read_text().replace("*", "")
+    ((names, row),) = re.findall(rf"^\| 300 prompts each: (.*)\n\| ---.*\n(?:\|.*\n)??\| {title}; (.*)\n", text, re.M)
+    rules = [name.strip() for name in names.strip("|").split("|")[1:]]
+    rules = [rule_of(name if name.startswith(("`", "judged")) else f"judged, {name}") for name in rules[:-1]] + [
+        "judged:F@new"
+    ]
+    start, *cells = (cell.strip() for cell in row.strip("|").split("|"))
+    exact, *runs = (
+        json.loads(file.read_text())
+        if (file := JUDGES / "head-open" / task / f"{rule}-g10" / "summary.json").is_file()
+        else None
+        for rule in ("exact", *rules)
+    )
+    assert exact is not None
+    assert exact["n"] == 300
+    assert start == f"`exact` m {exact['mean_accepted_length']:.2f}"
+    assert cells == [
+        "not run" if run is None else f"{100 * (run['m_ratio'] - 1):+.1f} %, {100 * run['agreement']:.1f} %"
+        for run in runs
+    ]
 
 
 def test_the_makefile_names_tests_that_exist() -> None:
