@@ -46,6 +46,13 @@ class Choice:
     background: bool = False
     """Whether nobody waits for the answer (`shadow`): such answers have a batch of their own."""
 
+    def __str__(self) -> str:
+        """For people: `margin, price 0.1, γ = 4`."""
+        named = {"θ": self.theta, "price": self.price}
+        return ", ".join(
+            [self.rule, *(f"{name} {x:.3g}" for name, x in named.items() if x is not None), f"γ = {self.gamma}"]
+        )
+
     @property
     def mode(self) -> str:
         """The label `mode` of the metrics: `judged` where drafts may be accepted against the target's choice."""
