@@ -24,7 +24,7 @@ test-unit test-process test-network test-attacks: test-%: .venv/.installed
 test-all: .venv/.installed
 	$(PYTEST) -m "slow and not gpu" --durations=30
 
-# the oldest transformers and typer we support; the newest transformers that vLLM allows, and a typer between
+# the oldest transformers and typer we support; the newest transformers that vLLM allows, and the typer that names options after metavars
 TYPER_5.17.0 := 0.19.2
 TYPER_5.19.0 := 0.27.0
 COMPAT := $(addprefix tests/unit/test_,decode.py engine.py evaluate.py label.py likelihood.py pair.py score.py text.py) \
@@ -82,7 +82,7 @@ PIP_INSTALL = $(BIN)/pip install $(if $(MAKE_TERMOUT),,-qq) --disable-pip-versio
 	.venv-vllm/bin/pip install -qq --disable-pip-version-check --no-deps --target .venv-vllm/triton triton==3.9.0
 	touch $@
 
-.compat/%: .venv/.installed
+.compat/%: .venv/.installed Makefile
 	rm -rf $@ $@.partial
 	$(BIN)/pip install -qq --disable-pip-version-check --target $@.partial transformers==$* typer==$(TYPER_$*)
 	mv $@.partial $@

@@ -38,8 +38,8 @@ def evaluate(
     judge: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="FOLDER",
-            help="NAME=FOLDER or FOLDER; {fold} in it: one for each fold of livecodebench. Repeat for several.",
+            metavar="[NAME=]FOLDER",
+            help="A judge, and its name in rules; {fold}: one for each fold of livecodebench. Repeat for several.",
         ),
     ] = None,
     recipe: RecipeFolder = None,

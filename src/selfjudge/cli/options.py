@@ -91,7 +91,7 @@ def _annotated(f: Field[Any], hint: Any, default: Any, commas: bool) -> Any:
 
 
 def _one(name: str) -> str:
-    """What an option that may be repeated takes each time: PROMPT for `prompts`, TEXT where that would be its name.
+    """What an option that may be repeated takes each time: PROMPT for `prompts`; TEXT for `stop`, which has no s.
 
     An option whose metavar differs from its name by case alone is called after the metavar by typer 0.27.
     """
