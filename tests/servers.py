@@ -93,8 +93,9 @@ def servers() -> Iterator[Callable[..., Server]]:
                 break
         else:
             raise AssertionError(f"the server did not start: {log}")
+        port = int(log[-1].split(":")[-1].split("/")[0])
         threading.Thread(target=lambda: log.extend(process.stderr or ()), daemon=True).start()
-        started.append(Server(process, int(log[-1].split(":")[-1].split("/")[0]), log))
+        started.append(Server(process, port, log))
         return started[-1]
 
     try:
