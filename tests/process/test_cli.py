@@ -11,11 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.main import get_command
 
 from refusals import known_at_once, write_inputs
 from selfjudge.cli import main as cli
-from selfjudge.cli.options import Numbers
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
 
@@ -38,21 +36,6 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture):
         return code, out, err
 
     return call
-
-
-def test_no_metavar_is_the_name_of_its_option() -> None:
-    """typer 0.27 calls an option `--JUDGE` whose metavar is JUDGE; versions before 0.26 ask parsers for a name."""
-    commands, options = [get_command(cli.app)], []
-    while commands:
-        command = commands.pop()
-        commands += getattr(command, "commands", {}).values()
-        options += command.params
-    assert len(options) > 250
-    assert {"judge", "stop", "prompts"} <= {option.name for option in options}
-    for option in options:
-        assert (option.metavar or "").replace("-", "_").lower() != option.name
-        assert all(name == name.lower() for name in option.opts if name.startswith("--"))
-    assert Numbers(1, 8, "auto", several=False).__name__ == "INT|auto"
 
 
 @pytest.fixture

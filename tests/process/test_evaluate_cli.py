@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import typer
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from selfjudge.cli.main import app
-from selfjudge.cli.options import config_options
+from selfjudge.cli.options import Numbers, config_options
 from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate import PRESETS, Preset, ReproduceConfig, reproduce_paper
@@ -83,6 +84,21 @@ def test_kill_9_and_resume_give_the_summary_of_an_undisturbed_run(
     table = runner.invoke(app, command(checkpoints, few, torn, "--resume"))
     assert "topk:3" in table.output
     assert "±" in table.output
+
+
+def test_no_metavar_is_the_name_of_its_option() -> None:
+    """typer 0.27 calls an option `--JUDGE` whose metavar is JUDGE; versions before 0.26 ask parsers for a name."""
+    commands, options = [get_command(app)], []
+    while commands:
+        command = commands.pop()
+        commands += getattr(command, "commands", {}).values()
+        options += command.params
+    assert len(options) > 250
+    assert {"judge", "stop", "prompts"} <= {option.name for option in options}
+    for option in options:
+        assert (option.metavar or "").replace("-", "_").lower() != option.name
+        assert all(name == name.lower() for name in option.opts if name.startswith("--"))
+    assert Numbers(1, 8, "auto", several=False).__name__ == "INT|auto"
 
 
 def test_wrong_input_is_one_line(checkpoints: dict[str, str], asked: Path, tmp_path: Path) -> None:
