@@ -110,7 +110,15 @@ def test_a_whole_run(
     assert generate(both, ["w1 w2 w3"], gamma=3, max_new_tokens=20)[0].tokens == plain[0].tokens
 
     write_model(pair.target, tmp_path / "target.gguf", {})
+    begun = tmp_path / "again" / ".making" / ".tmpA1b2C3"  # as a kill leaves it
+    begun.parent.mkdir(parents=True)
+    begun.touch()
     materialise(out / "compact", GgufFile(tmp_path / "target.gguf"), tmp_path / "again")
+    assert {file.name for file in (tmp_path / "again").iterdir()} == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    }
     one, other = (load_file(folder / "model.safetensors") for folder in (out, tmp_path / "again"))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.store import (
@@ -16,10 +17,12 @@ from selfjudge.store import (
     RunFolder,
     keep_settings,
     read_rows,
+    read_tensors,
     refuse_foreign,
     versions,
     write_json,
     write_rows,
+    write_tensors,
     write_text,
 )
 from selfjudge.store.artefacts import WrittenRow
@@ -152,6 +155,33 @@ def test_a_disk_error_is_one_line_and_keeps_what_is_sealed(tmp_path: Path, monke
     assert "\n" not in str(caught.value)
     assert not list((tmp_path / "run").rglob("*.partial"))
     assert work(tmp_path / "run") == [1, 2]
+
+
+def test_what_a_kill_leaves_of_tensors_goes_with_the_next_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """safetensors begins a file under a random name beside the one it was given."""
+    file, real, beside = tmp_path / "a.safetensors", safetensors.numpy.save_file, []
+
+    def save(arrays: Any, path: Path, metadata: Any) -> None:
+        beside.extend(path.parent.iterdir())
+        path.with_name(".tmpq8Zk1x").touch()  # as of a process that was killed here
+        real(arrays, path, metadata)
+
+    monkeypatch.setattr(safetensors.numpy, "save_file", save)
+    left = tmp_path / ".a.safetensors.making" / ".tmpA1b2C3"
+    left.parent.mkdir()
+    left.touch()
+    for value in (1.0, 2.0):
+        write_tensors(file, {"a": np.full(3, value)})
+        assert list(tmp_path.rglob("*")) == [file]
+        assert read_tensors(file)[0]["a"].tolist() == [value] * 3
+    assert beside == []
+
+    (tmp_path / "precious").mkdir()
+    (tmp_path / ".a.safetensors.making").symlink_to(tmp_path / "precious")
+    write_tensors(file, {"a": np.zeros(1)})
+    assert sorted(tmp_path.rglob("*")) == [file, tmp_path / "precious"]
 
 
 def test_rows_come_back_plain_and_gzipped_and_the_bytes_do_not_name_a_time(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.models.gguf import GgufFile, expected_tensors, gguf_of, head_width, int8_blocks, model_of, row_order
 from selfjudge.models.weights import check_finite, check_weights
-from selfjudge.store import quiet_hub, read_json, write_json, write_tensors
+from selfjudge.store import quiet_hub, read_json, scratch, write_json, write_tensors
 
 STORED_DTYPE = torch.float16  # 4-bit weights, dequantised, keep 11 bits
 PIECE = 1 << 20  # weights that a core dequantises at a time
@@ -231,7 +231,11 @@ def read_compact(folder: Path) -> dict[str, Tensor]:
 def materialise(compact: Path, target: PreTrainedModel | GgufFile, folder: Path) -> None:
     """Write the checkpoint of a draft whose embeddings are the target's own matrices times learned projections."""
     with quiet():
-        _compact_draft(compact, target).to(STORED_DTYPE).save_pretrained(folder)
+        model = _compact_draft(compact, target).to(STORED_DTYPE)
+        with scratch(folder / ".making") as making:  # a kill leaves what safetensors had begun
+            model.save_pretrained(making)
+            for file in making.iterdir():
+                os.replace(file, folder / file.name)
 
 
 def write_draft(compact: Path, target: GgufFile, path: Path) -> None:

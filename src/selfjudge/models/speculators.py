@@ -24,7 +24,7 @@ from selfjudge.models.eagle import FILE, EagleConfig, EagleHead, auxiliary_layer
 from selfjudge.models.heads import is_head
 from selfjudge.models.tokens import context_window
 from selfjudge.models.weights import check_finite
-from selfjudge.store import fingerprint, read_json, weight_files, whole, write_json
+from selfjudge.store import fingerprint, read_json, weight_files, whole_tensors, write_json
 from selfjudge.store.artefacts import HeadShape, PublicHead
 from selfjudge.store.schema import conform
 
@@ -173,8 +173,8 @@ def write_speculators(head: EagleHead, target: PreTrainedModel, folder: Path, *,
         tensors["d2t"] = ids - torch.arange(len(ids))
         tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
     (folder / "config.json").unlink(missing_ok=True)
-    with whole(folder / "model.safetensors") as partial:
-        save_file(tensors, partial, {"format": "pt"})
+    with whole_tensors(folder / "model.safetensors") as file:
+        save_file(tensors, file, {"format": "pt"})
     write_json(folder / "config.json", _config(head, target, steps, verifier))
 
 

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import stat
 import sys
 import zlib
@@ -193,6 +194,28 @@ def whole(path: Path) -> Iterator[Path]:
         raise
 
 
+@contextlib.contextmanager
+def scratch(folder: Path) -> Iterator[Path]:
+    """A new folder that is gone when the block ends. What a kill left of it is removed first."""
+    if folder.is_symlink() or folder.is_file():
+        folder.unlink()
+    elif folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def whole_tensors(path: Path) -> Iterator[Path]:
+    """As `whole`, for safetensors: it begins files under names that nobody knows, which a kill would leave behind."""
+    with whole(path) as partial, scratch(path.with_name(f".{path.name}.making")) as making:
+        yield making / path.name
+        os.replace(making / path.name, partial)
+
+
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """A jsonl file, gzipped if its name says so, whole or not at all."""
     with whole(path) as partial, partial.open("wb") as raw:
@@ -227,8 +250,8 @@ def write_tensors(path: Path, arrays: Mapping[str, NDArray[Any]], metadata: Mapp
     from safetensors.numpy import save_file
 
     try:
-        with whole(path) as partial:
-            save_file(dict(arrays), partial, {"json": dumped(metadata or {})})
+        with whole_tensors(path) as file:
+            save_file(dict(arrays), file, {"json": dumped(metadata or {})})
     except (OSError, SafetensorError) as error:
         raise SelfJudgeError(f"cannot write {path}: {error}") from None
 
