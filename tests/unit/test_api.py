@@ -161,7 +161,6 @@ def test_errors_name_arguments_not_options(tiny_pair: Pair) -> None:
     for call, argument in (
         (lambda: generate(tiny_pair, PROMPTS, batch=0), "`batch`"),
         (lambda: generate(tiny_pair, PROMPTS, max_new_tokens=0), "`max_new_tokens`"),
-        (lambda: generate(tiny_pair, PROMPTS, confidence=2.0), "`confidence`"),
         (lambda: Sampling(temperature=math.nan), "`temperature`"),
         (lambda: generate(tiny_pair, PROMPTS, "topk", sampling=Sampling(0.7)), "`temperature`"),
         (lambda: generate(replace(tiny_pair, draft=None), PROMPTS), "`gamma`"),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter
+from collections.abc import Callable, Iterable
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
@@ -77,24 +79,43 @@ def prompts_of(lengths: list[int], seed: int = 0) -> list[list[int]]:
     return [torch.randint(3, VOCAB, (n,), generator=random).tolist() for n in lengths]
 
 
-def test_early_ends_stay_on_when_a_row_leaves() -> None:
+class _Timid(GammaController):
+    """Five drafts, but no more once the draft model gave what it has proposed a probability below `least_q`."""
+
+    least_q = 1.0
+
+    def choose(self, rows: int, behind: int = 0) -> int:
+        self._q, self.log_q = [], np.zeros(rows)
+        return 5
+
+    def more(self, q: Callable[[], Iterable[float]]) -> bool:
+        self.log_q += np.log(list(q()))
+        return bool((self.log_q >= np.log(self.least_q)).any())
+
+
+def test_early_ends_stay_on_when_a_row_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "GammaController", _Timid)
     target, draft = tiny_model(seed=1), tiny_model(seed=1)
     prompts = prompts_of([90, 3])  # the context window ends the first row after a few tokens
-    _, steps = run(target, draft, prompts, gamma=5, max_new_tokens=40, confidence=1.0)
+    _, steps = run(target, draft, prompts, gamma="auto", max_new_tokens=40)
     alone = [s.emissions[0] for s in steps if len(s.emissions) == 1]
     assert len(alone) > 5
     if not engine_of(target).static:
         assert max(len(e.tokens) for e in alone) == 2  # never more than one draft
 
 
-def test_an_unsure_draft_ends_its_proposal_early() -> None:
+def test_an_unsure_draft_ends_its_proposal_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "GammaController", _Timid)
     target, draft = tiny_model(seed=1), tiny_model(seed=1)
     with torch.no_grad():
         for p in draft.parameters():
             p.add_(torch.randn_like(p) * 0.05 * p.std().nan_to_num(0.0))
     prompts = prompts_of([3, 11, 7])
-    found = [run(target, draft, prompts, gamma=6, max_new_tokens=20, confidence=c) for c in (0.0, 0.2, 1.0)]
-    for tokens, _ in found:
+    found = []
+    for least in (1e-9, 0.2, 1.0):
+        monkeypatch.setattr(_Timid, "least_q", least)
+        tokens, steps = run(target, draft, prompts, gamma="auto", max_new_tokens=20)
+        found.append((tokens, steps))
         assert tokens == [greedy(target, p, 20) for p in prompts]
     passes = [len(steps) for _, steps in found]
     if engine_of(target).static:
@@ -489,9 +510,11 @@ def test_sampling_has_the_targets_distribution(sampling: Sampling, rows: int, he
 
 @pytest.mark.parametrize("engine_kind", ["auto"], indirect=True)
 @pytest.mark.parametrize("rows", [200, pytest.param(1_000, marks=pytest.mark.slow)])
-def test_ending_a_proposal_early_leaves_the_distribution_alone(rows: int) -> None:
+def test_ending_a_proposal_early_leaves_the_distribution_alone(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop is the same on every engine, and rows must be decoded one by one."""
-    assert _fit(SpeculativeSampling(Sampling(1.0)), rows, length=2, batch=1, confidence=0.25) > 1e-3
+    monkeypatch.setattr(loop, "GammaController", _Timid)
+    monkeypatch.setattr(_Timid, "least_q", 0.25)
+    assert _fit(SpeculativeSampling(Sampling(1.0)), rows, length=2, batch=1, gamma="auto") > 1e-3
 
 
 @pytest.mark.parametrize("rows", SIZES)

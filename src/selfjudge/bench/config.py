@@ -16,12 +16,6 @@ class DecodeBenchConfig:
     )
     max_new_tokens: int = setting(64, "Most tokens an answer may have.", minimum=1)
     repeats: int = setting(3, "Repeats of the whole round.", minimum=1)
-    confidence: float = setting(
-        0.0,
-        "End drafting early once the draft gives its proposal less than this probability; 0 is off.",
-        minimum=0,
-        maximum=1,
-    )
     raw: bool = setting(False, "Use the prompt as it is, without chat template.")
     peers: bool = setting(True, "Time transformers as well; without, our own plain decoding is the baseline.")
 

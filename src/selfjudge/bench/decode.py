@@ -86,7 +86,6 @@ def bench_decode(
         "prompts": len(prompts),
         "max_new_tokens": config.max_new_tokens,
         "repeats": config.repeats,
-        "confidence": config.confidence,
         "draft_dtype": draft_dtype(pair),
         "target_floor_milliseconds": None if floor is None else floor * 1e3,
         "baseline": runs[0].name,
@@ -103,14 +102,7 @@ def _runs(
     def ours(rule: AcceptanceRule, gamma: Gamma) -> Callable[[Prompt], tuple[tuple[int, ...], Generation]]:
         def answer(prompt: Prompt) -> tuple[tuple[int, ...], Generation]:
             (result,) = generate(
-                pair,
-                [prompt],
-                rule,
-                gamma=gamma,
-                max_new_tokens=config.max_new_tokens,
-                confidence=config.confidence,
-                raw=config.raw,
-                trace=False,
+                pair, [prompt], rule, gamma=gamma, max_new_tokens=config.max_new_tokens, raw=config.raw, trace=False
             )
             return result.tokens, result
 

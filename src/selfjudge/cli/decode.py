@@ -72,7 +72,6 @@ def generate(
         max_new_tokens=decode.max_new_tokens,
         stop=decode.stop,
         seed=decode.seed,
-        confidence=decode.confidence,
         raw=decode.raw,
         engine=decode.engine,
     )

@@ -264,12 +264,6 @@ class DecodeOptions:
         maximum=MAX_GAMMA,
         word="auto",
     )
-    confidence: float = setting(
-        0.0,
-        "End drafting early once the draft gives its proposal less than this probability; 0 is off.",
-        minimum=0,
-        maximum=1,
-    )
     max_new_tokens: int = setting(256, "Most tokens an answer may have.", minimum=1)
     temperature: float | None = setting(None, "Sample at this temperature (rules sampling, judged).", above=0)
     top_p: float = setting(1.0, "Nucleus filter, applied to both models.", above=0, maximum=1)

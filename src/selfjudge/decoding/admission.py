@@ -127,7 +127,6 @@ def check_request(
     rule: AcceptanceRule,
     gamma: int,
     max_new_tokens: int | Sequence[int],
-    confidence: float = 0.0,
 ) -> list[int]:
     """Refuse impossible requests before any work; the number of tokens each row may emit."""
     if isinstance(gamma, str):
@@ -141,8 +140,6 @@ def check_request(
     if not prompts:
         raise SelfJudgeError("there is no prompt to decode")
     most = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
-    if not 0 <= confidence <= 1:
-        raise SelfJudgeError(f"`confidence` must lie in [0, 1], not {confidence}")
     rule.check(gamma)
     return check_prompts(target, draft, prompts, most)
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,6 @@ class Cycle:
         """`first` [B] are the tokens that prefill yielded; `trace` asks for what the target wanted at judged tokens."""
         self.target, self.draft, self.rule, self.gamma = target, draft, rule, gamma
         self.trace = trace
-        self.confidence = 0.0
         self.more: Callable[[Callable[[], Sequence[float]]], bool] | None = None
         """Whether to draft on; may ask for the probability [B] of the newest drafts."""
         self.last = first[:, None].clone()
@@ -76,8 +76,7 @@ class Cycle:
         tokens: list[Tensor] = []
         drawn_from: list[Tensor] = []
         size, ids, sampling = self.target.vocab_size, draft.vocabulary, self.rule.sampling
-        watched = not draft.static and (self.confidence > 0 or self.more is not None)
-        log_q = torch.zeros(len(self.last), device=self.last.device)  # of everything proposed so far
+        more = None if draft.static else self.more
         logits = draft.propose(self.gamma)
         for i in range(self.gamma):
             if sampling is not None:
@@ -88,21 +87,11 @@ class Cycle:
             else:
                 chosen = argmax_checked(logits[:, :size])[0]
             tokens.append(chosen if ids is None or sampling is not None else ids[chosen])
-            if watched and self._unsure(logits[:, :size], chosen, log_q):
+            if more is not None and not more(partial(_probabilities, logits[:, :size], chosen)):
                 break
             if i + 1 < self.gamma:
                 logits = draft.extend(tokens[-1])
         return torch.stack(tokens, 1), torch.stack(drawn_from, 1) if drawn_from else None
-
-    def _unsure(self, logits: Tensor, chosen: Tensor, log_q: Tensor) -> bool:
-        """Whether to end the proposal with the tokens `chosen` [B] from logits [B, V]; `log_q` [B] gathers the
-        log-probability of all of it, where a `confidence` is asked for."""
-        if self.more is not None and not self.more(lambda: _log_p(logits, chosen).exp().tolist()):
-            return True
-        if not self.confidence:
-            return False
-        log_q += _log_p(logits, chosen)
-        return bool((log_q < math.log(self.confidence)).all())
 
     def verify(self) -> None:
         self.output = self.target.extend(torch.cat([self.last, self.drafts], 1))
@@ -151,10 +140,11 @@ def cycle_key(draft: Draft | None, rule: AcceptanceRule, gamma: int, trace: bool
     return rule, gamma, trace, rows, draft, draft and draft.version
 
 
-def _log_p(logits: Tensor, tokens: Tensor) -> Tensor:
-    """[B] log-probabilities of tokens [B] by logits [B, V]."""
+def _probabilities(logits: Tensor, tokens: Tensor) -> list[float]:
+    """[B] probabilities of tokens [B] by logits [B, V]."""
     known = logits.float()
-    return known.gather(1, tokens[:, None]).squeeze(1) - known.logsumexp(-1)
+    log_p: Tensor = known.gather(1, tokens[:, None]).squeeze(1) - known.logsumexp(-1)
+    return log_p.exp().tolist()
 
 
 def _over_vocabulary(logits: Tensor, size: int, ids: Tensor | None) -> Tensor:

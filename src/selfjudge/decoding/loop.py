@@ -40,7 +40,6 @@ def decode(
     max_new_tokens: int | Sequence[int] = 256,
     eos_ids: Collection[int] = (),
     seeds: Sequence[int] | None = None,
-    confidence: float = 0.0,
     cancelled: set[int] | None = None,
     queue: AdmissionQueue | None = None,
     trace: bool = False,
@@ -48,9 +47,6 @@ def decode(
     """Decode all prompts together; rows that finish leave the batch. `max_new_tokens` is one limit, or one for each.
 
     `draft` may be None only with γ = 0. With `trace`, emissions say what the target wanted at judged tokens.
-
-    Drafting ends before γ once the draft gives what it has proposed so far a probability below `confidence`, in every
-    row. That looks at the draft alone, so lossless rules stay lossless; static engines always draft γ.
 
     With γ = `auto` (`gamma.py`) the loop chooses γ for every cycle, by the clock and by how earlier drafts fared;
     `statistics` is what earlier batches of these engines learned, and learns from this one. Lossless rules stay so.
@@ -62,17 +58,17 @@ def decode(
     without emissions, unless it ends a prompt; that step has the row's first token and the seconds of all its chunks.
     The loop ends once no row is left and none waits.
 
-    With a sampling rule, a row's random numbers depend on its own seed alone, not on its neighbours (with `confidence`
-    and `auto`, how many of them are used depends on the neighbours too).
+    With a sampling rule, a row's random numbers depend on its own seed alone, not on its neighbours (with γ =
+    `auto`, how many of them are used depends on the neighbours too).
     """
     gamma = default_gamma(target.device.type) if gamma is None else gamma
     controller = None
     if gamma == "auto":
         controller = GammaController(statistics or PairStatistics(), rule, static=target.static)
         gamma = controller.most
-    limits = check_request(target, draft, prompts, rule, gamma, max_new_tokens, confidence)
+    limits = check_request(target, draft, prompts, rule, gamma, max_new_tokens)
     requests = list(map(Request, prompts, limits, range(len(prompts)) if seeds is None else seeds))
-    batch = _Batch(target, draft if gamma else None, rule, gamma, eos_ids, confidence, trace, controller)
+    batch = _Batch(target, draft if gamma else None, rule, gamma, eos_ids, trace, controller)
     if queue is None:
         yield batch.start(requests)
     else:
@@ -138,7 +134,6 @@ class _Batch:
     gamma: int
     """The most drafts of a cycle."""
     eos_ids: Collection[int]
-    confidence: float
     trace: bool
     controller: GammaController | None = None
     """Chooses γ for every cycle, where it is not fixed."""
@@ -215,7 +210,6 @@ class _Batch:
     def _begin_cycle(self, gamma: int, last: Tensor) -> None:
         """Go on with cycles of γ drafts over rows, which the engines have, whose newest tokens are `last` [B]."""
         self.cycle = find_cycle(self.target, self.draft, self.rule, gamma, trace=self.trace, first=last)
-        self.cycle.confidence = self.confidence
         self.cycle.more = None if self.controller is None else self.controller.more
 
     def _recorded(self, gamma: int) -> bool:

@@ -50,8 +50,6 @@ class DecodingOptions(RuleOptions, total=False):
     gamma: Gamma | None
     """Draft tokens per cycle; 0 is plain decoding. `auto` chooses what is fastest here, cycle by cycle. It is the
     default of `exact`, whose answers do not depend on it; those of other rules do, so theirs is 5, on a CPU 3."""
-    confidence: float
-    """End drafting early once the draft gives its proposal less than this probability; 0, off."""
     engine: str
     """auto, reference, cpu or cuda."""
     trace: bool
@@ -242,7 +240,6 @@ class _Decoding:
     pair: Pair
     rule: AcceptanceRule
     gamma: Gamma
-    confidence: float = 0.0
     engine: str = "auto"
     trace: bool = True
 
@@ -298,7 +295,6 @@ class _Decoding:
                 max_new_tokens=[request.max_new_tokens for request in requests],
                 seeds=[request.seed for request in requests],
                 eos_ids=pair.eos_ids,
-                confidence=self.confidence,
                 cancelled=dropped,
                 queue=queue,
                 trace=self.trace,
