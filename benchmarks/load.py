@@ -40,7 +40,7 @@ from selfjudge.cli.options import config_options
 from selfjudge.cli.serve import Engine, load
 from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.prompts.builtin import BUILT_IN
-from selfjudge.store import write_json
+from selfjudge.store import markdown_table, write_json
 
 MODES = ("judged", "off", "sampled")
 BEHAVIOURS = ("reads", "reads", "reads", "leaves", "reads slowly")
@@ -425,7 +425,7 @@ def ask_alone(transport: Transport, questions: list[Question]) -> tuple[dict[Que
 def table(report: dict[str, Any]) -> str:
     head = ["clients", "requests", "requests/s", "tokens/s", "first token p50 / p99, ms", "step p50 / p99, ms", "refused",
             "failed", "equal to alone", "memory at start / middle / end, MB"]  # fmt: skip
-    lines = ["| " + " | ".join(head) + " |", "| " + " | ".join(["---:"] * len(head)) + " |"]
+    rows = []
     for row in report["levels"]:
         times = [
             " / ".join(f"{row[key][p]:.0f}" for p in ("p50_ms", "p99_ms")) if row[key] else "–"
@@ -434,10 +434,9 @@ def table(report: dict[str, Any]) -> str:
         kinds = [k for k in row["memory"]["start"] if k in ("rss_mb", "device_allocated_mb")]
         used = "; ".join(" / ".join(f"{row['memory'][at][k]:.0f}" for at in ("start", "middle", "end"))
                          + (" on the device" if k != "rss_mb" else "") for k in kinds)  # fmt: skip
-        cells = [row["clients"], row["requests"], row["requests_per_second"], row["tokens_per_second"], *times,
-                 row["refused"], row["failed"], f"{row['equal']} of {row['compared']}", used]  # fmt: skip
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines) + "\n"
+        rows.append([row["clients"], row["requests"], row["requests_per_second"], row["tokens_per_second"], *times,
+                     row["refused"], row["failed"], f"{row['equal']} of {row['compared']}", used])  # fmt: skip
+    return markdown_table(head, rows, "r" * len(head)) + "\n"
 
 
 def options() -> tuple[argparse.Namespace, list[str]]:

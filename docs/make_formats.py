@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NotRequired, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 from selfjudge.judge.config import JudgeConfig
-from selfjudge.store import artefacts
+from selfjudge.store import artefacts, markdown_table
 from selfjudge.store.schema import OneOf, Pattern, Range
 
 SHA = "checksum of its weights; another model is refused"
@@ -171,11 +171,11 @@ def table(name: str) -> str:
     declared = keys(schema)
     if differing := set(declared) ^ set(meanings):
         raise SystemExit(f"{name}: {', '.join(sorted(differing))} must be in the schema and here")
-    lines = ["| key | | what it is |", "| --- | --- | --- |"]
-    for key, meaning in meanings.items():
-        kind, optional = declared[key]
-        lines.append(f"| `{key}` | {kind}{', optional' if optional else ''} | {meaning} |")
-    return "\n".join(lines)
+    rows = [
+        [f"`{key}`", f"{kind}, optional" if optional else kind, meanings[key]]
+        for key, (kind, optional) in ((key, declared[key]) for key in meanings)
+    ]
+    return markdown_table(["key", "", "what it is"], rows, "lll")
 
 
 page = (Path(__file__).parent / "formats.in.md").read_text(encoding="utf-8")

@@ -17,7 +17,7 @@ from selfjudge.models.eagle import EagleConfig, EagleHead
 from selfjudge.models.pair import Pair
 from selfjudge.models.pull import served_reference
 from selfjudge.models.speculators import write_speculators
-from selfjudge.store import RunFolder, write_text
+from selfjudge.store import RunFolder, markdown_table, write_text
 
 INT8_LOSS = 0.002  # of top-1 agreement: what int8 rows may cost before float16 is kept
 
@@ -106,7 +106,7 @@ def export_head(
 def _head_card(result: dict[str, Any], shape: EagleConfig) -> str:
     s, m = result["settings"], result["held_out"]["int8"]["m"]
     low, middle, high = shape.aux_layers
-    figures = "\n".join(f"| {name} | {value:.2f} |" for name, value in sorted(m.items()))
+    figures = markdown_table(["prompts", "m"], ([name, f"{value:.2f}"] for name, value in sorted(m.items())))
     return f"""# An EAGLE-3 head for {result["target"]}
 
 One layer that reads what enters layers {low}, {middle} and {high} of the target:
@@ -124,8 +124,6 @@ Loss: cross-entropy against the target's distribution over these tokens, unrolle
 
 Held-out prompts of the same sources, tokens per target pass at γ = {s["unroll"]}, greedy and exact:
 
-| prompts | m |
-| --- | ---: |
 {figures}
 
 The licence of the target applies to this head, since it was made from the target's weights and answers.
@@ -138,10 +136,8 @@ sampled at temperatures 0.7 and 1.0. {t["steps"]:,} steps, {t["tokens_seen"]:,} 
 
 
 def _source_table(sources: list[dict[str, Any]]) -> str:
-    rows = "\n".join(f"| {s['name']} | {s['prompts']} | {s['answers_per_prompt']} | {s['licence']} |" for s in sources)
-    return f"""| prompts | used | answers each | licence of the prompts |
-| --- | ---: | ---: | --- |
-{rows}"""
+    rows = ([s["name"], s["prompts"], s["answers_per_prompt"], s["licence"]] for s in sources)
+    return markdown_table(["prompts", "used", "answers each", "licence of the prompts"], rows, "lrrl")
 
 
 def _card(result: dict[str, Any]) -> str:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from selfjudge.store import markdown_table
+
 Row = Mapping[str, Any]
 LETTERS_SHOWN = 24
 """Of a token in a table."""
@@ -61,21 +63,16 @@ class Table:
     def markdown(self) -> str:
         """As a GitHub table; cells hold no markup of their own."""
 
-        def line(cells: Iterable[str]) -> str:
-            return f"| {' | '.join(cells)} |"
-
         def cell(column: Column, row: Row) -> str:
             return _escaped(column.joint.join(filter(None, (column.show(row), column.small(row)))))
 
-        lines = [
-            f"## {_escaped(self.title)}",
-            "",
-            line(_escaped(column.head) for column in self.columns),
-            line("---:" if column.numeric else "---" for column in self.columns),
-            *(line(cell(column, row) for column in self.columns) for row in self.rows),
-            "",
-        ]
-        return "\n".join([*lines, _escaped(self.note), ""] if self.note else lines)
+        table = markdown_table(
+            [_escaped(column.head) for column in self.columns],
+            ([cell(column, row) for column in self.columns] for row in self.rows),
+            "".join("r" if column.numeric else "l" for column in self.columns),
+        )
+        note = f"\n{_escaped(self.note)}\n" if self.note else ""
+        return f"## {_escaped(self.title)}\n\n{table}\n{note}"
 
 
 def _escaped(text: str) -> str:

@@ -24,6 +24,7 @@ from selfjudge.store.files import (
 )
 from selfjudge.store.hub import hub_options as hub_options, quiet_hub as quiet_hub, unreachable as unreachable
 from selfjudge.store.journal import Journal as Journal
+from selfjudge.store.markdown import markdown_table as markdown_table
 from selfjudge.store.provenance import machine as machine, provenance as provenance, versions as versions
 from selfjudge.store.run_folder import (
     RunFolder as RunFolder,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from selfjudge.judge.config import JudgeConfig
-from selfjudge.store import write_json, write_text
+from selfjudge.store import markdown_table, write_json, write_text
 from selfjudge.train.thresholds import accepted_shares, counts_above
 
 BINS = 10
@@ -105,7 +105,8 @@ def _labels(judge: JudgeConfig, evidence: Evidence) -> list[str]:
         f"{''.join(score)}; {metrics['acceptable_rate']:.1%} acceptable."
         f" {metrics['n_aligned']:,} more that alignment accepts (ties) were left out.",
         "",
-        *_table("source | labels | acceptable", sources),
+        markdown_table(["source", "labels", "acceptable"], sources),
+        "",
     ]
 
 
@@ -125,19 +126,15 @@ def _holdout(judge: JudgeConfig, evidence: Evidence) -> list[str]:
         f" no weight, C, epoch or kind of judge. ROC-AUC {metrics['auc_mismatch']:.3f} on mismatches{with_originals}."
         f" On the part that chose C, epoch and kind: {on_select}.",
         "",
-        *_table("threshold | θ | acceptable tokens accepted | unacceptable tokens accepted", thresholds),
+        markdown_table(["threshold", "θ", "acceptable tokens accepted", "unacceptable tokens accepted"], thresholds),
+        "",
         MEANING[evidence.threshold_f],
         "",
         "![ROC curve and calibration](roc.png)",
         "",
-        *_table("score | rows | acceptable", bins),
+        markdown_table(["score", "rows", "acceptable"], bins),
+        "",
     ]
-
-
-def _table(header: str, rows: Iterable[Iterable[str]]) -> list[str]:
-    """A table whose first column is text and whose others are numbers, and an empty line."""
-    rule = "| --- |" + " ---: |" * header.count("|")
-    return [f"| {header} |", rule, *(f"| {' | '.join(row)} |" for row in rows), ""]
 
 
 def _percent(evidence: Evidence, theta: float) -> list[str]:
