@@ -61,7 +61,7 @@ def options() -> argparse.Namespace:
 
 def main() -> None:
     o = options()
-    pair = Pair.load(o.target, device=o.device, needs_draft=False, whole_weights=True)
+    pair = Pair.load(o.target, device=o.device, needs_draft=False, full_precision=True)
     say("loaded", o.target)
     settings = DistillConfig(
         minutes=o.final_minutes, prompts=tuple(o.prompts), rate=o.rate, batch_tokens=o.batch_tokens,

@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--gaps", type=int, default=40, help="differences to look at")
     parser.add_argument("--device", default=None)
     o = parser.parse_args()
-    pair = Pair.load(o.pair, device=o.device, whole_weights=True)
+    pair = Pair.load(o.pair, device=o.device, full_precision=True)
     gsm8k = task("gsm8k", o.data)
     prompts = [gsm8k.prompt(row) for row in gsm8k.examples("test", o.limit)]
     first: list[Sequence[int]] = []

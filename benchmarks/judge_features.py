@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--device", default=None)
     o = parser.parse_args()
     begun = time.monotonic()
-    pair = Pair.load(o.pair, device=o.device, whole_weights=True)
+    pair = Pair.load(o.pair, device=o.device, full_precision=True)
     rows = Wider.load([o.labels])
     rows = rows if o.margin_limit is None else rows.within(o.margin_limit)
     wanted, small = places(o.labels)

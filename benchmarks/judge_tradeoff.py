@@ -104,7 +104,7 @@ def options() -> argparse.Namespace:
 
 def main() -> None:
     o = options()
-    pair = Pair.load(o.pair, device=o.device, whole_weights=True)
+    pair = Pair.load(o.pair, device=o.device, full_precision=True)
     shipped = EMBEDDED[o.pair].judge if o.pair in EMBEDDED else None
     if not o.judge and shipped is None:
         raise SystemExit(f"no judge ships for {o.pair}: give --judge")

@@ -59,7 +59,7 @@ def options() -> argparse.Namespace:
 
 def main() -> None:
     o = options()
-    pair = Pair.load(o.pair, o.draft, device=o.device, whole_weights=True)
+    pair = Pair.load(o.pair, o.draft, device=o.device, full_precision=True)
     cuda = pair.target.device.type == "cuda"
     summary: dict[str, Any] = {
         "pair": pair.name, **measured_on(),

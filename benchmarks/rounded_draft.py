@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--device", default=None)
     parser.add_argument("--out", type=Path, required=True)
     o = parser.parse_args()
-    pair = Pair.load(o.target, device=o.device, needs_draft=False, whole_weights=True)
+    pair = Pair.load(o.target, device=o.device, needs_draft=False, full_precision=True)
     head = pair.target.get_output_embeddings()
     changed = 0
     with torch.no_grad():

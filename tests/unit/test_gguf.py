@@ -136,7 +136,7 @@ def test_a_model_in_a_file_takes_no_memory_and_runs_on_the_cpu_engine(tmp_path: 
     assert isinstance(make_engine(model), CpuEngine)
     with pytest.raises(SelfJudgeError, match="q4 weights need the cpu engine, not cuda"):
         make_engine(model, kind="cuda")
-    with pytest.raises(SelfJudgeError, match="this needs whole weights"):
+    with pytest.raises(SelfJudgeError, match="this needs full precision"):
         model(torch.tensor([[1]]))
 
 
@@ -164,7 +164,7 @@ def test_the_reference_engine_unpacks_a_file_whole_or_in_pieces(
             engine = make_engine(model, kind="reference", hidden=True)
             logits.append(engine.extend(tokens).logits)
             assert (logits[-1] - expected).norm() / expected.norm() < most
-            with pytest.raises(SelfJudgeError, match="this needs whole weights"):
+            with pytest.raises(SelfJudgeError, match="this needs full precision"):
                 model(torch.tensor([[1]]))
         torch.testing.assert_close(logits[0], logits[2], atol=1e-4, rtol=1e-4)
 
@@ -250,9 +250,9 @@ def test_weights_that_are_not_finite_are_refused(name: str, tmp_path: Path) -> N
 def test_what_needs_whole_weights_says_so_before_any_work(tmp_path: Path, tiny_pair: Pair) -> None:
     write_model(small("qwen2"), tmp_path / "m.gguf", MIXED)
     pair = replace(tiny_pair, target=model_of(tmp_path / "m.gguf"))
-    with pytest.raises(SelfJudgeError, match="this needs whole weights"):
+    with pytest.raises(SelfJudgeError, match="this needs full precision"):
         proxy(pair)
-    with pytest.raises(SelfJudgeError, match="this needs whole weights"):
+    with pytest.raises(SelfJudgeError, match="this needs full precision"):
         distill_draft(pair, tmp_path / "draft")
     assert not (tmp_path / "draft").exists()
 

@@ -200,7 +200,7 @@ def test_a_draft_is_int8_or_as_its_target(checkpoints: dict[str, str], dtype: st
     load = partial(Pair.load, checkpoints["target"], checkpoints["draft"], device="cpu")
     assert load(draft_dtype="int8").draft_int8 is True
     assert load().draft_int8 is None  # where the engine can
-    assert load(dtype="float32").draft_int8 is load(whole_weights=True).draft_int8 is False
+    assert load(dtype="float32").draft_int8 is load(full_precision=True).draft_int8 is False
 
 
 def test_int8_drafts_are_for_the_cpu(checkpoints: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ def decode(
     if chosen.gamma is not None:
         config = replace(config, gammas=(chosen.gamma,))
     pair = chosen.load()
-    whole = models.load(whole_weights=True) if config.peers and pair.dtype == "q4" and models.dtype is None else None
+    whole = models.load(full_precision=True) if config.peers and pair.dtype == "q4" and models.dtype is None else None
 
     from selfjudge.bench.decode import bench_decode
     from selfjudge.decoding.rule_parser import resolve_rule
@@ -143,7 +143,7 @@ def _model(name: str, place: DeviceOptions) -> Any:
     if shape == name:
         models = PairOptions(pair=name, device=place.device, dtype=place.dtype)
         models.check()
-        return models.load(needs_draft=False, whole_weights=True).target
+        return models.load(needs_draft=False, full_precision=True).target
 
     from selfjudge.bench.shapes import check_shape
 
@@ -180,7 +180,7 @@ def draft(
     Example: selfjudge bench draft --prompts gsm8k --prompts dolly --limit 16 --data DIR
     """
     texts = _texts(prompts or [], limit, data)
-    pair = models.load(whole_weights=True)
+    pair = models.load(full_precision=True)
 
     from selfjudge.bench.draft import bench_draft
 
@@ -257,7 +257,7 @@ def label(
     if not source.checkable:
         raise SelfJudgeError(f"{prompts} has no checkable answers, which answer preservation needs")
     asked = load_prompts(Source(prompts, limit), data)
-    pair = models.load(whole_weights=True)
+    pair = models.load(full_precision=True)
 
     from selfjudge.bench.label import bench_label
 

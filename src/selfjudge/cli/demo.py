@@ -39,7 +39,7 @@ def demo(
     config = config.as_asked
     models = PairOptions()
     pair = models.load()
-    whole = models.load(whole_weights=True) if pair.dtype == "q4" and not config.quick else pair
+    whole = models.load(full_precision=True) if pair.dtype == "q4" and not config.quick else pair
 
     from selfjudge.bench.demo import SHIPPED, Demo, in_floats
     from selfjudge.judge.model import Judge
@@ -161,7 +161,7 @@ def _show_notes(result: dict[str, Any]) -> None:
             f" {result['draft_log_likelihood']:.3f} for what the draft says alone."
         )
     typer.echo(
-        f"Weights: {result['dtype']}, the draft's {result['draft_dtype']}; labels and log-likelihoods in whole weights."
+        f"Weights: {result['dtype']}, the draft's {result['draft_dtype']}; labels and log-likelihoods in full precision."
     )
     if result["substitutions"]:
         pairs = [f"{b!r} for {a!r}" + (f" ({n} ×)" if n > 1 else "") for a, b, n in result["substitutions"][:8]]

@@ -34,7 +34,7 @@ def distill(
     Example: selfjudge distill --target smollm2-135m --out my-head --kind eagle3 --data-minutes 8 --minutes 9
     """
     if place.dtype == "q4":
-        raise SelfJudgeError("this needs whole weights: `dtype` q4 cannot be used")
+        raise SelfJudgeError("this needs full precision: `dtype` q4 cannot be used")
     models = PairOptions(pair=target, device=place.device, dtype=place.dtype)
     models.check()
     folder = RunFolder(out)  # what is wrong is said before the models are loaded
@@ -42,7 +42,7 @@ def distill(
     if not folder.begun:
         check_readable(config.sources, data)
 
-    pair = models.load(needs_draft=False, whole_weights=True)
+    pair = models.load(needs_draft=False, full_precision=True)
 
     from selfjudge.distill.pipeline import distill_draft
 

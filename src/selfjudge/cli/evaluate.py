@@ -90,7 +90,7 @@ def evaluate(
 def _load(chosen: Chosen, where: BackendOptions, judges: dict[str, list[str]]) -> tuple[Pair, Answerer | None]:
     """The pair, and who answers if it is not this process."""
     if where.backend != "vllm":
-        return chosen.load(whole_weights=True), None
+        return chosen.load(full_precision=True), None
     pair, answerer = where.answerer(chosen.models, next((places[0] for places in judges.values()), None))
     if chosen.recipe is not None:
         chosen.recipe.check(pair, warn)
@@ -143,7 +143,7 @@ def reproduce(
     models.check()
     check_examples(config.evaluation)
 
-    loaded = models.load(whole_weights=True)
+    loaded = models.load(full_precision=True)
 
     from selfjudge.evaluate.reproduce import reproduce_paper
 

@@ -122,8 +122,8 @@ class PairOptions(DeviceOptions):
         if (known := EMBEDDED.get(self.name)) is not None:
             judge.check_target(known.name, known.sha256, judge.hidden_size)
 
-    def load(self, *, needs_draft: bool = True, whole_weights: bool = False) -> Pair:
-        """The models, pulled where they have to be; with `whole_weights` their default dtype is one of floats."""
+    def load(self, *, needs_draft: bool = True, full_precision: bool = False) -> Pair:
+        """The models, pulled where they have to be; with `full_precision` their default dtype is one of floats."""
         if needs_draft and self.draft is None and shipped_draft(self.name) is None:
             raise SelfJudgeError(f"no draft ships for {self.name}: name one with `draft`")
         for reference in filter(None, (self.name, self.draft)):
@@ -140,7 +140,7 @@ class PairOptions(DeviceOptions):
                 dtype=self.dtype,
                 draft_dtype=self.draft_dtype,
                 needs_draft=needs_draft,
-                whole_weights=whole_weights,
+                full_precision=full_precision,
                 progress=update,
             )
 
@@ -345,13 +345,13 @@ class Chosen:
         judge = JudgeOptions(judge=None if recipe.judge is None else str(recipe.judge))
         return cls(models, judge, recipe.rule, recipe.gamma, recipe)
 
-    def load(self, *, needs_draft: bool = True, whole_weights: bool = False) -> Pair:
+    def load(self, *, needs_draft: bool = True, full_precision: bool = False) -> Pair:
         """The models, on a CPU in the dtype of the recipe; refused where the recipe is for others."""
         models = self.models
         if self.recipe is not None and models.dtype is None and models.device_type == "cpu":
             certified = self.recipe.content["dtype"]
             models = replace(models, dtype=certified if certified in ("float32", "int8", "q4") else None)
-        pair = models.load(needs_draft=needs_draft, whole_weights=whole_weights)
+        pair = models.load(needs_draft=needs_draft, full_precision=full_precision)
         if self.recipe is not None:
             self.recipe.check(pair, warn)
         return pair

@@ -12,7 +12,7 @@ from selfjudge.cli.groups import JudgeOptions, PairOptions, check_rule, outline
 from selfjudge.cli.options import AsJson, Data, Resume, config_options
 from selfjudge.cli.output import going_on, print_json, print_rows, progress, waiting, warn
 from selfjudge.errors import SelfJudgeError
-from selfjudge.label.config import GREEDY, ROUNDED, WHOLE_WEIGHTS, LabelConfig
+from selfjudge.label.config import GREEDY, ROUNDED, FULL_PRECISION, LabelConfig
 from selfjudge.label.tau import known_tau
 from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.store import RunFolder, read_json
@@ -44,7 +44,7 @@ def label(
     if engine_options and config.backend != "vllm":
         raise SelfJudgeError("`engine_options` are vLLM's: they go with --backend vllm")
     if models.dtype in ROUNDED:
-        raise SelfJudgeError(WHOLE_WEIGHTS.format(models.dtype))
+        raise SelfJudgeError(FULL_PRECISION.format(models.dtype))
     if config.policy != GREEDY:
         check_rule(config.policy, models, JudgeOptions(judge=config.judge), gamma=config.gamma)
     folder = RunFolder(out, done="manifest.json")
@@ -84,7 +84,7 @@ def _show_control(manifest: dict[str, Any]) -> None:
 def _backend(name: str, engine_options: str, models: PairOptions) -> tuple[Pair, Backend | None]:
     """The pair, and what runs its target if it is not this process."""
     if name != "vllm":
-        return models.load(whole_weights=True), None
+        return models.load(full_precision=True), None
     if models.draft is None and models.name in EMBEDDED:  # a head would be in vLLM alone
         models = replace(models, draft=f"{models.name}/draft")
     pair, model, options = outline(models, engine_options)

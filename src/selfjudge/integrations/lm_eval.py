@@ -49,7 +49,7 @@ class SelfJudgeLM(TemplateLM):
         device, dtype = options.pop("device", None), options.pop("dtype", None)
         if options:
             raise SelfJudgeError(f"unknown model argument {', '.join(options)}")
-        self.pair = Pair.load(target or pair, draft, device=device, dtype=dtype, whole_weights=True)
+        self.pair = Pair.load(target or pair, draft, device=device, dtype=dtype, full_precision=True)
         self.spec, self.max_gen_toks = rule, int(max_gen_toks)
         self.gamma = default_gamma(self.pair.target.device.type) if gamma is None else int(gamma)
         self.batch = int(batch_size) if str(batch_size).isdigit() else 8

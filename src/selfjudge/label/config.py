@@ -19,7 +19,7 @@ GREEDY = "greedy"
 OUTCOMES = ("verdict", "similarity")
 BACKENDS = ("torch", "vllm")
 ROUNDED = ("int8", "q4")
-WHOLE_WEIGHTS = "labels are made with whole weights: `dtype` {} cannot be used"
+FULL_PRECISION = "labels are made in full precision: `dtype` {} cannot be used"
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import LOOKAHEAD
 from selfjudge.label.backend import Backend, Torch
 from selfjudge.label.calibrate import FEWEST, calibrate
-from selfjudge.label.config import GREEDY, ROUNDED, WHOLE_WEIGHTS, LabelConfig
+from selfjudge.label.config import GREEDY, ROUNDED, FULL_PRECISION, LabelConfig
 from selfjudge.label.consequences import label_by_consequences
 from selfjudge.label.folder import FORMAT, Labels, Row, write_shard
 from selfjudge.label.methods import label_by_likelihood, label_by_preservation
@@ -103,7 +103,7 @@ def label_pair(
     if pair.draft is None:
         raise SelfJudgeError(f"no draft ships for {pair.target_id}: name one with `draft`")
     if pair.dtype in ROUNDED:
-        raise SelfJudgeError(WHOLE_WEIGHTS.format(pair.dtype))
+        raise SelfJudgeError(FULL_PRECISION.format(pair.dtype))
     if config.lookahead:
         pair.draft_model("`lookahead`")
     if config.batch is None:

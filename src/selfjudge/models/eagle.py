@@ -30,7 +30,7 @@ from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from selfjudge.errors import SelfJudgeError, first_line
-from selfjudge.models.gguf import WHOLE_WEIGHTS, gguf_of
+from selfjudge.models.gguf import FULL_PRECISION, gguf_of
 from selfjudge.models.heads import KIND
 from selfjudge.models.tokens import context_window
 from selfjudge.models.weights import check_finite, dequantise, pack_six, quantise, unpack_six
@@ -276,7 +276,7 @@ class EagleHead(nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         if self.embedding is None:
-            raise SelfJudgeError(WHOLE_WEIGHTS)
+            raise SelfJudgeError(FULL_PRECISION)
         return F.embedding(tokens, self.embedding)
 
     def rotary(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -312,7 +312,7 @@ class EagleHead(nn.Module):
     def logits(self, a: Tensor) -> Tensor:
         """[.., D] over the draft vocabulary."""
         if self.output is None:
-            raise SelfJudgeError(WHOLE_WEIGHTS)
+            raise SelfJudgeError(FULL_PRECISION)
         return F.linear(self.norm(a), self.output)
 
     def full_logits(self, logits: Tensor) -> Tensor:

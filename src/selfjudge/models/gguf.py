@@ -301,7 +301,7 @@ def expected_tensors(config: PretrainedConfig) -> dict[str, tuple[int, int]]:
     return shapes | {"token_embd.weight": (vocabulary, width), "output_norm.weight": (1, width)}
 
 
-WHOLE_WEIGHTS = "this needs whole weights: `dtype` q4 cannot be used"
+FULL_PRECISION = "this needs full precision: `dtype` q4 cannot be used"
 
 _FILES: WeakKeyDictionary[PreTrainedModel, GgufFile] = WeakKeyDictionary()
 
@@ -349,8 +349,8 @@ def model_of(path: Path) -> PreTrainedModel:
 def check_whole_weights(model: PreTrainedModel) -> None:
     """Refuse a model whose weights stay in a file, before any work."""
     if gguf_of(model) is not None:
-        raise SelfJudgeError(WHOLE_WEIGHTS)
+        raise SelfJudgeError(FULL_PRECISION)
 
 
 def _refuse(*_: object) -> None:
-    raise SelfJudgeError(WHOLE_WEIGHTS)
+    raise SelfJudgeError(FULL_PRECISION)

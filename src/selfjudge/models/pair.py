@@ -59,7 +59,7 @@ class Pair:
         dtype: str | torch.dtype | None = None,
         draft_dtype: str | None = None,
         needs_draft: bool = True,
-        whole_weights: bool = False,
+        full_precision: bool = False,
         progress: Progress | None = None,
     ) -> Pair:
         """Load by embedded name (its draft ships with it), hub id, checkpoint folder or GGUF file; a draft may be the
@@ -69,11 +69,11 @@ class Pair:
         it is `q4` for embedded models and GGUF files, float32 for others, and the draft then runs in int8 if it can.
         `q4` leaves weights in their GGUF file, whose blocks the CPU engine runs as they are; `int8` loads float32 and
         lets the CPU engine quantise it. With a dtype of floats the draft has it, too, unless `draft_dtype` is int8.
-        `whole_weights` chooses a dtype of floats: for labels, likelihoods and training.
+        `full_precision` chooses a dtype of floats: for labels, likelihoods and training.
         Without `needs_draft` the pair may lack a draft: it is then good for plain decoding.
         """
         place = chosen_device(device)
-        default = dtype is None and place.type == "cpu" and not whole_weights
+        default = dtype is None and place.type == "cpu" and not full_precision
         if default and stays_in_file(target):
             dtype = "q4"
         int8, blocks = dtype == "int8", dtype == "q4"
