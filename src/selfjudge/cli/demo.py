@@ -161,7 +161,8 @@ def _show_notes(result: dict[str, Any]) -> None:
             f" {result['draft_log_likelihood']:.3f} for what the draft says alone."
         )
     typer.echo(
-        f"Weights: {result['dtype']}, the draft's {result['draft_dtype']}; labels and log-likelihoods in full precision."
+        f"Weights: {result['dtype']}, the draft's {result['draft_dtype']};"
+        " labels and log-likelihoods in full precision."
     )
     if result["substitutions"]:
         pairs = [f"{b!r} for {a!r}" + (f" ({n} ×)" if n > 1 else "") for a, b, n in result["substitutions"][:8]]

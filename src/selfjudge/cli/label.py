@@ -12,7 +12,7 @@ from selfjudge.cli.groups import JudgeOptions, PairOptions, check_rule, outline
 from selfjudge.cli.options import AsJson, Data, Resume, config_options
 from selfjudge.cli.output import going_on, print_json, print_rows, progress, waiting, warn
 from selfjudge.errors import SelfJudgeError
-from selfjudge.label.config import GREEDY, ROUNDED, FULL_PRECISION, LabelConfig
+from selfjudge.label.config import FULL_PRECISION, GREEDY, ROUNDED, LabelConfig
 from selfjudge.label.tau import known_tau
 from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.store import RunFolder, read_json

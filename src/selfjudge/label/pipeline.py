@@ -24,7 +24,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import LOOKAHEAD
 from selfjudge.label.backend import Backend, Torch
 from selfjudge.label.calibrate import FEWEST, calibrate
-from selfjudge.label.config import GREEDY, ROUNDED, FULL_PRECISION, LabelConfig
+from selfjudge.label.config import FULL_PRECISION, GREEDY, ROUNDED, LabelConfig
 from selfjudge.label.consequences import label_by_consequences
 from selfjudge.label.folder import FORMAT, Labels, Row, write_shard
 from selfjudge.label.methods import label_by_likelihood, label_by_preservation

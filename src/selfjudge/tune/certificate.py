@@ -265,7 +265,7 @@ def shown_examples(
 
 
 def _tokens(pair: Pair, prompt: CalibrationPrompt, sample: Row, judge: Any) -> dict[str, Any]:
-    """Prompt and tokens of an answer; with what the target thought of them where its weights are here in full precision."""
+    """Prompt and tokens of an answer, and the target's view of them if it is here in full precision."""
     if has_whole_weights(pair.target):
         (row,) = example_rows(pair, [prompt.prompt], [generation_of(sample)], [judge])
         return {"prompt": row["prompt"], "tokens": row["tokens"]}
