@@ -16,7 +16,7 @@ from selfjudge.integrations.vllm.approval import Approval
 from selfjudge.integrations.vllm.plan import Plan, Rows
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import FUSED, Judge
-from selfjudge.ops.argmax import broken, regular
+from selfjudge.ops.argmax import has_non_finite, replace_non_finite
 from selfjudge.ops.price import worth_taking
 from selfjudge.types import Block
 
@@ -45,15 +45,15 @@ def check_top(device: torch.device, dtype: torch.dtype) -> None:
     logits = torch.randn(3, 2, VOCAB, device=device).to(dtype)
     odd_rows(logits.view(6, VOCAB))
     choice, odd = split_argmax(logits)
-    assert torch.equal(choice, regular(logits.float()).argmax(-1))
+    assert torch.equal(choice, replace_non_finite(logits.float()).argmax(-1))
     assert choice[2].tolist() == [60, 8997]
-    assert torch.equal(odd, broken(logits))
+    assert torch.equal(odd, has_non_finite(logits))
 
 
 def check_scores(device: torch.device, dtype: torch.dtype, features: str, units: int, limit: float | None) -> None:
     """Blocks: what `Judge.score` says, for every row that it can be asked about."""
     from selfjudge.ops.argmax_triton import split_argmax
-    from selfjudge.ops.judge_score_triton import scores
+    from selfjudge.ops.judge_score_triton import draft_scores
 
     judge = random_judge(features, units, limit).to(device)
     hidden, logits = torch.randn(3, 5, HIDDEN, device=device), torch.randn(3, 5, VOCAB, device=device) * 4
@@ -62,9 +62,9 @@ def check_scores(device: torch.device, dtype: torch.dtype, features: str, units:
     drafts[0] = logits[0, :-1].argmax(-1)
     logits[1, 0, drafts[1, 0]] = -torch.inf  # far below: the margin has an end
     hidden[2, 1, 5], hidden[2, 2, 6] = torch.nan, torch.inf
-    fused = judge.fused()
+    fused = judge.kernel_weights()
     assert fused is not None
-    found = scores(fused, hidden, logits, split_argmax(logits)[0], drafts)
+    found = draft_scores(fused, hidden, logits, split_argmax(logits)[0], drafts)
     wanted = judge(Block(drafts, logits, hidden))
     torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-4, equal_nan=True)
     assert wanted[2].isnan().tolist() == [True, True, "previous" in features, False]
@@ -136,7 +136,7 @@ def check_approval(
     plain = Approval(random_judge(features, units, limit), special, device)
     ours = Approval(plain.judge, special, device)
     assert plain.judge is not None
-    plain.fused, ours.fused, ours.weights = False, True, plain.judge.fused()
+    plain.fused, ours.fused, ours.weights = False, True, plain.judge.kernel_weights()
     assert ours.weights is not None
     known = {
         text: guarded(parse_rule(text, special=special, judge=plain.judge if "judge" in text else None))
@@ -151,7 +151,7 @@ def check_approval(
         plan = Plan(rules, rows, int(counts.max()))
         found = ours(hidden, logits, at, drafts, plan)
         wanted = plain(hidden, logits, at, drafts, plan)
-        choice = regular(logits[at].float()).argmax(-1)
+        choice = replace_non_finite(logits[at].float()).argmax(-1)
         decided = choice != drafts  # the mask may say either where alignment accepts anyway
         assert torch.equal(found & decided, wanted & decided), rules
         assert not found[first : first + 2].any()  # broken

@@ -141,7 +141,7 @@ class Block:
     scores: Tensor | None = None
     """[B, γ] the judge's P(acceptable) of each draft, where a judge was asked; NaN where it could not say."""
     argmax: tuple[Tensor, Tensor] | None = None
-    """[B, γ+1] the target's most likely token of each row and whether the row is broken, where known already."""
+    """[B, γ+1] the target's most likely token of each row and whether the row has a NaN or +inf, where known already."""
 
     @property
     def gamma(self) -> int:
@@ -158,20 +158,22 @@ class Verdict:
     """[B] the target's correction at k+1, or the bonus token where k = γ."""
     judged: Tensor
     """[B, γ] the draft was accepted although the alignment rule refuses it."""
-    irregular: Tensor
+    non_finite: Tensor
     """[] whether a non-finite logit or hidden state was met (alignment alone decided there)."""
 
 
-class Judgement(NamedTuple):
-    """What the pass knew about a draft that was accepted against the target's choice."""
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What the target pass knew about a draft that was accepted against the target's choice."""
 
-    place: int
-    """Among the tokens of the emission."""
+    index: int
+    """Index among the tokens of the emission."""
     probability: float
-    """Of the draft, as the target sees it."""
+    """The target's probability of the draft."""
     target_token: int
-    """What the target would have said."""
+    """The target's most likely token."""
     target_probability: float
+    """The target's probability of that token."""
     score: float | None
     """The judge's P(acceptable); None under rules without a judge."""
 
@@ -181,15 +183,16 @@ class JudgedToken:
     """A token of an answer that was accepted against the target's choice."""
 
     index: int
-    """Place among the tokens of the answer."""
+    """Index among the tokens of the answer."""
     token: int
     text: str
     probability: float
-    """As the target sees it."""
+    """The target's probability of the token."""
     target_token: int
-    """What the target would have said."""
+    """The target's most likely token."""
     target_text: str
     target_probability: float
+    """The target's probability of that token."""
     score: float | None
     """The judge's P(acceptable); None under rules without a judge."""
 
@@ -253,7 +256,7 @@ class Step:
     emissions: Sequence[Emission]
     seconds: Mapping[str, float]
     """Wall clock of this step by phase: draft, target, judge, rule."""
-    irregular: bool = False
+    non_finite: bool = False
     drafted: int = 0
     """Draft tokens of each row."""
 

@@ -30,7 +30,7 @@ from selfjudge.engine.select import common_kind, draft_features, make_draft, mak
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import FEATURES, JudgeConfig, feature_width
 from selfjudge.judge.model import Judge
-from selfjudge.ops.argmax import argmax_checked, broken, regular
+from selfjudge.ops.argmax import argmax_checked, has_non_finite, replace_non_finite
 
 pytestmark = [
     pytest.mark.gpu,
@@ -160,8 +160,8 @@ def test_the_most_likely_token_in_two_kernels(dtype, size: int) -> None:
     logits = torch.randn(3, 2, size, device=CUDA, dtype=dtype)
     logits[0, 0, 7], logits[0, 1, size - 1], logits[1, 0], logits[1, 1] = torch.nan, torch.inf, -torch.inf, torch.nan
     choice, odd = argmax_checked(logits)
-    assert torch.equal(choice.cpu(), regular(logits.float()).argmax(-1).cpu())
-    assert torch.equal(odd.cpu(), broken(logits).cpu())
+    assert torch.equal(choice.cpu(), replace_non_finite(logits.float()).argmax(-1).cpu())
+    assert torch.equal(odd.cpu(), has_non_finite(logits).cpu())
     assert odd.tolist() == [[True, True], [False, True], [False, False]]
 
 

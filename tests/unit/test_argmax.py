@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from selfjudge.ops.argmax import argmax_checked, broken, regular
+from selfjudge.ops.argmax import argmax_checked, has_non_finite, replace_non_finite
 
 NAN, INF = math.nan, math.inf
 ROWS = [
@@ -29,8 +29,8 @@ def test_odd_rows(dtype: torch.dtype) -> None:
     logits = torch.tensor([row for row, _, _ in ROWS], dtype=dtype)
     choice, odd = argmax_checked(logits)
     assert choice.tolist() == [best for _, best, _ in ROWS]
-    assert choice.tolist() == regular(logits).argmax(-1).tolist()
-    assert odd.tolist() == broken(logits).tolist() == [bad for _, _, bad in ROWS]
+    assert choice.tolist() == replace_non_finite(logits).argmax(-1).tolist()
+    assert odd.tolist() == has_non_finite(logits).tolist() == [bad for _, _, bad in ROWS]
 
 
 def test_each_row_alone_and_any_leading_shape() -> None:
@@ -47,7 +47,7 @@ def test_each_row_alone_and_any_leading_shape() -> None:
 
 def test_regular_logits_have_a_finite_maximum_and_a_softmax() -> None:
     for dtype in (torch.float32, torch.float16):
-        made = regular(torch.tensor([row for row, _, _ in ROWS], dtype=dtype))
+        made = replace_non_finite(torch.tensor([row for row, _, _ in ROWS], dtype=dtype))
         assert made.amax(-1).isfinite().all()
         assert (made.float() / 0.5).softmax(-1).isfinite().all()
-    assert regular(torch.full((1, 4), -INF)).softmax(-1).tolist() == [[0.25] * 4]
+    assert replace_non_finite(torch.full((1, 4), -INF)).softmax(-1).tolist() == [[0.25] * 4]

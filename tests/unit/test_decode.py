@@ -217,7 +217,7 @@ def test_a_judge_beside_a_head_reads_the_same_states() -> None:
     always = Judged(Judge.constant(1.0, 32), 0.5, special=())
     _, steps = run(target, tiny_head(target), prompts, always, gamma=3, max_new_tokens=1 + 4 * 5)
     assert all(len(e.tokens) == 4 for s in steps[1:] for e in s.emissions)
-    assert not any(s.irregular for s in steps)
+    assert not any(s.non_finite for s in steps)
 
 
 def test_judged_tokens_stay_in_the_context_of_what_follows() -> None:
@@ -554,5 +554,5 @@ def test_broken_weights_end_in_a_verdict_not_a_crash() -> None:
     tokens, steps = run(target, draft, prompts_of([4]), Judged(Judge.constant(1.0, 32), 0.5), gamma=2, max_new_tokens=9)
     assert len(tokens[0]) == 9
     assert 7 not in tokens[0]
-    assert all(s.irregular for s in steps)
+    assert all(s.non_finite for s in steps)
     assert all(o != "judge" for s in steps for e in s.emissions for o in e.origins)

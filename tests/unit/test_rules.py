@@ -242,7 +242,7 @@ def test_non_finite_rows_fall_back_to_alignment_and_say_so(bad: float) -> None:
     b = block([1, 1], ROWS)
     b.target_logits[0, 0, 2] = bad
     v = Judged(Judge.constant(1.0, H), 0.5)(b)
-    assert bool(v.irregular)
+    assert bool(v.non_finite)
     assert int(v.n_accepted[0]) == 0
     assert int(v.next_token[0]) == (0 if math.isnan(bad) else 2)
     b = block([1, 1], ROWS)
@@ -250,7 +250,7 @@ def test_non_finite_rows_fall_back_to_alignment_and_say_so(bad: float) -> None:
     judge = Judge(Judge.constant(0.5, H).config, weight=torch.ones(H))
     for scores in (None, judge(b)):
         v = Judged(judge, 0.1)(Block(b.draft_tokens, b.target_logits, b.hidden, scores=scores))
-        assert bool(v.irregular)
+        assert bool(v.non_finite)
         assert int(v.n_accepted[0]) == 0
 
 
@@ -263,7 +263,7 @@ def test_non_finite_rows_when_sampling(bad: float, temperature: float) -> None:
     logits[:, 0, 0] = bad
     u = torch.linspace(0, 0.999, 200)[:, None]
     v = rule(Block(torch.zeros(200, 0, dtype=torch.long), logits, uniforms=u))
-    assert bool(v.irregular)
+    assert bool(v.non_finite)
     assert set(v.next_token.tolist()) == ({0} if bad == math.inf else set(v.next_token.tolist()) - {0, 3})
     logits[:] = math.nan
     v = rule(Block(torch.zeros(200, 0, dtype=torch.long), logits, uniforms=u))
@@ -303,10 +303,10 @@ def test_a_judge_may_have_parameters() -> None:
     assert said.n_accepted.tolist() == [1]
 
 
-def test_minus_infinity_is_a_ban_not_an_irregularity() -> None:
+def test_minus_infinity_is_a_ban_and_not_an_error() -> None:
     b = block([0, 0], ROWS)
     b.target_logits[..., 2] = -math.inf
-    assert not bool(Exact()(b).irregular)
+    assert not bool(Exact()(b).non_finite)
 
 
 def test_warp_agrees_with_transformers() -> None:

@@ -47,7 +47,7 @@ class Answer:
         seconds = self.seconds
         for phase, spent in step.seconds.items():
             seconds[phase] += spent
-        judged = {j.place: self._judged(emission, j) for j in emission.judged} if emission.judged else {}
+        judged = {j.index: self._judged(emission, j) for j in emission.judged} if emission.judged else {}
         if not self.streamed:
             self.tokens += emission.tokens
             self.origins += emission.origins
@@ -69,9 +69,9 @@ class Answer:
         return pieces
 
     def _judged(self, emission: Emission, about: Judgement) -> JudgedToken:
-        token = emission.tokens[about.place]
+        token = emission.tokens[about.index]
         return JudgedToken(
-            index=len(self.tokens) + about.place,
+            index=len(self.tokens) + about.index,
             token=token,
             text=self._text.whole([token]),
             probability=about.probability,

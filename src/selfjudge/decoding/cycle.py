@@ -17,7 +17,7 @@ from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.decoding.sampling import sample
 from selfjudge.engine.base import Engine
 from selfjudge.engine.draft import Draft
-from selfjudge.ops.argmax import argmax_checked, regular
+from selfjudge.ops.argmax import argmax_checked, replace_non_finite
 from selfjudge.types import PHASES, Block, Verdict
 
 RECORDINGS = 32  # of cycles that an engine keeps: each holds its own outputs on the device
@@ -81,7 +81,7 @@ class Cycle:
         for i in range(self.gamma):
             if sampling is not None:
                 assert self.uniforms is not None
-                logits = sampling.warp(_over_vocabulary(regular(logits), size, ids))
+                logits = sampling.warp(_over_vocabulary(replace_non_finite(logits), size, ids))
                 drawn_from.append(logits)
                 chosen = sample(logits.softmax(-1), self.uniforms[:, i])
             else:
@@ -171,10 +171,10 @@ def trace(block: Block, verdict: Verdict) -> Tensor:
 
 
 def pack(drafts: Tensor, verdict: Verdict, traced: Tensor | None = None) -> Tensor:
-    """[B, 2γ+3] or [B, 6γ+3] all the host wants to know, in one piece: d, judged, trace, n, next token, irregular."""
+    """[B, 2γ+3] or [B, 6γ+3] all the host wants to know, in one piece: d, judged, trace, n, next token, non_finite."""
     n, following = verdict.n_accepted[:, None], verdict.next_token[:, None]
     parts = [drafts, verdict.judged.long(), *([] if traced is None else [traced])]
-    return torch.cat([*parts, n, following, verdict.irregular.long().expand_as(n)], 1)
+    return torch.cat([*parts, n, following, verdict.non_finite.long().expand_as(n)], 1)
 
 
 class PhaseTimer:

@@ -245,8 +245,8 @@ class _Batch:
         """Wait for a cycle (its one synchronisation) and hand its tokens to the rows."""
         seconds = sent.timer.seconds()
         table = sent.packed.cpu().numpy()
-        irregular = bool(table[~rows.finished, -1].any())
+        non_finite = bool(table[~rows.finished, -1].any())
         drafted = (table.shape[1] - 3) // (6 if sent.traced else 2)  # see `pack`
         if self.controller is not None and sent.number:
             self.controller.observe(table[:, -3], ~rows.finished, drafted, seconds, behind=sent.behind)
-        return Step(sent.number, rows.emit(table, drafted, self.eos_ids), seconds, irregular, drafted)
+        return Step(sent.number, rows.emit(table, drafted, self.eos_ids), seconds, non_finite, drafted)

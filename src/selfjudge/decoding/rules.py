@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from selfjudge.decoding.sampling import Sampling, sample
 from selfjudge.errors import SelfJudgeError
-from selfjudge.ops.argmax import argmax_checked, regular
+from selfjudge.ops.argmax import argmax_checked, replace_non_finite
 from selfjudge.ops.price import worth_taking
 from selfjudge.types import DEFAULT_THETA, Block, Gamma, Verdict, default_gamma, lazy_module
 
@@ -93,9 +93,9 @@ class AcceptanceRule:
     def __call__(self, block: Block) -> Verdict:
         drafts = block.draft_tokens
         logits = block.target_logits
-        choice, broken = argmax_checked(logits) if block.argmax is None else block.argmax  # [B, γ+1]
-        if self.reads_logits and (logits.is_cuda or bool(broken.any())):  # on a GPU the copy is cheaper than asking
-            logits = regular(logits)
+        choice, bad_rows = argmax_checked(logits) if block.argmax is None else block.argmax  # [B, γ+1]
+        if self.reads_logits and (logits.is_cuda or bool(bad_rows.any())):  # on a GPU the copy is cheaper than asking
+            logits = replace_non_finite(logits)
         aligned = self.aligned(block, logits, choice)
         accepted = self.accepts(block, logits[:, :-1], aligned) if self.price is None else self._settled(block, aligned)
         if accepted is not None and (accepted.dtype != torch.bool or accepted.shape != aligned.shape):
@@ -104,13 +104,13 @@ class AcceptanceRule:
                 f" not {str(accepted.dtype).removeprefix('torch.')} {list(accepted.shape)}"
             )
 
-        irregular, no_say = broken.any(), broken[:, :-1]
+        non_finite, no_say = bad_rows.any(), bad_rows[:, :-1]
         if block.scores is not None:
             no_say = no_say | block.scores.isnan()
         elif block.hidden is not None:
             no_say = no_say | ~block.hidden[:, 1:].isfinite().all(-1)
         if block.hidden is not None or block.scores is not None:
-            irregular = irregular | no_say.any()
+            non_finite = non_finite | no_say.any()
         if accepted is aligned:  # nothing but alignment: whoever has no say changes nothing
             judged = torch.zeros_like(aligned)
         else:
@@ -121,7 +121,7 @@ class AcceptanceRule:
             accepted = torch.where(no_say, aligned, accepted)
             judged = accepted & ~aligned
         n = accepted.long().cumprod(1).sum(1)  # the walk: stop at the first refusal
-        return Verdict(n, self.following(block, logits, choice, aligned, n), judged, irregular)
+        return Verdict(n, self.following(block, logits, choice, aligned, n), judged, non_finite)
 
     def _settled(self, block: Block, aligned: Tensor) -> Tensor | None:
         """[B, γ] which drafts are aligned, where that settles it; a price is asked once it is known who has no say."""
@@ -212,7 +212,7 @@ class SpeculativeSampling(AcceptanceRule):
 
     def _distributions(self, block: Block, logits: Tensor) -> tuple[Tensor, Tensor]:
         p = self.sampling.warp(logits).softmax(-1)
-        return p, p[:, :0] if block.draft_logits is None else regular(block.draft_logits).softmax(-1)
+        return p, p[:, :0] if block.draft_logits is None else replace_non_finite(block.draft_logits).softmax(-1)
 
 
 @dataclass(frozen=True, eq=False)

@@ -299,7 +299,7 @@ class _Decoding:
                 queue=queue,
                 trace=self.trace,
             ):
-                if step.irregular and not warned:
+                if step.non_finite and not warned:
                     warned = True
                     warnings.warn("non-finite logits or hidden states: alignment alone decided there", stacklevel=2)
                 yield _hand_out(step, answers, dropped)

@@ -6,11 +6,12 @@ It outputs P(acceptable); a draft is accepted when that is *greater than* θ, so
 
 from __future__ import annotations
 
+import hashlib
 import math
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +22,11 @@ from selfjudge.judge.config import FEATURES, LOWEST, MODELS, JudgeConfig
 from selfjudge.judge.features import block_features, margins
 from selfjudge.judge.hub import find_judge, push_folder
 from selfjudge.ops.argmax import has_triton
-from selfjudge.ops.judge_score import Weights, scores
 from selfjudge.store import write_json, write_tensors
 from selfjudge.types import Block
+
+if TYPE_CHECKING:
+    from selfjudge.ops.judge_score_triton import JudgeWeights
 
 FUSED = ("hidden", "hidden+margin", "hidden+margin+previous")
 """Features that there is a kernel for."""
@@ -84,36 +87,43 @@ class Judge(nn.Module):
         return cls(JudgeConfig(hidden_size=hidden_size, label_method="constant"), bias=bias)
 
     def forward(self, block: Block) -> Tensor:
-        """[B, γ] P(acceptable) of each draft, from the hidden state at that draft; NaN where that is broken."""
+        """[B, γ] P(acceptable) of each draft, from the hidden state at that draft; NaN where that is non-finite."""
         if block.hidden is None:
             raise SelfJudgeError("the judge needs the target's hidden states and this backend returned none")
-        if block.argmax is not None and block.hidden.is_cuda and (fused := self.fused()) is not None:
-            return scores(fused, block.hidden, block.target_logits, block.argmax[0], block.draft_tokens)
+        if block.argmax is not None and block.hidden.is_cuda and (fused := self.kernel_weights()) is not None:
+            from selfjudge.ops.judge_score_triton import draft_scores
+
+            with torch.cuda.device(block.hidden.device):  # kernels are launched on the current device
+                return draft_scores(fused, block.hidden, block.target_logits, block.argmax[0], block.draft_tokens)
         choice = None if block.argmax is None else block.argmax[0][:, :-1]
-        said = self.score(block_features(block, self.config.features))
-        said = self.within_limit(said, block.target_logits[:, :-1], block.draft_tokens, choice)
-        return self.unless_broken(said, block.hidden[:, 1:], block.hidden[:, :-1])
+        scores = self.score(block_features(block, self.config.features))
+        scores = self.apply_margin_limit(scores, block.target_logits[:, :-1], block.draft_tokens, choice)
+        return self.mask_non_finite(scores, block.hidden[:, 1:], block.hidden[:, :-1])
 
-    def unless_broken(self, said: Tensor, hidden: Tensor, before: Tensor) -> Tensor:
-        """Scores [...] of drafts, but NaN where a state [..., H] that the judge reads is broken."""
-        whole = hidden.isfinite().all(-1)
+    def mask_non_finite(self, scores: Tensor, hidden: Tensor, before: Tensor) -> Tensor:
+        """Scores [...] of drafts, but NaN where a state [..., H] that the judge reads is non-finite."""
+        finite = hidden.isfinite().all(-1)
         if "previous" in self.config.features:
-            whole = whole & before.isfinite().all(-1)
-        return torch.where(whole, said, math.nan)
+            finite = finite & before.isfinite().all(-1)
+        return torch.where(finite, scores, math.nan)
 
-    def within_limit(self, said: Tensor, logits: Tensor, drafts: Tensor, choice: Tensor | None = None) -> Tensor:
+    def apply_margin_limit(
+        self, scores: Tensor, logits: Tensor, drafts: Tensor, choice: Tensor | None = None
+    ) -> Tensor:
         """Scores [...] of drafts [...], but 0 beyond `config.margin_limit`; arguments as of `features.margins`."""
         if self.config.margin_limit is None:
-            return said
-        return torch.where(margins(logits, drafts, choice) < -self.config.margin_limit, 0.0, said)
+            return scores
+        return torch.where(margins(logits, drafts, choice) < -self.config.margin_limit, 0.0, scores)
 
-    def fused(self) -> Weights | None:
-        """What the judge as one kernel reads; None without Triton, or where there is no kernel for this judge."""
+    def kernel_weights(self) -> JudgeWeights | None:
+        """What the kernel reads; None without Triton, or where there is no kernel for this judge."""
         if type(self) is not Judge or self.config.features not in FUSED or not has_triton():
             return None
+        from selfjudge.ops.judge_score_triton import JudgeWeights
+
         margin, previous = ("margin" in self.config.features, "previous" in self.config.features)
         limit = math.inf if self.config.margin_limit is None else self.config.margin_limit
-        return Weights(self.weight, self.bias, self.inner_weight, self.inner_bias, margin, previous, LOWEST, limit)
+        return JudgeWeights(self.weight, self.bias, self.inner_weight, self.inner_bias, margin, previous, LOWEST, limit)
 
     def score(self, x: Tensor) -> Tensor:
         """[..., D] → [...]"""
@@ -121,6 +131,13 @@ class Judge(nn.Module):
         if self.inner_weight is not None:
             x = F.gelu(F.linear(x, self.inner_weight, self.inner_bias))
         return torch.sigmoid(x @ self.weight + self.bias)
+
+    def digest(self) -> str:
+        """SHA-256 of all that the judge's scores depend on: its weights, features and margin limit."""
+        digest = hashlib.sha256(repr((self.config.features, self.config.margin_limit)).encode())
+        for tensor in self.buffers():
+            digest.update(tensor.float().cpu().numpy().tobytes())  # a copy: captured graphs hold the buffers themselves
+        return digest.hexdigest()
 
     def threshold(self, theta: float | str) -> float:
         """θ by number or by name: `JudgeConfig.threshold`."""

@@ -141,12 +141,9 @@ def _policy(pair: Pair, config: LabelConfig) -> AcceptanceRule | None:
 
 
 def _sha256_of(policy: AcceptanceRule) -> str:
-    """Of what its judge decides by."""
+    """SHA-256 of the judge and its threshold."""
     assert isinstance(policy, Judged)
-    digest = hashlib.sha256(repr((policy.theta, policy.judge.config.margin_limit)).encode())
-    for tensor in policy.judge.buffers():
-        digest.update(tensor.float().cpu().numpy().tobytes())
-    return digest.hexdigest()
+    return hashlib.sha256(f"{policy.theta}:{policy.judge.digest()}".encode()).hexdigest()
 
 
 def _check_possible(pair: Pair, config: LabelConfig, data: Path | None) -> None:

@@ -12,48 +12,48 @@ ROW_BLOCK, ROW_WARPS = 8192, 16  # logits that a program reads at a time where i
 
 
 @triton.jit
-def _chunk_argmax(x_ptr, best_ptr, place_ptr, odd_ptr, size, stride, chunks, BLOCK: tl.constexpr):
+def _chunk_argmax(x_ptr, best_ptr, index_ptr, bad_ptr, size, stride, chunks, BLOCK: tl.constexpr):
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = chunk * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * stride + at, mask=at < size, other=-float("inf")).to(tl.float32)
     nan, infinite = x != x, x == float("inf")
     x = tl.where(nan, -float("inf"), tl.where(infinite, 1.0e30, x))
     best, where = tl.max(x, 0, return_indices=True)
-    odd = tl.max((nan | infinite).to(tl.int32), 0)
+    bad = tl.max((nan | infinite).to(tl.int32), 0)
     tl.store(best_ptr + row * chunks + chunk, best)
-    tl.store(place_ptr + row * chunks + chunk, (chunk * BLOCK + where).to(tl.int64))
-    tl.store(odd_ptr + row * chunks + chunk, odd.to(tl.int8))
+    tl.store(index_ptr + row * chunks + chunk, (chunk * BLOCK + where).to(tl.int64))
+    tl.store(bad_ptr + row * chunks + chunk, bad.to(tl.int8))
 
 
 @triton.jit
-def _row_argmax(best_ptr, place_ptr, odd_ptr, choice_ptr, broken_ptr, chunks, BLOCK: tl.constexpr):
+def _row_argmax(best_ptr, index_ptr, bad_ptr, choice_ptr, row_bad_ptr, chunks, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     best = tl.load(best_ptr + row * chunks + at, mask=at < chunks, other=-float("inf"))
     _, where = tl.max(best, 0, return_indices=True)
-    odd = tl.max(tl.load(odd_ptr + row * chunks + at, mask=at < chunks, other=0).to(tl.int32), 0)
-    tl.store(choice_ptr + row, tl.load(place_ptr + row * chunks + where))
-    tl.store(broken_ptr + row, odd != 0)
+    bad = tl.max(tl.load(bad_ptr + row * chunks + at, mask=at < chunks, other=0).to(tl.int32), 0)
+    tl.store(choice_ptr + row, tl.load(index_ptr + row * chunks + where))
+    tl.store(row_bad_ptr + row, bad != 0)
 
 
 @triton.jit
 def row_argmax(x_ptr, size, BLOCK: tl.constexpr):
-    """`argmax_checked` of one row inside a program: the most likely token, its logit, and whether the row is broken."""
+    """`argmax_checked` of one row inside a program: the most likely token, its logit, and whether the row is non-finite."""
     column = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], -float("inf"), tl.float32)  # of each column of blocks, and where it was first seen
-    place = tl.zeros([BLOCK], tl.int32)
-    odd = tl.zeros([BLOCK], tl.int32)
+    index = tl.zeros([BLOCK], tl.int32)
+    bad = tl.zeros([BLOCK], tl.int32)
     for first in range(0, size, BLOCK):
         at = first + column
         x = tl.load(x_ptr + at, mask=at < size, other=-float("inf")).to(tl.float32)
         nan, infinite = x != x, x == float("inf")
         x = tl.where(nan, -float("inf"), tl.where(infinite, 1.0e30, x))
-        place = tl.where(x > best, at, place)
+        index = tl.where(x > best, at, index)
         best = tl.where(x > best, x, best)
-        odd = odd | (nan | infinite).to(tl.int32)
+        bad = bad | (nan | infinite).to(tl.int32)
     most = tl.max(best, 0)
-    choice = tl.min(tl.where(best == most, place, size), 0).to(tl.int64)
-    return choice, most, tl.max(odd, 0) != 0
+    choice = tl.min(tl.where(best == most, index, size), 0).to(tl.int64)
+    return choice, most, tl.max(bad, 0) != 0
 
 
 def split_argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,12 +62,12 @@ def split_argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     rows, size = flat.shape
     chunks = triton.cdiv(size, CHUNK)
     best = torch.empty(rows, chunks, dtype=torch.float32, device=flat.device)
-    place = torch.empty(rows, chunks, dtype=torch.int64, device=flat.device)
-    odd_chunk = torch.empty(rows, chunks, dtype=torch.int8, device=flat.device)
+    index = torch.empty(rows, chunks, dtype=torch.int64, device=flat.device)
+    bad_chunk = torch.empty(rows, chunks, dtype=torch.int8, device=flat.device)
     choice = torch.empty(rows, dtype=torch.int64, device=flat.device)
-    odd = torch.empty(rows, dtype=torch.bool, device=flat.device)
+    bad = torch.empty(rows, dtype=torch.bool, device=flat.device)
     _chunk_argmax[(rows, chunks)](
-        flat, best, place, odd_chunk, size, flat.stride(0), chunks, BLOCK=CHUNK, num_warps=4
+        flat, best, index, bad_chunk, size, flat.stride(0), chunks, BLOCK=CHUNK, num_warps=4
     )  # fmt: skip
-    _row_argmax[(rows,)](best, place, odd_chunk, choice, odd, chunks, BLOCK=triton.next_power_of_2(chunks), num_warps=1)
-    return choice.view(logits.shape[:-1]), odd.view(logits.shape[:-1])
+    _row_argmax[(rows,)](best, index, bad_chunk, choice, bad, chunks, BLOCK=triton.next_power_of_2(chunks), num_warps=1)
+    return choice.view(logits.shape[:-1]), bad.view(logits.shape[:-1])

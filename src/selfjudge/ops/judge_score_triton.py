@@ -1,22 +1,37 @@
-"""The kernel of `judge_score`: one program for each draft reads its state once and computes P(acceptable).
+"""The judge's score as one kernel: one program for each draft reads its state once and computes P(acceptable).
 
 Rows are flat: row i of the logits predicts a token that row i + 1 of the states has read.
+vLLM's worker uses parts of it, too.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from selfjudge.ops.judge_score import Weights
-
 LINEAR_BLOCK, TILE = 1024, 8192  # that a program holds at a time: columns of a linear judge, weights of an MLP
+
+
+class JudgeWeights(NamedTuple):
+    """What the kernel reads of a judge; the inner tensors are None for a linear judge."""
+
+    weight: Tensor
+    bias: Tensor
+    inner_weight: Tensor | None
+    inner_bias: Tensor | None
+    margin: bool
+    """Whether it reads log p(d) − log p(most likely), in the column after the state at the draft."""
+    previous: bool
+    """Whether it reads the state at the token before, in the last columns."""
+    lowest: float
+    """Lower bound of that margin."""
+    limit: float
+    """The score is 0 where the margin is below −limit; inf for none."""
 
 
 @triton.jit
@@ -34,7 +49,7 @@ def draft_score(
     UNITS: tl.constexpr,
 ):  # fmt: skip
     """P(acceptable) of a draft from the state at it, log p(d) − log p(most likely) and the state a `step` before: NaN
-    where a state that is read is broken, 0 beyond the judge's limit of that margin."""
+    where a state that is read is non-finite, 0 beyond the judge's limit of that margin."""
     beyond = False
     if LIMITED:
         beyond = margin < -limit
@@ -103,7 +118,7 @@ def _scores(
     tl.store(out_ptr + i, score)
 
 
-def shape_of(judge: Weights) -> tuple[int, dict[str, Any]]:
+def shape_of(judge: JudgeWeights) -> tuple[int, dict[str, Any]]:
     """The inner units of a judge, and the constants of `draft_score`."""
     units = 0 if judge.inner_bias is None else len(judge.inner_bias)
     padded = triton.next_power_of_2(units) if units else 1
@@ -113,8 +128,11 @@ def shape_of(judge: Weights) -> tuple[int, dict[str, Any]]:
     return units, reads | constants | {"BLOCK": block, "UNITS": padded}
 
 
-def scores(judge: Weights, hidden: Tensor, logits: Tensor, choice: Tensor, drafts: Tensor) -> Tensor:
-    """`judge_score.scores`."""
+def draft_scores(judge: JudgeWeights, hidden: Tensor, logits: Tensor, choice: Tensor, drafts: Tensor) -> Tensor:
+    """[B, γ] P(acceptable) of the drafts of blocks; NaN where the state is non-finite.
+
+    States [B, γ+1, H], logits [B, γ+1, V], their most likely tokens [B, γ+1], drafts [B, γ].
+    """
     out = torch.empty(drafts.shape, dtype=torch.float32, device=drafts.device)
     hidden, logits = hidden.flatten(0, 1), logits.flatten(0, 1)
     units, constants = shape_of(judge)

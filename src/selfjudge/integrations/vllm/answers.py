@@ -7,7 +7,6 @@ accepted against the target's choice is told by their rank among the target's ow
 
 from __future__ import annotations
 
-import hashlib
 import os
 import tempfile
 import time
@@ -101,22 +100,15 @@ class VllmAnswerer:
         common = {"model": self.model, "dtype": self.pair.dtype, "trust_remote_code": False}
         # rules are timed on the same prompts: none may find them read already
         return self._engine(
-            (gamma, _digest(self.judge)), common | {"enable_prefix_caching": False} | own | self.options
+            (gamma, None if self.judge is None else self.judge.digest()),
+            common | {"enable_prefix_caching": False} | own | self.options,
         )
 
     def _saved(self, judge: Judge) -> Path:
-        folder = Path(self._folder.name) / _digest(judge)
+        folder = Path(self._folder.name) / judge.digest()
         if not folder.is_dir():
             judge.save_pretrained(folder)
         return folder
-
-
-def _digest(judge: Judge | None) -> str:
-    """Tells judges apart by what they decide with."""
-    digest = hashlib.sha256()
-    for tensor in judge.buffers() if judge is not None else ():
-        digest.update(tensor.float().cpu().numpy().tobytes())
-    return digest.hexdigest()
 
 
 @dataclass

@@ -31,7 +31,7 @@ class Approval:
         self.judge = None if judge is None else judge.to(device)
         self.special = torch.tensor(list(special), dtype=torch.long, device=device)
         self.fused = device.type == "cuda" and has_triton()
-        self.weights = None if judge is None or not self.fused else judge.fused()
+        self.weights = None if judge is None or not self.fused else judge.kernel_weights()
 
     def __call__(self, hidden: Tensor, logits: Tensor, at: Tensor, drafts: Tensor, plan: Plan) -> Tensor:
         """[n] which drafts their rules accept, as the rules do in our own loop.
@@ -53,8 +53,8 @@ class Approval:
         if plan.judged:
             assert self.judge is not None
             x = token_features(states, before, logits, drafts, self.judge.config.features, plan.rows.owner, choice)
-            scores = self.judge.within_limit(self.judge.score(x), logits, drafts, choice)
-            scores = self.judge.unless_broken(scores, states, before)
+            scores = self.judge.apply_margin_limit(self.judge.score(x), logits, drafts, choice)
+            scores = self.judge.mask_non_finite(scores, states, before)
         has_say = drafted & ~broken & ~self._special(drafts) & ~self._special(choice)
         approved = torch.zeros_like(drafted)
         for rule, (requests, mine, block_of) in plan.members.items():

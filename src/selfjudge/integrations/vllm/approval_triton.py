@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -12,11 +12,8 @@ from torch import Tensor
 
 from selfjudge.integrations.vllm import plan as codes
 from selfjudge.ops.argmax_triton import ROW_BLOCK, ROW_WARPS, row_argmax
-from selfjudge.ops.judge_score_triton import among, draft_score, shape_of
+from selfjudge.ops.judge_score_triton import JudgeWeights, among, draft_score, shape_of
 from selfjudge.ops.price_triton import flat_scan
-
-if TYPE_CHECKING:
-    from selfjudge.ops.judge_score import Weights
 
 SCORE, LOG_SCORE, RANK, ENTROPY = (
     tl.constexpr(value) for value in (codes.SCORE, codes.LOG_SCORE, codes.RANK, codes.ENTROPY)
@@ -91,7 +88,7 @@ def _decide(
 
 
 def approvals(
-    judge: Weights | None, hidden: Tensor, logits: Tensor, at: Tensor, drafts: Tensor, plan: codes.Plan,
+    judge: JudgeWeights | None, hidden: Tensor, logits: Tensor, at: Tensor, drafts: Tensor, plan: codes.Plan,
     special: Tensor,
 ) -> Tensor:  # fmt: skip
     """`Approval.__call__`, for rules that have codes."""
