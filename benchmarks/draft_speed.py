@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import measured_on, say
+from common import say
 
 from selfjudge.bench.config import DecodeBenchConfig, DraftBenchConfig
 from selfjudge.bench.decode import bench_decode, transformers_tokens
@@ -24,7 +24,7 @@ from selfjudge.bench.draft import bench_draft
 from selfjudge.decoding.text import generate
 from selfjudge.models.pair import Pair, Prompt
 from selfjudge.prompts.builtin import BUILT_IN
-from selfjudge.store import write_json
+from selfjudge.store import measured_on, write_json
 from selfjudge.tasks.base import task
 
 TASKS = ("gsm8k", "mbpp", "livecodebench", "mmlu", "dolly", "cnn_dailymail")

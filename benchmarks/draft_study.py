@@ -12,10 +12,11 @@ import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from common import Progress, say
+from common import say
 
 from selfjudge.bench.config import DraftBenchConfig
 from selfjudge.bench.draft import bench_draft
+from selfjudge.cli.output import Progress
 from selfjudge.distill.config import DistillConfig, Schedule, Shape
 from selfjudge.distill.data import Maker
 from selfjudge.distill.export import export

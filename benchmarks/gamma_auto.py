@@ -13,13 +13,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common import measured_on, say
+from common import say
 
 from selfjudge.decoding.text import generate
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.builtin import BUILT_IN
 from selfjudge.prompts.sources import read_prompts
-from selfjudge.store import write_json
+from selfjudge.store import measured_on, write_json
 from selfjudge.types import Gamma, pooled_gamma_mean, pooled_mean_accepted_length
 
 

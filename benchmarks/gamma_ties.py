@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import measured_on
 
 from selfjudge.decoding.rules import EXACT
 from selfjudge.decoding.text import generate
 from selfjudge.models.pair import Pair
-from selfjudge.store import write_json
+from selfjudge.store import measured_on, write_json
 from selfjudge.tasks.base import task
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import measured_on, say
+from common import say
 from transformers import PreTrainedModel
 
 from selfjudge.bench.config import PassesConfig
@@ -26,7 +26,7 @@ from selfjudge.decoding.rules import EXACT
 from selfjudge.engine.select import borrowed, borrowed_draft
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.builtin import BUILT_IN
-from selfjudge.store import write_json
+from selfjudge.store import measured_on, write_json
 
 RESULTS = Path(__file__).parents[1] / "results" / "speed"
 CUDA = torch.device("cuda")

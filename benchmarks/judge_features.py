@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import measured_on, say
+from common import say
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -26,7 +26,7 @@ from selfjudge.judge.config import JudgeConfig, columns as feature_columns
 from selfjudge.label.folder import read_shards
 from selfjudge.models.eagle import auxiliary_layers
 from selfjudge.models.pair import Pair
-from selfjudge.store import read_rows, write_json
+from selfjudge.store import measured_on, read_rows, write_json
 from selfjudge.train.dataset import Rows
 from selfjudge.train.fit import FitOptions, auc, fit_linear, fit_mlp
 from selfjudge.train.study import SOME_C

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import measured_on, say
+from common import say
 from torch import Tensor
 
 from selfjudge.decoding.rules import EXACT, AcceptanceRule, FLy, Judged, Margin, TopK
@@ -27,7 +27,7 @@ from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.models.pair import Pair
-from selfjudge.store import write_json
+from selfjudge.store import measured_on, write_json
 from selfjudge.tasks.base import Task, task
 from selfjudge.types import pooled_judged_share, pooled_mean_accepted_length
 

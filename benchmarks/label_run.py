@@ -15,14 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Progress, measured_on, say
+from common import say
 
+from selfjudge.cli.output import Progress
 from selfjudge.label.calibrate import tau_of
 from selfjudge.label.config import LabelConfig
 from selfjudge.label.folder import read_shards
 from selfjudge.label.pipeline import label_pair
 from selfjudge.models.pair import Pair
-from selfjudge.store import read_json, write_json, write_rows
+from selfjudge.store import measured_on, read_json, write_json, write_rows
 
 LENGTHS = (0, 5, 10, 20)
 SAMPLE = 300
@@ -80,7 +81,7 @@ def main() -> None:
         )  # fmt: skip
         out = o.out / method.replace("+", "-plus")
         manifest = label_pair(  # never resumed: it is timed
-            pair, out, settings, data=o.data, notify=Progress(0.2), warn=print
+            pair, out, settings, data=o.data, notify=Progress(), warn=print
         )
         seconds = time.monotonic() - begun
         spent = read_json(out / "run.json")["seconds"]

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from common import measured_on, say
+from common import say
 
 from selfjudge.decoding.text import stream
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.builtin import BUILT_IN
-from selfjudge.store import write_json
+from selfjudge.store import measured_on, write_json
 from selfjudge.tasks.base import task
 from selfjudge.types import Generation, pooled_gamma_mean, pooled_mean_accepted_length
 

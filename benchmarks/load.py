@@ -33,14 +33,14 @@ from typing import Any, Protocol
 
 import torch
 import typer
-from common import measured_on, say
+from common import say
 
 from selfjudge.cli.groups import JudgeOptions, PairOptions
 from selfjudge.cli.options import config_options
 from selfjudge.cli.serve import Engine, load
 from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.prompts.builtin import BUILT_IN
-from selfjudge.store import markdown_table, write_json
+from selfjudge.store import markdown_table, measured_on, write_json
 
 MODES = ("judged", "off", "sampled")
 BEHAVIOURS = ("reads", "reads", "reads", "leaves", "reads slowly")

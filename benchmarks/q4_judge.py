@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from common import measured_on
 
 from selfjudge.decoding.text import generate
 from selfjudge.engine.base import Engine
@@ -21,7 +20,7 @@ from selfjudge.engine.select import make_engine
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.builtin import BUILT_IN
-from selfjudge.store import write_json
+from selfjudge.store import measured_on, write_json
 from selfjudge.types import Block
 
 

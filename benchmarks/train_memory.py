@@ -16,10 +16,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from common import measured_on
 
 from selfjudge.label.folder import FORMAT, Labels, write_shard
-from selfjudge.store import RunFolder, sha256, write_json, write_rows
+from selfjudge.store import RunFolder, measured_on, sha256, write_json, write_rows
 
 SHARD = 10_000
 SUFFIX = 20

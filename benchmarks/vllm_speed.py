@@ -29,7 +29,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from common import measured_on, say
+from common import say
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from selfjudge.decoding.rule_parser import parse_rule
@@ -41,7 +41,7 @@ from selfjudge.judge.model import Judge
 from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.models.pull import checkpoint_folder
 from selfjudge.models.tokens import end_ids
-from selfjudge.store import read_json, refuse_other, write_json
+from selfjudge.store import measured_on, read_json, refuse_other, write_json
 from selfjudge.tasks.base import Row, task
 from selfjudge.tune.recipe import Recipe
 

@@ -123,6 +123,11 @@ Origin = Literal["draft", "judge", "target"]
 
 Finish = Literal["eos", "length", "stop"]
 
+Notify = Callable[[str, float], None]
+"""Takes a report of progress: the stage, and the share of it that is done."""
+Warn = Callable[[str], None]
+"""Takes a warning of one line."""
+
 
 @dataclass(frozen=True, slots=True)
 class Block:

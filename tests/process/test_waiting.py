@@ -54,18 +54,18 @@ class Watch:
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
     watch = Watch()
-    opened, closed = output.Lines.__init__, output.Lines.close
+    opened, closed = output.Progress.__enter__, output.Progress.__exit__
 
-    def begin(self: output.Lines, patient: bool = False) -> None:
-        opened(self, patient)
+    def begin(self: output.Progress) -> output.Progress:
         watch.open.append(self)
+        return opened(self)
 
-    def end(self: output.Lines) -> None:
+    def end(self: output.Progress, *_: object) -> None:
         closed(self)
         watch.open.remove(self)
 
-    monkeypatch.setattr(output.Lines, "__init__", begin)
-    monkeypatch.setattr(output.Lines, "close", end)
+    monkeypatch.setattr(output.Progress, "__enter__", begin)
+    monkeypatch.setattr(output.Progress, "__exit__", end)
     for owner, name in WORK:
         monkeypatch.setattr(owner, name, _watched(watch, name, getattr(owner, name)))
     yield watch

@@ -16,7 +16,7 @@ def test_a_stage_is_said_once_and_again_when_it_goes_on(
 ) -> None:
     now = 100.0
     monkeypatch.setattr(output.time, "monotonic", lambda: now)
-    with output.progress() as update:
+    with output.Progress() as update:
         for seconds, stage, share in (
             (0, "labels", 0.1),
             (5, "labels", 0.2),
@@ -59,19 +59,19 @@ def pipe(monkeypatch: pytest.MonkeyPatch) -> Watched:
 
 
 def test_work_that_says_nothing_is_spoken_for(pipe: Watched) -> None:
-    with redirect_stderr(pipe), output.progress() as update:
+    with redirect_stderr(pipe), output.Progress() as update:
         update("labels", 0.25)
         said = pipe.wait(3)
     assert said[:3] == ["labels …", "labels 25%", "labels 25%"]
 
 
 def test_work_that_has_said_nothing_yet(pipe: Watched) -> None:
-    with redirect_stderr(pipe), output.progress():
+    with redirect_stderr(pipe), output.Progress():
         assert pipe.wait(1)[0].startswith("working … ")
 
 
 def test_a_status_that_goes_on(pipe: Watched) -> None:
-    with redirect_stderr(pipe), output.status() as line:
+    with redirect_stderr(pipe), output.Progress() as line:
         line("warming up …")
         said = pipe.wait(2)
     assert said[0] == "warming up …"
@@ -91,7 +91,7 @@ def test_a_line_of_the_result_ends_the_silence(
 ) -> None:
     now = 100.0
     monkeypatch.setattr(output.time, "monotonic", lambda: now)
-    with output.status(patient=True) as line:
+    with output.Progress(patient=True) as line:
         for seconds, stage in ((0, "labels"), (output.QUIET - 1, "labels"), (2, "a row"), (output.QUIET + 3, "a row")):
             now += seconds
             line(stage)
@@ -105,6 +105,6 @@ def test_a_line_of_the_result_ends_the_silence(
 def test_what_is_soon_done_leaves_no_line(capsys: pytest.CaptureFixture[str]) -> None:
     with output.waiting("loading a model …"):
         pass
-    with output.progress(patient=True) as update:
+    with output.Progress(patient=True) as update:
         update("fetching", 0.5)
     assert capsys.readouterr().err == ""

@@ -20,7 +20,7 @@ from selfjudge.decoding.rules import EXACT, AcceptanceRule
 from selfjudge.decoding.text import draft_dtype, generate
 from selfjudge.engine.base import shape_reason
 from selfjudge.models.pair import Pair, Prompt
-from selfjudge.store import machine, versions
+from selfjudge.store import measured_on
 from selfjudge.types import (
     PHASES,
     Gamma,
@@ -76,9 +76,7 @@ def bench_decode(
     firsts = {run.dtype: run for run in reversed(runs)}
     rows = [_row(run, runs[0], firsts[run.dtype], floor) for run in runs]
     return {
-        "machine": machine(),
-        "versions": versions(),
-        "date": time.strftime("%Y-%m-%d"),
+        **measured_on(),
         "pair": pair.name,
         "device": str(pair.target.device),
         "dtype": pair.dtype,

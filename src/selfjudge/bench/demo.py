@@ -23,7 +23,7 @@ from selfjudge.label.pipeline import label_pair
 from selfjudge.models.gguf import gguf_of
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.builtin import BUILT_IN
-from selfjudge.store import machine, versions
+from selfjudge.store import measured_on
 from selfjudge.train.config import TrainConfig
 from selfjudge.train.pipeline import train_judge
 from selfjudge.types import Gamma, Generation, pooled_gamma_mean, pooled_judged_share, pooled_mean_accepted_length
@@ -67,9 +67,7 @@ class Demo:
         self.judges: dict[str, Judge] = {}
         self.result: dict[str, Any] = {
             "pair": pair.name,
-            "machine": machine(),
-            "versions": versions(),
-            "date": time.strftime("%Y-%m-%d"),
+            **measured_on(),
             "prompt": self.prompts[0],
             "prompts": len(self.prompts),
             "max_new_tokens": config.max_new_tokens,

@@ -22,7 +22,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.label.mismatch import draft_tokens
 from selfjudge.models.eagle import EagleHead
 from selfjudge.models.pair import Pair
-from selfjudge.store import machine, versions
+from selfjudge.store import measured_on
 from selfjudge.types import Step
 
 CONTEXT = 300  # cached tokens when a pass is timed
@@ -57,9 +57,7 @@ def bench_draft(
     runs = [_row(name, count, cycle_seconds, target_seconds[1]) for name, count in {**counts, "all": total}.items()]
     return {
         "pair": pair.name,
-        "machine": machine(),
-        "versions": versions(),
-        "date": time.strftime("%Y-%m-%d"),
+        **measured_on(),
         "device": str(pair.target.device),
         "dtype": pair.dtype,
         "max_new_tokens": config.max_new_tokens,

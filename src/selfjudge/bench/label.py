@@ -19,7 +19,7 @@ from selfjudge.label.preservation import search, start_searches, task_check
 from selfjudge.label.score import Case, Scorer
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.sources import PromptRecord
-from selfjudge.store import machine, versions
+from selfjudge.store import measured_on
 from selfjudge.tasks.base import Task
 
 
@@ -62,9 +62,7 @@ def bench_label(
         row["ratio_to_public_pattern"] = row["labels_per_second"] / runs[1]["labels_per_second"]
     return {
         "pair": pair.name,
-        "machine": machine(),
-        "versions": versions(),
-        "date": time.strftime("%Y-%m-%d"),
+        **measured_on(),
         "device": str(pair.target.device),
         "dtype": pair.dtype,
         "task": task.name,

@@ -24,7 +24,7 @@ from selfjudge.engine.draft import EagleDraft
 from selfjudge.engine.select import common_kind, make_draft, make_engine
 from selfjudge.models.eagle import EagleHead
 from selfjudge.models.gguf import gguf_of
-from selfjudge.store import machine, versions
+from selfjudge.store import measured_on
 
 AXES = {"tokens": "tokens per pass (γ+1)", "context": "context length", "batch": "batch"}
 
@@ -159,9 +159,7 @@ def bench_passes(
     return {
         "model": name,
         "engine": type(make_engine(model, int8=int8, kind=config.engine)).__name__,
-        "machine": machine(),
-        "versions": versions(),
-        "date": time.strftime("%Y-%m-%d"),
+        **measured_on(),
         "dtype": "q4" if gguf_of(model) is not None else "int8" if int8 else str(model.dtype).removeprefix("torch."),
         "gigabytes_per_second": speed / 1e9,
         "runs": rows,

@@ -11,8 +11,9 @@ import typer
 from selfjudge.bench.config import DecodeBenchConfig, DraftBenchConfig, LabelBenchConfig, PassesConfig
 from selfjudge.cli.groups import Chosen, DeviceOptions, JudgeOptions, PairOptions, RecipeFolder, check_rule
 from selfjudge.cli.options import AsJson, Data, PromptLimit, config_options
-from selfjudge.cli.output import describe_machine, figure as number, print_json, print_rows, status, waiting
+from selfjudge.cli.output import Progress, figure as number, print_json, print_rows, waiting
 from selfjudge.errors import SelfJudgeError
+from selfjudge.store import describe_machine
 
 
 @config_options(DecodeBenchConfig)
@@ -53,7 +54,7 @@ def decode(
     name = "judged" if chosen.recipe is None else "recipe"
     rules = [(name, resolve_rule(pair, rule, **judge_options.as_arguments()))] if wanted else []
 
-    with status() as notify:
+    with Progress() as notify:
         result = bench_decode(pair, questions[:limit], rules, config, whole=whole, notify=notify)
     print_json(result) if as_json else _show_decode(result)
 
@@ -111,7 +112,7 @@ def passes(
 
     from selfjudge.bench.passes import bench_passes, draw_passes
 
-    with status() as notify:
+    with Progress() as notify:
         result = bench_passes(loaded, model, config, int8=place.dtype == "int8", notify=notify)
     if figure:
         draw_passes(result, figure)
@@ -185,7 +186,7 @@ def draft(
     from selfjudge.bench.draft import bench_draft
 
     encoded = {name: pair.encode_many(questions) for name, questions in texts.items()}
-    with status() as notify:
+    with Progress() as notify:
         result = bench_draft(pair, encoded, config, notify=notify)
     if as_json:
         print_json(result)
@@ -261,7 +262,7 @@ def label(
 
     from selfjudge.bench.label import bench_label
 
-    with status() as notify:
+    with Progress() as notify:
         result = bench_label(pair, source, asked, config, notify=notify)
     if as_json:
         print_json(result)

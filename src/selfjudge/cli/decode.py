@@ -13,7 +13,7 @@ from rich.text import Text
 
 from selfjudge.cli.groups import Chosen, DecodeOptions, JudgeOptions, PairOptions, RecipeFolder, check_rule
 from selfjudge.cli.options import AsJson, config_options
-from selfjudge.cli.output import figure, print_json, progress, waiting
+from selfjudge.cli.output import Progress, figure, print_json, waiting
 from selfjudge.errors import EMPTY_PROMPT, SelfJudgeError
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def _show(answer: Stream, color: bool, quiet: bool, longest: int) -> None:
     """Print the pieces as they come; where they are not to be seen, how many there are."""
     pieces = iter(answer)
     if quiet:
-        with progress(patient=True) as update:
+        with Progress(patient=True) as update:
             update("answering", 0.0)
             for count, _ in enumerate(pieces):
                 update("answering", count / longest)

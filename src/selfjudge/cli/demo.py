@@ -12,7 +12,7 @@ import typer
 from selfjudge.bench.config import DemoConfig
 from selfjudge.cli.groups import PairOptions
 from selfjudge.cli.options import AsJson, config_options
-from selfjudge.cli.output import figure, print_json, status, warn
+from selfjudge.cli.output import Progress, figure, print_json, warn
 from selfjudge.store import check_page, write_text
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def demo(
     from selfjudge.bench.demo import SHIPPED, Demo, in_floats
     from selfjudge.judge.model import Judge
 
-    with status(patient=True) as line, tempfile.TemporaryDirectory() as folder:
+    with Progress(patient=True) as line, tempfile.TemporaryDirectory() as folder:
         if whole.dtype == "q4":
             line("reading the weights as floats, for log-likelihoods …")
             whole = in_floats(pair)
@@ -65,11 +65,11 @@ def demo(
                 may = f"at most {100 * tuned['epsilon']:.0f} points of agreement with exact may be lost"
                 say(f"a small tune, {tuned['n']} prompts, {may}: {tuned['finding']}")
         except KeyboardInterrupt:
-            line.stop()
+            line.hide()
             warn("interrupted; this is what was done until then")
             _finish(run.result, out, as_json)
             raise
-        line.stop()
+        line.hide()
         _finish(run.result, out, as_json)
 
 

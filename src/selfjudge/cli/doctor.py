@@ -18,11 +18,11 @@ import typer
 from packaging.requirements import Requirement
 
 from selfjudge.cli.options import AsJson
-from selfjudge.cli.output import print_json, print_rows, status
+from selfjudge.cli.output import Progress, print_json, print_rows
 from selfjudge.errors import first_line
 from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.models.memory import available_memory
-from selfjudge.store import home, machine, versions
+from selfjudge.store import home, machine, measured_on, versions
 
 EXTRAS = {"serve": "selfjudge serve", "eval": "benchmarks", "vllm": "vLLM"}
 """Extras of the package, by the name under which they are reported."""
@@ -51,10 +51,10 @@ def doctor(as_json: AsJson = False) -> None:
 
     Example: selfjudge doctor
     """
-    with status() as line:
+    with Progress() as line:
         checks = list(examine(line))
     if as_json:
-        print_json({"versions": versions(), "machine": machine(), "checks": [asdict(check) for check in checks]})
+        print_json({**measured_on(), "checks": [asdict(check) for check in checks]})
         return
     print_rows([{"": "✓" if c.ok else "–", "what": c.name, "found": c.found, "to have it": c.mend} for c in checks])
     ready = all(check.ok for check in checks if check.name in ("packages", "torch", "cache"))

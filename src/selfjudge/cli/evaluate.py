@@ -10,7 +10,7 @@ import typer
 
 from selfjudge.cli.groups import BackendOptions, Chosen, JudgeOptions, PairOptions, RecipeFolder
 from selfjudge.cli.options import AsJson, Resume, config_options
-from selfjudge.cli.output import figure, going_on, print_json, print_rows, progress, warn, with_spread
+from selfjudge.cli.output import Progress, figure, going_on, print_json, print_rows, warn, with_spread
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.config import EvalConfig
 from selfjudge.evaluate.presets import PAPER_PAIRS, ReproduceConfig
@@ -78,7 +78,7 @@ def evaluate(
     judges = {name: [Judge.from_pretrained(place) for place in places] for name, places in sources.items()}
     for loaded in (j for several in judges.values() for j in several):
         loaded.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
-    with going_on("go on with --resume"), progress() as update:
+    with going_on("go on with --resume"), Progress() as update:
         summaries = evaluate_rules(pair, out, config, judges=judges, answerer=answerer, notify=update, warn=warn)
     if as_json:
         print_json(summaries)
@@ -147,7 +147,7 @@ def reproduce(
 
     from selfjudge.evaluate.reproduce import reproduce_paper
 
-    with progress() as update:
+    with Progress() as update:
         result = reproduce_paper(loaded, out, config, notify=update, warn=warn)
     if as_json:
         print_json(result)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from selfjudge.cli.output import progress, waiting, warn
+from selfjudge.cli.output import Progress, waiting, warn
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.models.catalogue import EMBEDDED, check_hub, check_reference, shipped_draft
@@ -128,7 +128,7 @@ class PairOptions(DeviceOptions):
             raise SelfJudgeError(f"no draft ships for {self.name}: name one with `draft`")
         for reference in filter(None, (self.name, self.draft)):
             check_hub(reference)
-        with progress(patient=True) as update:
+        with Progress(patient=True) as update:
             update(f"loading {self.name}", 0.0)
 
             from selfjudge.models.pair import Pair

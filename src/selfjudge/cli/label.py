@@ -10,7 +10,7 @@ import typer
 
 from selfjudge.cli.groups import JudgeOptions, PairOptions, check_rule, outline
 from selfjudge.cli.options import AsJson, Data, Resume, config_options
-from selfjudge.cli.output import going_on, print_json, print_rows, progress, waiting, warn
+from selfjudge.cli.output import Progress, going_on, print_json, print_rows, waiting, warn
 from selfjudge.errors import SelfJudgeError
 from selfjudge.label.config import FULL_PRECISION, GREEDY, ROUNDED, LabelConfig
 from selfjudge.label.tau import known_tau
@@ -58,7 +58,7 @@ def label(
 
     from selfjudge.label.pipeline import label_pair
 
-    with going_on("go on with --resume"), progress() as update:
+    with going_on("go on with --resume"), Progress() as update:
         manifest = label_pair(pair, out, config, backend=engine, data=data, resume=resume, notify=update, warn=warn)
     if as_json:
         print_json({k: v for k, v in manifest.items() if k != "shards"})

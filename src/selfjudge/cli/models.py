@@ -15,7 +15,7 @@ import typer
 
 from selfjudge.cli.groups import PairOptions
 from selfjudge.cli.options import AsJson, config_options
-from selfjudge.cli.output import print_json, print_rows, progress
+from selfjudge.cli.output import Progress, print_json, print_rows
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.catalogue import EMBEDDED, draft_for
 from selfjudge.models.heads import check_export
@@ -47,7 +47,7 @@ def pull(
     """
     from selfjudge.models.pull import checkpoint_folder, pull as pull_model
 
-    with progress() as update:
+    with Progress() as update:
         file = pull_model(name, update)
         folder = checkpoint_folder(name, update) if checkpoint else None
     if as_json:
@@ -77,7 +77,7 @@ def export(
     from selfjudge.models.export import export_head
     from selfjudge.models.pull import served_reference
 
-    with progress() as update:
+    with Progress() as update:
         export_head(models.name, draft, out, steps=config.gamma, progress=update)
     speculation = {"method": "eagle3", "model": str(out), "num_speculative_tokens": config.gamma}
     if as_json:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import typer
+from rich import progress as bars
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+
+from selfjudge.store.files import dumped
 
 QUIET = 15.0
 """Seconds after which a stage that goes on says so where there is no terminal."""
@@ -31,7 +32,7 @@ def as_options(message: str) -> str:
 
 
 def print_json(value: Any) -> None:
-    typer.echo(json.dumps(value, ensure_ascii=False, indent=2))
+    typer.echo(dumped(value, indent=2))
 
 
 def print_rows(rows: list[dict[str, Any]]) -> None:
@@ -71,13 +72,6 @@ def with_spread(value: float | None, interval: list[float] | None, scale: float 
     return f"{scale * value:+.1f} ± {scale * (high - low) / 2:.1f}"
 
 
-def describe_machine(result: dict[str, Any]) -> str:
-    """The machine and the versions that a result was measured with, in a few words."""
-    machine, versions = result["machine"], result["versions"]
-    processor = machine.get("gpu") or machine.get("cpu", machine["arch"])
-    return f"{processor}, {machine['cpus']} cores, torch {versions['torch']}, transformers {versions['transformers']}"
-
-
 def warn(text: str) -> None:
     """One line on stderr, with the options of the command line in place of the arguments that it names."""
     print(f"selfjudge: {as_options(text)}", file=sys.stderr, flush=True)
@@ -93,40 +87,69 @@ def going_on(words: str) -> Iterator[None]:
         raise
 
 
-class Lines:
-    """Reports where there is no terminal: each stage once, and again every QUIET seconds while it goes on.
+class Progress:
+    """Says on stderr what is going on: one changing line with a bar on a terminal, lines elsewhere.
 
-    A patient one begins to speak after QUIET seconds: work that is soon done, or refused, leaves no line.
+    Without a terminal, a stage is said when it begins, and again every QUIET seconds while it lasts. With `patient`
+    nothing is said before QUIET seconds have passed: work that is soon done, or fails at once, leaves no line.
     """
 
     def __init__(self, patient: bool = False) -> None:
-        self._patient, self._seen, self._out = patient, set[str](), sys.stderr  # which a load may redirect
+        self._patient, self._seen, self._out = patient, set[str](), sys.stderr  # a model load may redirect stderr
         self._stage = ""
         self._share: float | None = None
         self._begun = self._said = time.monotonic()
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._watch = threading.Thread(target=self._repeat, daemon=True)
-        self._watch.start()
+        console, columns = Console(file=sys.stderr), bars.Progress.get_default_columns()
+        self._bar = bars.Progress(*columns, console=console, transient=True) if console.is_terminal else None
+
+    def __enter__(self) -> Self:
+        if self._bar is None:
+            self._watch.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.hide()
+        self._closed.set()
+        if self._bar is None:
+            self._watch.join()
 
     def __call__(self, stage: str, share: float | None = None) -> None:
         """Say what goes on, with the share of it that is done where that is known."""
         with self._lock:
+            new = stage.split(":")[0] != self._stage.split(":")[0]
             if stage != self._stage:
                 self._begun = time.monotonic()
             self._stage, self._share = stage, share
-            if self._due:
+            if self._bar is not None:
+                self._draw(self._bar, new)
+            elif self._due:
                 self._say()
             elif stage not in self._seen and not self._patient:
                 self._say(first=True)
 
-    def result_said(self) -> None:
-        """A line of the result was printed: the silence begins anew."""
+    def print(self, text: str) -> None:
+        """Print a line of the result on stdout, at once also into a pipe."""
+        self.hide()
+        print(text, flush=True)
         with self._lock:
             self._said = time.monotonic()
 
-    def close(self) -> None:
-        self._closed.set()
-        self._watch.join()
+    def hide(self) -> None:
+        """Take the changing line away until the next report."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _draw(self, bar: bars.Progress, new: bool) -> None:
+        """Update the changing line; a new stage begins its own estimate of the time left."""
+        if new and bar.tasks:
+            bar.remove_task(bar.task_ids[0])
+        if not bar.tasks:
+            bar.add_task("")
+        total = None if self._share is None else 1.0
+        bar.update(bar.task_ids[0], description=self._stage, total=total, completed=self._share or 0.0)
+        bar.start()
 
     @property
     def _due(self) -> bool:
@@ -155,82 +178,8 @@ class Lines:
 
 
 @contextmanager
-def progress(patient: bool = False) -> Iterator[Callable[[str, float], None]]:
-    """A progress bar on stderr; lines where there is no terminal."""
-    if not Console(file=sys.stderr).is_terminal:
-        lines = Lines(patient)
-        try:
-            yield lines
-        finally:
-            lines.close()
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
-        task = bar.add_task("starting", total=1.0)
-        current = ""
-
-        def show(stage: str, share: float) -> None:
-            nonlocal current
-            if stage.split(":")[0] != current:  # the time left is that of the stage
-                current = stage.split(":")[0]
-                bar.reset(task)
-            bar.update(task, description=stage, completed=share)
-
-        yield show
-
-
-class StatusLine:
-    """Reports of what is going on: one changing line on a terminal, lines elsewhere; both on stderr."""
-
-    def __init__(self, patient: bool = False) -> None:
-        console = Console(file=sys.stderr)
-        self._spinner = console.status("") if console.is_terminal else None
-        self._lines = None if console.is_terminal else Lines(patient)
-
-    def __call__(self, text: str) -> None:
-        if self._lines is not None:
-            self._lines(text)
-        elif self._spinner is not None:
-            self._spinner.update(text)
-            self._spinner.start()
-
-    def print(self, text: str) -> None:
-        """A line of the result on stdout, at once also in a pipe."""
-        self.stop()
-        print(text, flush=True)
-        if self._lines is not None:
-            self._lines.result_said()
-
-    def stop(self) -> None:
-        """Take the changing line away until the next report."""
-        if self._spinner is not None:
-            self._spinner.stop()
-
-    def close(self) -> None:
-        self.stop()
-        if self._lines is not None:
-            self._lines.close()
-
-
-@contextmanager
-def status(patient: bool = False) -> Iterator[StatusLine]:
-    """A line that says what is going on while the work lasts."""
-    line = StatusLine(patient)
-    try:
-        yield line
-    finally:
-        line.close()
-
-
-@contextmanager
 def waiting(text: str) -> Iterator[None]:
     """Say what is waited for: on a terminal at once, elsewhere once it has taken QUIET seconds."""
-    with status(patient=True) as line:
-        line(text)
+    with Progress(patient=True) as progress:
+        progress(text)
         yield

@@ -9,7 +9,7 @@ import typer
 
 from selfjudge.cli.groups import DeviceOptions
 from selfjudge.cli.options import AsJson, config_options
-from selfjudge.cli.output import print_json, print_rows, progress, waiting
+from selfjudge.cli.output import Progress, print_json, print_rows, waiting
 from selfjudge.errors import SelfJudgeError
 from selfjudge.label.folder import finished
 from selfjudge.store import refuse_foreign
@@ -40,7 +40,7 @@ def train(
         finished(folder)
 
     device = place.fitting_device
-    with progress() as update:
+    with Progress() as update:
         from selfjudge.train.pipeline import train_judge
 
         judge = train_judge(labels, out, config, device=device, notify=update)
@@ -98,7 +98,7 @@ def study(
     finished(labels)
 
     device = place.fitting_device
-    with progress() as update:
+    with Progress() as update:
         from selfjudge.train.study import run_study
 
         result = run_study(labels, out, config, device=device, notify=update)

@@ -24,10 +24,10 @@ from selfjudge.engine.teacher_forced import GRID, Sequences, logit_rows, logits_
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.collect import Collector
-from selfjudge.prompts.sources import Notify
 from selfjudge.store import Journal, RunFolder, read_tensors, sha256, write_tensors
 from selfjudge.store.artefacts import DistillPrompts, WrittenRow
 from selfjudge.store.schema import conform
+from selfjudge.types import Notify
 
 Row = dict[str, Any]
 CHUNK = 4096  # answers per file

@@ -30,10 +30,11 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.models.eagle import EagleConfig, decoder_layers
 from selfjudge.models.gguf import check_whole_weights
 from selfjudge.models.pair import Pair
-from selfjudge.prompts.sources import Notify, check_readable
+from selfjudge.prompts.sources import check_readable
 from selfjudge.store import RunFolder, read_tensors, sha256, write_tensors
 from selfjudge.store.artefacts import DistillSettings
 from selfjudge.store.schema import conform
+from selfjudge.types import Notify
 
 
 def distill_draft(

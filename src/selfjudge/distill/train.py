@@ -20,9 +20,9 @@ from selfjudge.distill.student import Student, distillation_loss
 from selfjudge.engine.teacher_forced import attention
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.weights import check_finite
-from selfjudge.prompts.sources import Notify
 from selfjudge.store import read_tensors, write_tensors
 from selfjudge.store.schema import conform
+from selfjudge.types import Notify
 
 WARM_UP = 100  # steps
 DECAY = 0.01  # of matrices, per unit of learning rate

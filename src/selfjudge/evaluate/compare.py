@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.evaluate.config import Warn
 from selfjudge.evaluate.runs import Run
 from selfjudge.store import read_json, read_rows, write_json, write_rows
 from selfjudge.store.artefacts import FinishedSummary, ScoredSample
 from selfjudge.tasks.base import Row, Task
+from selfjudge.types import Warn
 
 RESAMPLES = 2000
 Interval = tuple[float, float]

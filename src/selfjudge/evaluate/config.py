@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,6 @@ from typing import Any
 from selfjudge.errors import SelfJudgeError
 from selfjudge.tasks.base import task
 from selfjudge.types import MAX_GAMMA, check_settings, setting
-
-Notify = Callable[[str, float], None]
-"""Takes a stage and the share of the work that is done."""
-Warn = Callable[[str], None]
 
 
 @dataclass(frozen=True)

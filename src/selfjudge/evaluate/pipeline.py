@@ -20,7 +20,7 @@ from typing import Any
 
 from selfjudge.evaluate.answerer import Answerer, TorchAnswerer
 from selfjudge.evaluate.compare import compare_with_exact, find_exact
-from selfjudge.evaluate.config import EvalConfig, Notify, Warn
+from selfjudge.evaluate.config import EvalConfig
 from selfjudge.evaluate.consistency import Entails, load_entailment
 from selfjudge.evaluate.execute import Execution
 from selfjudge.evaluate.runs import Judges, Run, plan_runs
@@ -31,7 +31,7 @@ from selfjudge.models.pair import Pair
 from selfjudge.store import RunFolder, keep_settings, provenance, read_json, write_json
 from selfjudge.store.artefacts import FinishedSummary, RunRecord, TaskRecord
 from selfjudge.tasks.livecodebench import LiveCodeBench, fold, learnt_folds
-from selfjudge.types import default_gamma
+from selfjudge.types import Notify, Warn, default_gamma
 
 SHARED = ("limit", "max_new_tokens", "batch", "seed")
 """Settings that all runs of a folder have in common."""

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.evaluate.config import Notify, Warn
 from selfjudge.evaluate.pipeline import evaluate_rules
 from selfjudge.evaluate.presets import CODE, Preset, ReproduceConfig
 from selfjudge.evaluate.task_examples import check_examples
@@ -27,6 +26,7 @@ from selfjudge.prompts.sources import Source
 from selfjudge.tasks.livecodebench import FOLDS, learnt_folds
 from selfjudge.train.config import TrainConfig
 from selfjudge.train.pipeline import train_judge
+from selfjudge.types import Notify, Warn
 
 FREE_RULES = ("exact", "topk:2", "relaxed", "margin:0.5", "fly:0.15,6")
 """Rules that need no judge."""

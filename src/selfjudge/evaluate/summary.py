@@ -11,7 +11,7 @@ from selfjudge.decoding.text import draft_dtype
 from selfjudge.evaluate.compare import interval
 from selfjudge.evaluate.runs import Run
 from selfjudge.models.pair import Pair
-from selfjudge.store import provenance, versions
+from selfjudge.store import measured_on
 from selfjudge.tasks.base import Row, Task
 
 NOT_COMPARED: Mapping[str, Any] = {
@@ -43,7 +43,7 @@ def summarise(pair: Pair, task: Task, run: Run, samples: Sequence[Row], *, check
         "agreement_measure": "same_answer" if checkable else "word_overlap",
         "dtype": pair.dtype,
         "draft_dtype": draft_dtype(pair),
-        **_provenance(task),
+        **measured_on(*task.requires),
         "run_sha256": run.identity,
     }
 
@@ -97,14 +97,3 @@ def _lengths(samples: Sequence[Row]) -> dict[str, Any]:
 
 def _share(flags: Any) -> float:
     return float(np.mean(list(flags)))
-
-
-def _provenance(task: Task) -> dict[str, Any]:
-    """Machine, versions (with those of what scores the task), date and commit."""
-    made = provenance()
-    return {
-        "machine": made["machine"],
-        "versions": versions(*task.requires),
-        "date": made["time"][:10],
-        "commit": made["commit"],
-    }

@@ -21,9 +21,10 @@ from selfjudge.label.preservation import Search, score_events, search, start_sea
 from selfjudge.label.score import Scorer, suffix_term
 from selfjudge.models.pair import Pair
 from selfjudge.models.tokens import context_window
-from selfjudge.prompts.sources import Notify, PromptRecord, Source, load_prompts
+from selfjudge.prompts.sources import PromptRecord, Source, load_prompts
 from selfjudge.store import read_tensors, write_tensors
 from selfjudge.tasks.base import Task, task
+from selfjudge.types import Notify
 
 WEAK = 0.9  # share of critical mismatches from which the target is called too weak to tell
 FEWEST = 20  # critical tokens that a quantile is taken of

@@ -33,7 +33,6 @@ from selfjudge.label.score import Scorer
 from selfjudge.label.tau import known_tau
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.collect import Collector
-from selfjudge.prompts.sources import Notify, Warn
 from selfjudge.store import Journal, RunFolder, read_rows, sha256, write_rows
 from selfjudge.store.artefacts import (
     CalibrationSeal,
@@ -47,7 +46,7 @@ from selfjudge.store.artefacts import (
 from selfjudge.tasks.base import known, task
 from selfjudge.tasks.code import CodeTask
 from selfjudge.tasks.sandbox.runner import refuse_unisolated
-from selfjudge.types import default_gamma
+from selfjudge.types import Notify, Warn, default_gamma
 
 SHARD = 64  # responses
 CONTINUATIONS = {"cuda": 16384}  # of a shard of consequences, by device

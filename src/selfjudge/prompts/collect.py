@@ -9,8 +9,9 @@ from typing import Any
 
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.self_written import write_prompts
-from selfjudge.prompts.sources import SELF, Notify, PromptRecord, Source, Warn, load_prompts
+from selfjudge.prompts.sources import SELF, PromptRecord, Source, load_prompts
 from selfjudge.store import Journal
+from selfjudge.types import Notify, Warn
 
 
 @dataclass(frozen=True)

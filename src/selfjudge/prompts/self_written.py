@@ -19,9 +19,10 @@ from selfjudge.decoding.plain import Answer, respond
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.pair import Pair, Prompt
-from selfjudge.prompts.sources import Notify, Source
+from selfjudge.prompts.sources import Source
 from selfjudge.store import Journal
 from selfjudge.tasks.cnn_dailymail import summarise
+from selfjudge.types import Notify
 
 LONGEST = 160  # tokens of a self-written prompt
 LONGEST_TEXT = 384  # of one that brings a text along

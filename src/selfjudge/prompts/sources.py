@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from selfjudge.errors import SelfJudgeError
 from selfjudge.store import parse_json
 from selfjudge.tasks.base import FILE, Prompt, Task, known, split_and_part, split_of, task
+from selfjudge.types import Warn
 
 LEARNABLE = ("train", "fold-", "dev", "validation")  # splits begin with one of these
 SELF = (
@@ -18,8 +19,6 @@ SELF = (
     "self-chats", "self-summaries",
 )  # fmt: skip
 SELF_COUNT = 20000  # prompts that the target writes if no number is given
-Notify = Callable[[str, float], None]
-Warn = Callable[[str], None]
 
 
 @dataclass(frozen=True)

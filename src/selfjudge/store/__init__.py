@@ -25,7 +25,13 @@ from selfjudge.store.files import (
 from selfjudge.store.hub import hub_options as hub_options, quiet_hub as quiet_hub, unreachable as unreachable
 from selfjudge.store.journal import Journal as Journal
 from selfjudge.store.markdown import markdown_table as markdown_table
-from selfjudge.store.provenance import machine as machine, provenance as provenance, versions as versions
+from selfjudge.store.provenance import (
+    describe_machine as describe_machine,
+    machine as machine,
+    measured_on as measured_on,
+    provenance as provenance,
+    versions as versions,
+)
 from selfjudge.store.run_folder import (
     RunFolder as RunFolder,
     keep_settings as keep_settings,

@@ -8,6 +8,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -38,16 +39,23 @@ def machine() -> dict[str, Any]:
     return described
 
 
+def measured_on(*packages: str) -> dict[str, Any]:
+    """The head of every file of figures: machine, versions (of these packages as well), date and commit."""
+    commit = _output("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD") or None
+    date = time.strftime("%Y-%m-%d", time.gmtime())
+    return {"machine": machine(), "versions": versions(*packages), "date": date, "commit": commit}
+
+
+def describe_machine(header: Mapping[str, Any]) -> str:
+    """Processor and versions of such a head, in a few words."""
+    machine, versions = header["machine"], header["versions"]
+    processor = machine.get("gpu") or machine.get("cpu", machine["arch"])
+    return f"{processor}, {machine['cpus']} cores, torch {versions['torch']}, transformers {versions['transformers']}"
+
+
 def provenance(**extra: Any) -> dict[str, Any]:
-    """Who made a folder: argv, commit, versions, machine, time."""
-    return {
-        "argv": sys.argv,
-        "commit": _output("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD") or None,
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "versions": versions(),
-        "machine": machine(),
-        **extra,
-    }
+    """The content of `run.json`: who made a folder, when, and on what."""
+    return {"argv": sys.argv, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **measured_on(), **extra}
 
 
 @cache

@@ -6,7 +6,7 @@ Three parts, split by prompt: a prompt, in whatever folder and however often it 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -23,6 +23,7 @@ from selfjudge.label.calibrate import tau_of, total
 from selfjudge.label.folder import finished, read_responses, read_shards
 from selfjudge.label.tau import shipped_tau
 from selfjudge.store import read_tensors
+from selfjudge.types import Notify
 
 PARTS = ("fit", "select", "holdout")
 SHARES = (0.7, 0.15, 0.15)
@@ -32,7 +33,6 @@ GPU_SPARE = 8 << 30  # of its memory is left free when features are kept there
 HIDDEN_ARRAYS = {"hidden_draft", "hidden_target", "hidden_before"}
 FEATURE_ARRAYS = {*HIDDEN_ARRAYS, "lookahead"}
 
-Notify = Callable[[str, float], None]
 Arrays = dict[str, NDArray[Any]]
 
 

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from selfjudge.judge.config import JudgeConfig, columns as count_columns
 from selfjudge.judge.model import Judge
-from selfjudge.train.dataset import Notify, Piece, Rows
+from selfjudge.train.dataset import Piece, Rows
 from selfjudge.train.thresholds import roc_auc
+from selfjudge.types import Notify
 
 GRID = tuple(float(c) for c in np.logspace(-6, 2, 13))
 LOOSE = 100.0  # C of the columns beside the hidden state: so few of them need no regularisation

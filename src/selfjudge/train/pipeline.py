@@ -26,9 +26,10 @@ from selfjudge.judge.training_prompts import write_training_prompts
 from selfjudge.store import locked, provenance, refuse_foreign, write_json
 from selfjudge.train.card import Evidence, write_card
 from selfjudge.train.config import LEFT_BY_A_KILL, TrainConfig
-from selfjudge.train.dataset import PARTS, Notify, Rows
+from selfjudge.train.dataset import PARTS, Rows
 from selfjudge.train.fit import FitOptions, Fitted, auc, best_on_select, fit_linear, fit_mlp, predict
 from selfjudge.train.thresholds import accepted_shares, find_thresholds, quality_curve, roc_auc
+from selfjudge.types import Notify
 
 
 def train_judge(

@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import FEATURES, MODELS, JudgeConfig
 from selfjudge.label.calibrate import read_evidence, total
-from selfjudge.store import machine, versions, write_json
+from selfjudge.store import measured_on, write_json
 from selfjudge.train.config import StudyConfig
-from selfjudge.train.dataset import Notify, Rows
+from selfjudge.train.dataset import Rows
 from selfjudge.train.fit import GRID, FitOptions, Fitted, auc, fit_linear, fit_mlp
 from selfjudge.train.thresholds import roc_auc
+from selfjudge.types import Notify
 
 POINTS = 10
 LENGTHS = (0, 5, 10, 20)
@@ -58,9 +59,7 @@ def run_study(
         "target": rows.manifests[0]["target"],
         "draft": rows.manifests[0]["draft"],
         "C_grid": list(SOME_C),
-        "machine": machine(),
-        "versions": versions(),
-        "date": time.strftime("%Y-%m-%d"),
+        **measured_on(),
     }
     studies: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "learning_curve": study.learning_curve,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ from selfjudge.tasks.base import Prompt, Row
 from selfjudge.tune.candidates import candidates, fitting
 from selfjudge.tune.certify import refuse_hopeless
 from selfjudge.tune.config import CPU_BATCH, CUDA_BATCH, TuneConfig
+from selfjudge.types import Warn
 
 if TYPE_CHECKING:
     from selfjudge.judge.config import JudgeConfig
@@ -32,8 +33,6 @@ WORDS = {
     "overlap": "the words that exact decoding uses (overlap in order)",
 }
 """What each measure keeps, in words."""
-
-Warn = Callable[[str], None]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from selfjudge.evaluate.examples import example_rows
 from selfjudge.evaluate.execute import generation_of
 from selfjudge.models.gguf import has_whole_weights
 from selfjudge.models.pair import Pair
-from selfjudge.store import provenance
+from selfjudge.store import measured_on
 from selfjudge.tasks.base import Row
 from selfjudge.tune.calibration import WORDS, CalibrationPrompt, Measure
 from selfjudge.tune.certify import Claim, binomial_upper, needed_prompts, upper_bound
@@ -103,7 +103,7 @@ def certificate(
     choice: Choice,
 ) -> dict[str, Any]:
     """The content of certificate.json."""
-    made, best = provenance(), choice.best
+    best = choice.best
     differences = np.asarray(best.trial.differences if best is not None and best.trial is not None else [], float)
     return {
         "format_version": FORMAT,
@@ -137,10 +137,7 @@ def certificate(
         "engine": settings["engine"],
         "dtype": pair.dtype,
         "draft_dtype": settings["draft_dtype"],
-        "machine": made["machine"],
-        "versions": made["versions"],
-        "commit": made["commit"],
-        "date": made["time"][:10],
+        **measured_on(),
         "stopped": any(outcome.stopped for outcome in choice.outcomes)
         or (best is not None and len(differences) < best.claim.n),
     }

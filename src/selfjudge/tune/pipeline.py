@@ -20,7 +20,6 @@ from typing import Any
 
 from selfjudge.decoding.text import int8_draft
 from selfjudge.evaluate.answerer import Answerer, TorchAnswerer
-from selfjudge.evaluate.config import Notify, Warn
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
 from selfjudge.report.certificate import certificate_markdown, certificate_page
@@ -41,7 +40,7 @@ from selfjudge.tune.config import CPU_BATCH, CUDA_BATCH, FREE, TuneConfig
 from selfjudge.tune.recipe import CERTIFICATE, FORMAT, JUDGE, RECIPE, Recipe
 from selfjudge.tune.speeds import chosen_gamma, fitting_prompts
 from selfjudge.tune.trials import Trial, Trials
-from selfjudge.types import default_gamma
+from selfjudge.types import Notify, Warn, default_gamma
 
 JUDGE_NAME = "judge"
 CPU_MINUTES = 12.0
