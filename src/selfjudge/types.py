@@ -146,7 +146,7 @@ class Block:
     scores: Tensor | None = None
     """[B, γ] the judge's P(acceptable) of each draft, where a judge was asked; NaN where it could not say."""
     argmax: tuple[Tensor, Tensor] | None = None
-    """[B, γ+1] the target's most likely token of each row and whether the row has a NaN or +inf, where known already."""
+    """[B, γ+1] the target's most likely token of each row, and whether the row has a NaN or +inf."""
 
     @property
     def gamma(self) -> int:

@@ -38,7 +38,7 @@ def _row_argmax(best_ptr, index_ptr, bad_ptr, choice_ptr, row_bad_ptr, chunks, B
 
 @triton.jit
 def row_argmax(x_ptr, size, BLOCK: tl.constexpr):
-    """`argmax_checked` of one row inside a program: the most likely token, its logit, and whether the row is non-finite."""
+    """`argmax_checked` of one row inside a program: the most likely token, its logit, whether the row is non-finite."""
     column = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], -float("inf"), tl.float32)  # of each column of blocks, and where it was first seen
     index = tl.zeros([BLOCK], tl.int32)
