@@ -19,7 +19,7 @@ from hypothesis import given, settings, strategies as st
 from conftest import tiny_head, tiny_model
 from selfjudge.cli.main import main
 from selfjudge.decoding.rule_parser import parse_rule
-from selfjudge.decoding.rules import EXACT, AcceptanceRule, Judged
+from selfjudge.decoding.rules import EXACT, AcceptanceRule, Judged, Margin
 from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.vllm import serve
@@ -120,7 +120,7 @@ def test_a_judge_that_ships_does_not_make_the_rule(no_pull: None) -> None:
         ({"selfjudge": {"judge": "j", "theta": True}}, "`theta` must be a number, not True"),
         ({"selfjudge": {"judge": "j", "quality": "R"}}, "`quality` must be a number, not 'R'"),
         ({"selfjudge": {"judge": "j", "price": "1"}}, "`price` must be a number, not '1'"),
-        ({"selfjudge": {"judge": "j", "price": -1}}, "judged needs a price of at least 0, not -1"),
+        ({"selfjudge": {"judge": "j", "price": -1}}, "`price` must be at least 0, not -1"),
         ({"selfjudge": {"judge": "j", "price": 0.1, "theta": 0.1}}, "a price replaces θ"),
         ({"selfjudge": {"rule": ["topk"]}}, "`rule` must be text"),
         ({"selfjudge": {"rule": "nope"}}, "unknown rule 'nope'"),
@@ -286,7 +286,7 @@ def _parsed(text: str) -> AcceptanceRule:
 
 def test_a_plan_is_made_when_rules_or_rows_change() -> None:
     plans, rows = LastPlan(), LastRows()
-    one, other = _parsed("margin:1"), _parsed("margin:1")
+    one, other = Margin(1.0), Margin(1.0)
     first = plans([one, None], rows([2, 1], CPU), 4)
     assert plans([one, None], rows([2, 1], CPU), 4) is first
     assert plans([other, None], rows([2, 1], CPU), 4) is not first

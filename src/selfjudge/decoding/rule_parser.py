@@ -1,10 +1,16 @@
-"""Rules as text: `topk:3`, `relaxed:k=5,delta=0.2`, `judged:F`."""
+"""Rules as they are asked for: by text such as `topk:3` or `judged:F`, with a judge, θ, quality, price and γ.
+
+Reading and checking a request imports no torch. A new rule is one class in `rules.py` and its entry in `RULES`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import MISSING, fields
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from selfjudge.decoding.rules import (
@@ -23,6 +29,8 @@ from selfjudge.decoding.rules import (
 )
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.errors import SelfJudgeError, unknown
+from selfjudge.judge.config import JudgeConfig
+from selfjudge.types import MAX_GAMMA, Gamma, check_settings, setting
 
 if TYPE_CHECKING:
     from selfjudge.judge.model import Judge
@@ -33,157 +41,279 @@ RULES: dict[str, type[AcceptanceRule]] = {
     for rule in (Exact, SpeculativeSampling, TopK, Relaxed, Typical, Margin, FLy, RandomAcceptance, Judged, JudgeOnly)
 }
 
-NOT_IN_TEXT = {"judge", "base", "sampling", "special"}
+CONTEXT = ("judge", "base", "sampling", "special")
+"""Fields of rules that come from where they are used, not from their text."""
+_BOOLS = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
+
+
+@dataclass(frozen=True)
+class RuleRequest:
+    """A rule and how strict it is, as it is asked for in Python, on the command line or of a server.
+
+    Contradictory settings are refused at construction. Requests that mean the same resolve to the same rule object,
+    because engines find the graphs captured for a rule by its identity.
+    """
+
+    rule: str | None = setting(
+        None,
+        "Acceptance rule, such as topk:2 or judged:0.4. If not given: exact; judged where --judge, --theta, --quality"
+        " or --price is given; sampling with --temperature.",
+    )
+    judge: Any = setting(
+        None, "Judge folder, hub id or embedded name; the judge that ships for the target if not given."
+    )
+    theta: float | str | None = setting(
+        None, "Judge threshold: a number in [0, 1], larger accepts less, or F or R (the default)."
+    )
+    quality: float | None = setting(
+        None,
+        "Choose θ so that the judge rejects this share of bad substitutions: 0.9 rejects 90 %.",
+        minimum=0,
+        maximum=1,
+    )
+    price: float | None = setting(
+        None,
+        "Accept a substitution where the tokens it wins, at this price in nats, outweigh its harm; instead of a"
+        " threshold, with --rule margin or judged.",
+        minimum=0,
+    )
+    gamma: Gamma | None = setting(
+        None,
+        "Draft tokens per cycle, 0 is plain decoding; auto, the default of exact, chooses what is fastest; else 5, on a"
+        " CPU 3.",
+        minimum=0,
+        maximum=MAX_GAMMA,
+        word="auto",
+    )
+
+    def __post_init__(self) -> None:
+        if isinstance(self.theta, str):
+            with suppress(ValueError):
+                object.__setattr__(self, "theta", float(self.theta))
+        if not isinstance(self.rule, (str, type(None))):
+            raise SelfJudgeError(f"`rule` must be text, such as 'margin:0.5', not {str(self.rule)[:60]!r}")
+        for name, words in (("theta", True), ("quality", False), ("price", False)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float, type(None), *((str,) if words else ()))):
+                raise SelfJudgeError(f"`{name}` must be a number, not {value!r}")
+        check_settings(self)
+        if self.theta is not None and self.quality is not None:
+            raise SelfJudgeError("`quality` chooses θ: leave out one of `quality` and `theta`")
+        if self._theta is not None:
+            if not self.needs_judge:
+                raise self._without_judge()
+            if "theta" in self.options:
+                raise SelfJudgeError(f"{self.rule} names a threshold already: leave out `theta` and `quality`")
+        if self.price is not None:
+            if "price" not in rule_options(self.kind):
+                raise SelfJudgeError(f"rule {self.kind.name!r} has no price: `price` goes with rule margin or judged")
+            if "price" in self.options:
+                raise SelfJudgeError(f"{self.rule} names a price already: leave out `price`")
+
+    @property
+    def text(self) -> str:
+        """The rule that is meant: the one named, else `judged` where a judge, θ, quality or price is given."""
+        if self.rule is not None:
+            return self.rule
+        return "exact" if self.is_open and self.judge is None else "judged"
+
+    def __str__(self) -> str:
+        """The text of a rule that means the same, such as `judged:theta=q0.9`."""
+        return with_options(self.text, theta=self._theta, price=self.price)
+
+    @property
+    def kind(self) -> type[AcceptanceRule]:
+        """The class of the rule that is meant."""
+        return _parse(self.text)[0]
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The options that the rule's text gives."""
+        return _parse(self.text)[1]
+
+    @property
+    def needs_judge(self) -> bool:
+        return _takes(self.kind, "judge")
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the request names neither a rule nor θ, quality or price."""
+        return self.rule is None and self._theta is None and self.price is None
+
+    @property
+    def _theta(self) -> float | str | None:
+        """θ as a rule's text gives it."""
+        return self.theta if self.quality is None else f"q{self.quality}"
+
+    @property
+    def _decides(self) -> bool:
+        """Whether θ, quality or price is given, in the rule's text or beside it."""
+        return self._theta is not None or self.price is not None or not {"theta", "price"}.isdisjoint(self.options)
+
+    def _without_judge(self) -> SelfJudgeError:
+        return SelfJudgeError(
+            f"rule {self.text!r} does not use a judge: leave out `judge`, `theta` and `quality`, or use rule judged"
+        )
+
+    def named(self, sampling: Sampling | None = None) -> RuleRequest:
+        """The same request with its rule named; at a temperature `sampling` takes the place of `exact`."""
+        if self.rule is not None:
+            return self
+        return replace(self, rule="sampling" if sampling is not None and self.text == "exact" else self.text)
+
+    def inherit(self, own: RuleRequest) -> RuleRequest:
+        """The request completed by a server's `own`, which holds where this one is open.
+
+        θ, quality or price without a rule belong to the own rule, or to judged where that is lossless. A judged rule
+        without them takes the own θ or quality, never the own price.
+        """
+        gamma = own.gamma if self.gamma is None else self.gamma
+        if self.is_open:
+            return replace(own, gamma=gamma)
+        rule = own.text if self.rule is None and not own.kind.lossless else self.rule
+        request = replace(self, rule=rule, gamma=gamma)
+        if request.needs_judge and not request._decides:
+            return replace(request, theta=own.theta, quality=own.quality)
+        return request
+
+    def threshold(self, judge: Judge | JudgeConfig) -> float:
+        """θ as a number; of a request without one, the default of this judge."""
+        theta = self.options.get("theta", self._theta)
+        return judge.default_threshold if theta is None else judge.threshold(theta)
+
+    def resolve(
+        self,
+        pair: Pair | tuple[int, ...] = (),
+        judge: Judge | JudgeConfig | None = None,
+        sampling: Sampling | None = None,
+    ) -> AcceptanceRule:
+        """The rule for a pair, or for its special token ids.
+
+        A rule that needs a judge gets the one of the request, else `judge`, else the one that ships for the pair. A
+        `JudgeConfig` in its place gives a rule to check, not to decode with, and needs no torch.
+        """
+        request = self.named(sampling)
+        kind = request.kind
+        if request.needs_judge:
+            judge = load_judge(self.judge) if self.judge is not None else judge
+            judge = pair.judge if judge is None and not isinstance(pair, tuple) else judge
+            if judge is None:
+                raise SelfJudgeError(f"rule {kind.name!r} needs a judge and none ships for this target: give `judge`")
+        elif self.judge is not None:
+            raise request._without_judge()
+        if sampling is not None and not (_takes(kind, "sampling") or _takes(kind, "base")):
+            raise SelfJudgeError(f"rule {kind.name!r} is greedy: `temperature` goes with rule sampling or judged")
+        given = {"theta": self._theta, "price": self.price}
+        values = dict(request.options) | {name: value for name, value in given.items() if value is not None}
+        if judge is not None and _takes(kind, "theta") and "price" not in values:
+            values["theta"] = request.threshold(judge)
+        build = _build if isinstance(judge, JudgeConfig) else _build_once
+        rule = build(
+            kind,
+            tuple(sorted(values.items())),
+            special=pair if isinstance(pair, tuple) else pair.special_ids,
+            sampling=sampling,
+            judge=judge if request.needs_judge else None,
+        )
+        if isinstance(self.gamma, int):
+            rule.check(self.gamma)
+        return rule
 
 
 def resolve_rule(
-    pair: Pair,
-    rule: str | AcceptanceRule | None = None,
-    *,
-    judge: Judge | str | Path | None = None,
-    theta: float | str | None = None,
-    quality: float | None = None,
-    price: float | None = None,
-    sampling: Sampling | None = None,
+    pair: Pair, rule: str | AcceptanceRule | None = None, *, sampling: Sampling | None = None, **options: Any
 ) -> AcceptanceRule:
-    """The rule that text or an object names, ready for this pair.
-
-    Without a rule it is `judged` where a judge, a threshold, a quality or a price is given, `sampling` where `sampling`
-    is, and `exact` otherwise. A judged rule without a judge takes the one that ships for the pair.
-    """
-    judged = judge is not None or theta is not None or quality is not None
-    if isinstance(rule, AcceptanceRule):
-        if judged or price is not None or sampling is not None:
-            raise SelfJudgeError(
-                "a rule object is complete: `judge`, `theta`, `quality`, `price` and `sampling` go with a rule's text"
-            )
-        return rule
-    spec = rule or default_rule(judge, theta, quality, price, sampling=sampling)
-    if theta is not None and quality is not None:
-        raise SelfJudgeError("`quality` chooses the threshold: leave out one of `quality` and `theta`")
-    if issubclass(read_rule(spec)[0], Judged):
-        judge = pair.judge if judge is None else _loaded(judge)
-    elif judged:
+    """The rule that text or an object names, ready for this pair; `options` are those of `RuleRequest`."""
+    if not isinstance(rule, AcceptanceRule):
+        return RuleRequest(rule, **options).resolve(pair, sampling=sampling)
+    if sampling is not None or any(value is not None for value in options.values()):
         raise SelfJudgeError(
-            f"rule {spec!r} does not use a judge: leave out `judge`, `theta` and `quality`, or use rule judged"
+            "a rule object is complete: `judge`, `theta`, `quality`, `price` and `sampling` go with a rule's text"
         )
-    return _built(spec, pair.special_ids, sampling, judge, f"q{quality}" if quality is not None else theta, price)
+    return rule
 
 
-def default_rule(*said: object, sampling: Sampling | None = None) -> str:
-    """The rule where nobody names one: `judged` where anything was `said` about a judge, θ, a quality or a price."""
-    if any(value is not None for value in said):
-        return "judged"
-    return "exact" if sampling is None else "sampling"
-
-
-def _loaded(judge: Judge | str | Path) -> Judge:
+def load_judge(judge: Judge | JudgeConfig | str | Path) -> Judge | JudgeConfig:
     """The judge itself, or the one of that name; files are read again once they have changed."""
     from selfjudge.judge.hub import find_judge
 
     if not isinstance(judge, (str, Path)):
         return judge
     file = find_judge(judge) / "model.safetensors"
-    return _read(str(judge), file.stat().st_mtime_ns if file.is_file() else 0)
+    return _read_judge(str(judge), file.stat().st_mtime_ns if file.is_file() else 0)
 
 
 @lru_cache(16)  # the same object, and so the same rule, every time
-def _read(source: str, changed: int) -> Judge:
+def _read_judge(source: str, changed: int) -> Judge:
     from selfjudge.judge.model import Judge
 
     return Judge.from_pretrained(source)
 
 
-@lru_cache(64)  # engines find what they recorded with a rule by its identity
-def _built(
-    spec: str, special: tuple[int, ...], sampling: Sampling | None, judge: Judge | None, theta: float | str | None,
-    price: float | None,
-) -> AcceptanceRule:  # fmt: skip
-    return parse_rule(spec, special=special, sampling=sampling, judge=judge, theta=theta, price=price)
-
-
-def options(rule: type[AcceptanceRule]) -> dict[str, object]:
-    """The options that a rule's text may give, with their defaults."""
-    names = {f.name: None if f.default is MISSING else f.default for f in fields(rule) if f.name not in NOT_IN_TEXT}
-    return names | rule.defaults
-
-
-def parse_rule(
-    spec: str,
-    *,
-    special: tuple[int, ...] = (),
-    sampling: Sampling | None = None,
-    judge: Judge | None = None,
-    theta: float | str | None = None,
-    price: float | None = None,
-) -> AcceptanceRule:
-    """Build a rule from `name`, `name:value,…` or `name:option=value,…`, such as `topk:3` or `relaxed:k=5,delta=0.2`.
-
-    A temperature (`sampling`) belongs to `sampling` and to the judged rules on top of it; the others are greedy.
-    """
-    rule, values = read_rule(spec)
-    if price is not None:
-        if "price" not in options(rule):
-            raise SelfJudgeError(f"rule {rule.name!r} has no price: `price` goes with rule margin or judged")
-        if "price" in values:
-            raise SelfJudgeError(f"{spec} names a price already: leave out `price`")
-        values["price"] = price
-    if issubclass(rule, Judged):
-        if judge is None:
-            raise SelfJudgeError(f"rule {rule.name!r} needs a judge and none ships for this target: give `judge`")
-        if "theta" in values and theta is not None:
-            raise SelfJudgeError(f"{spec} names a threshold already: leave out `theta` and `quality`")
-        base = EXACT if sampling is None else SpeculativeSampling(sampling)
-        return rule(judge, values.pop("theta", theta), base, special=special, **values)
-    if judge is not None or theta is not None:
-        raise SelfJudgeError(
-            f"rule {rule.name!r} does not use a judge: leave out `judge`, `theta` and `quality`, or use rule judged"
-        )
-    if rule is SpeculativeSampling:
-        return SpeculativeSampling(sampling or Sampling())
-    if sampling is not None:
-        raise SelfJudgeError(f"rule {rule.name!r} is greedy: `temperature` goes with rule sampling or judged")
-    if rule is Exact:
+def _build(kind: type[AcceptanceRule], values: tuple[tuple[str, Any], ...], **context: Any) -> AcceptanceRule:
+    if kind is Exact:
         return EXACT
-    return rule(**values, **({"special": special} if "guard" in options(rule) else {}))
+    sampling = context["sampling"]
+    context["base"] = EXACT if sampling is None else SpeculativeSampling(sampling)
+    context["sampling"] = sampling or Sampling()
+    return kind(**dict(values), **{name: context[name] for name in CONTEXT if _takes(kind, name)})
 
 
-def read_rule(spec: str) -> tuple[type[AcceptanceRule], dict[str, Any]]:
-    """The class that a rule's text names and the options it gives; needs neither pair nor judge."""
-    name, _, text = spec.partition(":")
+_build_once = lru_cache(256)(_build)
+
+
+def _takes(kind: type[AcceptanceRule], field: str) -> bool:
+    return any(f.name == field for f in fields(kind))
+
+
+def rule_options(kind: type[AcceptanceRule]) -> dict[str, object]:
+    """The options that a rule's text may give, with their defaults."""
+    names = {f.name: None if f.default is MISSING else f.default for f in fields(kind) if f.name not in CONTEXT}
+    return names | kind.defaults
+
+
+def rule_text(rule: AcceptanceRule, *without: str) -> str:
+    """A rule object's name with its options, as a rule's text gives them."""
+    names = dict.fromkeys([*rule_options(type(rule)), *sorted(vars(rule))])  # not all rules are dataclasses
+    return with_options(rule.name, **{name: getattr(rule, name) for name in names if name not in (*CONTEXT, *without)})
+
+
+def with_options(text: str, **options: object) -> str:
+    """A rule's text with these options added; None adds nothing."""
+    for name, value in options.items():
+        if value is not None:
+            text += f"{',' if ':' in text else ':'}{name}={value}"
+    return text
+
+
+@lru_cache(256)
+def _parse(text: str) -> tuple[type[AcceptanceRule], Mapping[str, Any]]:
+    """The class and the options of `name`, `name:value,…` or `name:option=value,…`."""
+    name, _, listed = text.partition(":")
     if name not in RULES:
         raise unknown("rule", name, RULES)
-    rule = RULES[name]
-    known = options(rule)
+    known = rule_options(RULES[name])
     values: dict[str, Any] = {}
-    for index, part in enumerate(filter(None, text.split(","))):
+    for index, part in enumerate(filter(None, listed.split(","))):
         key, named, value = part.partition("=")
         if not named:
             if index >= len(known):
-                raise SelfJudgeError(f"rule {name!r} takes at most {len(known)} values, got {text!r}")
+                raise SelfJudgeError(f"rule {name!r} takes at most {len(known)} values, got {listed!r}")
             key, value = list(known)[index], part
         if key not in known:
             raise SelfJudgeError(f"rule {name!r} has no option {key!r}; it has: {', '.join(known) or 'none'}")
         values[key] = _convert(name, key, value, known[key])
-    return rule, values
-
-
-def names_threshold(spec: str) -> bool:
-    """Whether a rule's text, such as `judged:0.4`, says itself what decides: a θ, or a price instead of one."""
-    return not {"theta", "price"}.isdisjoint(read_rule(spec)[1])
+    return RULES[name], MappingProxyType(values)
 
 
 def _convert(rule: str, key: str, text: str, default: object) -> object:
+    """The value of an option, in the type of its default."""
     if key == "theta" and text[:1] in ("F", "R", "Y", "q"):
         return text
     try:
-        value = (
-            _TRUTH[text.lower()]
-            if isinstance(default, bool)
-            else int(text)
-            if isinstance(default, int)
-            else float(text)
-        )
+        if isinstance(default, bool):
+            return _BOOLS[text.lower()]
+        value = int(text) if isinstance(default, int) else float(text)
     except (KeyError, ValueError):
         raise SelfJudgeError(f"rule {rule!r}: {key}={text!r} is not a number") from None
     if not abs(value) < 1 << 31:  # NaN is not, either
@@ -191,4 +321,23 @@ def _convert(rule: str, key: str, text: str, default: object) -> object:
     return value
 
 
-_TRUTH = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
+def parse_rule(spec: str, *, special: tuple[int, ...] = (), sampling: Sampling | None = None, **request: Any) -> Any:
+    return RuleRequest(spec, **request).resolve(special, sampling=sampling)
+
+
+def read_rule(spec: str) -> tuple[type[AcceptanceRule], dict[str, Any]]:
+    kind, values = _parse(spec)
+    return kind, dict(values)
+
+
+def default_rule(*given: object, sampling: Sampling | None = None) -> str:
+    if any(value is not None for value in given):
+        return "judged"
+    return "exact" if sampling is None else "sampling"
+
+
+def names_threshold(spec: str) -> bool:
+    return not {"theta", "price"}.isdisjoint(read_rule(spec)[1])
+
+
+options, NOT_IN_TEXT = rule_options, set(CONTEXT)

@@ -47,6 +47,7 @@ class AcceptanceRule:
     reads_logits: ClassVar[bool] = True  # beyond their argmax
     sampling: ClassVar[Sampling | None] = None
     judge: ClassVar[Judge | None] = None
+    theta: ClassVar[float | None] = None
     defaults: ClassVar[dict[str, object]] = {}
     """Of options whose field says None, because they and others exclude each other."""
 
@@ -409,7 +410,7 @@ class Judged(AcceptanceRule):
     defaults: ClassVar[dict[str, object]] = {"theta": DEFAULT_THETA}
 
     judge: Judge  # type: ignore[misc]
-    theta: float = None  # type: ignore[assignment]  # the default threshold of the judge; none with a price
+    theta: float = None  # type: ignore[assignment, misc]  # the default threshold of the judge; none with a price
     base: AcceptanceRule = EXACT
     confirm: int = 0
     guard: bool = True
