@@ -204,13 +204,14 @@ class InProcess:
 
     def stream(self, question: Question) -> Generator[str, None, int]:
         from selfjudge.decoding.sampling import Sampling
+        from selfjudge.integrations.server.jobs import CompletionJob, Update
         from selfjudge.integrations.server.rules import RuleOptions
-        from selfjudge.integrations.server.scheduler import FullError, Job, Update
+        from selfjudge.integrations.server.scheduler import FullError
 
         sampling = Sampling(question.temperature) if question.temperature else None
         choice = self.scheduler.rules.choose(RuleOptions(off=question.mode == "off"), sampling)
         updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
-        job = Job(
+        job = CompletionJob(
             self.prompts[question.prompt], choice, question.max_tokens, updates.put, seed=question.index, streamed=True
         )
         try:

@@ -10,9 +10,10 @@ import pytest
 
 from selfjudge.decoding.text import Batch, StepOutput, generate
 from selfjudge.integrations.server.config import ServerConfig
+from selfjudge.integrations.server.jobs import CompletionJob, Update
 from selfjudge.integrations.server.metrics import Metrics
 from selfjudge.integrations.server.rules import Rules
-from selfjudge.integrations.server.scheduler import ClosedError, FullError, Job, Scheduler, Update
+from selfjudge.integrations.server.scheduler import ClosedError, FullError, Scheduler
 from selfjudge.integrations.server.schema import DecodeOptions
 from selfjudge.models.pair import Pair
 
@@ -37,9 +38,9 @@ def begin(tiny_pair: Pair) -> Iterator[Begin]:
 
 def job(
     scheduler: Scheduler, gamma: int = 2, tokens: int = 20, prompt: tuple[int, ...] = (5, 6)
-) -> tuple[Job, queue.Queue]:
+) -> tuple[CompletionJob, queue.Queue]:
     updates: queue.Queue[Update] = queue.Queue()
-    return Job(prompt, scheduler.rules.choose(DecodeOptions(gamma=gamma), None), tokens, updates.put), updates
+    return CompletionJob(prompt, scheduler.rules.choose(DecodeOptions(gamma=gamma), None), tokens, updates.put), updates
 
 
 def last(updates: queue.Queue) -> Update:
@@ -144,18 +145,17 @@ def test_a_long_prompt_lets_short_ones_pass(begin: Begin, gamma: int) -> None:
 
 def test_metrics_are_what_prometheus_reads() -> None:
     metrics = Metrics()
-    metrics.add("requests_total", endpoint="/health", status="200")
-    metrics.add("requests_total", 2, endpoint="/health", status="503")
+    metrics.add("requests_total", endpoint="/health", status="200", mode="")
+    metrics.add("requests_total", 2, endpoint="/health", status="503", mode="")
     for seconds in (0.003, 0.3, 1000.0):
-        metrics.observe("request_seconds", seconds)
+        metrics.observe("request_seconds", seconds, "off")
     metrics.gauge("running", "Now.", lambda: 3)
     lines = metrics.text().splitlines()
-    assert 'selfjudge_requests_total{endpoint="/health",status="503"} 2' in lines
-    assert 'selfjudge_request_seconds_bucket{le="0.25"} 1' in lines
-    assert 'selfjudge_request_seconds_bucket{le="0.5"} 2' in lines
-    assert 'selfjudge_request_seconds_bucket{le="+Inf"} 3' in lines
-    assert "selfjudge_request_seconds_count 3" in lines
-    assert "selfjudge_running 3" in lines
+    assert 'selfjudge_requests_total{endpoint="/health",mode="",status="503"} 2.0' in lines
+    assert 'selfjudge_request_seconds_bucket{le="0.25",mode="off"} 1.0' in lines
+    assert 'selfjudge_request_seconds_bucket{le="+Inf",mode="off"} 3.0' in lines
+    assert "selfjudge_running 3.0" in lines
+    assert not [line for line in lines if "_created" in line]
     assert metrics.total("requests_total") == 3
     assert metrics.total("requests_total", status="503") == 2
 
@@ -166,7 +166,7 @@ def test_metrics_tell_judged_from_off(begin: Begin) -> None:
     made = {}
     for mode, rule in (("judged", "topk:9"), ("off", "exact")):
         updates: queue.Queue[Update] = queue.Queue()
-        scheduler.submit(Job((5, 6), scheduler.rules.choose(DecodeOptions(rule=rule), None), 20, updates.put))
+        scheduler.submit(CompletionJob((5, 6), scheduler.rules.choose(DecodeOptions(rule=rule), None), 20, updates.put))
         made[mode] = last(updates).result
     total = scheduler.metrics.total
     lines = scheduler.metrics.text().splitlines()
@@ -175,8 +175,8 @@ def test_metrics_tell_judged_from_off(begin: Begin) -> None:
         assert total("tokens_total", mode=mode) == len(result.tokens)
         assert total("tokens_total", mode=mode, origin="judge") == result.origins.count("judge")
         assert total("cycles_total", mode=mode) == result.cycles
-        assert f'selfjudge_mean_accepted_length{{mode="{mode}"}} {result.mean_accepted_length:g}' in lines
-        assert f'selfjudge_request_seconds_count{{mode="{mode}"}} 1' in lines
+        assert f'selfjudge_mean_accepted_length{{mode="{mode}"}} {result.mean_accepted_length}' in lines
+        assert f'selfjudge_request_seconds_count{{mode="{mode}"}} 1.0' in lines
     assert made["off"].judged_share == 0 < made["judged"].judged_share
 
 

@@ -8,20 +8,22 @@ import logging
 import queue
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from fake_certificate import recipe_folder
 from selfjudge.integrations.server.config import ServerConfig
+from selfjudge.integrations.server.jobs import CompletionJob, Update
 from selfjudge.integrations.server.metrics import Metrics
 from selfjudge.integrations.server.rules import RuleOptions, Rules
-from selfjudge.integrations.server.scheduler import Job, Scheduler, Update
-from selfjudge.integrations.server.shadow import Shadow
+from selfjudge.integrations.server.scheduler import LOG, Scheduler
+from selfjudge.integrations.server.shadow import ShadowJobs
+from selfjudge.integrations.shadow import Shadow
 from selfjudge.integrations.vllm import shadow as middleware
 from selfjudge.models.pair import Pair
-from selfjudge.tune.monitor import FIGURES, WAITING, Monitor
+from selfjudge.tune.monitor import WAITING, Monitor
 from selfjudge.types import Generation
 
 Begin = Callable[..., Scheduler]
@@ -35,7 +37,8 @@ def begin(tiny_pair: Pair) -> Iterator[Begin]:
     def one(bound: float, n: int = 40, file: Path | None = None, share: float = 1.0) -> Scheduler:
         rules, metrics = Rules(tiny_pair, None, "topk:9", None, 2), Metrics()
         scheduler = Scheduler(tiny_pair, rules, ServerConfig(max_context=90), metrics)
-        scheduler.shadow = Shadow(Monitor(bound, 0.05, n), rules, metrics, share, file)
+        shadow = Shadow(Monitor(bound, 0.05, n), share, file, LOG, metrics.registry)
+        scheduler.shadow = ShadowJobs(shadow, rules, metrics)
         begun.append(scheduler)
         return scheduler
 
@@ -47,7 +50,7 @@ def begin(tiny_pair: Pair) -> Iterator[Begin]:
 
 def ask(scheduler: Scheduler, word: int, **how: Any) -> queue.Queue[Update]:
     updates: queue.Queue[Update] = queue.Queue()
-    scheduler.submit(Job((5, word), scheduler.rules.choose(RuleOptions(**how), None), 14, updates.put))
+    scheduler.submit(CompletionJob((5, word), scheduler.rules.choose(RuleOptions(**how), None), 14, updates.put))
     return updates
 
 
@@ -85,7 +88,7 @@ def test_a_bad_rule_is_switched_off_and_says_so_once(begin: Begin, caplog: pytes
     (line,) = [record for record in caplog.records if record.name == "selfjudge.server"]
     assert line.levelno == logging.WARNING
     assert "does not hold for these requests" in line.message
-    assert "selfjudge_shadow_switched_off 1" in scheduler.metrics.text().splitlines()
+    assert "selfjudge_shadow_switched_off 1.0" in scheduler.metrics.text().splitlines()
     exact = result(ask(scheduler, 6))
     assert exact.tokens == result(ask(scheduler, 6, off=True)).tokens != first.tokens
     assert result(ask(scheduler, 6, rule="topk:9")).tokens == first.tokens  # who asks for it gets it
@@ -103,7 +106,7 @@ def test_a_good_rule_is_not(begin: Begin, caplog: pytest.LogCaptureFixture) -> N
     assert not scheduler.rules.refuted
     assert not caplog.records
     assert outcomes(scheduler, "counted") == 12
-    monitor = scheduler.shadow.monitor  # type: ignore[union-attr]
+    monitor = scheduler.shadow.shadow.monitor  # type: ignore[union-attr]
     assert 0 < monitor.loss < 0.99
     assert scheduler.metrics.total("generations_total") == 12  # second answers are not those of clients
     assert scheduler.busy == 0
@@ -130,7 +133,7 @@ def test_second_answers_wait_for_a_calm_engine_and_never_hold_up_the_end(begin: 
     updates = [ask(scheduler, 6 + i) for i in range(WAITING + 4)]  # no thread yet: all are chosen before any is decoded
     assert outcomes(scheduler, "skipped") == 4
     assert scheduler._second_answer() is None
-    shadow.waiting.append(Job((5, 6), shadow._exact, 80, lambda update: None))
+    shadow.waiting.append(CompletionJob((5, 6), shadow._exact, 80, lambda update: None))
     assert scheduler._second_answer() is None  # others wait
     scheduler.start()
     for one in updates:
@@ -172,20 +175,6 @@ def test_nothing_of_a_request_is_kept_unless_a_file_is_named(
     assert 0 < row["difference"] <= 1
 
 
-class Gauge:
-    """What prometheus_client has, as far as it is used."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, float] = {}
-        self.value = 0.0
-
-    def labels(self, name: str) -> SimpleNamespace:
-        return SimpleNamespace(inc=lambda: self.values.update({name: self.values.get(name, 0) + 1}))
-
-    def set(self, value: float) -> None:
-        self.value = value
-
-
 class App:
     """vLLM's server as far as the middleware sees it: answers with other words where a rule decides."""
 
@@ -219,10 +208,13 @@ class Front:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, share: float = 1.0, keep: Path | None = None):
         settings = middleware.ShadowSettings(str(folder), share, None if keep is None else str(keep))
         monkeypatch.setenv(middleware.VARIABLE, settings.dump())
-        self.outcomes, self.figures = Gauge(), {name: Gauge() for name in FIGURES}
-        monkeypatch.setattr(middleware, "_metrics", lambda: (self.outcomes, self.figures))
-        self.app = App()
-        self.layer = middleware.ShadowMiddleware(self.app)
+        self.app, self.registry = App(), CollectorRegistry()
+        self.layer = middleware.ShadowMiddleware(self.app, self.registry)
+        self.monitor = self.layer.shadow.monitor
+
+    def outcomes(self) -> dict[str, float]:
+        metrics = self.registry.restricted_registry(["selfjudge_shadow_requests_total"]).collect()
+        return {sample.labels["outcome"]: sample.value for metric in metrics for sample in metric.samples}
 
     async def post(self, path: str = "/v1/chat/completions", **request: Any) -> str:
         """The body of the response, once all second answers are there."""
@@ -258,7 +250,7 @@ def test_vllm_requests_are_asked_twice_until_the_certificate_is_refuted(
     async def traffic() -> str:
         for i in range(40):
             assert "other" in await front.post(stream=bool(i % 2), stream_options={"include_usage": True})
-            if front.layer.monitor.refuted:
+            if front.monitor.refuted:
                 break
         before = len(front.app.requests)
         last = await front.post()
@@ -267,14 +259,14 @@ def test_vllm_requests_are_asked_twice_until_the_certificate_is_refuted(
         return last
 
     assert "same" in asyncio.run(traffic())
-    assert front.layer.monitor.loss == pytest.approx(2 / 3)
+    assert front.monitor.loss == pytest.approx(2 / 3)
     second = front.app.requests[1]
     assert second["vllm_xargs"] == {"selfjudge": '{"off": true}'}
     assert "stream" not in second
     (line,) = [record for record in caplog.records if record.name == "vllm.selfjudge"]
     assert "secret" not in line.message
-    assert front.figures["shadow_switched_off"].value == 1
-    assert front.outcomes.values == {"counted": front.layer.monitor.count}
+    assert front.registry.get_sample_value("selfjudge_shadow_switched_off") == 1
+    assert front.outcomes() == {"counted": front.monitor.count}
     rows = [json.loads(text) for text in (tmp_path / "kept.jsonl").read_text().splitlines()]
     assert rows[0]["prompt"][0]["content"] == "a secret"
     assert (rows[1]["exact"], rows[1]["shown"].strip()) == ("the same words", "the other ones")
@@ -292,8 +284,8 @@ def test_vllm_requests_that_cannot_be_compared_pass_untouched(recipe: Path, monk
         assert len(front.app.requests) == before + 1, request
     front.app.status = 429
     asyncio.run(front.post())
-    assert front.outcomes.values == {"failed": 1}
-    assert front.layer.monitor.count == 0
+    assert front.outcomes() == {"failed": 1}
+    assert front.monitor.count == 0
     nobody = Front(recipe, monkeypatch, share=0.0)
     asyncio.run(nobody.post())
     assert len(nobody.app.requests) == 1
@@ -314,8 +306,8 @@ def test_a_large_request_is_passed_on_unread_and_refused_once_its_rule_is(
     assert "other" in asyncio.run(front.post(user=large))
     assert front.app.requests[0]["user"] == large
     assert len(front.app.requests) == 1
-    assert not front.outcomes.values
-    front.layer.monitor.refuted = True
+    assert not front.outcomes()
+    front.monitor.refuted = True
     refused = json.loads(asyncio.run(front.post(user=large)))
     assert refused["error"]["message"] == "the request has more than 300 bytes"
     assert len(front.app.requests) == 1
@@ -340,4 +332,4 @@ def test_a_client_that_leaves_before_the_end_of_its_request(recipe: Path, monkey
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
     asyncio.run(front.layer(scope, receive, send))
     assert seen == messages
-    assert not front.outcomes.values
+    assert not front.outcomes()

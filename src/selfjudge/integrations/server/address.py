@@ -12,6 +12,7 @@ def listen(host: str, port: int) -> socket.socket:
     """A socket bound to that address, before the models are loaded; missing packages are noticed here, too."""
     try:
         import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise SelfJudgeError(f"serving needs {error.name}: pip install 'selfjudge[serve]'") from None

@@ -13,9 +13,10 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from selfjudge.integrations.asgi import error_body
 from selfjudge.integrations.server.errors import FAILURES, RefusedError
-from selfjudge.integrations.server.guard import error_body
-from selfjudge.integrations.server.scheduler import Job, Scheduler, Update
+from selfjudge.integrations.server.jobs import CompletionJob, Update
+from selfjudge.integrations.server.scheduler import Scheduler
 from selfjudge.integrations.server.schema import Request as Body
 from selfjudge.integrations.server.service import Service
 from selfjudge.types import Generation
@@ -53,7 +54,7 @@ class Exchange:
 
     service: Service
     body: Body
-    job: Job
+    job: CompletionJob
     updates: asyncio.Queue[Update]
     format: Format
     watch: asyncio.Future[None]
@@ -112,7 +113,7 @@ class Exchange:
 
 
 async def respond(
-    service: Service, request: Request, body: Body, job: Job, updates: asyncio.Queue[Update], form: Format
+    service: Service, request: Request, body: Body, job: CompletionJob, updates: asyncio.Queue[Update], form: Format
 ) -> Response:
     """Put the job in the queue and answer the request."""
     request.state.mode = job.choice.mode  # for the guard's count
@@ -133,7 +134,7 @@ async def respond(
     return StreamingResponse(exchange.events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 
-async def _watch(request: Request, scheduler: Scheduler, job: Job, seconds: float) -> None:
+async def _watch(request: Request, scheduler: Scheduler, job: CompletionJob, seconds: float) -> None:
     """Give the job up when the client goes away or the time is over."""
     try:
         async with asyncio.timeout(seconds):

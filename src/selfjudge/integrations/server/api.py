@@ -8,9 +8,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from selfjudge.errors import EMPTY_PROMPT
+from selfjudge.integrations.asgi import ASGI
 from selfjudge.integrations.server.answers import CHAT, TEXT, respond
 from selfjudge.integrations.server.errors import RefusedError, add_handlers
-from selfjudge.integrations.server.guard import ASGI, Guard
+from selfjudge.integrations.server.guard import Guard
 from selfjudge.integrations.server.playground import headers, page
 from selfjudge.integrations.server.schema import ChatRequest, TextRequest
 from selfjudge.integrations.server.service import Service

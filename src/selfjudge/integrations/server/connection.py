@@ -8,8 +8,8 @@ import json
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from selfjudge.integrations.asgi import error_body
 from selfjudge.integrations.server.config import ServerConfig
-from selfjudge.integrations.server.guard import error_body
 
 REASONS = {408: "Request Timeout", 503: "Service Unavailable"}
 

@@ -10,8 +10,8 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.integrations.server.guard import error_body
-from selfjudge.integrations.server.scheduler import Failure
+from selfjudge.integrations.asgi import error_body
+from selfjudge.integrations.server.jobs import Failure
 
 FAILURES: dict[Failure, tuple[int, str]] = {
     "cancelled": (499, "the client has gone"),

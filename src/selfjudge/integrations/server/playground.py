@@ -9,12 +9,11 @@ import base64
 import hashlib
 import json
 import os
-from collections.abc import Mapping
 from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from selfjudge.integrations.server.guard import ASGI, Message, Receive, Send
+from selfjudge.integrations.asgi import ASGI, Message, Receive, Send, send_response
 
 if TYPE_CHECKING:
     from selfjudge.tune.recipe import Recipe
@@ -64,7 +63,7 @@ class Playground:
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         where = (scope.get("method"), scope.get("path")) if scope["type"] == "http" else None
         if where == ("GET", "/"):
-            await _send(send, 200, page().encode(), {**headers(), "content-type": "text/html; charset=utf-8"})
+            await send_response(send, 200, page().encode(), {**headers(), "content-type": "text/html; charset=utf-8"})
         elif where == ("GET", "/v1/models"):
             await self.app(scope, receive, _Whole(send, self._with_facts))
         else:
@@ -95,14 +94,7 @@ class _Whole:
         status = self.start["status"]
         body = self.change(bytes(self.body)) if status == 200 else bytes(self.body)
         kept = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in self.start["headers"]}
-        await _send(self.send, status, body, kept)
-
-
-async def _send(send: Send, status: int, body: bytes, named: Mapping[str, str]) -> None:
-    whole = {**named, "content-length": str(len(body))}
-    pairs = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in whole.items()]
-    await send({"type": "http.response.start", "status": status, "headers": pairs})
-    await send({"type": "http.response.body", "body": body})
+        await send_response(self.send, status, body, kept)
 
 
 def _style() -> str:

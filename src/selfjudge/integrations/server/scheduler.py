@@ -14,60 +14,20 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Literal
 
 from selfjudge.decoding.answer import Answer
 from selfjudge.decoding.text import Batch
 from selfjudge.integrations.server.config import ServerConfig
+from selfjudge.integrations.server.jobs import CompletionJob, Failure, Update
 from selfjudge.integrations.server.metrics import MODES, Metrics
 from selfjudge.integrations.server.rules import Choice, Rules
+from selfjudge.integrations.server.shadow import ShadowJobs
 from selfjudge.models.pair import Pair
-from selfjudge.types import Generation, Piece
-
-if TYPE_CHECKING:
-    from selfjudge.integrations.server.shadow import Shadow
+from selfjudge.types import Generation
 
 LOG = logging.getLogger("selfjudge.server")
-
-Failure = Literal["cancelled", "timeout", "shutdown", "error"]
-
-
-@dataclass(frozen=True)
-class Update:
-    """What is new about a job; the last update has a result or a failure."""
-
-    text: str = ""
-    pieces: Sequence[Piece] = ()
-    """The tokens of the text, where the job asked for them."""
-    cycle: int = 0
-    """Which pass they are from; 0 is a prefill."""
-    result: Generation | None = None
-    failure: Failure | None = None
-
-
-@dataclass(eq=False)
-class Job:
-    """An answer that a client waits for. `send` is called by the decoding thread and must not block."""
-
-    prompt: Sequence[int]
-    choice: Choice
-    max_new_tokens: int
-    send: Callable[[Update], None]
-    stop: Sequence[str] = ()
-    seed: int = 0
-    streamed: bool = False
-    detailed: bool = False
-    """Whether updates carry tokens: all of them, also those without text of their own."""
-    key: int = 0
-    """Whose job it is: the number of the client's API key."""
-    arrived: float = field(default_factory=time.perf_counter)
-    watched: bool = False
-    """Whether it is decoded a second time, exactly."""
-    over: bool = False
-    given_up: Failure | None = None
 
 
 class FullError(Exception):
@@ -83,24 +43,24 @@ class _ActiveBatch:
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
-        self.jobs: dict[Answer, Job] = {}
+        self.jobs: dict[Answer, CompletionJob] = {}
 
-    def answer(self, job: Job) -> Answer | None:
+    def answer(self, job: CompletionJob) -> Answer | None:
         return next((answer for answer, candidate in self.jobs.items() if candidate is job), None)
 
 
 class Scheduler:
     """See the module's docstring."""
 
-    shadow: Shadow | None = None
+    shadow: ShadowJobs | None = None
     """Who decodes a share of the requests again; set before the start."""
 
     def __init__(self, pair: Pair, rules: Rules, config: ServerConfig, metrics: Metrics) -> None:
         self.pair, self.rules, self.config, self.metrics = pair, rules, config, metrics
         self._state = threading.Condition()  # guards all that follows
-        self._queue: deque[Job] = deque()
+        self._queue: deque[CompletionJob] = deque()
         self._active: dict[Choice, _ActiveBatch] = {}  # changed by the decoding thread alone
-        self._given_up: list[Job] = []
+        self._given_up: list[CompletionJob] = []
         self._encoding: Counter[int] = Counter()  # requests whose prompt becomes token ids now, by key
         self._running = 0
         self._prefilled = dict.fromkeys(MODES, 0)  # tokens that prefill yielded, which belong to no cycle
@@ -147,7 +107,7 @@ class Scheduler:
             with self._state:
                 self._encoding[key] -= 1
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: CompletionJob) -> None:
         """Put a job in the queue, or raise FullError or ClosedError."""
         with self._state:
             self._check_room(job.key)
@@ -162,7 +122,7 @@ class Scheduler:
         if self._encoding[key] + sum(job.key == key for job in self._queue) >= self.config.queue_share:
             raise FullError
 
-    def cancel(self, job: Job, why: Failure) -> None:
+    def cancel(self, job: CompletionJob, why: Failure) -> None:
         """Give up a job: at once if it waits, before the next pass if it is being decoded; nothing if it is over."""
         with self._state:
             if job.over or job.given_up:
@@ -200,7 +160,7 @@ class Scheduler:
         """Whether there is time for second answers."""
         return not self._queue and self._running <= self.config.max_batch // 2
 
-    def _second_answer(self) -> Job | None:
+    def _second_answer(self) -> CompletionJob | None:
         """The next job of `shadow`, if there is time for it. One at a time: it has a batch of its own."""
         if self.shadow is None or not self.shadow.waiting or self.closed or not self._calm:
             return None
@@ -217,7 +177,7 @@ class Scheduler:
             given_up, self._given_up = self._given_up, []
             if self._stopping:
                 given_up = [job for active in self._active.values() for job in active.jobs.values()]
-            entering: list[Job] = []
+            entering: list[CompletionJob] = []
             while (job := self._next(entering)) is not None:
                 self._queue.remove(job)
                 entering.append(job)
@@ -231,7 +191,7 @@ class Scheduler:
                 self._leave(active, answer, job.given_up or "shutdown")
         return True
 
-    def _next(self, entering: Sequence[Job]) -> Job | None:
+    def _next(self, entering: Sequence[CompletionJob]) -> CompletionJob | None:
         """The job that enters after these: the first of the key that has the fewest answers, if there is room for it.
 
         With several keys none may hold the last places and batches: each other key finds one of each.
@@ -239,7 +199,7 @@ class Scheduler:
         if self._running + len(entering) >= self.config.max_batch:
             return None
         places, batches = map(self.config.all_but_one_each, (self.config.max_batch, self.config.max_batches))
-        held: dict[int, list[Job]] = {job.key: [] for job in self._queue}
+        held: dict[int, list[CompletionJob]] = {job.key: [] for job in self._queue}
         under_way = [active for choice, active in self._active.items() if not choice.background]
         for job in (*(job for active in under_way for job in active.jobs.values()), *entering):
             held.setdefault(job.key, []).append(job)
@@ -255,7 +215,7 @@ class Scheduler:
         choices = {*self._active, *(other.choice for other in entering), job.choice}
         return job if sum(not choice.background for choice in choices) <= self.config.max_batches else None
 
-    def _enter(self, job: Job) -> None:
+    def _enter(self, job: CompletionJob) -> None:
         active = self._active.get(job.choice)
         try:
             if active is None:
@@ -314,22 +274,24 @@ class Scheduler:
     def _leave(self, active: _ActiveBatch, answer: Answer, failure: Failure | None) -> None:
         self._end_running(active.jobs.pop(answer), answer, failure)
 
-    def _end_running(self, job: Job, answer: Answer | None, failure: Failure | None) -> None:
+    def _end_running(self, job: CompletionJob, answer: Answer | None, failure: Failure | None) -> None:
         if not job.choice.background:
             with self._state:
                 self._running -= 1
         self._end(job, answer, failure)
 
-    def _end(self, job: Job, answer: Answer | None, failure: Failure | None) -> None:
+    def _end(self, job: CompletionJob, answer: Answer | None, failure: Failure | None) -> None:
         job.over = True
         result = answer.generation() if answer is not None and failure is None else None
         if not job.choice.background:
             self._count(job, answer, result, failure)
         job.send(Update(result=result, failure=failure))
-        if job.watched and self.shadow is not None:
-            self.shadow.first(job, result)
+        if job.shadowed and self.shadow is not None:
+            self.shadow.take_first(job, result)
 
-    def _count(self, job: Job, answer: Answer | None, result: Generation | None, failure: Failure | None) -> None:
+    def _count(
+        self, job: CompletionJob, answer: Answer | None, result: Generation | None, failure: Failure | None
+    ) -> None:
         mode = job.choice.mode
         finish = failure or ("length" if result is not None and result.finish == "length" else "stop")
         self.metrics.add("generations_total", mode=mode, finish=finish)

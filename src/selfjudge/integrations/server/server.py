@@ -15,8 +15,9 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.integrations.server.metrics import Metrics
 from selfjudge.integrations.server.rules import RuleOptions, Rules
-from selfjudge.integrations.server.scheduler import Scheduler
-from selfjudge.integrations.server.shadow import Shadow
+from selfjudge.integrations.server.scheduler import LOG, Scheduler
+from selfjudge.integrations.server.shadow import ShadowJobs
+from selfjudge.integrations.shadow import Shadow
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
 from selfjudge.tune.monitor import watch
@@ -60,7 +61,9 @@ def start_scheduler(pair: Pair, judge: Judge | None, config: ServerConfig, recip
     _try_out(pair, rules, config)
     scheduler = Scheduler(pair, rules, config, Metrics())
     if monitor is not None:
-        scheduler.shadow = Shadow(monitor, rules, scheduler.metrics, config.shadow, config.shadow_keep)
+        registry = scheduler.metrics.registry
+        shadow = Shadow(monitor, config.shadow, config.shadow_keep, LOG, registry)
+        scheduler.shadow = ShadowJobs(shadow, rules, scheduler.metrics)
     if pair.target.device.type == "cuda":
         about = "Bytes on the device: in use, and set aside by torch."
         scheduler.metrics.gauge("device_memory_bytes", about, torch.cuda.memory_allocated, kind="allocated")

@@ -16,8 +16,9 @@ from selfjudge.decoding.sampling import Sampling
 from selfjudge.decoding.text import draft_dtype
 from selfjudge.integrations.server.config import BYTES_PER_TOKEN, ServerConfig
 from selfjudge.integrations.server.errors import FAILURES, RefusedError
+from selfjudge.integrations.server.jobs import CompletionJob, Update
 from selfjudge.integrations.server.rules import RuleOptions, Rules
-from selfjudge.integrations.server.scheduler import ClosedError, FullError, Job, Scheduler, Update
+from selfjudge.integrations.server.scheduler import ClosedError, FullError, Scheduler
 from selfjudge.integrations.server.schema import ChatRequest, Request
 from selfjudge.models.pair import Pair
 from selfjudge.types import PHASES, Generation
@@ -98,7 +99,7 @@ class Service:
 
     def job(
         self, request: Request, prompt: Sequence[int], key: int, default_length: int | None
-    ) -> tuple[Job, asyncio.Queue[Update]]:
+    ) -> tuple[CompletionJob, asyncio.Queue[Update]]:
         """A job for a request and the queue of its updates, or RefusedError."""
         self.check_model(request.model)
         length = self._length(request, len(prompt), default_length)
@@ -113,7 +114,7 @@ class Service:
 
         seed = secrets.randbits(62) if request.seed is None else request.seed
         streamed = bool(request.stream or request.stops)
-        job = Job(prompt, choice, length, send, tuple(request.stops), seed, streamed, options.tokens, key)
+        job = CompletionJob(prompt, choice, length, send, tuple(request.stops), seed, streamed, options.tokens, key)
         return job, updates
 
     def _length(self, request: Request, prompt_tokens: int, default: int | None) -> int:
@@ -137,7 +138,7 @@ class Service:
             return None
         return Sampling(temperature, 1.0 if request.top_p is None else request.top_p, request.top_k or 0)
 
-    def statistics(self, job: Job, result: Generation, *, judged_tokens: bool) -> dict[str, Any]:
+    def statistics(self, job: CompletionJob, result: Generation, *, judged_tokens: bool) -> dict[str, Any]:
         """The field `selfjudge` of a response."""
         rule = self.rules.build(job.choice)
         statistics: dict[str, Any] = {

@@ -12,21 +12,18 @@ import asyncio
 import json
 import logging
 import os
-import random
-import time
-from collections import deque
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from selfjudge.errors import SelfJudgeError
+from selfjudge.integrations.asgi import ASGI, Message, Receive, Scope, Send, left, read_body, refuse, replay
 from selfjudge.integrations.server.config import ServerConfig
-from selfjudge.integrations.server.guard import refuse
+from selfjudge.integrations.shadow import Shadow
 from selfjudge.integrations.vllm.config import KEY
 from selfjudge.store import parse_json
 from selfjudge.store.schema import conform
-from selfjudge.tune.monitor import FIGURES, OUTCOMES, WAITING, keep, lost, watch
+from selfjudge.tune.monitor import watch
 from selfjudge.tune.recipe import Recipe
 
 VARIABLE = "SELFJUDGE_SHADOW"
@@ -37,9 +34,6 @@ EVERY = 0.2  # seconds between two looks at a busy engine
 PLACES = 8  # of an engine that does not say how many it has
 
 LOG = logging.getLogger("vllm.selfjudge")  # vLLM shows its own loggers
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 
 @dataclass(frozen=True)
@@ -64,78 +58,68 @@ class ShadowSettings:
 class ShadowMiddleware:
     """See the module's docstring."""
 
-    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
-        settings = ShadowSettings.read()
-        self.app, self.share = app, settings.share
-        self.file = None if settings.keep is None else Path(settings.keep)
-        self.monitor = watch(Recipe.load(settings.recipe), self.file)
-        self.under_way = 0
-        self._second: set[asyncio.Task[None]] = set()
-        self._outcomes, self._figures = _metrics()
-        self._show()
+    def __init__(self, app: ASGI, registry: Any = None) -> None:
+        from prometheus_client import REGISTRY  # which vLLM shows
 
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        settings = ShadowSettings.read()
+        file = None if settings.keep is None else Path(settings.keep)
+        monitor = watch(Recipe.load(settings.recipe), file)
+        self.app, self.under_way = app, 0
+        self.shadow = Shadow(monitor, settings.share, file, LOG, registry or REGISTRY)
+        self._second: set[asyncio.Task[None]] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope.get("method") != "POST" or scope.get("path") not in PATHS:
             await self.app(scope, receive, send)
             return
-        messages, body = await _read(receive)
-        if body is None and messages[-1]["type"] == "http.request" and self.monitor.refuted:
+        messages, body = await read_body(receive, LARGEST)
+        refuted = self.shadow.monitor.refuted
+        if body is None and not left(messages) and refuted:
             await refuse(send, 413, f"the request has more than {LARGEST} bytes", "request_too_large")
             return
-        request = None if body is None else _parsed(body)
+        request = None if body is None else _parse(body)
         own = request is not None and KEY not in _extras(request)
-        if request is not None and own and self.monitor.refuted:
+        if request is not None and own and refuted:
             scope, messages = _with_body(scope, _lossless(request))
-        chosen = request if own and request is not None and self._chooses(request) else None
-        answer = _Answer()
+        chosen = request if own and request is not None and _comparable(request) and self.shadow.choose() else None
+        first = _ResponseText()
         self.under_way += 1
         try:
-            await self.app(scope, _replay(messages, receive), send if chosen is None else answer.pass_on(send))
+            await self.app(scope, replay(messages, receive), send if chosen is None else first.pass_on(send))
         finally:
             self.under_way -= 1
-        if chosen is not None:
-            task = asyncio.create_task(self._again(scope, chosen, answer.text))
-            self._second.add(task)
-            task.add_done_callback(self._second.discard)
+            if chosen is not None:
+                task = asyncio.create_task(self._ask_again(scope, chosen, first.text))
+                self._second.add(task)
+                task.add_done_callback(self._second.discard)
 
-    def _chooses(self, request: dict[str, Any]) -> bool:
-        """Toss a coin for a greedy request with one answer in words."""
-        fits = request.get("temperature") == 0 and request.get("n") in (None, 1) and not request.get("tools")
-        fits = fits and (isinstance(request.get("prompt", ""), str) or "messages" in request)
-        if not fits or self.monitor.refuted or random.random() >= self.share:  # noqa: S311
-            return False
-        if len(self._second) >= WAITING:
-            self._outcomes.labels("skipped").inc()
-            return False
-        return True
-
-    async def _again(self, scope: MutableMapping[str, Any], request: dict[str, Any], shown: str | None) -> None:
+    async def _ask_again(self, scope: Scope, request: dict[str, Any], shown: str | None) -> None:
         """Ask the same without a rule, when there is time, and compare."""
-        second = {key: value for key, value in request.items() if key not in ("stream", "stream_options")}
-        answer = _Answer()
-        while shown is not None and self.under_way > _places(scope) // 2:
-            await asyncio.sleep(EVERY)
-        if shown is not None and not self.monitor.refuted:
-            scope, messages = _with_body(scope, _lossless(second))
-            await self.app(scope, _replay(messages, _never), answer.take)
-        exact = answer.text
-        self._outcomes.labels("failed" if shown is None or exact is None else "counted").inc()
-        if shown is None or exact is None:
-            return
-        difference = await asyncio.to_thread(lost, exact, shown)
-        if self.file is not None:
-            texts = {"prompt": request.get("messages", request.get("prompt")), "exact": exact, "shown": shown}
-            keep(self.file, {"time": int(time.time()), **texts, "difference": difference})
-        if self.monitor.observe(difference):
-            LOG.warning(self.monitor.verdict)
-        self._show()
-
-    def _show(self) -> None:
-        for name, value in self.monitor.figures().items():
-            self._figures[name].set(value)
+        difference = None
+        try:
+            while shown is not None and self.under_way > _places(scope) // 2:
+                await asyncio.sleep(EVERY)
+            if shown is None or self.shadow.monitor.refuted:
+                return
+            alone = {key: value for key, value in request.items() if key not in ("stream", "stream_options")}
+            scope, messages = _with_body(scope, _lossless(alone))
+            second = _ResponseText()
+            await self.app(scope, replay(messages, _never), second.take)
+            if (exact := second.text) is not None:
+                prompt = request.get("messages", request.get("prompt"))
+                difference = await asyncio.to_thread(self.shadow.compare, prompt, exact, shown)
+        finally:
+            self.shadow.end(difference)
 
 
-class _Answer:
+def _comparable(request: dict[str, Any]) -> bool:
+    """Whether a request is greedy and has one answer in words."""
+    if request.get("temperature") != 0 or request.get("n") not in (None, 1) or request.get("tools"):
+        return False
+    return isinstance(request.get("prompt", ""), str) or "messages" in request
+
+
+class _ResponseText:
     """The text of a response, put together from its messages; None unless it is a whole answer."""
 
     def __init__(self) -> None:
@@ -163,14 +147,14 @@ class _Answer:
         if self._status != 200 or not self._ended:
             return None
         if not self._streamed:
-            return _words(_parsed(bytes(self._bytes)), "message")
+            return _first_text(_parse(bytes(self._bytes)), "message")
         events = [line.removeprefix("data:").strip() for line in self._bytes.decode("utf-8", "replace").splitlines()]
         if "[DONE]" not in events:
             return None
-        return "".join(_words(_parsed(event.encode()), "delta") or "" for event in events if event.startswith("{"))
+        return "".join(_first_text(_parse(event.encode()), "delta") or "" for event in events if event.startswith("{"))
 
 
-def _words(reply: dict[str, Any] | None, part: str) -> str | None:
+def _first_text(reply: dict[str, Any] | None, part: str) -> str | None:
     """The text of the first choice: of a chat its message or delta, of a completion its text."""
     choices = (reply or {}).get("choices")
     if not choices:
@@ -180,35 +164,13 @@ def _words(reply: dict[str, Any] | None, part: str) -> str | None:
     return text if isinstance(text, str) else None
 
 
-async def _read(receive: Receive) -> tuple[list[Message], bytes | None]:
-    """The messages of a request and its body; None where the client left before its end, or after LARGEST bytes."""
-    messages, body = [], bytearray()
-    while True:
-        messages.append(await receive())
-        body += messages[-1].get("body", b"")
-        if messages[-1]["type"] != "http.request" or len(body) > LARGEST:
-            return messages, None
-        if not messages[-1].get("more_body", False):
-            return messages, bytes(body)
-
-
-def _replay(messages: Sequence[Message], rest: Receive) -> Receive:
-    """Give messages that have been read once more; then what comes after them."""
-    pending = deque(messages)
-
-    async def receive() -> Message:
-        return pending.popleft() if pending else await rest()
-
-    return receive
-
-
 async def _never() -> Message:
     """Nobody leaves who is not there."""
     await asyncio.Event().wait()
     raise AssertionError
 
 
-def _parsed(body: bytes) -> dict[str, Any] | None:
+def _parse(body: bytes) -> dict[str, Any] | None:
     try:
         value = parse_json(body.decode())
     except ValueError:
@@ -226,9 +188,7 @@ def _lossless(request: dict[str, Any]) -> dict[str, Any]:
     return {**request, "vllm_xargs": {**_extras(request), KEY: '{"off": true}'}}
 
 
-def _with_body(
-    scope: MutableMapping[str, Any], request: dict[str, Any]
-) -> tuple[MutableMapping[str, Any], list[Message]]:
+def _with_body(scope: Scope, request: dict[str, Any]) -> tuple[Scope, list[Message]]:
     """The scope and the messages of a changed request."""
     body = json.dumps(request).encode()
     headers = [(k, v) for k, v in scope["headers"] if k not in (b"content-length", b"transfer-encoding")]
@@ -236,17 +196,7 @@ def _with_body(
     return changed, [{"type": "http.request", "body": body, "more_body": False}]
 
 
-def _places(scope: MutableMapping[str, Any]) -> int:
+def _places(scope: Scope) -> int:
     """How many answers the engine makes at a time."""
     config = getattr(getattr(scope.get("app"), "state", None), "vllm_config", None)
     return int(getattr(getattr(config, "scheduler_config", None), "max_num_seqs", PLACES))
-
-
-def _metrics() -> tuple[Any, dict[str, Any]]:
-    """The counter of outcomes and the gauges, among vLLM's own."""
-    from prometheus_client import Counter, Gauge
-
-    gauges = {
-        name: Gauge(f"selfjudge_{name}", about, multiprocess_mode="mostrecent") for name, about in FIGURES.items()
-    }
-    return Counter("selfjudge_shadow_requests", OUTCOMES, ["outcome"]), gauges
