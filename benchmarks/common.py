@@ -1,11 +1,27 @@
-"""What the scripts share: lines with the time since the start."""
+"""What the scripts share: lines with the time since the start, and prompts by name."""
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
+
+from selfjudge.models.pair import Prompt
+from selfjudge.prompts.builtin import BUILT_IN
+from selfjudge.prompts.sources import read_prompts
+from selfjudge.tasks.base import known, task
 
 START = time.monotonic()
 
 
 def say(*parts: object) -> None:
     print(f"[{time.monotonic() - START:.0f} s]", *parts, flush=True)
+
+
+def read_task_prompts(name: str, data: Path | None, count: int) -> list[Prompt]:
+    """The first prompts of a task's test split, of a prompts file, or of the `built-in` ones."""
+    if name == "built-in":
+        return [text for _, text in BUILT_IN[:count]]
+    if not known(name):
+        return list(read_prompts(Path(name).expanduser())[:count])
+    benchmark = task(name, data)
+    return [benchmark.prompt(row) for row in benchmark.examples("test", count)]

@@ -16,27 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import say
+from common import read_task_prompts, say
+from draft_quality import DraftBenchConfig, bench_draft
 
-from selfjudge.bench.config import DecodeBenchConfig, DraftBenchConfig
+from selfjudge.bench.config import DecodeBenchConfig
 from selfjudge.bench.decode import bench_decode, transformers_tokens
-from selfjudge.bench.draft import bench_draft
 from selfjudge.decoding.text import generate
 from selfjudge.models.pair import Pair, Prompt
-from selfjudge.prompts.builtin import BUILT_IN
 from selfjudge.store import measured_on, write_json
-from selfjudge.tasks.base import task
 
 TASKS = ("gsm8k", "mbpp", "livecodebench", "mmlu", "dolly", "cnn_dailymail")
 PEER_GAMMA = 5  # of transformers' assisted generation
-
-
-def prompts_of(name: str, data: Path, count: int) -> list[Prompt]:
-    """The first prompts of a task's test split; `built-in`: the demo's."""
-    if name == "built-in":
-        return [text for _, text in BUILT_IN[:count]]
-    benchmark = task(name, data)
-    return [benchmark.prompt(row) for row in benchmark.examples("test", count)]
 
 
 def accepted(pairs: dict[str, Pair], options: argparse.Namespace) -> dict[str, Any]:
@@ -44,7 +34,7 @@ def accepted(pairs: dict[str, Pair], options: argparse.Namespace) -> dict[str, A
     config = DraftBenchConfig(gammas=(3, 5, 10), max_new_tokens=options.max_new_tokens, batch=options.prompts)
     result = {}
     for name, pair in pairs.items():
-        prompts = {t: pair.encode_many(prompts_of(t, options.data, options.prompts)) for t in options.tasks}
+        prompts = {t: pair.encode_many(read_task_prompts(t, options.data, options.prompts)) for t in options.tasks}
         result[name] = bench_draft(pair, prompts, config, notify=lambda text, name=name: say(name, text))
     return result
 
@@ -56,7 +46,7 @@ def speed(pairs: dict[str, Pair], options: argparse.Namespace) -> list[dict[str,
         gammas=tuple(options.gammas), max_new_tokens=options.max_new_tokens, repeats=options.repeats, peers=False
     )
     for benchmark in options.tasks:
-        prompts = prompts_of(benchmark, options.data, options.speed_prompts)
+        prompts = read_task_prompts(benchmark, options.data, options.speed_prompts)
         by_draft = {None: list(transformers(pairs, prompts, options))}
         by_draft |= {name: bench_decode(pair, prompts, config=config)["runs"] for name, pair in pairs.items()}
         for name, runs in by_draft.items():
@@ -91,7 +81,7 @@ def batches(pairs: dict[str, Pair], options: argparse.Namespace) -> list[dict[st
     rows = []
     name, pair = list(pairs.items())[-1]
     for size, benchmark in product(options.batches, ("gsm8k", "dolly")):
-        prompts = prompts_of(benchmark, options.data, max(size, 4))
+        prompts = read_task_prompts(benchmark, options.data, max(size, 4))
         for gamma in (0, *options.batch_gammas):
             for _ in range(3 if gamma == "auto" else 2):
                 start = time.perf_counter()

@@ -12,10 +12,9 @@ import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from common import say
+from common import read_task_prompts, say
+from draft_quality import DraftBenchConfig, bench_draft
 
-from selfjudge.bench.config import DraftBenchConfig
-from selfjudge.bench.draft import bench_draft
 from selfjudge.cli.output import Progress
 from selfjudge.distill.config import DistillConfig, Schedule, Shape
 from selfjudge.distill.data import Maker
@@ -26,7 +25,6 @@ from selfjudge.distill.train import train
 from selfjudge.models.convert import draft_model
 from selfjudge.models.pair import Pair
 from selfjudge.store import RunFolder, write_json
-from selfjudge.tasks.base import task
 
 PROMPTS = ["self:14000x2", "self-summaries:3500x2", "gsm8k:7473x4", "mbpp:374x12", "dolly:13500x3"]
 DOMAINS = {"math": "gsm8k", "code": "mbpp", "open": "dolly", "summarisation": "cnn_dailymail"}
@@ -34,11 +32,7 @@ DOMAINS = {"math": "gsm8k", "code": "mbpp", "open": "dolly", "summarisation": "c
 
 def held_out_prompts(pair: Pair, data: Path, count: int) -> dict[str, list[list[int]]]:
     """The first prompts of every domain's test split."""
-    prompts = {}
-    for domain, name in DOMAINS.items():
-        benchmark = task(name, data)
-        prompts[domain] = pair.encode_many([benchmark.prompt(row) for row in benchmark.examples("test", count)])
-    return prompts
+    return {domain: pair.encode_many(read_task_prompts(name, data, count)) for domain, name in DOMAINS.items()}
 
 
 def options() -> argparse.Namespace:

@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 from common import say
+from pass_cost import PassesConfig, bench_passes, draw_passes, pass_seconds, random_model
 from transformers import PreTrainedModel
 
-from selfjudge.bench.config import PassesConfig
-from selfjudge.bench.passes import bench_passes, draw_passes, pass_seconds, random_model
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rules import EXACT
 from selfjudge.engine.select import borrowed, borrowed_draft

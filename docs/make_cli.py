@@ -12,7 +12,7 @@ from selfjudge.cli.main import app
 
 COMMANDS = (
     [], ["pull"], ["generate"], ["distill"], ["export"], ["label"], ["labels", "merge"], ["labels", "info"], ["train"], ["study"], ["eval"], ["tune"], ["report"], ["reproduce"],
-    ["ls"], ["bench", "decode"], ["bench", "passes"], ["bench", "draft"], ["bench", "label"], ["serve"], ["demo"], ["doctor"],
+    ["ls"], ["bench"], ["serve"], ["demo"], ["doctor"],
 )  # fmt: skip
 
 print("# Command line\n\nMade by `make docs` from the program itself.\n")

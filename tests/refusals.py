@@ -159,8 +159,6 @@ def known_at_once(folder: Path, checkpoints: dict[str, str]) -> Commands:
         "gammas range": ["bench", "decode", *target, *draft, "--gammas", "1,50"],
         "prompts": ["bench", "decode", *target, *draft, "--prompts", str(folder / "prompts.jsonl")],
         "prompt type": ["bench", "decode", *target, *draft, "--prompts", str(folder / "numbers.jsonl")],
-        "bench label": ["bench", "label", *target, *draft, "--prompts", "dolly"],
-        "shape": ["bench", "passes", "--model", "shape:nobody"],
         "source count": [*distill, "--prompts", "self:0"],
         "split": [*distill, "--prompts", "math500"],
         "no such file to learn from": [*distill, "--prompts", str(folder / "gone.jsonl")],

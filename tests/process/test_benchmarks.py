@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
+import runpy
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import transformers as hf
+from tokenizers import Tokenizer, models
+
+from conftest import VOCAB, tiny_head, tiny_model
+from selfjudge.decoding.plain import respond
+from selfjudge.errors import SelfJudgeError
+from selfjudge.models.pair import Pair
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 SCRIPTS = sorted(script.name for script in FOLDER.glob("*.py") if script.name != "common.py")
@@ -37,6 +49,92 @@ def test_every_script_says_how_it_is_called() -> None:
 
 def test_the_readme_names_every_script() -> None:
     assert re.findall(r"^\| `(\w+\.py)`", (FOLDER / "README.md").read_text(), re.M) == SCRIPTS
+
+
+def random_prompts(lengths: list[int]) -> list[list[int]]:
+    random = torch.Generator().manual_seed(0)
+    return [torch.randint(3, VOCAB, (n,), generator=random).tolist() for n in lengths]
+
+
+@pytest.fixture
+def draft_quality(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The script as a module."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("draft_quality")
+
+
+def test_costs_of_passes_drafts_and_labels(
+    checkpoints: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    small = ["--limit", "2", "--max-new-tokens", "8", "--pair", checkpoints["target"], "--draft", checkpoints["draft"]]
+
+    def measure(script: str, *options: str) -> dict[str, Any]:
+        out = tmp_path / f"{script}.json"
+        monkeypatch.setattr(sys, "argv", [script, *options, "--device", "cpu", "--out", str(out)])
+        runpy.run_path(str(FOLDER / f"{script}.py"), run_name="__main__")
+        result: dict[str, Any] = json.loads(out.read_text())
+        assert {"machine", "versions", "date"} <= result.keys()
+        return result
+
+    passes = measure("pass_cost", "--model", checkpoints["target"], "--tokens", "1", "3", "--repeats", "1")
+    assert [row["tokens"] for row in passes["runs"]] == [1, 3]
+    assert all(row["milliseconds"] > 0 < row["floor_milliseconds"] for row in passes["runs"])
+    drafts = measure("draft_quality", *small, "--gammas", "2", "--timed", "1")
+    assert [row["prompts"] for row in drafts["runs"]] == ["built-in", "all"]
+    labels = measure("label_cost", *small, "--suffix-length", "3")
+    assert [row["name"] for row in labels["runs"]][:2] == ["selfjudge", "public-pattern"]
+    assert all(row["target_tokens_per_label"] > 0 < row["labels_per_second"] for row in labels["runs"])
+
+
+def test_the_target_as_its_own_draft_is_always_right(draft_quality: Any, checkpoints: dict[str, str]) -> None:
+    pair = Pair.load(checkpoints["target"], checkpoints["draft"], device="cpu")
+    same = replace(pair, draft=pair.target)
+    prompts = random_prompts([3, 9, 5, 12, 7])
+    hits, seen = draft_quality.agreement(same, prompts, max_new_tokens=41, batch=2)
+    assert hits == seen > 0
+    answers = [tokens for _, tokens, _ in respond(pair.target, prompts, eos_ids={2}, max_new_tokens=41)]
+    assert seen == sum(map(len, answers))
+    for gamma in (1, 4):
+        tokens, cycles = draft_quality.accepted(same, prompts, gamma=gamma, max_new_tokens=41, batch=2)
+        assert tokens == sum(len(a) - 1 for a in answers)
+        assert cycles == sum(-(-(len(a) - 1) // (gamma + 1)) for a in answers)
+
+
+def test_the_quality_of_a_draft_is_pooled_over_all_prompts(draft_quality: Any) -> None:
+    target, other = (tiny_model(seed=s, max_position_embeddings=512) for s in (1, 2))
+    words = models.WordLevel({w: i for i, w in enumerate(["<pad>", "<s>", "</s>", "<unk>"])}, unk_token="<unk>")
+    tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token="</s>")
+    sets = {"short": random_prompts([3, 4, 5]), "long": random_prompts([20, 30])}
+    config = draft_quality.DraftBenchConfig(gammas=(3,), max_new_tokens=41, batch=2, timed=2, repeats=1)
+    same = draft_quality.bench_draft(Pair("p", target, target, tokenizer, "t", "t"), sets, config)
+    assert [row["prompts"] for row in same["runs"]] == ["short", "long", "all"]
+    assert [row["n"] for row in same["runs"]] == [3, 2, 5]
+    for row in same["runs"]:
+        assert row["top1"] == 1.0
+        assert 3.5 < row["m_gamma_3"] <= 4  # the end of an answer cuts its last cycle
+        assert row["predicted_speedup_gamma_3"] > 0
+        predicted = row["predicted_tokens_per_second_gamma_3"] / row["predicted_tokens_per_second_plain"]
+        assert predicted == pytest.approx(row["predicted_speedup_gamma_3"])
+        assert row["tokens_per_second_gamma_3"] > 0 < row["tokens_per_second_plain"]
+    assert same["runs"][-1]["answer_tokens"] == sum(row["answer_tokens"] for row in same["runs"][:-1])
+    unlike = draft_quality.bench_draft(Pair("p", target, other, tokenizer, "t", "d"), sets, replace(config, timed=0))
+    assert unlike["runs"][-1]["tokens_per_second_gamma_3"] is unlike["runs"][-1]["tokens_per_second_plain"] is None
+    assert unlike["runs"][-1]["top1"] < 0.5
+    assert 1 <= unlike["runs"][-1]["m_gamma_3"] < 2
+    head = draft_quality.bench_draft(Pair("p", target, tiny_head(target), tokenizer, "t", "h"), sets, config)
+    assert head["draft_kind"] == "eagle3"
+    assert head["draft_pass_milliseconds"] > 0
+    assert 1 <= head["runs"][-1]["m_gamma_3"] < 2
+    assert head["runs"][-1]["tokens_per_second_gamma_3"] > 0
+    for gamma in (0, 3):  # what is timed is all but the first token of every answer
+        answers = respond(target, sets["short"], eos_ids={2}, max_new_tokens=41)
+        pair = Pair("p", target, tiny_head(target), tokenizer, "t", "h")
+        tokens, nanoseconds = draft_quality.timed(pair, sets["short"], gamma=gamma, max_new_tokens=41)
+        assert tokens == sum(len(answer) - 1 for _, answer, _ in answers)
+        assert nanoseconds > 0
+    with pytest.raises(SelfJudgeError, match="`draft`"):
+        draft_quality.bench_draft(Pair("p", target, None, tokenizer, "t", ""), sets)
 
 
 @pytest.mark.parametrize("transport", ["http", "in-process"])

@@ -171,14 +171,6 @@ def test_distill_is_killed_and_goes_on(run, checkpoints: dict[str, str], tmp_pat
     assert [f.stat().st_mtime_ns for f in answers] == before
     pair = ["--target", checkpoints["target"], "--draft", str(out)]
     assert run("generate", "w1 w2", *pair, "--max-new-tokens", "6")[0] == 0
-    code, text, _ = run(
-        "bench", "draft", *pair, "--prompts", str(prompts), "--gammas", "2", "--max-new-tokens", "8", "--json"
-    )
-    assert code == 0
-    assert json.loads(text)["runs"][-1]["n"] == 12
-    code, text, _ = run("bench", "draft", *pair, "--prompts", str(prompts), "--gammas", "2", "--max-new-tokens", "8")
-    assert "predicted → measured" in text
-    assert "tokens/s, γ=2" in text
 
 
 def test_label_train_study_and_generate_in_a_line(run, checkpoints: dict[str, str], tmp_path: Path) -> None:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-import transformers as hf
 
 import selfjudge.decoding.plain
-from conftest import VOCAB, tiny_head, tiny_model
+from conftest import VOCAB, tiny_model
 from equality import greedy
-from selfjudge.bench.config import DraftBenchConfig
-from selfjudge.bench.draft import accepted, agreement, bench_draft, timed
 from selfjudge.decoding import prefill
 from selfjudge.decoding.plain import respond
 from selfjudge.decoding.sampling import Sampling
@@ -226,60 +222,3 @@ def test_many_prompts_are_encoded_as_each_alone(pair: Pair) -> None:
     prompts = ["w1", "w2 w3 w4", [{"role": "user", "content": "w5"}, {"role": "user", "content": "w6"}]]
     assert pair.encode_many(prompts) == [pair.encode(p) for p in prompts]
     assert pair.encode_many([]) == []
-
-
-def test_the_target_as_its_own_draft_is_always_right(checkpoints: dict[str, str]) -> None:
-    pair = Pair.load(checkpoints["target"], checkpoints["draft"], device="cpu")
-    same = replace(pair, draft=pair.target)
-    prompts = prompts_of([3, 9, 5, 12, 7])
-    hits, seen = agreement(same, prompts, max_new_tokens=41, batch=2)
-    assert hits == seen > 0
-    answers = [tokens for _, tokens, _ in respond(pair.target, prompts, eos_ids={2}, max_new_tokens=41)]
-    assert seen == sum(map(len, answers))
-    for gamma in (1, 4):
-        tokens, cycles = accepted(same, prompts, gamma=gamma, max_new_tokens=41, batch=2)
-        assert tokens == sum(len(a) - 1 for a in answers)
-        assert cycles == sum(-(-(len(a) - 1) // (gamma + 1)) for a in answers)
-
-
-def test_bench_draft_pools_over_all_prompts() -> None:
-    target, other = (tiny_model(seed=s, max_position_embeddings=512) for s in (1, 2))
-    tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=_tokenizer(), eos_token="</s>")
-    sets = {"short": prompts_of([3, 4, 5]), "long": prompts_of([20, 30])}
-    config = DraftBenchConfig(gammas=(3,), max_new_tokens=41, batch=2, timed=2, repeats=1)
-    same = bench_draft(Pair("p", target, target, tokenizer, "t", "t"), sets, config)
-    assert [row["prompts"] for row in same["runs"]] == ["short", "long", "all"]
-    assert [row["n"] for row in same["runs"]] == [3, 2, 5]
-    for row in same["runs"]:
-        assert row["top1"] == 1.0
-        assert 3.5 < row["m_gamma_3"] <= 4  # the end of an answer cuts its last cycle
-        assert row["predicted_speedup_gamma_3"] > 0
-        predicted = row["predicted_tokens_per_second_gamma_3"] / row["predicted_tokens_per_second_plain"]
-        assert predicted == pytest.approx(row["predicted_speedup_gamma_3"])
-        assert row["tokens_per_second_gamma_3"] > 0 < row["tokens_per_second_plain"]
-    assert same["runs"][-1]["answer_tokens"] == sum(row["answer_tokens"] for row in same["runs"][:-1])
-    unlike = bench_draft(Pair("p", target, other, tokenizer, "t", "d"), sets, replace(config, timed=0))
-    assert unlike["runs"][-1]["tokens_per_second_gamma_3"] is unlike["runs"][-1]["tokens_per_second_plain"] is None
-    assert unlike["runs"][-1]["top1"] < 0.5
-    assert 1 <= unlike["runs"][-1]["m_gamma_3"] < 2
-    head = bench_draft(Pair("p", target, tiny_head(target), tokenizer, "t", "h"), sets, config)
-    assert head["draft_kind"] == "eagle3"
-    assert head["draft_pass_milliseconds"] > 0
-    assert 1 <= head["runs"][-1]["m_gamma_3"] < 2
-    assert head["runs"][-1]["tokens_per_second_gamma_3"] > 0
-    for gamma in (0, 3):  # what is timed is all but the first token of every answer
-        answers = respond(target, sets["short"], eos_ids={2}, max_new_tokens=41)
-        pair = Pair("p", target, tiny_head(target), tokenizer, "t", "h")
-        tokens, nanoseconds = timed(pair, sets["short"], gamma=gamma, max_new_tokens=41)
-        assert tokens == sum(len(answer) - 1 for _, answer, _ in answers)
-        assert nanoseconds > 0
-    with pytest.raises(SelfJudgeError, match="`draft`"):
-        bench_draft(Pair("p", target, None, tokenizer, "t", ""), sets)
-
-
-def _tokenizer() -> object:
-    from tokenizers import Tokenizer, models
-
-    return Tokenizer(
-        models.WordLevel({w: i for i, w in enumerate(["<pad>", "<s>", "</s>", "<unk>"])}, unk_token="<unk>")
-    )

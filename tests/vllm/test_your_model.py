@@ -23,7 +23,7 @@ SMALLER = {
     "distill": [
         "--prompts", "mine.jsonl:24", "--max-new-tokens", "32", "--held-out", "2", "--steps", "4", "--batch-tokens", "1024",
     ],
-    "bench": ["--limit", "2", "--max-new-tokens", "16", "--gammas", "3"],
+    "bench": ["--limit", "2", "--max-new-tokens", "16", "--repeats", "1"],
     "tune": ["--epsilon", "0.9", "--limit", "10", "--max-new-tokens", "8", "--engine-options", json.dumps(ENGINE)],
     "serve": ["--vllm", "--enforce-eager --max-model-len 512 --max-num-seqs 8"],
     "label": ["--max-new-tokens", "160", "--calibrate-prompts", "3"],

@@ -24,52 +24,6 @@ class DecodeBenchConfig:
 
 
 @dataclass(frozen=True)
-class PassesConfig:
-    """`bench passes`: which forward passes are timed, and how often."""
-
-    batches: tuple[int, ...] = setting((1,), "Batch sizes.", minimum=1)
-    tokens: tuple[int, ...] = setting((1, 2, 4, 6, 8, 11), "Tokens per pass (γ+1).", minimum=1)
-    contexts: tuple[int, ...] = setting((300,), "Context lengths.", minimum=1)
-    engine: str = setting("auto", "What runs the models.", choices=("auto", "reference", "cpu", "cuda"))
-    repeats: int = setting(10, "Timed passes of each kind.", minimum=1)
-
-    def check(self) -> None:
-        check_settings(self)
-
-
-@dataclass(frozen=True)
-class DraftBenchConfig:
-    """`bench draft`: how a draft is compared with its target."""
-
-    gammas: tuple[int, ...] = setting((3, 5, 10), "Draft lengths.", minimum=1, maximum=MAX_GAMMA)
-    max_new_tokens: int = setting(128, "Most tokens an answer may have.", minimum=1)
-    batch: int = setting(16, "Prompts at a time, where nothing is timed.", minimum=1)
-    timed: int = setting(4, "Prompts of each kind whose decoding is timed, one at a time.", minimum=0)
-    repeats: int = 20
-    """Timed passes of each kind."""
-
-    def check(self) -> None:
-        check_settings(self)
-
-
-@dataclass(frozen=True)
-class LabelBenchConfig:
-    """`bench label`: how much is labelled in each way."""
-
-    suffix_length: int = setting(20, "N: tokens after the substitution that are scored.", minimum=0)
-    max_new_tokens: int = setting(128, "Most tokens an answer may have.", minimum=1)
-    batch: int = setting(64, "Responses at a time.", minimum=1)
-    public_labels: int = 24
-    """Labels made by the public call pattern."""
-    tries: int = 4
-    """Places of a response that answer preservation tries."""
-    seed: int = 0
-
-    def check(self) -> None:
-        check_settings(self)
-
-
-@dataclass(frozen=True)
 class DemoConfig:
     """`demo`: how much is decoded by each rule."""
 

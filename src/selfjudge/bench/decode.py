@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from selfjudge.bench.config import DecodeBenchConfig
-from selfjudge.bench.passes import bandwidth, bytes_per_pass
+from selfjudge.bench.floor import bandwidth, bytes_per_pass
 from selfjudge.decoding.rules import EXACT, AcceptanceRule
 from selfjudge.decoding.text import draft_dtype, generate
 from selfjudge.engine.base import shape_reason
@@ -25,12 +25,11 @@ from selfjudge.types import (
     PHASES,
     Gamma,
     Generation,
+    Notify,
     pooled_gamma_mean,
     pooled_judged_share,
     pooled_mean_accepted_length,
 )
-
-Notify = Callable[[str], None]
 
 
 @dataclass
@@ -61,7 +60,7 @@ def bench_decode(
     config: DecodeBenchConfig | None = None,
     *,
     whole: Pair | None = None,
-    notify: Notify = lambda text: None,
+    notify: Notify = lambda stage, share: None,
 ) -> dict[str, Any]:
     """Time every configuration at batch 1; the result is what `selfjudge bench decode --json` prints.
 
@@ -130,8 +129,9 @@ def _time(runs: Sequence[_Run], prompts: Sequence[Prompt], repeats: int, notify:
     """Answer all prompts with every configuration, `repeats` times after a warm-up."""
     warm = prompts if warm_all else prompts[:1]  # on CUDA, every shape is recorded once
     for repeat in range(repeats + 1):  # repeat 0 warms up
-        for run in runs:
-            notify(f"{run.name} γ={run.gamma}, " + (f"repeat {repeat}/{repeats}" if repeat else "warm-up"))
+        for number, run in enumerate(runs):
+            turn = f"repeat {repeat}/{repeats}" if repeat else "warm-up"
+            notify(f"{turn}: {run.name} γ={run.gamma}", number / len(runs))
             start = time.perf_counter()
             answers = [run.answer(prompt) for prompt in (prompts if repeat else warm)]
             if repeat:

@@ -28,33 +28,31 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command()(models.pull)
-app.command()(decode.generate)
-app.command()(distill.distill)
-app.command()(models.export)
-app.command()(label.label)
-app.command()(train.train)
-app.command()(train.study)
-app.command(name="eval")(evaluate.evaluate)
-app.command()(tune.tune)
-app.command()(report.report)
-app.command()(evaluate.reproduce)
-app.command()(models.ls)
-app.command()(serve.serve)
-app.command()(demo.demo)
-app.command()(doctor.doctor)
+COMMANDS = {
+    "pull": models.pull,
+    "generate": decode.generate,
+    "distill": distill.distill,
+    "export": models.export,
+    "label": label.label,
+    "train": train.train,
+    "study": train.study,
+    "eval": evaluate.evaluate,
+    "tune": tune.tune,
+    "report": report.report,
+    "reproduce": evaluate.reproduce,
+    "ls": models.ls,
+    "serve": serve.serve,
+    "bench": bench.bench,
+    "demo": demo.demo,
+    "doctor": doctor.doctor,
+}
+for name, command in COMMANDS.items():
+    app.command(name)(command)
 
 labels_app = typer.Typer(no_args_is_help=True, help="Label folders: what they hold, and joining them.")
-labels_app.command()(label.merge)
-labels_app.command()(label.info)
+labels_app.command("merge")(label.merge)
+labels_app.command("info")(label.info)
 app.add_typer(labels_app, name="labels")
-
-bench_app = typer.Typer(no_args_is_help=True, help="Side by side against transformers and plain decoding, in one run.")
-bench_app.command()(bench.decode)
-bench_app.command()(bench.passes)
-bench_app.command()(bench.draft)
-bench_app.command()(bench.label)
-app.add_typer(bench_app, name="bench")
 
 
 def _version(asked: bool) -> None:

@@ -1,26 +1,45 @@
-"""What a label costs: our branches, the public call pattern and answer preservation on the same responses."""
+"""What a label costs: `python benchmarks/label_cost.py --limit 4 --out FILE`.
+
+Labels the same responses in three ways: our branches, the public call pattern, and answer preservation.
+"""
 
 from __future__ import annotations
 
+import argparse
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from common import say
 
-from selfjudge.bench.config import LabelBenchConfig
 from selfjudge.decoding.plain import respond
 from selfjudge.errors import SelfJudgeError
 from selfjudge.label.mismatch import NOTHING, find_mismatches
 from selfjudge.label.preservation import search, start_searches, task_check
 from selfjudge.label.score import Case, Scorer
 from selfjudge.models.pair import Pair
-from selfjudge.prompts.sources import PromptRecord
-from selfjudge.store import measured_on
-from selfjudge.tasks.base import Task
+from selfjudge.prompts.sources import PromptRecord, Source, load_prompts
+from selfjudge.store import measured_on, write_json
+from selfjudge.tasks.base import Task, task as load_task
+
+
+@dataclass(frozen=True)
+class LabelBenchConfig:
+    """How much is labelled in each way."""
+
+    suffix_length: int = 20
+    max_new_tokens: int = 128
+    batch: int = 64
+    public_labels: int = 24
+    """Labels made by the public call pattern."""
+    tries: int = 4
+    """Places of a response that answer preservation tries."""
+    seed: int = 0
 
 
 class _Clock:
@@ -48,7 +67,6 @@ def bench_label(
 ) -> dict[str, Any]:
     """Label the responses to the prompts of a task with a checkable answer in three ways."""
     config = config or LabelBenchConfig()
-    config.check()
     bench = _Bench(pair, task, asked, config)
     notify("the target answers")
     bench.respond()
@@ -166,3 +184,29 @@ def label_by_public_pattern(pair: Pair, case: Case, k: int, suffix_length: int) 
         (output.hidden_states[-1][0, -1] if states else output.logits.log_softmax(-1)[0, -1]).float().cpu()
         read += len(tokens)
     return read
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pair", default="smollm2-135m", help="embedded name or target")
+    parser.add_argument("--draft", default=None)
+    parser.add_argument("--task", default="arithmetic", help="a task with checkable answers")
+    parser.add_argument("--limit", type=int, default=8, help="prompts of the task")
+    parser.add_argument("--suffix-length", type=int, default=LabelBenchConfig.suffix_length)
+    parser.add_argument("--max-new-tokens", type=int, default=LabelBenchConfig.max_new_tokens)
+    parser.add_argument("--batch", type=int, default=LabelBenchConfig.batch)
+    parser.add_argument("--data", type=Path, default=None)
+    parser.add_argument("--device", default=None)
+    parser.add_argument("--out", type=Path, required=True)
+    o = parser.parse_args()
+    source = load_task(o.task, o.data)
+    if not source.checkable:
+        parser.error(f"{o.task} has no checkable answers, which answer preservation needs")
+    asked = load_prompts(Source(o.task, o.limit), o.data)
+    pair = Pair.load(o.pair, o.draft, device=o.device, full_precision=True)
+    config = LabelBenchConfig(o.suffix_length, o.max_new_tokens, o.batch)
+    write_json(o.out, bench_label(pair, source, asked, config, notify=say))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,19 +1,24 @@
-"""How good a draft is for its target, by kind of prompt: agreement, accepted length, and the speed these predict.
+"""How good a draft is: `python benchmarks/draft_quality.py --draft DIR --prompts gsm8k dolly --data DATA --out FILE`.
 
-The prediction takes m tokens for γ draft steps and one pass of γ+1 tokens, as they were timed alone. What decoding
-makes of it is timed beside it, on a few of the prompts.
+Says for each kind of prompt how often the draft agrees with the target, the accepted length m, and the speed that these
+predict: m tokens for γ draft steps and one pass of γ+1 tokens, as they were timed alone. What decoding makes of it is
+timed beside it, on a few of the prompts.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from selfjudge.bench.config import DraftBenchConfig
-from selfjudge.bench.passes import head_seconds, pass_seconds
+from common import read_task_prompts, say
+from pass_cost import head_seconds, pass_seconds
+
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.plain import respond
 from selfjudge.decoding.rules import EXACT
@@ -22,8 +27,23 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.label.mismatch import draft_tokens
 from selfjudge.models.eagle import EagleHead
 from selfjudge.models.pair import Pair
-from selfjudge.store import measured_on
+from selfjudge.store import measured_on, write_json
 from selfjudge.types import Step
+
+
+@dataclass(frozen=True)
+class DraftBenchConfig:
+    """How a draft is compared with its target."""
+
+    gammas: Sequence[int] = (3, 5, 10)
+    max_new_tokens: int = 128
+    batch: int = 16
+    """Prompts at a time, where nothing is timed."""
+    timed: int = 4
+    """Prompts of each kind whose decoding is timed, one at a time."""
+    repeats: int = 20
+    """Timed passes of each kind."""
+
 
 CONTEXT = 300  # cached tokens when a pass is timed
 
@@ -39,7 +59,6 @@ def bench_draft(
     if pair.draft is None:
         raise SelfJudgeError(f"no draft ships for {pair.target_id}: name one with `draft`")
     config = config or DraftBenchConfig()
-    config.check()
     parameters = sum(p.numel() for p in pair.draft.parameters())  # before an engine packs them and lets them go
     target_seconds = {
         tokens: pass_seconds(pair.target, 1, tokens, CONTEXT, repeats=config.repeats)
@@ -173,3 +192,29 @@ def agreement(pair: Pair, prompts: Sequence[Sequence[int]], *, max_new_tokens: i
         for d, y in zip(drafts, answer, strict=True)
     )
     return hits, sum(len(answer) for _, answer in sequences)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pair", default="smollm2-135m", help="embedded name or target")
+    parser.add_argument("--draft", default=None)
+    parser.add_argument("--prompts", nargs="+", default=["built-in"], help="tasks (their test split) or prompts files")
+    parser.add_argument("--limit", type=int, default=32, help="prompts of each kind")
+    parser.add_argument("--gammas", type=int, nargs="+", default=DraftBenchConfig.gammas)
+    parser.add_argument("--max-new-tokens", type=int, default=DraftBenchConfig.max_new_tokens)
+    parser.add_argument("--batch", type=int, default=DraftBenchConfig.batch)
+    parser.add_argument("--timed", type=int, default=DraftBenchConfig.timed)
+    parser.add_argument("--data", type=Path, default=None)
+    parser.add_argument("--device", default=None)
+    parser.add_argument("--dtype", default=None)
+    parser.add_argument("--out", type=Path, required=True)
+    o = parser.parse_args()
+    prompts = {name: read_task_prompts(name, o.data, o.limit) for name in o.prompts}
+    pair = Pair.load(o.pair, o.draft, device=o.device, dtype=o.dtype, full_precision=True)
+    encoded = {name: pair.encode_many(texts) for name, texts in prompts.items()}
+    config = DraftBenchConfig(o.gammas, o.max_new_tokens, o.batch, o.timed)
+    write_json(o.out, bench_draft(pair, encoded, config, notify=say))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,85 +1,82 @@
-"""What a forward pass costs: against batch, tokens per pass and context length, and against the memory it must read.
+"""What a forward pass costs: `python benchmarks/pass_cost.py --tokens 1 2 4 8 --contexts 100 400 --out FILE`.
 
-A pass reads every weight (the embedding table apart, where the head has its own) and the keys and values of its rows.
-That many bytes over the measured bandwidth is the floor that the `over_floor` column compares with.
+Times passes against batch, tokens per pass and context length, and against the memory they must read. A pass reads
+every weight (the embedding table only where it is also the output matrix) and the keys and values of its rows. That
+many bytes over the measured bandwidth is the floor that `over_floor` compares with. `--model shape:llama-3.1-8b` is a
+model of that shape with random weights.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
+from common import say
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from selfjudge.bench.config import PassesConfig
-from selfjudge.bench.shapes import SHAPES, check_shape
+from selfjudge.bench.floor import bandwidth, bytes_per_pass, seconds_of
 from selfjudge.engine.base import Engine
-from selfjudge.engine.cpu.weights import packed
 from selfjudge.engine.draft import EagleDraft
 from selfjudge.engine.select import common_kind, make_draft, make_engine
+from selfjudge.models.device import chosen_device
 from selfjudge.models.eagle import EagleHead
 from selfjudge.models.gguf import gguf_of
-from selfjudge.store import measured_on
+from selfjudge.models.pair import Pair, chosen_dtype
+from selfjudge.store import measured_on, write_json
 
+
+@dataclass(frozen=True)
+class PassesConfig:
+    """Which forward passes are timed, and how often."""
+
+    batches: Sequence[int] = (1,)
+    tokens: Sequence[int] = (1, 2, 4, 6, 8, 11)
+    contexts: Sequence[int] = (300,)
+    engine: str = "auto"
+    repeats: int = 10
+
+
+_QWEN = {"model_type": "qwen2", "rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+_LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen2.5-1.5b": {
+        **_QWEN, "vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+        "num_attention_heads": 12, "num_key_value_heads": 2, "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
+    },
+    "qwen-draft-8x320": {
+        **_QWEN, "vocab_size": 151936, "hidden_size": 320, "intermediate_size": 960, "num_hidden_layers": 8,
+        "num_attention_heads": 5, "num_key_value_heads": 5, "max_position_embeddings": 32768,
+        "tie_word_embeddings": False,
+    },
+    "llama-3.1-8b": {
+        **_LLAMA, "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+        "tie_word_embeddings": False,
+    },
+    "llama-3.2-1b": {
+        **_LLAMA, "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+    },
+}  # fmt: skip
 AXES = {"tokens": "tokens per pass (γ+1)", "context": "context length", "batch": "batch"}
 
 
 def random_model(shape: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     """A model of a known shape with random weights."""
-    check_shape(shape)
+    if shape not in SHAPES:
+        raise SystemExit(f"unknown shape {shape!r}; shapes are: {', '.join(SHAPES)}")
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(
             AutoConfig.for_model(**SHAPES[shape]), dtype=dtype, trust_remote_code=False
         )
     return model.eval()
-
-
-def bandwidth(device: torch.device) -> float:
-    """Bytes per second of memory traffic: a large copy on CUDA (read and written), a large sum on a CPU (read)."""
-    if device.type == "cuda":
-        source = torch.empty(1 << 31, dtype=torch.uint8, device=device)
-        target = torch.empty_like(source)
-        return 2 * source.numel() / seconds_of(lambda: target.copy_(source), device, repeats=10)
-    numbers = torch.ones(1 << 27)
-    return 4 * numbers.numel() / seconds_of(lambda: numbers.sum(), device, repeats=5)
-
-
-def seconds_of(function: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median seconds of a call, after one to warm up."""
-    function()
-    times = []
-    for _ in range(repeats):
-        if device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            function()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1e3)
-        else:
-            begin = time.perf_counter()
-            function()
-            times.append(time.perf_counter() - begin)
-    return float(statistics.median(times))
-
-
-def bytes_per_pass(model: PreTrainedModel, batch: int, context: int, int8: bool = False) -> int:
-    """What a pass must read at least: the weights once, and the cached keys and values of every row."""
-    config = model.config.get_text_config()
-    if int8 or gguf_of(model) is not None:
-        weights = packed(model, int8).bytes_per_pass
-    else:
-        weights = sum(p.numel() * p.element_size() for p in model.parameters())
-        if model.get_input_embeddings().weight is not model.get_output_embeddings().weight:
-            weights -= model.get_input_embeddings().weight.numel() * model.dtype.itemsize
-    dim = model.base_model.layers[0].self_attn.head_dim
-    cache = 2 * config.num_hidden_layers * config.num_key_value_heads * dim * context * batch * model.dtype.itemsize
-    return int(weights + cache)
 
 
 @torch.no_grad()
@@ -132,14 +129,12 @@ def head_seconds(head: EagleHead, target: PreTrainedModel, context: int, *, repe
 def bench_passes(
     model: PreTrainedModel,
     name: str,
-    config: PassesConfig | None = None,
+    config: PassesConfig,
     *,
     int8: bool = False,
     notify: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Time every combination; the result is what `selfjudge bench passes --json` prints."""
-    config = config or PassesConfig()
-    config.check()
+    """Time every combination of batch, context and tokens per pass."""
     speed = bandwidth(model.device)
     rows = []
     for batch, context, count in product(config.batches, config.contexts, config.tokens):
@@ -211,3 +206,33 @@ def _draw_panel(panel: Any, axis: str, runs: list[dict[str, Any]]) -> None:
         panel.set_xscale("log", base=2)
     if len(groups) <= 8:
         panel.legend(fontsize=7)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2-135m", help="embedded name, model reference or shape:NAME")
+    parser.add_argument("--batches", type=int, nargs="+", default=PassesConfig.batches)
+    parser.add_argument("--tokens", type=int, nargs="+", default=PassesConfig.tokens, help="tokens per pass (γ+1)")
+    parser.add_argument("--contexts", type=int, nargs="+", default=PassesConfig.contexts)
+    parser.add_argument("--engine", choices=("auto", "reference", "cpu", "cuda"), default="auto")
+    parser.add_argument("--repeats", type=int, default=PassesConfig.repeats)
+    parser.add_argument("--device", default=None)
+    parser.add_argument("--dtype", default=None)
+    parser.add_argument("--figure", type=Path, default=None, help="draw the costs into this PNG file")
+    parser.add_argument("--out", type=Path, required=True)
+    o = parser.parse_args()
+    if o.model.startswith("shape:"):
+        device = chosen_device(o.device)
+        model = random_model(o.model.removeprefix("shape:"), device, chosen_dtype(o.dtype, device))
+    else:
+        pair = Pair.load(o.model, device=o.device, dtype=o.dtype, needs_draft=False, full_precision=True)
+        model = pair.target
+    config = PassesConfig(o.batches, o.tokens, o.contexts, o.engine, o.repeats)
+    result = bench_passes(model, o.model, config, int8=o.dtype == "int8", notify=say)
+    write_json(o.out, result)
+    if o.figure:
+        draw_passes(result, o.figure)
+
+
+if __name__ == "__main__":
+    main()
