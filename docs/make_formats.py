@@ -60,15 +60,16 @@ HEAD = {
 }  # fmt: skip
 SUMMARY = {
     "task": "", "rule": "with its judge: `judged:F@mine`", "gamma": "", "n": "examples", "score": "the task's measure",
-    "pair": "", "judge": "its name", "measure": "accuracy, pass_rate, rougeL …", "score_ci": "95 %, bootstrap",
+    "pair": "", "judge": "its name",
+    "judge_id": "digest of its weights, features and margin limit", "measure": "accuracy, pass_rate, rougeL …", "score_ci": "95 %, bootstrap",
     "scores": "all measures", "delta_score": DELTA, "delta_ci": "95 %", "delta_scores": "of the other measures",
     "delta_scores_ci": "", "agreement": "share with the answer of `exact`, or of its words", "agreement_ci": "95 %",
     "lost": "examples that score less than with `exact`", "gained": "more", "lost_ci": "of the share", "gained_ci": "",
     "mean_accepted_length": "m, Σ tokens / Σ cycles", "delta_m": DELTA, "delta_m_ci": "95 %, bootstrap",
-    "m_ratio": "m over that of `exact`", "drafts_accepted": "a cycle", "judged_share": "of the tokens",
+    "m_ratio": "m over that of `exact`", "m_ratio_ci": "", "drafts_accepted": "a cycle", "judged_share": "of the tokens",
     "tokens_per_second": "of decoding; the first part is left out", "extraction_failures": "share without an answer",
     "cut_off": "share that ended at the limit", "threshold": "θ", "label_method": "of the judge", "features": "of the judge",
-    "suffix_length": "of its labels", "label_prompts": "of its labels", "fold": "of LiveCodeBench", "batch": "",
+    "suffix_length": "of its labels", "label_prompts": "of its labels", "batch": "",
     "max_new_tokens": "", "seconds": "by phase", "substitutions": "target's token, what was taken, how often", "dtype": "",
     "machine": "", "versions": "", "date": "", "commit": "",
 }  # fmt: skip

@@ -54,10 +54,18 @@ def _judge(run: Run) -> dict[str, Any]:
     thetas = {getattr(rule, "theta", None) for rule in run.rules}
     about: dict[str, Any] = {"judge": run.judge, "threshold": thetas.pop() if len(thetas) == 1 else None}
     if judge is None:
-        return {**about, "label_method": None, "features": None, "suffix_length": None, "label_prompts": None}
+        return {
+            **about,
+            "judge_id": None,
+            "label_method": None,
+            "features": None,
+            "suffix_length": None,
+            "label_prompts": None,
+        }
     config = judge.config
     return {
         **about,
+        "judge_id": judge.digest(),
         "label_method": config.label_method,
         "features": config.features,
         "suffix_length": config.suffix_length,

@@ -144,6 +144,7 @@ class EvaluationSummary(TypedDict):
     score: Score | None
     pair: NotRequired[str]
     judge: NotRequired[str | None]
+    judge_id: NotRequired[Sha256 | None]
     measure: NotRequired[str | None]
     score_ci: NotRequired[tuple[Difference, Difference] | None]
     scores: NotRequired[dict[str, Score]]
@@ -161,6 +162,7 @@ class EvaluationSummary(TypedDict):
     delta_m: NotRequired[float | None]
     delta_m_ci: NotRequired[tuple[float, float] | None]
     m_ratio: NotRequired[Amount | None]
+    m_ratio_ci: NotRequired[tuple[float, float] | None]
     drafts_accepted: NotRequired[Amount | None]
     judged_share: NotRequired[Share | None]
     tokens_per_second: NotRequired[Amount | None]
@@ -171,7 +173,6 @@ class EvaluationSummary(TypedDict):
     features: NotRequired[str | None]
     suffix_length: NotRequired[Count | None]
     label_prompts: NotRequired[Count | None]
-    fold: NotRequired[str | None]
     batch: NotRequired[Count | None]
     max_new_tokens: NotRequired[Count | None]
     seconds: NotRequired[dict[str, Amount] | None]
