@@ -69,8 +69,11 @@ def cycles(
         packed, timer = cycle.run(None)
         timer.seconds()
         last = cycle.last[:, 0].clone()
-        for row, numbers in zip(made, packed.tolist(), strict=True):
-            row.append((numbers[:gamma], [*numbers[: numbers[-3]], numbers[-2]]))
+        outcome = packed.unpack()
+        for row, drafts, k, token in zip(
+            made, outcome.drafts.tolist(), outcome.accepted.tolist(), outcome.next_token.tolist(), strict=True
+        ):
+            row.append((drafts, [*drafts[:k], token]))
     return made
 
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from selfjudge.decoding.packed import CycleOutcome
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.engine.base import Engine
 from selfjudge.engine.draft import Draft
 from selfjudge.errors import SelfJudgeError
-from selfjudge.types import MAX_GAMMA, Emission, Finish, Judgement, Origin, TokenColumn
+from selfjudge.types import MAX_GAMMA, Emission, Finish, Origin, TokenColumn
 
 
 class Request(NamedTuple):
@@ -44,7 +45,7 @@ class AdmissionQueue:
 
 
 @dataclass
-class Rows:
+class BatchRows:
     """What the loop keeps of the rows in the batch."""
 
     index: NDArray[np.int64]
@@ -55,15 +56,17 @@ class Rows:
     finished: NDArray[np.bool_]
 
     @classmethod
-    def new(cls, numbers: Sequence[int], limits: Sequence[int]) -> Rows:
-        """Rows of these numbers; idle ones are finished from the start."""
+    def new(cls, numbers: Sequence[int], limits: Sequence[int]) -> BatchRows:
+        """BatchRows of these numbers; idle ones are finished from the start."""
         index = np.array(numbers, np.int64)
         return cls(index, np.array(limits, np.int64), index < 0)
 
     def __len__(self) -> int:
         return len(self.index)
 
+    @property
     def alive(self) -> list[int]:
+        """Positions of the rows that go on."""
         return np.flatnonzero(~self.finished).tolist()
 
     def cancel(self, cancelled: set[int]) -> None:
@@ -72,52 +75,44 @@ class Rows:
             self.finished |= np.isin(self.index, list(cancelled))
             cancelled.difference_update(self.index.tolist())
 
-    def take(self, kept: list[int]) -> Rows:
-        return Rows(self.index[kept], self.left[kept], self.finished[kept])
+    def take(self, kept: list[int]) -> BatchRows:
+        return BatchRows(self.index[kept], self.left[kept], self.finished[kept])
 
-    def extended(self, other: Rows) -> Rows:
+    def extended(self, other: BatchRows) -> BatchRows:
         mine, theirs = (self.index, self.left, self.finished), (other.index, other.left, other.finished)
-        return Rows(*(np.concatenate(both) for both in zip(mine, theirs, strict=True)))
+        return BatchRows(*(np.concatenate(both) for both in zip(mine, theirs, strict=True)))
 
-    def emit(self, table: NDArray[Any], gamma: int, eos_ids: Collection[int]) -> Sequence[Emission]:
-        """What the live rows get from a packed verdict [B, …], cut at the end token and at their limits."""
+    def emit(self, outcome: CycleOutcome, eos_ids: Collection[int]) -> Sequence[Emission]:
+        """What the live rows get from a cycle, cut at the end token and at their limits."""
         active = np.flatnonzero(~self.finished)
-        if gamma == 0:  # one token a row, all rows at once
-            tokens = table[active, 1]
+        if not outcome.drafts.shape[1]:  # one token a row, all rows at once
+            tokens = outcome.next_token[active]
             self.left[active] -= 1
             ended = np.where(np.isin(tokens, list(eos_ids)), 1, np.where(self.left[active] == 0, 2, 0))
             self.finished[active] = ended > 0
             return TokenColumn(self.index[active], tokens, ended)
-        return tuple(self._emission(i, table[i], gamma, eos_ids) for i in active.tolist())
+        columns = (outcome.accepted, outcome.next_token, outcome.drafts, outcome.judged)
+        rows = zip(active.tolist(), *(column[active].tolist() for column in columns), strict=True)
+        emissions = []
+        for row, k, following, drafts, judged in rows:
+            tokens, finish = self._cut(row, [*drafts[:k], following], eos_ids)
+            origins: list[Origin] = ["judge" if by_judge else "draft" for by_judge in judged[:k]]
+            origins = [*origins, "target"][: len(tokens)]
+            judgements = outcome.judgements(row, len(tokens)) if "judge" in origins else ()
+            emissions.append(Emission(int(self.index[row]), tuple(tokens), tuple(origins), finish, judgements))
+        return tuple(emissions)
 
-    def _emission(self, row: int, packed: NDArray[Any], gamma: int, eos_ids: Collection[int]) -> Emission:
-        *body, k, following, _ = packed.tolist()
-        tokens = [*body[:k], following]
-        judged = body[gamma : 2 * gamma]
-        origins: list[Origin] = ["judge" if judged[j] else "draft" for j in range(k)]
-        origins.append("target")
+    def _cut(self, row: int, tokens: list[int], eos_ids: Collection[int]) -> tuple[list[int], Finish | None]:
+        """The tokens that a row may still emit, and why it ends with them, if it does."""
         finish: Finish | None = None
         for j, token in enumerate(tokens):
             if token in eos_ids or j + 1 == self.left[row]:
                 finish = "eos" if token in eos_ids else "length"
-                tokens, origins = tokens[: j + 1], origins[: j + 1]
+                tokens = tokens[: j + 1]
                 break
         self.left[row] -= len(tokens)
         self.finished[row] = finish is not None
-        traced = len(body) > 2 * gamma and "judge" in origins
-        judgements = _judgements(packed[2 * gamma : 6 * gamma], origins) if traced else ()
-        return Emission(int(self.index[row]), tuple(tokens), tuple(origins), finish, judgements)
-
-
-def _judgements(traced: NDArray[Any], origins: Sequence[Origin]) -> tuple[Judgement, ...]:
-    """[4γ] what `cycle.trace` wrote → about the tokens of origin `judge`."""
-    choice, *bits = traced.reshape(4, -1)
-    p, p_choice, score = (row.astype(np.int32).view(np.float32) for row in bits)
-    return tuple(
-        Judgement(j, float(p[j]), int(choice[j]), float(p_choice[j]), None if np.isnan(score[j]) else float(score[j]))
-        for j, origin in enumerate(origins)
-        if origin == "judge"
-    )
+        return tokens, finish
 
 
 def check_request(

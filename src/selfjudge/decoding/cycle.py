@@ -1,8 +1,7 @@
-"""One cycle: the draft proposes, the target verifies, the judge scores, the rule decides, both are told what stands."""
+"""One cycle: the draft proposes, the target verifies, the judge scores, the rule decides, the caches are rewound."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,18 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from selfjudge.decoding.packed import Packed
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.decoding.sampling import sample
-from selfjudge.engine.base import Engine
+from selfjudge.engine.base import Engine, Output
 from selfjudge.engine.draft import Draft
 from selfjudge.ops.argmax import argmax_checked, replace_non_finite
-from selfjudge.types import PHASES, Block, Verdict
+from selfjudge.types import PHASES, Block
 
-RECORDINGS = 32  # of cycles that an engine keeps: each holds its own outputs on the device
+CAPTURED_CYCLES = 32  # that an engine keeps: each holds its own outputs on the device
 
 
 class Cycle:
-    """One cycle as functions over fixed tensors, so that an engine may record them and replay them without Python."""
+    """One cycle as functions over fixed tensors, so that an engine may capture them and replay them without Python."""
 
     def __init__(
         self, target: Engine, draft: Draft | None, rule: AcceptanceRule, gamma: int, *, trace: bool, first: Tensor
@@ -38,33 +38,39 @@ class Cycle:
         self.uniforms = (
             None if rule.sampling is None else first.new_zeros((len(first), 2 * gamma + 1), dtype=torch.float32)
         )
-        self.steps: list[Callable[[], None]] | None = None
+        self.captured: list[Callable[[], None]] | None = None
+        """The four phases, where the engine has captured them."""
+        self.drafts = self.last[:, :0]
+        self.draft_logits: Tensor | None = None
+        self.output: Output | None = None
+        self.block: Block | None = None
+        self.packed: Packed | None = None
 
     def begin(self, first: Tensor) -> None:
         """Start over with the tokens that prefill yielded."""
         self.last.copy_(first[:, None])
 
     @torch.no_grad()
-    def run(self, uniforms: Tensor | None) -> tuple[Tensor, PhaseTimer]:
-        """Start one cycle; the packed verdict, not yet waited for."""
+    def run(self, uniforms: Tensor | None) -> tuple[Packed, PhaseTimer]:
+        """Start one cycle; its outcome, not yet waited for."""
         if self.uniforms is not None and uniforms is not None:
             self.uniforms.copy_(uniforms)
         timer = PhaseTimer(self.target.device)
         if self.draft is not None:
             with timer("draft"):
                 self.draft.prepare(self.gamma)
-        steps = self.steps or [self.propose, self.verify, self.judge, self.decide]
-        if self.target.static and self.steps is None:
+        phases = self.captured or [self.propose, self.verify, self.judge, self.decide]
+        if self.target.static and self.captured is None:
             state = [self.last, *self.target.state(), *([] if self.draft is None else self.draft.state())]
-            steps = self.steps = self.target.capture(steps, state)
-            # nobody reads these after a recording: the next ones may use their memory, which for large batches is most
-            for name in ("draft_logits", "output", "argmax", "block"):
-                vars(self).pop(name, None)
+            phases = self.captured = self.target.capture(phases, state)
+            # nobody reads these after a capture: the next ones may use their memory, which for large batches is most
+            self.draft_logits = self.output = self.block = None
         # an eager cycle keeps no functions of its own: nothing refers to it in a circle, and its logits go when it does
-        for phase, step in zip(PHASES, steps, strict=True):
-            with timer(phase):
-                step()
-        return timer.sent(self.packed), timer
+        for name, phase in zip(PHASES, phases, strict=True):
+            with timer(name):
+                phase()
+        assert self.packed is not None
+        return timer.send(self.packed), timer
 
     def propose(self) -> None:
         self.drafts, self.draft_logits = self.last[:, :0], None
@@ -94,31 +100,33 @@ class Cycle:
         return torch.stack(tokens, 1), torch.stack(drawn_from, 1) if drawn_from else None
 
     def verify(self) -> None:
-        self.output = self.target.extend(torch.cat([self.last, self.drafts], 1))
-        self.argmax = argmax_checked(self.output.logits)
-
-    def judge(self) -> None:
+        self.output = output = self.target.extend(torch.cat([self.last, self.drafts], 1))
         u, drafted = self.uniforms, self.drafts.shape[1]
         chosen = None if u is None else torch.cat([u[:, self.gamma : self.gamma + drafted], u[:, -1:]], 1)
-        output = self.output
-        self.block = Block(self.drafts, output.logits, output.hidden, self.draft_logits, chosen, argmax=self.argmax)
+        self.block = Block(
+            self.drafts, output.logits, output.hidden, self.draft_logits, chosen, argmax=argmax_checked(output.logits)
+        )
+
+    def judge(self) -> None:
+        assert self.block is not None
         if self.rule.judge is not None and self.gamma and not self.rule.settled(self.block):
             self.block = replace(self.block, scores=self.rule.judge(self.block))
 
     def decide(self) -> None:
+        assert self.block is not None
+        assert self.output is not None
         verdict = self.rule(self.block)
-        k, drafted = verdict.n_accepted, self.drafts.shape[1]
-        self.target.rewind(drafted - k)
+        self.target.rewind(self.block.gamma - verdict.n_accepted)
         self.last.copy_(verdict.next_token[:, None])
         if self.draft is not None:
             self.draft.accept(self.drafts, verdict, self.output.features)
-        self.packed = pack(self.drafts, verdict, trace(self.block, verdict) if self.trace else None)
+        self.packed = Packed.pack(self.block, verdict, traced=self.trace)
 
 
 def find_cycle(
     target: Engine, draft: Draft | None, rule: AcceptanceRule, gamma: int, *, trace: bool, first: Tensor
 ) -> Cycle:
-    """A new cycle, or the one this engine recorded for an earlier batch of the same shape."""
+    """A new cycle, or the one this engine captured for an earlier batch of the same shape."""
     trace = trace and gamma > 0 and not rule.lossless
     if not target.static:
         return Cycle(target, draft, rule, gamma, trace=trace, first=first)
@@ -128,14 +136,14 @@ def find_cycle(
         target.recorded[key] = cycle  # the latest used goes last, and is dropped last
         cycle.begin(first)
         return cycle
-    while len(target.recorded) >= RECORDINGS:
+    while len(target.recorded) >= CAPTURED_CYCLES:
         target.recorded.pop(next(iter(target.recorded)))
     cycle = target.recorded[key] = Cycle(target, draft, rule, gamma, trace=trace, first=first)
     return cycle
 
 
 def cycle_key(draft: Draft | None, rule: AcceptanceRule, gamma: int, trace: bool, rows: int) -> Hashable:
-    """What a static engine keeps a recorded cycle by."""
+    """The key under which a static engine keeps a captured cycle."""
     trace = trace and gamma > 0 and not rule.lossless
     return rule, gamma, trace, rows, draft, draft and draft.version
 
@@ -156,25 +164,6 @@ def _over_vocabulary(logits: Tensor, size: int, ids: Tensor | None) -> Tensor:
     if missing > 0:
         return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
     return logits[..., :size]
-
-
-def trace(block: Block, verdict: Verdict) -> Tensor:
-    """[B, 4γ] at each draft: the target's choice; as bits of float32 p of the draft, p of the choice, the score."""
-    assert block.argmax is not None
-    choice, shape = block.argmax[0][:, :-1], block.draft_tokens.shape
-    if block.draft_tokens.device.type == "cpu" and not verdict.judged.any():
-        return choice.new_zeros(shape[0], 4 * shape[1])  # nobody will look
-    probabilities = block.target_logits[:, :-1].softmax(-1, dtype=torch.float32)
-    p, p_choice = probabilities.gather(-1, torch.stack([block.draft_tokens, choice], -1)).unbind(-1)
-    score = torch.full_like(p, math.nan) if block.scores is None else block.scores.float()
-    return torch.cat([choice, *(row.view(torch.int32).long() for row in (p, p_choice, score))], 1)
-
-
-def pack(drafts: Tensor, verdict: Verdict, traced: Tensor | None = None) -> Tensor:
-    """[B, 2γ+3] or [B, 6γ+3] all the host wants to know, in one piece: d, judged, trace, n, next token, non_finite."""
-    n, following = verdict.n_accepted[:, None], verdict.next_token[:, None]
-    parts = [drafts, verdict.judged.long(), *([] if traced is None else [traced])]
-    return torch.cat([*parts, n, following, verdict.non_finite.long().expand_as(n)], 1)
 
 
 class PhaseTimer:
@@ -205,15 +194,15 @@ class PhaseTimer:
         if self.device.type == "cuda" and self.spans:
             self.spans[-1][2].synchronize()
 
-    def sent(self, packed: Tensor) -> Tensor:
-        """A copy of the verdict that the next cycle cannot overwrite, on its way to the host."""
+    def send(self, packed: Packed) -> Packed:
+        """A copy of the outcome that the next cycle cannot overwrite, on its way to the host."""
         if self.device.type != "cuda":
             return packed
-        host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
-        host.copy_(packed, non_blocking=True)
+        host = torch.empty(packed.table.shape, dtype=packed.table.dtype, pin_memory=True)
+        host.copy_(packed.table, non_blocking=True)
         self.arrived = torch.cuda.Event()
         self.arrived.record()
-        return host
+        return replace(packed, table=host)
 
     def seconds(self) -> dict[str, float]:
         """Wait for what was sent; the seconds of each phase."""

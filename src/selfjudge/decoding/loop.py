@@ -18,9 +18,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from selfjudge.decoding.admission import AdmissionQueue, Request, Rows, check_request
-from selfjudge.decoding.cycle import Cycle, PhaseTimer, cycle_key, find_cycle, pack
+from selfjudge.decoding.admission import AdmissionQueue, BatchRows, Request, check_request
+from selfjudge.decoding.cycle import Cycle, PhaseTimer, cycle_key, find_cycle
 from selfjudge.decoding.gamma import GammaController, PairStatistics
+from selfjudge.decoding.packed import Packed
 from selfjudge.decoding.prefill import Group, Prefill
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.decoding.sampling import RandomNumbers
@@ -82,7 +83,7 @@ def _steps(batch: _Batch, queue: AdmissionQueue | None, cancelled: set[int]) -> 
     in_flight: deque[_Sent] = deque()
     while True:
         batch.rows.cancel(cancelled)
-        alive = batch.rows.alive()
+        alive = batch.rows.alive
         if queue is not None:
             batch.prefill.cancel(cancelled)
             batch.prefill.admit(queue, len(alive), cancelled)
@@ -117,9 +118,8 @@ class _Sent(NamedTuple):
     """A cycle that was started."""
 
     number: int
-    packed: Tensor
+    packed: Packed
     timer: PhaseTimer
-    traced: bool = False
     behind: bool = False
     """Whether the draft had to catch up."""
 
@@ -137,7 +137,7 @@ class _Batch:
     trace: bool
     controller: GammaController | None = None
     """Chooses γ for every cycle, where it is not fixed."""
-    rows: Rows = field(default_factory=lambda: Rows.new((), ()))
+    rows: BatchRows = field(default_factory=lambda: BatchRows.new((), ()))
     cycle: Cycle | None = None
 
     def __post_init__(self) -> None:
@@ -180,12 +180,13 @@ class _Batch:
         return self._enter(group, alive, idle)
 
     def _enter(self, group: Group, alive: list[int], idle: int) -> Step:
-        """Rows that the engines have, after the live ones, and idle ones last: their first tokens, of no cycle."""
+        """BatchRows that the engines have, after the live ones, and idle ones last: their first tokens, of no cycle."""
         uniforms = self.random.enter([*(request.seed for request in group.requests), *[0] * idle])
         output, none = group.output, torch.empty(len(group), 0, dtype=torch.long, device=group.device)
         with group.timer("rule"), torch.no_grad():
             given = None if uniforms is None else uniforms[: len(group)]
-            verdict = self.rule(Block(none, output.logits, output.hidden, uniforms=given))
+            block = Block(none, output.logits, output.hidden, uniforms=given)
+            verdict = self.rule(block)
         first = torch.cat([verdict.next_token, verdict.next_token.new_zeros(idle)])
         if self.draft is not None:
             self.draft.enter(first)
@@ -193,9 +194,9 @@ class _Batch:
             self._begin_cycle(self.gamma, first)
         else:
             self._begin_cycle(self.cycle.gamma, torch.cat([self.cycle.last[alive, 0], first]))
-        arrived = Rows.new(group.numbers, [request.max_new_tokens for request in group.requests])
-        step = self._step(_Sent(0, pack(none, verdict), group.timer), arrived)
-        self.rows = self.rows.take(alive).extended(arrived).extended(Rows.new([-1] * idle, [1] * idle))
+        arrived = BatchRows.new(group.numbers, [request.max_new_tokens for request in group.requests])
+        step = self._step(_Sent(0, Packed.pack(block, verdict), group.timer), arrived)
+        self.rows = self.rows.take(alive).extended(arrived).extended(BatchRows.new([-1] * idle, [1] * idle))
         return step
 
     def shrink(self, alive: list[int]) -> None:
@@ -215,7 +216,7 @@ class _Batch:
     def _recorded(self, gamma: int) -> bool:
         """Whether a cycle of γ drafts was recorded for as many rows."""
         key = cycle_key(self.draft, self.rule, gamma, self.trace, len(self.rows))
-        return key in self.target.recorded and self.target.recorded[key].steps is not None
+        return key in self.target.recorded and self.target.recorded[key].captured is not None
 
     def run(self, number: int) -> _Sent:
         """Start a cycle."""
@@ -227,11 +228,11 @@ class _Batch:
             if gamma != self.cycle.gamma:
                 self._begin_cycle(gamma, self.cycle.last[:, 0])
         cycle, start = self.cycle, time.perf_counter()
-        recording = self.target.static and cycle.steps is None
+        recording = self.target.static and cycle.captured is None
         packed, timer = cycle.run(self.random.next(cycle.gamma))
         if recording and self.controller is not None:
             self.controller.statistics.recording = time.perf_counter() - start
-        return _Sent(number, packed, timer, cycle.trace, behind)
+        return _Sent(number, packed, timer, behind)
 
     def emit(self, sent: _Sent) -> Step:
         return self._step(sent, self.rows)
@@ -241,12 +242,11 @@ class _Batch:
             cache.select(rows)
         self.random.select(rows)
 
-    def _step(self, sent: _Sent, rows: Rows) -> Step:
+    def _step(self, sent: _Sent, rows: BatchRows) -> Step:
         """Wait for a cycle (its one synchronisation) and hand its tokens to the rows."""
         seconds = sent.timer.seconds()
-        table = sent.packed.cpu().numpy()
-        non_finite = bool(table[~rows.finished, -1].any())
-        drafted = (table.shape[1] - 3) // (6 if sent.traced else 2)  # see `pack`
+        outcome, drafted, live = sent.packed.unpack(), sent.packed.drafted, ~rows.finished
+        non_finite = bool(outcome.non_finite[live].any())
         if self.controller is not None and sent.number:
-            self.controller.observe(table[:, -3], ~rows.finished, drafted, seconds, behind=sent.behind)
-        return Step(sent.number, rows.emit(table, drafted, self.eos_ids), seconds, non_finite, drafted)
+            self.controller.observe(outcome.accepted, live, drafted, seconds, behind=sent.behind)
+        return Step(sent.number, rows.emit(outcome, self.eos_ids), seconds, non_finite, drafted)
