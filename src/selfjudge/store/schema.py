@@ -8,9 +8,10 @@ with `Annotated[…, Range | OneOf | Pattern]`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
+from itertools import count, repeat
 from math import isfinite
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NotRequired, Union, get_args, get_origin, get_type_hints, is_typeddict
@@ -18,7 +19,7 @@ from typing import Annotated, Any, Literal, NotRequired, Union, get_args, get_or
 from selfjudge.errors import SelfJudgeError
 
 LARGEST = 1e15
-"""Of a measured number; sums and products of many stay finite."""
+"""The largest number that a file may hold: sums and products of many stay finite."""
 LARGEST_INT = 2**63 - 1
 
 Check = Callable[[Any], None]
@@ -34,7 +35,7 @@ class Range:
     def __call__(self, value: Any) -> None:
         if not self.low <= value <= self.high:
             bounds = f"at least {self.low}" if self.high == LARGEST else f"from {self.low} to {self.high}"
-            raise _Mismatch(bounds, value)
+            raise _mismatch(bounds, value)
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class OneOf:
 
     def __call__(self, value: Any) -> None:
         if value not in self.choices:
-            raise _Mismatch(" or ".join(map(_shown, self.choices)), value)
+            raise _mismatch(_alternatives(self.choices), value)
 
 
 @dataclass(frozen=True)
@@ -57,25 +58,24 @@ class Pattern:
 
     def __call__(self, value: Any) -> None:
         if not re.fullmatch(self.expression, value):
-            raise _Mismatch(self.name, value)
+            raise _mismatch(self.name, value)
 
 
 class _Mismatch(Exception):  # noqa: N818 (it never leaves this module)
     """A value that is not what its schema says; `path` is filled in from the inside out."""
 
-    def __init__(self, should: str, value: Any) -> None:
-        self.what = f"must be {should}, not {_shown(value)}"
-        self.path = ""
+    def __init__(self, what: str, path: str = "") -> None:
+        self.what, self.path = what, path
 
-    def inside(self, key: str) -> _Mismatch:
-        joined = "" if self.path.startswith("[") or not self.path or not key else "."
-        self.path = f"{key}{joined}{self.path}"
+    def inside(self, key: int | str) -> _Mismatch:
+        label = f"[{key}]" if isinstance(key, int) else key
+        joined = "." if label and self.path and not self.path.startswith("[") else ""
+        self.path = f"{label}{joined}{self.path}"
         return self
 
 
-class _Missing(_Mismatch):
-    def __init__(self, key: str) -> None:
-        self.what, self.path = "is missing", key
+def _mismatch(should: str, value: Any) -> _Mismatch:
+    return _Mismatch(f"must be {should}, not {_shown(value)}")
 
 
 def conform(value: Any, schema: Any, where: Any) -> Any:
@@ -112,10 +112,8 @@ def _checker(kind: Any) -> Check:
         return _any_of(inside)
     if is_typeddict(kind) or is_dataclass(kind):
         return _record(kind)
-    if origin is tuple and inside[-1] is not Ellipsis:
-        return _fixed(inside)
     if origin in (list, tuple):
-        return _list(inside[0])
+        return _list(inside)
     if (origin or kind) in (dict, Mapping):
         return _mapping(*(inside or (str, Any)))
     return _simple(kind)
@@ -134,35 +132,33 @@ def _simple(kind: Any) -> Check:
     def check(value: Any) -> None:
         if not accepts(value):
             large = type(value) is kind and kind in (int, float)
-            raise _Mismatch("a finite number, at most 1e15 in size" if large else _kind_name(kind), value)
+            raise _mismatch("a finite number, at most 1e15 in size" if large else _kind_name(kind), value)
 
     return check
 
 
-def _all_of(checks: Iterable[Check]) -> Check:
-    every = tuple(checks)
-
+def _all_of(checks: list[Check]) -> Check:
     def check(value: Any) -> None:
-        for one in every:
-            one(value)
+        for each in checks:
+            each(value)
 
     return check
 
 
 def _any_of(kinds: tuple[Any, ...]) -> Check:
-    others = tuple(kind for kind in kinds if kind is not NoneType)
-    checks = tuple(_checker(kind) for kind in others)
+    others = [kind for kind in kinds if kind is not NoneType]
+    checks = [_checker(kind) for kind in others]
 
     def check(value: Any) -> None:
         if value is None and len(others) < len(kinds):
             return None
-        for one in checks:
+        for each in checks:
             try:
-                return one(value)
+                return each(value)
             except _Mismatch:
                 if len(checks) == 1:
                     raise
-        raise _Mismatch(" or ".join(_kind_name(kind) for kind in kinds), value)
+        raise _mismatch(" or ".join(map(_kind_name, kinds)), value)
 
     return check
 
@@ -172,55 +168,48 @@ def _literal(choices: tuple[Any, ...]) -> Check:
 
     def check(value: Any) -> None:
         if type(value) not in (str, int, bool, NoneType) or (type(value), value) not in known:
-            raise _Mismatch(" or ".join(map(_shown, choices)), value)
+            raise _mismatch(_alternatives(choices), value)
 
     return check
 
 
-def _list(kind: Any) -> Check:
-    inner = _checker(kind)
+def _each(parts: Callable[[Any], Iterator[tuple[int | str, Check, Any]]]) -> Check:
+    """Check the parts of a value, each given as (key, check, part); errors name the key."""
 
     def check(value: Any) -> None:
-        if type(value) not in (list, tuple):
-            raise _Mismatch("a list", value)
-        for number, item in enumerate(value):
+        for key, inner, part in parts(value):
             try:
-                inner(item)
+                inner(part)
             except _Mismatch as wrong:
-                raise wrong.inside(f"[{number}]") from None
+                raise wrong.inside(key) from None
 
     return check
 
 
-def _fixed(kinds: tuple[Any, ...]) -> Check:
-    checks = tuple(map(_checker, kinds))
+def _list(kinds: tuple[Any, ...]) -> Check:
+    """Of a list or `tuple[X, ...]`, whose items are of one kind, or of a tuple of fixed length."""
+    checks = [_checker(kind) for kind in kinds if kind is not Ellipsis]
+    fixed = len(checks) > 1
 
-    def check(value: Any) -> None:
-        if type(value) not in (list, tuple) or len(value) != len(checks):
-            raise _Mismatch(f"a list of {len(checks)}", value)
-        for number, (one, item) in enumerate(zip(checks, value, strict=True)):
-            try:
-                one(item)
-            except _Mismatch as wrong:
-                raise wrong.inside(f"[{number}]") from None
+    def parts(value: Any) -> Iterator[tuple[int, Check, Any]]:
+        if type(value) not in (list, tuple) or (fixed and len(value) != len(checks)):
+            raise _mismatch(f"a list of {len(checks)}" if fixed else "a list", value)
+        return zip(count(), checks if fixed else repeat(checks[0]), value, strict=False)
 
-    return check
+    return _each(parts)
 
 
 def _mapping(keys: Any, values: Any) -> Check:
     of_key, of_value = _checker(keys), _checker(values)
 
-    def check(value: Any) -> None:
+    def parts(value: Any) -> Iterator[tuple[str, Check, Any]]:
         if type(value) is not dict:
-            raise _Mismatch("an object", value)
+            raise _mismatch("an object", value)
         for key, item in value.items():
-            try:
-                of_key(key)
-                of_value(item)
-            except _Mismatch as wrong:
-                raise wrong.inside(str(key)) from None
+            yield str(key), of_key, key
+            yield str(key), of_value, item
 
-    return check
+    return _each(parts)
 
 
 def _record(schema: Any) -> Check:
@@ -232,19 +221,16 @@ def _record(schema: Any) -> Check:
         optional = {name for name, kind in hints.items() if get_origin(kind) is NotRequired or not schema.__total__}
     checks = {name: _checker(kind) for name, kind in hints.items()}
 
-    def check(value: Any) -> None:
+    def parts(value: Any) -> Iterator[tuple[str, Check, Any]]:
         if type(value) is not dict:
-            raise _Mismatch("an object", value)
-        for name, one in checks.items():
+            raise _mismatch("an object", value)
+        for name, inner in checks.items():
             if name in value:
-                try:
-                    one(value[name])
-                except _Mismatch as wrong:
-                    raise wrong.inside(name) from None
+                yield name, inner, value[name]
             elif name not in optional:
-                raise _Missing(name)
+                raise _Mismatch("is missing", name)
 
-    return check
+    return _each(parts)
 
 
 def _kind_name(kind: Any) -> str:
@@ -253,11 +239,15 @@ def _kind_name(kind: Any) -> str:
     if origin in (Annotated, NotRequired):
         return _kind_name(inside[0])
     if origin is Literal:
-        return " or ".join(map(_shown, inside))
+        return _alternatives(inside)
     if origin in (list, tuple) or kind is list:
         return "a list"
     names = {NoneType: "null", bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
     return names.get(kind, "an object")
+
+
+def _alternatives(choices: tuple[Any, ...]) -> str:
+    return " or ".join(map(_shown, choices))
 
 
 def _shown(value: Any) -> str:
