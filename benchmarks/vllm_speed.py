@@ -41,7 +41,7 @@ from selfjudge.judge.model import Judge
 from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.models.pull import checkpoint_folder
 from selfjudge.models.tokens import end_ids
-from selfjudge.store import measured_on, read_json, refuse_other, write_json
+from selfjudge.store import measured_on, read_json, write_json
 from selfjudge.tasks.base import Row, task
 from selfjudge.tune.recipe import Recipe
 
@@ -103,8 +103,8 @@ class Measured:
         self.file, self.mode, self.settings, self.seconds = file, mode, settings, seconds
         self.results: dict[str, Any] = {"runs": [], "accuracy": [], "error": None, "whole": False}
         self.begun = time.monotonic()
-        if file.exists():
-            refuse_other(file, read_json(file), settings)
+        if file.exists() and any(read_json(file).get(key) != value for key, value in settings.items()):
+            raise SystemExit(f"{file} was begun with other settings: name another file")
 
     def save(self) -> None:
         """Whole or not at all; other modes stay."""

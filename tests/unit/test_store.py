@@ -20,10 +20,8 @@ from selfjudge.store import (
     read_tensors,
     refuse_foreign,
     versions,
-    write_json,
     write_rows,
     write_tensors,
-    write_text,
 )
 from selfjudge.store.artefacts import WrittenRow
 
@@ -84,15 +82,6 @@ def test_a_part_that_is_damaged_missing_unsealed_or_of_other_origin_is_made_agai
     assert work(out, made_from="another") == [0, 1, 2]
 
 
-def test_files_of_work_that_an_earlier_version_sealed_are_known(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path)
-    write_text(run.work / "prompts.jsonl", "{}\n")
-    seal = run.seal("prompts", ["work/prompts.jsonl"])
-    digest = seal["files"]["work/prompts.jsonl"]
-    write_json(run.work / "prompts.json", {"files": {"prompts.jsonl": digest}, "made_from": ""})
-    assert run.sealed("prompts") is not None
-
-
 def test_other_settings_are_refused_by_name_and_free_ones_are_not(tmp_path: Path) -> None:
     out = tmp_path / "run"
     work(out)
@@ -100,10 +89,8 @@ def test_other_settings_are_refused_by_name_and_free_ones_are_not(tmp_path: Path
     with pytest.raises(SelfJudgeError, match="begun with another seed, prompts: name another `out`"):
         work(out, seed=1, prompts=("a",))
     assert json.loads((out / "settings.json").read_text())["minutes"] == 3
-    with pytest.raises(SelfJudgeError, match="another lookahead"):
-        keep_settings(out / "settings.json", {"lookahead": False})
-    known = keep_settings(out / "settings.json", {"lookahead": False}, defaults={"lookahead": False})
-    assert known["lookahead"] is False
+    with pytest.raises(SelfJudgeError, match="another method"):
+        keep_settings(out / "settings.json", {"method": "new"})
 
 
 def test_resume_works_on_missing_crashed_and_finished_folders_and_is_asked_for(tmp_path: Path) -> None:

@@ -122,5 +122,3 @@ class DistillConfig:
 
 FREE = ("minutes", "steps", "batch", "data_minutes")
 """Settings that may differ when a run is resumed: more training is fine, and memory decides the batch."""
-EARLIER = {"kind": "layers", "draft_vocab": 16384, "unroll": 5}
-"""What runs were begun with by versions that did not know these settings."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from selfjudge.distill.config import EARLIER, FREE, DistillConfig
+from selfjudge.distill.config import FREE, DistillConfig
 from selfjudge.distill.data import Corpus, Data, Maker
 from selfjudge.distill.eagle import HeadLearner, Sizes, draft_vocabulary, measure_sizes, new_head
 from selfjudge.distill.export import export, export_head
@@ -64,7 +64,7 @@ def distill_draft(
         check_readable(config.sources, data)
     settings = {**config.as_settings(), "target": pair.target_sha256}
     try:
-        with run.working(settings, free=FREE, defaults=EARLIER) as then:
+        with run.working(settings, free=FREE) as then:
             conform(then, DistillSettings, out / "settings.json")
             longer = config.minutes > then["minutes"] or (config.steps or 0) > (then["steps"] or 0)
             if (result := run.result()) is not None and not longer:

@@ -119,7 +119,7 @@ def label_pair(
         "dtype": pair.dtype,
         **({} if policy is None else {"judge": _sha256_of(policy)}),
     }
-    with folder.working(settings, free=("allow_unsafe",), defaults=LabelConfig().as_settings()):
+    with folder.working(settings, free=("allow_unsafe",)):
         if (manifest := folder.result()) is not None:
             if all(folder.intact(part["files"]) for part in (manifest, *manifest["shards"])):
                 return manifest

@@ -36,5 +36,4 @@ from selfjudge.store.run_folder import (
     RunFolder as RunFolder,
     keep_settings as keep_settings,
     refuse_foreign as refuse_foreign,
-    refuse_other as refuse_other,
 )

@@ -28,11 +28,9 @@ class Seal(TypedDict):
     made_from: str
 
 
-class SettingsFile(TypedDict):
-    """`settings.json`: what a run was begun with; whoever goes on compares it with its own."""
+class DistillSettings(TypedDict):
+    """`settings.json` of a distillation."""
 
-
-class DistillSettings(SettingsFile):
     minutes: float
     steps: int | None
 

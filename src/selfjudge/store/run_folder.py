@@ -9,32 +9,25 @@ from pathlib import Path
 from typing import Any
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.store.artefacts import RunRecord, Seal, SettingsFile
+from selfjudge.store.artefacts import RunRecord, Seal
 from selfjudge.store.files import locked, read_json, sha256, write_json
 from selfjudge.store.provenance import provenance
 
 
-def refuse_other(folder: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse to go on in a folder that was begun with other settings; the error names those that differ."""
-    if differing := [key for key in now if then.get(key) != now[key]]:
-        raise SelfJudgeError(
-            f"{folder} was begun with another {', '.join(differing)}: name another `out` or remove the folder"
-        )
-
-
-def keep_settings(
-    file: Path, now: Mapping[str, Any], *, free: Collection[str] = (), defaults: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+def keep_settings(file: Path, now: Mapping[str, Any], *, free: Collection[str] = ()) -> dict[str, Any]:
     """Write down what a folder is begun with, or refuse something else than `file` says; what `file` says.
 
-    `free` settings may differ. `defaults` stand for settings that the version that wrote the file did not know.
+    `free` settings may differ; the error names the others that do.
     """
     now = json.loads(json.dumps(now))  # as JSON has them: lists for tuples
     if not file.is_file():
         write_json(file, now)
         return dict(now)
-    then = {**json.loads(json.dumps(defaults or {})), **read_json(file, SettingsFile)}
-    refuse_other(file.parent, then, {key: value for key, value in now.items() if key not in free})
+    then = read_json(file)
+    if differing := [key for key in now if key not in free and then.get(key) != now[key]]:
+        raise SelfJudgeError(
+            f"{file.parent} was begun with another {', '.join(differing)}: name another `out` or remove the folder"
+        )
     return then
 
 
@@ -95,9 +88,7 @@ class RunFolder:
             raise SelfJudgeError(f"{self.path} was begun already: go on with `resume`, or name another `out`")
 
     @contextlib.contextmanager
-    def working(
-        self, settings: Mapping[str, Any], *, free: Collection[str] = (), defaults: Mapping[str, Any] | None = None
-    ) -> Iterator[dict[str, Any]]:
+    def working(self, settings: Mapping[str, Any], *, free: Collection[str] = ()) -> Iterator[dict[str, Any]]:
         """Hold the folder's lock; the settings that the run was begun with (see `keep_settings`).
 
         A second process is refused. A file that cannot be written is a one-line error; what is sealed stays.
@@ -105,7 +96,7 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             with locked(self.path / ".lock", refuse=f"another process works on {self.path}"):
-                yield keep_settings(self.path / "settings.json", settings, free=free, defaults=defaults)
+                yield keep_settings(self.path / "settings.json", settings, free=free)
         except OSError as error:
             raise SelfJudgeError(
                 f"cannot write {self.path}: {error}; what is done is kept and the run can be resumed"
@@ -126,12 +117,8 @@ class RunFolder:
         return seal if seal["made_from"] == made_from and self.intact(seal["files"]) else None
 
     def intact(self, files: Mapping[str, str]) -> bool:
-        """Is every file there, with its checksum? Seals of earlier versions name files relative to `work`."""
-        for name, digest in files.items():
-            file = next((file for file in (self.path / name, self.work / name) if file.is_file()), None)
-            if file is None or sha256(file) != digest:
-                return False
-        return True
+        """Whether every file is there, with its checksum."""
+        return all((self.path / name).is_file() and sha256(self.path / name) == files[name] for name in files)
 
     def result(self) -> dict[str, Any] | None:
         """What the file says that is written last; None while the run is not finished."""
