@@ -8,7 +8,7 @@ from pathlib import Path
 from selfjudge.models.pair import Prompt
 from selfjudge.prompts.builtin import BUILT_IN
 from selfjudge.prompts.sources import read_prompts
-from selfjudge.tasks.base import known, task
+from selfjudge.tasks.registry import is_task, load_task
 
 START = time.monotonic()
 
@@ -21,7 +21,7 @@ def read_task_prompts(name: str, data: Path | None, count: int) -> list[Prompt]:
     """The first prompts of a task's test split, of a prompts file, or of the `built-in` ones."""
     if name == "built-in":
         return [text for _, text in BUILT_IN[:count]]
-    if not known(name):
+    if not is_task(name):
         return list(read_prompts(Path(name).expanduser())[:count])
-    benchmark = task(name, data)
+    benchmark = load_task(name, data)
     return [benchmark.prompt(row) for row in benchmark.examples("test", count)]

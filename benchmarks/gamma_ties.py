@@ -19,7 +19,7 @@ from selfjudge.decoding.rules import EXACT
 from selfjudge.decoding.text import generate
 from selfjudge.models.pair import Pair
 from selfjudge.store import measured_on, write_json
-from selfjudge.tasks.base import task
+from selfjudge.tasks.registry import load_task
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--device", default=None)
     o = parser.parse_args()
     pair = Pair.load(o.pair, device=o.device, full_precision=True)
-    gsm8k = task("gsm8k", o.data)
+    gsm8k = load_task("gsm8k", o.data)
     prompts = [gsm8k.prompt(row) for row in gsm8k.examples("test", o.limit)]
     first: list[Sequence[int]] = []
     runs, gaps = list[dict[str, Any]](), list[dict[str, Any]]()

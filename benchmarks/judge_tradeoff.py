@@ -28,7 +28,8 @@ from selfjudge.judge.model import Judge
 from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.models.pair import Pair
 from selfjudge.store import measured_on, write_json
-from selfjudge.tasks.base import Task, task
+from selfjudge.tasks.base import Task
+from selfjudge.tasks.registry import load_task
 from selfjudge.types import pooled_judged_share, pooled_mean_accepted_length
 
 
@@ -119,7 +120,7 @@ def main() -> None:
         },
     }  # fmt: skip
     for name in o.tasks:
-        benchmark = task(name, o.data)
+        benchmark = load_task(name, o.data)
         rows = benchmark.examples("test", o.skip + o.limit)[o.skip :]
         if not rows:
             raise SystemExit(f"{name} has no test rows after the first {o.skip}")

@@ -27,7 +27,7 @@ from selfjudge.decoding.text import stream
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.builtin import BUILT_IN
 from selfjudge.store import measured_on, write_json
-from selfjudge.tasks.base import task
+from selfjudge.tasks.registry import load_task
 from selfjudge.types import Generation, pooled_gamma_mean, pooled_mean_accepted_length
 
 WORKER = Path(__file__).with_name("llama_cpp.mjs")
@@ -135,7 +135,7 @@ def prompts_of(pair: Pair, source: str | None, data: Path | None, count: int) ->
     if source is None:
         kinds, chosen = map(list, zip(*BUILT_IN[:count], strict=True))
     else:
-        origin = task(source, data)
+        origin = load_task(source, data)
         chosen = [origin.prompt(row) for row in origin.examples("test", count)]
         kinds = [source] * len(chosen)
     return kinds, [pair.tokenizer.decode(pair.encode(prompt)) for prompt in chosen]

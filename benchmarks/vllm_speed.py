@@ -42,7 +42,8 @@ from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.models.pull import checkpoint_folder
 from selfjudge.models.tokens import end_ids
 from selfjudge.store import measured_on, read_json, write_json
-from selfjudge.tasks.base import Row, task
+from selfjudge.tasks.base import Row
+from selfjudge.tasks.registry import load_task
 from selfjudge.tune.recipe import Recipe
 
 MODES = ("plain", "draft", "head", "recipe", "judge", "ours")
@@ -409,7 +410,7 @@ def rotated(items: list[tuple[str, Any]], by: int) -> list[tuple[str, Any]]:
 def accuracy(
     o: argparse.Namespace, engine: Engine, rows: list[Row], prompts: list[list[int]], tokenizer: Any, out: Measured
 ) -> None:
-    gsm8k = task("gsm8k", o.data)
+    gsm8k = load_task("gsm8k", o.data)
     for name, setting in engine.settings.items():
         if name in ("off", "refusing"):
             continue  # speculative, measured there
@@ -426,7 +427,7 @@ def accuracy(
 
 def prompts_of(name: str, data: Path, tokenizer: Any, count: int, longest: int) -> tuple[list[Row], list[list[int]]]:
     """The first rows of a test split whose prompts have at most so many tokens, and these prompts."""
-    benchmark = task(name, data)
+    benchmark = load_task(name, data)
     rows = benchmark.examples("test", 2 * count)
     chats = [p if not isinstance(p := benchmark.prompt(row), str) else [{"role": "user", "content": p}] for row in rows]
     texts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) for chat in chats]

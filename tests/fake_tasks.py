@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from selfjudge.tasks import Task, task
+from selfjudge.tasks import Task, load_task
 
 MADE_UP: dict[str, dict[str, list[dict[str, Any]]]] = {
     "gsm8k": {
@@ -74,4 +74,4 @@ def at_hand(name: str) -> Task:
     folder = Path(os.environ.get("SELFJUDGE_DATA") or Path(__file__).parents[2] / "shared" / "data")
     if name != "arithmetic" and not (folder / name).is_dir():
         pytest.skip(f"no data in {folder}")
-    return task(name, folder)
+    return load_task(name, folder)

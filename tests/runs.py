@@ -38,10 +38,10 @@ def label_settings(asked: str, **options: object) -> LabelConfig:
     return replace(LabelConfig(prompts=(asked,), tau=-8.0, max_new_tokens=24, batch=5), **options)  # type: ignore[arg-type]
 
 
-def random_judges(hidden_size: int) -> dict[str, list[Judge]]:
+def random_judges(hidden_size: int) -> dict[str, Judge]:
     """A judge called `mine` that accepts some tokens."""
     torch.manual_seed(0)
-    return {"mine": [Judge(Judge.constant(0.5, hidden_size).config, weight=torch.randn(hidden_size))]}
+    return {"mine": Judge(Judge.constant(0.5, hidden_size).config, weight=torch.randn(hidden_size))}
 
 
 def full_disk(tensors: object, path: Path, *_: object) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fake_tasks import at_hand, write
-from selfjudge.tasks import task
+from selfjudge.tasks import load_task
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def test_published_code_passes() -> None:
 
 
 def test_programs_that_solve(made_up: Path) -> None:
-    one = task("livecodebench", made_up, allow_unsafe=True)
+    one = load_task("livecodebench", made_up, allow_unsafe=True)
     call = next(row for row in one.examples("all") if row["function"])
     stdin = next(row for row in one.examples("all") if not row["function"])
     n = int(call["tests"][0]["output"]) - 1
@@ -48,7 +48,7 @@ def test_programs_that_solve(made_up: Path) -> None:
     ]
     assert not one.same(stdin, answers[1], answers[2])
     assert one.gold(stdin) == "0,1"
-    mbpp = task("mbpp", made_up, allow_unsafe=True)
+    mbpp = load_task("mbpp", made_up, allow_unsafe=True)
     row = {**mbpp.examples("test")[0], "test_setup_code": "limit = 11"}
     assert mbpp.extract(row, "```python\ndef f11():\n    return limit\n```") == "0"
 
@@ -62,7 +62,7 @@ def test_a_users_own_checks_run_in_the_sandbox(tmp_path: Path) -> None:
     ]
     file = tmp_path / "mine.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    mine = task(f"file:{file}", allow_unsafe=True)
+    mine = load_task(f"file:{file}", allow_unsafe=True)
     loaded = mine.examples("all")
     assert mine.extract_many(loaded, ["[1, 2]", "", "the answer is 7", "?"]) == ["passed", "failed", "7", None]
     assert mine.extract_many(loaded[:1] * 2, ["'''\"\\", "[1]"]) == ["failed", "failed"]

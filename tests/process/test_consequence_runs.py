@@ -177,7 +177,7 @@ def test_a_judge_that_accepts_nothing_is_the_greedy_policy(pair: Pair, prompts: 
 
 
 def test_a_judged_continuation_is_what_decoding_from_there_gives(pair: Pair, prompts: str, tmp_path: Path) -> None:
-    (judge,) = random_judges(pair.hidden_size)["mine"]
+    judge = random_judges(pair.hidden_size)["mine"]
     judge.save_pretrained(tmp_path / "judge")
     config = settings_of(prompts, policy="judged:0.4", judge=str(tmp_path / "judge"), gamma=2)
     label_pair(pair, tmp_path / "labels", config)

@@ -22,8 +22,7 @@ from selfjudge.cli.options import Numbers, config_options
 from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate import PRESETS, Preset, ReproduceConfig, reproduce_paper
-from selfjudge.evaluate.presets import CODE
-from selfjudge.evaluate.reproduce import judges_for, train_judges
+from selfjudge.evaluate.reproduce import train_judges
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.label.config import LabelConfig
@@ -173,40 +172,27 @@ def test_reproduce_goes_from_labels_to_a_page_and_keeps_what_is_done(
     assert again["tables"].keys() == found["tables"].keys()
 
 
-def test_judges_of_a_fold_have_learnt_from_the_others(
+def test_a_judge_that_cannot_be_trained_is_left_out(
     tiny_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def given(source: Source, data: Path | None, **_: Any) -> list[PromptRecord]:
-        rng = np.random.default_rng(int(source.name[-1]))
-        texts = [" ".join(f"w{i}" for i in rng.integers(5, 50, rng.integers(2, 9))) for _ in range(8)]
+        rng = np.random.default_rng(len(source.name))
+        texts = [" ".join(f"w{i}" for i in rng.integers(5, 50, rng.integers(2, 9))) for _ in range(16)]
         return [PromptRecord(f"{source.name}-{i}", source.name, text) for i, text in enumerate(texts)]
 
     monkeypatch.setattr("selfjudge.prompts.sources.load_prompts", given)
     monkeypatch.setattr("selfjudge.prompts.collect.load_prompts", given)
-    monkeypatch.setattr("selfjudge.evaluate.reproduce.shipped_tau", lambda *_: {"tau": -20.0})
     monkeypatch.setattr("selfjudge.label.tau.shipped_tau", lambda *_: {"tau": -20.0, "shipped": True})
-    folds = [f"livecodebench/fold-{k}" for k in range(4)]
-    preset = Preset("folds", tuple(folds), (), (), (CODE,), label_tokens=40)
+    monkeypatch.setattr("selfjudge.evaluate.reproduce.train_judge", _refusing(train_judge, "paper"))
+    preset = Preset("tiny", ("gsm8k", "livecodebench"), (), (), ("livecodebench",), label_tokens=40)
     folder = tmp_path / "labels"
     label_pair(tiny_pair, folder, LabelConfig(prompts=preset.prompts, max_new_tokens=40))
     said: list[str] = []
     options: Any = {"device": "cpu", "notify": lambda *_: None, "warn": said.append}
     judges = train_judges({"selfjudge": folder}, tmp_path / "judges", preset, **options)
-    assert all(text.startswith("judge n=") for text in said)  # a given τ is for one N
-    assert judges["selfjudge"].config.sources == tuple(folds)
-    by_fold = judges_for(CODE, judges)
-    for name in ("selfjudge", "paper"):
-        for k, judge in enumerate(by_fold[name]):
-            assert judge.config.sources == tuple(fold for fold in folds if not fold.endswith(str(k)))
-    for task in (CODE, "gsm8k"):
-        assert not set(judges_for(task, judges)) & {f"selfjudge-fold-{k}" for k in range(4)}
-    assert [len(found) for found in judges_for("gsm8k", judges).values()] == [1, 1]
-
-    said.clear()
-    monkeypatch.setattr("selfjudge.evaluate.reproduce.train_judge", _refusing(train_judge, "paper-fold-2"))
-    judges = train_judges({"selfjudge": folder}, tmp_path / "again", preset, **options)
-    assert said[0] == "judge paper-fold-2: no; it is left out"
-    assert list(judges_for(CODE, judges)) == ["selfjudge"]  # a judge of all folds must not stand in for one of three
+    assert said == ["judge paper: no; it is left out"]
+    assert list(judges) == ["selfjudge"]
+    assert judges["selfjudge"].config.sources == ("gsm8k", "livecodebench")
 
 
 def _refusing(train: Any, name: str) -> Any:

@@ -38,7 +38,7 @@ def asked(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def judges(tiny_pair: Pair) -> dict[str, list[Judge]]:
+def judges(tiny_pair: Pair) -> dict[str, Judge]:
     return random_judges(tiny_pair.hidden_size)
 
 
@@ -63,7 +63,7 @@ def test_figures_are_those_of_the_answers(tiny_pair: Pair, asked: str, judges: A
     exact, judged = evaluated(tiny_pair, tmp_path / "eval", asked, ["judged:0.4", "exact"], (3,), judges)
     assert (exact["rule"], judged["rule"]) == ("exact", "judged:0.4@mine")
     prompts = [json.loads(line)["prompt"] for line in Path(asked.removeprefix("file:")).read_text().splitlines()]
-    rules = {"exact": None, "judged": Judged(judges["mine"][0], 0.4, special=tiny_pair.special_ids)}
+    rules = {"exact": None, "judged": Judged(judges["mine"], 0.4, special=tiny_pair.special_ids)}
     for summary, (name, rule) in zip((exact, judged), rules.items(), strict=True):
         answers = generate(tiny_pair, prompts, rule, gamma=3, max_new_tokens=14, batch=1)  # batch 1: the same tokens
         rows = samples(tmp_path / "eval" / "file:mine" / f"{summary['rule']}-g3")
@@ -186,7 +186,7 @@ def test_rules_may_be_added_and_other_settings_are_refused(
     with pytest.raises(SelfJudgeError, match="was begun with another max_new_tokens"):
         evaluated(tiny_pair, out, asked, ["exact"], max_new_tokens=9)
     evaluated(tiny_pair, out, asked, ["judged:0.4"], (3,), judges)
-    other = {"mine": [Judge.constant(0.9, tiny_pair.hidden_size)]}
+    other = {"mine": Judge.constant(0.9, tiny_pair.hidden_size)}
     with pytest.raises(SelfJudgeError, match="another judge or threshold"):
         evaluated(tiny_pair, out, asked, ["judged:0.4"], (3,), other)
 
@@ -314,7 +314,7 @@ def test_two_names_of_one_rule_are_decoded_once(
 ) -> None:
     counted = []
     monkeypatch.setattr(answerer, "generate", lambda *a, **k: counted.append(a[2]) or generate(*a, **k))
-    (judge,) = judges["mine"]
+    judge = judges["mine"]
     judge.config.thresholds.update(F=0.4, R=0.4)
     rules = ["exact", "judged:F", "judged:R", "judged:0.4,confirm=1"]
     found = json.loads(json.dumps(evaluated(tiny_pair, tmp_path / "eval", asked, rules, (3,), judges)))
@@ -326,7 +326,7 @@ def test_two_names_of_one_rule_are_decoded_once(
     assert samples(folder / "judged:F@mine-g3") == samples(folder / "judged:R@mine-g3")
     assert evaluated(tiny_pair, tmp_path / "eval", asked, rules, (3,), judges) == found
     assert len(counted) == 9
-    twins = {"mine": [judge], "other": [Judge(replace(judge.config, suffix_length=5), weight=judge.weight)]}
+    twins = {"mine": judge, "other": Judge(replace(judge.config, suffix_length=5), weight=judge.weight)}
     both = evaluated(tiny_pair, tmp_path / "twins", asked, ["judged:F"], (3,), twins)
     assert [(s["judge"], s["suffix_length"]) for s in both] == [("mine", None), ("other", 5)]  # each is named
 
@@ -334,7 +334,7 @@ def test_two_names_of_one_rule_are_decoded_once(
 def test_what_is_taken_over_leaves_no_work_and_no_times(
     tiny_pair: Pair, asked: str, judges: Any, tmp_path: Path
 ) -> None:
-    judges["mine"][0].config.thresholds.update(F=0.4, R=0.4)
+    judges["mine"].config.thresholds.update(F=0.4, R=0.4)
     evaluated(tiny_pair, tmp_path, asked, ["judged:F"], (3,), judges)
     left = tmp_path / "file:mine" / "judged:R@mine-g3" / "work"
     left.mkdir(parents=True)
@@ -395,7 +395,7 @@ def test_a_measure_is_named_and_versions_of_scorers_are_recorded(
 
 
 def test_rules_may_be_objects(tiny_pair: Pair, asked: str, judges: Any, tmp_path: Path) -> None:
-    judged = Judged(judges["mine"][0], 0.4, special=tiny_pair.special_ids)
+    judged = Judged(judges["mine"], 0.4, special=tiny_pair.special_ids)
     by_text = evaluated(tiny_pair, tmp_path / "text", asked, ["exact", "topk:9", "judged:0.4"], (3,), judges)
     by_object = evaluated(tiny_pair, tmp_path / "object", asked, [TopK(9), judged, "exact"])
     assert [s["rule"].partition(":")[0] for s in by_object] == ["exact", "topk", "judged"]

@@ -18,9 +18,17 @@ import pytest
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.tasks.sandbox import runner as sandbox
-from selfjudge.tasks.sandbox.runner import Limits, Run, Trial, each, run, run_tests, same_output
+from selfjudge.tasks.sandbox.runner import (
+    Limits,
+    ProgramResult,
+    ProgramTest,
+    map_on_cores,
+    passes_test,
+    run,
+    same_output,
+)
 
-WHY_NOT = sandbox.unavailable()
+WHY_NOT = sandbox.find_isolation_problem()
 isolated = pytest.mark.skipif(bool(WHY_NOT), reason=f"cannot isolate: {WHY_NOT}")
 LIMITS = Limits(
     seconds=20, cpu_seconds=2, memory=256 << 20, file=1 << 20, disk=4 << 20, processes=6, open_files=20, output=10_000
@@ -31,11 +39,11 @@ LIMITS = Limits(
 def anywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """With namespaces, and without."""
     if request.param == "unsafe":
-        monkeypatch.setattr(sandbox, "unavailable", lambda: "not tried")
+        monkeypatch.setattr(sandbox, "find_isolation_problem", lambda: "not tried")
     return str(request.param)
 
 
-def hostile(code: str, **limits: float) -> Run:
+def hostile(code: str, **limits: float) -> ProgramResult:
     return run(code, limits=replace(LIMITS, **limits), allow_unsafe=True)  # type: ignore[arg-type]
 
 
@@ -230,9 +238,9 @@ def test_without_rights_the_same_holds() -> None:
     """In a user namespace, as for an ordinary user: with all ids of the machine, root takes another way."""
     script = f"""
 import json, sys
-from selfjudge.tasks.sandbox.runner import Limits, run, unavailable
-if unavailable():
-    sys.exit(unavailable())
+from selfjudge.tasks.sandbox.runner import Limits, find_isolation_problem, run
+if find_isolation_problem():
+    sys.exit(find_isolation_problem())
 limits = Limits(seconds=20, cpu_seconds=2, memory=128 << 20, file=8 << 20)
 codes = [{held(*NOT_COUNTED)!r}, "import os\\nos.kill(0, 9)", "import os\\nos.kill(os.getpid(), 24)"]
 print(json.dumps([[r.stdout, r.code, r.killed] for r in (run(code, limits=limits) for code in codes)]))
@@ -294,7 +302,7 @@ def test_a_fork_bomb(anywhere: str) -> None:
 @isolated
 def test_processes_are_counted_for_each_program() -> None:
     """Programs that run at the same time do not use up each other's; without isolation they do."""
-    children = each(lambda code: int(hostile(code).stdout), [FORKS] * 4, workers=4)
+    children = map_on_cores(lambda code: int(hostile(code).stdout), [FORKS] * 4, workers=4)
     assert min(children) >= LIMITS.processes - 2
 
 
@@ -330,7 +338,7 @@ os.execv(sys.executable, [sys.executable, "-S", "-c", "import time; time.sleep(6
         assert hostile(code, seconds=2).killed == "time"
         assert gone(token)
         return
-    unsafe = "runner.unavailable = lambda: 'not tried'" if anywhere == "unsafe" else ""
+    unsafe = "runner.find_isolation_problem = lambda: 'not tried'" if anywhere == "unsafe" else ""
     script = f"from selfjudge.tasks.sandbox import runner\n{unsafe}\nrunner.run({code!r}, allow_unsafe=True)"
     caller = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "TMPDIR": str(tmp_path)})
     try:
@@ -437,7 +445,7 @@ def test_nothing_is_left_in_the_temporary_folder(
 
 
 def test_refused_where_nothing_isolates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "unavailable", lambda: "unshare: Operation not permitted")
+    monkeypatch.setattr(sandbox, "find_isolation_problem", lambda: "unshare: Operation not permitted")
     with pytest.raises(SelfJudgeError, match=r"cannot be isolated here \(unshare: .*`allow_unsafe`") as caught:
         run("print(1)")
     assert "\n" not in str(caught.value)
@@ -449,18 +457,22 @@ def test_a_jail_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(sandbox.jail, "__file__", str(tmp_path / "jail.py"))
     with pytest.raises(SelfJudgeError, match=r"^mount: no$"):
         run("print(1)", allow_unsafe=True)
-    sandbox.unavailable.cache_clear()
-    assert sandbox.unavailable() == "mount: no"
-    sandbox.unavailable.cache_clear()
+    sandbox.find_isolation_problem.cache_clear()
+    assert sandbox.find_isolation_problem() == "mount: no"
+    sandbox.find_isolation_problem.cache_clear()
 
 
-def passes(code: str, *tests: Trial, prelude: str = "") -> list[bool]:
-    return run_tests(code, tests, prelude=prelude, limits=LIMITS, allow_unsafe=True)
+def passes(code: str, *tests: ProgramTest, prelude: str = "") -> list[bool]:
+    return [passes_test(code, test, prelude=prelude, limits=LIMITS, allow_unsafe=True) for test in tests]
 
 
 def test_asserts() -> None:
     code = "def double(x):\n    return 2 * x\nif __name__ == '__main__':\n    print(input())"
-    tests = [Trial("assert", "assert double(2) == 4"), Trial("assert", "assert double(2) == 5"), Trial("assert", "(")]
+    tests = [
+        ProgramTest("assert", "assert double(2) == 4"),
+        ProgramTest("assert", "assert double(2) == 5"),
+        ProgramTest("assert", "("),
+    ]
     assert passes(code, *tests) == [True, False, False]
     for broken in ("def double(x:", "import sys\nsys.exit(0)", "exit()", "import os\nos._exit(0)", "\0", "\ud800"):
         assert passes(broken, *tests[:1]) == [False], broken
@@ -469,15 +481,15 @@ def test_asserts() -> None:
 def test_calls() -> None:
     code = "class Solution:\n    def pair(self, a: List[int], b: str):\n        print('noise')\n        return (a[0], {b: None})"
     tests = [
-        Trial("call", '[3, 4]\n"x"', '[3, {"x": null}]', "pair"),
-        Trial("call", '[3, 4]\n"x"', "[4]", "pair"),
-        Trial("call", '[3, 4]\n"x"', '[3, {"x": null}]', "other"),
+        ProgramTest("call", '[3, 4]\n"x"', '[3, {"x": null}]', "pair"),
+        ProgramTest("call", '[3, 4]\n"x"', "[4]", "pair"),
+        ProgramTest("call", '[3, 4]\n"x"', '[3, {"x": null}]', "other"),
     ]
     assert passes(code, *tests, prelude="from typing import *") == [True, False, False]
     assert passes(code, *tests) == [False] * 3  # List is unknown
-    assert passes("from __future__ import annotations\ndef f(x: Nothing): return x", Trial("call", "1", "1", "f")) == [
-        True
-    ]
+    assert passes(
+        "from __future__ import annotations\ndef f(x: Nothing): return x", ProgramTest("call", "1", "1", "f")
+    ) == [True]
 
 
 FORGER = """
@@ -494,15 +506,20 @@ os._exit(0)
 def test_a_program_that_reads_the_harness_finds_no_expected_value() -> None:
     """It finds the mark through the stack, but not what it would have to return or print; docs/tasks.md: asserts."""
     forger = FORGER.replace("WANTED", "'se' + 'same'")
-    assert passes(forger, Trial("call", "1", '"sesame"', "f"), Trial("stdin", "1", "sesame")) == [False, False]
-    assert passes(forger, Trial("call", "1", "true", "f")) == [True]  # the mark is found: any program may return True
+    assert passes(forger, ProgramTest("call", "1", '"sesame"', "f"), ProgramTest("stdin", "1", "sesame")) == [
+        False,
+        False,
+    ]
+    assert passes(forger, ProgramTest("call", "1", "true", "f")) == [
+        True
+    ]  # the mark is found: any program may return True
 
 
 def test_standard_input() -> None:
     code = "import sys\nif __name__ == '__main__':\n    print(sum(map(int, sys.stdin.read().split())))\n    sys.exit()"
-    assert passes(code, Trial("stdin", "1 2\n3\n", "6\n"), Trial("stdin", "1", "2")) == [True, False]
-    assert passes(code + "\n1 / 0", Trial("stdin", "1 2\n3\n", "6\n")) == [True]
-    assert passes("print(6)\n1 / 0", Trial("stdin", "", "6\n")) == [False]
+    assert passes(code, ProgramTest("stdin", "1 2\n3\n", "6\n"), ProgramTest("stdin", "1", "2")) == [True, False]
+    assert passes(code + "\n1 / 0", ProgramTest("stdin", "1 2\n3\n", "6\n")) == [True]
+    assert passes("print(6)\n1 / 0", ProgramTest("stdin", "", "6\n")) == [False]
 
 
 def test_the_same_program_prints_the_same_every_time() -> None:
@@ -525,4 +542,4 @@ def test_many_at_once_in_order() -> None:
         together.wait()
         return run(f"print({n})", allow_unsafe=True).stdout
 
-    assert each(start, range(4), workers=4) == [f"{n}\n" for n in range(4)]
+    assert map_on_cores(start, range(4), workers=4) == [f"{n}\n" for n in range(4)]

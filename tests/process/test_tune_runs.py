@@ -204,7 +204,7 @@ def test_a_family_that_gamma_excludes_has_no_share_of_delta(
 def test_a_judged_recipe_carries_its_judge(
     tiny_pair: Pair, config: TuneConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    judge = random_judges(tiny_pair.hidden_size)["mine"][0]
+    judge = random_judges(tiny_pair.hidden_size)["mine"]
     said: list[str] = []
     recipe = tune_pair(tiny_pair, tmp_path / "t", replace(config, families=("judged",)), judge=judge, warn=said.append)
     assert any("cannot be checked" in line for line in said)

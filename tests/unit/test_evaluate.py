@@ -24,18 +24,17 @@ from selfjudge.evaluate.consistency import classifier, consistency, proxy, sente
 from selfjudge.evaluate.examples import example_rows
 from selfjudge.evaluate.execute import Execution
 from selfjudge.evaluate.pipeline import _warn_learnt
-from selfjudge.evaluate.runs import Run, plan_runs
+from selfjudge.evaluate.runs import RuleRun, plan_runs
 from selfjudge.evaluate.task_examples import TaskExamples
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
 from selfjudge.store import read_rows
-from selfjudge.tasks.base import task
-from selfjudge.tasks.livecodebench import fold, learnt_folds
+from selfjudge.tasks.registry import load_task
 
 
 @pytest.fixture
-def judges(tiny_pair: Pair) -> dict[str, list[Judge]]:
+def judges(tiny_pair: Pair) -> dict[str, Judge]:
     return random_judges(tiny_pair.hidden_size)
 
 
@@ -62,20 +61,14 @@ def test_rules_that_cannot_be_are_refused(judges: Any) -> None:
             EvalConfig(**{"tasks": ("arithmetic",), **wrong}).check()
 
 
-def test_a_judge_for_each_fold_decides_the_problems_of_that_fold(tiny_pair: Pair, tmp_path: Path) -> None:
-    made = [Judge.constant(k / 10, tiny_pair.hidden_size) for k in range(4)]
-    (run,) = plan_runs(["judged:0.5"], [3], {"folds": made}, ())
-    rows = [{"id": f"q{i}", "question_id": f"q{i}"} for i in range(40)]
-    examples = TaskExamples("livecodebench", task("livecodebench"), rows)
-    execution = Execution(tiny_pair, TorchAnswerer(tiny_pair), examples, run, tmp_path, EvalConfig(batch=3), None)
-    seen = []
-    for number, part in enumerate(execution.parts()):
-        assert part.name == f"part-{number:05d}"
-        assert len(part.rows) <= 3
-        for row in part.rows:
-            assert part.rule is run.rules[fold(row)] is run.rule_for(examples.task, row)
-            seen.append(row["id"])
-    assert sorted(seen) == sorted(row["id"] for row in rows)
+def test_parts_hold_all_rows_in_order(tiny_pair: Pair, tmp_path: Path) -> None:
+    (run,) = plan_runs(["exact"], [3], {}, ())
+    rows = [{"id": f"q{i}"} for i in range(40)]
+    examples = TaskExamples("gsm8k", load_task("gsm8k"), rows)
+    parts = Execution(tiny_pair, TorchAnswerer(tiny_pair), examples, run, tmp_path, EvalConfig(batch=3), None).parts()
+    assert [part.name for part in parts] == [f"part-{number:05d}" for number in range(14)]
+    assert [len(part.rows) for part in parts] == [3] * 13 + [1]
+    assert [row for part in parts for row in part.rows] == rows
 
 
 def test_intervals_cover_the_mean_and_paired_ones_are_narrow() -> None:
@@ -180,39 +173,32 @@ def test_a_runs_identity_knows_judge_and_threshold(tiny_pair: Pair, judges: Any)
         return plan_runs([spec], [3], made, ())[0].identity
 
     assert identity("judged:0.4", judges) == identity("judged:0.4", judges)
-    other = {"mine": [Judge.constant(0.5, tiny_pair.hidden_size)]}
+    other = {"mine": Judge.constant(0.5, tiny_pair.hidden_size)}
     assert len({identity("judged:0.4", judges), identity("judged:0.5", judges), identity("judged:0.4", other)}) == 3
-    assert isinstance(plan_runs(["exact"], [3], {}, ())[0], Run)
+    assert isinstance(plan_runs(["exact"], [3], {}, ())[0], RuleRun)
 
 
 def test_a_null_is_exact_in_other_batches() -> None:
     exact, null = plan_runs(["null", "exact"], [3], {}, ())
     assert (exact.name, null.name) == ("exact", "null")
-    assert isinstance(null.rules[0], Exact)
+    assert isinstance(null.rule, Exact)
     assert [run.batch(8) for run in (exact, null)] == [8, 4]
     assert (exact.batch(1), null.batch(1)) == (1, 2)
     assert exact.meaning != null.meaning  # or its answers would be taken over
 
 
-def test_judges_that_have_seen_the_problems_are_named() -> None:
-    assert learnt_folds(("gsm8k", "livecodebench")) == {1, 2, 3}
-    assert learnt_folds(("livecodebench/train-2", "self")) == {0, 1, 3}
-    assert learnt_folds(("livecodebench/fold-1", "livecodebench/fold-3")) == {1, 3}
-    rows = [{"id": f"q{i}", "question_id": f"q{i}"} for i in range(40)]
-
-    def said(*sources: tuple[str, ...], asked: list[Any] = rows) -> list[str]:
-        made = [Judge(JudgeConfig(hidden_size=4, sources=names)) for names in sources]
-        found: list[str] = []
-        examples = TaskExamples("livecodebench", task("livecodebench"), asked)
-        _warn_learnt(examples, plan_runs(["exact", "judged:0.5"], [3], {"mine": made}, ()), found.append)
+def test_judges_that_may_have_seen_the_problems_are_named() -> None:
+    def said(name: str, *sources: str) -> list[str]:
+        judge, found = Judge(JudgeConfig(hidden_size=4, sources=sources)), list[str]()
+        examples = TaskExamples(name, load_task(name), [])
+        _warn_learnt(examples, plan_runs(["exact", "judged:0.5"], [3], {"mine": judge}, ()), found.append)
         return found
 
-    assert "the judge mine was trained on problems" in said(("livecodebench",))[0]
-    assert not said(("livecodebench",), asked=[row for row in rows if fold(row) == 0])
-    others = [tuple(f"livecodebench/fold-{j}" for j in range(4) if j != k) for k in range(4)]
-    assert not said(*others)
-    assert said(*reversed(others))
-    assert not said(("gsm8k",))
+    assert "the judge mine was trained on livecodebench" in said("livecodebench/all", "self", "livecodebench")[0]
+    assert said("gsm8k/train[4792:]", "gsm8k/train[:4792]")
+    for name in ("livecodebench", "livecodebench/test"):
+        assert not said(name, "livecodebench")
+    assert not said("livecodebench/all", "gsm8k")
 
 
 def test_the_interval_of_delta_m_follows_the_pairs() -> None:
@@ -254,7 +240,7 @@ def test_shown_scores_are_those_of_the_decoder(tiny_pair: Pair, features: str, l
     prompt = "w1 w2 w3"
     answer = generate(tiny_pair, prompt, Judged(judge, 0.0), gamma=4, max_new_tokens=24, trace=True)
     assert answer.judged_tokens
-    (shown,) = example_rows(tiny_pair, [prompt], [answer], [judge])
+    (shown,) = example_rows(tiny_pair, [prompt], [answer], judge)
     for judged in answer.judged_tokens:
         if judged.index < len(answer.tokens) - 1:  # the last state is not there
             assert shown["tokens"][judged.index]["judge"] == pytest.approx(judged.score, abs=1e-3)

@@ -19,11 +19,19 @@ from selfjudge.evaluate import EvalConfig
 from selfjudge.evaluate.task_examples import TaskExamples
 from selfjudge.prompts.sources import Source, load_prompts
 from selfjudge.tasks.arithmetic import Arithmetic
-from selfjudge.tasks.base import NAMES, known, plain, task
-from selfjudge.tasks.livecodebench import fold
+from selfjudge.tasks.base import normalise_words
+from selfjudge.tasks.registry import NAMES, is_task, load_task
 from selfjudge.tasks.scoring import latex
-from selfjudge.tasks.scoring.answers import boxed, code_block, final_number, final_words, numbers, same_number, tagged
-from selfjudge.tasks.scoring.latex import normalised, same_maths
+from selfjudge.tasks.scoring.answers import (
+    find_boxed,
+    find_code,
+    find_final_number,
+    find_final_words,
+    find_numbers,
+    find_tagged,
+    same_number,
+)
+from selfjudge.tasks.scoring.latex import normalise, same_maths
 
 
 @pytest.fixture
@@ -33,8 +41,8 @@ def made_up(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_plain_and_gzipped_files_are_the_same(tmp_path: Path, name: str) -> None:
-    plain = task(name, write(tmp_path / "plain", zipped=False))
-    zipped = task(name, write(tmp_path / "zipped", zipped=True))
+    plain = load_task(name, write(tmp_path / "plain", zipped=False))
+    zipped = load_task(name, write(tmp_path / "zipped", zipped=True))
     for split in plain.splits:
         rows = plain.examples(split)
         assert rows
@@ -44,8 +52,8 @@ def test_plain_and_gzipped_files_are_the_same(tmp_path: Path, name: str) -> None
 
 
 def test_prompts(made_up: Path) -> None:
-    first = {name: task(name, made_up).examples("test")[0] for name in NAMES}
-    asked = {name: task(name, made_up).prompt(row) for name, row in first.items()}
+    first = {name: load_task(name, made_up).examples("test")[0] for name in NAMES}
+    asked = {name: load_task(name, made_up).prompt(row) for name, row in first.items()}
     for name in ("livecodebench", "arithmetic"):
         del asked[name]
     assert asked == {
@@ -57,25 +65,25 @@ def test_prompts(made_up: Path) -> None:
         "mmlu": "Here is a multiple-choice question about bird watching.\n\ntest 0?\n(A) a\n(B) b\n(C) c\n(D) d\n\n"
         'Reason step by step, then end with "The answer is (X)", where X is the letter of the right choice.',
     }
-    assert task("dolly").prompt({"instruction": "Sing.", "context": " "}) == "Sing."
+    assert load_task("dolly").prompt({"instruction": "Sing.", "context": " "}) == "Sing."
 
 
 def test_a_part_of_a_split(made_up: Path) -> None:
-    rows = task("gsm8k", made_up).examples("train")
+    rows = load_task("gsm8k", made_up).examples("train")
     assert len(rows) > 2
     for part, expected in (("[1:]", rows[1:]), ("[:-1]", rows[:-1]), ("[1:2]", rows[1:2]), ("[:]", rows)):
-        assert task("gsm8k", made_up).examples(f"train{part}") == expected
+        assert load_task("gsm8k", made_up).examples(f"train{part}") == expected
         name = f"gsm8k/train{part}"
         assert [p.id for p in load_prompts(Source.parse(name), made_up)] == [row["id"] for row in expected]
         assert Source.parse(f"{name}:1") == Source(name, 1)
     for name in ("mbpp/train[:100]+validation", "mbpp/train[3:100]+validation[2:]"):
         assert Source.parse(name) == Source(name)
         assert Source.parse(f"{name}:7x2") == Source(name, 7, 2)
-    assert task("gsm8k", made_up).examples("train[1:]", 1) == rows[1:2]
+    assert load_task("gsm8k", made_up).examples("train[1:]", 1) == rows[1:2]
 
 
 def test_several_splits_are_one_task(made_up: Path) -> None:
-    gsm8k = task("gsm8k", made_up)
+    gsm8k = load_task("gsm8k", made_up)
     both = gsm8k.examples("test") + gsm8k.examples("train")[1:]
     assert gsm8k.examples("test+train[1:]") == both
     assert len({row["id"] for row in both}) == len(both) > 3
@@ -85,12 +93,15 @@ def test_several_splits_are_one_task(made_up: Path) -> None:
 
 
 def test_the_authors_splits_of_mbpp(made_up: Path) -> None:
-    found = {split: [row["task_id"] for row in task("mbpp", made_up).examples(split)] for split in task("mbpp").splits}
+    found = {
+        split: [row["task_id"] for row in load_task("mbpp", made_up).examples(split)]
+        for split in load_task("mbpp").splits
+    }
     assert found == {"test": [11, 510], "validation": [511, 600], "train": [601, 974]}
 
 
 def test_dolly_trains_on_nothing_that_its_test_asks(made_up: Path) -> None:
-    one = task("dolly", made_up)
+    one = load_task("dolly", made_up)
     train, test = one.examples("train"), one.examples("test")
     assert len(test) == 1000
     assert [row["instruction"] for row in train] == [
@@ -100,8 +111,8 @@ def test_dolly_trains_on_nothing_that_its_test_asks(made_up: Path) -> None:
 
 def test_the_folder_comes_from_the_environment(made_up: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SELFJUDGE_DATA", str(made_up))
-    assert len(task("gsm8k").examples("train")) == 5
-    assert task("gsm8k", made_up / "elsewhere").data == made_up / "elsewhere"
+    assert len(load_task("gsm8k").examples("train")) == 5
+    assert load_task("gsm8k", made_up / "elsewhere").data == made_up / "elsewhere"
 
 
 def _corrupt(folder: Path) -> None:
@@ -118,31 +129,31 @@ def _truncated(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("ask", "message"),
     [
-        (lambda data: task("no-such-task", data), "unknown task 'no-such-task'; tasks are: gsm8k"),
-        (lambda data: task("arithmetics", data), "unknown task 'arithmetics': do you mean arithmetic?"),
-        (lambda data: task("gsm8k", data).examples("validation"), "no split 'validation'; it has: train, test"),
-        (lambda data: task("cnn_dailymail", data).examples("train"), "no split 'train'"),
-        (lambda data: task("gsm8k", data).examples("train[a:]"), r"no split 'train\[a:\]'; it has: train, test"),
-        (lambda data: task("gsm8k", data).examples("train[-:]"), r"no split 'train\[-:\]'; it has"),
-        (lambda data: task("gsm8k", data).examples("test+exam"), r"no split 'exam'; it has: train, test"),
+        (lambda data: load_task("no-such-task", data), "unknown task 'no-such-task'; tasks are: gsm8k"),
+        (lambda data: load_task("arithmetics", data), "unknown task 'arithmetics': do you mean arithmetic?"),
+        (lambda data: load_task("gsm8k", data).examples("validation"), "no split 'validation'; it has: train, test"),
+        (lambda data: load_task("cnn_dailymail", data).examples("train"), "no split 'train'"),
+        (lambda data: load_task("gsm8k", data).examples("train[a:]"), r"no split 'train\[a:\]'; it has: train, test"),
+        (lambda data: load_task("gsm8k", data).examples("train[-:]"), r"no split 'train\[-:\]'; it has"),
+        (lambda data: load_task("gsm8k", data).examples("test+exam"), r"no split 'exam'; it has: train, test"),
         (lambda data: load_prompts(Source.parse("gsm8k/test[1:2]"), data), "nothing is learnt from this split"),
-        (lambda data: task("gsm8k", data / "nowhere").examples("test"), "nowhere/gsm8k/test.jsonl or"),
-        (lambda data: task("math500", data).examples("train"), "math500 has no split 'train'; it has: test"),
-        (lambda data: task("mmlu", data).examples("train"), "mmlu has no split 'train'; it has: dev, test"),
-        (lambda data: task("gsm8k").examples("test"), "give `data` or set SELFJUDGE_DATA, or install datasets"),
-        (lambda data: task("cnn_dailymail").prepare(), "cnn_dailymail needs rouge-score: pip install rouge-score"),
-        (lambda data: task("math500").prepare(), "math500 needs math-verify: pip install math-verify"),
+        (lambda data: load_task("gsm8k", data / "nowhere").examples("test"), "nowhere/gsm8k/test.jsonl or"),
+        (lambda data: load_task("math500", data).examples("train"), "math500 has no split 'train'; it has: test"),
+        (lambda data: load_task("mmlu", data).examples("train"), "mmlu has no split 'train'; it has: dev, test"),
+        (lambda data: load_task("gsm8k").examples("test"), "give `data` or set SELFJUDGE_DATA, or install datasets"),
+        (lambda data: load_task("cnn_dailymail").prepare(), "cnn_dailymail needs rouge-score: pip install rouge-score"),
+        (lambda data: load_task("math500").prepare(), "math500 needs math-verify: pip install math-verify"),
         (lambda data: EvalConfig(tasks=("arithmetic", "math500"), data=data).check(), "math500 needs math-verify: pip install"),
-        (lambda data: task(f"file:{data}/nothing.jsonl").prepare(), "nothing.jsonl does not exist"),
-        (lambda data: task(f"file:{data}/nothing.jsonl").examples("all"), "nothing.jsonl does not exist"),
-        (lambda data: [(data / "f.jsonl").write_text('{"prompt": "x"}\n{"prompt": 5}'), task(f"file:{data}/f.jsonl").examples("all")], "f.jsonl, line 2 is not a task row"),
-        (lambda data: [_truncated(data), task("gsm8k", data).examples("test")], "cannot read"),
-        (lambda data: [_corrupt(data), task("gsm8k", data).examples("test")], "cannot read"),
+        (lambda data: load_task(f"file:{data}/nothing.jsonl").prepare(), "nothing.jsonl does not exist"),
+        (lambda data: load_task(f"file:{data}/nothing.jsonl").examples("all"), "nothing.jsonl does not exist"),
+        (lambda data: [(data / "f.jsonl").write_text('{"prompt": "x"}\n{"prompt": 5}'), load_task(f"file:{data}/f.jsonl").examples("all")], "f.jsonl, line 2 is not a task row"),
+        (lambda data: [_truncated(data), load_task("gsm8k", data).examples("test")], "cannot read"),
+        (lambda data: [_corrupt(data), load_task("gsm8k", data).examples("test")], "cannot read"),
         (
-            lambda data: [(data / "gsm8k" / "test.jsonl").write_text('{"a": 1}\n{"b"'), task("gsm8k", data).examples("test")],
-            "line 1 is not a gsm row",
+            lambda data: [(data / "gsm8k" / "test.jsonl").write_text('{"a": 1}\n{"b"'), load_task("gsm8k", data).examples("test")],
+            "line 1 is not a gsm8k row",
         ),
-        (lambda data: [(data / "gsm8k" / "test.jsonl").write_bytes(b"\xff\xfe"), task("gsm8k", data).examples("test")], "cannot read"),
+        (lambda data: [(data / "gsm8k" / "test.jsonl").write_bytes(b"\xff\xfe"), load_task("gsm8k", data).examples("test")], "cannot read"),
     ],
 )  # fmt: skip
 def test_refusals(ask: Callable[[Path], object], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,17 +176,12 @@ def test_published_rows(name: str) -> None:
         rows = published.examples(split)
         assert len(rows) >= 90
         assert len({row["id"] for row in rows}) == len(rows)
-        prompts[split] = {plain(published.prompt(row)) for row in rows}
+        prompts[split] = {normalise_words(published.prompt(row)) for row in rows}
         questions[split] = {published.question(row) for row in rows}
         assert all(prompts[split])
-    for split in published.splits:
-        kind, _, k = split.partition("-")
-        if kind in ("test", "all"):
-            continue
-        tests = [f"test-{j}" for j in range(4) if str(j) != k] if kind == "fold" else [f"test-{k}" if k else "test"]
-        for test in tests:  # judges that learn from a fold are those of the others
-            assert not prompts[split] & prompts[test], (split, test)
-            assert not questions[split] & questions[test], (split, test)
+    for split in set(published.splits) - {"test", "all"}:
+        assert not prompts[split] & prompts["test"], split
+        assert not questions[split] & questions["test"], split
 
 
 SOLUTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -204,22 +210,16 @@ def test_livecodebench_asks_as_its_authors_do() -> None:
         given = [json.loads(line) for line in file]
     assert len(given) == 279
     assert all(published.prompt(rows[row["question_id"]]) == row["prompt"] for row in given)
-    assert min(Counter(map(fold, rows.values())).values()) > 140
+    assert (len(published.examples("train")), len(published.examples("test"))) == (679 - 153, 153)
 
 
-def test_folds(made_up: Path) -> None:
-    one = task("livecodebench", made_up)
-    everything = {row["id"] for row in one.examples("all")}
-    seen: set[str] = set()
-    for k in range(4):
-        train, test = ({row["id"] for row in one.examples(f"{part}-{k}")} for part in ("train", "test"))
-        assert train | test == everything
-        assert not train & test
-        assert not seen & test
-        seen |= test
-        assert one.examples(f"fold-{k}") == one.examples(f"test-{k}")
-    assert seen == everything
-    assert one.examples("train") == one.examples("train-0")
+def test_the_hash_of_a_problem_decides_its_split(made_up: Path) -> None:
+    one = load_task("livecodebench", made_up)
+    train, test, everything = ({row["id"] for row in one.examples(split)} for split in ("train", "test", "all"))
+    assert train | test == everything
+    assert train
+    assert test
+    assert not train & test
 
 
 def test_prompts_come_from_splits_that_may_be_learnt_from(
@@ -228,18 +228,17 @@ def test_prompts_come_from_splits_that_may_be_learnt_from(
     def ids(name: str) -> list[str]:
         return [asked.id for asked in load_prompts(Source.parse(name), made_up)]
 
-    one = task("livecodebench", made_up)
-    assert ids("livecodebench") == ids("livecodebench/train-0") == [row["id"] for row in one.examples("train")]
-    assert ids("livecodebench/fold-2") == [row["id"] for row in one.examples("test-2")]
-    assert load_prompts(Source.parse("livecodebench/fold-2:1"), made_up)[0].source == "livecodebench/fold-2"
-    assert known("gsm8k/nonsense")
+    one = load_task("livecodebench", made_up)
+    assert ids("livecodebench") == ids("livecodebench/train") == [row["id"] for row in one.examples("train")]
+    assert load_prompts(Source.parse("livecodebench/train:1"), made_up)[0].source == "livecodebench/train"
+    assert is_task("gsm8k/nonsense")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gsm8k").mkdir()
     (tmp_path / "gsm8k" / "mine.jsonl").write_text('{"prompt": "Sing."}')
     assert ids("gsm8k/mine.jsonl") == ["mine-0"]  # a file that happens to lie in a folder of that name
-    assert ids("mbpp/validation") == [row["id"] for row in task("mbpp", made_up).examples("validation")]
+    assert ids("mbpp/validation") == [row["id"] for row in load_task("mbpp", made_up).examples("validation")]
     for name, message in (
-        ("livecodebench/test-1", "take one of: train, train-0, fold-0"),
+        ("livecodebench/test", "take one of: train"),
         ("livecodebench/all", "nothing is learnt"),
         ("math500/test", "it is for tests alone"),
         ("gsm8k/train+test", "nothing is learnt from this split; take one of: train"),
@@ -258,7 +257,7 @@ def test_a_sample_of_mmlu_has_all_subjects(tmp_path: Path) -> None:
         for n in range(size)
     ]
     (tmp_path / "mmlu" / "test.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    one = task("mmlu", tmp_path)
+    one = load_task("mmlu", tmp_path)
     assert Counter(row["subject"] for row in one.examples("test", 32)) == {"a": 10, "b": 2, "c": 20}
     ids = [[row["id"] for row in one.examples("test", limit)] for limit in (10, 32)]
     assert set(ids[0]) < set(ids[1])
@@ -282,22 +281,22 @@ def test_a_sample_of_mmlu_has_all_subjects(tmp_path: Path) -> None:
     ],
 )
 def test_numbers_in_texts(text: str, found: str | None) -> None:
-    assert final_number(text) == found
+    assert find_final_number(text) == found
 
 
 def test_other_answers_in_texts() -> None:
-    assert numbers("1,000 or 1,00 or .5 or 2.") == ["1000", "1", "00", ".5", "2"]
-    assert tagged("[answer]1[/answer] no, [ANSWER] 2 [\\answer]") == "2"
-    assert tagged("[answer]") is tagged("[answer][/answer]") is None
-    assert boxed("\\boxed{1} and \\boxed{\\frac{1}{\\sqrt{2}}} {}") == "\\frac{1}{\\sqrt{2}}"
-    assert boxed("\\boxed{\\frac{1}{2}") is boxed("none") is None
-    assert final_words("The answer is: **Paris**. It is a city.") == "Paris"
-    assert final_words("Paris") is None
-    assert code_block("```\na\n```\n```python\nb\n```\n```text\nc\n```") == "b\n"
-    assert code_block("```python\ndef f(): 1\n```\nUse:\n```python\nf()\n```", "def f") == "def f(): 1\n"
-    assert code_block("```py\ncut off") == "cut off"
-    assert code_block("no code") is code_block("```python\n```") is None
-    mmlu = task("mmlu")
+    assert find_numbers("1,000 or 1,00 or .5 or 2.") == ["1000", "1", "00", ".5", "2"]
+    assert find_tagged("[answer]1[/answer] no, [ANSWER] 2 [\\answer]") == "2"
+    assert find_tagged("[answer]") is find_tagged("[answer][/answer]") is None
+    assert find_boxed("\\boxed{1} and \\boxed{\\frac{1}{\\sqrt{2}}} {}") == "\\frac{1}{\\sqrt{2}}"
+    assert find_boxed("\\boxed{\\frac{1}{2}") is find_boxed("none") is None
+    assert find_final_words("The answer is: **Paris**. It is a city.") == "Paris"
+    assert find_final_words("Paris") is None
+    assert find_code("```\na\n```\n```python\nb\n```\n```text\nc\n```") == "b\n"
+    assert find_code("```python\ndef f(): 1\n```\nUse:\n```python\nf()\n```", "def f") == "def f(): 1\n"
+    assert find_code("```py\ncut off") == "cut off"
+    assert find_code("no code") is find_code("```python\n```") is None
+    mmlu = load_task("mmlu")
     found = [mmlu.extract({}, text) for text in (
         "The answer is (B).", "the answer is **(c)**", "The answer is: D", "Is the answer is (A)? The answer is (B)", "answer is \\boxed{A}",
         "The answer is a bird.", "The answer is Dover.", "(A)", "The right choice is \\(\\boxed{B}\\).", "\\boxed{A} or \\boxed{\\text{(C)}}",
@@ -307,7 +306,7 @@ def test_other_answers_in_texts() -> None:
 
 
 def test_equal_numbers() -> None:
-    one = task("gsm8k")
+    one = load_task("gsm8k")
     assert one.same({}, "1,000", "1000.0")
     assert one.same({}, "-3", "−3.00")
     assert not one.same({}, "10", "100")
@@ -334,11 +333,11 @@ DIFFERENT = [
 
 
 def test_equal_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latex, "verified", lambda a, b: False)
+    monkeypatch.setattr(latex, "verify_equal", lambda a, b: False)
     assert [pair for pair in EQUAL if not same_maths(*pair)] == []
     assert [pair for pair in DIFFERENT if same_maths(*pair)] == []
     assert not same_maths("x+y", "y+x")  # that is for math-verify to say
-    assert normalised("\\left\\{ 1 \\right\\}") == "\\{1\\}"
+    assert normalise("\\left\\{ 1 \\right\\}") == "\\{1\\}"
 
 
 def test_math_verify_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,7 +345,7 @@ def test_math_verify_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
     fake.parse = lambda text, parsing_timeout: sorted(text)  # type: ignore[attr-defined]
     fake.verify = lambda gold, other, timeout_seconds: gold == other  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "math_verify", fake)
-    one = task("math500")
+    one = load_task("math500")
     assert one.same({}, "x+y", "y+x")
     assert not one.same({}, "x+y", "x-y")
     assert not one.same({}, None, "x")
@@ -379,17 +378,17 @@ def test_rouge(made_up: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module.RougeScorer = Scorer  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "rouge_score", ModuleType("rouge_score"))
     monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", module)
-    cnn_dailymail._scorer.cache_clear()
-    one = task("cnn_dailymail", made_up)
+    cnn_dailymail._load_scorer.cache_clear()
+    one = load_task("cnn_dailymail", made_up)
     rows = one.examples("test", 2)
     good, bad = one.score_many(rows, ["The story 0.", "The story 0."])
     assert (good, bad) == ({"rouge1": 1, "rouge2": 1, "rougeL": 1}, {"rouge1": 0, "rouge2": 0, "rougeL": 0})
-    cnn_dailymail._scorer.cache_clear()
+    cnn_dailymail._load_scorer.cache_clear()
     assert not one.checkable
 
 
 def test_rouge_itself(made_up: Path) -> None:
-    one = task("cnn_dailymail", made_up)
+    one = load_task("cnn_dailymail", made_up)
     found = one.score(one.examples("test")[0], "The stories 0.")
     assert set(found) == {"rouge1", "rouge2", "rougeL"}
     assert found["rouge1"] == 1  # stemmed
@@ -417,9 +416,9 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     ]
     path = tmp_path / "mine.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
-    assert known(f"file:{path}")
-    assert not known(str(path))
-    one = task(f"file:{path}")
+    assert is_task(f"file:{path}")
+    assert not is_task(str(path))
+    one = load_task(f"file:{path}")
     train, test = one.examples("train"), one.examples("test")
     assert len(train) + len(test) == len(one.examples("all")) == 52
     assert 3 < len(test) < 25
@@ -458,7 +457,7 @@ def test_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     fake.load_dataset = load_dataset  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "datasets", fake)
     for name in NAMES:
-        one = task(name)
+        one = load_task(name)
         for split in one.splits:
             rows = one.examples(split)
             assert len({row["id"] for row in rows}) == len(rows) > 0
@@ -475,12 +474,12 @@ def test_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
     fake.load_dataset = unreachable  # type: ignore[attr-defined]
     with pytest.raises(SelfJudgeError, match=r"cannot load openai/gsm8k from the hub \(no route\): check"):
-        task("gsm8k").examples("test")
+        load_task("gsm8k").examples("test")
 
 
 @pytest.mark.slow
 def test_the_hubs_dolly_is_sorted_as_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     published = at_hand("dolly")
     rows = [{k: v for k, v in row.items() if k != "id"} for row in published.rows("train") + published.rows("test")]
-    monkeypatch.setattr("selfjudge.tasks.base.hub_rows", lambda *_, **__: rows[::-1])
-    assert published.from_hub("test") == rows
+    monkeypatch.setattr("selfjudge.tasks.base.load_hub_rows", lambda *_, **__: rows[::-1])
+    assert published.load_from_hub("test") == rows

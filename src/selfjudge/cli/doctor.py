@@ -180,9 +180,9 @@ def _extras() -> Iterator[Check]:
 
 
 def _sandbox() -> Check:
-    from selfjudge.tasks.sandbox import unavailable
+    from selfjudge.tasks.sandbox import find_isolation_problem
 
-    why = unavailable()
+    why = find_isolation_problem()
     found = f"generated code cannot be isolated: {why}" if why else "generated code runs isolated"
     return Check("sandbox", not why, found, "allow user namespaces" if why else "")
 

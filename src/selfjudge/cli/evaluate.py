@@ -37,10 +37,7 @@ def evaluate(
     ] = None,
     judge: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="[NAME=]FOLDER",
-            help="A judge, and its name in rules; {fold}: one for each fold of livecodebench. Repeat for several.",
-        ),
+        typer.Option(metavar="[NAME=]FOLDER", help="A judge, and its name in rules. Repeat for several."),
     ] = None,
     recipe: RecipeFolder = None,
     resume: Resume = False,
@@ -75,8 +72,8 @@ def evaluate(
     from selfjudge.evaluate.pipeline import evaluate_rules
     from selfjudge.judge.model import Judge
 
-    judges = {name: [Judge.from_pretrained(place) for place in places] for name, places in sources.items()}
-    for loaded in (j for several in judges.values() for j in several):
+    judges = {name: Judge.from_pretrained(place) for name, place in sources.items()}
+    for loaded in judges.values():
         loaded.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
     with going_on("go on with --resume"), Progress() as update:
         summaries = evaluate_rules(pair, out, config, judges=judges, answerer=answerer, notify=update, warn=warn)
@@ -87,11 +84,11 @@ def evaluate(
     typer.echo(f"rows and summaries are in {out}; draw them with: selfjudge report {out}")
 
 
-def _load(chosen: Chosen, where: BackendOptions, judges: dict[str, list[str]]) -> tuple[Pair, Answerer | None]:
+def _load(chosen: Chosen, where: BackendOptions, judges: dict[str, str]) -> tuple[Pair, Answerer | None]:
     """The pair, and who answers if it is not this process."""
     if where.backend != "vllm":
         return chosen.load(full_precision=True), None
-    pair, answerer = where.answerer(chosen.models, next((places[0] for places in judges.values()), None))
+    pair, answerer = where.answerer(chosen.models, next(iter(judges.values()), None))
     if chosen.recipe is not None:
         chosen.recipe.check(pair, warn)
     return pair, answerer
@@ -155,33 +152,29 @@ def reproduce(
     typer.echo(f"everything is in {out}; open {out / 'report.html'}")
 
 
-def _check_rules(config: EvalConfig, models: PairOptions, sources: dict[str, list[str]]) -> None:
+def _check_rules(config: EvalConfig, models: PairOptions, sources: dict[str, str]) -> None:
     """Refuse rules that cannot work, from their texts and the judges' configs alone."""
     from selfjudge.evaluate.runs import plan_runs
 
-    judges: Any = {name: [JudgeConfig.from_pretrained(place) for place in places] for name, places in sources.items()}
-    for several in judges.values():
-        for judge in several:
-            models.check_judge(judge)
+    judges: Any = {name: JudgeConfig.from_pretrained(place) for name, place in sources.items()}
+    for judge in judges.values():
+        models.check_judge(judge)
     for run in plan_runs(config.chosen_rules(bool(judges)), (0,), judges, ()):
         for gamma in config.gammas or (None,):
-            models.check_gamma(run.rules[0], gamma)
+            models.check_gamma(run.rule, gamma)
 
 
-def _judges(given: list[str] | None, models: PairOptions, config: EvalConfig) -> dict[str, list[str]]:
+def _judges(given: list[str] | None, models: PairOptions, config: EvalConfig) -> dict[str, str]:
     """Judges by name, as folders or hub ids: the given ones, else the pair's own where a rule needs one."""
-    from selfjudge.tasks.livecodebench import FOLDS
-
     judged = any(spec.startswith("judge") for spec in config.chosen_rules(True))
     if not given and judged and models.shipped_judge:
         given = [f"shipped={models.shipped_judge}"]
-    judges: dict[str, list[str]] = {}
+    judges: dict[str, str] = {}
     for text in given or []:
         name, named, place = text.partition("=")
         if not named:
-            name, place = Path(text).name.replace("{fold}", "").strip("-_"), text
+            name, place = Path(text).name, text
         if not name or name in judges or "/" in name or "@" in name:
             raise SelfJudgeError(f"--judge {text}: give every judge a name of its own, such as mine={place or text}")
-        places = [place.replace("{fold}", str(k)) for k in range(FOLDS)] if "{fold}" in place else [place]
-        judges[name] = places
+        judges[name] = place
     return judges

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.evaluate.runs import Run
+from selfjudge.evaluate.runs import RuleRun
 from selfjudge.store import read_json, read_rows, write_json, write_rows
 from selfjudge.store.artefacts import FinishedSummary, ScoredSample
 from selfjudge.tasks.base import Row, Task
@@ -22,7 +22,7 @@ RESAMPLES = 2000
 Interval = tuple[float, float]
 
 
-def find_exact(folder: Path, run: Run, warn: Warn) -> Path | None:
+def find_exact(folder: Path, run: RuleRun, warn: Warn) -> Path | None:
     """The run of `exact` to compare with: at the same γ, else at any. None for `exact` itself, or without any."""
     if run.name == "exact":
         return None

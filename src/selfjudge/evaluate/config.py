@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.tasks.base import task
+from selfjudge.tasks.registry import load_task
 from selfjudge.types import MAX_GAMMA, check_settings, setting
 
 
@@ -49,7 +49,7 @@ class EvalConfig:
         if len({task_label(name) for name in self.tasks}) < len(self.tasks):
             raise SelfJudgeError("two of the tasks have the same name: evaluate them into different folders")
         for name in self.tasks:
-            task(name, self.data, allow_unsafe=self.allow_unsafe).prepare()
+            load_task(name, self.data, allow_unsafe=self.allow_unsafe).prepare()
 
     def chosen_rules(self, has_judge: bool) -> tuple[Any, ...]:
         """`rules`, or what is evaluated where none are given."""

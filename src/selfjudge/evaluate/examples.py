@@ -34,7 +34,7 @@ def frequent_substitutions(
 
 
 def example_rows(
-    pair: Pair, prompts: Sequence[Prompt], answers: Sequence[Generation], judges: Sequence[Judge | None]
+    pair: Pair, prompts: Sequence[Prompt], answers: Sequence[Generation], judge: Judge | None
 ) -> list[Row]:
     """One row per answer: prompt, text, and each token's origin, target's choice, probabilities and judge score.
 
@@ -47,7 +47,7 @@ def example_rows(
         encoded = pair.encode_many(prompts)
         sequences = [(ids, answer.tokens) for ids, answer in zip(encoded, answers, strict=True)]
         seen = likelihoods(pair, sequences)
-        scores = judge_scores(pair, judges, sequences, seen)
+        scores = judge_scores(pair, judge, sequences, seen)
         columns = [_columns(pair, *each) for each in zip(seen, scores, strict=True)]
     return [
         {
@@ -83,20 +83,20 @@ def _token_rows(pair: Pair, answer: Generation, columns: Sequence[Row]) -> list[
 
 @torch.no_grad()
 def judge_scores(
-    pair: Pair, judges: Sequence[Judge | None], sequences: Sequences, seen: Sequence[Likelihood]
+    pair: Pair, judge: Judge | None, sequences: Sequences, seen: Sequence[Likelihood]
 ) -> list[list[float | None]]:
-    """The judges' scores of every token but the last, whose hidden state no pass holds.
+    """The judge's scores of every token but the last, whose hidden state no pass holds.
 
-    None where there is no judge, or where it also reads the drafts that follow.
+    None if there is no judge, or if it also reads the drafts that follow.
     """
     scores: list[list[float | None]] = [[None] * len(answer) for _, answer in sequences]
-    if not any(_can_score(judge) for judge in judges):
+    if judge is None or "lookahead" in judge.config.features:
         return scores
     for part, hidden in teacher_forced(pair.target, sequences):
         at = 0
         for i in part:
-            size, judge = len(sequences[i][1]), judges[i]
-            if size > 1 and judge is not None and _can_score(judge):
+            size = len(sequences[i][1])
+            if size > 1:
                 scores[i][:-1] = _scores(judge, hidden[at : at + size].float(), seen[i])
             at += size
     return scores
@@ -114,7 +114,3 @@ def _scores(judge: Judge, hidden: Tensor, seen: Likelihood) -> list[float | None
     if judge.config.margin_limit is not None:
         scores = torch.where(margins < -judge.config.margin_limit, 0.0, scores)
     return [round(value, 4) for value in scores.tolist()]
-
-
-def _can_score(judge: Judge | None) -> bool:
-    return judge is not None and "lookahead" not in judge.config.features

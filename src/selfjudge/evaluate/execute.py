@@ -8,21 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.decoding.text import row_seed
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.answerer import Answerer
 from selfjudge.evaluate.config import EvalConfig
 from selfjudge.evaluate.consistency import Entails, consistency
 from selfjudge.evaluate.examples import example_rows, frequent_substitutions
-from selfjudge.evaluate.runs import Run
+from selfjudge.evaluate.runs import RuleRun
 from selfjudge.evaluate.summary import main_measure, summarise
 from selfjudge.evaluate.task_examples import TaskExamples, score_texts
 from selfjudge.models.pair import Pair
 from selfjudge.store import RunFolder, read_json, read_rows, write_json, write_rows
 from selfjudge.store.artefacts import FinishedSummary, PartSample, PartSeal, ScoredSample
 from selfjudge.tasks.base import Row
-from selfjudge.tasks.livecodebench import fold
 from selfjudge.types import PHASES, Generation
 
 _ORIGINS = {"d": "draft", "j": "judge", "t": "target"}
@@ -30,10 +28,9 @@ _ORIGINS = {"d": "draft", "j": "judge", "t": "target"}
 
 @dataclass(frozen=True)
 class Part:
-    """At most `batch` examples that one rule decodes together."""
+    """At most `batch` examples that are decoded together."""
 
     name: str
-    rule: AcceptanceRule
     rows: list[Row]
 
 
@@ -45,7 +42,7 @@ class Execution:
         pair: Pair,
         answerer: Answerer,
         examples: TaskExamples,
-        run: Run,
+        run: RuleRun,
         out: Path,
         config: EvalConfig,
         entails: Entails | None,
@@ -84,22 +81,15 @@ class Execution:
         self._finish([part.name for part in parts])
 
     def parts(self) -> list[Part]:
-        """`batch` rows each; where each fold has a judge, rows of one fold."""
-        groups = [(self.run.rules[0], self.examples.rows)]
-        if self.run.has_folds(self.task):
-            groups = [(r, [row for row in self.examples.rows if fold(row) == k]) for k, r in enumerate(self.run.rules)]
-        split = [
-            (rule, rows[start : start + self.batch])
-            for rule, rows in groups
-            for start in range(0, len(rows), self.batch)
-        ]
-        return [Part(f"part-{number:05d}", rule, rows) for number, (rule, rows) in enumerate(split)]
+        rows, size = self.examples.rows, self.batch
+        starts = range(0, len(rows), size)
+        return [Part(f"part-{number:05d}", rows[start : start + size]) for number, start in enumerate(starts)]
 
     def _answer(self, part: Part) -> tuple[list[Generation], dict[str, float]]:
         """The answers of a part and its seconds by phase. A row's seed does not depend on the part it is in."""
         return self.answerer.answer(
             [self.task.prompt(row) for row in part.rows],
-            part.rule,
+            self.run.rule,
             gamma=self.run.gamma,
             max_new_tokens=self.max_new_tokens,
             seeds=[row_seed(self.config.seed, self.examples.places[row["id"]]) for row in part.rows],
@@ -159,10 +149,7 @@ class Execution:
         chosen = sorted(range(len(answers)), key=lambda i: "judge" not in answers[i].origins)[: self.config.examples]
         rows = [self.examples.rows[i] for i in chosen]
         shown = example_rows(
-            self.pair,
-            [self.task.prompt(row) for row in rows],
-            [answers[i] for i in chosen],
-            [self.run.rule_for(self.task, row).judge for row in rows],
+            self.pair, [self.task.prompt(row) for row in rows], [answers[i] for i in chosen], self.run.rule.judge
         )
         return [
             {"id": samples[i]["id"], "score": samples[i]["score"], **example}

@@ -23,14 +23,14 @@ from selfjudge.evaluate.compare import compare_with_exact, find_exact
 from selfjudge.evaluate.config import EvalConfig
 from selfjudge.evaluate.consistency import Entails, load_entailment
 from selfjudge.evaluate.execute import Execution
-from selfjudge.evaluate.runs import Judges, Run, plan_runs
+from selfjudge.evaluate.runs import RuleRun, plan_runs
 from selfjudge.evaluate.task_examples import TaskExamples
 from selfjudge.judge.model import Judge
 from selfjudge.models.gguf import gguf_of, has_whole_weights
 from selfjudge.models.pair import Pair
 from selfjudge.store import RunFolder, keep_settings, provenance, read_json, write_json
 from selfjudge.store.artefacts import FinishedSummary, RunRecord, TaskRecord
-from selfjudge.tasks.livecodebench import LiveCodeBench, fold, learnt_folds
+from selfjudge.tasks.registry import split_of
 from selfjudge.types import Notify, Warn, default_gamma
 
 SHARED = ("limit", "max_new_tokens", "batch", "seed")
@@ -42,14 +42,14 @@ def evaluate_rules(
     out: Path | str,
     config: EvalConfig,
     *,
-    judges: Mapping[str, Judge | Sequence[Judge]] | None = None,
+    judges: Mapping[str, Judge] | None = None,
     answerer: Answerer | None = None,
     notify: Notify = lambda stage, share: None,
     warn: Warn = lambda text: None,
 ) -> list[dict[str, Any]]:
-    """Run what is not yet done in the folder `out`; the summaries of all runs of `config`, in order.
+    """RuleRun what is not yet done in the folder `out`; the summaries of all runs of `config`, in order.
 
-    `judges` by name: one judge, or one for each fold of LiveCodeBench; if None, the one that ships for the pair.
+    `judges` by name; if None, the one that ships for the pair.
     The models run in this process, unless an `answerer` is handed in.
     """
     config.check()
@@ -60,8 +60,9 @@ def evaluate_rules(
         batch=config.batch or (256 if answerer.device == "cuda" else 8),
         gammas=config.gammas or (default_gamma(answerer.device),),
     )
-    named = _by_name(pair, judges)
-    runs = plan_runs(config.chosen_rules(bool(named)), config.gammas, named, pair.special_ids)
+    if judges is None:
+        judges = {"shipped": pair.judge} if pair.judge is not None else {}
+    runs = plan_runs(config.chosen_rules(bool(judges)), config.gammas, judges, pair.special_ids)
     out = Path(out)
     entails, nli = _entailment(pair, out, tasks, config.nli, warn)
     config = replace(config, nli=nli)
@@ -113,12 +114,6 @@ def _stage(execution: Execution, notify: Notify, turn: int, turns: int) -> Calla
     return lambda share: notify(name, (turn + share) / turns)
 
 
-def _by_name(pair: Pair, judges: Mapping[str, Judge | Sequence[Judge]] | None) -> Judges:
-    if judges is None:
-        return {"shipped": [pair.judge]} if pair.judge is not None else {}
-    return {name: [given] if isinstance(given, Judge) else given for name, given in judges.items()}
-
-
 def _shared_settings(pair: Pair, config: EvalConfig, answerer: Answerer) -> dict[str, Any]:
     """Runs of our own engines may stand beside each other, as they always could; those of others may not."""
     elsewhere = {} if isinstance(answerer, TorchAnswerer) else {"engine": answerer.engine}
@@ -152,7 +147,7 @@ def _entailment(
     return load_entailment(pair, nli, warn)
 
 
-def _provenance(config: EvalConfig, runs: Sequence[Run], file: Path) -> dict[str, Any]:
+def _provenance(config: EvalConfig, runs: Sequence[RuleRun], file: Path) -> dict[str, Any]:
     """Who asks for what now, and what was asked of this folder before, oldest first."""
     last = read_json(file, RunRecord) if file.is_file() else {}
     kept = {key: last.get(key) for key in ("argv", "commit", "time", "tasks", "runs")}
@@ -173,18 +168,13 @@ def _warn_unscored(examples: TaskExamples, warn: Warn) -> None:
         warn(f"{examples.label}: {with_answer} of {len(examples.rows)} rows have an answer; the score is of those")
 
 
-def _warn_learnt(examples: TaskExamples, runs: Sequence[Run], warn: Warn) -> None:
-    """Say which judges were trained on the problems that they now decide about."""
-    if examples.task.name != LiveCodeBench.name:
+def _warn_learnt(examples: TaskExamples, runs: Sequence[RuleRun], warn: Warn) -> None:
+    """Warn of judges that were trained on the task whose other split than `test` they now decide about."""
+    split = split_of(examples.name)
+    if split in (None, "test"):
         return
-    present = {fold(row) for row in examples.rows}
-    judged = {run.judge: run for run in runs if run.judge}
-    for name, run in judged.items():
-        for k, rule in enumerate(run.rules):
-            decided = present & {k} if len(run.rules) > 1 else present
-            if rule.judge is not None and decided & learnt_folds(rule.judge.config.sources):
-                warn(
-                    f"the judge {name} was trained on problems of {LiveCodeBench.name} that it now decides about;"
-                    " docs/tune.md says how to give one judge for each fold"
-                )
-                break
+    benchmark = examples.name.partition("/")[0]
+    judges = {run.judge: run.rule.judge for run in runs if run.judge and run.rule.judge is not None}
+    for name, judge in judges.items():
+        if any(source.partition("/")[0] == benchmark for source in judge.config.sources):
+            warn(f"the judge {name} was trained on {benchmark}, and {split} may hold what it was trained on: take test")

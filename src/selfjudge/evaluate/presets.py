@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from selfjudge.evaluate.config import EvalConfig
-from selfjudge.tasks.livecodebench import FOLDS
 from selfjudge.types import check_settings, setting
 
 PAPER_PAIRS = {
@@ -15,12 +14,6 @@ PAPER_PAIRS = {
     "llama-3.1-70b": ("meta-llama/Llama-3.1-70B-Instruct", "meta-llama/Llama-3.1-8B-Instruct"),
 }
 """Target and draft of the paper's own pairs. None of them was run here."""
-CODE = "livecodebench/all"
-"""All problems; those of a fold are decoded with judges that were trained on the other folds."""
-
-
-def _folds(prompts: int) -> tuple[str, ...]:
-    return tuple(f"livecodebench/fold-{k}:{prompts}" for k in range(FOLDS))
 
 
 @dataclass(frozen=True)
@@ -54,7 +47,7 @@ class Preset:
     """Whether a judge is also trained as the authors' code does it, beside the printed method."""
 
 
-_PAPER_TASKS = ("gsm8k", "math500", "mmlu", "cnn_dailymail", CODE)
+_PAPER_TASKS = ("gsm8k", "math500", "mmlu", "cnn_dailymail", "livecodebench")
 PRESETS = {
     "quick": Preset(
         "a look at the whole line on one small machine: little of everything, needs no data",
@@ -72,7 +65,7 @@ PRESETS = {
     ),
     "full": Preset(
         "every method on every task; one GPU",
-        prompts=("gsm8k:700", *_folds(75), "dolly:700", "self:500"),
+        prompts=("gsm8k:700", "livecodebench:300", "dolly:700", "self:500"),
         auto=("gsm8k:210",),
         auto_plus=("gsm8k:100", "dolly:360"),
         tasks=_PAPER_TASKS,
@@ -83,7 +76,7 @@ PRESETS = {
     "paper": Preset(
         "the paper's own settings: 500 GSM8K, 220 LiveCodeBench and 500 Dolly prompts, originals as acceptable rows,"
         " γ = 20 and 15",
-        prompts=("gsm8k:500", *_folds(55), "dolly:500"),
+        prompts=("gsm8k:500", "livecodebench:220", "dolly:500"),
         auto=("gsm8k:500",),
         auto_plus=("gsm8k:500", "dolly:500"),
         tasks=_PAPER_TASKS,
@@ -96,7 +89,7 @@ PRESETS = {
     "released": Preset(
         "the method as the authors' code has it, which is not what the paper prints, beside the printed one: its"
         " score, thresholds and features, γ = 20",
-        prompts=("gsm8k:500", *_folds(55), "dolly:500"),
+        prompts=("gsm8k:500", "livecodebench:220", "dolly:500"),
         auto=(),
         auto_plus=(),
         tasks=_PAPER_TASKS,

@@ -14,7 +14,7 @@ from typing import Any
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.pipeline import evaluate_rules
-from selfjudge.evaluate.presets import CODE, Preset, ReproduceConfig
+from selfjudge.evaluate.presets import Preset, ReproduceConfig
 from selfjudge.evaluate.task_examples import check_examples
 from selfjudge.judge.model import Judge
 from selfjudge.label.config import LabelConfig
@@ -22,8 +22,6 @@ from selfjudge.label.folder import info
 from selfjudge.label.pipeline import label_pair
 from selfjudge.label.tau import shipped_tau
 from selfjudge.models.pair import Pair
-from selfjudge.prompts.sources import Source
-from selfjudge.tasks.livecodebench import FOLDS, learnt_folds
 from selfjudge.train.config import TrainConfig
 from selfjudge.train.pipeline import train_judge
 from selfjudge.types import Notify, Warn
@@ -32,9 +30,6 @@ FREE_RULES = ("exact", "topk:2", "relaxed", "margin:0.5", "fly:0.15,6")
 """Rules that need no judge."""
 SWEEP = ("q0.98", "q0.95", "q0.9", "q0.8", "q0.7")
 SUFFIX_LENGTHS = (0, 5, 10)
-FOLDED = ("selfjudge", "paper", "released")
-"""Judges that are also trained without a fold of LiveCodeBench."""
-Judges = dict[str, list[Judge]]
 
 
 def reproduce_paper(
@@ -56,16 +51,13 @@ def reproduce_paper(
     device = "cpu" if pair.target.device.type == "mps" else str(pair.target.device)  # fitting needs float64
     judges = train_judges(folders, out / "judges", preset, device=device, notify=notify, warn=warn)
     for task, rules, gammas in evaluations(preset, list(judges)):
-        known = judges_for(task, judges)
-        rules = [rule for rule in rules if rule.partition("@")[2] in ("", *known)]
         one = replace(settings, tasks=(task,), rules=tuple(rules), gammas=gammas)
-        evaluate_rules(pair, out / "eval", one, judges=known, notify=_prefixed("evaluating", notify), warn=warn)
+        evaluate_rules(pair, out / "eval", one, judges=judges, notify=_prefixed("evaluating", notify), warn=warn)
     return report([out], out / "report.html")
 
 
 def evaluations(preset: Preset, judges: Sequence[str]) -> list[tuple[str, list[str], tuple[int, ...]]]:
     """(task, rules, γ): all rules on all tasks, then sweeps over θ and N, then other γ."""
-    judges = [name for name in judges if "-fold-" not in name]
     methods = [name for name in judges if not name.startswith("n=")]
     own_gamma = dict(preset.task_gammas)
 
@@ -118,7 +110,7 @@ def label_by_all_methods(
 def train_judges(
     folders: Mapping[str, Path], out: Path, preset: Preset, *, device: str, notify: Notify, warn: Warn
 ) -> dict[str, Judge]:
-    """Judges by name, those of a fold as `selfjudge-fold-2`. One that cannot be trained is left out, with a warning."""
+    """Judges by name. One that cannot be trained is left out, with a warning."""
     judges: dict[str, Judge] = {}
     for name, (labels, settings) in _wanted_judges(folders, preset).items():
         folder = out / name
@@ -137,8 +129,6 @@ def train_judges(
 def _wanted_judges(folders: Mapping[str, Path], preset: Preset) -> dict[str, tuple[Path, TrainConfig]]:
     """One judge a method, one with the paper's features, one as released where the preset wants it, one of
     self-written prompts alone and, where N is swept, one for each N.
-
-    Where LiveCodeBench is evaluated also one for each of its folds, from labels of the other folds.
     """
     own = folders["selfjudge"]
     wanted = {
@@ -147,34 +137,13 @@ def _wanted_judges(folders: Mapping[str, Path], preset: Preset) -> dict[str, tup
     }
     if preset.released:
         wanted["released"] = own, TrainConfig(as_released=True)
-    labelled = info(own)["sources"]
-    sources = [name for name in (Source.parse(prompt).name for prompt in preset.prompts) if name in labelled]
-    folds = [f"livecodebench/fold-{k}" for k in range(FOLDS)] if CODE in preset.tasks else []
-    wanted |= {
-        f"{name}-{fold.rpartition('/')[2]}": (own, replace(settings, sources=tuple(s for s in sources if s != fold)))
-        for name, (_, settings) in wanted.items()
-        for fold in folds
-    }
-    if "self" in sources:
+    if "self" in info(own)["sources"]:
         wanted["self-written"] = own, TrainConfig(sources=("self",))
     for method in ("autojudge", "autojudge-plus"):
         if method in folders:
             wanted[method] = folders[method], TrainConfig()
     lengths = SUFFIX_LENGTHS if preset.sweep_tasks else ()
     return wanted | {f"n={n}": (own, TrainConfig(suffix_length=n)) for n in lengths}
-
-
-def judges_for(task: str, judges: Mapping[str, Judge]) -> Judges:
-    """The judges that may decide about a task, by name.
-
-    About LiveCodeBench: four judges, one for each fold, or one that was trained on nothing of it.
-    """
-    whole = {name: [judge] for name, judge in judges.items() if "-fold-" not in name}
-    if task != CODE:
-        return whole
-    unseen = {name: found for name, found in whole.items() if not learnt_folds(found[0].config.sources)}
-    by_fold = {name: [judges.get(f"{name}-fold-{k}") for k in range(FOLDS)] for name in FOLDED}
-    return unseen | {name: [j for j in found if j] for name, found in by_fold.items() if None not in found}
 
 
 def _prefixed(name: str, notify: Notify) -> Notify:

@@ -11,24 +11,21 @@ from typing import TYPE_CHECKING
 from selfjudge.decoding.rule_parser import NOT_IN_TEXT, options, parse_rule
 from selfjudge.decoding.rules import EXACT, AcceptanceRule, Exact
 from selfjudge.errors import SelfJudgeError
-from selfjudge.tasks.base import Row, Task
-from selfjudge.tasks.livecodebench import LiveCodeBench, fold
 
 if TYPE_CHECKING:
     from selfjudge.judge.model import Judge
 
 NULL = "null"
-Judges = Mapping[str, Sequence["Judge"]]
-"""By name: one judge, or one for each fold of LiveCodeBench."""
+Judges = Mapping[str, "Judge"]
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
-    """One rule at one γ; `rules` holds one rule, or one for each fold of LiveCodeBench."""
+class RuleRun:
+    """One rule at one γ."""
 
     name: str
     gamma: int
-    rules: tuple[AcceptanceRule, ...]
+    rule: AcceptanceRule
     judge: str | None = None
 
     @property
@@ -51,69 +48,54 @@ class Run:
 
     @cached_property
     def meaning(self) -> str:
-        """Digest of what decides the answers beside the prompts: γ, the rules' options, thresholds and judges."""
-        digest = hashlib.sha256(f"{self.gamma}{NULL if self.is_null else ''}".encode())
-        for rule in self.rules:
-            names = dict.fromkeys(
-                [*(f.name for f in fields(rule)), *sorted(vars(rule))]
-            )  # not all rules are dataclasses
-            values = {
-                name: value
-                for name in names
-                if name not in ("judge", "base") and (value := getattr(rule, name)) is not None
-            }
-            digest.update(f"{rule.name}:{values}".encode())
-            if rule.judge is not None:
-                digest.update(rule.judge.digest().encode())
+        """Digest of what decides the answers beside the prompts: γ, the rule's options, its threshold and judge."""
+        digest, rule = hashlib.sha256(f"{self.gamma}{NULL if self.is_null else ''}".encode()), self.rule
+        names = dict.fromkeys([*(f.name for f in fields(rule)), *sorted(vars(rule))])  # not all rules are dataclasses
+        values = {name: getattr(rule, name) for name in names if name not in ("judge", "base")}
+        values = {name: value for name, value in values.items() if value is not None}
+        digest.update(f"{rule.name}:{values}".encode())
+        if rule.judge is not None:
+            digest.update(rule.judge.digest().encode())
         return digest.hexdigest()
-
-    def has_folds(self, task: Task) -> bool:
-        """Whether each fold of this task has a rule of its own."""
-        return len(self.rules) > 1 and task.name == LiveCodeBench.name
-
-    def rule_for(self, task: Task, row: Row) -> AcceptanceRule:
-        return self.rules[fold(row) if self.has_folds(task) else 0]
 
 
 def plan_runs(
     rules: Sequence[str | AcceptanceRule], gammas: Sequence[int], judges: Judges, special: tuple[int, ...]
-) -> list[Run]:
+) -> list[RuleRun]:
     """Runs of rules such as `exact`, `topk:2`, `judged:F@mine`, or of rule objects.
 
     A judged rule that names no judge runs once with each. `exact` comes first: the others are compared with it.
     `null` is `exact` once more, in batches of another size.
     """
-    variants: dict[str, tuple[tuple[AcceptanceRule, ...], str | None]] = {}
+    variants: dict[str, tuple[AcceptanceRule, str | None]] = {}
     for rule in sorted(rules, key=lambda rule: not (rule == "exact" or isinstance(rule, Exact))):
         if not isinstance(rule, AcceptanceRule):
             variants |= _variants(rule, judges, special)
         elif (name := _text(rule)) in variants:
             raise SelfJudgeError(f"two rules are called {name}: give them different names, or judges by `judges`")
         else:
-            variants[name] = (rule,), None
+            variants[name] = rule, None
     for gamma in gammas:
-        for objects, _ in variants.values():
-            objects[0].check(gamma)
-    return [Run(name, gamma, objects, judge) for gamma in gammas for name, (objects, judge) in variants.items()]
+        for parsed, _ in variants.values():
+            parsed.check(gamma)
+    return [RuleRun(name, gamma, parsed, judge) for gamma in gammas for name, (parsed, judge) in variants.items()]
 
 
-def _variants(
-    spec: str, judges: Judges, special: tuple[int, ...]
-) -> dict[str, tuple[tuple[AcceptanceRule, ...], str | None]]:
-    """What one rule's text stands for, by name: (the rule, or one for each fold; the judge's name)."""
+def _variants(spec: str, judges: Judges, special: tuple[int, ...]) -> dict[str, tuple[AcceptanceRule, str | None]]:
+    """What one rule's text stands for, by name: (the rule, the judge's name)."""
     rule, _, wanted = spec.partition("@")
     if spec == NULL:
-        return {NULL: ((EXACT,), None)}
+        return {NULL: (EXACT, None)}
     if not rule.startswith("judge"):
         if wanted:
             raise SelfJudgeError(f"rule {rule!r} does not use a judge: leave out @{wanted}")
-        return {spec: ((EXACT if rule == "exact" else parse_rule(rule, special=special),), None)}
+        return {spec: (EXACT if rule == "exact" else parse_rule(rule, special=special), None)}
     if not judges:
         raise SelfJudgeError(f"rule {spec!r} needs a judge: give `judge`, such as mine=FOLDER")
     if wanted and wanted not in judges:
         raise SelfJudgeError(f"rule {spec!r} names an unknown judge; judges are: {', '.join(judges)}")
     return {
-        f"{rule}@{name}": (tuple(parse_rule(rule, special=special, judge=judge) for judge in judges[name]), name)
+        f"{rule}@{name}": (parse_rule(rule, special=special, judge=judges[name]), name)
         for name in ([wanted] if wanted else judges)
     }
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from selfjudge.decoding.text import draft_dtype
 from selfjudge.evaluate.compare import interval
-from selfjudge.evaluate.runs import Run
+from selfjudge.evaluate.runs import RuleRun
 from selfjudge.models.pair import Pair
 from selfjudge.store import measured_on
 from selfjudge.tasks.base import Row, Task
@@ -27,7 +27,7 @@ def main_measure(scores: Mapping[str, float]) -> str | None:
     return next((name for name in ("fc", "rougeL") if name in scores), next(iter(scores), None))
 
 
-def summarise(pair: Pair, task: Task, run: Run, samples: Sequence[Row], *, checkable: bool) -> dict[str, Any]:
+def summarise(pair: Pair, task: Task, run: RuleRun, samples: Sequence[Row], *, checkable: bool) -> dict[str, Any]:
     """A summary but for the names, settings and times that the caller adds.
 
     Scores are means over the `n_scored` examples that have one: rows of a user's file may lack an answer.
@@ -48,11 +48,10 @@ def summarise(pair: Pair, task: Task, run: Run, samples: Sequence[Row], *, check
     }
 
 
-def _judge(run: Run) -> dict[str, Any]:
-    """The judge's name and what its config says of its labels; the threshold, unless the folds have several."""
-    judge = run.rules[0].judge
-    thetas = {getattr(rule, "theta", None) for rule in run.rules}
-    about: dict[str, Any] = {"judge": run.judge, "threshold": thetas.pop() if len(thetas) == 1 else None}
+def _judge(run: RuleRun) -> dict[str, Any]:
+    """The judge's name, the threshold, and what the judge's config says of its labels."""
+    judge = run.rule.judge
+    about: dict[str, Any] = {"judge": run.judge, "threshold": getattr(run.rule, "theta", None)}
     if judge is None:
         return {
             **about,

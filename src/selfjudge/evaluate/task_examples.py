@@ -8,7 +8,8 @@ from functools import cached_property
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.config import EvalConfig, task_label
-from selfjudge.tasks.base import FILE, Row, Task, split_of, task
+from selfjudge.tasks.base import FILE, Row, Task
+from selfjudge.tasks.registry import load_task, split_of
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class TaskExamples:
     @classmethod
     def load(cls, name: str, config: EvalConfig) -> TaskExamples:
         """The test split, another split that is named, or all of a file."""
-        found = task(name, config.data, allow_unsafe=config.allow_unsafe)
+        found = load_task(name, config.data, allow_unsafe=config.allow_unsafe)
         rows = found.examples(split_of(name) or ("all" if name.startswith(FILE) else "test"), config.limit)
         if not rows:
             raise SelfJudgeError(f"{name} has no examples")

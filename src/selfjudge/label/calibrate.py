@@ -23,7 +23,8 @@ from selfjudge.models.pair import Pair
 from selfjudge.models.tokens import context_window
 from selfjudge.prompts.sources import PromptRecord, Source, load_prompts
 from selfjudge.store import read_tensors, write_tensors
-from selfjudge.tasks.base import Task, task
+from selfjudge.tasks.base import Task
+from selfjudge.tasks.registry import load_task
 from selfjudge.types import Notify
 
 WEAK = 0.9  # share of critical mismatches from which the target is called too weak to tell
@@ -36,7 +37,7 @@ def calibrate(
 ) -> dict[str, Any]:
     """Search and score critical tokens; τ and what speaks for it. Log-probabilities by position go to `evidence`."""
     assert config.calibrate is not None
-    source = task(config.calibrate, data, allow_unsafe=config.allow_unsafe)
+    source = load_task(config.calibrate, data, allow_unsafe=config.allow_unsafe)
     records = load_prompts(Source(config.calibrate, config.calibrate_prompts), data)
     notify("τ: the target answers", 0.0)
     searches = _answered(pair, config, source, records)

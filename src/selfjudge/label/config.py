@@ -11,7 +11,8 @@ from selfjudge.decoding.rules import Judged
 from selfjudge.errors import SelfJudgeError
 from selfjudge.prompts.sources import Source, check_readable, limited
 from selfjudge.store import sha256
-from selfjudge.tasks.base import FILE, known, task
+from selfjudge.tasks.base import FILE
+from selfjudge.tasks.registry import is_task, load_task
 from selfjudge.types import MAX_GAMMA, check_settings, setting
 
 METHODS = ("selfjudge", "autojudge", "autojudge+", "consequences")
@@ -145,4 +146,4 @@ class LabelConfig:
 
 
 def _checkable(name: str) -> bool:
-    return known(name) and task(name).checkable
+    return is_task(name) and load_task(name).checkable

@@ -27,7 +27,7 @@ from selfjudge.label.preservation import (
 from selfjudge.label.score import Case, Scorer, Scores
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.sources import PromptRecord
-from selfjudge.tasks.base import known, task
+from selfjudge.tasks.registry import is_task, load_task
 
 
 def label_by_likelihood(
@@ -145,8 +145,8 @@ def searches_by_source(
     """The responses, source by source. `unparsed` hears how many verdicts of the target on meanings were unclear."""
     for name in sorted({row["source"] for row in responses}):
         part = [row for row in responses if row["source"] == name and row["finish"] == "eos"]
-        if known(name) and task(name).checkable:
-            source = task(name, data, allow_unsafe=config.allow_unsafe)
+        if is_task(name) and load_task(name).checkable:
+            source = load_task(name, data, allow_unsafe=config.allow_unsafe)
             records = [PromptRecord(row["prompt_id"], name, row["request"], row["row"]) for row in part]
             prompts, answers = ([row[key] for row in part] for key in ("prompt_ids", "response_ids"))
             searches = start_searches(pair, source, records, prompts, answers)

@@ -43,9 +43,9 @@ from selfjudge.store.artefacts import (
     Response,
     WrittenRow,
 )
-from selfjudge.tasks.base import known, task
 from selfjudge.tasks.code import CodeTask
-from selfjudge.tasks.sandbox.runner import refuse_unisolated
+from selfjudge.tasks.registry import is_task, load_task
+from selfjudge.tasks.sandbox.runner import check_isolation
 from selfjudge.types import Notify, Warn, default_gamma
 
 SHARD = 64  # responses
@@ -148,13 +148,14 @@ def _sha256_of(policy: AcceptanceRule) -> str:
 def _check_possible(pair: Pair, config: LabelConfig, data: Path | None) -> None:
     """Refuse early what would fail late: unreadable prompts, a τ that cannot be had, code that cannot be run."""
     config.check_prompts(data)
-    checked = [source.name for source in config.sources() if known(source.name)] if config.method != "selfjudge" else []
+    sources = config.sources() if config.method != "selfjudge" else []
+    checked = [source.name for source in sources if is_task(source.name)]
     if config.calibrate:
         checked.append(config.calibrate)
     if config.takes_shipped_tau:
         known_tau(pair.target_id, pair.draft_sha256, config.suffix_length)
-    if any(isinstance(task(name), CodeTask) for name in checked) and not config.allow_unsafe:
-        refuse_unisolated()
+    if any(isinstance(load_task(name), CodeTask) for name in checked) and not config.allow_unsafe:
+        check_isolation()
 
 
 def _label(run: _Run) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.models.pair import Pair, Prompt
 from selfjudge.prompts.sources import Source
 from selfjudge.store import Journal
-from selfjudge.tasks.cnn_dailymail import summarise
+from selfjudge.tasks.cnn_dailymail import ask_for_summary
 from selfjudge.types import Notify
 
 LONGEST = 160  # tokens of a self-written prompt
@@ -91,7 +91,7 @@ def write_prompts(
     writer = Writer(pair.target, pair.tokenizer, pair.eos_ids, seed, batch, tell, journal)
     if articles:
         passages = writer.passages(count)
-        return [summarise(text) for text in passages], {"written": count, "kept": len(passages)}
+        return [ask_for_summary(text) for text in passages], {"written": count, "kept": len(passages)}
     if name == "self-chats":
         chats, report = writer.chats(count, pair.special_ids)
         return list(chats), report

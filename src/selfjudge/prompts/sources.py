@@ -10,10 +10,11 @@ from typing import Any
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.store import parse_json
-from selfjudge.tasks.base import FILE, Prompt, Task, known, split_and_part, split_of, task
+from selfjudge.tasks.base import FILE, Prompt, Task, parse_split
+from selfjudge.tasks.registry import is_task, load_task, split_of
 from selfjudge.types import Warn
 
-LEARNABLE = ("train", "fold-", "dev", "validation")  # splits begin with one of these
+LEARNABLE = ("train", "dev", "validation")  # splits begin with one of these
 SELF = (
     "self", "self-code", "self-math", "self-choices", "self-writing", "self-extraction", "self-translation",
     "self-chats", "self-summaries",
@@ -56,7 +57,7 @@ class Source:
     def licence(self) -> str:
         if self.name in SELF:
             return "written by the target"
-        return task(self.name).licence if known(self.name) else "given by the user"
+        return load_task(self.name).licence if is_task(self.name) else "given by the user"
 
 
 def _number(text: str) -> float | None:
@@ -105,9 +106,9 @@ def load_prompts(source: Source, data: Path | None, *, skip_broken: Warn | None 
 
     Broken lines of a file are refused, or left out and told to `skip_broken`.
     """
-    if known(source.name):
-        origin, split = task(source.name, data), split_of(source.name) or "train"
-        if any(split_and_part(s)[0] in origin.splits and not s.startswith(LEARNABLE) for s in split.split("+")):
+    if is_task(source.name):
+        origin, split = load_task(source.name, data), split_of(source.name) or "train"
+        if any(parse_split(s)[0] in origin.splits and not s.startswith(LEARNABLE) for s in split.split("+")):
             raise SelfJudgeError(f"{source.name}: nothing is learnt from this split; take one of: {_learnable(origin)}")
         rows = origin.examples(split, source.count)
         return [PromptRecord(row["id"], source.name, origin.prompt(row), row) for row in rows]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
@@ -20,88 +21,86 @@ _THINGS = ("apples", "marbles", "stickers", "pencils", "cookies", "shells", "boo
 _SHOPS = ("bakery", "bookshop", "market stall", "toy shop", "flower shop", "café")
 
 
-def _gives(r: random.Random) -> tuple[str, int]:
-    name, friend, things = *r.sample(_NAMES, 2), r.choice(_THINGS)
-    boxes, each, given = r.randint(3, 12), r.randint(4, 25), r.randint(2, 11)
-    return (
-        f"{name} has {boxes} boxes with {each} {things} in each. {name} gives {given} {things} to {friend}."
-        f" How many {things} does {name} have left?",
-        boxes * each - given,
-    )
+@dataclass(frozen=True)
+class _Template:
+    """A kind of problem: its text, the ranges of its numbers, and what follows from the numbers drawn."""
+
+    text: str
+    ranges: Mapping[str, tuple[int, int]]
+    solve: Callable[[Mapping[str, int]], int]
+    derive: Callable[[Mapping[str, int]], Mapping[str, object]] = lambda n: {}
+    """Other fields of the text."""
+
+    def draw(self, r: random.Random) -> tuple[str, int]:
+        """A problem and its answer. The order of the draws decides which problems a seed gives."""
+        words: dict[str, str] = {}
+        if "{shop}" in self.text:
+            words["shop"] = r.choice(_SHOPS)
+        elif "{friend}" in self.text:
+            words["name"], words["friend"] = r.sample(_NAMES, 2)
+        else:
+            words["name"] = r.choice(_NAMES)
+        if "{things}" in self.text:
+            words["things"] = r.choice(_THINGS)
+        numbers = {name: r.randint(*limits) for name, limits in self.ranges.items()}
+        return self.text.format(**words, **numbers, **self.derive(numbers)), self.solve(numbers)
 
 
-def _shop(r: random.Random) -> tuple[str, int]:
-    shop, things = r.choice(_SHOPS), r.choice(_THINGS)
-    price, morning, more = r.randint(2, 15), r.randint(6, 40), r.randint(2, 30)
-    return (
-        f"A {shop} sells {things} for ${price} each."
-        f" It sells {morning} of them in the morning and {more} more in the afternoon than in the morning."
-        f" How many dollars does the {shop} take in that day?",
-        price * (2 * morning + more),
-    )
-
-
-def _saves(r: random.Random) -> tuple[str, int]:
-    name, week, weeks, spent = r.choice(_NAMES), r.randint(5, 30), r.randint(4, 15), r.randint(3, 19)
-    return (
-        f"{name} saves ${week} every week for {weeks} weeks and then spends ${spent} on a present."
-        f" How many dollars are left?",
-        week * weeks - spent,
-    )
-
-
-def _shares(r: random.Random) -> tuple[str, int]:
-    name, things = r.choice(_NAMES), r.choice(_THINGS)
-    friends, each, lost = r.randint(3, 9), r.randint(3, 20), r.randint(2, 15)
-    return (
-        f"{name} finds {friends * each + lost} {things} but loses {lost} of them."
-        f" {name} shares the rest equally among {friends} friends. How many {things} does each friend get?",
-        each,
-    )
-
-
-def _travels(r: random.Random) -> tuple[str, int]:
-    name, first, hours = r.choice(_NAMES), r.randint(8, 60), r.randint(2, 6)
-    second, more = r.randint(5, 50), r.randint(1, 5)
-    return (
-        f"{name} travels at {first} miles an hour for {hours} hours and then at {second} miles an hour for {more}"
-        f" {'hour' if more == 1 else 'hours'}."
-        f" How many miles does {name} travel in all?",
-        first * hours + second * more,
-    )
-
-
-def _ages(r: random.Random) -> tuple[str, int]:
-    name, friend, age, times, years = *r.sample(_NAMES, 2), r.randint(4, 15), r.randint(2, 4), r.randint(2, 12)
-    return (
-        f"{name} is {age} years old. {friend} is {times} times as old as {name}."
-        f" How old will {friend} be in {years} years?",
-        age * times + years,
-    )
-
-
-def _reads(r: random.Random) -> tuple[str, int]:
-    name, days, pages, left = r.choice(_NAMES), r.randint(3, 14), r.randint(8, 40), r.randint(10, 90)
-    return (
-        f"{name} reads {pages} pages a day. After {days} days there are still {left} pages to read."
-        f" How many pages does the book have?",
-        pages * days + left,
-    )
-
-
-def _half(r: random.Random) -> tuple[str, int]:
-    name, friend, things, half = *r.sample(_NAMES, 2), r.choice(_THINGS), r.randint(4, 60)
-    return (
-        f"{name} collects {2 * half} {things} on Monday and half as many on Tuesday."
-        f" {friend} collects twice as many as {name} does on both days together."
-        f" How many {things} does {friend} collect?",
-        6 * half,
-    )
-
-
-_TEMPLATES: tuple[Callable[[random.Random], tuple[str, int]], ...] = (
-    _gives, _shop, _saves, _shares, _travels, _ages, _reads, _half,
-)  # fmt: skip
+_TEMPLATES = (
+    _Template(
+        "{name} has {boxes} boxes with {each} {things} in each. {name} gives {given} {things} to {friend}."
+        " How many {things} does {name} have left?",
+        {"boxes": (3, 12), "each": (4, 25), "given": (2, 11)},
+        lambda n: n["boxes"] * n["each"] - n["given"],
+    ),
+    _Template(
+        "A {shop} sells {things} for ${price} each."
+        " It sells {morning} of them in the morning and {more} more in the afternoon than in the morning."
+        " How many dollars does the {shop} take in that day?",
+        {"price": (2, 15), "morning": (6, 40), "more": (2, 30)},
+        lambda n: n["price"] * (2 * n["morning"] + n["more"]),
+    ),
+    _Template(
+        "{name} saves ${week} every week for {weeks} weeks and then spends ${spent} on a present."
+        " How many dollars are left?",
+        {"week": (5, 30), "weeks": (4, 15), "spent": (3, 19)},
+        lambda n: n["week"] * n["weeks"] - n["spent"],
+    ),
+    _Template(
+        "{name} finds {found} {things} but loses {lost} of them."
+        " {name} shares the rest equally among {friends} friends. How many {things} does each friend get?",
+        {"friends": (3, 9), "each": (3, 20), "lost": (2, 15)},
+        lambda n: n["each"],
+        derive=lambda n: {"found": n["friends"] * n["each"] + n["lost"]},
+    ),
+    _Template(
+        "{name} travels at {first} miles an hour for {hours} hours and then at {second} miles an hour for {more}"
+        " {unit}. How many miles does {name} travel in all?",
+        {"first": (8, 60), "hours": (2, 6), "second": (5, 50), "more": (1, 5)},
+        lambda n: n["first"] * n["hours"] + n["second"] * n["more"],
+        derive=lambda n: {"unit": "hour" if n["more"] == 1 else "hours"},
+    ),
+    _Template(
+        "{name} is {age} years old. {friend} is {times} times as old as {name}."
+        " How old will {friend} be in {years} years?",
+        {"age": (4, 15), "times": (2, 4), "years": (2, 12)},
+        lambda n: n["age"] * n["times"] + n["years"],
+    ),
+    _Template(
+        "{name} reads {pages} pages a day. After {days} days there are still {left} pages to read."
+        " How many pages does the book have?",
+        {"days": (3, 14), "pages": (8, 40), "left": (10, 90)},
+        lambda n: n["pages"] * n["days"] + n["left"],
+    ),
+    _Template(
+        "{name} collects {double} {things} on Monday and half as many on Tuesday."
+        " {friend} collects twice as many as {name} does on both days together."
+        " How many {things} does {friend} collect?",
+        {"half": (4, 60)},
+        lambda n: 6 * n["half"],
+        derive=lambda n: {"double": 2 * n["half"]},
+    ),
+)
 
 
 class Arithmetic(Gsm8k):
@@ -117,7 +116,7 @@ class Arithmetic(Gsm8k):
 
     def rows(self, split: str) -> list[Row]:
         by_question: dict[str, Row] = {}
-        for question, answer in problems(self.seed):
+        for question, answer in make_problems(self.seed):
             if ("test" if sha256(question.encode()).digest()[0] % _TEST_SHARE == 0 else "train") == split:
                 row = {"id": f"arithmetic-{split}-{self.seed}-{len(by_question)}", "question": question}
                 by_question.setdefault(question, {**row, "answer": f"#### {answer}"})
@@ -126,12 +125,9 @@ class Arithmetic(Gsm8k):
         return list(by_question.values())
 
 
-def problems(seed: int) -> Iterator[tuple[str, int]]:
+def make_problems(seed: int) -> Iterator[tuple[str, int]]:
     """Endless problems and their answers, every kind in turn."""
     random_numbers = random.Random(seed)  # noqa: S311
     while True:
         for template in _TEMPLATES:
-            yield template(random_numbers)
-
-
-TASK = Arithmetic
+            yield template.draw(random_numbers)

@@ -1,8 +1,8 @@
-"""Base of all benchmarks: their examples by split, and how an answer is found, compared and scored.
+"""Base class of all tasks: examples by split, and how an answer is found, compared and scored.
 
 Rows come from the files that each benchmark's authors published (see `docs/tasks.md`), in the folder `data` or
-`SELFJUDGE_DATA`. Where no folder is named and `datasets` is installed, they come from the hub. A row of the training
-split never occurs in the test split.
+`SELFJUDGE_DATA`. Without a folder, and with `datasets` installed, they come from the hub. No row of a training split
+occurs in the test split.
 """
 
 from __future__ import annotations
@@ -10,41 +10,49 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from importlib import import_module
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict
 
-from selfjudge.errors import SelfJudgeError, unknown
+from selfjudge.errors import SelfJudgeError
 from selfjudge.store import quiet_hub, read_rows, unreachable
 
 Row = dict[str, Any]
 Prompt = str | Sequence[Mapping[str, str]]
 
-NAMES = ("gsm8k", "math500", "mmlu", "cnn_dailymail", "livecodebench", "mbpp", "dolly", "arithmetic")
 FILE = "file:"
+"""Prefix of a task that is a user's own file."""
 
 
 class Task:
-    """Base of all tasks."""
+    """Base of all tasks. A benchmark declares its attributes, `prompt`, and `gold`, `extract` and `same` or `score`."""
 
     name: str
     summary: str
     licence: str
     splits: tuple[str, ...]
+    file = "{split}.jsonl"
+    """Name of the data file."""
+    row_id = "{split}-{index}"
+    """What follows the task's name in the id of a row that has none; columns of the row may be named."""
     new_tokens: int = 512
-    """Enough for an answer."""
+    """Maximum new tokens of an answer."""
     checkable: bool = False
     """Whether answers can be found in a text and compared: `extract`, `same`."""
     runs_programs: bool = False
     """Whether finding an answer runs programs."""
     hub: ClassVar[tuple[str, str | None] | None] = None
     """Dataset and configuration on the hub."""
-    columns: ClassVar[Any] = dict[str, Any]
-    """The schema of a row of the local files."""
+    schema: ClassVar[Any] = dict[str, Any]
+    """Schema of a row of the data file, made from the `columns` of the class declaration."""
     requires: ClassVar[tuple[str, ...]] = ()
     """Packages that scoring needs; summaries record their versions."""
+
+    def __init_subclass__(cls, columns: Mapping[str, Any] | None = None, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if columns is not None:
+            cls.schema = TypedDict(f"{cls.__name__}Row", columns)  # type: ignore[misc]
 
     def __init__(self, data: Path | None = None, *, allow_unsafe: bool = False) -> None:
         self.data = data
@@ -52,7 +60,7 @@ class Task:
         """Run generated code even where it cannot be isolated."""
 
     def prepare(self) -> None:
-        """Refuse to go on where something that scoring needs is missing."""
+        """Raise if a package that scoring needs is missing."""
         for package in self.requires:
             if find_spec(package.replace("-", "_")) is None:
                 raise SelfJudgeError(f"{self.name} needs {package}: pip install {package} (or selfjudge[eval])")
@@ -64,14 +72,19 @@ class Task:
         """
         rows: list[Row] = []
         for text in split.split("+"):
-            name, part = split_and_part(text)
+            name, part = parse_split(text)
             if name not in self.splits:
                 raise SelfJudgeError(f"{self.name} has no split {text!r}; it has: {', '.join(self.splits)}")
             rows += self.rows(name)[part]
         return rows[:limit]
 
     def rows(self, split: str) -> list[Row]:
-        raise NotImplementedError
+        """All rows of a split, in the order of the data file."""
+        rows = self.load(self.file.format(split=split), split)
+        return [
+            {"id": f"{self.name}-{self.row_id.format_map({**row, 'split': split, 'index': i})}", **row}
+            for i, row in enumerate(rows)
+        ]
 
     def prompt(self, row: Row) -> Prompt:
         """The user's message, or a conversation."""
@@ -79,14 +92,14 @@ class Task:
 
     def question(self, row: Row) -> str:
         """The words that tell a row from others: no row of a training split has those of a test row."""
-        return plain(self.prompt(row))
+        return normalise_words(self.prompt(row))
 
     def story(self, row: Row) -> str | None:
-        """What a text must be consistent with, where it is a summary."""
+        """The article that a text must be consistent with, if the text is a summary."""
         return None
 
     def gold(self, row: Row) -> str | None:
-        """The right answer as `extract` would give it, where there is one."""
+        """The right answer as `extract` would give it, if there is one."""
         return None
 
     def extract(self, row: Row, text: str) -> str | None:
@@ -121,64 +134,42 @@ class Task:
 
     @property
     def folder(self) -> Path | None:
-        """Where the benchmarks' files are."""
+        """The folder with the benchmarks' files."""
         return self.data or (Path(os.environ["SELFJUDGE_DATA"]) if "SELFJUDGE_DATA" in os.environ else None)
 
-    def file(self, name: str) -> Path:
-        """A data file, plain or gzipped."""
-        assert self.folder is not None
-        for path in (self.folder / self.name / name, self.folder / self.name / f"{name}.gz"):
-            if path.is_file():
-                return path
-        raise SelfJudgeError(
-            f"{self.name} needs {self.folder / self.name / name} or the same gzipped (see docs/tasks.md)"
-        )
-
     def load(self, file: str, split: str) -> list[Row]:
-        """Rows of a local file, or, if no folder is named, of the hub's split."""
-        return list(read_rows(self.file(file), self.columns)) if self.folder is not None else self.from_hub(split)
+        """Rows of a local file, plain or gzipped; if no folder is named, rows of the hub's split."""
+        if self.folder is None:
+            return self.load_from_hub(split)
+        path = self.folder / self.name / file
+        for present in (path, path.with_name(f"{file}.gz")):
+            if present.is_file():
+                return list(read_rows(present, self.schema))
+        raise SelfJudgeError(f"{self.name} needs {path} or the same gzipped (see docs/tasks.md)")
 
-    def from_hub(self, split: str) -> list[Row]:
+    def load_from_hub(self, split: str) -> list[Row]:
         """Rows as the hub has them, with the columns of the local files."""
         assert self.hub is not None
-        return hub_rows(self.name, *self.hub, split=split)
+        return load_hub_rows(self.name, *self.hub, split=split)
+
+    def drop_test_questions(self, rows: Sequence[Row], test: Sequence[Row]) -> list[Row]:
+        """The rows whose question is not that of a test row."""
+        questions = {self.question(row) for row in test}
+        return [row for row in rows if self.question(row) not in questions]
 
 
-def task(name: str, data: Path | None = None, *, allow_unsafe: bool = False) -> Task:
-    """A task by name, or `file:PATH`; a split that is named with it (`livecodebench/all`) makes no difference."""
-    result: Task
-    if name.startswith(FILE):
-        path = Path(name.removeprefix(FILE)).expanduser()
-        result = import_module("selfjudge.tasks.file").TASK(path, allow_unsafe=allow_unsafe)
-    elif (benchmark := name.partition("/")[0]) in NAMES:
-        result = import_module(f"selfjudge.tasks.{benchmark}").TASK(data, allow_unsafe=allow_unsafe)
-    else:
-        raise unknown("task", name, (*NAMES, f"{FILE}PATH"))
-    return result
-
-
-def known(name: str) -> bool:
-    """Whether this names a task, or a split of one."""
-    return name in NAMES or name.startswith(FILE) or (name.partition("/")[0] in NAMES and not Path(name).is_file())
-
-
-def split_of(name: str) -> str | None:
-    """The split that is named with a task: `all` of `livecodebench/all`."""
-    return None if name.startswith(FILE) else name.partition("/")[2] or None
-
-
-def split_and_part(split: str) -> tuple[str, slice]:
+def parse_split(split: str) -> tuple[str, slice]:
     """A split's name and which of its rows are meant: `train[4792:]` leaves out the first 4,792."""
-    if (found := re.fullmatch(r"(.*)\[(-?\d*):(-?\d*)\]", split)) is None:
+    if (match := re.fullmatch(r"(.*)\[(-?\d*):(-?\d*)\]", split)) is None:
         return split, slice(None)
-    name, start, stop = found.groups()
+    name, start, stop = match.groups()
     try:
         return name, slice(int(start) if start else None, int(stop) if stop else None)
     except ValueError:  # a minus without a number
         return split, slice(None)
 
 
-def hub_rows(task: str, name: str, config: str | None = None, **options: Any) -> list[Row]:
+def load_hub_rows(task: str, name: str, config: str | None = None, **options: Any) -> list[Row]:
     """Rows of a dataset on the hub, by `datasets`."""
     try:
         from datasets import load_dataset
@@ -196,7 +187,7 @@ def hub_rows(task: str, name: str, config: str | None = None, **options: Any) ->
 
 @contextlib.contextmanager
 def _offline_if_unreachable() -> Iterator[None]:
-    """Read local copies alone where the hub does not answer: `datasets` would try for half a minute."""
+    """Read local copies only, if the hub does not answer: `datasets` would try for half a minute."""
     if unreachable() is None:
         yield
         return
@@ -210,18 +201,11 @@ def _offline_if_unreachable() -> Iterator[None]:
         config.HF_HUB_OFFLINE = before
 
 
-def numbered(name: str, rows: Sequence[Row]) -> list[Row]:
-    """Rows with an `id` that names the task and the place in its file."""
-    return [{"id": f"{name}-{i}", **row} for i, row in enumerate(rows)]
+def join_messages(prompt: Prompt) -> str:
+    """The text of a prompt: a conversation's messages, one a line."""
+    return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
 
 
-def plain(prompt: Prompt) -> str:
-    """A prompt's words alone, without case and punctuation: two prompts with the same ones count as one."""
-    text = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
-    return " ".join(re.findall(r"\w+", text.casefold()))
-
-
-def without_test_questions(task: Task, rows: Iterable[Row], test: Iterable[Row]) -> list[Row]:
-    """The rows whose question is not one of the test rows."""
-    questions = {task.question(row) for row in test}
-    return [row for row in rows if task.question(row) not in questions]
+def normalise_words(prompt: Prompt) -> str:
+    """A prompt's words without case and punctuation: two prompts with the same words count as one."""
+    return " ".join(re.findall(r"\w+", join_messages(prompt).casefold()))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from selfjudge.tasks.base import Row, Task
-from selfjudge.tasks.sandbox.runner import Limits, Trial, each, run_tests
-from selfjudge.tasks.scoring.answers import code_block
+from selfjudge.tasks.sandbox.runner import Limits, ProgramTest, map_on_cores, passes_test
+from selfjudge.tasks.scoring.answers import find_code
 
 
 class CodeTask(Task):
@@ -17,14 +17,11 @@ class CodeTask(Task):
     limits = Limits()
     prelude = ""
 
-    def tests(self, row: Row) -> list[Trial]:
+    def tests(self, row: Row) -> list[ProgramTest]:
         raise NotImplementedError
 
-    def code(self, row: Row, text: str) -> str | None:
-        """The program in a text: a block that defines what the tests call is preferred to an example of its use."""
-        return code_block(text, self.needs(row))
-
     def needs(self, row: Row) -> str:
+        """Words of the block that is the program: one that defines what the tests call, not an example of its use."""
         return "def "
 
     def gold(self, row: Row) -> str | None:
@@ -34,7 +31,7 @@ class CodeTask(Task):
         return self.extract_many([row], [text])[0]
 
     def extract_many(self, rows: Sequence[Row], texts: Sequence[str]) -> list[str | None]:
-        codes = [self.code(row, text) for row, text in zip(rows, texts, strict=True)]
+        codes = [find_code(text, self.needs(row)) for row, text in zip(rows, texts, strict=True)]
         jobs = [
             (i, code, number, test)
             for i, (row, code) in enumerate(zip(rows, codes, strict=True))
@@ -43,17 +40,15 @@ class CodeTask(Task):
         ]
         # a text that occurs twice runs once, and all tests of all texts share the cores
         wanted = list(dict.fromkeys((code, test) for _, code, _, test in jobs))
-        passes = dict(zip(wanted, each(lambda job: self._passes(*job), wanted), strict=True))
+        passes = dict(zip(wanted, map_on_cores(self._passes, wanted), strict=True))
         passed: list[list[int]] = [[] for _ in rows]
         for i, code, number, test in jobs:
             if passes[code, test]:
                 passed[i].append(number)
         return [None if code is None else ",".join(map(str, p)) for code, p in zip(codes, passed, strict=True)]
 
-    def _passes(self, code: str, test: Trial) -> bool:
-        return run_tests(
-            code, [test], prelude=self.prelude, limits=self.limits, allow_unsafe=self.allow_unsafe, workers=1
-        )[0]
+    def _passes(self, job: tuple[str, ProgramTest]) -> bool:
+        return passes_test(*job, prelude=self.prelude, limits=self.limits, allow_unsafe=self.allow_unsafe)
 
     def is_scorable(self, row: Row, answer: str | None) -> bool:
         """A program that passes no test has nothing to preserve: any other that fails would equal it."""

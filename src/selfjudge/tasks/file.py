@@ -13,13 +13,20 @@ from pathlib import Path
 from selfjudge.errors import SelfJudgeError
 from selfjudge.store import read_rows
 from selfjudge.store.artefacts import TaskRow
-from selfjudge.tasks.base import FILE, Prompt, Row, Task, plain
-from selfjudge.tasks.sandbox.runner import Trial, each, run_tests
-from selfjudge.tasks.scoring.answers import boxed, final_number, final_words, same_number, same_words, tagged
+from selfjudge.tasks.base import FILE, Prompt, Row, Task, normalise_words
+from selfjudge.tasks.sandbox.runner import ProgramTest, map_on_cores, passes_test
+from selfjudge.tasks.scoring.answers import (
+    find_boxed,
+    find_final_number,
+    find_final_words,
+    find_tagged,
+    same_number,
+    same_words,
+)
 
 TEST_SHARE = 5  # one prompt of five
 PASSED, FAILED = "passed", "failed"
-"""What is found in a text that has a check."""
+"""Extracted answers of a text that has a check."""
 
 
 class File(Task):
@@ -57,8 +64,8 @@ class File(Task):
         prompt = row.get("messages", row.get("prompt"))
         if not prompt:
             raise SelfJudgeError(f'{self.path}, line {number}: expected a JSON object with "prompt" or "messages"')
-        split = row.get("split") or ("train" if sha256(plain(prompt).encode()).digest()[0] % TEST_SHARE else "test")
-        return {**row, "id": str(row.get("id", f"{self.path.stem}-{number}")), "split": split}
+        by_hash = "train" if sha256(normalise_words(prompt).encode()).digest()[0] % TEST_SHARE else "test"
+        return {**row, "id": str(row.get("id", f"{self.path.stem}-{number}")), "split": row.get("split") or by_hash}
 
     def prompt(self, row: Row) -> Prompt:
         prompt: Prompt = row["messages"] if "messages" in row else row["prompt"]
@@ -72,21 +79,20 @@ class File(Task):
     def extract(self, row: Row, text: str) -> str | None:
         """[answer] tags, \\boxed{}, "the answer is …"; else, if the right answer is a number, the last number."""
         if "check" in row:
-            return self._checked(row, text)
+            return self._check(row, text)
         number = same_number(self.gold(row), self.gold(row))
-        return tagged(text) or boxed(text) or (final_number(text) if number else final_words(text))
+        found = find_tagged(text) or find_boxed(text)
+        return found or (find_final_number(text) if number else find_final_words(text))
 
     def extract_many(self, rows: Sequence[Row], texts: Sequence[str]) -> list[str | None]:
         pairs = list(zip(rows, texts, strict=True))
         checks = [pair for pair in pairs if "check" in pair[0]]
-        checked = iter(each(lambda pair: self._checked(*pair), checks))
+        checked = iter(map_on_cores(lambda pair: self._check(*pair), checks))
         return [next(checked) if "check" in row else self.extract(row, text) for row, text in pairs]
 
-    def _checked(self, row: Row, text: str) -> str:
-        trial = Trial("assert", row["check"])
-        return (
-            PASSED if run_tests(f"answer = {text!r}", [trial], allow_unsafe=self.allow_unsafe, workers=1)[0] else FAILED
-        )
+    def _check(self, row: Row, text: str) -> str:
+        test = ProgramTest("assert", row["check"])
+        return PASSED if passes_test(f"answer = {text!r}", test, allow_unsafe=self.allow_unsafe) else FAILED
 
     def same(self, row: Row, a: str | None, b: str | None) -> bool:
         return same_words(a, b)
@@ -100,6 +106,3 @@ class File(Task):
 
 def _scorable(row: Row) -> bool:
     return "answer" in row or "check" in row
-
-
-TASK = File

@@ -1,4 +1,4 @@
-"""LiveCodeBench: programming contests (Jain et al. 2025). 679 of 880 problems, their public tests only, in four folds.
+"""LiveCodeBench: programming contests (Jain et al. 2025). 679 of 880 problems, public tests only.
 
 Passing the public tests is easier than the benchmark's own measure: figures are not comparable with published ones.
 """
@@ -6,16 +6,15 @@ Passing the public tests is easier than the benchmark's own measure: figures are
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from hashlib import sha256
-from typing import TypedDict
+from typing import Literal
 
-from selfjudge.tasks.base import Row, hub_rows
+from selfjudge.tasks.base import Row, load_hub_rows
 from selfjudge.tasks.code import CodeTask
-from selfjudge.tasks.sandbox.runner import Trial
+from selfjudge.tasks.sandbox.runner import ProgramTest
 
-FOLDS = 4
-_FIRST, _SECOND = "release_v1_public_tests.jsonl", "derived_v5_window_279_sample_tests.jsonl"
+_TEST_SHARE = 4  # one problem of four
+_FILES = ("release_v1_public_tests.jsonl", "derived_v5_window_279_sample_tests.jsonl")
 _HUB = "livecodebench/code_generation_lite"
 _ASK = (
     "You will be given a question (problem specification) and will generate a correct Python program that matches the"
@@ -39,40 +38,25 @@ _PRELUDE = (  # contest sites import these; starter code needs typing
 )
 
 
-class ContestRow(TypedDict):
-    question_id: str
-    question_content: str
-    starter_code: str
-
-
-class LiveCodeBench(CodeTask):
+class LiveCodeBench(CodeTask, columns={"question_id": str, "question_content": str, "starter_code": str}):
     name = "livecodebench"
-    columns = ContestRow
-    summary = "programming contests, public tests only; test is one fold of four, train the others"
+    summary = "programming contests, public tests only"
     licence = "CC"
-    splits = ("train", "test", "all", *(f"{part}-{k}" for k in range(FOLDS) for part in ("train", "test", "fold")))
+    splits = ("train", "test", "all")
     new_tokens = 1024
     hub = (_HUB, None)
     prelude = _PRELUDE
 
     def rows(self, split: str) -> list[Row]:
-        """`train-k` and `test-k`: without and with fold k; `train` and `test` mean k = 0.
+        """The hash of a problem's name decides its split: the same whatever other problems are at hand."""
+        files = ("",) if self.folder is None else _FILES
+        rows = [self._row(row) for file in files for row in self.load(file, "test")]
+        return rows if split == "all" else [row for row in rows if _in_test(row) == (split == "test")]
 
-        `fold-k` has the rows of `test-k` and may be learnt from, by the judges of the other folds.
-        """
-        rows = (
-            self.from_hub("test") if self.folder is None else [*self.load(_FIRST, "test"), *self.load(_SECOND, "test")]
-        )
-        rows = [self._row(row) for row in rows]
-        if split == "all":
-            return rows
-        part, _, k = split.partition("-")
-        return [row for row in rows if (fold(row) == int(k or 0)) == (part != "train")]
-
-    def from_hub(self, split: str) -> list[Row]:
+    def load_from_hub(self, split: str) -> list[Row]:
         """All 880 problems of release 5; read as plain files, for `datasets` runs no loading scripts any more."""
         files = [f"hf://datasets/{_HUB}/test{number}.jsonl" for number in ("", 2, 3, 4, 5)]
-        return hub_rows(self.name, "json", data_files=files, split="train")
+        return load_hub_rows(self.name, "json", data_files=files, split="train")
 
     def _row(self, row: Row) -> Row:
         """Both files' columns, made the same."""
@@ -97,25 +81,11 @@ class LiveCodeBench(CodeTask):
     def needs(self, row: Row) -> str:
         return f"def {row['function']}" if row["function"] else ""
 
-    def tests(self, row: Row) -> list[Trial]:
+    def tests(self, row: Row) -> list[ProgramTest]:
         function = row["function"] or ""
-        kind = "call" if function else "stdin"
-        return [Trial(kind, test["input"], test["output"], function) for test in row["tests"]]  # type: ignore[arg-type]
+        kind: Literal["call", "stdin"] = "call" if function else "stdin"
+        return [ProgramTest(kind, test["input"], test["output"], function) for test in row["tests"]]
 
 
-def fold(row: Row) -> int:
-    """0 … 3, by the hash of the problem's name: the same whatever other problems are at hand."""
-    return sha256(row["question_id"].encode()).digest()[0] % FOLDS
-
-
-def learnt_folds(sources: Iterable[str]) -> set[int]:
-    """The folds that labels from these sources of prompts have seen."""
-    folds: set[int] = set()
-    for name, _, split in (source.partition("/") for source in sources):
-        if name == LiveCodeBench.name:
-            part, _, k = (split or "train").partition("-")
-            folds |= {int(k)} if part == "fold" else set(range(FOLDS)) - {int(k or 0)}
-    return folds
-
-
-TASK = LiveCodeBench
+def _in_test(row: Row) -> bool:
+    return sha256(row["question_id"].encode()).digest()[0] % _TEST_SHARE == 0

@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
-
 from selfjudge.tasks.base import Row, Task
-from selfjudge.tasks.scoring.answers import boxed, tagged
+from selfjudge.tasks.scoring.answers import find_boxed, find_tagged
 from selfjudge.tasks.scoring.latex import same_maths
 
 
-class MathRow(TypedDict):
-    unique_id: str
-    problem: str
-    answer: str
-
-
-class Math500(Task):
+class Math500(Task, columns={"unique_id": str, "problem": str, "answer": str}):
     name = "math500"
-    columns = MathRow
     summary = "competition mathematics; answers compared as formulas"
     licence = "MIT"
     splits = ("test",)
+    row_id = "{unique_id}"
     new_tokens = 1024
     checkable = True
     hub = ("HuggingFaceH4/MATH-500", None)
     requires = ("math-verify",)
-
-    def rows(self, split: str) -> list[Row]:
-        return [{"id": f"math500-{row['unique_id']}", **row} for row in self.load(f"{split}.jsonl", split)]
 
     def prompt(self, row: Row) -> str:
         return f"{row['problem']}\nReason step by step, then give the final answer between [answer] and [/answer]."
@@ -36,11 +25,8 @@ class Math500(Task):
         return str(row["answer"])
 
     def extract(self, row: Row, text: str) -> str | None:
-        between_tags = tagged(text)
-        return boxed(text) if between_tags is None else boxed(between_tags) or between_tags
+        between_tags = find_tagged(text)
+        return find_boxed(text) if between_tags is None else find_boxed(between_tags) or between_tags
 
     def same(self, row: Row, a: str | None, b: str | None) -> bool:
         return a is not None and b is not None and same_maths(a, b)
-
-
-TASK = Math500

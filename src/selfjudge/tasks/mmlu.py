@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from typing import Literal, TypedDict
+from typing import Literal
 
-from selfjudge.tasks.base import Row, Task, numbered, plain, without_test_questions
+from selfjudge.tasks.base import Row, Task, normalise_words
 
 _ANSWER = re.compile(r"(?i:answer is):?\s*\**\s*(?:\\boxed\{)?\s*(?:\(\s*([A-Da-d])\s*\)|([A-D])(?![\w']))")
 _BOXED = re.compile(r"\\boxed\{\s*(?:\\text\{)?\s*\(?([A-D])\)?\s*\}")  # models that learnt from MATH
+_COLUMNS = {"subject": str, "question": str, "choices": tuple[str, str, str, str], "answer": Literal[0, 1, 2, 3]}
 
 
-class MmluRow(TypedDict):
-    subject: str
-    question: str
-    choices: tuple[str, str, str, str]
-    answer: Literal[0, 1, 2, 3]
-
-
-class Mmlu(Task):
+class Mmlu(Task, columns=_COLUMNS):
     name = "mmlu"
-    columns = MmluRow
     summary = "multiple-choice questions of 57 subjects, with chain of thought"
     licence = "MIT"
     splits = ("dev", "test")
-    new_tokens = 512
     checkable = True
     hub = ("cais/mmlu", "all")
 
@@ -42,9 +34,9 @@ class Mmlu(Task):
         return [rows[place] for _, place in sorted(depth)[:limit]]
 
     def rows(self, split: str) -> list[Row]:
-        rows = numbered(f"mmlu-{split}", self.load(f"{split}.jsonl", split))
-        # five questions occur in both
-        return rows if split == "test" else without_test_questions(self, rows, self.rows("test"))
+        rows = super().rows(split)
+        # five questions occur in both splits
+        return rows if split == "test" else self.drop_test_questions(rows, self.rows("test"))
 
     def prompt(self, row: Row) -> str:
         choices = "\n".join(f"({letter}) {choice}" for letter, choice in zip("ABCD", row["choices"], strict=True))
@@ -55,7 +47,8 @@ class Mmlu(Task):
         )
 
     def question(self, row: Row) -> str:
-        return plain(f"{row['question']} {' '.join(row['choices'])}")  # the same one occurs in several subjects
+        # the same question occurs in several subjects
+        return normalise_words(f"{row['question']} {' '.join(row['choices'])}")
 
     def gold(self, row: Row) -> str | None:
         return "ABCD"[row["answer"]]
@@ -65,6 +58,3 @@ class Mmlu(Task):
             return str(answers[-1][0] or answers[-1][1]).upper()
         boxed: list[str] = _BOXED.findall(text)
         return boxed[-1] if boxed else None
-
-
-TASK = Mmlu

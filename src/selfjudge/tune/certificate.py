@@ -241,7 +241,7 @@ def shown_examples(
     shown = []
     for kind, places in (("lost", lost), ("gained", gained)):
         for i in places:
-            answers = [("exact", trial.exact[i], None), (choice.best.rule, trial.samples[i], trial.run.rules[0].judge)]
+            answers = [("exact", trial.exact[i], None), (choice.best.rule, trial.samples[i], trial.run.rule.judge)]
             shown.append(
                 {
                     "kind": kind,
@@ -264,7 +264,7 @@ def shown_examples(
 def _tokens(pair: Pair, prompt: CalibrationPrompt, sample: Row, judge: Any) -> dict[str, Any]:
     """Prompt and tokens of an answer, and the target's view of them if it is here in full precision."""
     if has_whole_weights(pair.target):
-        (row,) = example_rows(pair, [prompt.prompt], [generation_of(sample)], [judge])
+        (row,) = example_rows(pair, [prompt.prompt], [generation_of(sample)], judge)
         return {"prompt": row["prompt"], "tokens": row["tokens"]}
     answer = generation_of(sample)
     tokens = [

@@ -194,7 +194,7 @@ class _Tuning:
             job.prompts,
             job.aside,
             job.measure,
-            {} if job.judge is None else {JUDGE_NAME: [job.judge]},
+            {} if job.judge is None else {JUDGE_NAME: job.judge},
             job.batch,
             answer_tokens(config, job.prompts),
             config.seed,

@@ -106,7 +106,7 @@ class Clock:
     def rule(self, text: str, gamma: int) -> AcceptanceRule | None:
         """The rule; None where it does not work with this γ."""
         try:
-            return plan_runs([text], [gamma], self.judges, self.special)[0].rules[0]
+            return plan_runs([text], [gamma], self.judges, self.special)[0].rule
         except SelfJudgeError:
             return None
 

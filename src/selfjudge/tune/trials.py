@@ -13,7 +13,7 @@ from selfjudge.decoding.text import row_seed
 from selfjudge.evaluate.answerer import Answerer
 from selfjudge.evaluate.compare import delta_m, rate_ratio
 from selfjudge.evaluate.execute import sample_row
-from selfjudge.evaluate.runs import Judges, Run, plan_runs
+from selfjudge.evaluate.runs import Judges, RuleRun, plan_runs
 from selfjudge.models.pair import Pair
 from selfjudge.store import RunFolder, read_rows, write_rows
 from selfjudge.store.artefacts import PartSample, PartSeal, SpeedSeal
@@ -33,7 +33,7 @@ class Trial:
     """A rule on the first batches of the calibration prompts. `differences` are D, in the prompts' order."""
 
     family: str
-    run: Run
+    run: RuleRun
     samples: list[Row] = field(default_factory=list)
     exact: list[Row] = field(default_factory=list)
     differences: list[float] = field(default_factory=list)
@@ -101,10 +101,10 @@ class Trials:
     def late(self) -> bool:
         return time.monotonic() >= self.deadline
 
-    def plan(self, rule: str, gamma: int) -> Run:
+    def plan(self, rule: str, gamma: int) -> RuleRun:
         return plan_runs([rule], [gamma], self.judges, self.pair.special_ids)[0]
 
-    def part(self, name: str, run: Run, number: int, exact: Sequence[Row] | None = None) -> tuple[list[Row], float]:
+    def part(self, name: str, run: RuleRun, number: int, exact: Sequence[Row] | None = None) -> tuple[list[Row], float]:
         """Samples of a batch under a rule, and its seconds; from the folder where it has been decoded already.
 
         With the samples of `exact`, an answer in which nothing was substituted takes their score.
@@ -117,7 +117,7 @@ class Trials:
             prompts = self.prompts[start : start + self.batch]
             answers, seconds = self.answerer.answer(
                 [prompt.prompt for prompt in prompts],
-                run.rules[0],
+                run.rule,
                 gamma=run.gamma,
                 max_new_tokens=self.max_new_tokens,
                 seeds=[row_seed(self.seed, start + i) for i in range(len(prompts))],

@@ -1,17 +1,13 @@
-"""Programs that a model wrote, run with limits: `run` one, `run_tests` against one, `each` of many on all cores."""
+"""Programs that a model wrote, run with limits: `run` one, `passes_test` of one, `map_on_cores` for many."""
 
 from selfjudge.tasks.sandbox.runner import (
     Limits as Limits,
-    Run as Run,
-    Trial as Trial,
-    each as each,
-    refuse_unisolated as refuse_unisolated,
+    ProgramResult as ProgramResult,
+    ProgramTest as ProgramTest,
+    check_isolation as check_isolation,
+    find_isolation_problem as find_isolation_problem,
+    map_on_cores as map_on_cores,
+    passes_test as passes_test,
     run as run,
-    run_tests as run_tests,
     same_output as same_output,
-    unavailable as unavailable,
 )
-
-__all__ = [
-    "Limits", "Run", "Trial", "each", "refuse_unisolated", "run", "run_tests", "same_output", "unavailable",
-]  # fmt: skip

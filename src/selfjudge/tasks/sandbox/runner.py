@@ -1,7 +1,7 @@
 """Runs programs that a model wrote: with limits, without network or the user's files. See docs/tasks.md.
 
-`run` runs one program, `run_tests` checks one against tests, `each` does many things at once. Linux only. Where the
-kernel gives no namespaces, programs are refused unless `allow_unsafe` is set.
+`run` runs a program, `passes_test` tests one, `map_on_cores` does many things at once. Linux only. Where the kernel
+gives no namespaces, programs are refused unless `allow_unsafe` is set.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ Killed = Literal["", "time", "output"]
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may use. Memory, files and CPU time count for each of its processes."""
+    """The resources of one program. Memory, files and CPU time count for each of its processes."""
 
     seconds: float = 30.0
-    """Wall clock: far more than CPU time, so that a busy machine does not decide a result."""
+    """Wall-clock limit: far more than CPU time, so that a busy machine does not decide a result."""
     cpu_seconds: int = 10
     memory: int = 1 << 30
     file: int = 16 << 20
-    """The largest file."""
+    """Bytes of the largest file."""
     disk: int = 64 << 20
-    """All files together (only where isolated)."""
+    """Bytes of all files together (only if isolated)."""
     processes: int = 8
     """Threads count as processes."""
     open_files: int = 64
@@ -54,7 +54,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Run:
+class ProgramResult:
     """How a program ended."""
 
     stdout: str
@@ -66,7 +66,7 @@ class Run:
 
 
 @cache
-def unavailable() -> str:
+def find_isolation_problem() -> str:
     """Why programs cannot be isolated on this machine; empty if they can."""
     if not sys.platform.startswith("linux"):
         return f"{sys.platform} has no namespaces"
@@ -77,9 +77,9 @@ def unavailable() -> str:
     return "" if tried.stdout == "7\n" else f"Python does not start in it: {' '.join(tried.stderr.split())}"
 
 
-def refuse_unisolated() -> None:
-    """Raise where programs cannot be isolated."""
-    if why := unavailable():
+def check_isolation() -> None:
+    """Raise if programs cannot be isolated."""
+    if why := find_isolation_problem():
         raise SelfJudgeError(
             f"generated code cannot be isolated here ({why}):"
             " allow user namespaces, or take the risk with `allow_unsafe`"
@@ -93,16 +93,18 @@ def run(
     files: Mapping[str, str] | None = None,
     limits: Limits | None = None,
     allow_unsafe: bool = False,
-) -> Run:
+) -> ProgramResult:
     """Run a Python program with the standard library, in a folder of its own that holds `files`."""
-    isolated = not unavailable()
+    isolated = not find_isolation_problem()
     if not allow_unsafe:
-        refuse_unisolated()
+        check_isolation()
     return _run(["main.py"], {**(files or {}), "main.py": code}, stdin, limits or Limits(), isolated=isolated)
 
 
-def _run(arguments: Sequence[str], files: Mapping[str, str], stdin: str, limits: Limits, *, isolated: bool) -> Run:
-    job = {**_job(arguments, files, limits, isolated), "folder": None}
+def _run(
+    arguments: Sequence[str], files: Mapping[str, str], stdin: str, limits: Limits, *, isolated: bool
+) -> ProgramResult:
+    job = {**_describe_job(arguments, files, limits, isolated), "folder": None}
     given = stdin.encode("utf-8", "replace")
     if isolated:
         return _watch(job, given, limits)
@@ -110,11 +112,11 @@ def _run(arguments: Sequence[str], files: Mapping[str, str], stdin: str, limits:
         return _watch({**job, "folder": folder}, given, limits)
 
 
-def _job(arguments: Sequence[str], files: Mapping[str, str], limits: Limits, isolated: bool) -> dict[str, Any]:
-    """What the jail is told: which program, with which files, environment and limits."""
+def _describe_job(arguments: Sequence[str], files: Mapping[str, str], limits: Limits, isolated: bool) -> dict[str, Any]:
+    """The job that the jail reads: program, files, environment and limits."""
     python = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
     prefixes = dict.fromkeys(os.path.realpath(p) for p in (sys.base_prefix, sys.base_exec_prefix, Path(python).parent))
-    processes = limits.processes + (2 if isolated else _processes())  # with the jail's own
+    processes = limits.processes + (2 if isolated else _count_processes())  # with the jail's own
     return {
         "isolated": isolated,
         "python_folders": list(prefixes),
@@ -141,7 +143,7 @@ def _job(arguments: Sequence[str], files: Mapping[str, str], limits: Limits, iso
     }
 
 
-def _watch(job: Mapping[str, Any], stdin: bytes, limits: Limits) -> Run:
+def _watch(job: Mapping[str, Any], stdin: bytes, limits: Limits) -> ProgramResult:
     """Start the jail and read what comes until it ends, prints too much or takes too long."""
     start = time.monotonic()
     process, status = _start_jail(job, stdin)
@@ -164,7 +166,7 @@ def _watch(job: Mapping[str, Any], stdin: bytes, limits: Limits) -> Run:
         code = process.returncode  # the program killed the jail: only possible without namespaces
     elif not killed:
         raise SelfJudgeError(" ".join((rest or err or "the jail ended early").split()))
-    return Run(out, err, code, killed, time.monotonic() - start)
+    return ProgramResult(out, err, code, killed, time.monotonic() - start)
 
 
 def _start_jail(job: Mapping[str, Any], stdin: bytes) -> tuple[subprocess.Popen[bytes], int]:
@@ -231,8 +233,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def _processes() -> int:
-    """How many this user has already: without a namespace the kernel counts them all."""
+def _count_processes() -> int:
+    """The number of threads this user has already: without a namespace the kernel counts them all."""
     user, count = os.getuid(), 0
     for path in Path("/proc").glob("[0-9]*/task/*"):
         with suppress(OSError):
@@ -240,14 +242,14 @@ def _processes() -> int:
     return count
 
 
-def each(function: Callable[[A], B], items: Iterable[A], workers: int | None = None) -> list[B]:
+def map_on_cores(function: Callable[[A], B], items: Iterable[A], workers: int | None = None) -> list[B]:
     """`function` of every item, as many at once as there are CPU cores, in order."""
     with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0))) as pool:
         return list(pool.map(function, items))
 
 
 @dataclass(frozen=True)
-class Trial:
+class ProgramTest:
     """`assert`: statements that must run through after the code. `stdin`: what the code prints when it reads `given`.
     `call`: what `function` (a method of `Solution`, or a function) returns for `given`, one JSON value a line."""
 
@@ -282,35 +284,25 @@ if kind != "stdin":
 """
 
 
-def run_tests(
-    code: str,
-    tests: Sequence[Trial],
-    *,
-    prelude: str = "",
-    limits: Limits | None = None,
-    allow_unsafe: bool = False,
-    workers: int | None = None,
-) -> list[bool]:
-    """Which tests a program passes. Each runs in a process of its own; `prelude` runs before the code.
+def passes_test(
+    code: str, test: ProgramTest, *, prelude: str = "", limits: Limits | None = None, allow_unsafe: bool = False
+) -> bool:
+    """Whether a program passes a test, in a process of its own; `prelude` runs before the code.
 
     A program that ends by itself before its test (`exit()`) does not pass it: the harness ends with a mark that the
     code was not told. Expected values never enter the sandbox, except in asserts.
     """
-
-    def passes(test: Trial) -> bool:
-        mark = secrets.token_hex(16)
-        stdin, given = (test.given, "") if test.kind == "stdin" else ("", test.given)
-        job = {"kind": test.kind, "code": code, "prelude": prelude, "function": test.function, "mark": mark}
-        files = {"test.json": json.dumps({**job, "given": given})}
-        ended = run(_HARNESS, stdin, files=files, limits=limits, allow_unsafe=allow_unsafe)
-        if ended.killed or ended.code != 0:
-            return False
-        if test.kind == "stdin":
-            return same_output(ended.stdout, test.expected)
-        _, marked, value = ended.stdout.rpartition(f"\n{mark}")
-        return bool(marked) and (test.kind == "assert" or _same_value(value, test.expected))
-
-    return each(passes, tests, workers)
+    mark = secrets.token_hex(16)
+    stdin, given = (test.given, "") if test.kind == "stdin" else ("", test.given)
+    job = {"kind": test.kind, "code": code, "prelude": prelude, "function": test.function, "mark": mark}
+    files = {"test.json": json.dumps({**job, "given": given})}
+    ended = run(_HARNESS, stdin, files=files, limits=limits, allow_unsafe=allow_unsafe)
+    if ended.killed or ended.code != 0:
+        return False
+    if test.kind == "stdin":
+        return same_output(ended.stdout, test.expected)
+    _, marked, value = ended.stdout.rpartition(f"\n{mark}")
+    return bool(marked) and (test.kind == "assert" or _same_value(value, test.expected))
 
 
 def _same_value(got: str, expected: str) -> bool:

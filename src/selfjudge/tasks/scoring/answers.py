@@ -9,50 +9,46 @@ NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|(?<![\
 _MINUS = str.maketrans("−–", "--")
 
 
-def numbers(text: str) -> list[str]:
+def find_numbers(text: str) -> list[str]:
     """All numbers in a text, without thousands separators."""
     cleaned = re.sub(r"([-+])\s?([$€£])\s?(?=\d)", r"\1", text.translate(_MINUS)).replace("$", " ")
     cleaned = re.sub(r"(?<=[\w)])-(?=[\d.])", " - ", cleaned)  # 3-4 is no −4
     return [found.group().replace(",", "").lstrip("+") for found in NUMBER.finditer(cleaned)]
 
 
-def final_number(text: str) -> str | None:
+def find_final_number(text: str) -> str | None:
     """The number after the last "final answer is", else the last number of the text.
 
     Of an equation (`3 + 4 = 7`) its right side counts.
     """
-    _, said, rest = _last(r"(?:final )?answer is", text)
-    if said:
+    if (rest := _after_last(r"(?:final )?answer is", text)) is not None:
         line = next(iter(rest.strip().splitlines()), "")
         for part in (line.rpartition("=")[2], line):
-            if found := numbers(part):
+            if found := find_numbers(part):
                 return found[0]
-    found = numbers(text)
+    found = find_numbers(text)
     return found[-1] if found else None
 
 
-def final_words(text: str) -> str | None:
+def find_final_words(text: str) -> str | None:
     """What follows the last "answer is", up to the end of the sentence."""
-    _, said, rest = _last(r"answer is:?", text)
-    words = re.split(r"\.(?:\s|$)|\n", rest.strip(), maxsplit=1)[0].strip(" *\"'.") if said else ""
-    return words or None
+    rest = _after_last(r"answer is:?", text) or ""
+    return re.split(r"\.(?:\s|$)|\n", rest.strip(), maxsplit=1)[0].strip(" *\"'.") or None
 
 
-def _last(pattern: str, text: str) -> tuple[str, str, str]:
-    """The text before, at and after the last place that matches."""
-    found = None
-    for found in re.finditer(pattern, text, re.IGNORECASE):  # noqa: B007
-        pass
-    return (text[: found.start()], found.group(), text[found.end() :]) if found else (text, "", "")
+def _after_last(pattern: str, text: str) -> str | None:
+    """The text after the last match; None if nothing matches."""
+    ends = [match.end() for match in re.finditer(pattern, text, re.IGNORECASE)]
+    return text[ends[-1] :] if ends else None
 
 
-def tagged(text: str) -> str | None:
+def find_tagged(text: str) -> str | None:
     """What stands between the last [answer] and [/answer] (or [\\answer], or a second [answer])."""
     found = re.findall(r"\[answer\](.*?)\[[/\\]?answer\]", text, re.IGNORECASE | re.DOTALL)
     return found[-1].strip() or None if found else None
 
 
-def boxed(text: str) -> str | None:
+def find_boxed(text: str) -> str | None:
     """The content of the last \\boxed{…}, braces inside it included; None if it does not end."""
     start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
     if start < 0:
@@ -69,7 +65,7 @@ def boxed(text: str) -> str | None:
     return None
 
 
-def code_block(text: str, needs: str = "") -> str | None:
+def find_code(text: str, needs: str = "") -> str | None:
     """The last fenced block that names Python, or else any; if one has the words `needs`, the last of those.
 
     A block that the length limit cut is taken as far as it goes. None if there is none with anything in it.
@@ -83,11 +79,11 @@ def code_block(text: str, needs: str = "") -> str | None:
 
 def same_number(a: str | None, b: str | None) -> bool:
     """1,000 is 1000.0; what is no number equals nothing."""
-    values = [_value(text) for text in (a, b)]
+    values = [_parse_number(text) for text in (a, b)]
     return values[0] is not None and values[0] == values[1]
 
 
-def _value(text: str | None) -> Decimal | None:
+def _parse_number(text: str | None) -> Decimal | None:
     if text is None or not NUMBER.fullmatch(stripped := text.strip().translate(_MINUS)):
         return None
     return Decimal(stripped.replace(",", ""))

@@ -17,17 +17,17 @@ _SECONDS = 5
 
 
 def same_maths(a: str, b: str) -> bool:
-    """Equal strings after `normalised`, equal numbers, or formulas that math-verify finds equal."""
-    ours, theirs = normalised(a), normalised(b)
+    """Equal strings after `normalise`, equal numbers, or formulas that math-verify finds equal."""
+    ours, theirs = normalise(a), normalise(b)
     if ours == theirs:
         return ours != ""
-    values = value(ours), value(theirs)
+    values = parse_value(ours), parse_value(theirs)
     if None not in values:
         return values[0] == values[1]
-    return verified(a, b)
+    return verify_equal(a, b)
 
 
-def normalised(text: str) -> str:
+def normalise(text: str) -> str:
     """One way to write a formula: no blanks, sizes, units, degree or dollar signs; `\\frac{a}{b}`; lower case."""
     text = (
         text.strip().rstrip(".").replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").replace("\\dots", "\\ldots")
@@ -45,7 +45,7 @@ def normalised(text: str) -> str:
     return text.lower().rstrip(".")
 
 
-def value(text: str) -> Fraction | None:
+def parse_value(text: str) -> Fraction | None:
     """The value of a normalised number or fraction of whole numbers."""
     if fraction := re.fullmatch(r"(-?)\\frac\{(-?\d+)\}\{(-?\d+)\}", text):
         sign, above, below = fraction.groups()
@@ -53,7 +53,7 @@ def value(text: str) -> Fraction | None:
     return Fraction(text) if re.fullmatch(r"-?\d+(\.\d+)?", text) else None
 
 
-def verified(a: str, b: str) -> bool:
+def verify_equal(a: str, b: str) -> bool:
     """Whether math-verify finds two formulas equal; False where it fails."""
     from math_verify import parse, verify
 
