@@ -35,9 +35,10 @@ import torch
 import typer
 from common import say
 
-from selfjudge.cli.groups import JudgeOptions, PairOptions
+from selfjudge.cli.groups import PairOptions, Setup
 from selfjudge.cli.options import config_options
-from selfjudge.cli.serve import Engine, load
+from selfjudge.cli.serve import load
+from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.prompts.builtin import BUILT_IN
 from selfjudge.store import markdown_table, measured_on, write_json
@@ -205,11 +206,10 @@ class InProcess:
     def stream(self, question: Question) -> Generator[str, None, int]:
         from selfjudge.decoding.sampling import Sampling
         from selfjudge.integrations.server.jobs import CompletionJob, Update
-        from selfjudge.integrations.server.rules import RuleOptions
         from selfjudge.integrations.server.scheduler import FullError
 
         sampling = Sampling(question.temperature) if question.temperature else None
-        choice = self.scheduler.rules.choose(RuleOptions(off=question.mode == "off"), sampling)
+        choice = self.scheduler.rules.choose(sampling=sampling, off=question.mode == "off")
         updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
         job = CompletionJob(
             self.prompts[question.prompt], choice, question.max_tokens, updates.put, seed=question.index, streamed=True
@@ -232,7 +232,7 @@ class InProcess:
     def about(self) -> dict[str, Any]:
         pair, rules = self.scheduler.pair, self.scheduler.rules
         return {
-            "pair": pair.name, "rule": rules.rule, "theta": rules.theta, "gamma": rules.gamma,
+            "pair": pair.name, "rule": rules.own.text, "theta": rules.theta, "gamma": rules.own.gamma,
             "device": pair.target.device.type, "dtype": pair.dtype,
         }  # fmt: skip
 
@@ -252,14 +252,11 @@ def served(arguments: list[str]) -> tuple[Any, Any, Any]:
     """Pair, judge and config that these options of `selfjudge serve` name."""
 
     @config_options(ServerConfig)
-    @config_options(JudgeOptions, "judge_options")
+    @config_options(RuleRequest, "request")
     @config_options(PairOptions, "models")
-    def command(
-        engine: Engine = "auto", *, models: PairOptions, judge_options: JudgeOptions, config: ServerConfig
-    ) -> tuple[Any, Any, Any]:
-        about_rule = {"theta": judge_options.threshold, "quality": judge_options.quality, "price": judge_options.price}
-        chosen = replace(config, **about_rule, engine=engine)
-        return *load(models, judge_options, chosen), chosen
+    def command(*, models: PairOptions, request: RuleRequest, config: ServerConfig) -> tuple[Any, Any, Any]:
+        own = replace(request.named(), judge=None)
+        return *load(Setup(models, request)), replace(config, default_rule=own)
 
     app = typer.Typer()
     app.command()(command)

@@ -32,7 +32,7 @@ from typing import Any
 from common import say
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from selfjudge.decoding.rule_parser import parse_rule
+from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.errors import first_line
 from selfjudge.integrations.vllm import WORKER, approval
 from selfjudge.integrations.vllm.answers import request_options
@@ -144,7 +144,7 @@ class Rule:
 
     @property
     def request(self) -> dict[str, Any]:
-        return request_options(parse_rule(self.text, judge=Judge.from_pretrained(self.judge) if self.judge else None))
+        return request_options(RuleRequest(self.text, self.judge).resolve())
 
 
 class Engine(ABC):

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from selfjudge.decoding.rule_parser import parse_rule
+from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.integrations.vllm.approval import Approval
 from selfjudge.integrations.vllm.plan import Plan, Rows
@@ -138,10 +138,7 @@ def check_approval(
     assert plain.judge is not None
     plain.fused, ours.fused, ours.weights = False, True, plain.judge.kernel_weights()
     assert ours.weights is not None
-    known = {
-        text: guarded(parse_rule(text, special=special, judge=plain.judge if "judge" in text else None))
-        for text in RULES
-    }
+    known = {text: guarded(RuleRequest(text).resolve(special, plain.judge)) for text in RULES}
     ours.warm_up(VOCAB, dtype)
     texts = list(known)
     mixed = [[known[texts[(i + shift) % len(texts)]] for i in range(len(counts))] for shift in (0, 3)]

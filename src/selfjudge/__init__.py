@@ -20,7 +20,7 @@ if "OMP_WAIT_POLICY" not in _os.environ:
 if TYPE_CHECKING:
     from selfjudge.decoding.admission import AdmissionQueue as AdmissionQueue, Request as Request
     from selfjudge.decoding.loop import decode as decode
-    from selfjudge.decoding.rule_parser import parse_rule as parse_rule, resolve_rule as resolve_rule
+    from selfjudge.decoding.rule_parser import RuleRequest as RuleRequest, resolve_rule as resolve_rule
     from selfjudge.decoding.rules import (
         AcceptanceRule as AcceptanceRule,
         Exact as Exact,
@@ -55,7 +55,7 @@ __getattr__, __dir__, __all__ = _lazy_exports(
     {
         "decoding.admission": ["AdmissionQueue", "Request"],
         "decoding.loop": ["decode"],
-        "decoding.rule_parser": ["parse_rule", "resolve_rule"],
+        "decoding.rule_parser": ["RuleRequest", "resolve_rule"],
         "decoding.rules": [
             "AcceptanceRule", "Exact", "FLy", "Judged", "JudgeOnly", "Margin", "RandomAcceptance", "Relaxed",
             "SpeculativeSampling", "TopK", "Typical",

@@ -22,6 +22,7 @@ MAX_GAMMA = 20
 """The most draft tokens of a cycle, everywhere: the longest blocks that the paper uses."""
 Gamma = int | Literal["auto"]
 """Draft tokens of a cycle, or `auto`: chosen while decoding (`decoding/gamma.py`)."""
+ENGINES = ("auto", "reference", "cpu", "cuda")
 DEFAULT_THETA = "R"
 """The judge's threshold where nobody names one, everywhere: the strict one of the two that a judge is trained with."""
 

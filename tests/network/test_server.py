@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from fake_certificate import recipe_folder
-from selfjudge.decoding.rule_parser import parse_rule
+from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.decoding.rules import EXACT, SpeculativeSampling
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.decoding.text import generate
@@ -77,9 +77,7 @@ def expected(pair: Pair, judge: Judge, prompt: str, how: dict[str, Any], **optio
     how = dict(how)
     gamma = how.pop("gamma", 3)
     name = "exact" if how.get("off") else how.get("rule", "judged")
-    theta = judge.quality(how["quality"]) if "quality" in how else how.get("theta", "R")
-    judged = {"judge": judge, "theta": theta} if name == "judged" else {}
-    rule = parse_rule(name, special=pair.special_ids, **judged)
+    rule = RuleRequest(name, theta=how.get("theta"), quality=how.get("quality")).resolve(pair, judge)
     return generate(pair, [prompt], rule, gamma=gamma, max_new_tokens=options.pop("max_new_tokens", 40), **options)[0]
 
 
@@ -607,7 +605,7 @@ def test_the_embedded_pair_says_over_http_what_generate_says(embedded_server: Se
     server = embedded_server
     shipped = Judge.from_pretrained(EMBEDDED["smollm2-135m"].judge or "")
     prompts = ["Why is the sky blue?", "Write a haiku about rain."]
-    rules = [EXACT, parse_rule("judged", special=embedded.special_ids, judge=shipped, theta="R")]
+    rules = [EXACT, RuleRequest("judged", theta="R").resolve(embedded, shipped)]
     for prompt, how, rule in zip(prompts, ({}, {"rule": "judged"}), rules, strict=True):
         (made,) = generate(embedded, [prompt], rule, gamma=3, max_new_tokens=24)
         answer = server.client().chat.completions.create(

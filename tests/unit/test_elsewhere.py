@@ -10,7 +10,7 @@ import torch
 
 from conftest import tiny_model
 from selfjudge.decoding.plain import respond
-from selfjudge.decoding.rule_parser import parse_rule
+from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.engine.teacher_forced import teacher_forced
 from selfjudge.errors import SelfJudgeError
@@ -71,19 +71,19 @@ def test_weights_that_are_not_here_are_told_from_those_that_are(tiny_pair: Pair)
 @pytest.mark.parametrize("text", RULES)
 def test_a_request_is_decoded_by_the_rule_that_is_meant(text: str) -> None:
     judge = Judge.constant(0.5, 32)
-    rule = parse_rule(text, special=(0, 2), judge=judge if text.startswith("judged") else None)
-    rules = RequestRules(WorkerConfig(judge="somewhere"), judge, (0, 2), 5)
+    rule = RuleRequest(text).resolve((0, 2), judge)
+    rules = RequestRules(WorkerConfig(RuleRequest(judge="somewhere")), judge, (0, 2), 5)
     built = rules.requested({"selfjudge": request_options(rule)})
     assert type(built) is type(rule)
     assert repr(built) == repr(rule)
 
 
 def test_lossless_rules_say_off_and_others_are_refused() -> None:
-    assert request_options(parse_rule("exact")) == {"off": True}
+    assert request_options(RuleRequest("exact").resolve()) == {"off": True}
     with pytest.raises(SelfJudgeError, match="guard=on"):
-        request_options(parse_rule("topk:3"))
+        request_options(RuleRequest("topk:3").resolve())
     with pytest.raises(SelfJudgeError, match="answers greedily"):
-        request_options(parse_rule("sampling", sampling=Sampling(0.5)))
+        request_options(RuleRequest("sampling").resolve(sampling=Sampling(0.5)))
 
 
 def test_steps_become_cycles_and_ranks_become_origins(tiny_pair: Pair) -> None:

@@ -10,13 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from selfjudge.decoding.rule_parser import parse_rule, resolve_rule
+from selfjudge.decoding.rule_parser import RuleRequest, resolve_rule
 from selfjudge.decoding.rules import EXACT, AcceptanceRule, Judged, JudgeOnly, Margin, SpeculativeSampling
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
-from selfjudge.integrations.server.config import ServerConfig
-from selfjudge.integrations.server.rules import RuleOptions, Rules
+from selfjudge.integrations.server.rules import Rules
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
@@ -163,15 +162,18 @@ def test_the_guard_is_on_with_a_price() -> None:
     assert not Margin(0.5).guard
     assert not Margin().guard
     assert Margin().threshold == 0.7
-    assert parse_rule("margin:price=0.2,guard=off").guard is False
+    assert RuleRequest("margin:price=0.2,guard=off").resolve().guard is False
 
 
 def test_prices_as_text() -> None:
     judge = linear_judge()
-    assert (parse_rule("margin:price=0.2").price, parse_rule("margin", price=0.3).price) == (0.2, 0.3)
-    judged = parse_rule("judged:price=0.1", judge=judge)
+    assert (RuleRequest("margin:price=0.2").resolve().price, RuleRequest("margin", price=0.3).resolve().price) == (
+        0.2,
+        0.3,
+    )
+    judged = RuleRequest("judged:price=0.1", judge).resolve()
     assert (judged.price, judged.theta) == (0.1, None)
-    assert parse_rule("judged", judge=judge, price=0.4).price == 0.4
+    assert RuleRequest("judged", judge, price=0.4).resolve().price == 0.4
 
 
 @pytest.mark.parametrize(
@@ -185,13 +187,12 @@ def test_prices_as_text() -> None:
         (lambda j: Judged(j, confirm=2, price=0.1), "a price weighs what follows: leave out confirm"),
         (lambda j: Judged(j, None, SpeculativeSampling(), price=0.1), "greedy decoding: leave out `temperature`"),
         (lambda j: JudgeOnly(j, price=0.1), "a price goes with rule judged"),
-        (lambda j: parse_rule("margin:0.5,price=0.1"), "a price replaces the threshold"),
-        (lambda j: parse_rule("judged:F,price=0.1", judge=j), "a price replaces θ"),
-        (lambda j: parse_rule("judged", judge=j, theta="R", price=0.1), "a price replaces θ"),
-        (lambda j: parse_rule("margin:price=0.1", price=0.2), "margin:price=0.1 names a price already"),
-        (lambda j: parse_rule("topk", price=0.2), "rule 'topk' has no price: `price` goes with rule margin or judged"),
-        (lambda j: parse_rule("judged", judge=j, price=0.2, sampling=Sampling(0.7)), "leave out `temperature`"),
-        (lambda j: ServerConfig(price=0.1, theta="R").check(), "a price replaces θ"),
+        (lambda j: RuleRequest("margin:0.5,price=0.1").resolve(), "a price replaces the threshold"),
+        (lambda j: RuleRequest("judged:F,price=0.1", j).resolve(), "a price replaces θ"),
+        (lambda j: RuleRequest("judged", j, "R", price=0.1).resolve(), "a price replaces θ"),
+        (lambda j: RuleRequest("margin:price=0.1", price=0.2), "margin:price=0.1 names a price already"),
+        (lambda j: RuleRequest("topk", price=0.2), "rule 'topk' has no price: `price` goes with rule margin or judged"),
+        (lambda j: RuleRequest("judged", j, price=0.2).resolve(sampling=Sampling(0.7)), "leave out `temperature`"),
     ],
 )
 def test_prices_that_make_no_sense_are_refused(wrong: Any, message: str) -> None:
@@ -227,21 +228,21 @@ def test_a_price_means_judged_where_no_rule_is_named(tiny_pair: Pair) -> None:
 
 def test_a_threshold_or_a_price_means_judged_where_the_server_is_lossless(tiny_pair: Pair) -> None:
     judge = Judge(JudgeConfig(tiny_pair.hidden_size, thresholds={"R": 0.5}))
-    lossless = Rules(tiny_pair, judge, "exact", 0.5, 3)
-    chosen = [lossless.choose(RuleOptions(**options), None) for options in ({}, {"theta": 0.3}, {"price": 0.1})]
-    assert [(choice.rule, choice.theta, choice.price) for choice in chosen] == [
+    lossless = Rules(tiny_pair, judge, RuleRequest("exact", gamma=3))
+    chosen = [lossless.choose(RuleRequest(**options)).rule for options in ({}, {"theta": 0.3}, {"price": 0.1})]
+    assert [(rule.name, rule.theta, rule.price) for rule in chosen] == [
         ("exact", None, None), ("judged", 0.3, None), ("judged", None, 0.1),
     ]  # fmt: skip
-    margin = Rules(tiny_pair, judge, "margin", 0.5, 3)
-    assert margin.choose(RuleOptions(price=0.1), None).rule == "margin"
+    margin = Rules(tiny_pair, judge, RuleRequest("margin", gamma=3))
+    assert margin.choose(RuleRequest(price=0.1)).rule.name == "margin"
 
 
 def test_a_request_of_the_server_has_its_own_price(tiny_pair: Pair) -> None:
     judge = Judge(JudgeConfig(tiny_pair.hidden_size, thresholds={"R": 0.5}))
-    rules = Rules(tiny_pair, judge, "judged", 0.5, 3, price=0.2)
+    rules = Rules(tiny_pair, judge, RuleRequest("judged", price=0.2, gamma=3))
 
-    def built(**options: Any) -> Any:
-        return rules.build(rules.choose(RuleOptions(**options), None))
+    def built(off: bool = False, **options: Any) -> Any:
+        return rules.choose(RuleRequest(**options), off=off).rule
 
     assert (built().price, built().theta) == (0.2, None)
     assert (built(price=0.1).price, built(price=0.1).theta) == (0.1, None)
@@ -260,4 +261,4 @@ def test_a_request_of_the_server_has_its_own_price(tiny_pair: Pair) -> None:
         with pytest.raises(SelfJudgeError):
             built(**wrong)
     with pytest.raises(SelfJudgeError, match="greedy decoding"):
-        rules.choose(RuleOptions(), Sampling(0.7))
+        rules.choose(sampling=Sampling(0.7))

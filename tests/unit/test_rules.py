@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers as hf
 
-from selfjudge.decoding.rule_parser import RULES, parse_rule
+from selfjudge.decoding.rule_parser import RULES, RuleRequest
 from selfjudge.decoding.rules import (
     Exact,
     FLy,
@@ -137,7 +137,7 @@ def test_random_acceptance_takes_its_share_of_the_mismatches() -> None:
     for wrong in (-0.1, 1.1):
         with pytest.raises(SelfJudgeError, match="share"):
             RandomAcceptance(wrong)
-    assert parse_rule("random:0.3").share == 0.3
+    assert RuleRequest("random:0.3").resolve().share == 0.3
 
 
 def test_judge_accepts_above_theta_and_reads_the_state_at_the_draft() -> None:
@@ -173,12 +173,12 @@ def test_what_the_judge_accepts_may_need_confirmation() -> None:
     for wrong in (lambda: rule.check(2), lambda: Judged(always, 0.5, confirm=-1), lambda: JudgeOnly(always, confirm=1)):
         with pytest.raises(SelfJudgeError, match="confirm"):
             wrong()
-    assert parse_rule("judged:0.4,confirm=3", judge=always).confirm == 3
+    assert RuleRequest("judged:0.4,confirm=3", always).resolve().confirm == 3
 
 
 def test_thresholds_are_named_as_the_judge_names_them() -> None:
     judge = Judge(JudgeConfig(H, thresholds={"F": 0.4, "R": 0.7, "Youden": 0.3}))
-    assert [parse_rule(f"judged:{name}", judge=judge).theta for name in ("F", "R", "Youden")] == [0.4, 0.7, 0.3]
+    assert [RuleRequest(f"judged:{name}", judge).resolve().theta for name in ("F", "R", "Youden")] == [0.4, 0.7, 0.3]
 
 
 def test_judged_at_theta_one_is_the_base_rule_bit_for_bit() -> None:
@@ -327,14 +327,14 @@ def test_sample_never_picks_a_token_of_probability_zero() -> None:
     assert set(sample(p, u).tolist()) == {1, 3}
 
 
-def test_parse_rule() -> None:
-    assert parse_rule("topk").k == 2
-    assert parse_rule("topk:3", special=(1,)).special == (1,)
-    relaxed = parse_rule("relaxed:k=5,delta=0.2,guard=on")
+def test_rule_texts() -> None:
+    assert RuleRequest("topk").resolve().k == 2
+    assert RuleRequest("topk:3").resolve((1,)).special == (1,)
+    relaxed = RuleRequest("relaxed:k=5,delta=0.2,guard=on").resolve()
     assert (relaxed.k, relaxed.delta, relaxed.guard) == (5, 0.2, True)
     judge = Judge.constant(0.5, H)
-    assert parse_rule("judged:0.4", judge=judge).theta == 0.4
-    assert parse_rule("judged", judge=judge, theta=0.7, sampling=Sampling(0.5)).sampling.temperature == 0.5
+    assert RuleRequest("judged:0.4", judge).resolve().theta == 0.4
+    assert RuleRequest("judged", judge, 0.7).resolve(sampling=Sampling(0.5)).sampling.temperature == 0.5
     assert set(RULES) >= {"exact", "sampling", "topk", "relaxed", "typical", "margin", "fly", "judged", "judge_only"}
 
 
@@ -346,14 +346,14 @@ def test_parse_rule() -> None:
         ("margin:-1", "at least 0"), ("typical:epsilon=0", "epsilon"), ("topk:guard=maybe", "not a number"),
     ],
 )  # fmt: skip
-def test_parse_rule_refuses(spec: str, message: str) -> None:
+def test_rule_texts_refuses(spec: str, message: str) -> None:
     with pytest.raises(SelfJudgeError, match=message):
-        parse_rule(spec)
+        RuleRequest(spec).resolve()
 
 
 def test_greedy_rules_take_no_temperature() -> None:
     with pytest.raises(SelfJudgeError, match="greedy"):
-        parse_rule("exact", sampling=Sampling(0.7))
+        RuleRequest("exact").resolve(sampling=Sampling(0.7))
     for wrong in ({"temperature": 0.0}, {"top_p": 0.0}, {"top_k": -1}, {"temperature": math.nan}):
         with pytest.raises(SelfJudgeError):
             Sampling(**wrong)

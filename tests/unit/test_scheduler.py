@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 
+from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.decoding.text import Batch, StepOutput, generate
 from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.integrations.server.jobs import CompletionJob, Update
 from selfjudge.integrations.server.metrics import Metrics
 from selfjudge.integrations.server.rules import Rules
 from selfjudge.integrations.server.scheduler import ClosedError, FullError, Scheduler
-from selfjudge.integrations.server.schema import DecodeOptions
 from selfjudge.models.pair import Pair
 
 Begin = Callable[..., Scheduler]
@@ -26,7 +26,7 @@ def begin(tiny_pair: Pair) -> Iterator[Begin]:
     begun: list[Scheduler] = []
 
     def one(**limits: int | str) -> Scheduler:
-        rules = Rules(tiny_pair, None, "exact", None, 2)
+        rules = Rules(tiny_pair, None, RuleRequest("exact", gamma=2))
         begun.append(Scheduler(tiny_pair, rules, ServerConfig(**{"max_context": 90, **limits}), Metrics()))
         return begun[-1]
 
@@ -40,7 +40,7 @@ def job(
     scheduler: Scheduler, gamma: int = 2, tokens: int = 20, prompt: tuple[int, ...] = (5, 6)
 ) -> tuple[CompletionJob, queue.Queue]:
     updates: queue.Queue[Update] = queue.Queue()
-    return CompletionJob(prompt, scheduler.rules.choose(DecodeOptions(gamma=gamma), None), tokens, updates.put), updates
+    return CompletionJob(prompt, scheduler.rules.choose(RuleRequest(gamma=gamma)), tokens, updates.put), updates
 
 
 def last(updates: queue.Queue) -> Update:
@@ -166,7 +166,7 @@ def test_metrics_tell_judged_from_off(begin: Begin) -> None:
     made = {}
     for mode, rule in (("judged", "topk:9"), ("off", "exact")):
         updates: queue.Queue[Update] = queue.Queue()
-        scheduler.submit(CompletionJob((5, 6), scheduler.rules.choose(DecodeOptions(rule=rule), None), 20, updates.put))
+        scheduler.submit(CompletionJob((5, 6), scheduler.rules.choose(RuleRequest(rule)), 20, updates.put))
         made[mode] = last(updates).result
     total = scheduler.metrics.total
     lines = scheduler.metrics.text().splitlines()

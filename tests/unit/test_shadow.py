@@ -14,10 +14,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from fake_certificate import recipe_folder
+from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.integrations.server.jobs import CompletionJob, Update
 from selfjudge.integrations.server.metrics import Metrics
-from selfjudge.integrations.server.rules import RuleOptions, Rules
+from selfjudge.integrations.server.rules import Rules
 from selfjudge.integrations.server.scheduler import LOG, Scheduler
 from selfjudge.integrations.server.shadow import ShadowJobs
 from selfjudge.integrations.shadow import Shadow
@@ -35,7 +36,7 @@ def begin(tiny_pair: Pair) -> Iterator[Begin]:
     begun: list[Scheduler] = []
 
     def one(bound: float, n: int = 40, file: Path | None = None, share: float = 1.0) -> Scheduler:
-        rules, metrics = Rules(tiny_pair, None, "topk:9", None, 2), Metrics()
+        rules, metrics = Rules(tiny_pair, None, RuleRequest("topk:9", gamma=2)), Metrics()
         scheduler = Scheduler(tiny_pair, rules, ServerConfig(max_context=90), metrics)
         shadow = Shadow(Monitor(bound, 0.05, n), share, file, LOG, metrics.registry)
         scheduler.shadow = ShadowJobs(shadow, rules, metrics)
@@ -48,9 +49,10 @@ def begin(tiny_pair: Pair) -> Iterator[Begin]:
             scheduler.stop()
 
 
-def ask(scheduler: Scheduler, word: int, **how: Any) -> queue.Queue[Update]:
+def ask(scheduler: Scheduler, word: int, off: bool = False, trace: bool = False, **how: Any) -> queue.Queue[Update]:
     updates: queue.Queue[Update] = queue.Queue()
-    scheduler.submit(CompletionJob((5, word), scheduler.rules.choose(RuleOptions(**how), None), 14, updates.put))
+    choice = scheduler.rules.choose(RuleRequest(**how), off=off, trace=trace)
+    scheduler.submit(CompletionJob((5, word), choice, 14, updates.put))
     return updates
 
 
@@ -117,7 +119,7 @@ def test_requests_with_a_rule_of_their_own_are_left_alone(begin: Begin) -> None:
     scheduler.start()
     for how in ({"off": True}, {"rule": "topk:2"}, {"gamma": 3}):
         result(ask(scheduler, 6, **how))
-    result(ask(scheduler, 6, judged_tokens=True))  # the server's own rule, with a report
+    result(ask(scheduler, 6, trace=True))  # the server's own rule, with a report
     settled(scheduler, 1)
     assert scheduler.metrics.total("shadow_requests_total") == 1
     none = begin(0.5, share=0.0)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fake_certificate import certificate, recipe_folder
-from selfjudge.decoding.rule_parser import parse_rule
+from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
@@ -32,7 +32,7 @@ def rows(path: Path, *given: dict[str, Any]) -> Path:
 
 def strictness(rule: str) -> float:
     """Larger accepts more."""
-    built = parse_rule(rule, judge=JUDGE if rule.startswith("judged") else None)  # type: ignore[arg-type]
+    built = RuleRequest(rule).resolve((), JUDGE)
     if built.price is not None:
         return built.price
     sign = {"judged": -1, "fly": -1}.get(built.name, 1)
@@ -51,7 +51,7 @@ def test_families_are_ordered_from_strict_to_loose() -> None:
 def test_all_candidates_are_guarded() -> None:
     for family in candidates(FAMILIES, JUDGE):
         for rule in family.rules:
-            assert parse_rule(rule, judge=JUDGE if family.name == "judged" else None).guard  # type: ignore[attr-defined, arg-type]
+            assert RuleRequest(rule).resolve((), JUDGE).guard  # type: ignore[attr-defined]
 
 
 def test_a_judge_without_a_quality_curve_is_tried_by_threshold() -> None:

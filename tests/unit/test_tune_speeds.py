@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from selfjudge.decoding.rule_parser import parse_rule
+from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.tune.speeds import Clock, accepted_drafts, chosen_gamma, fitting_prompts
 
@@ -71,7 +71,7 @@ def test_a_rule_is_timed_once_and_what_it_would_do_at_another_gamma_is_estimated
     found = {(row["rule"], row["gamma"]): row for row in rows}
     assert {key for key in found if key[0] == "fly:0.3,2"} == {("fly:0.3,2", 3), ("fly:0.3,2", 5)}  # its window is 2
     for (text, gamma), row in found.items():
-        rule = parse_rule("exact" if text == "plain" else text)
+        rule = RuleRequest("exact" if text == "plain" else text).resolve()
         assert row["tokens_per_second"] == pytest.approx(answerer.speed(rule, gamma), rel=0.1)
         assert row.get("estimated", False) == (text[0] in "mf" and gamma < 5)
     assert chosen_gamma(rows, 2)[0] == 5

@@ -18,7 +18,7 @@ from hypothesis import given, settings, strategies as st
 
 from conftest import tiny_head, tiny_model
 from selfjudge.cli.main import main
-from selfjudge.decoding.rule_parser import parse_rule
+from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.decoding.rules import EXACT, AcceptanceRule, Judged, Margin
 from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
@@ -114,7 +114,7 @@ def test_a_judge_that_ships_does_not_make_the_rule(no_pull: None) -> None:
         ({"selfjudge": {"judge": 3}}, "does not know its judge"),
         ({"selfjudge": {"judge": "j", "thetta": 1}}, "unknown setting 'thetta'"),
         ({"selfjudge": {"judge": "j", "guard": "no"}}, "`guard` must be true or false, not 'no'"),
-        ({"selfjudge": {"judge": "j", "theta": 0.1, "quality": 0.9}}, "`quality` chooses θ: give one of `theta` and `quality`"),
+        ({"selfjudge": {"judge": "j", "theta": 0.1, "quality": 0.9}}, "`quality` chooses θ: leave out one of"),
         ({"selfjudge": {"judge": "j", "theta": 2}}, r"`theta` must lie in \[0, 1\], not 2"),
         ({"selfjudge": {"judge": "j", "theta": "X"}}, "has no threshold 'X'"),
         ({"selfjudge": {"judge": "j", "theta": True}}, "`theta` must be a number, not True"),
@@ -226,10 +226,7 @@ def test_flat_rows_are_decided_as_blocks_are(
     at = torch.arange(n) + rows.owner
     states, predicting = torch.zeros(n + len(counts), H), torch.zeros(n + len(counts), V)
     states[at + 1], predicting[at] = hidden, logits
-    chosen = [
-        guard(parse_rule(text, special=guarded, judge=judging if "judge" in text else None)) if text else None
-        for _, text in asked
-    ]
+    chosen = [guard(RuleRequest(text).resolve(guarded, judging)) if text else None for _, text in asked]
     approval = Approval(judging, guarded, CPU)
     mask = approval(states, predicting, at, drafts, Plan(chosen, rows, 4))
     marked = logits.clone()
@@ -281,7 +278,7 @@ def test_every_rule_that_looks_at_drafts_alone_has_a_kernel() -> None:
 
 
 def _parsed(text: str) -> AcceptanceRule:
-    return parse_rule(text, judge=judge() if "judge" in text else None)
+    return RuleRequest(text).resolve((), judge())
 
 
 def test_a_plan_is_made_when_rules_or_rows_change() -> None:
@@ -423,7 +420,11 @@ def no_pull(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_command_of_an_embedded_pair(no_pull: None) -> None:
     words = serve.command(
-        "smollm2-135m", None, WorkerConfig(quality=0.9), gamma=3, more=["--port", "9000", "--dtype", "float32"]
+        "smollm2-135m",
+        None,
+        WorkerConfig(RuleRequest(quality=0.9)),
+        gamma=3,
+        more=["--port", "9000", "--dtype", "float32"],
     )
     words.remove("--no-trust-remote-code")
     options = dict(zip(words[3:-2:2], words[4:-2:2], strict=True))
@@ -455,7 +456,7 @@ def test_a_head_is_exported_once_and_named_as_one(
     deep: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("selfjudge.models.export.home", lambda: tmp_path / "home")
-    words = serve.command(*deep, WorkerConfig(rule="margin"), gamma=3)
+    words = serve.command(*deep, WorkerConfig(RuleRequest(rule="margin")), gamma=3)
     assert words[words.index("--model") + 1] == deep[0]
     speculation = json.loads(words[words.index("--speculative-config") + 1])
     folder = Path(speculation.pop("model"))
@@ -464,8 +465,8 @@ def test_a_head_is_exported_once_and_named_as_one(
     assert said["verifier"]["name_or_path"] == deep[0]
     assert said["proposal_methods"][0]["speculative_tokens"] == 3
     monkeypatch.setattr("selfjudge.models.export.export_head", lambda *_, **__: pytest.fail("it is there"))
-    assert serve.command(*deep, WorkerConfig(rule="margin"), gamma=3) == words
-    words = serve.command(deep[0], str(folder), WorkerConfig(rule="margin"), gamma=3)
+    assert serve.command(*deep, WorkerConfig(RuleRequest(rule="margin")), gamma=3) == words
+    words = serve.command(deep[0], str(folder), WorkerConfig(RuleRequest(rule="margin")), gamma=3)
     assert json.loads(words[words.index("--speculative-config") + 1])["model"] == str(folder), "a public head as it is"
 
 
@@ -484,7 +485,7 @@ def test_an_exported_head_drafts_as_before(deep: tuple[str, str], tmp_path: Path
 
 
 def test_the_command_of_a_rule_without_a_judge(no_pull: None) -> None:
-    words = serve.command("org/big", "org/small", WorkerConfig(rule="margin", price=0.1))
+    words = serve.command("org/big", "org/small", WorkerConfig(RuleRequest(rule="margin", price=0.1)))
     assert json.loads(words[words.index("--additional-config") + 1]) == {"selfjudge": {"rule": "margin", "price": 0.1}}
 
 
@@ -493,16 +494,15 @@ def test_the_command_of_a_rule_without_a_judge(no_pull: None) -> None:
     [
         ({"target": "org/big"}, "no draft ships for org/big: name one with `draft`"),
         (
-            {"target": "org/big", "draft": "org/small", "worker": WorkerConfig(rule="judged")},
+            {"target": "org/big", "draft": "org/small", "worker": WorkerConfig(RuleRequest(rule="judged"))},
             "no judge ships for org/big: name one with `judge`",
         ),
         ({"gamma": 0}, "`gamma` must lie between 1 and 20 with vLLM, not 0"),
         ({"gamma": 21}, "`gamma` must lie between 1 and 20 with vLLM, not 21"),
-        ({"worker": WorkerConfig(theta="X")}, "has no threshold 'X'"),
-        ({"worker": WorkerConfig(theta=0.5, quality=0.5)}, "give one of `theta` and `quality`"),
-        ({"worker": WorkerConfig("/nowhere")}, "is not a judge folder"),
-        ({"worker": WorkerConfig(rule="fly")}, "fly with window 6 needs `gamma` > 6, not 5"),
-        ({"worker": WorkerConfig(rule="topk:0")}, "topk needs k of at least 1"),
+        ({"worker": WorkerConfig(RuleRequest(theta="X"))}, "has no threshold 'X'"),
+        ({"worker": WorkerConfig(RuleRequest(judge="/nowhere"))}, "is not a judge folder"),
+        ({"worker": WorkerConfig(RuleRequest(rule="fly"))}, "fly with window 6 needs `gamma` > 6, not 5"),
+        ({"worker": WorkerConfig(RuleRequest(rule="topk:0"))}, "topk needs k of at least 1"),
     ],
 )
 def test_a_command_that_cannot_work_is_refused(no_pull: None, options: dict[str, Any], message: str) -> None:

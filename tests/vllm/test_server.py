@@ -12,6 +12,7 @@ from engines import GAMMA, fetched, served
 from openai import OpenAI
 
 from browser import CHROMIUM, Browser
+from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.integrations.server.playground import FACTS, MIDDLEWARE
 from selfjudge.integrations.vllm.config import MULTIPROCESS, WorkerConfig
 from selfjudge.integrations.vllm.counts import COUNTERS
@@ -26,7 +27,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("server")
     (folder / "metrics").mkdir()
     flags = ["--middleware", MIDDLEWARE, *FLAGS]
-    asked = command("smollm2-135m", None, WorkerConfig(quality=0.5), gamma=GAMMA, more=flags)
+    asked = command("smollm2-135m", None, WorkerConfig(RuleRequest(quality=0.5)), gamma=GAMMA, more=flags)
     facts = json.dumps({"backend": "vllm", "rule": "judged", "gamma": GAMMA, "judge": True})
     with served(asked, folder, **{MULTIPROCESS: str(folder / "metrics"), FACTS: facts}) as url:
         yield url
@@ -118,7 +119,9 @@ def test_the_playground_streams_both_answers(address: str, client: OpenAI, tmp_p
 
 
 def test_the_command_names_the_checkpoints_of_the_pair() -> None:
-    words = command("smollm2-135m", None, WorkerConfig(theta="F"), gamma=2, more=["--tensor-parallel-size", "2"])
+    words = command(
+        "smollm2-135m", None, WorkerConfig(RuleRequest(theta="F")), gamma=2, more=["--tensor-parallel-size", "2"]
+    )
     model = Path(words[words.index("--model") + 1])
     assert (model / "config.json").is_file()
     assert words[-2:] == ["--tensor-parallel-size", "2"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from engines import TINY_GAMMA, Answers, greedy, run, tiny_engine
 
-from selfjudge.decoding.rule_parser import parse_rule
+from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.decoding.rules import AcceptanceRule, Exact, Judged
 from selfjudge.decoding.text import generate
 from selfjudge.judge.model import Judge
@@ -53,7 +53,7 @@ def runs(pair: Pair) -> list[dict[str, Any]]:
 
 def wished(judge: Judge, wish: dict[str, Any]) -> AcceptanceRule:
     text, price = wish.get("rule", "judged"), wish.get("price")
-    rule = parse_rule(text, judge=judge if "judge" in text else None, price=price)
+    rule = RuleRequest(text, price=price).resolve((), judge)
     return replace(rule, guard=True)  # type: ignore[call-arg]
 
 

@@ -9,14 +9,15 @@ from typing import Annotated, Any, Literal
 import typer
 
 from selfjudge.bench.config import DecodeBenchConfig
-from selfjudge.cli.groups import Chosen, JudgeOptions, PairOptions, RecipeFolder, check_rule
+from selfjudge.cli.groups import PairOptions, RecipeFolder, Setup
 from selfjudge.cli.options import AsJson, PromptLimit, config_options
 from selfjudge.cli.output import Progress, figure, print_json, print_rows
+from selfjudge.decoding.rule_parser import OPEN_REQUEST, RuleRequest
 from selfjudge.store import describe_machine
 
 
 @config_options(DecodeBenchConfig)
-@config_options(JudgeOptions, "judge_options")
+@config_options(RuleRequest, "request", without=("rule", "gamma"))
 @config_options(PairOptions, "models")
 def bench(
     what: Annotated[Literal["decode"], typer.Argument(help="What is measured.")] = "decode",
@@ -27,7 +28,7 @@ def bench(
     as_json: AsJson = False,
     *,
     models: PairOptions,
-    judge_options: JudgeOptions,
+    request: RuleRequest,
     config: DecodeBenchConfig,
 ) -> None:
     """Time transformers (plain, assisted) and our loop (γ = 0, exact, judged) on the same prompts, in one run.
@@ -38,21 +39,22 @@ def bench(
     from selfjudge.prompts.sources import read_prompts
 
     questions = read_prompts(prompts) if prompts else [text for _, text in BUILT_IN]
-    chosen = Chosen.of(recipe, models, judge_options, None, None)
-    models, judge_options, rule = chosen.models, chosen.judge, chosen.rule or "judged"
-    wanted = chosen.recipe is not None or judge_options.means_judged or (judged and models.shipped_judge)
+    setup = Setup.of(recipe, models, request)
+    models = setup.models
+    wanted = setup.request != OPEN_REQUEST or (judged and models.shipped_judge)
+    if wanted and setup.recipe is None:
+        setup = replace(setup, request=replace(request, rule="judged"))
     if wanted:
-        check_rule(rule, models, judge_options, gamma=chosen.gamma)
-    if chosen.gamma is not None:
-        config = replace(config, gammas=(chosen.gamma,))
-    pair = chosen.load()
+        setup.check()
+    if setup.request.gamma is not None:
+        config = replace(config, gammas=(setup.request.gamma,))
+    pair = setup.load()
     whole = models.load(full_precision=True) if config.peers and pair.dtype == "q4" and models.dtype is None else None
 
     from selfjudge.bench.decode import bench_decode
-    from selfjudge.decoding.rule_parser import resolve_rule
 
-    name = "judged" if chosen.recipe is None else "recipe"
-    rules = [(name, resolve_rule(pair, rule, **judge_options.as_arguments()))] if wanted else []
+    name = "judged" if setup.recipe is None else "recipe"
+    rules = [(name, setup.request.resolve(pair))] if wanted else []
 
     with Progress() as progress:
         result = bench_decode(pair, questions[:limit], rules, config, whole=whole, notify=progress)

@@ -11,9 +11,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from selfjudge.cli.groups import Chosen, DecodeOptions, JudgeOptions, PairOptions, RecipeFolder, check_rule
+from selfjudge.cli.groups import DecodeOptions, PairOptions, RecipeFolder, Setup
 from selfjudge.cli.options import AsJson, config_options
 from selfjudge.cli.output import Progress, figure, print_json, waiting
+from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.errors import EMPTY_PROMPT, SelfJudgeError
 
 if TYPE_CHECKING:
@@ -25,17 +26,10 @@ TINTS = {"draft": "", "judge": "black on green", "target": "blue"}
 
 
 @config_options(DecodeOptions, "decode")
-@config_options(JudgeOptions, "judge_options")
+@config_options(RuleRequest, "request")
 @config_options(PairOptions, "models")
 def generate(
     prompt: Annotated[str, typer.Argument(help="The user's message; - reads it from standard input.")],
-    rule: Annotated[
-        str | None,
-        typer.Option(
-            help="Acceptance rule, such as topk:2 or judged:0.4. If not given: exact; judged where --judge, --theta,"
-            " --quality or --price is given; sampling with --temperature."
-        ),
-    ] = None,
     recipe: RecipeFolder = None,
     color: Annotated[
         bool, typer.Option("--color", help="Tint tokens: plain = draft, green = judge, blue = target.")
@@ -43,7 +37,7 @@ def generate(
     as_json: AsJson = False,
     *,
     models: PairOptions,
-    judge_options: JudgeOptions,
+    request: RuleRequest,
     decode: DecodeOptions,
 ) -> None:
     """Answer one prompt, streaming.
@@ -54,20 +48,19 @@ def generate(
         prompt = sys.stdin.read()
     if not prompt.strip():
         raise SelfJudgeError(EMPTY_PROMPT)
-    chosen = Chosen.of(recipe, models, judge_options, rule, decode.gamma)
-    models, judge_options = chosen.models, chosen.judge
-    spec = check_rule(chosen.rule, models, judge_options, gamma=chosen.gamma, sampling=decode.sampling)
-    pair = chosen.load(needs_draft=chosen.gamma != 0)
+    setup = Setup.of(recipe, models, request)
+    setup.check(decode.sampling)
+    request = setup.request.named(decode.sampling)
+    pair = setup.load(needs_draft=request.gamma != 0)
 
-    from selfjudge.decoding.rule_parser import resolve_rule
     from selfjudge.decoding.text import draft_dtype, stream
 
-    built = resolve_rule(pair, spec, sampling=decode.sampling, **judge_options.as_arguments())
-    gamma = built.default_gamma(pair.target.device.type) if chosen.gamma is None else chosen.gamma
+    rule = request.resolve(pair, sampling=decode.sampling)
+    gamma = rule.default_gamma(pair.target.device.type) if request.gamma is None else request.gamma
     answer = stream(
         pair,
         prompt,
-        built,
+        rule,
         gamma=gamma,
         max_new_tokens=decode.max_new_tokens,
         stop=decode.stop,
@@ -79,7 +72,7 @@ def generate(
     result = answer.generation
     if as_json:
         about = {"pair": pair.name, "dtype": pair.dtype, "draft_dtype": draft_dtype(pair, decode.engine)}
-        print_json({**_as_json(result, built), **about, "rule": spec, "gamma": gamma})
+        print_json({**_as_json(result, rule), **about, "rule": request.text, "gamma": gamma})
         return
     typer.echo()
     for token in result.judged_tokens if color else ():
@@ -129,6 +122,6 @@ def _as_json(result: Generation, rule: AcceptanceRule) -> dict[str, Any]:
         "tokens_per_second": result.tokens_per_second,
         "judged_tokens": [asdict(token) for token in result.judged_tokens],
         "seconds": dict(result.seconds),
-        "threshold": getattr(rule, "theta", None),
+        "threshold": rule.theta,
         "price": rule.price,
     }

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from selfjudge.cli.groups import BackendOptions, Chosen, JudgeOptions, PairOptions, RecipeFolder
+from selfjudge.cli.groups import RECIPE_IS_COMPLETE, BackendOptions, PairOptions, RecipeFolder, Setup
 from selfjudge.cli.options import AsJson, Resume, config_options
 from selfjudge.cli.output import Progress, figure, going_on, print_json, print_rows, warn, with_spread
+from selfjudge.decoding.rule_parser import OPEN_REQUEST
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.config import EvalConfig
 from selfjudge.evaluate.presets import PAPER_PAIRS, ReproduceConfig
@@ -53,21 +54,21 @@ def evaluate(
     """
     RunFolder(out).claim(resume=resume)
     config = replace(config, rules=None if rules is None else tuple(rules.replace(";", " ").split()))
-    chosen = Chosen.of(recipe, models, JudgeOptions(), rules, config.gammas[0] if config.gammas else None)
-    if chosen.recipe is not None:
+    if recipe is not None and (rules is not None or config.gammas):
+        raise SelfJudgeError(RECIPE_IS_COMPLETE)
+    setup = Setup.of(recipe, models, OPEN_REQUEST)
+    if setup.recipe is not None:
         models, judge = (
-            chosen.models,
-            [*(judge or []), *([f"recipe={chosen.judge.judge}"] if chosen.judge.judge else [])],
+            setup.models,
+            [*(judge or []), *([f"recipe={setup.request.judge}"] if setup.request.judge else [])],
         )
-        config = replace(
-            config, rules=tuple(dict.fromkeys(("exact", chosen.recipe.rule))), gammas=(chosen.recipe.gamma,)
-        )
+        config = replace(config, rules=tuple(dict.fromkeys(("exact", setup.recipe.rule))), gammas=(setup.recipe.gamma,))
     config.check()
     sources = _judges(judge, models, config)
     _check_rules(config, models, sources)
     check_examples(config)
 
-    pair, answerer = _load(chosen, where, sources)
+    pair, answerer = _load(setup, where, sources)
 
     from selfjudge.evaluate.pipeline import evaluate_rules
     from selfjudge.judge.model import Judge
@@ -84,13 +85,13 @@ def evaluate(
     typer.echo(f"rows and summaries are in {out}; draw them with: selfjudge report {out}")
 
 
-def _load(chosen: Chosen, where: BackendOptions, judges: dict[str, str]) -> tuple[Pair, Answerer | None]:
+def _load(setup: Setup, where: BackendOptions, judges: dict[str, str]) -> tuple[Pair, Answerer | None]:
     """The pair, and who answers if it is not this process."""
     if where.backend != "vllm":
-        return chosen.load(full_precision=True), None
-    pair, answerer = where.answerer(chosen.models, next(iter(judges.values()), None))
-    if chosen.recipe is not None:
-        chosen.recipe.check(pair, warn)
+        return setup.load(full_precision=True), None
+    pair, answerer = where.answerer(setup.models, next(iter(judges.values()), None))
+    if setup.recipe is not None:
+        setup.recipe.check(pair, warn)
     return pair, answerer
 
 
@@ -166,7 +167,9 @@ def _check_rules(config: EvalConfig, models: PairOptions, sources: dict[str, str
 
 def _judges(given: list[str] | None, models: PairOptions, config: EvalConfig) -> dict[str, str]:
     """Judges by name, as folders or hub ids: the given ones, else the pair's own where a rule needs one."""
-    judged = any(spec.startswith("judge") for spec in config.chosen_rules(True))
+    from selfjudge.evaluate.runs import needs_judge
+
+    judged = any(needs_judge(rule) for rule in config.chosen_rules(True))
     if not given and judged and models.shipped_judge:
         given = [f"shipped={models.shipped_judge}"]
     judges: dict[str, str] = {}

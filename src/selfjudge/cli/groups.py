@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from selfjudge.cli.output import Progress, waiting, warn
+from selfjudge.decoding.rule_parser import OPEN_REQUEST, RuleRequest
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.models.catalogue import EMBEDDED, check_hub, check_reference, shipped_draft
 from selfjudge.tune.recipe import Recipe
-from selfjudge.types import MAX_GAMMA, Gamma, check_settings, default_gamma, setting
+from selfjudge.types import ENGINES, Gamma, check_settings, default_gamma, setting
 
 if TYPE_CHECKING:
     from selfjudge.decoding.rules import AcceptanceRule
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
 
 DTYPES = ("float32", "bfloat16", "float16", "int8", "q4")
 BACKENDS = ("torch", "vllm")
-ENGINES = ("auto", "reference", "cpu", "cuda")
+RECIPE_IS_COMPLETE = (
+    "a recipe names its rule, γ and judge: leave out `rule`, `gamma`, `judge`, `theta`, `quality` and `price`"
+)
 RecipeFolder = Annotated[
     Path | None, typer.Option("--recipe", help="Folder that `selfjudge tune` made: its pair, rule, γ and judge.")
 ]
@@ -190,80 +193,9 @@ def _check_vllm(models: PairOptions) -> None:
 
 
 @dataclass(frozen=True)
-class JudgeOptions:
-    """Which judge, and how strict it or the rule is."""
-
-    judge: str | None = setting(
-        None, "Judge folder, hub id or embedded name; the judge that ships for the target if not given."
-    )
-    theta: str | None = setting(
-        None, "Judge threshold: a number in [0, 1], larger accepts less, or F or R (the default)."
-    )
-    quality: float | None = setting(
-        None,
-        "Choose θ so that the judge rejects this share of bad substitutions: 0.9 rejects 90 %.",
-        minimum=0,
-        maximum=1,
-    )
-    price: float | None = setting(
-        None,
-        "Accept a substitution where the tokens it wins, at this price in nats, outweigh its harm; instead of a"
-        " threshold, with --rule margin or judged.",
-        minimum=0,
-    )
-
-    def check(self) -> None:
-        check_settings(self)
-        if self.quality is not None and self.theta is not None:
-            raise SelfJudgeError("`quality` chooses θ: leave out one of `quality` and `theta`")
-        if isinstance(self.threshold, float) and not 0 <= self.threshold <= 1:
-            raise SelfJudgeError(f"`theta` must lie in [0, 1], not {self.threshold}")
-        if self.judge is not None:
-            self._check(self.judge)
-
-    @property
-    def given(self) -> bool:
-        """Whether anything was said about a judge."""
-        return self.judge is not None or self.theta is not None or self.quality is not None
-
-    @property
-    def means_judged(self) -> bool:
-        """Whether the rule is judged where none is named."""
-        return self.given or self.price is not None
-
-    @property
-    def threshold(self) -> float | str | None:
-        """A number, or the name of a threshold that a judge stores."""
-        try:
-            return None if self.theta is None else float(self.theta)
-        except ValueError:
-            return self.theta
-
-    def _check(self, source: str | Path) -> None:
-        """Refuse a folder that is not a judge's, or a threshold that this judge does not have."""
-        config = JudgeConfig.from_pretrained(source)
-        if self.threshold is not None:
-            config.threshold(self.threshold)
-        if self.quality is not None:
-            config.quality(self.quality)
-
-    def as_arguments(self) -> dict[str, Any]:
-        """As `generate` and `resolve_rule` take them."""
-        return {"judge": self.judge, "theta": self.threshold, "quality": self.quality, "price": self.price}
-
-
-@dataclass(frozen=True)
 class DecodeOptions:
     """How an answer is decoded."""
 
-    gamma: Gamma | None = setting(
-        None,
-        "Draft tokens per cycle, 0 is plain decoding; auto, the default of exact, chooses what is fastest; else 5, on a"
-        " CPU 3.",
-        minimum=0,
-        maximum=MAX_GAMMA,
-        word="auto",
-    )
     max_new_tokens: int = setting(256, "Most tokens an answer may have.", minimum=1)
     temperature: float | None = setting(None, "Sample at this temperature (rules sampling, judged).", above=0)
     top_p: float = setting(1.0, "Nucleus filter, applied to both models.", above=0, maximum=1)
@@ -283,67 +215,41 @@ class DecodeOptions:
         return Sampling(1.0 if self.temperature is None else self.temperature, self.top_p, self.top_k)
 
 
-def check_rule(
-    rule: str | None,
-    models: PairOptions,
-    judge: JudgeOptions,
-    *,
-    gamma: Gamma | None = None,
-    sampling: Sampling | None = None,
-) -> str:
-    """The text of the rule that is meant; refused here if it cannot work, from the judge's config alone."""
-    from selfjudge.decoding.rule_parser import default_rule, parse_rule, read_rule
-    from selfjudge.decoding.rules import Judged
-
-    spec = rule or default_rule(judge.judge, judge.theta, judge.quality, judge.price, sampling=sampling)
-    judged = issubclass(read_rule(spec)[0], Judged)
-    if judge.given and not judged:
-        raise SelfJudgeError(
-            f"rule {spec!r} does not use a judge: leave out `judge`, `theta` and `quality`, or use rule judged"
-        )
-    source = (judge.judge or models.shipped_judge) if judged else None
-    config: Any = JudgeConfig.from_pretrained(source) if source else None  # knows thresholds, as the judge does
-    if config is not None:
-        models.check_judge(config)
-    theta = judge.threshold if judge.quality is None else f"q{judge.quality}"
-    built = parse_rule(spec, sampling=sampling, judge=config, theta=theta, price=judge.price)
-    models.check_gamma(built, gamma)
-    return spec
-
-
 @dataclass(frozen=True)
-class Chosen:
-    """Models, judge, rule and γ as a command decodes with them: as given, or those of a recipe."""
+class Setup:
+    """Models and rule as a command decodes with them: as given, or those of a recipe."""
 
     models: PairOptions
-    judge: JudgeOptions
-    rule: str | None
-    gamma: Gamma | None
+    request: RuleRequest
     recipe: Recipe | None = None
 
     @classmethod
-    def of(
-        cls, folder: Path | None, models: PairOptions, judge: JudgeOptions, rule: str | None, gamma: Gamma | None
-    ) -> Chosen:
-        """What is given; with a recipe's folder its own, beside which none may be given but the models.
+    def of(cls, folder: Path | None, models: PairOptions, request: RuleRequest) -> Setup:
+        """What is given; with a recipe's folder the recipe's own, and only the models may be given.
 
         Other models than the recipe's are refused once they are loaded, by their checksums.
         """
         if folder is None:
-            return cls(models, judge, rule, gamma)
-        if rule is not None or gamma is not None or judge.means_judged:
-            raise SelfJudgeError(
-                "a recipe names its rule, γ and judge: leave out `rule`, `gamma`, `judge`, `theta`, `quality` and"
-                " `price`"
-            )
+            return cls(models, request)
+        if request != OPEN_REQUEST:
+            raise SelfJudgeError(RECIPE_IS_COMPLETE)
         recipe = Recipe.load(folder)
         if models.target is None and models.pair == PairOptions.pair:
             models = replace(models, target=recipe.content["target"], draft=models.draft or recipe.draft)
             models.check()
         if models.draft_dtype is None:
             models = replace(models, draft_dtype=recipe.content["draft_dtype"])
-        judge = JudgeOptions(judge=None if recipe.judge is None else str(recipe.judge))
-        return cls(models, judge, recipe.rule, recipe.gamma, recipe)
+        judge = None if recipe.judge is None else str(recipe.judge)
+        return cls(models, RuleRequest(recipe.rule, judge, gamma=recipe.gamma), recipe)
+
+    def check(self, sampling: Sampling | None = None) -> None:
+        """Refuse a rule that cannot work with these models, from the judge's config alone."""
+        request = self.request
+        if request.needs_judge and (source := request.judge or self.models.shipped_judge) is not None:
+            config = JudgeConfig.from_pretrained(source)
+            self.models.check_judge(config)
+            request = replace(request, judge=config)
+        self.models.check_gamma(request.resolve((), sampling=sampling), request.gamma)
 
     def load(self, *, needs_draft: bool = True, full_precision: bool = False) -> Pair:
         """The models, on a CPU in the dtype of the recipe; refused where the recipe is for others."""

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from selfjudge.cli.groups import JudgeOptions, PairOptions, check_rule, outline
+from selfjudge.cli.groups import PairOptions, Setup, outline
 from selfjudge.cli.options import AsJson, Data, Resume, config_options
 from selfjudge.cli.output import Progress, going_on, print_json, print_rows, waiting, warn
+from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.errors import SelfJudgeError
 from selfjudge.label.config import FULL_PRECISION, GREEDY, ROUNDED, LabelConfig
 from selfjudge.label.tau import known_tau
@@ -46,7 +47,7 @@ def label(
     if models.dtype in ROUNDED:
         raise SelfJudgeError(FULL_PRECISION.format(models.dtype))
     if config.policy != GREEDY:
-        check_rule(config.policy, models, JudgeOptions(judge=config.judge), gamma=config.gamma)
+        Setup(models, RuleRequest(config.policy, config.judge, gamma=config.gamma)).check()
     folder = RunFolder(out, done="manifest.json")
     folder.claim(resume=resume)
     if config.takes_shipped_tau and not resume:

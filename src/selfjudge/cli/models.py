@@ -130,9 +130,9 @@ def _pairs() -> list[dict[str, Any]]:
 
 
 def _rules() -> list[dict[str, Any]]:
-    from selfjudge.decoding.rule_parser import RULES, options
+    from selfjudge.decoding.rule_parser import RULES, rule_options
 
-    return [{"name": r.name, "options": options(r), "accepts when": r.summary} for r in RULES.values()]
+    return [{"name": r.name, "options": rule_options(r), "accepts when": r.summary} for r in RULES.values()]
 
 
 def _tasks() -> list[dict[str, Any]]:

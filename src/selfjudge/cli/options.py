@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import typer
 
@@ -87,7 +87,8 @@ def _annotated(f: Field[Any], hint: Any, default: Any, commas: bool) -> Any:
     if hint == tuple[str, ...]:
         return Annotated[list[str], typer.Option(metavar="NAME,NAME,…" if commas else _one(f.name), help=words)]
     bounds = {"min": low, "max": high} if hint in (int, float, int | None, float | None) else {}
-    return Annotated[hint, typer.Option(help=words, **bounds)]
+    typed = str | None if hint is Any or str in get_args(hint) else hint  # other types are given by their names
+    return Annotated[typed, typer.Option(help=words, **bounds)]
 
 
 def _one(name: str) -> str:

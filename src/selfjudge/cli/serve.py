@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from selfjudge.cli.groups import ENGINES, Chosen, JudgeOptions, PairOptions, RecipeFolder, check_rule
+from selfjudge.cli.groups import PairOptions, RecipeFolder, Setup
 from selfjudge.cli.options import config_options
 from selfjudge.cli.output import waiting, warn
+from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.judge.config import JudgeConfig
@@ -24,8 +25,7 @@ if TYPE_CHECKING:
     from selfjudge.judge.model import Judge
     from selfjudge.models.pair import Pair
 
-Engine = Annotated[Literal[ENGINES], typer.Option(help="What runs the models.")]  # type: ignore[valid-type]
-SHARED = ("rule", "theta", "quality", "price", "gamma", "name", "api_key", "shadow", "shadow_keep")
+SHARED = ("default_rule", "name", "api_key", "shadow", "shadow_keep")
 """Settings of our server that vLLM's takes, too."""
 
 
@@ -39,14 +39,13 @@ class AddressOptions:
 
 @config_options(ServerConfig)
 @config_options(AddressOptions, "address")
-@config_options(JudgeOptions, "judge_options")
+@config_options(RuleRequest, "request")
 @config_options(PairOptions, "models")
 def serve(
     backend: Annotated[
         Literal["torch", "vllm"],
         typer.Option(help="torch: our own loop, on any machine; vllm: vLLM with our rules in it."),
     ] = "torch",
-    engine: Engine = "auto",
     recipe: RecipeFolder = None,
     vllm: Annotated[
         str,
@@ -54,7 +53,7 @@ def serve(
     ] = "",
     *,
     models: PairOptions,
-    judge_options: JudgeOptions,
+    request: RuleRequest,
     address: AddressOptions,
     config: ServerConfig,
 ) -> None:
@@ -66,38 +65,29 @@ def serve(
     Example: selfjudge serve --recipe tuned --shadow 0.02
     """
     key = os.environ.get("SELFJUDGE_API_KEY") if config.api_key is None else config.api_key
-    chosen = Chosen.of(recipe, models, judge_options, config.rule, config.gamma)
-    models, judge_options = chosen.models, chosen.judge
-    config = replace(
-        config,
-        rule=chosen.rule or ("judged" if judge_options.means_judged else None),
-        gamma=chosen.gamma,
-        theta=judge_options.threshold,
-        quality=judge_options.quality,
-        price=judge_options.price,
-        api_key=key,
-        engine=engine,
-    )
+    setup = Setup.of(recipe, models, request)
+    if setup.request.judge is not None:
+        setup.models.check_judge(JudgeConfig.from_pretrained(setup.request.judge))
+    own = replace(setup.request.named(), judge=None)
+    config = replace(config, default_rule=own, api_key=key)
     config.check()
     if config.shadow:
         from selfjudge.tune.monitor import watch
 
-        watch(chosen.recipe, config.shadow_keep)  # refuses what cannot be watched
+        watch(setup.recipe, config.shadow_keep)  # refuses what cannot be watched
     if backend == "vllm":
-        _refuse_torch_options(models, config)
-        _serve_vllm(models, judge_options, address, config, chosen.recipe, shlex.split(vllm))
+        _refuse_torch_options(setup.models, config)
+        _serve_vllm(setup, address, config, shlex.split(vllm))
         return
     if vllm:
         raise SelfJudgeError("`vllm` goes with --backend vllm")
 
-    _check_rule(config, models, judge_options)
+    replace(setup, request=setup.request if own.needs_judge else own).check()
 
     from selfjudge.integrations.server.address import listen
 
     listener = listen(address.host, address.port)
-    pair, judge = load(models, judge_options, config)
-    if chosen.recipe is not None:
-        chosen.recipe.check(pair, warn)
+    pair, judge = load(setup)
     with ExitStack() as stack:
         stack.enter_context(waiting("trying out an answer …"))
 
@@ -107,30 +97,17 @@ def serve(
             stack.close()
             typer.echo(line, err=True)
 
-        run(pair, listener, config, judge=judge, recipe=chosen.recipe, notify=welcome)
+        run(pair, listener, config, judge=judge, recipe=setup.recipe, notify=welcome)
 
 
-def load(models: PairOptions, judge_options: JudgeOptions, config: ServerConfig) -> tuple[Pair, Judge | None]:
-    """What the options name: the models, and the judge if there is one."""
-    pair = models.load(needs_draft=config.gamma != 0)
+def load(setup: Setup) -> tuple[Pair, Judge | None]:
+    """The models, and the judge that requests may ask for: the one named, else the one that ships."""
+    pair = setup.load(needs_draft=setup.request.gamma != 0)
 
     from selfjudge.judge.model import Judge
 
-    judge = Judge.from_pretrained(judge_options.judge) if judge_options.judge else pair.judge
-    return pair, judge
-
-
-def _check_rule(config: ServerConfig, models: PairOptions, judge: JudgeOptions) -> None:
-    """The rule of requests that name none, and the judge that requests may ask for whatever that rule is."""
-    from selfjudge.decoding.rule_parser import read_rule
-    from selfjudge.decoding.rules import Judged
-
-    rule = config.rule
-    if rule is not None and not issubclass(read_rule(rule)[0], Judged):
-        check_rule(rule, models, JudgeOptions(price=judge.price), gamma=config.gamma)
-        rule, judge = None, replace(judge, price=None)
-    if rule is not None or judge.means_judged:
-        check_rule(rule or "judged", models, judge, gamma=config.gamma)
+    source = setup.request.judge
+    return pair, pair.judge if source is None else Judge.from_pretrained(source)
 
 
 def _refuse_torch_options(models: PairOptions, config: ServerConfig) -> None:
@@ -144,14 +121,7 @@ def _refuse_torch_options(models: PairOptions, config: ServerConfig) -> None:
         raise SelfJudgeError("`api_key` with several keys goes with --backend torch")
 
 
-def _serve_vllm(
-    models: PairOptions,
-    judge: JudgeOptions,
-    address: AddressOptions,
-    config: ServerConfig,
-    recipe: Recipe | None,
-    more: list[str],
-) -> None:
+def _serve_vllm(setup: Setup, address: AddressOptions, config: ServerConfig, more: list[str]) -> None:
     """Become vLLM's server with our worker in it; its key travels by the environment, where others do not see it."""
     from selfjudge.integrations.server.playground import FACTS, MIDDLEWARE, describe
     from selfjudge.integrations.vllm.config import WorkerConfig
@@ -159,8 +129,7 @@ def _serve_vllm(
     from selfjudge.integrations.vllm.shadow import MIDDLEWARE as SHADOW, VARIABLE, ShadowSettings
     from selfjudge.judge.hub import shipped_judge
 
-    if judge.judge is not None:
-        models.check_judge(JudgeConfig.from_pretrained(judge.judge))
+    models, own, recipe = setup.models, setup.request.named(), setup.recipe
     if recipe is not None:
         _check_recipe(recipe, models)
     if config.shadow:
@@ -168,12 +137,11 @@ def _serve_vllm(
         kept = None if config.shadow_keep is None else str(config.shadow_keep.absolute())
         os.environ[VARIABLE] = ShadowSettings(str(recipe.folder.absolute()), config.shadow, kept).dump()
         more = ["--middleware", SHADOW, *more]
-    worker = WorkerConfig(judge.judge or "", config.rule, judge.threshold, judge.quality, judge.price)
     arguments = command(
         models.name,
         models.draft,
-        worker,
-        gamma=None if config.gamma == "auto" else config.gamma,
+        WorkerConfig(own),
+        gamma=None if own.gamma == "auto" else own.gamma,
         more=[
             *("--host", address.host, "--port", str(address.port), "--middleware", MIDDLEWARE),
             *(["--served-model-name", config.name] if config.name else []),
@@ -183,11 +151,11 @@ def _serve_vllm(
     )
     facts = {
         "backend": "vllm",
-        "rule": worker.own_rule,
-        "theta": worker.theta,
-        "price": worker.price,
-        "gamma": default_gamma("cuda") if config.gamma in (None, "auto") else config.gamma,
-        "judge": bool(worker.judge or shipped_judge(models.name)),
+        "rule": own.text,
+        "theta": own.theta,
+        "price": own.price,
+        "gamma": default_gamma("cuda") if own.gamma in (None, "auto") else own.gamma,
+        "judge": bool(own.judge or shipped_judge(models.name)),
         "recipe": None if recipe is None else describe(recipe),
     }
     os.environ[FACTS] = json.dumps(facts)

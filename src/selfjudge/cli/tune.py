@@ -82,15 +82,18 @@ def _say(text: str) -> None:
 
 def _vllm_flags(recipe: Any, folder: Path) -> str | None:
     """What starts vLLM with the recipe's rule in it; None where that is `exact`, or vLLM cannot start with it."""
+    from selfjudge.decoding.rule_parser import RuleRequest
     from selfjudge.integrations.vllm.config import WorkerConfig
     from selfjudge.integrations.vllm.serve import command
 
     if recipe["rule"] == "exact":
         return None
-    judge = str(folder / recipe["judge"]) if recipe["judge"] else ""
+    judge = str(folder / recipe["judge"]) if recipe["judge"] else None
     draft = None if recipe["pair"] == recipe["target"] else recipe["draft"]
     try:
-        words = command(recipe["target"], draft, WorkerConfig(judge, recipe["rule"]), gamma=recipe["gamma"])
+        words = command(
+            recipe["target"], draft, WorkerConfig(RuleRequest(recipe["rule"], judge)), gamma=recipe["gamma"]
+        )
     except SelfJudgeError:
         return None
     flags = shlex.join(["python", *words[1:]])

@@ -209,7 +209,7 @@ class RuleRequest:
             values["theta"] = request.threshold(judge)
         build = _build if isinstance(judge, JudgeConfig) else _build_once
         rule = build(
-            kind,
+            kind.name,
             tuple(sorted(values.items())),
             special=pair if isinstance(pair, tuple) else pair.special_ids,
             sampling=sampling,
@@ -218,6 +218,10 @@ class RuleRequest:
         if isinstance(self.gamma, int):
             rule.check(self.gamma)
         return rule
+
+
+OPEN_REQUEST = RuleRequest()
+"""A request that leaves everything open."""
 
 
 def resolve_rule(
@@ -250,13 +254,14 @@ def _read_judge(source: str, changed: int) -> Judge:
     return Judge.from_pretrained(source)
 
 
-def _build(kind: type[AcceptanceRule], values: tuple[tuple[str, Any], ...], **context: Any) -> AcceptanceRule:
+def _build(name: str, values: tuple[tuple[str, Any], ...], **context: Any) -> AcceptanceRule:
+    kind = RULES[name]
     if kind is Exact:
         return EXACT
     sampling = context["sampling"]
     context["base"] = EXACT if sampling is None else SpeculativeSampling(sampling)
     context["sampling"] = sampling or Sampling()
-    return kind(**dict(values), **{name: context[name] for name in CONTEXT if _takes(kind, name)})
+    return kind(**dict(values), **{key: context[key] for key in CONTEXT if _takes(kind, key)})
 
 
 _build_once = lru_cache(256)(_build)
@@ -319,25 +324,3 @@ def _convert(rule: str, key: str, text: str, default: object) -> object:
     if not abs(value) < 1 << 31:  # NaN is not, either
         raise SelfJudgeError(f"rule {rule!r}: {key}={text!r} is out of range")
     return value
-
-
-def parse_rule(spec: str, *, special: tuple[int, ...] = (), sampling: Sampling | None = None, **request: Any) -> Any:
-    return RuleRequest(spec, **request).resolve(special, sampling=sampling)
-
-
-def read_rule(spec: str) -> tuple[type[AcceptanceRule], dict[str, Any]]:
-    kind, values = _parse(spec)
-    return kind, dict(values)
-
-
-def default_rule(*given: object, sampling: Sampling | None = None) -> str:
-    if any(value is not None for value in given):
-        return "judged"
-    return "exact" if sampling is None else "sampling"
-
-
-def names_threshold(spec: str) -> bool:
-    return not {"theta", "price"}.isdisjoint(read_rule(spec)[1])
-
-
-options, NOT_IN_TEXT = rule_options, set(CONTEXT)

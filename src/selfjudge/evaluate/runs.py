@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from selfjudge.decoding.rule_parser import NOT_IN_TEXT, options, parse_rule
+from selfjudge.decoding.rule_parser import RuleRequest, rule_text
 from selfjudge.decoding.rules import EXACT, AcceptanceRule, Exact
 from selfjudge.errors import SelfJudgeError
 
@@ -71,7 +71,7 @@ def plan_runs(
     for rule in sorted(rules, key=lambda rule: not (rule == "exact" or isinstance(rule, Exact))):
         if not isinstance(rule, AcceptanceRule):
             variants |= _variants(rule, judges, special)
-        elif (name := _text(rule)) in variants:
+        elif (name := rule_text(rule)) in variants:
             raise SelfJudgeError(f"two rules are called {name}: give them different names, or judges by `judges`")
         else:
             variants[name] = rule, None
@@ -86,22 +86,20 @@ def _variants(spec: str, judges: Judges, special: tuple[int, ...]) -> dict[str, 
     rule, _, wanted = spec.partition("@")
     if spec == NULL:
         return {NULL: (EXACT, None)}
-    if not rule.startswith("judge"):
+    request = RuleRequest(rule)
+    if not request.needs_judge:
         if wanted:
             raise SelfJudgeError(f"rule {rule!r} does not use a judge: leave out @{wanted}")
-        return {spec: (EXACT if rule == "exact" else parse_rule(rule, special=special), None)}
+        return {spec: (request.resolve(special), None)}
     if not judges:
         raise SelfJudgeError(f"rule {spec!r} needs a judge: give `judge`, such as mine=FOLDER")
     if wanted and wanted not in judges:
         raise SelfJudgeError(f"rule {spec!r} names an unknown judge; judges are: {', '.join(judges)}")
     return {
-        f"{rule}@{name}": (parse_rule(rule, special=special, judge=judges[name]), name)
-        for name in ([wanted] if wanted else judges)
+        f"{rule}@{name}": (request.resolve(special, judges[name]), name) for name in ([wanted] if wanted else judges)
     }
 
 
-def _text(rule: AcceptanceRule) -> str:
-    """A rule object's name with its options, as the rule's text would have them."""
-    names = dict.fromkeys([*options(type(rule)), *(name for name in sorted(vars(rule)) if name not in NOT_IN_TEXT)])
-    given = [f"{name}={value}" for name in names if (value := getattr(rule, name)) is not None]
-    return f"{rule.name}:{','.join(given)}" if given else rule.name
+def needs_judge(spec: str) -> bool:
+    """Whether a rule's text, such as `judged:F@mine`, asks for a judge."""
+    return spec != NULL and RuleRequest(spec.partition("@")[0]).needs_judge

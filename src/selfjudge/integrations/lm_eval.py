@@ -7,15 +7,15 @@ decoded with the rule; likelihoods are the target's own under every rule.
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
-from selfjudge.decoding.rule_parser import parse_rule
-from selfjudge.decoding.rules import AcceptanceRule
+from selfjudge.decoding.rule_parser import RuleRequest
+from selfjudge.decoding.rules import AcceptanceRule, Exact
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.likelihood import likelihoods
-from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
 from selfjudge.types import default_gamma
 
@@ -36,7 +36,7 @@ class SelfJudgeLM(TemplateLM):
         self,
         pair: str = "smollm2-135m",
         *,
-        rule: str = "exact",
+        rule: str | None = None,
         gamma: int | None = None,
         max_gen_toks: int = 256,
         batch_size: int | str = 8,
@@ -50,17 +50,16 @@ class SelfJudgeLM(TemplateLM):
         if options:
             raise SelfJudgeError(f"unknown model argument {', '.join(options)}")
         self.pair = Pair.load(target or pair, draft, device=device, dtype=dtype, full_precision=True)
-        self.spec, self.max_gen_toks = rule, int(max_gen_toks)
+        self.request, self.max_gen_toks = RuleRequest(rule, judge), int(max_gen_toks)
         self.gamma = default_gamma(self.pair.target.device.type) if gamma is None else int(gamma)
         self.batch = int(batch_size) if str(batch_size).isdigit() else 8
-        self.judge = Judge.from_pretrained(judge) if judge else self.pair.judge if rule.startswith("judge") else None
         self._rule(None)  # a wrong one is refused before anything runs
 
     def _rule(self, temperature: float | None, top_p: float = 1.0, top_k: int = 0) -> AcceptanceRule:
         """The rule; a temperature makes `exact` the sampling rule and goes below a judged one."""
         sampling = Sampling(temperature, top_p, top_k) if temperature else None
-        spec = "sampling" if sampling and self.spec == "exact" else self.spec
-        return parse_rule(spec, special=self.pair.special_ids, sampling=sampling, judge=self.judge)
+        request = replace(self.request, rule=None) if self.request.kind is Exact else self.request
+        return request.resolve(self.pair, sampling=sampling)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Texts up to a stop string or the limit; requests with the same options are decoded together."""

@@ -6,8 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from selfjudge.decoding.rule_parser import read_rule
-from selfjudge.decoding.rules import Judged
+from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.errors import SelfJudgeError
 from selfjudge.prompts.sources import Source, check_readable, limited
 from selfjudge.store import sha256
@@ -113,8 +112,7 @@ class LabelConfig:
             return
         if self.method != "consequences":
             raise SelfJudgeError(f"`policy` goes with `method` consequences, not with {self.method}")
-        rule, _ = read_rule(self.policy) if self.policy.startswith("judge") else (None, {})
-        if rule is None or not issubclass(rule, Judged):
+        if not RuleRequest(self.policy).needs_judge:
             raise SelfJudgeError(f"`policy` is greedy or a judged rule such as judged:F, not {self.policy!r}")
 
     @property

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from selfjudge.decoding.rule_parser import parse_rule
-from selfjudge.decoding.rules import AcceptanceRule
+from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
 
@@ -65,7 +63,7 @@ def fitting(families: Sequence[Family], gamma: int, judge: JudgeConfig | None) -
         works = []
         for rule in family.rules:
             try:
-                _parsed(rule, judge).check(gamma)
+                RuleRequest(rule, gamma=gamma).resolve((), judge)
                 works.append(rule)
             except SelfJudgeError as error:
                 refused.append(Refused(family.name, rule, str(error)))
@@ -74,11 +72,6 @@ def fitting(families: Sequence[Family], gamma: int, judge: JudgeConfig | None) -
     if not kept:
         raise SelfJudgeError(refused[-1].why)
     return kept, refused
-
-
-def _parsed(rule: str, judge: Any) -> AcceptanceRule:
-    """A rule to look at, not to decode with: a `JudgeConfig` stands in for the judge, whose thresholds it has."""
-    return parse_rule(rule, judge=judge if rule.startswith("judged") else None)
 
 
 def _rules(family: str, judge: JudgeConfig | None) -> tuple[str, ...]:

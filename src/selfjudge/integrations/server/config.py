@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from selfjudge.decoding.rule_parser import OPEN_REQUEST, RuleRequest
 from selfjudge.errors import SelfJudgeError
-from selfjudge.types import MAX_GAMMA, Gamma, check_settings, setting
+from selfjudge.types import ENGINES, check_settings, setting
 
 BYTES_PER_TOKEN = 16
 """Text that fits has fewer on average: 4 or 5 in English. Single tokens may have more: runs of spaces or of dashes."""
@@ -16,31 +17,14 @@ BYTES_PER_TOKEN = 16
 class ServerConfig:
     """Settings of `serve`; those without a range are checked against pair and judge when it starts."""
 
-    rule: str | None = setting(
-        None,
-        "Rule of requests that name none. If not given: exact; judged where --judge, --theta, --quality or"
-        " --price is given.",
-    )
-    theta: float | str | None = None
-    """The judge's threshold, a number or a name; `types.DEFAULT_THETA` if neither it nor `quality` is given."""
-    quality: float | None = None
-    """Choose θ by the share of unacceptable tokens that must be rejected."""
-    price: float | None = None
-    """Of a token, instead of a threshold, with rule margin or judged."""
-    gamma: Gamma | None = setting(
-        None,
-        "Draft tokens per cycle, 0 is plain decoding; auto, the default of exact, chooses what is fastest; else 5, on a"
-        " CPU 3.",
-        minimum=0,
-        maximum=MAX_GAMMA,
-        word="auto",
-    )
+    default_rule: RuleRequest = OPEN_REQUEST
+    """Rule, threshold, price and γ of requests that name none."""
     temperature: float = setting(0.0, "Temperature of requests that name none; 0 is greedy.", minimum=0, maximum=2)
     name: str | None = setting(None, "What clients call the model; the pair's name if not given.")
     api_key: str | None = setting(
         None, "Key that clients must send, or several with commas; SELFJUDGE_API_KEY if not given, or none."
     )
-    engine: str = "auto"
+    engine: str = setting("auto", "What runs the models.", choices=ENGINES)
     max_batch: int = setting(8, "Answers decoded at a time.", minimum=1)
     max_batches: int = setting(
         4, "Different rules decoded at a time; on CUDA each keeps a cache of its own.", minimum=1
@@ -78,10 +62,6 @@ class ServerConfig:
             raise SelfJudgeError("`api_key` names a key twice: give each once")
         if self.shadow_keep is not None and not self.shadow:
             raise SelfJudgeError("`shadow_keep` goes with `shadow`")
-        if self.theta is not None and self.quality is not None:
-            raise SelfJudgeError("`quality` chooses θ: leave out one of `quality` and `theta`")
-        if self.price is not None and (self.theta is not None or self.quality is not None):
-            raise SelfJudgeError("a price replaces θ: leave out one of `price`, `theta` and `quality`")
 
     @property
     def keys(self) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from selfjudge.integrations.server.rules import Choice
+from selfjudge.integrations.server.rules import BatchKey
 from selfjudge.types import Generation, Piece
 
 Failure = Literal["cancelled", "timeout", "shutdown", "error"]
@@ -31,7 +31,7 @@ class CompletionJob:
     """An answer to be decoded. `send` is called by the decoding thread and must not block."""
 
     prompt: Sequence[int]
-    choice: Choice
+    choice: BatchKey
     max_new_tokens: int
     send: Callable[[Update], None]
     stop: Sequence[str] = ()

@@ -12,7 +12,6 @@ import uvicorn
 
 from selfjudge.integrations.server.api import make_app
 from selfjudge.integrations.server.connection import connection_class
-from selfjudge.integrations.server.rules import RuleOptions
 from selfjudge.integrations.server.scheduler import Scheduler
 from selfjudge.integrations.server.service import Service
 
@@ -58,7 +57,7 @@ async def run(service: Service, listener: socket.socket, notify: Callable[[str],
         shown = f"[{host}]" if ":" in host else host
         notify(f"serving {service.name} at http://{shown}:{port}/v1")
         notify(f"playground at http://{shown}:{port}/")
-        notify(f"requests that name no rule: {service.rules.choose(RuleOptions(), None)}")
+        notify(f"requests that name no rule: {service.rules.choose()}")
     await server.serve(sockets=[listener])
 
 

@@ -22,7 +22,7 @@ from selfjudge.decoding.text import Batch
 from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.integrations.server.jobs import CompletionJob, Failure, Update
 from selfjudge.integrations.server.metrics import MODES, Metrics
-from selfjudge.integrations.server.rules import Choice, Rules
+from selfjudge.integrations.server.rules import BatchKey, Rules
 from selfjudge.integrations.server.shadow import ShadowJobs
 from selfjudge.models.pair import Pair
 from selfjudge.types import Generation
@@ -59,7 +59,7 @@ class Scheduler:
         self.pair, self.rules, self.config, self.metrics = pair, rules, config, metrics
         self._state = threading.Condition()  # guards all that follows
         self._queue: deque[CompletionJob] = deque()
-        self._active: dict[Choice, _ActiveBatch] = {}  # changed by the decoding thread alone
+        self._active: dict[BatchKey, _ActiveBatch] = {}  # changed by the decoding thread alone
         self._given_up: list[CompletionJob] = []
         self._encoding: Counter[int] = Counter()  # requests whose prompt becomes token ids now, by key
         self._running = 0
@@ -221,7 +221,7 @@ class Scheduler:
             if active is None:
                 batch = Batch(
                     self.pair,
-                    self.rules.build(job.choice),
+                    job.choice.rule,
                     gamma=job.choice.gamma,
                     rows=1 if job.choice.background else self.config.max_batch,
                     length=self.config.max_context,
@@ -240,7 +240,7 @@ class Scheduler:
         with self._state:
             self._active[job.choice] = active
 
-    def _turn(self, choice: Choice) -> None:
+    def _turn(self, choice: BatchKey) -> None:
         """One pass of one batch."""
         active = self._active[choice]
         try:

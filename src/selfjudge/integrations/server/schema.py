@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from selfjudge.integrations.server.rules import RuleOptions
+from selfjudge.decoding.rule_parser import RuleRequest
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "n": (1,), "best_of": (1,), "logprobs": (False,), "top_logprobs": (0,), "echo": (False,), "suffix": ("",),
@@ -53,8 +53,8 @@ class DecodeOptions(Strict):
     tokens: bool = False
     """Whether a stream says of every token where it comes from."""
 
-    def plain(self) -> RuleOptions:
-        return RuleOptions(**self.model_dump())
+    def rule_request(self) -> RuleRequest:
+        return RuleRequest(self.rule, None, self.theta, self.quality, self.price, self.gamma)
 
 
 class StreamOptions(Strict):

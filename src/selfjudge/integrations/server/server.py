@@ -9,12 +9,10 @@ from dataclasses import replace
 
 import torch
 
-from selfjudge.decoding.rule_parser import default_rule, names_threshold
 from selfjudge.decoding.text import Batch
-from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.integrations.server.metrics import Metrics
-from selfjudge.integrations.server.rules import RuleOptions, Rules
+from selfjudge.integrations.server.rules import Rules
 from selfjudge.integrations.server.scheduler import LOG, Scheduler
 from selfjudge.integrations.server.shadow import ShadowJobs
 from selfjudge.integrations.shadow import Shadow
@@ -55,7 +53,9 @@ def start_scheduler(pair: Pair, judge: Judge | None, config: ServerConfig, recip
     """What the server decodes with, tried out and started; needs none of the packages for HTTP."""
     config.check()
     monitor = watch(recipe, config.shadow_keep) if config.shadow else None
-    rules = _rules(pair, judge, config)
+    if judge is not None:
+        judge.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
+    rules = Rules(pair, judge, config.default_rule)
     context = min(config.max_context, pair.window)
     config = replace(config, max_context=context, max_tokens=min(config.max_tokens, context - 1))
     _try_out(pair, rules, config)
@@ -72,26 +72,10 @@ def start_scheduler(pair: Pair, judge: Judge | None, config: ServerConfig, recip
     return scheduler
 
 
-def _rules(pair: Pair, judge: Judge | None, config: ServerConfig) -> Rules:
-    """The rules of the server, with what the config leaves open filled in."""
-    theta = config.theta
-    rule = config.rule or default_rule(theta, config.quality, config.price)
-    if (theta is not None or config.quality is not None) and (judge is None or names_threshold(rule)):
-        reason = "there is no judge" if judge is None else f"{rule} names a threshold already"
-        raise SelfJudgeError(f"{reason}: leave out `theta` and `quality`")
-    if judge is not None:
-        judge.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
-        theta = judge.default_threshold if theta is None else theta
-        theta = theta if config.quality is None else judge.quality(config.quality)
-    return Rules(pair, judge, rule, theta, config.gamma, config.price)
-
-
 def _try_out(pair: Pair, rules: Rules, config: ServerConfig) -> None:
     """Answer one prompt: what does not work ends the program here, and the first request finds everything compiled."""
-    choice = rules.choose(RuleOptions(), None)
-    batch = Batch(
-        pair, rules.build(choice), gamma=choice.gamma, rows=1, length=config.max_context, engine=config.engine
-    )
+    choice = rules.choose()
+    batch = Batch(pair, choice.rule, gamma=choice.gamma, rows=1, length=config.max_context, engine=config.engine)
     batch.add([next(iter(pair.eos_ids), 0)], max_new_tokens=3)
     while len(batch):
         batch.step()

@@ -12,14 +12,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.decoding.text import draft_dtype
 from selfjudge.integrations.server.config import BYTES_PER_TOKEN, ServerConfig
 from selfjudge.integrations.server.errors import FAILURES, RefusedError
 from selfjudge.integrations.server.jobs import CompletionJob, Update
-from selfjudge.integrations.server.rules import RuleOptions, Rules
+from selfjudge.integrations.server.rules import Rules
 from selfjudge.integrations.server.scheduler import ClosedError, FullError, Scheduler
-from selfjudge.integrations.server.schema import ChatRequest, Request
+from selfjudge.integrations.server.schema import ChatRequest, DecodeOptions, Request
 from selfjudge.models.pair import Pair
 from selfjudge.types import PHASES, Generation
 
@@ -103,8 +104,9 @@ class Service:
         """A job for a request and the queue of its updates, or RefusedError."""
         self.check_model(request.model)
         length = self._length(request, len(prompt), default_length)
-        options = RuleOptions() if request.selfjudge is None else request.selfjudge.plain()
-        choice = self.rules.choose(options, self._sampling(request))
+        options = request.selfjudge or DecodeOptions()
+        trace = options.judged_tokens or options.tokens
+        choice = self.rules.choose(options.rule_request(), self._sampling(request), off=options.off, trace=trace)
         updates: asyncio.Queue[Update] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -140,12 +142,8 @@ class Service:
 
     def statistics(self, job: CompletionJob, result: Generation, *, judged_tokens: bool) -> dict[str, Any]:
         """The field `selfjudge` of a response."""
-        rule = self.rules.build(job.choice)
         statistics: dict[str, Any] = {
-            "rule": job.choice.rule,
-            "theta": getattr(rule, "theta", None),
-            "price": rule.price,
-            "gamma": job.choice.gamma,
+            **job.choice.as_json(),
             "gamma_mean": result.gamma_mean,
             "cycles": result.cycles,
             "mean_accepted_length": result.mean_accepted_length,
@@ -159,7 +157,6 @@ class Service:
     def model(self) -> dict[str, Any]:
         """The one model as `/v1/models` lists it."""
         rules, pair = self.rules, self.pair
-        own = rules.choose(RuleOptions(), None)
         return {
             "id": self.name,
             "object": "model",
@@ -168,12 +165,10 @@ class Service:
             "max_model_len": self.config.max_context,
             "selfjudge": {
                 "backend": "torch",
-                "rule": own.rule,
+                **rules.choose().as_json(),
                 "theta": rules.theta,
-                "price": own.price,
-                "gamma": own.gamma,
-                "gamma_exact": rules.own_gamma("exact"),
-                "gamma_relaxed": rules.own_gamma("judged"),
+                "gamma_exact": rules.choose(off=True).gamma,
+                "gamma_relaxed": rules.choose(RuleRequest("topk")).gamma,
                 "judge": rules.judge is not None,
                 "max_tokens": self.config.max_tokens,
                 "recipe": self.recipe,

@@ -10,9 +10,10 @@ from collections import deque
 from dataclasses import replace
 from functools import partial
 
+from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.integrations.server.jobs import CompletionJob, Update
 from selfjudge.integrations.server.metrics import Metrics
-from selfjudge.integrations.server.rules import RuleOptions, Rules
+from selfjudge.integrations.server.rules import Rules
 from selfjudge.integrations.shadow import Shadow
 from selfjudge.types import Generation
 
@@ -24,8 +25,8 @@ class ShadowJobs:
         self.shadow, self.rules = shadow, rules
         self.waiting: deque[CompletionJob] = deque()
         """Jobs that an idle engine may take."""
-        self._own = rules.choose(RuleOptions(), None)
-        self._exact = replace(rules.choose(RuleOptions(off=True, gamma=self._own.gamma), None), background=True)
+        self._own = rules.choose()
+        self._exact = replace(rules.choose(RuleRequest(gamma=self._own.gamma), off=True), background=True)
         metrics.gauge("shadow_waiting", "Requests that wait to be decoded again.", lambda: len(self.waiting))
 
     def choose(self, job: CompletionJob) -> None:
@@ -53,5 +54,5 @@ class ShadowJobs:
 
     def _end(self, difference: float | None) -> None:
         if self.shadow.end(difference):
-            self.rules.switch_to_exact()
+            self.rules.refuted = True
             self.waiting.clear()

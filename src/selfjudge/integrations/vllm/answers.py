@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from selfjudge.decoding.rule_parser import options
+from selfjudge.decoding.rule_parser import rule_text
 from selfjudge.decoding.rules import AcceptanceRule, Judged
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.answerer import Answers
@@ -155,10 +155,4 @@ def request_options(rule: AcceptanceRule) -> dict[str, Any]:
         return {"off": True}
     if not getattr(rule, "guard", True):
         raise SelfJudgeError(f"in vLLM special tokens are left to the target: write rule {rule.name!r} with guard=on")
-    decided = {"price": rule.price} if rule.price is not None else {}
-    if isinstance(rule, Judged) and not decided:
-        decided = {"theta": float(rule.theta)}
-    left_out = {"guard", "theta", "price", *(("threshold",) if rule.price is not None else ())}
-    values = {name: getattr(rule, name) for name in options(type(rule)) if name not in left_out}
-    text = ",".join(f"{name}={value}" for name, value in values.items() if value is not None)
-    return {"rule": f"{rule.name}:{text}" if text else rule.name, **decided}
+    return {"rule": rule_text(rule, "guard")}

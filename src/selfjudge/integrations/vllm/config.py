@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from selfjudge.decoding.rule_parser import default_rule, names_threshold, parse_rule, read_rule
+from selfjudge.decoding.rule_parser import OPEN_REQUEST, RuleRequest, with_options
 from selfjudge.decoding.rules import AcceptanceRule, Judged, JudgeOnly
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
@@ -25,68 +25,43 @@ if TYPE_CHECKING:
 
 WORKER = "selfjudge.integrations.vllm.JudgeWorker"
 KEY = "selfjudge"
-MAX_WARNINGS = 100  # about requests, in the log of one engine
-MAX_BUILT = 256  # rules that are kept for requests to come
+MAX_WARNINGS = 100
+"""The most warnings about requests in the log of one engine."""
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
-ASKED = ("rule", "theta", "quality", "price")
+REQUEST_FIELDS = ("rule", "theta", "quality", "price")
 
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """The object under "selfjudge" of vLLM's `--additional-config`."""
+    """The object under "selfjudge" of vLLM's `--additional-config`: fields of a `RuleRequest`, and `guard`."""
 
-    judge: str = ""
-    """A judge folder, an embedded name, or a repository of the hub; `serve.command` fills in the judge that ships."""
-    rule: str | None = None
-    """Of requests that name none. If not given: exact; judged where a judge, θ, a quality or a price is given."""
-    theta: float | str | None = None
-    quality: float | None = None
-    price: float | None = None
+    own: RuleRequest = OPEN_REQUEST
+    """The judge, and the rule of requests that name none."""
     guard: bool = True
     """Leave special tokens to the target, whatever the rule."""
-
-    @property
-    def own_rule(self) -> str:
-        """The rule of requests that name nothing."""
-        if self.rule is not None:
-            return self.rule
-        return default_rule(self.judge or None, self.theta, self.quality, self.price)
 
     @classmethod
     def read(cls, additional: Any) -> WorkerConfig:
         raw = additional.get(KEY) if isinstance(additional, Mapping) else None
-        raw = raw if isinstance(raw, Mapping) else {}
-        known = [f.name for f in fields(cls)]
+        raw = dict(raw) if isinstance(raw, Mapping) else {}
+        known = ("judge", *REQUEST_FIELDS, "guard")
         if unknown := sorted(set(raw) - set(known)):
             raise SelfJudgeError(f"unknown setting {unknown[0]!r} of the rule in vLLM; there are: {', '.join(known)}")
-        if not isinstance(raw.get("guard", True), bool):
-            raise SelfJudgeError(f"`guard` must be true or false, not {raw['guard']!r}")
-        _check_types(raw)
-        config = cls(**raw)
-        if not isinstance(config.judge, str) or (not config.judge and uses_judge(config.own_rule)):
+        guard, judge = raw.pop("guard", True), raw.pop("judge", None) or None
+        if not isinstance(guard, bool):
+            raise SelfJudgeError(f"`guard` must be true or false, not {guard!r}")
+        own = RuleRequest(judge=judge, **raw)
+        if not isinstance(judge, (str, type(None))) or (judge is None and own.needs_judge):
             raise SelfJudgeError(
                 'JudgeWorker does not know its judge: give --additional-config \'{"selfjudge": {"judge": FOLDER}}\''
             )
-        return config
+        return cls(own, guard)
 
-
-def uses_judge(spec: str) -> bool:
-    """Whether the rule of this text asks a judge."""
-    return issubclass(read_rule(spec)[0], Judged)
-
-
-def _check_types(options: Mapping[str, Any]) -> None:
-    """Refuse values of `ASKED` that no request can mean."""
-    if not isinstance(options.get("rule"), (str, type(None))):
-        raise SelfJudgeError(f"`rule` must be text, such as 'margin:0.5', not {str(options['rule'])[:60]!r}")
-    for name in ("theta", "quality", "price"):
-        value = options.get(name)
-        if isinstance(value, bool) or not isinstance(value, (int, float, str, type(None))):
-            raise SelfJudgeError(f"`{name}` must be a number, not {value!r}")
-        if isinstance(value, str) and name != "theta":
-            raise SelfJudgeError(f"`{name}` must be a number, not {value!r}")
-    if options.get("theta") is not None and options.get("quality") is not None:
-        raise SelfJudgeError("`quality` chooses θ: give one of `theta` and `quality`")
+    def as_json(self) -> dict[str, Any]:
+        """What `read` reads."""
+        values = {name: getattr(self.own, name) for name in ("judge", *REQUEST_FIELDS)}
+        given = {name: value for name, value in values.items() if value is not None}
+        return given if self.guard else {**given, "guard": False}
 
 
 class RequestRules:
@@ -106,12 +81,12 @@ class RequestRules:
     ) -> None:
         """With a judge's config alone, rules can be checked and not used."""
         self.settings, self.judge, self.special, self.gamma, self.warn = settings, judge, special, gamma, warn
-        self._built: dict[tuple[Any, ...], AcceptanceRule | None] = {}
+        self.own = replace(settings.own.named(), judge=None)
         self._warned: set[str] = set()
-        self.default = self.build({**{name: getattr(settings, name) for name in ASKED}, "rule": settings.own_rule})
+        self.default = self._resolve(self.own)
 
     def __call__(self, params: Any) -> AcceptanceRule | None:
-        """Of vLLM's `SamplingParams`."""
+        """The rule of a request with these `SamplingParams` of vLLM."""
         try:
             rule = self.requested(params.extra_args)
             if rule is not None and params.temperature and not _samples(rule):
@@ -140,43 +115,24 @@ class RequestRules:
             if not isinstance(options["off"], bool):
                 raise SelfJudgeError(f"`off` must be true or false, not {options['off']!r}")
             return None if options["off"] else self.default
-        if not isinstance(options, Mapping) or not options or not set(options) <= set(ASKED):
+        readable = isinstance(options, Mapping) and set(options) <= set(REQUEST_FIELDS)
+        asked = RuleRequest(**options) if readable else OPEN_REQUEST
+        if asked.is_open:
             raise SelfJudgeError(
                 f"a request gives `off`, or some of `rule`, `theta`, `quality` and `price`, not {str(options)[:60]!r}"
             )
-        if options.get("rule", "") is None:
-            raise SelfJudgeError("`rule` must be text, not None")
-        lossless = read_rule(self.settings.own_rule)[0].lossless  # then a threshold or a price alone means judged
-        return self.build({"rule": "judged" if lossless else self.settings.own_rule, **options})
+        return self._resolve(asked.inherit(self.own))
 
-    def build(self, options: Mapping[str, Any]) -> AcceptanceRule | None:
-        """The same object for the same options."""
-        _check_types(options)
-        key: tuple[Any, ...] = tuple(options.get(name) for name in ASKED)
-        if key not in self._built:
-            if len(self._built) >= MAX_BUILT:
-                self._built.clear()
-            self._built[key] = self._parsed(*key)
-        return self._built[key]
-
-    def _parsed(self, spec: str, theta: Any, quality: Any, price: Any) -> AcceptanceRule | None:
-        kind, values = read_rule(spec)
-        if values.get("guard", self.settings.guard) != self.settings.guard:
+    def _resolve(self, request: RuleRequest) -> AcceptanceRule | None:
+        guard = self.settings.guard
+        if request.options.get("guard", guard) != guard:
             raise SelfJudgeError("the guard of special tokens is a setting of the engine: leave it out of the rule")
-        if kind is JudgeOnly:
+        if request.kind is JudgeOnly:
             raise SelfJudgeError("rule 'judge_only' refuses aligned drafts, which vLLM accepts: use rule judged")
-        judged = issubclass(kind, Judged)
-        theta = f"q{quality}" if quality is not None else theta
-        if judged and theta is None and price is None and not names_threshold(spec):
-            ours = self.settings
-            theta = f"q{ours.quality}" if ours.quality is not None else ours.theta
-        rule: Any = parse_rule(
-            spec, special=self.special, judge=cast("Any", self.judge) if judged else None, theta=theta, price=price
-        )
-        rule.check(self.gamma)
-        if rule.lossless:
+        if request.kind.lossless:
             return None
-        return cast("AcceptanceRule", replace(rule, guard=self.settings.guard))
+        guarded = replace(request, rule=with_options(request.text, guard=guard), gamma=self.gamma)
+        return guarded.resolve(self.special, self.judge)
 
 
 def _samples(rule: AcceptanceRule) -> bool:
@@ -208,10 +164,10 @@ def load(config: Any) -> tuple[WorkerConfig, Judge | None]:
     check_supported(config)
     settings = WorkerConfig.read(config.additional_config)
     judge = None
-    if settings.judge:
+    if settings.own.judge:
         from selfjudge.judge.model import Judge
 
-        judge, model = Judge.from_pretrained(settings.judge), config.model_config
+        judge, model = Judge.from_pretrained(settings.own.judge), config.model_config
         known = target_sha256(model.model, judge.config.target_sha256)
         judge.check_target(model.model, known, model.get_hidden_size())
     RequestRules(settings, judge, (), config.speculative_config.num_speculative_tokens)

@@ -7,12 +7,12 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.integrations.vllm.config import KEY, MULTIPROCESS, WORKER, RequestRules, WorkerConfig, uses_judge
+from selfjudge.integrations.vllm.config import KEY, MULTIPROCESS, WORKER, RequestRules, WorkerConfig
 from selfjudge.integrations.vllm.engine import choose_runner
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.hub import shipped_judge
@@ -39,19 +39,19 @@ def command(
         raise SelfJudgeError(f"`gamma` must lie between 1 and {MAX_GAMMA} with vLLM, not {gamma}")
     draft = draft_for(target, draft)
     worker = worker or WorkerConfig()
-    # which rule is meant does not depend on what ships
-    worker = replace(worker, rule=worker.own_rule, judge=worker.judge or str(shipped_judge(target) or ""))
-    if not worker.judge and uses_judge(worker.own_rule):
+    own = worker.own.named()  # which rule is meant does not depend on what ships
+    if own.judge is None and (shipped := shipped_judge(target)) is not None:
+        own = replace(own, judge=str(shipped))
+    if own.judge is None and own.needs_judge:
         raise SelfJudgeError(f"no judge ships for {target}: name one with `judge`")
+    worker = replace(worker, own=own)
     # what does not exist is refused here: better than in a worker's traceback
-    RequestRules(worker, JudgeConfig.from_pretrained(worker.judge) if worker.judge else None, (), gamma)
-    given = asdict(worker)
-    settings = {f.name: given[f.name] for f in fields(worker) if given[f.name] != f.default}
+    RequestRules(worker, None if own.judge is None else JudgeConfig.from_pretrained(own.judge), (), gamma)
     return [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", served_reference(target), "--served-model-name", target),
         *("--speculative-config", json.dumps(speculation(target, draft, gamma))),
-        *("--worker-cls", WORKER, "--additional-config", json.dumps({KEY: settings})),
+        *("--worker-cls", WORKER, "--additional-config", json.dumps({KEY: worker.as_json()})),
         "--no-trust-remote-code",
         *more,
     ]

@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from selfjudge.decoding.rules import AcceptanceRule
+from selfjudge.decoding.rule_parser import rule_text
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.vllm import config
 from selfjudge.integrations.vllm.approval import Approval
@@ -69,7 +69,8 @@ class JudgeWorker(Base):
         approval.warm_up(self.model_config.get_vocab_size(), self.model_config.dtype)
         adapter = adapter_of(type(runner.rejection_sampler).__module__)
         self._adapter = adapter(runner, approval, self._counts, rules, agree)
-        logger.info("Rule %s decides, %d tokens are guarded", _described(rules.default), len(special))
+        decides = "exact" if rules.default is None else rule_text(rules.default)
+        logger.info("Rule %s decides, %d tokens are guarded", decides, len(special))
 
     @torch.inference_mode()
     def sample_tokens(self, grammar_output: Any) -> Any:
@@ -89,13 +90,6 @@ class JudgeWorker(Base):
         if self._reports:
             self._counts.report(idle=True)
         return self._counts.read()
-
-
-def _described(rule: AcceptanceRule | None) -> str:
-    if rule is None:
-        return "exact"
-    given = [f"{name} {value:.4g}" for name in ("theta", "price") if (value := getattr(rule, name, None)) is not None]
-    return " ".join([rule.name, *given])
 
 
 def _tokenizer(model: Any) -> Any:
