@@ -16,18 +16,23 @@ from common import read_task_prompts, say
 from draft_quality import DraftBenchConfig, bench_draft
 
 from selfjudge.cli.output import Progress
-from selfjudge.distill.config import DistillConfig, Schedule, Shape
-from selfjudge.distill.data import Maker
-from selfjudge.distill.export import export
-from selfjudge.distill.pipeline import prepare
+from selfjudge.distill.config import DistillConfig, Schedule
+from selfjudge.distill.data import DataMaker
+from selfjudge.distill.export import export_student
 from selfjudge.distill.student import Student
-from selfjudge.distill.train import train
+from selfjudge.distill.train import StudentLearner, Trainer
 from selfjudge.models.convert import draft_model
 from selfjudge.models.pair import Pair
 from selfjudge.store import RunFolder, write_json
 
 PROMPTS = ["self:14000x2", "self-summaries:3500x2", "gsm8k:7473x4", "mbpp:374x12", "dolly:13500x3"]
 DOMAINS = {"math": "gsm8k", "code": "mbpp", "open": "dolly", "summarisation": "cnn_dailymail"}
+
+
+def shaped(settings: DistillConfig, text: str) -> DistillConfig:
+    """The settings of a student of a shape such as 4x384x1024: layers, width, width of the feed-forward layers."""
+    layers, width, inner = map(int, text.split("x"))
+    return replace(settings, layers=layers, width=width, inner=inner)
 
 
 def held_out_prompts(pair: Pair, data: Path, count: int) -> dict[str, list[list[int]]]:
@@ -63,16 +68,16 @@ def main() -> None:
         max_new_tokens=o.max_new_tokens, batch=o.batch,
     )  # fmt: skip
     work, progress = o.out / "work", Progress()
-    data = prepare(Maker(pair, settings, RunFolder(o.out), o.data, progress))
+    data = DataMaker(pair, settings, RunFolder(o.out), o.data, progress).make()
     say("prompts", json.dumps(data.report))
     say("corpus", len(data.training.lengths), "answers", data.training.answer_tokens, "tokens")
     benchmark_prompts = held_out_prompts(pair, o.data, o.held_out)
 
     def trained(text: str, minutes: float) -> tuple[Student, object]:
-        student = Student(pair.target, Shape(*map(int, text.split("x"))))
+        student = Student(pair.target, shaped(settings, text))
         checkpoint = work / f"train-{text}-{minutes:g}.safetensors"
         schedule = Schedule(minutes, rate=o.rate, batch_tokens=o.batch_tokens)
-        state = train(student, data.training, data.held_out, checkpoint, schedule, progress)
+        state = Trainer(StudentLearner(student, data), checkpoint, schedule, progress).run()
         return student, state
 
     def measured(student: Student, text: str) -> dict[str, object]:
@@ -99,10 +104,9 @@ def main() -> None:
         return
     if o.final == "best":  # by accepted length over all domains
         o.final = max(study, key=lambda run: run["runs"][-1]["m_gamma_10"])["shape"]
-    layers, width, inner = map(int, o.final.split("x"))
-    settings = replace(settings, layers=layers, width=width, inner=inner)
     student, state = trained(o.final, o.final_minutes)
-    export(RunFolder(o.out / "draft"), pair, student, data, settings, state)
+    maker = DataMaker(pair, shaped(settings, o.final), RunFolder(o.out / "draft"), o.data, progress)
+    export_student(maker, student, data, state)
     write_json(
         o.out / "final.json", {**measured(student, o.final), "minutes": o.final_minutes, "history": state.history}
     )

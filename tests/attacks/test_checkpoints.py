@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 
 from conftest import tiny_model
-from selfjudge.distill.train import State, _restored, _save
+from selfjudge.distill.config import Schedule
+from selfjudge.distill.train import Trainer
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.consistency import classifier
 from selfjudge.integrations.vllm.label import _outline
@@ -159,12 +161,22 @@ def test_a_compact_draft_with_wrong_weights_is_refused(
 
 
 def test_a_training_with_infinite_weights_does_not_go_on(tmp_path: Path) -> None:
-    file, parameters = tmp_path / "train.safetensors", {"a": torch.zeros(2, 3)}
-    _save(file, State(step=3), parameters, [], parameters)
-    assert _restored(file, parameters, [])[0].step == 3
-    _save(file, State(), {"a": torch.full((2, 3), torch.inf)}, [], parameters)
+    class Model(torch.nn.Linear):
+        layers = ("none",)
+
+    def trainer() -> Trainer:
+        model: Any = Model(2, 3)
+        return Trainer(model, tmp_path / "train.safetensors", Schedule(1), lambda stage, share: None)
+
+    first = trainer()
+    first.state.step = 3
+    first._save()
+    assert trainer().state.step == 3
+    with torch.no_grad():
+        first.parameters["bias"].fill_(torch.inf)
+    first._save()
     with pytest.raises(SelfJudgeError, match="not finite"):
-        _restored(file, parameters, [])
+        trainer()
 
 
 def test_the_output_matrix_that_labelling_in_vllm_reads(tmp_path: Path, checkpoints: dict[str, str]) -> None:

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,21 +21,31 @@ import selfjudge.distill.train as train_module
 import selfjudge.engine.teacher_forced as forced_module
 from conftest import CONFIGS, VOCAB, tiny_model
 from runs import full_disk
-from selfjudge.distill.config import Schedule, Shape
-from selfjudge.distill.data import Corpus, Job, chunks, jobs, largest, teacher
+from selfjudge.distill.config import DistillConfig, Schedule
+from selfjudge.distill.data import Corpus, Dataset, Job, chunks, jobs, largest, teacher
 from selfjudge.distill.student import Student, distillation_loss
-from selfjudge.distill.train import State, top1, train
+from selfjudge.distill.train import StudentLearner, Trainer, TrainingState, top1
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.convert import draft_model, materialise, read_compact, write_compact
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.sources import Source
 from selfjudge.store import read_tensors, write_tensors
+from selfjudge.types import Notify
 
 CPU = torch.device("cpu")
 
 
 def quiet(stage: str, share: float) -> None:
     """Nobody listens."""
+
+
+def shape(layers: int, width: int, **more: Any) -> DistillConfig:
+    return DistillConfig(layers=layers, width=width, **more)
+
+
+def train(student: Student, corpus: Corpus, checkpoint: Path, schedule: Schedule, notify: Notify) -> TrainingState:
+    """Train on a corpus and measure on the same."""
+    return Trainer(StudentLearner(student, Dataset(corpus, corpus, {})), checkpoint, schedule, notify).run()
 
 
 def made_up(sizes: list[tuple[int, int]], k: int = 3) -> tuple[Corpus, list[tuple[list[int], list[int]]]]:
@@ -84,10 +95,9 @@ def test_every_answer_is_made_once_and_a_file_has_one_temperature(
     sampled = [job.seed for job in wanted if job.temperature]
     assert len(set(sampled)) == len(sampled)
     made: list[Job] = []
-    for expected, (number, part) in enumerate(chunks(wanted)):
-        assert number == expected
+    for part in chunks(wanted):
         assert 0 < len(part) <= size
-        assert len({job.temperature for job in part}) == 1
+        assert len({(job.temperature, job.held_out) for job in part}) == 1
         made += part
     assert sorted(map(repr, made)) == sorted(map(repr, wanted))
 
@@ -166,30 +176,33 @@ def test_one_longer_sequence_does_not_burst_the_budget() -> None:
 
 
 def test_a_corpus_splits_held_out_answers_from_the_others(tmp_path: Path) -> None:
+    """A file of answers holds one kind alone."""
     rows = [{"held_out": i in (1, 3), "source": f"s{i}"} for i in range(4)]
     _, sequences = made_up([(2, 3), (4, 1), (1, 6), (3, 2)])
-    sizes = [len(a) for _, a in sequences]
-    numbers = np.repeat(np.arange(4), sizes)[:, None] * np.ones((1, 2))
-    write_tensors(
-        tmp_path / "a",
-        {
-            "tokens": np.concatenate([p + a for p, a in sequences]).astype(np.int32),
-            "prompt_lengths": np.array([len(p) for p, _ in sequences], np.int32),
-            "lengths": np.array([len(p) + len(a) for p, a in sequences], np.int32),
-            "prompts": np.arange(4, dtype=np.int32),
-            "log_p": numbers.astype(np.float16),
-            "index": numbers.astype(np.int32),
-        },
-    )
+    files = [tmp_path / name for name in "abc"]
+    for file, prompts in zip(files, ([1, 3], [0], [2]), strict=True):
+        chosen = [sequences[i] for i in prompts]
+        numbers = np.repeat(prompts, [len(a) for _, a in chosen])[:, None] * np.ones((1, 2))
+        write_tensors(
+            file,
+            {
+                "tokens": np.concatenate([p + a for p, a in chosen]).astype(np.int32),
+                "prompt_lengths": np.array([len(p) for p, _ in chosen], np.int32),
+                "lengths": np.array([len(p) + len(a) for p, a in chosen], np.int32),
+                "prompts": np.array(prompts, np.int32),
+                "log_p": numbers.astype(np.float16),
+                "index": numbers.astype(np.int32),
+            },
+        )
     for held_out, wanted in ((True, [1, 3]), (False, [0, 2])):
-        corpus = Corpus.read([tmp_path / "a"], rows, held_out=held_out, device=CPU)
+        corpus = Corpus.read(files, rows, held_out=held_out, device=CPU)
         assert corpus.sources == [f"s{i}" for i in wanted]
         for row, i in enumerate(wanted):
             ids, _, _, index = corpus.batch(torch.tensor([row]), CPU)
             assert ids[0].tolist() == [*sequences[i][0], *sequences[i][1]]
-            assert index.tolist() == [[i, i]] * sizes[i]
+            assert index.tolist() == [[i, i]] * len(sequences[i][1])
     with pytest.raises(SelfJudgeError, match="no answer"):
-        Corpus.read([tmp_path / "a"], [{**row, "held_out": False} for row in rows], held_out=True, device=CPU)
+        Corpus.read(files[1:], rows, held_out=True, device=CPU)
 
 
 # student and loss
@@ -221,7 +234,7 @@ def test_the_loss_and_its_gradients_are_those_of_autograd(monkeypatch: pytest.Mo
 def test_a_student_and_its_materialised_model_agree(kind: str, free: bool, hidden_size: int) -> None:
     """Projections of the target's embeddings, or embeddings of its own; narrower and wider than the target."""
     target = tiny_model(kind, seed=4, hidden_size=hidden_size)
-    student = Student(target, Shape(2, 64), free=free, seed=1)
+    student = Student(target, shape(2, 64, free_embeddings=free, seed=1))
     ids = torch.randint(VOCAB, (3, 17), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = student.hidden(ids) @ student.output().T
@@ -230,23 +243,25 @@ def test_a_student_and_its_materialised_model_agree(kind: str, free: bool, hidde
         assert torch.allclose(model(ids).logits, expected, atol=1e-4)
     assert expected.isfinite().all()
     for one, other in zip(
-        Student(target, Shape(2, 64), free=free, seed=1).parameters(), student.parameters(), strict=True
+        Student(target, shape(2, 64, free_embeddings=free, seed=1)).parameters(), student.parameters(), strict=True
     ):
         assert torch.equal(one, other)
 
 
 def test_any_architecture_can_have_a_student(any_model: hf.PreTrainedModel) -> None:
-    student = Student(any_model, Shape(1, 64))
+    student = Student(any_model, shape(1, 64))
     ids = torch.tensor([[5, 9, 2, 7]])
     with torch.no_grad():
         model = draft_model(student.tensors(), student.raw, any_model)
         assert torch.allclose(model(ids).logits, student.hidden(ids) @ student.output().T, atol=1e-4)
 
 
-@pytest.mark.parametrize("shape", [(0, 64, None), (1, 32, None), (1, 100, None)])
-def test_impossible_shapes_are_refused(shape: tuple[int, int, None]) -> None:
-    with pytest.raises(SelfJudgeError, match="multiple of 64") as caught:
-        Shape(*shape)
+@pytest.mark.parametrize(
+    ("layers", "width", "message"), [(0, 64, "`layers`"), (1, 32, "64"), (1, 100, "multiple of 64")]
+)
+def test_impossible_shapes_are_refused(layers: int, width: int, message: str) -> None:
+    with pytest.raises(SelfJudgeError, match=message) as caught:
+        shape(layers, width).check()
     assert "\n" not in str(caught.value)
 
 
@@ -263,10 +278,10 @@ def learnable(target: hf.PreTrainedModel) -> Corpus:
 
 def test_a_student_learns(tmp_path: Path) -> None:
     target = tiny_model(seed=4)
-    student, corpus = Student(target, Shape(1, 64)), learnable(target)
+    student, corpus = Student(target, shape(1, 64)), learnable(target)
     before = top1(student, corpus)["all"]
     schedule = Schedule(9, steps=200, rate=5e-3, batch_tokens=100)
-    state = train(student, corpus, corpus, tmp_path / "train", schedule, quiet)
+    state = train(student, corpus, tmp_path / "train", schedule, quiet)
     after = top1(student, corpus)
     assert before < 0.3
     assert after["all"] == after["made up"] == state.best > 0.8
@@ -277,10 +292,10 @@ def test_training_goes_on_where_it_was(tmp_path: Path) -> None:
     target = tiny_model(seed=4)
     corpus = learnable(target)
 
-    def run(minutes: float) -> tuple[State, Student]:
-        student = Student(target, Shape(1, 64))
+    def run(minutes: float) -> tuple[TrainingState, Student]:
+        student = Student(target, shape(1, 64))
         schedule = Schedule(minutes, rate=5e-3, batch_tokens=100, patience=99)
-        return train(student, corpus, corpus, tmp_path / "train", schedule, quiet), student
+        return train(student, corpus, tmp_path / "train", schedule, quiet), student
 
     first, student = run(0.004)
     again, same = run(0.004)
@@ -292,7 +307,7 @@ def test_training_goes_on_where_it_was(tmp_path: Path) -> None:
     assert more.seconds > first.seconds
     assert more.history[: len(first.history)] == first.history
     with pytest.raises(SelfJudgeError, match="another shape") as caught:
-        train(Student(target, Shape(1, 128)), corpus, corpus, tmp_path / "train", Schedule(1), quiet)
+        train(Student(target, shape(1, 128)), corpus, tmp_path / "train", Schedule(1), quiet)
     assert "\n" not in str(caught.value)
 
 
@@ -307,7 +322,7 @@ def test_an_interrupted_training_ends_in_the_same_weights(
     corpus = learnable(target)
 
     def run(name: str, evaluations_until: int | None = None) -> Student:
-        student, seen = Student(target, Shape(1, 64)), 0
+        student, seen = Student(target, shape(1, 64)), 0
 
         def notify(stage: str, share: float) -> None:
             nonlocal seen
@@ -316,7 +331,7 @@ def test_an_interrupted_training_ends_in_the_same_weights(
                 raise KeyboardInterrupt
 
         schedule = Schedule(1, steps=6, rate=5e-3, batch_tokens=100, patience=99)
-        train(student, corpus, corpus, tmp_path / name, schedule, notify)
+        train(student, corpus, tmp_path / name, schedule, notify)
         return student
 
     whole = run("whole")
@@ -331,10 +346,10 @@ def test_training_that_patience_ended_is_not_taken_up_again(tmp_path: Path) -> N
     target = tiny_model(seed=4)
     corpus = learnable(target)
     schedule = Schedule(0.02, rate=0.0, batch_tokens=100, patience=2)
-    first = train(Student(target, Shape(1, 64)), corpus, corpus, tmp_path / "train", schedule, quiet)
+    first = train(Student(target, shape(1, 64)), corpus, tmp_path / "train", schedule, quiet)
     assert first.without_gain == 2
     assert first.seconds < 1.0
-    again = train(Student(target, Shape(1, 64)), corpus, corpus, tmp_path / "train", schedule, quiet)
+    again = train(Student(target, shape(1, 64)), corpus, tmp_path / "train", schedule, quiet)
     assert again.step == first.step
 
 
@@ -391,7 +406,7 @@ def test_tensor_files_come_back_as_they_were_or_not_at_all(tmp_path: Path, monke
 
 def test_a_damaged_compact_draft_is_named(tmp_path: Path) -> None:
     target = tiny_model(seed=4)
-    student = Student(target, Shape(1, 64))
+    student = Student(target, shape(1, 64))
     write_compact(student.tensors(), student.raw, tmp_path)
     (tmp_path / "draft.safetensors").write_bytes((tmp_path / "draft.safetensors").read_bytes()[:-100])
     for folder in (tmp_path, tmp_path / "nowhere"):

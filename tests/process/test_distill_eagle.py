@@ -20,7 +20,7 @@ import selfjudge.distill.data as data_module
 import selfjudge.distill.eagle as eagle_module
 from conftest import VOCAB, tiny_model
 from selfjudge.distill.config import DistillConfig
-from selfjudge.distill.data import Corpus, held_out
+from selfjudge.distill.data import Corpus, choose_held_out
 from selfjudge.distill.eagle import (
     DECAY,
     HeadLearner,
@@ -31,7 +31,7 @@ from selfjudge.distill.eagle import (
     new_head,
     reached_and_right,
     read_batch,
-    simulated,
+    simulate,
 )
 from selfjudge.distill.pipeline import distill_draft
 from selfjudge.errors import SelfJudgeError
@@ -169,9 +169,9 @@ def test_what_is_measured_is_what_decoding_would_give() -> None:
 
 
 def test_a_simulated_answer() -> None:
-    assert simulated([]) == (0, 0)
-    assert simulated([0, 0, 0]) == (3, 3)
-    assert simulated([2, 9, 9, 0, 1, 0]) == (6, 3)
+    assert simulate([]) == (0, 0)
+    assert simulate([0, 0, 0]) == (3, 3)
+    assert simulate([2, 9, 9, 0, 1, 0]) == (6, 3)
     found = reached_and_right(torch.tensor([0, 2, 3, 2, 0]), 3)
     assert found.tolist() == [[5, 3, 2], [3, 3, 1]]  # at the last place but one there is room for two drafts
 
@@ -187,19 +187,18 @@ def test_the_draft_vocabulary_is_what_answers_are_made_of() -> None:
 
 
 def test_some_prompts_of_every_source_are_held_out() -> None:
-    rows = [{"source": name} for name in "aaaaaaaabbbc"]
-    assert held_out(rows, 4, by_source=False) == {0, 1, 2, 3}
-    assert held_out(rows, 4, by_source=True) == {0, 1, 2, 8}
-    assert held_out(rows, 99, by_source=True) == {0, 1, 2, 3, 8}
-    assert held_out(rows[-1:], 4, by_source=True) == {0}
+    sources = "aaaaaaaabbbc"
+    assert choose_held_out(sources, 4, by_source=False) == {0, 1, 2, 3}
+    assert choose_held_out(sources, 4, by_source=True) == {0, 1, 2, 8}
+    assert choose_held_out(sources, 99, by_source=True) == {0, 1, 2, 3, 8}
+    assert choose_held_out(sources[-1:], 4, by_source=True) == {0}
 
 
 def test_a_folded_head_reads_the_states_as_they_are(tmp_path: Path) -> None:
     target = tiny_model(num_hidden_layers=4)
     corpus = corpus_of([(3, 6), (2, 9)])
     learner = learner_of(target, corpus)
-    learner.name, learner.sha256 = "tiny", "a" * 64
-    learner.save(tmp_path, {"m": {"all": 2.0}})
+    learner.save(tmp_path, {"m": {"all": 2.0}}, target="tiny", sha256="a" * 64)
     head = EagleHead.load(tmp_path, target, "a" * 64)
     assert head.target == "tiny"
     batch = read_batch(target, head.config.aux_layers, corpus, torch.tensor([0, 1]))

@@ -173,7 +173,7 @@ def test_a_killed_run_goes_on(
     with pytest.raises(Killed):
         distill_draft(pair, out, settings, notify=killer(stage, occurrence))
     assert not (out / "run.json").exists()
-    there = {p: p.stat().st_mtime_ns for p in (out / "work").glob("*.safetensors") if p.name != "train.safetensors"}
+    there = {p: p.stat().st_mtime_ns for p in (out / "work").glob("[ap]*") if p.suffix != ".json"}
     assert len(there) == {"the target answers": occurrence, "the target answers, top-k": 2}.get(stage, 1 + 2 + 2)
     trained = stage == "writing" and read_tensors(out / "work" / "train.safetensors")[1]["step"]
     result = distill_draft(pair, out, settings)
@@ -185,7 +185,8 @@ def test_a_killed_run_goes_on(
     whole = tmp_path / "whole"
     with pytest.raises(Killed):
         distill_draft(pair, whole, settings, notify=killer("training", 1))
-    for file in (whole / "work").glob("[ap]*.safetensors"):
+    assert (whole / "work" / "prompts.jsonl").read_bytes() == (out / "work" / "prompts.jsonl").read_bytes()
+    for file in (whole / "work").glob("a*.safetensors"):
         one, other = read_tensors(file)[0], read_tensors(out / "work" / file.name)[0]
         assert all(np.array_equal(one[name], other[name]) for name in one)
 
@@ -278,7 +279,7 @@ def test_other_settings_are_refused_and_more_minutes_are_not(
     assert again["training"]["steps"] >= first["training"]["steps"]
 
 
-@pytest.mark.parametrize("name", ["answers-00000.safetensors", "prompts.safetensors"])
+@pytest.mark.parametrize("name", ["answers-00000.safetensors", "prompts.jsonl"])
 def test_damaged_data_is_made_again(pair: Pair, settings: DistillConfig, tmp_path: Path, name: str) -> None:
     """The same bytes come again, and the training goes on with them."""
     out = tmp_path / "out"
@@ -312,7 +313,7 @@ def test_a_full_disk_leaves_nothing_half_written(
         with pytest.raises(SelfJudgeError, match="No space left on device") as caught:
             distill_draft(pair, out, settings)
     assert "\n" not in str(caught.value)
-    assert not list((out / "work").iterdir())
+    assert sorted(file.name for file in (out / "work").iterdir()) == ["prompts.json", "prompts.jsonl"]
     distill_draft(pair, out, settings)  # there is space again
 
 

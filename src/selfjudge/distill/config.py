@@ -12,34 +12,8 @@ from selfjudge.store import sha256
 from selfjudge.types import check_settings, setting
 
 HEAD = 64  # width of an attention head of the draft
-KINDS = ("layers", "eagle3")
-PROMPTS = {
-    "layers": ("self:20000x3",),
-    "eagle3": (
-        "self:12000x2", "self-code:6000", "self-math:4000", "self-choices:3000", "self-writing:4000",
-        "self-extraction:3000", "self-translation:3000", "self-chats:4000", "self-summaries:2000",
-    ),
-}  # fmt: skip
-"""What a draft learns from if nothing is named: a head is worth most where its prompts are broad."""
-ANSWERS = {"layers": 3, "eagle3": 1}  # per prompt
-RATE = {"layers": 4e-3, "eagle3": 2e-3}
-BATCH_TOKENS = {"layers": 65536, "eagle3": 32768}
-EVALUATIONS = {"layers": (10, 4), "eagle3": (16, 8)}  # and how many of them without a gain end the training
-
-
-@dataclass(frozen=True)
-class Shape:
-    """How large the draft is."""
-
-    layers: int = 4
-    width: int = 384
-    inner: int | None = None
-    """Width of the feed-forward layers; 8/3 of `width` if not given."""
-
-    def __post_init__(self) -> None:
-        if self.layers < 1 or self.width < HEAD or self.width % HEAD or (self.inner is not None and self.inner < 1):
-            size = "×".join(str(n) for n in (self.layers, self.width, self.inner) if n is not None)
-            raise SelfJudgeError(f"a draft needs `layers` and a `width` that is a multiple of {HEAD}, not {size}")
+FREE = ("minutes", "steps", "batch", "data_minutes")
+"""Settings that may differ when a run is resumed: more training is fine, and memory decides the batch."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +22,7 @@ class Schedule:
 
     minutes: float
     steps: int | None = None
-    """Train for so many steps instead of minutes: such a training can be repeated."""
+    """Steps of training instead of minutes: such a training can be repeated."""
     rate: float = 4e-3
     batch_tokens: int = 65536
     evaluations: int = 10
@@ -58,11 +32,36 @@ class Schedule:
 
 
 @dataclass(frozen=True)
+class KindDefaults:
+    """What a kind of draft is made with where nothing else is named."""
+
+    prompts: tuple[str, ...]
+    answers: int
+    """Answers per prompt."""
+    rate: float
+    batch_tokens: int
+    evaluations: int
+    patience: int
+
+
+KINDS = {
+    "layers": KindDefaults(("self:20000x3",), 3, 4e-3, 65536, 10, 4),
+    "eagle3": KindDefaults(  # a head gains most from broad prompts
+        (
+            "self:12000x2", "self-code:6000", "self-math:4000", "self-choices:3000", "self-writing:4000",
+            "self-extraction:3000", "self-translation:3000", "self-chats:4000", "self-summaries:2000",
+        ),
+        1, 2e-3, 32768, 16, 8,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
 class DistillConfig:
     """What decides the draft; a run is resumed only with the same settings (those in `FREE` may differ)."""
 
     kind: str = setting(
-        "layers", "layers: a small model; eagle3: a head that reads the target's states.", choices=KINDS
+        "layers", "layers: a small model; eagle3: a head that reads the target's states.", choices=tuple(KINDS)
     )
     layers: int = setting(4, "Layers of the draft (kind layers).", minimum=1)
     width: int = setting(384, f"Width of the draft, a multiple of {HEAD} (kind layers).", minimum=HEAD)
@@ -71,7 +70,7 @@ class DistillConfig:
     unroll: int = setting(5, "Steps that a head is trained to draft in a row (kind eagle3).", minimum=1, maximum=20)
     free_embeddings: bool = setting(False, "Learn embeddings instead of projections of the target's.")
     minutes: float = setting(8.0, "Minutes of training, after the data is made.", above=0)
-    steps: int | None = setting(None, "Steps of training instead, so that the clock has no say.", minimum=1)
+    steps: int | None = setting(None, "Steps of training instead of minutes: the result can be repeated.", minimum=1)
     data_minutes: float | None = setting(
         None, "Minutes after which no more answers are asked for (kind eagle3); all if not given.", above=0
     )
@@ -81,29 +80,28 @@ class DistillConfig:
     max_new_tokens: int = setting(256, "Most new tokens of an answer.", minimum=1)
     max_prompt_tokens: int = setting(1536, "Longer prompts are left out.", minimum=1)
     held_out: int = setting(256, "Prompts kept for measuring agreement; at most half of them.", minimum=1)
-    top_k: int = setting(16, "Of the target's probabilities, kept per token.", minimum=1)
+    top_k: int = setting(16, "Largest probabilities of the target that are kept for each token.", minimum=1)
     rate: float | None = setting(None, "Highest learning rate; 0.004, for eagle3 0.002.", above=0)
     batch: int = setting(1024, "Answers at a time, where memory allows.", minimum=1)
     batch_tokens: int | None = setting(None, "Tokens of a training step; 65536, for eagle3 32768.", minimum=1)
     seed: int = setting(0, "Seed of prompts, answers and training.")
 
     @property
-    def shape(self) -> Shape:
-        return Shape(self.layers, self.width, self.inner)
-
-    @property
     def sources(self) -> list[Source]:
-        return [Source.parse(text, answers=ANSWERS[self.kind]) for text in self.prompts or PROMPTS[self.kind]]
+        default = KINDS[self.kind]
+        return [Source.parse(text, answers=default.answers) for text in self.prompts or default.prompts]
 
     @property
     def schedule(self) -> Schedule:
-        rate, tokens = self.rate or RATE[self.kind], self.batch_tokens or BATCH_TOKENS[self.kind]
-        return Schedule(self.minutes, self.steps, rate, tokens, *EVALUATIONS[self.kind], self.seed)
+        default = KINDS[self.kind]
+        rate, tokens = self.rate or default.rate, self.batch_tokens or default.batch_tokens
+        return Schedule(self.minutes, self.steps, rate, tokens, default.evaluations, default.patience, self.seed)
 
     def check(self) -> None:
         """Refuse what cannot work before any model is loaded."""
         check_settings(self)
-        _ = self.shape
+        if self.width % HEAD:
+            raise SelfJudgeError(f"`width` must be a multiple of {HEAD}, not {self.width}")
         if weighted := [source.name for source in self.sources if source.weight is not None]:
             raise SelfJudgeError(f"{weighted[0]} has a weight: distill takes counts, such as {weighted[0]}:1000x2")
         limited(self.sources, None)  # refuses a source that is named twice
@@ -113,12 +111,8 @@ class DistillConfig:
         files = [Path(source.name).expanduser() for source in self.sources]
         return {
             **asdict(self),
-            "prompts": list(self.prompts or PROMPTS[self.kind]),
+            "prompts": list(self.prompts or KINDS[self.kind].prompts),
             "rate": self.schedule.rate,
             "batch_tokens": self.schedule.batch_tokens,
             "prompt files": {str(file): sha256(file) for file in files if file.is_file()},
         }
-
-
-FREE = ("minutes", "steps", "batch", "data_minutes")
-"""Settings that may differ when a run is resumed: more training is fine, and memory decides the batch."""

@@ -1,6 +1,6 @@
 """What a student learns from: prompts → the target's answers → its top-k probabilities at every token of them.
 
-Everything lies in numbered files that are written whole and sealed, so that an interrupted run goes on where it was.
+Everything is kept in numbered files that are written whole and sealed, so that an interrupted run goes on where it was.
 Everything follows from the seed, so that another machine of the same kind makes the same data anew.
 """
 
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,100 +21,140 @@ from torch import Tensor
 from selfjudge.decoding.plain import respond
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.distill.config import DistillConfig
+from selfjudge.engine.select import release
 from selfjudge.engine.teacher_forced import GRID, Sequences, logit_rows, logits_of, teacher_forced, width
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.collect import Collector
-from selfjudge.store import Journal, RunFolder, read_tensors, sha256, write_tensors
-from selfjudge.store.artefacts import DistillPrompts, WrittenRow
-from selfjudge.store.schema import conform
+from selfjudge.store import Journal, RunFolder, read_rows, read_tensors, sha256, write_rows, write_tensors
+from selfjudge.store.artefacts import DistillPrompt, PromptsSeal, WrittenRow
 from selfjudge.types import Notify
 
 Row = dict[str, Any]
+"""A prompt, as `DistillPrompt` describes it."""
 CHUNK = 4096  # answers per file
 TEMPERATURES = (0.7, 1.0)
+PROMPTS = "work/prompts.jsonl"
 
 
 @dataclass(frozen=True)
-class Maker:
-    """Makes the data of a run: numbered files below `work`, each sealed, so that an interrupted run goes on."""
+class Job:
+    """One answer to make."""
+
+    prompt: int
+    temperature: float
+    seed: int
+    held_out: bool
+
+
+@dataclass(frozen=True)
+class DataMaker:
+    """Makes the data of a run, in sealed files below `work`, or reads what an earlier process has made."""
 
     pair: Pair
     config: DistillConfig
     run: RunFolder
     data: Path | None
+    """The folder of the benchmarks' files."""
     notify: Notify
 
-    def prompts(self) -> tuple[list[Row], dict[str, Any]]:
-        """Rows {source, ids, answers, held_out} in random order, and what became of each source's prompts."""
-        file = self.run.work / "prompts.safetensors"
-        with Journal(self.run.work / "written.jsonl", WrittenRow) as journal:
-            if self.run.sealed("prompts") is None:
-                self._make_prompts(file, journal)
-            journal.remove()
-        return _read_prompts(file)
+    def make(self) -> Dataset:
+        """All prompts and answers; the memory of the target's engine is free afterwards."""
+        rows, seal = self._prompts()
+        files = self._answers(rows, seal.get("seconds", 0.0))
+        device = self.pair.target.device
+        release(self.pair.target)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        held_out, training = (Corpus.read(files, rows, held_out=held, device=device) for held in (True, False))
+        return Dataset(training, held_out, seal["yields"])
 
-    def _make_prompts(self, file: Path, journal: Journal) -> None:
+    @property
+    def origin(self) -> str:
+        """The checksum of the prompts, which all later parts are made from."""
+        return sha256(self.run.path / PROMPTS)
+
+    def _prompts(self) -> tuple[list[Row], dict[str, Any]]:
+        """The prompts in random order, and their seal, which says what became of each source's prompts."""
+        with Journal(self.run.work / "written.jsonl", WrittenRow) as journal:
+            seal = self.run.sealed("prompts", schema=PromptsSeal) or self._make_prompts(journal)
+            journal.remove()
+        return list(read_rows(self.run.path / PROMPTS, DistillPrompt)), seal
+
+    def _make_prompts(self, journal: Journal) -> dict[str, Any]:
         config, begun = self.config, time.monotonic() - journal.seconds
         longest = config.max_prompt_tokens
         collect = Collector(self.pair, longest, config.seed, config.batch, self.data, self.notify, journal=journal)
         records, report = collect(config.sources)
         if len(records) < 2:
             raise SelfJudgeError("fewer than two prompts are left to learn from: give more with `prompts`")
+        random.Random(config.seed).shuffle(records)  # noqa: S311
         answers = {source.name: source.answers for source in config.sources}
-        rows = [{"source": record.source, "ids": ids, "answers": answers[record.source]} for record, ids in records]
-        random.Random(config.seed).shuffle(rows)  # noqa: S311
-        chosen = held_out(rows, config.held_out, by_source=config.kind == "eagle3")
-        for i, row in enumerate(rows):
-            row["held_out"] = i in chosen
-        _write_prompts(file, rows, report)
-        self.run.seal("prompts", ["work/prompts.safetensors"], **self._seconds(begun))
+        chosen = choose_held_out(
+            [record.source for record, _ in records], config.held_out, by_source=config.kind == "eagle3"
+        )
+        rows = (
+            {"source": record.source, "ids": ids, "answers": answers[record.source], "held_out": i in chosen}
+            for i, (record, ids) in enumerate(records)
+        )
+        write_rows(self.run.path / PROMPTS, rows)
+        return self.run.seal("prompts", [PROMPTS], yields=report, **self._seconds(begun))
 
-    def answers(self, rows: Sequence[Row]) -> list[Path]:
+    def _answers(self, rows: Sequence[Row], spent: float) -> list[Path]:
         """Files of answers: tokens of prompt and answer, lengths, the target's top-k at every token of the answer.
 
         For a head there is no top-k, and temperatures come mixed: files may be left out, when `data_minutes` are spent.
+        `spent` seconds went into the prompts.
         """
         config = self.config
-        parts = list(chunks(jobs(rows, config.seed)))
+        parts = list(enumerate(chunks(jobs(rows, config.seed))))
         if config.kind == "eagle3":
-            first, others = parts[:1], parts[1:]  # the first holds the held-out answers
+            others = [part for part in parts if not part[1][0].held_out]
             random.Random(config.seed).shuffle(others)  # noqa: S311
-            parts = first + others
-        made_from = sha256(self.run.work / "prompts.safetensors")
-        spent = (self.run.sealed("prompts") or {}).get("seconds", 0.0)
-        files = []
+            parts = [part for part in parts if part[1][0].held_out] + others
+        origin = self.origin
+        files: list[Path] = []
         for done, (number, part) in enumerate(parts):
+
+            def tell(stage: str, share: float, done: int = done) -> None:
+                self.notify(stage, (done + share) / len(parts))
+
             name = f"answers-{number:05d}"
-            seal = self.run.sealed(name, made_from)
+            seal = self.run.sealed(name, origin)
             if seal is None:
-                if config.data_minutes is not None and spent > 60 * config.data_minutes and done > 1:
+                learnable = any(not job.held_out for _, before in parts[:done] for job in before)
+                if config.data_minutes is not None and spent > 60 * config.data_minutes and learnable:
                     continue  # a later one may be there already
-                seal = self._answer(name, rows, part, (done, len(parts)), made_from)
+                seal = self._make_answers(name, rows, part, origin, tell)
             spent += seal.get("seconds", 0.0)
             files.append(self.run.work / f"{name}.safetensors")
         return files
 
-    def _answer(
-        self, name: str, rows: Sequence[Row], part: Sequence[Job], place: tuple[int, int], made_from: str
+    def _make_answers(
+        self, name: str, rows: Sequence[Row], part: Sequence[Job], origin: str, tell: Notify
     ) -> dict[str, Any]:
-        """Make one file of answers, the part at `place` among so many; its seal."""
-        begun, (done, count) = time.monotonic(), place
-        sequences = self._sequences(rows, part, done / count, 1 / count)
-        arrays = _arrays(part, sequences)
+        """Make one file of answers; its seal."""
+        begun = time.monotonic()
+        sequences = self._sequences(rows, part, lambda share: tell("the target answers", share))
+        arrays = {
+            "tokens": np.concatenate([np.asarray([*prompt, *answer], np.int32) for prompt, answer in sequences]),
+            "prompt_lengths": np.asarray([len(prompt) for prompt, _ in sequences], np.int32),
+            "lengths": np.asarray([len(prompt) + len(answer) for prompt, answer in sequences], np.int32),
+            "prompts": np.asarray([job.prompt for job in part], np.int32),
+        }
         if self.config.kind == "layers":
-            self.notify("the target answers, top-k", done / count)
+            tell("the target answers, top-k", 0.0)
             arrays["log_p"], arrays["index"] = teacher(self.pair, sequences, self.config.top_k)
         write_tensors(self.run.work / f"{name}.safetensors", arrays, {"temperature": part[0].temperature})
-        return self.run.seal(name, [f"work/{name}.safetensors"], made_from, **self._seconds(begun))
+        return self.run.seal(name, [f"work/{name}.safetensors"], origin, **self._seconds(begun))
 
     def _seconds(self, begun: float) -> dict[str, Any]:
         """What a seal says of the time since then: only where it counts, or the same work would leave other bytes."""
         return {} if self.config.data_minutes is None else {"seconds": round(time.monotonic() - begun, 1)}
 
-    def _sequences(self, rows: Sequence[Row], part: Sequence[Job], done: float, share: float) -> Sequences:
-        """Prompts and the target's answers to them; `done` of the work is done before, this part is a `share` of it."""
-        self.notify("the target answers", done)
+    def _sequences(self, rows: Sequence[Row], part: Sequence[Job], tell: Callable[[float], None]) -> Sequences:
+        """Prompts and the target's answers to them."""
+        tell(0.0)
         prompts = [rows[job.prompt]["ids"] for job in part]
         answers: dict[int, list[int]] = {}
         for index, tokens, _ in respond(
@@ -127,86 +168,42 @@ class Maker:
         ):
             answers[index] = tokens
             if len(answers) % 64 == 0:
-                self.notify("the target answers", done + share * len(answers) / len(part))
+                tell(len(answers) / len(part))
         return [(prompt, answers[i]) for i, prompt in enumerate(prompts)]
 
 
-def held_out(rows: Sequence[Row], count: int, *, by_source: bool) -> set[int]:
-    """Which rows are held out: the first, at most half of them; or as many of each source, at most half of each."""
+def choose_held_out(sources: Sequence[str], count: int, *, by_source: bool) -> set[int]:
+    """Which prompts are held out: the first, at most half of them; or as many of each source, at most half of each."""
     if not by_source:
-        return set(range(min(count, len(rows) // 2)))
+        return set(range(min(count, len(sources) // 2)))
     places: dict[str, list[int]] = {}
-    for i, row in enumerate(rows):
-        places.setdefault(row["source"], []).append(i)
+    for i, source in enumerate(sources):
+        places.setdefault(source, []).append(i)
     ranked = sorted((rank, i) for own in places.values() for rank, i in enumerate(own[: len(own) // 2]))
     return {i for _, i in ranked[:count]} or {0}
 
 
-def _arrays(part: Sequence[Job], sequences: Sequences) -> dict[str, Any]:
-    return {
-        "tokens": np.concatenate([np.asarray([*prompt, *answer], np.int32) for prompt, answer in sequences]),
-        "prompt_lengths": np.asarray([len(prompt) for prompt, _ in sequences], np.int32),
-        "lengths": np.asarray([len(prompt) + len(answer) for prompt, answer in sequences], np.int32),
-        "prompts": np.asarray([job.prompt for job in part], np.int32),
-    }
-
-
-def _write_prompts(file: Path, rows: Sequence[Row], report: dict[str, Any]) -> None:
-    names = list(report)
-    arrays = {
-        "ids": np.concatenate([np.asarray(row["ids"], np.int32) for row in rows]),
-        "lengths": np.asarray([len(row["ids"]) for row in rows], np.int32),
-        "sources": np.asarray([names.index(row["source"]) for row in rows], np.int32),
-        "answers": np.asarray([row["answers"] for row in rows], np.int32),
-        "held_out": np.asarray([row["held_out"] for row in rows], np.uint8),
-    }
-    write_tensors(file, arrays, {"sources": names, "report": report})
-
-
-def _read_prompts(file: Path) -> tuple[list[Row], dict[str, Any]]:
-    arrays, metadata = read_tensors(file)
-    conform(metadata, DistillPrompts, file)
-    ids = np.split(arrays["ids"], np.cumsum(arrays["lengths"])[:-1])
-    rows = [
-        {"source": metadata["sources"][s], "ids": i.tolist(), "answers": int(a), "held_out": bool(h)}
-        for i, s, a, h in zip(ids, arrays["sources"], arrays["answers"], arrays["held_out"], strict=True)
-    ]
-    return rows, metadata["report"]
-
-
-@dataclass(frozen=True)
-class Job:
-    """One answer to make."""
-
-    prompt: int
-    temperature: float
-    seed: int
-
-
 def jobs(rows: Sequence[Row], seed: int) -> list[Job]:
-    """Every answer to make, held-out prompts (greedy alone) first; in chunks of like temperature."""
-    every = [Job(i, 0.0, 0) for i, row in enumerate(rows) if row["held_out"]]
-    every += [Job(i, 0.0, 0) for i, row in enumerate(rows) if not row["held_out"]]
-    most = max(row["answers"] for row in rows)
-    for n in range(1, most):
+    """Every answer to make: of held-out prompts first, greedy alone, then of the others by temperature."""
+    held_out = [Job(i, 0.0, 0, True) for i, row in enumerate(rows) if row["held_out"]]
+    training = [i for i, row in enumerate(rows) if not row["held_out"]]
+    every = held_out + [Job(i, 0.0, 0, False) for i in training]
+    for n in range(1, max(row["answers"] for row in rows)):
         temperature = TEMPERATURES[(n - 1) % len(TEMPERATURES)]
         every += [
-            Job(i, temperature, ((seed * 1_000_003 + n) * 1_000_003 + i) % (1 << 63))
-            for i, row in enumerate(rows)
-            if not row["held_out"] and row["answers"] > n
+            Job(i, temperature, ((seed * 1_000_003 + n) * 1_000_003 + i) % (1 << 63), False)
+            for i in training
+            if rows[i]["answers"] > n
         ]
     return every
 
 
-def chunks(every: Sequence[Job]) -> Iterator[tuple[int, list[Job]]]:
-    """Numbered pieces of at most CHUNK answers of one temperature."""
-    number, start = 0, 0
-    while start < len(every):
-        end = start
-        while end < min(start + CHUNK, len(every)) and every[end].temperature == every[start].temperature:
-            end += 1
-        yield number, list(every[start:end])
-        number, start = number + 1, end
+def chunks(every: Sequence[Job]) -> Iterator[list[Job]]:
+    """Pieces of at most CHUNK answers of one temperature, all of them held out or none."""
+    for _, group in groupby(every, key=lambda job: (job.held_out, job.temperature)):
+        alike = list(group)
+        for start in range(0, len(alike), CHUNK):
+            yield alike[start : start + CHUNK]
 
 
 @torch.no_grad()
@@ -247,7 +244,7 @@ def largest(logits: Tensor, k: int, group: int = 128) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class Data:
+class Dataset:
     """All that a student learns from and is measured on."""
 
     training: Corpus
@@ -268,28 +265,29 @@ class Corpus:
     answers: Tensor
     """Where each sequence's answer begins in `log_p` and `index`."""
     log_p: Tensor | None
-    """The target's top-k at every token of the answers, and `index`; None where the target is asked again."""
+    """The target's top-k log-probabilities at every token of the answers; None where the target is asked again."""
     index: Tensor | None
+    """The tokens that `log_p` belongs to."""
     sources: list[str]
 
     @classmethod
     def read(cls, files: Sequence[Path], rows: Sequence[Row], *, held_out: bool, device: torch.device) -> Corpus:
         """The answers to held-out prompts, or all others."""
-        parts: dict[str, list[Any]] = {}
+        wanted = []
         for file in files:
-            for name, array in _chosen(read_tensors(file)[0], rows, held_out).items():
-                parts.setdefault(name, []).append(array)
-        if not sum(len(prompts) for prompts in parts.get("prompts", [])):
+            arrays, _ = read_tensors(file)
+            if rows[arrays["prompts"][0]]["held_out"] == held_out:
+                wanted.append(arrays)
+        if not wanted:
             raise SelfJudgeError("there is no answer to learn from")
-        arrays = {name: np.concatenate(pieces) for name, pieces in parts.items()}
+        arrays = {name: np.concatenate([part[name] for part in wanted]) for name in wanted[0]}
         lengths, prompt_lengths = (arrays[name].astype(np.int64) for name in ("lengths", "prompt_lengths"))
         size = sum(array.nbytes for array in arrays.values())
-        place = device
         if device.type == "cuda" and size > 0.4 * torch.cuda.mem_get_info(device)[0]:
-            place = torch.device("cpu")
+            device = torch.device("cpu")
 
         def put(array: Any) -> Tensor:
-            return torch.from_numpy(array).to(place)
+            return torch.from_numpy(array).to(device)
 
         def starts(sizes: Any) -> Tensor:
             return put(np.concatenate([[0], np.cumsum(sizes)[:-1]]))
@@ -345,14 +343,3 @@ class Corpus:
         sequence = torch.repeat_interleave(torch.arange(len(self.lengths), device=self.lengths.device), self.lengths)
         place = torch.arange(len(self.tokens), device=sequence.device) - self.starts[sequence]
         return torch.bincount(self.tokens[place >= self.prompt_lengths[sequence]].long(), minlength=vocabulary)
-
-
-def _chosen(arrays: dict[str, Any], rows: Sequence[Row], held_out: bool) -> dict[str, Any]:
-    """The arrays of a file of answers, of those to held-out prompts alone or of all others."""
-    wanted = np.asarray([rows[p]["held_out"] == held_out for p in arrays["prompts"]], bool)
-    if wanted.all():
-        return arrays
-    tokens = np.repeat(wanted, arrays["lengths"])
-    answers = np.repeat(wanted, arrays["lengths"] - arrays["prompt_lengths"])
-    masks = {"tokens": tokens, "log_p": answers, "index": answers}
-    return {name: array[masks.get(name, wanted)] for name, array in arrays.items()}

@@ -22,25 +22,25 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfjudge.distill.data import Corpus
-from selfjudge.distill.train import Measure
+from selfjudge.distill.train import HeldOutScore
 from selfjudge.engine.teacher_forced import attention
 from selfjudge.models.eagle import EagleConfig, EagleHead, captured_states
 
-DECAY = 0.8  # of the weight of a step, from one to the next
+DECAY = 0.8  # weight of a step in the loss over that of the step before
 LOSS_ROWS = 4096  # rows of logits at a time
-SEEN_TOKENS = 32768  # of a batch without gradients
+MEASURE_TOKENS = 32768  # tokens of a batch without gradients
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Sequences as the target has read them."""
+class TargetPass:
+    """What the target computed for some sequences in one pass."""
 
     ids: Tensor
-    """[B, T]"""
+    """[B, T] the tokens."""
     prompts: Tensor
-    """[B] tokens of the prompt."""
+    """[B] number of tokens of the prompt."""
     lengths: Tensor
-    """[B] tokens of prompt and answer."""
+    """[B] number of tokens of prompt and answer."""
     features: Tensor
     """[B, T, 3H] the states that the head reads."""
     states: Tensor
@@ -49,19 +49,23 @@ class Batch:
     @property
     def answered(self) -> Tensor:
         """[B, T] where the target predicts a token of the answer that is not its first."""
-        column = torch.arange(self.ids.shape[1], device=self.ids.device)
-        return (column >= self.prompts[:, None]) & (column < self.lengths[:, None] - 1)
+        return (self.columns >= self.prompts[:, None]) & (self.columns < self.lengths[:, None] - 1)
+
+    @property
+    def columns(self) -> Tensor:
+        """[T] the indices of the tokens."""
+        return torch.arange(self.ids.shape[1], device=self.ids.device)
 
 
 @torch.no_grad()
-def read_batch(target: PreTrainedModel, aux_layers: tuple[int, ...], corpus: Corpus, rows: Tensor) -> Batch:
+def read_batch(target: PreTrainedModel, aux_layers: tuple[int, ...], corpus: Corpus, rows: Tensor) -> TargetPass:
     """One pass of the target over these rows of the corpus."""
     device = target.device
     ids = corpus.ids(rows, device)
     with attention(), captured_states(target, aux_layers) as states:
         final = target.base_model(input_ids=ids, use_cache=False).last_hidden_state
     prompts, lengths = (t[rows].to(device) for t in (corpus.prompt_lengths, corpus.lengths))
-    return Batch(ids, prompts, lengths, torch.cat(states, -1), final)
+    return TargetPass(ids, prompts, lengths, torch.cat(states, -1), final)
 
 
 @dataclass(frozen=True)
@@ -69,9 +73,9 @@ class Sizes:
     """Root mean squares, over tokens of answers, of what a head reads and of what the output matrix multiplies."""
 
     features: Tensor
-    """[3H]"""
+    """[3H] sizes of the features."""
     states: Tensor
-    """[H]"""
+    """[H] sizes of the final states."""
 
 
 @torch.no_grad()
@@ -79,10 +83,9 @@ def measure_sizes(target: PreTrainedModel, aux_layers: tuple[int, ...], corpus: 
     """Sizes by column, on a few batches of a corpus. A few columns are hundreds of times larger than the others."""
     squares: list[Any] = [0.0, 0.0]
     count = 0
-    for rows in corpus.batches(SEEN_TOKENS, torch.Generator().manual_seed(0))[:batches]:
+    for rows in corpus.batches(MEASURE_TOKENS, torch.Generator().manual_seed(0))[:batches]:
         batch = read_batch(target, aux_layers, corpus, rows)
-        column = torch.arange(batch.ids.shape[1], device=batch.ids.device)
-        inside = (column >= batch.prompts[:, None] - 1) & (column < batch.lengths[:, None])
+        inside = (batch.columns >= batch.prompts[:, None] - 1) & (batch.columns < batch.lengths[:, None])
         for n, states in enumerate((batch.features, batch.states)):
             squares[n] = squares[n] + states[inside].float().square().sum(0)
         count += int(inside.sum())
@@ -116,13 +119,6 @@ def new_head(target: PreTrainedModel, config: EagleConfig, draft_ids: Tensor, si
     return head.bind(target, dtype=torch.float32)
 
 
-def folded(head: EagleHead, sizes: Sizes) -> dict[str, Tensor]:
-    """The parameters of a head that takes the features as they are, from one that takes them at size 1."""
-    tensors = {name: p.detach().clone() for name, p in head.named_parameters()}
-    tensors["fc.weight"] /= sizes.features.to(tensors["fc.weight"])
-    return tensors
-
-
 class HeadLearner:
     """A head that learns to draft `unroll` tokens in a row; m at that γ is measured."""
 
@@ -133,19 +129,15 @@ class HeadLearner:
     ) -> None:
         self.target, self.head, self.sizes, self.unroll = target, head, sizes, unroll
         self.corpus, self.held_out = corpus, held_out
-        self.folder: Path | None = None
-        """Where the best weights so far are written as a head that can be used."""
-        self.name, self.sha256 = "", ""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return self.head.named_parameters()
 
-    def unrolled(self, batch: Batch) -> Iterator[Tensor]:
-        """a [B, T, H] of each step."""
+    def unrolled(self, batch: TargetPass) -> Iterator[Tensor]:
+        """The head's output [B, T, H] of each step."""
         head, layer = self.head, self.head.layer
         g = head.fuse(batch.features / self.sizes.features.to(batch.features.dtype))
-        wide = batch.ids.shape[1]
-        positions = torch.arange(wide, device=g.device)[None]
+        positions = batch.columns[None]
         true: tuple[Tensor, Tensor] | None = None
         chain: list[tuple[Tensor, Tensor]] = []
         for step in range(self.unroll):
@@ -174,7 +166,7 @@ class HeadLearner:
                 counts = (since >= step).float()
                 weights.append(counts * DECAY**step / counts.sum().clamp_min(1))
         cap = getattr(self.target.config.get_text_config(), "final_logit_softcapping", None)
-        loss: Tensor = _Unrolled.apply(
+        loss: Tensor = _UnrolledLoss.apply(
             torch.stack(hidden), torch.stack(weights), batch.states[row, column], self.head.output, cap
         )
         return loss, len(since)
@@ -183,17 +175,17 @@ class HeadLearner:
         return torch.autocast(self.target.device.type, torch.bfloat16, enabled=self.target.dtype != torch.float32)
 
     @torch.no_grad()
-    def measure(self) -> Measure:
+    def measure(self) -> HeldOutScore:
         """m at γ = `unroll`, greedy and exact, and how often each step is right where those before it are."""
         seen: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros(2, self.unroll, dtype=torch.long))
         passes: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0])
-        for rows in self.held_out.batches(SEEN_TOKENS, torch.Generator().manual_seed(0)):
+        for rows in self.held_out.batches(MEASURE_TOKENS, torch.Generator().manual_seed(0)):
             batch = read_batch(self.target, self.head.config.aux_layers, self.held_out, rows)
             lengths = self._right_in_a_row(batch).cpu()
             for row, i in enumerate(rows.tolist()):
                 first, end = int(batch.prompts[row]) - 1, int(batch.lengths[row]) - 2
                 accepted = lengths[row, first : max(first, end)]
-                tokens, cycles = simulated(accepted.tolist())
+                tokens, cycles = simulate(accepted.tolist())
                 for key in ("all", self.held_out.sources[i]):
                     seen[key] += reached_and_right(accepted, self.unroll)
                     passes[key][0] += tokens
@@ -201,29 +193,27 @@ class HeadLearner:
         m = {key: round(tokens / max(1, cycles), 4) for key, (tokens, cycles) in passes.items()}
         top1 = {key: [round(float(share), 4) for share in n[1] / n[0].clamp_min(1)] for key, n in seen.items()}
         text = f"m {m['all']:.3f} at γ = {self.unroll}, top-1 {top1['all'][0]:.1%}"
-        return Measure(m["all"], {"m": m, "top1": top1}, text)
+        return HeldOutScore(m["all"], {"m": m, "top1": top1}, text)
 
-    def _right_in_a_row(self, batch: Batch) -> Tensor:
-        """[B, T] how many drafts would be accepted of those that begin there."""
-        standing = torch.ones_like(batch.ids, dtype=torch.bool)
+    def _right_in_a_row(self, batch: TargetPass) -> Tensor:
+        """[B, T] how many tokens of the draft that begins there would be accepted."""
+        accepted = torch.ones_like(batch.ids, dtype=torch.bool)
         lengths = torch.zeros_like(batch.ids)
         with attention(), self._autocast():
             for step, a in enumerate(self.unrolled(batch)):
                 best = torch.cat([self.head.logits(piece).argmax(-1) for piece in a.flatten(0, 1).split(LOSS_ROWS)])
                 wanted = F.pad(batch.ids, (0, 2 + step), value=-1)[:, 2 + step :]
-                standing = standing & (self.head.draft_ids[best].view_as(wanted) == wanted)
-                lengths += standing
+                accepted = accepted & (self.head.draft_ids[best].view_as(wanted) == wanted)
+                lengths += accepted
         return lengths
 
-    def keep(self, measure: Measure) -> None:
-        if self.folder is not None:
-            self.save(self.folder, measure.figures)
-
-    def save(self, folder: Path, figures: Mapping[str, Any]) -> int:
-        """Write the weights of now as a head that takes the target's states as they are; its bytes."""
+    def save(self, folder: Path, figures: Mapping[str, Any], *, target: str, sha256: str) -> int:
+        """Write the current weights as a head that takes the target's states as they are; its bytes."""
+        tensors = {name: p.detach().clone() for name, p in self.head.named_parameters()}
+        tensors["fc.weight"] /= self.sizes.features.to(tensors["fc.weight"])  # trained on features of size 1
         finished = EagleHead(self.head.config, self.head.draft_ids.cpu())
-        finished.load_state_dict(folded(self.head, self.sizes))
-        finished.target, finished.target_sha256 = self.name, self.sha256
+        finished.load_state_dict(tensors)
+        finished.target, finished.target_sha256 = target, sha256
         return finished.save(folder, metrics=figures)
 
 
@@ -237,7 +227,9 @@ def chain_attention(q: Tensor, keys: Tensor, values: Tensor, chain: Sequence[tup
     later = torch.ones(wide, wide, dtype=torch.bool, device=q.device).triu(1)
     scores = (grouped @ keys.unsqueeze(2).transpose(-1, -2)).masked_fill_(later, -torch.inf)
     own = torch.stack([(grouped * key.unsqueeze(2)).sum(-1) for key, _ in chain], -1)
-    own = F.pad(own, (0, -len(chain) % 8), value=-torch.inf)  # rows of odd width are slow to multiply on CUDA
+    own = F.pad(
+        own, (0, -len(chain) % 8), value=-torch.inf
+    )  # rows whose width is no multiple of 8 are slow to multiply on CUDA
     shares = torch.cat([scores, own.to(scores.dtype)], -1).softmax(-1).to(values.dtype)
     out = shares[..., :wide] @ values.unsqueeze(2)
     for n, (_, value) in enumerate(chain):
@@ -245,7 +237,7 @@ def chain_attention(q: Tensor, keys: Tensor, values: Tensor, chain: Sequence[tup
     return out.reshape(batch, heads, wide, dim)
 
 
-def simulated(accepted: Sequence[int]) -> tuple[int, int]:
+def simulate(accepted: Sequence[int]) -> tuple[int, int]:
     """Tokens and target passes when so many drafts are accepted at each place; the last pass may be cut short."""
     place = cycles = 0
     while place < len(accepted):
@@ -265,11 +257,11 @@ def reached_and_right(accepted: Tensor, steps: int) -> Tensor:
     return torch.stack([reached.sum(1), (reached & (accepted > step)).sum(1)])
 
 
-class _Unrolled(torch.autograd.Function):
+class _UnrolledLoss(torch.autograd.Function):
     """Σ weights · cross-entropy of hidden [J, R, H] against the target's states [R, H], both on output [D, H].
 
-    Logits exist for LOSS_ROWS rows at a time only. The gradient of the logits is softmax − p, so it is made on the way
-    forward and nothing is kept for the way back.
+    Logits exist for LOSS_ROWS rows at a time only. The gradient of the logits is softmax − p: it is computed in the
+    forward pass, and no logits are kept for backward.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""What a finished draft is written as: compact form and checkpoint, or head; model card and, last, `run.json`."""
+"""Writing a finished draft: compact form and checkpoint, or head; model card and, last, `run.json`."""
 
 from __future__ import annotations
 
@@ -7,26 +7,25 @@ from typing import Any
 
 import torch
 
-from selfjudge.distill.config import DistillConfig
-from selfjudge.distill.data import Data
+from selfjudge.distill.data import DataMaker, Dataset
 from selfjudge.distill.eagle import HeadLearner, Sizes
 from selfjudge.distill.student import Student
-from selfjudge.distill.train import State, top1
+from selfjudge.distill.train import TrainingState, top1
 from selfjudge.models.convert import materialise, quiet, read_compact, write_compact
 from selfjudge.models.eagle import EagleConfig, EagleHead
-from selfjudge.models.pair import Pair
 from selfjudge.models.pull import served_reference
 from selfjudge.models.speculators import write_speculators
-from selfjudge.store import RunFolder, markdown_table, write_text
+from selfjudge.store import markdown_table, write_text
 
-INT8_LOSS = 0.002  # of top-1 agreement: what int8 rows may cost before float16 is kept
+INT8_LOSS = 0.002  # top-1 agreement that int8 rows may cost before float16 is kept
 
 
-def export(
-    run: RunFolder, pair: Pair, student: Student, data: Data, config: DistillConfig, state: State
-) -> dict[str, Any]:
-    """Write everything, `run.json` last; what it says. The student keeps the weights that ship."""
-    out, compact = run.path, run.path / "compact"
+def export_student(maker: DataMaker, student: Student, data: Dataset, state: TrainingState) -> dict[str, Any]:
+    """Write the compact form, the checkpoint and the card, `run.json` last; what it says.
+
+    The student keeps the weights that ship.
+    """
+    pair, out, compact = maker.pair, maker.run.path, maker.run.path / "compact"
     trained = top1(student, data.held_out)
     tensors = {name: tensor.clone() for name, tensor in student.tensors().items()}
     size = write_compact(tensors, student.raw, compact)
@@ -39,57 +38,35 @@ def export(
     materialise(compact, pair.target, out)
     with quiet():
         pair.tokenizer.save_pretrained(out)
-    result: dict[str, Any] = {
-        "target": pair.target_id,
-        "settings": config.as_settings(),
-        **_origin(data, config, state),
+    result = {
+        **_describe(maker, data, state),
         "parameters": sum(tensor.numel() for tensor in student.tensors().values()),
         "top1_held_out": {"as_trained": trained, "int8": rounded},
         "compact": {"format": "int8 rows" if int8 else "float16", "bytes": size},
     }
-    write_text(out / "README.md", _card(result))
+    write_text(out / "README.md", _student_card(result))
     shutil.copy(out / "README.md", compact / "README.md")
-    run.finish(**result)
+    maker.run.finish(**result)
     return result
 
 
-def _origin(data: Data, config: DistillConfig, state: State) -> dict[str, Any]:
-    """What a draft was made from, and how."""
-    return {
-        "sources": [
-            {"name": s.name, "licence": s.licence, "answers_per_prompt": s.answers, **data.report[s.name]}
-            for s in config.sources
-        ],
-        "training": {
-            "answers": len(data.training.lengths),
-            "answer_tokens": data.training.answer_tokens,
-            "steps": state.step,
-            "tokens_seen": state.tokens,
-            "seconds": round(state.seconds, 1),
-            "history": state.history,
-        },
-    }
-
-
-def export_head(
-    run: RunFolder, pair: Pair, learner: HeadLearner, data: Data, config: DistillConfig, state: State
-) -> dict[str, Any]:
-    """Write the head and its card, `run.json` last; what it says."""
+def export_head(maker: DataMaker, learner: HeadLearner, data: Dataset, state: TrainingState) -> dict[str, Any]:
+    """Write the head, its form for vLLM and its card, `run.json` last; what it says."""
+    pair, run, unroll = maker.pair, maker.run, maker.config.unroll
+    names = {"target": pair.target_id, "sha256": pair.target_sha256}
     trained = learner.measure()
-    learner.save(run.path, trained.figures)
+    learner.save(run.path, trained.figures, **names)
     finished = EagleHead.load(run.path, pair.target, pair.target_sha256, pair.target_id)
     sizes = Sizes(torch.ones_like(learner.sizes.features), learner.sizes.states)
-    rounded = HeadLearner(pair.target, finished, sizes, data.training, data.held_out, config.unroll).measure()
-    size = learner.save(run.path, rounded.figures)
+    rounded = HeadLearner(pair.target, finished, sizes, data.training, data.held_out, unroll).measure()
+    size = learner.save(run.path, rounded.figures, **names)
     if len(set(finished.config.aux_layers)) == 3:
         folder, verifier = run.path / "speculators", served_reference(pair.target_id)
-        write_speculators(finished, pair.target, folder, steps=config.unroll, verifier=verifier)
+        write_speculators(finished, pair.target, folder, steps=unroll, verifier=verifier)
     counts = data.held_out.counts(finished.config.vocab_size)
-    result: dict[str, Any] = {
-        "kind": config.kind,
-        "target": pair.target_id,
-        "settings": config.as_settings(),
-        **_origin(data, config, state),
+    result = {
+        "kind": maker.config.kind,
+        **_describe(maker, data, state),
         "parameters": sum(p.numel() for p in finished.parameters()),
         "held_out": {"as_trained": trained.figures, "int8": rounded.figures},
         "draft_vocabulary": {
@@ -101,6 +78,26 @@ def export_head(
     write_text(run.path / "README.md", _head_card(result, finished.config))
     run.finish(**result)
     return result
+
+
+def _describe(maker: DataMaker, data: Dataset, state: TrainingState) -> dict[str, Any]:
+    """What a draft is for, what it was made from, and how."""
+    return {
+        "target": maker.pair.target_id,
+        "settings": maker.config.as_settings(),
+        "sources": [
+            {"name": s.name, "licence": s.licence, "answers_per_prompt": s.answers, **data.report[s.name]}
+            for s in maker.config.sources
+        ],
+        "training": {
+            "answers": len(data.training.lengths),
+            "answer_tokens": data.training.answer_tokens,
+            "steps": state.step,
+            "tokens_seen": state.tokens,
+            "seconds": round(state.seconds, 1),
+            "history": state.history,
+        },
+    }
 
 
 def _head_card(result: dict[str, Any], shape: EagleConfig) -> str:
@@ -140,7 +137,7 @@ def _source_table(sources: list[dict[str, Any]]) -> str:
     return markdown_table(["prompts", "used", "answers each", "licence of the prompts"], rows, "lrrl")
 
 
-def _card(result: dict[str, Any]) -> str:
+def _student_card(result: dict[str, Any]) -> str:
     s = result["settings"]
     shipped = "int8" if result["compact"]["format"].startswith("int8") else "as_trained"
     by_source = ", ".join(f"{k} {v:.1%}" for k, v in sorted(result["top1_held_out"][shipped].items()))

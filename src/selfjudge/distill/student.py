@@ -15,21 +15,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
-from selfjudge.distill.config import HEAD, Shape
+from selfjudge.distill.config import HEAD, DistillConfig
 
 LOSS_ROWS = 8192  # rows of logits at a time
 
 
-def student_config(shape: Shape, target: PreTrainedModel) -> dict[str, Any]:
+def student_config(config: DistillConfig, target: PreTrainedModel) -> dict[str, Any]:
     """The configuration of an ordinary Llama or Qwen2 of this size with the target's vocabulary."""
     large = target.config.get_text_config()
-    heads = shape.width // HEAD
+    heads = config.width // HEAD
     return {
         "model_type": "qwen2" if large.model_type == "qwen2" else "llama",
         "vocab_size": target.get_input_embeddings().weight.shape[0],
-        "hidden_size": shape.width,
-        "intermediate_size": shape.inner or round(shape.width * 8 / 3 / 64) * 64,
-        "num_hidden_layers": shape.layers,
+        "hidden_size": config.width,
+        "intermediate_size": config.inner or round(config.width * 8 / 3 / 64) * 64,
+        "num_hidden_layers": config.layers,
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
         "max_position_embeddings": large.max_position_embeddings,
@@ -43,16 +43,16 @@ def student_config(shape: Shape, target: PreTrainedModel) -> dict[str, Any]:
 
 
 class Student(nn.Module):
-    """The student of a target. With `free` embeddings, it learns matrices of its own instead of projections."""
+    """The student of a target. With `free_embeddings` it learns matrices of its own instead of projections."""
 
     table: Tensor
     head: Tensor
 
-    def __init__(self, target: PreTrainedModel, shape: Shape, *, free: bool = False, seed: int = 0) -> None:
+    def __init__(self, target: PreTrainedModel, config: DistillConfig) -> None:
         super().__init__()
-        self.raw = student_config(shape, target)
+        self.raw = student_config(config, target)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.manual_seed(config.seed)
             self.model = AutoModel.from_config(
                 AutoConfig.for_model(**self.raw),
                 dtype=torch.float32,
@@ -60,10 +60,10 @@ class Student(nn.Module):
                 trust_remote_code=False,
             )
         self.model.embed_tokens = nn.Identity()
-        self.free = free
+        self.free = config.free_embeddings
         table, head = (m.weight.detach() for m in (target.get_input_embeddings(), target.get_output_embeddings()))
-        first, last = _principal(table, shape.width, 0.5), _principal(head, shape.width, 0.05)
-        if free:
+        first, last = _principal(table, config.width, 0.5), _principal(head, config.width, 0.05)
+        if self.free:
             self.proj_in, self.proj_out = nn.Parameter(table.float() @ first), nn.Parameter(head.float() @ last)
         else:
             self.proj_in, self.proj_out = nn.Parameter(first), nn.Parameter(last)
@@ -92,7 +92,7 @@ class Student(nn.Module):
         return {own.get(name, name): p.detach() for name, p in self.named_parameters()}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over what `tensors` gives out."""
+        """Take over what `tensors` returns."""
         for name, own in self.tensors().items():
             own.copy_(tensors[name])
 
@@ -109,10 +109,10 @@ def _principal(matrix: Tensor, width: int, scale: float) -> Tensor:
     return scaled.contiguous()
 
 
-class _Distilled(torch.autograd.Function):
+class _TopKLoss(torch.autograd.Function):
     """Cross-entropy against the teacher's top-k, renormalised; logits exist for LOSS_ROWS rows at a time only.
 
-    The gradient of the logits is softmax − p, so it is made on the way forward and nothing is kept for the way back.
+    The gradient of the logits is softmax − p: it is computed in the forward pass, and no logits are kept for backward.
     """
 
     @staticmethod
@@ -142,5 +142,5 @@ class _Distilled(torch.autograd.Function):
 
 def distillation_loss(hidden: Tensor, output: Tensor, log_p: Tensor, index: Tensor) -> Tensor:
     """Mean over rows of −Σ p log q; hidden [R, W], output [V, W], the teacher's top-k [R, k] each."""
-    loss: Tensor = _Distilled.apply(hidden, output, log_p, index)
+    loss: Tensor = _TopKLoss.apply(hidden, output, log_p, index)
     return loss

@@ -1,11 +1,11 @@
-"""Training a student for a number of minutes, with checkpoints that survive the process."""
+"""Training a student or a head for a number of minutes or steps, with checkpoints that survive a kill."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from selfjudge.distill.config import Schedule
-from selfjudge.distill.data import Corpus
+from selfjudge.distill.data import Corpus, Dataset
 from selfjudge.distill.student import Student, distillation_loss
 from selfjudge.engine.teacher_forced import attention
 from selfjudge.errors import SelfJudgeError
@@ -30,8 +30,8 @@ CHECKPOINT_SECONDS = 60.0
 
 
 @dataclass
-class State:
-    """Where training stands; it travels with the checkpoint."""
+class TrainingState:
+    """How far training has come; it is part of the checkpoint."""
 
     step: int = 0
     seconds: float = 0.0
@@ -44,13 +44,13 @@ class State:
     history: list[dict[str, Any]] = field(default_factory=list)
 
 
-class Measure(NamedTuple):
+class HeldOutScore(NamedTuple):
     """How good a learner is on held-out answers."""
 
     score: float
-    """The weights with the largest are kept."""
+    """The figure by which the best weights are chosen: larger is better."""
     figures: dict[str, Any]
-    """For the history."""
+    """All figures, for the history."""
     text: str
 
 
@@ -59,45 +59,52 @@ class Learner(Protocol):
 
     corpus: Corpus
     layers: tuple[str, ...]
-    """Names of parameters that belong to layers begin so: Muon trains their matrices."""
+    """Prefixes of the names of parameters in layers: Muon trains the matrices among them."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
     def loss(self, rows: Tensor) -> tuple[Tensor, int]:
         """The loss on these rows of the corpus, and how many tokens it is a mean over."""
 
-    def measure(self) -> Measure:
-        """On held-out answers."""
-
-    def keep(self, measure: Measure) -> None:
-        """The weights of now are the best so far."""
+    def measure(self) -> HeldOutScore:
+        """How good it is on held-out answers."""
 
 
 class Trainer:
-    """One training: what learns, its optimisers, where it stands, and its best weights so far."""
+    """One training: what learns, its optimisers, how far it has come, and its best weights so far.
 
-    def __init__(self, learner: Learner, checkpoint: Path, schedule: Schedule, notify: Notify) -> None:
-        self.learner = learner
+    `keep` is called whenever the current weights are the best so far.
+    """
+
+    def __init__(
+        self,
+        learner: Learner,
+        checkpoint: Path,
+        schedule: Schedule,
+        notify: Notify,
+        keep: Callable[[HeldOutScore], object] = lambda score: None,
+    ) -> None:
+        self.learner, self.keep = learner, keep
         self.checkpoint, self.schedule, self.notify = checkpoint, schedule, notify
         self.parameters: dict[str, nn.Parameter] = dict(learner.named_parameters())
         self.device = next(iter(self.parameters.values())).device
         self.optimisers = make_optimisers(self.parameters, schedule.rate, learner.layers)
-        self.state, self.best = State(), self._copy()
+        self.state, self.best = TrainingState(), self._copy()
         if checkpoint.is_file():
-            self.state, self.best = _restored(checkpoint, self.parameters, self.optimisers)
+            self._restore()
         self.loss: Tensor | None = None
         self.clock = time.monotonic()
 
     @property
     def share(self) -> float:
-        """Of the training that is done: of its minutes, or of its steps where they are given."""
+        """The share of the training that is done, by minutes, or by steps where they are given."""
         if self.state.without_gain >= self.schedule.patience:
             return 1.0
         steps = self.schedule.steps
         spent = self.state.seconds / (self.schedule.minutes * 60) if steps is None else self.state.step / steps
         return min(1.0, spent)
 
-    def run(self) -> State:
+    def run(self) -> TrainingState:
         """Train until the schedule is spent or evaluations bring no more gain; the learner then has its best weights.
 
         A checkpoint that exists is continued.
@@ -171,7 +178,7 @@ class Trainer:
         self.notify(f"training: loss {loss:.3f}, held-out {measure.text}", share)
         if measure.score > state.best:
             state.best, state.without_gain, self.best = measure.score, 0, self._copy()
-            self.learner.keep(measure)
+            self.keep(measure)
         else:
             state.without_gain += 1
         self.clock = time.monotonic()
@@ -180,17 +187,48 @@ class Trainer:
         return {name: p.detach().clone() for name, p in self.parameters.items()}
 
     def _save(self) -> None:
-        _save(self.checkpoint, self.state, self.parameters, self.optimisers, self.best)
+        """Write the checkpoint: current and best weights, the optimisers' state, how far training has come."""
+        arrays = {}
+        for name, p in self.parameters.items():
+            arrays[f"now.{name}"] = p.detach().cpu().numpy()
+            arrays[f"best.{name}"] = self.best[name].cpu().numpy()
+            for optimiser in self.optimisers:
+                for key, tensor in optimiser.state.get(p, {}).items():
+                    if key != "step":
+                        arrays[f"{key}.{name}"] = tensor.cpu().numpy()
+        write_tensors(self.checkpoint, arrays, vars(self.state))
+
+    def _restore(self) -> None:
+        """Continue from the checkpoint; one of another shape, or with non-finite weights, is refused."""
+        file, parameters = self.checkpoint, self.parameters
+        arrays, metadata = read_tensors(file)
+        self.state = TrainingState(**conform(metadata, TrainingState, file))
+        shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+        if shapes != {k[4:]: v.shape for k, v in arrays.items() if k.startswith("now.")}:
+            raise SelfJudgeError(f"{file} belongs to a student of another shape: remove it or name another `out`")
+        check_finite(((name, torch.from_numpy(array)) for name, array in arrays.items()), file)
+        with torch.no_grad():
+            for name, p in parameters.items():
+                p.copy_(torch.from_numpy(arrays[f"now.{name}"]))
+                self.best[name] = torch.from_numpy(arrays[f"best.{name}"]).to(p)
+        for optimiser in self.optimisers:
+            keys = ("momentum_buffer",) if isinstance(optimiser, torch.optim.Muon) else ("exp_avg", "exp_avg_sq")
+            owned = {id(p) for group in optimiser.param_groups for p in group["params"]}
+            for name, p in parameters.items():
+                if id(p) in owned and all(f"{key}.{name}" in arrays for key in keys):
+                    optimiser.state[p] = {key: torch.from_numpy(arrays[f"{key}.{name}"]).to(p) for key in keys}
+                    if "exp_avg" in keys:
+                        step = torch.tensor(float(self.state.step), device=p.device if p.is_cuda else "cpu")
+                        optimiser.state[p]["step"] = step
 
 
-@dataclass
 class StudentLearner:
     """A student that learns from the target's most likely tokens; its top-1 agreement with the target is measured."""
 
-    student: Student
-    corpus: Corpus
-    held_out: Corpus
     layers: tuple[str, ...] = ("model.",)
+
+    def __init__(self, student: Student, data: Dataset) -> None:
+        self.student, self.corpus, self.held_out = student, data.training, data.held_out
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return self.student.named_parameters()
@@ -204,19 +242,9 @@ class StudentLearner:
         # outside: autocast would make its softmax float32
         return distillation_loss(hidden, output, log_p, index), len(index)
 
-    def measure(self) -> Measure:
+    def measure(self) -> HeldOutScore:
         agreement = top1(self.student, self.held_out)["all"]
-        return Measure(agreement, {"top1": round(agreement, 4)}, f"top-1 {agreement:.1%}")
-
-    def keep(self, measure: Measure) -> None:
-        """The checkpoint holds them."""
-
-
-def train(
-    student: Student, corpus: Corpus, held_out: Corpus, checkpoint: Path, schedule: Schedule, notify: Notify
-) -> State:
-    """Train a student; it ends up with its best weights. See `Trainer.run`."""
-    return Trainer(StudentLearner(student, corpus, held_out), checkpoint, schedule, notify).run()
+        return HeldOutScore(agreement, {"top1": round(agreement, 4)}, f"top-1 {agreement:.1%}")
 
 
 def make_optimisers(
@@ -260,47 +288,3 @@ def top1(student: Student, corpus: Corpus, batch_tokens: int = 32768) -> dict[st
                 seen[key] += count
     student.train()
     return {key: right[key] / seen[key] for key in right}
-
-
-def _save(
-    file: Path,
-    state: State,
-    parameters: Mapping[str, Tensor],
-    optimisers: Sequence[Optimizer],
-    best: Mapping[str, Tensor],
-) -> None:
-    arrays = {}
-    for name, p in parameters.items():
-        arrays[f"now.{name}"] = p.detach().cpu().numpy()
-        arrays[f"best.{name}"] = best[name].cpu().numpy()
-        for optimiser in optimisers:
-            for key, tensor in optimiser.state.get(p, {}).items():
-                if key != "step":
-                    arrays[f"{key}.{name}"] = tensor.cpu().numpy()
-    write_tensors(file, arrays, vars(state))
-
-
-def _restored(
-    file: Path, parameters: Mapping[str, Tensor], optimisers: Sequence[Optimizer]
-) -> tuple[State, dict[str, Tensor]]:
-    arrays, metadata = read_tensors(file)
-    state = State(**conform(metadata, State, file))
-    shapes = {name: tuple(p.shape) for name, p in parameters.items()}
-    if shapes != {k[4:]: v.shape for k, v in arrays.items() if k.startswith("now.")}:
-        raise SelfJudgeError(f"{file} belongs to a student of another shape: remove it or name another `out`")
-    check_finite(((name, torch.from_numpy(array)) for name, array in arrays.items()), file)
-    best = {}
-    with torch.no_grad():
-        for name, p in parameters.items():
-            p.copy_(torch.from_numpy(arrays[f"now.{name}"]))
-            best[name] = torch.from_numpy(arrays[f"best.{name}"]).to(p)
-    for optimiser in optimisers:
-        keys = ("momentum_buffer",) if isinstance(optimiser, torch.optim.Muon) else ("exp_avg", "exp_avg_sq")
-        owned = {id(p) for group in optimiser.param_groups for p in group["params"]}
-        for name, p in parameters.items():
-            if id(p) in owned and all(f"{key}.{name}" in arrays for key in keys):
-                optimiser.state[p] = {key: torch.from_numpy(arrays[f"{key}.{name}"]).to(p) for key in keys}
-                if "exp_avg" in keys:
-                    step = torch.tensor(float(state.step), device=p.device if p.is_cuda else "cpu")
-                    optimiser.state[p]["step"] = step
-    return state, best

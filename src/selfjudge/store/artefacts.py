@@ -469,11 +469,13 @@ class TauFile(TypedDict):
     tau: dict[str, ShippedTau]
 
 
-class DistillPrompts(TypedDict):
-    """The metadata of `work/prompts.safetensors`."""
+class DistillPrompt(TypedDict):
+    """A row of `work/prompts.jsonl` of a distillation."""
 
-    sources: list[str]
-    report: dict[str, Any]
+    source: str
+    ids: list[Count]
+    answers: Count
+    held_out: bool
 
 
 class EagleFile(TypedDict):
