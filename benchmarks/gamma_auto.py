@@ -20,7 +20,7 @@ from selfjudge.models.pair import Pair
 from selfjudge.prompts.builtin import BUILT_IN
 from selfjudge.prompts.sources import read_prompts
 from selfjudge.store import measured_on, write_json
-from selfjudge.types import Gamma, pooled_gamma_mean, pooled_mean_accepted_length
+from selfjudge.types import Gamma, pooled_figures
 
 
 def options() -> argparse.Namespace:
@@ -75,8 +75,8 @@ def measure(pair: Pair, asked: dict[str, list[str]], o: argparse.Namespace) -> l
             "tokens_per_second": {str(g): round(s, 2) for g, s in speed.items()},
             "auto_over_plain": speed["auto"] / speed[0],
             "auto_over_best_fixed": speed["auto"] / best,
-            "gamma_mean": pooled_gamma_mean(answers[name, "auto"]),
-            "mean_accepted_length": {str(g): pooled_mean_accepted_length(answers[name, g]) for g in choices},
+            "gamma_mean": pooled_figures(answers[name, "auto"])["gamma_mean"],
+            "mean_accepted_length": {str(g): pooled_figures(answers[name, g])["mean_accepted_length"] for g in choices},
             "same_tokens_as_plain": sum(
                 a.tokens == b.tokens for a, b in zip(answers[name, "auto"], answers[name, 0], strict=True)
             ) / len(asked[name]),

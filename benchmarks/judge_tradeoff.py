@@ -30,7 +30,7 @@ from selfjudge.models.pair import Pair
 from selfjudge.store import measured_on, write_json
 from selfjudge.tasks.base import Task
 from selfjudge.tasks.registry import load_task
-from selfjudge.types import pooled_judged_share, pooled_mean_accepted_length
+from selfjudge.types import pooled_figures
 
 
 class Chance(Judge):
@@ -138,11 +138,11 @@ def main() -> None:
             texts = [a.text for a in answers]
             own = own or texts
             seen = likelihoods(pair, [(e, a.tokens) for e, a in zip(encoded, answers, strict=True)])
-            total = sum(len(a.tokens) for a in answers)
+            total, pooled = sum(len(a.tokens) for a in answers), pooled_figures(answers)
             result["runs"].append({
                 "task": name, "rule": rule, "value": value, "theta": getattr(built, "theta", None), "n": len(rows),
-                "mean_accepted_length": pooled_mean_accepted_length(answers), "tokens": total, "seconds": seconds,
-                "judged_share": pooled_judged_share(answers),
+                "mean_accepted_length": pooled["mean_accepted_length"], "tokens": total, "seconds": seconds,
+                "judged_share": pooled["judged_share"],
                 "log_likelihood": mean_log_likelihood(seen), "agreement": agreement(benchmark, rows, texts, own),
                 **({"score": _mean(benchmark, rows, texts)} if benchmark.checkable else {}),
             })  # fmt: skip

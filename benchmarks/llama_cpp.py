@@ -28,7 +28,7 @@ from selfjudge.models.pair import Pair
 from selfjudge.prompts.builtin import BUILT_IN
 from selfjudge.store import measured_on, write_json
 from selfjudge.tasks.registry import load_task
-from selfjudge.types import Generation, pooled_gamma_mean, pooled_mean_accepted_length
+from selfjudge.types import Generation, pooled_figures
 
 WORKER = Path(__file__).with_name("llama_cpp.mjs")
 
@@ -170,7 +170,7 @@ def row(contestant: Contestant, contestants: Sequence[Contestant], kinds: Sequen
     """Medians over the repeats; ratios are taken within a repeat. llama.cpp is the first contestant, then ours."""
     speeds, (baseline, ours) = contestant.speeds(), contestants[:2]
     ratios = [a / b for a, b in zip(speeds, baseline.speeds(), strict=True)]
-    made = [t.made for t in contestant.timed[-1] if t.made is not None]
+    pooled = pooled_figures([t.made for t in contestant.timed[-1] if t.made is not None])
     places = {kind: [i for i, other in enumerate(kinds) if other == kind] for kind in kinds}
     return {
         "name": contestant.name,
@@ -178,8 +178,8 @@ def row(contestant: Contestant, contestants: Sequence[Contestant], kinds: Sequen
         "ratio_to_llama_cpp": statistics.median(ratios),
         "spread": [min(ratios), max(ratios)],
         "by_kind": {kind: statistics.median(contestant.speeds(at)) for kind, at in places.items()},
-        "mean_accepted_length": pooled_mean_accepted_length(made),
-        "gamma_mean": pooled_gamma_mean(made),
+        "mean_accepted_length": pooled["mean_accepted_length"],
+        "gamma_mean": pooled["gamma_mean"],
         "first_token_seconds": statistics.median(t.first for timed in contestant.timed for t in timed),
         "tokens": sum(len(t.tokens) for t in contestant.timed[0]),
         "same_answers": same_answers(contestant, baseline),

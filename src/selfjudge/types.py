@@ -79,43 +79,33 @@ def setting(
 
     `word` may stand in place of a whole number.
     """
-    return field(
-        default=default,
-        metadata={
-            "help": help,
-            "minimum": minimum,
-            "maximum": maximum,
-            "above": above,
-            "choices": tuple(choices),
-            "word": word,
-        },
-    )
+    limits = {"minimum": minimum, "maximum": maximum, "above": above, "choices": tuple(choices), "word": word}
+    return field(default=default, metadata={"help": help, **limits})
 
 
 def check_settings(config: Any) -> None:
     """Refuse values outside the ranges that the fields of a config declare; None means not given."""
     for f in fields(config):
-        given, name = getattr(config, f.name), f"`{f.name}`"
-        if not f.metadata:
-            continue
-        choices, low, high, above, word = (
-            f.metadata[key] for key in ("choices", "minimum", "maximum", "above", "word")
-        )
+        given = getattr(config, f.name)
         for value in given if isinstance(given, tuple) else (given,):
-            if value is None or (word is not None and value == word):
-                continue
-            if word is not None and not isinstance(value, int):
-                raise SelfJudgeError(f"{name} must be a whole number or {word}, not {value!r}")
-            if choices and value not in choices:
-                raise SelfJudgeError(f"unknown {name} {value!r}; there are: {', '.join(choices)}")
-            if isinstance(value, float) and not isfinite(value):
-                raise SelfJudgeError(f"{name} must be a finite number, not {value}")
-            if low is not None and value < low:
-                raise SelfJudgeError(f"{name} must be at least {low}, not {value}")
-            if above is not None and value <= above:
-                raise SelfJudgeError(f"{name} must be more than {above}, not {value}")
-            if high is not None and value > high:
-                raise SelfJudgeError(f"{name} must be at most {high}, not {value}")
+            if f.metadata and value is not None and value != f.metadata["word"]:
+                _check_value(f"`{f.name}`", value, f.metadata)
+
+
+def _check_value(name: str, value: Any, limits: Mapping[str, Any]) -> None:
+    low, high, above, choices, word = (limits[key] for key in ("minimum", "maximum", "above", "choices", "word"))
+    if word is not None and not isinstance(value, int):
+        raise SelfJudgeError(f"{name} must be a whole number or {word}, not {value!r}")
+    if choices and value not in choices:
+        raise SelfJudgeError(f"unknown {name} {value!r}; there are: {', '.join(choices)}")
+    if isinstance(value, float) and not isfinite(value):
+        raise SelfJudgeError(f"{name} must be a finite number, not {value}")
+    if low is not None and value < low:
+        raise SelfJudgeError(f"{name} must be at least {low}, not {value}")
+    if above is not None and value <= above:
+        raise SelfJudgeError(f"{name} must be more than {above}, not {value}")
+    if high is not None and value > high:
+        raise SelfJudgeError(f"{name} must be at most {high}, not {value}")
 
 
 Origin = Literal["draft", "judge", "target"]
@@ -289,7 +279,7 @@ class Generation:
 
     @property
     def gamma_mean(self) -> float | None:
-        """Draft tokens of a cycle on average: γ where it is fixed, and what was chosen where it is not."""
+        """Mean number of draft tokens per cycle: γ where it is fixed, else the mean of what was chosen."""
         return self.drafted / self.cycles if self.cycles else None
 
     @property
@@ -312,19 +302,14 @@ class Generation:
         return len(self.tokens) / self.seconds["total"] if self.seconds.get("total") else 0.0
 
 
-def pooled_mean_accepted_length(generations: list[Generation]) -> float | None:
-    """Σ tokens / Σ cycles over a set, the figure every table reports as m."""
-    cycles = sum(g.cycles for g in generations)
-    return sum(len(g.tokens) - 1 for g in generations if g.cycles) / cycles if cycles else None
-
-
-def pooled_gamma_mean(generations: list[Generation]) -> float | None:
-    """Draft tokens of a cycle on average over a set."""
-    cycles = sum(g.cycles for g in generations)
-    return sum(g.drafted for g in generations) / cycles if cycles else None
-
-
-def pooled_judged_share(generations: list[Generation]) -> float | None:
-    """Share of all tokens of a set that were accepted against the alignment rule."""
-    total = sum(len(g.tokens) for g in generations)
-    return sum(g.judged_share * len(g.tokens) for g in generations) / total if total else None
+def pooled_figures(generations: Sequence[Generation]) -> dict[str, float | None]:
+    """The figures of a whole set as tables print them: `gamma_mean`, `mean_accepted_length` (Σ tokens / Σ cycles) and
+    `judged_share` (of all tokens); None where there is nothing to divide by."""
+    cycles, tokens = sum(g.cycles for g in generations), sum(len(g.tokens) for g in generations)
+    in_cycles = sum(len(g.tokens) - 1 for g in generations if g.cycles)
+    judged = sum(g.origins.count("judge") for g in generations)
+    return {
+        "gamma_mean": sum(g.drafted for g in generations) / cycles if cycles else None,
+        "mean_accepted_length": in_cycles / cycles if cycles else None,
+        "judged_share": judged / tokens if tokens else None,
+    }

@@ -21,15 +21,7 @@ from selfjudge.decoding.text import draft_dtype, generate
 from selfjudge.engine.base import shape_reason
 from selfjudge.models.pair import Pair, Prompt
 from selfjudge.store import measured_on
-from selfjudge.types import (
-    PHASES,
-    Gamma,
-    Generation,
-    Notify,
-    pooled_gamma_mean,
-    pooled_judged_share,
-    pooled_mean_accepted_length,
-)
+from selfjudge.types import PHASES, Gamma, Generation, Notify, pooled_figures
 
 
 @dataclass
@@ -152,9 +144,7 @@ def _row(run: _Run, baseline: _Run, plain: _Run, floor: float | None) -> dict[st
         "tokens_per_second": statistics.mean(run.speeds),
         "ratio_to_plain": statistics.mean(ratios),
         "spread": [min(ratios), max(ratios)],
-        "gamma_mean": pooled_gamma_mean(run.generations),
-        "mean_accepted_length": pooled_mean_accepted_length(run.generations),
-        "judged_share": pooled_judged_share(run.generations),
+        **pooled_figures(run.generations),
         "identical_to_plain": same / len(run.tokens),
         "seconds": {"total": statistics.mean(run.seconds), **phases},
         "judge_time_share": _judge_time_share(run.generations) if run.judged else None,

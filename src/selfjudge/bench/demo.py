@@ -26,7 +26,7 @@ from selfjudge.prompts.builtin import BUILT_IN
 from selfjudge.store import measured_on
 from selfjudge.train.config import TrainConfig
 from selfjudge.train.pipeline import train_judge
-from selfjudge.types import Gamma, Generation, pooled_gamma_mean, pooled_judged_share, pooled_mean_accepted_length
+from selfjudge.types import Gamma, Generation, pooled_figures
 
 Notify = Callable[[str], None]
 WRITTEN = 12
@@ -159,9 +159,7 @@ class Demo:
         return {
             "rule": name,
             "gamma": gamma,
-            "gamma_mean": pooled_gamma_mean(answers),
-            "mean_accepted_length": pooled_mean_accepted_length(answers),
-            "judged_share": pooled_judged_share(answers),
+            **pooled_figures(answers),
             "tokens_per_second": speed,
             "speed_over_plain": speed / first,
             "same_answer_as_plain": same / len(answers),
