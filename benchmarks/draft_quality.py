@@ -8,7 +8,6 @@ timed beside it, on a few of the prompts.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,10 +21,10 @@ from pass_cost import head_seconds, pass_seconds
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.plain import respond
 from selfjudge.decoding.rules import EXACT
-from selfjudge.engine.select import borrowed, borrowed_draft, common_kind, draft_features
+from selfjudge.engine.select import PairEngines
 from selfjudge.errors import SelfJudgeError
 from selfjudge.label.mismatch import draft_tokens
-from selfjudge.models.eagle import EagleHead
+from selfjudge.models.heads import KIND as HEAD_KIND
 from selfjudge.models.pair import Pair
 from selfjudge.store import measured_on, write_json
 from selfjudge.types import Step
@@ -61,13 +60,13 @@ def bench_draft(
     config = config or DraftBenchConfig()
     parameters = sum(p.numel() for p in pair.draft.parameters())  # before an engine packs them and lets them go
     target_seconds = {
-        tokens: pass_seconds(pair.target, 1, tokens, CONTEXT, repeats=config.repeats)
+        tokens: pass_seconds(pair.target_model, 1, tokens, CONTEXT, repeats=config.repeats)
         for tokens in (1, *(g + 1 for g in config.gammas))
     }
-    if isinstance(pair.draft, EagleHead):
-        draft_seconds = head_seconds(pair.draft, pair.target, CONTEXT, repeats=config.repeats)
+    if pair.draft_kind == HEAD_KIND:
+        draft_seconds = head_seconds(pair, CONTEXT, repeats=config.repeats)
     else:
-        draft_seconds = pass_seconds(pair.draft, 1, 1, CONTEXT, repeats=config.repeats)
+        draft_seconds = pass_seconds(pair.standalone_draft("`bench draft`"), 1, 1, CONTEXT, repeats=config.repeats)
     counts = {name: _count(pair, name, ids, config, notify) for name, ids in prompts.items()}
     total: Counter[str] = Counter()
     for count in counts.values():
@@ -169,12 +168,7 @@ def timed(pair: Pair, prompts: Sequence[Sequence[int]], *, gamma: int, max_new_t
 
 def _steps(pair: Pair, prompts: Sequence[Sequence[int]], gamma: int, max_new_tokens: int) -> Iterator[Step]:
     """Greedy decoding of a batch."""
-    assert pair.draft is not None
-    kind = common_kind(pair.target, pair.draft, "auto")
-    with contextlib.ExitStack() as stack:
-        features = draft_features(pair.draft) if gamma else ()
-        target = stack.enter_context(borrowed(pair.target, features=features, kind=kind))
-        draft = stack.enter_context(borrowed_draft(pair.draft, pair.target, kind=kind)) if gamma else None
+    with PairEngines(pair, drafts=gamma > 0).borrow() as (target, draft):
         yield from decode(
             target, draft, prompts, EXACT, gamma=gamma, max_new_tokens=max_new_tokens, eos_ids=pair.eos_ids
         )
@@ -183,7 +177,7 @@ def _steps(pair: Pair, prompts: Sequence[Sequence[int]], gamma: int, max_new_tok
 def agreement(pair: Pair, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, batch: int) -> tuple[int, int]:
     """At how many tokens of the target's greedy answers the draft, given all before, agrees; of how many."""
     assert pair.draft is not None
-    answers = respond(pair.target, prompts, eos_ids=pair.eos_ids, max_new_tokens=max_new_tokens, batch=batch)
+    answers = respond(pair.target_model, prompts, eos_ids=pair.eos_ids, max_new_tokens=max_new_tokens, batch=batch)
     sequences = [(prompts[index], answer) for index, answer, _ in answers]
     proposals = draft_tokens(pair, sequences)
     hits = sum(

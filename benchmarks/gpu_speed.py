@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rules import EXACT
-from selfjudge.engine.select import borrowed, borrowed_draft
+from selfjudge.engine.select import borrow_draft, borrow_engine
+from selfjudge.models.loaded import Draft, Target
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.builtin import BUILT_IN
 from selfjudge.store import measured_on, write_json
@@ -39,18 +40,13 @@ def write(file: Path, value: dict[str, Any]) -> None:
 
 
 def ours(
-    target: PreTrainedModel,
-    draft: PreTrainedModel | None,
-    prompts: Prompts,
-    gamma: int,
-    count: int,
-    eos: Sequence[int] = (),
+    target: Target, draft: Draft | None, prompts: Prompts, gamma: int, count: int, eos: Sequence[int] = ()
 ) -> Timed:
     """Seconds and tokens of our loop, greedy; engines and what they recorded are kept between calls."""
     tokens: list[list[int]] = [[] for _ in prompts]
     torch.cuda.synchronize()
     start = time.perf_counter()
-    with borrowed(target) as large, borrowed_draft(draft, target) if draft is not None else nullcontext() as small:
+    with borrow_engine(target) as large, borrow_draft(draft, target) if draft is not None else nullcontext() as small:
         for step in decode(large, small, prompts, EXACT, gamma=gamma, max_new_tokens=count, eos_ids=eos):
             for e in step.emissions:
                 tokens[e.row] += e.tokens
@@ -94,7 +90,7 @@ def finishing(pair: Pair, out: Path) -> None:
         trace = []
         torch.cuda.synchronize()
         start = time.perf_counter()
-        with borrowed(pair.target) as engine:
+        with borrow_engine(pair.target_model) as engine:
             for step in decode(engine, None, prompts, EXACT, gamma=0, max_new_tokens=384, eos_ids=pair.eos_ids):
                 trace.append((time.perf_counter() - start, len(step.emissions)))
         traces.append(trace)
@@ -143,7 +139,7 @@ def big_batches(pair: Pair, float32: Pair, out: Path) -> None:
     prompts = many_prompts(pair)
     runs = []
     for batch in (64, 256, 1024):
-        for name, function in (("selfjudge-plain", lambda p: ours(pair.target, None, p, 0, 128, pair.eos_ids)),
+        for name, function in (("selfjudge-plain", lambda p: ours(pair.target_model, None, p, 0, 128, pair.eos_ids)),
                                ("transformers-plain", lambda p: theirs(pair.target, p, 128, pair.eos_ids))):  # fmt: skip
             function(prompts[:batch])  # warm-up
             seconds, rows = function(prompts[:batch])
@@ -158,7 +154,7 @@ def big_batches(pair: Pair, float32: Pair, out: Path) -> None:
                 }
             )
     sample = prompts[:64]
-    own = ours(float32.target, None, sample, 0, 96, pair.eos_ids)[1]
+    own = ours(float32.target_model, None, sample, 0, 96, pair.eos_ids)[1]
     peer = theirs(float32.target, sample, 96, pair.eos_ids)[1]
     gaps = []
     for prompt, a, b in zip(sample, own, peer, strict=True):
@@ -182,12 +178,13 @@ def shapes(out: Path) -> None:
     trace = json.loads((RESULTS / "cpu-2core" / "acceptance.json").read_text())["runs"]
     lengths = {r["gamma"]: r["mean_accepted_length"] for r in trace if r["name"] == "selfjudge-exact"}
     for target_name, draft_name in (("qwen2.5-1.5b", "qwen-draft-8x320"), ("llama-3.1-8b", "llama-3.2-1b")):
-        target, draft = (random_model(n, CUDA, torch.bfloat16) for n in (target_name, draft_name))
+        target = Target(random_model(target_name, CUDA, torch.bfloat16))
+        draft = Draft(random_model(draft_name, CUDA, torch.bfloat16))
         prompt = [torch.randint(1000, (300,)).tolist()]
         for _ in range(3):  # the second time a prompt of that length comes its pass is recorded
             seconds, _ = ours(target, None, prompt, 0, 256)
-        theirs(target, prompt, 8)
-        slow, _ = theirs(target, prompt, 32)
+        theirs(target.module, prompt, 8)
+        slow, _ = theirs(target.module, prompt, 32)
         row: dict[str, Any] = {
             "target": target_name, "draft": draft_name, "plain_tokens_per_second": 256 / seconds,
             "transformers_tokens_per_second": 32 / slow,
@@ -196,7 +193,7 @@ def shapes(out: Path) -> None:
         }  # fmt: skip
         for gamma, m in lengths.items():
             seconds, _ = ours(target, draft, prompt, gamma, 64)
-            with borrowed(target) as large, borrowed_draft(draft, target) as small:
+            with borrow_engine(target) as large, borrow_draft(draft, target) as small:
                 cycles = list(decode(large, small, prompt, EXACT, gamma=gamma, max_new_tokens=128))[1:]
             cycle = sum(sum(s.seconds.values()) for s in cycles) / len(cycles)
             row[f"cycle_ms_gamma_{gamma}"] = cycle * 1e3

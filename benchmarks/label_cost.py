@@ -107,7 +107,11 @@ class _Bench:
         pair, config = self.pair, self.config
         self.prompts = pair.encode_many([one.prompt for one in self.asked])
         answers = respond(
-            pair.target, self.prompts, eos_ids=pair.eos_ids, max_new_tokens=config.max_new_tokens, batch=config.batch
+            pair.target_model,
+            self.prompts,
+            eos_ids=pair.eos_ids,
+            max_new_tokens=config.max_new_tokens,
+            batch=config.batch,
         )
         by_prompt = {index: (tokens, finish) for index, tokens, finish in answers}
         self.responses = [by_prompt[i][0] for i in range(len(self.prompts))]

@@ -227,7 +227,9 @@ def our_side(pair: Pair, rules: str, texts: dict[tuple[int, ...], str], dtype: s
     for name in rules.split(","):
         rule, _, draft = name.partition("+")
         own = (
-            replace(Pair.load(pair.target_id, draft, device="cpu", dtype=dtype), target=pair.target) if draft else pair
+            replace(Pair.load(pair.target_id, draft, device="cpu", dtype=dtype), target_model=pair.target_model)
+            if draft
+            else pair
         )
         answer = ours(own, "exact", 0, texts) if rule == "plain" else ours(own, rule, None, texts)
         contestants.append(Contestant(f"selfjudge-{name}", answer))

@@ -22,11 +22,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from selfjudge.bench.floor import bandwidth, bytes_per_pass, seconds_of
 from selfjudge.engine.base import Engine
 from selfjudge.engine.draft import EagleDraft
-from selfjudge.engine.select import common_kind, make_draft, make_engine
-from selfjudge.models.device import chosen_device
-from selfjudge.models.eagle import EagleHead
-from selfjudge.models.gguf import gguf_of
-from selfjudge.models.pair import Pair, chosen_dtype
+from selfjudge.engine.select import PairEngines, make_draft, make_engine
+from selfjudge.models.device import choose_device
+from selfjudge.models.load import choose_dtype
+from selfjudge.models.loaded import LoadedModel, Target, as_loaded
+from selfjudge.models.pair import Pair
 from selfjudge.store import measured_on, write_json
 
 
@@ -81,7 +81,7 @@ def random_model(shape: str, device: torch.device, dtype: torch.dtype) -> PreTra
 
 @torch.no_grad()
 def pass_seconds(
-    model: PreTrainedModel,
+    of: PreTrainedModel | LoadedModel,
     batch: int,
     tokens: int,
     context: int,
@@ -91,7 +91,8 @@ def pass_seconds(
     repeats: int = 10,
 ) -> float:
     """Median seconds of one pass of `tokens` tokens a row after `context` cached ones."""
-    engine: Engine = make_engine(model, int8=int8, kind=kind)
+    engine: Engine = make_engine(of, int8=int8, kind=kind)
+    model = as_loaded(of).causal_lm
     engine.reserve(batch, context + tokens + 1)
     size = model.get_input_embeddings().weight.shape[0]
     engine.extend(torch.randint(size, (batch, context), device=model.device), keep=1)
@@ -107,9 +108,11 @@ def pass_seconds(
 
 
 @torch.no_grad()
-def head_seconds(head: EagleHead, target: PreTrainedModel, context: int, *, repeats: int = 10) -> float:
-    """Median seconds of one more proposal of a head, for one row, after `context` cached entries."""
-    draft = make_draft(head, target, kind=common_kind(target, head, "auto"))
+def head_seconds(pair: Pair, context: int, *, repeats: int = 10) -> float:
+    """Median seconds of one more proposal of a pair's head, for one row, after `context` cached entries."""
+    assert pair.draft_model is not None
+    head = pair.draft_model.eagle_head
+    draft = make_draft(pair.draft_model, pair.target_model, kind=PairEngines(pair).kind)
     assert isinstance(draft, EagleDraft)
     engine, size = draft.engine, head.config.hidden_size
     engine.reserve(1, context + 2)
@@ -127,7 +130,7 @@ def head_seconds(head: EagleHead, target: PreTrainedModel, context: int, *, repe
 
 
 def bench_passes(
-    model: PreTrainedModel,
+    model: PreTrainedModel | LoadedModel,
     name: str,
     config: PassesConfig,
     *,
@@ -135,12 +138,13 @@ def bench_passes(
     notify: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Time every combination of batch, context and tokens per pass."""
-    speed = bandwidth(model.device)
+    loaded = as_loaded(model)
+    speed = bandwidth(loaded.device)
     rows = []
     for batch, context, count in product(config.batches, config.contexts, config.tokens):
         notify(f"batch {batch}, context {context}, {count} tokens a pass")
-        seconds = pass_seconds(model, batch, count, context, int8=int8, kind=config.engine, repeats=config.repeats)
-        floor = bytes_per_pass(model, batch, context, int8) / speed
+        seconds = pass_seconds(loaded, batch, count, context, int8=int8, kind=config.engine, repeats=config.repeats)
+        floor = bytes_per_pass(loaded, batch, context, int8) / speed
         rows.append(
             {
                 "batch": batch,
@@ -153,9 +157,9 @@ def bench_passes(
         )
     return {
         "model": name,
-        "engine": type(make_engine(model, int8=int8, kind=config.engine)).__name__,
+        "engine": type(make_engine(loaded, int8=int8, kind=config.engine)).__name__,
         **measured_on(),
-        "dtype": "q4" if gguf_of(model) is not None else "int8" if int8 else str(model.dtype).removeprefix("torch."),
+        "dtype": Target(loaded.causal_lm, int8=int8).dtype_name,
         "gigabytes_per_second": speed / 1e9,
         "runs": rows,
     }
@@ -222,8 +226,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     o = parser.parse_args()
     if o.model.startswith("shape:"):
-        device = chosen_device(o.device)
-        model = random_model(o.model.removeprefix("shape:"), device, chosen_dtype(o.dtype, device))
+        device = choose_device(o.device)
+        model = random_model(o.model.removeprefix("shape:"), device, choose_dtype(o.dtype, device))
     else:
         pair = Pair.load(o.model, device=o.device, dtype=o.dtype, needs_draft=False, full_precision=True)
         model = pair.target

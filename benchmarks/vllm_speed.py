@@ -310,7 +310,7 @@ class Ours(Engine):
 
     def __init__(self, o: argparse.Namespace, rule: Rule) -> None:
         from selfjudge.decoding.rule_parser import resolve_rule
-        from selfjudge.engine.select import engine_kind
+        from selfjudge.engine.select import choose_kind
         from selfjudge.models.pair import Pair
 
         begun = time.monotonic()
@@ -322,7 +322,7 @@ class Ours(Engine):
         self.about = {
             "start_seconds": time.monotonic() - begun,
             "gamma": rule.gamma,
-            "engine": engine_kind(self.pair.target, int8=self.pair.int8),
+            "engine": choose_kind(self.pair.target_model, int8=self.pair.target_model.int8),
         }
         decided = resolve_rule(self.pair, rule.text, judge=rule.judge)
         self.settings = {

@@ -12,8 +12,9 @@ from torch import Tensor
 from conftest import VOCAB
 from selfjudge.decoding.cycle import find_cycle
 from selfjudge.decoding.rules import EXACT, AcceptanceRule
-from selfjudge.engine.select import draft_features, make_draft, make_engine
+from selfjudge.engine.select import make_draft, make_engine
 from selfjudge.models.eagle import EagleHead
+from selfjudge.models.loaded import as_draft
 from selfjudge.types import Block
 
 
@@ -50,7 +51,10 @@ def cycles(
     chunk: int = 96,
 ) -> list[list[Cycle]]:
     """What each row got in each cycle, of γ as given; the first is the prefill, in chunks where the row is alone."""
-    engine, small = make_engine(target, features=draft_features(draft), kind=kind), make_draft(draft, target, kind=kind)
+    engine, small = (
+        make_engine(target, features=as_draft(draft).features, kind=kind),
+        make_draft(draft, target, kind=kind),
+    )
     counts = torch.tensor([len(prompt) for prompt in prompts], device=target.device)
     width = int(counts.max())
     padded = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=target.device)

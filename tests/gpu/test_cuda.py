@@ -26,10 +26,12 @@ from selfjudge.decoding.rules import (
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.engine.cuda.engine import CudaEngine
 from selfjudge.engine.cuda.kernels_torch import Kernels
-from selfjudge.engine.select import common_kind, draft_features, make_draft, make_engine
+from selfjudge.engine.select import PairEngines, make_draft, make_engine
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import FEATURES, JudgeConfig, feature_width
 from selfjudge.judge.model import Judge
+from selfjudge.models.loaded import Draft, Target, as_draft
+from selfjudge.models.pair import Pair
 from selfjudge.ops.argmax import argmax_checked, has_non_finite, replace_non_finite
 
 pytestmark = [
@@ -42,7 +44,7 @@ CUDA = torch.device("cuda")
 
 def run(target, draft, prompts, rule: AcceptanceRule, kind: str = "auto", **options) -> list[list[int]]:
     engines = (
-        make_engine(target, hidden=rule.judge is not None, features=draft_features(draft), kind=kind),
+        make_engine(target, hidden=rule.judge is not None, features=as_draft(draft).features, kind=kind),
         draft and make_draft(draft, target, kind=kind),
     )
     tokens: list[list[int]] = [[] for _ in prompts]
@@ -241,7 +243,7 @@ def test_a_draft_that_the_engine_cannot_run_takes_the_target_along() -> None:
     target = tiny_model(seed=1, hidden_size=64, head_dim=16).to(CUDA)
     draft = tiny_model(seed=2, hidden_size=48, head_dim=12).to(CUDA)
     with pytest.warns(UserWarning, match="using the reference engine: its heads are 12 wide"):  # said once a process
-        assert common_kind(target, draft, "auto") == "reference"
+        assert PairEngines(Pair("p", Target(target), Draft(draft), None)).kind == "reference"  # type: ignore[arg-type]
     engines = make_engine(target), make_draft(draft, target, kind="reference")
     with pytest.raises(SelfJudgeError, match="reference engine for both"):
         list(decode(*engines, prompts_of([4]), Exact(), gamma=2))

@@ -17,6 +17,7 @@ from selfjudge.decoding.sampling import Sampling
 from selfjudge.decoding.text import generate, stream
 from selfjudge.judge.model import Judge
 from selfjudge.models.catalogue import EMBEDDED
+from selfjudge.models.loaded import Draft
 from selfjudge.models.pair import Pair
 from selfjudge.models.pull import _part, checkpoint_folder
 from selfjudge.prompts.builtin import BUILT_IN
@@ -134,7 +135,7 @@ def test_the_judge_that_ships_belongs_to_the_pair_and_decides(embedded: Pair) ->
 
 
 def test_a_rough_draft_changes_few_drafts(embedded: Pair) -> None:
-    rough = dataclasses.replace(embedded, draft_int8=True)
+    rough = dataclasses.replace(embedded, draft_model=Draft(embedded.draft, int8=True))
     whole, quick = (generate(pair, PROMPTS[:2], TopK(), gamma=3, max_new_tokens=24) for pair in (embedded, rough))
     for one, other in zip(whole, quick, strict=True):
         assert other.mean_accepted_length == pytest.approx(one.mean_accepted_length, rel=0.5)
@@ -142,7 +143,7 @@ def test_a_rough_draft_changes_few_drafts(embedded: Pair) -> None:
 
 
 def test_draft_equal_to_target_accepts_everything(embedded: Pair) -> None:
-    twin = dataclasses.replace(embedded, draft=embedded.target, draft_sha256=embedded.target_sha256)
+    twin = dataclasses.replace(embedded, draft_model=Draft(embedded.target, sha256=embedded.target_sha256))
     (answer,) = generate(twin, PROMPTS[1:2], gamma=3, max_new_tokens=1 + 4 * 5)
     assert answer.mean_accepted_length == 4
     assert answer.origins == ("target", *(("draft",) * 3 + ("target",)) * 5)
@@ -210,7 +211,7 @@ def test_packed_scores_equal_one_sequence_at_a_time(embedded: Pair, suffix_lengt
     prompts = [embedded.encode(text) for text in ("Hi!", "What is 15% of 240?", long)]
     responses = [
         tokens
-        for _, tokens, _ in sorted(respond(embedded.target, prompts, eos_ids=embedded.eos_ids, max_new_tokens=30))
+        for _, tokens, _ in sorted(respond(embedded.target_model, prompts, eos_ids=embedded.eos_ids, max_new_tokens=30))
     ]
     drafts = draft_tokens(embedded, list(zip(prompts, responses, strict=True)))
     cases = []

@@ -27,6 +27,7 @@ from selfjudge.distill.student import Student, distillation_loss
 from selfjudge.distill.train import StudentLearner, Trainer, TrainingState, top1
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.convert import draft_model, materialise, read_compact, write_compact
+from selfjudge.models.loaded import Target
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.sources import Source
 from selfjudge.store import read_tensors, write_tensors
@@ -119,7 +120,7 @@ def test_the_teacher_is_the_targets_own_distribution(
     monkeypatch.setattr(forced_module, "TOKENS", {"cpu": 40})
     monkeypatch.setattr(forced_module, "LOGITS", {"cpu": 7 * VOCAB})
     options = {"final_logit_softcapping": 2.0} if kind == "gemma2" else {}
-    pair = replace(tiny_pair, target=tiny_model(kind, seed=3, **options))
+    pair = replace(tiny_pair, target_model=Target(tiny_model(kind, seed=3, **options)))
     _, sequences = made_up([(3, 5), (1, 9), (12, 1), (4, 4), (2, 20), (6, 6)])
     log_p, index = teacher(pair, sequences, 6)
     expected_p, expected_i = [], []

@@ -35,8 +35,10 @@ from selfjudge.distill.eagle import (
 )
 from selfjudge.distill.pipeline import distill_draft
 from selfjudge.errors import SelfJudgeError
-from selfjudge.models.eagle import EagleConfig, EagleHead
+from selfjudge.models.eagle import EagleConfig
+from selfjudge.models.loaded import Target
 from selfjudge.models.pair import Pair
+from selfjudge.models.speculators import load_head
 from selfjudge.prompts.self_written import STYLES, Writer
 from selfjudge.prompts.sources import SELF
 from selfjudge.store import read_tensors
@@ -199,7 +201,7 @@ def test_a_folded_head_reads_the_states_as_they_are(tmp_path: Path) -> None:
     corpus = corpus_of([(3, 6), (2, 9)])
     learner = learner_of(target, corpus)
     learner.save(tmp_path, {"m": {"all": 2.0}}, target="tiny", sha256="a" * 64)
-    head = EagleHead.load(tmp_path, target, "a" * 64)
+    head = load_head(tmp_path, target, "a" * 64)
     assert head.target == "tiny"
     batch = read_batch(target, head.config.aux_layers, corpus, torch.tensor([0, 1]))
     with torch.no_grad():
@@ -243,7 +245,7 @@ def test_a_whole_run(pair: Pair, settings: DistillConfig, tmp_path: Path) -> Non
     assert result["draft_vocabulary"]["tokens"] == 48
     assert result["compact"]["bytes"] == (out / "head.safetensors").stat().st_size
     assert "γ = 3" in (out / "README.md").read_text()
-    head = EagleHead.load(out, pair.target, pair.target_sha256)
+    head = load_head(out, pair.target, pair.target_sha256)
     assert {2, *pair.eos_ids} <= set(head.draft_ids.tolist())
     arrays, _ = read_tensors(out / "work" / "answers-00000.safetensors")
     assert "log_p" not in arrays
@@ -267,7 +269,7 @@ def test_an_interrupted_run_has_a_head_and_ends_in_the_same_one(
 
     with pytest.raises(Killed):
         distill_draft(pair, tmp_path / "parts", settings, notify=notify)
-    assert EagleHead.load(tmp_path / "parts", pair.target, pair.target_sha256).target == pair.target_id
+    assert load_head(tmp_path / "parts", pair.target, pair.target_sha256).target == pair.target_id
     assert not (tmp_path / "parts" / "run.json").exists()
     distill_draft(pair, tmp_path / "parts", settings)
     distill_draft(pair, tmp_path / "whole", settings)
@@ -291,7 +293,7 @@ def test_time_for_data_ends_it_and_more_is_not_made_later(
 
 
 def test_a_target_whose_states_cannot_be_read(pair: Pair, settings: DistillConfig, tmp_path: Path) -> None:
-    other = replace(pair, target=tiny_model("gpt2"))
+    other = replace(pair, target_model=Target(tiny_model("gpt2")))
     with pytest.raises(SelfJudgeError, match="states of a model of type 'gpt2' cannot be read") as caught:
         distill_draft(other, tmp_path / "out", settings)
     assert "\n" not in str(caught.value)

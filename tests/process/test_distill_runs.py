@@ -31,6 +31,7 @@ from selfjudge.distill.pipeline import distill_draft
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.convert import materialise, read_compact
 from selfjudge.models.gguf import GgufFile
+from selfjudge.models.loaded import Target
 from selfjudge.models.pair import Pair
 from selfjudge.store import Journal, read_tensors
 from selfjudge.store.artefacts import WrittenRow
@@ -271,7 +272,7 @@ def test_other_settings_are_refused_and_more_minutes_are_not(
         with pytest.raises(SelfJudgeError, match=r"another .*: name another `out`") as caught:
             distill_draft(pair, out, wrong)
         assert "\n" not in str(caught.value)
-    stranger = replace(pair, target_sha256="0" * 64)
+    stranger = replace(pair, target_model=Target(pair.target, pair.target_id, "0" * 64))
     with pytest.raises(SelfJudgeError, match="another target"):
         distill_draft(stranger, out, settings)
     again = distill_draft(pair, out, replace(settings, minutes=0.02))

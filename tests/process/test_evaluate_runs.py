@@ -19,7 +19,8 @@ from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate import EvalConfig, answerer, evaluate_rules
 from selfjudge.judge.model import Judge
-from selfjudge.models.gguf import model_of
+from selfjudge.models.gguf import open_model
+from selfjudge.models.loaded import Target
 from selfjudge.models.pair import Pair
 from selfjudge.store import read_rows
 from selfjudge.tasks.base import Task
@@ -431,7 +432,7 @@ def test_weights_that_stay_in_a_file_have_no_likelihoods(
     tiny_pair: Pair, asked: str, judges: Any, tmp_path: Path
 ) -> None:
     write_model(tiny_pair.target, tmp_path / "m.gguf", {})
-    blocks = replace(tiny_pair, target=model_of(tmp_path / "m.gguf"))
+    blocks = replace(tiny_pair, target_model=Target(open_model(tmp_path / "m.gguf")))
     said: list[str] = []
     rules = ["exact", "judged:0.4"]
     found = evaluated(blocks, tmp_path / "blocks", asked, rules, (3,), judges, warn=said.append)

@@ -17,6 +17,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.label.calibrate import total
 from selfjudge.label.folder import finished, info, merge, read_shards
 from selfjudge.label.pipeline import label_pair
+from selfjudge.models.loaded import Draft
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.sources import read_prompts
 from selfjudge.store import read_rows
@@ -189,7 +190,7 @@ def test_vocabularies_padded_to_different_sizes(
 
 
 def test_past_the_drafts_window_there_is_nothing_to_label(tiny_pair: Pair, prompts: str, tmp_path: Path) -> None:
-    pair = replace(tiny_pair, draft=tiny_model("gpt2", seed=5, n_positions=16))
+    pair = replace(tiny_pair, draft_model=Draft(tiny_model("gpt2", seed=5, n_positions=16)))
     label_pair(pair, tmp_path / "labels", settings_of(prompts))
     rows = [row for rows, _ in read_shards(tmp_path / "labels") for row in rows]
     assert rows

@@ -15,7 +15,7 @@ from equality import greedy
 from selfjudge.decoding import prefill
 from selfjudge.decoding.plain import respond
 from selfjudge.decoding.sampling import Sampling
-from selfjudge.engine.select import borrowed
+from selfjudge.engine.select import borrow_engine
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.self_written import Writer, _fault, user_header
@@ -35,7 +35,7 @@ def pair(checkpoints: dict[str, str]) -> Pair:
 @pytest.fixture(params=["reference", "auto", "cuda"])
 def engine_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference engine, the fastest of this machine, and the static engine (torch operations without a GPU)."""
-    monkeypatch.setattr(selfjudge.decoding.plain, "borrowed", partial(borrowed, kind=request.param))
+    monkeypatch.setattr(selfjudge.decoding.plain, "borrow_engine", partial(borrow_engine, kind=request.param))
 
 
 def prompts_of(lengths: list[int], seed: int = 0) -> list[list[int]]:

@@ -163,7 +163,7 @@ def test_errors_name_arguments_not_options(tiny_pair: Pair) -> None:
         (lambda: generate(tiny_pair, PROMPTS, max_new_tokens=0), "`max_new_tokens`"),
         (lambda: Sampling(temperature=math.nan), "`temperature`"),
         (lambda: generate(tiny_pair, PROMPTS, "topk", sampling=Sampling(0.7)), "`temperature`"),
-        (lambda: generate(replace(tiny_pair, draft=None), PROMPTS), "`gamma`"),
+        (lambda: generate(replace(tiny_pair, draft_model=None), PROMPTS), "`gamma`"),
     ):
         with pytest.raises(SelfJudgeError) as caught:
             call()

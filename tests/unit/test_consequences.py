@@ -32,6 +32,7 @@ from selfjudge.label.consequences import (
 from selfjudge.label.pipeline import label_pair
 from selfjudge.label.preservation import Search
 from selfjudge.label.score import Case
+from selfjudge.models.loaded import Draft
 from selfjudge.models.pair import Pair
 
 
@@ -219,7 +220,7 @@ def test_wrong_settings_are_refused_before_anything_is_written(
 
 
 def test_places_beyond_a_window_are_left_out(tiny_pair: Pair) -> None:
-    pair = replace(tiny_pair, draft=tiny_model("gpt2", seed=5, n_positions=16))
+    pair = replace(tiny_pair, draft_model=Draft(tiny_model("gpt2", seed=5, n_positions=16)))
     search = search_of(list(range(5, 12)), list(range(20, 50)))
     config = settings_of("", method="consequences")
     (case,) = draw_cases(pair, [search], config)

@@ -25,10 +25,11 @@ from selfjudge.decoding.sampling import Sampling
 from selfjudge.engine.base import Engine
 from selfjudge.engine.cuda import engine as cuda
 from selfjudge.engine.draft import Draft
-from selfjudge.engine.select import draft_features, make_draft, make_engine
+from selfjudge.engine.select import make_draft, make_engine
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.model import Judge
 from selfjudge.models.eagle import EagleHead
+from selfjudge.models.loaded import as_draft
 from selfjudge.types import Step
 
 KIND = "reference"
@@ -50,7 +51,7 @@ def engine_of(
     model: hf.PreTrainedModel, draft: hf.PreTrainedModel | EagleHead | None = None, **options: bool
 ) -> Engine:
     """The engine of a model, as the target of a draft."""
-    return make_engine(model, features=draft_features(draft), kind=kind_for(model), **options)
+    return make_engine(model, features=as_draft(draft).features, kind=kind_for(model), **options)
 
 
 def draft_of(draft: hf.PreTrainedModel | EagleHead, target: hf.PreTrainedModel) -> Draft:

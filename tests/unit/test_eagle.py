@@ -20,6 +20,7 @@ from conftest import VOCAB, tiny_model
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.eagle import EagleConfig, EagleHead, auxiliary_layers, captured_states
 from selfjudge.models.heads import is_head, is_public_head
+from selfjudge.models.pull import weights_sha256
 from selfjudge.models.speculators import load_head, read_public, write_speculators
 from selfjudge.models.weights import dequantise, pack_six, quantise, unpack_six
 from selfjudge.store import read_tensors, write_tensors
@@ -148,7 +149,7 @@ def test_a_folder_comes_back_rounded_once(tmp_path: Path) -> None:
     assert is_head(tmp_path / "one")
     parameters = sum(p.numel() for p in head.parameters())
     assert parameters < size < 1.08 * parameters + 4096
-    loaded = EagleHead.load(tmp_path / "one", target, "a" * 64, "tiny")
+    loaded = load_head(tmp_path / "one", target, "a" * 64, "tiny")
     assert loaded.config == head.config
     assert torch.equal(loaded.draft_ids, DRAFT_IDS)
     for (name, one), other in zip(head.named_parameters(), loaded.parameters(), strict=True):
@@ -157,7 +158,7 @@ def test_a_folder_comes_back_rounded_once(tmp_path: Path) -> None:
     loaded.save(tmp_path / "two", metrics={"m": 2.5})
     for name in ("config.json", "head.safetensors"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
-    assert EagleHead.load(tmp_path / "one", target.to(torch.bfloat16)).dtype == torch.bfloat16
+    assert load_head(tmp_path / "one", target.to(torch.bfloat16)).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("cols", [1, 31, 32, 33, 80])
@@ -183,9 +184,9 @@ def test_another_target_is_refused(tmp_path: Path) -> None:
         (tiny_model("gpt2"), "", "states of a model of type 'gpt2' cannot be read"),
     ):
         with pytest.raises(SelfJudgeError, match=message) as caught:
-            EagleHead.load(tmp_path, target, sha256, "other")
+            load_head(tmp_path, target, sha256, "other")
         assert "\n" not in str(caught.value)
-    assert EagleHead.load(tmp_path, tiny_model(num_hidden_layers=4), "a" * 64, "renamed").target == "renamed"
+    assert load_head(tmp_path, tiny_model(num_hidden_layers=4), "a" * 64, "renamed").target == "renamed"
 
 
 @pytest.mark.parametrize(
@@ -317,7 +318,7 @@ def test_an_exported_head_comes_back(tmp_path: Path, change: Change, normed: boo
     if change is as_in_the_paper and normed:
         rewritten(tmp_path, lambda config, _: config.update(norm_before_residual=True))
     assert is_public_head(tmp_path)
-    loaded, sha256 = load_head(tmp_path, target, "a" * 64, "tiny")
+    loaded, sha256 = load_head(tmp_path, target, "a" * 64, "tiny"), weights_sha256(str(tmp_path))
     assert (loaded.config, loaded.target, len(sha256)) == (head.config, "tiny", 64)
     assert torch.equal(loaded.draft_ids, DRAFT_IDS)
     tokens, states = torch.randint(VOCAB, (2, 7)), torch.randn(2, 7, 96)
@@ -333,11 +334,11 @@ def test_a_head_may_have_its_own_vocabulary_and_all_tokens(tmp_path: Path) -> No
     head.embedding, head.output = torch.randn(VOCAB, 32).half().float(), torch.randn(VOCAB, 32).half().float()
     write_speculators(head, target, tmp_path, steps=4, verifier="")
     assert not {"d2t", "t2d"} & set(load_file(tmp_path / "model.safetensors")), "vLLM takes no map of all tokens"
-    loaded, _ = load_head(tmp_path, target)
+    loaded = load_head(tmp_path, target)
     assert loaded.own == {"embedding", "output"}
     assert torch.equal(loaded.embedding, head.embedding)
     assert torch.equal(loaded.output, head.output)
-    assert load_head(tmp_path, target.to(torch.bfloat16))[0].embedding.dtype == torch.bfloat16
+    assert load_head(tmp_path, target.to(torch.bfloat16)).embedding.dtype == torch.bfloat16
 
 
 def says(**entries: object) -> Change:

@@ -17,8 +17,9 @@ from selfjudge.engine.cpu import engine as cpu
 from selfjudge.engine.cpu.engine import CpuEngine
 from selfjudge.engine.cuda import engine as cuda
 from selfjudge.engine.reference import ReferenceEngine
-from selfjudge.engine.select import borrowed, make_engine, release
+from selfjudge.engine.select import borrow_engine, make_engine
 from selfjudge.errors import SelfJudgeError
+from selfjudge.models.loaded import Target
 from selfjudge.models.weights import quantise
 
 MODELS = {kind: tiny_model(kind) for kind in CONFIGS}
@@ -171,7 +172,7 @@ def test_the_cpu_engine_declines_what_it_cannot_run(kind: str) -> None:
     assert cpu.why_not(MODELS[kind])
     with pytest.raises(SelfJudgeError, match="cannot run this model"):
         make_engine(MODELS[kind], kind="cpu")
-    selfjudge.engine.select._say_once.cache_clear()
+    selfjudge.engine.select._warn_once.cache_clear()
     with pytest.warns(UserWarning, match="using the reference engine"):
         engine = make_engine(MODELS[kind])
     assert isinstance(engine, ReferenceEngine)
@@ -231,19 +232,19 @@ def test_an_engine_that_ran_out_of_memory_is_usable_again(monkeypatch: pytest.Mo
 
 
 def test_a_released_models_engines_are_gone() -> None:
-    model = tiny_model()
-    with borrowed(model, kind="cuda") as first:
+    model = Target(tiny_model())
+    with borrow_engine(model, kind="cuda") as first:
         pass
-    with borrowed(model, kind="cuda") as again:
+    with borrow_engine(model, kind="cuda") as again:
         assert again is first
-    release(model)
-    with borrowed(model, kind="cuda") as other:
+    model.release()
+    with borrow_engine(model, kind="cuda") as other:
         assert other is not first
 
 
 def test_an_engine_is_not_kept_after_an_error() -> None:
-    model = tiny_model()
-    with pytest.raises(RuntimeError, match="broken"), borrowed(model, kind="cuda") as first:
+    model = Target(tiny_model())
+    with pytest.raises(RuntimeError, match="broken"), borrow_engine(model, kind="cuda") as first:
         raise RuntimeError("broken")
-    with borrowed(model, kind="cuda") as other:
+    with borrow_engine(model, kind="cuda") as other:
         assert other is not first

@@ -16,20 +16,22 @@ from conftest import VOCAB, tiny_head, tiny_model
 from fake_gguf import KINDS, check_kind, dequantised, random_blocks, write_model
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rules import EXACT
-from selfjudge.decoding.text import draft_dtype, generate
+from selfjudge.decoding.text import generate
 from selfjudge.distill.pipeline import distill_draft
-from selfjudge.engine import unpacked as engine_unpacked
+from selfjudge.engine import dequantised as engine_dequantised
 from selfjudge.engine.cpu import engine as cpu
 from selfjudge.engine.cpu.engine import CpuEngine
 from selfjudge.engine.cpu.head import CpuHead
 from selfjudge.engine.reference import ReferenceEngine
-from selfjudge.engine.select import draft_features, make_draft, make_engine
+from selfjudge.engine.select import PairEngines, make_draft, make_engine
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.consistency import proxy
-from selfjudge.models import convert, memory, pair as pairs
+from selfjudge.models import convert, load as loading, memory
 from selfjudge.models.eagle import EagleHead
-from selfjudge.models.gguf import BLOCKS, GgufFile, gguf_of, model_of
+from selfjudge.models.gguf import BLOCKS, GgufFile, open_model
+from selfjudge.models.loaded import Target
 from selfjudge.models.pair import Pair
+from selfjudge.models.speculators import load_head
 
 MIXED = {
     "bias": "F32", "_norm": "F32", "ffn_down": "Q5_1", "ffn_up": "F16", "attn_v": "Q8_0", "token_embd": "Q8_0",
@@ -59,7 +61,7 @@ def test_a_file_gives_the_logits_of_its_model(kind: str, tied: bool, tmp_path: P
     exact = CpuEngine(model).extend(tokens).logits
     for kinds, least, most in (({}, 0, 1e-5), ({"_norm": "F32", "weight": "Q8_0"}, 1e-5, 0.06), (MIXED, 0.01, 0.3)):
         write_model(model, tmp_path / "m.gguf", kinds)
-        logits = CpuEngine(model_of(tmp_path / "m.gguf")).extend(tokens).logits
+        logits = CpuEngine(open_model(tmp_path / "m.gguf")).extend(tokens).logits
         assert least <= (logits - exact).norm() / exact.norm() < most
 
 
@@ -74,7 +76,7 @@ def test_a_head_takes_its_vocabulary_from_the_file(tied: bool, int8: bool, tmp_p
     whole = CpuHead(head, model, int8=int8).append(tokens, features).logits
     for kinds, most in (({}, 0.02 if int8 else 1e-5), (MIXED, 0.3)):
         write_model(model, tmp_path / "m.gguf", kinds)
-        target = model_of(tmp_path / "m.gguf")
+        target = open_model(tmp_path / "m.gguf")
         same = tiny_head(target)
         assert same.embedding is None
         logits = CpuHead(same, target, int8=int8).append(tokens, features).logits
@@ -83,7 +85,7 @@ def test_a_head_takes_its_vocabulary_from_the_file(tied: bool, int8: bool, tmp_p
 
 def test_a_packed_head_lets_its_matrices_go_and_reads_them_again(tmp_path: Path) -> None:
     write_model(small("llama", num_hidden_layers=4), tmp_path / "m.gguf", MIXED)
-    target = model_of(tmp_path / "m.gguf")
+    target = open_model(tmp_path / "m.gguf")
     tiny_head(target).save(tmp_path / "head")
     random = torch.Generator().manual_seed(0)
     tokens, features = torch.randint(0, VOCAB, (2, 9), generator=random), torch.randn(2, 9, 192, generator=random)
@@ -91,11 +93,11 @@ def test_a_packed_head_lets_its_matrices_go_and_reads_them_again(tmp_path: Path)
     def logits(head: EagleHead, int8: bool) -> torch.Tensor:
         return CpuHead(head, target, int8=int8).append(tokens, features).logits
 
-    head = EagleHead.load(tmp_path / "head", target)
+    head = load_head(tmp_path / "head", target)
     packed = logits(head, True)
     assert head.fc.weight.numel() == head.layer.mlp.up_proj.weight.numel() == 0
     for int8 in (False, True):
-        assert torch.equal(logits(head, int8), logits(EagleHead.load(tmp_path / "head", target), int8))
+        assert torch.equal(logits(head, int8), logits(load_head(tmp_path / "head", target), int8))
     assert torch.equal(packed, logits(head, True))
     unsaved = tiny_head(target)
     logits(unsaved, True)
@@ -104,12 +106,12 @@ def test_a_packed_head_lets_its_matrices_go_and_reads_them_again(tmp_path: Path)
 
 def test_exact_with_a_head_beside_blocks_is_plain_decoding(tmp_path: Path) -> None:
     write_model(small("llama", num_hidden_layers=4), tmp_path / "m.gguf", MIXED)
-    target = model_of(tmp_path / "m.gguf")
+    target = open_model(tmp_path / "m.gguf")
     head, prompts = tiny_head(target), [[5, 9, 3], [7], [4, 4, 8, 30, 12]]
     answers = []
     for gamma, draft in ((0, None), (4, head)):
         tokens: list[list[int]] = [[] for _ in prompts]
-        engine = make_engine(target, features=draft_features(draft))
+        engine = make_engine(target, features=() if draft is None else draft.config.aux_layers)
         small_engine = draft and make_draft(draft, target, int8=True)
         for step in decode(engine, small_engine, prompts, EXACT, gamma=gamma, max_new_tokens=30):
             for emission in step.emissions:
@@ -120,7 +122,7 @@ def test_exact_with_a_head_beside_blocks_is_plain_decoding(tmp_path: Path) -> No
 
 def test_a_pass_of_many_tokens_has_the_bits_of_passes_of_one(tmp_path: Path) -> None:
     write_model(small("llama"), tmp_path / "m.gguf", MIXED)
-    model = model_of(tmp_path / "m.gguf")
+    model = open_model(tmp_path / "m.gguf")
     tokens = torch.randint(0, VOCAB, (2, 13))
     at_once, alone = CpuEngine(model, hidden=True).extend(tokens), CpuEngine(model, hidden=True)
     outputs = [alone.extend(tokens[:, i : i + 1]) for i in range(13)]
@@ -131,7 +133,7 @@ def test_a_pass_of_many_tokens_has_the_bits_of_passes_of_one(tmp_path: Path) -> 
 
 def test_a_model_in_a_file_takes_no_memory_and_runs_on_the_cpu_engine(tmp_path: Path) -> None:
     write_model(small("qwen2"), tmp_path / "m.gguf", MIXED)
-    model = model_of(tmp_path / "m.gguf")
+    model = open_model(tmp_path / "m.gguf")
     assert all(p.untyped_storage().nbytes() == 4 for p in model.parameters())
     assert isinstance(make_engine(model), CpuEngine)
     with pytest.raises(SelfJudgeError, match="q4 weights need the cpu engine, not cuda"):
@@ -146,22 +148,21 @@ def test_a_model_in_a_file_takes_no_memory_and_runs_on_the_cpu_engine(tmp_path: 
 def test_the_reference_engine_unpacks_a_file_whole_or_in_pieces(
     kind: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_unpacked, "PIECE", 5 * 64)  # rows of a matrix do not divide evenly
+    monkeypatch.setattr(engine_dequantised, "PIECE", 5 * 64)  # rows of a matrix do not divide evenly
     source = small(kind, tie_word_embeddings=tied)
     tokens = torch.randint(0, VOCAB, (2, 20), generator=torch.Generator().manual_seed(0))
     for kinds, most in (({}, 1e-5), (MIXED, 0.02)):  # floats; blocks, where the cpu engine rounds activations
         write_model(source, tmp_path / "m.gguf", kinds)
-        expected = CpuEngine(model_of(tmp_path / "m.gguf")).extend(tokens).logits
+        expected = CpuEngine(open_model(tmp_path / "m.gguf")).extend(tokens).logits
         logits = []
         for room in (1 << 30, 60_000, 0):
-            model = model_of(tmp_path / "m.gguf")
-            file = gguf_of(model)
-            assert file is not None
-            whole = engine_unpacked.unpacked(model, file, room)
-            kept = [m.kept is not None for m in whole.modules() if isinstance(m, engine_unpacked.FileLinear)]
+            model = open_model(tmp_path / "m.gguf")
+            target = Target(model)
+            whole = engine_dequantised.dequantised(target, room)
+            kept = [m.kept is not None for m in whole.modules() if isinstance(m, engine_dequantised.FileLinear)]
             assert len(kept) == 15
             assert (all(kept), any(kept)) == (room == 1 << 30, room > 0)
-            engine = make_engine(model, kind="reference", hidden=True)
+            engine = make_engine(target, kind="reference", hidden=True)
             logits.append(engine.extend(tokens).logits)
             assert (logits[-1] - expected).norm() / expected.norm() < most
             with pytest.raises(SelfJudgeError, match="this needs full precision"):
@@ -174,13 +175,13 @@ def test_q4_without_a_compiler_runs_on_the_reference_engine_and_says_so(
 ) -> None:
     write_model(small("llama"), tmp_path / "m.gguf", MIXED)
     monkeypatch.setattr(cpu, "_compiler_reason", lambda: "its kernel cannot be compiled here (no C++ compiler found)")
-    selfjudge.engine.select._say_once.cache_clear()
+    selfjudge.engine.select._warn_once.cache_clear()
     with pytest.warns(UserWarning, match=r"many times slower in q4: its kernel cannot be compiled here \(no C\+\+"):
-        engine = make_engine(model_of(tmp_path / "m.gguf"))
+        engine = make_engine(open_model(tmp_path / "m.gguf"))
     assert isinstance(engine, ReferenceEngine)
     assert engine.extend(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
     with pytest.raises(SelfJudgeError, match="the cpu engine cannot run this model: its kernel cannot be compiled"):
-        make_engine(model_of(tmp_path / "m.gguf"), kind="cpu")
+        make_engine(open_model(tmp_path / "m.gguf"), kind="cpu")
 
 
 def test_damaged_and_foreign_files_are_refused_in_one_line(tmp_path: Path) -> None:
@@ -201,11 +202,11 @@ def test_damaged_and_foreign_files_are_refused_in_one_line(tmp_path: Path) -> No
         assert old in whole
         path.write_bytes(whole.replace(old, new, 1))
         with pytest.raises(SelfJudgeError, match=message):
-            model_of(path)
+            open_model(path)
     at = whole.index(b"output_norm.weight") + len(b"output_norm.weight") + 4 + 8  # dimensions, width
     path.write_bytes(whole[:at] + b"\x13\0\0\0" + whole[at + 4 :])
     with pytest.raises(SelfJudgeError, match=r"output_norm.weight has blocks of unknown type 19; there are: F32, "):
-        model_of(path)
+        open_model(path)
 
 
 def test_hostile_metadata_is_refused_in_one_line(tmp_path: Path) -> None:
@@ -230,7 +231,7 @@ def test_hostile_metadata_is_refused_in_one_line(tmp_path: Path) -> None:
     ):
         path.write_bytes(content)
         with pytest.raises(SelfJudgeError, match=message):
-            model_of(path)
+            open_model(path)
 
 
 @pytest.mark.parametrize("name", ["output_norm", "token_embd", "blk.1.ffn_down", "blk.0.attn_q"])
@@ -244,12 +245,12 @@ def test_weights_that_are_not_finite_are_refused(name: str, tmp_path: Path) -> N
     content[place : place + 2] = b"\x80\x7f" if tensor.kind == 0 else b"\x00\x7c"  # infinity as float32, as float16
     path.write_bytes(content)
     with pytest.raises(SelfJudgeError, match=rf"{name}\.weight has weights that are not finite"):
-        make_engine(model_of(path))
+        make_engine(open_model(path))
 
 
 def test_what_needs_whole_weights_says_so_before_any_work(tmp_path: Path, tiny_pair: Pair) -> None:
     write_model(small("qwen2"), tmp_path / "m.gguf", MIXED)
-    pair = replace(tiny_pair, target=model_of(tmp_path / "m.gguf"))
+    pair = replace(tiny_pair, target_model=Target(open_model(tmp_path / "m.gguf")))
     with pytest.raises(SelfJudgeError, match="this needs full precision"):
         proxy(pair)
     with pytest.raises(SelfJudgeError, match="this needs full precision"):
@@ -262,15 +263,15 @@ def test_a_tensor_too_many_or_of_another_shape_is_refused(tmp_path: Path) -> Non
     model.model.layers[0].input_layernorm.register_parameter("bias", torch.nn.Parameter(torch.zeros(64)))
     write_model(model, tmp_path / "m.gguf", MIXED)
     with pytest.raises(SelfJudgeError, match=r"does not know .blk\.0\.attn_norm\.bias."):
-        model_of(tmp_path / "m.gguf")
+        open_model(tmp_path / "m.gguf")
     write_model(small("llama"), tmp_path / "m.gguf", {"output_norm": "Q8_0"})
     with pytest.raises(SelfJudgeError, match=r"output_norm\.weight has blocks of type Q8_0, not floats"):
-        model_of(tmp_path / "m.gguf")
+        open_model(tmp_path / "m.gguf")
     model = small("llama")
     model.config.intermediate_size = 128
     write_model(model, tmp_path / "m.gguf", MIXED)
     with pytest.raises(SelfJudgeError, match=r"blk\.0\.ffn_gate\.weight is 96 × 64, not 128 × 64"):
-        model_of(tmp_path / "m.gguf")
+        open_model(tmp_path / "m.gguf")
 
 
 def test_q4_needs_a_file_and_a_cpu(checkpoints: dict[str, str]) -> None:
@@ -322,7 +323,7 @@ def test_a_draft_in_blocks_is_the_draft_in_int8(kind: str, tmp_path: Path) -> No
     with torch.no_grad():
         model.model.embed_tokens.weight.copy_(model.model.embed_tokens.weight.half())
     convert.write_blocks(model, tmp_path / "draft.gguf")
-    blocks = model_of(tmp_path / "draft.gguf")
+    blocks = open_model(tmp_path / "draft.gguf")
     assert GgufFile(tmp_path / "draft.gguf").dtype == "int8"
     tokens = torch.randint(0, VOCAB, (2, 20), generator=torch.Generator().manual_seed(0))
     assert torch.equal(CpuEngine(blocks).extend(tokens).logits, CpuEngine(model, int8=True).extend(tokens).logits)
@@ -345,14 +346,14 @@ def test_a_local_file_runs_in_its_blocks_with_and_without_a_draft(
 ) -> None:
     write_model(small("qwen2"), tmp_path / "m.gguf", MIXED)
     write_model(small("llama", num_hidden_layers=1), tmp_path / "d.gguf", {"_norm": "F32", "weight": "Q8_0"})
-    monkeypatch.setattr(pairs, "gguf_tokenizer", lambda _: tiny_pair.tokenizer)
+    monkeypatch.setattr(loading, "gguf_tokenizer", lambda _: tiny_pair.tokenizer)
     target = str(tmp_path / "m.gguf")
     alone = Pair.load(target, device="cpu", needs_draft=False)
-    assert (alone.dtype, alone.draft, draft_dtype(alone)) == ("q4", None, "")
+    assert (alone.dtype, alone.draft, PairEngines(alone).draft_dtype) == ("q4", None, "")
     plain = generate(alone, "w1 w2 w3", gamma=0, max_new_tokens=12)
     for draft, name in ((checkpoints["draft"], "float32"), (str(tmp_path / "d.gguf"), "int8")):
         pair = Pair.load(target, draft, device="cpu")
-        assert (pair.dtype, draft_dtype(pair)) == ("q4", name)
+        assert (pair.dtype, PairEngines(pair).draft_dtype) == ("q4", name)
         assert generate(pair, "w1 w2 w3", gamma=3, max_new_tokens=12).tokens == plain.tokens
     with pytest.raises(SelfJudgeError, match="no draft ships for"):
         Pair.load(target, device="cpu", dtype="q4")
@@ -362,7 +363,7 @@ def test_too_little_memory_is_said_before_weights_are_read(
     checkpoints: dict[str, str], tiny_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_model(small("llama"), tmp_path / "m.gguf", MIXED)
-    monkeypatch.setattr(pairs, "gguf_tokenizer", lambda _: tiny_pair.tokenizer)
+    monkeypatch.setattr(loading, "gguf_tokenizer", lambda _: tiny_pair.tokenizer)
     monkeypatch.setattr(memory, "available_memory", lambda: 1000)
     file = str(tmp_path / "m.gguf")
     for target, dtype in ((file, "q4"), (file, "float32"), (checkpoints["target"], "float32")):

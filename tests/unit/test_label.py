@@ -19,6 +19,7 @@ from selfjudge.label.mismatch import draft_tokens, mismatches
 from selfjudge.label.pipeline import label_pair
 from selfjudge.label.preservation import Search, meaning_check, next_mismatch, score_events, search
 from selfjudge.label.score import Scorer
+from selfjudge.models.loaded import Draft, Target
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.sources import Source, limited, read_prompts
 from selfjudge.store import write_tensors
@@ -71,7 +72,7 @@ def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
 
 
 def test_a_draft_that_is_the_target_has_nothing_to_label(tiny_pair: Pair, prompts: str, tmp_path: Path) -> None:
-    same = replace(tiny_pair, draft=tiny_pair.target)
+    same = replace(tiny_pair, draft_model=Draft(tiny_pair.target))
     with pytest.raises(SelfJudgeError, match="no mismatch"):
         label_pair(same, tmp_path / "labels", settings_of(prompts))
     assert not (tmp_path / "labels" / "manifest.json").exists()
@@ -293,7 +294,7 @@ def test_draft_tokens_of_a_head_are_its_first_proposals() -> None:
     """Before the second token of a text it has no say: the answer's own token stands."""
     target = tiny_model(seed=1, num_hidden_layers=4)
     head = tiny_head(target)
-    pair = Pair("p", target, head, None, "t", "d")  # type: ignore[arg-type]
+    pair = Pair("p", Target(target, "t"), Draft(head, "d"), None)  # type: ignore[arg-type]
     sequences = [([5, 6], [7, 8, 9]), ([5], [9, 4]), ([4] * 30, [6, 7])]
     for (prompt, response), said in zip(sequences, draft_tokens(pair, sequences), strict=True):
         wanted = [
@@ -305,7 +306,7 @@ def test_draft_tokens_of_a_head_are_its_first_proposals() -> None:
 
 def test_draft_tokens_are_the_drafts_own_choice() -> None:
     target, draft = tiny_model(seed=1), tiny_model("gpt2", seed=2)
-    pair = Pair("p", target, draft, None, "t", "d")  # type: ignore[arg-type]
+    pair = Pair("p", Target(target, "t"), Draft(draft, "d"), None)  # type: ignore[arg-type]
     sequences = [([5, 6], [7, 8, 9]), ([5], [9]), ([4] * 30, [6, 7])]
     for (prompt, response), said in zip(sequences, draft_tokens(pair, sequences), strict=True):
         with torch.no_grad():

@@ -16,6 +16,7 @@ from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
 from selfjudge.label.tau import shipped_tau
 from selfjudge.models.catalogue import draft_for, shipped_draft
+from selfjudge.models.loaded import Target
 from selfjudge.models.pair import Pair
 from selfjudge.models.pull import weights_sha256
 
@@ -49,7 +50,7 @@ def test_a_head_is_a_draft(checkpoints: dict[str, str], head_pair: Pair, tiny_pa
         g.tokens for g in plain
     ]
     with pytest.raises(SelfJudgeError, match=r"^look-ahead needs a draft that is a model of its own; .* is a head$"):
-        head_pair.draft_model("look-ahead")
+        head_pair.standalone_draft("look-ahead")
 
 
 def test_a_head_of_another_target_is_refused(checkpoints: dict[str, str], head_folder: Path) -> None:
@@ -113,7 +114,7 @@ def test_prompts(tiny_pair: Pair) -> None:
 
 def test_a_pair_knows_the_judge_that_ships(tiny_pair: Pair) -> None:
     assert tiny_pair.judge is None
-    embedded = dataclasses.replace(tiny_pair, target_id="smollm2-135m")
+    embedded = dataclasses.replace(tiny_pair, target_model=Target(tiny_pair.target, "smollm2-135m"))
     assert embedded.judge is embedded.judge
     assert embedded.judge.config.target == "smollm2-135m"
 

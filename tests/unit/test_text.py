@@ -12,12 +12,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from conftest import tiny_model
-from selfjudge.decoding import text as shells
 from selfjudge.decoding.answer import Detokenizer
 from selfjudge.decoding.rules import EXACT, TopK
 from selfjudge.decoding.text import Batch, generate, stream
+from selfjudge.engine import select
+from selfjudge.engine.select import PairEngines
 from selfjudge.errors import SelfJudgeError
-from selfjudge.models import pair as pairs
+from selfjudge.models import load as loading
+from selfjudge.models.loaded import Draft, Target
 from selfjudge.models.pair import Pair
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -36,7 +38,7 @@ def byte_pair(byte_tokenizer: PreTrainedTokenizerFast) -> Pair:
     """Random models over bytes: their answers are full of incomplete characters."""
     size = len(ALPHABET) + 1
     target, draft = tiny_model(seed=4, vocab_size=size), tiny_model(seed=5, vocab_size=size)
-    return Pair("bytes", target, draft, byte_tokenizer, "t", "d")
+    return Pair("bytes", Target(target, "t"), Draft(draft, "d"), byte_tokenizer)
 
 
 def test_detokenizer_waits_for_whole_characters(byte_tokenizer: PreTrainedTokenizerFast) -> None:
@@ -178,17 +180,20 @@ def test_all_rules_draft_with_the_same_weights(tiny_pair: Pair, monkeypatch: pyt
 
         return lend_and_note
 
-    monkeypatch.setattr(shells, "borrowed", noting("target", shells.borrowed))
-    monkeypatch.setattr(shells, "borrowed_draft", noting("draft", shells.borrowed_draft))
+    def drafting(int8: bool | None) -> Pair:
+        return replace(tiny_pair, draft_model=Draft(tiny_pair.draft, int8=int8))
+
+    for name in ("engine", "draft"):
+        monkeypatch.setattr(select, f"borrow_{name}", noting(name, getattr(select, f"borrow_{name}")))
     for can in (False, True):
-        monkeypatch.setattr(shells, "supports_int8_draft", lambda *_, can=can: can)
+        monkeypatch.setattr(select, "_why_not", lambda *_, can=can, **__: None if can else "too narrow")
         for asked, rough in ((False, False), (True, True), (None, can)):
             for rule in (EXACT, TopK()):
                 lent.clear()
-                generate(replace(tiny_pair, draft_int8=asked), ["w5"], rule, gamma=2, max_new_tokens=2)
-                assert lent == [("target", False), ("draft", rough)]
-    itself = replace(tiny_pair, draft=tiny_pair.target, draft_int8=None)
-    assert not shells.int8_draft(itself)
+                generate(drafting(asked), ["w5"], rule, gamma=2, max_new_tokens=2)
+                assert lent == [("engine", False), ("draft", rough)]
+    itself = replace(tiny_pair, draft_model=Draft(tiny_pair.target, int8=None))
+    assert not PairEngines(itself).draft_int8
 
 
 @pytest.mark.parametrize(
@@ -198,12 +203,12 @@ def test_a_draft_is_int8_or_as_its_target(checkpoints: dict[str, str], dtype: st
     with pytest.raises(SelfJudgeError, match=message):
         Pair.load(checkpoints["target"], checkpoints["draft"], device="cpu", draft_dtype=dtype)
     load = partial(Pair.load, checkpoints["target"], checkpoints["draft"], device="cpu")
-    assert load(draft_dtype="int8").draft_int8 is True
-    assert load().draft_int8 is None  # where the engine can
-    assert load(dtype="float32").draft_int8 is load(full_precision=True).draft_int8 is False
+    assert load(draft_dtype="int8").draft_model.int8 is load(dtype="int8").draft_model.int8 is True
+    assert load().draft_model.int8 is None  # where the engine can
+    assert load(dtype="float32").draft_model.int8 is load(full_precision=True).draft_model.int8 is False
 
 
 def test_int8_drafts_are_for_the_cpu(checkpoints: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pairs, "chosen_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(loading, "choose_device", lambda name: torch.device("cuda"))
     with pytest.raises(SelfJudgeError, match="`draft_dtype` int8 needs a cpu, not cuda"):
         Pair.load(checkpoints["target"], checkpoints["draft"], draft_dtype="int8")

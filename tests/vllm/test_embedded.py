@@ -16,9 +16,10 @@ from selfjudge.decoding.loop import decode
 from selfjudge.decoding.plain import respond
 from selfjudge.decoding.rules import AcceptanceRule, Exact, Judged, Margin
 from selfjudge.decoding.text import generate
-from selfjudge.engine.select import draft_features, make_draft, make_engine
+from selfjudge.engine.select import make_draft, make_engine
 from selfjudge.judge.model import Judge
 from selfjudge.models.catalogue import EMBEDDED
+from selfjudge.models.loaded import as_draft
 from selfjudge.models.pair import Pair
 from selfjudge.models.pull import checkpoint_folder
 from selfjudge.models.speculators import write_speculators
@@ -189,7 +190,7 @@ def proposed(pair: Pair, prompt: list[int]) -> list[list[int]]:
     """The blocks of drafts of an answer in our loop."""
     assert pair.draft is not None
     rule = Recorded()
-    target = make_engine(pair.target, features=draft_features(pair.draft), kind="reference")
+    target = make_engine(pair.target, features=as_draft(pair.draft).features, kind="reference")
     draft = make_draft(pair.draft, pair.target, kind="reference")
     for _ in decode(target, draft, [prompt], rule, gamma=GAMMA, max_new_tokens=TOKENS, eos_ids=pair.eos_ids):
         pass

@@ -17,8 +17,9 @@ import torch
 from selfjudge.bench.config import DecodeBenchConfig
 from selfjudge.bench.floor import bandwidth, bytes_per_pass
 from selfjudge.decoding.rules import EXACT, AcceptanceRule
-from selfjudge.decoding.text import draft_dtype, generate
+from selfjudge.decoding.text import generate
 from selfjudge.engine.base import shape_reason
+from selfjudge.engine.select import PairEngines
 from selfjudge.models.pair import Pair, Prompt
 from selfjudge.store import measured_on
 from selfjudge.types import PHASES, Gamma, Generation, Notify, pooled_figures
@@ -75,7 +76,7 @@ def bench_decode(
         "prompts": len(prompts),
         "max_new_tokens": config.max_new_tokens,
         "repeats": config.repeats,
-        "draft_dtype": draft_dtype(pair),
+        "draft_dtype": PairEngines(pair).draft_dtype,
         "target_floor_milliseconds": None if floor is None else floor * 1e3,
         "baseline": runs[0].name,
         "runs": rows,
@@ -156,7 +157,7 @@ def _floor(pair: Pair) -> float | None:
     """Seconds that reading the target's weights takes, for the shapes whose bytes we can count."""
     if shape_reason(pair.target) is not None:
         return None
-    return bytes_per_pass(pair.target, 1, 0, pair.int8) / bandwidth(pair.target.device)
+    return bytes_per_pass(pair.target_model, 1, 0, pair.target_model.int8) / bandwidth(pair.target.device)
 
 
 def _over_floor(generations: list[Generation], floor: float | None) -> float | None:
@@ -192,7 +193,7 @@ def transformers_tokens(
     ids = torch.tensor([pair.encode(prompt, raw=raw)], device=pair.target.device)
     options: dict[str, Any] = {}
     if gamma:
-        draft = pair.draft_model("assisted generation")
+        draft = pair.standalone_draft("assisted generation").causal_lm
         config = draft.generation_config
         config.num_assistant_tokens = gamma
         config.num_assistant_tokens_schedule = "constant"

@@ -13,14 +13,15 @@ from typing import Any
 from selfjudge.bench.config import DemoConfig
 from selfjudge.decoding.plain import respond
 from selfjudge.decoding.rules import EXACT, AcceptanceRule, Judged, TopK
-from selfjudge.decoding.text import draft_dtype, generate
-from selfjudge.engine.unpacked import unpacked
+from selfjudge.decoding.text import generate
+from selfjudge.engine.dequantised import dequantised
+from selfjudge.engine.select import PairEngines
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.likelihood import Likelihood, likelihoods, mean_log_likelihood, substitutions
 from selfjudge.judge.model import Judge
 from selfjudge.label.config import LabelConfig
 from selfjudge.label.pipeline import label_pair
-from selfjudge.models.gguf import gguf_of
+from selfjudge.models.loaded import Target
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.builtin import BUILT_IN
 from selfjudge.store import measured_on
@@ -38,8 +39,10 @@ OWN, SHIPPED = "judged, made just now", "judged, shipped"
 
 def in_floats(pair: Pair) -> Pair:
     """The pair with a target that computes in floats, read from the blocks of its file; the draft stays as it is."""
-    file = gguf_of(pair.target)
-    return pair if file is None else replace(pair, target=unpacked(pair.target, file))
+    target = pair.target_model
+    if target.file is None:
+        return pair
+    return replace(pair, target_model=Target(dequantised(target), target.reference, target.sha256))
 
 
 def same_start(tokens: Sequence[int], others: Sequence[int]) -> float:
@@ -77,7 +80,7 @@ class Demo:
             "draft_log_likelihood": None,
             "substitutions": [],
             "dtype": pair.dtype,
-            "draft_dtype": draft_dtype(pair),
+            "draft_dtype": PairEngines(pair).draft_dtype,
         }
 
     def make_judge(self, folder: Path) -> None:
@@ -182,7 +185,7 @@ class Demo:
     def _draft_alone(self) -> float:
         """How likely the target finds the draft's own greedy answers: the quality if everything were accepted."""
         answers = respond(
-            self.pair.draft_model("an answer of the draft alone"),
+            self.pair.standalone_draft("an answer of the draft alone"),
             self._encoded,
             eos_ids=self.pair.eos_ids,
             max_new_tokens=self.config.max_new_tokens,

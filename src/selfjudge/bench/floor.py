@@ -7,10 +7,9 @@ import time
 from collections.abc import Callable
 
 import torch
-from transformers import PreTrainedModel
 
 from selfjudge.engine.cpu.weights import packed
-from selfjudge.models.gguf import gguf_of
+from selfjudge.models.loaded import LoadedModel
 
 
 def bandwidth(device: torch.device) -> float:
@@ -42,11 +41,12 @@ def seconds_of(function: Callable[[], object], device: torch.device, repeats: in
     return float(statistics.median(times))
 
 
-def bytes_per_pass(model: PreTrainedModel, batch: int, context: int, int8: bool = False) -> int:
+def bytes_per_pass(loaded: LoadedModel, batch: int, context: int, int8: bool = False) -> int:
     """What a pass must read at least: the weights once, and the cached keys and values of every row."""
+    model = loaded.causal_lm
     config = model.config.get_text_config()
-    if int8 or gguf_of(model) is not None:
-        weights = packed(model, int8).bytes_per_pass
+    if int8 or loaded.file is not None:
+        weights = packed(loaded, int8).bytes_per_pass
     else:
         weights = sum(p.numel() * p.element_size() for p in model.parameters())
         if model.get_input_embeddings().weight is not model.get_output_embeddings().weight:

@@ -53,7 +53,8 @@ def generate(
     request = setup.request.named(decode.sampling)
     pair = setup.load(needs_draft=request.gamma != 0)
 
-    from selfjudge.decoding.text import draft_dtype, stream
+    from selfjudge.decoding.text import stream
+    from selfjudge.engine.select import PairEngines
 
     rule = request.resolve(pair, sampling=decode.sampling)
     gamma = rule.default_gamma(pair.target.device.type) if request.gamma is None else request.gamma
@@ -71,7 +72,8 @@ def generate(
     _show(answer, color, quiet=as_json, longest=decode.max_new_tokens)
     result = answer.generation
     if as_json:
-        about = {"pair": pair.name, "dtype": pair.dtype, "draft_dtype": draft_dtype(pair, decode.engine)}
+        draft_dtype = PairEngines(pair, decode.engine).draft_dtype
+        about = {"pair": pair.name, "dtype": pair.dtype, "draft_dtype": draft_dtype}
         print_json({**_as_json(result, rule), **about, "rule": request.text, "gamma": gamma})
         return
     typer.echo()

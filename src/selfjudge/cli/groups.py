@@ -56,9 +56,9 @@ class DeviceOptions:
     def device_type(self) -> str:
         """cuda, mps or cpu: the given one, or the best there is."""
         with waiting("starting torch …"):
-            from selfjudge.models.device import chosen_device
+            from selfjudge.models.device import choose_device
 
-            return chosen_device(self.device).type
+            return choose_device(self.device).type
 
     def check_gamma(self, rule: AcceptanceRule, gamma: Gamma | None) -> None:
         """Refuse a γ that the rule cannot work with; None is the device's fixed one, `auto` one that works.
@@ -84,9 +84,9 @@ class DeviceOptions:
     def fitting_device(self) -> str:
         """Where to fit a judge: the best device there is with float64."""
         with waiting("starting torch …"):
-            from selfjudge.models.device import chosen_device
+            from selfjudge.models.device import choose_device
 
-            place = chosen_device(self.device)
+            place = choose_device(self.device)
         return "cpu" if place.type == "mps" else str(place)
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from selfjudge.decoding.packed import CycleOutcome
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.engine.base import Engine
-from selfjudge.engine.draft import Draft
+from selfjudge.engine.draft import Drafter
 from selfjudge.errors import SelfJudgeError
 from selfjudge.types import MAX_GAMMA, Emission, Finish, Origin, TokenColumn
 
@@ -117,7 +117,7 @@ class BatchRows:
 
 def check_request(
     target: Engine,
-    draft: Draft | None,
+    draft: Drafter | None,
     prompts: Sequence[Sequence[int]],
     rule: AcceptanceRule,
     gamma: int,
@@ -140,7 +140,7 @@ def check_request(
 
 
 def check_prompts(
-    target: Engine, draft: Draft | None, prompts: Sequence[Sequence[int]], most: Sequence[int]
+    target: Engine, draft: Drafter | None, prompts: Sequence[Sequence[int]], most: Sequence[int]
 ) -> list[int]:
     """Refuse prompts that leave no room for an answer; the number of tokens each row may emit."""
     if min(most) < 1:

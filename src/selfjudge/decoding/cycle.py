@@ -16,7 +16,7 @@ from selfjudge.decoding.packed import Packed
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.decoding.sampling import sample
 from selfjudge.engine.base import Engine, Output
-from selfjudge.engine.draft import Draft
+from selfjudge.engine.draft import Drafter
 from selfjudge.ops.argmax import argmax_checked, replace_non_finite
 from selfjudge.types import PHASES, Block
 
@@ -27,7 +27,7 @@ class Cycle:
     """One cycle as functions over fixed tensors, so that an engine may capture them and replay them without Python."""
 
     def __init__(
-        self, target: Engine, draft: Draft | None, rule: AcceptanceRule, gamma: int, *, trace: bool, first: Tensor
+        self, target: Engine, draft: Drafter | None, rule: AcceptanceRule, gamma: int, *, trace: bool, first: Tensor
     ) -> None:
         """`first` [B] are the tokens that prefill yielded; `trace` asks for what the target wanted at judged tokens."""
         self.target, self.draft, self.rule, self.gamma = target, draft, rule, gamma
@@ -77,7 +77,7 @@ class Cycle:
         if self.draft is not None and self.gamma:
             self.drafts, self.draft_logits = self._proposals(self.draft)
 
-    def _proposals(self, draft: Draft) -> tuple[Tensor, Tensor | None]:
+    def _proposals(self, draft: Drafter) -> tuple[Tensor, Tensor | None]:
         """[B, γ] drafts and, when sampling, the [B, γ, V] logits they come from; fewer if the draft is unsure."""
         tokens: list[Tensor] = []
         drawn_from: list[Tensor] = []
@@ -124,7 +124,7 @@ class Cycle:
 
 
 def find_cycle(
-    target: Engine, draft: Draft | None, rule: AcceptanceRule, gamma: int, *, trace: bool, first: Tensor
+    target: Engine, draft: Drafter | None, rule: AcceptanceRule, gamma: int, *, trace: bool, first: Tensor
 ) -> Cycle:
     """A new cycle, or the one this engine captured for an earlier batch of the same shape."""
     trace = trace and gamma > 0 and not rule.lossless
@@ -142,7 +142,7 @@ def find_cycle(
     return cycle
 
 
-def cycle_key(draft: Draft | None, rule: AcceptanceRule, gamma: int, trace: bool, rows: int) -> Hashable:
+def cycle_key(draft: Drafter | None, rule: AcceptanceRule, gamma: int, trace: bool, rows: int) -> Hashable:
     """The key under which a static engine keeps a captured cycle."""
     trace = trace and gamma > 0 and not rule.lossless
     return rule, gamma, trace, rows, draft, draft and draft.version

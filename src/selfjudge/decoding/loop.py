@@ -26,13 +26,13 @@ from selfjudge.decoding.prefill import Group, Prefill
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.decoding.sampling import RandomNumbers
 from selfjudge.engine.base import Engine, RowCache
-from selfjudge.engine.draft import Draft
+from selfjudge.engine.draft import Drafter
 from selfjudge.types import PHASES, Block, Gamma, Step, default_gamma
 
 
 def decode(
     target: Engine,
-    draft: Draft | None,
+    draft: Drafter | None,
     prompts: Sequence[Sequence[int]],
     rule: AcceptanceRule,
     *,
@@ -129,7 +129,7 @@ class _Batch:
     """What rows share: the engines, the cycle, the random numbers. All change together when rows come and go."""
 
     target: Engine
-    draft: Draft | None
+    draft: Drafter | None
     rule: AcceptanceRule
     gamma: int
     """The most drafts of a cycle."""

@@ -14,8 +14,8 @@ from selfjudge.decoding.prefill import shared_prefixes
 from selfjudge.decoding.rules import EXACT, AcceptanceRule, SpeculativeSampling
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.engine.base import Engine, shape_reason
-from selfjudge.engine.select import borrowed
-from selfjudge.models.elsewhere import elsewhere
+from selfjudge.engine.select import borrow_engine
+from selfjudge.models.loaded import LoadedModel, Target, as_loaded
 from selfjudge.types import FINISHES, Finish, TokenColumn
 
 Answer = tuple[int, list[int], Finish]
@@ -23,7 +23,7 @@ Answer = tuple[int, list[int], Finish]
 
 
 def respond(
-    model: PreTrainedModel,
+    model: PreTrainedModel | LoadedModel,
     prompts: Sequence[Sequence[int]],
     *,
     eos_ids: Collection[int],
@@ -38,8 +38,9 @@ def respond(
     `max_new_tokens` is one limit, or one for each prompt.
     A sampled answer depends on its own seed alone, not on the batch it was part of.
     """
-    if (engine_elsewhere := elsewhere(model)) is not None:
-        yield from engine_elsewhere.respond(
+    loaded = as_loaded(model)
+    if isinstance(loaded, Target) and loaded.remote is not None:
+        yield from loaded.remote.respond(
             prompts, eos_ids=eos_ids, max_new_tokens=max_new_tokens, sampling=sampling, seeds=seeds, notify=notify
         )
         return
@@ -51,11 +52,12 @@ def respond(
     for owner, size in zip(owners, sizes, strict=True):
         largest[owner] = max(largest[owner], size)
     order = sorted(range(len(prompts)), key=lambda i: (-largest[owners[i]], owners[i]))  # one cache fits all
-    with borrowed(model) as engine:
-        room = _room(model, engine)
+    module = loaded.causal_lm
+    with borrow_engine(loaded) as engine:
+        room = _room(module, engine)
         while order:
             longest = max(sizes[i] for i in order[:batch])
-            size = min(batch, _rows_that_fit(model, longest, room))
+            size = min(batch, _rows_that_fit(module, longest, room))
             part, order = sorted(order[:size], key=lambda i: (-len(prompts[owners[i]]), owners[i])), order[size:]
             most = [limits[i] for i in part]
             tokens = np.zeros((len(part), max(most)), np.int32)

@@ -12,7 +12,7 @@ from torch import Tensor
 from selfjudge.decoding.admission import AdmissionQueue, Request, check_prompts
 from selfjudge.decoding.cycle import PhaseTimer
 from selfjudge.engine.base import Engine, Output, RowCache
-from selfjudge.engine.draft import Draft
+from selfjudge.engine.draft import Drafter
 
 ALONE = 4  # chunks at once while nobody else is there: whoever comes waits for them
 
@@ -26,7 +26,7 @@ class Group:
         self.device = device
         self.timer = PhaseTimer(device)
         self.target: Engine | None = None
-        self.draft: Draft | None = None
+        self.draft: Drafter | None = None
         self.output: Output
         """What the target says after the last token that was read."""
         self.width = max(len(request.prompt) for request in self.requests)
@@ -90,7 +90,7 @@ class Prefill:
     """Who is being read. Short prompts share a pass; a long one is read alone, one chunk at a time."""
 
     target: Engine
-    draft: Draft | None
+    draft: Drafter | None
     step: int
     """Tokens of a row in one step, γ + 1: so many slots it needs beyond its own tokens."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 import warnings
@@ -12,8 +11,6 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack, cast, overload
 from weakref import WeakKeyDictionary
 
-import torch
-
 from selfjudge.decoding.admission import AdmissionQueue, Request
 from selfjudge.decoding.answer import Answer
 from selfjudge.decoding.gamma import statistics_of
@@ -21,10 +18,9 @@ from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rule_parser import resolve_rule
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.decoding.sampling import Sampling
-from selfjudge.engine.select import borrowed, borrowed_draft, common_kind, draft_features, supports_int8_draft
+from selfjudge.engine.select import PairEngines
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.model import Judge
-from selfjudge.models.gguf import gguf_of
 from selfjudge.models.pair import Pair, Prompt
 from selfjudge.types import Gamma, Generation, Piece, Step
 
@@ -259,29 +255,16 @@ class _Decoding:
         queue: AdmissionQueue | None = None,
     ) -> Iterator[StepOutput]:
         """Drive the loop, feeding each answer, by its row, until it is finished; the new pieces of every step."""
-        pair, rule, kind = self.pair, self.rule, self.engine
+        pair, rule = self.pair, self.rule
         if rule.judge is not None:
             rule.judge.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
             rule.judge.to(pair.target.device)
-        with contextlib.ExitStack() as stack:
-            drafts = pair.draft if self.gamma != 0 else None
-            if drafts is not None:
-                kind = common_kind(pair.target, drafts, kind)
-            target = stack.enter_context(
-                borrowed(
-                    pair.target,
-                    hidden=rule.judge is not None,
-                    features=draft_features(drafts),
-                    int8=pair.int8,
-                    kind=kind,
-                )
-            )
-            draft = statistics = None
-            if drafts is not None:
-                int8 = int8_draft(pair, kind)
-                draft = stack.enter_context(borrowed_draft(drafts, pair.target, int8=int8, kind=kind))
-                settings = (kind, pair.int8, int8, rule.judge is not None, torch.get_num_threads())
-                statistics = statistics_of(pair.target, drafts, settings)
+        engines = PairEngines(pair, self.engine, drafts=self.gamma != 0)
+        hidden = rule.judge is not None
+        with engines.borrow(hidden=hidden) as (target, draft):
+            statistics = None
+            if draft is not None:
+                statistics = statistics_of(engines.target, engines.draft, engines.settings(hidden=hidden))
             dropped, warned = set() if dropped is None else dropped, False
             for answer in answers.values():
                 answer.started = time.perf_counter()
@@ -319,26 +302,6 @@ def _hand_out(step: Step, answers: dict[int, Answer], dropped: set[int]) -> Step
         if answer.finish == "stop":
             dropped.add(emission.row)
     return output
-
-
-def int8_draft(pair: Pair, engine: str = "auto") -> bool:
-    """Whether the draft runs with int8 weights, which does not depend on the rule: asked for, or left to the engine.
-
-    Left to the engine, a draft that is the target itself keeps the target's weights.
-    """
-    if pair.draft is None or pair.int8 or pair.draft_int8 is not None:
-        return pair.draft is not None and (pair.int8 or bool(pair.draft_int8))
-    itself = pair.draft is pair.target or (pair.target_sha256 != "" and pair.target_sha256 == pair.draft_sha256)
-    return not itself and supports_int8_draft(pair.draft, engine)
-
-
-def draft_dtype(pair: Pair, engine: str = "auto") -> str:
-    """The name of the draft's weight format as tables print it; empty without a draft."""
-    if pair.draft is None:
-        return ""
-    if (file := gguf_of(pair.draft)) is not None:
-        return file.dtype
-    return "int8" if int8_draft(pair, engine) else str(pair.draft.dtype).removeprefix("torch.")
 
 
 _GUARDED: WeakKeyDictionary[AcceptanceRule, tuple[tuple[int, ...], AcceptanceRule]] = WeakKeyDictionary()

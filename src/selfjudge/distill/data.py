@@ -21,7 +21,6 @@ from torch import Tensor
 from selfjudge.decoding.plain import respond
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.distill.config import DistillConfig
-from selfjudge.engine.select import release
 from selfjudge.engine.teacher_forced import GRID, Sequences, logit_rows, logits_of, teacher_forced, width
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.pair import Pair
@@ -63,7 +62,7 @@ class DataMaker:
         rows, seal = self._prompts()
         files = self._answers(rows, seal.get("seconds", 0.0))
         device = self.pair.target.device
-        release(self.pair.target)
+        self.pair.target_model.release()
         if device.type == "cuda":
             torch.cuda.empty_cache()
         held_out, training = (Corpus.read(files, rows, held_out=held, device=device) for held in (True, False))
@@ -158,7 +157,7 @@ class DataMaker:
         prompts = [rows[job.prompt]["ids"] for job in part]
         answers: dict[int, list[int]] = {}
         for index, tokens, _ in respond(
-            self.pair.target,
+            self.pair.target_model,
             prompts,
             eos_ids=self.pair.eos_ids,
             max_new_tokens=self.config.max_new_tokens,
@@ -213,7 +212,7 @@ def teacher(pair: Pair, sequences: Sequences, k: int) -> tuple[Any, Any]:
     starts = np.cumsum([0, *(len(answer) for _, answer in sequences)])
     log_p = np.empty((starts[-1], k), np.float16)
     index = np.empty((starts[-1], k), np.int32)
-    for part, hidden in teacher_forced(pair.target, sequences):
+    for part, hidden in teacher_forced(pair.target_model, sequences):
         values, places = [], []
         for piece in hidden.split(logit_rows(pair.target)):
             logits = logits_of(pair.target, piece)

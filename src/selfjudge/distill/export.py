@@ -12,9 +12,9 @@ from selfjudge.distill.eagle import HeadLearner, Sizes
 from selfjudge.distill.student import Student
 from selfjudge.distill.train import TrainingState, top1
 from selfjudge.models.convert import materialise, quiet, read_compact, write_compact
-from selfjudge.models.eagle import EagleConfig, EagleHead
+from selfjudge.models.eagle import EagleConfig
 from selfjudge.models.pull import served_reference
-from selfjudge.models.speculators import write_speculators
+from selfjudge.models.speculators import load_head, write_speculators
 from selfjudge.store import markdown_table, write_text
 
 INT8_LOSS = 0.002  # top-1 agreement that int8 rows may cost before float16 is kept
@@ -56,7 +56,7 @@ def export_head(maker: DataMaker, learner: HeadLearner, data: Dataset, state: Tr
     names = {"target": pair.target_id, "sha256": pair.target_sha256}
     trained = learner.measure()
     learner.save(run.path, trained.figures, **names)
-    finished = EagleHead.load(run.path, pair.target, pair.target_sha256, pair.target_id)
+    finished = load_head(run.path, pair.target, pair.target_sha256, pair.target_id)
     sizes = Sizes(torch.ones_like(learner.sizes.features), learner.sizes.states)
     rounded = HeadLearner(pair.target, finished, sizes, data.training, data.held_out, unroll).measure()
     size = learner.save(run.path, rounded.figures, **names)

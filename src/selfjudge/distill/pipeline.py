@@ -27,7 +27,6 @@ from selfjudge.distill.student import Student
 from selfjudge.distill.train import HeldOutScore, StudentLearner, Trainer
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.eagle import EagleConfig, decoder_layers
-from selfjudge.models.gguf import check_whole_weights
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.sources import check_readable
 from selfjudge.store import RunFolder, read_tensors, write_tensors
@@ -50,7 +49,7 @@ def distill_draft(
     """
     config = config or DistillConfig()
     config.check()
-    check_whole_weights(pair.target)
+    pair.target_model.check_full_precision()
     if config.kind == "eagle3":
         decoder_layers(pair.target)  # refuses a target whose states cannot be read
     if not pair.tokenizer.chat_template:

@@ -14,7 +14,7 @@ from selfjudge.types import Verdict
 BACKLOG = 64  # newest tokens that a draft reads when it drafts again; what plain cycles made before, it never reads
 
 
-class Draft(RowCache, Protocol):
+class Drafter(RowCache, Protocol):
     """Proposes tokens to a target, over the same ragged batch. γ may change from cycle to cycle, also to 0 and back."""
 
     features: tuple[int, ...]

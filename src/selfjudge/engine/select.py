@@ -1,14 +1,14 @@
-"""Which engine runs a model, and where static engines are kept for the next batch."""
+"""Which engine runs a model, and the engines of a pair as one object."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
-from functools import cache, partial
-from typing import TypeVar
-from weakref import WeakKeyDictionary
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache
+from typing import TypeAlias, TypeVar
 
+import torch
 from transformers import PreTrainedModel
 
 from selfjudge.engine.base import Engine
@@ -16,18 +16,74 @@ from selfjudge.engine.cpu import engine as cpu
 from selfjudge.engine.cpu.head import CpuHead
 from selfjudge.engine.cuda import engine as cuda
 from selfjudge.engine.cuda.head import CudaHead
-from selfjudge.engine.draft import Draft, EagleDraft, HeadEngine, LayersDraft
+from selfjudge.engine.dequantised import dequantised
+from selfjudge.engine.draft import Drafter, EagleDraft, HeadEngine, LayersDraft
 from selfjudge.engine.reference import ReferenceEngine, ReferenceHead
-from selfjudge.engine.unpacked import unpacked
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.eagle import EagleHead, decoder_layers
-from selfjudge.models.gguf import gguf_of
+from selfjudge.models.loaded import Draft, LoadedModel, as_draft, as_loaded
+from selfjudge.models.pair import Pair
 
 KINDS = ("auto", "reference", "cpu", "cuda")
+AnyModel: TypeAlias = "PreTrainedModel | EagleHead | LoadedModel"
+"""A model of transformers, a head, or either as it was loaded: engines are then kept with it for the next batch."""
+
+
+class PairEngines:
+    """The engines of a pair, chosen once: a captured cycle holds both models, so both run on one kind of engine."""
+
+    def __init__(self, pair: Pair, kind: str = "auto", *, drafts: bool = True) -> None:
+        """Without `drafts` the target decodes alone."""
+        self.target, self.draft = pair.target_model, pair.draft_model if drafts and pair.draft is not None else None
+        self.kind = kind
+        if kind == "auto" and self.draft is not None and self.target.device.type == "cuda":
+            reason = _why_not(self.target, "cuda") or _why_not(self.draft, "cuda")
+            if reason is not None:
+                _warn_once(f"using the reference engine: {reason}")
+                self.kind = "reference"
+
+    @property
+    def draft_int8(self) -> bool:
+        """Whether the draft runs in int8: where that was asked for or, left to the engine, where it can.
+
+        Left to the engine, a draft that is the target itself keeps the target's weights.
+        """
+        if self.draft is None or self.draft.int8 is not None:
+            return self.draft is not None and bool(self.draft.int8)
+        hashes = self.target.sha256, self.draft.sha256
+        if self.draft.module is self.target.module or (hashes[0] and hashes[0] == hashes[1]):
+            return False
+        return self.kind in ("auto", "cpu") and _why_not(self.draft, "cpu", int8=True) is None
+
+    @property
+    def draft_dtype(self) -> str:
+        """The draft's weight format as tables print it; empty without a draft."""
+        if self.draft is None or self.draft.module is None:
+            return ""
+        if self.draft.file is not None:
+            return self.draft.file.dtype
+        return "int8" if self.draft_int8 else str(self.draft.module.dtype).removeprefix("torch.")
+
+    def settings(self, *, hidden: bool) -> Hashable:
+        """All that decides how fast they run."""
+        return self.kind, self.target.int8, self.draft_int8, hidden, torch.get_num_threads()
+
+    @contextmanager
+    def borrow(self, *, hidden: bool = False) -> Iterator[tuple[Engine, Drafter | None]]:
+        """Both engines for one batch. `hidden` asks for the states that a judge reads."""
+        features = () if self.draft is None else self.draft.features
+        with ExitStack() as stack:
+            target = stack.enter_context(
+                borrow_engine(self.target, hidden=hidden, features=features, int8=self.target.int8, kind=self.kind)
+            )
+            draft = None
+            if self.draft is not None:
+                draft = stack.enter_context(borrow_draft(self.draft, self.target, int8=self.draft_int8, kind=self.kind))
+            yield target, draft
 
 
 def make_engine(
-    model: PreTrainedModel,
+    model: PreTrainedModel | LoadedModel,
     *,
     hidden: bool = False,
     features: tuple[int, ...] = (),
@@ -39,139 +95,97 @@ def make_engine(
     `hidden` asks for the states a judge reads, `features` for the inputs of these layers, which a draft reads; `int8`
     for quantised weights, which the CPU engine alone offers.
     """
+    model = as_loaded(model)
     if features:
-        decoder_layers(model)
-    kind = engine_kind(model, int8=int8, kind=kind)
-    if int8 and kind != "cpu":
-        raise SelfJudgeError(f"int8 weights need the cpu engine, not {kind}")
-    if kind == "reference":
-        file = gguf_of(model)
-        return ReferenceEngine(model if file is None else unpacked(model, file), hidden=hidden, features=features)
-    reason = cuda.why_not(model) if kind == "cuda" else cpu.why_not(model, int8=int8)
-    if reason is not None:
-        raise SelfJudgeError(f"the {kind} engine cannot run this model: {reason}")
+        decoder_layers(model.causal_lm)
+    kind = choose_kind(model, int8=int8, kind=kind)
     if kind == "cuda":
         return cuda.CudaEngine(model, hidden=hidden, features=features)
-    return cpu.CpuEngine(model, hidden=hidden, features=features, int8=int8)
-
-
-def engine_kind(model: PreTrainedModel, *, int8: bool = False, kind: str = "auto") -> str:
-    """The engine that `kind` names; `auto` is the fastest that runs the model."""
-    if kind not in KINDS:
-        raise SelfJudgeError(f"unknown `engine` {kind!r}; there are: {', '.join(KINDS)}")
-    in_file = gguf_of(model) is not None
-    if in_file and kind == "cuda":
-        raise SelfJudgeError("q4 weights need the cpu engine, not cuda")
-    if kind != "auto":
-        return kind
-    kind = "cuda" if model.device.type == "cuda" else "cpu"
-    reason = cuda.why_not(model) if kind == "cuda" else cpu.why_not(model, int8=int8)
-    if reason is not None and not int8:
-        slower = ", which is many times slower in q4" if in_file else ""
-        _say_once(f"using the reference engine{slower}: {reason}")
-        return "reference"
-    return kind
+    if kind == "cpu":
+        return cpu.CpuEngine(model, hidden=hidden, features=features, int8=int8)
+    module = model.causal_lm if model.file is None else dequantised(model)
+    return ReferenceEngine(module, hidden=hidden, features=features)
 
 
 def make_draft(
-    draft: PreTrainedModel | EagleHead, target: PreTrainedModel, *, int8: bool = False, kind: str = "auto"
-) -> Draft:
+    draft: AnyModel, target: PreTrainedModel | LoadedModel, *, int8: bool = False, kind: str = "auto"
+) -> Drafter:
     """A model or a head as the draft of a target, on the fastest engine for it or the one named.
 
     The target's engine must be made with the draft's `features`.
     """
-    if not isinstance(draft, EagleHead):
+    draft, target = as_draft(draft), as_loaded(target)
+    if (head := draft.head) is None:
         return LayersDraft(make_engine(draft, int8=int8, kind=kind))
-    if kind == "auto":
-        kind = "cuda" if draft.device.type == "cuda" else "cpu"
-        if (reason := _head_reason(draft, kind, int8)) is not None and not int8:
-            _say_once(f"using the reference engine: {reason}")
-            kind = "reference"
-    if int8 and kind != "cpu":
-        raise SelfJudgeError(f"int8 weights need the cpu engine, not {kind}")
-    if kind == "reference" and gguf_of(target) is not None:
-        raise SelfJudgeError("a head beside q4 weights needs the cpu engine, not reference")
+    kind = choose_kind(draft, int8=int8, kind=kind)
     engine: HeadEngine
-    if kind == "reference":
-        engine = ReferenceHead(draft)
-    elif (reason := _head_reason(draft, kind, int8)) is not None:
-        raise SelfJudgeError(f"the {kind} engine cannot run this head: {reason}")
+    if kind == "cuda":
+        engine = CudaHead(draft)
+    elif kind == "cpu":
+        engine = CpuHead(draft, target.causal_lm, int8=int8)
+    elif target.file is not None:
+        raise SelfJudgeError("a head beside q4 weights needs the cpu engine, not reference")
     else:
-        engine = CudaHead(draft) if kind == "cuda" else CpuHead(draft, target, int8=int8)
-    return EagleDraft(engine, draft.config.aux_layers, draft.dtype)
+        engine = ReferenceHead(head)
+    return EagleDraft(engine, draft.features, head.dtype)
 
 
-def draft_features(draft: PreTrainedModel | EagleHead | None) -> tuple[int, ...]:
-    """The layers of the target whose inputs a draft reads."""
-    return draft.config.aux_layers if isinstance(draft, EagleHead) else ()
+def choose_kind(model: AnyModel, *, int8: bool = False, kind: str = "auto") -> str:
+    """The engine that `kind` names, which must be able to run the model; `auto` is the fastest that can."""
+    if kind not in KINDS:
+        raise SelfJudgeError(f"unknown `engine` {kind!r}; there are: {', '.join(KINDS)}")
+    model = as_draft(model) if isinstance(model, EagleHead) else as_loaded(model)
+    if model.file is not None and kind == "cuda":
+        raise SelfJudgeError("q4 weights need the cpu engine, not cuda")
+    chosen = ("cuda" if model.device.type == "cuda" else "cpu") if kind == "auto" else kind
+    reason = None if chosen == "reference" else _why_not(model, chosen, int8=int8)
+    if int8 and chosen != "cpu":
+        raise SelfJudgeError(f"int8 weights need the cpu engine, not {chosen}")
+    if reason is not None and kind == "auto" and not int8:
+        slower = ", which is many times slower in q4" if model.file is not None else ""
+        _warn_once(f"using the reference engine{slower}: {reason}")
+        return "reference"
+    if reason is not None:
+        what = "head" if isinstance(model.module, EagleHead) else "model"
+        raise SelfJudgeError(f"the {chosen} engine cannot run this {what}: {reason}")
+    return chosen
 
 
-def _head_reason(head: EagleHead, kind: str, int8: bool = False) -> str | None:
-    return cuda.head_reason(head) if kind == "cuda" else cpu.head_reason(head, int8=int8)
+def _why_not(model: LoadedModel, kind: str, *, int8: bool = False) -> str | None:
+    """Why the engine of this kind cannot run a model or a head; None if it can."""
+    if isinstance(model.module, EagleHead):
+        return cuda.head_reason(model.module) if kind == "cuda" else cpu.head_reason(model.module, int8=int8)
+    return cuda.why_not(model.causal_lm) if kind == "cuda" else cpu.why_not(model.causal_lm, int8=int8)
 
 
-def supports_int8_draft(draft: PreTrainedModel | EagleHead, kind: str = "auto") -> bool:
-    """Whether the CPU engine can run a draft with int8 weights."""
-    if kind not in ("auto", "cpu"):
-        return False
-    why_not = cpu.head_reason if isinstance(draft, EagleHead) else cpu.why_not
-    return why_not(draft, int8=True) is None
+_Kept = TypeVar("_Kept", Engine, Drafter)
 
 
-def common_kind(target: PreTrainedModel, draft: PreTrainedModel | EagleHead, kind: str) -> str:
-    """The engine for a pair: a recorded cycle holds both models, so either both are on the cuda engine or neither."""
-    if kind == "auto" and target.device.type == "cuda":
-        of_draft = cuda.head_reason(draft) if isinstance(draft, EagleHead) else cuda.why_not(draft)
-        if (reason := cuda.why_not(target) or of_draft) is not None:
-            _say_once(f"using the reference engine: {reason}")
-            return "reference"
-    return kind
+def borrow_engine(
+    model: LoadedModel, *, hidden: bool = False, features: tuple[int, ...] = (), int8: bool = False, kind: str = "auto"
+) -> AbstractContextManager[Engine]:
+    """An engine for one batch. A static engine is kept afterwards, so that the next batch finds its captured graphs."""
+    key = "idle engines", hidden, features
+    return _borrow(model, key, kind, lambda: make_engine(model, hidden=hidden, features=features, int8=int8, kind=kind))
 
 
-_Kept = TypeVar("_Kept", Engine, Draft)
-_IDLE: WeakKeyDictionary[PreTrainedModel | EagleHead, dict[Hashable, list[Engine | Draft]]] = WeakKeyDictionary()
-
-
-@contextmanager
-def borrowed(
-    model: PreTrainedModel,
-    *,
-    hidden: bool = False,
-    features: tuple[int, ...] = (),
-    int8: bool = False,
-    kind: str = "auto",
-) -> Iterator[Engine]:
-    """An engine for one batch. A static engine is kept afterwards, so that the next batch finds its recordings."""
-    make = partial(make_engine, model, hidden=hidden, features=features, int8=int8, kind=kind)
-    with _lent(model, ("engine", hidden, features), make, kind) as engine:
-        yield engine
-
-
-@contextmanager
-def borrowed_draft(
-    draft: PreTrainedModel | EagleHead, target: PreTrainedModel, *, int8: bool = False, kind: str = "auto"
-) -> Iterator[Draft]:
+def borrow_draft(
+    draft: Draft, target: LoadedModel, *, int8: bool = False, kind: str = "auto"
+) -> AbstractContextManager[Drafter]:
     """A draft for one batch, kept like an engine."""
-    with _lent(draft, "draft", partial(make_draft, draft, target, int8=int8, kind=kind), kind) as made:
-        yield made
+    return _borrow(draft, "idle drafts", kind, lambda: make_draft(draft, target, int8=int8, kind=kind))
 
 
 @contextmanager
-def _lent(model: PreTrainedModel | EagleHead, key: Hashable, make: Callable[[], _Kept], kind: str) -> Iterator[_Kept]:
-    idle: list[_Kept] = _IDLE.setdefault(model, {}).setdefault(key, [])  # type: ignore[assignment]
+def _borrow(model: LoadedModel, key: Hashable, kind: str, make: Callable[[], _Kept]) -> Iterator[_Kept]:
+    idle: list[_Kept] = model.keep(key, list)
     static = kind == "cuda" or (kind == "auto" and model.device.type == "cuda")
-    made = idle.pop() if static and idle else make()
-    yield made  # after an exception (out of memory) it may be broken and is not kept
-    if made.static:
-        idle.append(made)
-
-
-def release(model: PreTrainedModel) -> None:
-    """Free the memory of a model's engines: caches, recordings and fused weights."""
-    _IDLE.pop(model, None)
-    cuda.forget(model)
+    engine = idle.pop() if static and idle else make()
+    yield engine  # after an exception (out of memory) it may be damaged and is not kept
+    if engine.static:
+        idle.append(engine)
 
 
 @cache
-def _say_once(text: str) -> None:
+def _warn_once(text: str) -> None:
     warnings.warn(text, stacklevel=3)

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
 from selfjudge.models.eagle import EagleHead, captured_states
-from selfjudge.models.elsewhere import elsewhere
+from selfjudge.models.loaded import LoadedModel, Target, as_loaded
 from selfjudge.models.tokens import context_window
 
 GRID = 64  # widths of batches are multiples of this: the first pass of every new shape is slow on CUDA
@@ -35,24 +35,26 @@ def attention() -> AbstractContextManager[None]:
 
 @torch.no_grad()
 def teacher_forced(
-    model: PreTrainedModel, sequences: Sequences, *, tokens: int | None = None
+    model: PreTrainedModel | LoadedModel, sequences: Sequences, *, tokens: int | None = None
 ) -> Iterator[tuple[list[int], Tensor]]:
     """Indices of sequences and, for all tokens of their answers in that order, the states that predict them [R, H].
 
     The states are those after the final norm: what the output matrix multiplies. Sequences of similar length share a
     pass of at most `tokens` tokens, half as many when memory runs out.
     """
-
-    def states(ids: Tensor, predicts: Tensor) -> Tensor:
-        hidden: Tensor = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        return hidden[predicts]
-
-    if (engine := elsewhere(model)) is not None:
+    loaded = as_loaded(model)
+    if isinstance(loaded, Target) and loaded.remote is not None:
         whole = [[*prompt, *answer] for prompt, answer in sequences]
-        found = engine.states(whole, [len(answer) + 1 for _, answer in sequences])
+        found = loaded.remote.states(whole, [len(answer) + 1 for _, answer in sequences])
         yield list(range(len(sequences))), torch.cat([rows[:-1] for rows in found])
         return
-    yield from _passes(model, sequences, tokens, states)
+    module = loaded.causal_lm
+
+    def states(ids: Tensor, predicts: Tensor) -> Tensor:
+        hidden: Tensor = module.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        return hidden[predicts]
+
+    yield from _passes(module, sequences, tokens, states)
 
 
 @torch.no_grad()

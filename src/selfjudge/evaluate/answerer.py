@@ -9,7 +9,7 @@ from typing import Protocol
 
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.decoding.text import generate
-from selfjudge.engine.select import engine_kind
+from selfjudge.engine.select import choose_kind
 from selfjudge.models.pair import Pair, Prompt
 from selfjudge.types import PHASES, Generation
 
@@ -53,7 +53,7 @@ class TorchAnswerer:
 
     @property
     def engine(self) -> str:
-        return engine_kind(self.pair.target, int8=self.pair.int8)
+        return choose_kind(self.pair.target_model, int8=self.pair.target_model.int8)
 
     @property
     def device(self) -> str:

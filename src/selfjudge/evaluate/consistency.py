@@ -15,7 +15,6 @@ import torch
 from selfjudge.engine.teacher_forced import logits_of, teacher_forced
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.models.convert import quiet
-from selfjudge.models.gguf import check_whole_weights
 from selfjudge.models.pair import Pair
 from selfjudge.models.weights import check_weights
 from selfjudge.store import hub_options
@@ -109,7 +108,7 @@ def classifier(name: str, device: torch.device | None = None) -> Entails:
 
 def proxy(pair: Pair) -> Entails:
     """The target as classifier: its probabilities of the letters A (supported) and C (contradicted)."""
-    check_whole_weights(pair.target)
+    pair.target_model.check_full_precision()
     letters = [pair.tokenizer.encode(letter, add_special_tokens=False)[-1] for letter in "ABC"]
 
     @torch.no_grad()
@@ -117,7 +116,7 @@ def proxy(pair: Pair) -> Entails:
         questions = [_QUESTION.format(story=_cut(pair, story), sentence=sentence) for story, sentence in pairs]
         prompts = pair.encode_many(questions)
         values = [0.0] * len(pairs)
-        for part, hidden in teacher_forced(pair.target, [(ids, letters[:1]) for ids in prompts]):
+        for part, hidden in teacher_forced(pair.target_model, [(ids, letters[:1]) for ids in prompts]):
             p = logits_of(pair.target, hidden)[:, letters].float().softmax(-1)
             for i, value in zip(part, (p[:, 0] - p[:, 2]).tolist(), strict=True):
                 values[i] = value

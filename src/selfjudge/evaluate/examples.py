@@ -12,7 +12,6 @@ from selfjudge.engine.teacher_forced import Sequences, teacher_forced
 from selfjudge.evaluate.likelihood import Likelihood, likelihoods, substitutions
 from selfjudge.judge.config import LOWEST
 from selfjudge.judge.model import Judge
-from selfjudge.models.gguf import has_whole_weights
 from selfjudge.models.pair import Pair, Prompt
 from selfjudge.tasks.base import Row
 from selfjudge.types import Generation
@@ -26,7 +25,7 @@ def frequent_substitutions(
 ) -> list[tuple[str, str, int]]:
     """(the target's choice, what was accepted instead, how often) in the first answers that have such a token."""
     chosen = [i for i, answer in enumerate(answers) if "judge" in answer.origins][:SUBSTITUTION_ANSWERS]
-    if not chosen or not has_whole_weights(pair.target):
+    if not chosen or not pair.target_model.full_precision:
         return []
     encoded = pair.encode_many([prompts[i] for i in chosen])
     seen = likelihoods(pair, [(ids, answers[i].tokens) for ids, i in zip(encoded, chosen, strict=True)])
@@ -41,7 +40,7 @@ def example_rows(
     Of a target whose weights stay in a file, or elsewhere, there are origins alone: the others take a pass of whole
     weights.
     """
-    if not has_whole_weights(pair.target):
+    if not pair.target_model.full_precision:
         columns: list[list[Row]] = [[{} for _ in answer.tokens] for answer in answers]
     else:
         encoded = pair.encode_many(prompts)
@@ -92,7 +91,7 @@ def judge_scores(
     scores: list[list[float | None]] = [[None] * len(answer) for _, answer in sequences]
     if judge is None or "lookahead" in judge.config.features:
         return scores
-    for part, hidden in teacher_forced(pair.target, sequences):
+    for part, hidden in teacher_forced(pair.target_model, sequences):
         at = 0
         for i in part:
             size = len(sequences[i][1])

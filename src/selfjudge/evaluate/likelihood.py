@@ -33,7 +33,7 @@ def likelihoods(pair: Pair, sequences: Sequences) -> list[Likelihood]:
     """The target's log-probability of every token of every answer, in one teacher-forced pass."""
     results: list[Likelihood] = [Likelihood([], [], []) for _ in sequences]
     readable = [i for i, (_, answer) in enumerate(sequences) if answer]
-    for part, hidden in teacher_forced(pair.target, [sequences[i] for i in readable]):
+    for part, hidden in teacher_forced(pair.target_model, [sequences[i] for i in readable]):
         chosen = [readable[p] for p in part]
         tokens = torch.tensor([t for i in chosen for t in sequences[i][1]], device=hidden.device)
         log_p: list[float] = []

@@ -26,7 +26,6 @@ from selfjudge.evaluate.execute import Execution
 from selfjudge.evaluate.runs import RuleRun, plan_runs
 from selfjudge.evaluate.task_examples import TaskExamples
 from selfjudge.judge.model import Judge
-from selfjudge.models.gguf import gguf_of, has_whole_weights
 from selfjudge.models.pair import Pair
 from selfjudge.store import RunFolder, keep_settings, provenance, read_json, write_json
 from selfjudge.store.artefacts import FinishedSummary, RunRecord, TaskRecord
@@ -66,8 +65,8 @@ def evaluate_rules(
     out = Path(out)
     entails, nli = _entailment(pair, out, tasks, config.nli, warn)
     config = replace(config, nli=nli)
-    if not has_whole_weights(pair.target):
-        where = "q4 weights" if gguf_of(pair.target) is not None else "the target is not in this process"
+    if not pair.target_model.full_precision:
+        where = "q4 weights" if pair.target_model.file is not None else "the target is not in this process"
         warn(f"{where}: examples have no likelihoods or judge scores, and substitutions are not counted")
     with RunFolder(out).working(_shared_settings(pair, config, answerer)):
         write_json(out / "run.json", _provenance(config, runs, out / "run.json"))

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from selfjudge.decoding.text import draft_dtype
+from selfjudge.engine.select import PairEngines
 from selfjudge.evaluate.compare import interval
 from selfjudge.evaluate.runs import RuleRun
 from selfjudge.models.pair import Pair
@@ -42,7 +42,7 @@ def summarise(pair: Pair, task: Task, run: RuleRun, samples: Sequence[Row], *, c
         **NOT_COMPARED,
         "agreement_measure": "same_answer" if checkable else "word_overlap",
         "dtype": pair.dtype,
-        "draft_dtype": draft_dtype(pair),
+        "draft_dtype": PairEngines(pair).draft_dtype,
         **measured_on(*task.requires),
         "run_sha256": run.identity,
     }

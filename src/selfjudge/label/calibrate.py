@@ -73,7 +73,7 @@ def _answered(pair: Pair, config: LabelConfig, source: Task, records: Sequence[P
     fitting = [i for i, ids in enumerate(encoded) if len(ids) < context_window(pair.target)]
     prompts = [encoded[i] for i in fitting]
     answers = respond(
-        pair.target, prompts, eos_ids=pair.eos_ids, max_new_tokens=config.max_new_tokens, batch=config.batch_size
+        pair.target_model, prompts, eos_ids=pair.eos_ids, max_new_tokens=config.max_new_tokens, batch=config.batch_size
     )
     ended = sorted((i, tokens) for i, tokens, finish in answers if finish == "eos")
     return start_searches(

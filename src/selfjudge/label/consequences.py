@@ -24,7 +24,6 @@ from selfjudge.decoding.admission import Request
 from selfjudge.decoding.plain import respond
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.decoding.text import answer_requests
-from selfjudge.engine.select import release
 from selfjudge.engine.teacher_forced import logit_rows, logits_of, teacher_forced
 from selfjudge.label.config import LabelConfig
 from selfjudge.label.folder import Labels, Row
@@ -89,7 +88,7 @@ def label_by_consequences(
     """
     searches, outcomes, unclear = _start(pair, config, responses, data)
     if pair.target.device.type == "cuda":
-        release(pair.target)  # the scorer needs the memory of its engine
+        pair.target_model.release()  # the scorer needs the memory of its engine
     cases = draw_cases(pair, searches, config)
     all_scores = scorer(cases)
     drafts = [
@@ -186,7 +185,7 @@ def margins_of(pair: Pair, cases: Sequence[Case]) -> list[list[float]]:
     """By how many nats the target prefers its own token to the draft's, at every place of every case."""
     margins: list[list[float]] = [[] for _ in cases]
     model = pair.target
-    for part, hidden in teacher_forced(model, [(case.prompt, case.response) for case in cases]):
+    for part, hidden in teacher_forced(pair.target_model, [(case.prompt, case.response) for case in cases]):
         starts = np.cumsum([0, *(len(cases[i].response) for i in part)]).tolist()
         rows = [start + place for i, start in zip(part, starts, strict=False) for place in cases[i].places]
         tokens = [
@@ -291,7 +290,7 @@ def continuations(
     if policy is None:
         done = 0
         for i, tokens, _ in respond(
-            pair.target, prefixes, eos_ids=pair.eos_ids, max_new_tokens=limits, batch=config.batch_size
+            pair.target_model, prefixes, eos_ids=pair.eos_ids, max_new_tokens=limits, batch=config.batch_size
         ):
             new[i], done = tokens, done + 1
             notify(done / len(substitutions))

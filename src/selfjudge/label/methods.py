@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from selfjudge.engine.select import release
 from selfjudge.judge.config import LOOKAHEAD
 from selfjudge.label.config import LabelConfig
 from selfjudge.label.folder import Arrays, Labels, Row
@@ -72,7 +71,7 @@ def label_by_preservation(
     """
     searches, unclear = _search(pair, config, responses, data, notify)
     if pair.target.device.type == "cuda":
-        release(pair.target)
+        pair.target_model.release()
     owners = {row["prompt_id"]: row for row in responses}
     rows, parts = [], []
     revisions: dict[str, dict[tuple[int, ...], int]] = {}

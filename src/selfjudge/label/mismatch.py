@@ -80,7 +80,7 @@ def find_mismatches(
 
 def with_lookahead(pair: Pair, cases: Sequence[Case], count: int, *, batch: int) -> list[Case]:
     """The same cases with what the draft would say next: `count` tokens, fewer at the end of its window."""
-    draft = pair.draft_model("`lookahead`")
+    draft = pair.standalone_draft("`lookahead`").causal_lm
     window = min(context_window(draft), context_window(pair.target) - count)
     draft_size, target_size = (m.get_input_embeddings().weight.shape[0] for m in (draft, pair.target))
     starts = [

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 from selfjudge.decoding.plain import respond
 from selfjudge.decoding.rule_parser import resolve_rule
 from selfjudge.decoding.rules import AcceptanceRule, Judged
-from selfjudge.engine.select import release
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import LOOKAHEAD
 from selfjudge.label.backend import Backend, Torch
@@ -104,7 +103,7 @@ def label_pair(
     if pair.dtype in ROUNDED:
         raise SelfJudgeError(FULL_PRECISION.format(pair.dtype))
     if config.lookahead:
-        pair.draft_model("`lookahead`")
+        pair.standalone_draft("`lookahead`")
     if config.batch is None:
         config = replace(config, batch=1024 if pair.target.device.type == "cuda" else 64)
     folder = RunFolder(out, done="manifest.json", schema=LabelManifest)
@@ -170,7 +169,7 @@ def _label(run: _Run) -> dict[str, Any]:
         )
     files = run.timed("responses", _responses, prompts)
     if run.pair.target.device.type == "cuda":
-        release(run.pair.target)  # the memory of its engine is needed now
+        run.pair.target_model.release()  # the memory of its engine is needed now
     shards = run.timed("labels", _shards, files, len(prompts), tau["tau"])
     if not any(shard["rows"] for shard in shards):
         if run.config.method != "selfjudge" and not any(shard["searched"] for shard in shards):
@@ -288,7 +287,7 @@ def _responses(run: _Run, prompts: Sequence[Row]) -> list[Path]:
         part = prompts[start : start + batch]
         responses: dict[int, Row] = {}
         for index, tokens, finish in respond(
-            run.pair.target,
+            run.pair.target_model,
             [row["prompt_ids"] for row in part],
             eos_ids=run.pair.eos_ids,
             max_new_tokens=run.config.max_new_tokens,

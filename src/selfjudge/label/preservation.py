@@ -143,7 +143,7 @@ def _continuations(pair: Pair, waiting: Sequence[Search], max_new_tokens: int, b
     prefixes = [[*s.prompt, *s.response[: s.place], s.drafts[s.place]] for s in waiting]
     left = [max_new_tokens - s.place - 1 for s in waiting]
     others: list[tuple[int, ...]] = [()] * len(waiting)
-    for i, tokens, _ in respond(pair.target, prefixes, eos_ids=pair.eos_ids, max_new_tokens=left, batch=batch):
+    for i, tokens, _ in respond(pair.target_model, prefixes, eos_ids=pair.eos_ids, max_new_tokens=left, batch=batch):
         others[i] = (*prefixes[i][len(waiting[i].prompt) :], *tokens)
     return others
 
@@ -200,7 +200,11 @@ def meaning_check(pair: Pair, *, batch: int, unparsed: Callable[[int], None] = l
         fitting = [i for i, ids in enumerate(encoded) if len(ids) + VERDICT_TOKENS <= context_window(pair.target)]
         unclear = len(encoded) - len(fitting)  # too long to be asked
         for place, tokens, _ in respond(
-            pair.target, [encoded[i] for i in fitting], eos_ids=pair.eos_ids, max_new_tokens=VERDICT_TOKENS, batch=batch
+            pair.target_model,
+            [encoded[i] for i in fitting],
+            eos_ids=pair.eos_ids,
+            max_new_tokens=VERDICT_TOKENS,
+            batch=batch,
         ):
             index = fitting[place]
             verdict = str(pair.tokenizer.decode(tokens, skip_special_tokens=True)).upper()

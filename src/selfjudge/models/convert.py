@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from selfjudge.errors import SelfJudgeError, first_line
-from selfjudge.models.gguf import GgufFile, expected_tensors, gguf_of, head_width, int8_blocks, model_of, row_order
+from selfjudge.models.gguf import GgufFile, expected_tensors, gguf_file, head_width, int8_blocks, open_model, row_order
 from selfjudge.models.weights import check_finite, check_weights
 from selfjudge.store import quiet_hub, read_json, scratch, write_json, write_tensors
 
@@ -85,7 +85,7 @@ def convert(gguf: Path, folder: Path, tell: Told = lambda share: None) -> None:
 
     All cores dequantise, a piece each at a time: it takes little memory.
     """
-    model = model_of(gguf)
+    model = open_model(gguf)
     model.config.architectures, model.config.dtype = [type(model).__name__], STORED_DTYPE
     folder.mkdir(parents=True)
     with quiet():
@@ -115,7 +115,7 @@ def convert(gguf: Path, folder: Path, tell: Told = lambda share: None) -> None:
 
 def _dequantise(model: PreTrainedModel, write: Callable[[str, int, Floats], None], tell: Told) -> None:
     """Call `write` with the name of a parameter, a first row and rows of it, from a thread for each core."""
-    file = gguf_of(model)
+    file = gguf_file(model)
     assert file is not None
     names = {checkpoint_name(name): name for name in file.tensors if name != "rope_freqs.weight"}
     pieces = []

@@ -30,7 +30,7 @@ from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from selfjudge.errors import SelfJudgeError, first_line
-from selfjudge.models.gguf import FULL_PRECISION, gguf_of
+from selfjudge.models.gguf import FULL_PRECISION, gguf_file
 from selfjudge.models.heads import KIND
 from selfjudge.models.tokens import context_window
 from selfjudge.models.weights import check_finite, dequantise, pack_six, quantise, unpack_six
@@ -233,9 +233,9 @@ class EagleHead(nn.Module):
         self.target, self.target_sha256 = name or self.target, sha256 or self.target_sha256
         self.to(device=target.device, dtype=dtype or target.dtype)
         self.rotary_emb = _rotary(self.config).to(target.device)  # in float32: a rounded angle grows with the position
-        if gguf_of(target) is None and "embedding" not in self.own:
+        if gguf_file(target) is None and "embedding" not in self.own:
             self.embedding = target.get_input_embeddings().weight.detach()
-        if gguf_of(target) is None and "output" not in self.own:
+        if gguf_file(target) is None and "output" not in self.own:
             self.output = target.get_output_embeddings().weight.detach()[self.draft_ids]
         return self
 
@@ -367,11 +367,6 @@ class EagleHead(nn.Module):
         check_finite(head.named_parameters(), folder / FILE)
         head.folder, head.target, head.target_sha256 = folder, record["target"], record["target_sha256"]
         return head.eval().requires_grad_(False)
-
-    @classmethod
-    def load(cls, folder: Path, target: PreTrainedModel, sha256: str = "", name: str = "") -> Self:
-        """The head of a folder for this target, in the target's dtype on its device."""
-        return cls.read(folder).bind(target, sha256, name)
 
 
 def _rotary(config: EagleConfig) -> LlamaRotaryEmbedding:

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -155,6 +154,10 @@ class GgufFile:
         if offset + total > len(self.bytes):
             raise ValueError("it is cut short")
         return Tensor(name, rows, cols, kind, offset, total)
+
+    def __deepcopy__(self, memo: object) -> GgufFile:
+        """Copies of a model share the file: nothing changes it."""
+        return self
 
     def raw(self, tensor: Tensor) -> NDArray[np.uint8]:
         """The bytes of a tensor, in place."""
@@ -303,20 +306,13 @@ def expected_tensors(config: PretrainedConfig) -> dict[str, tuple[int, int]]:
 
 FULL_PRECISION = "this needs full precision: `dtype` q4 cannot be used"
 
-_FILES: WeakKeyDictionary[PreTrainedModel, GgufFile] = WeakKeyDictionary()
+
+def gguf_file(model: nn.Module) -> GgufFile | None:
+    """The file that holds the weights of a module; None for a module that holds them itself."""
+    return getattr(model, "gguf_file", None)
 
 
-def gguf_of(model: PreTrainedModel) -> GgufFile | None:
-    """The file that holds the weights of a model; None for a model that holds them itself."""
-    return _FILES.get(model)
-
-
-def has_whole_weights(model: PreTrainedModel) -> bool:
-    """Whether the weights are here as floats: not in a GGUF file, nor in an engine elsewhere."""
-    return gguf_of(model) is None and not any(parameter.is_meta for parameter in model.parameters())
-
-
-def model_of(path: Path) -> PreTrainedModel:
+def open_model(path: Path) -> PreTrainedModel:
     """A model whose weights stay in a GGUF file: its parameters have their shapes, take no memory and are all NaN."""
     file = GgufFile(path)
     config = config_of(file)
@@ -342,14 +338,8 @@ def model_of(path: Path) -> PreTrainedModel:
         rotary.inv_freq /= torch.from_numpy(file.floats(factors)[0])
     model.model.rotary_emb = rotary
     model.base_model.register_forward_pre_hook(_refuse)
-    _FILES[model] = file
+    model.gguf_file = file
     return model.eval()
-
-
-def check_whole_weights(model: PreTrainedModel) -> None:
-    """Refuse a model whose weights stay in a file, before any work."""
-    if gguf_of(model) is not None:
-        raise SelfJudgeError(FULL_PRECISION)
 
 
 def _refuse(*_: object) -> None:

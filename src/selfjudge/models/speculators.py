@@ -20,11 +20,11 @@ from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
 from selfjudge.errors import SelfJudgeError, first_line
-from selfjudge.models.eagle import FILE, EagleConfig, EagleHead, auxiliary_layers, check_config, decoder_layers
+from selfjudge.models.eagle import EagleConfig, EagleHead, auxiliary_layers, check_config, decoder_layers
 from selfjudge.models.heads import is_head
 from selfjudge.models.tokens import context_window
 from selfjudge.models.weights import check_finite
-from selfjudge.store import fingerprint, read_json, weight_files, whole_tensors, write_json
+from selfjudge.store import read_json, whole_tensors, write_json
 from selfjudge.store.artefacts import HeadShape, PublicHead
 from selfjudge.store.schema import conform
 
@@ -37,11 +37,10 @@ _UNKNOWN = {
 """What a config may say, and the one value of it that our heads have."""
 
 
-def load_head(folder: Path, target: PreTrainedModel, sha256: str = "", name: str = "") -> tuple[EagleHead, str]:
-    """The head of a folder in any format for this target, in its dtype on its device; and a hash of its weights."""
-    if is_head(folder):
-        return EagleHead.load(folder, target, sha256, name), fingerprint([folder / FILE])
-    return read_public(folder, target).bind(target, sha256, name), fingerprint(weight_files(folder))
+def load_head(folder: Path, target: PreTrainedModel, sha256: str = "", name: str = "") -> EagleHead:
+    """The head of a folder in any format for this target, in its dtype on its device."""
+    head = EagleHead.read(folder) if is_head(folder) else read_public(folder, target)
+    return head.bind(target, sha256, name)
 
 
 def read_public(folder: Path, target: PreTrainedModel) -> EagleHead:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from selfjudge.decoding.plain import Answer, respond
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.errors import SelfJudgeError
+from selfjudge.models.loaded import LoadedModel
 from selfjudge.models.pair import Pair, Prompt
 from selfjudge.prompts.sources import Source
 from selfjudge.store import Journal
@@ -88,7 +89,7 @@ def write_prompts(
             shown = percent
             notify(stage, percent / 100)
 
-    writer = Writer(pair.target, pair.tokenizer, pair.eos_ids, seed, batch, tell, journal)
+    writer = Writer(pair.target_model, pair.tokenizer, pair.eos_ids, seed, batch, tell, journal)
     if articles:
         passages = writer.passages(count)
         return [ask_for_summary(text) for text in passages], {"written": count, "kept": len(passages)}
@@ -103,7 +104,7 @@ def write_prompts(
 class Writer:
     """A target that writes. What it writes follows from the seed, whatever the batches are."""
 
-    model: PreTrainedModel
+    model: PreTrainedModel | LoadedModel
     tokenizer: PreTrainedTokenizerBase
     eos_ids: Collection[int]
     seed: int = 0

@@ -11,7 +11,6 @@ import numpy as np
 from selfjudge.evaluate.compare import interval, lost_words
 from selfjudge.evaluate.examples import example_rows
 from selfjudge.evaluate.execute import generation_of
-from selfjudge.models.gguf import has_whole_weights
 from selfjudge.models.pair import Pair
 from selfjudge.store import measured_on
 from selfjudge.tasks.base import Row
@@ -263,7 +262,7 @@ def shown_examples(
 
 def _tokens(pair: Pair, prompt: CalibrationPrompt, sample: Row, judge: Any) -> dict[str, Any]:
     """Prompt and tokens of an answer, and the target's view of them if it is here in full precision."""
-    if has_whole_weights(pair.target):
+    if pair.target_model.full_precision:
         (row,) = example_rows(pair, [prompt.prompt], [generation_of(sample)], judge)
         return {"prompt": row["prompt"], "tokens": row["tokens"]}
     answer = generation_of(sample)

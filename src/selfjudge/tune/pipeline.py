@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from selfjudge.decoding.text import int8_draft
+from selfjudge.engine.select import PairEngines
 from selfjudge.evaluate.answerer import Answerer, TorchAnswerer
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
@@ -176,7 +176,7 @@ class _Job:
             "target": pair.target_sha256 or pair.target_id,
             "draft": pair.draft_sha256 or pair.draft_id,
             "dtype": pair.dtype,
-            "draft_dtype": "int8" if int8_draft(pair) else None,
+            "draft_dtype": "int8" if PairEngines(pair).draft_int8 else None,
             "engine": self.answerer.engine,
         }
 

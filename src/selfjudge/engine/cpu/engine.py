@@ -19,7 +19,8 @@ from selfjudge.engine.base import Eager, Output, chunk_tokens, shape_reason
 from selfjudge.engine.cpu.library import Pass, library
 from selfjudge.engine.cpu.weights import Packed, packed
 from selfjudge.models.eagle import EagleHead
-from selfjudge.models.gguf import gguf_of
+from selfjudge.models.gguf import gguf_file
+from selfjudge.models.loaded import LoadedModel, as_loaded
 from selfjudge.models.tokens import context_window
 from selfjudge.models.weights import GROUP
 
@@ -39,7 +40,7 @@ def why_not(model: PreTrainedModel, *, int8: bool = False) -> str | None:
     if attention.head_dim % 4:
         return f"its heads are {attention.head_dim} wide"
     widths = (config.hidden_size, config.intermediate_size, config.num_attention_heads * attention.head_dim)
-    if int8 and gguf_of(model) is None and any(width % GROUP for width in widths):
+    if int8 and gguf_file(model) is None and any(width % GROUP for width in widths):
         return f"int8 needs widths divisible by {GROUP}"
     return _compiler_reason()
 
@@ -92,7 +93,7 @@ class CpuEngine(Eager):
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | LoadedModel,
         *,
         hidden: bool = False,
         features: tuple[int, ...] = (),
@@ -100,13 +101,15 @@ class CpuEngine(Eager):
         processor: str = "native",
     ) -> None:
         super().__init__()
-        self.device = model.device
-        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
-        self.window = context_window(model)
-        self.chunk = chunk_tokens(model.device)
-        self._embeddings: int = model.get_input_embeddings().weight.shape[0]
+        loaded = as_loaded(model)
+        module = loaded.causal_lm
+        self.device = module.device
+        self.vocab_size: int = module.get_output_embeddings().weight.shape[0]
+        self.window = context_window(module)
+        self.chunk = chunk_tokens(module.device)
+        self._embeddings: int = module.get_input_embeddings().weight.shape[0]
         self._want_hidden = hidden
-        self._use(packed(model, int8, processor), model.model.rotary_emb, features)
+        self._use(packed(loaded, int8, processor), module.model.rotary_emb, features)
 
     def _use(self, weights: Packed, rotary: nn.Module, features: tuple[int, ...] = ()) -> None:
         """Run these weights; `features` are the layers whose inputs are wanted."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -14,7 +12,8 @@ from selfjudge.engine.cpu.engine import CpuEngine
 from selfjudge.engine.cpu.library import Layer, Matrix, Model, library
 from selfjudge.engine.cpu.weights import F16, F32, Q8_0, Packed, output_name
 from selfjudge.models.eagle import EagleHead
-from selfjudge.models.gguf import LAYER, GgufFile, gguf_of
+from selfjudge.models.gguf import LAYER, GgufFile, gguf_file
+from selfjudge.models.loaded import Draft, as_draft
 from selfjudge.models.memory import give_back
 
 
@@ -22,7 +21,7 @@ class PackedHead(Packed):
     """A head as the kernel reads it. The rows of embedding and output are the target's, in its own format."""
 
     def __init__(self, head: EagleHead, target: PreTrainedModel, int8: bool, processor: str = "native") -> None:
-        config, file, own = head.config, gguf_of(target), head.layer
+        config, file, own = head.config, gguf_file(target), head.layer
         self.kept = []
         self.bytes_per_pass = 0
         self.int8 = int8
@@ -70,27 +69,28 @@ class PackedHead(Packed):
         return embedding, self._file_matrix(file, output_name(file), order)
 
 
-_PACKED: WeakKeyDictionary[EagleHead, dict[tuple[bool, str], PackedHead]] = WeakKeyDictionary()
-
-
 class CpuHead(CpuEngine):
     """Entries of a token and a state each, in a cache of one layer."""
 
     def __init__(
-        self, head: EagleHead, target: PreTrainedModel, *, int8: bool = False, processor: str = "native"
+        self, draft: EagleHead | Draft, target: PreTrainedModel, *, int8: bool = False, processor: str = "native"
     ) -> None:
         Eager.__init__(self)
+        draft = as_draft(draft)
+        head = draft.eagle_head
         self.device, self.window, self.chunk = head.device, head.window, chunk_tokens(head.device)
         self.vocab_size = self._embeddings = head.config.vocab_size
         self.vocabulary, self.hidden_size = head.draft_ids, head.config.hidden_size
         self._want_hidden = False
-        forms = _PACKED.setdefault(head, {})
-        if (int8, processor) not in forms:
-            forms[int8, processor] = PackedHead(head.whole(), target, int8, processor)
-            if int8 and gguf_of(target) is not None:
+
+        def pack() -> PackedHead:
+            weights = PackedHead(head.whole(), target, int8, processor)
+            if int8 and gguf_file(target) is not None:
                 head.let_go()  # no other engine runs a head beside a file
             give_back()
-        self._use(forms[int8, processor], head.rotary_emb)
+            return weights
+
+        self._use(draft.keep(("packed", int8, processor), pack), head.rotary_emb)
 
     @torch.inference_mode()
     def append(self, tokens: Tensor, states: Tensor, counts: Tensor | None = None, keep: int = 1) -> Output:

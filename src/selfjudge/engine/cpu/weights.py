@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -13,7 +12,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from selfjudge.engine.cpu.library import Layer, Matrix, Model, library
-from selfjudge.models.gguf import LAYER, GgufFile, gguf_of, head_width, int8_blocks, row_order
+from selfjudge.models.gguf import LAYER, GgufFile, gguf_file, head_width, int8_blocks, row_order
+from selfjudge.models.loaded import LoadedModel
 from selfjudge.models.memory import give_back
 
 F32, F16, Q8_0 = 0, 1, 8
@@ -30,7 +30,7 @@ class Packed:
         self.int8 = int8
         self.kernel = library(processor)
         self.layers = (Layer * config.num_hidden_layers)()
-        file = gguf_of(model)
+        file = gguf_file(model)
         if file is None:
             self.model = self._from_modules(model, config)
         else:
@@ -153,14 +153,13 @@ def output_name(file: GgufFile) -> str:
     return "output" if "output.weight" in file.tensors else "token_embd"
 
 
-_PACKED: WeakKeyDictionary[PreTrainedModel, dict[tuple[bool, str], Packed]] = WeakKeyDictionary()
+def packed(model: LoadedModel, int8: bool, processor: str = "native") -> Packed:
+    """The weights of a model, packed once and kept with it. Blocks of a file are never made int8."""
+    int8 = int8 and model.file is None
 
-
-def packed(model: PreTrainedModel, int8: bool, processor: str = "native") -> Packed:
-    """Packed once per model and kept as long as it. Blocks of a file are never made int8."""
-    forms = _PACKED.setdefault(model, {})
-    key = int8 and gguf_of(model) is None, processor
-    if key not in forms:
-        forms[key] = Packed(model, *key)
+    def pack() -> Packed:
+        weights = Packed(model.causal_lm, int8, processor)
         give_back()  # what packing needed
-    return forms[key]
+        return weights
+
+    return model.keep(("packed", int8, processor), pack)

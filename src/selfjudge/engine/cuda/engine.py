@@ -16,7 +16,6 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Self, cast
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +25,7 @@ from transformers import PreTrainedModel
 from selfjudge.engine.base import Output, chunk_tokens, shape_reason
 from selfjudge.engine.cuda.kernels_torch import Kernels
 from selfjudge.models.eagle import EagleHead
+from selfjudge.models.loaded import LoadedModel, as_loaded
 from selfjudge.models.tokens import context_window
 from selfjudge.ops.argmax import has_triton
 
@@ -85,14 +85,6 @@ class _Weights:
         self.rotary = body.rotary_emb
 
 
-_WEIGHTS: WeakKeyDictionary[PreTrainedModel, _Weights] = WeakKeyDictionary()
-
-
-def forget(model: PreTrainedModel) -> None:
-    """Drop a model's fused weights; the next engine makes them again."""
-    _WEIGHTS.pop(model, None)
-
-
 def row_lengths(counts: Tensor | None, batch: int, width: int) -> list[int]:
     """The tokens of each row, padding not counted, where leaving it out is worth that the host waits for them."""
     if counts is None or width <= STEP_TOKENS or batch * width <= RECORDED_TOKENS:
@@ -124,14 +116,16 @@ class CudaEngine:
 
     static = True
 
-    def __init__(self, model: PreTrainedModel, *, hidden: bool = False, features: tuple[int, ...] = ()) -> None:
-        if model not in _WEIGHTS:
-            _WEIGHTS[model] = _Weights(model)
-        self.weights = _WEIGHTS[model]
-        self.device, self.dtype = model.device, model.dtype
+    def __init__(
+        self, model: PreTrainedModel | LoadedModel, *, hidden: bool = False, features: tuple[int, ...] = ()
+    ) -> None:
+        loaded = as_loaded(model)
+        module = loaded.causal_lm
+        self.weights = loaded.keep("cuda weights", lambda: _Weights(module))
+        self.device, self.dtype = module.device, module.dtype
         self.vocab_size: int = self.weights.head.shape[0]
-        self.window = context_window(model)
-        self.chunk = chunk_tokens(model.device)
+        self.window = context_window(module)
+        self.chunk = chunk_tokens(module.device)
         self._want_hidden, self._features = hidden, features
         self._begin()
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,6 +9,7 @@ from torch import Tensor
 from selfjudge.engine.base import Output, chunk_tokens
 from selfjudge.engine.cuda.engine import CudaEngine, passes, row_lengths
 from selfjudge.models.eagle import EagleHead
+from selfjudge.models.loaded import Draft, as_draft
 
 
 class _HeadWeights:
@@ -34,18 +33,15 @@ class _HeadWeights:
         self.epsilon, self.rotary, self.norm_before_residual = config.eps, head.rotary_emb, config.norm_before_residual
 
 
-_WEIGHTS: WeakKeyDictionary[EagleHead, _HeadWeights] = WeakKeyDictionary()
-
-
 class CudaHead(CudaEngine):
     """Entries of a token and a state each, in a cache of one layer."""
 
     weights: _HeadWeights  # type: ignore[assignment]
 
-    def __init__(self, head: EagleHead) -> None:
-        if head not in _WEIGHTS:
-            _WEIGHTS[head] = _HeadWeights(head)
-        self.weights = _WEIGHTS[head]
+    def __init__(self, draft: EagleHead | Draft) -> None:
+        draft = as_draft(draft)
+        head = draft.eagle_head
+        self.weights = draft.keep("cuda weights", lambda: _HeadWeights(head))
         self.device, self.dtype = head.device, head.dtype
         self.vocab_size, self.window, self.chunk = head.config.vocab_size, head.window, chunk_tokens(head.device)
         self.vocabulary, self.hidden_size = head.draft_ids, head.config.hidden_size

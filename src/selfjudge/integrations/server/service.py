@@ -14,7 +14,7 @@ from typing import Any
 
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.decoding.sampling import Sampling
-from selfjudge.decoding.text import draft_dtype
+from selfjudge.engine.select import PairEngines
 from selfjudge.integrations.server.config import BYTES_PER_TOKEN, ServerConfig
 from selfjudge.integrations.server.errors import FAILURES, RefusedError
 from selfjudge.integrations.server.jobs import CompletionJob, Update
@@ -175,7 +175,7 @@ class Service:
                 "refuted": rules.refuted,
                 "device": pair.target.device.type,
                 "dtype": pair.dtype,
-                "draft_dtype": draft_dtype(pair, self.config.engine),
+                "draft_dtype": PairEngines(pair, self.config.engine).draft_dtype,
             },
         }
 

@@ -24,10 +24,11 @@ from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.integrations.vllm.engine import OneEngine
 from selfjudge.label.score import Case, Scorer, Scores
 from selfjudge.models.catalogue import draft_for
-from selfjudge.models.device import chosen_device
-from selfjudge.models.elsewhere import run_elsewhere
+from selfjudge.models.device import choose_device
 from selfjudge.models.heads import head_folder
-from selfjudge.models.pair import Pair, check_tokenizers, chosen_dtype
+from selfjudge.models.load import check_tokenizers, choose_dtype
+from selfjudge.models.loaded import Draft, Target
+from selfjudge.models.pair import Pair
 from selfjudge.models.pull import checkpoint_folder, weights_sha256
 from selfjudge.models.weights import check_finite
 from selfjudge.store import parse_json, read_json
@@ -47,8 +48,8 @@ def outline_pair(
     target: str, draft: str | None, *, device: str | None = None, dtype: str | None = None
 ) -> tuple[Pair, str]:
     """A pair whose target has no weights but its output matrix, and what vLLM has to load for it."""
-    place = chosen_device(device)
-    kind = chosen_dtype(dtype, place)
+    place = choose_device(device)
+    kind = choose_dtype(dtype, place)
     name = target if draft is None else f"{target}+{draft}"
     draft = draft_for(target, draft)
     if head_folder(draft) is not None:
@@ -61,11 +62,11 @@ def outline_pair(
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError, StopIteration) as error:
         raise SelfJudgeError(f"{source} is not a readable checkpoint of safetensors: {first_line(error)}") from None
-    hashes = weights_sha256(target), weights_sha256(draft)
-    if small is None:
-        return Pair(name, model, None, tokenizer, target, draft, *hashes), source
-    check_tokenizers(tokenizer, small.tokenizer, target, draft)
-    return Pair(name, model, small.target, tokenizer, target, draft, *hashes, draft_int8=False), source
+    if small is not None:
+        check_tokenizers(tokenizer, small.tokenizer, target, draft)
+    target_model = Target(model, target, weights_sha256(target))
+    draft_model = Draft(None if small is None else small.target, draft, weights_sha256(draft))
+    return Pair(name, target_model, draft_model, tokenizer), source
 
 
 def _outline(source: str, dtype: torch.dtype, place: torch.device) -> PreTrainedModel:
@@ -101,7 +102,7 @@ class VllmBackend:
         os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")  # this process has threads already
         self.pair, self.model, self.options = pair, model, dict(options or {})
         self._engine = OneEngine()
-        run_elsewhere(pair.target, self)
+        pair.target_model.remote = self
 
     def engine(self, kind: str) -> Any:
         """The engine that generates, or the one that pools; the other is shut down."""

@@ -1,4 +1,4 @@
-"""Answers and states that come from an engine elsewhere, and what such an engine is told; without vLLM."""
+"""Answers and states that come from a remote engine, and what such an engine is told; without vLLM."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ from selfjudge.integrations.vllm.config import RequestRules, WorkerConfig
 from selfjudge.judge.model import Judge
 from selfjudge.label.consequences import margins_of
 from selfjudge.label.score import Case
-from selfjudge.models.elsewhere import elsewhere, run_elsewhere
-from selfjudge.models.gguf import has_whole_weights
+from selfjudge.models.loaded import Target
 from selfjudge.models.pair import Pair
 
 RULES = ("margin:0.5,guard=on", "margin:price=0.2,guard=on", "topk:3,guard=on", "fly:0.3,2,guard=on", "judged:0.4", "judged:price=0.1")  # fmt: skip
 
 
 class Engine:
-    """The same model, asked as an engine elsewhere is."""
+    """The same model, asked as a remote engine is."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -43,15 +42,12 @@ class Engine:
         return [rows[-count:] for rows, count in zip(whole, counts, strict=True)]
 
 
-def test_an_engine_elsewhere_answers_and_reads(tiny_pair: Pair) -> None:
+def test_a_remote_engine_answers_and_reads(tiny_pair: Pair) -> None:
     cases = [Case([5, 6, 7], [8, 9, 10, 11], [1, 2], [20, 21]), Case([5], [6, 7], [0], [30])]
     here = margins_of(tiny_pair, cases)
-    there = tiny_model(seed=1)
     engine = Engine(tiny_pair.target)
-    run_elsewhere(there, engine)
-    assert elsewhere(there) is engine
-    assert elsewhere(tiny_pair.target) is None
-    pair: Any = SimpleNamespace(target=there)
+    there = Target(tiny_model(seed=1), remote=engine)
+    pair: Any = SimpleNamespace(target=there.module, target_model=there)
     for one, other in zip(here, margins_of(pair, cases), strict=True):
         assert one == pytest.approx(other, abs=1e-4)
     rows = [(i, rows.shape) for part, rows in teacher_forced(there, [([5], [6, 7]), ([5, 6], [7])]) for i in [part]]
@@ -63,9 +59,9 @@ def test_an_engine_elsewhere_answers_and_reads(tiny_pair: Pair) -> None:
 
 
 def test_weights_that_are_not_here_are_told_from_those_that_are(tiny_pair: Pair) -> None:
-    assert has_whole_weights(tiny_pair.target)
+    assert tiny_pair.target_model.full_precision
     with torch.device("meta"):
-        assert not has_whole_weights(tiny_model())
+        assert not Target(tiny_model()).full_precision
 
 
 @pytest.mark.parametrize("text", RULES)

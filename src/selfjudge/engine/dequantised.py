@@ -1,14 +1,13 @@
 """A model in a GGUF file for the reference engine: its matrices become floats when a pass needs them.
 
 This is for machines without a compiler, and for comparisons: the products are float32. Matrices that fit half of the
-free memory stay in floats; the others are unpacked again in every pass, some rows at a time.
+free memory stay in floats; the others are dequantised again in every pass, some rows at a time.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -17,10 +16,11 @@ from torch import nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from selfjudge.models.gguf import LAYER, GgufFile, row_order
+from selfjudge.models.gguf import LAYER, GgufFile, gguf_file, row_order
+from selfjudge.models.loaded import LoadedModel
 from selfjudge.models.memory import available_memory
 
-PIECE = 1 << 24  # weights that are unpacked at a time
+PIECE = 1 << 24  # weights that are dequantised at a time
 SMALL = 1 << 31  # bytes that are free where the system does not say
 MODULES = {
     "query": "self_attn.q_proj", "key": "self_attn.k_proj", "value": "self_attn.v_proj", "out": "self_attn.o_proj",
@@ -78,18 +78,17 @@ def floats(file: GgufFile, name: str) -> nn.Parameter:
     return nn.Parameter(torch.from_numpy(file.floats(file.tensors[name])[0]), requires_grad=False)
 
 
-_UNPACKED: WeakKeyDictionary[PreTrainedModel, PreTrainedModel] = WeakKeyDictionary()
+def dequantised(model: LoadedModel, room: int | None = None) -> PreTrainedModel:
+    """The model of a file in modules that compute, made once; at most `room` bytes of floats are kept."""
+    return model.keep("dequantised", lambda: _dequantise(model.causal_lm, room))
 
 
-def unpacked(model: PreTrainedModel, file: GgufFile, room: int | None = None) -> PreTrainedModel:
-    """The model of a file in modules that compute; at most `room` bytes of floats are kept. Made once per model."""
-    if model not in _UNPACKED:
-        _UNPACKED[model] = _unpacked(model, file, (available_memory() or SMALL) // 2 if room is None else room)
-    return _UNPACKED[model]
-
-
-def _unpacked(model: PreTrainedModel, file: GgufFile, room: int) -> PreTrainedModel:
+def _dequantise(model: PreTrainedModel, room: int | None) -> PreTrainedModel:
+    file = gguf_file(model)
+    assert file is not None
+    room = (available_memory() or SMALL) // 2 if room is None else room
     whole: PreTrainedModel = copy.deepcopy(model, {id(p): p for p in model.parameters()})  # these have no values
+    del whole.gguf_file
     whole.base_model._forward_pre_hooks.clear()  # the one that refuses to compute without values
     body = whole.base_model
 

@@ -1,0 +1,198 @@
+"""Loading: a reference becomes a module on its device, its tokenizer and the hash of its weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from selfjudge.errors import SelfJudgeError, first_line
+from selfjudge.models.catalogue import EMBEDDED, check_reference, unknown_model
+from selfjudge.models.convert import STORED_DTYPE, gguf_tokenizer, load_gguf, quiet
+from selfjudge.models.device import choose_device
+from selfjudge.models.gguf import ARCHITECTURES, GgufFile, open_model
+from selfjudge.models.heads import head_folder
+from selfjudge.models.loaded import Draft, Target
+from selfjudge.models.memory import check_memory
+from selfjudge.models.pull import Progress, block_file, checkpoint_folder, weights_sha256
+from selfjudge.models.speculators import load_head
+from selfjudge.models.weights import check_weights
+from selfjudge.store import hub_options, unreachable, weight_files
+
+_FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_PROBE = "It's 3.14% of\tthe naïve façade — 東京 🙂\n  def f(x): return x**2"
+
+
+@dataclass(frozen=True)
+class Loader:
+    """Loads target and draft onto one device, in the formats that `choose` has found for them."""
+
+    device: torch.device
+    dtype: torch.dtype
+    q4: bool
+    """Whether weights stay in the blocks of their GGUF file."""
+    int8: bool
+    """Whether the CPU engine quantises the target."""
+    draft_int8: bool | None
+    """Whether it quantises the draft; None: where it can."""
+    progress: Progress | None = None
+
+    @classmethod
+    def choose(
+        cls,
+        target: str,
+        *,
+        device: str | None,
+        dtype: str | torch.dtype | None,
+        draft_dtype: str | None,
+        full_precision: bool,
+        progress: Progress | None,
+    ) -> Loader:
+        """The device and the formats that these options of `Pair.load` mean for a target."""
+        where = choose_device(device)
+        by_default = dtype is None and where.type == "cpu" and not full_precision
+        if by_default and stays_in_file(target):
+            dtype = "q4"
+        int8, q4 = dtype == "int8", dtype == "q4"
+        floats = torch.float32 if int8 or q4 else choose_dtype(dtype, where)
+        if draft_dtype not in (None, "int8"):
+            raise SelfJudgeError(f"`draft_dtype` can only be int8, on a cpu, not {draft_dtype!r}")
+        for name, value in (("dtype", dtype), ("draft_dtype", draft_dtype)):
+            if value in ("int8", "q4") and where.type != "cpu":
+                raise SelfJudgeError(f"`{name}` {value} needs a cpu, not {where.type}")
+        if draft_dtype and floats != torch.float32:
+            raise SelfJudgeError("`draft_dtype` int8 needs a target in float32")
+        draft_int8 = True if draft_dtype or int8 else None if q4 or by_default else False
+        return cls(where, floats, q4, int8, draft_int8, progress)
+
+    def load_target(self, reference: str) -> tuple[Target, PreTrainedTokenizerBase]:
+        """A causal LM and its tokenizer."""
+        check_reference(reference, "target")
+        module, tokenizer = self._load_blocks(reference) if self.q4 else self._load_floats(reference)
+        return Target(module, reference, weights_sha256(reference), self.int8), tokenizer
+
+    def load_draft(self, reference: str, target: Target, tokenizer: PreTrainedTokenizerBase) -> Draft:
+        """A head for this target, or a causal LM with its tokenizer."""
+        check_reference(reference, "draft")
+        sha256 = weights_sha256(reference)
+        if (folder := head_folder(reference)) is not None:
+            head = load_head(folder, target.module, target.sha256, target.reference)
+            return Draft(head, reference, sha256, self.draft_int8)
+        if self.q4 and stays_in_file(reference):
+            shared = tokenizer if reference == f"{target.reference}/draft" else None
+            module, own_tokenizer = self._load_blocks(reference, shared)
+        else:
+            module, own_tokenizer = self._load_floats(reference)
+        if own_tokenizer is not tokenizer:
+            check_tokenizers(tokenizer, own_tokenizer, target.reference, reference)
+        for name, model in ((target.reference, target.module), (reference, module)):
+            rows = model.get_input_embeddings().weight.shape[0]
+            if rows < len(tokenizer):
+                raise SelfJudgeError(f"{name} embeds {rows} tokens and its tokenizer has {len(tokenizer)}")
+        return Draft(module, reference, sha256, self.draft_int8)
+
+    def _load_floats(self, reference: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """A model whose weights are floats in memory."""
+        made = checkpoint_folder(reference, self.progress)
+        path = made or Path(reference).expanduser()
+        self._say_loading(reference)
+        if path.suffix == ".gguf" and path.is_file():
+            check_memory(_count_weights(path) * self.dtype.itemsize, reference)
+            module, tokenizer = load_gguf(path, self.dtype)
+            return module.to(self.device), tokenizer
+        if path.is_dir():
+            stored = STORED_DTYPE if made else torch.float32  # at most: what is stored in less needs more memory
+            weights = sum(file.stat().st_size for file in weight_files(path)) // stored.itemsize
+            check_memory(weights * self.dtype.itemsize, reference)
+        module, tokenizer = _load_checkpoint(path if path.is_dir() else reference, self.dtype)
+        return module.to(self.device), tokenizer
+
+    def _load_blocks(
+        self, reference: str, tokenizer: PreTrainedTokenizerBase | None = None
+    ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """A model whose weights stay in a GGUF file; its tokenizer is not read where it is known."""
+        found = block_file(reference, self.progress)
+        self._say_loading(reference)
+        if found is None:
+            path = Path(reference).expanduser()
+            if path.suffix != ".gguf" or not path.is_file():
+                raise SelfJudgeError(f"`dtype` q4 needs a GGUF file or an embedded model, not {reference}")
+        else:
+            path, folder = found
+            if tokenizer is None:
+                with quiet():
+                    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        module = open_model(path)
+        check_memory(path.stat().st_size, reference)  # its blocks are copied in another order
+        return module, gguf_tokenizer(path) if tokenizer is None else tokenizer
+
+    def _say_loading(self, reference: str) -> None:
+        if self.progress is not None:
+            self.progress(f"loading {reference}", 0.0)
+
+
+def choose_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
+    """The dtype of that name, or the one that suits the device."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype is None:
+        return {"cuda": torch.bfloat16, "mps": torch.float16}.get(device.type, torch.float32)
+    if dtype not in _FLOATS:
+        raise SelfJudgeError(f"unknown `dtype` {dtype!r}; there are: {', '.join(_FLOATS)}, int8 (cpu), q4 (cpu)")
+    return _FLOATS[dtype]
+
+
+def stays_in_file(reference: str) -> bool:
+    """Whether a model can run from the blocks of its GGUF file: an embedded one, or a file of a known architecture."""
+    if reference.removesuffix("/draft") in EMBEDDED:
+        return True
+    path = Path(reference).expanduser()
+    if path.suffix != ".gguf" or not path.is_file():
+        return False
+    return GgufFile(path).metadata.get("general.architecture") in ARCHITECTURES
+
+
+def check_tokenizers(
+    target_tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase, target: str, draft: str
+) -> None:
+    """Refuse tokenizers that differ, naming the first tokens that do."""
+    left = {index: token for token, index in target_tokenizer.get_vocab().items()}
+    right = {index: token for token, index in draft_tokenizer.get_vocab().items()}
+    differing = [i for i in sorted(left.keys() | right.keys()) if left.get(i) != right.get(i)]
+    if differing:
+        shown = "; ".join(f"{i}: {left.get(i)!r} and {right.get(i)!r}" for i in differing[:3])
+        raise SelfJudgeError(
+            f"the tokenizers of {target} and {draft} differ in {len(differing)} tokens ({shown}): a pair must share one"
+        )
+    if target_tokenizer(_PROBE)["input_ids"] != draft_tokenizer(_PROBE)["input_ids"]:
+        raise SelfJudgeError(
+            f"the tokenizers of {target} and {draft} have one vocabulary but split text differently:"
+            " a pair must share one"
+        )
+
+
+def _count_weights(path: Path) -> int:
+    """How many weights a GGUF file holds; 0 for a file that only transformers may be able to read."""
+    try:
+        return sum(tensor.rows * tensor.cols for tensor in GgufFile(path).tensors.values())
+    except SelfJudgeError:
+        return 0
+
+
+def _load_checkpoint(source: Path | str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A checkpoint in a folder, or one of the hub by its id."""
+    try:
+        with quiet():
+            options = {} if isinstance(source, Path) else hub_options()
+            model, loading = AutoModelForCausalLM.from_pretrained(
+                source, dtype=dtype, trust_remote_code=False, output_loading_info=True, **options
+            )
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
+    except Exception as error:  # transformers raises many kinds for a missing, gated or malformed checkpoint
+        if isinstance(source, Path):
+            raise SelfJudgeError(f"{source} is not a readable checkpoint: {first_line(error)}") from None
+        raise unknown_model(source, unreachable() or first_line(error)) from None
+    check_weights(model, loading, source)
+    return model.eval(), tokenizer
