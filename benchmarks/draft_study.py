@@ -22,6 +22,7 @@ from selfjudge.distill.export import export_student
 from selfjudge.distill.student import Student
 from selfjudge.distill.train import StudentLearner, Trainer
 from selfjudge.models.convert import draft_model
+from selfjudge.models.loaded import Draft
 from selfjudge.models.pair import Pair
 from selfjudge.store import RunFolder, write_json
 
@@ -83,7 +84,7 @@ def main() -> None:
     def measured(student: Student, text: str) -> dict[str, object]:
         small = draft_model(student.tensors(), student.raw, pair.target).to(pair.target.device, pair.target.dtype)
         config = DraftBenchConfig(max_new_tokens=o.max_new_tokens, batch=64)
-        result = bench_draft(replace(pair, draft=small), benchmark_prompts, config)
+        result = bench_draft(replace(pair, draft_model=Draft(small)), benchmark_prompts, config)
         trained_parameters = sum(t.numel() for t in student.tensors().values())
         result |= {"shape": text, "trained_parameters": trained_parameters}
         say(

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer, models
 from conftest import VOCAB, tiny_head, tiny_model
 from selfjudge.decoding.plain import respond
 from selfjudge.errors import SelfJudgeError
+from selfjudge.models.loaded import Draft, Target
 from selfjudge.models.pair import Pair
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
@@ -89,7 +90,7 @@ def test_costs_of_passes_drafts_and_labels(
 
 def test_the_target_as_its_own_draft_is_always_right(draft_quality: Any, checkpoints: dict[str, str]) -> None:
     pair = Pair.load(checkpoints["target"], checkpoints["draft"], device="cpu")
-    same = replace(pair, draft=pair.target)
+    same = replace(pair, draft_model=Draft(pair.target))
     prompts = random_prompts([3, 9, 5, 12, 7])
     hits, seen = draft_quality.agreement(same, prompts, max_new_tokens=41, batch=2)
     assert hits == seen > 0
@@ -107,7 +108,7 @@ def test_the_quality_of_a_draft_is_pooled_over_all_prompts(draft_quality: Any) -
     tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token="</s>")
     sets = {"short": random_prompts([3, 4, 5]), "long": random_prompts([20, 30])}
     config = draft_quality.DraftBenchConfig(gammas=(3,), max_new_tokens=41, batch=2, timed=2, repeats=1)
-    same = draft_quality.bench_draft(Pair("p", target, target, tokenizer, "t", "t"), sets, config)
+    same = draft_quality.bench_draft(Pair("p", Target(target, "t"), Draft(target, "t"), tokenizer), sets, config)
     assert [row["prompts"] for row in same["runs"]] == ["short", "long", "all"]
     assert [row["n"] for row in same["runs"]] == [3, 2, 5]
     for row in same["runs"]:
@@ -118,23 +119,27 @@ def test_the_quality_of_a_draft_is_pooled_over_all_prompts(draft_quality: Any) -
         assert predicted == pytest.approx(row["predicted_speedup_gamma_3"])
         assert row["tokens_per_second_gamma_3"] > 0 < row["tokens_per_second_plain"]
     assert same["runs"][-1]["answer_tokens"] == sum(row["answer_tokens"] for row in same["runs"][:-1])
-    unlike = draft_quality.bench_draft(Pair("p", target, other, tokenizer, "t", "d"), sets, replace(config, timed=0))
+    unlike = draft_quality.bench_draft(
+        Pair("p", Target(target, "t"), Draft(other, "d"), tokenizer), sets, replace(config, timed=0)
+    )
     assert unlike["runs"][-1]["tokens_per_second_gamma_3"] is unlike["runs"][-1]["tokens_per_second_plain"] is None
     assert unlike["runs"][-1]["top1"] < 0.5
     assert 1 <= unlike["runs"][-1]["m_gamma_3"] < 2
-    head = draft_quality.bench_draft(Pair("p", target, tiny_head(target), tokenizer, "t", "h"), sets, config)
+    head = draft_quality.bench_draft(
+        Pair("p", Target(target, "t"), Draft(tiny_head(target), "h"), tokenizer), sets, config
+    )
     assert head["draft_kind"] == "eagle3"
     assert head["draft_pass_milliseconds"] > 0
     assert 1 <= head["runs"][-1]["m_gamma_3"] < 2
     assert head["runs"][-1]["tokens_per_second_gamma_3"] > 0
     for gamma in (0, 3):  # what is timed is all but the first token of every answer
         answers = respond(target, sets["short"], eos_ids={2}, max_new_tokens=41)
-        pair = Pair("p", target, tiny_head(target), tokenizer, "t", "h")
+        pair = Pair("p", Target(target, "t"), Draft(tiny_head(target), "h"), tokenizer)
         tokens, nanoseconds = draft_quality.timed(pair, sets["short"], gamma=gamma, max_new_tokens=41)
         assert tokens == sum(len(answer) - 1 for _, answer, _ in answers)
         assert nanoseconds > 0
     with pytest.raises(SelfJudgeError, match="`draft`"):
-        draft_quality.bench_draft(Pair("p", target, None, tokenizer, "t", ""), sets)
+        draft_quality.bench_draft(Pair("p", Target(target, "t"), None, tokenizer), sets)
 
 
 @pytest.mark.parametrize("transport", ["http", "in-process"])
