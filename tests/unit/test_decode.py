@@ -24,7 +24,7 @@ from selfjudge.decoding.rules import AcceptanceRule, Exact, Judged, SpeculativeS
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.engine.base import Engine
 from selfjudge.engine.cuda import engine as cuda
-from selfjudge.engine.draft import Draft
+from selfjudge.engine.draft import Drafter
 from selfjudge.engine.select import make_draft, make_engine
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.model import Judge
@@ -54,7 +54,7 @@ def engine_of(
     return make_engine(model, features=as_draft(draft).features, kind=kind_for(model), **options)
 
 
-def draft_of(draft: hf.PreTrainedModel | EagleHead, target: hf.PreTrainedModel) -> Draft:
+def draft_of(draft: hf.PreTrainedModel | EagleHead, target: hf.PreTrainedModel) -> Drafter:
     return make_draft(draft, target, kind=kind_for(target))
 
 

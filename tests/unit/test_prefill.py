@@ -17,7 +17,7 @@ from selfjudge.decoding.rules import AcceptanceRule, Exact, SpeculativeSampling
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.decoding.text import Batch, generate
 from selfjudge.engine.base import Engine
-from selfjudge.engine.draft import Draft
+from selfjudge.engine.draft import Drafter
 from selfjudge.engine.select import make_draft, make_engine
 from selfjudge.models.pair import Pair
 from selfjudge.types import Step
@@ -31,7 +31,7 @@ def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def engines(kind: str, chunk: int) -> tuple[Engine, Draft]:
+def engines(kind: str, chunk: int) -> tuple[Engine, Drafter]:
     target = make_engine(MODELS[0], kind=kind)
     target.chunk = chunk
     return target, make_draft(MODELS[1], MODELS[0], kind=kind)
