@@ -23,7 +23,7 @@ from selfjudge.decoding.plain import respond
 from selfjudge.decoding.rules import EXACT
 from selfjudge.engine.select import PairEngines
 from selfjudge.errors import SelfJudgeError
-from selfjudge.label.mismatch import draft_tokens
+from selfjudge.label.mismatch import predict_draft_tokens
 from selfjudge.models.heads import KIND as HEAD_KIND
 from selfjudge.models.pair import Pair
 from selfjudge.store import measured_on, write_json
@@ -179,7 +179,7 @@ def agreement(pair: Pair, prompts: Sequence[Sequence[int]], *, max_new_tokens: i
     assert pair.draft is not None
     answers = respond(pair.target_model, prompts, eos_ids=pair.eos_ids, max_new_tokens=max_new_tokens, batch=batch)
     sequences = [(prompts[index], answer) for index, answer, _ in answers]
-    proposals = draft_tokens(pair, sequences)
+    proposals = predict_draft_tokens(pair, sequences)
     hits = sum(
         d == y
         for drafts, (_, answer) in zip(proposals, sequences, strict=True)

@@ -2,7 +2,7 @@
 
 From a folder of labels: the state after the draft token is what a judge reads. Beside it stand, one at a time and all together,
 the state before it (which predicts it), the embeddings of both tokens, states of the layers that EAGLE-3 heads read, the state of a small model that drafts, the target's
-entropy, log-probability and rank, and, where the labels hold it, look-ahead. ROC-AUC on the mismatches of the holdout's prompts, as `selfjudge study` measures it; labels stay as they are.
+entropy, log-probability and rank. ROC-AUC on the mismatches of the holdout's prompts, as `benchmarks/study.py` measures it; labels stay as they are.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import numpy as np
 import torch
 from common import say
 from numpy.typing import NDArray
+from study import SOME_C
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfjudge.engine.teacher_forced import attention, width
-from selfjudge.judge.config import JudgeConfig, columns as feature_columns
+from selfjudge.judge.config import JudgeConfig
 from selfjudge.label.folder import read_shards
 from selfjudge.models.eagle import auxiliary_layers
 from selfjudge.models.pair import Pair
 from selfjudge.store import measured_on, read_rows, write_json
-from selfjudge.train.dataset import Rows
-from selfjudge.train.fit import FitOptions, auc, fit_linear, fit_mlp
-from selfjudge.train.study import SOME_C
+from selfjudge.train.dataset import LabelledRows
+from selfjudge.train.fit import FitOptions, fit_linear, fit_mlp, measure_auc
 
 TOKENS = {"cuda": 131072}  # of a pass
 
@@ -44,7 +44,7 @@ class Place:
 
 
 @dataclass(eq=False)
-class Wider(Rows):
+class Wider(LabelledRows):
     """Rows whose features are followed by other columns."""
 
     extra: Tensor = field(default_factory=lambda: torch.empty(0, 0))
@@ -53,13 +53,11 @@ class Wider(Rows):
         self.extra = torch.cat([torch.empty(len(self), 0), *(c.float().reshape(len(self), -1) for c in columns)], 1)
         self.hidden_size = int(self.manifests[0]["hidden_size"]) + self.extra.shape[1]
 
-    def _arrays(self, number: int, names: Sequence[str], device: torch.device | None) -> dict[str, Tensor]:
-        arrays = dict(super()._arrays(number, names, device))
-        shard = self.shards[number]
-        hidden = arrays["hidden_draft"]
-        extra = self.extra[shard.start : shard.stop].to(hidden.device)
-        arrays["hidden_draft"] = torch.cat([hidden.float(), extra], 1)
-        return arrays
+    def _feature(self, number: int, name: str, device: torch.device | None) -> Tensor:
+        hidden = super()._feature(number, name, device)
+        if name != "hidden_draft":
+            return hidden
+        return torch.cat([hidden.float(), self.extra[self.shards[number].rows].to(hidden.device)], 1)
 
 
 def places(folder: Path) -> tuple[list[Place], dict[str, NDArray[Any]]]:
@@ -114,7 +112,7 @@ def main() -> None:
     begun = time.monotonic()
     pair = Pair.load(o.pair, device=o.device, full_precision=True)
     rows = Wider.load([o.labels])
-    rows = rows if o.margin_limit is None else rows.within(o.margin_limit)
+    rows = rows if o.margin_limit is None else rows.limit_margin(o.margin_limit)
     wanted, small = places(o.labels)
     low, middle, high = layers = auxiliary_layers(pair.target.config.num_hidden_layers)
     target = states(pair.target, wanted, layers)
@@ -140,7 +138,6 @@ def main() -> None:
     groups |= {} if draft is None else {"draft's state": [draft]}
     everything = [numbers, target["before"], *tokens, target[str(low)], target[str(middle)], target[str(high)]]
     groups["all of these"] = everything if draft is None else [*everything, draft]
-    groups |= {"look-ahead": []} if rows.lookahead else {}
     say(f"states of {len(rows)} rows")
     device = pair.target.device if pair.target.device.type == "cuda" else None
     options = FitOptions(device=device)
@@ -151,12 +148,11 @@ def main() -> None:
     }  # fmt: skip
     for name, columns in groups.items():
         rows.read_also(columns)
-        features = "hidden+margin+lookahead" if name == "look-ahead" else "hidden+margin"
-        row: dict[str, Any] = {"beside": name, "columns": rows.hidden_size + feature_columns(features)}
+        row: dict[str, Any] = {"beside": name, "columns": rows.hidden_size + 1}
         for kind in ("linear", "mlp"):
-            config = JudgeConfig(rows.hidden_size, features=features, model=kind)
+            config = JudgeConfig(rows.hidden_size, features="hidden+margin", model=kind)
             fitted = fit_mlp(rows, config, options) if kind == "mlp" else fit_linear(rows, config, options, grid=SOME_C)
-            row[kind] = auc(rows, fitted.judge, rows.of("holdout"), device=device)
+            row[kind] = measure_auc(rows, fitted.judge, rows.of("holdout"), device=device)
         result["runs"].append(row)
         say(row)
         write_json(o.out, {**result, "seconds": round(time.monotonic() - begun, 1)})

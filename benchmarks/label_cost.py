@@ -19,8 +19,10 @@ from common import say
 
 from selfjudge.decoding.plain import respond
 from selfjudge.errors import SelfJudgeError
+from selfjudge.label.checks import AnswerCheck
+from selfjudge.label.config import LabelConfig
 from selfjudge.label.mismatch import NOTHING, find_mismatches
-from selfjudge.label.preservation import search, start_searches, task_check
+from selfjudge.label.preservation import search_critical_tokens
 from selfjudge.label.score import Case, Scorer
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.sources import PromptRecord, Source, load_prompts
@@ -144,20 +146,16 @@ class _Bench:
 
     def answer_preservation(self) -> list[dict[str, Any]]:
         """No row where no answer ended, or none had a place to try."""
-        ended = [i for i, finish in enumerate(self.finishes) if finish == "eos"]
-        searches = start_searches(
-            self.pair,
-            self.task,
-            [self.asked[i] for i in ended],
-            [self.prompts[i] for i in ended],
-            [self.responses[i] for i in ended],
-        )
-        config, answer = self.config, task_check(self.task)
-        with _timed(self.pair.target.device) as clock:
-            search(
-                self.pair, searches, answer, max_new_tokens=config.max_new_tokens, batch=config.batch, most=config.tries
+        rows = [
+            {"prompt_ids": prompt, "response_ids": response, "finish": finish, "row": record.row}
+            for record, prompt, response, finish in zip(
+                self.asked, self.prompts, self.responses, self.finishes, strict=True
             )
-        events = [event for each in searches for event in each.events]
+        ]
+        originals = AnswerCheck(self.pair, self.task).find_originals(rows)
+        config = LabelConfig(max_new_tokens=self.config.max_new_tokens, batch=self.config.batch)
+        with _timed(self.pair.target.device) as clock:
+            events = search_critical_tokens(self.pair, config, originals, most=self.config.tries)
         return [_row("answer-preservation", len(events), clock, sum(e.tokens for e in events))] if events else []
 
 

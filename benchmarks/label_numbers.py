@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 
-from selfjudge.label.calibrate import tau_of, total
-from selfjudge.label.folder import finished, read_shards
+from selfjudge.label.calibrate import compute_tau
+from selfjudge.label.folder import read_manifest, read_shards
+from selfjudge.label.score import sum_scores
 from selfjudge.models.pull import checkpoint_folder
 from selfjudge.store import write_json
 
@@ -25,7 +26,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--source", default="gsm8k")
     o = parser.parse_args()
-    manifest = finished(o.labels)
+    manifest = read_manifest(o.labels)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint_folder(manifest["target"]), trust_remote_code=False)
 
     def number(token: int) -> bool:
@@ -48,8 +49,8 @@ def main() -> None:
         }  # fmt: skip
         for gap in (0, 3):
             length = manifest["suffix_length"]
-            scores = total(arrays["log_p"], arrays["original"], arrays["substituted"], length, gap=gap)
-            tau = tau_of(o.labels / "calibration.safetensors", length, 0.9, gap=gap)["tau"]
+            scores = sum_scores(arrays["log_p"], arrays["original"], arrays["substituted"], length, gap=gap)
+            tau = compute_tau(o.labels / "calibration.safetensors", length, 0.9, gap=gap)["tau"]
             row[f"acceptable_gap_{gap}"] = float((scores[group] > tau).mean())
         result["groups"].append(row)
         print(row)

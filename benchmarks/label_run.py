@@ -18,7 +18,7 @@ import torch
 from common import say
 
 from selfjudge.cli.output import Progress
-from selfjudge.label.calibrate import tau_of
+from selfjudge.label.calibrate import compute_tau
 from selfjudge.label.config import LabelConfig
 from selfjudge.label.folder import read_shards
 from selfjudge.label.pipeline import label_pair
@@ -52,7 +52,6 @@ def options() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1024)
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--hidden-dtype", default="float16")
-    parser.add_argument("--lookahead", action="store_true")
     parser.add_argument("--device", default=None)
     parser.add_argument("--allow-unsafe", action="store_true")
     return parser.parse_args()
@@ -77,7 +76,7 @@ def main() -> None:
             tau=o.tau if method == "selfjudge" else None,
             calibrate=o.calibrate if method == "selfjudge" and o.tau is None else None, calibrate_prompts=o.calibrate_prompts,
             allow_unsafe=o.allow_unsafe, hidden_dtype=o.hidden_dtype,
-            substitutions=None if method == "selfjudge" else o.substitutions, lookahead=o.lookahead and method == "selfjudge",
+            substitutions=None if method == "selfjudge" else o.substitutions,
         )  # fmt: skip
         out = o.out / method.replace("+", "-plus")
         manifest = label_pair(  # never resumed: it is timed
@@ -102,7 +101,8 @@ def main() -> None:
             evidence = out / "calibration.safetensors"
             shutil.copy(evidence, o.out / "calibration.safetensors")
             taus = {
-                str(n): {**manifest["tau_evidence"], **tau_of(evidence, n, settings.reject_recall)} for n in LENGTHS
+                str(n): {**manifest["tau_evidence"], **compute_tau(evidence, n, settings.reject_recall)}
+                for n in LENGTHS
             }
             write_json(o.out / "tau.json", {"draft_sha256": pair.draft_sha256, "tau": taus})
 

@@ -45,7 +45,7 @@ def write_labels(out: Path, rows: int, width: int, device: str) -> None:
         arrays = {
             "hidden_draft": hidden.half().cpu().numpy(), "hidden_target": original.half().cpu().numpy(), "log_p": log_p,
             "original": np.zeros((n, SUFFIX), np.float32), "substituted": np.zeros((n, SUFFIX), np.float32),
-            "rank": np.ones(n, np.int32),
+            "highest": np.zeros((n, SUFFIX), np.float32), "rank": np.ones(n, np.int32),
         }  # fmt: skip
         shards.append(write_shard(RunFolder(out), number, Labels(lines, arrays, {"acceptable": sum(good)}), ""))
     prompts = range(-(-rows // ROWS_A_PROMPT))

@@ -31,7 +31,7 @@ LABELS = {
     "target_token": "the target's choice", "draft_token": "what was put in its place", "score": "s; more is more acceptable",
     "label": "1 is acceptable", "kept": "`consequences`: whether the answer was kept, or the similarity",
     "control": "`consequences`: whether the target's own token kept it; null where it was not tried",
-    "margin": "log p(target's token) − log p(draft's)", "policy": "what went on decoding",
+    "margin": "log p(target's token) − log p(draft's)",
 }  # fmt: skip
 MANIFEST = {
     "format_version": "", "target": "name, path or hub id", "draft": "the same", "target_sha256": SHA, "draft_sha256": SHA,
@@ -39,7 +39,7 @@ MANIFEST = {
     "layer": "which states", "norm": "and after which norm", "method": "of the labels", "suffix_length": "N",
     "tau": "null for methods without", "tau_evidence": "how it was found", "rows": "labels", "acceptable": "of them",
     "prompts": "that have a label", "target_tokens": "read and written to make the labels, each as if alone", "response_tokens": "in all responses",
-    "yields": "what became of the prompts", "policy": "of `consequences`", "policy_sha256": "of its judge",
+    "yields": "what became of the prompts",
     "outcome": "what kept means", "controls": "tried", "controls_kept": "of them", "shards": "rows and checksums of each part",
     "files": "checksums",
 }  # fmt: skip

@@ -180,10 +180,10 @@ def endless(checkpoints: dict[str, str], tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="module")
 def labels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """600 rows of 60 prompts that a linear judge can learn, with look-ahead and evidence for τ."""
+    """600 rows of 60 prompts that a linear judge can learn, with evidence for τ."""
     from fake_labels import label_folder
 
-    return label_folder(tmp_path_factory.mktemp("labels") / "straight", lookahead=True, evidence=400)
+    return label_folder(tmp_path_factory.mktemp("labels") / "straight", evidence=400)
 
 
 @pytest.fixture(scope="module")

@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.judge.config import MARGINS, JudgeConfig
+from selfjudge.judge.config import JudgeConfig
 from selfjudge.label.folder import Labels, read_shards, write_shard
 from selfjudge.store import RunFolder, sha256, write_json, write_rows, write_tensors
-from selfjudge.train.dataset import Rows
+from selfjudge.train.dataset import LabelledRows
 
 HIDDEN, SUFFIX, TAU = 12, 6, -4.0
-WIDTH = HIDDEN + MARGINS  # of hidden+margin
+WIDTH = HIDDEN + 1  # of hidden+margin
 Floats = NDArray[np.float64]
 Signal = Callable[[Floats, Floats], Floats]
 """What a row's score is made of: (hidden [n, H], margin [n]) → [n]; τ is added."""
@@ -39,8 +39,8 @@ def crossed(hidden: Floats, margin: Floats) -> Floats:
 
 def label_folder(
     path: Path, *, prompts: int = 60, each: int = 10, hidden: int = HIDDEN, shards: int = 4, seed: int = 0,
-    signal: Signal = straight, noise: float = 1.0, name: str = "p", first: int = 0, lookahead: bool = False,
-    evidence: int = 0, method: str = "selfjudge", change: Callable[[dict[str, NDArray[Any]]], object] | None = None,
+    signal: Signal = straight, noise: float = 1.0, name: str = "p", first: int = 0,
+    evidence: int = 0, method: str = "selfjudge", suffix: int = SUFFIX, change: Callable[[dict[str, NDArray[Any]]], object] | None = None,
     **manifest: Any,
 ) -> Path:  # fmt: skip
     """A label folder: prompts `first` … `first + prompts`, `each` rows a prompt, `evidence` tokens to find τ from."""
@@ -52,14 +52,10 @@ def label_folder(
     ))  # fmt: skip
     made = []
     for number, part in enumerate(np.array_split(np.asarray(asked, int), shards)):
-        arrays = scored(rng, len(part) * each, hidden, signal, noise)
-        if lookahead:
-            ahead = rng.normal(-3, 1, (len(part) * each, 4)).astype(np.float32)
-            ahead[np.arange(4) >= rng.integers(2, 9, (len(ahead), 1))] = np.nan  # the draft ended there
-            arrays["lookahead"] = ahead
+        arrays = scored(rng, len(part) * each, hidden, signal, noise, suffix)
         if change:
             change(arrays)
-        scores = [by_hand(arrays, k, SUFFIX) for k in range(len(part) * each)]
+        scores = [by_hand(arrays, k, suffix) for k in range(len(part) * each)]
         rows = [
             {"prompt_id": f"{name}-{i}", "source": f"s{i % 2}", "position": 3, "target_token": 5, "draft_token": 6,
              "score": round(s, 5) if math.isfinite(s) else -1e6, "label": int(s > TAU), "method": method}
@@ -75,8 +71,8 @@ def label_folder(
         files.append("calibration.safetensors")
     write_json(path / "manifest.json", {
         "format_version": 1, "target": "t", "draft": "d", "target_sha256": "a" * 64, "draft_sha256": "b" * 64,
-        "dtype": "float32", "hidden_size": hidden, "hidden_dtype": "float32", "layer": "last", "norm": "post_final_norm",
-        "method": method, "suffix_length": SUFFIX, "tau": TAU if method == "selfjudge" else None, "tau_evidence": {},
+        "dtype": "float32", "hidden_size": hidden, "hidden_dtype": "float32", "layer": "final", "norm": "post_final_norm",
+        "method": method, "suffix_length": suffix, "tau": TAU if method == "selfjudge" else None, "tau_evidence": {},
         "rows": sum(m["rows"] for m in made), "acceptable": sum(m["acceptable"] for m in made), "prompts": prompts,
         "yields": {}, "target_tokens": 0, "response_tokens": 0, "shards": made,
         "files": {name: sha256(path / name) for name in files}, **manifest,
@@ -84,15 +80,17 @@ def label_folder(
     return path
 
 
-def scored(rng: np.random.Generator, n: int, hidden: int, signal: Signal, noise: float) -> dict[str, NDArray[Any]]:
+def scored(
+    rng: np.random.Generator, n: int, hidden: int, signal: Signal, noise: float, suffix: int = SUFFIX
+) -> dict[str, NDArray[Any]]:
     """Arrays of a shard whose scores are `signal` + noise + τ; some responses end within the suffix."""
     states = np.concatenate([rng.normal(0, 1, (n, hidden)), np.zeros((n, 3))], 1)
     margin = -rng.exponential(1.5, n)
     best = -rng.exponential(0.5, n)
     wanted = signal(states, margin) + rng.normal(0, noise, n) + TAU - margin
-    original = -rng.exponential(0.5, (n, SUFFIX))
-    shares = rng.dirichlet(np.ones(SUFFIX), n)
-    ended = np.arange(SUFFIX) >= rng.integers(2, 2 * SUFFIX, n)[:, None]
+    original = -rng.exponential(0.5, (n, suffix))
+    shares = rng.dirichlet(np.ones(suffix), n)
+    ended = np.arange(suffix) >= rng.integers(2, 2 * suffix, n)[:, None]
     shares = np.where(ended, 0, shares)
     shares /= shares.sum(1, keepdims=True)
     substituted = original + shares * wanted[:, None]
@@ -103,7 +101,7 @@ def scored(rng: np.random.Generator, n: int, hidden: int, signal: Signal, noise:
         "log_p": np.stack([best, best + margin], 1), "substituted": substituted,
         "highest": np.maximum(substituted, original - 0.5),
     }  # fmt: skip
-    return {k: v.astype(np.float32) for k, v in made.items()}
+    return {k: v.astype(np.float32) for k, v in made.items()} | {"rank": np.ones(n, np.int32)}
 
 
 def by_hand(arrays: dict[str, NDArray[Any]], k: int, length: int, *, mean: bool = False) -> float:
@@ -115,16 +113,16 @@ def by_hand(arrays: dict[str, NDArray[Any]], k: int, length: int, *, mean: bool 
     return found / tokens if mean else found
 
 
-def config_of(rows: Rows, features: str = "hidden", model: str = "linear") -> JudgeConfig:
+def config_of(rows: LabelledRows, features: str = "hidden", model: str = "linear") -> JudgeConfig:
     return JudgeConfig(hidden_size=rows.hidden_size, features=features, model=model)
 
 
-def everything(rows: Rows, chosen: NDArray[np.bool_], features: str, **options: Any) -> tuple[Tensor, Tensor]:
+def everything(rows: LabelledRows, chosen: NDArray[np.bool_], features: str, **options: Any) -> tuple[Tensor, Tensor]:
     found = list(rows.chunks(chosen, features, **options))
     return torch.cat([piece.x for piece in found]), torch.cat([piece.labels for piece in found])
 
 
-def flipped(rows: Rows, *parts: str) -> Rows:
+def flipped(rows: LabelledRows, *parts: str) -> LabelledRows:
     for part in parts:
         rows.labels[rows.of(part)] ^= 1
     return rows

@@ -14,8 +14,8 @@ from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.integrations.vllm.approval import Approval
 from selfjudge.integrations.vllm.plan import Plan, Rows
-from selfjudge.judge.config import JudgeConfig
-from selfjudge.judge.model import FUSED, Judge
+from selfjudge.judge.config import FEATURES, JudgeConfig
+from selfjudge.judge.model import Judge
 from selfjudge.ops.argmax import has_non_finite, replace_non_finite
 from selfjudge.ops.price import worth_taking
 from selfjudge.types import Block
@@ -176,14 +176,14 @@ def check_all(device: torch.device) -> None:
     check_price(device)
     for dtype in (torch.float32, torch.bfloat16):
         check_top(device, dtype)
-        for features in FUSED:
+        for features in FEATURES:
             for units, limit in ((0, None), (24, None), (0, 14.0)):
                 check_scores(device, dtype, features, units, limit)
-                widest, plainest = features == FUSED[-1], not units and limit is None
+                widest, plainest = features == FEATURES[-1], not units and limit is None
                 # not all of them: Triton's interpreter is slow
                 if (widest or plainest) if dtype == torch.float32 else (widest and limit is not None):
                     check_approval(device, dtype, features, units, limit, SPECIAL)
-    check_approval(device, torch.float32, FUSED[-1], 0, None, ())
+    check_approval(device, torch.float32, FEATURES[-1], 0, None, ())
 
 
 if __name__ == "__main__":

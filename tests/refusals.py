@@ -98,7 +98,6 @@ def known_at_once(folder: Path, checkpoints: dict[str, str]) -> Commands:
     vllm = ["serve", "--backend", "vllm"]
     distill = ["distill", *target, "--out", str(folder / "draft")]
     label = ["label", *target, *draft, "--prompts", asked]
-    inside = [*label, *new, "--backend", "vllm"]
     train = ["train", str(folder), *new]
     evaluate = ["eval", "--tasks", f"file:{asked}", *new, "--gammas", "2", *target, *draft]
     tune = ["tune", "--prompts", asked, *new, *target, *draft]
@@ -179,15 +178,7 @@ def known_at_once(folder: Path, checkpoints: dict[str, str]) -> Commands:
         "no such file to label": ["label", *target, *draft, "--prompts", str(folder / "gone.jsonl"), *new, "--tau", "-5"],
         "broken prompts to label": [*label, "--prompts", str(folder / "prompts.jsonl"), *new, "--tau", "-5"],
         "shard": [*label, *new, "--tau", "-5", "--shard", "3"],
-        "lookahead": [*label, *new, "--method", "autojudge+", "--lookahead"],
-        "policy of another method": [*label, *new, "--tau", "-5", "--policy", "judged"],
-        "policy that is no judged rule": [*label, *new, "--method", "consequences", "--policy", "topk:2"],
-        "judge of a policy that is not there": [
-            *label, *new, "--method", "consequences", "--policy", "judged", "--judge", str(folder / "nowhere"),
-        ],
-        "judge without policy": [*label, *new, "--method", "consequences", "--judge", str(folder / "plain")],
         "engine options": [*label, *new, "--engine-options", "{}"],
-        "policy in vllm": [*inside, "--method", "consequences", "--policy", "judged"],
         "no tau": [*label, *new],
         "no tau of this length": ["label", *new, "--suffix-length", "3"],
         "int8": [*label, *new, "--tau", "-5", "--dtype", "int8"],
@@ -198,14 +189,13 @@ def known_at_once(folder: Path, checkpoints: dict[str, str]) -> Commands:
         "unfinished": ["labels", "info", str(folder / "begun")],
         "no labels": ["labels", "merge", str(folder), *new],
         "unfinished labels": ["train", str(folder / "begun"), *new],
-        "a study of no labels": ["study", str(folder), *new],
         "train into": ["train", str(folder), "--out", str(folder)],
         "train below a file": ["train", str(folder), "--out", str(folder / "prompts.jsonl" / "judge")],
         "labels gone": ["train", str(folder / "gone"), *new],
         "train features": [*train, "--features", "taste"],
         "weights of methods": [*train, "--weights", "consequences=much"],
         "weights below nothing": [*train, "--weights", "consequences=-1"],
-        "as released, and not": [*train, "--as-released", "--features", "hidden+margin+lookahead"],
+        "as released, and not": [*train, "--as-released", "--features", "hidden+margin+previous"],
         "share": [*train, "--acceptable", "2"],
         "share and tau": [*train, "--acceptable", "0.3", "--tau", "-1"],
         "report nowhere": ["report", str(folder / "nowhere")],
@@ -297,7 +287,6 @@ def known_from_models(folder: Path, checkpoints: dict[str, str]) -> Commands:
         "normed head": ["generate", "hi", *target, "--draft", str(folder / "normed-head")],
         "head with another map": ["generate", "hi", *target, "--draft", str(folder / "small-map-head")],
         "odd head": ["generate", "hi", *target, "--draft", str(folder / "odd-head"), "--engine", "cpu"],
-        "head that cannot look ahead": [*label, "--draft", str(folder / "head"), *new, "--tau", "-5", "--lookahead"],
         "tokenizer mismatch": ["generate", "hi", *target, "--draft", checkpoints["stranger"]],
         "long prompt": ["generate", "w1 " * 200, *target, *draft],
         "judge width": [*ask, "--judge", str(folder / "narrow")],

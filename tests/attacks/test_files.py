@@ -25,13 +25,13 @@ from selfjudge.cli import main as cli
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
-from selfjudge.label.folder import info, read_shards
+from selfjudge.label.folder import read_shards, summarise_labels
 from selfjudge.report.charts import charts
 from selfjudge.report.read import read_results
 from selfjudge.report.tables import tables
 from selfjudge.store import parse_json, read_json, read_rows, read_tensors, sha256, write_json
 from selfjudge.tasks.file import File
-from selfjudge.train.dataset import Rows
+from selfjudge.train.dataset import LabelledRows
 
 Change = Callable[[Any], Any]
 
@@ -185,7 +185,7 @@ ATTACKS: list[tuple[str, str, Change, str]] = [
     ("train", "labels/manifest.json", put(tau="-4"), '"tau" must be a number'),
     ("info", "labels/manifest.json", put(rows=-1), '"rows" must be at least 0'),
     ("info", "labels/manifest.json", put(acceptable=99), "says acceptable 99, its shards say"),
-    ("info", "labels/manifest.json", put(layer="third"), '"layer" must be "final" or "last"'),
+    ("info", "labels/manifest.json", put(layer="third"), '"layer" must be "final"'),
     ("merge", "labels/manifest.json", put(rows=True), '"rows" must be a whole number, not true'),
     ("train", "labels/manifest.json", lambda data: data | {"shards": data["shards"][:1] * 2}, "twice"),
     ("info", "labels/manifest.json", shard(files={"../secret": "a" * 64}), "the name of a file in this folder"),
@@ -387,9 +387,9 @@ def mutate(value: Any, dice: random.Random) -> Any:
 
 
 def use_labels(files: Path) -> None:
-    info(files / "labels")
+    summarise_labels(files / "labels")
     list(read_shards(files / "labels"))
-    Rows.load([files / "labels"]).relabel(3)
+    LabelledRows.load([files / "labels"]).relabel(3)
 
 
 def use_judge(files: Path) -> None:

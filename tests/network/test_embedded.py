@@ -204,7 +204,7 @@ def test_a_gguf_file_is_the_checkpoint_that_pull_makes_of_it(embedded: Pair, tmp
 @pytest.mark.parametrize("suffix_length", [pytest.param(n, marks=pytest.mark.slow) for n in (0, 5, 20)])
 def test_packed_scores_equal_one_sequence_at_a_time(embedded: Pair, suffix_length: int) -> None:
     """Prompts of very different lengths in one batch, places at the beginning, in the middle and at the end."""
-    from selfjudge.label.mismatch import draft_tokens
+    from selfjudge.label.mismatch import predict_draft_tokens
     from selfjudge.label.score import Case, Scorer
 
     long = "Summarise: " + "The council met on Tuesday and voted for the bridge. " * 6
@@ -213,7 +213,7 @@ def test_packed_scores_equal_one_sequence_at_a_time(embedded: Pair, suffix_lengt
         tokens
         for _, tokens, _ in sorted(respond(embedded.target_model, prompts, eos_ids=embedded.eos_ids, max_new_tokens=30))
     ]
-    drafts = draft_tokens(embedded, list(zip(prompts, responses, strict=True)))
+    drafts = predict_draft_tokens(embedded, list(zip(prompts, responses, strict=True)))
     cases = []
     for prompt, response, said in zip(prompts, responses, drafts, strict=True):
         places = sorted({0, 1, len(response) // 2, len(response) - 2, len(response) - 1})

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from selfjudge.cli.main import main
-from selfjudge.label.tau import shipped_tau
+from selfjudge.label.tau import find_shipped_tau
 from selfjudge.models.pair import Pair
 
 pytestmark = pytest.mark.slow
@@ -47,5 +47,5 @@ def test_the_demo_labels_and_trains_a_judge_of_its_own(
     own = demo(monkeypatch, capsys, tmp_path)["own"]
     assert own["labels"] > 50
     assert 0 < own["acceptable"] < 0.5
-    assert own["tau"] == shipped_tau("smollm2-135m", embedded.draft_sha256, 10)["tau"]
+    assert own["tau"] == find_shipped_tau("smollm2-135m", embedded.draft_sha256, 10)["tau"]
     assert 0 <= own["auc"] <= 1 if "auc" in own else "too few" in own["why_not"]

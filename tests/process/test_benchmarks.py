@@ -15,11 +15,15 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from safetensors.numpy import load_file
+from sklearn.metrics import roc_auc_score
 from tokenizers import Tokenizer, models
 
 from conftest import VOCAB, tiny_head, tiny_model
+from fake_labels import SUFFIX, label_folder
 from selfjudge.decoding.plain import respond
 from selfjudge.errors import SelfJudgeError
+from selfjudge.label.score import sum_scores
 from selfjudge.models.loaded import Draft, Target
 from selfjudge.models.pair import Pair
 
@@ -140,6 +144,24 @@ def test_the_quality_of_a_draft_is_pooled_over_all_prompts(draft_quality: Any) -
         assert nanoseconds > 0
     with pytest.raises(SelfJudgeError, match="`draft`"):
         draft_quality.bench_draft(Pair("p", Target(target, "t"), None, tokenizer), sets)
+
+
+def test_a_study_compares_judges_of_one_label_folder(tmp_path: Path) -> None:
+    labels = label_folder(tmp_path / "labels", evidence=400)
+    call = [sys.executable, str(FOLDER / "study.py"), str(labels), "--out", str(tmp_path / "study"), "--json"]
+    done = subprocess.run(call, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found == json.loads((tmp_path / "study" / "study.json").read_text())
+    assert [row["features"] for row in found["features"]] == ["hidden", "hidden+margin"]
+    assert {row["suffix_length"] for row in found["suffix_length"]} == {0, 5, 10, 20}
+    assert [row["suffix_gap"] for row in found["suffix_gap"]] == [0, 1, 2, 3, 5]
+    assert found["learning_curve"][-1]["labels"] > found["learning_curve"][0]["labels"]
+    assert (tmp_path / "study" / "learning_curve.png").is_file()
+    arrays = load_file(labels / "calibration.safetensors")
+    scores = sum_scores(arrays["log_p"], arrays["original"], arrays["substituted"], SUFFIX, gap=3)
+    told_apart = next(row["told_apart"] for row in found["suffix_gap"] if row["suffix_gap"] == 3)
+    assert told_apart == pytest.approx(roc_auc_score(arrays["critical"] == 0, scores))
 
 
 @pytest.mark.parametrize("transport", ["http", "in-process"])

@@ -173,8 +173,8 @@ def test_distill_is_killed_and_goes_on(run, checkpoints: dict[str, str], tmp_pat
     assert run("generate", "w1 w2", *pair, "--max-new-tokens", "6")[0] == 0
 
 
-def test_label_train_study_and_generate_in_a_line(run, checkpoints: dict[str, str], tmp_path: Path) -> None:
-    """The main job on a tiny pair: labels with look-ahead, judges of every kind, decoding with them by θ and by quality."""
+def test_label_train_and_generate_in_a_line(run, checkpoints: dict[str, str], tmp_path: Path) -> None:
+    """The main job on a tiny pair: labels with states before, judges of every kind, decoding with them by θ and by quality."""
     prompts = tmp_path / "prompts.jsonl"
     words = [" ".join(f"w{(7 * i + 3 * j) % 90 + 3}" for j in range(4 + i % 5)) for i in range(40)]
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in words))
@@ -182,7 +182,7 @@ def test_label_train_study_and_generate_in_a_line(run, checkpoints: dict[str, st
     labels, judge = str(tmp_path / "labels"), str(tmp_path / "judge")
     code, _, err = run(
         "label", *pair, "--prompts", str(prompts), "--tau", "-0.5", "--suffix-length", "5", "--max-new-tokens", "24",
-        "--lookahead", "--out", labels,
+        "--previous", "--out", labels,
     )  # fmt: skip
     assert code == 0, err
     code, text, err = run("labels", "info", labels, "--json")
@@ -205,35 +205,21 @@ def test_label_train_study_and_generate_in_a_line(run, checkpoints: dict[str, st
     assert tokens["strict"]["token_ids"] == tokens["exact"]["token_ids"]
     assert tokens["loose"]["threshold"] < 1.0
     assert tokens["all"]["mean_accepted_length"] > tokens["exact"]["mean_accepted_length"]
-    ahead = str(tmp_path / "ahead")
+    both = str(tmp_path / "both")
     code, text, err = run(
-        "train", labels, "--out", ahead, "--features", "hidden+margin+lookahead", "--model", "mlp",
+        "train", labels, "--out", both, "--features", "hidden+margin+previous", "--model", "mlp",
         "--suffix-length", "2", "--acceptable", "0.25", "--json",
     )  # fmt: skip
     assert code == 0, err
     config = json.loads(text)
     assert (config["model"], config["suffix_length"], config["acceptable"]) == ("mlp", 2, 0.25)
     assert config["metrics"]["acceptable_rate"] == pytest.approx(0.25, abs=0.02)
-    assert run(*ask, "--judge", ahead)[0] == 0
-    code, text, err = run("bench", "decode", *pair, "--judge", ahead, "--gammas", "2", "--limit", "1", "--repeats", "1",
+    assert run(*ask, "--judge", both)[0] == 0
+    code, text, err = run("bench", "decode", *pair, "--judge", both, "--gammas", "2", "--limit", "1", "--repeats", "1",
                           "--max-new-tokens", "8", "--prompts", str(prompts), "--json")  # fmt: skip
     assert code == 0, err
     judged = next(r for r in json.loads(text)["runs"] if r["name"] == "selfjudge-judged")
     assert 0 < judged["judge_time_share"] < 1
-    code, _, err = run(
-        "label", *pair, "--prompts", str(prompts), "--tau", tau, "--suffix-length", "5", "--max-new-tokens", "24",
-        "--lookahead", "--out", f"{labels}2",
-    )  # fmt: skip
-    assert code == 0, err
-    code, text, err = run("study", f"{labels}2", "--out", str(tmp_path / "study"), "--json")
-    assert code == 0, err
-    found = json.loads(text)
-    assert len(found["features"]) == 3
-    assert {r["suffix_length"] for r in found["suffix_length"]} == {0, 5, 10, 20}
-    assert found["suffix_gap"][0]["suffix_gap"] == 0
-    assert found["learning_curve"][-1]["labels"] > found["learning_curve"][0]["labels"]
-    assert (tmp_path / "study" / "learning_curve.png").is_file()
-    assert run("study", f"{labels}2", "--out", str(tmp_path / "again"))[0] == 0
 
 
 PROBE = """

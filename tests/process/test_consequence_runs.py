@@ -1,4 +1,4 @@
-"""Whole labellings by consequences with tiny models: every row again by hand, interruptions, policies."""
+"""Whole labellings by consequences with tiny models: every row again by hand, interruptions."""
 
 from __future__ import annotations
 
@@ -13,18 +13,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from runs import content, label_settings, prompts_file, random_judges
+from runs import content, label_settings, prompts_file
 from selfjudge.cli.main import app
-from selfjudge.decoding.admission import Request
-from selfjudge.decoding.rule_parser import resolve_rule
-from selfjudge.decoding.text import answer_requests
-from selfjudge.errors import SelfJudgeError
-from selfjudge.judge.model import Judge
+from selfjudge.label.checks import SIMILAR_TOKENS, Check, decode_many
 from selfjudge.label.config import LabelConfig
-from selfjudge.label.consequences import CONTROL_EVERY, SIMILAR_TOKENS, Substitution, similarities
-from selfjudge.label.folder import finished, merge, read_shards
+from selfjudge.label.consequences import CONTROL_EVERY
+from selfjudge.label.folder import read_manifest, read_shards
 from selfjudge.label.pipeline import label_pair
-from selfjudge.label.preservation import Search
 from selfjudge.models.pair import Pair
 from selfjudge.store import read_json, read_rows
 
@@ -67,7 +62,6 @@ def test_every_row_is_what_its_substitution_leads_to(pair: Pair, prompts: str, t
     responses = {row["prompt_id"]: row for row in read_rows(out / "responses.jsonl")}
     assert manifest["rows"] > 20
     assert 0 < manifest["acceptable"] < manifest["rows"]
-    assert manifest["policy"] == "greedy"
     controls = []
     for rows, arrays in read_shards(out):
         assert {len(array) for array in arrays.values()} == {len(rows)}
@@ -82,7 +76,7 @@ def test_every_row_is_what_its_substitution_leads_to(pair: Pair, prompts: str, t
             kept = SequenceMatcher(None, own[after], other[after], autojunk=False).ratio()
             assert row["kept"] == pytest.approx(kept, abs=1e-4)
             assert row["label"] == int(kept >= 0.5)
-            assert (row["method"], row["policy"]) == ("consequences", "greedy")
+            assert row["method"] == "consequences"
             with torch.no_grad():
                 read = torch.tensor([[*prompt, *own[:place], row["draft_token"]]])
                 output = pair.target(read, output_hidden_states=True)
@@ -97,7 +91,7 @@ def test_every_row_is_what_its_substitution_leads_to(pair: Pair, prompts: str, t
         controls += [row["control"] for row in rows if row["control"] is not None]
     assert manifest["controls"] == len(controls) == manifest["controls_kept"] == sum(controls)  # float32: no noise
     assert read_json(out / "run.json")["rows_per_hour"] > 0
-    assert finished(out) == manifest
+    assert read_manifest(out) == manifest
 
 
 def test_no_more_places_than_allowed_and_the_same_ones_in_any_shard(pair: Pair, prompts: str, tmp_path: Path) -> None:
@@ -116,11 +110,12 @@ def test_a_verdict_or_an_answer_decides_where_it_is_asked_for(
 ) -> None:
     texts_seen: list[str] = []
 
-    def check(searches: Any, texts: list[str]) -> list[bool]:
-        texts_seen.extend(texts)
-        return [len(text) % 2 == 0 for text in texts]
+    class EvenLength(Check):
+        def __call__(self, substitutions: Any, responses: Any) -> list[float]:
+            texts_seen.extend(decode_many(pair, responses))
+            return [float(len(text) % 2 == 0) for text in decode_many(pair, responses)]
 
-    monkeypatch.setattr("selfjudge.label.methods.meaning_check", lambda *_, **__: check)
+    monkeypatch.setattr("selfjudge.label.checks.MeaningCheck", lambda *_, **__: EvenLength())
     manifest = label_pair(pair, tmp_path / "labels", settings_of(prompts, outcome="verdict"))
     rows = rows_of(tmp_path / "labels")
     assert {row["kept"] for row in rows} == {0.0, 1.0}
@@ -155,42 +150,6 @@ def test_a_run_that_fails_anywhere_goes_on_to_the_same_bytes(
         last = 10**9
         label_pair(pair, out, config, resume=True)
         assert content(out) == expected
-
-
-def test_a_judge_that_accepts_nothing_is_the_greedy_policy(pair: Pair, prompts: str, tmp_path: Path) -> None:
-    for name, probability in (("never", 0.0), ("always", 1.0)):
-        Judge.constant(probability, pair.hidden_size).save_pretrained(tmp_path / name)
-    judged = {"policy": "judged:0.5", "gamma": 3}
-    label_pair(pair, tmp_path / "greedy", settings_of(prompts))
-    label_pair(pair, tmp_path / "lossless", settings_of(prompts, judge=str(tmp_path / "never"), **judged))
-    label_pair(pair, tmp_path / "lossy", settings_of(prompts, judge=str(tmp_path / "always"), **judged))
-    greedy, lossless, lossy = (rows_of(tmp_path / name) for name in ("greedy", "lossless", "lossy"))
-    assert [row | {"policy": "greedy"} for row in lossless] == greedy
-    assert {row["policy"] for row in lossy} == {"judged:0.5"}
-    assert [row["kept"] for row in lossy] != [row["kept"] for row in greedy]
-    assert [row["position"] for row in lossy] == [row["position"] for row in greedy]
-    with pytest.raises(SelfJudgeError, match="differ in policy"):
-        merge([tmp_path / "greedy", tmp_path / "lossy"], tmp_path / "merged")
-    other = settings_of(prompts, judge=str(tmp_path / "never"), **judged)
-    with pytest.raises(SelfJudgeError, match="another judge"):
-        label_pair(pair, tmp_path / "lossy", other, resume=True)
-
-
-def test_a_judged_continuation_is_what_decoding_from_there_gives(pair: Pair, prompts: str, tmp_path: Path) -> None:
-    judge = random_judges(pair.hidden_size)["mine"]
-    judge.save_pretrained(tmp_path / "judge")
-    config = settings_of(prompts, policy="judged:0.4", judge=str(tmp_path / "judge"), gamma=2)
-    label_pair(pair, tmp_path / "labels", config)
-    responses = {row["prompt_id"]: row for row in read_rows(tmp_path / "labels" / "responses.jsonl")}
-    rule = resolve_rule(pair, "judged:0.4", judge=judge)
-    for row in rows_of(tmp_path / "labels"):
-        prompt, own = (responses[row["prompt_id"]][key] for key in ("prompt_ids", "response_ids"))
-        place = row["position"] - len(prompt)
-        so_far = [*own[:place], row["draft_token"]]
-        request = Request([*prompt, *so_far], 60 - len(so_far))
-        (alone,) = answer_requests(pair, [request], rule, batch=1, gamma=2)
-        substitution = Substitution(Search(prompt, tuple(own), ""), place, row["draft_token"])
-        assert row["kept"] == pytest.approx(similarities([substitution], [(*so_far, *alone.tokens)])[0], abs=1e-4)
 
 
 def test_the_command_says_the_control_and_the_rate(checkpoints: dict[str, str], tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ import torch
 from conftest import tiny_model
 from runs import content, label_settings as settings_of, prompts_file
 from selfjudge.errors import SelfJudgeError
-from selfjudge.label.calibrate import total
-from selfjudge.label.folder import finished, info, merge, read_shards
+from selfjudge.label.checks import Check, decode_many
+from selfjudge.label.folder import merge_labels, read_manifest, read_shards, summarise_labels
 from selfjudge.label.pipeline import label_pair
+from selfjudge.label.score import sum_scores
 from selfjudge.models.loaded import Draft
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.sources import read_prompts
@@ -68,14 +69,14 @@ def test_rows_say_what_the_formula_says(tiny_pair: Pair, prompts: str, tmp_path:
             assert row["score"] == pytest.approx(prefix + suffix, abs=1e-3)
             assert row["label"] == int(row["score"] > -8.0)
             assert row["method"] == "selfjudge"
-            scores = total(arrays["log_p"], arrays["original"], arrays["substituted"], 5)
+            scores = sum_scores(arrays["log_p"], arrays["original"], arrays["substituted"], 5)
             assert scores[k] == pytest.approx(row["score"], abs=1e-3)
         seen += len(rows)
     assert seen == manifest["rows"] > 20
     assert 0 < manifest["acceptable"] < manifest["rows"]
     once = manifest["response_tokens"]
     assert manifest["target_tokens"] - once <= 1.25 * 6 * manifest["rows"]
-    assert finished(out) == manifest
+    assert read_manifest(out) == manifest
 
 
 def test_hidden_states_can_be_kept_as_float16(tiny_pair: Pair, prompts: str, tmp_path: Path) -> None:
@@ -87,26 +88,6 @@ def test_hidden_states_can_be_kept_as_float16(tiny_pair: Pair, prompts: str, tmp
         assert other["hidden_draft"].dtype == np.float16
         assert np.allclose(one["hidden_draft"], other["hidden_draft"], rtol=2e-3, atol=1e-3)
         assert np.array_equal(one["log_p"], other["log_p"])
-
-
-def test_look_ahead_reads_what_the_draft_goes_on_with(tiny_pair: Pair, prompts: str, tmp_path: Path) -> None:
-    label_pair(tiny_pair, tmp_path / "labels", settings_of(prompts, lookahead=True))
-    assert tiny_pair.draft is not None
-    responses = {row["prompt_id"]: row for row in read_rows(tmp_path / "labels" / "responses.jsonl")}
-    checked = 0
-    for rows, arrays in read_shards(tmp_path / "labels"):
-        for row, found in list(zip(rows, arrays["lookahead"], strict=True))[:20]:
-            response = responses[row["prompt_id"]]
-            read = [*response["prompt_ids"], *response["response_ids"]]
-            tokens = [*read[: row["position"]], row["draft_token"]]
-            for expected in found:
-                with torch.no_grad():
-                    said = int(tiny_pair.draft(torch.tensor([tokens])).logits[0, -1].argmax())
-                    log_p = tiny_pair.target(torch.tensor([tokens])).logits[0, -1].float().log_softmax(-1)
-                assert float(log_p[said]) == pytest.approx(float(expected), abs=1e-3)
-                tokens.append(said)
-                checked += 1
-    assert checked > 20
 
 
 def test_a_finished_folder_is_returned_and_another_run_refused(tiny_pair: Pair, prompts: str, tmp_path: Path) -> None:
@@ -130,10 +111,12 @@ def test_autojudge_rows_point_into_their_revision(
     tiny_pair: Pair, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With duplicates and kept substitutions: every row names a response in which its tokens stand."""
-    monkeypatch.setattr(
-        "selfjudge.label.methods.meaning_check",
-        lambda *_, **__: lambda searches, texts: [len(t) % 2 == 0 for t in texts],
-    )
+
+    class EvenLength(Check):
+        def __call__(self, substitutions, responses):
+            return [float(len(text) % 2 == 0) for text in decode_many(tiny_pair, responses)]
+
+    monkeypatch.setattr("selfjudge.label.checks.MeaningCheck", lambda *_, **__: EvenLength())
     out = tmp_path / "labels"
     manifest = label_pair(
         tiny_pair, out, settings_of(prompts, method="autojudge+", tau=None, max_new_tokens=48, limit=6)
@@ -266,7 +249,7 @@ def test_a_file_that_is_gone_from_a_finished_folder_is_made_again(
     expected = content(out)
     (out / name).unlink()
     with pytest.raises(SelfJudgeError, match="missing or damaged"):
-        merge([out], tmp_path / "merged")
+        merge_labels([out], tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
     label_pair(tiny_pair, out, settings_of(prompts), resume=True)
     assert content(out) == expected
@@ -277,11 +260,11 @@ def test_another_prompts_file_or_tau_makes_everything_after_it_anew(
 ) -> None:
     file = prompts_file(tmp_path / "asked.jsonl", 12)
     settings = settings_of(f"file:{file}", tau=None)
-    monkeypatch.setattr("selfjudge.label.tau.shipped_tau", lambda target, draft, n: {"tau": -8.0})
+    monkeypatch.setattr("selfjudge.label.tau.find_shipped_tau", lambda target, draft, n: {"tau": -8.0})
     out = tmp_path / "labels"
     label_pair(tiny_pair, out, settings)
     (out / "manifest.json").unlink()
-    monkeypatch.setattr("selfjudge.label.tau.shipped_tau", lambda target, draft, n: {"tau": -2.0})
+    monkeypatch.setattr("selfjudge.label.tau.find_shipped_tau", lambda target, draft, n: {"tau": -2.0})
     assert label_pair(tiny_pair, out, settings, resume=True)["tau"] == -2.0
     for rows, _ in read_shards(out):
         assert all(row["label"] == int(row["score"] > -2.0) for row in rows)
@@ -299,7 +282,7 @@ def test_shards_of_the_work_merge_into_the_whole(tiny_pair: Pair, prompts: str, 
     parts = [tmp_path / f"part{i}" for i in range(3)]
     for i, part in enumerate(parts):
         label_pair(tiny_pair, part, settings_of(prompts, shard=(i, 3)))
-    merge(parts, tmp_path / "merged")
+    merge_labels(parts, tmp_path / "merged")
 
     def rows_of(folder: Path) -> dict[tuple[str, int], tuple[dict, np.ndarray]]:
         return {
@@ -313,18 +296,18 @@ def test_shards_of_the_work_merge_into_the_whole(tiny_pair: Pair, prompts: str, 
     for key, (row, hidden) in one.items():
         assert other[key][0]["score"] == pytest.approx(row["score"], abs=1e-3)
         assert np.allclose(other[key][1], hidden, atol=1e-4)
-    assert finished(tmp_path / "merged")["rows"] == finished(whole)["rows"]
-    told = info(tmp_path / "merged")
+    assert read_manifest(tmp_path / "merged")["rows"] == read_manifest(whole)["rows"]
+    told = summarise_labels(tmp_path / "merged")
     assert sum(s["rows"] for s in told["sources"].values()) == told["rows"]
     with pytest.raises(SelfJudgeError, match="both hold prompt"):
-        merge([parts[0], parts[0]], tmp_path / "again")
+        merge_labels([parts[0], parts[0]], tmp_path / "again")
     with pytest.raises(SelfJudgeError, match="holds other files"):
-        merge(parts, tmp_path / "merged")
+        merge_labels(parts, tmp_path / "merged")
     label_pair(tiny_pair, tmp_path / "other", settings_of(prompts, tau=-1.0))
     with pytest.raises(SelfJudgeError, match="differ in tau"):
-        merge([parts[0], tmp_path / "other"], tmp_path / "again")
+        merge_labels([parts[0], tmp_path / "other"], tmp_path / "again")
     with pytest.raises(SelfJudgeError, match="is not a label folder"):
-        merge([tmp_path], tmp_path / "again")
+        merge_labels([tmp_path], tmp_path / "again")
 
 
 def test_broken_lines_are_named_and_refused_or_left_out(tiny_pair: Pair, tmp_path: Path) -> None:

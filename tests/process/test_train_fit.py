@@ -18,24 +18,18 @@ from fake_labels import HIDDEN, WIDTH, config_of, everything, flipped, label_fol
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.train import dataset as reading, fit as fitting
-from selfjudge.train.dataset import PARTS, Piece, Rows
-from selfjudge.train.fit import (
-    GRID,
-    LOOSE,
-    FitOptions,
-    Scaler,
-    auc,
-    fit_linear,
-    fit_mlp,
-    logistic,
-    logistic_path,
-    predict,
-)
+from selfjudge.train.dataset import PARTS, Chunk, LabelledRows
+from selfjudge.train.fit import GRID, LOOSE, FitOptions, Scaler, fit_linear, fit_logistic, fit_mlp, measure_auc, predict
 
 
-def pieces(x: Tensor, y: Tensor, weights: Tensor | None = None, size: int = 97) -> Callable[[], Iterable[Piece]]:
+def pieces(x: Tensor, y: Tensor, weights: Tensor | None = None, size: int = 97) -> Callable[[], Iterable[Chunk]]:
     weights = torch.ones(len(x)) if weights is None else weights
-    return lambda: map(Piece, x.split(size), y.split(size), weights.split(size))
+    return lambda: map(Chunk, x.split(size), y.split(size), weights.split(size))
+
+
+def logistic(chunks: Callable[[], Iterable[Chunk]], scaler: Scaler, penalty: Tensor, *start: Tensor) -> Tensor:
+    """The fit of one penalty."""
+    return next(fit_logistic(chunks, scaler, [penalty], *start))
 
 
 def known(c: float) -> Pipeline:
@@ -122,12 +116,12 @@ def test_a_path_of_fits_is_each_of_them_in_fewer_passes() -> None:
     penalties = [torch.full((9,), 1 / c) for c in GRID]
     passes = 0
 
-    def counted() -> Iterable[Piece]:
+    def counted() -> Iterable[Chunk]:
         nonlocal passes
         passes += 1
         return pieces(x, y)()
 
-    path = list(logistic_path(counted, scaler, penalties))
+    path = list(fit_logistic(counted, scaler, penalties))
     along, passes = passes, 0
     alone = [logistic(counted, scaler, penalty) for penalty in penalties]
     assert len(path) == len(penalties)
@@ -138,7 +132,7 @@ def test_a_path_of_fits_is_each_of_them_in_fewer_passes() -> None:
 
 @pytest.mark.parametrize("c", [0.003, 0.5])
 def test_the_folded_linear_judge_is_scikit_learns_pipeline(labels: Path, c: float) -> None:
-    rows = Rows.load([labels])
+    rows = LabelledRows.load([labels])
     x, y = everything(rows, rows.of("fit"), "hidden")
     fitted = fit_linear(rows, config_of(rows), grid=(c,))
     theirs = known(c).fit(x.double().numpy(), y.numpy())
@@ -153,20 +147,20 @@ def test_the_folded_linear_judge_is_scikit_learns_pipeline(labels: Path, c: floa
 
 @pytest.mark.parametrize("originals", [False, True])
 def test_columns_beside_the_hidden_state_are_held_back_less(labels: Path, originals: bool) -> None:
-    rows, c = Rows.load([labels]), 0.01
-    features = "hidden+margin+lookahead"
+    rows, c = LabelledRows.load([labels]), 0.01
+    features = "hidden+margin"
     x, y = everything(rows, rows.of("fit"), features, originals=originals)
-    assert x.shape == (int(rows.of("fit").sum()) * (1 + originals), WIDTH + 8)
+    assert x.shape == (int(rows.of("fit").sum()) * (1 + originals), WIDTH)
     fitted = fit_linear(rows, config_of(rows, features), FitOptions(originals=originals), grid=(c,))
     scale = StandardScaler().fit(x.double().numpy())
-    widened = np.where(np.arange(WIDTH + 8) < HIDDEN, 1, np.sqrt(LOOSE / c))
+    widened = np.where(np.arange(WIDTH) < HIDDEN, 1, np.sqrt(LOOSE / c))
     z = scale.transform(x.double().numpy()) * widened
     theirs = LogisticRegression(C=c, tol=1e-10, max_iter=500, solver="newton-cholesky").fit(z, y.numpy())
     assert np.allclose(fitted.judge.score(x), theirs.predict_proba(z)[:, 1], atol=1e-5)
 
 
 def test_c_is_the_one_of_the_best_auc_on_select(labels: Path) -> None:
-    rows = Rows.load([labels])
+    rows = LabelledRows.load([labels])
     grid = (0.0003, 0.01, 1.0, 100.0)
     config = config_of(rows, "hidden+margin")
     each = {c: fit_linear(rows, config, grid=(c,)) for c in grid}
@@ -180,7 +174,7 @@ def test_c_is_the_one_of_the_best_auc_on_select(labels: Path) -> None:
 
 def test_only_chosen_rows_of_the_part_are_learned_from(labels: Path) -> None:
     """As a study of fewer labels asks for: the scaler and the weights know nothing of the others."""
-    rows = Rows.load([labels])
+    rows = LabelledRows.load([labels])
     mine = np.arange(len(rows)) % 3 == 0
     fitted = fit_linear(rows, config_of(rows), FitOptions(chosen=mine), grid=(0.1,))
     x, y = everything(rows, rows.of("fit") & mine, "hidden")
@@ -189,7 +183,7 @@ def test_only_chosen_rows_of_the_part_are_learned_from(labels: Path) -> None:
 
 
 def test_the_rows_that_choose_c_influence_no_weights(labels: Path) -> None:
-    rows, again = Rows.load([labels]), flipped(Rows.load([labels]), "select")
+    rows, again = LabelledRows.load([labels]), flipped(LabelledRows.load([labels]), "select")
     one, other = (fit_linear(r, config_of(r), grid=(0.1,)) for r in (rows, again))
     assert torch.equal(one.judge.weight, other.judge.weight)
     assert other.auc_select == pytest.approx(1 - one.auc_select)
@@ -197,7 +191,7 @@ def test_the_rows_that_choose_c_influence_no_weights(labels: Path) -> None:
 
 @pytest.mark.parametrize("originals", [False, True])
 def test_an_mlp_is_decided_by_its_seed(labels: Path, originals: bool) -> None:
-    rows = Rows.load([labels])
+    rows = LabelledRows.load([labels])
     made = []
     for seed in (5, 5, 6):
         torch.manual_seed(len(made))
@@ -220,7 +214,7 @@ def test_an_mlp_folds_its_scaler(labels: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(Scaler, "fold", watched)
     monkeypatch.setattr(fitting, "EPOCHS", 1)
-    rows = Rows.load([labels])
+    rows = LabelledRows.load([labels])
     judge = fit_mlp(rows, config_of(rows, "hidden+margin", "mlp")).judge
     [(scaler, weight, bias)] = inside
     x, _ = everything(rows, np.ones(len(rows), bool), "hidden+margin")
@@ -237,13 +231,13 @@ def test_an_mlp_folds_its_scaler(labels: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_epoch_is_the_one_of_the_best_auc_on_select(xor: Path) -> None:
-    rows = Rows.load([xor])
+    rows = LabelledRows.load([xor])
     said: list[str] = []
     found = fit_mlp(rows, config_of(rows, model="mlp"), FitOptions(notify=lambda stage, share: said.append(stage)))
     each = [float(stage.rsplit(" ", 1)[1]) for stage in said]
     assert len(each) == fitting.EPOCHS
     assert round(found.auc_select, 3) == max(each)
-    assert found.auc_select == auc(rows, found.judge, rows.of("select"))
+    assert found.auc_select == measure_auc(rows, found.judge, rows.of("select"))
 
 
 @pytest.mark.parametrize(("rows", "value"), [(700, 1000.1), (5000, 0.7)])
@@ -261,10 +255,10 @@ def test_a_column_that_never_changes_does_no_harm(rows: int, value: float) -> No
 
 
 def test_an_mlp_learns_the_same_from_files(labels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = Rows.load([labels])
+    kept = LabelledRows.load([labels])
     whole = fit_mlp(kept, config_of(kept, model="mlp"))
     monkeypatch.setattr(reading, "KEPT_BYTES", 0)
-    streamed = Rows.load([labels])
+    streamed = LabelledRows.load([labels])
     assert streamed.kept is None
     again = fit_mlp(streamed, config_of(kept, model="mlp"))
     assert all(torch.equal(a, b) for a, b in zip(whole.judge.buffers(), again.judge.buffers(), strict=True))
@@ -274,12 +268,12 @@ def test_streamed_rows_give_the_judge_of_rows_in_memory(
     labels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folders = [labels, label_folder(tmp_path / "more", first=60, prompts=30, each=7, shards=9, seed=1)]
-    kept = Rows.load(folders)
+    kept = LabelledRows.load(folders)
     config = config_of(kept, "hidden+margin")
     whole = fit_linear(kept, config)
     monkeypatch.setattr(reading, "KEPT_BYTES", 10_000)
     monkeypatch.setattr(reading, "CHUNK_BYTES", 29 * 4 * config.width)
-    streamed = Rows.load(folders)
+    streamed = LabelledRows.load(folders)
     assert kept.kept is not None
     assert streamed.kept is None
     assert np.array_equal(kept.part, streamed.part)
@@ -302,7 +296,7 @@ def test_the_gpu_gives_the_same_judge_and_keeps_features_where_there_is_room(
     labels: Path, monkeypatch: pytest.MonkeyPatch, spare: int
 ) -> None:
     monkeypatch.setattr(reading, "GPU_SPARE", spare)
-    rows, device = Rows.load([labels]), torch.device("cuda")
+    rows, device = LabelledRows.load([labels]), torch.device("cuda")
     config = config_of(rows, "hidden+margin")
     here, there = fit_linear(rows, config), fit_linear(rows, config, FitOptions(device=device))
     assert here.c == there.c

@@ -21,8 +21,8 @@ from selfjudge.judge.config import FEATURES, JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.store import read_json, sha256, write_json
 from selfjudge.train.config import TrainConfig
-from selfjudge.train.dataset import Rows
-from selfjudge.train.fit import auc, fit_linear, predict
+from selfjudge.train.dataset import LabelledRows
+from selfjudge.train.fit import fit_linear, measure_auc, predict
 from selfjudge.train.pipeline import fit_candidates, train_judge
 from selfjudge.train.thresholds import find_thresholds, quality_curve
 from selfjudge.types import Block
@@ -36,7 +36,7 @@ def no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_judge_may_learn_from_some_sources_alone(labels: Path, tmp_path: Path) -> None:
     config = train_judge([labels], tmp_path / "judge", TrainConfig(model="linear", sources=("s1",)))
-    rows = Rows.load([labels])
+    rows = LabelledRows.load([labels])
     assert config["metrics"]["n_labels"] == int((rows.used & (rows.sources == "s1")).sum()) > 0
     assert config["metrics"]["n_prompts"] == 30
     assert list(read_json(tmp_path / "judge" / "run.json")["sources"]) == ["s1"]
@@ -60,22 +60,22 @@ def test_a_longer_suffix_than_the_stored_one_is_refused(labels: Path, tmp_path: 
 
 def test_a_judge_says_which_labels_it_learned(labels: Path, tmp_path: Path) -> None:
     gapped = train_judge([labels], tmp_path / "gapped", TrainConfig(model="linear", features="hidden", suffix_gap=2))
-    assert (gapped["suffix_gap"], gapped["tau"]) == (2, Rows.load([labels]).relabel(gap=2).taus[0])
+    assert (gapped["suffix_gap"], gapped["tau"]) == (2, LabelledRows.load([labels]).relabel(gap=2).taus[0])
     settings = TrainConfig(model="linear", features="hidden", suffix_length=3)
     config = train_judge([labels], tmp_path / "judge", settings)
-    rows = Rows.load([labels]).relabel(suffix_length=3)
+    rows = LabelledRows.load([labels]).relabel(suffix_length=3)
     assert (config["suffix_length"], config["tau"]) == (3, rows.taus[0])
     assert config["metrics"]["acceptable_rate"] == pytest.approx(float(rows.labels.mean()))
-    assert config["metrics"]["acceptable_rate"] != pytest.approx(float(Rows.load([labels]).labels.mean()))
+    assert config["metrics"]["acceptable_rate"] != pytest.approx(float(LabelledRows.load([labels]).labels.mean()))
 
 
 def test_a_stated_share_of_the_mismatches_is_acceptable(labels: Path, tmp_path: Path) -> None:
-    every = Rows.load([labels])
+    every = LabelledRows.load([labels])
     rows = every.relabel(acceptable=0.4, gap=1)
     assert rows.labels[rows.used].mean() == pytest.approx(0.4, abs=1.5 / rows.used.sum())
     again = every.relabel(tau=rows.taus[0], gap=1)
     assert (again.labels == rows.labels).all()
-    one = every.only([every.sources[0]])
+    one = every.select_sources([every.sources[0]])
     own = one.relabel(acceptable=0.4)
     assert own.labels[own.used].mean() == pytest.approx(0.4, abs=1.5 / own.used.sum())
     settings = TrainConfig(model="linear", features="hidden", suffix_gap=1, acceptable=0.4)
@@ -87,10 +87,10 @@ def test_a_stated_share_of_the_mismatches_is_acceptable(labels: Path, tmp_path: 
 
 def test_a_stated_share_is_one_of_all_folders_and_of_the_sources_that_are_used(labels: Path, tmp_path: Path) -> None:
     other = label_folder(tmp_path / "other", seed=5)
-    rows = Rows.load([labels, other]).relabel(acceptable=0.3)
+    rows = LabelledRows.load([labels, other]).relabel(acceptable=0.3)
     assert rows.taus[0] == rows.taus[1]
     assert rows.labels[rows.used].mean() == pytest.approx(0.3, abs=1.5 / rows.used.sum())
-    source = str(Rows.load([labels]).sources[0])
+    source = str(LabelledRows.load([labels]).sources[0])
     config = train_judge(
         [labels], tmp_path / "judge", TrainConfig(model="linear", features="hidden", sources=(source,), acceptable=0.3)
     )
@@ -173,8 +173,8 @@ def test_labels_of_another_target_are_refused(labels: Path, tmp_path: Path) -> N
     one_line(error)
     unknown = [label_folder(tmp_path / name, target=name, target_sha256="") for name in ("one", "two")]
     with pytest.raises(SelfJudgeError, match=r"different targets .target 'two' and 'one'"):
-        Rows.load(unknown)
-    assert len(Rows.load([labels, label_folder(tmp_path / "renamed", target="renamed")])) == 1200
+        LabelledRows.load(unknown)
+    assert len(LabelledRows.load([labels, label_folder(tmp_path / "renamed", target="renamed")])) == 1200
 
 
 @pytest.mark.parametrize("shards", [0, 2])
@@ -203,12 +203,17 @@ def test_a_damaged_shard_is_refused(tmp_path: Path) -> None:
         train_judge([made], tmp_path / "judge")
 
 
-def test_lookahead_has_to_be_labelled(labels: Path, tmp_path: Path) -> None:
+def test_the_state_before_has_to_be_labelled(labels: Path, tmp_path: Path) -> None:
     """In every folder."""
-    settings = TrainConfig(features="hidden+margin+lookahead", model="linear")
-    assert train_judge([labels], tmp_path / "judge", settings)["features"] == settings.features
-    with pytest.raises(SelfJudgeError, match="no look-ahead: label again with `lookahead`") as error:
-        train_judge([labels, label_folder(tmp_path / "without", first=60)], tmp_path / "other", settings)
+
+    def add(arrays: dict[str, Any]) -> None:
+        arrays["hidden_before"] = arrays["hidden_draft"] + 1
+
+    settings = TrainConfig(features="hidden+margin+previous", model="linear")
+    stored = label_folder(tmp_path / "with", change=add)
+    assert train_judge([stored], tmp_path / "judge", settings)["features"] == settings.features
+    with pytest.raises(SelfJudgeError, match="no state of the token before: label again with `previous`") as error:
+        train_judge([stored, labels], tmp_path / "other", settings)
     one_line(error)
 
 
@@ -235,7 +240,7 @@ def test_nothing_is_overwritten(labels: Path, tmp_path: Path) -> None:
 def test_a_draft_token_that_alignment_accepts_is_no_mismatch(tmp_path: Path) -> None:
     """Rank 0: two passes in bfloat16 disagreed about a tie. Such rows are in no part, and are counted."""
     labels = label_folder(tmp_path / "labels")
-    plain = Rows.load([labels])
+    plain = LabelledRows.load([labels])
     manifest = read_json(labels / "manifest.json")
     for shard in manifest["shards"]:
         name = list(shard["files"])[1]
@@ -244,7 +249,7 @@ def test_a_draft_token_that_alignment_accepts_is_no_mismatch(tmp_path: Path) -> 
         save_file(arrays, labels / name)
         shard["files"][name] = sha256(labels / name)
     write_json(labels / "manifest.json", manifest)
-    rows = Rows.load([labels])
+    rows = LabelledRows.load([labels])
     assert 0.15 < (~rows.used).mean() < 0.25
     assert np.array_equal(rows.part[rows.used], plain.part[rows.used])
     config = train_judge([labels], tmp_path / "judge", TrainConfig(model="linear"))
@@ -253,21 +258,21 @@ def test_a_draft_token_that_alignment_accepts_is_no_mismatch(tmp_path: Path) -> 
 
 
 def test_an_mlp_learns_what_no_plane_tells_and_auto_takes_it(xor: Path, tmp_path: Path) -> None:
-    rows, settings = Rows.load([xor]), TrainConfig(features="hidden")
+    rows, settings = LabelledRows.load([xor]), TrainConfig(features="hidden")
     config = train_judge([xor], tmp_path / "judge", settings)
     assert config["model"] == "mlp"
     assert config["metrics"]["auc_select"] > 0.9 < config["metrics"]["auc_mismatch"]
     assert "C" not in config["metrics"]
     judge = Judge.from_pretrained(tmp_path / "judge")
-    assert config["metrics"]["auc_mismatch"] == pytest.approx(auc(rows, judge, rows.of("holdout")), abs=1e-6)
+    assert config["metrics"]["auc_mismatch"] == pytest.approx(measure_auc(rows, judge, rows.of("holdout")), abs=1e-6)
     linear = fit_linear(rows, config_of(rows))
-    assert linear.auc_select < 0.65 > auc(rows, linear.judge, rows.of("holdout"))
+    assert linear.auc_select < 0.65 > measure_auc(rows, linear.judge, rows.of("holdout"))
     tried = read_json(tmp_path / "judge" / "run.json")["auc_select"]
     assert tried == pytest.approx({"linear": linear.auc_select, "mlp": config["metrics"]["auc_select"]}, abs=1e-4)
 
 
 def test_auto_keeps_the_linear_judge_on_few_rows_of_a_plane(labels: Path, tmp_path: Path) -> None:
-    rows, settings = Rows.load([labels]), TrainConfig()
+    rows, settings = LabelledRows.load([labels]), TrainConfig()
     config = train_judge([labels], tmp_path / "judge", settings)
     tried = read_json(tmp_path / "judge" / "run.json")["auc_select"]
     assert tried["mlp"] < tried["linear"]
@@ -280,14 +285,14 @@ def test_training_takes_the_kind_that_select_prefers_where_the_holdout_prefers_t
     xor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No plane tells these labels, so the MLP wins; with the holdout's labels turned round it does worst there."""
-    load = Rows.load
-    monkeypatch.setattr(Rows, "load", lambda *folders, **options: flipped(load(*folders, **options), "holdout"))
+    load = LabelledRows.load
+    monkeypatch.setattr(LabelledRows, "load", lambda *folders, **options: flipped(load(*folders, **options), "holdout"))
     config = train_judge([xor], tmp_path / "judge", TrainConfig(features="hidden"))
     assert config["model"] == "mlp"
     assert config["metrics"]["auc_select"] > 0.9
-    rows = Rows.load([xor])
+    rows = LabelledRows.load([xor])
     linear = fit_linear(rows, config_of(rows))
-    assert config["metrics"]["auc_mismatch"] < 0.1 < auc(rows, linear.judge, rows.of("holdout"))
+    assert config["metrics"]["auc_mismatch"] < 0.1 < measure_auc(rows, linear.judge, rows.of("holdout"))
     assert linear.auc_select < 0.65
 
 
@@ -306,7 +311,7 @@ def test_the_configuration_says_everything(judged: tuple[str, Path, dict], label
     kind, out, config = judged
     stored = read_json(out / "config.json")
     assert stored == json.loads(json.dumps(config))
-    settings, rows = SETTINGS[kind], Rows.load([labels])
+    settings, rows = SETTINGS[kind], LabelledRows.load([labels])
     expected = {
         "format_version": 1, "target": "t", "draft": "d", "target_sha256": "a" * 64, "draft_sha256": "b" * 64,
         "hidden_size": HIDDEN, "layer": "final", "norm": "post_final_norm", "features": settings.features, "model": kind,
@@ -324,7 +329,7 @@ def test_the_configuration_says_everything(judged: tuple[str, Path, dict], label
     assert metrics["auc_mismatch"] == pytest.approx(roc_auc_score(truth, scores))
     assert metrics["auc_all"] == pytest.approx(roc_auc_score(more, every))
     assert len(more) == 2 * len(truth)
-    assert metrics["auc_select"] == pytest.approx(auc(rows, judge, rows.of("select")))
+    assert metrics["auc_select"] == pytest.approx(measure_auc(rows, judge, rows.of("select")))
     assert (metrics["n_labels"], metrics["n_prompts"], metrics["n_holdout"]) == (600, 60, 90)
     assert metrics["acceptable_rate"] == pytest.approx(float(rows.labels.mean()))
     for name in ("F", "R"):
@@ -357,7 +362,7 @@ def test_the_folder_holds_a_card_a_figure_and_no_pickle(judged: tuple[str, Path,
 def test_the_card_says_counts_aucs_and_thresholds(judged: tuple[str, Path, dict], labels: Path) -> None:
     kind, out, config = judged
     text = (out / "README.md").read_text(encoding="utf-8")
-    metrics, found = config["metrics"], Rows.load([labels])
+    metrics, found = config["metrics"], LabelledRows.load([labels])
     assert "600 mismatches of 60 prompts, method selfjudge, N = 6, τ = -4.00" in text
     assert f"{metrics['acceptable_rate']:.1%} acceptable" in text
     assert f"ROC-AUC {metrics['auc_mismatch']:.3f} on mismatches, {metrics['auc_all']:.3f} with" in text
@@ -386,7 +391,7 @@ def test_a_round_trip_gives_identical_scores(judged: tuple[str, Path, dict], lab
     one.save_pretrained(tmp_path / "copy")
     other = Judge.from_pretrained(tmp_path / "copy")
     assert (tmp_path / "copy" / "config.json").read_bytes() == (out / "config.json").read_bytes()
-    rows = Rows.load([labels])
+    rows = LabelledRows.load([labels])
     x, _ = everything(rows, np.ones(len(rows), bool), one.config.features)
     assert torch.equal(one.score(x), other.score(x))
     settings = SETTINGS[kind]
@@ -449,7 +454,7 @@ def test_other_features_than_the_tensors_are_refused(judged: tuple[str, Path, di
 
 def test_two_folders_make_one_judge(labels: Path, tmp_path: Path) -> None:
     """What differs between them is left open: τ, N; the methods are named."""
-    more = label_folder(tmp_path / "more", method="autojudge", first=60, prompts=20, seed=4, suffix_length=5)
+    more = label_folder(tmp_path / "more", method="autojudge", first=60, prompts=20, seed=4, suffix=5)
     config = train_judge([labels, more], tmp_path / "judge", SETTINGS["linear"])
     assert (config["label_method"], config["tau"], config["suffix_length"]) == ("selfjudge+autojudge", TAU, None)
     assert config["metrics"]["n_labels"] == 800
@@ -457,7 +462,7 @@ def test_two_folders_make_one_judge(labels: Path, tmp_path: Path) -> None:
 
 
 def test_originals_are_acceptable_rows(labels: Path, tmp_path: Path) -> None:
-    rows = Rows.load([labels])
+    rows = LabelledRows.load([labels])
     x, y = everything(rows, rows.of("fit"), "hidden+margin", originals=True)
     arrays = all_arrays(labels)
     plain = {k: v[rows.of("fit")] for k, v in arrays.items()}
@@ -542,10 +547,3 @@ def test_a_judge_goes_to_the_hub(
     with pytest.raises(SelfJudgeError, match="cannot upload to owner/name: 403 Forbidden") as error:
         judge.push_to_hub("owner/name")
     one_line(error)
-
-
-def test_originals_do_not_go_with_look_ahead(tmp_path: Path) -> None:
-    """They have none, so a judge would learn from its absence that the last draft of a block is acceptable."""
-    labels = label_folder(tmp_path / "labels", lookahead=True)
-    with pytest.raises(SelfJudgeError, match="own tokens"):
-        train_judge([labels], tmp_path / "judge", TrainConfig(features="hidden+margin+lookahead", originals=True))

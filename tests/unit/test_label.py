@@ -14,10 +14,11 @@ from conftest import VOCAB, tiny_head, tiny_model
 from proposals import head_logits
 from runs import label_settings as settings_of, prompts_file
 from selfjudge.errors import SelfJudgeError
-from selfjudge.label.calibrate import tau_of
-from selfjudge.label.mismatch import draft_tokens, mismatches
+from selfjudge.label.calibrate import compute_tau
+from selfjudge.label.checks import Check, MeaningCheck, Original, Substitution, decode_many
+from selfjudge.label.mismatch import predict_draft_tokens, select_places
 from selfjudge.label.pipeline import label_pair
-from selfjudge.label.preservation import Search, meaning_check, next_mismatch, score_events, search
+from selfjudge.label.preservation import find_next_mismatch, score_events, search_critical_tokens
 from selfjudge.label.score import Scorer
 from selfjudge.models.loaded import Draft, Target
 from selfjudge.models.pair import Pair
@@ -137,15 +138,19 @@ def test_a_strangers_folder_is_left_alone(tiny_pair: Pair, prompts: str, tmp_pat
 def test_which_places_can_be_labelled() -> None:
     response, drafts = [5, 6, 7, 8, 2, 9, 4], [5, 9, 2, 9, 8, 8, 5]
     special = frozenset({2})
-    assert mismatches(response, drafts, special, suffix_length=2, cut=False) == [1, 3, 5]
-    assert mismatches(response, drafts, special, suffix_length=2, cut=True) == [1, 3]
-    assert mismatches(response, drafts, special, suffix_length=0, cut=True) == [1, 3, 5]
-    assert mismatches([5], [6], special, suffix_length=0, cut=False) == []
-    assert next_mismatch(response, drafts, 2, special) == 3
-    assert next_mismatch(response, response, 0, special) == 7
+    assert select_places(response, drafts, special, suffix_length=2, cut=False) == [1, 3, 5]
+    assert select_places(response, drafts, special, suffix_length=2, cut=True) == [1, 3]
+    assert select_places(response, drafts, special, suffix_length=0, cut=True) == [1, 3, 5]
+    assert select_places([5], [6], special, suffix_length=0, cut=False) == []
+    assert find_next_mismatch(response, drafts, 2, special) == 3
+    assert find_next_mismatch(response, response, 0, special) == 7
 
 
 # searches
+
+
+def original_of(prompt: list[int], response: list[int], check: Check) -> Original:
+    return Original({"prompt_ids": prompt, "response_ids": response}, None, check)
 
 
 def naive_search(pair: Pair, prompt: list[int], response: list[int], same, max_new_tokens: int):
@@ -188,36 +193,45 @@ def test_searches_together_find_what_each_finds_alone(tiny_pair: Pair) -> None:
     def same_text(text: str) -> bool:
         return sum(map(ord, text)) % 3 > 0  # some are kept, some are not
 
-    def check(searches, texts):
-        return [same_text(text) for text in texts]
+    class ByText(Check):
+        def __call__(self, substitutions, responses):
+            return [float(same_text(text)) for text in decode_many(tiny_pair, responses)]
 
-    searches = [Search(p, tuple(r), "") for p, r in zip(prompts, responses, strict=True)]
-    search(tiny_pair, searches, check, max_new_tokens=14, batch=2)
+    check = ByText()
+    originals = [original_of(p, r, check) for p, r in zip(prompts, responses, strict=True)]
+    events = search_critical_tokens(tiny_pair, settings_of("", max_new_tokens=14, batch=2), originals)
     kept = []
-    for one, prompt, response in zip(searches, prompts, responses, strict=True):
+    for one, prompt, response in zip(originals, prompts, responses, strict=True):
         expected = naive_search(
             tiny_pair, prompt, response,
             lambda other: same_text(tiny_pair.tokenizer.decode(other, skip_special_tokens=True)), 14,
         )  # fmt: skip
-        assert [(e.response, e.place, e.draft, e.kept) for e in one.events] == expected
-        kept += [e.kept for e in one.events]
+        mine = [(e.substitution, e.kept) for e in events if e.substitution.original is one]
+        assert [(s.response, s.place, s.token, is_kept) for s, is_kept in mine] == expected
+        kept += [is_kept for _, is_kept in mine]
     assert True in kept
     assert False in kept
     scorer = Scorer(tiny_pair.target, suffix_length=5)
-    rows = score_events(scorer, searches)
+    rows = score_events(scorer, events)
     assert len(rows) == len(kept)
-    for one, event, scores, k in rows[:6]:
-        tokens = [*one.prompt, *event.response[: event.place]]
+    for event, (case, scores, k) in list(zip(events, rows, strict=True))[:6]:
+        tried = event.substitution
+        assert (tuple(case.response), case.places[k]) == (tried.response, tried.place)
+        tokens = [*tried.original.prompt, *tried.response[: tried.place]]
         with torch.no_grad():
             log_p = tiny_pair.target(torch.tensor([tokens])).logits[0, -1].log_softmax(-1)
-        assert scores.log_p[k, 1] == pytest.approx(float(log_p[event.draft]), abs=1e-3)
+        assert scores.log_p[k, 1] == pytest.approx(float(log_p[tried.token]), abs=1e-3)
 
 
 def test_a_search_can_be_limited(tiny_pair: Pair) -> None:
-    one = Search([5, 6, 7], tuple(range(8, 28)), "")
-    search(tiny_pair, [one], lambda searches, texts: [False] * len(searches), max_new_tokens=24, batch=4, most=3)
-    assert len(one.events) == 3
-    assert {e.response for e in one.events} == {tuple(range(8, 28))}
+    class Never(Check):
+        def __call__(self, substitutions, responses):
+            return [0.0] * len(responses)
+
+    one = original_of([5, 6, 7], list(range(8, 28)), Never())
+    events = search_critical_tokens(tiny_pair, settings_of("", max_new_tokens=24, batch=4), [one], most=3)
+    assert len(events) == 3
+    assert {e.substitution.response for e in events} == {tuple(range(8, 28))}
 
 
 @pytest.mark.parametrize(
@@ -239,14 +253,15 @@ def test_the_target_is_asked_whether_replies_mean_the_same(
         asked.extend(prompts)
         return [(i, [5], "eos") for i in range(len(prompts))]
 
-    monkeypatch.setattr("selfjudge.label.preservation.respond", fake)
-    monkeypatch.setattr(type(tiny_pair.tokenizer), "decode", lambda self, tokens, **o: said)
-    unclear: list[int] = []
-    check = meaning_check(tiny_pair, batch=4, unparsed=unclear.append)
-    one = Search([5], (6,), "what is it", answer="first")
-    assert check([one, one], ["second", "first"]) == [verdict, True]  # the same text is the same
+    texts = {(5,): said, (6, 8): "second", (6,): "first"}
+    monkeypatch.setattr("selfjudge.label.checks.respond", fake)
+    monkeypatch.setattr(type(tiny_pair.tokenizer), "decode", lambda self, tokens, **o: texts[tuple(tokens)])
+    check = MeaningCheck(tiny_pair, batch=4)
+    row = {"prompt_ids": [5], "response_ids": [6], "request": "what is it"}
+    tried = Substitution(Original(row, "first", check), (6,), 0, 8)
+    assert check([tried, tried], [(6, 8), (6,)]) == [verdict, True]  # the same text is the same
     assert len(asked) == 2
-    assert unclear == [2 if said.startswith("I") else 0]
+    assert check.unclear == (2 if said.startswith("I") else 0)
 
 
 # τ
@@ -259,6 +274,7 @@ def evidence(path: Path, scores: list[float], critical: list[int]) -> Path:
         "log_p": np.stack([np.zeros(count), np.asarray(scores) / 2], 1).astype(np.float32),
         "original": np.stack([np.zeros(count), *[np.full(count, np.nan)] * 3], 1).astype(np.float32),
         "substituted": np.stack([np.asarray(scores) / 2, *[np.full(count, np.nan)] * 3], 1).astype(np.float32),
+        "highest": np.full((count, 4), np.nan, np.float32),
     })  # fmt: skip
     return path
 
@@ -269,23 +285,23 @@ def test_tau_refuses_the_wanted_share_of_critical_tokens(tmp_path: Path) -> None
     critical = rng.random(400) < 0.4
     file = evidence(tmp_path / "e", scores.tolist(), critical.tolist())
     for recall in (0.5, 0.9, 0.97, 1.0):
-        found = tau_of(file, 20, recall)
+        found = compute_tau(file, 20, recall)
         refused = scores[critical] <= found["tau"] + 1e-4
         assert refused.mean() >= recall
         assert (scores[critical] < found["tau"] - 1e-4).mean() < recall  # and no more than needed
         assert found["acceptable_rate"] == pytest.approx((scores > found["tau"] + 1e-4).mean(), abs=0.01)
         assert found["fallback"] is None
         assert found["critical_share"] == critical.mean()
-    prefix_only = tau_of(file, 0, 0.9)["tau"]
+    prefix_only = compute_tau(file, 0, 0.9)["tau"]
     assert prefix_only == pytest.approx(np.quantile(scores[critical] / 2, 0.9, method="inverted_cdf"), abs=1e-3)
-    mean = tau_of(file, 20, 0.9, mean=True)["tau"]
+    mean = compute_tau(file, 20, 0.9, mean=True)["tau"]
     assert mean == pytest.approx(np.quantile(scores[critical] / 2, 0.9, method="inverted_cdf"), abs=1e-3)
 
 
 @pytest.mark.parametrize("critical", [1, 0])
 def test_where_nearly_all_or_none_are_critical_a_rate_is_used_and_said(critical: int, tmp_path: Path) -> None:
     scores = np.linspace(-20, 0, 200)
-    found = tau_of(evidence(tmp_path / "e", scores.tolist(), [critical] * 200), 20, 0.9)
+    found = compute_tau(evidence(tmp_path / "e", scores.tolist(), [critical] * 200), 20, 0.9)
     assert "acceptable rate" in found["fallback"]
     assert found["acceptable_rate"] == pytest.approx(0.15, abs=0.01)
 
@@ -296,7 +312,7 @@ def test_draft_tokens_of_a_head_are_its_first_proposals() -> None:
     head = tiny_head(target)
     pair = Pair("p", Target(target, "t"), Draft(head, "d"), None)  # type: ignore[arg-type]
     sequences = [([5, 6], [7, 8, 9]), ([5], [9, 4]), ([4] * 30, [6, 7])]
-    for (prompt, response), said in zip(sequences, draft_tokens(pair, sequences), strict=True):
+    for (prompt, response), said in zip(sequences, predict_draft_tokens(pair, sequences), strict=True):
         wanted = [
             int(head_logits(head, target, prompt + response[:i], [0]).argmax()) if len(prompt) + i > 1 else token
             for i, token in enumerate(response)
@@ -308,7 +324,7 @@ def test_draft_tokens_are_the_drafts_own_choice() -> None:
     target, draft = tiny_model(seed=1), tiny_model("gpt2", seed=2)
     pair = Pair("p", Target(target, "t"), Draft(draft, "d"), None)  # type: ignore[arg-type]
     sequences = [([5, 6], [7, 8, 9]), ([5], [9]), ([4] * 30, [6, 7])]
-    for (prompt, response), said in zip(sequences, draft_tokens(pair, sequences), strict=True):
+    for (prompt, response), said in zip(sequences, predict_draft_tokens(pair, sequences), strict=True):
         with torch.no_grad():
             logits = draft(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
         assert said == logits.argmax(-1).tolist()

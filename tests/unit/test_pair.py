@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
-from selfjudge.label.tau import shipped_tau
+from selfjudge.label.tau import find_shipped_tau
 from selfjudge.models.catalogue import draft_for, shipped_draft
 from selfjudge.models.loaded import Target
 from selfjudge.models.pair import Pair
@@ -36,9 +36,13 @@ def test_the_head_drafts_where_one_ships_and_has_no_tau() -> None:
     assert draft_for("qwen2.5-coder-1.5b", "qwen2.5-coder-1.5b/draft") == "qwen2.5-coder-1.5b/draft"
     hashes = [weights_sha256(f"qwen2.5-coder-1.5b{part}") for part in ("", "/draft", "/eagle3")]
     assert len({*hashes, ""}) == 4
-    assert shipped_tau("smollm2-135m", None, 20) is not None
-    assert shipped_tau("qwen2.5-coder-1.5b", None, 20) is shipped_tau("qwen2.5-coder-1.5b", hashes[2], 20) is None
-    assert shipped_tau("qwen2.5-coder-1.5b", hashes[1], 20) is not None
+    assert find_shipped_tau("smollm2-135m", None, 20) is not None
+    assert (
+        find_shipped_tau("qwen2.5-coder-1.5b", None, 20)
+        is find_shipped_tau("qwen2.5-coder-1.5b", hashes[2], 20)
+        is None
+    )
+    assert find_shipped_tau("qwen2.5-coder-1.5b", hashes[1], 20) is not None
 
 
 def test_a_head_is_a_draft(checkpoints: dict[str, str], head_pair: Pair, tiny_pair: Pair) -> None:
@@ -49,8 +53,10 @@ def test_a_head_is_a_draft(checkpoints: dict[str, str], head_pair: Pair, tiny_pa
     assert [g.tokens for g in generate(head_pair, ["w5 w6", "w7"], gamma=3, max_new_tokens=12)] == [
         g.tokens for g in plain
     ]
-    with pytest.raises(SelfJudgeError, match=r"^look-ahead needs a draft that is a model of its own; .* is a head$"):
-        head_pair.standalone_draft("look-ahead")
+    with pytest.raises(
+        SelfJudgeError, match=r"^assisted generation needs a draft that is a model of its own; .* is a head$"
+    ):
+        head_pair.standalone_draft("assisted generation")
 
 
 def test_a_head_of_another_target_is_refused(checkpoints: dict[str, str], head_folder: Path) -> None:

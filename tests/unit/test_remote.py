@@ -17,7 +17,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.vllm.answers import _Answer, request_options
 from selfjudge.integrations.vllm.config import RequestRules, WorkerConfig
 from selfjudge.judge.model import Judge
-from selfjudge.label.consequences import margins_of
+from selfjudge.label.consequences import compute_margins
 from selfjudge.label.score import Case
 from selfjudge.models.loaded import Target
 from selfjudge.models.pair import Pair
@@ -44,11 +44,11 @@ class Engine:
 
 def test_a_remote_engine_answers_and_reads(tiny_pair: Pair) -> None:
     cases = [Case([5, 6, 7], [8, 9, 10, 11], [1, 2], [20, 21]), Case([5], [6, 7], [0], [30])]
-    here = margins_of(tiny_pair, cases)
+    here = compute_margins(tiny_pair, cases)
     engine = Engine(tiny_pair.target)
     there = Target(tiny_model(seed=1), remote=engine)
     pair: Any = SimpleNamespace(target=there.module, target_model=there)
-    for one, other in zip(here, margins_of(pair, cases), strict=True):
+    for one, other in zip(here, compute_margins(pair, cases), strict=True):
         assert one == pytest.approx(other, abs=1e-4)
     rows = [(i, rows.shape) for part, rows in teacher_forced(there, [([5], [6, 7]), ([5, 6], [7])]) for i in [part]]
     assert rows == [([0, 1], (3, 32))]

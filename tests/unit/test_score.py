@@ -8,7 +8,7 @@ import torch
 
 import selfjudge.label.score as score_module
 from conftest import CONFIGS, VOCAB, tiny_model
-from selfjudge.label.score import Case, Scorer
+from selfjudge.label.score import Case, Scorer, sum_scores
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
@@ -70,7 +70,7 @@ def compare(model, cases, suffix_length: int, found) -> None:
             assert np.isnan(scores.original[k, count:]).all()
             assert np.isnan(scores.substituted[k, count:]).all()
             total = row["log_p"][1] - row["log_p"][0] + sum(row["substituted"]) - sum(row["original"])
-            assert scores.prefix()[k] + scores.suffix(suffix_length)[k] == pytest.approx(total, abs=1e-3)
+            assert scores.prefix[k] + scores.suffix[k] == pytest.approx(total, abs=1e-3)
             for name in ("hidden_target", "hidden_draft"):
                 one, other = torch.from_numpy(getattr(scores, name)[k]), row[name]
                 assert (one - other).norm() <= 1e-4 * other.norm()
@@ -104,8 +104,8 @@ def test_a_token_in_its_own_place_scores_nothing() -> None:
     case = cases_of([(5, 30)])[0]
     same = Case(case.prompt, case.response, range(29), case.response[:29])
     scores = Scorer(model)([same])[0]
-    assert np.abs(scores.prefix()).max() < 1e-5
-    assert np.abs(scores.suffix(20)).max() < 1e-4
+    assert np.abs(scores.prefix).max() < 1e-5
+    assert np.abs(scores.suffix).max() < 1e-4
     assert np.allclose(scores.hidden_draft, scores.hidden_target, atol=1e-5)
 
 
@@ -113,9 +113,10 @@ def test_without_a_suffix_the_prefix_term_is_the_score() -> None:
     model = tiny_model(seed=1)
     case = cases_of([(5, 12)])[0]
     none, some = (Scorer(model, suffix_length=n)([case])[0] for n in (0, 20))
-    assert none.suffix(20).tolist() == [0] * len(case.places)
-    assert some.suffix(0).tolist() == [0] * len(case.places)
-    assert np.allclose(none.prefix(), some.prefix(), atol=1e-5)
+    assert none.suffix.tolist() == [0] * len(case.places)
+    without = sum_scores(some.log_p, some.original, some.substituted, 0)
+    assert without.tolist() == some.prefix.tolist()
+    assert np.allclose(none.prefix, some.prefix, atol=1e-5)
     assert np.allclose(none.hidden_draft, some.hidden_draft, atol=1e-5)
 
 
@@ -125,7 +126,7 @@ def test_a_case_without_places_gives_empty_scores() -> None:
     found = Scorer(model)([empty, *cases_of([(4, 9)])])
     assert found[0].log_p.shape == (0, 2)
     assert found[0].hidden_draft.shape == (0, 32)
-    assert found[0].suffix(20).shape == (0,)
+    assert found[0].suffix.shape == (0,)
     assert len(found[1].log_p) == 6
 
 
@@ -174,25 +175,3 @@ def test_out_of_memory_halves_the_batch_and_goes_on(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(scorer, "_batch", never)
     with pytest.raises(torch.OutOfMemoryError):
         scorer(cases)
-
-
-@pytest.mark.parametrize("suffix_length", [0, 5])
-def test_look_ahead_is_the_likelihood_of_what_the_draft_goes_on_with(suffix_length: int) -> None:
-    """Beside the usual branch, one that follows the draft; continuations of different lengths, one of none."""
-    model = tiny_model(seed=3)
-    rng = np.random.default_rng(1)
-    cases = [
-        Case(c.prompt, c.response, c.places, c.drafts, [rng.integers(3, VOCAB, k % 5).tolist() for k in range(len(c.places))])
-        for c in cases_of([(4, 9), (7, 12)])
-    ]  # fmt: skip
-    found = Scorer(model, suffix_length=suffix_length, lookahead=4)(cases)
-    compare(model, cases, suffix_length, found)
-    for case, scores in zip(cases, found, strict=True):
-        for k, (place, draft, ahead) in enumerate(zip(case.places, case.drafts, case.ahead, strict=True)):
-            tokens = [*case.prompt, *case.response[:place], draft, *ahead]
-            with torch.no_grad():
-                log_p = model(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
-            first = len(tokens) - len(ahead)
-            true = [float(log_p[first + j - 1, t]) for j, t in enumerate(ahead)]
-            np.testing.assert_allclose(scores.lookahead[k, : len(ahead)], true, atol=1e-3)
-            assert np.isnan(scores.lookahead[k, len(ahead) :]).all()

@@ -22,34 +22,36 @@ from selfjudge.judge.model import Judge
 from selfjudge.store import read_json, write_json
 from selfjudge.train.card import card
 from selfjudge.train.config import TrainConfig
-from selfjudge.train.dataset import Rows
-from selfjudge.train.fit import Fitted, auc
+from selfjudge.train.dataset import LabelledRows
+from selfjudge.train.fit import Fitted, measure_auc
 from selfjudge.train.pipeline import fit_candidates, load_rows, measure_on_holdout
 
 
 @pytest.fixture(scope="module")
 def labels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """600 rows of 60 prompts that a linear judge can learn, with look-ahead and evidence for τ."""
-    return label_folder(tmp_path_factory.mktemp("labels") / "straight", lookahead=True, evidence=400)
+    """600 rows of 60 prompts that a linear judge can learn, with evidence for τ."""
+    return label_folder(tmp_path_factory.mktemp("labels") / "straight", evidence=400)
 
 
 def test_thresholds_do_not_see_the_rows_that_chose_c(labels: Path) -> None:
     settings = TrainConfig(model="linear")
-    rows = Rows.load([labels])
+    rows = LabelledRows.load([labels])
     fitted = fit_candidates(rows, settings)["linear"]
     judge, evidence = measure_on_holdout(rows, {"linear": fitted}, settings)
-    again, other = measure_on_holdout(flipped(Rows.load([labels]), "select", "fit"), {"linear": fitted}, settings)
+    again, other = measure_on_holdout(
+        flipped(LabelledRows.load([labels]), "select", "fit"), {"linear": fitted}, settings
+    )
     assert again.config.thresholds == judge.config.thresholds
     assert again.config.quality_curve == judge.config.quality_curve
     kept = ("auc_mismatch", "auc_all", "n_holdout", "F_accepts_acceptable", "R_accepts_unacceptable")
     assert {k: again.config.metrics[k] for k in kept} == {k: judge.config.metrics[k] for k in kept}
     assert np.array_equal(evidence.scores, other.scores)
-    third, _ = measure_on_holdout(flipped(Rows.load([labels]), "holdout"), {"linear": fitted}, settings)
+    third, _ = measure_on_holdout(flipped(LabelledRows.load([labels]), "holdout"), {"linear": fitted}, settings)
     assert third.config.thresholds != judge.config.thresholds
 
 
 def test_as_released_is_what_the_released_code_does(labels: Path) -> None:
-    settings = TrainConfig(as_released=True).resolved()
+    settings = TrainConfig(as_released=True).resolve()
     assert (settings.features, settings.model, settings.originals) == ("hidden", "linear", True)
     rows = load_rows([labels], settings)
     assert rows.labels[rows.used].mean() == pytest.approx(0.209, abs=0.01)
@@ -61,13 +63,13 @@ def test_as_released_is_what_the_released_code_does(labels: Path) -> None:
     assert (evidence.scores[bad] <= config.thresholds["R"]).mean() >= 0.8
     assert "score confidence" in card(config, evidence)
     assert "Youden's J is largest" in card(config, evidence)
-    assert TrainConfig(as_released=True, tau=-0.0563).resolved().acceptable is None
+    assert TrainConfig(as_released=True, tau=-0.0563).resolve().acceptable is None
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (TrainConfig(as_released=True, features="hidden+margin+lookahead"), "`as_released` sets `features` to hidden"),
+        (TrainConfig(as_released=True, features="hidden+margin+previous"), "`as_released` sets `features` to hidden"),
         (TrainConfig(as_released=True, reject=0.7), "`as_released` sets `reject` to 0.8"),
         (TrainConfig(weights=("consequences",)), "METHOD=WEIGHT, such as consequences=1, not 'consequences'"),
         (TrainConfig(weights=("consequences=x",)), "not 'consequences=x'"),
@@ -98,8 +100,8 @@ def test_a_judge_keeps_its_margin_limit_and_measures_within_it(labels: Path) -> 
 
 def test_the_holdout_influences_neither_weights_nor_c(labels: Path) -> None:
     settings = TrainConfig(model="auto")
-    plain = fit_candidates(Rows.load([labels]), settings)
-    other = fit_candidates(flipped(Rows.load([labels]), "holdout"), settings)
+    plain = fit_candidates(LabelledRows.load([labels]), settings)
+    other = fit_candidates(flipped(LabelledRows.load([labels]), "holdout"), settings)
     for kind in ("linear", "mlp"):
         assert plain[kind].c == other[kind].c
         assert plain[kind].auc_select == other[kind].auc_select
@@ -110,7 +112,7 @@ def test_the_holdout_influences_neither_weights_nor_c(labels: Path) -> None:
 def test_a_stored_threshold_does_in_a_rule_what_it_did_on_the_holdout(labels: Path) -> None:
     """The same `>` there and here, although θ is itself one of the scores and went through a file of text."""
     settings = TrainConfig(model="linear", features="hidden")
-    rows = Rows.load([labels])
+    rows = LabelledRows.load([labels])
     judge, evidence = measure_on_holdout(rows, fit_candidates(rows, settings), settings)
     truth = evidence.labels
     block = SimpleNamespace(scores=torch.from_numpy(evidence.scores)[:, None])
@@ -137,7 +139,7 @@ def test_a_configuration_that_no_judge_has_is_refused(tmp_path: Path, wrong: dic
 @pytest.mark.parametrize(("select", "holdout"), itertools.product((-1, 0, 1), repeat=2))
 def test_auto_chooses_on_select_and_never_on_the_holdout(labels: Path, select: int, holdout: int) -> None:
     """Whatever the holdout prefers. Its labels are turned round, so that the two parts disagree."""
-    rows = flipped(Rows.load([labels]), "fit", "select")
+    rows = flipped(LabelledRows.load([labels]), "fit", "select")
     linear = Judge(config_of(rows))  # AUC 0.5
     weight = torch.zeros(2, HIDDEN)
     weight[0, :3] = torch.tensor([2.0, -1.0, 1.0])
@@ -145,8 +147,8 @@ def test_auto_chooses_on_select_and_never_on_the_holdout(labels: Path, select: i
     sign = torch.tensor([1.0, -1.0]) * holdout  # gelu(z) − gelu(−z) = z
     mlp = Judge(config_of(rows, model="mlp"), sign, 0.0, weight, torch.zeros(2))
     fits = {"linear": Fitted(linear, 0.7), "mlp": Fitted(mlp, 0.7 + select / 10)}
-    assert np.sign(auc(rows, mlp, rows.of("holdout")) - 0.5) == holdout
-    assert np.sign(auc(rows, mlp, rows.of("select")) - 0.5) == -holdout
+    assert np.sign(measure_auc(rows, mlp, rows.of("holdout")) - 0.5) == holdout
+    assert np.sign(measure_auc(rows, mlp, rows.of("select")) - 0.5) == -holdout
     judge, evidence = measure_on_holdout(rows, fits, TrainConfig(features="hidden"))
     assert judge.config.model == ("mlp" if select > 0 else "linear")
     assert evidence.tried == {"linear": 0.7, "mlp": round(0.7 + select / 10, 4)}
@@ -167,7 +169,7 @@ def test_a_judge_over_an_old_one_is_never_half_of_each(tmp_path: Path, monkeypat
 
 
 def test_the_reject_share_decides_r(labels: Path) -> None:
-    rows = Rows.load([labels])
+    rows = LabelledRows.load([labels])
     fitted = fit_candidates(rows, TrainConfig(model="linear"))["linear"]
     some, most = (
         measure_on_holdout(rows, {"linear": fitted}, replace(TrainConfig(model="linear"), reject=r))[0].config

@@ -514,7 +514,6 @@ def test_a_command_that_cannot_work_is_refused(no_pull: None, options: dict[str,
     ("options", "message"),
     [
         (["--backend", "jax"], "'--backend': 'jax' is not one of 'torch', 'vllm'"),
-        (["--backend", "vllm", "--method", "consequences", "--policy", "judged"], "--policy judged needs --backend torch"),
         (["--backend", "vllm", "--prompts", "arithmetic:3"], "vLLM is not installed here"),
         (["--engine-options", "{}"], "--engine-options are vLLM's: they go with --backend vllm"),
     ],

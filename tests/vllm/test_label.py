@@ -25,7 +25,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in QUESTIONS))
     for name, more in (("torch", []), ("vllm", ["--backend", "vllm", "--engine-options", json.dumps(OPTIONS)])):
         done = subprocess.run(
-            [*COMMAND, "--prompts", str(prompts), "--max-new-tokens", "48", "--lookahead", "--out", str(root / name), *more],
+            [*COMMAND, "--prompts", str(prompts), "--max-new-tokens", "48", "--previous", "--out", str(root / name), *more],
             env=environment(**ONE_PROCESS), capture_output=True, text=True, timeout=900,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-3000:]

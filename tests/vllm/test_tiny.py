@@ -116,8 +116,8 @@ def test_the_second_model_runner_says_the_same_through_tritons_interpreter(tiny:
 
 
 @pytest.mark.parametrize("v2", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_look_ahead_ends_with_the_block_of_its_own_request(tiny: Path, tiny_pair: Pair, v2: bool) -> None:
-    features = "hidden+margin+lookahead"
+def test_margins_and_states_before_are_those_of_the_own_request(tiny: Path, tiny_pair: Pair, v2: bool) -> None:
+    features = "hidden+margin+previous"
     answers = run(tiny_engine(tiny, features), runs(tiny_pair), v2=v2)
     check(tiny_pair, Judge.from_pretrained(tiny / features), answers)
 

@@ -8,19 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from selfjudge.cli.groups import PairOptions, Setup, outline
+from selfjudge.cli.groups import PairOptions, outline
 from selfjudge.cli.options import AsJson, Data, Resume, config_options
 from selfjudge.cli.output import Progress, going_on, print_json, print_rows, waiting, warn
-from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.errors import SelfJudgeError
-from selfjudge.label.config import FULL_PRECISION, GREEDY, ROUNDED, LabelConfig
-from selfjudge.label.tau import known_tau
+from selfjudge.label.config import LabelConfig, refuse_quantised
+from selfjudge.label.tau import require_tau
 from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.store import RunFolder, read_json
 from selfjudge.store.artefacts import RunRecord
 
 if TYPE_CHECKING:
-    from selfjudge.label.backend import Backend
+    from selfjudge.label.score import Backend
     from selfjudge.models.pair import Pair
 
 
@@ -44,14 +43,11 @@ def label(
     """
     if engine_options and config.backend != "vllm":
         raise SelfJudgeError("`engine_options` are vLLM's: they go with --backend vllm")
-    if models.dtype in ROUNDED:
-        raise SelfJudgeError(FULL_PRECISION.format(models.dtype))
-    if config.policy != GREEDY:
-        Setup(models, RuleRequest(config.policy, config.judge, gamma=config.gamma)).check()
+    refuse_quantised(models.dtype)
     folder = RunFolder(out, done="manifest.json")
     folder.claim(resume=resume)
     if config.takes_shipped_tau and not resume:
-        known_tau(models.name, None, config.suffix_length)
+        require_tau(models.name, None, config.suffix_length)
     if not folder.begun:
         config.check_prompts(data)
 
@@ -105,9 +101,9 @@ def merge(
     Example: selfjudge labels merge part0 part1 --out labels
     """
     with waiting("joining labels …"):
-        from selfjudge.label.folder import merge as run
+        from selfjudge.label.folder import merge_labels
 
-        manifest = run(folders, out)
+        manifest = merge_labels(folders, out)
     if as_json:
         print_json({k: v for k, v in manifest.items() if k != "shards"})
         return
@@ -122,9 +118,9 @@ def info(
     Example: selfjudge labels info labels
     """
     with waiting("reading labels …"):
-        from selfjudge.label.folder import info as read
+        from selfjudge.label.folder import summarise_labels
 
-        about = {str(folder): read(folder) for folder in folders}
+        about = {str(folder): summarise_labels(folder) for folder in folders}
     if as_json:
         print_json(about)
         return

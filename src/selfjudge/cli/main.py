@@ -35,7 +35,6 @@ COMMANDS = {
     "export": models.export,
     "label": label.label,
     "train": train.train,
-    "study": train.study,
     "eval": evaluate.evaluate,
     "tune": tune.tune,
     "report": report.report,

@@ -1,4 +1,4 @@
-"""`selfjudge train` and `selfjudge study`."""
+"""`selfjudge train`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from selfjudge.cli.groups import DeviceOptions
 from selfjudge.cli.options import AsJson, config_options
 from selfjudge.cli.output import Progress, print_json, print_rows, waiting
 from selfjudge.errors import SelfJudgeError
-from selfjudge.label.folder import finished
+from selfjudge.label.folder import read_manifest
 from selfjudge.store import refuse_foreign
-from selfjudge.train.config import LEFT_BY_A_KILL, StudyConfig, TrainConfig
+from selfjudge.train.config import LEFT_BY_A_KILL, TrainConfig
 
 
 @config_options(DeviceOptions, "place", without=("dtype",))
@@ -37,7 +37,7 @@ def train(
     for folder in labels:
         if not folder.is_dir():
             raise SelfJudgeError(f"{folder} does not exist: name folders that selfjudge label has written")
-        finished(folder)
+        read_manifest(folder)
 
     device = place.fitting_device
     with Progress() as update:
@@ -79,39 +79,3 @@ def _show_judge(out: Path, judge: dict[str, Any]) -> None:
         f'try it: selfjudge generate "Why is the sky blue?" --target {judge["target"]} --judge {out} --quality 0.9'
         " (rejects 90 % of bad substitutions)"
     )
-
-
-@config_options(DeviceOptions, "place", without=("dtype",))
-@config_options(StudyConfig)
-def study(
-    labels: Annotated[Path, typer.Argument(help="A finished label folder.")],
-    out: Annotated[Path, typer.Option(help="Folder of study.json and figures.")],
-    as_json: AsJson = False,
-    *,
-    place: DeviceOptions,
-    config: StudyConfig,
-) -> None:
-    """Learning curve, suffix length, features, sum or mean, originals, transfer between sources: from one label folder.
-
-    Example: selfjudge study labels --out study
-    """
-    finished(labels)
-
-    device = place.fitting_device
-    with Progress() as update:
-        from selfjudge.train.study import run_study
-
-        result = run_study(labels, out, config, device=device, notify=update)
-    if as_json:
-        print_json(result)
-        return
-    for name in ("learning_curve", "features", "originals", "suffix_length", "transfer"):
-        typer.echo(f"\n{name.replace('_', ' ')} (ROC-AUC on holdout mismatches)")
-        print_rows([_flat(row) for row in result[name]])
-
-
-def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    """A row whose figures are short and whose tables are columns."""
-    wide = {k: v for k, v in row.items() if not isinstance(v, dict)}
-    wide |= {f"on {k}": v for inner in row.values() if isinstance(inner, dict) for k, v in inner.items()}
-    return {k: f"{v:.3f}" if isinstance(v, float) else v for k, v in wide.items()}

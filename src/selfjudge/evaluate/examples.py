@@ -10,7 +10,7 @@ from torch import Tensor
 
 from selfjudge.engine.teacher_forced import Sequences, teacher_forced
 from selfjudge.evaluate.likelihood import Likelihood, likelihoods, substitutions
-from selfjudge.judge.config import LOWEST
+from selfjudge.judge.features import join_features
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair, Prompt
 from selfjudge.tasks.base import Row
@@ -84,12 +84,9 @@ def _token_rows(pair: Pair, answer: Generation, columns: Sequence[Row]) -> list[
 def judge_scores(
     pair: Pair, judge: Judge | None, sequences: Sequences, seen: Sequence[Likelihood]
 ) -> list[list[float | None]]:
-    """The judge's scores of every token but the last, whose hidden state no pass holds.
-
-    None if there is no judge, or if it also reads the drafts that follow.
-    """
+    """The judge's scores of every token but the last, whose hidden state no pass holds; None without a judge."""
     scores: list[list[float | None]] = [[None] * len(answer) for _, answer in sequences]
-    if judge is None or "lookahead" in judge.config.features:
+    if judge is None:
         return scores
     for part, hidden in teacher_forced(pair.target_model, sequences):
         at = 0
@@ -104,12 +101,7 @@ def judge_scores(
 def _scores(judge: Judge, hidden: Tensor, seen: Likelihood) -> list[float | None]:
     """Of all tokens of an answer but the last. Row k of `hidden` predicts token k; the next row is the state at it."""
     margins = (torch.tensor(seen.log_p[:-1]) - torch.tensor(seen.choice_log_p[:-1])).to(hidden).clamp_max(0)
-    columns = [hidden[1:]]
-    if "margin" in judge.config.features:
-        columns.append(margins.clamp_min(LOWEST)[:, None])
-    if "previous" in judge.config.features:
-        columns.append(hidden[:-1])
-    scores = judge.to(hidden.device).score(torch.cat(columns, 1))
+    scores = judge.to(hidden.device).score(join_features(judge.config.features, hidden[1:], margins, hidden[:-1]))
     if judge.config.margin_limit is not None:
         scores = torch.where(margins < -judge.config.margin_limit, 0.0, scores)
     return [round(value, 4) for value in scores.tolist()]

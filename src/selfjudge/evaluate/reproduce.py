@@ -18,9 +18,9 @@ from selfjudge.evaluate.presets import Preset, ReproduceConfig
 from selfjudge.evaluate.task_examples import check_examples
 from selfjudge.judge.model import Judge
 from selfjudge.label.config import LabelConfig
-from selfjudge.label.folder import info
+from selfjudge.label.folder import summarise_labels
 from selfjudge.label.pipeline import label_pair
-from selfjudge.label.tau import shipped_tau
+from selfjudge.label.tau import find_shipped_tau
 from selfjudge.models.pair import Pair
 from selfjudge.train.config import TrainConfig
 from selfjudge.train.pipeline import train_judge
@@ -82,7 +82,7 @@ def label_by_all_methods(
 ) -> dict[str, Path]:
     """Label folders by method, of those that have prompts. One that finds nothing to label is left out and named."""
     folders: dict[str, Path] = {}
-    shipped = shipped_tau(pair.target_id, pair.draft_sha256, 20)
+    shipped = find_shipped_tau(pair.target_id, pair.draft_sha256, 20)
     calibrate = None if shipped else ("gsm8k" if any(p.startswith("gsm8k") for p in preset.prompts) else "arithmetic")
     prompts = {"selfjudge": preset.prompts, "autojudge": preset.auto, "autojudge+": preset.auto_plus}
     for method, sources in prompts.items():
@@ -137,7 +137,7 @@ def _wanted_judges(folders: Mapping[str, Path], preset: Preset) -> dict[str, tup
     }
     if preset.released:
         wanted["released"] = own, TrainConfig(as_released=True)
-    if "self" in info(own)["sources"]:
+    if "self" in summarise_labels(own)["sources"]:
         wanted["self-written"] = own, TrainConfig(sources=("self",))
     for method in ("autojudge", "autojudge-plus"):
         if method in folders:

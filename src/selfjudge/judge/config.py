@@ -15,22 +15,15 @@ from selfjudge.store.schema import OneOf, Range
 from selfjudge.types import DEFAULT_THETA
 
 FORMAT_VERSION: Literal[1] = 1
-FEATURES = ("hidden", "hidden+margin", "hidden+margin+lookahead", "hidden+margin+previous")
+FEATURES = ("hidden", "hidden+margin", "hidden+margin+previous")
 SCORES = ("likelihood", "confidence")
 MODELS = ("linear", "mlp")
-MARGINS = 1  # columns of the group: log p(d) − log p(most likely)
-LOOKAHEAD = 4  # draft tokens after the judged one whose log-probabilities are read
 LOWEST = -50.0  # log-probabilities below say nothing more
 
 
-def columns(features: str) -> int:
-    """How many columns `features` has beside hidden states."""
-    return MARGINS * ("margin" in features) + 2 * LOOKAHEAD * ("lookahead" in features)
-
-
 def feature_width(features: str, hidden_size: int) -> int:
-    """All columns: the state at the token, those beside it and, last, the state at the token before."""
-    return hidden_size * (1 + ("previous" in features)) + columns(features)
+    """Number of columns: the state at the token, then the margin, then the state at the token before."""
+    return hidden_size * (1 + ("previous" in features)) + ("margin" in features)
 
 
 @dataclass(frozen=True)

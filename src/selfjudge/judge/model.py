@@ -28,9 +28,6 @@ from selfjudge.types import Block
 if TYPE_CHECKING:
     from selfjudge.ops.judge_score_triton import JudgeWeights
 
-FUSED = ("hidden", "hidden+margin", "hidden+margin+previous")
-"""Features that there is a kernel for."""
-
 
 class Judge(nn.Module):
     """P(acceptable) = σ(w·x + b), or σ(w·gelu(Ax + a) + b) for an MLP.
@@ -117,7 +114,7 @@ class Judge(nn.Module):
 
     def kernel_weights(self) -> JudgeWeights | None:
         """What the kernel reads; None without Triton, or where there is no kernel for this judge."""
-        if type(self) is not Judge or self.config.features not in FUSED or not has_triton():
+        if type(self) is not Judge or not has_triton():
             return None
         from selfjudge.ops.judge_score_triton import JudgeWeights
 

@@ -1,4 +1,4 @@
-"""What decides a set of labels. Light: the command line makes its options from this."""
+"""Settings of a labelling run. Imports no torch: the command line makes its options from this."""
 
 from __future__ import annotations
 
@@ -6,25 +6,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.errors import SelfJudgeError
 from selfjudge.prompts.sources import Source, check_readable, limited
 from selfjudge.store import sha256
 from selfjudge.tasks.base import FILE
 from selfjudge.tasks.registry import is_task, load_task
-from selfjudge.types import MAX_GAMMA, check_settings, setting
+from selfjudge.types import check_settings, setting
 
 METHODS = ("selfjudge", "autojudge", "autojudge+", "consequences")
-GREEDY = "greedy"
 OUTCOMES = ("verdict", "similarity")
 BACKENDS = ("torch", "vllm")
-ROUNDED = ("int8", "q4")
-FULL_PRECISION = "labels are made in full precision: `dtype` {} cannot be used"
 
 
 @dataclass(frozen=True)
 class LabelConfig:
-    """What decides the labels; a run is resumed only with the same settings (`allow_unsafe` may differ).
+    """Settings of a labelling run; it is resumed only with the same ones (`allow_unsafe` may differ).
 
     `shard` (i, n) labels the prompts i, i + n, i + 2n …
     """
@@ -40,20 +36,9 @@ class LabelConfig:
     tau: float | None = setting(None, "Score above which a token is acceptable.")
     calibrate: str | None = setting(None, "Find τ on this task's critical tokens; arithmetic needs no data.")
     calibrate_prompts: int = setting(100, "Prompts for finding τ.", minimum=1)
-    reject_recall: float = setting(0.9, "Share of the critical tokens that τ must refuse.", above=0, maximum=1)
+    reject_recall: float = setting(0.9, "Share of the critical tokens that τ must reject.", above=0, maximum=1)
     substitutions: int | None = setting(
-        None, "Most draft tokens that are tried in a response, but by selfjudge; all if not given.", minimum=1
-    )
-    policy: str = setting(
-        GREEDY,
-        "Who finishes an answer after a substitution, for consequences: greedy is the target alone, a judged rule such"
-        " as judged or judged:q0.8 decodes on with the draft.",
-    )
-    judge: str | None = setting(
-        None, "The judge of --policy judged: a folder, hub id or embedded name; the one that ships if not given."
-    )
-    gamma: int | None = setting(
-        None, "Draft tokens per cycle of --policy judged: 3 on a CPU, 5 elsewhere.", minimum=1, maximum=MAX_GAMMA
+        None, "Most draft tokens that are tried in a response; all if not given. Not for selfjudge.", minimum=1
     )
     outcome: str = setting(
         "verdict",
@@ -62,16 +47,15 @@ class LabelConfig:
         choices=OUTCOMES,
     )
     similarity: float = setting(
-        0.5, "From which share of matching tokens on --outcome similarity calls an answer kept.", above=0, maximum=1
+        0.5, "Share of matching tokens from which --outcome similarity calls an answer kept.", above=0, maximum=1
     )
-    max_new_tokens: int = setting(256, "Most new tokens of a response.", minimum=1)
-    max_prompt_tokens: int = setting(1536, "Longer prompts are left out.", minimum=1)
+    max_new_tokens: int = setting(256, "Maximum new tokens of a response (default 256).", minimum=1)
+    max_prompt_tokens: int = setting(1536, "Maximum tokens of a prompt; longer ones are left out.", minimum=1)
     batch: int | None = setting(None, "Responses at a time: 64, on CUDA 1024.", minimum=1)
-    hidden_dtype: str = setting("float32", "How hidden states are kept.", choices=("float32", "float16"))
-    lookahead: bool = setting(False, "Store what features hidden+margin+lookahead read as well.")
-    previous: bool = setting(False, "Store what features hidden+margin+previous read as well.")
+    hidden_dtype: str = setting("float32", "Type of the stored hidden states.", choices=("float32", "float16"))
+    previous: bool = setting(False, "Also store the state before each token, for features hidden+margin+previous.")
     shard: tuple[int, int] = setting((0, 1), "i/n: label every n-th prompt from the i-th on; merge the folders later.")
-    skip_broken: bool = setting(False, "Leave out broken lines of a prompts file instead of refusing it.")
+    skip_broken: bool = setting(False, "Leave out invalid lines of a prompts file instead of refusing it.")
     allow_unsafe: bool = setting(False, "Run generated code even where it cannot be isolated.")
     seed: int = setting(0, "Seed of the prompts that the target writes.")
     backend: str = setting("torch", "What runs the target: this process, or vLLM (docs/vllm.md).", choices=BACKENDS)
@@ -82,20 +66,13 @@ class LabelConfig:
         sources = self.sources()
         if not 0 <= self.shard[0] < self.shard[1]:
             raise SelfJudgeError(f"`shard` is i/n with i from 0 to n − 1, not {self.shard[0]}/{self.shard[1]}")
-        if self.backend == "vllm" and self.policy != GREEDY:
-            raise SelfJudgeError(
-                f"`backend` vllm finishes answers greedily: `policy` {self.policy} needs `backend` torch"
-            )
-        if self.lookahead and self.method != "selfjudge":
-            raise SelfJudgeError(f"`lookahead` goes with `method` selfjudge, not with {self.method}")
-        if self.calibrate is not None and not _checkable(self.calibrate):
+        if self.calibrate is not None and not is_checkable(self.calibrate):
             raise SelfJudgeError(f"{self.calibrate} has no checkable answers to calibrate τ on")
         if wrong := [source.name for source in sources if source.answers > 1]:
             raise SelfJudgeError(f"a label needs one answer a prompt: leave out xANSWERS of {wrong[0]}")
-        self._check_policy()
         if self.tau is not None and self.calibrate is not None:
             raise SelfJudgeError("give `tau` or `calibrate`, not both")
-        if self.method == "autojudge" and (wrong := [s.name for s in sources if not _checkable(s.name)]):
+        if self.method == "autojudge" and (wrong := [s.name for s in sources if not is_checkable(s.name)]):
             raise SelfJudgeError(f"{wrong[0]} has no checkable answers: `method` autojudge+ takes such prompts")
 
     def check_prompts(self, data: Path | None) -> None:
@@ -104,24 +81,13 @@ class LabelConfig:
         if self.calibrate is not None:
             check_readable([Source(self.calibrate, self.calibrate_prompts)], data)
 
-    def _check_policy(self) -> None:
-        """A policy finishes what consequences begin, and is greedy or a judged rule."""
-        if self.policy == GREEDY:
-            if self.judge is not None or self.gamma is not None:
-                raise SelfJudgeError("`judge` and `gamma` belong to a `policy` such as judged: give that as well")
-            return
-        if self.method != "consequences":
-            raise SelfJudgeError(f"`policy` goes with `method` consequences, not with {self.method}")
-        if not RuleRequest(self.policy).needs_judge:
-            raise SelfJudgeError(f"`policy` is greedy or a judged rule such as judged:F, not {self.policy!r}")
-
     @property
     def takes_shipped_tau(self) -> bool:
         """Whether τ is needed and neither given nor searched for."""
         return self.method == "selfjudge" and self.tau is None and self.calibrate is None
 
     def sources(self) -> list[Source]:
-        """Where prompts come from, with counts that add up to `limit`."""
+        """The sources of prompts, with counts that add up to `limit`."""
         return limited([Source.parse(text) for text in self._prompts], self.limit)
 
     @property
@@ -143,5 +109,11 @@ class LabelConfig:
         }
 
 
-def _checkable(name: str) -> bool:
+def is_checkable(name: str) -> bool:
+    """Whether a source of prompts is a task whose answers can be compared."""
     return is_task(name) and load_task(name).checkable
+
+
+def refuse_quantised(dtype: str | None) -> None:
+    if dtype in ("int8", "q4"):
+        raise SelfJudgeError(f"labels are made at full precision: `dtype` {dtype} cannot be used")

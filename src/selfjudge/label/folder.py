@@ -2,7 +2,7 @@
 
 labels-00000.jsonl          one row a label
 hidden-00000.safetensors    row-aligned: hidden_draft, hidden_target, log_p, entropy, rank, original, substituted,
-                            highest [, lookahead, hidden_before]
+                            highest [, hidden_before]
 revisions-00000.jsonl       answer preservation: the responses that a search went through
 work/labels-00000.json      the seal: checksums, what the shard was made from, and counts
 responses.jsonl             all responses
@@ -49,12 +49,11 @@ MERGEABLE = (
     "tau",
     "hidden_size",
     "hidden_dtype",
-    "policy",
-    "policy_sha256",
     "outcome",
 )
-"""What label folders must have in common to be merged."""
-SUFFIXES = ("original", "substituted")
+"""Fields that label folders must have in common to be merged."""
+SUMMED = ("rows", "acceptable", "target_tokens", "response_tokens", "controls", "controls_kept")
+"""Counts of shards that a manifest adds up."""
 
 
 @dataclass(frozen=True)
@@ -81,14 +80,13 @@ def write_shard(run: RunFolder, number: int, labels: Labels, made_from: str) -> 
     return run.seal(f"labels-{number:05d}", names, made_from, rows=len(rows), **labels.counts)
 
 
-def finished(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a finished label folder."""
     if not (folder / "manifest.json").is_file():
         unfinished = (folder / "settings.json").is_file()
         hint = "its labelling is not finished: run it again with `resume`" if unfinished else "it is not a label folder"
         raise SelfJudgeError(f"{folder} has no manifest.json: {hint}")
     manifest = read_json(folder / "manifest.json", LabelManifest)
-    manifest["layer"] = "final"  # earlier versions called it last
     _check_shards(folder, manifest)
     return manifest
 
@@ -109,7 +107,7 @@ def _check_shards(folder: Path, manifest: Row) -> None:
 
 def read_shards(folder: Path) -> Iterator[tuple[list[Row], Arrays]]:
     """Rows and arrays of every shard in turn; a damaged one, or what belongs to all of them, is refused."""
-    manifest = finished(folder)
+    manifest = read_manifest(folder)
     _refuse_damaged(folder, manifest["files"])
     for shard in manifest["shards"]:
         _refuse_damaged(folder, shard["files"])
@@ -137,20 +135,16 @@ def read_responses(folder: Path) -> Iterator[Row]:
 
 def _check_arrays(file: Path, arrays: Arrays, rows: int, manifest: Row) -> None:
     """Refuse features that are not row-aligned, or of another width or dtype than the manifest says."""
-    states = [rows, manifest["hidden_size"]]
-    widths = [array.shape[1] for name, array in arrays.items() if name in SUFFIXES and array.ndim == 2]
-    suffix = [rows, max([manifest["suffix_length"], *widths])]  # more may be stored than is scored with
-    shapes = {"hidden_draft": states, "hidden_target": states, "log_p": [rows, 2], **dict.fromkeys(SUFFIXES, suffix)}
-    optional = {"hidden_before": states, "highest": suffix}
-    shapes |= {name: shape for name, shape in optional.items() if name in arrays}
+    states, suffix = [rows, manifest["hidden_size"]], [rows, manifest["suffix_length"]]
+    shapes = {"log_p": [rows, 2], "rank": [rows], "hidden_draft": states, "hidden_target": states}
+    shapes |= dict.fromkeys(("original", "substituted", "highest"), suffix)
+    if "hidden_before" in arrays:
+        shapes["hidden_before"] = states
     for name, shape in shapes.items():
         array = arrays.get(name)
-        if array is None or list(array.shape) != shape or array.dtype.kind != "f":
+        if array is None or list(array.shape) != shape or array.dtype.kind != ("i" if name == "rank" else "f"):
             found = "nothing" if array is None else f"{array.dtype} {list(array.shape)}"
             raise SelfJudgeError(f"{file} has {found} as {name}, not numbers {shape}")
-    for name, array in arrays.items():
-        if array.shape[:1] != (rows,):
-            raise SelfJudgeError(f"{file} has {list(array.shape)} as {name}, its labels are {rows} rows")
 
 
 def _refuse_damaged(folder: Path, files: Mapping[str, str]) -> None:
@@ -159,9 +153,9 @@ def _refuse_damaged(folder: Path, files: Mapping[str, str]) -> None:
             raise SelfJudgeError(f"{folder / name} is missing or damaged: label again with `resume`")
 
 
-def merge(folders: Sequence[Path], out: Path) -> dict[str, Any]:
+def merge_labels(folders: Sequence[Path], out: Path) -> dict[str, Any]:
     """Join finished label folders of one pair, method and τ into a new one."""
-    manifests = [finished(folder) for folder in folders]
+    manifests = [read_manifest(folder) for folder in folders]
     _check_mergeable(folders, manifests)
     refuse_foreign(out)
     out.mkdir(parents=True, exist_ok=True)
@@ -177,11 +171,9 @@ def merge(folders: Sequence[Path], out: Path) -> dict[str, Any]:
     if "calibration.safetensors" in manifests[0]["files"]:  # τ is the same in all, and so is what speaks for it
         shutil.copyfile(folders[0] / "calibration.safetensors", out / "calibration.safetensors")
         kept.append("calibration.safetensors")
-    sums = ["rows", "acceptable", "prompts", "target_tokens", "response_tokens"]
-    sums += [key for key in ("controls", "controls_kept") if key in manifests[0]]
     merged = {
         **manifests[0],
-        **{key: sum(manifest.get(key, 0) for manifest in manifests) for key in sums},
+        **{key: sum(m.get(key, 0) for m in manifests) for key in ("prompts", *SUMMED) if key in manifests[0]},
         "shards": shards,
         "yields": {
             str(folder): manifest.get("yields", {}) for folder, manifest in zip(folders, manifests, strict=True)
@@ -209,9 +201,9 @@ def _check_mergeable(folders: Sequence[Path], manifests: Sequence[Row]) -> None:
             seen[row["prompt_id"]] = folder
 
 
-def info(folder: Path) -> dict[str, Any]:
+def summarise_labels(folder: Path) -> dict[str, Any]:
     """What a label folder holds: counts by source, the spread of scores, τ."""
-    manifest = finished(folder)
+    manifest = read_manifest(folder)
     by_source: dict[str, list[int]] = {}
     scores: list[float] = []
     for shard in manifest["shards"]:

@@ -1,32 +1,28 @@
-"""Mismatches: where the draft, reading the target's response, would have said something else."""
+"""Mismatches: where the draft, reading the target's response, predicts another token."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from itertools import takewhile
 
 import torch
 from torch import Tensor
 
-from selfjudge.decoding.plain import respond
 from selfjudge.engine.teacher_forced import Sequences, head_choices, logit_rows, logits_of, teacher_forced
 from selfjudge.label.score import Case
 from selfjudge.models.eagle import EagleHead
 from selfjudge.models.pair import Pair
-from selfjudge.models.tokens import context_window
 
 NOTHING = "there is no mismatch to label: the draft says what the target says (is it the same model?)"
 
 
 @torch.no_grad()
-def draft_tokens(pair: Pair, sequences: Sequences) -> list[list[int]]:
-    """The draft's most likely token at every place of every response; past its context window it has no say."""
+def predict_draft_tokens(pair: Pair, sequences: Sequences) -> list[list[int]]:
+    """The draft's most likely token at every place of every response; past its context window, the response's own."""
     window = pair.window
     tokens_of: list[list[int]] = [list(response) for _, response in sequences]
     seen = [(prompt, response[: max(0, window - len(prompt))]) for prompt, response in sequences]
     readable = [i for i, (_, response) in enumerate(seen) if response]
-    for part, choices in _choices(pair, [seen[i] for i in readable]):
+    for part, choices in _predict(pair, [seen[i] for i in readable]):
         tokens, at = choices.tolist(), 0
         for i in (readable[p] for p in part):
             size = len(seen[i][1])
@@ -35,8 +31,8 @@ def draft_tokens(pair: Pair, sequences: Sequences) -> list[list[int]]:
     return tokens_of
 
 
-def _choices(pair: Pair, sequences: Sequences) -> Iterator[tuple[list[int], Tensor]]:
-    """Indices of sequences and, for all tokens of their answers in that order, what the draft would say there [R]."""
+def _predict(pair: Pair, sequences: Sequences) -> Iterator[tuple[list[int], Tensor]]:
+    """Indices of sequences and the draft's tokens [R] at all places of their responses, in that order."""
     draft, vocabulary = pair.draft, pair.target.get_output_embeddings().weight.shape[0]
     assert draft is not None
     if isinstance(draft, EagleHead):
@@ -47,7 +43,7 @@ def _choices(pair: Pair, sequences: Sequences) -> Iterator[tuple[list[int], Tens
         yield part, torch.cat([logits_of(draft, piece)[:, :vocabulary].argmax(-1) for piece in pieces])
 
 
-def mismatches(
+def select_places(
     response: Sequence[int], drafts: Sequence[int], special: frozenset[int], *, suffix_length: int, cut: bool
 ) -> list[int]:
     """Places that can be labelled: tokens differ, none is special, and not the last one.
@@ -61,38 +57,18 @@ def mismatches(
 
 
 def differ(own: int, draft: int, special: frozenset[int]) -> bool:
-    """Do the two say something else, and neither a special token? Those are the guard's."""
+    """Whether two tokens differ and neither is special: special tokens are left to the guard."""
     return own != draft and own not in special and draft not in special
 
 
 def find_mismatches(
     pair: Pair, responses: Sequence[tuple[Sequence[int], Sequence[int], bool]], suffix_length: int
 ) -> list[Case]:
-    """What can be labelled in each response: prompt, response, and whether the length limit cut it."""
+    """The places that can be labelled in each response, given as prompt, response and whether the limit cut it."""
     special = frozenset(pair.special_ids)
-    drafts = draft_tokens(pair, [(prompt, response) for prompt, response, _ in responses])
+    drafts = predict_draft_tokens(pair, [(prompt, response) for prompt, response, _ in responses])
     cases = []
     for (prompt, response, cut), choices in zip(responses, drafts, strict=True):
-        places = mismatches(response, choices, special, suffix_length=suffix_length, cut=cut)
+        places = select_places(response, choices, special, suffix_length=suffix_length, cut=cut)
         cases.append(Case(prompt, response, places, [choices[i] for i in places]))
     return cases
-
-
-def with_lookahead(pair: Pair, cases: Sequence[Case], count: int, *, batch: int) -> list[Case]:
-    """The same cases with what the draft would say next: `count` tokens, fewer at the end of its window."""
-    draft = pair.standalone_draft("`lookahead`").causal_lm
-    window = min(context_window(draft), context_window(pair.target) - count)
-    draft_size, target_size = (m.get_input_embeddings().weight.shape[0] for m in (draft, pair.target))
-    starts = [
-        (number, k, [*case.prompt, *case.response[:place], token])
-        for number, case in enumerate(cases)
-        for k, (place, token) in enumerate(zip(case.places, case.drafts, strict=True))
-    ]
-    fitting = [start for start in starts if len(start[2]) < window and max(start[2]) < draft_size]
-    ahead: list[list[list[int]]] = [[[] for _ in case.places] for case in cases]
-    for index, tokens, _ in respond(
-        draft, [ids for _, _, ids in fitting], eos_ids=(), max_new_tokens=count, batch=batch
-    ):
-        number, k, _ = fitting[index]
-        ahead[number][k] = list(takewhile(lambda token: token < target_size, tokens))  # a draft may have more tokens
-    return [replace(case, ahead=tokens) for case, tokens in zip(cases, ahead, strict=True)]

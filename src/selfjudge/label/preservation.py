@@ -9,59 +9,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from selfjudge.decoding.plain import respond
-from selfjudge.label.mismatch import differ, draft_tokens
+from selfjudge.label.checks import Original, Substitution, continue_responses, group_by_check
+from selfjudge.label.config import LabelConfig
+from selfjudge.label.mismatch import differ, predict_draft_tokens
 from selfjudge.label.score import Case, Scorer, Scores
 from selfjudge.models.pair import Pair
-from selfjudge.models.tokens import context_window
-from selfjudge.prompts.sources import PromptRecord
-from selfjudge.tasks.base import Task
-
-VERDICT_TOKENS = 12
-SAME_QUESTION = """Two replies to the same request are given. Do they mean the same?
-
-Request:
-{request}
-
-Reply 1:
-{first}
-
-Reply 2:
-{second}
-
-Answer with [SAME] or [DIFFERENT] only."""
-
-Check = Callable[[Sequence["Search"], Sequence[str]], list[bool]]
-"""For every search: does this text keep the answer of the original response?"""
 
 
 @dataclass(frozen=True)
 class Event:
-    """One substitution that was tried."""
+    """A substitution that was tried."""
 
-    response: tuple[int, ...]
-    """The response it was tried in."""
-    place: int
-    draft: int
+    substitution: Substitution
     kept: bool
-    """The answer was preserved: the token is unimportant."""
+    """Whether the answer was preserved: then the token is unimportant."""
     tokens: int
-    """Read and written by the target to find out."""
+    """Number of tokens that the target read and wrote to find out."""
 
 
 @dataclass
 class Search:
-    """The state of one prompt's search."""
+    """The state of one response's search."""
 
-    prompt: Sequence[int]
+    original: Original
     response: tuple[int, ...]
-    request: str
-    prompt_id: str = ""
-    row: dict[str, Any] | None = None
-    answer: Any = None
-    """What the check compares with."""
     place: int = 0
     drafts: list[int] = field(default_factory=list)
     """The draft's tokens along the current response; empty when it changed."""
@@ -69,149 +41,60 @@ class Search:
     done: bool = False
 
 
-def start_searches(
+def search_critical_tokens(
     pair: Pair,
-    task: Task,
-    records: Sequence[PromptRecord],
-    prompts: Sequence[Sequence[int]],
-    responses: Sequence[Sequence[int]],
-) -> list[Search]:
-    """Searches of the prompts whose original response has an answer to preserve."""
-    texts = [str(pair.tokenizer.decode(list(tokens), skip_special_tokens=True)) for tokens in responses]
-    answers = task.extract_many([record.row or {} for record in records], texts)
-    return [
-        Search(ids, tuple(tokens), str(record.prompt), record.id, record.row, answer)
-        for record, ids, tokens, answer in zip(records, prompts, responses, answers, strict=True)
-        if answer is not None and task.is_scorable(record.row or {}, answer)
-    ]
-
-
-def start_open_searches(pair: Pair, responses: Sequence[dict[str, Any]]) -> list[Search]:
-    """Searches of response rows whose prompts have no right answer: the whole reply is what is compared."""
-    return [
-        Search(
-            row["prompt_ids"],
-            tuple(row["response_ids"]),
-            _plain_text(row["request"]),
-            row["prompt_id"],
-            answer=str(pair.tokenizer.decode(row["response_ids"], skip_special_tokens=True)),
-        )
-        for row in responses
-    ]
-
-
-def _plain_text(request: Any) -> str:
-    return request if isinstance(request, str) else "\n".join(str(message.get("content", "")) for message in request)
-
-
-def search(
-    pair: Pair,
-    searches: Sequence[Search],
-    check: Check,
+    config: LabelConfig,
+    originals: Sequence[Original],
     *,
-    max_new_tokens: int,
-    batch: int,
     most: int | None = None,
-    notify: Callable[[int, int], None] = lambda done, tried: None,
-) -> None:
-    """Run all searches to their ends, or until each has tried `most` substitutions; results are in their `events`."""
+    notify: Callable[[float], None] = lambda share: None,
+) -> list[Event]:
+    """Run the searches of all responses to their ends, or until each has tried `most` substitutions."""
     special = frozenset(pair.special_ids)
-    tried = 0
+    searches = [Search(original, original.response) for original in originals]
     while active := [s for s in searches if not s.done]:
         changed = [s for s in active if not s.drafts]
-        for state, tokens in zip(changed, draft_tokens(pair, [(s.prompt, s.response) for s in changed]), strict=True):
-            state.drafts = tokens
-        for state in active:
-            state.place = next_mismatch(state.response, state.drafts, state.place, special)
-            state.done = state.place >= len(state.response) - 1 or (most is not None and len(state.events) >= most)
+        sequences = [(s.original.prompt, s.response) for s in changed]
+        for search, drafts in zip(changed, predict_draft_tokens(pair, sequences), strict=True):
+            search.drafts = drafts
+        for search in active:
+            search.place = find_next_mismatch(search.response, search.drafts, search.place, special)
+            search.done = search.place >= len(search.response) - 1 or len(search.events) == most
         if not (waiting := [s for s in active if not s.done]):
             break
-        others = _continuations(pair, waiting, max_new_tokens, batch)
-        texts = [str(pair.tokenizer.decode(list(other), skip_special_tokens=True)) for other in others]
-        for state, other, kept in zip(waiting, others, check(waiting, texts), strict=True):
-            draft, tokens_read = state.drafts[state.place], len(state.prompt) + len(other)
-            state.events.append(Event(state.response, state.place, draft, kept, tokens_read))
-            if kept:
-                state.response, state.drafts = other, []
-            state.place += 1
-        tried += len(waiting)
-        notify(sum(s.done for s in searches), tried)
+        tried = [Substitution(s.original, s.response, s.place, s.drafts[s.place]) for s in waiting]
+        responses = continue_responses(pair, config, tried)
+        for check, group in group_by_check(tried).items():
+            kept = check([tried[i] for i in group], [responses[i] for i in group])
+            for i, is_kept in zip(group, kept, strict=True):
+                _advance(waiting[i], tried[i], responses[i], bool(is_kept))
+        notify(sum(s.done for s in searches) / len(searches))
+    return [event for search in searches for event in search.events]
 
 
-def _continuations(pair: Pair, waiting: Sequence[Search], max_new_tokens: int, batch: int) -> list[tuple[int, ...]]:
-    """Each response with the draft's token in its place, as the target goes on from there."""
-    prefixes = [[*s.prompt, *s.response[: s.place], s.drafts[s.place]] for s in waiting]
-    left = [max_new_tokens - s.place - 1 for s in waiting]
-    others: list[tuple[int, ...]] = [()] * len(waiting)
-    for i, tokens, _ in respond(pair.target_model, prefixes, eos_ids=pair.eos_ids, max_new_tokens=left, batch=batch):
-        others[i] = (*prefixes[i][len(waiting[i].prompt) :], *tokens)
-    return others
+def _advance(search: Search, tried: Substitution, response: tuple[int, ...], kept: bool) -> None:
+    search.events.append(Event(tried, kept, len(search.original.prompt) + len(response)))
+    if kept:
+        search.response, search.drafts = response, []
+    search.place += 1
 
 
-def next_mismatch(response: Sequence[int], drafts: Sequence[int], place: int, special: frozenset[int]) -> int:
+def find_next_mismatch(response: Sequence[int], drafts: Sequence[int], place: int, special: frozenset[int]) -> int:
     """The first place from `place` on where the draft differs and no special token is concerned; else the length."""
-    for i in range(place, len(response)):
-        if differ(response[i], drafts[i], special):
-            return i
-    return len(response)
+    places = range(place, len(response))
+    return next((i for i in places if differ(response[i], drafts[i], special)), len(response))
 
 
-def score_events(scorer: Scorer, searches: Sequence[Search]) -> list[tuple[Search, Event, Scores, int]]:
-    """Every event with its scores, against the response it was tried in, and its row there."""
-    cases, owners = [], []
-    for state in searches:
-        groups: dict[tuple[int, ...], list[Event]] = {}
-        for event in state.events:
-            groups.setdefault(event.response, []).append(event)
-        for response, events in groups.items():
-            cases.append(Case(state.prompt, response, [e.place for e in events], [e.draft for e in events]))
-            owners.append((state, events))
-    return [
-        (state, event, scores, row)
-        for (state, events), scores in zip(owners, scorer(cases), strict=True)
-        for row, event in enumerate(events)
-    ]
-
-
-def task_check(task: Task) -> Check:
-    """A task's own check: the answer found in the text is that of the original response."""
-
-    def check(searches: Sequence[Search], texts: Sequence[str]) -> list[bool]:
-        rows = [s.row or {} for s in searches]
-        answers = task.extract_many(rows, texts)
-        return [
-            answer is not None and task.same(row, s.answer, answer)
-            for s, row, answer in zip(searches, rows, answers, strict=True)
-        ]
-
-    return check
-
-
-def meaning_check(pair: Pair, *, batch: int, unparsed: Callable[[int], None] = lambda count: None) -> Check:
-    """The target itself says whether two replies mean the same; an unclear verdict counts as different."""
-
-    def check(searches: Sequence[Search], texts: Sequence[str]) -> list[bool]:
-        questions = [
-            SAME_QUESTION.format(request=s.request, first=s.answer, second=text)
-            for s, text in zip(searches, texts, strict=True)
-        ]
-        verdicts = [False] * len(questions)
-        encoded = pair.encode_many(questions)
-        fitting = [i for i, ids in enumerate(encoded) if len(ids) + VERDICT_TOKENS <= context_window(pair.target)]
-        unclear = len(encoded) - len(fitting)  # too long to be asked
-        for place, tokens, _ in respond(
-            pair.target_model,
-            [encoded[i] for i in fitting],
-            eos_ids=pair.eos_ids,
-            max_new_tokens=VERDICT_TOKENS,
-            batch=batch,
-        ):
-            index = fitting[place]
-            verdict = str(pair.tokenizer.decode(tokens, skip_special_tokens=True)).upper()
-            same, different = verdict.find("SAME"), verdict.find("DIFFERENT")
-            unclear += same < 0 and different < 0
-            verdicts[index] = same >= 0 and (different < 0 or same < different)
-        unparsed(unclear)
-        return [v or s.answer == t for v, s, t in zip(verdicts, searches, texts, strict=True)]
-
-    return check
+def score_events(scorer: Scorer, events: Sequence[Event]) -> list[tuple[Case, Scores, int]]:
+    """For every event, the case of the response that it was tried in, the scores of that case, and its row there."""
+    groups: dict[tuple[Original, tuple[int, ...]], list[int]] = {}
+    for i, event in enumerate(events):
+        groups.setdefault((event.substitution.original, event.substitution.response), []).append(i)
+    cases = []
+    for (original, response), group in groups.items():
+        tried = [events[i].substitution for i in group]
+        cases.append(Case(original.prompt, response, [s.place for s in tried], [s.token for s in tried]))
+    found: dict[int, tuple[Case, Scores, int]] = {}
+    for case, scores, group in zip(cases, scorer(cases), groups.values(), strict=True):
+        found |= {i: (case, scores, row) for row, i in enumerate(group)}
+    return [found[i] for i in range(len(events))]

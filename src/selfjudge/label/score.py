@@ -1,4 +1,4 @@
-"""Scores: what the target's own likelihoods say about a draft token that stands in the place of its own.
+"""Scores: what the target's own likelihoods say about a draft token put in the place of its own token.
 
     s(y, z_i) = log P(z_i | y_<i) − log P(y_i | y_<i)  +  log P(y_{i+1..i+N} | y_<i, z_i) − log P(y_{i+1..i+N} | y_≤i)
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from transformers.cache_utils import Cache
 
 from selfjudge.engine.reference import SlotLayer, attention_kinds
 from selfjudge.engine.teacher_forced import attention, logit_rows, logits_of, width
+from selfjudge.models.loaded import LoadedModel, as_loaded
 from selfjudge.models.tokens import context_window
 
 TOKENS = {"cuda": 65536}  # of a pass, by device
@@ -32,16 +33,14 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Case:
-    """A response and what the draft would have said at some places of it."""
+    """A response and the draft's tokens at some places of it."""
 
     prompt: Sequence[int]
     response: Sequence[int]
     places: Sequence[int]
     """Indices into the response, ascending."""
     drafts: Sequence[int]
-    """The draft's token at each of them."""
-    ahead: Sequence[Sequence[int]] = ()
-    """What the draft would say after each, where look-ahead is asked for."""
+    """The draft's token at each place."""
 
 
 @dataclass(frozen=True)
@@ -49,80 +48,106 @@ class Scores:
     """The target's likelihoods and states at the K places of a case."""
 
     log_p: Floats
-    """[K, 2] of the response's own token and of the draft's."""
+    """[K, 2] log-probabilities of the response's own token and of the draft's token."""
     entropy: Floats
-    """[K] of the target's distribution there, in nats."""
+    """[K] entropy of the target's distribution, in nats."""
     rank: NDArray[np.int32]
-    """[K] how many tokens the target finds more likely than the draft's."""
+    """[K] number of tokens that the target finds more likely than the draft's."""
     original: Floats
-    """[K, N] log-probabilities of the tokens that follow, in the response; nan past its end."""
+    """[K, N] log-probabilities of the tokens that follow in the response; nan past its end."""
     substituted: Floats
-    """[K, N] of the same tokens after the draft's token."""
+    """[K, N] log-probabilities of the same tokens after the draft's token."""
     highest: Floats
-    """[K, N] of the most likely token at each of these places after the draft's token: how sure the target stays."""
+    """[K, N] log-probabilities of the most likely token at each of these places, after the draft's token."""
     hidden_before: Floats
-    """[K, H] the state at the token before, which predicts both."""
+    """[K, H] states at the token before, which predicts both tokens."""
     hidden_target: Floats
-    """[K, H] the state at the response's own token."""
+    """[K, H] states at the response's own token."""
     hidden_draft: Floats
-    """[K, H] the state at the draft's token in its place."""
-    lookahead: Floats
-    """[K, A] log-probabilities of what the draft would say next; nan past the end, A = 0 without look-ahead."""
+    """[K, H] states at the draft's token in its place."""
 
     @classmethod
-    def empty(cls, suffix_length: int, hidden_size: int, lookahead: int) -> Scores:
-        """Of no place: K = 0."""
-        shapes = {
-            "log_p": (0, 2),
-            "entropy": (0,),
-            "original": (0, suffix_length),
-            "substituted": (0, suffix_length),
-            "highest": (0, suffix_length),
-            "hidden_before": (0, hidden_size),
-            "hidden_target": (0, hidden_size),
-            "hidden_draft": (0, hidden_size),
-            "lookahead": (0, lookahead),
-        }
-        arrays = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
-        return cls(rank=np.zeros(0, np.int32), **arrays)
+    def gather(cls, rows: Sequence[tuple[Scores, int]], suffix_length: int, hidden_size: int) -> Scores:
+        """Some rows of several scores as one; without any, arrays of the right shapes with K = 0."""
+        shapes = {"log_p": (0, 2), "entropy": (0,), "rank": (0,)}
+        shapes |= dict.fromkeys(("original", "substituted", "highest"), (0, suffix_length))
+        shapes |= dict.fromkeys(("hidden_before", "hidden_target", "hidden_draft"), (0, hidden_size))
+        return cls(
+            **{
+                name: np.concatenate(
+                    [np.zeros(shape, np.int32 if name == "rank" else np.float32)]
+                    + [getattr(scores, name)[k : k + 1] for scores, k in rows]
+                )
+                for name, shape in shapes.items()
+            }
+        )
 
+    @property
     def prefix(self) -> Floats:
         """[K] the prefix term."""
         return self.log_p[:, 1] - self.log_p[:, 0]
 
-    def suffix(self, length: int) -> Floats:
-        """[K] the suffix term over at most `length` tokens."""
-        return suffix_term(self.original, self.substituted, length)
+    @property
+    def suffix(self) -> Floats:
+        """[K] the suffix term."""
+        return sum_suffix(self.original, self.substituted)
 
 
-def suffix_term(original: NDArray[Any], substituted: NDArray[Any], length: int, gap: int = 0) -> Floats:
-    """[K] over at most `length` tokens without the first `gap`; nothing is added where `original` is nan."""
-    change = np.where(np.isnan(original), 0, substituted - original)[:, gap:length]
-    term: Floats = change.sum(1, dtype=np.float32)
-    return term
+def sum_suffix(original: NDArray[Any], substituted: NDArray[Any]) -> Floats:
+    """[K] the change of the log-probabilities [K, N] of the suffix; nothing is added where `original` is nan."""
+    change: Floats = np.where(np.isnan(original), 0, substituted - original).sum(1, dtype=np.float32)
+    return change
 
 
-class _Branch(NamedTuple):
+def sum_scores(
+    log_p: NDArray[Any],
+    original: NDArray[Any],
+    substituted: NDArray[Any],
+    suffix_length: int,
+    *,
+    mean: bool = False,
+    gap: int = 0,
+) -> Floats:
+    """[K] prefix term and suffix term over at most `suffix_length` tokens without the first `gap`.
+
+    With `mean`, the sum is divided by the number of tokens that it is taken over.
+    """
+    original, substituted = original[:, gap:suffix_length], substituted[:, gap:suffix_length]
+    scores = log_p[:, 1] - log_p[:, 0] + sum_suffix(original, substituted)
+    if mean:
+        scores = scores / (1 + (~np.isnan(original)).sum(1))
+    return np.asarray(scores, np.float32)
+
+
+class Branch(NamedTuple):
+    """A substitution as it is read: the draft's token at one place of a case, and the suffix after it."""
+
     case: int
+    """Index of the case in its batch."""
     number: int
-    """Which place of the case."""
+    """Index of the place in the case."""
     start: int
     """Position of the draft's token in prompt and response."""
     tokens: list[int]
-    """What is read: the draft's token and all but the last of those that follow."""
+    """Tokens that are read: the draft's token and all but the last of those that follow."""
     follows: list[int]
-    """What is scored."""
-    ahead: bool = False
-    """Whether it follows the draft instead of the response."""
+    """Tokens that are scored."""
+
+
+class Backend(Protocol):
+    """An engine outside this process that runs the target. It either answers or scores, and changes slowly."""
+
+    def scorer(self, suffix_length: int) -> Scorer:
+        """A scorer of substitutions and the `suffix_length` tokens after each."""
 
 
 class Scorer:
-    """Scores cases with one target. `tokens` counts what went through it, `padded` the same with padding."""
+    """Scores cases with one target. `tokens` counts the tokens that it read, `padded` includes padding."""
 
-    def __init__(self, model: PreTrainedModel, *, suffix_length: int = 20, lookahead: int = 0) -> None:
-        self.model = model
+    def __init__(self, model: PreTrainedModel | LoadedModel, *, suffix_length: int = 20) -> None:
+        self.loaded = as_loaded(model)
+        self.model = model = self.loaded.causal_lm
         self.suffix_length = suffix_length
-        self.lookahead = lookahead
         self.tokens = self.padded = 0
         self.device = model.device
         self._kinds = attention_kinds(model)
@@ -132,8 +157,10 @@ class Scorer:
         self._pack = PACK.get(self.device.type, 64)
 
     def __call__(self, cases: Sequence[Case], notify: Callable[[float], None] = lambda share: None) -> list[Scores]:
-        """The scores of every case, in order; `notify` hears the share that is done."""
+        """The scores of every case, in order; `notify` is told the share that is done."""
         assert all(a < b for case in cases for a, b in pairwise(case.places))
+        if self.device.type == "cuda":
+            self.loaded.release()  # the memory of its engine is needed here
         results: list[Scores | None] = [None] * len(cases)
         sizes = [len(case.prompt) + len(case.response) for case in cases]
         order = sorted(range(len(cases)), key=lambda i: (-sizes[i], i))
@@ -173,21 +200,15 @@ class Scorer:
         self.tokens += sum(len(c.prompt) + len(c.response) for c in cases)
         self.padded += ids.numel()
         results = [
-            self._own(case, hidden[row, len(case.prompt) - 1 : len(case.prompt) + len(case.response)])
+            self._score_response(case, hidden[row, len(case.prompt) - 1 : len(case.prompt) + len(case.response)])
             for row, case in enumerate(cases)
         ]
-        branches = [
-            branch
-            for row, case in enumerate(cases)
-            for number in range(len(case.places))
-            for branch in self._branches(row, number, case)
-        ]
-        for pack in self._passes(branches):
-            self._read(pack, cache, results)
+        for rows in self._passes(self._branches(cases)):
+            self._read(rows, cache, results)
         return results
 
-    def _own(self, case: Case, states: Tensor) -> Scores:
-        """What belongs to the response itself; the branches are filled in later.
+    def _score_response(self, case: Case, states: Tensor) -> Scores:
+        """Scores of the response itself; those of the branches are filled in later.
 
         `states` begin at the last token of the prompt: each predicts the next token.
         """
@@ -223,20 +244,19 @@ class Scorer:
             hidden_before=states[places].float().cpu().numpy(),
             hidden_target=states[1 + places].float().cpu().numpy(),
             hidden_draft=np.empty((count, states.shape[-1]), np.float32),
-            lookahead=np.full((count, self.lookahead), np.nan, np.float32),
         )
 
-    def _branches(self, row: int, number: int, case: Case) -> Iterator[_Branch]:
-        place, draft = case.places[number], case.drafts[number]
-        start = len(case.prompt) + place
-        follows = list(case.response[place + 1 : place + 1 + self.suffix_length])
-        yield _Branch(row, number, start, [draft, *follows[:-1]], follows)
-        if case.ahead and (ahead := list(case.ahead[number][: self.lookahead])):
-            yield _Branch(row, number, start, [draft, *ahead[:-1]], ahead, ahead=True)
+    def _branches(self, cases: Sequence[Case]) -> list[Branch]:
+        branches = []
+        for row, case in enumerate(cases):
+            for number, (place, draft) in enumerate(zip(case.places, case.drafts, strict=True)):
+                follows = list(case.response[place + 1 : place + 1 + self.suffix_length])
+                branches.append(Branch(row, number, len(case.prompt) + place, [draft, *follows[:-1]], follows))
+        return branches
 
-    def _passes(self, branches: Sequence[_Branch]) -> Iterator[list[list[_Branch]]]:
-        """Rows of branches of one response each, rows of like width together."""
-        rows: list[list[_Branch]] = []
+    def _passes(self, branches: Sequence[Branch]) -> Iterator[list[list[Branch]]]:
+        """Passes of rows. A row holds branches of one response; rows of a pass have similar widths."""
+        rows: list[list[Branch]] = []
         room = 0
         for branch in branches:
             if not rows or rows[-1][0].case != branch.case or room < len(branch.tokens):
@@ -250,14 +270,14 @@ class Scorer:
             yield rows[:count]
             rows = rows[count:]
 
-    def _read(self, rows: Sequence[Sequence[_Branch]], prefixes: Cache, results: Sequence[Scores]) -> None:
+    def _read(self, rows: Sequence[Sequence[Branch]], prefixes: Cache, results: Sequence[Scores]) -> None:
         """One pass over rows of branches; fills in their scores."""
         wide = width(max(sum(len(b.tokens) for b in row) for row in rows), self.device)
         shape = (len(rows), wide)
         tokens, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         owner, starts = np.full(shape, -1, np.int64), np.zeros(shape, np.int64)
-        flat: list[_Branch] = []
-        first: list[int] = []  # places of draft tokens in the flattened rows
+        flat: list[Branch] = []
+        first: list[int] = []  # indices of draft tokens in the flattened rows
         for row, branches in enumerate(rows):
             at = 0
             for branch in branches:
@@ -267,7 +287,7 @@ class Scorer:
                 flat.append(branch)
                 first.append(row * wide + at)
                 at = here.stop
-        cache = self._selected(prefixes, [row[0].case for row in rows], int(starts.max()), wide)
+        cache = self._select_prefixes(prefixes, [row[0].case for row in rows], int(starts.max()), wide)
         place, owners, begins = (torch.from_numpy(a).to(self.device) for a in (positions, owner, starts))
         with attention():
             hidden = self.model.base_model(
@@ -281,27 +301,22 @@ class Scorer:
         self.padded += tokens.size
         self._fill_in(flat, hidden, first, results)
 
-    def _fill_in(
-        self, flat: Sequence[_Branch], hidden: Tensor, first: Sequence[int], results: Sequence[Scores]
-    ) -> None:
+    def _fill_in(self, flat: Sequence[Branch], hidden: Tensor, first: Sequence[int], results: Sequence[Scores]) -> None:
         """Fill in the scores of branches whose states begin at the rows `first` of `hidden` [R, H]."""
         scored = [at + i for branch, at in zip(flat, first, strict=True) for i in range(len(branch.follows))]
         follows = [token for branch in flat for token in branch.follows]
         states = hidden[torch.tensor(first, dtype=torch.long, device=self.device)].float().cpu().numpy()
         rows, tokens = (torch.tensor(ids, dtype=torch.long, device=self.device) for ids in (scored, follows))
-        log_p, highest = self._log_p(hidden[rows], tokens).cpu().numpy()
+        log_p, highest = self._log_probabilities(hidden[rows], tokens).cpu().numpy()
         at = 0
         for branch, state in zip(flat, states, strict=True):
             scores, count = results[branch.case], len(branch.follows)
-            if branch.ahead:
-                scores.lookahead[branch.number, :count] = log_p[at : at + count]
-            else:
-                scores.hidden_draft[branch.number] = state
-                scores.substituted[branch.number, :count] = log_p[at : at + count]
-                scores.highest[branch.number, :count] = highest[at : at + count]
+            scores.hidden_draft[branch.number] = state
+            scores.substituted[branch.number, :count] = log_p[at : at + count]
+            scores.highest[branch.number, :count] = highest[at : at + count]
             at += count
 
-    def _selected(self, prefixes: Cache, cases: list[int], length: int, room: int) -> Cache:
+    def _select_prefixes(self, prefixes: Cache, cases: list[int], length: int, room: int) -> Cache:
         """The first `length` slots of some rows of a cache, with room for more."""
         chosen = torch.tensor(cases, device=self.device)
         cache = Cache(layer_class_to_replicate=SlotLayer)
@@ -336,7 +351,7 @@ class Scorer:
             masks[kind] = mask.masked_fill_(~allowed, torch.finfo(self.model.dtype).min).unsqueeze(1)
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
-    def _log_p(self, states: Tensor, tokens: Tensor) -> Tensor:
+    def _log_probabilities(self, states: Tensor, tokens: Tensor) -> Tensor:
         """[2, R] log-probability of each token at its state, and of the most likely one there."""
         parts = [torch.zeros((2, 0), device=self.device)]
         step = logit_rows(self.model)

@@ -10,9 +10,9 @@ from selfjudge.store import read_json
 from selfjudge.store.artefacts import TauFile
 
 
-def known_tau(target: str, draft_sha256: str | None, suffix_length: int) -> dict[str, Any]:
+def require_tau(target: str, draft_sha256: str | None, suffix_length: int) -> dict[str, Any]:
     """The τ that ships with a pair; where there is none, the error says how to find one."""
-    if (shipped := shipped_tau(target, draft_sha256, suffix_length)) is None:
+    if (shipped := find_shipped_tau(target, draft_sha256, suffix_length)) is None:
         raise SelfJudgeError(
             "no τ is known for this pair and suffix length: give `tau`, or find it with `calibrate`"
             " (gsm8k, or arithmetic, which needs no data)"
@@ -20,7 +20,7 @@ def known_tau(target: str, draft_sha256: str | None, suffix_length: int) -> dict
     return shipped
 
 
-def shipped_tau(target: str, draft_sha256: str | None, suffix_length: int) -> dict[str, Any] | None:
+def find_shipped_tau(target: str, draft_sha256: str | None, suffix_length: int) -> dict[str, Any] | None:
     """The τ that ships with an embedded pair, for its own draft and suffix length.
 
     A hash of None belongs to a draft that is not loaded yet: it is taken for the pair's own, which has no τ if it is a

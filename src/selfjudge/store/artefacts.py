@@ -81,7 +81,7 @@ class LabelManifest(TypedDict):
     dtype: NotRequired[str]
     hidden_size: Annotated[int, Range(1, 1 << 20)]
     hidden_dtype: NotRequired[str]
-    layer: Literal["final", "last"]  # what earlier versions called it
+    layer: Literal["final"]
     norm: Literal["post_final_norm"]
     method: str
     suffix_length: Annotated[int, Range(0, 1 << 16)]
@@ -93,8 +93,6 @@ class LabelManifest(TypedDict):
     target_tokens: NotRequired[Count]
     response_tokens: NotRequired[Count]
     yields: NotRequired[dict[str, Any]]
-    policy: NotRequired[str]
-    policy_sha256: NotRequired[Sha256]
     outcome: NotRequired[str]
     controls: NotRequired[Count]
     controls_kept: NotRequired[Count]
@@ -113,7 +111,6 @@ class LabelRow(TypedDict):
     kept: NotRequired[Share]
     control: NotRequired[Literal[0, 1] | None]
     margin: NotRequired[float]
-    policy: NotRequired[str]
 
 
 class LabelPrompt(TypedDict):

@@ -1,4 +1,4 @@
-"""What decides a judge, and what a study of judges holds fixed. No torch: the command line makes its options here."""
+"""Settings of training. Imports no torch: the command line makes its options from this."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ RELEASED_ACCEPTABLE = 0.209
 """The share of the mismatches that the released labels call acceptable."""
 
 LEFT_BY_A_KILL = ("README.md", "roc.json", "roc.png", "run.json", "prompts.json", "model.safetensors")
-"""What a folder may hold before training; config.json is written last."""
+"""Files that a killed run may have left in a folder; config.json is written last."""
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """What decides a judge."""
+    """Settings that decide a judge."""
 
     features: str = setting(
         "hidden+margin",
-        "What the judge reads: hidden (as in the paper), with the margin, and with look-ahead or the previous state.",
+        "What the judge reads: the hidden state (as in the paper), with the margin, and with the state before.",
         choices=FEATURES,
     )
     model: str = setting(
@@ -88,7 +88,7 @@ class TrainConfig:
     seed: int = setting(0, "Seed of the split by prompts and of the MLP.")
 
     def check(self) -> None:
-        """Refuse values out of range, and what is said twice."""
+        """Refuse values out of range, and settings that contradict each other."""
         check_settings(self)
         self._check_released()
         self.method_weights()
@@ -105,15 +105,15 @@ class TrainConfig:
             if getattr(self, name) not in (defaults[name], value):
                 raise SelfJudgeError(f"`as_released` sets `{name}` to {value}: leave out one of them")
 
-    def resolved(self) -> Self:
-        """The settings that `as_released` stands for, or these."""
+    def resolve(self) -> Self:
+        """These settings, with those that `as_released` stands for."""
         if not self.as_released:
             return self
         stated = self.tau is not None or self.acceptable is not None
         return replace(self, **RELEASED, acceptable=self.acceptable if stated else RELEASED_ACCEPTABLE)
 
     def method_weights(self) -> dict[str, float]:
-        """By label method; empty where all rows count alike. What is no weight is refused."""
+        """Weights by label method; empty where all rows count alike. Anything but a positive number is an error."""
         weights = {}
         for text in self.weights:
             method, _, number = text.partition("=")
@@ -127,20 +127,6 @@ class TrainConfig:
 
     @property
     def relabels(self) -> bool:
-        """Are labels made again from the stored scores?"""
+        """Whether labels are made again from the stored scores."""
         given = (self.suffix_length, self.tau, self.acceptable)
         return bool(self.suffix_gap) or self.score != "likelihood" or any(x is not None for x in given)
-
-
-@dataclass(frozen=True)
-class StudyConfig:
-    """What a study holds fixed."""
-
-    features: str = setting(
-        "hidden+margin", "What the judge reads in all studies but that of features.", choices=FEATURES
-    )
-    seed: int = setting(0, "Seed of the split by prompts and of the MLP.")
-
-    def check(self) -> None:
-        """Refuse values out of range."""
-        check_settings(self)

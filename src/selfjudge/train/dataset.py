@@ -1,4 +1,4 @@
-"""Labelled rows for training: small columns in memory, hidden states shard by shard, or kept where they fit.
+"""Labelled rows for training: small columns in memory, hidden states read shard by shard, or kept where they fit.
 
 Three parts, split by prompt: a prompt, in whatever folder and however often it is labelled, belongs to one of them.
 """
@@ -17,60 +17,54 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.judge.config import LOOKAHEAD, LOWEST, feature_width
+from selfjudge.judge.config import feature_width
+from selfjudge.judge.features import join_features
 from selfjudge.judge.training_prompts import prompt_key
-from selfjudge.label.calibrate import tau_of, total
-from selfjudge.label.folder import finished, read_responses, read_shards
-from selfjudge.label.tau import shipped_tau
+from selfjudge.label.calibrate import compute_tau
+from selfjudge.label.folder import Arrays, Row, read_manifest, read_responses, read_shards
+from selfjudge.label.score import sum_scores
+from selfjudge.label.tau import find_shipped_tau
 from selfjudge.store import read_tensors
 from selfjudge.types import Notify
 
 PARTS = ("fit", "select", "holdout")
 SHARES = (0.7, 0.15, 0.15)
 KEPT_BYTES = 2 << 30  # features up to this size stay in memory
-CHUNK_BYTES = 128 << 20  # of a piece of them in float32
-GPU_SPARE = 8 << 30  # of its memory is left free when features are kept there
-HIDDEN_ARRAYS = {"hidden_draft", "hidden_target", "hidden_before"}
-FEATURE_ARRAYS = {*HIDDEN_ARRAYS, "lookahead"}
-
-Arrays = dict[str, NDArray[Any]]
+CHUNK_BYTES = 128 << 20  # of the float32 features of a chunk
+GPU_SPARE = 8 << 30  # bytes of a GPU's memory that are left free when features are kept there
+HIDDEN_ARRAYS = ("hidden_draft", "hidden_target", "hidden_before")
 
 
-class Piece(NamedTuple):
+class Chunk(NamedTuple):
     """Some rows to learn from."""
 
     x: Tensor
-    """[m, D] what the judge reads."""
+    """[m, D] features that the judge reads."""
     labels: Tensor
     """[m] 1 for acceptable."""
     weights: Tensor
-    """[m] how much each counts."""
+    """[m] weight of each row."""
 
 
 @dataclass(frozen=True)
 class _Shard:
-    """Rows `start` to `stop`, of folder number `folder`; their features lie in `file`."""
+    """The rows of one shard, and the log-probabilities that labels are made again from."""
 
     folder: int
+    """Index of the label folder."""
     file: Path
-    start: int
-    stop: int
+    """File of the features."""
+    rows: slice
+    """Indices of the rows among all."""
     original: NDArray[Any]
     substituted: NDArray[Any]
-    highest: NDArray[Any] | None
-    """None in labels of earlier versions."""
-
-    def after(self, score: str) -> NDArray[Any]:
-        """What a score compares with `original`."""
-        if score == "likelihood":
-            return self.substituted
-        if self.highest is None:
-            raise SelfJudgeError(f"{self.file.parent} holds no scores for `score` {score}: label again")
-        return self.highest
+    highest: NDArray[Any]
+    has_previous: bool
+    """Whether the states before the tokens are stored."""
 
 
 @dataclass(eq=False)
-class Rows:
+class LabelledRows:
     """Rows of one or several label folders; labels are the stored ones until `relabel`.
 
     Some draft tokens are the target's most likely one after all (in bfloat16, ties between two passes). Alignment
@@ -81,28 +75,26 @@ class Rows:
     manifests: list[dict[str, Any]]
     hidden_size: int
     taus: list[float | None]
-    """By folder."""
+    """τ of each folder."""
     suffix_lengths: list[int]
-    """By folder."""
+    """Suffix length of each folder."""
     labels: NDArray[np.int8]
     weights: NDArray[np.float32]
-    """[n] how much each row counts when a judge is fitted."""
+    """[n] weight of each row when a judge is fitted."""
     log_p: NDArray[np.float32]
     """[n, 2] log-probabilities of the target's most likely token and of the draft token."""
     prompts: NDArray[np.int64]
-    """A number for each prompt, the same in all folders."""
+    """[n] number of each row's prompt, the same in all folders."""
     keys: list[str]
-    """By that number: the prompt's key."""
+    """Keys of the prompts, by that number."""
     n_prompts: int
     sources: NDArray[np.str_]
     aligned: NDArray[np.bool_]
     part: NDArray[np.int8]
-    """Index into PARTS, −1 for none."""
-    lookahead: bool
-    previous: bool
+    """[n] index into PARTS, −1 for none."""
     shards: list[_Shard]
     kept: list[Arrays] | None
-    """Features by shard, where all of them fit into memory."""
+    """Features of each shard, where all of them fit into memory."""
     on_gpu: dict[tuple[int, str], Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -110,39 +102,37 @@ class Rows:
         """Read finished label folders of one target and split their prompts."""
         if not folders:
             raise SelfJudgeError("name at least one folder of labels")
-        manifests = [finished(folder) for folder in folders]
+        manifests = [read_manifest(folder) for folder in folders]
         _check_one_target(folders, manifests)
-        reading = _Reading()
+        reader = _Reader()
         n_shards = sum(len(manifest["shards"]) for manifest in manifests)
         for number, (folder, manifest) in enumerate(zip(folders, manifests, strict=True)):
             keys = {row["prompt_id"]: prompt_key(row["prompt_ids"]) for row in read_responses(folder)}
             for shard, (rows, arrays) in zip(manifest["shards"], read_shards(folder), strict=True):
-                reading.add(number, folder / list(shard["files"])[1], rows, arrays, keys)
+                reader.add(number, folder / list(shard["files"])[1], rows, arrays, keys)
                 if notify:
-                    notify("reading labels", len(reading.shards) / n_shards)
-        if not reading.length:
+                    notify("reading labels", len(reader.shards) / n_shards)
+        if not reader.length:
             raise SelfJudgeError(f"{folders[0]} holds no labels: the draft never differed from the target")
-        small = {name: np.concatenate(parts) for name, parts in reading.columns.items()}
-        aligned = small["aligned"].astype(bool)
+        columns = {name: np.concatenate(parts) for name, parts in reader.columns.items()}
+        aligned, prompts = columns["aligned"].astype(bool), columns["prompts"].astype(np.int64)
         return cls(
             folders=list(folders),
             manifests=manifests,
             hidden_size=int(manifests[0]["hidden_size"]),
             taus=[manifest["tau"] for manifest in manifests],
             suffix_lengths=[manifest["suffix_length"] for manifest in manifests],
-            labels=small["labels"],
-            weights=np.ones(reading.length, np.float32),
-            log_p=small["log_p"],
-            prompts=small["prompts"].astype(np.int64),
-            keys=list(reading.prompts),
-            n_prompts=len(reading.prompts),
-            sources=np.asarray(list(reading.sources))[small["sources"].astype(int)],
+            labels=columns["labels"],
+            weights=np.ones(reader.length, np.float32),
+            log_p=columns["log_p"],
+            prompts=prompts,
+            keys=list(reader.prompts),
+            n_prompts=len(reader.prompts),
+            sources=np.asarray(list(reader.sources))[columns["sources"].astype(int)],
             aligned=aligned,
-            part=np.where(aligned, -1, _split(list(reading.prompts), seed)[small["prompts"].astype(int)]),
-            lookahead=reading.lookahead,
-            previous=reading.previous,
-            shards=reading.shards,
-            kept=reading.kept,
+            part=np.where(aligned, -1, _split(list(reader.prompts), seed)[prompts]),
+            shards=reader.shards,
+            kept=reader.kept,
         )
 
     def relabel(
@@ -161,41 +151,32 @@ class Rows:
         The score `confidence` is a mean. Labels by other methods stay as they are, where there are some by likelihood.
         """
         mean |= score == "confidence"
-        scored = self._scored_folders()
-        lengths = list(self.suffix_lengths)
-        for i in scored:
-            lengths[i] = _usable_length(self.folders[i], self.manifests[i], suffix_length, gap)
-        scores = {
-            number: total(
-                self.log_p[s.start : s.stop], s.original, s.after(score), lengths[s.folder], mean=mean, gap=gap
-            )
-            for number, s in enumerate(self.shards)
-            if s.folder in scored
-        }
-        if acceptable is not None:  # one τ for all folders; rows of which none is used are refused by `check`
-            inside = [self.used[self.shards[number].start : self.shards[number].stop] for number in scores]
-            used = np.concatenate([s[mask] for s, mask in zip(scores.values(), inside, strict=True)])
-            tau = float(np.quantile(used, 1 - acceptable)) if len(used) else 0.0
-        taus = {
-            i: _tau(self.folders[i], self.manifests[i], lengths[i], mean, gap, score) if tau is None else tau
-            for i in scored
-        }
-        labels = self.labels.copy()
-        for number, shard_scores in scores.items():
-            shard = self.shards[number]
-            labels[shard.start : shard.stop] = shard_scores > taus[shard.folder]
-        every_tau = [taus.get(i, before) for i, before in enumerate(self.taus)]
-        return replace(self, labels=labels, suffix_lengths=lengths, taus=every_tau)
-
-    def _scored_folders(self) -> list[int]:
-        """The folders whose labels follow from scores; refused where there is none."""
+        after = "highest" if score == "confidence" else "substituted"
         scored = [i for i, manifest in enumerate(self.manifests) if manifest["method"] == "selfjudge"]
         if not scored:
             method = self.manifests[0]["method"]
             raise SelfJudgeError(f"{self.folders[0]} holds {method} labels: those do not follow from scores")
-        return scored
+        lengths, taus = list(self.suffix_lengths), list(self.taus)
+        for i in scored:
+            lengths[i] = _usable_length(self.folders[i], self.manifests[i], suffix_length, gap)
+        shards = [shard for shard in self.shards if shard.folder in scored]
+        scores = [
+            sum_scores(self.log_p[s.rows], s.original, getattr(s, after), lengths[s.folder], mean=mean, gap=gap)
+            for s in shards
+        ]
+        if acceptable is not None:  # one τ for all folders; `check` raises where no row is used
+            used = np.concatenate([values[self.used[s.rows]] for s, values in zip(shards, scores, strict=True)])
+            tau = float(np.quantile(used, 1 - acceptable)) if len(used) else 0.0
+        for i in scored:
+            taus[i] = (
+                _find_tau(self.folders[i], self.manifests[i], lengths[i], mean, gap, after) if tau is None else tau
+            )
+        labels = self.labels.copy()
+        for s, values in zip(shards, scores, strict=True):
+            labels[s.rows] = values > taus[s.folder]
+        return replace(self, labels=labels, suffix_lengths=lengths, taus=taus)
 
-    def weighted(self, weights: Mapping[str, float]) -> Self:
+    def weight_methods(self, weights: Mapping[str, float]) -> Self:
         """The same rows, each with the weight of its label method.
 
         The method with the greatest weight, the first of equals, is what the judge is for: rows of the others belong
@@ -204,10 +185,12 @@ class Rows:
         methods = np.asarray([manifest["method"] for manifest in self.manifests])
         if differing := sorted(set(methods.tolist()) ^ set(weights)):
             known = ", ".join(sorted(set(methods.tolist())))
-            raise SelfJudgeError(f"`weights` must name each label method once ({known}); {differing[0]} is amiss")
+            raise SelfJudgeError(
+                f"`weights` must name each label method once ({known}); {differing[0]} is missing or unknown"
+            )
         of_row = np.empty(len(self), methods.dtype)
         for shard in self.shards:
-            of_row[shard.start : shard.stop] = methods[shard.folder]
+            of_row[shard.rows] = methods[shard.folder]
         main = max(weights, key=lambda method: weights[method])
         others = (of_row != main) & (self.part != PARTS.index("fit"))
         return replace(
@@ -216,7 +199,7 @@ class Rows:
             part=np.where(others, -1, self.part).astype(np.int8),
         )
 
-    def only(self, sources: Sequence[str]) -> Self:
+    def select_sources(self, sources: Sequence[str]) -> Self:
         """The same rows, of which those of other sources belong to no part."""
         if unknown := sorted(set(sources) - set(self.sources)):
             known = ", ".join(sorted(set(self.sources)))
@@ -229,8 +212,8 @@ class Rows:
             n_prompts=len(np.unique(self.prompts[inside])),
         )
 
-    def within(self, margin_limit: float) -> Self:
-        """The same rows, of which those where the judge has no say belong to no part."""
+    def limit_margin(self, margin_limit: float) -> Self:
+        """The same rows, of which those beyond the margin limit, where the judge has no say, belong to no part."""
         margins = self.log_p[:, 1] - self.log_p[:, 0]
         return replace(self, part=np.where(margins < -margin_limit, -1, self.part).astype(np.int8))
 
@@ -239,28 +222,24 @@ class Rows:
 
     @property
     def used(self) -> NDArray[np.bool_]:
-        """Which rows belong to any part."""
+        """[n] whether each row belongs to a part."""
         mask: NDArray[np.bool_] = self.part >= 0
         return mask
 
     def of(self, part: str) -> NDArray[np.bool_]:
-        """Which rows belong to a part."""
+        """[n] whether each row belongs to this part."""
         mask: NDArray[np.bool_] = self.part == PARTS.index(part)
         return mask
 
-    def check(self, features: str, originals: bool = False) -> None:
+    def check(self, features: str) -> None:
         """Refuse rows that no judge can be trained on."""
-        if "lookahead" in features and not self.lookahead:
-            raise SelfJudgeError("these labels hold no look-ahead: label again with `lookahead`")
-        if "previous" in features and not self.previous:
+        if "previous" in features and not self.has_previous:
             raise SelfJudgeError("these labels hold no state of the token before: label again with `previous`")
-        if "lookahead" in features and originals:
-            raise SelfJudgeError("no look-ahead is stored for the target's own tokens: do not use `originals` with it")
         if self.n_prompts < 3:
             raise SelfJudgeError(f"{self.n_prompts} prompts cannot be split in three: label more prompts")
         used = self.labels[self.used]
         if len(used) == 0:
-            raise SelfJudgeError(f"{self.folders[0]} holds no mismatch that alignment would refuse: label more prompts")
+            raise SelfJudgeError(f"{self.folders[0]} holds no mismatch that alignment would reject: label more prompts")
         if used.min() == used.max():
             which = "acceptable" if used[0] else "unacceptable"
             raise SelfJudgeError(f"all {len(used)} labels are {which}: there is nothing to learn; choose another τ")
@@ -270,6 +249,11 @@ class Rows:
                 kinds = "no rows" if len(labels) == 0 else "labels of one kind only"
                 raise SelfJudgeError(f"the part {name!r} has {kinds}: {self.n_prompts} prompts are too few, label more")
 
+    @property
+    def has_previous(self) -> bool:
+        """Whether the state before each token is stored."""
+        return all(shard.has_previous for shard in self.shards)
+
     def chunks(
         self,
         chosen: NDArray[np.bool_],
@@ -278,8 +262,8 @@ class Rows:
         originals: bool = False,
         device: torch.device | None = None,
         generator: torch.Generator | None = None,
-    ) -> Iterator[Piece]:
-        """(x [m, D] float32, labels [m], weights [m]) of the chosen rows, a bounded piece at a time.
+    ) -> Iterator[Chunk]:
+        """The chosen rows, a bounded chunk at a time.
 
         With `originals` also the target's own tokens at the same places, which are acceptable. With a `generator`, in
         random order.
@@ -288,64 +272,50 @@ class Rows:
         if generator is not None:
             order = torch.randperm(len(order), generator=generator).tolist()
         most = max(1, CHUNK_BYTES // (4 * feature_width(features, self.hidden_size)))
-        waiting: list[Piece] = []
-        n_waiting = 0
+        waiting: list[Chunk] = []
         for number in order:
-            shard = self.shards[number]
-            inside = np.flatnonzero(chosen[shard.start : shard.stop])
-            if not len(inside):
-                continue
-            for piece in self._of_shard(number, inside, features, originals, device):
-                waiting.append(piece)
-                n_waiting += len(piece.labels)
-            if n_waiting >= most:
-                yield from _pieces(waiting, most, device, generator)
-                waiting, n_waiting = [], 0
+            inside = np.flatnonzero(chosen[self.shards[number].rows])
+            if len(inside):
+                waiting += self._read_shard(number, inside, features, originals, device)
+            if sum(len(chunk.labels) for chunk in waiting) >= most:
+                yield from _split_chunks(waiting, most, device, generator)
+                waiting = []
         if waiting:
-            yield from _pieces(waiting, most, device, generator)
+            yield from _split_chunks(waiting, most, device, generator)
 
-    def _of_shard(
+    def _read_shard(
         self, number: int, inside: NDArray[Any], features: str, originals: bool, device: torch.device | None
-    ) -> Iterator[Piece]:
-        """Columns and labels of the rows `inside` a shard; with `originals` those of the target's own tokens too."""
+    ) -> Iterator[Chunk]:
+        """The rows `inside` a shard; with `originals` those of the target's own tokens, too."""
         shard = self.shards[number]
-        needed = ["hidden_draft", *(["hidden_target"] * originals), *(["lookahead"] * ("lookahead" in features))]
-        needed += ["hidden_before"] * ("previous" in features)
-        arrays = self._arrays(number, needed, device)
-        place = arrays["hidden_draft"].device
-        rows = torch.from_numpy(inside).to(place)
-        log_p = torch.from_numpy(self.log_p[shard.start : shard.stop][inside]).to(place)
-        labels = torch.from_numpy(self.labels[shard.start : shard.stop][inside].astype(np.float32)).to(place)
-        weights = torch.from_numpy(self.weights[shard.start : shard.stop][inside]).to(place)
-        margins = (log_p[:, 1:] - log_p[:, :1]).clamp_max(0)
-        before = arrays["hidden_before"][rows] if "previous" in features else None
-        ahead = None
-        if "lookahead" in features:
-            ahead = torch.from_numpy(_ahead(arrays["lookahead"].cpu().numpy(), shard.start)).to(place)[rows]
-        yield Piece(_columns(arrays["hidden_draft"][rows], margins, ahead, before, features), labels, weights)
+        hidden = self._feature(number, "hidden_draft", device)
+        rows = torch.from_numpy(inside).to(hidden.device)
+        log_p, labels, weights = (
+            torch.from_numpy(column[shard.rows][inside]).to(hidden.device)
+            for column in (self.log_p, self.labels, self.weights)
+        )
+        before = self._feature(number, "hidden_before", device)[rows] if "previous" in features else None
+        margin = (log_p[:, 1] - log_p[:, 0]).clamp_max(0)
+        yield Chunk(join_features(features, hidden[rows], margin, before), labels.float(), weights)
         if originals:
-            none = None if ahead is None else torch.zeros_like(ahead)
-            x = _columns(arrays["hidden_target"][rows], torch.zeros_like(margins), none, before, features)
-            yield Piece(x, torch.ones(len(x), device=place), weights)
+            hidden = self._feature(number, "hidden_target", device)
+            x = join_features(features, hidden[rows], torch.zeros_like(margin), before)
+            yield Chunk(x, torch.ones_like(weights), weights)
 
-    def _arrays(self, number: int, names: Sequence[str], device: torch.device | None) -> dict[str, Tensor]:
-        """Features of a shard: from memory, from the GPU where there is room to keep them, or read."""
-        file = self.shards[number].file
-        if device is None or device.type != "cuda":
-            stored = self.kept[number] if self.kept is not None else read_tensors(file, names)[0]
-            return {name: torch.from_numpy(stored[name]) for name in names}
-        arrays: dict[str, Tensor] = {}
-        for name in names:
-            if (tensor := self.on_gpu.get((number, name))) is None:
-                stored = self.kept[number] if self.kept is not None else read_tensors(file, [name])[0]
-                tensor = torch.from_numpy(stored[name]).to(device)
-                if tensor.nbytes < torch.cuda.mem_get_info(device)[0] - GPU_SPARE:
-                    self.on_gpu[number, name] = tensor
-            arrays[name] = tensor
-        return arrays
+    def _feature(self, number: int, name: str, device: torch.device | None) -> Tensor:
+        """An array of a shard: from memory, from the GPU where there is room to keep it, or read."""
+        if (tensor := self.on_gpu.get((number, name))) is not None:
+            return tensor
+        stored = self.kept[number] if self.kept is not None else read_tensors(self.shards[number].file, [name])[0]
+        tensor = torch.from_numpy(stored[name])
+        if device is not None and device.type == "cuda":
+            tensor = tensor.to(device)
+            if tensor.nbytes < torch.cuda.mem_get_info(device)[0] - GPU_SPARE:
+                self.on_gpu[number, name] = tensor
+        return tensor
 
 
-class _Reading:
+class _Reader:
     """Collects the small columns of shards, and their features as long as all of them fit into memory."""
 
     def __init__(self) -> None:
@@ -355,34 +325,31 @@ class _Reading:
         self.shards: list[_Shard] = []
         self.prompts: dict[str, int] = {}
         self.sources: dict[str, int] = {}
-        self.lookahead = self.previous = True
         self.length = 0
         self.kept: list[Arrays] | None = []
         self._bytes = 0
 
-    def add(
-        self, folder: int, file: Path, rows: Sequence[dict[str, Any]], arrays: Arrays, keys: dict[str, str]
-    ) -> None:
+    def add(self, folder: int, file: Path, rows: Sequence[Row], arrays: Arrays, keys: Mapping[str, str]) -> None:
         """A shard's rows; `keys` names the prompt behind each prompt id of its folder."""
-        _check_finite(file, arrays)
+        features = {name: arrays[name] for name in HIDDEN_ARRAYS if name in arrays}
+        finite = ~np.isnan(arrays["log_p"]).any(1)
+        for array in features.values():
+            finite &= np.isfinite(array).all(1)
+        if not finite.all():
+            raise SelfJudgeError(f"{file} has {int((~finite).sum())} rows whose features are not finite: label again")
         if unknown := [row["prompt_id"] for row in rows if row["prompt_id"] not in keys]:
             raise SelfJudgeError(f"{file.parent} has labels of prompt {unknown[0]!r:.40}, which has no response")
-        small = {
-            "labels": np.asarray([row["label"] for row in rows], np.int8),
-            "log_p": arrays["log_p"],
-            "prompts": np.asarray([self.prompts.setdefault(keys[row["prompt_id"]], len(self.prompts)) for row in rows]),
-            "sources": np.asarray([self.sources.setdefault(row["source"], len(self.sources)) for row in rows]),
-            "aligned": arrays["rank"] == 0 if "rank" in arrays else np.zeros(len(rows), bool),
-        }
-        for name, column in small.items():
-            self.columns[name].append(column)
-        end = self.length + len(rows)
-        scored = arrays["original"], arrays["substituted"], arrays.get("highest")
-        self.shards.append(_Shard(folder, file, self.length, end, *scored))
-        self.length = end
-        self.lookahead &= "lookahead" in arrays
-        self.previous &= "hidden_before" in arrays
-        features = {name: array for name, array in arrays.items() if name in FEATURE_ARRAYS}
+        prompts = [self.prompts.setdefault(keys[row["prompt_id"]], len(self.prompts)) for row in rows]
+        sources = [self.sources.setdefault(row["source"], len(self.sources)) for row in rows]
+        self.columns["labels"].append(np.asarray([row["label"] for row in rows], np.int8))
+        self.columns["log_p"].append(arrays["log_p"])
+        self.columns["prompts"].append(np.asarray(prompts))
+        self.columns["sources"].append(np.asarray(sources))
+        self.columns["aligned"].append(arrays["rank"] == 0)
+        inside = slice(self.length, self.length + len(rows))
+        scores = arrays["original"], arrays["substituted"], arrays["highest"]
+        self.shards.append(_Shard(folder, file, inside, *scores, "hidden_before" in arrays))
+        self.length = inside.stop
         self._bytes += sum(array.nbytes for array in features.values())
         if self._bytes > KEPT_BYTES:
             self.kept = None
@@ -390,47 +357,20 @@ class _Reading:
             self.kept.append(features)
 
 
-def _columns(hidden: Tensor, margins: Tensor, ahead: Tensor | None, before: Tensor | None, features: str) -> Tensor:
-    parts = [hidden.float()]
-    if "margin" in features:
-        parts.append(margins.clamp_min(LOWEST).float())
-    if ahead is not None:
-        parts.append(ahead.clamp_min(LOWEST).float())
-    if before is not None:
-        parts.append(before.float())
-    return torch.cat(parts, 1)
-
-
-def _pieces(
-    waiting: list[Piece], most: int, device: torch.device | None, generator: torch.Generator | None
-) -> Iterator[Piece]:
-    """What waits, joined, shuffled where there is a generator, and cut into pieces of at most `most` rows."""
-    whole = Piece(*(torch.cat(parts) for parts in zip(*waiting, strict=True)))
+def _split_chunks(
+    waiting: Sequence[Chunk], most: int, device: torch.device | None, generator: torch.Generator | None
+) -> Iterator[Chunk]:
+    """The waiting rows, joined, shuffled where there is a generator, and cut into chunks of at most `most` rows."""
+    joined = Chunk(*(torch.cat(parts) for parts in zip(*waiting, strict=True)))
     if generator is not None:
-        order = torch.randperm(len(whole.x), generator=generator).to(whole.x.device)
-        whole = Piece(*(column[order] for column in whole))
-    for columns in zip(*(column.split(most) for column in whole), strict=True):
-        yield Piece(*columns) if device is None else Piece(*(column.to(device) for column in columns))
-
-
-def _check_finite(file: Path, arrays: Arrays) -> None:
-    good = ~np.isnan(arrays["log_p"]).any(1)
-    for name in HIDDEN_ARRAYS & arrays.keys():
-        good &= np.isfinite(arrays[name]).all(1)
-    if not good.all():
-        raise SelfJudgeError(f"{file} has {int((~good).sum())} rows whose features are not finite: label again")
-
-
-def _ahead(log_p: NDArray[Any], seed: int) -> NDArray[np.float32]:
-    """[n, 2K] what a judge sees of the drafts that follow. A block ends somewhere: each row loses the last 0 to K."""
-    there = ~np.isnan(log_p)
-    seen = np.random.default_rng(seed).integers(0, LOOKAHEAD + 1, (len(log_p), 1))
-    there &= np.arange(LOOKAHEAD) < seen
-    return np.concatenate([np.where(there, log_p, 0), there], 1).astype(np.float32)
+        order = torch.randperm(len(joined.x), generator=generator).to(joined.x.device)
+        joined = Chunk(*(column[order] for column in joined))
+    for columns in zip(*(column.split(most) for column in joined), strict=True):
+        yield Chunk(*(column.to(device) for column in columns))
 
 
 def _check_one_target(folders: Sequence[Path], manifests: Sequence[dict[str, Any]]) -> None:
-    """One target for all: by checksum, by name where there is none."""
+    """Refuse folders of different targets: by checksum, by name where there is none."""
     first = manifests[0]
     for folder, manifest in zip(folders[1:], manifests[1:], strict=True):
         hashed = manifest.get("target_sha256") and first.get("target_sha256")
@@ -453,16 +393,15 @@ def _usable_length(folder: Path, manifest: dict[str, Any], suffix_length: int | 
     return length
 
 
-def _tau(folder: Path, manifest: dict[str, Any], length: int, mean: bool, gap: int, score: str) -> float:
+def _find_tau(folder: Path, manifest: dict[str, Any], length: int, mean: bool, gap: int, after: str) -> float:
     """τ for these scores: the stored one for stored scores, else from the folder's evidence, else the shipped one."""
     if length == manifest["suffix_length"] and not mean and not gap and manifest["tau"] is not None:
         return float(manifest["tau"])
     evidence = folder / "calibration.safetensors"
     if evidence.is_file():
         recall = (manifest.get("tau_evidence") or {}).get("reject_recall", 0.9)
-        after = "substituted" if score == "likelihood" else "highest"
-        return float(tau_of(evidence, length, recall, mean=mean, gap=gap, after=after)["tau"])
-    shipped = None if mean or gap else shipped_tau(manifest["target"], manifest["draft_sha256"], length)
+        return float(compute_tau(evidence, length, recall, mean=mean, gap=gap, after=after)["tau"])
+    shipped = None if mean or gap else find_shipped_tau(manifest["target"], manifest["draft_sha256"], length)
     if shipped is None:
         raise SelfJudgeError(f"{folder} holds no evidence to find τ for these scores: give `tau` or `acceptable`")
     return float(shipped["tau"])

@@ -1,6 +1,6 @@
 """Fitting: standardised columns, logistic regression by Newton's method over streamed rows, a small MLP.
 
-The scaler is folded into what comes out: a judge reads plain columns.
+The scaler is folded into the weights: a judge reads plain columns.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from selfjudge.judge.config import JudgeConfig, columns as count_columns
+from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
-from selfjudge.train.dataset import Piece, Rows
+from selfjudge.train.dataset import Chunk, LabelledRows
 from selfjudge.train.thresholds import roc_auc
 from selfjudge.types import Notify
 
 GRID = tuple(float(c) for c in np.logspace(-6, 2, 13))
-LOOSE = 100.0  # C of the columns beside the hidden state: so few of them need no regularisation
+LOOSE = 100.0  # C of the margin: a single column needs no regularisation
 NEWTON_STEPS = 50
-TOLERANCE = 1e-9  # of twice what a step can still gain
+TOLERANCE = 1e-9  # twice what a step can still gain
 UNITS, DROPOUT, DECAY, RATE, EPOCHS, BATCH = 128, 0.5, 0.5, 2e-3, 8, 512
 
-Chunks = Callable[[], Iterable[Piece]]
-"""Pieces of rows, as often as they are called for."""
+Chunks = Callable[[], Iterable[Chunk]]
+"""Reads all rows once, a chunk at a time."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Fitted:
 
 @dataclass(frozen=True)
 class FitOptions:
-    """How to fit, for both kinds of judge."""
+    """Options of both kinds of fit."""
 
     chosen: NDArray[np.bool_] | None = None
     """Learn from these rows of the part `fit` alone; from all of them if None."""
@@ -81,14 +81,10 @@ class FitOptions:
     """Learn from the target's own tokens as well, as acceptable rows."""
     seed: int = 0
     device: torch.device | None = None
-    notify: Notify | None = None
+    notify: Notify = lambda stage, share: None
 
-    def rows_to_fit(self, rows: Rows) -> NDArray[np.bool_]:
+    def select_rows(self, rows: LabelledRows) -> NDArray[np.bool_]:
         return rows.of("fit") if self.chosen is None else rows.of("fit") & self.chosen
-
-    def tell(self, stage: str, share: float) -> None:
-        if self.notify:
-            self.notify(stage, share)
 
 
 class _Sums(NamedTuple):
@@ -99,18 +95,13 @@ class _Sums(NamedTuple):
     curvature: Tensor
 
 
-def logistic(chunks: Chunks, scaler: Scaler, penalty: Tensor, start: Tensor | None = None) -> Tensor:
-    """[D + 1] weights and bias that minimise Σ weighted log-loss + ½ Σ penalty_j w_j² on standardised columns; b is
-    free."""
-    return next(logistic_path(chunks, scaler, [penalty], start))
-
-
-def logistic_path(
+def fit_logistic(
     chunks: Chunks, scaler: Scaler, penalties: Iterable[Tensor], start: Tensor | None = None
 ) -> Iterator[Tensor]:
-    """The solution of `logistic` for each penalty [D] in turn; each one starts where the last one ended.
+    """[D + 1] weights and bias that minimise Σ weighted log-loss + ½ Σ penalty_j w_j² on standardised columns, for each
+    penalty [D] in turn. The bias is not penalised.
 
-    Newton's method: a step is one pass over the rows. The sums of the last pass open the next penalty's search.
+    Newton's method: a step is one pass over the rows. Each search begins where the last one ended, with its sums.
     """
     weights, sums = start, None
     for penalty in penalties:
@@ -118,17 +109,17 @@ def logistic_path(
         if weights is None:
             weights = torch.zeros_like(ridge)
         if sums is None:
-            sums = _sums(chunks, scaler, weights)
+            sums = _sum_rows(chunks, scaler, weights)
         for _ in range(NEWTON_STEPS):
             gradient = sums.gradient + ridge * weights
             step = torch.linalg.solve(sums.curvature + torch.diag(ridge), gradient)
             if float(gradient @ step) < TOLERANCE:
                 break
-            weights, sums = _move(chunks, scaler, ridge, weights, step, sums)
+            weights, sums = _take_step(chunks, scaler, ridge, weights, step, sums)
         yield weights.clone()
 
 
-def _move(
+def _take_step(
     chunks: Chunks, scaler: Scaler, ridge: Tensor, weights: Tensor, step: Tensor, sums: _Sums
 ) -> tuple[Tensor, _Sums]:
     """Take a step, halved until the objective does not grow."""
@@ -141,13 +132,13 @@ def _move(
     length = 1.0
     while True:
         moved = weights - length * step
-        sums = _sums(chunks, scaler, moved)
+        sums = _sum_rows(chunks, scaler, moved)
         if objective(sums, moved) <= limit or length <= 1e-3:
             return moved, sums
         length /= 2
 
 
-def _sums(chunks: Chunks, scaler: Scaler, weights: Tensor) -> _Sums:
+def _sum_rows(chunks: Chunks, scaler: Scaler, weights: Tensor) -> _Sums:
     """One pass over the rows."""
     loss, gradient = 0.0, torch.zeros_like(weights)
     curvature = torch.zeros(len(weights), len(weights), dtype=weights.dtype, device=weights.device)
@@ -164,33 +155,34 @@ def _sums(chunks: Chunks, scaler: Scaler, weights: Tensor) -> _Sums:
 
 
 def fit_linear(
-    rows: Rows, config: JudgeConfig, options: FitOptions | None = None, *, grid: Sequence[float] = GRID
+    rows: LabelledRows, config: JudgeConfig, options: FitOptions | None = None, *, grid: Sequence[float] = GRID
 ) -> Fitted:
     """A linear judge: C from the ascending grid by ROC-AUC on the mismatches of the part `select`."""
     options = options or FitOptions()
     chunks = partial(
-        rows.chunks, options.rows_to_fit(rows), config.features, originals=options.originals, device=options.device
+        rows.chunks, options.select_rows(rows), config.features, originals=options.originals, device=options.device
     )
     scaler = Scaler.of(chunks)
 
     def penalty(c: float) -> Tensor:
         columns = torch.full((config.width,), 1 / c, device=options.device)
-        columns[config.hidden_size :][: count_columns(config.features)] = 1 / LOOSE
+        if "margin" in config.features:
+            columns[config.hidden_size] = 1 / LOOSE
         return columns
 
     fits = []
-    path = logistic_path(chunks, scaler, map(penalty, grid))
+    path = fit_logistic(chunks, scaler, map(penalty, grid))
     for number, (c, weights) in enumerate(zip(grid, path, strict=True), 1):
         judge = Judge(config, *scaler.fold(weights[:-1], weights[-1]))
-        fits.append(Fitted(judge, auc(rows, judge, rows.of("select"), device=options.device), c))
-        options.tell(f"logistic regression, C = {c:.2g}: AUC {fits[-1].auc_select:.3f}", number / len(grid))
-    return best_on_select(fits)
+        fits.append(Fitted(judge, measure_auc(rows, judge, rows.of("select"), device=options.device), c))
+        options.notify(f"logistic regression, C = {c:.2g}: AUC {fits[-1].auc_select:.3f}", number / len(grid))
+    return select_best(fits)
 
 
-def fit_mlp(rows: Rows, config: JudgeConfig, options: FitOptions | None = None) -> Fitted:
+def fit_mlp(rows: LabelledRows, config: JudgeConfig, options: FitOptions | None = None) -> Fitted:
     """A judge with one hidden layer; the epoch is chosen by ROC-AUC on the mismatches of the part `select`."""
     options = options or FitOptions()
-    device, chosen = options.device, options.rows_to_fit(rows)
+    device, chosen = options.device, options.select_rows(rows)
     chunks = partial(rows.chunks, chosen, config.features, originals=options.originals, device=device)
     scaler = Scaler.of(chunks)
     fits = []
@@ -215,19 +207,24 @@ def fit_mlp(rows: Rows, config: JudgeConfig, options: FitOptions | None = None) 
             with torch.no_grad():
                 folded = scaler.fold(inner.weight, inner.bias)
                 judge = Judge(config, outer.weight[0].clone(), outer.bias[0].clone(), *folded)
-            fits.append(Fitted(judge, auc(rows, judge, rows.of("select"), device=device)))
-            options.tell(f"MLP, epoch {epoch}: AUC {fits[-1].auc_select:.3f}", epoch / EPOCHS)
-    return best_on_select(fits)
+            fits.append(Fitted(judge, measure_auc(rows, judge, rows.of("select"), device=device)))
+            options.notify(f"MLP, epoch {epoch}: AUC {fits[-1].auc_select:.3f}", epoch / EPOCHS)
+    return select_best(fits)
 
 
-def best_on_select(fits: Iterable[Fitted]) -> Fitted:
+def select_best(fits: Iterable[Fitted]) -> Fitted:
     """The fit with the best ROC-AUC on the part `select`, the first of equals."""
     return max(fits, key=lambda fitted: fitted.auc_select)
 
 
 @torch.no_grad()
 def predict(
-    rows: Rows, judge: Judge, chosen: NDArray[np.bool_], *, originals: bool = False, device: torch.device | None = None
+    rows: LabelledRows,
+    judge: Judge,
+    chosen: NDArray[np.bool_],
+    *,
+    originals: bool = False,
+    device: torch.device | None = None,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """P(acceptable) and labels of the chosen rows (in no particular order with `originals`)."""
     judge = deepcopy(judge).to(device or "cpu")  # whoever decodes with it keeps it where it is
@@ -238,8 +235,13 @@ def predict(
     return np.concatenate(scores), np.concatenate(labels)
 
 
-def auc(
-    rows: Rows, judge: Judge, chosen: NDArray[np.bool_], *, originals: bool = False, device: torch.device | None = None
+def measure_auc(
+    rows: LabelledRows,
+    judge: Judge,
+    chosen: NDArray[np.bool_],
+    *,
+    originals: bool = False,
+    device: torch.device | None = None,
 ) -> float:
-    """Area under the ROC curve on the chosen rows; nan where they are of one kind."""
+    """Area under the ROC curve on the chosen rows; nan where all labels are the same."""
     return roc_auc(*predict(rows, judge, chosen, originals=originals, device=device))

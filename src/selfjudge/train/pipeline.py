@@ -4,7 +4,7 @@
     select    15 %: C, the epoch of an MLP, linear or MLP
     holdout   15 %: thresholds and everything that is reported
 
-The holdout chooses nothing but θ, and no prompt stands in two parts.
+The holdout chooses nothing but θ, and no prompt belongs to two parts.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from selfjudge.judge.training_prompts import write_training_prompts
 from selfjudge.store import locked, provenance, refuse_foreign, write_json
 from selfjudge.train.card import Evidence, write_card
 from selfjudge.train.config import LEFT_BY_A_KILL, TrainConfig
-from selfjudge.train.dataset import PARTS, Rows
-from selfjudge.train.fit import FitOptions, Fitted, auc, best_on_select, fit_linear, fit_mlp, predict
+from selfjudge.train.dataset import PARTS, LabelledRows
+from selfjudge.train.fit import FitOptions, Fitted, fit_linear, fit_mlp, measure_auc, predict, select_best
 from selfjudge.train.thresholds import accepted_shares, find_thresholds, quality_curve, roc_auc
 from selfjudge.types import Notify
 
@@ -38,7 +38,7 @@ def train_judge(
     config: TrainConfig | None = None,
     *,
     device: str | None = None,
-    notify: Notify | None = None,
+    notify: Notify = lambda stage, share: None,
 ) -> dict[str, Any]:
     """Train a judge on finished label folders of one target and write its folder; returns its `config.json`.
 
@@ -46,19 +46,19 @@ def train_judge(
     """
     config = config or TrainConfig()
     config.check()
-    config = config.resolved()
+    config = config.resolve()
     refuse_foreign(out, LEFT_BY_A_KILL)
-    with _locked(out):
+    with _lock(out):
         return _train(folders, out, config, torch.device(device) if device else None, notify)
 
 
 def _train(
-    folders: Sequence[Path], out: Path, config: TrainConfig, place: torch.device | None, notify: Notify | None
+    folders: Sequence[Path], out: Path, config: TrainConfig, device: torch.device | None, notify: Notify
 ) -> dict[str, Any]:
     begun = time.monotonic()
     rows = load_rows(folders, config, notify)
-    fits = fit_candidates(rows, config, place, notify)
-    judge, evidence = measure_on_holdout(rows, fits, config, place)
+    fits = fit_candidates(rows, config, device, notify)
+    judge, evidence = measure_on_holdout(rows, fits, config, device)
     run = provenance(
         settings=asdict(config),
         labels=[str(folder) for folder in folders],
@@ -75,7 +75,7 @@ def _train(
 
 
 @contextlib.contextmanager
-def _locked(out: Path) -> Iterator[None]:
+def _lock(out: Path) -> Iterator[None]:
     """Make the folder and hold its lock; a second process is refused. Where nothing was written, nothing is left."""
     is_new, lock = not out.exists(), out / ".lock"
     try:
@@ -97,25 +97,28 @@ def _locked(out: Path) -> Iterator[None]:
         raise SelfJudgeError(f"cannot write {out}: {error}") from None
 
 
-def load_rows(folders: Sequence[Path], config: TrainConfig, notify: Notify | None = None) -> Rows:
-    """The rows that a judge of this config learns from; refused where there is nothing to learn."""
-    rows = Rows.load(folders, seed=config.seed, notify=notify)
+def load_rows(folders: Sequence[Path], config: TrainConfig, notify: Notify | None = None) -> LabelledRows:
+    """The rows that a judge of this config learns from; an error where there is nothing to learn."""
+    rows = LabelledRows.load(folders, seed=config.seed, notify=notify)
     if config.sources:
-        rows = rows.only(config.sources)
+        rows = rows.select_sources(config.sources)
     if config.margin_limit is not None:
-        rows = rows.within(config.margin_limit)
+        rows = rows.limit_margin(config.margin_limit)
     if config.weights:
-        rows = rows.weighted(config.method_weights())
+        rows = rows.weight_methods(config.method_weights())
     if config.relabels:
         rows = rows.relabel(
             config.suffix_length, config.tau, gap=config.suffix_gap, acceptable=config.acceptable, score=config.score
         )
-    rows.check(config.features, config.originals)
+    rows.check(config.features)
     return rows
 
 
 def fit_candidates(
-    rows: Rows, config: TrainConfig, device: torch.device | None = None, notify: Notify | None = None
+    rows: LabelledRows,
+    config: TrainConfig,
+    device: torch.device | None = None,
+    notify: Notify = lambda stage, share: None,
 ) -> dict[str, Fitted]:
     """The judges that `config.model` asks for, by kind; the linear one first."""
     judge = _judge_config(rows, config)
@@ -128,8 +131,8 @@ def fit_candidates(
     return fits
 
 
-def _judge_config(rows: Rows, config: TrainConfig) -> JudgeConfig:
-    """Where the judge comes from. What differs between label folders is left open."""
+def _judge_config(rows: LabelledRows, config: TrainConfig) -> JudgeConfig:
+    """The config of a judge of these rows. Fields that differ between label folders are left open."""
     first = rows.manifests[0]
     drafts, methods = (dict.fromkeys(m[key] for m in rows.manifests) for key in ("draft", "method"))
     taus = {tau for tau in rows.taus if tau is not None}
@@ -153,10 +156,10 @@ def _judge_config(rows: Rows, config: TrainConfig) -> JudgeConfig:
 
 
 def measure_on_holdout(
-    rows: Rows, fits: dict[str, Fitted], config: TrainConfig, device: torch.device | None = None
+    rows: LabelledRows, fits: dict[str, Fitted], config: TrainConfig, device: torch.device | None = None
 ) -> tuple[Judge, Evidence]:
     """The fit that is best on `select`, with thresholds and figures from the holdout."""
-    fitted = best_on_select(fits.values())
+    fitted = select_best(fits.values())
     holdout = rows.of("holdout")
     scores, labels = predict(rows, fitted.judge, holdout, device=device)
     thresholds = find_thresholds(scores, labels, reject=config.reject, f=config.threshold_f)
@@ -174,8 +177,7 @@ def measure_on_holdout(
         metrics |= {f"{name}_{key}": share for key, share in shares.items()}
     if fitted.c is not None:
         metrics["C"] = fitted.c
-    if "lookahead" not in config.features:  # none is stored for the target's own tokens
-        metrics["auc_all"] = auc(rows, fitted.judge, holdout, originals=True, device=device)
+    metrics["auc_all"] = measure_auc(rows, fitted.judge, holdout, originals=True, device=device)
     judge_config = replace(
         fitted.judge.config, thresholds=thresholds, quality_curve=quality_curve(scores, labels), metrics=metrics
     )
@@ -184,13 +186,13 @@ def measure_on_holdout(
         labels=labels,
         tried={kind: round(fit.auc_select, 4) for kind, fit in fits.items()},
         rows={name: int(rows.of(name).sum()) for name in PARTS},
-        sources=_by_source(rows),
+        sources=_count_by_source(rows),
         threshold_f=config.threshold_f,
     )
     return Judge(judge_config, **dict(fitted.judge.cpu().named_buffers())), evidence
 
 
-def _by_source(rows: Rows) -> dict[str, dict[str, float]]:
+def _count_by_source(rows: LabelledRows) -> dict[str, dict[str, float]]:
     counts = {}
     for name in np.unique(rows.sources[rows.used]):
         labels = rows.labels[rows.used & (rows.sources == name)]

@@ -52,7 +52,7 @@ class Approval:
         scores = None
         if plan.judged:
             assert self.judge is not None
-            x = token_features(states, before, logits, drafts, self.judge.config.features, plan.rows.owner, choice)
+            x = token_features(states, before, logits, drafts, self.judge.config.features, choice)
             scores = self.judge.apply_margin_limit(self.judge.score(x), logits, drafts, choice)
             scores = self.judge.mask_non_finite(scores, states, before)
         has_say = drafted & ~broken & ~self._special(drafts) & ~self._special(choice)

@@ -96,8 +96,6 @@ def _outline(source: str, dtype: torch.dtype, place: torch.device) -> PreTrained
 class VllmBackend:
     """The backend. `options` go to `vllm.LLM` (such as tensor_parallel_size); one engine lives at a time."""
 
-    alternates = True
-
     def __init__(self, pair: Pair, model: str, options: Mapping[str, Any] | None = None) -> None:
         os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")  # this process has threads already
         self.pair, self.model, self.options = pair, model, dict(options or {})
@@ -151,8 +149,8 @@ class VllmBackend:
                 notify(len(completion.token_ids))
             yield i, list(completion.token_ids), "eos" if completion.finish_reason == "stop" else "length"
 
-    def scorer(self, *, suffix_length: int, lookahead: int) -> Scorer:
-        return StateScorer(self, suffix_length=suffix_length, lookahead=lookahead)
+    def scorer(self, suffix_length: int) -> Scorer:
+        return StateScorer(self, suffix_length)
 
     def states(self, sequences: Sequence[Sequence[int]], counts: Sequence[int]) -> list[Tensor]:
         """The states at the last `counts` tokens of each sequence, after the final norm."""
@@ -182,8 +180,8 @@ class VllmBackend:
 class StateScorer(Scorer):
     """Scores from the states that vLLM returns."""
 
-    def __init__(self, backend: VllmBackend, *, suffix_length: int, lookahead: int) -> None:
-        super().__init__(backend.pair.target, suffix_length=suffix_length, lookahead=lookahead)
+    def __init__(self, backend: VllmBackend, suffix_length: int) -> None:
+        super().__init__(backend.pair.target, suffix_length=suffix_length)
         self.backend = backend
         self.device = backend.pair.target.get_output_embeddings().weight.device
         self._most = CASES
@@ -192,13 +190,8 @@ class StateScorer(Scorer):
     def _batch(self, cases: Sequence[Case]) -> list[Scores]:
         whole = [[*case.prompt, *case.response] for case in cases]
         response_states = self.backend.states(whole, [len(case.response) + 1 for case in cases])
-        scores = [self._own(case, states) for case, states in zip(cases, response_states, strict=True)]
-        branches = [
-            branch
-            for row, case in enumerate(cases)
-            for number in range(len(case.places))
-            for branch in self._branches(row, number, case)
-        ]
+        scores = [self._score_response(case, states) for case, states in zip(cases, response_states, strict=True)]
+        branches = self._branches(cases)
         self.tokens += sum(map(len, whole)) + sum(len(branch.tokens) for branch in branches)
         self.padded = self.tokens
         if branches:

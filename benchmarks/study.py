@@ -1,13 +1,17 @@
-"""Studies of the judge from one label folder: how many labels, which suffix, features, score and prompts.
+"""Studies of the judge: `python benchmarks/study.py LABELS --out DIR [--features F --seed S --device D --json]`.
 
-Everything is measured on the mismatches of the holdout's prompts. A study changes one thing and keeps the rest.
+From one label folder: how many labels, which suffix, features, score and prompts. Everything is measured on the
+mismatches of the holdout's prompts. A study changes one thing and keeps the rest. `selfjudge report` reads study.json.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +21,12 @@ from numpy.typing import NDArray
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import FEATURES, MODELS, JudgeConfig
-from selfjudge.label.calibrate import read_evidence, total
+from selfjudge.label.calibrate import read_evidence
+from selfjudge.label.score import sum_scores
 from selfjudge.store import measured_on, write_json
-from selfjudge.train.config import StudyConfig
-from selfjudge.train.dataset import Rows
-from selfjudge.train.fit import GRID, FitOptions, Fitted, auc, fit_linear, fit_mlp
+from selfjudge.train.dataset import LabelledRows
+from selfjudge.train.fit import GRID, FitOptions, Fitted, fit_linear, fit_mlp, measure_auc
 from selfjudge.train.thresholds import roc_auc
-from selfjudge.types import Notify
 
 POINTS = 10
 LENGTHS = (0, 5, 10, 20)
@@ -32,30 +35,19 @@ SOME_C = GRID[:9:2]  # a study compares many fits: five values of C each, 1e-6 t
 
 
 def run_study(
-    folder: Path,
-    out: Path,
-    config: StudyConfig | None = None,
-    *,
-    device: str | None = None,
-    notify: Notify | None = None,
+    folder: Path, out: Path, *, features: str = "hidden+margin", seed: int = 0, device: str | None = None
 ) -> dict[str, Any]:
     """Run all studies of a finished label folder; `study.json` and figures go to `out`."""
-    config = config or StudyConfig()
-    config.check()
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SelfJudgeError(f"cannot use {out} as a folder: {error}") from None
+    out.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()
-    tell = notify or (lambda stage, share: None)
-    rows = Rows.load([folder], seed=config.seed)
-    rows.check(config.features)
-    study = _Study(rows, torch.device(device) if device else None, config)
+    rows = LabelledRows.load([folder], seed=seed)
+    rows.check(features)
+    study = Study(rows, torch.device(device) if device else None, features, seed)
     results: dict[str, Any] = {
         "labels": int(rows.used.sum()),
         "prompts": rows.n_prompts,
         "acceptable": float(rows.labels[rows.used].mean()),
-        "settings": asdict(config),
+        "settings": {"features": features, "seed": seed},
         "target": rows.manifests[0]["target"],
         "draft": rows.manifests[0]["draft"],
         "C_grid": list(SOME_C),
@@ -63,27 +55,28 @@ def run_study(
     }
     studies: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "learning_curve": study.learning_curve,
-        "features": study.features,
+        "features": study.compare_features,
         "originals": study.originals,
         "transfer": study.transfer,
         "suffix_length": study.suffix_length,
         "suffix_gap": study.suffix_gap,
     }
-    for number, (name, run) in enumerate(studies.items()):
-        tell(f"study: {name.replace('_', ' ')}", number / len(studies))
+    for name, run in studies.items():
+        print(f"study: {name.replace('_', ' ')}", file=sys.stderr)
         results[name] = run()
     results["seconds"] = round(time.monotonic() - begun, 1)
     results["figures"] = draw(out, results)
     write_json(out / "study.json", results)
-    tell("study", 1.0)
     return results
 
 
 @dataclass(frozen=True)
-class _Study:
-    rows: Rows
+class Study:
+    rows: LabelledRows
     device: torch.device | None
-    config: StudyConfig
+    features: str
+    """Features that the judge reads in all studies but that of features."""
+    seed: int
 
     def fit(
         self,
@@ -94,8 +87,8 @@ class _Study:
         originals: bool = False,
     ) -> Fitted:
         """A judge of a kind, learnt from the chosen rows of the part `fit`."""
-        judge = JudgeConfig(self.rows.hidden_size, features=features or self.config.features, model=kind)
-        options = FitOptions(chosen=chosen, originals=originals, seed=self.config.seed, device=self.device)
+        judge = JudgeConfig(self.rows.hidden_size, features=features or self.features, model=kind)
+        options = FitOptions(chosen=chosen, originals=originals, seed=self.seed, device=self.device)
         if kind == "mlp":
             return fit_mlp(self.rows, judge, options)
         return fit_linear(self.rows, judge, options, grid=SOME_C)
@@ -105,7 +98,7 @@ class _Study:
     ) -> float | None:
         """AUC on the holdout or some of it; None where that is of one kind."""
         inside = self.rows.of("holdout") if chosen is None else self.rows.of("holdout") & chosen
-        value = auc(self.rows, fitted.judge, inside, originals=originals, device=self.device)
+        value = measure_auc(self.rows, fitted.judge, inside, originals=originals, device=self.device)
         return None if np.isnan(value) else value
 
     def learnable(self, chosen: NDArray[np.bool_]) -> int:
@@ -116,7 +109,7 @@ class _Study:
     def learning_curve(self) -> list[dict[str, Any]]:
         """AUC against the number of labels, whole prompts at a time, at ten sizes up to all."""
         prompts = np.unique(self.rows.prompts[self.rows.of("fit")])
-        order = np.random.default_rng(self.config.seed).permutation(prompts)
+        order = np.random.default_rng(self.seed).permutation(prompts)
         points = []
         for size in sorted({max(2, round(len(order) * share)) for share in np.logspace(-2, 0, POINTS)}):
             chosen = np.isin(self.rows.prompts, order[:size])
@@ -125,18 +118,16 @@ class _Study:
                 points.append({"prompts": int(size), "labels": n_labels, **aucs})
         return points
 
-    def features(self) -> list[dict[str, Any]]:
+    def compare_features(self) -> list[dict[str, Any]]:
         """Every group of features that the labels hold."""
-        held = {"lookahead": self.rows.lookahead, "previous": self.rows.previous}
-        stored = [f for f in FEATURES if all(there for name, there in held.items() if name in f)]
+        stored = [f for f in FEATURES if self.rows.has_previous or "previous" not in f]
         return [{"features": f, **{kind: self.holdout(self.fit(kind, f)) for kind in MODELS}} for f in stored]
 
     def originals(self) -> list[dict[str, Any]]:
         """The target's own tokens as rows to learn from, and to be measured on."""
-        features = self.config.features.removesuffix("+lookahead")  # none is stored for the target's own tokens
         rows = []
         for originals in (False, True):
-            fitted = self.fit("linear", features, originals=originals)
+            fitted = self.fit("linear", originals=originals)
             both = self.holdout(fitted, originals=True)
             rows.append({"originals": originals, "auc_mismatch": self.holdout(fitted), "auc_all": both})
         return rows
@@ -175,7 +166,7 @@ class _Study:
             row["told_apart"] = critical_auc(evidence, length, mean=mean, gap=gap)
         try:
             rows = self.rows.relabel(length, mean=mean, gap=gap)
-            rows.check(self.config.features)
+            rows.check(self.features)
         except SelfJudgeError as error:
             return {**row, "why_not": str(error)}
         holdout = rows.of("holdout")
@@ -193,7 +184,7 @@ class _Study:
 def critical_auc(evidence: Path, suffix_length: int, *, mean: bool = False, gap: int = 0) -> float | None:
     """ROC-AUC of the score: substitutions that kept the answer against critical ones; None if all are one kind."""
     arrays = read_evidence(evidence)
-    scores = total(arrays["log_p"], arrays["original"], arrays["substituted"], suffix_length, mean=mean, gap=gap)
+    scores = sum_scores(arrays["log_p"], arrays["original"], arrays["substituted"], suffix_length, mean=mean, gap=gap)
     finite, kept = np.isfinite(scores), arrays["critical"] == 0
     value = roc_auc(scores[finite], kept[finite])
     return None if np.isnan(value) else value
@@ -224,3 +215,29 @@ def draw(out: Path, results: dict[str, Any]) -> list[str]:
     axes.legend()
     figure.savefig(out / "suffix_length.png", dpi=100)
     return ["learning_curve.png", "suffix_length.png"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("labels", type=Path, help="a finished label folder")
+    parser.add_argument("--out", type=Path, required=True, help="folder of study.json and figures")
+    parser.add_argument("--features", choices=FEATURES, default="hidden+margin")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default=None)
+    parser.add_argument("--json", action="store_true", help="print all results as JSON")
+    o = parser.parse_args()
+    try:
+        results = run_study(o.labels, o.out, features=o.features, seed=o.seed, device=o.device)
+    except SelfJudgeError as error:
+        sys.exit(str(error))
+    if o.json:
+        print(json.dumps(results))
+        return
+    for name in ("learning_curve", "features", "originals", "suffix_length", "transfer"):
+        print(f"\n{name.replace('_', ' ')} (ROC-AUC on holdout mismatches)")
+        for row in results[name]:
+            print(row)
+
+
+if __name__ == "__main__":
+    main()

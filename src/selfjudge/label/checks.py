@@ -1,0 +1,205 @@
+"""Substitutions in finished responses, and how the answers that they lead to are compared with the original ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from pathlib import Path
+from typing import Any
+
+from selfjudge.decoding.plain import respond
+from selfjudge.label.config import LabelConfig, is_checkable
+from selfjudge.label.folder import Row
+from selfjudge.models.pair import Pair
+from selfjudge.models.tokens import context_window
+from selfjudge.tasks.base import Task
+from selfjudge.tasks.registry import load_task
+
+SIMILAR_TOKENS = 32  # after the substitution, that a similarity compares
+VERDICT_TOKENS = 12
+SAME_QUESTION = """Two replies to the same request are given. Do they mean the same?
+
+Request:
+{request}
+
+Reply 1:
+{first}
+
+Reply 2:
+{second}
+
+Answer with [SAME] or [DIFFERENT] only."""
+
+
+@dataclass(frozen=True, eq=False)
+class Original:
+    """A finished response of the target, and the answer in it that must be kept."""
+
+    row: Row
+    """Row of the response: prompt, tokens, and the task's row if there is one."""
+    answer: Any
+    check: Check
+
+    @property
+    def prompt(self) -> list[int]:
+        return list(self.row["prompt_ids"])
+
+    @property
+    def response(self) -> tuple[int, ...]:
+        return tuple(self.row["response_ids"])
+
+
+@dataclass(frozen=True, eq=False)
+class Substitution:
+    """A token put at one place of a response."""
+
+    original: Original
+    response: tuple[int, ...]
+    """Tokens of the response that is changed: the original one, or one that a search has reached."""
+    place: int
+    token: int
+
+    @property
+    def start(self) -> tuple[int, ...]:
+        """The response up to the substituted token."""
+        return (*self.response[: self.place], self.token)
+
+
+class Check:
+    """Says how far new responses keep the answers of the original ones."""
+
+    runs_programs = False
+    """Whether it runs programs, and no model."""
+    unclear = 0
+    """Number of verdicts that could not be understood."""
+
+    def __call__(self, substitutions: Sequence[Substitution], responses: Sequence[Sequence[int]]) -> list[float]:
+        """A number from 0 to 1 for the response that each substitution led to."""
+        raise NotImplementedError
+
+
+class AnswerCheck(Check):
+    """A task's own check: the answer found in the text is that of the original response."""
+
+    def __init__(self, pair: Pair, task: Task) -> None:
+        self.pair, self.task, self.runs_programs = pair, task, task.runs_programs
+
+    def __call__(self, substitutions: Sequence[Substitution], responses: Sequence[Sequence[int]]) -> list[float]:
+        originals = [s.original for s in substitutions]
+        answers = self.extract([original.row for original in originals], responses)
+        return [
+            float(answer is not None and self.task.same(original.row["row"], original.answer, answer))
+            for original, answer in zip(originals, answers, strict=True)
+        ]
+
+    def extract(self, rows: Sequence[Row], responses: Sequence[Sequence[int]]) -> list[str | None]:
+        """The answers in some responses to the prompts of `rows`."""
+        return self.task.extract_many([row["row"] for row in rows], decode_many(self.pair, responses))
+
+    def find_originals(self, rows: Sequence[Row]) -> list[Original]:
+        """The finished responses that have an answer to keep."""
+        rows = [row for row in rows if row["finish"] == "eos"]
+        answers = self.extract(rows, [row["response_ids"] for row in rows])
+        return [
+            Original(row, answer, self)
+            for row, answer in zip(rows, answers, strict=True)
+            if answer is not None and self.task.is_scorable(row["row"], answer)
+        ]
+
+
+class MeaningCheck(Check):
+    """The target itself says whether two replies mean the same; an unclear verdict counts as different."""
+
+    def __init__(self, pair: Pair, batch: int) -> None:
+        self.pair, self.batch = pair, batch
+
+    def __call__(self, substitutions: Sequence[Substitution], responses: Sequence[Sequence[int]]) -> list[float]:
+        pair, texts = self.pair, decode_many(self.pair, responses)
+        first = [s.original.answer for s in substitutions]
+        questions = [
+            SAME_QUESTION.format(request=_plain_text(s.original.row["request"]), first=s.original.answer, second=text)
+            for s, text in zip(substitutions, texts, strict=True)
+        ]
+        encoded = pair.encode_many(questions)
+        fitting = [i for i, ids in enumerate(encoded) if len(ids) + VERDICT_TOKENS <= context_window(pair.target)]
+        self.unclear += len(encoded) - len(fitting)  # too long to be asked
+        kept = [float(text == other) for text, other in zip(first, texts, strict=True)]
+        for place, tokens, _ in respond(
+            pair.target_model,
+            [encoded[i] for i in fitting],
+            eos_ids=pair.eos_ids,
+            max_new_tokens=VERDICT_TOKENS,
+            batch=self.batch,
+        ):
+            verdict = str(pair.tokenizer.decode(tokens, skip_special_tokens=True)).upper()
+            same, different = verdict.find("SAME"), verdict.find("DIFFERENT")
+            self.unclear += same < 0 and different < 0
+            if same >= 0 and (different < 0 or same < different):
+                kept[fitting[place]] = 1.0
+        return kept
+
+
+class SimilarityCheck(Check):
+    """The share of matching tokens among those right after each substitution, as `difflib` finds them."""
+
+    def __call__(self, substitutions: Sequence[Substitution], responses: Sequence[Sequence[int]]) -> list[float]:
+        ratios = []
+        for s, response in zip(substitutions, responses, strict=True):
+            after = slice(s.place + 1, s.place + 1 + SIMILAR_TOKENS)
+            ratios.append(SequenceMatcher(None, s.response[after], response[after], autojunk=False).ratio())
+        return ratios
+
+
+def find_originals(pair: Pair, config: LabelConfig, responses: Sequence[Row], data: Path | None) -> list[Original]:
+    """The finished responses with something to keep, source by source. Where there is no right answer, the whole reply
+    is what is compared."""
+    by_similarity = config.method == "consequences" and config.outcome == "similarity"
+    open_check = SimilarityCheck() if by_similarity else MeaningCheck(pair, config.batch_size)
+    originals: list[Original] = []
+    for name in sorted({row["source"] for row in responses}):
+        rows = [row for row in responses if row["source"] == name and row["finish"] == "eos"]
+        if is_checkable(name):
+            check = AnswerCheck(pair, load_task(name, data, allow_unsafe=config.allow_unsafe))
+            originals += check.find_originals(rows)
+        else:
+            texts = decode_many(pair, [row["response_ids"] for row in rows])
+            originals += [Original(row, text, open_check) for row, text in zip(rows, texts, strict=True)]
+    return originals
+
+
+def decode_many(pair: Pair, responses: Sequence[Sequence[int]]) -> list[str]:
+    return [str(pair.tokenizer.decode(list(tokens), skip_special_tokens=True)) for tokens in responses]
+
+
+def _plain_text(request: Any) -> str:
+    return request if isinstance(request, str) else "\n".join(str(message.get("content", "")) for message in request)
+
+
+def continue_responses(
+    pair: Pair,
+    config: LabelConfig,
+    substitutions: Sequence[Substitution],
+    notify: Callable[[float], None] = lambda share: None,
+) -> list[tuple[int, ...]]:
+    """Each response with its substitution, as the target finishes it from there."""
+    new: list[Sequence[int]] = [()] * len(substitutions)
+    answers = respond(
+        pair.target_model,
+        [[*s.original.prompt, *s.start] for s in substitutions],
+        eos_ids=pair.eos_ids,
+        max_new_tokens=[config.max_new_tokens - s.place - 1 for s in substitutions],
+        batch=config.batch_size,
+    )
+    for done, (i, tokens, _) in enumerate(answers, 1):
+        new[i] = tokens
+        notify(done / len(substitutions))
+    return [(*s.start, *tokens) for s, tokens in zip(substitutions, new, strict=True)]
+
+
+def group_by_check(substitutions: Sequence[Substitution]) -> dict[Check, list[int]]:
+    """Indices of the substitutions that each check compares."""
+    groups: dict[Check, list[int]] = {}
+    for i, substitution in enumerate(substitutions):
+        groups.setdefault(substitution.original.check, []).append(i)
+    return groups
