@@ -21,8 +21,8 @@ from torch import Tensor
 
 from selfjudge.decoding.rules import EXACT, AcceptanceRule, FLy, Judged, Margin, TopK
 from selfjudge.decoding.text import generate
-from selfjudge.evaluate.compare import word_overlap
-from selfjudge.evaluate.likelihood import likelihoods, mean_log_likelihood
+from selfjudge.evaluate.compare import compute_overlap
+from selfjudge.evaluate.likelihood import average_log_likelihood, compute_likelihoods
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.models.catalogue import EMBEDDED
@@ -80,7 +80,7 @@ def agreement(benchmark: Task, rows: Sequence[Any], texts: Sequence[str], own: S
         answers, expected = benchmark.extract_many(rows, texts), benchmark.extract_many(rows, own)
         answered = [(r, a, b) for r, a, b in zip(rows, answers, expected, strict=True) if b is not None]
         return sum(benchmark.same(*each) for each in answered) / max(1, len(answered))
-    ratios = [word_overlap(a, b) for a, b in zip(texts, own, strict=True)]
+    ratios = [compute_overlap(a, b) for a, b in zip(texts, own, strict=True)]
     return sum(ratios) / len(ratios)
 
 
@@ -137,13 +137,13 @@ def main() -> None:
             seconds = time.monotonic() - begun
             texts = [a.text for a in answers]
             own = own or texts
-            seen = likelihoods(pair, [(e, a.tokens) for e, a in zip(encoded, answers, strict=True)])
+            seen = compute_likelihoods(pair, [(e, a.tokens) for e, a in zip(encoded, answers, strict=True)])
             total, pooled = sum(len(a.tokens) for a in answers), pooled_figures(answers)
             result["runs"].append({
                 "task": name, "rule": rule, "value": value, "theta": getattr(built, "theta", None), "n": len(rows),
                 "mean_accepted_length": pooled["mean_accepted_length"], "tokens": total, "seconds": seconds,
                 "judged_share": pooled["judged_share"],
-                "log_likelihood": mean_log_likelihood(seen), "agreement": agreement(benchmark, rows, texts, own),
+                "log_likelihood": average_log_likelihood(seen), "agreement": agreement(benchmark, rows, texts, own),
                 **({"score": _mean(benchmark, rows, texts)} if benchmark.checkable else {}),
             })  # fmt: skip
             last = result["runs"][-1]

@@ -18,7 +18,7 @@ from conftest import tiny_model
 from selfjudge.distill.config import Schedule
 from selfjudge.distill.train import Trainer
 from selfjudge.errors import SelfJudgeError
-from selfjudge.evaluate.consistency import classifier
+from selfjudge.evaluate.consistency import load_classifier
 from selfjudge.integrations.vllm.label import _outline
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
@@ -76,9 +76,9 @@ def nli(tmp_path: Path, checkpoints: dict[str, str]) -> Path:
 
 @pytest.mark.usefixtures("nobody_answers")
 def test_a_classifier_brings_no_code(nli: Path) -> None:
-    classifier(str(nli))
+    load_classifier(str(nli))
     with pytest.raises(SelfJudgeError, match="cannot load the NLI model"):
-        classifier(str(with_code(nli, "AutoModelForSequenceClassification")))
+        load_classifier(str(with_code(nli, "AutoModelForSequenceClassification")))
 
 
 @pytest.mark.usefixtures("nobody_answers")
@@ -105,7 +105,7 @@ def changed(folder: Path, change: Callable[[Tensors], object], name: str = "mode
 )
 def test_a_classifier_without_its_head_is_refused(nli: Path, change: Callable[[Tensors], object], message: str) -> None:
     with pytest.raises(SelfJudgeError, match=message):
-        classifier(str(changed(nli, change)))
+        load_classifier(str(changed(nli, change)))
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,11 @@ from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate import EvalConfig
 from selfjudge.evaluate.answerer import TorchAnswerer
-from selfjudge.evaluate.compare import delta_m, interval, word_overlap
+from selfjudge.evaluate.compare import bootstrap_interval, compare_lengths, compute_overlap
 from selfjudge.evaluate.config import task_label
-from selfjudge.evaluate.consistency import classifier, consistency, proxy, sentences
-from selfjudge.evaluate.examples import example_rows
-from selfjudge.evaluate.execute import Execution
+from selfjudge.evaluate.consistency import load_classifier, make_proxy, measure_consistency, split_sentences
+from selfjudge.evaluate.examples import make_example_rows
+from selfjudge.evaluate.execute import Evaluation, Execution
 from selfjudge.evaluate.pipeline import _warn_learnt
 from selfjudge.evaluate.runs import RuleRun, plan_runs
 from selfjudge.evaluate.task_examples import TaskExamples
@@ -64,26 +64,26 @@ def test_rules_that_cannot_be_are_refused(judges: Any) -> None:
 def test_parts_hold_all_rows_in_order(tiny_pair: Pair, tmp_path: Path) -> None:
     (run,) = plan_runs(["exact"], [3], {}, ())
     rows = [{"id": f"q{i}"} for i in range(40)]
-    examples = TaskExamples("gsm8k", load_task("gsm8k"), rows)
-    parts = Execution(tiny_pair, TorchAnswerer(tiny_pair), examples, run, tmp_path, EvalConfig(batch=3), None).parts()
-    assert [part.name for part in parts] == [f"part-{number:05d}" for number in range(14)]
-    assert [len(part.rows) for part in parts] == [3] * 13 + [1]
-    assert [row for part in parts for row in part.rows] == rows
+    evaluation = Evaluation(tiny_pair, TorchAnswerer(tiny_pair), tmp_path, EvalConfig(batch=3))
+    parts = Execution(evaluation, TaskExamples("gsm8k", load_task("gsm8k"), rows), run).parts()
+    assert list(parts) == [f"part-{number:05d}" for number in range(14)]
+    assert [len(part) for part in parts.values()] == [3] * 13 + [1]
+    assert [row for part in parts.values() for row in part] == rows
 
 
 def test_intervals_cover_the_mean_and_paired_ones_are_narrow() -> None:
     rng = np.random.default_rng(1)
     scores = rng.integers(0, 2, 400).astype(float)
-    low, high = interval(scores)
+    low, high = bootstrap_interval(scores)
     assert low < scores.mean() < high
     assert high - low == pytest.approx(2 * 1.96 * scores.std() / 20, rel=0.15)
-    assert interval(np.zeros(50)) == (0.0, 0.0)
-    assert interval(scores) == interval(scores)  # the same every time
+    assert bootstrap_interval(np.zeros(50)) == (0.0, 0.0)
+    assert bootstrap_interval(scores) == bootstrap_interval(scores)  # the same every time
 
 
 def test_word_overlap_and_labels() -> None:
-    assert word_overlap("a b c d", "a b c d") == 1
-    assert word_overlap("a b c d", "a b x d") == 0.75
+    assert compute_overlap("a b c d", "a b c d") == 1
+    assert compute_overlap("a b c d", "a b x d") == 0.75
     assert task_label("livecodebench/all") == "livecodebench-all"
     assert task_label("file:/some/where/mine.jsonl") == "file:mine"
 
@@ -93,8 +93,8 @@ def test_word_overlap_and_labels() -> None:
 
 def test_sentences() -> None:
     text = 'He said "Go." Then he left. It cost 3.5 million!\n- A point\n2. Another one\n\n***'
-    assert sentences(text) == ['He said "Go."', "Then he left.", "It cost 3.5 million!", "A point", "Another one"]
-    assert sentences("") == []
+    assert split_sentences(text) == ['He said "Go."', "Then he left.", "It cost 3.5 million!", "A point", "Another one"]
+    assert split_sentences("") == []
 
 
 def test_consistency_is_the_mean_over_sentences() -> None:
@@ -104,7 +104,7 @@ def test_consistency_is_the_mean_over_sentences() -> None:
         seen.extend(pairs)
         return [1.0 if "yes" in sentence else -0.5 for _, sentence in pairs]
 
-    assert consistency(entails, ["S", "T", "U"], ["A yes. B no.", "", "C yes."]) == [0.25, None, 1.0]
+    assert measure_consistency(entails, ["S", "T", "U"], ["A yes. B no.", "", "C yes."]) == [0.25, None, 1.0]
     assert seen == [("S", "A yes."), ("S", "B no."), ("U", "C yes.")]
 
 
@@ -124,7 +124,7 @@ def nli(checkpoints: dict[str, str], tmp_path: Path) -> Path:
 
 
 def test_a_classifier_gives_entailment_less_contradiction(nli: Path) -> None:
-    entails = classifier(str(nli))
+    entails = load_classifier(str(nli))
     pairs = [("w5 w6 w7", "w8"), ("w9", "w10 w11 w12"), ("w5 w6 w7", "w9 w9")]
     found = entails(pairs)
     model = BertForSequenceClassification.from_pretrained(nli).eval()
@@ -138,20 +138,20 @@ def test_a_classifier_gives_entailment_less_contradiction(nli: Path) -> None:
 
 def test_models_that_are_no_classifiers_are_refused(nli: Path, tmp_path: Path) -> None:
     with pytest.raises(SelfJudgeError, match="cannot load the NLI model"):
-        classifier(str(tmp_path / "nothing"))
+        load_classifier(str(tmp_path / "nothing"))
     config = json.loads((nli / "config.json").read_text())
     config |= {"id2label": {"0": "good", "1": "bad", "2": "ugly"}, "label2id": {"good": 0, "bad": 1, "ugly": 2}}
     (nli / "config.json").write_text(json.dumps(config))
     with pytest.raises(SelfJudgeError, match="is not an NLI model: its labels are good, bad, ugly"):
-        classifier(str(nli))
+        load_classifier(str(nli))
 
 
 def test_the_proxy_is_the_targets_own_word(tiny_pair: Pair) -> None:
-    found = proxy(tiny_pair)([("w5 w6", "w7"), ("w8", "w9 w10")])
+    found = make_proxy(tiny_pair)([("w5 w6", "w7"), ("w8", "w9 w10")])
     assert len(found) == 2
     assert all(-1 <= value <= 1 for value in found)
     assert found == pytest.approx(
-        [*proxy(tiny_pair)([("w5 w6", "w7")]), *proxy(tiny_pair)([("w8", "w9 w10")])], abs=1e-5
+        [*make_proxy(tiny_pair)([("w5 w6", "w7")]), *make_proxy(tiny_pair)([("w8", "w9 w10")])], abs=1e-5
     )
 
 
@@ -184,7 +184,7 @@ def test_a_null_is_exact_in_other_batches() -> None:
     assert isinstance(null.rule, Exact)
     assert [run.batch(8) for run in (exact, null)] == [8, 4]
     assert (exact.batch(1), null.batch(1)) == (1, 2)
-    assert exact.meaning != null.meaning  # or its answers would be taken over
+    assert exact.identity != null.identity
 
 
 def test_judges_that_may_have_seen_the_problems_are_named() -> None:
@@ -206,13 +206,13 @@ def test_the_interval_of_delta_m_follows_the_pairs() -> None:
     cycles = rng.integers(5, 50, 300)
     exact = [{"emitted": int(2 * c + rng.integers(-3, 4)), "cycles": int(c)} for c in cycles]
     twice = [{"emitted": 2 * row["emitted"], "cycles": row["cycles"]} for row in exact]
-    found = delta_m(twice, exact)
+    found = compare_lengths(twice, exact)
     assert found["m_ratio"] == pytest.approx(2)
     assert found["m_ratio_ci"] == pytest.approx((2, 2))  # the same on every prompt
     low, high = found["delta_m_ci"]
     assert low < found["delta_m"] < high
     nothing = [{"emitted": 0, "cycles": 0}]
-    assert set(delta_m(nothing, nothing).values()) == {None}
+    assert set(compare_lengths(nothing, nothing).values()) == {None}
 
 
 def test_rule_objects_are_told_from_each_other() -> None:
@@ -240,7 +240,7 @@ def test_shown_scores_are_those_of_the_decoder(tiny_pair: Pair, features: str, l
     prompt = "w1 w2 w3"
     answer = generate(tiny_pair, prompt, Judged(judge, 0.0), gamma=4, max_new_tokens=24, trace=True)
     assert answer.judged_tokens
-    (shown,) = example_rows(tiny_pair, [prompt], [answer], judge)
+    (shown,) = make_example_rows(tiny_pair, [prompt], [answer], judge)
     for judged in answer.judged_tokens:
         if judged.index < len(answer.tokens) - 1:  # the last state is not there
             assert shown["tokens"][judged.index]["judge"] == pytest.approx(judged.score, abs=1e-3)

@@ -25,7 +25,7 @@ from selfjudge.engine.cpu.head import CpuHead
 from selfjudge.engine.reference import ReferenceEngine
 from selfjudge.engine.select import PairEngines, make_draft, make_engine
 from selfjudge.errors import SelfJudgeError
-from selfjudge.evaluate.consistency import proxy
+from selfjudge.evaluate.consistency import make_proxy
 from selfjudge.models import convert, load as loading, memory
 from selfjudge.models.eagle import EagleHead
 from selfjudge.models.gguf import BLOCKS, GgufFile, open_model
@@ -252,7 +252,7 @@ def test_what_needs_whole_weights_says_so_before_any_work(tmp_path: Path, tiny_p
     write_model(small("qwen2"), tmp_path / "m.gguf", MIXED)
     pair = replace(tiny_pair, target_model=Target(open_model(tmp_path / "m.gguf")))
     with pytest.raises(SelfJudgeError, match="this needs full precision"):
-        proxy(pair)
+        make_proxy(pair)
     with pytest.raises(SelfJudgeError, match="this needs full precision"):
         distill_draft(pair, tmp_path / "draft")
     assert not (tmp_path / "draft").exists()

@@ -11,7 +11,7 @@ import torch
 from conftest import VOCAB
 from selfjudge.decoding.rules import Judged
 from selfjudge.decoding.text import generate
-from selfjudge.evaluate.likelihood import likelihoods, mean_log_likelihood, substitutions
+from selfjudge.evaluate.likelihood import average_log_likelihood, compute_likelihoods, count_substitutions
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
 
@@ -22,11 +22,10 @@ def test_likelihoods_are_those_of_one_sequence_at_a_time(tiny_pair: Pair) -> Non
         tuple(torch.randint(3, VOCAB, (n,), generator=random).tolist() for n in sizes)
         for sizes in ((4, 9), (11, 3), (2, 0), (6, 1))
     ]
-    seen = likelihoods(tiny_pair, sequences)
+    seen = compute_likelihoods(tiny_pair, sequences)
     for (prompt, answer), found in zip(sequences, seen, strict=True):
         assert len(found.log_p) == len(found.choices) == len(answer)
         if not answer:
-            assert found.mean == 0
             continue
         with torch.no_grad():
             log_p = tiny_pair.target(torch.tensor([prompt + answer])).logits[0].float().log_softmax(-1)
@@ -34,10 +33,9 @@ def test_likelihoods_are_those_of_one_sequence_at_a_time(tiny_pair: Pair) -> Non
         assert found.choices == rows.argmax(-1).tolist()
         expected = rows.gather(1, torch.tensor(answer)[:, None]).squeeze(1)
         assert found.log_p == pytest.approx(expected.tolist(), abs=1e-4)
-        assert found.mean == pytest.approx(float(expected.mean()), abs=1e-4)
     total = sum(sum(one.log_p) for one in seen)
-    assert mean_log_likelihood(seen) == pytest.approx(total / 13)
-    assert math.isfinite(mean_log_likelihood([]))
+    assert average_log_likelihood(seen) == pytest.approx(total / 13)
+    assert math.isfinite(average_log_likelihood([]))
 
 
 def test_substitutions_are_the_tokens_that_a_judge_took(tiny_pair: Pair) -> None:
@@ -45,14 +43,16 @@ def test_substitutions_are_the_tokens_that_a_judge_took(tiny_pair: Pair) -> None
     always = Judged(Judge.constant(1.0, tiny_pair.hidden_size), 0.5, special=tiny_pair.special_ids)
     answers = generate(tiny_pair, prompts, always, gamma=3, max_new_tokens=20)
     encoded = [tiny_pair.encode(p) for p in prompts]
-    seen = likelihoods(tiny_pair, [(e, a.tokens) for e, a in zip(encoded, answers, strict=True)])
-    found = substitutions(tiny_pair, answers, seen)
+    seen = compute_likelihoods(tiny_pair, [(e, a.tokens) for e, a in zip(encoded, answers, strict=True)])
+    found = count_substitutions(tiny_pair, answers, seen)
     assert sum(n for *_, n in found) == sum(o == "judge" for a in answers for o in a.origins) > 0
     assert [n for *_, n in found] == sorted((n for *_, n in found), reverse=True)
     exact = generate(tiny_pair, prompts, gamma=3, max_new_tokens=20)
     assert (
-        substitutions(
-            tiny_pair, exact, likelihoods(tiny_pair, [(e, a.tokens) for e, a in zip(encoded, exact, strict=True)])
+        count_substitutions(
+            tiny_pair,
+            exact,
+            compute_likelihoods(tiny_pair, [(e, a.tokens) for e, a in zip(encoded, exact, strict=True)]),
         )
         == []
     )

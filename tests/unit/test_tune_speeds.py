@@ -13,6 +13,7 @@ from hypothesis import given, strategies as st
 
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.decoding.rules import AcceptanceRule
+from selfjudge.evaluate.answerer import Answerer, AnswerOptions
 from selfjudge.tune.speeds import Clock, accepted_drafts, chosen_gamma, fitting_prompts
 
 
@@ -34,21 +35,22 @@ def test_gamma_is_where_relaxed_rules_are_fastest_and_exact_is_compared_at_its_o
     assert fitting_prompts([], 4, 60, 300) == math.inf
 
 
-class Drafting:
+class Drafting(Answerer):
     """An answerer whose drafts stand with a probability of the rule's own, and whose cycles take seconds by γ alone."""
 
-    device, one_gamma, engine = "cpu", False, "cpu"
+    device, engine = "cpu", "cpu"
     draft, target = 0.02, 0.1
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, int]] = []
 
-    def answer(self, prompts: Sequence[Any], rule: AcceptanceRule, *, gamma: int, max_new_tokens: int) -> Any:
+    def answer(self, prompts: Sequence[Any], rule: AcceptanceRule, options: AnswerOptions) -> Any:
+        gamma = options.gamma
         self.asked.append((rule.name, gamma))
         rng, answers, passes = np.random.default_rng(0), [], 0
         for _ in prompts:
             origins = ["target"]
-            while len(origins) < max_new_tokens:
+            while len(origins) < options.max_new_tokens:
                 stood = int(rng.geometric(1 - self.stands(rule)) - 1)
                 origins += ["draft"] * min(stood, gamma) + ["target"]
                 passes += 1
@@ -101,8 +103,8 @@ def test_answers_are_timed_long_enough_for_their_device(device: str, limit: int,
     asked: list[int] = []
     answers = [SimpleNamespace(tokens=(1, 2), origins=["target"] * 2)]
 
-    def answer(*_: Any, max_new_tokens: int, **__: Any) -> Any:
-        asked.append(max_new_tokens)
+    def answer(prompts: Any, rule: Any, options: AnswerOptions) -> Any:
+        asked.append(options.max_new_tokens)
         return answers, {"total": 1.0}
 
     clock = Clock(cast(Any, SimpleNamespace(device=device, answer=answer)), ["a prompt"], {}, (), limit)

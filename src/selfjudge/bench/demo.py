@@ -17,7 +17,7 @@ from selfjudge.decoding.text import generate
 from selfjudge.engine.dequantised import dequantised
 from selfjudge.engine.select import PairEngines
 from selfjudge.errors import SelfJudgeError
-from selfjudge.evaluate.likelihood import Likelihood, likelihoods, mean_log_likelihood, substitutions
+from selfjudge.evaluate.likelihood import Likelihood, average_log_likelihood, compute_likelihoods, count_substitutions
 from selfjudge.judge.model import Judge
 from selfjudge.label.config import LabelConfig
 from selfjudge.label.pipeline import label_pair
@@ -154,7 +154,7 @@ class Demo:
         self._plain = self._plain or answers
         views = self._likelihoods([a.tokens for a in answers])
         if rule.judge is not None:
-            changed = substitutions(self.pair, answers, views)
+            changed = count_substitutions(self.pair, answers, views)
             self.result["substitutions"] = changed or self.result["substitutions"]
         same = sum(a.tokens == b.tokens for a, b in zip(answers, self._plain, strict=True))
         starts = [same_start(a.tokens, b.tokens) for a, b in zip(answers, self._plain, strict=True)]
@@ -167,7 +167,7 @@ class Demo:
             "speed_over_plain": speed / first,
             "same_answer_as_plain": same / len(answers),
             "same_start_as_plain": sum(starts) / len(starts),
-            "log_likelihood": mean_log_likelihood(views),
+            "log_likelihood": average_log_likelihood(views),
             "example": answers[0].text,
             "tokens": self._tokens(answers[0], views[0]),
         }
@@ -191,12 +191,12 @@ class Demo:
             max_new_tokens=self.config.max_new_tokens,
         )
         by_prompt = {index: answer for index, answer, _ in answers}
-        return mean_log_likelihood(self._likelihoods([by_prompt[i] for i in range(len(self._encoded))]))
+        return average_log_likelihood(self._likelihoods([by_prompt[i] for i in range(len(self._encoded))]))
 
     def _likelihoods(self, answers: Sequence[Sequence[int]]) -> list[Likelihood]:
         """The target's view of an answer to each prompt. What another rule said before is not read again."""
         keys = [(i, tuple(tokens)) for i, tokens in enumerate(answers)]
         new = [key for key in keys if key not in self._views]
-        found = likelihoods(self.whole, [(self._encoded[i], tokens) for i, tokens in new])
+        found = compute_likelihoods(self.whole, [(self._encoded[i], tokens) for i, tokens in new])
         self._views.update(zip(new, found, strict=True))
         return [self._views[key] for key in keys]

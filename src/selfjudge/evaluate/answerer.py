@@ -1,11 +1,11 @@
-"""Who answers prompts under a rule: this process, or an engine that is handed in. Evaluation and tuning ask no more."""
+"""Who answers prompts under a rule: this process, or an engine that is handed in."""
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.decoding.text import generate
@@ -17,62 +17,56 @@ Answers = tuple[list[Generation], dict[str, float]]
 """The answers to prompts, in their order, and the seconds by phase with their `total`."""
 
 
-class Answerer(Protocol):
+@dataclass(frozen=True)
+class AnswerOptions:
+    """How prompts are answered beside the rule; a seed for each prompt, if the rule draws at random."""
+
+    gamma: int
+    max_new_tokens: int
+    seeds: Sequence[int] | None = None
+
+
+class Answerer(ABC):
     """Answers prompts that one rule decodes together."""
 
-    @property
-    def engine(self) -> str:
-        """What runs the models, by name."""
+    engine: str
+    """Name of what runs the models."""
+    one_gamma = False
+    """Whether another γ takes another start of the engine: then γ is not measured."""
 
     @property
+    @abstractmethod
     def device(self) -> str:
         """cuda, mps or cpu."""
 
-    @property
-    def one_gamma(self) -> bool:
-        """Whether another γ takes another start: then γ is not measured."""
-
-    def answer(
-        self,
-        prompts: Sequence[Prompt],
-        rule: AcceptanceRule,
-        *,
-        gamma: int,
-        max_new_tokens: int,
-        seeds: Sequence[int] | None = None,
-    ) -> Answers:
-        """The answers of all prompts; a seed for each, where the rule draws at random."""
+    @abstractmethod
+    def answer(self, prompts: Sequence[Prompt], rule: AcceptanceRule, options: AnswerOptions) -> Answers:
+        """The answers of all prompts."""
 
 
-@dataclass(frozen=True)
-class TorchAnswerer:
-    """Our own loop."""
+class TorchAnswerer(Answerer):
+    """Answers with our own decoding loop."""
 
-    pair: Pair
-    one_gamma = False
-
-    @property
-    def engine(self) -> str:
-        return choose_kind(self.pair.target_model, int8=self.pair.target_model.int8)
+    def __init__(self, pair: Pair) -> None:
+        self.pair = pair
+        self.engine = choose_kind(pair.target_model, int8=pair.target_model.int8)
 
     @property
     def device(self) -> str:
         return str(self.pair.target.device.type)
 
-    def answer(
-        self,
-        prompts: Sequence[Prompt],
-        rule: AcceptanceRule,
-        *,
-        gamma: int,
-        max_new_tokens: int,
-        seeds: Sequence[int] | None = None,
-    ) -> Answers:
+    def answer(self, prompts: Sequence[Prompt], rule: AcceptanceRule, options: AnswerOptions) -> Answers:
         start = time.perf_counter()
         answers = generate(
-            self.pair, prompts, rule, gamma=gamma, max_new_tokens=max_new_tokens, batch=len(prompts), seeds=seeds,
+            self.pair,
+            prompts,
+            rule,
+            gamma=options.gamma,
+            max_new_tokens=options.max_new_tokens,
+            batch=len(prompts),
+            seeds=options.seeds,
             trace=False,
-        )  # fmt: skip
+        )
         total = time.perf_counter() - start
         # the last to end took part in all passes
         phases = {phase: max(answer.seconds[phase] for answer in answers) for phase in PHASES}

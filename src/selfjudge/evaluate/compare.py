@@ -12,151 +12,128 @@ import numpy as np
 from numpy.typing import NDArray
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.evaluate.runs import RuleRun
+from selfjudge.evaluate.task_examples import TaskExamples
 from selfjudge.store import read_json, read_rows, write_json, write_rows
 from selfjudge.store.artefacts import FinishedSummary, ScoredSample
-from selfjudge.tasks.base import Row, Task
-from selfjudge.types import Warn
+from selfjudge.tasks.base import Row
 
+SAMPLES = "samples.jsonl.gz"
 RESAMPLES = 2000
 Interval = tuple[float, float]
 
 
-def find_exact(folder: Path, run: RuleRun, warn: Warn) -> Path | None:
-    """The run of `exact` to compare with: at the same γ, else at any. None for `exact` itself, or without any."""
-    if run.name == "exact":
-        return None
-    same_gamma = folder / f"exact-g{run.gamma}"
-    finished = [f for f in (same_gamma, *sorted(folder.glob("exact-g*"))) if (f / "summary.json").is_file()]
-    with_rows = [f for f in finished if (f / "samples.jsonl.gz").is_file()]  # kept results may lack rows
-    if not finished:
-        warn(f"{folder.name}: no run of exact to compare {run.name} with; add it to `rules`")
-    elif not with_rows:
-        warn(f"{folder.name}: no run of exact has kept its rows: {run.name} is not compared anew")
-    return with_rows[0] if with_rows else None
+def find_exact(folder: Path, gamma: int) -> Path | None:
+    """The finished run of `exact` on a task, with its rows: at the same γ, else at any; None if there is none."""
+    candidates = (folder / f"exact-g{gamma}", *sorted(folder.glob("exact-g*")))
+    return next((f for f in candidates if (f / "summary.json").is_file() and (f / SAMPLES).is_file()), None)
 
 
-def compare_with_exact(folder: Path, exact: Path, task: Task, rows: Sequence[Row], checkable: bool) -> dict[str, Any]:
+def compare_with_exact(folder: Path, exact: Path, examples: TaskExamples) -> dict[str, Any]:
     """The summary of the run in `folder`, compared with that run of `exact`.
 
-    A comparison with the same run stays as it is. So does one that was made with rows that are no longer there.
+    A comparison with the same run stays as it is; so does one whose rows are no longer there.
     """
     summary = read_json(folder / "summary.json", FinishedSummary)
-    fingerprint, before = _fingerprint(exact), summary["compared_with"]
-    needed = () if before is None else (folder, folder.parent / before.partition(":")[0])
-    complete = before == fingerprint and {"lost", "delta_m_ci"} <= summary.keys()  # older versions did not write them
-    if complete or not all((place / "samples.jsonl.gz").is_file() for place in needed):
+    fingerprint = _fingerprint(exact)
+    if summary["compared_with"] == fingerprint or not (folder / SAMPLES).is_file():
         return summary
     samples = list(read_samples(folder))
     by_id = {row["id"]: row for row in read_samples(exact)}
     if unknown := [sample["id"] for sample in samples if sample["id"] not in by_id]:
-        raise SelfJudgeError(f"{exact} has no row {unknown[0]!r:.40}, {folder} has one: they do not compare")
+        raise SelfJudgeError(f"{exact} has no row {unknown[0]!r:.40}, {folder} has one: they cannot be compared")
     others = [by_id[sample["id"]] for sample in samples]
-    agreement = _agreement(task if checkable else None, {row["id"]: row for row in rows}, samples, others)
-    summary |= {"compared_with": fingerprint, **agreement}
+    summary |= {"compared_with": fingerprint, **_compare_answers(examples, samples, others)}
     if exact.name == f"exact-g{summary['gamma']}":
-        summary |= delta_m(samples, others)
-    summary |= _delta_scores(summary, samples, others)
-    write_rows(folder / "samples.jsonl.gz", samples)
+        summary |= compare_lengths(samples, others)
+    summary |= _compare_scores(summary, samples, others)
+    write_rows(folder / SAMPLES, samples)
     write_json(folder / "summary.json", summary)
     return summary
 
 
 def read_samples(folder: Path) -> Iterator[Row]:
     """The rows of a run."""
-    return read_rows(folder / "samples.jsonl.gz", ScoredSample)
+    return read_rows(folder / SAMPLES, ScoredSample)
 
 
 def _fingerprint(exact: Path) -> str:
-    """Which run of `exact` that is; leaving texts out of its rows does not change it."""
-    rows = read_samples(exact)
-    kept = "".join(f"{row['id']}:{row['answer']}:{row['tokens']}\n" for row in rows)
+    """The name and digest of a run of `exact`; leaving texts out of its rows does not change it."""
+    kept = "".join(f"{row['id']}:{row['answer']}:{row['tokens']}\n" for row in read_samples(exact))
     return f"{exact.name}:{hashlib.sha256(kept.encode('utf-8', 'replace')).hexdigest()}"
 
 
-def _agreement(
-    task: Task | None, rows: Mapping[str, Row], samples: Sequence[Row], others: Sequence[Row]
-) -> dict[str, Any]:
+def _compare_answers(examples: TaskExamples, samples: Sequence[Row], others: Sequence[Row]) -> dict[str, Any]:
     """Mean of `agrees`, which is written into the samples, and its interval.
 
-    With a task: the share of the scored examples that have the answer of `exact`, where it gave one. Without: the
+    If answers can be found: the share of scored examples that have the answer of `exact`, where it gave one. Else: the
     overlap of words.
     """
     for sample, other in zip(samples, others, strict=True):
-        if task is None:
+        if not examples.checkable:
             if "text" in other and "text" in sample:
-                sample["agrees"] = word_overlap(other["text"], sample["text"])
+                sample["agrees"] = compute_overlap(other["text"], sample["text"])
         elif sample["scores"]:
-            same = other["answer"] is not None and task.same(rows[sample["id"]], other["answer"], sample["answer"])
+            row = examples.rows[examples.places[sample["id"]]]
+            same = examples.task.same(row, other["answer"], sample["answer"])
             sample["agrees"] = None if other["answer"] is None else float(same)
     agrees = [sample["agrees"] for sample in samples if sample.get("agrees") is not None]
     if not agrees:
         return {"agreement": None, "agreement_ci": None}
-    return {"agreement": float(np.mean(agrees)), "agreement_ci": interval(np.asarray(agrees))}
+    return {"agreement": float(np.mean(agrees)), "agreement_ci": bootstrap_interval(np.asarray(agrees))}
 
 
-def _delta_scores(summary: Mapping[str, Any], samples: Sequence[Row], others: Sequence[Row]) -> dict[str, Any]:
+def _compare_scores(summary: Mapping[str, Any], samples: Sequence[Row], others: Sequence[Row]) -> dict[str, Any]:
     """Mean paired differences of every measure, and their intervals; the task's own measure apart from the others."""
     pairs = [(s["scores"], o["scores"]) for s, o in zip(samples, others, strict=True) if s["scores"]]
     differences = {
         name: np.asarray([score[name] - other[name] for score, other in pairs]) for name in summary["scores"]
     }
-    main = differences.pop(summary["measure"], None)
+    compared: dict[str, Any] = {}
+    if (main := differences.pop(summary["measure"], None)) is not None:
+        lost, gained = main < 0, main > 0
+        compared = {
+            "delta_score": float(main.mean()),
+            "delta_ci": bootstrap_interval(main),
+            "lost": int(lost.sum()),
+            "gained": int(gained.sum()),
+            "lost_ci": bootstrap_interval(lost.astype(float)),
+            "gained_ci": bootstrap_interval(gained.astype(float)),
+        }
     return {
-        **({} if main is None else {"delta_score": float(main.mean()), "delta_ci": interval(main), **_changes(main)}),
+        **compared,
         "delta_scores": {name: float(values.mean()) for name, values in differences.items()},
-        "delta_scores_ci": {name: interval(values) for name, values in differences.items()},
+        "delta_scores_ci": {name: bootstrap_interval(values) for name, values in differences.items()},
     }
 
 
-def _changes(differences: NDArray[Any]) -> dict[str, Any]:
-    """How many examples score less than with `exact`, how many more, and intervals of their shares."""
-    lost, gained = differences < 0, differences > 0
-    return {
-        "lost": int(lost.sum()),
-        "gained": int(gained.sum()),
-        "lost_ci": interval(lost.astype(float)),
-        "gained_ci": interval(gained.astype(float)),
-    }
-
-
-def delta_m(samples: Sequence[Row], others: Sequence[Row]) -> dict[str, Any]:
+def compare_lengths(samples: Sequence[Row], others: Sequence[Row]) -> dict[str, Any]:
     """Difference and ratio of the pooled m of a run and of `exact`, with intervals paired by prompt."""
     pairs = zip(samples, others, strict=True)
     counts = np.asarray([[s["emitted"], s["cycles"], o["emitted"], o["cycles"]] for s, o in pairs], float)
-
     if not counts.sum(0).all():  # every answer ended with its prefill
         return {"delta_m": None, "delta_m_ci": None, "m_ratio": None, "m_ratio_ci": None}
-    difference, difference_ci = _paired(counts, _difference)
-    ratio, ratio_ci = rate_ratio(counts)
+    difference, difference_ci = _bootstrap_sums(counts, lambda sums: float(sums[0] / sums[1] - sums[2] / sums[3]))
+    ratio, ratio_ci = compare_rates(counts)
     return {"delta_m": difference, "delta_m_ci": difference_ci, "m_ratio": ratio, "m_ratio_ci": ratio_ci}
 
 
-def rate_ratio(counts: NDArray[Any]) -> tuple[float, Interval]:
+def compare_rates(counts: NDArray[Any]) -> tuple[float, Interval]:
     """[n, 4] an amount and what it took, then the same of `exact` → ratio of the pooled rates, and its interval."""
-    return _paired(counts, _ratio)
+    return _bootstrap_sums(counts, lambda sums: float(sums[0] / sums[1] / (sums[2] / sums[3])))
 
 
-def _paired(counts: NDArray[Any], compare: Callable[[NDArray[Any]], float]) -> tuple[float, Interval]:
+def _bootstrap_sums(counts: NDArray[Any], compare: Callable[[NDArray[Any]], float]) -> tuple[float, Interval]:
     """A comparison of the sums of `counts` over its rows, and its bootstrap interval."""
-    resampled = [sums for sums in (counts[i].sum(0) for i in _resamples(len(counts))) if sums.all()]
+    resampled = [sums for sums in (counts[i].sum(0) for i in _resample(len(counts))) if sums.all()]
     return compare(counts.sum(0)), _middle([compare(sums) for sums in resampled])
 
 
-def _difference(sums: NDArray[Any]) -> float:
-    return float(sums[0] / sums[1] - sums[2] / sums[3])
-
-
-def _ratio(sums: NDArray[Any]) -> float:
-    return float(sums[0] / sums[1] / (sums[2] / sums[3]))
-
-
-def interval(values: NDArray[Any]) -> Interval:
+def bootstrap_interval(values: NDArray[Any]) -> Interval:
     """The bootstrap interval of a mean; of paired differences it is the paired one."""
-    return _middle([float(values[i].mean()) for i in _resamples(len(values))])
+    return _middle([float(values[i].mean()) for i in _resample(len(values))])
 
 
-def _resamples(n: int) -> Iterator[NDArray[Any]]:
+def _resample(n: int) -> Iterator[NDArray[Any]]:
     """Bootstrap samples of n examples as indices, the same every time."""
     rng = np.random.default_rng(0)
     for _ in range(RESAMPLES):
@@ -169,11 +146,11 @@ def _middle(values: Sequence[float]) -> Interval:
     return float(low), float(high)
 
 
-def word_overlap(a: str, b: str) -> float:
+def compute_overlap(a: str, b: str) -> float:
     """The share of words that two texts have in common, in order."""
     return SequenceMatcher(None, a.split(), b.split(), autojunk=False).ratio()
 
 
-def lost_words(exact: str, text: str) -> float:
+def compute_word_loss(exact: str, text: str) -> float:
     """The share of words that a text does not have in common with that of `exact`: D where overlap is the measure."""
-    return 1.0 - word_overlap(exact, text)
+    return 1.0 - compute_overlap(exact, text)

@@ -31,16 +31,16 @@ Entails = Callable[[Sequence[tuple[str, str]]], list[float]]
 """(story, sentence) pairs → P(entailed) − P(contradicted) of each."""
 
 
-def sentences(text: str) -> list[str]:
+def split_sentences(text: str) -> list[str]:
     """The sentences of a text, split at punctuation and at line ends; list marks are left out."""
     lines = (re.sub(r"^\s*(?:[-*•]|\d+[.)])\s+", "", line) for line in text.splitlines())
     ends = r"(?:(?<=[.!?])|(?<=[.!?][\"')\]]))\s+(?=[A-Z0-9\"'(])"
     return [part.strip() for line in lines for part in re.split(ends, line) if re.search(r"\w", part)]
 
 
-def consistency(entails: Entails, stories: Sequence[str], texts: Sequence[str]) -> list[float | None]:
+def measure_consistency(entails: Entails, stories: Sequence[str], texts: Sequence[str]) -> list[float | None]:
     """FC of every text against its story; None for a text without a sentence."""
-    split = [sentences(text) for text in texts]
+    split = [split_sentences(text) for text in texts]
     values = iter(entails([(story, part) for story, parts in zip(stories, split, strict=True) for part in parts]))
     return [sum(next(values) for _ in parts) / len(parts) if parts else None for parts in split]
 
@@ -53,18 +53,18 @@ def load_entailment(pair: Pair, nli: str, warn: Callable[[str], None]) -> tuple[
     if nli == "off":
         return None, "off"
     if nli == "proxy":
-        return proxy(pair), "proxy"
+        return make_proxy(pair), "proxy"
     name = DEFAULT_NLI if nli == "auto" else nli
     try:
-        return classifier(name, pair.target.device), name
+        return load_classifier(name, pair.target.device), name
     except SelfJudgeError as error:
         if nli != "auto":
             raise
         warn(f"{error}; the target itself judges factual consistency (fc_proxy)")
-        return proxy(pair), "proxy"
+        return make_proxy(pair), "proxy"
 
 
-def classifier(name: str, device: torch.device | None = None) -> Entails:
+def load_classifier(name: str, device: torch.device | None = None) -> Entails:
     """An NLI classifier of transformers: a hub id or a folder."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -106,7 +106,7 @@ def classifier(name: str, device: torch.device | None = None) -> Entails:
     return entails
 
 
-def proxy(pair: Pair) -> Entails:
+def make_proxy(pair: Pair) -> Entails:
     """The target as classifier: its probabilities of the letters A (supported) and C (contradicted)."""
     pair.target_model.check_full_precision()
     letters = [pair.tokenizer.encode(letter, add_special_tokens=False)[-1] for letter in "ABC"]

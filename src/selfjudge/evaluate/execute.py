@@ -10,16 +10,17 @@ from typing import Any
 
 from selfjudge.decoding.text import row_seed
 from selfjudge.errors import SelfJudgeError
-from selfjudge.evaluate.answerer import Answerer
+from selfjudge.evaluate.answerer import Answerer, AnswerOptions
+from selfjudge.evaluate.compare import SAMPLES, read_samples
 from selfjudge.evaluate.config import EvalConfig
-from selfjudge.evaluate.consistency import Entails, consistency
-from selfjudge.evaluate.examples import example_rows, frequent_substitutions
+from selfjudge.evaluate.consistency import Entails, measure_consistency
+from selfjudge.evaluate.examples import find_substitutions, make_example_rows
 from selfjudge.evaluate.runs import RuleRun
-from selfjudge.evaluate.summary import main_measure, summarise
-from selfjudge.evaluate.task_examples import TaskExamples, score_texts
+from selfjudge.evaluate.summary import choose_measure, summarise
+from selfjudge.evaluate.task_examples import TaskExamples
 from selfjudge.models.pair import Pair
 from selfjudge.store import RunFolder, read_json, read_rows, write_json, write_rows
-from selfjudge.store.artefacts import FinishedSummary, PartSample, PartSeal, ScoredSample
+from selfjudge.store.artefacts import FinishedSummary, PartSample, PartSeal
 from selfjudge.tasks.base import Row
 from selfjudge.types import PHASES, Generation
 
@@ -27,33 +28,27 @@ _ORIGINS = {"d": "draft", "j": "judge", "t": "target"}
 
 
 @dataclass(frozen=True)
-class Part:
-    """At most `batch` examples that are decoded together."""
+class Evaluation:
+    """What all runs of an evaluation share."""
 
-    name: str
-    rows: list[Row]
+    pair: Pair
+    answerer: Answerer
+    out: Path
+    config: EvalConfig
+    entails: Entails | None = None
+    """The model that measures factual consistency, if anything does."""
 
 
 class Execution:
     """One run on one task, in a folder of its own. Parts that are done stay done."""
 
-    def __init__(
-        self,
-        pair: Pair,
-        answerer: Answerer,
-        examples: TaskExamples,
-        run: RuleRun,
-        out: Path,
-        config: EvalConfig,
-        entails: Entails | None,
-    ) -> None:
-        self.pair, self.answerer, self.examples, self.run = pair, answerer, examples, run
-        self.config, self.entails = config, entails
-        self.task = examples.task
-        self.folder = out / examples.label / run.folder
+    def __init__(self, evaluation: Evaluation, examples: TaskExamples, run: RuleRun) -> None:
+        self.pair, self.config, self.examples, self.run = evaluation.pair, evaluation.config, examples, run
+        self.answerer, self.entails, self.task = evaluation.answerer, evaluation.entails, examples.task
+        self.folder = evaluation.out / examples.label / run.folder
         self.parts_folder = RunFolder(self.folder, done="summary.json", schema=FinishedSummary)
-        self.batch = run.batch(config.batch or 1)
-        self.max_new_tokens = config.max_new_tokens or self.task.new_tokens
+        self.batch = run.batch(self.config.batch or 1)
+        self.max_new_tokens = self.config.max_new_tokens or self.task.new_tokens
 
     @property
     def done(self) -> bool:
@@ -71,62 +66,53 @@ class Execution:
     def answer_rows(self, notify: Callable[[float], None]) -> None:
         """Answer and score all prompts, a part at a time, then write samples, examples and, last, the summary."""
         parts = self.parts()
-        for number, part in enumerate(parts):
+        for number, (name, rows) in enumerate(parts.items()):
             notify(number / len(parts))
-            if self.parts_folder.sealed(part.name, self.run.identity, PartSeal) is None:
-                file = self.folder / "work" / f"{part.name}.jsonl"
-                answers, seconds = self._answer(part)
-                write_rows(file, self._score(part.rows, answers))
-                self.parts_folder.seal(part.name, [f"work/{file.name}"], self.run.identity, seconds=seconds)
-        self._finish([part.name for part in parts])
+            if self.parts_folder.sealed(name, self.run.identity, PartSeal) is None:
+                answers, seconds = self._answer(rows)
+                write_rows(self.folder / "work" / f"{name}.jsonl", self._score(rows, answers))
+                self.parts_folder.seal(name, [f"work/{name}.jsonl"], self.run.identity, seconds=seconds)
+        self._finish(list(parts))
 
-    def parts(self) -> list[Part]:
-        rows, size = self.examples.rows, self.batch
-        starts = range(0, len(rows), size)
-        return [Part(f"part-{number:05d}", rows[start : start + size]) for number, start in enumerate(starts)]
+    def parts(self) -> dict[str, list[Row]]:
+        """The examples by part: at most `batch` of them are decoded together."""
+        rows = self.examples.rows
+        starts = range(0, len(rows), self.batch)
+        return {f"part-{number:05d}": rows[start : start + self.batch] for number, start in enumerate(starts)}
 
-    def _answer(self, part: Part) -> tuple[list[Generation], dict[str, float]]:
+    def _answer(self, rows: Sequence[Row]) -> tuple[list[Generation], dict[str, float]]:
         """The answers of a part and its seconds by phase. A row's seed does not depend on the part it is in."""
-        return self.answerer.answer(
-            [self.task.prompt(row) for row in part.rows],
-            self.run.rule,
-            gamma=self.run.gamma,
-            max_new_tokens=self.max_new_tokens,
-            seeds=[row_seed(self.config.seed, self.examples.places[row["id"]]) for row in part.rows],
-        )
+        seeds = [row_seed(self.config.seed, self.examples.places[row["id"]]) for row in rows]
+        options = AnswerOptions(self.run.gamma, self.max_new_tokens, seeds)
+        return self.answerer.answer([self.task.prompt(row) for row in rows], self.run.rule, options)
 
     def _score(self, rows: Sequence[Row], answers: Sequence[Generation]) -> list[Row]:
         """A sample for every example."""
         texts = [answer.text for answer in answers]
-        extracted, scores = score_texts(self.examples, rows, texts)
+        scored = self.examples.score(rows, texts)
         if self.entails is not None and self.examples.has_stories:
             name = "fc_proxy" if self.config.nli == "proxy" else "fc"
             stories = [self.task.story(row) or "" for row in rows]
-            for score, value in zip(scores, consistency(self.entails, stories, texts), strict=True):
-                score[name] = value or 0.0
-        return [
-            sample_row(row["id"], answer, found, score)
-            for row, answer, found, score in zip(rows, answers, extracted, scores, strict=True)
-        ]
+            for (_, scores), value in zip(scored, measure_consistency(self.entails, stories, texts), strict=True):
+                scores[name] = value or 0.0
+        return [make_sample(row["id"], answer, found) for row, answer, found in zip(rows, answers, scored, strict=True)]
 
     def _finish(self, parts: Sequence[str]) -> None:
         """From the parts: samples, examples and the summary. Then the parts go."""
         by_part = [list(read_rows(self.folder / "work" / f"{name}.jsonl", PartSample)) for name in parts]
-        samples = sorted(
-            (sample for part in by_part for sample in part), key=lambda sample: self.examples.places[sample["id"]]
-        )
-        answers = [generation_of(sample) for sample in samples]
+        samples = [sample for part in by_part for sample in part]
+        answers = [restore_answer(sample) for sample in samples]
         prompts = [self.task.prompt(row) for row in self.examples.rows]
-        write_rows(self.folder / "examples.jsonl", self._shown(samples, answers))
+        write_rows(self.folder / "examples.jsonl", self._choose_examples(samples, answers))
         kept = [{k: v for k, v in s.items() if k not in ("token_ids", "origins")} for s in samples]
-        write_rows(self.folder / "samples.jsonl.gz", kept)
+        write_rows(self.folder / SAMPLES, kept)
         summary = {
             "task": self.examples.label,
             **summarise(self.pair, self.task, self.run, kept, checkable=self.examples.checkable),
             "batch": self.batch,
             "max_new_tokens": self.max_new_tokens,
             **self._times(parts, [sum(sample["tokens"] for sample in part) for part in by_part]),
-            "substitutions": frequent_substitutions(self.pair, prompts, answers),
+            "substitutions": find_substitutions(self.pair, prompts, answers),
         }
         write_json(self.folder / "summary.json", summary)
         self._drop_parts()
@@ -134,56 +120,41 @@ class Execution:
     def _times(self, parts: Sequence[str], tokens: Sequence[int]) -> dict[str, Any]:
         """Seconds by phase and tokens/s.
 
-        In the first part engines record graphs and pack weights: where there are others, it does not count.
+        In the first part engines capture graphs and pack weights: if there are others, it does not count.
         """
         if not self.config.times:
             return {"tokens_per_second": None, "seconds": {}}
-        counted = list(zip(parts, tokens, strict=True))[1 if len(parts) > 1 else 0 :]
-        by_part = [read_json(self.folder / "work" / f"{name}.json", PartSeal)["seconds"] for name, _ in counted]
+        first = 1 if len(parts) > 1 else 0
+        by_part = [read_json(self.folder / "work" / f"{name}.json", PartSeal)["seconds"] for name in parts[first:]]
         seconds = {phase: sum(part[phase] for part in by_part) for phase in (*PHASES, "total")}
-        speed = sum(n for _, n in counted) / max(1e-9, seconds["total"])
-        return {"tokens_per_second": speed, "seconds": seconds}
+        return {"tokens_per_second": sum(tokens[first:]) / max(1e-9, seconds["total"]), "seconds": seconds}
 
-    def _shown(self, samples: Sequence[Row], answers: Sequence[Generation]) -> list[Row]:
+    def _choose_examples(self, samples: Sequence[Row], answers: Sequence[Generation]) -> list[Row]:
         """The first answers with a judged token, else the first ones, token by token."""
         chosen = sorted(range(len(answers)), key=lambda i: "judge" not in answers[i].origins)[: self.config.examples]
-        rows = [self.examples.rows[i] for i in chosen]
-        shown = example_rows(
-            self.pair, [self.task.prompt(row) for row in rows], [answers[i] for i in chosen], self.run.rule.judge
-        )
+        prompts = [self.task.prompt(self.examples.rows[i]) for i in chosen]
+        rows = make_example_rows(self.pair, prompts, [answers[i] for i in chosen], self.run.rule.judge)
         return [
-            {"id": samples[i]["id"], "score": samples[i]["score"], **example}
-            for i, example in zip(chosen, shown, strict=True)
+            {"id": samples[i]["id"], "score": samples[i]["score"], **row} for i, row in zip(chosen, rows, strict=True)
         ]
-
-    def copy_from(self, folder: Path) -> None:
-        """Take the answers of the same rule under another name: F and R may be one threshold."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        shutil.copy(folder / "samples.jsonl.gz", self.folder)
-        if (folder / "examples.jsonl").is_file():  # kept results may lack it
-            shutil.copy(folder / "examples.jsonl", self.folder)
-        own: dict[str, Any] = {"rule": self.run.name, "run_sha256": self.run.identity}
-        if not self.config.times:
-            own |= {"tokens_per_second": None, "seconds": {}}
-        write_json(self.folder / "summary.json", {**read_json(folder / "summary.json", FinishedSummary), **own})
-        self._drop_parts()
 
     def compact(self) -> None:
         """Leave the texts out of the rows and round to five decimals. Kept results may lack rows."""
-        file = self.folder / "samples.jsonl.gz"
         if self.run.name == "exact" and not self.examples.checkable:
             return  # its words are what others are compared with
-        rows = list(read_rows(file, ScoredSample)) if file.is_file() else []
+        rows = list(read_samples(self.folder)) if (self.folder / SAMPLES).is_file() else []
         if any("text" in row for row in rows):
-            write_rows(file, ({key: _rounded(value) for key, value in row.items() if key != "text"} for row in rows))
+            compacted = ({key: _round(value) for key, value in row.items() if key != "text"} for row in rows)
+            write_rows(self.folder / SAMPLES, compacted)
 
     def _drop_parts(self) -> None:
         shutil.rmtree(self.folder / "work", ignore_errors=True)
 
 
-def sample_row(name: str, answer: Generation, extracted: str | None, scores: dict[str, float]) -> Row:
-    """What is kept of an answer: a row of a part (`PartSample`)."""
-    measure = main_measure(scores)
+def make_sample(name: str, answer: Generation, scored: tuple[str | None, dict[str, float]]) -> Row:
+    """The row that is kept of an answer (`PartSample`), from the answer found in its text and the text's scores."""
+    extracted, scores = scored
+    measure = choose_measure(scores)
     return {
         "id": name,
         "answer": extracted,
@@ -201,13 +172,13 @@ def sample_row(name: str, answer: Generation, extracted: str | None, scores: dic
     }
 
 
-def generation_of(sample: Row) -> Generation:
+def restore_answer(sample: Row) -> Generation:
     """The answer that a row of a part was made from."""
     origins: Any = tuple(_ORIGINS[letter] for letter in sample["origins"])
     return Generation(tuple(sample["token_ids"]), origins, sample["text"], sample["cycles"], sample["finish"], 0)
 
 
-def _rounded(value: Any) -> Any:
+def _round(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _rounded(inner) for key, inner in value.items()}
+        return {key: _round(inner) for key, inner in value.items()}
     return round(value, 5) if isinstance(value, float) else value

@@ -1,4 +1,4 @@
-"""What a relaxed rule costs, without a benchmark: the likelihood of its answers, and which tokens it substituted."""
+"""The cost of a relaxed rule without a benchmark: the likelihood of its answers, and which tokens it substituted."""
 
 from __future__ import annotations
 
@@ -18,18 +18,15 @@ class Likelihood:
     """The target's view of an answer."""
 
     log_p: list[float]
-    """Of each token."""
+    """Log-probability of each token."""
     choices: list[int]
-    """The target's most likely token there."""
+    """The target's most likely token at each position."""
     choice_log_p: list[float]
-
-    @property
-    def mean(self) -> float:
-        return sum(self.log_p) / max(1, len(self.log_p))
+    """Log-probabilities of `choices`."""
 
 
 @torch.no_grad()
-def likelihoods(pair: Pair, sequences: Sequences) -> list[Likelihood]:
+def compute_likelihoods(pair: Pair, sequences: Sequences) -> list[Likelihood]:
     """The target's log-probability of every token of every answer, in one teacher-forced pass."""
     results: list[Likelihood] = [Likelihood([], [], []) for _ in sequences]
     readable = [i for i, (_, answer) in enumerate(sequences) if answer]
@@ -54,13 +51,15 @@ def likelihoods(pair: Pair, sequences: Sequences) -> list[Likelihood]:
     return results
 
 
-def mean_log_likelihood(seen: Sequence[Likelihood]) -> float:
-    """Over all tokens of all answers."""
+def average_log_likelihood(seen: Sequence[Likelihood]) -> float:
+    """The mean log-probability over all tokens of all answers."""
     count = sum(len(answer.log_p) for answer in seen)
     return sum(sum(answer.log_p) for answer in seen) / max(1, count)
 
 
-def substitutions(pair: Pair, answers: Sequence[Generation], seen: Sequence[Likelihood]) -> list[tuple[str, str, int]]:
+def count_substitutions(
+    pair: Pair, answers: Sequence[Generation], seen: Sequence[Likelihood]
+) -> list[tuple[str, str, int]]:
     """(the target's choice, what was accepted instead, how often), the most frequent first."""
     pairs = Counter(
         (choice, token)

@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from selfjudge.evaluate.answerer import Answerer, TorchAnswerer
 from selfjudge.evaluate.compare import compare_with_exact, find_exact
 from selfjudge.evaluate.config import EvalConfig
 from selfjudge.evaluate.consistency import Entails, load_entailment
-from selfjudge.evaluate.execute import Execution
+from selfjudge.evaluate.execute import Evaluation, Execution
 from selfjudge.evaluate.runs import RuleRun, plan_runs
 from selfjudge.evaluate.task_examples import TaskExamples
 from selfjudge.judge.model import Judge
@@ -46,10 +46,10 @@ def evaluate_rules(
     notify: Notify = lambda stage, share: None,
     warn: Warn = lambda text: None,
 ) -> list[dict[str, Any]]:
-    """RuleRun what is not yet done in the folder `out`; the summaries of all runs of `config`, in order.
+    """Run what is not yet done in the folder `out`; the summaries of all runs of `config`, in order.
 
-    `judges` by name; if None, the one that ships for the pair.
-    The models run in this process, unless an `answerer` is handed in.
+    `judges` by name; if None, the one that ships for the pair. The models run in this process, unless an `answerer` is
+    handed in.
     """
     config.check()
     tasks = [TaskExamples.load(name, config) for name in config.tasks]
@@ -63,77 +63,74 @@ def evaluate_rules(
         judges = {"shipped": pair.judge} if pair.judge is not None else {}
     runs = plan_runs(config.chosen_rules(bool(judges)), config.gammas, judges, pair.special_ids)
     out = Path(out)
-    entails, nli = _entailment(pair, out, tasks, config.nli, warn)
-    config = replace(config, nli=nli)
+    entails, nli = _load_entailment(pair, out, tasks, config.nli, warn)
+    evaluation = Evaluation(pair, answerer, out, replace(config, nli=nli), entails)
     if not pair.target_model.full_precision:
         where = "q4 weights" if pair.target_model.file is not None else "the target is not in this process"
         warn(f"{where}: examples have no likelihoods or judge scores, and substitutions are not counted")
-    with RunFolder(out).working(_shared_settings(pair, config, answerer)):
-        write_json(out / "run.json", _provenance(config, runs, out / "run.json"))
+    with RunFolder(out).working(_shared_settings(evaluation)):
+        write_json(out / "run.json", _provenance(evaluation.config, runs, out / "run.json"))
         summaries: list[dict[str, Any]] = []
         for number, examples in enumerate(tasks):
-            keep_settings(out / examples.label / "task.json", _identity(examples, config))
+            keep_settings(out / examples.label / "task.json", _identify(examples, nli))
             _warn_unscored(examples, warn)
             _warn_learnt(examples, runs, warn)
-            executions = [Execution(pair, answerer, examples, run, out, config, entails) for run in runs]
 
-            def tell(stage: str, share: float, number: int = number) -> None:
+            def notify_task(stage: str, share: float, number: int = number) -> None:
                 notify(stage, (number + share) / len(tasks))
 
-            summaries += _evaluate_task(executions, tell, warn)
+            summaries += _evaluate_task(evaluation, examples, runs, notify_task, warn)
         return summaries
 
 
-def _evaluate_task(executions: Sequence[Execution], notify: Notify, warn: Warn) -> list[dict[str, Any]]:
+def _evaluate_task(
+    evaluation: Evaluation, examples: TaskExamples, runs: Sequence[RuleRun], notify: Notify, warn: Warn
+) -> list[dict[str, Any]]:
     """Execute and compare all runs of one task."""
+    executions = [Execution(evaluation, examples, run) for run in runs]
     summaries = []
     for turn, execution in enumerate(executions):
         run, folder = execution.run, execution.folder
-        twins = [e for e in executions[:turn] if (e.run.judge, e.run.meaning) == (run.judge, run.meaning)]
-        if not execution.done and twins:
-            execution.copy_from(twins[0].folder)
-        elif not execution.done:
-            execution.answer_rows(_stage(execution, notify, turn, len(executions)))
-        exact = find_exact(folder.parent, run, warn)
-        summaries.append(
-            read_json(folder / "summary.json", FinishedSummary)
-            if exact is None
-            else compare_with_exact(
-                folder, exact, execution.task, execution.examples.rows, execution.examples.checkable
-            )
-        )
-    if executions[0].config.compact:
+        if not execution.done:
+
+            def notify_run(share: float, turn: int = turn, run: RuleRun = run) -> None:
+                notify(f"{examples.label}, {run.folder}", (turn + share) / len(runs))
+
+            execution.answer_rows(notify_run)
+        exact = find_exact(folder.parent, run.gamma) if run.name != "exact" else None
+        if exact is not None:
+            summaries.append(compare_with_exact(folder, exact, examples))
+            continue
+        if run.name != "exact":
+            warn(f"{examples.label}: no run of exact to compare {run.name} with; add it to `rules`")
+        summaries.append(read_json(folder / "summary.json", FinishedSummary))
+    if evaluation.config.compact:
         for execution in executions:
             execution.compact()
     return summaries
 
 
-def _stage(execution: Execution, notify: Notify, turn: int, turns: int) -> Callable[[float], None]:
-    name = f"{execution.examples.label}, {execution.run.folder}"
-    return lambda share: notify(name, (turn + share) / turns)
-
-
-def _shared_settings(pair: Pair, config: EvalConfig, answerer: Answerer) -> dict[str, Any]:
-    """Runs of our own engines may stand beside each other, as they always could; those of others may not."""
-    elsewhere = {} if isinstance(answerer, TorchAnswerer) else {"engine": answerer.engine}
+def _shared_settings(evaluation: Evaluation) -> dict[str, Any]:
+    """Runs of our own engines may share a folder; those of another engine need one of their own."""
+    pair, answerer = evaluation.pair, evaluation.answerer
     return {
-        **elsewhere,
-        **{name: getattr(config, name) for name in SHARED},
+        **({} if isinstance(answerer, TorchAnswerer) else {"engine": answerer.engine}),
+        **{name: getattr(evaluation.config, name) for name in SHARED},
         "target": pair.target_sha256 or pair.target_id,
         "draft": pair.draft_sha256 or pair.draft_id,
         "dtype": pair.dtype,
     }
 
 
-def _identity(examples: TaskExamples, config: EvalConfig) -> dict[str, Any]:
+def _identify(examples: TaskExamples, nli: str) -> dict[str, Any]:
     """What runs on one task must share: they are compared example by example."""
     prompts = "".join(f"{row['id']}:{examples.task.prompt(row)}\n" for row in examples.rows)
     digest = hashlib.sha256(prompts.encode("utf-8", "replace")).hexdigest()
     identity = {"task": examples.name, "examples": len(examples.rows), "rows_sha256": digest}
-    return {**identity, "nli": config.nli} if examples.has_stories else identity
+    return {**identity, "nli": nli} if examples.has_stories else identity
 
 
-def _entailment(
+def _load_entailment(
     pair: Pair, out: Path, tasks: Sequence[TaskExamples], nli: str, warn: Warn
 ) -> tuple[Entails | None, str]:
     """What measures factual consistency, and its name; `auto` means what the folder was begun with, if anything."""
@@ -168,7 +165,7 @@ def _warn_unscored(examples: TaskExamples, warn: Warn) -> None:
 
 
 def _warn_learnt(examples: TaskExamples, runs: Sequence[RuleRun], warn: Warn) -> None:
-    """Warn of judges that were trained on the task whose other split than `test` they now decide about."""
+    """Warn of judges trained on a benchmark, if another split of it than `test` is evaluated."""
     split = split_of(examples.name)
     if split in (None, "test"):
         return
@@ -176,4 +173,4 @@ def _warn_learnt(examples: TaskExamples, runs: Sequence[RuleRun], warn: Warn) ->
     judges = {run.judge: run.rule.judge for run in runs if run.judge and run.rule.judge is not None}
     for name, judge in judges.items():
         if any(source.partition("/")[0] == benchmark for source in judge.config.sources):
-            warn(f"the judge {name} was trained on {benchmark}, and {split} may hold what it was trained on: take test")
+            warn(f"the judge {name} was trained on {benchmark}: {split} may hold prompts that it has seen, unlike test")

@@ -21,42 +21,31 @@ Judges = Mapping[str, "Judge"]
 
 @dataclass(frozen=True, eq=False)
 class RuleRun:
-    """One rule at one γ."""
+    """One rule at one γ, with the name of its judge."""
 
     name: str
     gamma: int
     rule: AcceptanceRule
     judge: str | None = None
 
-    @property
-    def is_null(self) -> bool:
-        """Whether it is `exact` once more, in batches of another size: it differs from `exact` by rounding alone."""
-        return self.name == NULL
-
     def batch(self, size: int) -> int:
-        """Rows that are decoded together, where others have `size`."""
-        return size if not self.is_null else size // 2 if size > 1 else 2
+        """Rows decoded together, if others have `size`. `null` is `exact` in other batches: only rounding differs."""
+        if self.name != NULL:
+            return size
+        return size // 2 if size > 1 else 2
 
     @property
     def folder(self) -> str:
         return f"{self.name}-g{self.gamma}"
 
-    @property
-    def identity(self) -> str:
-        """Digest of the name and of what decides the answers; stands in summaries as `run_sha256`."""
-        return hashlib.sha256(f"{self.name}:{self.meaning}".encode()).hexdigest()
-
     @cached_property
-    def meaning(self) -> str:
-        """Digest of what decides the answers beside the prompts: γ, the rule's options, its threshold and judge."""
-        digest, rule = hashlib.sha256(f"{self.gamma}{NULL if self.is_null else ''}".encode()), self.rule
-        names = dict.fromkeys([*(f.name for f in fields(rule)), *sorted(vars(rule))])  # not all rules are dataclasses
-        values = {name: getattr(rule, name) for name in names if name not in ("judge", "base")}
-        values = {name: value for name, value in values.items() if value is not None}
-        digest.update(f"{rule.name}:{values}".encode())
-        if rule.judge is not None:
-            digest.update(rule.judge.digest().encode())
-        return digest.hexdigest()
+    def identity(self) -> str:
+        """Digest of the name, γ, the rule's options and its judge; `run_sha256` of summaries."""
+        names = dict.fromkeys([*(f.name for f in fields(self.rule)), *sorted(vars(self.rule))])  # of any class
+        values = {name: getattr(self.rule, name) for name in names if name not in ("judge", "base")}
+        given = {name: value for name, value in values.items() if value is not None}
+        judge = "" if self.rule.judge is None else self.rule.judge.digest()
+        return hashlib.sha256(f"{self.name}:{self.gamma}:{self.rule.name}:{given}:{judge}".encode()).hexdigest()
 
 
 def plan_runs(
@@ -70,34 +59,33 @@ def plan_runs(
     variants: dict[str, tuple[AcceptanceRule, str | None]] = {}
     for rule in sorted(rules, key=lambda rule: not (rule == "exact" or isinstance(rule, Exact))):
         if not isinstance(rule, AcceptanceRule):
-            variants |= _variants(rule, judges, special)
+            variants |= _resolve(rule, judges, special)
         elif (name := rule_text(rule)) in variants:
             raise SelfJudgeError(f"two rules are called {name}: give them different names, or judges by `judges`")
         else:
             variants[name] = rule, None
     for gamma in gammas:
-        for parsed, _ in variants.values():
-            parsed.check(gamma)
-    return [RuleRun(name, gamma, parsed, judge) for gamma in gammas for name, (parsed, judge) in variants.items()]
+        for resolved, _ in variants.values():
+            resolved.check(gamma)
+    return [RuleRun(name, gamma, resolved, judge) for gamma in gammas for name, (resolved, judge) in variants.items()]
 
 
-def _variants(spec: str, judges: Judges, special: tuple[int, ...]) -> dict[str, tuple[AcceptanceRule, str | None]]:
-    """What one rule's text stands for, by name: (the rule, the judge's name)."""
-    rule, _, wanted = spec.partition("@")
+def _resolve(spec: str, judges: Judges, special: tuple[int, ...]) -> dict[str, tuple[AcceptanceRule, str | None]]:
+    """The rules that a text stands for, by name, each with the name of its judge."""
     if spec == NULL:
         return {NULL: (EXACT, None)}
-    request = RuleRequest(rule)
+    text, _, wanted = spec.partition("@")
+    request = RuleRequest(text)
     if not request.needs_judge:
         if wanted:
-            raise SelfJudgeError(f"rule {rule!r} does not use a judge: leave out @{wanted}")
+            raise SelfJudgeError(f"rule {text!r} does not use a judge: leave out @{wanted}")
         return {spec: (request.resolve(special), None)}
     if not judges:
         raise SelfJudgeError(f"rule {spec!r} needs a judge: give `judge`, such as mine=FOLDER")
     if wanted and wanted not in judges:
         raise SelfJudgeError(f"rule {spec!r} names an unknown judge; judges are: {', '.join(judges)}")
-    return {
-        f"{rule}@{name}": (request.resolve(special, judges[name]), name) for name in ([wanted] if wanted else judges)
-    }
+    names = [wanted] if wanted else list(judges)
+    return {f"{text}@{name}": (request.resolve(special, judges[name]), name) for name in names}
 
 
 def needs_judge(spec: str) -> bool:

@@ -1,4 +1,4 @@
-"""What a run's summary.json says: figures over its samples, what ran, and where."""
+"""The content of a run's summary.json: figures over its samples, what ran, and where."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from selfjudge.engine.select import PairEngines
-from selfjudge.evaluate.compare import interval
+from selfjudge.evaluate.compare import bootstrap_interval
 from selfjudge.evaluate.runs import RuleRun
 from selfjudge.models.pair import Pair
 from selfjudge.store import measured_on
@@ -19,10 +19,10 @@ NOT_COMPARED: Mapping[str, Any] = {
     "agreement_ci": None, "lost": None, "gained": None, "lost_ci": None, "gained_ci": None,
     "delta_m": None, "delta_m_ci": None, "m_ratio": None, "m_ratio_ci": None, "compared_with": None,
 }  # fmt: skip
-"""What a comparison with `exact` fills in."""
+"""The fields that a comparison with `exact` fills in."""
 
 
-def main_measure(scores: Mapping[str, float]) -> str | None:
+def choose_measure(scores: Mapping[str, float]) -> str | None:
     """The measure that stands for a task: factual consistency by a classifier, else ROUGE-L, else the first."""
     return next((name for name in ("fc", "rougeL") if name in scores), next(iter(scores), None))
 
@@ -36,9 +36,9 @@ def summarise(pair: Pair, task: Task, run: RuleRun, samples: Sequence[Row], *, c
         "pair": pair.name,
         "rule": run.name,
         "gamma": run.gamma,
-        **_judge(run),
-        **_scores(samples, checkable),
-        **_lengths(samples),
+        **_describe_judge(run),
+        **_average_scores(samples, checkable),
+        **_pool_lengths(samples),
         **NOT_COMPARED,
         "agreement_measure": "same_answer" if checkable else "word_overlap",
         "dtype": pair.dtype,
@@ -48,49 +48,38 @@ def summarise(pair: Pair, task: Task, run: RuleRun, samples: Sequence[Row], *, c
     }
 
 
-def _judge(run: RuleRun) -> dict[str, Any]:
-    """The judge's name, the threshold, and what the judge's config says of its labels."""
+def _describe_judge(run: RuleRun) -> dict[str, Any]:
+    """The judge's name, the threshold, and what the judge's config says of its labels; None without a judge."""
     judge = run.rule.judge
-    about: dict[str, Any] = {"judge": run.judge, "threshold": getattr(run.rule, "theta", None)}
-    if judge is None:
-        return {
-            **about,
-            "judge_id": None,
-            "label_method": None,
-            "features": None,
-            "suffix_length": None,
-            "label_prompts": None,
-        }
-    config = judge.config
+    config = None if judge is None else judge.config
     return {
-        **about,
-        "judge_id": judge.digest(),
-        "label_method": config.label_method,
-        "features": config.features,
-        "suffix_length": config.suffix_length,
-        "label_prompts": config.metrics.get("n_prompts"),
+        "judge": run.judge,
+        "judge_id": None if judge is None else judge.digest(),
+        "threshold": getattr(run.rule, "theta", None),
+        **{name: getattr(config, name, None) for name in ("label_method", "features", "suffix_length")},
+        "label_prompts": None if config is None else config.metrics.get("n_prompts"),
     }
 
 
-def _scores(samples: Sequence[Row], checkable: bool) -> dict[str, Any]:
+def _average_scores(samples: Sequence[Row], checkable: bool) -> dict[str, Any]:
     scored = [sample for sample in samples if sample["scores"]]
     names = scored[0]["scores"] if scored else {}
     scores = {name: float(np.mean([sample["scores"][name] for sample in scored])) for name in names}
-    measure = main_measure(scores)
+    measure = choose_measure(scores)
     values = np.asarray([sample["score"] for sample in scored], float)
     return {
         "n": len(samples),
         "n_scored": len(scored),
         "measure": measure,
         "score": scores[measure] if measure else None,
-        "score_ci": interval(values) if measure else None,
+        "score_ci": bootstrap_interval(values) if measure else None,
         "scores": scores,
         "extraction_failures": _share(sample["answer"] is None for sample in scored) if checkable else None,
         "cut_off": _share(sample["finish"] == "length" for sample in samples),
     }
 
 
-def _lengths(samples: Sequence[Row]) -> dict[str, Any]:
+def _pool_lengths(samples: Sequence[Row]) -> dict[str, Any]:
     """Pooled over all answers: m is tokens per target pass, Σ emitted / Σ cycles."""
     names = ("tokens", "emitted", "cycles", "drafts_accepted", "judged")
     tokens, emitted, cycles, drafts, judged = (sum(sample[name] for sample in samples) for name in names)

@@ -23,13 +23,13 @@ class TaskExamples:
     @classmethod
     def load(cls, name: str, config: EvalConfig) -> TaskExamples:
         """The test split, another split that is named, or all of a file."""
-        found = load_task(name, config.data, allow_unsafe=config.allow_unsafe)
-        rows = found.examples(split_of(name) or ("all" if name.startswith(FILE) else "test"), config.limit)
+        task = load_task(name, config.data, allow_unsafe=config.allow_unsafe)
+        rows = task.examples(split_of(name) or ("all" if name.startswith(FILE) else "test"), config.limit)
         if not rows:
             raise SelfJudgeError(f"{name} has no examples")
         if len({row["id"] for row in rows}) < len(rows):
             raise SelfJudgeError(f"{name} has two examples with the same id: give each its own")
-        return cls(name, found, rows)
+        return cls(name, task, rows)
 
     @property
     def label(self) -> str:
@@ -41,26 +41,22 @@ class TaskExamples:
 
     @cached_property
     def places(self) -> dict[str, int]:
-        """Where an example stands in the task, by its id."""
+        """Index of each example, by its id."""
         return {row["id"]: place for place, row in enumerate(self.rows)}
 
     @property
     def has_stories(self) -> bool:
         return self.task.story(self.rows[0]) is not None
 
+    def score(self, rows: Sequence[Row], texts: Sequence[str]) -> list[tuple[str | None, dict[str, float]]]:
+        """The answer found in each text, if the task has answers, and the text's scores."""
+        if not self.checkable:
+            return [(None, scores) for scores in self.task.score_many(rows, texts)]
+        answers = self.task.extract_many(rows, texts)
+        return [(answer, self.task.rate(row, answer)) for row, answer in zip(rows, answers, strict=True)]
+
 
 def check_examples(config: EvalConfig) -> None:
-    """Refuse tasks whose examples cannot be had, before a model is loaded."""
+    """Refuse tasks whose examples cannot be loaded, before a model is."""
     for name in config.tasks:
         TaskExamples.load(name, config)
-
-
-def score_texts(
-    examples: TaskExamples, rows: Sequence[Row], texts: Sequence[str]
-) -> tuple[list[str | None], list[dict[str, float]]]:
-    """The answer that is found in each text, where the task has answers, and the text's scores."""
-    task = examples.task
-    if not examples.checkable:
-        return [None] * len(rows), task.score_many(rows, texts)
-    extracted = task.extract_many(rows, texts)
-    return extracted, [task.rate(row, answer) for row, answer in zip(rows, extracted, strict=True)]

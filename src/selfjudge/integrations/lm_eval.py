@@ -1,7 +1,7 @@
 """lm-evaluation-harness drives the decoder: `python -m selfjudge.integrations.lm_eval run --model selfjudge --tasks …`.
 
 `--model_args pair=smollm2-135m,rule=judged:q0.9,gamma=10` (or `target=…,draft=…,judge=…`). What a task generates is
-decoded with the rule; likelihoods are the target's own under every rule.
+decoded with the rule; compute_likelihoods are the target's own under every rule.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from selfjudge.decoding.rules import AcceptanceRule, Exact
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
-from selfjudge.evaluate.likelihood import likelihoods
+from selfjudge.evaluate.likelihood import compute_likelihoods
 from selfjudge.models.pair import Pair
 from selfjudge.types import default_gamma
 
@@ -108,7 +108,7 @@ class SelfJudgeLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        results = likelihoods(self.pair, [(context, answer) for _, context, answer in requests])
+        results = compute_likelihoods(self.pair, [(context, answer) for _, context, answer in requests])
         return [
             (sum(result.log_p), result.choices == list(answer))
             for result, (_, _, answer) in zip(results, requests, strict=True)
@@ -116,7 +116,7 @@ class SelfJudgeLM(TemplateLM):
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         encoded = [self.tok_encode(request.args[0]) for request in requests]
-        results = likelihoods(self.pair, [([self.prefix_token_id], ids) for ids in encoded])
+        results = compute_likelihoods(self.pair, [([self.prefix_token_id], ids) for ids in encoded])
         return [sum(result.log_p) for result in results]
 
     @property

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.evaluate.compare import lost_words
-from selfjudge.evaluate.task_examples import TaskExamples, score_texts
+from selfjudge.evaluate.compare import compute_word_loss
+from selfjudge.evaluate.task_examples import TaskExamples
 from selfjudge.judge.training_prompts import DIGITS, prompt_key, training_prompts
 from selfjudge.tasks.base import Prompt, Row
 from selfjudge.tune.candidates import candidates, fitting
@@ -157,9 +157,9 @@ class Measure:
             by_task.setdefault(id(prompt.examples), []).append(i)
         for places in by_task.values():
             rows = [prompts[i].row for i in places]
-            extracted, scores = score_texts(prompts[places[0]].examples, rows, [texts[i] for i in places])
-            for i, answer, score in zip(places, extracted, scores, strict=True):
-                results[i] = answer, score
+            scored = prompts[places[0]].examples.score(rows, [texts[i] for i in places])
+            for i, result in zip(places, scored, strict=True):
+                results[i] = result
         return results
 
     def difference(self, prompt: CalibrationPrompt, exact: Row, sample: Row) -> float:
@@ -169,7 +169,7 @@ class Measure:
         if self.name == "score":
             return float(exact["score"] - sample["score"])
         if self.name == "overlap":
-            return lost_words(exact["text"], sample["text"])
+            return compute_word_loss(exact["text"], sample["text"])
         both_missing = exact["answer"] is None and sample["answer"] is None
         return 0.0 if both_missing or prompt.examples.task.same(prompt.row, exact["answer"], sample["answer"]) else 1.0
 

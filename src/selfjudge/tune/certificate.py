@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from selfjudge.evaluate.compare import interval, lost_words
-from selfjudge.evaluate.examples import example_rows
-from selfjudge.evaluate.execute import generation_of
+from selfjudge.evaluate.compare import bootstrap_interval, compute_word_loss
+from selfjudge.evaluate.examples import make_example_rows
+from selfjudge.evaluate.execute import restore_answer
 from selfjudge.models.pair import Pair
 from selfjudge.store import measured_on
 from selfjudge.tasks.base import Row
@@ -117,7 +117,7 @@ def certificate(
         "delta": config.delta,
         "certified": best is not None,
         "mean_difference": float(-differences.mean()) if len(differences) else None,
-        "mean_difference_ci": interval(-differences) if len(differences) else None,
+        "mean_difference_ci": bootstrap_interval(-differences) if len(differences) else None,
         "lost": int((differences > 0).sum()),
         "gained": int((differences < 0).sum()),
         "exact": _exact(choice.outcomes, measure, prompts),
@@ -179,7 +179,7 @@ def _overlap(best: Outcome, delta: float) -> dict[str, float]:
     """How much of the words of `exact` is lost, whatever is certified: what a server can watch (`tune.monitor`)."""
     assert best.trial is not None
     rows = zip(best.trial.exact, best.trial.samples, strict=True)
-    lost = [lost_words(exact["text"], row["text"]) if row["judged"] else 0.0 for exact, row in rows]
+    lost = [compute_word_loss(exact["text"], row["text"]) if row["judged"] else 0.0 for exact, row in rows]
     return {"mean": float(np.mean(lost)), "bound": upper_bound(lost, delta)}
 
 
@@ -263,9 +263,9 @@ def shown_examples(
 def _tokens(pair: Pair, prompt: CalibrationPrompt, sample: Row, judge: Any) -> dict[str, Any]:
     """Prompt and tokens of an answer, and the target's view of them if it is here in full precision."""
     if pair.target_model.full_precision:
-        (row,) = example_rows(pair, [prompt.prompt], [generation_of(sample)], judge)
+        (row,) = make_example_rows(pair, [prompt.prompt], [restore_answer(sample)], judge)
         return {"prompt": row["prompt"], "tokens": row["tokens"]}
-    answer = generation_of(sample)
+    answer = restore_answer(sample)
     tokens = [
         {"text": str(pair.tokenizer.decode([token])), "origin": origin}
         for token, origin in zip(answer.tokens, answer.origins, strict=True)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.evaluate.compare import lost_words
+from selfjudge.evaluate.compare import compute_word_loss
 from selfjudge.tune.certify import Claim, log_capital
 from selfjudge.tune.recipe import Recipe
 
@@ -112,7 +112,7 @@ def watch(recipe: Recipe | None, keep_in: Path | None = None) -> Monitor:
 
 def lost(exact: str, shown: str) -> float:
     """D of a live request, by the first words of both answers."""
-    return lost_words(*(" ".join(text.split()[:WORDS]) for text in (exact, shown)))
+    return compute_word_loss(*(" ".join(text.split()[:WORDS]) for text in (exact, shown)))
 
 
 def keep(path: Path, row: Mapping[str, Any]) -> None:

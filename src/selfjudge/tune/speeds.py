@@ -15,7 +15,7 @@ import numpy as np
 
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.errors import SelfJudgeError
-from selfjudge.evaluate.answerer import Answerer
+from selfjudge.evaluate.answerer import Answerer, AnswerOptions
 from selfjudge.evaluate.runs import Judges, plan_runs
 from selfjudge.tasks.base import Prompt, Row
 from selfjudge.types import Generation, Origin
@@ -98,9 +98,8 @@ class Clock:
             return None
         most = most or TIMED_TOKENS.get(self.answerer.device, TIMED_TOKENS["cpu"])
         for _ in range(2 if self.answerer.device == "cuda" else 1):
-            answers, seconds = self.answerer.answer(
-                self.prompts, rule, gamma=gamma, max_new_tokens=min(most, self.max_new_tokens)
-            )
+            options = AnswerOptions(gamma, min(most, self.max_new_tokens))
+            answers, seconds = self.answerer.answer(self.prompts, rule, options)
         return Timing.of(answers, gamma, seconds["total"])
 
     def rule(self, text: str, gamma: int) -> AcceptanceRule | None:

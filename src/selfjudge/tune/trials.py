@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from selfjudge.decoding.text import row_seed
-from selfjudge.evaluate.answerer import Answerer
-from selfjudge.evaluate.compare import delta_m, rate_ratio
-from selfjudge.evaluate.execute import sample_row
+from selfjudge.evaluate.answerer import Answerer, AnswerOptions
+from selfjudge.evaluate.compare import compare_lengths, compare_rates
+from selfjudge.evaluate.execute import make_sample
 from selfjudge.evaluate.runs import Judges, RuleRun, plan_runs
 from selfjudge.models.pair import Pair
 from selfjudge.store import RunFolder, read_rows, write_rows
@@ -59,8 +59,8 @@ class Trial:
 
     def _speed(self, times: bool) -> Speed | None:
         if times:
-            return rate_ratio(np.asarray(self.seconds[len(self.seconds) > 1 :], float))
-        compared = delta_m(self.samples, self.exact)
+            return compare_rates(np.asarray(self.seconds[len(self.seconds) > 1 :], float))
+        compared = compare_lengths(self.samples, self.exact)
         return None if compared["m_ratio"] is None else (compared["m_ratio"], compared["m_ratio_ci"])
 
     @property
@@ -118,9 +118,9 @@ class Trials:
             answers, seconds = self.answerer.answer(
                 [prompt.prompt for prompt in prompts],
                 run.rule,
-                gamma=run.gamma,
-                max_new_tokens=self.max_new_tokens,
-                seeds=[row_seed(self.seed, start + i) for i in range(len(prompts))],
+                AnswerOptions(
+                    run.gamma, self.max_new_tokens, [row_seed(self.seed, start + i) for i in range(len(prompts))]
+                ),
             )
             write_rows(file, self._samples(prompts, answers, exact))
             seal = self.folder.seal(name, [f"work/{file.name}"], run.identity, seconds=seconds)
@@ -134,7 +134,7 @@ class Trials:
         others = [i for i in range(len(prompts)) if i not in found]
         scored = self.measure.scores([prompts[i] for i in others], [answers[i].text for i in others])
         found |= dict(zip(others, scored, strict=True))
-        return [sample_row(prompt.id, answers[i], *found[i]) for i, prompt in enumerate(prompts)]
+        return [make_sample(prompt.id, answers[i], found[i]) for i, prompt in enumerate(prompts)]
 
     def go_on(self, trial: Trial, name: str) -> None:
         """Decode the trial's next batch, and `exact` where it has not been."""

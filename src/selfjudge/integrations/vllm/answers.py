@@ -18,7 +18,7 @@ from typing import Any
 from selfjudge.decoding.rule_parser import rule_text
 from selfjudge.decoding.rules import AcceptanceRule, Judged
 from selfjudge.errors import SelfJudgeError
-from selfjudge.evaluate.answerer import Answers
+from selfjudge.evaluate.answerer import Answerer, AnswerOptions, Answers
 from selfjudge.integrations.vllm.config import KEY, WORKER
 from selfjudge.integrations.vllm.engine import OneEngine
 from selfjudge.integrations.vllm.serve import speculation
@@ -27,8 +27,8 @@ from selfjudge.models.pair import Pair, Prompt
 from selfjudge.types import PHASES, Generation, Origin
 
 
-class VllmAnswerer:
-    """The answerer. `engine_options` go to `vllm.LLM`; `judge` is the one that the first engine is to have."""
+class VllmAnswerer(Answerer):
+    """Answers with vLLM. `engine_options` go to `vllm.LLM`; `judge` is the one that the first engine is to have."""
 
     engine = "vllm"
     one_gamma = True
@@ -48,20 +48,12 @@ class VllmAnswerer:
     def close(self) -> None:
         self._engine.close()
 
-    def answer(
-        self,
-        prompts: Sequence[Prompt],
-        rule: AcceptanceRule,
-        *,
-        gamma: int,
-        max_new_tokens: int,
-        seeds: Sequence[int] | None = None,
-    ) -> Answers:
+    def answer(self, prompts: Sequence[Prompt], rule: AcceptanceRule, options: AnswerOptions) -> Answers:
         """Greedy answers; seeds are for rules that vLLM does not take."""
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         asked = request_options(rule)
-        engine = self._started(gamma, rule.judge).llm_engine
+        engine = self._started(options.gamma, rule.judge).llm_engine
         encoded = self.pair.encode_many(prompts)
         window = engine.model_config.max_model_len
         if long := [len(ids) for ids in encoded if len(ids) >= window]:
@@ -71,12 +63,12 @@ class VllmAnswerer:
         for name, ids in zip(making, encoded, strict=True):
             params = SamplingParams(
                 temperature=0,
-                max_tokens=min(max_new_tokens, window - len(ids)),
+                max_tokens=min(options.max_new_tokens, window - len(ids)),
                 stop_token_ids=sorted(self.pair.eos_ids),
                 detokenize=False,
                 logprobs=0,
                 output_kind=RequestOutputKind.DELTA,
-                extra_args={KEY: asked} if gamma else None,
+                extra_args={KEY: asked} if options.gamma else None,
             )
             engine.add_request(name, {"prompt_token_ids": ids}, params)
         while engine.has_unfinished_requests():
