@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from selfjudge.engine.cpu.library import Matrix, library
+from selfjudge.models.convert import finish_gguf, start_gguf
 from selfjudge.models.gguf import BLOCKS
+from selfjudge.models.names import MATRICES, NORMS
 
 KINDS = sorted(kind for kind in BLOCKS if kind > 1)
 
@@ -92,16 +94,7 @@ def check_kind(kind: int, kernel: str | Product = "native") -> None:
 def write_model(model: PreTrainedModel, path: Path, kinds: dict[str, str], **metadata: Any) -> None:
     """A Llama or Qwen2 as a file; `kinds` are block types by a part of a tensor's name, F32 for others."""
     config = model.config
-    name = {"llama": "llama", "qwen2": "qwen2"}.get(config.model_type, config.model_type)
-    writer = gguf.GGUFWriter(path, name)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer = start_gguf(path, config)
     writer.add_token_list(["a", "b"])
     for key, value in metadata.items():
         writer.add_string(key, value)
@@ -109,20 +102,13 @@ def write_model(model: PreTrainedModel, path: Path, kinds: dict[str, str], **met
         kind = next((kind for part, kind in kinds.items() if part in key), "F32")
         block = gguf.GGMLQuantizationType[kind]
         writer.add_tensor(key, gguf.quants.quantize(tensor, block), raw_dtype=block)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish_gguf(writer)
 
 
 def file_tensors(model: PreTrainedModel) -> dict[str, NDArray[np.float32]]:
     """The tensors of a model by their names in a file; Llama's rotary pairs side by side, as files have them."""
-    names = {
-        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-        "embed_tokens": "token_embd", "lm_head": "output", "norm": "output_norm",
-    }  # fmt: skip
+    names = {part.module: part.gguf for part in (*MATRICES, *NORMS)}
+    names |= {"embed_tokens": "token_embd", "lm_head": "output", "norm": "output_norm"}
     tensors = {}
     for key, parameter in model.named_parameters():
         parts = key.removeprefix("model.").split(".")

@@ -88,8 +88,8 @@ def test_triton_kernels_agree_with_torch(dtype, batch: int, width: int, heads: i
     qkv = torch.randn(3, batch * width, (heads + 2 * kv) * dim, device=CUDA)
     caches = [torch.randn(2, batch, kv, slots, dim, device=CUDA, dtype=dtype) for _ in range(1)]
     copies = [c.clone() for c in caches]
-    q1 = ours.rotate(qkv, cosine, sine, position, position, caches[0][0], caches[0][1], heads)
-    q2 = theirs.rotate(qkv, cosine, sine, position, position, copies[0][0], copies[0][1], heads)
+    q1 = ours.rotate(qkv, (cosine, sine), (position, position), (caches[0][0], caches[0][1]), heads)
+    q2 = theirs.rotate(qkv, (cosine, sine), (position, position), (copies[0][0], copies[0][1]), heads)
     torch.testing.assert_close(q1, q2, **close)
     torch.testing.assert_close(caches[0], copies[0], **close)
     one = ours.attention(q1, caches[0][0], caches[0][1], position)
@@ -306,7 +306,7 @@ def test_a_long_prompt_is_read_in_chunks_between_recorded_cycles(rule: Acceptanc
         assert [tokens[i] for i in range(len(requests))] == alone
         assert list(dict.fromkeys(order))[-1] in (0, 2)
         assert order.index(1) < order.index(0)
-        recorded.append((engines[0].version, set(engines[0].recorded)))
+        recorded.append((engines[0].version, set(engines[0].captured_cycles)))
     assert recorded[0] == recorded[1]
 
 

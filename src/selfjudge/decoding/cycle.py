@@ -131,14 +131,14 @@ def find_cycle(
     if not target.static:
         return Cycle(target, draft, rule, gamma, trace=trace, first=first)
     key = cycle_key(draft, rule, gamma, trace, len(first))
-    if key in target.recorded:
-        cycle: Cycle = target.recorded.pop(key)
-        target.recorded[key] = cycle  # the latest used goes last, and is dropped last
+    if key in target.captured_cycles:
+        cycle: Cycle = target.captured_cycles.pop(key)
+        target.captured_cycles[key] = cycle  # the latest used goes last, and is dropped last
         cycle.begin(first)
         return cycle
-    while len(target.recorded) >= CAPTURED_CYCLES:
-        target.recorded.pop(next(iter(target.recorded)))
-    cycle = target.recorded[key] = Cycle(target, draft, rule, gamma, trace=trace, first=first)
+    while len(target.captured_cycles) >= CAPTURED_CYCLES:
+        target.captured_cycles.pop(next(iter(target.captured_cycles)))
+    cycle = target.captured_cycles[key] = Cycle(target, draft, rule, gamma, trace=trace, first=first)
     return cycle
 
 

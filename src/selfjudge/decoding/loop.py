@@ -216,7 +216,7 @@ class _Batch:
     def _recorded(self, gamma: int) -> bool:
         """Whether a cycle of γ drafts was recorded for as many rows."""
         key = cycle_key(self.draft, self.rule, gamma, self.trace, len(self.rows))
-        return key in self.target.recorded and self.target.recorded[key].captured is not None
+        return key in self.target.captured_cycles and self.target.captured_cycles[key].captured is not None
 
     def run(self, number: int) -> _Sent:
         """Start a cycle."""

@@ -33,7 +33,7 @@ class RowCache(Protocol):
 
     @property
     def version(self) -> int:
-        """Changes whenever the tensors behind a recording are replaced."""
+        """Changes whenever the tensors behind a captured graph are replaced."""
 
     def reserve(self, batch: int, length: int) -> None:
         """Begin a batch: room for `batch` rows of at most `length` tokens, none of them filled."""
@@ -61,8 +61,8 @@ class Engine(RowCache, Protocol):
     """One model over a ragged batch."""
 
     vocab_size: int
-    recorded: dict[Hashable, Any]
-    """What was recorded with this engine, for the next batch of the same shape."""
+    captured_cycles: dict[Hashable, Any]
+    """Cycles that were captured with this engine, for the next batch of the same shape."""
     chunk: int
     """Tokens of a prompt that cost about as much as a decoding step of one row or two."""
 
@@ -75,21 +75,21 @@ class Engine(RowCache, Protocol):
     def bucket(self, rows: int, now: int = 0) -> int:
         """How many rows a batch should have in which `rows` are live and, if it is under way, `now` are there."""
 
-    def rewind(self, refused: Tensor) -> None:
-        """Forget the last refused[b] tokens of each row."""
+    def rewind(self, rejected: Tensor) -> None:
+        """Forget the last rejected[b] tokens of each row."""
 
     def capture(self, functions: Sequence[Callable[[], None]], state: Sequence[Tensor]) -> list[Callable[[], None]]:
-        """The same functions over the same tensors, recorded where the engine can; `state` is left as it was."""
+        """The same functions over the same tensors, as captured graphs where it can; `state` is left as it was."""
 
 
 class Eager:
-    """What engines share that run every pass from Python."""
+    """The part that engines share which run every pass from Python."""
 
     static = False
     version = 0
 
     def __init__(self) -> None:
-        self.recorded: dict[Hashable, Any] = {}
+        self.captured_cycles: dict[Hashable, Any] = {}
 
     def extend(self, tokens: Tensor, counts: Tensor | None = None, keep: int | None = None) -> Output:
         raise NotImplementedError

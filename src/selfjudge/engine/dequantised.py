@@ -16,17 +16,13 @@ from torch import nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from selfjudge.models.gguf import LAYER, GgufFile, gguf_file, row_order
+from selfjudge.models.gguf import GgufFile, gguf_file, row_order
 from selfjudge.models.loaded import LoadedModel
 from selfjudge.models.memory import available_memory
+from selfjudge.models.names import MATRICES, NORMS
 
 PIECE = 1 << 24  # weights that are dequantised at a time
 SMALL = 1 << 31  # bytes that are free where the system does not say
-MODULES = {
-    "query": "self_attn.q_proj", "key": "self_attn.k_proj", "value": "self_attn.v_proj", "out": "self_attn.o_proj",
-    "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj",
-}  # fmt: skip
-"""Matrices of a layer by the names of their modules."""
 
 
 class FileLinear(nn.Module):
@@ -101,12 +97,12 @@ def _dequantise(model: PreTrainedModel, room: int | None) -> PreTrainedModel:
         return FileLinear(file, name, old.weight, order, keep)  # type: ignore[arg-type]
 
     for i, layer in enumerate(body.layers):
-        for name, short in LAYER.items():
-            place, _, own = MODULES[name].partition(".")
-            parent = getattr(layer, place)
-            setattr(parent, own, matrix(f"blk.{i}.{short}", getattr(parent, own)))
-        layer.input_layernorm.weight = floats(file, f"blk.{i}.attn_norm.weight")
-        layer.post_attention_layernorm.weight = floats(file, f"blk.{i}.ffn_norm.weight")
+        for part in MATRICES:
+            parent, _, own = part.module.partition(".")
+            old = layer.get_submodule(part.module)
+            setattr(getattr(layer, parent), own, matrix(f"blk.{i}.{part.gguf}", old))
+        for part in NORMS:
+            layer.get_submodule(part.module).weight = floats(file, f"blk.{i}.{part.gguf}.weight")
     body.norm.weight = floats(file, "output_norm.weight")
     head = "output" if "output.weight" in file.tensors else "token_embd"
     whole.set_output_embeddings(matrix(head, whole.get_output_embeddings()))

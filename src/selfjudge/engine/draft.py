@@ -1,9 +1,9 @@
-"""Drafts: what proposes tokens to a target, whatever it is made of, and keeps up with the tokens that stand."""
+"""Drafts: they propose tokens to a target, and keep up with the tokens that are accepted."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, Self
+from typing import Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, device
@@ -11,7 +11,7 @@ from torch import Tensor, device
 from selfjudge.engine.base import Engine, Output, RowCache
 from selfjudge.types import Verdict
 
-BACKLOG = 64  # newest tokens that a draft reads when it drafts again; what plain cycles made before, it never reads
+BACKLOG = 64  # newest tokens that a draft reads when it drafts again after plain cycles; it never reads older ones
 
 
 class Drafter(RowCache, Protocol):
@@ -29,30 +29,30 @@ class Drafter(RowCache, Protocol):
         """The prompts of the last rows have been read; [B'] the target's first tokens after them."""
 
     def prepare(self, gamma: int) -> None:
-        """To be called before every cycle, outside of its recording: catch up, where it would have to read more than a
-        cycle of γ proposals allows for. Plain cycles read nothing, so that they cost nothing; after many of them the
-        oldest tokens are left out."""
+        """Catch up before a cycle of γ proposals, outside of its captured graph, where a cycle would read too little.
+
+        Plain cycles read nothing, so that they cost nothing; after many of them the oldest tokens are left out.
+        """
 
     def propose(self, gamma: int) -> Tensor:
-        """Read the tokens that stand and have not been read; logits [B, D] of the first of γ proposals."""
+        """Read the accepted tokens that have not been read; logits [B, D] of the first of γ proposals."""
 
     def extend(self, tokens: Tensor) -> Tensor:
         """Logits [B, D] of the proposal that follows the proposals so far, the last of which are `tokens` [B]."""
 
     def accept(self, drafts: Tensor, verdict: Verdict, features: Tensor | None) -> None:
-        """What became of the proposals [B, γ], perhaps none; [B, γ+1, F] the features of the pass that verified them.
-        Those that do not stand are forgotten."""
+        """Forget the rejected ones of proposals [B, γ], γ ≥ 0; `features` [B, γ+1, F] are of the verifying pass."""
 
 
 class Backlog:
-    """The tokens of every row that a draft has not read, the newest last, in buffers that recordings may refer to."""
+    """The tokens of every row that a draft has not read, the newest last, in buffers that captured graphs refer to."""
 
-    def __init__(self, place: device, hidden: int = 0, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, on: device, hidden: int = 0, dtype: torch.dtype = torch.float32) -> None:
         """With `hidden`, every token has a state of that width beside it."""
         self._buffers = [
-            torch.zeros(0, BACKLOG, dtype=torch.long, device=place),
-            torch.zeros(0, dtype=torch.long, device=place),
-            torch.zeros(0, BACKLOG, hidden, dtype=dtype, device=place),
+            torch.zeros(0, BACKLOG, dtype=torch.long, device=on),
+            torch.zeros(0, dtype=torch.long, device=on),
+            torch.zeros(0, BACKLOG, hidden, dtype=dtype, device=on),
         ]
         self.reserve(0)
 
@@ -109,16 +109,36 @@ class Backlog:
         return [self.tokens, self.missing, self.states]
 
 
-class LayersDraft:
-    """A whole model as a draft. It lacks the newest token, and the last proposal too if all of them stand."""
+class HeadEngine(RowCache, Protocol):
+    """An EAGLE-3 head over a ragged batch: entry t of a row is made of the token at t+1 and the state at t."""
 
-    features: tuple[int, ...] = ()
-    vocabulary: Tensor | None = None
+    vocabulary: Tensor
+    """[D] the tokens it proposes from."""
+    hidden_size: int
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def append(self, tokens: Tensor, states: Tensor, counts: Tensor | None = None, keep: int = 1) -> Output:
+        """Append entries of tokens [B, T] and states; of row b the last counts[b], as `Engine.extend` does.
+
+        States are the target's features [B, T, 3H], or what earlier entries gave [B, T, H]. Of the last `keep` entries,
+        none or one, come logits [B, keep, D] and, as features, the states [B, keep, H] of the entries that follow.
+        """
+
+    def rewind(self, rejected: Tensor) -> None:
+        """Forget the last rejected[b] entries of each row."""
+
+    def capture(self, functions: Sequence[Callable[[], None]], state: Sequence[Tensor]) -> list[Callable[[], None]]:
+        """As `Engine.capture`."""
+
+
+_E = TypeVar("_E", bound=Engine | HeadEngine)
+
+
+class _BacklogDraft(Generic[_E]):
+    """An engine and the backlog of its rows, which change together."""
+
+    def __init__(self, engine: _E, backlog: Backlog) -> None:
+        self.engine, self.backlog = engine, backlog
         self.device, self.window, self.static = engine.device, engine.window, engine.static
-        self.backlog = Backlog(engine.device)
 
     @property
     def version(self) -> int:
@@ -127,9 +147,6 @@ class LayersDraft:
     def reserve(self, batch: int, length: int) -> None:
         self.engine.reserve(batch, length)
         self.backlog.reserve(batch)
-
-    def aside(self) -> Self:
-        return type(self)(self.engine.aside())
 
     def join(self, other: Self, idle: int = 0) -> None:
         self.engine.join(other.engine, idle)
@@ -142,11 +159,24 @@ class LayersDraft:
     def state(self) -> list[Tensor]:
         return [*self.engine.state(), *self.backlog.tensors()]
 
-    def read(self, tokens: Tensor, counts: Tensor, features: Tensor | None) -> None:
-        self.engine.prefill(tokens, counts)
-
     def enter(self, first: Tensor) -> None:
         self.backlog.enter(first)
+
+
+class LayersDraft(_BacklogDraft[Engine]):
+    """A whole model as a draft. It lacks the newest token, and the last proposal too if all of them are accepted."""
+
+    features: tuple[int, ...] = ()
+    vocabulary: Tensor | None = None
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine, Backlog(engine.device))
+
+    def aside(self) -> Self:
+        return type(self)(self.engine.aside())
+
+    def read(self, tokens: Tensor, counts: Tensor, features: Tensor | None) -> None:
+        self.engine.prefill(tokens, counts)
 
     def prepare(self, gamma: int) -> None:
         backlog = self.backlog
@@ -174,60 +204,22 @@ class LayersDraft:
         self.backlog.missing.copy_(1 + (k == drafted).long())
 
 
-class HeadEngine(RowCache, Protocol):
-    """An EAGLE-3 head over a ragged batch: entry t of a row is made of the token at t+1 and the state at t."""
-
-    vocabulary: Tensor
-    """[D] the tokens it proposes from."""
-    hidden_size: int
-
-    def append(self, tokens: Tensor, states: Tensor, counts: Tensor | None = None, keep: int = 1) -> Output:
-        """Append entries of tokens [B, T] and states; of row b the last counts[b], as `Engine.extend` does.
-
-        States are the target's features [B, T, 3H], or what earlier entries gave [B, T, H]. Of the last `keep` entries,
-        none or one, come logits [B, keep, D] and, as features, the states [B, keep, H] of the entries that follow.
-        """
-
-    def rewind(self, refused: Tensor) -> None:
-        """Forget the last refused[b] entries of each row."""
-
-    def capture(self, functions: Sequence[Callable[[], None]], state: Sequence[Tensor]) -> list[Callable[[], None]]:
-        """As `Engine.capture`."""
-
-
-class EagleDraft:
+class EagleDraft(_BacklogDraft[HeadEngine]):
     """A head as a draft. Its cache holds entries of the target's own states; proposals are rewound after each cycle."""
 
     def __init__(self, engine: HeadEngine, features: tuple[int, ...], dtype: torch.dtype) -> None:
         """`features` are the target's layers that the head reads, in the dtype of the target's states."""
-        self.engine, self.features = engine, features
+        super().__init__(engine, Backlog(engine.device, len(features) * engine.hidden_size, dtype))
+        self.features = features
         self.vocabulary: Tensor | None = engine.vocabulary
-        self.device, self.window, self.static = engine.device, engine.window, engine.static
-        self.backlog = Backlog(engine.device, len(features) * engine.hidden_size, dtype)
         self._begun = False
 
-    @property
-    def version(self) -> int:
-        return self.engine.version
-
     def reserve(self, batch: int, length: int) -> None:
-        self.engine.reserve(batch, length)
-        self.backlog.reserve(batch)
+        super().reserve(batch, length)
         self._begun = False
 
     def aside(self) -> Self:
         return type(self)(self.engine.aside(), self.features, self.backlog.states.dtype)
-
-    def join(self, other: Self, idle: int = 0) -> None:
-        self.engine.join(other.engine, idle)
-        self.backlog.join(other.backlog, idle)
-
-    def select(self, rows: list[int]) -> None:
-        self.engine.select(rows)
-        self.backlog.select(rows)
-
-    def state(self) -> list[Tensor]:
-        return [*self.engine.state(), *self.backlog.tensors()]
 
     def read(self, tokens: Tensor, counts: Tensor, features: Tensor | None) -> None:
         """A prompt's first token makes no entry: there is no state before it. Its last state waits for the answer."""
@@ -236,9 +228,6 @@ class EagleDraft:
         self.engine.append(tokens, before, counts if self._begun else counts - 1, keep=0)
         self.backlog.states[:, -1:] = features[:, -1:]
         self._begun = True
-
-    def enter(self, first: Tensor) -> None:
-        self.backlog.enter(first)
 
     def prepare(self, gamma: int) -> None:
         backlog = self.backlog

@@ -1,6 +1,6 @@
 """The reference engine: any causal LM of transformers, on any device, in ragged batches.
 
-Every row appends to the same cache slots. Slots that a row has refused (or never had: left padding) are holes, hidden
+Every row appends to the same cache slots. Slots that a row has rejected (or never had: left padding) are holes, hidden
 from it by the attention mask. Keys stay in time order, so causality by slot holds; explicit position ids give each row
 its own positions. Trailing slots that no row uses are cut off at once: a batch of one never has a hole. The cache is
 compacted when holes exceed a share of it.
@@ -163,13 +163,13 @@ class SlotCache(Eager):
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     @torch.inference_mode()
-    def rewind(self, refused: Tensor) -> None:
-        if not bool(refused.any()):
+    def rewind(self, rejected: Tensor) -> None:
+        if not bool(rejected.any()):
             return
         # a row's last tokens are its last valid slots: count valid slots from the right
         from_right = self.valid.flip(1).cumsum(1).flip(1)
-        self.valid = self.valid & (from_right > refused[:, None])
-        self.lengths = self.lengths - refused
+        self.valid = self.valid & (from_right > rejected[:, None])
+        self.lengths = self.lengths - rejected
         used = self.valid.any(0).nonzero()
         end = int(used[-1]) + 1 if len(used) else 0
         if end < self.slots:

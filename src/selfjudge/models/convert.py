@@ -11,30 +11,33 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.models.gguf import GgufFile, expected_tensors, gguf_file, head_width, int8_blocks, open_model, row_order
+from selfjudge.models.names import checkpoint_name
 from selfjudge.models.weights import check_finite, check_weights
 from selfjudge.store import quiet_hub, read_json, scratch, write_json, write_tensors
 
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
+
 STORED_DTYPE = torch.float16  # 4-bit weights, dequantised, keep 11 bits
 PIECE = 1 << 20  # weights that a core dequantises at a time
-
-MODULES = {
-    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-    "token_embd": "model.embed_tokens", "output": "lm_head", "output_norm": "model.norm",
-}  # fmt: skip
-"""Parts of Llama and Qwen2 by the names that their tensors have in a GGUF file."""
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 Told = Callable[[float], None]
@@ -149,27 +152,12 @@ def _stored(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     return ((name, p) for name, p in model.named_parameters() if not (tied and name == "lm_head.weight"))
 
 
-def checkpoint_name(name: str) -> str:
-    """The name in a transformers checkpoint of a tensor in a GGUF file."""
-    *layer, part, kind = name.split(".")
-    return f"model.layers.{layer[1]}.{MODULES[part]}.{kind}" if layer else f"{MODULES[part]}.{kind}"
-
-
 def write_blocks(model: PreTrainedModel, path: Path) -> None:
     """Write a Llama- or Qwen2-shaped model as a GGUF file: matrices in int8 (Q8_0), the embedding in float16."""
-    import gguf
+    from gguf import GGMLQuantizationType
 
-    config = model.config
-    writer = gguf.GGUFWriter(path, config.model_type)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    config, writer = model.config, start_gguf(path, model.config)
     writer.add_key_length(head_width(config))
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     names = [*expected_tensors(config), "output.weight"]
     names += [name.replace("weight", "bias") for name in names if name.startswith("blk.")]
     parameters = dict(model.named_parameters())
@@ -185,7 +173,27 @@ def write_blocks(model: PreTrainedModel, path: Path) -> None:
             writer.add_tensor(name, values.half().numpy())
         else:
             blocks = int8_blocks(values).reshape(len(values), -1)
-            writer.add_tensor(name, blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+            writer.add_tensor(name, blocks, raw_dtype=GGMLQuantizationType.Q8_0)
+    finish_gguf(writer)
+
+
+def start_gguf(path: Path, config: PretrainedConfig) -> GGUFWriter:
+    """A GGUF file that says the shape of a model, to which tensors can be added."""
+    from gguf import GGUFWriter
+
+    writer = GGUFWriter(path, config.model_type)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    return writer
+
+
+def finish_gguf(writer: GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

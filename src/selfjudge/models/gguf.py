@@ -43,12 +43,6 @@ _SCALES = {
 }  # fmt: skip
 """Bytes of a block that hold its float16 scales."""
 
-LAYER = {
-    "query": "attn_q", "key": "attn_k", "value": "attn_v", "out": "attn_output",
-    "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down",
-}  # fmt: skip
-"""Matrices of a layer by the names that tensors have in a file."""
-
 
 @dataclass(frozen=True)
 class Tensor:

@@ -29,33 +29,29 @@ CHUNK = 192  # tokens per pass of a long prompt
 
 def why_not(model: PreTrainedModel, *, int8: bool = False) -> str | None:
     """Why this engine cannot run the model; None if it can."""
-    config = model.config.get_text_config()
-    if model.device.type != "cpu":
-        return f"the model is on {model.device.type}"
-    if model.dtype != torch.float32:
-        return f"its dtype is {str(model.dtype).removeprefix('torch.')}, not float32"
     if (reason := shape_reason(model)) is not None:
         return reason
-    attention = model.model.layers[0].self_attn
-    if attention.head_dim % 4:
-        return f"its heads are {attention.head_dim} wide"
-    widths = (config.hidden_size, config.intermediate_size, config.num_attention_heads * attention.head_dim)
-    if int8 and gguf_file(model) is None and any(width % GROUP for width in widths):
-        return f"int8 needs widths divisible by {GROUP}"
-    return _compiler_reason()
+    config, dim = model.config.get_text_config(), model.model.layers[0].self_attn.head_dim
+    widths = (config.hidden_size, config.intermediate_size, config.num_attention_heads * dim)
+    return _reason(model, dim, widths if int8 and gguf_file(model) is None else ())
 
 
 def head_reason(head: EagleHead, *, int8: bool = False) -> str | None:
     """Why this engine cannot run a head; None if it can."""
     config = head.config
-    if head.device.type != "cpu":
-        return f"the head is on {head.device.type}"
-    if head.dtype != torch.float32:
-        return f"its dtype is {str(head.dtype).removeprefix('torch.')}, not float32"
-    if config.head_dim % 4:
-        return f"its heads are {config.head_dim} wide"
     widths = (config.hidden_size, config.intermediate_size, config.heads * config.head_dim)
-    if int8 and any(width % GROUP for width in widths):
+    return _reason(head, config.head_dim, widths if int8 else ())
+
+
+def _reason(module: PreTrainedModel | EagleHead, head_dim: int, quantised_widths: tuple[int, ...]) -> str | None:
+    """Why this engine cannot run a module with heads of this width; these widths are to be quantised to int8."""
+    if module.device.type != "cpu":
+        return f"it is on {module.device.type}"
+    if module.dtype != torch.float32:
+        return f"its dtype is {str(module.dtype).removeprefix('torch.')}, not float32"
+    if head_dim % 4:
+        return f"its heads are {head_dim} wide"
+    if any(width % GROUP for width in quantised_widths):
         return f"int8 needs widths divisible by {GROUP}"
     return _compiler_reason()
 
@@ -75,17 +71,17 @@ def _index(places: list[tuple[int, int]], width: int) -> Tensor:
     return torch.tensor([b * width + column for b, column in places], dtype=torch.long)
 
 
-class Found(NamedTuple):
-    """What passes leave."""
+class PassOutput(NamedTuple):
+    """Output buffers of a forward pass."""
 
     logits: Tensor
-    """[B, keep, V]"""
+    """[B, keep, V] logits."""
     states: Tensor
-    """[B, keep, H] after the final norm."""
+    """[B, keep, H] states after the final norm."""
     residual: Tensor
-    """[B, keep, H] before it."""
+    """[B, keep, H] states before the final norm."""
     features: Tensor
-    """[B, T, F] what entered the layers that were asked for."""
+    """[B, T, F] inputs of the layers that were asked for."""
 
 
 class CpuEngine(Eager):
@@ -135,11 +131,11 @@ class CpuEngine(Eager):
 
     @torch.inference_mode()
     def extend(self, tokens: Tensor, counts: Tensor | None = None, keep: int | None = None) -> Output:
-        found = self._run(tokens, counts, tokens.shape[1] if keep is None else keep)
-        features = found.features if len(self._features) else None
-        return Output(found.logits, found.states if self._want_hidden else None, features)
+        output = self._run(tokens, counts, tokens.shape[1] if keep is None else keep)
+        features = output.features if len(self._features) else None
+        return Output(output.logits, output.states if self._want_hidden else None, features)
 
-    def _run(self, tokens: Tensor, counts: Tensor | None, keep: int, given: Tensor | None = None) -> Found:
+    def _run(self, tokens: Tensor, counts: Tensor | None, keep: int, given: Tensor | None = None) -> PassOutput:
         """Append tokens [B, T], in passes of at most CHUNK; `given` [B, T, F] are the states beside them, of a head."""
         batch, width = tokens.shape
         used = [width] * batch if counts is None else counts.tolist()
@@ -165,14 +161,14 @@ class CpuEngine(Eager):
                 rows=[b for b, _ in part],
                 positions=[lengths[b] + column - (width - used[b]) for b, column in part],
                 outputs=wanted,
-                into=Found(logits[written:], states[written:], residual[written:], features[start:]),
+                into=PassOutput(logits[written:], states[written:], residual[written:], features[start:]),
                 given=None if given is None else given[start:],
             )
             written += len(wanted)
         self.lengths = [n + c for n, c in zip(lengths, used, strict=True)]
         if taps and not all_columns:
             features = torch.zeros(batch * width, taps * size).index_copy_(0, _index(flat, width), features)
-        return Found(
+        return PassOutput(
             logits.view(batch, keep, outputs),
             states.view(batch, keep, size),
             residual.view(batch, keep, size),
@@ -185,7 +181,7 @@ class CpuEngine(Eager):
         rows: list[int],
         positions: list[int],
         outputs: list[int],
-        into: Found,
+        into: PassOutput,
         given: Tensor | None,
     ) -> None:
         model, count, threads = self._packed.model, len(rows), torch.get_num_threads()
@@ -222,8 +218,8 @@ class CpuEngine(Eager):
             cosine, sine = self._rotary(torch.empty(1, dtype=torch.float32), torch.arange(most)[None])
             self._cosine, self._sine = cosine[0].contiguous(), sine[0].contiguous()
 
-    def rewind(self, refused: Tensor) -> None:
-        self.lengths = [n - r for n, r in zip(self.lengths, refused.tolist(), strict=True)]
+    def rewind(self, rejected: Tensor) -> None:
+        self.lengths = [n - r for n, r in zip(self.lengths, rejected.tolist(), strict=True)]
 
     def select(self, rows: list[int]) -> None:
         # where a row stands again it needs a cache of its own

@@ -9,44 +9,33 @@ from transformers import PreTrainedModel
 
 from selfjudge.engine.base import Eager, Output, chunk_tokens
 from selfjudge.engine.cpu.engine import CpuEngine
-from selfjudge.engine.cpu.library import Layer, Matrix, Model, library
+from selfjudge.engine.cpu.library import Matrix, Model
 from selfjudge.engine.cpu.weights import F16, F32, Q8_0, Packed, output_name
 from selfjudge.models.eagle import EagleHead
-from selfjudge.models.gguf import LAYER, GgufFile, gguf_file
+from selfjudge.models.gguf import GgufFile, gguf_file
 from selfjudge.models.loaded import Draft, as_draft
 from selfjudge.models.memory import give_back
+from selfjudge.models.names import MATRICES
 
 
 class PackedHead(Packed):
     """A head as the kernel reads it. The rows of embedding and output are the target's, in its own format."""
 
     def __init__(self, head: EagleHead, target: PreTrainedModel, int8: bool, processor: str = "native") -> None:
-        config, file, own = head.config, gguf_file(target), head.layer
-        self.kept = []
-        self.bytes_per_pass = 0
-        self.int8 = int8
-        self.kernel = library(processor)
-        self.layers = (Layer * 1)()
-        attention, mlp = own.self_attn, own.mlp
-        modules = (
-            attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj,
-            mlp.gate_proj, mlp.up_proj, mlp.down_proj,
-        )  # fmt: skip
+        config, file, layer = head.config, gguf_file(target), head.layer
+        self._begin(int8, processor, layers=1)
         kind = Q8_0 if int8 else F32
-        shapes = [(kind, *module.weight.shape) for module in (*modules, head.fc)]
+        matrices = [layer.get_submodule(part.module) for part in MATRICES]
+        shapes = [(kind, *module.weight.shape) for module in (*matrices, head.fc)]
         if file is not None and head.output is None:
             kind = file.tensors[f"{output_name(file)}.weight"].kind
         shapes.append((kind, len(head.draft_ids), config.hidden_size))
         self._make_room(shape for shape in shapes if shape[0] not in (F32, F16))
-        (layer,) = self.layers
-        for name, module in zip(LAYER, modules, strict=True):
-            setattr(layer, name, self._matrix(module.weight))
-        layer.attention_norm = self._pointer(own.input_layernorm.weight)
-        layer.mlp_norm = self._pointer(own.post_attention_layernorm.weight)
+        self._fill_layer(self.layers[0], layer)
         embedding, rows = self._vocabulary(head, file)
         self.model = Model(
             1, config.hidden_size, config.heads, config.kv_heads, config.head_dim, config.intermediate_size, config.eps,
-            *embedding, self.layers, self._pointer(head.norm.weight), rows, self._pointer(own.hidden_norm.weight),
+            *embedding, self.layers, self._pointer(head.norm.weight), rows, self._pointer(layer.hidden_norm.weight),
             self._matrix(head.fc.weight), config.norm_before_residual,
         )  # fmt: skip
 
@@ -56,11 +45,7 @@ class PackedHead(Packed):
             embedding = self._pointer(head.embedding), F32
         else:
             assert file is not None
-            source = file.tensors["token_embd.weight"]
-            file.check_finite(source)
-            file.forget(source)  # its rows come back as they are needed
-            self.kept.append(file)
-            embedding = file.bytes.ctypes.data + source.offset, source.kind
+            embedding = self._file_embedding(file)
         if head.output is not None:
             return embedding, self._matrix(head.output)
         assert file is not None
@@ -94,5 +79,5 @@ class CpuHead(CpuEngine):
 
     @torch.inference_mode()
     def append(self, tokens: Tensor, states: Tensor, counts: Tensor | None = None, keep: int = 1) -> Output:
-        found = self._run(tokens, counts, keep, states.float())
-        return Output(found.logits, None, found.residual)
+        output = self._run(tokens, counts, keep, states.float())
+        return Output(output.logits, None, output.residual)

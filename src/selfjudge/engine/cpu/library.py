@@ -106,20 +106,17 @@ def _compile(command: list[str], built: Path) -> None:
 
 def _declared(kernel: ctypes.CDLL) -> ctypes.CDLL:
     """The same library, with the types of its functions."""
-    i32, i64, pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
-    kernel.scratch_size.restype = i64
-    kernel.scratch_size.argtypes = [ctypes.POINTER(Model), i32, i32, i32]
-    kernel.forward.argtypes = [ctypes.POINTER(Model), ctypes.POINTER(Pass)]
-    kernel.forward.restype = None
-    kernel.pack.argtypes = [i32, i32, i32, pointer, pointer, pointer, i32]
-    kernel.pack.restype = None
-    kernel.apply.argtypes = [ctypes.POINTER(Matrix), pointer, i32, pointer, pointer]
-    kernel.apply.restype = None
-    kernel.packed_bytes.argtypes = [i32, i64, i32]
-    kernel.packed_bytes.restype = i64
-    kernel.quantised_bytes.argtypes = [i32]
-    kernel.quantised_bytes.restype = i64
-    kernel.use_large_pages.argtypes = [pointer, i64]
-    kernel.use_large_pages.restype = None
-    kernel.block_kernel.restype = ctypes.c_char_p
+    i32, i64, pointer, model = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p, ctypes.POINTER(Model)
+    for name, result, *arguments in (
+        ("scratch_size", i64, model, i32, i32, i32),
+        ("forward", None, model, ctypes.POINTER(Pass)),
+        ("pack", None, i32, i32, i32, pointer, pointer, pointer, i32),
+        ("apply", None, ctypes.POINTER(Matrix), pointer, i32, pointer, pointer),
+        ("packed_bytes", i64, i32, i64, i32),
+        ("quantised_bytes", i64, i32),
+        ("use_large_pages", None, pointer, i64),
+        ("block_kernel", ctypes.c_char_p),
+    ):
+        function = getattr(kernel, name)
+        function.restype, function.argtypes = result, arguments
     return kernel

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from selfjudge.engine.cpu.library import Layer, Matrix, Model, library
-from selfjudge.models.gguf import LAYER, GgufFile, gguf_file, head_width, int8_blocks, row_order
+from selfjudge.models.gguf import GgufFile, gguf_file, head_width, int8_blocks, row_order
 from selfjudge.models.loaded import LoadedModel
 from selfjudge.models.memory import give_back
+from selfjudge.models.names import MATRICES, NORMS
 
 F32, F16, Q8_0 = 0, 1, 8
 LINE = 64  # bytes of a cache line
@@ -24,17 +25,16 @@ class Packed:
     """The model as the kernel reads it, and the arrays that must outlive it."""
 
     def __init__(self, model: PreTrainedModel, int8: bool, processor: str = "native") -> None:
-        config = model.config.get_text_config()
+        config, file = model.config.get_text_config(), gguf_file(model)
+        self._begin(int8, processor, config.num_hidden_layers)
+        self.model = self._from_modules(model, config) if file is None else self._from_file(file, config)
+
+    def _begin(self, int8: bool, processor: str, layers: int) -> None:
         self.kept: list[Any] = []
         self.bytes_per_pass = 0
         self.int8 = int8
         self.kernel = library(processor)
-        self.layers = (Layer * config.num_hidden_layers)()
-        file = gguf_file(model)
-        if file is None:
-            self.model = self._from_modules(model, config)
-        else:
-            self.model = self._from_file(file, config)
+        self.layers = (Layer * layers)()
 
     def _described(self, config: PretrainedConfig, embedding: tuple[int, int], norm: int, head: Matrix) -> Model:
         width = head_width(config)
@@ -51,18 +51,16 @@ class Packed:
             linear = [module for module in body.layers.modules() if isinstance(module, nn.Linear)]
             self._make_room((Q8_0, *module.weight.shape) for module in [*linear, head])
         for layer, source in zip(self.layers, body.layers, strict=True):
-            attention, mlp = source.self_attn, source.mlp
-            for name, module in zip(
-                LAYER,
-                (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj,
-                 mlp.gate_proj, mlp.up_proj, mlp.down_proj),
-                strict=True,
-            ):  # fmt: skip
-                setattr(layer, name, self._matrix(module.weight, module.bias))
-            layer.attention_norm = self._pointer(source.input_layernorm.weight)
-            layer.mlp_norm = self._pointer(source.post_attention_layernorm.weight)
+            self._fill_layer(layer, source)
         embedding = self._pointer(body.embed_tokens.weight), F32
         return self._described(config, embedding, self._pointer(body.norm.weight), self._matrix(head.weight))
+
+    def _fill_layer(self, layer: Layer, source: nn.Module) -> None:
+        for part in MATRICES:
+            module: Any = source.get_submodule(part.module)
+            setattr(layer, part.field, self._matrix(module.weight, module.bias))
+        for part in NORMS:
+            setattr(layer, part.field, self._pointer(source.get_submodule(part.module).weight))
 
     def _pointer(self, tensor: Tensor) -> int:
         tensor = tensor.detach().contiguous()
@@ -87,18 +85,22 @@ class Packed:
             if tensor.kind not in (F32, F16) and name.startswith(("blk.", head_name))
         )
         for i, layer in enumerate(self.layers):
-            for name, short in LAYER.items():
-                order = row_order(config, f"blk.{i}.{short}.weight")
-                setattr(layer, name, self._file_matrix(file, f"blk.{i}.{short}", order))
-            layer.attention_norm = self._file_floats(file, f"blk.{i}.attn_norm.weight")
-            layer.mlp_norm = self._file_floats(file, f"blk.{i}.ffn_norm.weight")
+            for part in MATRICES:
+                order = row_order(config, f"blk.{i}.{part.gguf}.weight")
+                setattr(layer, part.field, self._file_matrix(file, f"blk.{i}.{part.gguf}", order))
+            for part in NORMS:
+                setattr(layer, part.field, self._file_floats(file, f"blk.{i}.{part.gguf}.weight"))
         head = self._file_matrix(file, head_name)
-        embedding = file.tensors["token_embd.weight"]
-        file.check_finite(embedding)
-        file.forget(embedding)
-        self.kept.append(file)  # rows of the embedding are read from it as they are needed
-        at = file.bytes.ctypes.data + embedding.offset, embedding.kind
-        return self._described(config, at, self._file_floats(file, "output_norm.weight"), head)
+        embedding = self._file_embedding(file)
+        return self._described(config, embedding, self._file_floats(file, "output_norm.weight"), head)
+
+    def _file_embedding(self, file: GgufFile) -> tuple[int, int]:
+        """Where the embedding lies, and its type: its rows are read from the file as they are needed."""
+        tensor = file.tensors["token_embd.weight"]
+        file.check_finite(tensor)
+        file.forget(tensor)
+        self.kept.append(file)
+        return file.bytes.ctypes.data + tensor.offset, tensor.kind
 
     def _file_floats(self, file: GgufFile, name: str, order: NDArray[np.int32] | None = None) -> int:
         file.check_finite(file.tensors[name])

@@ -1,1 +1,1 @@
-"""The CUDA engine: a static cache, Triton kernels, recorded graphs."""
+"""The CUDA engine: a static cache, Triton kernels, captured graphs."""

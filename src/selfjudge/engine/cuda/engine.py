@@ -1,8 +1,8 @@
 """The CUDA engine: Llama- and Qwen2-shaped models with a static cache, every pass of one shape, replayed as a graph.
 
-Row b of the cache holds its tokens at slots 0 … length−1. Refused tokens are overwritten, so a rewind is a subtraction
+Row b of the cache holds its tokens at slots 0 … length−1. Rejected tokens are overwritten, so a rewind is a subtraction
 on the device. The last slot takes padding tokens. A smaller batch lives in the first rows of the same cache, so what
-was recorded for a batch size stays valid. The steps of a pass are Triton kernels (`kernels_triton.py`). Without Triton,
+was captured for a batch size stays valid. The steps of a pass are Triton kernels (`kernels_triton.py`). Without Triton,
 or on a CPU, they are torch operations: so the tests on machines without a GPU cover this file.
 """
 
@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Self, cast
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -30,9 +30,9 @@ from selfjudge.models.tokens import context_window
 from selfjudge.ops.argmax import has_triton
 
 PREFILL_TOKENS = 32768  # tokens of prompts per pass
-RECORDED_TOKENS = 8192  # prompts of at most this many tokens in all are replayed as a graph once their shape came twice
+CAPTURED_TOKENS = 8192  # prompts of at most this many tokens in all are replayed as a graph once their shape came twice
 SLOTS = 256  # caches come in multiples of this, so that the next batch is likely to fit the last one's
-ASIDES = 2  # engines for prompts that are kept with their cache and recordings
+ASIDES = 2  # engines for prompts that are kept with their cache and graphs
 STEP_TOKENS = 32  # a pass of at most this many tokens a row is a decoding step and covers the whole batch
 
 
@@ -56,26 +56,41 @@ def _width_reason(dim: int, device: torch.device) -> str | None:
     return f"its heads are {dim} wide" if device.type == "cuda" and dim not in (16, 32, 64, 128, 256) else None
 
 
+class LayerWeights(NamedTuple):
+    """A decoder layer: queries, keys and values fused into one matrix, gate and up into another."""
+
+    attention_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    out: Tensor
+    out_bias: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+    @classmethod
+    def fuse(cls, layer: Any) -> LayerWeights:
+        """From a layer of transformers, or from a head's, whose parts have the same names."""
+        attention, mlp = layer.self_attn, layer.mlp
+        qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
+        return cls(
+            layer.input_layernorm.weight.detach(),
+            torch.cat([part.weight.detach() for part in qkv]),
+            None if qkv[0].bias is None else torch.cat([part.bias.detach() for part in qkv]),
+            attention.o_proj.weight.detach(),
+            None if attention.o_proj.bias is None else attention.o_proj.bias.detach(),
+            layer.post_attention_layernorm.weight.detach(),
+            torch.cat([mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()]),
+            mlp.down_proj.weight.detach(),
+        )
+
+
 class _Weights:
-    """The model's matrices, queries, keys and values fused into one, gate and up into another."""
+    """The weights of a model as the kernels read them."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         config, body = model.config.get_text_config(), model.base_model
-        self.layers = []
-        for layer in body.layers:
-            attention, mlp = layer.self_attn, layer.mlp
-            parts = (attention.q_proj, attention.k_proj, attention.v_proj)
-            bias = None if parts[0].bias is None else torch.cat([p.bias.detach() for p in parts])
-            self.layers.append((
-                layer.input_layernorm.weight.detach(),
-                torch.cat([p.weight.detach() for p in parts]),
-                bias,
-                attention.o_proj.weight.detach(),
-                None if attention.o_proj.bias is None else attention.o_proj.bias.detach(),
-                layer.post_attention_layernorm.weight.detach(),
-                torch.cat([mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()]),
-                mlp.down_proj.weight.detach(),
-            ))  # fmt: skip
+        self.layers = [LayerWeights.fuse(layer) for layer in body.layers]
         self.embedding = body.embed_tokens.weight.detach()
         self.norm = body.norm.weight.detach()
         self.head = model.get_output_embeddings().weight.detach()
@@ -87,7 +102,7 @@ class _Weights:
 
 def row_lengths(counts: Tensor | None, batch: int, width: int) -> list[int]:
     """The tokens of each row, padding not counted, where leaving it out is worth that the host waits for them."""
-    if counts is None or width <= STEP_TOKENS or batch * width <= RECORDED_TOKENS:
+    if counts is None or width <= STEP_TOKENS or batch * width <= CAPTURED_TOKENS:
         return [width] * batch
     return [int(count) for count in counts.tolist()]
 
@@ -108,7 +123,7 @@ def passes(lengths: Sequence[int], width: int) -> Iterator[tuple[slice, int]]:
 
 
 _Prefill = tuple[Callable[[], None], Tensor, Tensor, Output]
-"""A recorded prefill: replay, its tokens, its counts, its output."""
+"""A captured prefill: replay, its tokens, its counts, its output."""
 
 
 class CudaEngine:
@@ -130,14 +145,15 @@ class CudaEngine:
         self._begin()
 
     def _begin(self) -> None:
-        """Without cache and recordings."""
+        """Start without cache and captured graphs."""
         self.slots = 0
         self.version = 0
-        self.recorded: dict[Hashable, Any] = {}
-        self._asides: list[Self] = []  # that have given their rows away: the next prompts find their recordings
-        self._pool: Any = None  # the memory that recordings share: they never run at the same time
-        self._prefills: dict[Hashable, Any] = {}  # shape of prompts → 1 (seen once) or its recording
-        self._cosine = self._sine = self._lengths = torch.empty(0, dtype=torch.long, device=self.device)
+        self.captured_cycles: dict[Hashable, Any] = {}
+        self._asides: list[Self] = []  # that have given their rows away: the next prompts find their graphs
+        self._pool: Any = None  # the memory that graphs share: they never run at the same time
+        self._prefills: dict[Hashable, Any] = {}  # shape of prompts → 1 (seen once) or its graph
+        self._lengths = torch.empty(0, dtype=torch.long, device=self.device)
+        self._rotary = self._lengths, self._lengths  # cosine and sine by position
         self._keys = self._values = torch.empty(0, 0, dtype=self.dtype, device=self.device)
         self._rows(0)
 
@@ -159,7 +175,7 @@ class CudaEngine:
             return
         self.slots = 0  # until everything is allocated
         self.version += 1
-        self.recorded.clear()
+        self.captured_cycles.clear()
         self._prefills.clear()
         self._asides.clear()
         self._pool = None
@@ -174,14 +190,14 @@ class CudaEngine:
         self._rows(batch)
         positions = torch.arange(slots, device=self.device)[None]
         cosine, sine = w.rotary(torch.empty(1, dtype=torch.float32, device=self.device), positions)
-        self._cosine, self._sine = cosine[0].float().contiguous(), sine[0].float().contiguous()
+        self._rotary = cosine[0].float().contiguous(), sine[0].float().contiguous()
 
     @torch.no_grad()
     def prefill(self, tokens: Tensor, counts: Tensor) -> Output:
-        """Prompts are padded to 64, 128, 256 … tokens, so that few recordings serve all of them."""
+        """Prompts are padded to 64, 128, 256 … tokens, so that few graphs serve all of them."""
         batch, width = tokens.shape
         padded = max(64, 1 << (width - 1).bit_length())
-        if self.device.type != "cuda" or batch * padded > RECORDED_TOKENS or padded > self.slots:
+        if self.device.type != "cuda" or batch * padded > CAPTURED_TOKENS or padded > self.slots:
             return self.extend(tokens, counts, keep=1)
         key = (batch, padded)
         uses = self._prefills.get(key, 0)
@@ -191,14 +207,14 @@ class CudaEngine:
             self._prefills[key] = 1
             return self.extend(tokens, counts, keep=1)
         if isinstance(uses, int):
-            uses = self._prefills[key] = self._recorded_prefill(batch, padded)
+            uses = self._prefills[key] = self._capture_prefill(batch, padded)
         replay, all_tokens, all_counts, output = cast(_Prefill, uses)
         all_tokens[:, padded - width :].copy_(tokens)
         all_counts.copy_(counts)
         replay()
         return output if output.features is None else replace(output, features=output.features[:, padded - width :])
 
-    def _recorded_prefill(self, batch: int, width: int) -> _Prefill:
+    def _capture_prefill(self, batch: int, width: int) -> _Prefill:
         tokens = torch.zeros(batch, width, dtype=torch.long, device=self.device)
         counts = torch.ones(batch, dtype=torch.long, device=self.device)
         outputs: list[Output] = []
@@ -240,7 +256,7 @@ class CudaEngine:
 
     @torch.no_grad()
     def join(self, other: Self, idle: int = 0) -> None:
-        """The rows are copied: recordings are for the first rows of this cache."""
+        """The rows are copied: graphs are for the first rows of this cache."""
         there, new, slots = len(self.lengths), len(other.lengths), min(self.slots, other.slots)
         self._rows(there + new + idle)
         self.lengths[there:].zero_()
@@ -284,7 +300,7 @@ class CudaEngine:
             if features is not None and i in self._features:
                 self._keep_features(i, x.view(batch, width, -1), features)
             mixed = kernels.product(normed, qkv, bias)
-            q = kernels.rotate(mixed, self._cosine, self._sine, slot, position, keys, values, w.heads)
+            q = kernels.rotate(mixed, self._rotary, (slot, position), (keys, values), w.heads)
             parts = kernels.add(x, kernels.attention(q, keys, values, position), out, out_bias)
             parts = kernels.add(x, kernels.gated(kernels.norm(x, parts, mlp_norm, w.epsilon), gate_up), down, None)
         y = kernels.norm(x, parts, w.norm, w.epsilon).view(batch, width, -1)[:, width - keep :]
@@ -298,11 +314,11 @@ class CudaEngine:
             features[:, :, place * size : (place + 1) * size] = x
 
     def bucket(self, rows: int, now: int = 0) -> int:
-        """Recordings are for 1, 2, 4, 8 … rows; idle rows stay until they are half of the batch."""
+        """Graphs are captured for 1, 2, 4, 8 … rows; idle rows stay until they are half of the batch."""
         return now if now and rows > now // 2 else 1 << (rows - 1).bit_length()
 
-    def rewind(self, refused: Tensor) -> None:
-        self.lengths.sub_(refused)
+    def rewind(self, rejected: Tensor) -> None:
+        self.lengths.sub_(rejected)
 
     @torch.no_grad()
     def select(self, rows: list[int]) -> None:
@@ -336,7 +352,7 @@ class CudaEngine:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graphs = []
         with warnings.catch_warnings(), _no_collection():
-            warnings.simplefilter("ignore")  # a phase may have nothing to do, and its recording be empty
+            warnings.simplefilter("ignore")  # a phase may have nothing to do, and its graph be empty
             for function in functions:
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=self._pool):
@@ -348,7 +364,7 @@ class CudaEngine:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """No garbage collection meanwhile: freeing another engine's recordings would break the one being made."""
+    """No garbage collection meanwhile: freeing another engine's graphs would break the one being captured."""
     running = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""An EAGLE-3 head on the CUDA engine: one layer with a static cache, in the same recordings as its target."""
+"""An EAGLE-3 head on the CUDA engine: one layer with a static cache, in the same captured graphs as its target."""
 
 from __future__ import annotations
 
@@ -7,28 +7,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selfjudge.engine.base import Output, chunk_tokens
-from selfjudge.engine.cuda.engine import CudaEngine, passes, row_lengths
+from selfjudge.engine.cuda.engine import CudaEngine, LayerWeights, passes, row_lengths
 from selfjudge.models.eagle import EagleHead
 from selfjudge.models.loaded import Draft, as_draft
 
 
 class _HeadWeights:
-    """The head's matrices, queries, keys and values fused into one, gate and up into another."""
+    """The weights of a head as the kernels read them."""
 
     def __init__(self, head: EagleHead) -> None:
-        config, own = head.config, head.layer
-        attention, mlp = own.self_attn, own.mlp
+        config = head.config
         assert head.embedding is not None
         assert head.output is not None
-        self.fuse = head.fc.weight.detach()
-        self.token_norm, self.state_norm = own.input_layernorm.weight.detach(), own.hidden_norm.weight.detach()
-        self.qkv = torch.cat([p.weight.detach() for p in (attention.q_proj, attention.k_proj, attention.v_proj)])
-        self.out = attention.o_proj.weight.detach()
-        self.mlp_norm = own.post_attention_layernorm.weight.detach()
-        self.gate_up = torch.cat([mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()])
-        self.down = mlp.down_proj.weight.detach()
+        self.layers = [LayerWeights.fuse(head.layer)]
+        self.fuse, self.state_norm = head.fc.weight.detach(), head.layer.hidden_norm.weight.detach()
         self.norm, self.head, self.embedding = head.norm.weight.detach(), head.output, head.embedding
-        self.layers = (self.qkv,)  # one of them: so large is the cache
         self.heads, self.kv_heads, self.dim = config.heads, config.kv_heads, config.head_dim
         self.epsilon, self.rotary, self.norm_before_residual = config.eps, head.rotary_emb, config.norm_before_residual
 
@@ -65,6 +58,7 @@ class CudaHead(CudaEngine):
     ) -> tuple[Tensor, Tensor]:
         """Logits [B, keep, D] and a [B, keep, H] of entries [B, T]; only keys and values are made of those before."""
         w, kernels = self.weights, self._kernels
+        layer = w.layers[0]
         batch, width, size = e.shape
         keys, values = self.keys[0, rows], self.values[0, rows]
         given = states.reshape(batch * width, -1)
@@ -73,16 +67,16 @@ class CudaHead(CudaEngine):
         n = kernels.norm(x, kernels.product(given, w.fuse, None) if fused else None, w.state_norm, w.epsilon)
         if w.norm_before_residual:
             x = n.clone()
-        both = torch.cat([kernels.norm(e.view(batch * width, size), None, w.token_norm, w.epsilon), n], 1)
-        q = kernels.rotate(
-            kernels.product(both, w.qkv, None), self._cosine, self._sine, slot, position, keys, values, w.heads
-        )
+        both = torch.cat([kernels.norm(e.view(batch * width, size), None, layer.attention_norm, w.epsilon), n], 1)
+        qkv = kernels.product(both, layer.qkv, None)
+        q = kernels.rotate(qkv, self._rotary, (slot, position), (keys, values), w.heads)
         if keep < width:
             x = x.view(batch, width, size)[:, width - keep :].reshape(batch * keep, size).contiguous()
             q, position = q[:, width - keep :].contiguous(), position[:, width - keep :].contiguous()
         if not keep:
             return x.new_empty(batch, 0, len(w.head)), x.view(batch, 0, size)
-        parts = kernels.add(x, kernels.attention(q, keys, values, position), w.out, None)
-        parts = kernels.add(x, kernels.gated(kernels.norm(x, parts, w.mlp_norm, w.epsilon), w.gate_up), w.down, None)
+        parts = kernels.add(x, kernels.attention(q, keys, values, position), layer.out, None)
+        inner = kernels.gated(kernels.norm(x, parts, layer.mlp_norm, w.epsilon), layer.gate_up)
+        parts = kernels.add(x, inner, layer.down, None)
         logits = F.linear(kernels.norm(x, parts, w.norm, w.epsilon), w.head)  # and x is whole by now
         return logits.view(batch, keep, -1), x.view(batch, keep, size)

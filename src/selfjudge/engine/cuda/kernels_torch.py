@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+Both = tuple[Tensor, Tensor]
+
 
 class Kernels:
     """The steps of a pass as torch operations.
@@ -44,18 +46,12 @@ class Kernels:
             x.add_(bias)
         return None
 
-    def rotate(
-        self,
-        qkv: Tensor,
-        cosine: Tensor,
-        sine: Tensor,
-        slot: Tensor,
-        position: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        heads: int,
-    ) -> Tensor:
-        """Rotate queries and keys [S, M, (Hq+2Hk)·D], file keys and values at their slots; queries [B, T, Hq, D]."""
+    def rotate(self, qkv: Tensor, rotary: Both, at: Both, cache: Both, heads: int) -> Tensor:
+        """Rotate queries and keys [S, M, (Hq+2Hk)·D], file keys and values in the cache; queries [B, T, Hq, D].
+
+        `rotary` is cosine and sine by position, `at` slot and position [B, T], `cache` keys and values.
+        """
+        (cosine, sine), (slot, position), (keys, values) = rotary, at, cache
         batch, width = slot.shape
         kv, dim = keys.shape[1], keys.shape[3]
         q, k, v = qkv.sum(0).to(keys.dtype).view(batch, width, -1, dim).split([heads, kv, kv], 2)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from selfjudge.engine.cuda.kernels_torch import Kernels
+from selfjudge.engine.cuda.kernels_torch import Both, Kernels
 
 FEW = 32  # rows; larger products are compute-bound and go to the library
 SHARED_BYTES = 160 << 10  # that the tiles of a split product may need; with less, the library does all products
@@ -339,17 +339,8 @@ class TritonKernels(Kernels):
         )  # fmt: skip
         return y
 
-    def rotate(
-        self,
-        qkv: Tensor,
-        cosine: Tensor,
-        sine: Tensor,
-        slot: Tensor,
-        position: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        heads: int,
-    ) -> Tensor:
+    def rotate(self, qkv: Tensor, rotary: Both, at: Both, cache: Both, heads: int) -> Tensor:
+        (cosine, sine), (slot, position), (keys, values) = rotary, at, cache
         batch, width = slot.shape
         kv, slots, dim = keys.shape[1:]
         q = torch.empty(batch, width, heads, dim, dtype=keys.dtype, device=qkv.device)
