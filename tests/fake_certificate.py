@@ -35,7 +35,7 @@ def certificate(certified: bool = True, **more: Any) -> dict[str, Any]:
         } if certified else {},
         "speed_measure": "tokens_per_second", "speed_ratio": 1.12 if certified else None,
         "speed_ci": [1.07, 1.16] if certified else None, "exact_gamma": 3, "exact_over_plain": 1.7,
-        "candidates": [
+        "families": ["margin", "topk"], "candidates": [
             candidate(RULE, "margin", 4000, True, "certified after 300 prompts"),
             candidate("margin:1,guard=on", "margin", 96, False, "not certified: 96 prompts showed too much loss"),
             candidate("topk:2,guard=on", "topk", 0, False, "not tried: a stricter rule of its family is not certified"),

@@ -1,4 +1,4 @@
-"""A made-up but consistent tree of results: what `eval`, `train`, `label` and `study` leave behind, with hostile texts in it.
+"""A made-up but consistent tree of results as `eval` writes them, with hostile texts in it.
 
 Every figure of a summary follows from the samples beside it. The numbers mean nothing.
 """
@@ -49,15 +49,17 @@ def write_run(
     score, m = sum(s["score"] for s in samples) / n, pooled(samples)
     delta = None if exact is None else score - sum(s["score"] for s in exact) / n
     spread = 0.9 / n**0.5
+    gain, ratio = (None, None) if exact is None else (m - pooled(exact), m / pooled(exact))
     measure = MEASURES.get(task, "accuracy")
     judged = sum(s["judged"] for s in samples)
     summary = {
-        "pair": "smollm2-135m", "task": task, "rule": rule, "judge": rule.partition("@")[2] or None, "label_method": None, "features": None,
+        "pair": "smollm2-135m", "task": task, "rule": rule, "judge": rule.partition("@")[2] or None, "judge_id": None, "label_method": None, "features": None,
         "suffix_length": None, "threshold": None, "gamma": gamma, "batch": 64, "n": n, "measure": measure, "score": score,
         "score_ci": [score - spread, score + spread], "scores": {measure: score}, "delta_score": delta,
         "delta_ci": None if delta is None else [delta - spread / 2, delta + spread / 2],
-        "agreement": sum(s["agrees"] or 0 for s in samples) / n, "mean_accepted_length": m, "delta_m": None if exact is None else m - pooled(exact),
-        "m_ratio": None if exact is None else m / pooled(exact), "drafts_accepted": m - 1, "judged_share": judged / sum(s["tokens"] for s in samples),
+        "agreement": sum(s["agrees"] or 0 for s in samples) / n, "mean_accepted_length": m, "delta_m": gain,
+        "delta_m_ci": None if gain is None else [gain - 0.2, gain + 0.2],
+        "m_ratio": ratio, "m_ratio_ci": None if ratio is None else [ratio - 0.06, ratio + 0.06], "drafts_accepted": m - 1, "judged_share": judged / sum(s["tokens"] for s in samples),
         "tokens_per_second": 900 * m, "extraction_failures": sum(s["answer"] is None for s in samples) / n,
         "seconds": {"draft": 3.1, "target": 6.2 / m, "judge": 0.11 if "judge" in rule else 0.0, "rule": 0.2, "total": 3.5 + 6.2 / m},
         "substitutions": SWAPS if judged else [], "max_new_tokens": 512, "dtype": "bfloat16", "machine": MACHINE, "versions": VERSIONS,
@@ -157,49 +159,6 @@ def write_eval(folder: Path, tasks: tuple[str, ...] = ("gsm8k", "math500", "mmlu
                     write_examples(folder / task / f"{rule}-g{gamma}", dice, gamma, bold)
     (folder / tasks[0] / "margin:0.5-g10").mkdir()
     return folder
-
-
-def write_judge(folder: Path, name: str, auc: float) -> Path:
-    """A judge's config.json and roc.json: a smooth curve."""
-    curve = [i / 40 for i in range(41)]
-    lift = [x ** ((1 - auc) / auc) for x in curve]
-    rates = {"F_accepts_acceptable": lift[4], "F_accepts_unacceptable": curve[4], "R_accepts_acceptable": lift[2], "R_accepts_unacceptable": curve[2]}  # fmt: skip
-    write_json(folder / name / "config.json", {
-        "target": "smollm2-135m", "draft": "smollm2-135m/draft", "features": "hidden+margin", "model": "mlp", "label_method": name,
-        "suffix_length": 20, "tau": -4.08, "quality_curve": [[0.0, 0.0], [0.9, 0.23]], "thresholds": {"F": 0.45, "R": 0.7},
-        "metrics": {"auc_mismatch": auc, "n_labels": 71797, **rates},
-    })  # fmt: skip
-    write_json(
-        folder / name / "roc.json",
-        {"fpr": curve, "tpr": lift, "F": [curve[4], lift[4]], "R": [curve[2], lift[2]], "auc": auc},
-    )
-    return folder / name
-
-
-def write_label_run(folder: Path) -> Path:
-    runs = [
-        {"method": name, "prompts": 420, "rows": rows, "acceptable": 0.15, "seconds": {"tau": 24.7, "labels": 20.0}, "rows_per_hour": rate, "target_tokens_per_label": cost}
-        for name, rows, rate, cost in (("selfjudge", 75545, 7667675.3, 30.9), ("autojudge", 5833, 987317.5, 368.6), ("autojudge+", 5531, 473365.4, 325.0))
-    ]  # fmt: skip
-    write_json(folder / "summary.json", {"pair": "smollm2-135m", "machine": MACHINE, "versions": VERSIONS, "date": "2026-11-14", "dtype": "bfloat16", "runs": runs})  # fmt: skip
-    return folder
-
-
-def write_study(folder: Path) -> Path:
-    curve = [{"prompts": k, "labels": 100 * 3**k, "linear": 0.7 + k / 50, "mlp": 0.62 + k / 25} for k in range(1, 6)]
-    write_json(folder / "study.json", {
-        "labels": 24300, "target": "smollm2-135m", "machine": MACHINE, "versions": VERSIONS, "date": "2026-11-14", "learning_curve": curve,
-        "features": [{"features": "hidden", "linear": 0.765, "mlp": 0.797}, {"features": "hidden+margin", "linear": 0.811, "mlp": 0.836}],
-    })  # fmt: skip
-    return folder
-
-
-def write_all(folder: Path) -> list[Path]:
-    """One of everything."""
-    return [
-        write_eval(folder / "eval"), write_judge(folder / "judges", "selfjudge", 0.84), write_judge(folder / "judges", "autojudge", 0.74),
-        write_label_run(folder / "labels"), write_study(folder / "study"),
-    ]  # fmt: skip
 
 
 def demo_result() -> dict[str, Any]:

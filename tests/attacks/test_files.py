@@ -38,23 +38,15 @@ Change = Callable[[Any], Any]
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A judge, labels, an evaluation, a study and prompts, all as they should be."""
+    """A judge, labels, an evaluation and prompts, all as they should be."""
     root = tmp_path_factory.mktemp("good")
     config = JudgeConfig(hidden_size=32, thresholds={"F": 0.4, "R": 0.6}, quality_curve=((0.5, 0.3), (0.9, 0.7)))
     Judge(config).save_pretrained(root / "judge")
-    write_json(root / "judge" / "roc.json", {"fpr": [0, 1], "tpr": [0, 1], "F": [0.1, 0.5], "auc": 0.7})
     label_folder(root / "labels", prompts=8, each=3, shards=2, evidence=6)
     rows = [{"id": f"r-{i}", "answer": "1", "score": 1.0, "scores": {"accuracy": 1.0}, "tokens": 9, "cycles": 4, "judged": 1,
              "agrees": 1.0} for i in range(3)]  # fmt: skip
     write_run(root / "eval", "gsm8k", "exact", 3, rows, None)
     write_examples(root / "eval" / "gsm8k" / "exact-g3", random.Random(0), 3, 0.2)
-    write_json(root / "eval" / "run.json", {"argv": ["selfjudge"], "time": "2026-11-16T00:00:00Z", "seconds": {}})
-    write_json(
-        root / "eval" / "study" / "study.json", {"learning_curve": [{"labels": 5, "linear": 0.7}], "features": []}
-    )
-    write_json(
-        root / "eval" / "bench" / "summary.json", {"runs": [{"method": "selfjudge", "rows": 5, "rows_per_hour": 9.0}]}
-    )
     (root / "data" / "gsm8k").mkdir(parents=True)
     (root / "data" / "gsm8k" / "test.jsonl").write_text('{"question": "w1?", "answer": "#### 5"}\n')
     (root / "prompts.jsonl").write_text(
@@ -77,7 +69,7 @@ def command(kind: str, files: Path, checkpoints: dict[str, str]) -> list[str]:
         "train": ["train", str(files / "labels"), *new],
         "merge": ["labels", "merge", str(files / "labels"), *new],
         "judge": ["generate", "w1", *pair, "--judge", str(files / "judge"), "--max-new-tokens", "2"],
-        "report": ["report", str(files / "eval"), str(files / "judge"), "--out", str(files / "page.html")],
+        "report": ["report", str(files / "eval"), "--out", str(files / "page.html")],
         "prompts": ["bench", "decode", *pair, "--prompts", str(files / "prompts.jsonl")],
         "task": ["eval", "--tasks", f"file:{files / 'prompts.jsonl'}", *pair, "--rules", "exact", *new],
         "label": ["label", *pair, "--prompts", str(files / "prompts.jsonl"), "--tau", "-5", *new],
@@ -229,11 +221,7 @@ ATTACKS: list[tuple[str, str, Change, str]] = [
     ("report", f"{RUN}/summary.json", put(rule={}), '"rule" must be a text, not {}'),
     ("report", f"{RUN}/samples.jsonl.gz", put(tokens=-5), '"tokens" must be at least 0, not -5'),
     ("report", f"{RUN}/examples.jsonl", put(tokens=[{"origin": "me"}]), '"tokens[0].origin" must be'),
-    ("report", "eval/run.json", put(argv="selfjudge"), '"argv" must be a list'),
-    ("report", "eval/study/study.json", put(learning_curve=[5]), '"learning_curve[0]" must be an object'),
-    ("report", "eval/bench/summary.json", put(runs=[{}]), '"runs[0].method" is missing'),
-    ("report", "judge/roc.json", put(fpr=[0, 2]), '"fpr[1]" must be from 0 to 1, not 2'),
-    ("report", "judge/config.json", put(thresholds={"F": "x"}), '"thresholds.F" must be a number'),
+    ("report", f"{RUN}/summary.json", put(judge_id="../x"), '"judge_id" must be a sha256'),
     ("task", "prompts.jsonl", put(answer=None), '"answer" must be a text or a number, not null'),
     ("task", "prompts.jsonl", put(answer=["5"]), '"answer" must be a text or a number'),
     ("task", "prompts.jsonl", put(split="dev"), '"split" must be "train" or "test", not "dev"'),
@@ -273,7 +261,7 @@ BROKEN: dict[str, bytes] = {
 }
 READ_BY = {
     "labels/manifest.json": "info", "judge/config.json": "judge", f"{RUN}/summary.json": "report", f"{RUN}/samples.jsonl.gz": "report",
-    f"{RUN}/examples.jsonl": "report", "eval/run.json": "report", "judge/roc.json": "report", "prompts.jsonl": "task",
+    f"{RUN}/examples.jsonl": "report", "prompts.jsonl": "task",
 }  # fmt: skip
 MAY_BE_EMPTY = [name for name in READ_BY if name.startswith(RUN) and "jsonl" in name]
 """A file of rows may have none, and a report then shows none."""
@@ -397,7 +385,7 @@ def use_judge(files: Path) -> None:
 
 
 def use_report(files: Path) -> None:
-    results = read_results([files / "eval", files / "judge"])
+    results = read_results([files / "eval"])
     tables(results)
     charts(results)
 
@@ -411,9 +399,8 @@ def use_prompts(files: Path) -> None:
 
 FUZZED: dict[str, Callable[[Path], None]] = {
     "labels/manifest.json": use_labels, "labels/labels-00001.jsonl": use_labels, "labels/responses.jsonl": use_labels,
-    "judge/config.json": use_judge, "judge/roc.json": use_report, f"{RUN}/summary.json": use_report, f"{RUN}/samples.jsonl.gz": use_report,
-    f"{RUN}/examples.jsonl": use_report, "eval/run.json": use_report, "eval/study/study.json": use_report,
-    "eval/bench/summary.json": use_report, "prompts.jsonl": use_prompts,
+    "judge/config.json": use_judge, f"{RUN}/summary.json": use_report, f"{RUN}/samples.jsonl.gz": use_report,
+    f"{RUN}/examples.jsonl": use_report, "prompts.jsonl": use_prompts,
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from browser import CHROMIUM, Browser
 from fake_certificate import certificate, example
-from fake_eval import HOSTILE, demo_result, write_eval, write_judge
+from fake_eval import HOSTILE, demo_result, write_eval
 from selfjudge.report.certificate import certificate_page
 from selfjudge.report.demo import demo_page
 from selfjudge.report.pipeline import report
@@ -24,10 +24,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
-    report(
-        [write_eval(folder / "eval", ("gsm8k", "mmlu", "arithmetic"), n=12), write_judge(folder, "selfjudge", 0.84)],
-        folder / "report.html",
-    )
+    report([write_eval(folder / "eval", ("gsm8k", "mmlu", "arithmetic"), n=12)], folder / "report.html")
     return folder / "report.html"
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from browser import Page
-from fake_eval import HOSTILE, samples, write_all, write_judge, write_run
+from fake_eval import HOSTILE, samples, write_eval, write_run
 from selfjudge.report.pipeline import report
 
 
@@ -19,14 +19,14 @@ from selfjudge.report.pipeline import report
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """One of everything, reported."""
     folder = tmp_path_factory.mktemp("whole")
-    return folder / "report.html", report(write_all(folder), folder / "report.html")
+    return folder / "report.html", report([write_eval(folder / "eval")], folder / "report.html")
 
 
 def test_the_files_beside_the_page(whole: tuple[Path, dict[str, Any]]) -> None:
     page, found = whole
     beside = page.with_suffix("")
     assert {f.name for f in beside.iterdir()} == {"tables.md", "report.json", *found["figures"]}
-    assert len(found["figures"]) == len(set(found["figures"])) > 10
+    assert len(found["figures"]) == len(set(found["figures"])) == 7
     assert all((beside / name).read_bytes().startswith(b"\x89PNG") for name in found["figures"])
     assert json.loads((beside / "report.json").read_text())["tables"].keys() == found["tables"].keys()
     tables = re.split(r"(?m)^## ", (beside / "tables.md").read_text())[1:]
@@ -43,12 +43,11 @@ def test_no_text_breaks_out_of_the_page(whole: tuple[Path, dict[str, Any]], tmp_
     for rule in ("exact", f"judged:{evil}@{HOSTILE[1]}"):
         write_run(
             folder, "task", rule.replace("/", "\u2215"), 10, one, one, rule=rule, pair=HOSTILE[0], task=HOSTILE[1], measure=HOSTILE[2],
-            machine=HOSTILE[3], dtype=HOSTILE[0], date=HOSTILE[0], fold=HOSTILE[3], features=HOSTILE[0], label_method=HOSTILE[1],
+            machine={"gpu": HOSTILE[3]}, versions={HOSTILE[1]: HOSTILE[0]}, dtype=HOSTILE[0], date=HOSTILE[0],
             scores={HOSTILE[0]: 0.1},
         )  # fmt: skip
     (folder / f"{evil}-g10").mkdir()
-    evil_judge = write_judge(tmp_path, "<img src=x onerror=1>", 0.7)
-    report([folder, evil_judge], tmp_path / "evil.html")
+    report([folder], tmp_path / "evil.html")
     for page in (whole[0], tmp_path / "evil.html"):
         text = page.read_text()
         found = Page(text)

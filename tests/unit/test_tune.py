@@ -270,12 +270,14 @@ def test_it_is_said_where_there_is_little_to_lose() -> None:
         return doubt(certificate(exact={"n": 60, "score": 0.6, "without_answer": 3, **exact}))
 
     assert said() == said(score=None) == doubt(certificate()) == ""
-    assert "exact itself scores 5.0 of 100 points and in 3 of its 60 answers none was found" in said(score=0.05)
-    assert "exact itself scores 5.0 of 100 points. Its answers are found, and wrong" in said(
+    assert "exact itself scores 5.0 of 100 points and 3 of its 60 outputs contain no extractable answer" in said(
+        score=0.05
+    )
+    assert "exact itself scores 5.0 of 100 points. Its answers are extracted, and wrong" in said(
         score=0.05, without_answer=0
     )
-    assert "Let prompts ask for an answer that is found" in said(without_answer=40)
-    assert "in 40 of its 60 answers none was found" in said(without_answer=40)
+    assert "Let prompts ask for an answer that can be extracted" in said(without_answer=40)
+    assert "40 of its 60 outputs contain no extractable answer" in said(without_answer=40)
     poor = certificate(exact={"n": 60, "score": 0.0, "without_answer": None})
     assert "There is little to lose here" in certificate_markdown(poor)
 

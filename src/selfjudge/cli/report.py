@@ -13,9 +13,7 @@ from selfjudge.report.charts import MOST_METHODS
 
 
 def report(
-    folders: Annotated[
-        list[Path], typer.Argument(metavar="DIR...", help="Folders of eval, and of train, label and study if wanted.")
-    ],
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders that eval or reproduce wrote.")],
     out: Annotated[Path, typer.Option(help="The page; figures and tables go into a folder of the same name.")] = Path(
         "report.html"
     ),
@@ -24,9 +22,9 @@ def report(
     ] = MOST_METHODS,
     as_json: AsJson = False,
 ) -> None:
-    """One self-contained page: tables, trade-offs, ablations, a token viewer; figures and markdown beside it.
+    """One self-contained page: a verdict, tables, trade-offs, a token viewer; figures and Markdown beside it.
 
-    Example: selfjudge report eval judge --out report.html
+    Example: selfjudge report eval --out report.html
     """
     with waiting("reading results and drawing …"):
         from selfjudge.report.pipeline import report as run

@@ -1,45 +1,57 @@
-"""The certificate for people: a sentence, the evidence, every rule that was tried, answers lost and gained."""
+"""The certificate as a page and as text: a sentence, the evidence, all rules tried, answers lost and gained."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from selfjudge.report.charts import Lines, Point, Series
-from selfjudge.report.demo import show_token, writable
+from selfjudge.report.charts import Chart, Point, Series
+from selfjudge.report.demo import encodable, show_token
 from selfjudge.report.draw import draw
 from selfjudge.report.page import render
-from selfjudge.report.table import Column, Table, fixed, points, signed_points, text, whole, word_column
-from selfjudge.report.verdict import LITTLE
+from selfjudge.report.table import (
+    Column,
+    Table,
+    fixed,
+    points,
+    show_interval,
+    show_text,
+    signed_points,
+    tenths,
+    whole,
+    word_column,
+)
+from selfjudge.report.verdict import LOW_SCORE
 
 RUN = "Run this in the folder of this certificate"
+BEST_EXACT = "against exact at its own best γ, which may be 0"
 
 
 def finding(certificate: Mapping[str, Any]) -> str:
-    """What came out, in a sentence."""
+    """The result in a sentence."""
     if not certificate["certified"]:
         why = "" if not certificate["stopped"] else " so far (the time was up)"
         if plain_wins(certificate):
             return f"Nothing here beats plain decoding{why}: use exact without a recipe (--gamma auto or 0)."
         return f"Nothing here beats exact{why}: use exact (γ = {certificate['gamma']})."
-    low, high = certificate["mean_difference_ci"]
-    change = f"{signed_points(certificate['mean_difference'])} [{signed_points(low)}, {signed_points(high)}]"
+    interval = show_interval(certificate["mean_difference_ci"], signed_points)
+    change = f"{signed_points(certificate['mean_difference'])} {interval}"
     return (
-        f"{certificate['rule']} (γ = {certificate['gamma']}): {gain(certificate)}, {change} {unit(certificate)},"
-        f" certified ≤ {fixed(100 * certificate['epsilon'], 1).removesuffix('.0')}."
+        f"{certificate['rule']} (γ = {certificate['gamma']}): {_gain(certificate)}, {change} {_unit(certificate)},"
+        f" certified ≤ {points(certificate['epsilon']).removesuffix('.0')}."
     )
 
 
 def plain_wins(certificate: Mapping[str, Any]) -> bool:
-    """Whether nothing was faster than plain decoding: then there is no recipe to be used."""
+    """Whether nothing was faster than plain decoding: then no recipe is of use."""
     return not certificate["certified"] and certificate["exact_over_plain"] == 1
 
 
 def claim(certificate: Mapping[str, Any]) -> str:
-    """What is claimed, of which prompts."""
-    confidence = fixed(100 * (1 - certificate["delta"]), 1).removesuffix(".0")
+    """The claim, and the prompts it holds for."""
+    confidence = points(1 - certificate["delta"]).removesuffix(".0")
     if not certificate["certified"]:
-        lost = f"to lose at most {points(certificate['epsilon'])} {unit(certificate)} with {confidence} % confidence"
+        lost = f"to lose at most {points(certificate['epsilon'])} {_unit(certificate)} with {confidence} % confidence"
         if any(row["refuted"] for row in certificate["candidates"]):
             return f"Exact decoding loses nothing. Relaxed rules were certified {lost}; none was surely faster."
         return f"Exact decoding loses nothing. No relaxed rule was certified {lost}."
@@ -48,38 +60,40 @@ def claim(certificate: Mapping[str, Any]) -> str:
         over = certificate["exact_over_plain"] * certificate["speed_ratio"]
         plain = f"; {fixed(over)} × plain speed"
     return (
-        f"On prompts like these {whole(certificate['n'])}, at most {points(certificate['epsilon'])} {unit(certificate)}"
-        f" are lost against exact decoding, with {confidence} % confidence{plain}. It is void for other prompts,"
-        " models, engines or settings."
+        f"On prompts like these {whole(certificate['n'])}, at most {points(certificate['epsilon'])}"
+        f" {_unit(certificate)} are lost against exact decoding, with {confidence} % confidence{plain}."
+        " It is void for other prompts, models, engines or settings."
     )
 
 
 def doubt(certificate: Mapping[str, Any]) -> str:
-    """Why it says little: `exact` itself is hardly ever right here, or its answers are not found; else empty."""
+    """Why the certificate says little: `exact` itself is hardly ever right, or gives no answers; else empty."""
     exact = certificate.get("exact") or {}
     n, score, missed = exact.get("n") or 0, exact.get("score"), exact.get("without_answer") or 0
-    if not n or ((score is None or score >= LITTLE) and missed <= n / 2):
+    if not n or ((score is None or score >= LOW_SCORE) and missed <= n / 2):
         return ""
-    said = [] if score is None else [f"exact itself scores {points(score)} of 100 points"]
-    said += [f"in {missed} of its {n} answers none was found"] if missed else []
-    mend = (
-        'Let prompts ask for an answer that is found, such as "The answer is …"'
+    reasons = [] if score is None else [f"exact itself scores {points(score)} of 100 points"]
+    reasons += [f"{missed} of its {n} outputs contain no extractable answer"] if missed else []
+    advice = (
+        'Let prompts ask for an answer that can be extracted, such as "The answer is …"'
         if missed > n / 2
-        else "Its answers are found, and wrong: take prompts that this target can answer, or another pair"
+        else "Its answers are extracted, and wrong: take prompts that this target can answer, or another pair"
     )
-    return f"There is little to lose here: {' and '.join(said)}. {mend}, or certify agreement (--measure overlap)."
+    return f"There is little to lose here: {' and '.join(reasons)}. {advice}, or certify agreement (--measure overlap)."
 
 
-def gain(certificate: Mapping[str, Any]) -> str:
-    """Speed against `exact`."""
-    low, high = (100 * (end - 1) for end in certificate["speed_ci"])
+def _gain(certificate: Mapping[str, Any]) -> str:
+    """The speed against `exact`."""
+
+    def change(ratio: float) -> str:
+        return fixed(100 * (ratio - 1), 0, "+")
+
     what = "tokens/s" if certificate["speed_measure"] == "tokens_per_second" else "tokens per target pass"
-    ratio = fixed(100 * (certificate["speed_ratio"] - 1), 0, "+")
-    return f"{ratio} % [{fixed(low, 0, '+')}, {fixed(high, 0, '+')}] {what}"
+    return f"{change(certificate['speed_ratio'])} % {show_interval(certificate['speed_ci'], change)} {what}"
 
 
-def unit(certificate: Mapping[str, Any]) -> str:
-    """What a point is a point of."""
+def _unit(certificate: Mapping[str, Any]) -> str:
+    """The unit of the measure."""
     return {
         "score": "points",
         "same_answer": "points of agreement (same extracted answer as exact)",
@@ -87,17 +101,15 @@ def unit(certificate: Mapping[str, Any]) -> str:
     }[certificate["measure"]]
 
 
-def notes(certificate: Mapping[str, Any]) -> list[str]:
-    """How it was found, and what the figures beside the claim are."""
-    every = dict.fromkeys(row["family"] for row in certificate["candidates"])
-    families = certificate.get("families", list(every))  # earlier versions did not write them
+def _notes(certificate: Mapping[str, Any]) -> list[str]:
+    """How the rule was found, and what the figures besides the claim are."""
     lines = [
-        *([doubt(certificate)] if doubt(certificate) else []),
+        *filter(None, [doubt(certificate)]),
         f"Measured: {certificate['measure_words']}. One prompt is one observation, a repeated prompt counts once.",
-        f"Families ({', '.join(families)}) have equal shares of δ = {certificate['delta']:g}. In a family the rules are"
-        " tested from strict to loose, in an order that was fixed before, until one is not certified.",
-        "Brackets are 95 % bootstrap intervals: of the change over prompts, of the speed over batches. They are no part"
-        " of the certificate, and do not allow for the choice among rules.",
+        f"Families ({', '.join(certificate['families'])}) have equal shares of δ = {certificate['delta']:g}. In a"
+        " family the rules are tested from strict to loose, in an order fixed beforehand, until one is not certified.",
+        "Brackets are 95 % bootstrap intervals: of the change over prompts, of the speed over batches. They are not"
+        " part of the certificate, and do not allow for the choice among rules.",
     ]
     if evidence := certificate["evidence"]:
         lines.append(
@@ -109,24 +121,24 @@ def notes(certificate: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def facts(certificate: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What the certificate is bound to."""
+def _facts(certificate: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The models, prompts, engine and versions that the certificate holds for."""
     versions = ", ".join(f"{name} {number}" for name, number in certificate["versions"].items())
     machine = certificate.get("machine") or {}
     return [
         ("pair", certificate["pair"]),
-        ("target, sha256", text(certificate.get("target_sha256"))),
-        ("draft, sha256", text(certificate.get("draft_sha256"))),
+        ("target, sha256", show_text(certificate.get("target_sha256"))),
+        ("draft, sha256", show_text(certificate.get("draft_sha256"))),
         ("prompts", f"{certificate['task']}, sha256 {certificate['prompts_sha256']}"),
         ("engine", f"{certificate['engine']}, {certificate['dtype']}, {certificate.get('batch')} prompts at a time"),
-        ("machine", text(machine.get("gpu") or machine.get("cpu") or machine.get("arch"))),
+        ("machine", show_text(machine.get("gpu") or machine.get("cpu") or machine.get("arch"))),
         ("versions", versions),
         ("date", certificate["date"]),
     ]
 
 
 def commands(certificate: Mapping[str, Any]) -> list[str]:
-    """What to run, in the folder of the certificate."""
+    """Commands to run in the folder of the certificate."""
     flags = certificate.get("flags")
     if not flags:
         return []
@@ -136,8 +148,8 @@ def commands(certificate: Mapping[str, Any]) -> list[str]:
     return [*lines, flags["vllm"]] if flags["vllm"] else lines
 
 
-def candidates_table(certificate: Mapping[str, Any]) -> Table:
-    """Every rule, and what came of it."""
+def _candidates_table(certificate: Mapping[str, Any]) -> Table:
+    """Every rule that was tried, and the outcome."""
     by_m = certificate["speed_measure"] != "tokens_per_second"
     columns = (
         word_column("rule", "rule"),
@@ -148,27 +160,21 @@ def candidates_table(certificate: Mapping[str, Any]) -> Table:
         Column("lost", "lost", whole),
         Column("gained", "gained", whole),
         Column("m", "mean_accepted_length", fixed, help="tokens per target pass"),
-        Column("tokens/s", "tokens_per_second", lambda rate: fixed(rate, 1)),
-        Column(
-            "m × exact" if by_m else "speed × exact",
-            "speed_ratio",
-            fixed,
-            below="speed_ci",
-            help="against exact at its own best γ, which may be 0",
-        ),
-        word_column("what came of it", "why", wide=True),
+        Column("tokens/s", "tokens_per_second", tenths),
+        Column("m × exact" if by_m else "speed × exact", "speed_ratio", fixed, "speed_ci", BEST_EXACT),
+        word_column("outcome", "why", wide=True),
     )
     return Table("candidates", "Every rule that was tried", columns, tuple(certificate["candidates"]))
 
 
-def evidence_chart(certificate: Mapping[str, Any]) -> Lines | None:
+def _evidence_chart(certificate: Mapping[str, Any]) -> Chart | None:
     """The capital of the bet over the prompts; it is won at the dotted line."""
     evidence = certificate["evidence"]
     if not evidence:
         return None
     course = tuple(Point(t, value, f"after {t} prompts: ln K = {value}") for t, value in evidence["log_capital"])
     series = Series(certificate["rule"], 1, course, marked=False)
-    return Lines("evidence", "Evidence over prompts", "prompts", "ln of the capital", (series,), level=evidence["goal"])
+    return Chart("evidence", "Evidence over prompts", "prompts", "ln of the capital", (series,), level=evidence["goal"])
 
 
 def certificate_markdown(certificate: Mapping[str, Any]) -> str:
@@ -177,17 +183,17 @@ def certificate_markdown(certificate: Mapping[str, Any]) -> str:
         f"# Certificate for {certificate['pair']}",
         finding(certificate),
         claim(certificate),
-        *([f"{RUN}:", "\n".join(f"    {line}" for line in commands(certificate))] if commands(certificate) else []),
-        "\n".join(f"- {line}" for line in notes(certificate)),
-        candidates_table(certificate).markdown().rstrip(),
-        "\n".join(f"- {name}: {value}" for name, value in facts(certificate)),
+        *([f"{RUN}:", "\n".join(f"    {line}" for line in lines)] if (lines := commands(certificate)) else []),
+        "\n".join(f"- {line}" for line in _notes(certificate)),
+        _candidates_table(certificate).markdown().rstrip(),
+        "\n".join(f"- {name}: {value}" for name, value in _facts(certificate)),
     ]
     return "\n\n".join(parts) + "\n"
 
 
 def certificate_page(certificate: Mapping[str, Any], examples: Sequence[Mapping[str, Any]]) -> str:
     """One self-contained HTML page. `examples` are answers lost and gained, with the tokens of both."""
-    chart = evidence_chart(certificate)
+    chart = _evidence_chart(certificate)
     return render(
         "certificate.html",
         title=f"Certificate for {certificate['pair']}",
@@ -195,12 +201,12 @@ def certificate_page(certificate: Mapping[str, Any], examples: Sequence[Mapping[
         claim=claim(certificate),
         run=RUN,
         commands=commands(certificate),
-        notes=notes(certificate),
-        facts=facts(certificate),
+        notes=_notes(certificate),
+        facts=_facts(certificate),
         chart=chart,
         drawing=None if chart is None else draw(chart).svg,
-        table=candidates_table(certificate),
-        examples=[_example(writable(dict(example))) for example in examples],
+        table=_candidates_table(certificate),
+        examples=[_example(encodable(dict(example))) for example in examples],
         data={},
     )
 

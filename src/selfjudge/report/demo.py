@@ -7,18 +7,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from selfjudge.report.page import render
-from selfjudge.report.read import ORIGINS
-from selfjudge.report.table import Column, Table, fixed, percent, quoted, thousandths, word_column
+from selfjudge.report.records import ORIGINS
+from selfjudge.report.table import Column, Table, fixed, percent, quote_token, tenths, thousandths, word_column
 
 
 def demo_page(result: Mapping[str, Any]) -> str:
     """One self-contained HTML page from what `selfjudge demo --json` prints.
 
     A row of `result["rows"]` may have `tokens` of its first answer: `[text, origin, target's choice, its probability,
-    judge's score]`. Without them the answer is shown as plain text. All but `rows` may be missing: a demo that was
-    stopped has what it got to.
+    judge's score]`. Without them the answer is shown as plain text. All but `rows` may be missing: a demo may have been
+    stopped.
     """
-    result = writable(result)
+    result = encodable(result)
     rows: list[dict[str, Any]] = result["rows"]
     return render(
         "demo.html",
@@ -32,7 +32,7 @@ def demo_page(result: Mapping[str, Any]) -> str:
 
 
 def finding(result: Mapping[str, Any]) -> str:
-    """What came out, in one or two sentences: the fastest judge against `exact`, plain decoding and the draft alone."""
+    """The result in one or two sentences: the fastest judge against `exact`, plain decoding and the draft alone."""
     rows = {row["rule"]: row for row in result["rows"]}
     judged = [row for row in result["rows"] if row["rule"].startswith("judged")]
     if not judged or "exact" not in rows:
@@ -65,17 +65,17 @@ def _table(result: Mapping[str, Any]) -> Table:
         Column("γ", "gamma"),
         Column("m", "mean_accepted_length", fixed, help="tokens per target pass"),
         Column("judged", "judged_share", percent, help="tokens taken against the target's choice"),
-        Column("tokens/s", "tokens_per_second", lambda rate: fixed(rate, 1)),
+        Column("tokens/s", "tokens_per_second", tenths),
         Column("× plain", "speed_over_plain", fixed, help="speed over plain decoding"),
         Column(
-            "same start", "same_start_as_plain", percent, help="of an answer, before it parts from plain decoding’s"
+            "same start", "same_start_as_plain", percent, help="share of an answer before it leaves plain decoding’s"
         ),
         Column("log-likelihood", "log_likelihood", thousandths, help="of the answers, per token, by the target"),
     )
     quality = result.get("quality", 0.9)
     notes = [f"The judges’ threshold rejects {100 * quality:g} % of bad substitutions (q{quality:g})."]
     if result.get("draft_log_likelihood") is not None:
-        notes.append(f"The draft’s own answers: log-likelihood {fixed(result['draft_log_likelihood'], 3)}.")
+        notes.append(f"The draft’s own answers: log-likelihood {thousandths(result['draft_log_likelihood'])}.")
     if result.get("dtype"):
         notes.append(f"Weights: {result['dtype']}, the draft’s {result['draft_dtype']}.")
     if result.get("tune"):
@@ -98,21 +98,21 @@ def show_token(
     text: str, origin: str, choice: str | None = None, probability: float | None = None, score: float | None = None,
     *_: Any,
 ) -> dict[str, str]:  # fmt: skip
-    """A token as the template shows it; `wanted` says what the target wanted where that is another token."""
+    """A token as the template shows it; `wanted` is the target's choice where that is another token."""
     wanted: Sequence[str] = ()
     if choice is not None and choice != text:
         certainty = "" if probability is None else f" (p {probability:.2f})"
         wanted = [
-            f"target wanted {quoted(choice)}{certainty}",
+            f"target wanted {quote_token(choice)}{certainty}",
             *([] if score is None else [f"judge’s score {score:.2f}"]),
         ]
     return {"text": text, "origin": origin if origin in ORIGINS else "draft", "wanted": "; ".join(wanted)}
 
 
-def writable(value: Any) -> Any:
-    """The value with halves of characters, which no file can hold, replaced."""
+def encodable(value: Any) -> Any:
+    """The value with lone surrogates, which UTF-8 cannot encode, replaced."""
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode("utf-8")
     if isinstance(value, dict):
-        return {writable(k): writable(v) for k, v in value.items()}
-    return [writable(v) for v in value] if isinstance(value, list) else value
+        return {encodable(k): encodable(v) for k, v in value.items()}
+    return [encodable(v) for v in value] if isinstance(value, list) else value

@@ -1,9 +1,11 @@
-"""Rules at equal m: what a rule keeps beyond what an untrained margin of the same m keeps.
+"""Rules at equal m: how much more a rule keeps than an untrained margin with the same m.
 
 A margin's curve begins at `exact`, has a point for each threshold, and straight lines between. Agreement falls steeply
-at first, then less and less, so a line lies above the curve that it stands for. From `exact` to the strictest margin
-that is far above: there a lead is a lower bound, without an interval. Elsewhere intervals are paired by example and
-linearised, as those of m are.
+at first, then less and less, so a line lies above the curve that it approximates. From `exact` to the strictest margin
+it lies far above: there a lead is a lower bound, without an interval. Elsewhere intervals are paired by example.
+
+m is a ratio of sums, so its standard error comes from the linearised ratio: each example i adds
+z_i = (t_i − m·c_i) / c̄ with its t_i tokens and c_i cycles.
 """
 
 from __future__ import annotations
@@ -15,20 +17,31 @@ from itertools import pairwise
 from statistics import stdev
 from typing import Any
 
-from selfjudge.report.intervals import around, influences
-from selfjudge.report.records import Answered, Interval, Run, by_task, several, title
-from selfjudge.report.table import FOLD, GAMMA, RULE, Column, Row, Table, percent, same_answer, signed_points, slug
+from selfjudge.report.intervals import interval_around
+from selfjudge.report.records import Answered, EvalRun, Interval, group_by_task, has_several_pairs, place_title
+from selfjudge.report.table import (
+    AGREEMENT,
+    GAMMA,
+    RULE,
+    Column,
+    Row,
+    Table,
+    percent,
+    show_interval,
+    signed_points,
+    slug,
+)
 
 CURVES = {"margin": "margin", "margin, price": "priced margin"}
-"""Methods that need no training, which others are compared with, and what they are called."""
+"""Untrained methods that others are compared with, and their names in a table."""
 AGREES, SCORE = "agrees", "score"
-"""What of an answer is compared."""
+"""The figures of an answer that are compared."""
 FIGURES = {AGREES: "same answer", SCORE: "score"}
 
 
 @dataclass(frozen=True)
 class Lead:
-    """How much more a run has than a curve at its m, as a share."""
+    """The difference between a run and a curve at the same m, as a share."""
 
     value: float
     interval: Interval | None
@@ -41,15 +54,14 @@ class Lead:
         return self.interval is not None and self.interval[0] > 0
 
 
-def equal_m(runs: Sequence[Run]) -> list[Table]:
+def equal_m(runs: Sequence[EvalRun]) -> list[Table]:
     """One table a task: every rule against the untrained margins at its m."""
     tables = []
-    pairs = several(run.pair for run in runs)
-    for (pair, task), here in by_task(runs).items():
+    pairs = has_several_pairs(runs)
+    for (pair, task), here in group_by_task(runs).items():
         rows = [row for run in here if (row := _row(run, here)) is not None]
         if rows:
-            where = title(task) + (f", {pair}" if pairs else "")
-            name = slug("equal-m", pair if pairs else "", task)
+            name, where = slug("equal-m", pair if pairs else "", task), place_title(pair, task, runs)
             tables.append(Table(name, f"{where}: lead at equal m", _columns(rows), tuple(rows)))
     return tables
 
@@ -60,13 +72,13 @@ def _key(figure: str, method: str) -> str:
     return f"{kind}_over_{CURVES[method].replace(' ', '_')}"
 
 
-def _row(run: Run, runs: Sequence[Run]) -> Row | None:
+def _row(run: EvalRun, runs: Sequence[EvalRun]) -> Row | None:
     """A rule's leads over the curves that reach its m; None where none does, and for `margin`, `exact` and `null`."""
-    if not compares(run):
+    if not is_compared(run):
         return None
     assert run.m_ratio is not None
     row: dict[str, Any] = {
-        **{name: getattr(run, name) for name in ("pair", "task", "rule", "method", "ships", "both", "gamma", "fold")},
+        **{name: getattr(run, name) for name in ("pair", "task", "rule", "method", "gamma")},
         "gain": run.m_ratio - 1,
         "agreement": run.agreement,
         "agreement_ci": run.agreement_ci,
@@ -74,7 +86,7 @@ def _row(run: Run, runs: Sequence[Run]) -> Row | None:
     known = False
     for method in CURVES:
         for figure in FIGURES:
-            lead = lead_over(run, curve(method, run, runs), figure) if method != run.method else None
+            lead = lead_over(run, margin_curve(method, run, runs), figure) if method != run.method else None
             key = _key(figure, method)
             row[key], row[f"{key}_ci"] = (None, None) if lead is None else (lead.value, lead.interval)
             row[f"{key}_at_least"] = lead is not None and lead.at_least
@@ -82,8 +94,8 @@ def _row(run: Run, runs: Sequence[Run]) -> Row | None:
     return row if known else None
 
 
-def compares(run: Run) -> bool:
-    """Whether a run is one that is held against the margins."""
+def is_compared(run: EvalRun) -> bool:
+    """Whether a run is compared with the margins."""
     return run.method != "margin" and run.name not in ("exact", "null") and run.m_ratio is not None
 
 
@@ -96,9 +108,8 @@ def _columns(rows: Sequence[Row]) -> tuple[Column, ...]:
     return (
         RULE,
         GAMMA,
-        *([FOLD] if several(row["fold"] for row in rows) else []),
         Column("gain in m", "gain", percent),
-        same_answer("agreement_ci"),
+        AGREEMENT,
         *(_lead_column(key, head) for key, head in heads.items() if any(row[key] is not None for row in rows)),
     )
 
@@ -108,22 +119,20 @@ def _lead_column(key: str, head: str) -> Column:
         return ("≥ " if row[f"{key}_at_least"] else "") + signed_points(row[key])
 
     def interval(row: Row) -> str:
-        ends = row[f"{key}_ci"]
-        return "" if ends is None else f"[{signed_points(ends[0])}, {signed_points(ends[1])}]"
+        return show_interval(row[f"{key}_ci"], signed_points)
 
     return Column(head, shown, below=interval, help="points more, at the same m")
 
 
-def curve(method: str, run: Run, runs: Sequence[Run]) -> list[Run]:
-    """The runs of a method that compare with `run`, by m, from `exact` on; none where either is missing."""
-    place = run.pair, run.task, run.gamma, run.fold
-    here = [r for r in runs if (r.pair, r.task, r.gamma, r.fold) == place and r.m is not None]
+def margin_curve(method: str, run: EvalRun, runs: Sequence[EvalRun]) -> list[EvalRun]:
+    """The runs of a method in the setting of `run`, by m, from `exact` on; none where either is missing."""
+    here = [r for r in runs if r.setting == run.setting and r.m is not None]
     exact, others = [r for r in here if r.name == "exact"], [r for r in here if r.method == method]
     return sorted((*exact, *others), key=lambda r: (r.m, r.rule)) if exact and others else []
 
 
-def lead_over(run: Run, points: Sequence[Run], figure: str) -> Lead | None:
-    """How much more of a figure a run has than the line through `points` at its m; None where it does not reach."""
+def lead_over(run: EvalRun, points: Sequence[EvalRun], figure: str) -> Lead | None:
+    """The lead of a run over the line through `points` at its m; None beyond the line's ends."""
     for low, high in pairwise(points):
         assert None not in (run.m, low.m, high.m)
         if low.m <= run.m <= high.m and low.m < high.m:  # type: ignore[operator]
@@ -131,12 +140,12 @@ def lead_over(run: Run, points: Sequence[Run], figure: str) -> Lead | None:
     return None
 
 
-def _lead(run: Run, low: Run, high: Run, figure: str) -> Lead | None:
-    """Of `run` over the line from `low` to `high`, over the examples that all three have."""
+def _lead(run: EvalRun, low: EvalRun, high: EvalRun, figure: str) -> Lead | None:
+    """The lead of `run` over the line from `low` to `high`, on the examples that all three have."""
     shared = sorted(run.answers.keys() & low.answers.keys() & high.answers.keys())
     three = [[r.answers[i] for i in shared] for r in (run, low, high)]
     values = [_mean(answers, _reader(r, figure)) for r, answers in zip((run, low, high), three, strict=True)]
-    lengths = [influences(answers) for answers in three]
+    lengths = [m_influences(answers) for answers in three]
     if len(shared) < 2 or None in values or None in lengths:
         return None
     (value, y), (value_low, y_low), (value_high, y_high) = (v for v in values if v is not None)
@@ -157,11 +166,11 @@ def _lead(run: Run, low: Run, high: Run, figure: str) -> Lead | None:
         beyond(*of_values) - slope * beyond(*of_m)
         for of_values, of_m in zip(zip(y, y_low, y_high, strict=True), zip(z, z_low, z_high, strict=True), strict=True)
     ]
-    return Lead(lead, around(lead, stdev(changes) / math.sqrt(len(changes))))
+    return Lead(lead, interval_around(lead, stdev(changes) / math.sqrt(len(changes))))
 
 
-def _reader(run: Run, figure: str) -> Callable[[Answered], float | None]:
-    """Reads a figure of an answer. `exact` agrees with itself, which its rows do not say."""
+def _reader(run: EvalRun, figure: str) -> Callable[[Answered], float | None]:
+    """A function that reads a figure of an answer. `exact` agrees with itself; its rows do not say so."""
     if figure == AGREES:
         return (lambda answer: 1.0) if run.name == "exact" else (lambda answer: answer.agrees)
     return lambda answer: answer.score
@@ -175,3 +184,13 @@ def _mean(answers: Sequence[Answered], read: Callable[[Answered], float | None])
         return None
     mean = sum(known) / len(known)
     return mean, [0.0 if value is None else (value - mean) * len(values) / len(known) for value in values]
+
+
+def m_influences(answers: Sequence[Answered]) -> tuple[float, list[float]] | None:
+    """Pooled m and every example's z; the token that prefill yields belongs to no cycle."""
+    emitted = [(a.tokens - 1 if a.cycles else 0, a.cycles) for a in answers]
+    cycles = sum(c for _, c in emitted)
+    m = sum(t for t, _ in emitted) / cycles if cycles else 0.0
+    if not m:
+        return None
+    return m, [(t - m * c) * len(emitted) / cycles for t, c in emitted]

@@ -1,8 +1,8 @@
 """Tables, charts and answers → one HTML page that needs nothing else.
 
 Jinja escapes every text from a result. A content policy allows the page's script and style sheet by their hashes:
-a text that slipped through could not run or load anything. Tables and charts are in the page as they are.
-The script adds the filter, the theme and the token viewer.
+a text that slipped through could not run or load anything. Tables and charts need no script; it adds the filter, the
+theme and the token viewer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,16 @@ from markupsafe import Markup
 
 from selfjudge.report.charts import Chart
 from selfjudge.report.draw import PALETTE, Drawing, legend
-from selfjudge.report.records import PAPER, Results, Run, by_task, rule_order, several, task_order, title, usual_gamma
+from selfjudge.report.records import (
+    PAPER,
+    EvalRun,
+    Results,
+    group_by_task,
+    place_title,
+    rule_order,
+    task_order,
+    task_title,
+)
 from selfjudge.report.table import Table
 
 SECTIONS = {
@@ -32,60 +41,37 @@ SECTIONS = {
     ),
     "task": (
         "Per task",
-        "Every run. Brackets are 95 % intervals: of scores and their change by paired bootstrap over examples, of Δm"
-        " and its ratio by the paired, linearised ratio. A rule with <code>q0.9</code> has the threshold that rejects"
-        " 90 % of bad substitutions.",
+        "Every run. Brackets are 95 % intervals by paired bootstrap over examples. A rule with <code>q0.9</code> has"
+        " the threshold that rejects 90 % of bad substitutions.",
     ),
     "trade-off": (
         "Trade-off",
         "The change of the score against the gain in m, both paired with <code>exact</code>, which is the dotted line."
         " A line is a method, a point one of its thresholds: F and R are the judge’s own, q0.9 rejects 90 % of bad"
         " substitutions. Bars are 95 % intervals. Up and to the right is better. Not all methods are drawn; the"
-        " tables have all. What loses more than 15 points is out of view, and the title says how many.",
+        " tables have all. A rule that loses more than 15 points is out of view, and the title says how many.",
     ),
     "equal-m": (
         "At equal m",
         "Which rule keeps more of the answers of <code>exact</code> for the same gain in m? A lead is the distance"
         " from the line through the points of an untrained margin, or of a priced one, from <code>exact</code> on, in"
         " points; its 95 % interval is paired by example. ≥ is a lower bound: no margin with a smaller m was run."
-        " Nothing is said beyond a line’s last point.",
+        " Beyond a line’s last point there is no lead.",
     ),
-    "gamma": ("Draft length γ", "m and score against the number of tokens drafted in a cycle."),
-    "two-stage": (
-        "Two stages",
-        "<code>judged</code> accepts what alignment or the judge accepts,"
-        " <code>judge_only</code> what the judge accepts.",
-    ),
-    "suffix-length": (
-        "Suffix length N",
-        "Judges whose labels scored N tokens after the substitution, compared by decoding with them.",
-    ),
-    "roc": (
-        "Judges",
-        "On mismatches of held-out prompts: which share of the acceptable and of the unacceptable draft tokens each"
-        " threshold takes.",
-    ),
-    "study": ("Learning curves", "What more labels, and more to read, bring."),
-    "labelling": (
-        "Labelling",
-        "Labels per hour of each labelling method, prompts and responses included, the search for τ not.",
-    ),
-    "time": ("Time", "Where the time of decoding goes."),
     "substitutions": (
         "Substitutions",
-        "What is taken instead of the target’s choice, by task: for each method its threshold F, else the run with"
+        "Tokens taken instead of the target’s choice, by task: for each method its threshold F, else the run with"
         " most.",
     ),
-    "extraction": ("Extraction", "Answers in which no answer was found."),
     "viewer": ("Tokens", "An answer, token by token."),
-    "provenance": ("Provenance", "What the figures were measured on."),
+    "provenance": ("Provenance", "The machines, judges and versions behind the figures."),
 }
 """Heading and explanation of every section, in the page's order."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """A section as the template shows it; tables stand below the heading given with them, if any."""
+    """A section as the template shows it; tables follow the heading given with them, if any."""
 
     id: str
     heading: str
@@ -107,12 +93,13 @@ def page(
     methods: dict[str, dict[str, None]] = {}
     for run in sorted(runs, key=rule_order):
         methods.setdefault(run.method, {})[run.rule] = None
+    tasks = sorted({run.task for run in runs}, key=task_order)
     return render(
         "report.html",
-        title=_title(results),
-        lead=_lead(results),
+        title=f"Evaluation of {', '.join(sorted({run.pair for run in runs}))}",
+        lead=_lead(runs, tasks),
         sections=_sections(results, tables, charts, drawings),
-        tasks=[(task, title(task)) for task in sorted({r.task for r in runs}, key=task_order)],
+        tasks=[(task, task_title(task)) for task in tasks],
         methods={method: list(rules) for method, rules in methods.items()},
         sentences=sentences,
         skipped=results.skipped,
@@ -157,15 +144,13 @@ def _hash(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
-def viewer_data(runs: Sequence[Run]) -> dict[str, Any]:
-    """Answers, their tokens as rows (text, origin, choice, p, p of the choice, judge's score, cycle)."""
-    pairs = several(r.pair for r in runs)
+def viewer_data(runs: Sequence[EvalRun]) -> dict[str, Any]:
+    """Answers for the viewer; a token is a list (text, origin, choice, p, p of the choice, judge's score, cycle)."""
     return {
         "runs": [
             {
-                "group": title(task) + (f", {pair}" if pairs else ""),
-                "name": f"{run.rule}, γ = {run.gamma}" + (f", fold {run.fold}" if run.fold else ""),
-                "first": run.ships and run.gamma == usual_gamma(here),
+                "group": place_title(pair, task, runs),
+                "name": f"{run.rule}, γ = {run.gamma}",
                 "examples": [
                     {
                         "id": e.id, "prompt": e.prompt, "score": e.score,
@@ -174,35 +159,22 @@ def viewer_data(runs: Sequence[Run]) -> dict[str, Any]:
                     for e in run.examples
                 ],
             }
-            for (pair, task), here in by_task(runs).items()
+            for (pair, task), here in group_by_task(runs).items()
             for run in here
             if run.examples
         ]
     }  # fmt: skip
 
 
-def _title(results: Results) -> str:
-    pairs = sorted({run.pair for run in results.runs})
-    return f"Evaluation of {', '.join(pairs)}" if pairs else "Judges and labels"
-
-
-def _lead(results: Results) -> str:
-    parts = []
-    if runs := results.runs:
-        tasks = sorted({r.task for r in runs}, key=task_order)
-        dates = sorted({r.provenance.date[:10] for r in runs if r.provenance.date})
-        machines = sorted({r.provenance.machine for r in runs if r.provenance.machine})
-        parts.append(f"{_counted(len(runs), 'run')} of {_counted(len(tasks), 'task')}: {', '.join(map(title, tasks))}")
-        parts += ["; ".join(machines)] if machines else []
-        parts += [dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"] if dates else []
-    else:
-        kinds = ((results.judges, "judge"), (results.labels, "labelling run"), (results.studies, "study"))
-        parts.append(", ".join(_counted(len(kind), name) for kind, name in kinds if kind))
-    return ". ".join(parts) + "."
-
-
-def _counted(n: int, what: str) -> str:
-    return f"{n} {what}" if n == 1 else f"{n} {what.removesuffix('y') + 'ies' if what.endswith('y') else what + 's'}"
+def _lead(runs: Sequence[EvalRun], tasks: Sequence[str]) -> str:
+    dates = sorted({run.provenance.date[:10] for run in runs if run.provenance.date})
+    machines = sorted({run.provenance.machine for run in runs if run.provenance.machine})
+    parts = [
+        f"Runs: {len(runs)}. Tasks: {', '.join(map(task_title, tasks))}",
+        "; ".join(machines),
+        " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else "",
+    ]
+    return ". ".join(filter(None, parts)) + "."
 
 
 def _sections(
@@ -211,20 +183,24 @@ def _sections(
     charts: Mapping[str, Sequence[Chart]],
     drawings: Mapping[str, Drawing],
 ) -> list[Section]:
-    """The sections that there is something to show in."""
+    """The sections that have something to show."""
     sections = []
     for name, (heading, about) in SECTIONS.items():
-        charted, tabled = charts.get(name, ()), tables.get(name, ())
-        if charted or tabled or (name == "viewer" and any(run.examples for run in results.runs)):
-            grouped = _grouped(tabled) if name == "task" else [("", tabled)]
-            figures = [(chart, drawings[chart.id].svg) for chart in charted]
-            sections.append(Section(name, heading, Markup(about), legend(charted), figures, grouped))  # noqa: S704
+        own_charts, own_tables = charts.get(name, ()), tables.get(name, ())
+        if own_charts or own_tables or (name == "viewer" and any(run.examples for run in results.runs)):
+            grouped = _group_by_kind(own_tables) if name == "task" else [("", own_tables)]
+            figures = [(chart, drawings[chart.id].svg) for chart in own_charts]
+            sections.append(Section(name, heading, Markup(about), legend(own_charts), figures, grouped))  # noqa: S704
     return sections
 
 
-def _grouped(tables: Sequence[Table]) -> list[tuple[str, list[Table]]]:
+def _group_by_kind(tables: Sequence[Table]) -> list[tuple[str, list[Table]]]:
     """The paper's four tasks, LiveCodeBench, others."""
-    kinds: dict[str, list[Table]] = {"Tasks of the average": [], "Code, apart as in the paper": [], "Other tasks": []}
+    kinds: dict[str, list[Table]] = {
+        "Tasks of the average": [],
+        "Code, separate as in the paper": [],
+        "Other tasks": [],
+    }
     for table in tables:
         task = table.rows[0]["task"]
         kinds[list(kinds)[0 if task in PAPER else 1 if task.startswith("livecodebench") else 2]].append(table)

@@ -1,4 +1,4 @@
-"""Result folders → one self-contained page, figures and tables. Reads results only; needs no torch."""
+"""Result folders → one self-contained page, figures and tables. Reads files only; needs no torch."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from selfjudge.report.charts import MOST_METHODS, charts
 from selfjudge.report.draw import draw
 from selfjudge.report.page import page
 from selfjudge.report.read import read_results
-from selfjudge.report.tables import Against, tables
+from selfjudge.report.tables import tables
 from selfjudge.report.verdict import verdict
 from selfjudge.store import check_page, read_json, write_json, write_text
 from selfjudge.store.artefacts import ReportRecord
 
 MADE = "report.json"
-"""Beside the figures: the tables' rows and the names of the figures, so that the next report knows its own files."""
+"""File beside the figures: rows of the tables and names of the figures, so that the next report knows its own files."""
 
 
 def report(folders: Sequence[Path], out: Path, *, methods: int = MOST_METHODS) -> dict[str, Any]:
     """Write the page `out`, and beside it, in a folder of the same name, PNG figures, tables.md and report.json.
 
-    A trade-off draws at most so many `methods`. Returns the tables' rows, the figures' names, how many runs there were
-    and what was left out.
+    A trade-off draws at most so many `methods`. Returns the rows of the tables, the names of the figures, the number of
+    runs and what was left out.
     """
     if methods < 2:
         raise SelfJudgeError(f"`methods` must be at least 2, exact and another, not {methods}")
@@ -33,12 +33,12 @@ def report(folders: Sequence[Path], out: Path, *, methods: int = MOST_METHODS) -
     earlier = _earlier(beside)
     results = read_results(folders)
     tabled, charted = tables(results), charts(results, methods)
-    judgement = verdict(results.runs, Against(results.runs))
-    if judgement is not None:
-        tabled = {"verdict": [judgement.table], **tabled}
-        charted = {"verdict": [judgement.chart], **charted}
+    first = verdict(results.runs)
+    if first is not None:
+        tabled = {"verdict": [first.table], **tabled}
+        charted = {"verdict": [first.chart], **charted}
     drawings = {chart.id: draw(chart) for section in charted.values() for chart in section}
-    text = page(results, tabled, charted, drawings, () if judgement is None else judgement.sentences)
+    text = page(results, tabled, charted, drawings, () if first is None else first.sentences)
     every = [table for section in tabled.values() for table in section]
     summary: dict[str, Any] = {
         "runs": len(results.runs),
@@ -61,7 +61,7 @@ def report(folders: Sequence[Path], out: Path, *, methods: int = MOST_METHODS) -
 
 
 def _earlier(folder: Path) -> set[str]:
-    """The figures that an earlier report left in its folder; a folder of somebody else's is refused."""
+    """The figures that an earlier report left in its folder; a folder with other files is an error."""
     if folder.is_file():
         raise SelfJudgeError(f"cannot use {folder} as a folder: it is a file; name another page with `out`")
     if not folder.is_dir() or not any(folder.iterdir()):

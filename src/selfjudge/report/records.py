@@ -1,29 +1,26 @@
-"""What a report is made of: frozen records of the results that were read, and the order in which they are shown.
+"""What a report is made of: frozen records of evaluated runs, and the order in which they are shown.
 
-Tasks come as in the paper, rules from lossless to boldest. The γ that most of its runs have stands for a task.
+Tasks come as in the paper, rules from lossless to boldest. A task is shown at the γ that most of its runs have.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from selfjudge.types import PHASES
-
 Interval = tuple[float, float]
-Key = tuple[str, str, str, int, str, int, int]
-"""(pair, task, rule, γ, fold, examples, most tokens of an answer)"""
-APART = " · "
-"""Between a task and what sets some of its runs apart."""
+VARIANT = " · "
+"""Separates a task from what distinguishes some of its runs: the number of examples, or the length limit."""
+ORIGINS = ("draft", "judge", "target")
 
 
 @dataclass(frozen=True)
 class Token:
-    """One token of an answer and what the target thought there."""
+    """One token of an answer, and the target's and the judge's opinion of it."""
 
     text: str
     origin: str
@@ -49,7 +46,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Provenance:
-    """What figures were measured on, as text."""
+    """The machine and the software of a measurement, as text."""
 
     machine: str = ""
     dtype: str = ""
@@ -65,67 +62,58 @@ class Answered(NamedTuple):
     cycles: int
     score: float | None = None
     agrees: float | None = None
-    """With the answer of `exact`."""
+    """Agreement with the answer of `exact`."""
 
 
 @dataclass(frozen=True)
-class Run:
-    """One task decoded by one rule at one γ: eval's `summary.json` and what lies beside it. Scores are shares.
+class EvalRun:
+    """One task decoded by one rule at one γ: the `summary.json` of eval and the files beside it. Scores are shares.
 
     Fields have the names of the summary's keys.
     """
 
     folder: Path
-    pair: str
     task: str
     rule: str
-    """As given, its judge included: `judged:F@selfjudge`."""
-    judge: str
+    """The rule as given, with its judge: `judged:F@selfjudge`."""
     gamma: int
     n: int
-    measure: str
     score: float
-    score_ci: Interval | None
-    scores: Mapping[str, float]
-    delta_score: float | None
-    delta_ci: Interval | None
-    delta_scores: Mapping[str, float]
-    """Of the measures beside the one that stands for the task."""
-    delta_scores_ci: Mapping[str, Interval]
-    agreement: float | None
-    agreement_ci: Interval | None
-    lost: int | None
-    """Examples that score less than with `exact`."""
-    gained: int | None
-    mean_accepted_length: float | None
-    delta_m: float | None
-    delta_m_ci: Interval | None
-    """Older summaries have none."""
-    m_ratio: float | None
-    drafts_accepted: float | None
-    judged_share: float | None
-    tokens_per_second: float | None
-    extraction_failures: float | None
-    cut_off: float | None
-    threshold: float | None
-    label_method: str
-    features: str
-    suffix_length: int | None
-    label_prompts: int | None
-    """How many prompts its judge was labelled with."""
-    fold: str
-    batch: int | None
-    max_new_tokens: int | None
-    seconds: Mapping[str, float]
-    substitutions: tuple[tuple[str, str, int], ...]
-    provenance: Provenance
+    pair: str = "–"
+    judge: str = ""
+    judge_id: str = ""
+    measure: str = "score"
+    score_ci: Interval | None = None
+    scores: Mapping[str, float] = field(default_factory=dict)
+    delta_score: float | None = None
+    delta_ci: Interval | None = None
+    delta_scores: Mapping[str, float] = field(default_factory=dict)
+    """Changes of the measures besides the task's main one."""
+    delta_scores_ci: Mapping[str, Interval] = field(default_factory=dict)
+    agreement: float | None = None
+    agreement_ci: Interval | None = None
+    lost: int | None = None
+    """Number of examples that score less than with `exact`."""
+    gained: int | None = None
+    mean_accepted_length: float | None = None
+    delta_m: float | None = None
+    delta_m_ci: Interval | None = None
+    m_ratio: float | None = None
+    m_ratio_ci: Interval | None = None
+    drafts_accepted: float | None = None
+    judged_share: float | None = None
+    tokens_per_second: float | None = None
+    extraction_failures: float | None = None
+    cut_off: float | None = None
+    threshold: float | None = None
+    batch: int | None = None
+    max_new_tokens: int | None = None
+    substitutions: tuple[tuple[str, str, int], ...] = field(default=(), repr=False)
+    """(the target's choice, the token taken, how often)"""
+    provenance: Provenance = field(default=Provenance(), repr=False)
     answers: Mapping[str, Answered] = field(default_factory=dict, repr=False)
-    """Of every example, by id."""
+    """Every example's answer, by id."""
     examples: tuple[Example, ...] = field(default=(), repr=False)
-    ships: bool = False
-    """Whether its judge is the one that ships for the pair."""
-    both: bool = False
-    """Whether R is the same threshold as its F, and so the same run."""
 
     @property
     def m(self) -> float | None:
@@ -138,116 +126,67 @@ class Run:
 
     @property
     def option(self) -> str:
-        """What was chosen of it: `F`, `0.35`, `2`; empty where nothing was."""
+        """The rule's options as given: `F`, `0.35`, `2`; empty where there are none."""
         return self.rule.partition("@")[0].partition(":")[2]
 
     @property
     def method(self) -> str:
-        """What makes one curve: rule, whether it goes by a price, its other options, and judge."""
-        _, by_price, others = _swept(self.option)
-        named = "".join(f", {option}" for option in (*(["price"] if by_price else []), *others))
-        return f"{self.name}{named}@{self.judge}" if self.judge else f"{self.name}{named}"
+        """Name of the curve it is a point of: rule, whether it has a price, its other options, and judge."""
+        _, has_price, others = _split_options(self.option)
+        words = [self.name, *(["price"] if has_price else []), *others]
+        return ", ".join(words) + (f"@{self.judge}" if self.judge else "")
 
     @property
     def number(self) -> float | None:
-        """What tells the points of its curve apart, where it is a number: threshold, quality or price."""
+        """The option that differs along its curve, where it is a number: threshold, quality or price."""
         try:
-            return float(_swept(self.option)[0].removeprefix("q"))
+            return float(_split_options(self.option)[0].removeprefix("q"))
         except ValueError:
             return None
 
     @property
-    def phases(self) -> dict[str, float]:
-        """Seconds by phase; what the total has beyond them is `other`."""
-        known = {phase: self.seconds[phase] for phase in PHASES if phase in self.seconds}
-        total = self.seconds.get("total", 0.0)
-        rest = total - sum(known.values())
-        return {**known, "other": rest} if rest > 0.005 * total else known
+    def is_named(self) -> bool:
+        """Whether its option is F, R or nothing. A judged rule with a number is a point of a sweep."""
+        return self.number is None or not self.judge
 
     @property
-    def key(self) -> Key:
-        """What makes it another run."""
-        return self.pair, self.task, self.rule, self.gamma, self.fold, self.n, self.max_new_tokens or 0
+    def setting(self) -> tuple[str, str, int]:
+        """Runs with the same setting can be compared: pair, task and γ."""
+        return self.pair, self.task, self.gamma
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Identity of a run among all that were read."""
+        return (*self.setting, self.rule, self.judge_id, self.n, self.max_new_tokens or 0)
+
+    def row(self) -> dict[str, Any]:
+        """The run as a row of a table."""
+        hidden = ("folder", "substitutions", "provenance", "answers", "examples")
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in hidden} | {"method": self.method}
 
 
 SWEPT = ("threshold", "theta", "k", "entropy", "share")
-"""Names of the options that tell the points of a curve apart, where they are written out."""
+"""Names of options that differ along a curve, where a rule's text gives them by name."""
 
 
-def _swept(options: str) -> tuple[str, bool, list[str]]:
-    """(the option that tells the points of a curve apart, whether it is a price, the others without a default guard)"""
+def _split_options(options: str) -> tuple[str, bool, list[str]]:
+    """(the value that differs along a curve, whether it is a price, the other options without a default guard)"""
     parts = options.split(",") if options else []
     price = next((part for part in parts if part.startswith("price=")), None)
     by_name = bool(parts) and parts[0].partition("=")[0] in SWEPT
     swept = price or (parts[0] if parts and ("=" not in parts[0] or by_name) else None)
-    default = f"guard={price is not None}"  # rule objects write it out; it is on with a price alone
+    default = f"guard={price is not None}"  # rule objects write it out; it is on only with a price
     others = [part for part in parts if part not in (swept, default)]
     return (swept or "").rpartition("=")[2], price is not None, others
-
-
-@dataclass(frozen=True)
-class Roc:
-    """Of the holdout's mismatches: shares of unacceptable (x) and acceptable (y) tokens accepted."""
-
-    fpr: tuple[float, ...]
-    tpr: tuple[float, ...]
-    marks: Mapping[str, Interval]
-    auc: float | None
-
-
-@dataclass(frozen=True)
-class JudgeCard:
-    """A judge's `config.json`, and its ROC curve where there is one."""
-
-    folder: Path
-    name: str
-    config: Mapping[str, Any]
-    roc: Roc | None
-    ships: bool = False
-    """Whether it is the one that ships for its target."""
-
-    @property
-    def label(self) -> str:
-        return f"{self.name} (ships)" if self.ships else self.name
-
-
-@dataclass(frozen=True)
-class LabelRun:
-    """One method of a label run."""
-
-    pair: str
-    method: str
-    prompts: int | None
-    rows: int
-    acceptable: float | None
-    rows_per_hour: float
-    """Prompts and responses included, the search for τ not."""
-    tau_seconds: float | None
-    target_tokens_per_label: float | None
-    provenance: Provenance
-
-
-@dataclass(frozen=True)
-class Study:
-    """`study.json`: learning curve and features, ROC-AUC on holdout mismatches."""
-
-    name: str
-    target: str
-    learning_curve: tuple[Mapping[str, float | None], ...]
-    features: tuple[Mapping[str, Any], ...]
-    provenance: Provenance
 
 
 @dataclass(frozen=True)
 class Results:
     """All that a report is made of."""
 
-    runs: tuple[Run, ...]
-    judges: tuple[JudgeCard, ...]
-    labels: tuple[LabelRun, ...]
-    studies: tuple[Study, ...]
+    runs: tuple[EvalRun, ...]
     skipped: tuple[tuple[str, str], ...]
-    """(folder, why) of what was found and left out."""
+    """(folder, reason) of everything that was found and left out."""
 
 
 PAPER = ("gsm8k", "math500", "mmlu", "cnn_dailymail")
@@ -258,56 +197,45 @@ TITLES = {
 }  # fmt: skip
 
 
-def title(task: str) -> str:
-    name, _, apart = task.partition(APART)
+def task_title(task: str) -> str:
+    """`gsm8k-train` → GSM8K, train."""
+    name, _, variant = task.partition(VARIANT)
     benchmark, _, split = name.partition("-")
-    known = TITLES.get(benchmark, benchmark)
-    if split and benchmark in TITLES:
-        known = f"{known}, all folds" if name == "livecodebench-all" else f"{known}, {split}"
-    elif split:
-        known = name
-    return f"{known}, {apart}" if apart else known
+    known = ", ".join(filter(None, (TITLES[benchmark], split))) if benchmark in TITLES else name
+    return f"{known}, {variant}" if variant else known
 
 
 def task_order(task: str) -> tuple[int, str]:
-    known, name = (*PAPER, "livecodebench"), task.partition(APART)[0].partition("-")[0]
+    known, name = (*PAPER, "livecodebench"), task.partition(VARIANT)[0].partition("-")[0]
     return (known.index(name) if name in known else len(known), task)
 
 
-def rule_order(run: Run) -> tuple[Any, ...]:
+def rule_order(run: EvalRun) -> tuple[Any, ...]:
     """`exact`, other rules, judged, judge_only; F and R before numbers."""
     rank = {"exact": 0, "judged": 2, "judge_only": 3}.get(run.name, 1)
     option = (0, 0.0, run.option) if run.number is None else (1, run.number, run.option)
-    return rank, run.method, option, run.gamma, run.fold
+    return rank, run.method, option, run.gamma
 
 
-def by_task(runs: Iterable[Run]) -> dict[tuple[str, str], list[Run]]:
+def group_by_task(runs: Iterable[EvalRun]) -> dict[tuple[str, str], list[EvalRun]]:
     """(pair, task) → runs in order."""
-    grouped: dict[tuple[str, str], list[Run]] = defaultdict(list)
+    grouped: dict[tuple[str, str], list[EvalRun]] = defaultdict(list)
     for run in runs:
         grouped[run.pair, run.task].append(run)
     keys = sorted(grouped, key=lambda key: (key[0], task_order(key[1])))
     return {key: sorted(grouped[key], key=rule_order) for key in keys}
 
 
-def usual_gamma(runs: Iterable[Run]) -> int:
-    """The γ most runs have; the larger of two."""
+def usual_gamma(runs: Iterable[EvalRun]) -> int:
+    """The γ that most runs have; the larger of two."""
     counts = Counter(run.gamma for run in runs)
     return max(counts, key=lambda gamma: (counts[gamma], gamma))
 
 
-def named(run: Run) -> bool:
-    """Whether its option is F, R or nothing. Numbers, qualities and prices of a judged rule are points of a sweep."""
-    return run.number is None or not run.judge
+def has_several_pairs(runs: Iterable[EvalRun]) -> bool:
+    return len({run.pair for run in runs}) > 1
 
 
-def several(values: Iterable[Any]) -> bool:
-    return len(set(values)) > 1
-
-
-def timed(runs: Sequence[Run]) -> list[Run]:
-    """One task's runs at its usual γ whose time is known; of a sweep only where nothing else of its method is."""
-    gamma = usual_gamma(runs)
-    known = [r for r in runs if r.gamma == gamma and sum(r.phases.values()) > 0]
-    methods = {r.method for r in known if named(r)}
-    return [r for r in known if named(r) or r.method not in methods]
+def place_title(pair: str, task: str, runs: Iterable[EvalRun]) -> str:
+    """The task, with the pair where the report has several."""
+    return task_title(task) + (f", {pair}" if has_several_pairs(runs) else "")

@@ -1,4 +1,4 @@
-"""A table: plain rows, and columns that say how they are shown; the same for the page and for markdown."""
+"""A table: plain rows, and columns that say how they are shown; the same for the page and for Markdown."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from selfjudge.store import markdown_table
 
 Row = Mapping[str, Any]
 LETTERS_SHOWN = 24
-"""Of a token in a table."""
+"""Maximum number of letters of a token in a table."""
 
 
-def text(value: Any) -> str:
+def show_text(value: Any) -> str:
     return "–" if value is None or value == "" else str(value)
 
 
@@ -23,12 +23,12 @@ def text(value: Any) -> str:
 class Column:
     """`form` shows the row's `value`: a key, or a function of the row.
 
-    `below` stands smaller under it, in markdown after `joint`: the key of an interval, or a function of the row.
+    `below` is shown smaller under it, in Markdown after `joint`: the key of an interval, or a function of the row.
     """
 
     head: str
     value: str | Callable[[Row], Any]
-    form: Callable[[Any], str] = text
+    form: Callable[[Any], str] = show_text
     below: str | Callable[[Row], str] = ""
     help: str = ""
     numeric: bool = True
@@ -41,8 +41,7 @@ class Column:
     def small(self, row: Row) -> str:
         if not isinstance(self.below, str):
             return self.below(row)
-        ends = row[self.below] if self.below else None
-        return "" if ends is None else f"[{self.form(ends[0])}, {self.form(ends[1])}]"
+        return show_interval(row[self.below], self.form) if self.below else ""
 
 
 def word_column(head: str, value: str | Callable[[Row], Any], **more: Any) -> Column:
@@ -52,7 +51,7 @@ def word_column(head: str, value: str | Callable[[Row], Any], **more: Any) -> Co
 
 @dataclass(frozen=True)
 class Table:
-    """Rows carry `task`, `method` and `rule` where they belong to one: the page's filter reads them."""
+    """Rows have the keys `task`, `method` and `rule` where they belong to one: the page's filter reads them."""
 
     id: str
     title: str
@@ -64,31 +63,39 @@ class Table:
         """As a GitHub table; cells hold no markup of their own."""
 
         def cell(column: Column, row: Row) -> str:
-            return _escaped(column.joint.join(filter(None, (column.show(row), column.small(row)))))
+            return _escape(column.joint.join(filter(None, (column.show(row), column.small(row)))))
 
         table = markdown_table(
-            [_escaped(column.head) for column in self.columns],
+            [_escape(column.head) for column in self.columns],
             ([cell(column, row) for column in self.columns] for row in self.rows),
             "".join("r" if column.numeric else "l" for column in self.columns),
         )
-        note = f"\n{_escaped(self.note)}\n" if self.note else ""
-        return f"## {_escaped(self.title)}\n\n{table}\n{note}"
+        note = f"\n{_escape(self.note)}\n" if self.note else ""
+        return f"## {_escape(self.title)}\n\n{table}\n{note}"
 
 
-def _escaped(text: str) -> str:
-    """Safe inside a markdown table: no column, link, tag or emphasis comes from a result."""
+def _escape(text: str) -> str:
+    """Safe inside a Markdown table: no column, link, tag or emphasis comes from a result."""
     return re.sub(r"([\\|`*_\[\]<>&#])", r"\\\1", " ".join(text.split()))
 
 
+def show_interval(ends: Any, form: Callable[[Any], str]) -> str:
+    return "" if ends is None else f"[{form(ends[0])}, {form(ends[1])}]"
+
+
 def fixed(value: Any, digits: int = 2, sign: str = "") -> str:
-    """Rounded, with a real minus and none before a zero; what is not a number as text."""
+    """Rounded, with a real minus and none before a zero; a value that is not a number is shown as text."""
     if not isinstance(value, int | float):
-        return text(value)
+        return show_text(value)
     return f"{round(value, digits) + 0.0:{sign},.{digits}f}".replace("-", "−")
 
 
 def whole(value: Any) -> str:
     return fixed(value, 0)
+
+
+def tenths(value: Any) -> str:
+    return fixed(value, 1)
 
 
 def thousandths(value: Any) -> str:
@@ -109,10 +116,15 @@ def signed_points(value: float | None) -> str:
 
 
 def percent(value: Any) -> str:
-    return f"{100 * value:.1f}\N{NO-BREAK SPACE}%" if isinstance(value, int | float) else text(value)
+    return f"{100 * value:.1f}\N{NO-BREAK SPACE}%" if isinstance(value, int | float) else show_text(value)
 
 
-def quoted(token: str) -> str:
+def gain(ratio: float | None) -> str:
+    """A ratio as a change in per cent: 1.05 is +5.0 %."""
+    return "–" if ratio is None else f"{fixed(100 * (ratio - 1), 1, '+')} %"
+
+
+def quote_token(token: str) -> str:
     """A token with its spaces, line ends and other invisible characters visible; long ones are cut."""
     token = token if len(token) <= LETTERS_SHOWN else token[: LETTERS_SHOWN - 1] + "…"
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in token.replace("\\", "\\\\"))
@@ -124,8 +136,8 @@ def slug(*parts: str) -> str:
     return "-".join(filter(None, (re.sub(r"[^a-z0-9]+", "-", part.casefold()).strip("-")[:60] for part in parts)))
 
 
-def distinct(names: Iterable[str]) -> list[str]:
-    """The names, those that were there before with a number."""
+def number_repeats(names: Iterable[str]) -> list[str]:
+    """The names; those that occurred before get a number."""
     seen: Counter[str] = Counter()
     numbered = []
     for name in names:
@@ -134,17 +146,8 @@ def distinct(names: Iterable[str]) -> list[str]:
     return numbered
 
 
-def rule_name(row: Row) -> str:
-    """The rule, with what else it is: one whose F and R are the same threshold, and the judge that ships."""
-    notes = [note for key, note in (("both", "F = R"), ("ships", "ships")) if row.get(key)]
-    return f"{row['rule']} ({', '.join(notes)})" if notes else str(row["rule"])
-
-
-def same_answer(interval: str = "") -> Column:
-    about = "as exact; of open tasks the share of matching words"
-    return Column("same answer", "agreement", percent, interval, about)
-
-
-RULE = word_column("rule", rule_name)
+RULE = word_column("rule", "rule")
 GAMMA = Column("γ", "gamma")
-FOLD = Column("fold", "fold")
+AGREEMENT = Column(
+    "same answer", "agreement", percent, "agreement_ci", "as exact; of open tasks the share of matching words"
+)

@@ -173,8 +173,8 @@ class EvaluationSummary(TypedDict):
     seconds: NotRequired[dict[str, Amount] | None]
     substitutions: NotRequired[list[tuple[str, str, Count]] | None]
     dtype: NotRequired[str | None]
-    machine: NotRequired[dict[str, Any] | str | None]
-    versions: NotRequired[dict[str, Any] | str | None]
+    machine: NotRequired[dict[str, Any] | None]
+    versions: NotRequired[dict[str, Any] | None]
     date: NotRequired[str | None]
     commit: NotRequired[str | None]
 
@@ -236,19 +236,6 @@ class AnswerExample(TypedDict):
     prompt: NotRequired[Any]
     score: NotRequired[Score | None]
     tokens: list[ExampleToken]
-
-
-class JudgeFile(TypedDict):
-    """`config.json` of a judge, as far as a report shows it; `JudgeConfig` is all of it."""
-
-    thresholds: dict[str, Share]
-    metrics: NotRequired[dict[str, float | None]]
-    target: NotRequired[str]
-    model: NotRequired[str]
-    features: NotRequired[str]
-    label_method: NotRequired[str]
-    suffix_length: NotRequired[Count | None]
-    tau: NotRequired[float | None]
 
 
 class TrainingPrompts(TypedDict):
@@ -358,53 +345,6 @@ class RecipeFile(TypedDict):
     dtype: str
     draft_dtype: Literal["int8"] | None
     flags: RecipeFlags
-
-
-class LabelBenchRun(TypedDict):
-    method: str
-    rows: Count
-    rows_per_hour: Amount
-    prompts: NotRequired[Count | None]
-    acceptable: NotRequired[Share | None]
-    seconds: NotRequired[dict[str, Amount]]
-    target_tokens_per_label: NotRequired[Amount | None]
-
-
-class LabelBench(TypedDict):
-    """A summary of label runs."""
-
-    runs: list[LabelBenchRun]
-    pair: NotRequired[str]
-
-
-class LearningPoint(TypedDict):
-    labels: Count
-    linear: NotRequired[Share | None]
-    mlp: NotRequired[Share | None]
-
-
-class FeaturePoint(TypedDict):
-    features: str
-    linear: NotRequired[Share | None]
-    mlp: NotRequired[Share | None]
-
-
-class JudgeStudy(TypedDict):
-    """`study.json`."""
-
-    learning_curve: list[LearningPoint]
-    features: NotRequired[list[FeaturePoint]]
-    target: NotRequired[str]
-
-
-class RocCurve(TypedDict):
-    """`roc.json`."""
-
-    fpr: list[Share]
-    tpr: list[Share]
-    F: NotRequired[tuple[Share, Share] | None]
-    R: NotRequired[tuple[Share, Share] | None]
-    auc: NotRequired[Share | None]
 
 
 class RunRecord(TypedDict, total=False):
