@@ -372,7 +372,7 @@ def test_useless_settings_are_refused(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("change", [{"top_k": 200}, {"seed": 2**31}, {"seed": -1}, {"free_embeddings": True}])
+@pytest.mark.parametrize("change", [{"top_k": 200}, {"seed": 2**31}, {"seed": -1}])
 def test_unusual_settings_work(pair: Pair, settings: DistillConfig, tmp_path: Path, change: dict[str, Any]) -> None:
     result = distill_draft(pair, tmp_path / "out", replace(settings, **change))
     assert result["training"]["steps"] > 0

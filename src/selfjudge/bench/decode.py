@@ -15,10 +15,8 @@ from typing import Any
 import torch
 
 from selfjudge.bench.config import DecodeBenchConfig
-from selfjudge.bench.floor import bandwidth, bytes_per_pass
 from selfjudge.decoding.rules import EXACT, AcceptanceRule
 from selfjudge.decoding.text import generate
-from selfjudge.engine.base import shape_reason
 from selfjudge.engine.select import PairEngines
 from selfjudge.models.pair import Pair, Prompt
 from selfjudge.store import measured_on
@@ -63,10 +61,9 @@ def bench_decode(
     config = config or DecodeBenchConfig()
     config.check()
     runs = _runs(pair, rules, config, pair if pair.dtype != "q4" else whole)
-    floor = _floor(pair)
     _time(runs, prompts, config.repeats, notify, warm_all=pair.target.device.type == "cuda")
     firsts = {run.dtype: run for run in reversed(runs)}
-    rows = [_row(run, runs[0], firsts[run.dtype], floor) for run in runs]
+    rows = [_row(run, runs[0], firsts[run.dtype]) for run in runs]
     return {
         **measured_on(),
         "pair": pair.name,
@@ -77,7 +74,6 @@ def bench_decode(
         "max_new_tokens": config.max_new_tokens,
         "repeats": config.repeats,
         "draft_dtype": PairEngines(pair).draft_dtype,
-        "target_floor_milliseconds": None if floor is None else floor * 1e3,
         "baseline": runs[0].name,
         "runs": rows,
         "best": _best(rows),
@@ -133,7 +129,7 @@ def _time(runs: Sequence[_Run], prompts: Sequence[Prompt], repeats: int, notify:
                 run.generations = [generation for _, generation in answers if generation is not None]
 
 
-def _row(run: _Run, baseline: _Run, plain: _Run, floor: float | None) -> dict[str, Any]:
+def _row(run: _Run, baseline: _Run, plain: _Run) -> dict[str, Any]:
     """The figures of one configuration: speed against the baseline, tokens against `plain`, which has its dtype."""
     ratios = [mine / theirs for mine, theirs in zip(run.speeds, baseline.speeds, strict=True)]
     same = sum(mine == theirs for mine, theirs in zip(run.tokens, plain.tokens, strict=True))
@@ -149,21 +145,7 @@ def _row(run: _Run, baseline: _Run, plain: _Run, floor: float | None) -> dict[st
         "identical_to_plain": same / len(run.tokens),
         "seconds": {"total": statistics.mean(run.seconds), **phases},
         "judge_time_share": _judge_time_share(run.generations) if run.judged else None,
-        "over_floor": _over_floor(run.generations, floor),
     }
-
-
-def _floor(pair: Pair) -> float | None:
-    """Seconds that reading the target's weights takes, for the shapes whose bytes we can count."""
-    if shape_reason(pair.target) is not None:
-        return None
-    return bytes_per_pass(pair.target_model, 1, 0, pair.target_model.int8) / bandwidth(pair.target.device)
-
-
-def _over_floor(generations: list[Generation], floor: float | None) -> float | None:
-    """Time spent in the target over the time its weights take to read, prefill counted as one pass."""
-    passes = sum(1 + g.cycles for g in generations)
-    return sum(g.seconds["target"] for g in generations) / (passes * floor) if passes and floor else None
 
 
 def _judge_time_share(generations: list[Generation]) -> float | None:

@@ -1,11 +1,11 @@
-"""`selfjudge demo`: the whole line on the embedded pair: labels, a judge, decoding side by side."""
+"""What `selfjudge demo` measures on the embedded pair: labels, a judge, rules side by side."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,8 @@ from selfjudge.prompts.builtin import BUILT_IN
 from selfjudge.store import measured_on
 from selfjudge.train.config import TrainConfig
 from selfjudge.train.pipeline import train_judge
-from selfjudge.types import Gamma, Generation, pooled_figures
+from selfjudge.types import Gamma, Generation, Notify, pooled_figures
 
-Notify = Callable[[str], None]
 WRITTEN = 12
 """Prompts that the target writes for the demo's own labels."""
 QUALITY = 0.9
@@ -52,13 +51,13 @@ def same_start(tokens: Sequence[int], others: Sequence[int]) -> float:
 
 
 class Demo:
-    """`result` is what the demo has found so far: it can be printed whenever the demo is stopped.
+    """A demo. `result` is what it has found so far: it can be printed whenever the demo is stopped.
 
     `pair` decodes; `whole`, the same models in floats, makes labels and says how likely answers are.
     """
 
     def __init__(
-        self, pair: Pair, config: DemoConfig, notify: Notify = lambda text: None, *, whole: Pair | None = None
+        self, pair: Pair, config: DemoConfig, notify: Notify = lambda stage, share: None, *, whole: Pair | None = None
     ) -> None:
         assert pair.draft is not None
         self.pair, self.config, self.notify = pair, config, notify
@@ -86,62 +85,34 @@ class Demo:
     def make_judge(self, folder: Path) -> None:
         """A small labelling run and a judge from it. So few labels may not do: then `own` says why there is none."""
         own = self.result["own"]
+        begun = time.perf_counter()
         try:
-            begun = time.perf_counter()
             config = LabelConfig(prompts=(f"self:{WRITTEN}",), max_new_tokens=64, suffix_length=10)
-            labels = label_pair(self.whole, folder / "labels", config, notify=self._stage(), warn=self.notify)
-            own |= {
-                "labels": labels["rows"],
-                "acceptable": labels["acceptable"] / labels["rows"],
-                "tau": labels["tau"],
-                "label_seconds": time.perf_counter() - begun,
-            }
-            begun = time.perf_counter()
-            judge = train_judge(
-                [folder / "labels"], folder / "judge", TrainConfig(model="linear"), notify=self._stage()
-            )
-            own |= {
-                "auc": judge["metrics"]["auc_mismatch"],
-                "auc_of": judge["metrics"]["n_holdout"],
-                "train_seconds": time.perf_counter() - begun,
-            }
+            labels = label_pair(self.whole, folder / "labels", config, notify=self.notify)
+            own["labels"], own["tau"] = labels["rows"], labels["tau"]
+            own["acceptable"] = labels["acceptable"] / labels["rows"]
+            own["label_seconds"] = time.perf_counter() - begun
+            judge = train_judge([folder / "labels"], folder / "judge", TrainConfig(model="linear"), notify=self.notify)
+            own["auc"], own["auc_of"] = judge["metrics"]["auc_mismatch"], judge["metrics"]["n_holdout"]
+            own["train_seconds"] = time.perf_counter() - begun - own["label_seconds"]
         except SelfJudgeError as error:
             own["why_not"] = str(error)
         else:
             self.judges[OWN] = Judge.from_pretrained(folder / "judge")
 
-    def _stage(self) -> Callable[[str, float], None]:
-        """Progress as lines: each stage, and every tenth of it."""
-        stage, shown = "", 0.0
-
-        def update(text: str, share: float) -> None:
-            nonlocal stage, shown
-            if text.split(":")[0] != stage or share - shown >= 0.1 or share >= 1:
-                stage, shown = text.split(":")[0], share
-                self.notify(f"{text} ({share:.0%})")
-
-        return update
-
     def rows(self) -> Iterator[dict[str, Any]]:
         """Answer the prompts plainly, with `exact`, `topk` and every judge: a row of figures for each."""
         special, gamma = self.pair.special_ids, self.config.gamma
-        configurations: list[tuple[str, AcceptanceRule, Gamma]] = [
-            ("plain", EXACT, 0),
-            ("exact", EXACT, gamma),
-            ("topk:2", TopK(special=special), gamma),
-            *(
-                (name, Judged(judge, judge.quality(QUALITY), special=special), gamma)
-                for name, judge in self.judges.items()
-            ),
-        ]
-        self.notify("warming up …")  # the first pass may compile a kernel
+        judged = {name: Judged(j, j.quality(QUALITY), special=special) for name, j in self.judges.items()}
+        rules: dict[str, AcceptanceRule] = {"plain": EXACT, "exact": EXACT, "topk:2": TopK(special=special), **judged}
+        self.notify("warming up", 0.0)  # the first pass may compile a kernel
         generate(self.pair, self.prompts[:1], gamma=gamma, max_new_tokens=2)
-        for name, rule, drafts in configurations:
-            self.notify(f"{name}: answering {len(self.prompts)} prompts …")
-            row = self._row(name, rule, drafts)
+        for number, (name, rule) in enumerate(rules.items()):
+            self.notify(f"{name}: answering {len(self.prompts)} prompts", number / len(rules))
+            row = self._row(name, rule, 0 if name == "plain" else gamma)
             self.result["rows"].append(row)
             yield row
-        self.notify("the draft alone …")
+        self.notify("the draft alone", 0.0)
         if self.pair.draft_kind == "layers":  # a head says nothing alone
             self.result["draft_log_likelihood"] = self._draft_alone()
 
@@ -173,7 +144,7 @@ class Demo:
         }
 
     def _tokens(self, answer: Generation, view: Likelihood) -> list[list[Any]]:
-        """Of each token: text, origin, what the target would have said, its probability, the judge's score."""
+        """Each token as text, origin, the target's choice, the probability of that choice, the judge's score."""
         decode = self.pair.tokenizer.decode
         scores = {judged.index: judged.score for judged in answer.judged_tokens}
         each = zip(answer.tokens, answer.origins, view.choices, view.choice_log_p, strict=True)

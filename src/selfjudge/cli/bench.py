@@ -78,7 +78,6 @@ def _show(result: dict[str, Any]) -> None:
                 "drafts a cycle": figure(r["gamma_mean"], ".1f"),
                 "m": figure(r["mean_accepted_length"], ".2f"),
                 "same tokens": f"{r['identical_to_plain']:.0%}",
-                "× floor": figure(r["over_floor"], ".1f"),
                 "draft / target / judge / rule, s": _phases(r["seconds"]),
                 "judge's share": figure(r["judge_time_share"], ".2%"),
             }

@@ -68,7 +68,6 @@ class DistillConfig:
     inner: int | None = setting(None, "Width of its feed-forward layers; 8/3 of the width if not given.", minimum=1)
     draft_vocab: int = setting(16384, "Tokens that a head can propose, the most frequent (kind eagle3).", minimum=2)
     unroll: int = setting(5, "Steps that a head is trained to draft in a row (kind eagle3).", minimum=1, maximum=20)
-    free_embeddings: bool = setting(False, "Learn embeddings instead of projections of the target's.")
     minutes: float = setting(8.0, "Minutes of training, after the data is made.", above=0)
     steps: int | None = setting(None, "Steps of training instead of minutes: the result can be repeated.", minimum=1)
     data_minutes: float | None = setting(

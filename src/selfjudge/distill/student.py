@@ -43,7 +43,7 @@ def student_config(config: DistillConfig, target: PreTrainedModel) -> dict[str, 
 
 
 class Student(nn.Module):
-    """The student of a target. With `free_embeddings` it learns matrices of its own instead of projections."""
+    """The student of a target."""
 
     table: Tensor
     head: Tensor
@@ -60,36 +60,26 @@ class Student(nn.Module):
                 trust_remote_code=False,
             )
         self.model.embed_tokens = nn.Identity()
-        self.free = config.free_embeddings
         table, head = (m.weight.detach() for m in (target.get_input_embeddings(), target.get_output_embeddings()))
-        first, last = _principal(table, config.width, 0.5), _principal(head, config.width, 0.05)
-        if self.free:
-            self.proj_in, self.proj_out = nn.Parameter(table.float() @ first), nn.Parameter(head.float() @ last)
-        else:
-            self.proj_in, self.proj_out = nn.Parameter(first), nn.Parameter(last)
-            self.register_buffer("table", table, persistent=False)
-            self.register_buffer("head", head, persistent=False)
+        self.proj_in = nn.Parameter(_principal(table, config.width, 0.5))
+        self.proj_out = nn.Parameter(_principal(head, config.width, 0.05))
+        self.register_buffer("table", table, persistent=False)
+        self.register_buffer("head", head, persistent=False)
         self.to(target.device)
 
     def hidden(self, ids: Tensor) -> Tensor:
         """[B, T] → [B, T, W]: what the output matrix multiplies."""
-        if self.free:
-            x = F.embedding(ids, self.proj_in)
-        else:
-            x = F.embedding(ids, self.table) @ self.proj_in.to(self.table.dtype)
+        x = F.embedding(ids, self.table) @ self.proj_in.to(self.table.dtype)
         states: Tensor = self.model(inputs_embeds=x, use_cache=False).last_hidden_state
         return states
 
     def output(self) -> Tensor:
         """[V, W] the output matrix."""
-        if self.free:
-            return self.proj_out
         return self.head @ self.proj_out.to(self.head.dtype)
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that is learned, by the names of the compact form, in the order of the parameters."""
-        own = {"proj_in": "model.embed_tokens.weight", "proj_out": "lm_head.weight"} if self.free else {}
-        return {own.get(name, name): p.detach() for name, p in self.named_parameters()}
+        return {name: p.detach() for name, p in self.named_parameters()}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over what `tensors` returns."""
