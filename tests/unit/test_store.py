@@ -200,8 +200,9 @@ def journal_of(path: Path) -> list[dict[str, Any]]:
 def test_a_journal_cut_short_anywhere_keeps_its_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "work" / "written.jsonl"
     with Journal(path, WrittenRow) as journal:
-        for row in ROWS:
+        for number, row in enumerate(ROWS):
             journal.add(row)
+            assert journal_of(path) == ROWS[: number + 1]  # a kill from now on does not lose it
     whole = path.read_bytes()
     assert journal_of(path) == ROWS
     for size in range(0, len(whole), 7):
