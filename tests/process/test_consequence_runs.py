@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from runs import content, label_settings, prompts_file
 from selfjudge.cli.main import app
-from selfjudge.label.checks import SIMILAR_TOKENS, Check, decode_many
+from selfjudge.label.checks import SIMILAR_TOKENS, OutcomeCheck, decode_many
 from selfjudge.label.config import LabelConfig
 from selfjudge.label.consequences import CONTROL_EVERY
 from selfjudge.label.folder import read_manifest, read_shards
@@ -110,7 +110,7 @@ def test_a_verdict_or_an_answer_decides_where_it_is_asked_for(
 ) -> None:
     texts_seen: list[str] = []
 
-    class EvenLength(Check):
+    class EvenLength(OutcomeCheck):
         def __call__(self, substitutions: Any, responses: Any) -> list[float]:
             texts_seen.extend(decode_many(pair, responses))
             return [float(len(text) % 2 == 0) for text in decode_many(pair, responses)]

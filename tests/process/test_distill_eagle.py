@@ -317,20 +317,22 @@ def test_every_style_is_a_source() -> None:
 @pytest.mark.parametrize("style", sorted(STYLES))
 def test_prompts_of_a_style_begin_as_it_does(pair: Pair, style: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(STYLES, style, ("w5 w6", "w7"))
-    texts, report = Writer(pair.target, pair.tokenizer, {2, 20, 21, 22}).prompts(40, pair.special_ids, style)
+    pair.target.generation_config.eos_token_id = [2, 20, 21, 22]
+    texts, report = Writer(pair).write_prompts(40, style)
     assert 3 < len(texts) == report["kept"] < report["written"] == 40
     assert all(text.startswith(("w5 w6 ", "w7 ")) for text in texts)
     assert len({text.removeprefix("w5 w6").removeprefix("w7") for text in texts}) == len(texts)
 
 
 def test_chats_go_on_from_the_targets_answer(pair: Pair) -> None:
-    writer = Writer(pair.target, pair.tokenizer, {2, *range(20, 32)})
-    chats, report = writer.chats(80, pair.special_ids)
+    pair.target.generation_config.eos_token_id = [2, *range(20, 32)]
+    writer = Writer(pair)
+    chats, report = writer.write_chats(80)
     assert 3 < len(chats) == report["kept"] < report["written"] == 80
     for chat in chats:
         assert [message["role"] for message in chat] == ["user", "assistant", "user"]
         assert all(message["content"].strip() for message in chat)
-    assert writer.chats(80, pair.special_ids)[0] == chats
+    assert writer.write_chats(80)[0] == chats
 
 
 def test_chats_are_learnt_from(pair: Pair, settings: DistillConfig, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from conftest import tiny_model
 from runs import content, label_settings as settings_of, prompts_file
 from selfjudge.errors import SelfJudgeError
-from selfjudge.label.checks import Check, decode_many
+from selfjudge.label.checks import OutcomeCheck, decode_many
 from selfjudge.label.folder import merge_labels, read_manifest, read_shards, summarise_labels
 from selfjudge.label.pipeline import label_pair
 from selfjudge.label.score import sum_scores
@@ -112,7 +112,7 @@ def test_autojudge_rows_point_into_their_revision(
 ) -> None:
     """With duplicates and kept substitutions: every row names a response in which its tokens stand."""
 
-    class EvenLength(Check):
+    class EvenLength(OutcomeCheck):
         def __call__(self, substitutions, responses):
             return [float(len(text) % 2 == 0) for text in decode_many(tiny_pair, responses)]
 

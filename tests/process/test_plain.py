@@ -18,7 +18,7 @@ from selfjudge.decoding.sampling import Sampling
 from selfjudge.engine.select import borrow_engine
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.pair import Pair
-from selfjudge.prompts.self_written import Writer, _fault, user_header
+from selfjudge.prompts.self_written import Writer, encode_user_header, find_fault
 from selfjudge.types import Emission, TokenColumn
 
 CHAT = "{% for m in messages %}<s> w7 {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w0{% endif %}"
@@ -152,7 +152,7 @@ def test_singles_are_emissions() -> None:
 
 
 def test_the_user_header_is_what_stands_before_the_message(pair: Pair) -> None:
-    assert user_header(pair.tokenizer) == [1, 11]
+    assert encode_user_header(pair.tokenizer) == [1, 11]
     assert pair.encode("w1 w2")[:2] == [1, 11]
 
 
@@ -160,7 +160,7 @@ def test_the_user_header_is_what_stands_before_the_message(pair: Pair) -> None:
 def test_a_template_without_user_header_is_refused(pair: Pair, template: str | None) -> None:
     pair.tokenizer.chat_template = template
     with pytest.raises(SelfJudgeError, match="chat template") as caught:
-        user_header(pair.tokenizer)
+        encode_user_header(pair.tokenizer)
     assert "\n" not in str(caught.value)
 
 
@@ -182,15 +182,17 @@ def test_the_filter_names_its_reasons(pair: Pair) -> None:
         ([*words(*long[:10], 1, 2, 3), 2], "eos", "near-duplicate"),  # the same beginning
         ([*words(*long[:9], 1, 2, 3), 2], "eos", None),
     ]:
-        found, text = _fault(tokens, finish, pair.tokenizer, pair.special_ids, seen)
+        found, text = find_fault(pair, tokens, finish, seen)
         assert found == reason
         if reason is None:
             assert text == pair.tokenizer.decode(tokens[:-1])
 
 
 def test_written_prompts_pass_the_filter_and_follow_from_the_seed(pair: Pair) -> None:
+    pair.target.generation_config.eos_token_id = [2, 20, 21, 22]
+
     def write(**options: int) -> tuple[list[str], dict[str, int]]:
-        return Writer(pair.target, pair.tokenizer, {2, 20, 21, 22}, **options).prompts(40, pair.special_ids)
+        return Writer(pair, **options).write_prompts(40)
 
     kept, report = write()
     assert len(kept) == report["kept"] > 3
@@ -203,7 +205,7 @@ def test_written_prompts_pass_the_filter_and_follow_from_the_seed(pair: Pair) ->
 
 def test_written_passages_end_with_a_sentence(pair: Pair) -> None:
     pair.tokenizer.backend_tokenizer.model = _with_full_stop()
-    write = partial(Writer(pair.target, pair.tokenizer, {2}).passages, 8, openings=("w1 w2", "w3"), longest=60)
+    write = partial(Writer(pair).write_passages, 8, openings=("w1 w2", "w3"), longest=60)
     passages = write(shortest=5)
     assert passages
     assert all(text.endswith(".") and text.startswith(("w1 w2", "w3")) for text in passages)

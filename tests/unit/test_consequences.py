@@ -17,7 +17,14 @@ from conftest import tiny_model
 from runs import label_settings as settings_of
 from selfjudge.errors import SelfJudgeError
 from selfjudge.label import consequences
-from selfjudge.label.checks import SIMILAR_TOKENS, Check, Original, SimilarityCheck, Substitution, continue_responses
+from selfjudge.label.checks import (
+    SIMILAR_TOKENS,
+    Original,
+    OutcomeCheck,
+    SimilarityCheck,
+    Substitution,
+    continue_responses,
+)
 from selfjudge.label.consequences import MARGINS, compute_margins, draw_cases, draw_places, finish_and_compare
 from selfjudge.label.pipeline import label_pair
 from selfjudge.label.score import Case
@@ -48,7 +55,7 @@ def test_every_place_may_be_drawn_and_the_first_ones_are_not_preferred() -> None
     assert drawn.max() < 145
 
 
-def original_of(prompt: list[int], response: list[int], check: Check | None = None) -> Original:
+def original_of(prompt: list[int], response: list[int], check: OutcomeCheck | None = None) -> Original:
     row = {"prompt_id": "p", "prompt_ids": prompt, "response_ids": response}
     return Original(row, "said", check or SimilarityCheck())
 
@@ -101,7 +108,7 @@ def test_an_answer_is_finished_as_it_would_be_alone(tiny_pair: Pair) -> None:
         assert continue_responses(tiny_pair, config, [one]) == [found]
 
 
-class SecondChanged(Check):
+class SecondChanged(OutcomeCheck):
     """Kept, but for the second one that is asked about."""
 
     def __call__(self, substitutions: Sequence[Substitution], responses: Sequence[Sequence[int]]) -> list[float]:
@@ -109,7 +116,7 @@ class SecondChanged(Check):
         return [float(number != 1) for number in range(len(responses))]
 
 
-class Programs(Check):
+class Programs(OutcomeCheck):
     runs_programs = True
 
     def __init__(self, run: Callable[[Sequence[Sequence[int]]], list[float]]) -> None:

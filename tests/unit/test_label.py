@@ -15,14 +15,14 @@ from proposals import head_logits
 from runs import label_settings as settings_of, prompts_file
 from selfjudge.errors import SelfJudgeError
 from selfjudge.label.calibrate import compute_tau
-from selfjudge.label.checks import Check, MeaningCheck, Original, Substitution, decode_many
+from selfjudge.label.checks import MeaningCheck, Original, OutcomeCheck, Substitution, decode_many
 from selfjudge.label.mismatch import predict_draft_tokens, select_places
 from selfjudge.label.pipeline import label_pair
 from selfjudge.label.preservation import find_next_mismatch, score_events, search_critical_tokens
 from selfjudge.label.score import Scorer
 from selfjudge.models.loaded import Draft, Target
 from selfjudge.models.pair import Pair
-from selfjudge.prompts.sources import Source, limited, read_prompts
+from selfjudge.prompts.sources import Source, apply_limit, read_prompts
 from selfjudge.store import write_tensors
 
 
@@ -34,23 +34,19 @@ def prompts(tmp_path: Path) -> str:
 # prompts
 
 
-def test_counts_and_weights_share_the_limit() -> None:
+def test_sources_without_a_count_share_the_limit() -> None:
     def counts(texts: list[str], limit: int | None) -> list[int | None]:
-        return [s.count for s in limited([Source.parse(t) for t in texts], limit)]
+        return [s.count for s in apply_limit([Source.parse(t) for t in texts], limit)]
 
     assert counts(["gsm8k", "dolly:7"], None) == [None, 7]
-    assert counts(["gsm8k@2", "dolly@1", "self"], 400) == [200, 100, 100]
-    assert counts(["gsm8k@1", "dolly@1", "mbpp@1"], 100) == [33, 34, 33]
+    assert counts(["gsm8k", "dolly", "mbpp", "self"], 400) == [100] * 4
+    assert counts(["gsm8k", "dolly", "mbpp"], 100) == [33, 33, 34]
     assert counts(["gsm8k:30", "dolly"], 100) == [30, 70]
-    for texts, limit in ((["gsm8k@2"], None), (["gsm8k", "gsm8k:5"], None), (["gsm8k:100", "dolly"], 100)):
+    for texts, limit in ((["gsm8k", "gsm8k:5"], None), (["gsm8k:100", "dolly"], 100)):
         with pytest.raises(SelfJudgeError):
             counts(texts, limit)
-    for texts, limit in ((["self:500"], 50), (["gsm8k@1", "dolly@100"], 5)):
-        with pytest.raises(SelfJudgeError, match="`limit`"):
-            counts(texts, limit)
-    for wrong in ("gsm8k@0", "gsm8k@inf", "gsm8k@-1", "gsm8k@nan"):
-        with pytest.raises(SelfJudgeError, match="asks for nothing"):
-            Source.parse(wrong)
+    with pytest.raises(SelfJudgeError, match="`limit`"):
+        counts(["self:500"], 50)
 
 
 def test_lines_end_where_the_file_ends_them(tmp_path: Path) -> None:
@@ -149,7 +145,7 @@ def test_which_places_can_be_labelled() -> None:
 # searches
 
 
-def original_of(prompt: list[int], response: list[int], check: Check) -> Original:
+def original_of(prompt: list[int], response: list[int], check: OutcomeCheck) -> Original:
     return Original({"prompt_ids": prompt, "response_ids": response}, None, check)
 
 
@@ -193,7 +189,7 @@ def test_searches_together_find_what_each_finds_alone(tiny_pair: Pair) -> None:
     def same_text(text: str) -> bool:
         return sum(map(ord, text)) % 3 > 0  # some are kept, some are not
 
-    class ByText(Check):
+    class ByText(OutcomeCheck):
         def __call__(self, substitutions, responses):
             return [float(same_text(text)) for text in decode_many(tiny_pair, responses)]
 
@@ -224,7 +220,7 @@ def test_searches_together_find_what_each_finds_alone(tiny_pair: Pair) -> None:
 
 
 def test_a_search_can_be_limited(tiny_pair: Pair) -> None:
-    class Never(Check):
+    class Never(OutcomeCheck):
         def __call__(self, substitutions, responses):
             return [0.0] * len(responses)
 

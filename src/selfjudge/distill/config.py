@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.prompts.sources import Source, limited
+from selfjudge.prompts.sources import Source, apply_limit
 from selfjudge.store import sha256
 from selfjudge.types import check_settings, setting
 
@@ -101,9 +101,7 @@ class DistillConfig:
         check_settings(self)
         if self.width % HEAD:
             raise SelfJudgeError(f"`width` must be a multiple of {HEAD}, not {self.width}")
-        if weighted := [source.name for source in self.sources if source.weight is not None]:
-            raise SelfJudgeError(f"{weighted[0]} has a weight: distill takes counts, such as {weighted[0]}:1000x2")
-        limited(self.sources, None)  # refuses a source that is named twice
+        apply_limit(self.sources, None)  # refuses a source that is named twice
 
     def as_settings(self) -> dict[str, Any]:
         """The settings as `settings.json` keeps them, with checksums of the prompt files."""

@@ -39,7 +39,7 @@ class Original:
     row: Row
     """Row of the response: prompt, tokens, and the task's row if there is one."""
     answer: Any
-    check: Check
+    check: OutcomeCheck
 
     @property
     def prompt(self) -> list[int]:
@@ -66,7 +66,7 @@ class Substitution:
         return (*self.response[: self.place], self.token)
 
 
-class Check:
+class OutcomeCheck:
     """Says how far new responses keep the answers of the original ones."""
 
     runs_programs = False
@@ -79,7 +79,7 @@ class Check:
         raise NotImplementedError
 
 
-class AnswerCheck(Check):
+class AnswerCheck(OutcomeCheck):
     """A task's own check: the answer found in the text is that of the original response."""
 
     def __init__(self, pair: Pair, task: Task) -> None:
@@ -108,7 +108,7 @@ class AnswerCheck(Check):
         ]
 
 
-class MeaningCheck(Check):
+class MeaningCheck(OutcomeCheck):
     """The target itself says whether two replies mean the same; an unclear verdict counts as different."""
 
     def __init__(self, pair: Pair, batch: int) -> None:
@@ -140,7 +140,7 @@ class MeaningCheck(Check):
         return kept
 
 
-class SimilarityCheck(Check):
+class SimilarityCheck(OutcomeCheck):
     """The share of matching tokens among those right after each substitution, as `difflib` finds them."""
 
     def __call__(self, substitutions: Sequence[Substitution], responses: Sequence[Sequence[int]]) -> list[float]:
@@ -197,9 +197,9 @@ def continue_responses(
     return [(*s.start, *tokens) for s, tokens in zip(substitutions, new, strict=True)]
 
 
-def group_by_check(substitutions: Sequence[Substitution]) -> dict[Check, list[int]]:
+def group_by_check(substitutions: Sequence[Substitution]) -> dict[OutcomeCheck, list[int]]:
     """Indices of the substitutions that each check compares."""
-    groups: dict[Check, list[int]] = {}
+    groups: dict[OutcomeCheck, list[int]] = {}
     for i, substitution in enumerate(substitutions):
         groups.setdefault(substitution.original.check, []).append(i)
     return groups

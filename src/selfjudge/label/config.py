@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.prompts.sources import Source, check_readable, limited
+from selfjudge.prompts.sources import Source, apply_limit, check_readable
 from selfjudge.store import sha256
 from selfjudge.tasks.base import FILE
 from selfjudge.tasks.registry import is_task, load_task
@@ -26,11 +26,9 @@ class LabelConfig:
     """
 
     prompts: tuple[str, ...] = setting(
-        (),
-        "self, self-summaries, a task or a file, each as NAME, NAME:COUNT or NAME@WEIGHT; several times."
-        " self:500 if not given.",
+        (), "self, self-summaries, a task or a file, each as NAME or NAME:COUNT; several times. self:500 if not given."
     )
-    limit: int | None = setting(None, "Prompts in all; sources without a count share them by weight.", minimum=1)
+    limit: int | None = setting(None, "Prompts in all; sources without a count share them evenly.", minimum=1)
     method: str = setting("selfjudge", "What makes a token acceptable: see docs/train.md.", choices=METHODS)
     suffix_length: int = setting(20, "N: tokens after the substitution that are scored.", minimum=0)
     tau: float | None = setting(None, "Score above which a token is acceptable.")
@@ -88,7 +86,7 @@ class LabelConfig:
 
     def sources(self) -> list[Source]:
         """The sources of prompts, with counts that add up to `limit`."""
-        return limited([Source.parse(text) for text in self._prompts], self.limit)
+        return apply_limit([Source.parse(text) for text in self._prompts], self.limit)
 
     @property
     def _prompts(self) -> tuple[str, ...]:
@@ -116,4 +114,4 @@ def is_checkable(name: str) -> bool:
 
 def refuse_quantised(dtype: str | None) -> None:
     if dtype in ("int8", "q4"):
-        raise SelfJudgeError(f"labels are made at full precision: `dtype` {dtype} cannot be used")
+        raise SelfJudgeError(f"labels are made in full precision: `dtype` {dtype} cannot be used")

@@ -20,41 +20,35 @@ class Collector:
 
     pair: Pair
     longest: int
-    """Tokens of a prompt at most."""
+    """Maximum tokens of a prompt."""
     seed: int
     batch: int
     data: Path | None
     notify: Notify
     skip_broken: Warn | None = None
     journal: Journal | None = None
-    """Keeps what the target writes, so that after a kill it is not written again."""
+    """Keeps the prompts that the target writes, so that after a kill they are not written again."""
 
     def __call__(self, sources: Sequence[Source]) -> tuple[list[tuple[PromptRecord, list[int]]], dict[str, Any]]:
         """Prompts with their token ids, and what became of each source's prompts.
 
         A prompt that is repeated counts once: twins would end up on both sides of a split by prompt.
         """
-        kept: list[tuple[PromptRecord, list[int]]] = []
-        seen: set[tuple[int, ...]] = set()
+        kept: dict[tuple[int, ...], tuple[PromptRecord, list[int]]] = {}
         report: dict[str, Any] = {}
         for source in sources:
-            records, report[source.name] = self._records(source)
+            records, report[source.name] = self._load(source)
             encoded = self.pair.encode_many([record.prompt for record in records])
             fitting = [(record, ids) for record, ids in zip(records, encoded, strict=True) if len(ids) <= self.longest]
             before = len(kept)
             for record, ids in fitting:
-                if tuple(ids) not in seen:
-                    seen.add(tuple(ids))
-                    kept.append((record, ids))
+                kept.setdefault(tuple(ids), (record, ids))
             new = len(kept) - before
-            report[source.name] |= {
-                "too long": len(records) - len(fitting),
-                "repeated": len(fitting) - new,
-                "prompts": new,
-            }
-        return kept, report
+            too_long = len(records) - len(fitting)
+            report[source.name] |= {"too long": too_long, "repeated": len(fitting) - new, "prompts": new}
+        return list(kept.values()), report
 
-    def _records(self, source: Source) -> tuple[list[PromptRecord], dict[str, Any]]:
+    def _load(self, source: Source) -> tuple[list[PromptRecord], dict[str, Any]]:
         if source.name not in SELF:
             records = load_prompts(source, self.data, skip_broken=self.skip_broken)
             return records, {"given": len(records)}

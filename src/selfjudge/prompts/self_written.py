@@ -1,6 +1,6 @@
 """Prompts that the target writes itself: sampled after the user header of its own chat template.
 
-Left alone it asks what it was trained for; an opening, such as "Translate to Spanish:", leads it to other kinds.
+Without more, it asks what it was trained for; an opening, such as "Translate to Spanish:", leads it to other kinds.
 
 No data is needed: what an instruction-tuned model believes users ask is in its weights (Magpie, Xu et al. 2024).
 """
@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from selfjudge.decoding.plain import Answer, respond
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.errors import SelfJudgeError
-from selfjudge.models.loaded import LoadedModel
 from selfjudge.models.pair import Pair, Prompt
 from selfjudge.prompts.sources import Source
 from selfjudge.store import Journal
@@ -26,7 +25,7 @@ from selfjudge.tasks.cnn_dailymail import ask_for_summary
 from selfjudge.types import Notify
 
 LONGEST = 160  # tokens of a self-written prompt
-LONGEST_TEXT = 384  # of one that brings a text along
+LONGEST_TEXT = 384  # tokens of one that includes a text
 REPLY = 192  # tokens of an answer that a conversation goes on from
 _MARK = "\u2592MARK\u2592"
 OPENINGS = ("(CNN)", "(CNN) -- ", "LONDON, England (CNN) -- ", "WASHINGTON (CNN) -- ", "By . ", "NEW YORK -- ")
@@ -62,8 +61,10 @@ STYLES: dict[str, tuple[str, ...]] = {
         "Translate to Italian:", "Translate to Japanese:",
     ),
 }  # fmt: skip
-"""How prompts of a kind begin; the target writes the rest."""
-_APART = 500_009  # between the seeds of one style and those of the next
+"""Openings of the prompts of each style; the target writes the rest."""
+TURNS = (("user", LONGEST, 1.0, 9), ("assistant", REPLY, 0.7, 11), ("user", LONGEST, 1.0, 10))
+"""Role, most tokens, temperature and part of the seeds of each message of a conversation."""
+_APART = 500_009  # between the seeds of one part and those of the next
 _WITH_TEXT = ("self-extraction", "self-code")
 
 
@@ -72,7 +73,7 @@ def write_prompts(
 ) -> tuple[list[Prompt], dict[str, Any]]:
     """Prompts that the target writes itself, and what became of those it wrote.
 
-    Whatever it writes goes into the journal, and what is there is not written again.
+    Everything it writes goes into the journal, and what is there is not written again.
     """
     count, name = source.count, source.name
     assert count is not None
@@ -81,7 +82,7 @@ def write_prompts(
     expected = count * {"self-summaries": 600, "self-chats": 240}.get(name, 60)  # tokens
     done, shown = 0, -1
 
-    def tell(tokens: int) -> None:
+    def report_tokens(tokens: int) -> None:
         nonlocal done, shown
         done += tokens
         percent = min(100, 100 * done // expected)
@@ -89,121 +90,97 @@ def write_prompts(
             shown = percent
             notify(stage, percent / 100)
 
-    writer = Writer(pair.target_model, pair.tokenizer, pair.eos_ids, seed, batch, tell, journal)
+    writer = Writer(pair, seed, batch, report_tokens, journal)
     if articles:
-        passages = writer.passages(count)
+        passages = writer.write_passages(count)
         return [ask_for_summary(text) for text in passages], {"written": count, "kept": len(passages)}
     if name == "self-chats":
-        chats, report = writer.chats(count, pair.special_ids)
+        chats, report = writer.write_chats(count)
         return list(chats), report
-    texts, report = writer.prompts(count, pair.special_ids, name)
+    texts, report = writer.write_prompts(count, name)
     return list(texts), report
 
 
 @dataclass(frozen=True)
 class Writer:
-    """A target that writes. What it writes follows from the seed, whatever the batches are."""
+    """A target that writes. Its texts follow from the seed, whatever the batches are."""
 
-    model: PreTrainedModel | LoadedModel
-    tokenizer: PreTrainedTokenizerBase
-    eos_ids: Collection[int]
+    pair: Pair
     seed: int = 0
     batch: int = 1024
-    notify: Callable[[int], None] | None = None
+    notify: Callable[[int], None] = lambda tokens: None
     """Told how many tokens were written since it was told last."""
     journal: Journal | None = None
 
-    def prompts(
-        self, count: int, special_ids: Collection[int], style: str = "self"
-    ) -> tuple[list[str], dict[str, int]]:
-        """User prompts that pass the filter, of `count` that are written, and how many fell to which part of it."""
-        header = user_header(self.tokenizer)
+    def write_prompts(self, count: int, style: str = "self") -> tuple[list[str], dict[str, int]]:
+        """The prompts that pass the filter, of `count` that are written, and how many did not pass, by reason."""
+        header = encode_user_header(self.pair.tokenizer)
         openings = [self._encode(text) for text in STYLES.get(style, ("",))]
         starts = [[*header, *openings[i % len(openings)]] for i in range(count)]
         longest = LONGEST_TEXT if style in _WITH_TEXT else LONGEST
-        first_seed = 0 if style == "self" else (2 + list(STYLES).index(style)) * _APART
+        part = 0 if style == "self" else 2 + list(STYLES).index(style)
         kept, report = [], Counter(written=count)
         seen: set[object] = set()
-        for i, tokens, finish in sorted(self._sample(starts, longest, 1.0, first_seed)):
-            opening = openings[i % len(openings)]
-            reason, text = _fault(tokens, finish, self.tokenizer, special_ids, seen, opening)
+        for i, tokens, finish in sorted(self._sample(starts, longest, 1.0, part)):
+            reason, text = find_fault(self.pair, tokens, finish, seen, openings[i % len(openings)])
             report[reason or "kept"] += 1
             if reason is None:
                 kept.append(text)
         return kept, dict(report)
 
-    def chats(self, count: int, special_ids: Collection[int]) -> tuple[list[list[dict[str, str]]], dict[str, int]]:
+    def write_chats(self, count: int) -> tuple[list[list[dict[str, str]]], dict[str, int]]:
         """Conversations of three messages: a prompt, the target's answer and the user's next turn, all its own."""
+        encode_user_header(self.pair.tokenizer)  # there must be one
         report = Counter(written=count)
-        header = user_header(self.tokenizer)
-        chats: list[list[dict[str, str]]] = []
-        for last in (False, True):  # the first turn, and the one that follows its answer
-            starts = [self._before([*chat, _user(_MARK)]) for chat in chats] if last else [header] * count
-            seen: set[object] = set()
-            begun, chats = chats, []
-            for i, tokens, finish in sorted(self._sample(starts, LONGEST, 1.0, (9 + last) * _APART)):
-                reason, text = _fault(tokens, finish, self.tokenizer, special_ids, seen)
+        chats: list[list[dict[str, str]]] = [[] for _ in range(count)]
+        for role, longest, temperature, part in TURNS:
+            starts = [self._encode_before_mark([*chat, {"role": role, "content": _MARK}]) for chat in chats]
+            longer, seen = [], set[object]()
+            for i, tokens, finish in sorted(self._sample(starts, longest, temperature, part)):
+                reason, text = find_fault(self.pair, tokens, finish, seen if role == "user" else set())
                 if reason is None:
-                    chats.append([*(begun[i] if last else ()), _user(text)])
+                    longer.append([*chats[i], {"role": role, "content": text}])
                 else:
-                    report[reason] += 1
-            if not last:
-                chats = self._answered(chats, special_ids, report)
+                    report[reason if role == "user" else f"answer {reason}"] += 1
+            chats = longer
         report["kept"] = len(chats)
         return chats, dict(report)
 
-    def _answered(
-        self, chats: Sequence[list[dict[str, str]]], special_ids: Collection[int], report: Counter[str]
-    ) -> list[list[dict[str, str]]]:
-        """The conversations with the target's answers; those that are not finished soon fall out."""
-        starts = [self._before([*chat, {"role": "assistant", "content": _MARK}]) for chat in chats]
-        answered = []
-        for i, tokens, finish in sorted(self._sample(starts, REPLY, 0.7, 11 * _APART)):
-            reason, text = _fault(tokens, finish, self.tokenizer, special_ids, set())
-            if reason is None:
-                answered.append([*chats[i], {"role": "assistant", "content": text}])
-            else:
-                report[f"answer {reason}"] += 1
-        return answered
-
-    def _before(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Token ids of everything that stands before the mark in a conversation."""
-        text = self.tokenizer.apply_chat_template(list(messages), tokenize=False)
-        assert isinstance(text, str)
-        return self._encode(text.rpartition(_MARK)[0])
-
-    def _encode(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def passages(
+    def write_passages(
         self, count: int, openings: Sequence[str] = OPENINGS, longest: int = 900, shortest: int = 80
     ) -> list[str]:
         """Texts that continue the openings, without chat template; cut after the last whole sentence."""
         encoded = [self._encode(text) for text in openings]
         starts = [encoded[i % len(encoded)] for i in range(count)]
         passages = []
-        for index, tokens, _ in sorted(self._sample(starts, longest, 0.8, _APART)):
-            text = str(self.tokenizer.decode([*starts[index], *tokens], skip_special_tokens=True))
+        for index, tokens, _ in sorted(self._sample(starts, longest, 0.8, 1)):
+            text = str(self.pair.tokenizer.decode([*starts[index], *tokens], skip_special_tokens=True))
             whole = re.match(r"(?s).*[.!?]", text)
             if whole and len(tokens) >= shortest:
                 passages.append(whole.group(0))
         return passages
 
-    def _sample(
-        self, starts: Sequence[Sequence[int]], longest: int, temperature: float, first_seed: int
-    ) -> Iterator[Answer]:
-        """What follows the starts, in any order. `first_seed` tells the samples of one kind from those of another."""
+    def _encode_before_mark(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        text = self.pair.tokenizer.apply_chat_template(list(messages), tokenize=False)
+        assert isinstance(text, str)
+        return self._encode(text.rpartition(_MARK)[0])
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.pair.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _sample(self, starts: Sequence[Sequence[int]], longest: int, temperature: float, part: int) -> Iterator[Answer]:
+        """Continuations of the starts, in any order. Every `part` of the texts has seeds of its own."""
+        first_seed = part * _APART
         before = [row for row in (self.journal.rows if self.journal else ()) if row["part"] == first_seed]
         known = {row["index"]: row for row in before if row["index"] < len(starts)}
         left = [i for i in range(len(starts)) if i not in known]
         for i, row in known.items():
-            if self.notify:
-                self.notify(len(row["tokens"]))
+            self.notify(len(row["tokens"]))
             yield i, row["tokens"], row["finish"]
         for place, tokens, finish in respond(
-            self.model,
+            self.pair.target_model,
             [starts[i] for i in left],
-            eos_ids=self.eos_ids,
+            eos_ids=self.pair.eos_ids,
             max_new_tokens=longest,
             sampling=Sampling(temperature),
             seeds=[(self.seed * 1_000_003 + first_seed + i) % (1 << 63) for i in left],
@@ -215,26 +192,17 @@ class Writer:
             yield left[place], tokens, finish
 
 
-def _user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
-
-
-def _fault(
-    tokens: list[int],
-    finish: str,
-    tokenizer: PreTrainedTokenizerBase,
-    special_ids: Collection[int],
-    seen: set[object],
-    opening: Sequence[int] = (),
+def find_fault(
+    pair: Pair, tokens: list[int], finish: str, seen: set[object], opening: Sequence[int] = ()
 ) -> tuple[str | None, str]:
-    """Why a written prompt is not used, and its text, `opening` included; that alone makes no two of them alike."""
+    """Why a text is not used, None if it is, and the text. A common `opening` does not make two texts duplicates."""
     if finish != "eos":
         return "unfinished", ""
     body = tokens[:-1]
-    if any(token in special_ids for token in body):
+    if any(token in pair.special_ids for token in body):
         return "control tokens", ""
-    text = str(tokenizer.decode([*opening, *body])).strip()
-    words = re.findall(r"\w+", str(tokenizer.decode(body)).lower())
+    text = str(pair.tokenizer.decode([*opening, *body])).strip()
+    words = re.findall(r"\w+", str(pair.tokenizer.decode(body)).lower())
     if len(words) < 3 or "\ufffd" in text:
         return "too short", text
     keys = (tuple(words), tuple(words[:10]) if len(words) >= 10 else None, frozenset(words))
@@ -244,8 +212,8 @@ def _fault(
     return None, text
 
 
-def user_header(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Token ids of everything that stands before a user's first message."""
+def encode_user_header(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Token ids of everything before a user's first message."""
     if not tokenizer.chat_template:
         raise SelfJudgeError(
             "the target has no chat template, so it cannot write prompts itself: give a file with `prompts`"

@@ -104,7 +104,7 @@ class LabelledRows:
             raise SelfJudgeError("name at least one folder of labels")
         manifests = [read_manifest(folder) for folder in folders]
         _check_one_target(folders, manifests)
-        reader = _Reader()
+        reader = _ShardReader()
         n_shards = sum(len(manifest["shards"]) for manifest in manifests)
         for number, (folder, manifest) in enumerate(zip(folders, manifests, strict=True)):
             keys = {row["prompt_id"]: prompt_key(row["prompt_ids"]) for row in read_responses(folder)}
@@ -315,7 +315,7 @@ class LabelledRows:
         return tensor
 
 
-class _Reader:
+class _ShardReader:
     """Collects the small columns of shards, and their features as long as all of them fit into memory."""
 
     def __init__(self) -> None:
