@@ -83,13 +83,13 @@ def setting(
     return field(default=default, metadata={"help": help, **limits})
 
 
-def check_settings(config: Any) -> None:
+def check_settings(config: Any, prefix: str = "") -> None:
     """Refuse values outside the ranges that the fields of a config declare; None means not given."""
     for f in fields(config):
         given = getattr(config, f.name)
         for value in given if isinstance(given, tuple) else (given,):
             if f.metadata and value is not None and value != f.metadata["word"]:
-                _check_value(f"`{f.name}`", value, f.metadata)
+                _check_value(f"{prefix}`{f.name}`", value, f.metadata)
 
 
 def _check_value(name: str, value: Any, limits: Mapping[str, Any]) -> None:

@@ -180,9 +180,9 @@ def test_prices_as_text() -> None:
     ("wrong", "message"),
     [
         (lambda j: Margin(0.5, price=0.1), "a price replaces the threshold"),
-        (lambda j: Margin(price=-0.1), "margin needs a price of at least 0, not -0.1"),
-        (lambda j: Margin(price=math.inf), "margin needs a price of at least 0, not inf"),
-        (lambda j: Judged(j, price=math.nan), "judged needs a price of at least 0, not nan"),
+        (lambda j: Margin(price=-0.1), "margin: `price` must be at least 0, not -0.1"),
+        (lambda j: Margin(price=math.inf), "margin: `price` must be a finite number, not inf"),
+        (lambda j: Judged(j, price=math.nan), "judged: `price` must be a finite number, not nan"),
         (lambda j: Judged(j, 0.5, price=0.1), "a price replaces θ"),
         (lambda j: Judged(j, confirm=2, price=0.1), "a price weighs what follows: leave out confirm"),
         (lambda j: Judged(j, None, SpeculativeSampling(), price=0.1), "greedy decoding: leave out `temperature`"),

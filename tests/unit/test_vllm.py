@@ -502,7 +502,7 @@ def test_the_command_of_a_rule_without_a_judge(no_pull: None) -> None:
         ({"worker": WorkerConfig(RuleRequest(theta="X"))}, "has no threshold 'X'"),
         ({"worker": WorkerConfig(RuleRequest(judge="/nowhere"))}, "is not a judge folder"),
         ({"worker": WorkerConfig(RuleRequest(rule="fly"))}, "fly with window 6 needs `gamma` > 6, not 5"),
-        ({"worker": WorkerConfig(RuleRequest(rule="topk:0"))}, "topk needs k of at least 1"),
+        ({"worker": WorkerConfig(RuleRequest(rule="topk:0"))}, "topk: `k` must be at least 1"),
     ],
 )
 def test_a_command_that_cannot_work_is_refused(no_pull: None, options: dict[str, Any], message: str) -> None:

@@ -1,9 +1,9 @@
 """Acceptance rules: Block → Verdict, pure tensor functions, batched on the first axis.
 
-A rule says which drafts it accepts; the walk that stops at the first refusal, the token that follows it and the
-guards are the same for all and stand in `AcceptanceRule.__call__`. A new rule is one class.
+A rule says which drafts it accepts. The walk to the first rejected draft, the token after it and the guard are the
+same for all rules: `AcceptanceRule.__call__`. A new rule is one class here and its entry in `rule_parser.RULES`.
 
-Rows: p_i, the target's distribution of d_i, is row i−1 of `Block.target_logits` (`predicting` below).
+p_i, the target's distribution of d_i, is row i−1 of `Block.target_logits`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from selfjudge.decoding.sampling import Sampling, sample
 from selfjudge.errors import SelfJudgeError
 from selfjudge.ops.argmax import argmax_checked, replace_non_finite
 from selfjudge.ops.price import worth_taking
-from selfjudge.types import DEFAULT_THETA, Block, Gamma, Verdict, default_gamma, lazy_module
+from selfjudge.types import DEFAULT_THETA, Block, Gamma, Verdict, check_settings, default_gamma, lazy_module, setting
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,7 @@ else:
     torch = lazy_module("torch")
 
 
-@cache  # recorded cycles keep on reading them
+@cache  # captured graphs keep reading these tensors
 def _ids(ids: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(ids, dtype=torch.long, device=device)
 
@@ -44,12 +44,21 @@ class AcceptanceRule:
     name: ClassVar[str]
     summary: ClassVar[str]
     lossless: ClassVar[bool] = False
-    reads_logits: ClassVar[bool] = True  # beyond their argmax
+    reads_logits: ClassVar[bool] = True
+    """Whether the rule reads more of the target's logits than their argmax."""
     sampling: ClassVar[Sampling | None] = None
     judge: ClassVar[Judge | None] = None
     theta: ClassVar[float | None] = None
     defaults: ClassVar[dict[str, object]] = {}
-    """Of options whose field says None, because they and others exclude each other."""
+    """Defaults of options whose field says None because they exclude others."""
+
+    def __post_init__(self) -> None:
+        check_settings(self, f"{self.name}: ")
+
+    @property
+    def matches_needed(self) -> int:
+        """How many drafts must match after one that is accepted against alignment."""
+        return 0
 
     @property
     def price(self) -> float | None:
@@ -73,22 +82,27 @@ class AcceptanceRule:
         return choice.gather(1, n[:, None]).squeeze(1)
 
     def settled(self, block: Block) -> bool:
-        """Whether alignment alone decides about the whole block, so that the judge need not be asked. Only on a CPU:
-        another device would have to be waited for."""
+        """Whether alignment decides the whole block, so that the judge is not needed. Only on a CPU: asking another
+        device means waiting for it."""
         return False
 
     def default_gamma(self, device: str) -> Gamma:
-        """γ where nobody names one: `auto` where no answer depends on it, else the device's fixed number.
+        """γ where none is given: `auto` where answers do not depend on it, else the device's fixed number.
 
-        So the clock has no say in an answer unless somebody asks for `auto`.
+        So answers depend on the clock only where `auto` is asked for.
         """
         return "auto" if self.lossless and self.sampling is None else default_gamma(device)
 
     def check(self, gamma: int) -> None:
         """Refuse a γ this rule cannot work with."""
+        n = self.matches_needed
+        _require(
+            gamma == 0 or gamma > n,
+            f"{self.name} with window {n} needs `gamma` > {n}, not {gamma}: no mismatch could be confirmed",
+        )
 
     def guarded(self) -> tuple[int, ...]:
-        """Ids at which alignment alone decides."""
+        """Token ids at which alignment alone decides."""
         return getattr(self, "special", ()) if getattr(self, "guard", False) else ()
 
     def __call__(self, block: Block) -> Verdict:
@@ -121,7 +135,7 @@ class AcceptanceRule:
                 accepted = self._priced(block, logits[:, :-1], aligned, no_say)
             accepted = torch.where(no_say, aligned, accepted)
             judged = accepted & ~aligned
-        n = accepted.long().cumprod(1).sum(1)  # the walk: stop at the first refusal
+        n = accepted.long().cumprod(1).sum(1)  # the walk: stop at the first rejected draft
         return Verdict(n, self.following(block, logits, choice, aligned, n), judged, non_finite)
 
     def _settled(self, block: Block, aligned: Tensor) -> Tensor | None:
@@ -136,7 +150,7 @@ class AcceptanceRule:
 
 
 def _among(tokens: Tensor, ids: tuple[int, ...]) -> Tensor:
-    """Which tokens are one of these ids. `torch.isin` sorts a longer list, which a CUDA graph cannot record."""
+    """Which tokens are one of these ids. `torch.isin` sorts a longer list, which a CUDA graph cannot capture."""
     return (tokens[..., None] == _ids(ids, tokens.device)).any(-1)
 
 
@@ -223,12 +237,9 @@ class TopK(AcceptanceRule):
     name = "topk"
     summary = "the draft is among the target's k most likely tokens (k=2 in the paper)"
 
-    k: int = 2
+    k: int = setting(2, "Most likely tokens that pass", minimum=1)
     guard: bool = False
     special: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        _require(self.k >= 1, f"topk needs k of at least 1, not {self.k}")
 
     def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
         return _rank(logits, block.draft_tokens) < self.k
@@ -246,14 +257,10 @@ class Relaxed(AcceptanceRule):
     name = "relaxed"
     summary = "top-k and a probability gap to the best of at most delta (TensorRT-LLM)"
 
-    k: int = 10
-    delta: float = 0.6
+    k: int = setting(10, "Most likely tokens that pass", minimum=1)
+    delta: float = setting(0.6, "Largest gap to the best probability", minimum=0, maximum=1)
     guard: bool = False
     special: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        _require(self.k >= 1, f"relaxed needs k of at least 1, not {self.k}")
-        _require(0 <= self.delta <= 1, f"relaxed needs delta in [0, 1], not {self.delta}")
 
     def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
         p = logits.float().softmax(-1)
@@ -268,16 +275,11 @@ class Typical(AcceptanceRule):
     name = "typical"
     summary = "the draft's probability exceeds min(epsilon, delta·exp(−entropy)) (Medusa)"
 
-    epsilon: float = 0.09
-    delta: float = 0.3
-    temperature: float = 1.0
+    epsilon: float = setting(0.09, "Largest threshold ε", above=0, maximum=1)
+    delta: float = setting(0.3, "Factor δ of the entropy term", above=0, maximum=1)
+    temperature: float = setting(1.0, "Softmax temperature", above=0)
     guard: bool = False
     special: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        _require(0 < self.epsilon <= 1, f"typical needs epsilon in (0, 1], not {self.epsilon}")
-        _require(0 < self.delta < 1, f"typical needs delta in (0, 1), not {self.delta}")
-        _require(self.temperature > 0, f"typical needs a positive temperature, not {self.temperature}")
 
     def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
         logits = logits.float() / self.temperature
@@ -308,21 +310,19 @@ class Margin(AcceptanceRule):
     summary = "the target's margin over the draft, in nats, is below the threshold (MARS), or worth its price"
     defaults: ClassVar[dict[str, object]] = {"threshold": 0.7, "guard": False}
 
-    threshold: float = None  # type: ignore[assignment]  # `defaults`; none with a price
+    threshold: float = setting(None, "Margin in nats; `defaults`, none with a price", minimum=0)
     guard: bool = None  # type: ignore[assignment]
     special: tuple[int, ...] = ()
-    price: float | None = None
+    price: float | None = setting(None, "Price of a token in nats", minimum=0)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        priced = self.price is not None
+        _require(not priced or self.threshold is None, "margin: a price replaces the threshold: leave out one of them")
         if self.guard is None:
-            object.__setattr__(self, "guard", self.price is not None)
-        if self.price is not None:
-            _require(self.threshold is None, "margin: a price replaces the threshold: leave out one of the two")
-            _check_price(self.name, self.price)
-            return
-        if self.threshold is None:
+            object.__setattr__(self, "guard", priced)
+        if self.threshold is None and not priced:
             object.__setattr__(self, "threshold", self.defaults["threshold"])
-        _require(self.threshold >= 0, f"margin needs a threshold of at least 0, not {self.threshold}")
 
     def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
         return aligned | (_margin(block, logits) < self.threshold)
@@ -341,20 +341,14 @@ class FLy(AcceptanceRule):
     name = "fly"
     summary = "a mismatch passes when the target is unsure and the next `window` drafts match (FLy)"
 
-    entropy: float = 0.3
-    window: int = 6
+    entropy: float = setting(0.3, "Smallest entropy of the target, as a share of log V", minimum=0, maximum=1)
+    window: int = setting(6, "Drafts that must match after a mismatch", minimum=1)
     guard: bool = False
     special: tuple[int, ...] = ()
 
-    def __post_init__(self) -> None:
-        _require(0 <= self.entropy <= 1, f"fly needs a normalised entropy in [0, 1], not {self.entropy}")
-        _require(self.window >= 1, f"fly needs a window of at least 1, not {self.window}")
-
-    def check(self, gamma: int) -> None:
-        _require(
-            gamma == 0 or gamma > self.window,
-            f"fly with window {self.window} needs `gamma` > {self.window}, not {gamma}: no mismatch could be confirmed",
-        )
+    @property
+    def matches_needed(self) -> int:
+        return self.window
 
     def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
         unsure = _entropy(logits) / math.log(logits.shape[-1]) >= self.entropy
@@ -372,12 +366,9 @@ class RandomAcceptance(AcceptanceRule):
     name = "random"
     summary = "a mismatch passes with this probability, whatever it is: the floor to compare other rules with"
 
-    share: float = 0.1
+    share: float = setting(0.1, "Probability that a mismatch passes", minimum=0, maximum=1)
     guard: bool = False
     special: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        _require(0 <= self.share <= 1, f"random needs a share in [0, 1], not {self.share}")
 
     def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
         at_draft = logits.gather(-1, block.draft_tokens[..., None]).squeeze(-1)
@@ -412,32 +403,25 @@ class Judged(AcceptanceRule):
     judge: Judge  # type: ignore[misc]
     theta: float = None  # type: ignore[assignment, misc]  # the default threshold of the judge; none with a price
     base: AcceptanceRule = EXACT
-    confirm: int = 0
+    confirm: int = setting(0, "Drafts that must match after a judged one", minimum=0)
     guard: bool = True
     special: tuple[int, ...] = ()
-    price: float | None = None
+    price: float | None = setting(None, "Price of a token in nats", minimum=0)
 
     def __post_init__(self) -> None:
-        if self.price is not None:
-            _require(
-                self.theta is None, f"{self.name}: a price replaces θ: leave out one of `price`, `theta` and `quality`"
-            )
-            _require(not self.confirm, f"{self.name}: a price weighs what follows: leave out confirm")
-            _require(
-                self.base.sampling is None, f"{self.name}: a price goes with greedy decoding: leave out `temperature`"
-            )
-            _check_price(self.name, self.price)
+        super().__post_init__()
+        if self.price is None:
+            theta = self.judge.default_threshold if self.theta is None else self.judge.threshold(self.theta)
+            object.__setattr__(self, "theta", theta)
             return
-        _require(self.confirm >= 0, f"{self.name} needs confirm of at least 0, not {self.confirm}")
-        theta = self.judge.default_threshold if self.theta is None else self.judge.threshold(self.theta)
-        object.__setattr__(self, "theta", theta)
+        about = f"{self.name}: a price"
+        _require(self.theta is None, f"{about} replaces θ: leave out one of `price`, `theta` and `quality`")
+        _require(not self.confirm, f"{about} weighs what follows: leave out confirm")
+        _require(self.base.sampling is None, f"{about} goes with greedy decoding: leave out `temperature`")
 
-    def check(self, gamma: int) -> None:
-        _require(
-            gamma == 0 or gamma > self.confirm,
-            f"{self.name} with confirm {self.confirm} needs `gamma` > {self.confirm}, not {gamma}:"
-            " no mismatch could be confirmed",
-        )
+    @property
+    def matches_needed(self) -> int:
+        return self.confirm
 
     @property
     def sampling(self) -> Sampling | None:  # type: ignore[override]
@@ -494,10 +478,6 @@ class JudgeOnly(Judged):
 
     def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
         return self.approves(block)
-
-
-def _check_price(rule: str, price: float) -> None:
-    _require(0 <= price < math.inf, f"{rule} needs a price of at least 0, not {price}")
 
 
 def _require(holds: bool, message: str) -> None:
