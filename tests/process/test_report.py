@@ -27,10 +27,10 @@ from selfjudge.report.charts import Chart, Point, Series, agreements, charts, nu
 from selfjudge.report.demo import demo_page, finding
 from selfjudge.report.draw import Drawing, draw
 from selfjudge.report.equal_m import AGREES, lead_over
+from selfjudge.report.formats import fixed, signed
 from selfjudge.report.pipeline import report
 from selfjudge.report.read import read_results
 from selfjudge.report.records import rule_order
-from selfjudge.report.table import fixed, signed
 from selfjudge.report.tables import tables
 from selfjudge.report.verdict import verdict
 

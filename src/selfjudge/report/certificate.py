@@ -8,19 +8,9 @@ from typing import Any
 from selfjudge.report.charts import Chart, Point, Series
 from selfjudge.report.demo import encodable, show_token
 from selfjudge.report.draw import draw
+from selfjudge.report.formats import fixed, points, show_interval, show_text, signed_points, tenths, whole
 from selfjudge.report.page import render
-from selfjudge.report.table import (
-    Column,
-    Table,
-    fixed,
-    points,
-    show_interval,
-    show_text,
-    signed_points,
-    tenths,
-    whole,
-    word_column,
-)
+from selfjudge.report.table import Column, Table, word_column
 from selfjudge.report.verdict import LOW_SCORE
 
 RUN = "Run this in the folder of this certificate"

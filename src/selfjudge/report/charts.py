@@ -7,16 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from selfjudge.report.equal_m import AGREES, CURVES, is_compared, lead_over, margin_curve
-from selfjudge.report.records import (
-    EvalRun,
-    Interval,
-    Results,
-    group_by_task,
-    has_several_pairs,
-    place_title,
-    usual_gamma,
-)
-from selfjudge.report.table import fixed, gain, number_repeats, signed_points, slug
+from selfjudge.report.formats import fixed, gain, signed_points
+from selfjudge.report.records import EvalRun, Interval, Results, group_by_task, name_task, slug, usual_gamma
+from selfjudge.report.table import number_repeats
 
 MOST_METHODS = 5
 """Default for the number of methods in one trade-off; the tables have all."""
@@ -144,9 +137,9 @@ def _facets(
     for (pair, task), here in by_task.items():
         methods = drawn[pair, task]
         if len(methods) > 1 and "exact" in methods:
-            heading = f"{place_title(pair, task, runs)}, γ = {here[0].gamma}"
-            name = slug(pair if has_several_pairs(runs) else "", task)
-            yield _Facet(heading, name, task, [r for r in here if r.method in methods], methods, styles)
+            title, part = name_task(pair, task, runs)
+            shown = [r for r in here if r.method in methods]
+            yield _Facet(f"{title}, γ = {here[0].gamma}", part, task, shown, methods, styles)
 
 
 def _choose_methods(runs: Sequence[EvalRun], most: int, first: Sequence[str]) -> list[str]:

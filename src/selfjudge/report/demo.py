@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from selfjudge.report.formats import fixed, percent, quote_token, tenths, thousandths
 from selfjudge.report.page import render
 from selfjudge.report.records import ORIGINS
-from selfjudge.report.table import Column, Table, fixed, percent, quote_token, tenths, thousandths, word_column
+from selfjudge.report.table import Column, Table, word_column
 
 
 def demo_page(result: Mapping[str, Any]) -> str:

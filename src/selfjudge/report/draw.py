@@ -36,7 +36,7 @@ VARIABLES = {
     **{light: f"var(--s{i})" for i, (light, _) in enumerate(PALETTE)},
     INK: "var(--ink)", SOFT: "var(--soft)", RULE: "var(--rule)", FAINT: "var(--faint)", PAPER: "var(--paper)",
 }  # fmt: skip
-SETTINGS: dict[str, Any] = {
+SETTINGS: Any = {
     "svg.fonttype": "none", "svg.hashsalt": "selfjudge", "text.parse_math": False, "font.size": 11,
     "axes.edgecolor": RULE, "axes.labelcolor": INK, "axes.facecolor": "none", "axes.axisbelow": True,
     "axes.spines.top": False, "axes.spines.right": False, "grid.color": FAINT, "figure.facecolor": "none",
@@ -110,7 +110,7 @@ def _line(xs: Sequence[float], ys: Sequence[float], style: int, **more: Any) -> 
     from matplotlib.lines import Line2D
 
     dashes = DASHES[(style // 3) % len(DASHES)] if style else DASHES[2]
-    dashed = (0, tuple(d / 1.6 for d in dashes)) if dashes else "-"
+    dashed: Any = (0, tuple(d / 1.6 for d in dashes)) if dashes else "-"
     return Line2D(xs, ys, color=_colour(style), linestyle=dashed, **{"clip_on": False, **more})
 
 
@@ -204,7 +204,9 @@ def _png(figure: Figure, axes: Axes, chart: Chart) -> bytes:
     axes.set_position((box.x0, (BOTTOM + below) / total, box.width, box.height * HEIGHT / total))
     axes.set_title(_shorten(chart.title, LONGEST_TITLE), fontsize=10, y=1.02)
     if labels:
-        handles = [(_line([], [], style), _marks([], [], style, markersize=6)) for style in chart.styles.values()]
+        handles: list[Any] = [
+            (_line([], [], style), _marks([], [], style, markersize=6)) for style in chart.styles.values()
+        ]
         figure.legend(handles, labels, loc="lower center", ncols=columns, borderaxespad=0.2, labelspacing=0.3)
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=150, facecolor="white")

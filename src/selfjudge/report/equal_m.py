@@ -17,20 +17,10 @@ from itertools import pairwise
 from statistics import stdev
 from typing import Any
 
+from selfjudge.report.formats import percent, show_interval, signed_points
 from selfjudge.report.intervals import interval_around
-from selfjudge.report.records import Answered, EvalRun, Interval, group_by_task, has_several_pairs, place_title
-from selfjudge.report.table import (
-    AGREEMENT,
-    GAMMA,
-    RULE,
-    Column,
-    Row,
-    Table,
-    percent,
-    show_interval,
-    signed_points,
-    slug,
-)
+from selfjudge.report.records import Answered, EvalRun, Interval, group_by_task, name_task, slug
+from selfjudge.report.table import AGREEMENT, GAMMA, RULE, Column, Row, Table
 
 CURVES = {"margin": "margin", "margin, price": "priced margin"}
 """Untrained methods that others are compared with, and their names in a table."""
@@ -57,12 +47,11 @@ class Lead:
 def equal_m(runs: Sequence[EvalRun]) -> list[Table]:
     """One table a task: every rule against the untrained margins at its m."""
     tables = []
-    pairs = has_several_pairs(runs)
     for (pair, task), here in group_by_task(runs).items():
         rows = [row for run in here if (row := _row(run, here)) is not None]
         if rows:
-            name, where = slug("equal-m", pair if pairs else "", task), place_title(pair, task, runs)
-            tables.append(Table(name, f"{where}: lead at equal m", _columns(rows), tuple(rows)))
+            title, part = name_task(pair, task, runs)
+            tables.append(Table(slug("equal-m", part), f"{title}: lead at equal m", _columns(rows), tuple(rows)))
     return tables
 
 

@@ -20,65 +20,32 @@ from markupsafe import Markup
 
 from selfjudge.report.charts import Chart
 from selfjudge.report.draw import PALETTE, Drawing, legend
-from selfjudge.report.records import (
-    PAPER,
-    EvalRun,
-    Results,
-    group_by_task,
-    place_title,
-    rule_order,
-    task_order,
-    task_title,
-)
+from selfjudge.report.records import EvalRun, Results, group_by_task, name_task, rule_order, task_order, task_title
 from selfjudge.report.table import Table
+from selfjudge.store.artefacts import AnswerExample
 
 SECTIONS = {
-    "verdict": ("Verdict", ""),
-    "averages": (
-        "Averages",
-        "Change against <code>exact</code>, averaged over the tasks as in the paper. m is the number of tokens that a"
-        " target pass yields, its own included. Every cell has m, then the score in points and its change.",
-    ),
-    "task": (
-        "Per task",
-        "Every run. Brackets are 95 % intervals by paired bootstrap over examples. A rule with <code>q0.9</code> has"
-        " the threshold that rejects 90 % of bad substitutions.",
-    ),
-    "trade-off": (
-        "Trade-off",
-        "The change of the score against the gain in m, both paired with <code>exact</code>, which is the dotted line."
-        " A line is a method, a point one of its thresholds: F and R are the judge’s own, q0.9 rejects 90 % of bad"
-        " substitutions. Bars are 95 % intervals. Up and to the right is better. Not all methods are drawn; the"
-        " tables have all. A rule that loses more than 15 points is out of view, and the title says how many.",
-    ),
-    "equal-m": (
-        "At equal m",
-        "Which rule keeps more of the answers of <code>exact</code> for the same gain in m? A lead is the distance"
-        " from the line through the points of an untrained margin, or of a priced one, from <code>exact</code> on, in"
-        " points; its 95 % interval is paired by example. ≥ is a lower bound: no margin with a smaller m was run."
-        " Beyond a line’s last point there is no lead.",
-    ),
-    "substitutions": (
-        "Substitutions",
-        "Tokens taken instead of the target’s choice, by task: for each method its threshold F, else the run with"
-        " most.",
-    ),
-    "viewer": ("Tokens", "An answer, token by token."),
-    "provenance": ("Provenance", "The machines, judges and versions behind the figures."),
+    "verdict": "Verdict",
+    "averages": "Averages",
+    "task": "Per task",
+    "trade-off": "Trade-off",
+    "equal-m": "At equal m",
+    "substitutions": "Substitutions",
+    "viewer": "Tokens",
+    "provenance": "Provenance",
 }
-"""Heading and explanation of every section, in the page's order."""
+"""Heading of every section, in the page's order."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """A section as the template shows it; tables follow the heading given with them, if any."""
+    """A section as the template shows it, which also explains it."""
 
     id: str
     heading: str
-    about: Markup
     legend: Sequence[tuple[str, Markup]] = ()
     figures: Sequence[tuple[Chart, Markup]] = ()
-    tables: Sequence[tuple[str, Sequence[Table]]] = ()
+    tables: Sequence[Table] = ()
 
 
 def page(
@@ -145,25 +112,34 @@ def _hash(text: str) -> str:
 
 
 def viewer_data(runs: Sequence[EvalRun]) -> dict[str, Any]:
-    """Answers for the viewer; a token is a list (text, origin, choice, p, p of the choice, judge's score, cycle)."""
+    """Answers for the viewer, by run."""
     return {
         "runs": [
             {
-                "group": place_title(pair, task, runs),
+                "group": name_task(pair, task, runs)[0],
                 "name": f"{run.rule}, γ = {run.gamma}",
-                "examples": [
-                    {
-                        "id": e.id, "prompt": e.prompt, "score": e.score,
-                        "tokens": [[t.text, t.origin, t.choice, t.p, t.p_choice, t.judge, t.cycle] for t in e.tokens],
-                    }
-                    for e in run.examples
-                ],
+                "examples": [_viewer_example(example) for example in run.examples],
             }
             for (pair, task), here in group_by_task(runs).items()
             for run in here
             if run.examples
         ]
-    }  # fmt: skip
+    }
+
+
+def _viewer_example(example: AnswerExample) -> dict[str, Any]:
+    """A token is a list: text, origin, target's choice, p, p of the choice, judge's score, cycle."""
+    tokens = [
+        [
+            t.get("text") or "",
+            t["origin"],
+            t.get("choice") or "",
+            *(t.get(k) for k in ("p", "p_choice", "judge", "cycle")),
+        ]
+        for t in example["tokens"]
+    ]
+    prompt = str(example.get("prompt") or "")
+    return {"id": example["id"], "prompt": prompt, "score": example.get("score"), "tokens": tokens}
 
 
 def _lead(runs: Sequence[EvalRun], tasks: Sequence[str]) -> str:
@@ -185,23 +161,9 @@ def _sections(
 ) -> list[Section]:
     """The sections that have something to show."""
     sections = []
-    for name, (heading, about) in SECTIONS.items():
+    for name, heading in SECTIONS.items():
         own_charts, own_tables = charts.get(name, ()), tables.get(name, ())
         if own_charts or own_tables or (name == "viewer" and any(run.examples for run in results.runs)):
-            grouped = _group_by_kind(own_tables) if name == "task" else [("", own_tables)]
             figures = [(chart, drawings[chart.id].svg) for chart in own_charts]
-            sections.append(Section(name, heading, Markup(about), legend(own_charts), figures, grouped))  # noqa: S704
+            sections.append(Section(name, heading, legend(own_charts), figures, own_tables))
     return sections
-
-
-def _group_by_kind(tables: Sequence[Table]) -> list[tuple[str, list[Table]]]:
-    """The paper's four tasks, LiveCodeBench, others."""
-    kinds: dict[str, list[Table]] = {
-        "Tasks of the average": [],
-        "Code, separate as in the paper": [],
-        "Other tasks": [],
-    }
-    for table in tables:
-        task = table.rows[0]["task"]
-        kinds[list(kinds)[0 if task in PAPER else 1 if task.startswith("livecodebench") else 2]].append(table)
-    return [(heading, kind) for heading, kind in kinds.items() if kind]

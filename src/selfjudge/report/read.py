@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.report.records import VARIANT, Answered, EvalRun, Example, Provenance, Results, Token
+from selfjudge.report.records import VARIANT, Answered, EvalRun, Provenance, Results
 from selfjudge.store import read_json, read_rows
 from selfjudge.store.artefacts import AnswerExample, EvaluationSummary, Sample
 from selfjudge.store.schema import conform
@@ -111,7 +111,7 @@ def _read_run(file: Path, content: Content) -> EvalRun:
         folder=file.parent,
         provenance=_provenance(content),
         answers=_answers(file.parent / "samples.jsonl.gz"),
-        examples=_examples(file.parent / "examples.jsonl"),
+        examples=tuple(_rows(file.parent / "examples.jsonl", AnswerExample)),
     )
 
 
@@ -143,7 +143,7 @@ def _provenance(content: Content) -> Provenance:
     )
 
 
-def _rows(file: Path, schema: Any) -> Iterator[Content]:
+def _rows(file: Path, schema: Any) -> Iterator[Any]:
     """The rows of a file; none where there is no file."""
     return read_rows(file, schema) if file.exists() else iter(())
 
@@ -153,22 +153,3 @@ def _answers(file: Path) -> dict[str, Answered]:
         row["id"]: Answered(row["tokens"], row["cycles"], row.get("score"), row.get("agrees"))
         for row in _rows(file, Sample)
     }
-
-
-def _examples(file: Path) -> tuple[Example, ...]:
-    return tuple(
-        Example(row["id"], str(row.get("prompt") or ""), row.get("score"), tuple(map(_token, row["tokens"])))
-        for row in _rows(file, AnswerExample)
-    )
-
-
-def _token(content: Content) -> Token:
-    return Token(
-        content.get("text") or "",
-        content["origin"],
-        content.get("choice") or "",
-        content.get("p"),
-        content.get("p_choice"),
-        content.get("judge"),
-        content.get("cycle"),
-    )

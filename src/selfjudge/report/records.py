@@ -12,36 +12,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from selfjudge.store.artefacts import AnswerExample
+
 Interval = tuple[float, float]
 VARIANT = " · "
 """Separates a task from what distinguishes some of its runs: the number of examples, or the length limit."""
 ORIGINS = ("draft", "judge", "target")
-
-
-@dataclass(frozen=True)
-class Token:
-    """One token of an answer, and the target's and the judge's opinion of it."""
-
-    text: str
-    origin: str
-    choice: str
-    """The target's most likely token."""
-    p: float | None
-    p_choice: float | None
-    judge: float | None
-    """The judge's P(acceptable), where it was asked."""
-    cycle: int | None
-    """The target pass that emitted it; 0 is prefill."""
-
-
-@dataclass(frozen=True)
-class Example:
-    """An answer for the viewer."""
-
-    id: str
-    prompt: str
-    score: float | None
-    tokens: tuple[Token, ...]
 
 
 @dataclass(frozen=True)
@@ -113,7 +89,8 @@ class EvalRun:
     provenance: Provenance = field(default=Provenance(), repr=False)
     answers: Mapping[str, Answered] = field(default_factory=dict, repr=False)
     """Every example's answer, by id."""
-    examples: tuple[Example, ...] = field(default=(), repr=False)
+    examples: tuple[AnswerExample, ...] = field(default=(), repr=False)
+    """Answers for the token viewer."""
 
     @property
     def m(self) -> float | None:
@@ -232,10 +209,17 @@ def usual_gamma(runs: Iterable[EvalRun]) -> int:
     return max(counts, key=lambda gamma: (counts[gamma], gamma))
 
 
+def slug(*parts: str) -> str:
+    """A short name of letters, digits and dashes, for ids and files."""
+    return "-".join(filter(None, (re.sub(r"[^a-z0-9]+", "-", part.casefold()).strip("-")[:60] for part in parts)))
+
+
 def has_several_pairs(runs: Iterable[EvalRun]) -> bool:
     return len({run.pair for run in runs}) > 1
 
 
-def place_title(pair: str, task: str, runs: Iterable[EvalRun]) -> str:
-    """The task, with the pair where the report has several."""
-    return task_title(task) + (f", {pair}" if has_several_pairs(runs) else "")
+def name_task(pair: str, task: str, runs: Iterable[EvalRun]) -> tuple[str, str]:
+    """(title, part of an id) of a pair's task; the pair is in them where the runs have several."""
+    if has_several_pairs(runs):
+        return f"{task_title(task)}, {pair}", slug(pair, task)
+    return task_title(task), slug(task)

@@ -8,6 +8,17 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from selfjudge.report.equal_m import equal_m
+from selfjudge.report.formats import (
+    fixed,
+    percent,
+    points,
+    quote_token,
+    show_interval,
+    signed,
+    signed_points,
+    tenths,
+    whole,
+)
 from selfjudge.report.intervals import mean_with_interval
 from selfjudge.report.records import (
     PAPER,
@@ -15,32 +26,14 @@ from selfjudge.report.records import (
     Results,
     group_by_task,
     has_several_pairs,
-    place_title,
+    name_task,
     rule_order,
+    slug,
     task_order,
     task_title,
     usual_gamma,
 )
-from selfjudge.report.table import (
-    AGREEMENT,
-    GAMMA,
-    RULE,
-    Column,
-    Row,
-    Table,
-    fixed,
-    number_repeats,
-    percent,
-    points,
-    quote_token,
-    show_interval,
-    signed,
-    signed_points,
-    slug,
-    tenths,
-    whole,
-    word_column,
-)
+from selfjudge.report.table import AGREEMENT, GAMMA, RULE, Column, Row, Table, number_repeats, word_column
 
 PAIRS_SHOWN = 8
 """Number of substitutions listed for each run."""
@@ -81,8 +74,9 @@ def averages(runs: Sequence[EvalRun]) -> list[Table]:
             note += " Rows with fewer tasks are not comparable with the others."
         if set(tasks) != set(PAPER):
             note += f" The paper's average is over {', '.join(map(task_title, PAPER))}: not all were run."
-        name, heading = slug("averages", pair if len(pairs) > 1 else ""), f", {pair}" if len(pairs) > 1 else ""
-        found.append(Table(name, f"Average over tasks{heading}", _average_columns(tasks), tuple(rows), note))
+        suffix = pair if len(pairs) > 1 else ""
+        heading = ", ".join(filter(None, ("Average over tasks", suffix)))
+        found.append(Table(slug("averages", suffix), heading, _average_columns(tasks), tuple(rows), note))
     return found
 
 
@@ -148,16 +142,12 @@ def average(runs: Sequence[EvalRun]) -> Row:
 
 def per_task(runs: Sequence[EvalRun]) -> list[Table]:
     """One table a task: every run."""
-    pairs = has_several_pairs(runs)
-    return [
-        Table(
-            slug("task", pair if pairs else "", task),
-            place_title(pair, task, runs),
-            _per_task_columns(chosen),
-            tuple(run.row() for run in chosen),
-        )
-        for (pair, task), chosen in group_by_task(runs).items()
-    ]
+    tables = []
+    for (pair, task), chosen in group_by_task(runs).items():
+        title, part = name_task(pair, task, runs)
+        rows = tuple(run.row() for run in chosen)
+        tables.append(Table(slug("task", part), title, _per_task_columns(chosen), rows))
+    return tables
 
 
 def _per_task_columns(runs: Sequence[EvalRun]) -> tuple[Column, ...]:
@@ -230,16 +220,11 @@ def _pair_column(runs: Iterable[EvalRun]) -> list[Column]:
 def _typical(runs: Sequence[EvalRun]) -> list[EvalRun]:
     """One run of each method with substitutions, at the usual γ: F, else the one with most of them."""
     gamma = usual_gamma(runs)
-    best: dict[str, EvalRun] = {}
-    for run in (r for r in runs if r.gamma == gamma and r.substitutions):
-        other = best.get(run.method)
-        if other is None or _typicality(run) > _typicality(other):
-            best[run.method] = run
-    return list(best.values())
-
-
-def _typicality(run: EvalRun) -> tuple[bool, int]:
-    return run.option == "F", _count_substitutions(run)
+    by_method: dict[str, list[EvalRun]] = defaultdict(list)
+    for run in runs:
+        if run.gamma == gamma and run.substitutions:
+            by_method[run.method].append(run)
+    return [max(same, key=lambda r: (r.option == "F", _count_substitutions(r))) for same in by_method.values()]
 
 
 def _count_substitutions(run: EvalRun) -> int:
@@ -247,8 +232,7 @@ def _count_substitutions(run: EvalRun) -> int:
 
 
 def _most_frequent(run: EvalRun) -> list[list[Any]]:
-    ordered = sorted(run.substitutions, key=lambda s: (-s[2], s[:2]))
-    return [list(substitution) for substitution in ordered[:PAIRS_SHOWN]]
+    return [list(pair) for pair in sorted(run.substitutions, key=lambda s: (-s[2], s[:2]))[:PAIRS_SHOWN]]
 
 
 def provenance(runs: Sequence[EvalRun]) -> Table:

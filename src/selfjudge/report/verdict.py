@@ -12,21 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from selfjudge.report.charts import FIRST, GAIN, Chart, Point, Series, drop_far_points, in_points
+from selfjudge.report.formats import fixed, gain, percent, points, show_interval, signed_points, whole
 from selfjudge.report.records import PAPER, EvalRun, rule_order, task_order, task_title, usual_gamma
-from selfjudge.report.table import (
-    AGREEMENT,
-    RULE,
-    Column,
-    Row,
-    Table,
-    fixed,
-    gain,
-    percent,
-    points,
-    show_interval,
-    signed_points,
-    whole,
-)
+from selfjudge.report.table import AGREEMENT, RULE, Column, Row, Table
 from selfjudge.report.tables import average
 
 LOW_SCORE = 0.1

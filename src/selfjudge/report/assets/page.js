@@ -192,9 +192,9 @@
   pick.task.addEventListener("change", rules);
   pick.rule.addEventListener("change", examples);
   pick.example.addEventListener("change", show);
-  // what ships, where it has a judged token; never a rival
+  // a judged rule with a judged token comes first
   const has = (run) => run.examples.some((e) => e.tokens.some((t) => t[1] === "judge"));
-  const first = data.runs.find((run) => run.first && has(run)) ?? data.runs.find((run) => run.name.startsWith("judged") && has(run)) ?? data.runs.find(has);
+  const first = data.runs.find((run) => run.name.startsWith("judged") && has(run)) ?? data.runs.find(has);
   if (first) pick.task.value = first.group;
   rules();
   if (first) { pick.rule.value = String(data.runs.indexOf(first)); examples(); }

@@ -1,0 +1,65 @@
+"""How numbers, intervals and tokens are written in tables, charts and sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+LETTERS_SHOWN = 24
+"""Maximum number of letters of a token in a table."""
+
+
+def show_text(value: Any) -> str:
+    return "–" if value is None or value == "" else str(value)
+
+
+def show_interval(ends: Any, form: Callable[[Any], str]) -> str:
+    return "" if ends is None else f"[{form(ends[0])}, {form(ends[1])}]"
+
+
+def fixed(value: Any, digits: int = 2, sign: str = "") -> str:
+    """Rounded, with a real minus and none before a zero; a value that is not a number is shown as text."""
+    if not isinstance(value, int | float):
+        return show_text(value)
+    return f"{round(value, digits) + 0.0:{sign},.{digits}f}".replace("-", "−")
+
+
+def whole(value: Any) -> str:
+    return fixed(value, 0)
+
+
+def tenths(value: Any) -> str:
+    return fixed(value, 1)
+
+
+def thousandths(value: Any) -> str:
+    return fixed(value, 3)
+
+
+def signed(value: Any, digits: int = 2) -> str:
+    return fixed(value, digits, "+")
+
+
+def points(value: float | None) -> str:
+    """A share in points."""
+    return fixed(None if value is None else 100 * value, 1)
+
+
+def signed_points(value: float | None) -> str:
+    return signed(None if value is None else 100 * value, 1)
+
+
+def percent(value: Any) -> str:
+    return f"{100 * value:.1f}\N{NO-BREAK SPACE}%" if isinstance(value, int | float) else show_text(value)
+
+
+def gain(ratio: float | None) -> str:
+    """A ratio as a change in per cent: 1.05 is +5.0 %."""
+    return "–" if ratio is None else f"{fixed(100 * (ratio - 1), 1, '+')} %"
+
+
+def quote_token(token: str) -> str:
+    """A token with its spaces, line ends and other invisible characters visible; long ones are cut."""
+    token = token if len(token) <= LETTERS_SHOWN else token[: LETTERS_SHOWN - 1] + "…"
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in token.replace("\\", "\\\\"))
+    return f"“{shown.replace(' ', '␣')}”"
