@@ -10,17 +10,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from selfjudge.bench.config import DemoConfig
 from selfjudge.decoding.plain import respond
 from selfjudge.decoding.rules import EXACT, AcceptanceRule, Judged, TopK
 from selfjudge.decoding.text import generate
-from selfjudge.engine.dequantised import dequantised
 from selfjudge.engine.select import PairEngines
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.likelihood import Likelihood, average_log_likelihood, compute_likelihoods, count_substitutions
 from selfjudge.judge.model import Judge
 from selfjudge.label.config import LabelConfig
 from selfjudge.label.pipeline import label_pair
+from selfjudge.models.convert import dequantise
 from selfjudge.models.loaded import Target
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.builtin import BUILT_IN
@@ -41,7 +43,7 @@ def in_floats(pair: Pair) -> Pair:
     target = pair.target_model
     if target.file is None:
         return pair
-    return replace(pair, target_model=Target(dequantised(target), target.reference, target.sha256))
+    return replace(pair, target_model=Target(dequantise(target.module, torch.float32), target.reference, target.sha256))
 
 
 def same_start(tokens: Sequence[int], others: Sequence[int]) -> float:

@@ -16,10 +16,10 @@ from selfjudge.engine.cpu import engine as cpu
 from selfjudge.engine.cpu.head import CpuHead
 from selfjudge.engine.cuda import engine as cuda
 from selfjudge.engine.cuda.head import CudaHead
-from selfjudge.engine.dequantised import dequantised
 from selfjudge.engine.draft import Drafter, EagleDraft, HeadEngine, LayersDraft
 from selfjudge.engine.reference import ReferenceEngine, ReferenceHead
 from selfjudge.errors import SelfJudgeError
+from selfjudge.models.convert import dequantise
 from selfjudge.models.eagle import EagleHead, decoder_layers
 from selfjudge.models.loaded import Draft, LoadedModel, as_draft, as_loaded
 from selfjudge.models.pair import Pair
@@ -103,7 +103,9 @@ def make_engine(
         return cuda.CudaEngine(model, hidden=hidden, features=features)
     if kind == "cpu":
         return cpu.CpuEngine(model, hidden=hidden, features=features, int8=int8)
-    module = model.causal_lm if model.file is None else dequantised(model)
+    module = model.causal_lm
+    if model.file is not None:
+        module = model.keep("dequantised", lambda: dequantise(model.causal_lm, torch.float32))
     return ReferenceEngine(module, hidden=hidden, features=features)
 
 

@@ -1,13 +1,12 @@
-"""GGUF file → transformers checkpoint, and compact draft → transformers checkpoint or GGUF file."""
+"""GGUF file → model or checkpoint of transformers; compact draft → checkpoint or GGUF file."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
-import json
 import logging
 import os
-import struct
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,6 +28,7 @@ from transformers import (
 
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.models.gguf import GgufFile, expected_tensors, gguf_file, head_width, int8_blocks, open_model, row_order
+from selfjudge.models.memory import check_memory
 from selfjudge.models.names import checkpoint_name
 from selfjudge.models.weights import check_finite, check_weights
 from selfjudge.store import quiet_hub, read_json, scratch, write_json, write_tensors
@@ -38,10 +38,6 @@ if TYPE_CHECKING:
 
 STORED_DTYPE = torch.float16  # 4-bit weights, dequantised, keep 11 bits
 PIECE = 1 << 20  # weights that a core dequantises at a time
-
-Floats = np.ndarray[Any, np.dtype[np.float32]]
-Told = Callable[[float], None]
-"""Is told the share that is done."""
 
 
 def gguf_tokenizer(file: Path) -> PreTrainedTokenizerBase:
@@ -83,73 +79,49 @@ def save_tokenizer(gguf: Path, folder: Path) -> None:
         gguf_tokenizer(gguf).save_pretrained(folder)
 
 
-def convert(gguf: Path, folder: Path, tell: Told = lambda share: None) -> None:
-    """Write the model in a GGUF file as a transformers checkpoint, without its tokenizer.
-
-    All cores dequantise, a piece each at a time: it takes little memory.
-    """
-    model = open_model(gguf)
-    model.config.architectures, model.config.dtype = [type(model).__name__], STORED_DTYPE
-    folder.mkdir(parents=True)
+def convert(gguf: Path, folder: Path, tell: Callable[[float], None] = lambda share: None) -> None:
+    """Write the model in a GGUF file as a transformers checkpoint, without its tokenizer."""
     with quiet():
-        model.config.save_pretrained(folder)
-        model.generation_config.save_pretrained(folder)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for name, parameter in _stored(model):
-        end = at + parameter.numel() * STORED_DTYPE.itemsize
-        header[name] = {"dtype": "F16", "shape": list(parameter.shape), "data_offsets": [at, end]}
-        at = end
-    head = json.dumps(header).encode()
-    head = struct.pack("<Q", len(head) + -len(head) % 8) + head + b" " * (-len(head) % 8)
-    with (folder / "model.safetensors").open("wb", buffering=0) as out:
-        out.write(head)
-
-        def write(name: str, first: int, values: Floats) -> None:
-            place = len(head) + header[name]["data_offsets"][0] + first * values.shape[1] * STORED_DTYPE.itemsize
-            left = memoryview(values.astype(np.float16).tobytes())
-            while left:
-                written = os.pwrite(out.fileno(), left, place)
-                left, place = left[written:], place + written
-
-        _dequantise(model, write, tell)
-        os.fsync(out.fileno())
+        dequantise(open_model(gguf), STORED_DTYPE, tell).save_pretrained(folder)
 
 
-def _dequantise(model: PreTrainedModel, write: Callable[[str, int, Floats], None], tell: Told) -> None:
-    """Call `write` with the name of a parameter, a first row and rows of it, from a thread for each core."""
+def dequantise(
+    model: PreTrainedModel, dtype: torch.dtype, tell: Callable[[float], None] = lambda share: None
+) -> PreTrainedModel:
+    """The model of a GGUF file with its weights as floats in memory; `tell` hears the share that is done."""
     file = gguf_file(model)
     assert file is not None
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(model.config, dtype=dtype, trust_remote_code=False)
+    check_memory(sum(p.numel() for p in whole.parameters()) * dtype.itemsize, str(file.path))
+    whole.to_empty(device="cpu").requires_grad_(False)
+    whole.tie_weights()
+    whole.model.rotary_emb = copy.deepcopy(model.model.rotary_emb)
     names = {checkpoint_name(name): name for name in file.tensors if name != "rope_freqs.weight"}
     pieces = []
-    for name, _ in _stored(model):
+    for name, parameter in whole.named_parameters():
         if (source := file.tensors.get(names.get(name, ""))) is None:
             raise SelfJudgeError(f"{file.path} lacks the weights of {name}")
         file.check_finite(source)
         step = max(1, PIECE // source.cols)
-        pieces += [(name, source, slice(first, first + step)) for first in range(0, source.rows, step)]
+        pieces += [(parameter, source, slice(first, first + step)) for first in range(0, source.rows, step)]
 
-    def work(piece: tuple[str, Any, slice]) -> None:
-        name, source, rows = piece
+    def fill(piece: tuple[Tensor, Any, slice]) -> None:
+        parameter, source, rows = piece
         order = row_order(model.config, source.name)
         if order is None or source.rows > 1:
             values = file.floats(source, rows if order is None else order[rows])
-        else:
+        else:  # a bias
             values = file.floats(source)[:, order]
-        write(name, rows.start, values)
+        parameter.view(source.rows, source.cols)[rows] = torch.from_numpy(values).to(dtype)
 
     workers = ThreadPoolExecutor(torch.get_num_threads())
     try:
-        for done, _ in enumerate(workers.map(work, pieces), 1):
+        for done, _ in enumerate(workers.map(fill, pieces), 1):
             tell(done / len(pieces))
     finally:
         workers.shutdown(cancel_futures=True)
-
-
-def _stored(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """The parameters that a checkpoint has: of a tied head none."""
-    tied = model.config.tie_word_embeddings
-    return ((name, p) for name, p in model.named_parameters() if not (tied and name == "lm_head.weight"))
+    return whole.eval()
 
 
 def write_blocks(model: PreTrainedModel, path: Path) -> None:
