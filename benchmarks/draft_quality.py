@@ -18,6 +18,7 @@ from typing import Any
 from common import read_task_prompts, say
 from pass_cost import head_seconds, pass_seconds
 
+from selfjudge.decoding.admission import Request
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.plain import respond
 from selfjudge.decoding.rules import EXACT
@@ -168,10 +169,9 @@ def timed(pair: Pair, prompts: Sequence[Sequence[int]], *, gamma: int, max_new_t
 
 def _steps(pair: Pair, prompts: Sequence[Sequence[int]], gamma: int, max_new_tokens: int) -> Iterator[Step]:
     """Greedy decoding of a batch."""
-    with PairEngines(pair, drafts=gamma > 0).borrow() as (target, draft):
-        yield from decode(
-            target, draft, prompts, EXACT, gamma=gamma, max_new_tokens=max_new_tokens, eos_ids=pair.eos_ids
-        )
+    requests = [Request(prompt, max_new_tokens) for prompt in prompts]
+    with PairEngines(pair, drafts=gamma > 0).borrow() as engines:
+        yield from decode(engines, requests, EXACT, gamma=gamma, eos_ids=pair.eos_ids)
 
 
 def agreement(pair: Pair, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, batch: int) -> tuple[int, int]:

@@ -20,8 +20,10 @@ from common import say
 from pass_cost import PassesConfig, bench_passes, draw_passes, pass_seconds, random_model
 from transformers import PreTrainedModel
 
+from selfjudge.decoding.admission import Request
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rules import EXACT
+from selfjudge.engine.batch import BatchEngines
 from selfjudge.engine.select import borrow_draft, borrow_engine
 from selfjudge.models.loaded import Draft, Target
 from selfjudge.models.pair import Pair
@@ -47,7 +49,8 @@ def ours(
     torch.cuda.synchronize()
     start = time.perf_counter()
     with borrow_engine(target) as large, borrow_draft(draft, target) if draft is not None else nullcontext() as small:
-        for step in decode(large, small, prompts, EXACT, gamma=gamma, max_new_tokens=count, eos_ids=eos):
+        requests = [Request(prompt, count) for prompt in prompts]
+        for step in decode(BatchEngines(large, small), requests, EXACT, gamma=gamma, eos_ids=eos):
             for e in step.emissions:
                 tokens[e.row] += e.tokens
     torch.cuda.synchronize()
@@ -91,7 +94,8 @@ def finishing(pair: Pair, out: Path) -> None:
         torch.cuda.synchronize()
         start = time.perf_counter()
         with borrow_engine(pair.target_model) as engine:
-            for step in decode(engine, None, prompts, EXACT, gamma=0, max_new_tokens=384, eos_ids=pair.eos_ids):
+            requests = [Request(prompt, 384) for prompt in prompts]
+            for step in decode(BatchEngines(engine), requests, EXACT, gamma=0, eos_ids=pair.eos_ids):
                 trace.append((time.perf_counter() - start, len(step.emissions)))
         traces.append(trace)
     window = 16
@@ -194,7 +198,8 @@ def shapes(out: Path) -> None:
         for gamma, m in lengths.items():
             seconds, _ = ours(target, draft, prompt, gamma, 64)
             with borrow_engine(target) as large, borrow_draft(draft, target) as small:
-                cycles = list(decode(large, small, prompt, EXACT, gamma=gamma, max_new_tokens=128))[1:]
+                requests = [Request(ids, 128) for ids in prompt]
+                cycles = list(decode(BatchEngines(large, small), requests, EXACT, gamma=gamma))[1:]
             cycle = sum(sum(s.seconds.values()) for s in cycles) / len(cycles)
             row[f"cycle_ms_gamma_{gamma}"] = cycle * 1e3
             row[f"projected_tokens_per_second_gamma_{gamma}"] = m / cycle

@@ -10,8 +10,10 @@ import transformers as hf
 from torch import Tensor
 
 from conftest import VOCAB
+from selfjudge.decoding.admission import Request
 from selfjudge.decoding.cycle import find_cycle
 from selfjudge.decoding.rules import EXACT, AcceptanceRule
+from selfjudge.engine.batch import BatchEngines
 from selfjudge.engine.select import make_draft, make_engine
 from selfjudge.models.eagle import EagleHead
 from selfjudge.models.loaded import as_draft
@@ -38,6 +40,14 @@ Cycle = tuple[list[int], list[int]]
 def prompts_of(lengths: Sequence[int]) -> list[list[int]]:
     random = torch.Generator().manual_seed(0)
     return [torch.randint(3, VOCAB, (n,), generator=random).tolist() for n in lengths]
+
+
+def requests_of(
+    prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int] = 256, seeds: Sequence[int] | None = None
+) -> list[Request]:
+    """Prompts with one limit or one for each; a row's seed is its index unless seeds are given."""
+    limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
+    return list(map(Request, prompts, limits, range(len(prompts)) if seeds is None else seeds))
 
 
 def cycles(
@@ -69,7 +79,7 @@ def cycles(
     small.enter(last)
     made: list[list[Cycle]] = [[([], [token])] for token in last.tolist()]
     for gamma in gammas:
-        cycle = find_cycle(engine, small, rule, gamma, trace=False, first=last)
+        cycle = find_cycle(BatchEngines(engine, small), rule, gamma, trace=False, first=last)
         packed, timer = cycle.run(None)
         timer.seconds()
         last = cycle.last[:, 0].clone()

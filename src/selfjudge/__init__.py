@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     )
     from selfjudge.decoding.sampling import Sampling as Sampling
     from selfjudge.decoding.text import Batch as Batch, generate as generate, stream as stream
-    from selfjudge.engine.select import make_draft as make_draft, make_engine as make_engine
+    from selfjudge.engine.select import PairEngines as PairEngines
     from selfjudge.errors import SelfJudgeError as SelfJudgeError
     from selfjudge.judge.config import JudgeConfig as JudgeConfig
     from selfjudge.judge.model import Judge as Judge
@@ -62,7 +62,7 @@ __getattr__, __dir__, __all__ = _lazy_exports(
         ],
         "decoding.sampling": ["Sampling"],
         "decoding.text": ["Batch", "generate", "stream"],
-        "engine.select": ["make_draft", "make_engine"],
+        "engine.select": ["PairEngines"],
         "errors": ["SelfJudgeError"],
         "judge.config": ["JudgeConfig"],
         "judge.model": ["Judge"],

@@ -9,7 +9,7 @@ import torch
 
 from conftest import VOCAB, tiny_head, tiny_model
 from kernel_checks import check_all
-from proposals import ARBITRARY, check_proposals, cycles, head_logits, prompts_of
+from proposals import ARBITRARY, check_proposals, cycles, head_logits, prompts_of, requests_of
 from selfjudge.decoding.admission import AdmissionQueue, Request
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rules import (
@@ -24,6 +24,7 @@ from selfjudge.decoding.rules import (
     Typical,
 )
 from selfjudge.decoding.sampling import Sampling
+from selfjudge.engine.batch import BatchEngines
 from selfjudge.engine.cuda.engine import CudaEngine
 from selfjudge.engine.cuda.kernels_torch import Kernels
 from selfjudge.engine.select import PairEngines, make_draft, make_engine
@@ -42,13 +43,15 @@ pytestmark = [
 CUDA = torch.device("cuda")
 
 
-def run(target, draft, prompts, rule: AcceptanceRule, kind: str = "auto", **options) -> list[list[int]]:
-    engines = (
+def run(
+    target, draft, prompts, rule: AcceptanceRule, kind: str = "auto", *, max_new_tokens=256, seeds=None, **options
+) -> list[list[int]]:
+    engines = BatchEngines(
         make_engine(target, hidden=rule.judge is not None, features=as_draft(draft).features, kind=kind),
         draft and make_draft(draft, target, kind=kind),
     )
     tokens: list[list[int]] = [[] for _ in prompts]
-    for step in decode(*engines, prompts, rule, **options):
+    for step in decode(engines, requests_of(prompts, max_new_tokens, seeds), rule, **options):
         for e in step.emissions:
             tokens[e.row] += e.tokens
     return tokens
@@ -141,11 +144,11 @@ def test_whole_bfloat16_passes_are_as_exact_as_torch_operations() -> None:
 def test_one_engine_serves_batches_of_many_sizes() -> None:
     """The same engines, batch after batch: recordings and recorded prefills are used again, answers stay those of reference."""
     target, draft = (tiny_model(seed=s, hidden_size=64, head_dim=16).to(CUDA) for s in (1, 2))
-    engines, rule = (CudaEngine(target), make_draft(draft, target)), Exact()
+    engines, rule = BatchEngines(CudaEngine(target), make_draft(draft, target)), Exact()
     for lengths in ([40], [50], [3, 20, 33, 9, 7], [45], [5, 21, 30, 8, 6], [2, 70, 66], [41]):
         prompts = prompts_of(lengths)
         tokens: list[list[int]] = [[] for _ in prompts]
-        for step in decode(*engines, prompts, rule, gamma=3, max_new_tokens=20):
+        for step in decode(engines, requests_of(prompts, 20), rule, gamma=3):
             for e in step.emissions:
                 tokens[e.row] += e.tokens
         assert tokens == run(target, draft, prompts, Exact(), "reference", gamma=3, max_new_tokens=20)
@@ -244,9 +247,8 @@ def test_a_draft_that_the_engine_cannot_run_takes_the_target_along() -> None:
     draft = tiny_model(seed=2, hidden_size=48, head_dim=12).to(CUDA)
     with pytest.warns(UserWarning, match="using the reference engine: its heads are 12 wide"):  # said once a process
         assert PairEngines(Pair("p", Target(target), Draft(draft), None)).kind == "reference"  # type: ignore[arg-type]
-    engines = make_engine(target), make_draft(draft, target, kind="reference")
     with pytest.raises(SelfJudgeError, match="reference engine for both"):
-        list(decode(*engines, prompts_of([4]), Exact(), gamma=2))
+        BatchEngines(make_engine(target), make_draft(draft, target, kind="reference"))
 
 
 def test_the_engine_is_chosen_by_itself() -> None:
@@ -263,16 +265,8 @@ def test_rows_that_enter_recorded_batches_get_what_they_would_get_alone(rule: Ac
     ]
     waiting = [Request(p, n, s) for s, (p, n) in enumerate(zip(prompts, limits, strict=True))]
     queue, tokens = AdmissionQueue(rows=4, length=80), {}
-    steps = decode(
-        make_engine(target),
-        make_draft(draft, target),
-        prompts[:1],
-        rule,
-        gamma=3,
-        max_new_tokens=limits[:1],
-        seeds=[0],
-        queue=queue,
-    )
+    engines = BatchEngines(make_engine(target), make_draft(draft, target))
+    steps = decode(engines, waiting[:1], rule, gamma=3, queue=queue)
     for number, step in enumerate(steps):
         for emission in step.emissions:
             tokens.setdefault(emission.row, []).extend(emission.tokens)
@@ -289,15 +283,12 @@ def test_a_long_prompt_is_read_in_chunks_between_recorded_cycles(rule: Acceptanc
     alone = [
         run(target, draft, [p], rule, gamma=3, max_new_tokens=limit, seeds=[seed])[0] for p, limit, seed in requests
     ]
-    engines = make_engine(target), make_draft(draft, target)
-    engines[0].chunk = 4  # times four while nobody else is there
+    engines = BatchEngines(make_engine(target), make_draft(draft, target))
+    engines.target.chunk = 4  # times four while nobody else is there
     recorded = []
     for _ in range(2):
         queue, tokens, order = AdmissionQueue(rows=4, length=90), {}, []
-        first, limit, seed = requests[0]
-        for number, step in enumerate(
-            decode(*engines, [first], rule, gamma=3, max_new_tokens=[limit], seeds=[seed], queue=queue)
-        ):
+        for number, step in enumerate(decode(engines, requests[:1], rule, gamma=3, queue=queue)):
             for emission in step.emissions:
                 order.append(emission.row)
                 tokens.setdefault(emission.row, []).extend(emission.tokens)
@@ -306,7 +297,7 @@ def test_a_long_prompt_is_read_in_chunks_between_recorded_cycles(rule: Acceptanc
         assert [tokens[i] for i in range(len(requests))] == alone
         assert list(dict.fromkeys(order))[-1] in (0, 2)
         assert order.index(1) < order.index(0)
-        recorded.append((engines[0].version, set(engines[0].captured_cycles)))
+        recorded.append((engines.target.version, set(engines.target.captured_cycles)))
     assert recorded[0] == recorded[1]
 
 
@@ -318,7 +309,7 @@ def test_who_leaves_between_chunks_leaves_the_engine_whole() -> None:
     engine.chunk = 4  # times four while nobody else is there
     queue, cancelled, tokens = AdmissionQueue(rows=1, length=90), set(), {}
     for number, step in enumerate(
-        decode(engine, None, prompts[:1], Exact(), gamma=0, max_new_tokens=9, queue=queue, cancelled=cancelled)
+        decode(BatchEngines(engine), [Request(prompts[0], 9)], Exact(), gamma=0, queue=queue, cancelled=cancelled)
     ):
         for emission in step.emissions:
             tokens.setdefault(emission.row, []).extend(emission.tokens)

@@ -15,6 +15,7 @@ from scipy.stats import chisquare
 
 from conftest import CONFIGS, VOCAB, tiny_head, tiny_model
 from equality import greedy
+from proposals import requests_of
 from selfjudge.decoding import loop
 from selfjudge.decoding.admission import AdmissionQueue, Request
 from selfjudge.decoding.cycle import Cycle
@@ -23,8 +24,8 @@ from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rules import AcceptanceRule, Exact, Judged, SpeculativeSampling, TopK
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.engine.base import Engine
+from selfjudge.engine.batch import BatchEngines
 from selfjudge.engine.cuda import engine as cuda
-from selfjudge.engine.draft import Drafter
 from selfjudge.engine.select import make_draft, make_engine
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.model import Judge
@@ -54,8 +55,11 @@ def engine_of(
     return make_engine(model, features=as_draft(draft).features, kind=kind_for(model), **options)
 
 
-def draft_of(draft: hf.PreTrainedModel | EagleHead, target: hf.PreTrainedModel) -> Drafter:
-    return make_draft(draft, target, kind=kind_for(target))
+def engines_of(
+    target: hf.PreTrainedModel, draft: hf.PreTrainedModel | EagleHead | None = None, **options: bool
+) -> BatchEngines:
+    small = None if draft is None else make_draft(draft, target, kind=kind_for(target))
+    return BatchEngines(engine_of(target, draft, **options), small)
 
 
 def run(
@@ -63,11 +67,13 @@ def run(
     draft: hf.PreTrainedModel | EagleHead | None,
     prompts: list[list[int]],
     rule: AcceptanceRule | None = None,
+    max_new_tokens: int | list[int] = 256,
+    seeds: list[int] | None = None,
     **options: object,
 ) -> tuple[list[list[int]], list[Step]]:
     rule = rule or Exact()
-    engines = engine_of(target, draft, hidden=rule.judge is not None), draft and draft_of(draft, target)
-    steps = list(decode(*engines, prompts, rule, **options))  # type: ignore[arg-type]
+    engines = engines_of(target, draft, hidden=rule.judge is not None)
+    steps = list(decode(engines, requests_of(prompts, max_new_tokens, seeds), rule, **options))  # type: ignore[arg-type]
     tokens: list[list[int]] = [[] for _ in prompts]
     for step in steps:
         for emission in step.emissions:
@@ -272,9 +278,7 @@ def test_rows_come_and_go_while_gamma_changes() -> None:
     target, draft = tiny_model(seed=1), tiny_model(seed=2)
     prompts, queue = prompts_of([4, 19, 7, 1, 12]), AdmissionQueue(3, 60)
     tokens: dict[int, list[int]] = {}
-    steps = decode(
-        engine_of(target, draft), draft_of(draft, target), prompts[:1], Exact(), gamma="auto", max_new_tokens=20, queue=queue
-    )  # fmt: skip
+    steps = decode(engines_of(target, draft), [Request(prompts[0], 20)], Exact(), gamma="auto", queue=queue)
     for number, step in enumerate(steps):
         for emission in step.emissions:
             tokens.setdefault(emission.row, []).extend(emission.tokens)
@@ -341,9 +345,8 @@ def test_cancelled_rows_leave_the_batch() -> None:
     cancelled: set[int] = set()
     rows = []
     for step in decode(
-        engine_of(model), draft_of(model, model), prompts_of([4, 5, 6]), Exact(),
-        gamma=2, max_new_tokens=20, cancelled=cancelled,
-    ):  # fmt: skip
+        engines_of(model, model), requests_of(prompts_of([4, 5, 6]), 20), Exact(), gamma=2, cancelled=cancelled
+    ):
         rows.append([e.row for e in step.emissions])
         if step.cycle == 2:
             cancelled.add(1)
@@ -374,10 +377,7 @@ def test_rows_that_enter_get_what_they_would_get_alone(rule: AcceptanceRule, gam
     queue = AdmissionQueue(rows=3, length=60)
     tokens: dict[int, list[int]] = {}
     most = prefills = 0
-    steps = decode(
-        engine_of(target, draft), draft_of(draft, target), prompts[:1], rule,
-        gamma=gamma, max_new_tokens=limits[:1], seeds=[0], eos_ids=[7], queue=queue,
-    )  # fmt: skip
+    steps = decode(engines_of(target, draft), waiting[:1], rule, gamma=gamma, eos_ids=[7], queue=queue)
     for number, step in enumerate(steps):
         prefills += step.cycle == 0
         most = max(most, len(step.emissions))
@@ -395,9 +395,7 @@ def test_a_batch_that_has_emptied_takes_in_who_waits(gamma: int) -> None:
     target, draft = tiny_model(seed=1), tiny_model(seed=2)
     prompts, queue = prompts_of([30, 4, 6, 5]), AdmissionQueue(3, 60)
     tokens: list[list[int]] = [[] for _ in prompts]
-    steps = decode(
-        engine_of(target, draft), draft_of(draft, target), prompts[:1], Exact(), gamma=gamma, max_new_tokens=9, queue=queue
-    )  # fmt: skip
+    steps = decode(engines_of(target, draft), [Request(prompts[0], 9)], Exact(), gamma=gamma, queue=queue)
     for step in steps:
         for emission in step.emissions:
             tokens[emission.row] += emission.tokens
@@ -407,7 +405,7 @@ def test_a_batch_that_has_emptied_takes_in_who_waits(gamma: int) -> None:
     assert tokens == [greedy(target, p, n) for p, n in zip(prompts, [9, 1, 12, 12], strict=True)]
 
 
-def test_the_door_refuses_rows_that_would_not_fit() -> None:
+def test_the_queue_refuses_rows_that_would_not_fit() -> None:
     with pytest.raises(SelfJudgeError, match="at most 20 tokens"):
         AdmissionQueue(2, 20).put(Request([5] * 15, 6))
 
@@ -417,8 +415,8 @@ def test_a_row_may_be_cancelled_before_it_enters() -> None:
     cancelled, queue = set(), AdmissionQueue(2, 60)
     rows = []
     for step in decode(
-        engine_of(model), draft_of(model, model), prompts_of([4]), Exact(), gamma=2, max_new_tokens=20, cancelled=cancelled, queue=queue
-    ):  # fmt: skip
+        engines_of(model, model), requests_of(prompts_of([4]), 20), Exact(), gamma=2, cancelled=cancelled, queue=queue
+    ):
         rows.append([e.row for e in step.emissions])
         if step.cycle == 1 and len(rows) == 2:
             for prompt in prompts_of([5, 6]):

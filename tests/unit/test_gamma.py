@@ -18,11 +18,10 @@ from selfjudge.decoding.gamma import (
     Costs,
     GammaController,
     PairStatistics,
-    statistics_of,
 )
 from selfjudge.decoding.rules import Exact, FLy
 
-SURE, UNSURE = 0.95, 0.2  # how often a draft stands, which is what the draft model says of it
+SURE, UNSURE = 0.95, 0.2  # how often a draft is accepted, which is what the draft model says of it
 
 
 @dataclass
@@ -34,11 +33,11 @@ class Machine:
     """What each further token adds to a pass."""
     sure: Callable[[float], float] = lambda progress: 0.5
     """Share of places where the draft is sure, by how much of the answer there is."""
-    recording: float = 0.0
+    capture_seconds: float = 0.0
     used: Counter[int] = field(default_factory=Counter)
     """Cycles by their drafts."""
-    recorded: set[int] = field(default_factory=set)
-    """Numbers of drafts that a static engine has recorded."""
+    captured: set[int] = field(default_factory=set)
+    """Numbers of drafts that a static engine has captured."""
 
     def cycle(self, drafts: int) -> float:
         return 1 + (self.token + self.step) * drafts
@@ -51,14 +50,14 @@ class Machine:
     def decode(self, statistics: PairStatistics, tokens: int, rows: int, static: bool, seed: int = 0) -> float:
         """Seconds of a token of a batch of answers with the γ that is chosen."""
         controller, random = GammaController(statistics, Exact(), static=static), np.random.default_rng(seed)
-        recorded = self.recorded
-        controller.recorded = recorded.__contains__ if static else lambda gamma: True
+        captured = self.captured
+        controller.is_captured = captured.__contains__ if static else lambda gamma: True
         spent, made, behind = 0.0, 0.0, 0
         while made < tokens:
             gamma, drafts = controller.choose(rows, behind), 0
-            if static and gamma not in recorded:
-                recorded.add(gamma)
-                spent, statistics.recording = spent + self.recording, self.recording
+            if static and gamma not in captured:
+                captured.add(gamma)
+                spent, statistics.capture_seconds = spent + self.capture_seconds, self.capture_seconds
             accepted, standing = np.zeros(rows, np.int64), np.ones(rows, bool)
             while drafts < gamma:
                 q = np.where(random.random(rows) < self.sure(made / tokens), SURE, UNSURE)
@@ -143,30 +142,36 @@ def test_the_draft_is_asked_for_its_probability_only_where_it_matters() -> None:
 
 
 def test_a_static_engine_records_little_and_what_it_records_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gamma_module, "RECORDING", float("inf"))  # seconds are units of plain cycles here
-    machine, statistics = Machine(step=0.05, token=0.03, sure=lambda progress: 0.9, recording=60.0), PairStatistics()
+    monkeypatch.setattr(gamma_module, "MOST_CAPTURE_SECONDS", float("inf"))  # seconds are units of plain cycles here
+    machine, statistics = (
+        Machine(step=0.05, token=0.03, sure=lambda progress: 0.9, capture_seconds=60.0),
+        PairStatistics(),
+    )
     first = machine.decode(statistics, 2000, 1, static=True)
     assert set(machine.used) <= {0, *STATIC_CHOICES}
     assert len(machine.used) <= 3
     assert first < 1.3 * min(machine.fixed(g) for g in STATIC_CHOICES) + 2 * 60.0 / 2000
-    short = Machine(step=0.05, token=0.03, sure=lambda progress: 0.9, recording=60.0)
+    short = Machine(step=0.05, token=0.03, sure=lambda progress: 0.9, capture_seconds=60.0)
     short.decode(PairStatistics(), 40, 1, static=True)
-    assert len(short.used) == 1  # another recording would not pay
+    assert len(short.used) == 1  # another capture would not pay
 
 
-def test_short_answers_one_after_the_other_pay_for_a_recording_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gamma_module, "RECORDING", float("inf"))  # seconds are units of plain cycles here
-    machine, statistics = Machine(step=0.05, token=0.03, sure=lambda progress: 0.9, recording=60.0), PairStatistics()
+def test_short_answers_one_after_the_other_pay_for_a_capture_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gamma_module, "MOST_CAPTURE_SECONDS", float("inf"))  # seconds are units of plain cycles here
+    machine, statistics = (
+        Machine(step=0.05, token=0.03, sure=lambda progress: 0.9, capture_seconds=60.0),
+        PairStatistics(),
+    )
     best = min(STATIC_CHOICES, key=machine.fixed)
     for seed in range(40):
         machine.decode(statistics, 40, 1, static=True, seed=seed)
     machine.used.clear()
     assert machine.decode(statistics, 40, 1, static=True) < 1.1 * machine.fixed(best)
     assert machine.used.most_common(1)[0][0] == best
-    assert len(machine.recorded) <= 3
-    machine.recorded.clear()  # the engine needed the memory
+    assert len(machine.captured) <= 3
+    machine.captured.clear()  # the engine needed the memory
     machine.decode(statistics, 10, 1, static=True)
-    assert 0 not in machine.recorded  # one short answer does not pay for plain decoding, too
+    assert 0 not in machine.captured  # one short answer does not pay for plain decoding, too
 
 
 def test_costs_are_medians_and_what_lies_between_them() -> None:
@@ -198,8 +203,8 @@ def test_acceptance_counts_rows_that_were_reached() -> None:
     assert acceptance.shares(3) == pytest.approx([Acceptance.FIRST] * 3)
     wanted = [0.9, 0.5, 0.2]
     for _ in range(400):
-        stood = (random.random((64, 3)) < wanted).cumprod(1).sum(1)
-        acceptance.observe(stood, 3)
+        accepted = (random.random((64, 3)) < wanted).cumprod(1).sum(1)
+        acceptance.observe(accepted, 3)
     assert acceptance.shares(3) == pytest.approx(wanted, abs=0.06)
     assert acceptance.shares(5)[3:] == pytest.approx([acceptance.shares(3)[2]] * 2)
     fresh = Acceptance()
@@ -208,12 +213,12 @@ def test_acceptance_counts_rows_that_were_reached() -> None:
     assert fresh.shares(1)[0] == pytest.approx((0.9 * 4 + 0.7 * 2) / 6, abs=0.02)
 
 
-def test_confidence_is_calibrated_by_what_stood() -> None:
+def test_confidence_is_calibrated_by_what_was_accepted() -> None:
     calibration, random = Calibration(), np.random.default_rng(0)
     for _ in range(300):
         q = random.random((4, 5))
-        stood = (random.random((4, 5)) < q**2).cumprod(1).sum(1)  # overconfident
-        calibration.observe(q, stood)
+        accepted = (random.random((4, 5)) < q**2).cumprod(1).sum(1)  # overconfident
+        calibration.observe(q, accepted)
     for q in (0.15, 0.4, 0.6, 0.85):
         assert calibration(np.array([q]))[0] == pytest.approx(q**2, abs=0.12)
 
@@ -225,14 +230,3 @@ def test_a_rule_that_needs_long_blocks_gets_them() -> None:
     assert [eager.more(lambda: [1e-6]) for _ in range(7)] == [True] * 6 + [False]
     assert static.choose(1) == 8
     assert GammaController(PairStatistics(), FLy(window=14), static=True).choose(1) == 15
-
-
-def test_statistics_belong_to_two_models_and_go_with_them() -> None:
-    class Model:
-        pass
-
-    target, draft = Model(), Model()
-    kept = statistics_of(target, draft, "cpu")
-    assert statistics_of(target, draft, "cpu") is kept
-    assert statistics_of(target, draft, "reference") is not kept
-    assert statistics_of(target, Model(), "cpu") is not kept

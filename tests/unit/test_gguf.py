@@ -14,10 +14,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import selfjudge.engine.select
 from conftest import VOCAB, tiny_head, tiny_model
 from fake_gguf import KINDS, check_kind, dequantised, random_blocks, write_model
+from proposals import requests_of
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rules import EXACT
 from selfjudge.decoding.text import generate
 from selfjudge.distill.pipeline import distill_draft
+from selfjudge.engine.batch import BatchEngines
 from selfjudge.engine.cpu import engine as cpu
 from selfjudge.engine.cpu.engine import CpuEngine
 from selfjudge.engine.cpu.head import CpuHead
@@ -112,7 +114,7 @@ def test_exact_with_a_head_beside_blocks_is_plain_decoding(tmp_path: Path) -> No
         tokens: list[list[int]] = [[] for _ in prompts]
         engine = make_engine(target, features=() if draft is None else draft.config.aux_layers)
         small_engine = draft and make_draft(draft, target, int8=True)
-        for step in decode(engine, small_engine, prompts, EXACT, gamma=gamma, max_new_tokens=30):
+        for step in decode(BatchEngines(engine, small_engine), requests_of(prompts, 30), EXACT, gamma=gamma):
             for emission in step.emissions:
                 tokens[emission.row] += emission.tokens
         answers.append(tokens)

@@ -16,8 +16,7 @@ from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rules import AcceptanceRule, Exact, SpeculativeSampling
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.decoding.text import Batch, generate
-from selfjudge.engine.base import Engine
-from selfjudge.engine.draft import Drafter
+from selfjudge.engine.batch import BatchEngines
 from selfjudge.engine.select import make_draft, make_engine
 from selfjudge.models.pair import Pair
 from selfjudge.types import Step
@@ -31,10 +30,10 @@ def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def engines(kind: str, chunk: int) -> tuple[Engine, Drafter]:
+def engines(kind: str, chunk: int) -> BatchEngines:
     target = make_engine(MODELS[0], kind=kind)
     target.chunk = chunk
-    return target, make_draft(MODELS[1], MODELS[0], kind=kind)
+    return BatchEngines(target, make_draft(MODELS[1], MODELS[0], kind=kind))
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -43,8 +42,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 def alone(kind: str, request: Request, rule: AcceptanceRule, gamma: int) -> list[Step]:
     """Without a queue: the prompt is read at once."""
-    prompt, limit, seed = request
-    return list(decode(*engines(kind, 4), [prompt], rule, gamma=gamma, max_new_tokens=limit, seeds=[seed]))
+    return list(decode(engines(kind, 4), [request], rule, gamma=gamma))
 
 
 def tokens_of(steps: Sequence[Step], row: int) -> list[int]:
@@ -67,11 +65,14 @@ class Trial:
 
     def run(self, most: int = 400) -> list[Step]:
         queue, steps = AdmissionQueue(self.rows, 90), []
-        prompt, limit, seed = self.first
         for step in decode(
-            *engines(self.kind, self.chunk), [prompt], self.rule, gamma=self.gamma, max_new_tokens=limit,
-            seeds=[seed], queue=queue, cancelled=self.cancelled,
-        ):  # fmt: skip
+            engines(self.kind, self.chunk),
+            [self.first],
+            self.rule,
+            gamma=self.gamma,
+            queue=queue,
+            cancelled=self.cancelled,
+        ):
             for request in self.arrivals.get(len(steps), ()):
                 queue.put(request)
             self.cancelled |= self.leave.get(len(steps), set())

@@ -212,3 +212,13 @@ def test_int8_drafts_are_for_the_cpu(checkpoints: dict[str, str], monkeypatch: p
     monkeypatch.setattr(loading, "choose_device", lambda name: torch.device("cuda"))
     with pytest.raises(SelfJudgeError, match="`draft_dtype` int8 needs a cpu, not cuda"):
         Pair.load(checkpoints["target"], checkpoints["draft"], draft_dtype="int8")
+
+
+def test_what_batches_learn_belongs_to_the_models_and_their_engines(tiny_pair: Pair) -> None:
+    def kept(kind: str, pair: Pair = tiny_pair) -> object:
+        with PairEngines(pair, kind).borrow() as engines:
+            return engines.kept
+
+    assert kept("reference") is kept("reference")
+    assert kept("reference") is not kept("cpu")
+    assert kept("reference") is not kept("reference", replace(tiny_pair, target_model=Target(tiny_pair.target)))

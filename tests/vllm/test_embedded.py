@@ -12,10 +12,12 @@ import torch
 from engines import GAMMA, WORKER, Answers, greedy, run
 from heads import memorised
 
+from selfjudge.decoding.admission import Request
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.plain import respond
 from selfjudge.decoding.rules import AcceptanceRule, Exact, Judged, Margin
 from selfjudge.decoding.text import generate
+from selfjudge.engine.batch import BatchEngines
 from selfjudge.engine.select import make_draft, make_engine
 from selfjudge.judge.model import Judge
 from selfjudge.models.catalogue import EMBEDDED
@@ -192,7 +194,7 @@ def proposed(pair: Pair, prompt: list[int]) -> list[list[int]]:
     rule = Recorded()
     target = make_engine(pair.target, features=as_draft(pair.draft).features, kind="reference")
     draft = make_draft(pair.draft, pair.target, kind="reference")
-    for _ in decode(target, draft, [prompt], rule, gamma=GAMMA, max_new_tokens=TOKENS, eos_ids=pair.eos_ids):
+    for _ in decode(BatchEngines(target, draft), [Request(prompt, TOKENS)], rule, gamma=GAMMA, eos_ids=pair.eos_ids):
         pass
     return rule.blocks
 

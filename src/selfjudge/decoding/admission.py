@@ -12,18 +12,19 @@ from numpy.typing import NDArray
 
 from selfjudge.decoding.packed import CycleOutcome
 from selfjudge.decoding.rules import AcceptanceRule
-from selfjudge.engine.base import Engine
-from selfjudge.engine.draft import Drafter
+from selfjudge.engine.batch import BatchEngines
 from selfjudge.errors import SelfJudgeError
 from selfjudge.types import MAX_GAMMA, Emission, Finish, Origin, TokenColumn
 
 
 class Request(NamedTuple):
-    """A prompt that waits to enter a batch."""
+    """A prompt to be answered."""
 
     prompt: Sequence[int]
-    max_new_tokens: int
+    """Token ids."""
+    max_new_tokens: int = 256
     seed: int = 0
+    """Seed of the row's random numbers, under sampling rules."""
 
 
 @dataclass
@@ -115,44 +116,31 @@ class BatchRows:
         return tokens, finish
 
 
-def check_request(
-    target: Engine,
-    draft: Drafter | None,
-    prompts: Sequence[Sequence[int]],
-    rule: AcceptanceRule,
-    gamma: int,
-    max_new_tokens: int | Sequence[int],
-) -> list[int]:
-    """Refuse impossible requests before any work; the number of tokens each row may emit."""
+def check_requests(
+    engines: BatchEngines, requests: Sequence[Request], rule: AcceptanceRule, gamma: int
+) -> list[Request]:
+    """Refuse impossible requests before any work; the requests with the limits that the context window allows."""
     if isinstance(gamma, str):
         raise SelfJudgeError(f"`gamma` must be a whole number or auto, not {gamma!r}")
     if not 0 <= gamma <= MAX_GAMMA:
         raise SelfJudgeError(f"`gamma` must lie between 0 (plain decoding) and {MAX_GAMMA}, not {gamma}")
-    if gamma and draft is None:
+    if gamma and engines.draft is None:
         raise SelfJudgeError("`gamma` > 0 needs a draft model; use gamma 0 for plain decoding")
-    if target.static and draft is not None and gamma and not draft.static:
-        raise SelfJudgeError("a target on the cuda engine needs a draft on it too: use the reference engine for both")
-    if not prompts:
+    if not requests:
         raise SelfJudgeError("there is no prompt to decode")
-    most = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
     rule.check(gamma)
-    return check_prompts(target, draft, prompts, most)
+    return [limit_request(request, engines.window) for request in requests]
 
 
-def check_prompts(
-    target: Engine, draft: Drafter | None, prompts: Sequence[Sequence[int]], most: Sequence[int]
-) -> list[int]:
-    """Refuse prompts that leave no room for an answer; the number of tokens each row may emit."""
-    if min(most) < 1:
-        raise SelfJudgeError(f"`max_new_tokens` must be at least 1, not {min(most)}")
-    window = target.window if draft is None else min(target.window, draft.window)
-    limits = []
-    for prompt, limit in zip(prompts, most, strict=True):
-        if not prompt:
-            raise SelfJudgeError("the prompt is empty: give at least one token")
-        if len(prompt) >= window:
-            raise SelfJudgeError(
-                f"the prompt has {len(prompt)} tokens and the context window holds {window}: shorten the prompt"
-            )
-        limits.append(min(limit, window - len(prompt)))
-    return limits
+def limit_request(request: Request, window: int) -> Request:
+    """The request with the limit that the context window allows; refused if that leaves no room for an answer."""
+    if request.max_new_tokens < 1:
+        raise SelfJudgeError(f"`max_new_tokens` must be at least 1, not {request.max_new_tokens}")
+    length = len(request.prompt)
+    if not length:
+        raise SelfJudgeError("the prompt is empty: give at least one token")
+    if length >= window:
+        raise SelfJudgeError(
+            f"the prompt has {length} tokens and the context window holds {window}: shorten the prompt"
+        )
+    return request._replace(max_new_tokens=min(request.max_new_tokens, window - length))

@@ -15,7 +15,8 @@ from torch import Tensor
 from selfjudge.decoding.packed import Packed
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.decoding.sampling import sample
-from selfjudge.engine.base import Engine, Output
+from selfjudge.engine.base import Output
+from selfjudge.engine.batch import BatchEngines
 from selfjudge.engine.draft import Drafter
 from selfjudge.ops.argmax import argmax_checked, replace_non_finite
 from selfjudge.types import PHASES, Block
@@ -26,12 +27,10 @@ CAPTURED_CYCLES = 32  # that an engine keeps: each holds its own outputs on the 
 class Cycle:
     """One cycle as functions over fixed tensors, so that an engine may capture them and replay them without Python."""
 
-    def __init__(
-        self, target: Engine, draft: Drafter | None, rule: AcceptanceRule, gamma: int, *, trace: bool, first: Tensor
-    ) -> None:
+    def __init__(self, engines: BatchEngines, rule: AcceptanceRule, gamma: int, *, trace: bool, first: Tensor) -> None:
         """`first` [B] are the tokens that prefill yielded; `trace` asks for what the target wanted at judged tokens."""
-        self.target, self.draft, self.rule, self.gamma = target, draft, rule, gamma
-        self.trace = trace
+        self.target, self.draft = engines.target, engines.draft
+        self.rule, self.gamma, self.trace = rule, gamma, trace
         self.more: Callable[[Callable[[], Sequence[float]]], bool] | None = None
         """Whether to draft on; may ask for the probability [B] of the newest drafts."""
         self.last = first[:, None].clone()
@@ -123,29 +122,32 @@ class Cycle:
         self.packed = Packed.pack(self.block, verdict, traced=self.trace)
 
 
-def find_cycle(
-    target: Engine, draft: Drafter | None, rule: AcceptanceRule, gamma: int, *, trace: bool, first: Tensor
-) -> Cycle:
-    """A new cycle, or the one this engine captured for an earlier batch of the same shape."""
+def find_cycle(engines: BatchEngines, rule: AcceptanceRule, gamma: int, *, trace: bool, first: Tensor) -> Cycle:
+    """A new cycle, or the one that the engine captured for an earlier batch of the same shape."""
     trace = trace and gamma > 0 and not rule.lossless
-    if not target.static:
-        return Cycle(target, draft, rule, gamma, trace=trace, first=first)
-    key = cycle_key(draft, rule, gamma, trace, len(first))
-    if key in target.captured_cycles:
-        cycle: Cycle = target.captured_cycles.pop(key)
-        target.captured_cycles[key] = cycle  # the latest used goes last, and is dropped last
+    if not engines.target.static:
+        return Cycle(engines, rule, gamma, trace=trace, first=first)
+    kept, key = engines.target.captured_cycles, _key(engines, rule, gamma, trace, len(first))
+    if key in kept:
+        cycle: Cycle = kept.pop(key)
+        kept[key] = cycle  # the latest used goes last, and is dropped last
         cycle.begin(first)
         return cycle
-    while len(target.captured_cycles) >= CAPTURED_CYCLES:
-        target.captured_cycles.pop(next(iter(target.captured_cycles)))
-    cycle = target.captured_cycles[key] = Cycle(target, draft, rule, gamma, trace=trace, first=first)
+    while len(kept) >= CAPTURED_CYCLES:
+        kept.pop(next(iter(kept)))
+    cycle = kept[key] = Cycle(engines, rule, gamma, trace=trace, first=first)
     return cycle
 
 
-def cycle_key(draft: Drafter | None, rule: AcceptanceRule, gamma: int, trace: bool, rows: int) -> Hashable:
-    """The key under which a static engine keeps a captured cycle."""
+def is_captured(engines: BatchEngines, rule: AcceptanceRule, gamma: int, *, trace: bool, rows: int) -> bool:
+    """Whether a static engine has captured such a cycle."""
     trace = trace and gamma > 0 and not rule.lossless
-    return rule, gamma, trace, rows, draft, draft and draft.version
+    cycle = engines.target.captured_cycles.get(_key(engines, rule, gamma, trace, rows))
+    return cycle is not None and cycle.captured is not None
+
+
+def _key(engines: BatchEngines, rule: AcceptanceRule, gamma: int, trace: bool, rows: int) -> Hashable:
+    return rule, gamma, trace, rows, engines.draft, engines.draft and engines.draft.version
 
 
 def _probabilities(logits: Tensor, tokens: Tensor) -> list[float]:

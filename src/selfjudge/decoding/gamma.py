@@ -1,4 +1,4 @@
-"""γ chosen by the machine: what cycles cost here, how many drafts stand, and how many are worth drafting.
+"""γ chosen by the machine: what cycles cost here, how many drafts are accepted, and how many are worth drafting.
 
 All figures come from cycles that decode anyway; nothing is run for the sake of measuring but a few cycles of another
 γ. `PairStatistics` outlives batches: seconds by rows and drafts, and how drafts fared under each rule. A
@@ -10,23 +10,21 @@ cycles and at the draft's own probabilities, never at what the target says of th
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from statistics import median, median_low
-from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
 from selfjudge.decoding.rules import AcceptanceRule
+from selfjudge.engine.draft import BACKLOG
 from selfjudge.errors import SelfJudgeError
 from selfjudge.types import MAX_GAMMA
 
 MOST = 10  # drafts of a cycle, where every one of them may be the last
-STATIC_CHOICES = (1, 2, 3, 5, 8)  # where each γ is a recording of its own
-CATCH_UP = 64  # newest tokens that a draft reads when it drafts again after plain cycles
+STATIC_CHOICES = (1, 2, 3, 5, 8)  # where each γ is a graph capture of its own
 MEMORY = 0.97  # share of its weight that a cycle keeps when the next one is counted
 SHORT_MEMORY = 0.94  # the same for whether drafting pays: where it begins to lose, it ends soon
 LONG_MEMORY = 0.995  # and for what the next batches begin with
@@ -34,7 +32,7 @@ MARGIN = 1.02  # a choice is changed for one that is better by this factor
 BUDGET = 0.02  # share of the time that may be lost to find out whether drafting pays by now
 PROBE = 4  # cycles that find it out
 REFRESH = 96  # the most cycles with drafts after which plain decoding is timed again
-RECORDING = 0.5  # the most seconds that a recording is taken to cost: the first ones compile kernels, too
+MOST_CAPTURE_SECONDS = 0.5  # that a graph capture is taken to cost: the first ones compile kernels, too
 SLOPE = 0.1  # before anything is known: what a second token adds to a pass, and what a draft step costs
 
 
@@ -57,7 +55,7 @@ class Costs:
         return any(d == 0 and _near(b, rows) and len(seen.values) > 1 for (b, d), seen in self._passes.items())
 
     def table(self, rows: int, most: int) -> list[float]:
-        """Seconds of a cycle of 0 … `most` drafts, rising: a pass that seems to take longer than one over more tokens
+        """Seconds of cycles of 0 … `most` drafts, rising: a pass that seems to take longer than one over more tokens
         was timed while something else kept the machine busy."""
         step, passes = self._step(rows), [self._pass(rows, drafts) for drafts in range(most + 1)]
         least = [*accumulate(reversed(passes), min)][::-1]
@@ -111,6 +109,7 @@ class _Recent:
 
 
 def _near(one: int, other: int) -> bool:
+    """Whether the larger of two numbers is at most 3/2 of the smaller."""
     return 2 * max(one, other) <= 3 * min(one, other)
 
 
@@ -127,42 +126,42 @@ def _between(points: Mapping[int, float], x: int) -> float:
 
 
 class Acceptance:
-    """How often draft i stands where those before it do: counts that fade, position i beginning with i − 1's share."""
+    """How often draft i is accepted where those before it are: fading counts; position i begins with i − 1's share."""
 
     FIRST = 0.7  # before anything is known
     STRENGTH = 2.0
 
     def __init__(self) -> None:
         self.reached = np.zeros(MAX_GAMMA)
-        self.stood = np.zeros(MAX_GAMMA)
+        self.accepted = np.zeros(MAX_GAMMA)
 
     def observe(self, accepted: NDArray[np.int64], drafts: int, memory: float = MEMORY) -> None:
         """Count what `accepted` [B] rows took of so many drafts."""
         self.fade(memory)
         for taken, rows in Counter(accepted.tolist()).items():
             self.reached[: min(taken + 1, drafts)] += rows / len(accepted)
-            self.stood[:taken] += rows / len(accepted)
+            self.accepted[:taken] += rows / len(accepted)
 
     def fade(self, share: float) -> None:
         self.reached *= share
-        self.stood *= share
+        self.accepted *= share
 
     def begin_with(self, other: Acceptance, weight: float) -> None:
         """Start from another's counts, worth at most so many cycles."""
         share = min(1.0, weight / max(other.reached[0], 1e-9))
-        self.reached, self.stood = share * other.reached, share * other.stood
+        self.reached, self.accepted = share * other.reached, share * other.accepted
 
     def shares(self, most: int) -> list[float]:
-        """P(draft i stands | those before it do) for i = 1 … `most`."""
+        """P(draft i is accepted | those before it are) for i = 1 … `most`."""
         shares, before = [], self.FIRST
-        for reached, stood in zip(self.reached[:most].tolist(), self.stood[:most].tolist(), strict=True):
-            before = (stood + self.STRENGTH * before) / (reached + self.STRENGTH)
+        for reached, accepted in zip(self.reached[:most].tolist(), self.accepted[:most].tolist(), strict=True):
+            before = (accepted + self.STRENGTH * before) / (reached + self.STRENGTH)
             shares.append(before)
         return shares
 
 
 class Calibration:
-    """How often a draft stands by the probability that the draft model gave it."""
+    """How often a draft is accepted, by the probability that the draft model gave it."""
 
     EDGES = np.array([0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97])
     GUESS = np.array([0.05, 0.1, 0.15, 0.2, 0.35, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95])
@@ -171,36 +170,37 @@ class Calibration:
 
     def __init__(self) -> None:
         self.count = np.zeros(len(self.GUESS))
-        self.stood = np.zeros(len(self.GUESS))
+        self.accepted = np.zeros(len(self.GUESS))
 
     def observe(self, q: NDArray[np.float64], accepted: NDArray[np.int64]) -> None:
-        """Count drafts [B, γ] of probability q, of which `accepted` [B] stood; those after a refusal say nothing."""
+        """Count drafts [B, γ] of probability q, of which `accepted` [B]; those after a rejection say nothing."""
         at = np.arange(q.shape[1])
         bins, reached = np.searchsorted(self.EDGES, q), accepted[:, None] >= at
         np.add.at(self.count, bins[reached], 1.0)
-        np.add.at(self.stood, bins[reached & (accepted[:, None] > at)], 1.0)
+        np.add.at(self.accepted, bins[reached & (accepted[:, None] > at)], 1.0)
         full = self.count > self.MOST
         self.count[full] /= 2
-        self.stood[full] /= 2
+        self.accepted[full] /= 2
 
     def __call__(self, q: NDArray[np.float64]) -> NDArray[np.float64]:
         answer: NDArray[np.float64] = self._shares()[np.searchsorted(self.EDGES, q)]
         return answer
 
     def most(self) -> float:
-        """The share of the probabilities that stand most often."""
+        """The largest of the shares that are accepted."""
         return float(self._shares().max())
 
     def _shares(self) -> NDArray[np.float64]:
-        answer: NDArray[np.float64] = (self.stood + self.STRENGTH * self.GUESS) / (self.count + self.STRENGTH)
+        answer: NDArray[np.float64] = (self.accepted + self.STRENGTH * self.GUESS) / (self.count + self.STRENGTH)
         return answer
 
 
 @dataclass
-class Record:
+class DraftRecord:
     """How drafting fared under one rule with about so many rows: what the next batch begins with."""
 
     tokens: float = 0.0
+    """Tokens of cycles with drafts, the latest counting most."""
     plain: float = 0.0
     """Tokens that plain decoding would have made in the same time."""
     acceptance: Acceptance = field(default_factory=Acceptance)
@@ -211,14 +211,14 @@ class Record:
 
 
 @dataclass
-class Waiting:
-    """Towards recordings that a static engine has not made, with exactly so many rows. It outlives batches: short
-    answers, one at a time, lose little each and much together."""
+class CaptureCredit:
+    """Time that justifies the next graph capture of a static engine, for exactly so many rows. It outlives batches:
+    short answers, one at a time, lose little each and much together."""
 
     spent: float = 0.0
-    """Seconds of cycles since plain decoding was recorded last: when they are many, it is recorded again."""
+    """Seconds of cycles since plain decoding was captured last: when they are many, it is captured again."""
     lost: float = 0.0
-    """Seconds that cycles took longer for want of a recording."""
+    """Seconds that cycles took longer because a graph was not captured."""
 
 
 @dataclass
@@ -226,17 +226,17 @@ class PairStatistics:
     """What is known of two engines and their models, for every batch that they decode."""
 
     costs: Costs = field(default_factory=Costs)
-    recording: float = 0.0
-    """Seconds that the latest recording took."""
+    capture_seconds: float = 0.0
+    """Seconds that the latest graph capture took."""
     calibrations: dict[str, Calibration] = field(default_factory=dict)
-    """By rule."""
-    records: dict[tuple[str, int], Record] = field(default_factory=dict)
-    """By rule and, within a factor of two, rows."""
-    waiting: dict[tuple[str, int], Waiting] = field(default_factory=dict)
-    """By rule and rows."""
+    """Calibration of the draft's probabilities under each rule."""
+    records: dict[tuple[str, int], DraftRecord] = field(default_factory=dict)
+    """How drafting fared, by rule and, within a factor of two, rows."""
+    capture_credits: dict[tuple[str, int], CaptureCredit] = field(default_factory=dict)
+    """Time towards the next graph capture, by rule and rows."""
 
-    def record(self, rule: str, rows: int) -> Record:
-        return self.records.setdefault((rule, rows.bit_length()), Record())
+    def record(self, rule: str, rows: int) -> DraftRecord:
+        return self.records.setdefault((rule, rows.bit_length()), DraftRecord())
 
 
 class GammaController:
@@ -245,8 +245,8 @@ class GammaController:
     def __init__(self, statistics: PairStatistics, rule: AcceptanceRule, *, static: bool = False) -> None:
         """On `static` engines a cycle that was begun has all its drafts."""
         self.statistics, self.static = statistics, static
-        self.recorded: Callable[[int], bool] = lambda gamma: True
-        """Whether a cycle of so many drafts was recorded for the rows at hand."""
+        self.is_captured: Callable[[int], bool] = lambda gamma: True
+        """Whether a static engine has captured a cycle of so many drafts for the rows at hand."""
         self.least = next((g for g in range(1, MAX_GAMMA + 1) if _works(rule, g)), MAX_GAMMA)
         self.choices = [g for g in STATIC_CHOICES if g >= self.least] or [self.least]
         self.most = max(self.choices) if static else max(MOST, self.least)
@@ -254,9 +254,9 @@ class GammaController:
         self.calibration = statistics.calibrations.setdefault(rule.name, Calibration())
         self._rule = rule.name
         self._rows = 0
-        self._record = Record()
-        self._tokens = self._seconds = 0.0  # of cycles with drafts, the latest counting most
-        self._waiting = Waiting()
+        self._record = DraftRecord()
+        self._tokens = self._seconds = 0.0  # sums over cycles with drafts, the latest counting most
+        self._capture_credit = CaptureCredit()
         self._plain = False  # whether plain decoding is believed to be faster
         self._needed = 0.0  # credit without which nobody looks whether it still is
         self._probing = 0
@@ -301,7 +301,7 @@ class GammaController:
         return drafts < self.least or self._pays(drafts, self._sure)
 
     def _pays(self, drafts: int, sure: NDArray[np.float64]) -> bool:
-        """Whether to draft on after so many, which all stand in row b with probability sure[b]."""
+        """Whether to draft on after so many, which are all accepted in row b with probability sure[b]."""
         rate = max(self._speed(self.most), 1 / self._table[0])
         p, won = sum(sure.tolist()) / len(sure), 0.0
         for i in range(drafts, self.most):
@@ -330,7 +330,7 @@ class GammaController:
             self.calibration.observe(np.stack(self._q, 1)[alive], accepted[alive])
         accepted = accepted[alive]
         record, plain = self._record, self.statistics.costs.plain(rows)
-        self._waiting.spent += total
+        self._capture_credit.spent += total
         record.credit = min(record.credit + BUDGET * total, self._most_credit(plain))
         if record.credit == self._most_credit(plain):
             self._needed = 0.0  # it will not be more: look again, what was needed may have been timed on a busy machine
@@ -361,7 +361,7 @@ class GammaController:
             if np.isnan(record.credit):
                 record.credit = self._most_credit(plain)
         self._rows, self._needed = rows, 0.0
-        self._waiting = self.statistics.waiting.setdefault((self._rule, rows), Waiting())
+        self._capture_credit = self.statistics.capture_credits.setdefault((self._rule, rows), CaptureCredit())
 
     @staticmethod
     def _most_credit(plain: float) -> float:
@@ -371,17 +371,17 @@ class GammaController:
         """Whether plain decoding has to be timed: it never was with so many rows, or not for long. The less drafting
         wins, the more the choice depends on that time, and the less a plain cycle loses."""
         if self.static:
-            if not self.recorded(0):
-                return self._waiting.spent > 4 * min(self.statistics.recording, RECORDING)
-            self._waiting.spent = 0.0  # an engine may forget its recordings: the next one has to be earned again
+            if not self.is_captured(0):
+                return self._capture_credit.spent > 4 * min(self.statistics.capture_seconds, MOST_CAPTURE_SECONDS)
+            self._capture_credit.spent = 0.0  # an engine may drop its graphs: the next capture has to be earned again
         if self.statistics.costs.knows_plain(self._rows):
             gain = self._speed(self.most) * self._table[0] - 1
             often = REFRESH if self.static else min(REFRESH, max(2 * PROBE, 100 * gain))
             return self._record.since_plain >= often
-        return self._waiting.spent > 0
+        return self._capture_credit.spent > 0
 
     def _expected(self, drafts: int) -> float:
-        """Tokens of a cycle."""
+        """Expected tokens of a cycle."""
         return 1.0 + float(np.cumprod(self._shares[:drafts]).sum())
 
     def _speed(self, drafts: int) -> float:
@@ -395,35 +395,26 @@ class GammaController:
 
     def _drafts(self, patient: bool = True) -> int:
         """The most drafts of a cycle that has some. A static engine changes them for a clear gain: at once to a
-        number that it has recorded, else once the time lost without it would have paid for the recording."""
+        number that it has captured, else once the time lost without it would have paid for the capture."""
         if not self.static:
             return self.most
         speeds = {g: self._speed(g) for g in self.choices}
         best = max(speeds, key=lambda g: speeds[g])
-        current = max((g for g in self.choices if self.recorded(g)), key=lambda g: speeds[g], default=best)
+        current = max((g for g in self.choices if self.is_captured(g)), key=lambda g: speeds[g], default=best)
         if speeds[best] <= MARGIN * speeds[current] or patient:
             return current
-        self._waiting.lost += self._table[current] * (1 - speeds[current] / speeds[best])
-        if self._waiting.lost < min(self.statistics.recording, RECORDING):
+        self._capture_credit.lost += self._table[current] * (1 - speeds[current] / speeds[best])
+        if self._capture_credit.lost < min(self.statistics.capture_seconds, MOST_CAPTURE_SECONDS):
             return current
-        self._waiting.lost = 0.0
+        self._capture_credit.lost = 0.0
         return best
 
     def _probe_seconds(self, speed: float, behind: int) -> float:
         """What it may cost to look whether drafting pays by now: some slow cycles, and what the draft must read."""
         few = self._table[max(self.least, 2)]
         step = self._table[1] - self._table[0]
-        reading = step * (1 + SLOPE * min(behind, CATCH_UP)) if behind else 0.0
+        reading = step * (1 + SLOPE * min(behind, BACKLOG)) if behind else 0.0
         return PROBE * few * max(0.05, 1 - speed) + reading
-
-
-_STATISTICS: WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[Hashable, PairStatistics]]] = WeakKeyDictionary()
-
-
-def statistics_of(target: object, draft: object, settings: Hashable) -> PairStatistics:
-    """What this process has learned of two models that run in this way; forgotten together with them."""
-    of_pair = _STATISTICS.setdefault(target, WeakKeyDictionary()).setdefault(draft, {})
-    return of_pair.setdefault(settings, PairStatistics())
 
 
 def _works(rule: AcceptanceRule, gamma: int) -> bool:

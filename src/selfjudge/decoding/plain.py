@@ -9,11 +9,13 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from selfjudge.decoding.admission import Request
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.prefill import shared_prefixes
 from selfjudge.decoding.rules import EXACT, AcceptanceRule, SpeculativeSampling
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.engine.base import Engine, shape_reason
+from selfjudge.engine.batch import BatchEngines
 from selfjudge.engine.select import borrow_engine
 from selfjudge.models.loaded import LoadedModel, Target, as_loaded
 from selfjudge.types import FINISHES, Finish, TokenColumn
@@ -59,13 +61,11 @@ def respond(
             longest = max(sizes[i] for i in order[:batch])
             size = min(batch, _rows_that_fit(module, longest, room))
             part, order = sorted(order[:size], key=lambda i: (-len(prompts[owners[i]]), owners[i])), order[size:]
-            most = [limits[i] for i in part]
-            tokens = np.zeros((len(part), max(most)), np.int32)
+            row_seeds = range(len(part)) if seeds is None else [seeds[i] for i in part]
+            requests = [Request(prompts[i], limits[i], seed) for i, seed in zip(part, row_seeds, strict=True)]
+            tokens = np.zeros((len(part), max(limits[i] for i in part)), np.int32)
             lengths = np.zeros(len(part), np.int64)
-            for step in decode(
-                engine, None, [prompts[i] for i in part], rule, gamma=0, max_new_tokens=most, eos_ids=eos_ids,
-                seeds=None if seeds is None else [seeds[i] for i in part],
-            ):  # fmt: skip
+            for step in decode(BatchEngines(engine), requests, rule, gamma=0, eos_ids=eos_ids):
                 got = step.emissions
                 assert isinstance(got, TokenColumn)
                 tokens[got.rows, lengths[got.rows]] = got.tokens

@@ -9,15 +9,15 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from selfjudge.decoding.admission import AdmissionQueue, Request, check_prompts
+from selfjudge.decoding.admission import AdmissionQueue, Request, limit_request
 from selfjudge.decoding.cycle import PhaseTimer
-from selfjudge.engine.base import Engine, Output, RowCache
-from selfjudge.engine.draft import Drafter
+from selfjudge.engine.base import Output
+from selfjudge.engine.batch import BatchEngines
 
 ALONE = 4  # chunks at once while nobody else is there: whoever comes waits for them
 
 
-class Group:
+class PrefillGroup:
     """Prompts that are read together, by engines whose cache holds nothing else."""
 
     def __init__(self, rows: Sequence[tuple[int, Request]], device: torch.device) -> None:
@@ -25,8 +25,7 @@ class Group:
         self.numbers, self.requests = [number for number, _ in rows], [request for _, request in rows]
         self.device = device
         self.timer = PhaseTimer(device)
-        self.target: Engine | None = None
-        self.draft: Drafter | None = None
+        self.engines: BatchEngines | None = None
         self.output: Output
         """What the target says after the last token that was read."""
         self.width = max(len(request.prompt) for request in self.requests)
@@ -37,8 +36,9 @@ class Group:
         return len(self.requests)
 
     @property
-    def caches(self) -> list[RowCache]:
-        return [cache for cache in (self.target, self.draft) if cache is not None]
+    def longest(self) -> int:
+        """The most tokens that a row will have, prompt and answer."""
+        return max(len(request.prompt) + request.max_new_tokens for request in self.requests)
 
     @cached_property
     def _padded(self) -> tuple[Tensor, Tensor]:
@@ -46,26 +46,25 @@ class Group:
 
     def read_all(self) -> None:
         """Read the prompts through target and draft at once; what many of them begin with, once."""
-        prompts = [request.prompt for request in self.requests]
-        owners = list(range(len(self))) if self.draft is not None else shared_prefixes(prompts)
+        assert self.engines is not None
+        prompts, target = [request.prompt for request in self.requests], self.engines.target
+        owners = list(range(len(self))) if self.engines.draft is not None else shared_prefixes(prompts)
         if owners == list(range(len(self))):
             self.read(self.width)
             return
-        assert self.target is not None
-        longest = max(len(request.prompt) + request.max_new_tokens for request in self.requests)
         heads = list(dict.fromkeys(owners))
-        place = {head: row for row, head in enumerate(heads)}
+        row_of = {head: row for row, head in enumerate(heads)}
         surplus = torch.tensor(
             [len(prompts[owner]) - len(prompt) for owner, prompt in zip(owners, prompts, strict=True)]
         )
         last = torch.tensor([prompt[-1:] for prompt in prompts])
         self.timer.wait()
         with self.timer("target"):
-            self.target.reserve(len(heads), longest + 1)
-            self.target.prefill(*_left_padded([prompts[head][:-1] for head in heads], self.device))
-            self.target.select([place[owner] for owner in owners])
-            self.target.rewind(surplus.to(self.device))
-            self.output = self.target.extend(last.to(self.device))
+            target.reserve(len(heads), self.longest + 1)
+            target.prefill(*_left_padded([prompts[head][:-1] for head in heads], self.device))
+            target.select([row_of[owner] for owner in owners])
+            target.rewind(surplus.to(self.device))
+            self.output = target.extend(last.to(self.device))
         self.left = 0
 
     def read(self, columns: int) -> None:
@@ -76,12 +75,12 @@ class Group:
         start = self.width - self.left
         stop = min(start + columns, self.width)
         tokens, counts = all_tokens[:, start:stop], (all_counts - (self.width - stop)).clamp_max(stop - start)
-        assert self.target is not None
+        assert self.engines is not None
         with self.timer("target"):
-            self.output = self.target.prefill(tokens, counts)
-        if self.draft is not None:
+            self.output = self.engines.target.prefill(tokens, counts)
+        if self.engines.draft is not None:
             with self.timer("draft"):
-                self.draft.read(tokens, counts, self.output.features)
+                self.engines.draft.read(tokens, counts, self.output.features)
         self.left = self.width - stop
 
 
@@ -89,13 +88,12 @@ class Group:
 class Prefill:
     """Who is being read. Short prompts share a pass; a long one is read alone, one chunk at a time."""
 
-    target: Engine
-    draft: Drafter | None
+    engines: BatchEngines
     step: int
     """Tokens of a row in one step, γ + 1: so many slots it needs beyond its own tokens."""
 
     def __post_init__(self) -> None:
-        self.groups: list[Group] = []
+        self.groups: list[PrefillGroup] = []
         self.seen = 0  # rows so far: the number of the next one
         self._passed_over = False
 
@@ -114,12 +112,11 @@ class Prefill:
             if number in cancelled:
                 cancelled.remove(number)
                 continue
-            (limit,) = check_prompts(self.target, self.draft, [request.prompt], [request.max_new_tokens])
-            taken.append((number, request._replace(max_new_tokens=limit)))
+            taken.append((number, limit_request(request, self.engines.window)))
         together: list[tuple[int, Request]] = []
         for row in taken:
             longest = max(len(request.prompt) for _, request in [*together, row])
-            if together and longest * (len(together) + 1) > self.target.chunk:
+            if together and longest * (len(together) + 1) > self.engines.target.chunk:
                 self._add(together)
                 together = []
             together.append(row)
@@ -127,7 +124,7 @@ class Prefill:
 
     def _add(self, rows: list[tuple[int, Request]]) -> None:
         if rows:
-            self.groups.append(Group(rows, self.target.device))
+            self.groups.append(PrefillGroup(rows, self.engines.target.device))
 
     def cancel(self, cancelled: set[int]) -> None:
         """Forget the groups that nobody waits for any more, and take their rows out of the set."""
@@ -141,17 +138,15 @@ class Prefill:
         Beside `alive` rows, or where it is `crowded` outside, a chunk costs about what a step costs.
         """
         alone = not (alive or crowded) and len(self.groups) == 1
-        chunk = max(self.target.chunk * (ALONE if alone else 1), 2 * alive * self.step)
+        chunk = max(self.engines.target.chunk * (ALONE if alone else 1), 2 * alive * self.step)
         group = self.groups[0] if self._passed_over else min(self.groups, key=lambda group: group.left)
         self._passed_over = group is not self.groups[0]
-        if group.target is None:
-            group.target, group.draft = self.target.aside(), self.draft and self.draft.aside()
-            longest = max(len(request.prompt) + request.max_new_tokens for request in group.requests)
-            for cache in group.caches:
-                cache.reserve(len(group), longest + self.step)
+        if group.engines is None:
+            group.engines = self.engines.aside()
+            group.engines.reserve(len(group), group.longest + self.step)
         group.read(max(1, chunk // len(group)))
 
-    def take(self) -> Group:
+    def take(self) -> PrefillGroup:
         """A group that has been read to its end."""
         group = next(group for group in self.groups if not group.left)
         self.groups.remove(group)

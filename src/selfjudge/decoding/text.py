@@ -7,13 +7,12 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict, Unpack, cast, overload
-from weakref import WeakKeyDictionary
+from typing import TypedDict, Unpack, cast, overload
 
 from selfjudge.decoding.admission import AdmissionQueue, Request
 from selfjudge.decoding.answer import Answer
-from selfjudge.decoding.gamma import statistics_of
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rule_parser import resolve_rule
 from selfjudge.decoding.rules import AcceptanceRule
@@ -116,7 +115,7 @@ def answer_requests(
     **options: Unpack[DecodingOptions],
 ) -> list[Generation]:
     """Answer prompts of token ids, each with its own limit and seed, `batch` at a time; in the order given."""
-    decoding = _Decoding.of(pair, rule, options)
+    decoding = _Decoding.of(pair, rule, **options)
     lengths = [len(request.prompt) for request in requests]
     by_length = sorted(range(len(requests)), key=lambda i: lengths[i])  # neighbours of like length: little padding
     results: dict[int, Generation] = {}
@@ -136,7 +135,7 @@ def stream(
     most, stop = options.pop("max_new_tokens", 256), options.pop("stop", ())
     ids, seed = pair.encode(prompt, raw=options.pop("raw", False)), options.pop("seed", 0)
     answer = Answer(pair.tokenizer, stop, len(ids))
-    decoding = _Decoding.of(pair, rule, cast("DecodingOptions", options))
+    decoding = _Decoding.of(pair, rule, **cast("DecodingOptions", options))
     return Stream(answer, decoding.steps([Request(ids, most, row_seed(seed, 0))], {0: answer}))
 
 
@@ -170,7 +169,7 @@ class Batch:
         **options: Unpack[DecodingOptions],
     ) -> None:
         """At most `rows` are decoded at a time, others wait; `length` is the most tokens of prompt and answer."""
-        self._decoding = _Decoding.of(pair, rule, options)
+        self._decoding = _Decoding.of(pair, rule, **options)
         self._queue = AdmissionQueue(rows, length)
         self._answers: dict[int, Answer] = {}  # by the number that the loop gives or will give them
         self._dropped: set[int] = set()
@@ -231,21 +230,31 @@ StepOutput = list[tuple[Answer, list[Piece]]]
 
 @dataclass(frozen=True)
 class _Decoding:
-    """A pair and a rule with all that decides how they decode."""
+    """A rule for a pair, the engines that were chosen for it, and how they decode."""
 
     pair: Pair
     rule: AcceptanceRule
     gamma: Gamma
-    engine: str = "auto"
-    trace: bool = True
+    engines: PairEngines
+    trace: bool
 
     @classmethod
-    def of(cls, pair: Pair, rule: str | AcceptanceRule | None, options: DecodingOptions) -> _Decoding:
-        given: dict[str, Any] = dict(options)
-        about_rule = {key: given.pop(key) for key in RuleOptions.__annotations__ if key in given}
-        built = _guarded(resolve_rule(pair, rule, **about_rule), pair)
-        gamma = given.pop("gamma", None)
-        return cls(pair, built, built.default_gamma(pair.target.device.type) if gamma is None else gamma, **given)
+    def of(
+        cls,
+        pair: Pair,
+        rule: str | AcceptanceRule | None,
+        *,
+        gamma: Gamma | None = None,
+        engine: str = "auto",
+        trace: bool = True,
+        **about_rule: Unpack[RuleOptions],
+    ) -> _Decoding:
+        resolved = _guard(resolve_rule(pair, rule, **about_rule), pair)
+        if resolved.judge is not None:
+            resolved.judge.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
+            resolved.judge.to(pair.target.device)
+        gamma = resolved.default_gamma(pair.target.device.type) if gamma is None else gamma
+        return cls(pair, resolved, gamma, PairEngines(pair, engine, drafts=gamma != 0), trace)
 
     def steps(
         self,
@@ -255,32 +264,19 @@ class _Decoding:
         queue: AdmissionQueue | None = None,
     ) -> Iterator[StepOutput]:
         """Drive the loop, feeding each answer, by its row, until it is finished; the new pieces of every step."""
-        pair, rule = self.pair, self.rule
-        if rule.judge is not None:
-            rule.judge.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
-            rule.judge.to(pair.target.device)
-        engines = PairEngines(pair, self.engine, drafts=self.gamma != 0)
-        hidden = rule.judge is not None
-        with engines.borrow(hidden=hidden) as (target, draft):
-            statistics = None
-            if draft is not None:
-                statistics = statistics_of(engines.target, engines.draft, engines.settings(hidden=hidden))
-            dropped, warned = set() if dropped is None else dropped, False
+        dropped, warned = set() if dropped is None else dropped, False
+        with self.engines.borrow(hidden=self.rule.judge is not None) as engines:
             for answer in answers.values():
                 answer.started = time.perf_counter()
             for step in decode(
-                target,
-                draft,
-                [request.prompt for request in requests],
-                rule,
+                engines,
+                requests,
+                self.rule,
                 gamma=self.gamma,
-                statistics=statistics,
-                max_new_tokens=[request.max_new_tokens for request in requests],
-                seeds=[request.seed for request in requests],
-                eos_ids=pair.eos_ids,
-                cancelled=dropped,
-                queue=queue,
+                eos_ids=self.pair.eos_ids,
                 trace=self.trace,
+                queue=queue,
+                cancelled=dropped,
             ):
                 if step.non_finite and not warned:
                     warned = True
@@ -304,19 +300,14 @@ def _hand_out(step: Step, answers: dict[int, Answer], dropped: set[int]) -> Step
     return output
 
 
-_GUARDED: WeakKeyDictionary[AcceptanceRule, tuple[tuple[int, ...], AcceptanceRule]] = WeakKeyDictionary()
-
-
-def _guarded(rule: AcceptanceRule, pair: Pair) -> AcceptanceRule:
-    """A guarded rule that was built without special tokens gets those of the pair; the same one every time, so that
-    engines find what they recorded with it."""
-    given: tuple[int, ...] = getattr(rule, "special", ())
-    if not getattr(rule, "guard", False) or given:
+def _guard(rule: AcceptanceRule, pair: Pair) -> AcceptanceRule:
+    """A guarded rule that was built without special tokens gets those of the pair; the same object every time, because
+    engines find the graphs captured for a rule by its identity."""
+    if not getattr(rule, "guard", False) or getattr(rule, "special", ()):
         return rule
     special = pair.special_ids
-    if rule not in _GUARDED or _GUARDED[rule][0] != special:
-        _GUARDED[rule] = special, dataclasses.replace(rule, special=special)  # type: ignore[call-arg]
-    return _GUARDED[rule][1]
+    make = partial(dataclasses.replace, rule, special=special)  # type: ignore[call-arg]
+    return pair.target_model.keep(("guarded rule", rule, special), make)
 
 
 def row_seed(seed: int, row: int) -> int:

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from selfjudge.engine.base import Engine
+from selfjudge.engine.batch import BatchEngines
 from selfjudge.engine.cpu import engine as cpu
 from selfjudge.engine.cpu.head import CpuHead
 from selfjudge.engine.cuda import engine as cuda
@@ -64,22 +65,21 @@ class PairEngines:
             return self.draft.file.dtype
         return "int8" if self.draft_int8 else str(self.draft.module.dtype).removeprefix("torch.")
 
-    def settings(self, *, hidden: bool) -> Hashable:
-        """All that decides how fast they run."""
-        return self.kind, self.target.int8, self.draft_int8, hidden, torch.get_num_threads()
-
     @contextmanager
-    def borrow(self, *, hidden: bool = False) -> Iterator[tuple[Engine, Drafter | None]]:
+    def borrow(self, *, hidden: bool = False) -> Iterator[BatchEngines]:
         """Both engines for one batch. `hidden` asks for the states that a judge reads."""
         features = () if self.draft is None else self.draft.features
         with ExitStack() as stack:
             target = stack.enter_context(
                 borrow_engine(self.target, hidden=hidden, features=features, int8=self.target.int8, kind=self.kind)
             )
-            draft = None
-            if self.draft is not None:
-                draft = stack.enter_context(borrow_draft(self.draft, self.target, int8=self.draft_int8, kind=self.kind))
-            yield target, draft
+            if self.draft is None:
+                yield BatchEngines(target)
+                return
+            int8 = self.draft_int8
+            draft = stack.enter_context(borrow_draft(self.draft, self.target, int8=int8, kind=self.kind))
+            settings = self.kind, self.target.int8, int8, hidden, torch.get_num_threads()  # what decides their speed
+            yield BatchEngines(target, draft, self.draft.keep(("batches", self.target, settings), dict))
 
 
 def make_engine(
