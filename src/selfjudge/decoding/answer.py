@@ -1,4 +1,4 @@
-"""One answer in the making: tokens become text, stop strings cut it, judged tokens are noted."""
+"""An answer while it is decoded: tokens become text, stop strings cut it, judged tokens are noted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from selfjudge.types import PHASES, Emission, Finish, Generation, JudgedToken, J
 
 @dataclass(eq=False)
 class Answer:
-    """One answer in the making."""
+    """An answer while it is decoded."""
 
     tokenizer: PreTrainedTokenizerBase
     stop: Sequence[str]
@@ -26,8 +26,10 @@ class Answer:
     judged_tokens: list[JudgedToken] = field(default_factory=list)
     text: str = ""
     shown: int = 0
+    """Characters of the text that were streamed."""
     cycles: int = 0
     drafted: int = 0
+    """Draft tokens of all cycles."""
     gamma: int = 0
     """Draft tokens of the latest cycle."""
     finish: Finish | None = None
@@ -44,41 +46,37 @@ class Answer:
         self.cycles += step.cycle > 0
         self.drafted += step.drafted
         self.gamma = step.drafted
-        seconds = self.seconds
         for phase, spent in step.seconds.items():
-            seconds[phase] += spent
-        judged = {j.index: self._judged(emission, j) for j in emission.judged} if emission.judged else {}
+            self.seconds[phase] += spent
+        judged = {j.index: self._judged_token(emission, j) for j in emission.judged}
         if not self.streamed:
             self.tokens += emission.tokens
             self.origins += emission.origins
-            if judged:
-                self.judged_tokens += judged.values()
+            self.judged_tokens += judged.values()
             if emission.finish is not None:
                 self.finish = emission.finish
-                self.text = self._text.whole(self.tokens)
+                self.text = self._text.decode(self.tokens)
             return []
         pieces = []
         for i, (token, origin) in enumerate(zip(emission.tokens, emission.origins, strict=True)):
-            last = emission.finish is not None and i + 1 == len(emission.tokens)
-            pieces.append(
-                Piece(self._add(token, origin, emission.finish if last else None), token, origin, judged.get(i))
-            )
+            finish = emission.finish if i + 1 == len(emission.tokens) else None
+            pieces.append(Piece(self._add(token, origin, finish), token, origin, judged.get(i)))
             self.judged_tokens += [judged[i]] if i in judged else []
             if self.finish:
                 break
         return pieces
 
-    def _judged(self, emission: Emission, about: Judgement) -> JudgedToken:
-        token = emission.tokens[about.index]
+    def _judged_token(self, emission: Emission, judgement: Judgement) -> JudgedToken:
+        token = emission.tokens[judgement.index]
         return JudgedToken(
-            index=len(self.tokens) + about.index,
+            index=len(self.tokens) + judgement.index,
             token=token,
-            text=self._text.whole([token]),
-            probability=about.probability,
-            target_token=about.target_token,
-            target_text=self._text.whole([about.target_token]),
-            target_probability=about.target_probability,
-            score=about.score,
+            text=self._text.decode([token]),
+            probability=judgement.probability,
+            target_token=judgement.target_token,
+            target_text=self._text.decode([judgement.target_token]),
+            target_probability=judgement.target_probability,
+            score=judgement.score,
         )
 
     def _add(self, token: int, origin: Origin, finish: Finish | None) -> str:
@@ -148,15 +146,12 @@ class Detokenizer:
         self.read = len(self.ids)
         return new
 
-    def whole(self, ids: list[int]) -> str:
-        """The text of a complete sequence."""
-        return self._decode(ids)
-
     def _new(self) -> str:
         if self.read == len(self.ids):
             return ""
-        before = self._decode(self.ids[self.context : self.read])
-        return self._decode(self.ids[self.context :])[len(before) :]
+        before = self.decode(self.ids[self.context : self.read])
+        return self.decode(self.ids[self.context :])[len(before) :]
 
-    def _decode(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int]) -> str:
+        """The text of a complete sequence."""
         return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
