@@ -87,11 +87,11 @@ class BatchRows:
         """What the live rows get from a cycle, cut at the end token and at their limits."""
         active = np.flatnonzero(~self.finished)
         if not outcome.drafts.shape[1]:  # one token a row, all rows at once
-            tokens = outcome.next_token[active]
+            column = outcome.next_token[active]
             self.left[active] -= 1
-            ended = np.where(np.isin(tokens, list(eos_ids)), 1, np.where(self.left[active] == 0, 2, 0))
+            ended = np.where(np.isin(column, list(eos_ids)), 1, np.where(self.left[active] == 0, 2, 0))
             self.finished[active] = ended > 0
-            return TokenColumn(self.index[active], tokens, ended)
+            return TokenColumn(self.index[active], column, ended)
         columns = (outcome.accepted, outcome.next_token, outcome.drafts, outcome.judged)
         rows = zip(active.tolist(), *(column[active].tolist() for column in columns), strict=True)
         emissions = []

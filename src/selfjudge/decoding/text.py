@@ -303,10 +303,10 @@ def _hand_out(step: Step, answers: dict[int, Answer], dropped: set[int]) -> Step
 def _guard(rule: AcceptanceRule, pair: Pair) -> AcceptanceRule:
     """A guarded rule that was built without special tokens gets those of the pair; the same object every time, because
     engines find the graphs captured for a rule by its identity."""
-    if not getattr(rule, "guard", False) or getattr(rule, "special", ()):
+    if not getattr(rule, "guard", False) or rule.guarded():
         return rule
     special = pair.special_ids
-    make = partial(dataclasses.replace, rule, special=special)  # type: ignore[call-arg]
+    make = partial(dataclasses.replace, rule, special=special)
     return pair.target_model.keep(("guarded rule", rule, special), make)
 
 
