@@ -68,6 +68,7 @@ def test_the_fastest_certified_rule_is_taken(undisturbed: Path) -> None:
     assert certificate["certified"]
     assert (certificate["n"], certificate["lost"], certificate["gained"]) == (30, 0, 0)
     assert certificate["mean_difference"] == 0
+    assert certificate["evidence"]["delta"] == pytest.approx(0.025)  # two families share δ
     assert certificate["exact"]["n"] == 30
     assert certificate["exact"]["score"] == 0  # a model of random weights
     assert "There is little to lose here" in (undisturbed / "certificate.md").read_text()

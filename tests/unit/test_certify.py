@@ -13,13 +13,13 @@ from scipy import stats
 from selfjudge.tune.certify import (
     CAP,
     Claim,
-    binomial_upper,
-    certifiable,
+    can_certify,
+    compute_log_capital,
     decide,
-    fewest_prompts,
-    log_capital,
-    needed_prompts,
-    power,
+    estimate_needed_prompts,
+    find_binomial_bound,
+    find_fewest_prompts,
+    simulate_power,
 )
 
 DIFFERENCES = st.lists(st.sampled_from([-1.0, -0.3, 0.0, 0.4, 1.0]), min_size=1, max_size=60)
@@ -43,15 +43,15 @@ def by_hand(claim: Claim, differences: list[float]) -> list[float]:
 @settings(max_examples=60, deadline=None)
 def test_the_capital_is_that_of_the_formula(differences: list[float], epsilon: float, delta: float, n: int) -> None:
     claim = Claim(epsilon, delta, n)
-    assert np.allclose(np.exp(log_capital(claim, differences)), by_hand(claim, differences), rtol=1e-9)
-    assert np.isfinite(log_capital(claim, differences)).all()
+    assert np.allclose(np.exp(compute_log_capital(claim, differences)), by_hand(claim, differences), rtol=1e-9)
+    assert np.isfinite(compute_log_capital(claim, differences)).all()
 
 
 @given(DIFFERENCES, DIFFERENCES)
 @settings(max_examples=40, deadline=None)
 def test_a_stake_depends_on_the_past_alone(differences: list[float], others: list[float]) -> None:
     claim = Claim(0.1, 0.05, 200)
-    alone, before = log_capital(claim, differences), log_capital(claim, differences + others)
+    alone, before = compute_log_capital(claim, differences), compute_log_capital(claim, differences + others)
     assert np.array_equal(alone, before[: len(differences)])
 
 
@@ -80,7 +80,7 @@ def check_coverage(n: int, kind: str, runs: int, delta: float = 0.05, epsilon: f
             differences = np.where(u < 0.2, 1.0, np.where(u < 0.3, -1.0, 0.0))
         else:
             differences = 2 * epsilon * u
-        false += int((log_capital(Claim(epsilon, delta, n), differences).max(-1) >= math.log(1 / delta)).sum())
+        false += int((compute_log_capital(Claim(epsilon, delta, n), differences).max(-1) >= math.log(1 / delta)).sum())
     assert false / runs <= delta + 3 * math.sqrt(delta * (1 - delta) / runs)
 
 
@@ -103,7 +103,7 @@ def check_families(runs: int, n: int, families: int, epsilon: float = 0.15, delt
         standing = np.ones(runs, bool)
         for loss in (0.0, epsilon, epsilon + 0.05):
             capital = np.concatenate([
-                log_capital(claim, (rng.random((min(1000, runs - start), n)) < loss).astype(float)).max(-1)
+                compute_log_capital(claim, (rng.random((min(1000, runs - start), n)) < loss).astype(float)).max(-1)
                 for start in range(0, runs, 1000)
             ])  # fmt: skip
             standing &= capital >= claim.goal
@@ -114,27 +114,27 @@ def check_families(runs: int, n: int, families: int, epsilon: float = 0.15, delt
 @pytest.mark.parametrize(("epsilon", "n"), [(0.02, 2000), (0.03, 1000), (0.05, 300)])
 def test_power_is_as_the_method_says(epsilon: float, n: int) -> None:
     """5 % discordant prompts, no true drop."""
-    assert power(Claim(epsilon, 0.05, n), runs=300) > 0.85
-    assert 0.8 * n <= (needed_prompts(epsilon, 0.05) or 0) <= 1.1 * n
-    assert power(Claim(epsilon, 0.05, n // 4), runs=300) < 0.7
+    assert simulate_power(Claim(epsilon, 0.05, n), runs=300) > 0.85
+    assert 0.8 * n <= (estimate_needed_prompts(epsilon, 0.05) or 0) <= 1.1 * n
+    assert simulate_power(Claim(epsilon, 0.05, n // 4), runs=300) < 0.7
 
 
 @pytest.mark.parametrize(("drop", "discordant"), [(0.0, 0.05), (0.0, 0.3), (0.02, 0.1), (-0.02, 0.1)])
 def test_so_many_prompts_as_needed_suffice_in_nine_runs_of_ten(drop: float, discordant: float) -> None:
-    n = needed_prompts(0.06, 0.02, mean=drop, variance=discordant - drop**2)
+    n = estimate_needed_prompts(0.06, 0.02, mean=drop, variance=discordant - drop**2)
     assert n is not None
-    assert power(Claim(0.06, 0.02, n), discordant=discordant, drop=drop, runs=500) >= 0.82
+    assert simulate_power(Claim(0.06, 0.02, n), discordant=discordant, drop=drop, runs=500) >= 0.82
 
 
 def test_no_number_of_prompts_certifies_what_is_not_so() -> None:
-    assert needed_prompts(0.03, 0.05, mean=0.03) is None
-    assert needed_prompts(0.03, 0.05, mean=0.05) is None
-    assert needed_prompts(0.03, 0.05, mean=0.0299999999) is None
-    assert power(Claim(0.03, 0.05, 500), drop=0.05, runs=200) <= 0.05
+    assert estimate_needed_prompts(0.03, 0.05, mean=0.03) is None
+    assert estimate_needed_prompts(0.03, 0.05, mean=0.05) is None
+    assert estimate_needed_prompts(0.03, 0.05, mean=0.0299999999) is None
+    assert simulate_power(Claim(0.03, 0.05, 500), drop=0.05, runs=200) <= 0.05
 
 
 def test_all_scores_equal_is_the_quickest_certificate() -> None:
-    least = fewest_prompts(0.1, 0.05)
+    least = find_fewest_prompts(0.1, 0.05)
     decision = decide(Claim(0.1, 0.05, 200), [0.0] * 200)
     assert decision.certified
     assert least <= (decision.refuted_at or 0) < 100
@@ -145,14 +145,14 @@ def test_all_scores_equal_is_the_quickest_certificate() -> None:
 @given(st.floats(0.02, 0.5), st.floats(0.001, 0.3))
 @settings(max_examples=30, deadline=None)
 def test_the_fewest_prompts_can_certify_and_one_less_cannot(epsilon: float, delta: float) -> None:
-    least = fewest_prompts(epsilon, delta)
-    assert certifiable(Claim(epsilon, delta, least))
-    assert least == 1 or not certifiable(Claim(epsilon, delta, least - 1))
+    least = find_fewest_prompts(epsilon, delta)
+    assert can_certify(Claim(epsilon, delta, least))
+    assert least == 1 or not can_certify(Claim(epsilon, delta, least - 1))
 
 
 def test_one_prompt_and_none() -> None:
-    assert not certifiable(Claim(0.1, 0.05, 1))
-    assert not certifiable(Claim(0.1, 0.05, 0))
+    assert not can_certify(Claim(0.1, 0.05, 1))
+    assert not can_certify(Claim(0.1, 0.05, 0))
     single = decide(Claim(0.1, 0.05, 1), [0.0])
     assert (single.certified, single.futile, single.n_used) == (False, True, 1)
     none = decide(Claim(0.1, 0.05, 100), [])
@@ -180,15 +180,15 @@ def test_hopeless_is_given_up_early_and_never_too_early() -> None:
 
 def test_ties_count_as_evidence_and_gains_as_more() -> None:
     claim = Claim(0.1, 0.05, 100)
-    tied, gained = (log_capital(claim, [d] * 20)[-1] for d in (0.0, -1.0))
+    tied, gained = (compute_log_capital(claim, [d] * 20)[-1] for d in (0.0, -1.0))
     assert 0 < tied < gained
 
 
 def test_differences_beyond_one_are_refused() -> None:
     with pytest.raises(ValueError, match="must lie in"):
-        log_capital(Claim(0.1, 0.05, 10), [1.5])
+        compute_log_capital(Claim(0.1, 0.05, 10), [1.5])
     with pytest.raises(ValueError, match="must lie in"):
-        log_capital(Claim(0.1, 0.05, 10), [math.nan])
+        compute_log_capital(Claim(0.1, 0.05, 10), [math.nan])
 
 
 @given(st.integers(1, 300), st.integers(0, 300), st.floats(0.001, 0.5))
@@ -196,7 +196,7 @@ def test_differences_beyond_one_are_refused() -> None:
 def test_the_binomial_bound_is_clopper_and_pearsons(n: int, hits: int, delta: float) -> None:
     hits = min(hits, n)
     expected = 1.0 if hits == n else float(stats.beta.ppf(1 - delta, hits + 1, n - hits))
-    assert binomial_upper(hits, n, delta) == pytest.approx(expected, abs=1e-6)
+    assert find_binomial_bound(hits, n, delta) == pytest.approx(expected, abs=1e-6)
 
 
 def test_certificates_are_checked_without_torch() -> None:

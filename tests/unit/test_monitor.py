@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 from fake_certificate import recipe_folder
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.pair import Pair
-from selfjudge.tune.certify import Claim, log_capital, upper_bound
+from selfjudge.tune.certify import Claim, compute_log_capital, find_upper_bound
 from selfjudge.tune.monitor import FIGURES, Monitor, keep, watch
 from selfjudge.tune.recipe import Recipe
 
@@ -26,7 +26,7 @@ def refuted(bound: float, delta: float, n: int, differences: np.ndarray) -> np.n
     switched = np.zeros(len(differences), bool)
     for number, start in enumerate(range(0, differences.shape[1], n), 1):
         claim = Claim(-bound, delta / (number * (number + 1)), n)
-        switched |= log_capital(claim, -differences[:, start : start + n]).max(-1) >= claim.goal
+        switched |= compute_log_capital(claim, -differences[:, start : start + n]).max(-1) >= claim.goal
     return switched
 
 
@@ -77,7 +77,7 @@ def test_requests_that_become_bad_after_many_good_ones_are_noticed() -> None:
     for _ in range(1050):
         assert not monitor.observe(0.0)
     assert any(monitor.observe(float(i % 3 == 0)) for i in range(250))
-    unending = log_capital(Claim(-0.1, 0.05, 100), [*[0.0] * 1050, *[-float(i % 3 == 0) for i in range(250)]])
+    unending = compute_log_capital(Claim(-0.1, 0.05, 100), [*[0.0] * 1050, *[-float(i % 3 == 0) for i in range(250)]])
     assert unending.max() < math.log(20)
 
 
@@ -106,18 +106,18 @@ def test_one_request_a_round_refutes_nothing_false() -> None:
 @given(st.lists(st.floats(0, 1), min_size=20, max_size=60), st.floats(0.01, 0.3))
 @settings(max_examples=20, deadline=None)
 def test_the_bound_of_the_calibration_is_above_its_mean(losses: list[float], delta: float) -> None:
-    bound = upper_bound(losses, delta)
+    bound = find_upper_bound(losses, delta)
     assert np.mean(losses) <= bound <= 1
-    assert upper_bound(losses, delta / 4) >= bound
+    assert find_upper_bound(losses, delta / 4) >= bound
 
 
 @pytest.mark.slow
 def test_the_bound_holds_as_often_as_it_says() -> None:
     rng = np.random.default_rng(0)
-    bounds = [upper_bound(rng.random(80) < 0.3, 0.1) for _ in range(150)]
+    bounds = [find_upper_bound(rng.random(80) < 0.3, 0.1) for _ in range(150)]
     assert np.mean([bound < 0.3 for bound in bounds]) <= 0.1
     assert np.mean(bounds) < 0.55
-    assert upper_bound([], 0.1) == 1
+    assert find_upper_bound([], 0.1) == 1
 
 
 def test_what_is_watched_is_what_was_certified_or_what_the_calibration_showed(tiny_pair: Pair, tmp_path: Path) -> None:

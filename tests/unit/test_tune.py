@@ -17,8 +17,15 @@ from selfjudge.judge.model import Judge
 from selfjudge.judge.training_prompts import prompt_key, training_prompts, write_training_prompts
 from selfjudge.models.pair import Pair
 from selfjudge.report.certificate import certificate_markdown, claim, commands, doubt, finding
-from selfjudge.tune.calibration import Measure, check_calibration, digest, load_calibration, refuse_learnt
-from selfjudge.tune.candidates import FAMILIES, candidates, fitting, levels
+from selfjudge.tune.calibration import (
+    LossMeasure,
+    check_calibration,
+    choose_measure,
+    hash_prompts,
+    load_calibration,
+    refuse_learnt,
+)
+from selfjudge.tune.candidates import FAMILIES, list_families, split_by_gamma
 from selfjudge.tune.config import TuneConfig
 from selfjudge.tune.recipe import Recipe
 
@@ -41,47 +48,40 @@ def strictness(rule: str) -> float:
 
 
 def test_families_are_ordered_from_strict_to_loose() -> None:
-    for family in candidates(FAMILIES, JUDGE):
+    for family in list_families(FAMILIES, JUDGE):
         values = [strictness(rule) for rule in family.rules]
         assert values == sorted(set(values)), family
         assert family.middle in family.rules
-    assert [rule for rule in candidates(["judged"], JUDGE)[0].rules if "q0.98" in rule] == []  # its θ is 1: exact
+    assert [rule for rule in list_families(["judged"], JUDGE)[0].rules if "q0.98" in rule] == []  # its θ is 1: exact
 
 
 def test_all_candidates_are_guarded() -> None:
-    for family in candidates(FAMILIES, JUDGE):
+    for family in list_families(FAMILIES, JUDGE):
         for rule in family.rules:
             assert RuleRequest(rule).resolve((), JUDGE).guard  # type: ignore[attr-defined]
 
 
 def test_a_judge_without_a_quality_curve_is_tried_by_threshold() -> None:
-    (family,) = candidates(["judged"], JudgeConfig(hidden_size=4))
+    (family,) = list_families(["judged"], JudgeConfig(hidden_size=4))
     assert family.rules[0] == "judged:0.95"
     with pytest.raises(SelfJudgeError, match="the family judged needs a judge"):
-        candidates(["judged"], None)
-
-
-def test_families_share_delta() -> None:
-    shares = levels(candidates(["margin", "topk"], None), 0.05)
-    assert sum(shares.values()) == pytest.approx(0.05)
-    assert set(shares.values()) == {0.025}
+        list_families(["judged"], None)
 
 
 def test_a_family_that_does_not_work_with_gamma_falls_away_before_delta_is_shared() -> None:
-    families = candidates(FAMILIES, JUDGE)
-    kept, refused = fitting(families, 2, JUDGE)
+    families = list_families(FAMILIES, JUDGE)
+    kept, refused = split_by_gamma(families, 2, JUDGE)
     assert [family.name for family in kept] == ["margin", "priced", "judged", "topk"]
     assert {rule.family for rule in refused} == {"fly"}
     assert {rule.rule for rule in refused} == set(families[3].rules)
     assert "needs `gamma` > 2, not 2" in refused[0].why
-    assert set(levels(kept, 0.05).values()) == {0.0125}
-    assert fitting(families, 3, JUDGE) == (families, [])
+    assert split_by_gamma(families, 3, JUDGE) == (families, [])
     with pytest.raises(SelfJudgeError, match="needs `gamma` > 2"):
-        fitting(candidates(["fly"], None), 2, None)
+        split_by_gamma(list_families(["fly"], None), 2, None)
 
 
 def test_judged_is_left_out_of_all_families_where_there_is_no_judge() -> None:
-    assert [family.name for family in candidates(FAMILIES, None)] == ["margin", "priced", "fly", "topk"]
+    assert [family.name for family in list_families(FAMILIES, None)] == ["margin", "priced", "fly", "topk"]
 
 
 def test_so_few_prompts_are_refused_by_themselves(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_prompts_come_in_a_seeded_order_and_repeated_ones_count_once(tmp_path: P
     assert [p.id for p in prompts] == [p.id for p in load_calibration(config, said.append)]
     other = load_calibration(replace(config, seed=1), said.append)
     assert [p.id for p in prompts] != [p.id for p in other]
-    assert digest(prompts) != digest(other)
+    assert hash_prompts(prompts) != hash_prompts(other)
     assert [p.id for p in load_calibration(replace(config, limit=3), said.append)] == [p.id for p in prompts[:3]]
 
 
@@ -156,13 +156,13 @@ def test_the_checksum_knows_the_answers(tmp_path: Path) -> None:
         load_calibration(TuneConfig(prompts=rows(tmp_path / "mine.jsonl", {"prompt": "w1", "answer": a})), print)
         for a in (1, 2)
     )
-    assert digest(first) != digest(second)
+    assert hash_prompts(first) != hash_prompts(second)
 
 
 def test_what_is_measured_follows_from_the_prompts(tmp_path: Path) -> None:
     def measure(wanted: str, *given: dict[str, Any]) -> str:
         prompts = load_calibration(TuneConfig(prompts=rows(tmp_path / "mine.jsonl", *given)), print)
-        return Measure.choose(wanted, prompts).name
+        return choose_measure(wanted, prompts).name
 
     scored, checked, bare = {"prompt": "w1", "answer": 7}, {"prompt": "w2", "check": "assert answer"}, {"prompt": "w3"}
     assert measure("auto", scored, checked) == "score"
@@ -183,16 +183,16 @@ def test_differences(tmp_path: Path) -> None:
         return {"score": score, "answer": answer, "text": text, "judged": judged}
 
     right, wrong = sample(1.0, "7", "the answer is 7"), sample(0.0, "8", "the answer is 8")
-    assert Measure("score").difference(prompt, right, wrong) == 1.0
-    assert Measure("score").difference(prompt, wrong, right) == -1.0
-    assert Measure("same_answer").difference(prompt, right, wrong) == 1.0
-    assert Measure("same_answer").difference(prompt, right, sample(1.0, "7.0", "so 7.0")) == 0.0
+    assert LossMeasure("score").compare(prompt, right, wrong) == 1.0
+    assert LossMeasure("score").compare(prompt, wrong, right) == -1.0
+    assert LossMeasure("same_answer").compare(prompt, right, wrong) == 1.0
+    assert LossMeasure("same_answer").compare(prompt, right, sample(1.0, "7.0", "so 7.0")) == 0.0
     nothing = sample(0.0, None, "words")
-    assert Measure("same_answer").difference(prompt, nothing, sample(0.0, None, "others")) == 0.0
-    assert Measure("same_answer").difference(prompt, nothing, right) == 1.0
-    assert Measure("overlap").difference(prompt, right, wrong) == pytest.approx(0.25)
+    assert LossMeasure("same_answer").compare(prompt, nothing, sample(0.0, None, "others")) == 0.0
+    assert LossMeasure("same_answer").compare(prompt, nothing, right) == 1.0
+    assert LossMeasure("overlap").compare(prompt, right, wrong) == pytest.approx(0.25)
     for name in ("score", "same_answer", "overlap"):  # no substitution: nothing is looked at
-        assert Measure(name).difference(prompt, right, sample(0.0, None, "", judged=0)) == 0.0
+        assert LossMeasure(name).compare(prompt, right, sample(0.0, None, "", judged=0)) == 0.0
 
 
 def test_a_prompt_that_the_judge_was_trained_on_is_refused_with_its_name(tiny_pair: Pair, tmp_path: Path) -> None:

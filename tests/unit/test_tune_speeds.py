@@ -14,7 +14,12 @@ from hypothesis import given, strategies as st
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.evaluate.answerer import Answerer, AnswerOptions
-from selfjudge.tune.speeds import Clock, accepted_drafts, chosen_gamma, fitting_prompts
+from selfjudge.evaluate.runs import RuleRun, plan_runs
+from selfjudge.tune.speeds import Clock, choose_gamma, count_accepted_drafts, count_affordable_prompts
+
+
+def plan(rule: str, gamma: int) -> RuleRun:
+    return plan_runs([rule], [gamma], {}, ())[0]
 
 
 def test_gamma_is_where_relaxed_rules_are_fastest_and_exact_is_compared_at_its_own_best() -> None:
@@ -25,14 +30,14 @@ def test_gamma_is_where_relaxed_rules_are_fastest_and_exact_is_compared_at_its_o
         speed("plain", 0, 50), speed("exact", 2, 110), speed("exact", 4, 100), speed("margin:1", 2, 100),
         speed("margin:1", 4, 130), speed("fly:0.2,2", 4, 120),
     ]  # fmt: skip
-    assert chosen_gamma(speeds, 3) == (4, pytest.approx(1.1))
+    assert choose_gamma(speeds, 3) == (4, pytest.approx(1.1))
     small = [*speeds[:4], speed("margin:1", 4, 90), speed("fly:0.2,2", 4, 120)]
-    assert chosen_gamma(small, 3)[0] == 2  # fly does not work there, and has no say
-    assert chosen_gamma([*speeds[:3], speed("fly:0.2,2", 4, 120)], 3)[0] == 4  # unless there is none but such
-    assert chosen_gamma([], 3) == (3, 1.0)
-    assert chosen_gamma([speed("plain", 0, 150), *speeds[1:]], 3) == (4, pytest.approx(1.5))  # exact with γ = 0
-    assert fitting_prompts(speeds, 4, 60, 300) == 10  # 100 tokens/s, 300 tokens twice
-    assert fitting_prompts([], 4, 60, 300) == math.inf
+    assert choose_gamma(small, 3)[0] == 2  # fly does not work there, and has no say
+    assert choose_gamma([*speeds[:3], speed("fly:0.2,2", 4, 120)], 3)[0] == 4  # unless there is none but such
+    assert choose_gamma([], 3) == (3, 1.0)
+    assert choose_gamma([speed("plain", 0, 150), *speeds[1:]], 3) == (4, pytest.approx(1.5))  # exact with γ = 0
+    assert count_affordable_prompts(speeds, 4, 60, 300) == 10  # 100 tokens/s, 300 tokens twice
+    assert count_affordable_prompts([], 4, 60, 300) == math.inf
 
 
 class Drafting(Answerer):
@@ -68,7 +73,7 @@ class Drafting(Answerer):
 
 def test_a_rule_is_timed_once_and_what_it_would_do_at_another_gamma_is_estimated() -> None:
     answerer = Drafting()
-    rows = Clock(answerer, ["prompt"] * 300, {}, (), 48).speeds(["margin:1", "fly:0.3,2"], (2, 3, 5))
+    rows = Clock(answerer, ["prompt"] * 300, plan, 48).measure(["margin:1", "fly:0.3,2"], (2, 3, 5))
     assert answerer.asked[1:] == [("exact", g) for g in (0, 2, 3, 5)] + [("margin", 5), ("fly", 5)]
     found = {(row["rule"], row["gamma"]): row for row in rows}
     assert {key for key in found if key[0] == "fly:0.3,2"} == {("fly:0.3,2", 3), ("fly:0.3,2", 5)}  # its window is 2
@@ -76,24 +81,24 @@ def test_a_rule_is_timed_once_and_what_it_would_do_at_another_gamma_is_estimated
         rule = RuleRequest("exact" if text == "plain" else text).resolve()
         assert row["tokens_per_second"] == pytest.approx(answerer.speed(rule, gamma), rel=0.1)
         assert row.get("estimated", False) == (text[0] in "mf" and gamma < 5)
-    assert chosen_gamma(rows, 2)[0] == 5
+    assert choose_gamma(rows, 2)[0] == 5
     answerer.asked.clear()
-    assert {row["rule"] for row in Clock(answerer, ["p"], {}, (), 48).speeds(["margin:1"], (3,))} == {"plain", "exact"}
+    assert {row["rule"] for row in Clock(answerer, ["p"], plan, 48).measure(["margin:1"], (3,))} == {"plain", "exact"}
 
 
 @given(st.lists(st.sampled_from(["draft", "judge", "target"]), max_size=30))
 def test_accepted_drafts_are_those_before_each_token_of_the_target(origins: list[Any]) -> None:
-    counts = accepted_drafts(["target", *origins])
+    counts = count_accepted_drafts(["target", *origins])
     assert len(counts) == origins.count("target")
     cut = len(origins) - next((i for i in range(len(origins), 0, -1) if origins[i - 1] == "target"), 0)
     assert sum(counts) + len(counts) + cut == len(origins)
 
 
-def test_on_cuda_a_run_that_records_is_not_timed() -> None:
+def test_on_cuda_a_run_that_captures_graphs_is_not_timed() -> None:
     seconds = iter([9.0, 1.0])
     answers = [SimpleNamespace(tokens=(1, 2, 3, 4), origins=["target"] * 4)]
     answerer: Any = SimpleNamespace(device="cuda", answer=lambda *a, **k: (answers, {"total": next(seconds)}))
-    timing = Clock(answerer, ["a prompt"], {}, (), 8).timed("exact", 2)
+    timing = Clock(answerer, ["a prompt"], plan, 8).time_rule("exact", 2)
     assert timing is not None
     assert timing.tokens_per_second == 4.0
 
@@ -107,6 +112,6 @@ def test_answers_are_timed_long_enough_for_their_device(device: str, limit: int,
         asked.append(options.max_new_tokens)
         return answers, {"total": 1.0}
 
-    clock = Clock(cast(Any, SimpleNamespace(device=device, answer=answer)), ["a prompt"], {}, (), limit)
-    clock.timed("exact", 2)
+    clock = Clock(cast(Any, SimpleNamespace(device=device, answer=answer)), ["a prompt"], plan, limit)
+    clock.time_rule("exact", 2)
     assert set(asked) == {tokens}

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from selfjudge.tune.monitor import FIGURES, OUTCOMES, WAITING, Monitor, keep, lost
+from selfjudge.tune.monitor import FIGURES, OUTCOMES, WAITING, Monitor, compute_loss, keep
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -53,7 +53,7 @@ class Shadow:
 
     def compare(self, prompt: object, exact: str, shown: str) -> float:
         """The difference of the two answers to a request; they are kept where a file is named."""
-        difference = lost(exact, shown)
+        difference = compute_loss(exact, shown)
         if self.file is not None:
             row = {"time": int(time.time()), "prompt": prompt, "exact": exact, "shown": shown, "difference": difference}
             keep(self.file, row)

@@ -1,5 +1,5 @@
-"""Calibration prompts: each once, in a seeded random order, none that the judge was trained on; and what is kept of
-their score. This module loads no torch."""
+"""Calibration prompts: each once, in a seeded random order, none that the judge was trained on; and the measure of
+loss on them. This module loads no torch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.compare import compute_word_loss
 from selfjudge.evaluate.task_examples import TaskExamples
 from selfjudge.judge.training_prompts import DIGITS, prompt_key, training_prompts
-from selfjudge.tasks.base import Prompt, Row
-from selfjudge.tune.candidates import candidates, fitting
-from selfjudge.tune.certify import refuse_hopeless
+from selfjudge.tasks.base import Prompt, Row, join_messages
+from selfjudge.tune.candidates import list_families, split_by_gamma
+from selfjudge.tune.certify import check_prompt_count
 from selfjudge.tune.config import CPU_BATCH, CUDA_BATCH, TuneConfig
 from selfjudge.types import Warn
 
@@ -26,13 +26,12 @@ if TYPE_CHECKING:
     from selfjudge.judge.config import JudgeConfig
     from selfjudge.models.pair import Pair
 
-FILE_TOKENS = 256  # of an answer to a prompt of a file, as `generate` has it
 WORDS = {
     "score": "the task's score",
     "same_answer": "the same extracted answer as exact decoding",
     "overlap": "the words that exact decoding uses (overlap in order)",
 }
-"""What each measure keeps, in words."""
+"""What each measure keeps, in the words of a certificate."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +50,12 @@ class CalibrationPrompt:
     def gold(self) -> str | None:
         return self.examples.task.gold(self.row)
 
+    @property
+    def has_score(self) -> bool:
+        """Whether an answer to it is scored: benchmarks score all, a user's file those with an answer or a check."""
+        task = self.examples.task
+        return self.gold is not None if self.examples.checkable else bool(task.score(self.row, ""))
+
 
 def load_calibration(config: TuneConfig, warn: Warn) -> list[CalibrationPrompt]:
     """The prompts of all tasks in a seeded random order, at most `limit`. A repeated one counts once."""
@@ -61,7 +66,7 @@ def load_calibration(config: TuneConfig, warn: Warn) -> list[CalibrationPrompt]:
         for row in examples.rows:
             name = row["id"] if len(tasks) == 1 else f"{examples.label}:{row['id']}"
             prompt = CalibrationPrompt(name, examples, row)
-            found.setdefault(_asked(prompt.prompt), prompt)
+            found.setdefault(_normalise(prompt.prompt), prompt)
             given += 1
     if given > len(found):
         warn(f"{given - len(found)} of {given} prompts are repeated: each counts once")
@@ -70,10 +75,9 @@ def load_calibration(config: TuneConfig, warn: Warn) -> list[CalibrationPrompt]:
     return [prompts[i] for i in order][: config.limit]
 
 
-def _asked(prompt: Prompt) -> str:
-    """What a prompt asks, without case, blanks and marks that end or part sentences; 4 − 2 is not 4 + 2."""
-    text = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
-    return " ".join(re.findall(r"\w+|[^\w\s.,;:!?'\"]", text.casefold()))
+def _normalise(prompt: Prompt) -> str:
+    """A prompt without case, blanks and marks that end or part sentences; 4 − 2 is not 4 + 2."""
+    return " ".join(re.findall(r"\w+|[^\w\s.,;:!?'\"]", join_messages(prompt).casefold()))
 
 
 def check_calibration(config: TuneConfig, judge: JudgeConfig | None) -> None:
@@ -82,34 +86,27 @@ def check_calibration(config: TuneConfig, judge: JudgeConfig | None) -> None:
     Where the batch is the device's choice, that of a CPU is assumed, which sets the fewest prompts aside; the number
     of prompts that is asked for is enough on CUDA, too.
     """
-    families = candidates(config.families, judge)
+    families = list_families(config.families, judge)
     if config.gamma is not None:
-        families, _ = fitting(families, config.gamma, judge)
+        families, _ = split_by_gamma(families, config.gamma, judge)
     repeated: list[str] = []
     prompts = load_calibration(config, repeated.append)
-    Measure.choose(config.measure, prompts)
+    choose_measure(config.measure, prompts)
     smallest, largest = (config.batch or CPU_BATCH, config.batch or CUDA_BATCH) if config.times else (None, None)
     try:
-        refuse_hopeless(len(prompts), smallest, config.epsilon, config.delta, len(families), largest_batch=largest)
+        check_prompt_count(len(prompts), smallest, config.epsilon, config.delta, len(families), largest_batch=largest)
     except SelfJudgeError as error:
         raise SelfJudgeError("; ".join([*repeated, str(error)])) from None
 
 
-def digest(prompts: Sequence[CalibrationPrompt]) -> str:
+def hash_prompts(prompts: Sequence[CalibrationPrompt]) -> str:
     """The checksum of prompts, their right answers and their order."""
     text = "".join(f"{p.id}:{p.prompt}:{p.gold}:{p.row.get('check')}\n" for p in prompts)
     return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
 
 
-def answer_tokens(config: TuneConfig, prompts: Sequence[CalibrationPrompt]) -> int:
-    """The most tokens of an answer."""
-    if config.max_new_tokens is not None:
-        return config.max_new_tokens
-    return FILE_TOKENS if config.prompts is not None else max(p.examples.task.new_tokens for p in prompts)
-
-
 def refuse_learnt(pair: Pair, prompts: Sequence[CalibrationPrompt], judge: str | Path | None, warn: Warn) -> None:
-    """Refuse prompts that the judge was trained on; say so where that cannot be known."""
+    """Refuse prompts that the judge was trained on; warn if that cannot be known."""
     known = None if judge is None else training_prompts(judge)
     if known is None:
         warn("this judge does not keep its training prompts: that none of them is among these cannot be checked")
@@ -122,33 +119,33 @@ def refuse_learnt(pair: Pair, prompts: Sequence[CalibrationPrompt], judge: str |
             )
 
 
-class Measure:
+def choose_measure(wanted: str, prompts: Sequence[CalibrationPrompt]) -> LossMeasure:
+    """The measure of that name. `auto` is the score if all prompts have one, overlap if none has."""
+    scored = sum(prompt.has_score for prompt in prompts)
+    if wanted == "overlap" or (wanted == "auto" and not scored):
+        return LossMeasure("overlap")
+    if wanted == "same_answer":
+        if not all(prompt.examples.checkable for prompt in prompts):
+            raise SelfJudgeError("`measure` same_answer needs prompts whose answers can be found: take overlap")
+        return LossMeasure("same_answer")
+    if scored < len(prompts):
+        raise SelfJudgeError(
+            f"{len(prompts) - scored} of {len(prompts)} prompts have neither answer nor check to score by:"
+            " add them, or certify agreement with `measure` overlap"
+        )
+    return LossMeasure("score")
+
+
+@dataclass(frozen=True)
+class LossMeasure:
     """D of an answer against that of `exact`, in [−1, 1]."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    name: str
 
-    @classmethod
-    def choose(cls, wanted: str, prompts: Sequence[CalibrationPrompt]) -> Measure:
-        """The measure of that name. `auto` is the score where all prompts have one, overlap where none has."""
-        scored = sum(_has_score(prompt) for prompt in prompts)
-        if wanted in ("overlap", "same_answer"):
-            if wanted == "same_answer" and not all(prompt.examples.checkable for prompt in prompts):
-                raise SelfJudgeError("`measure` same_answer needs prompts whose answers can be found: take overlap")
-            return cls(wanted)
-        if wanted == "auto" and not scored:
-            return cls("overlap")
-        if scored < len(prompts):
-            raise SelfJudgeError(
-                f"{len(prompts) - scored} of {len(prompts)} prompts have neither answer nor check to score by:"
-                " add them, or certify agreement with `measure` overlap"
-            )
-        return cls("score")
-
-    def scores(
+    def score(
         self, prompts: Sequence[CalibrationPrompt], texts: Sequence[str]
     ) -> list[tuple[str | None, dict[str, float]]]:
-        """What is found in each text, and its scores; nothing where words alone count."""
+        """The answer found in each text, and its scores; neither if words alone count."""
         results: list[tuple[str | None, dict[str, float]]] = [(None, {})] * len(prompts)
         if self.name == "overlap":
             return results
@@ -162,8 +159,8 @@ class Measure:
                 results[i] = result
         return results
 
-    def difference(self, prompt: CalibrationPrompt, exact: Row, sample: Row) -> float:
-        """D = S_exact − S_rule; 0 where the rule made no substitution."""
+    def compare(self, prompt: CalibrationPrompt, exact: Row, sample: Row) -> float:
+        """D = S_exact − S_rule; 0 if the rule made no substitution."""
         if not sample["judged"]:
             return 0.0
         if self.name == "score":
@@ -172,9 +169,3 @@ class Measure:
             return compute_word_loss(exact["text"], sample["text"])
         both_missing = exact["answer"] is None and sample["answer"] is None
         return 0.0 if both_missing or prompt.examples.task.same(prompt.row, exact["answer"], sample["answer"]) else 1.0
-
-
-def _has_score(prompt: CalibrationPrompt) -> bool:
-    """Whether an answer to it is scored: benchmarks score all, a user's file where it says how."""
-    task = prompt.examples.task
-    return prompt.gold is not None if prompt.examples.checkable else bool(task.score(prompt.row, ""))

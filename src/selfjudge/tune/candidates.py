@@ -12,14 +12,17 @@ from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
 
-FAMILIES = ("margin", "priced", "judged", "fly", "topk")
-_MARGINS = (0.1, 0.25, 0.5, 1.0, 2.0, 3.0)  # nats
-_PRICES = (0.02, 0.05, 0.1, 0.2, 0.4)  # of a token, in nats of the margin
+_RULES: dict[str, list[str]] = {
+    "margin": [f"margin:{margin:g},guard=on" for margin in (0.1, 0.25, 0.5, 1.0, 2.0, 3.0)],  # nats
+    "priced": [f"margin:price={price:g},guard=on" for price in (0.02, 0.05, 0.1, 0.2, 0.4)],  # nats a token
+    "judged": [],  # the judge's own thresholds
+    # normalised entropy of the target; drafts that must match after a mismatch: more find hardly any at usual γ
+    "fly": [f"fly:{entropy:g},2,guard=on" for entropy in (0.3, 0.2, 0.1, 0.05)],
+    "topk": [f"topk:{k},guard=on" for k in (2, 3, 5)],
+}
+FAMILIES = tuple(_RULES)
 _QUALITIES = (0.98, 0.95, 0.9, 0.8, 0.6)  # shares of bad substitutions that the judge rejects
-_THETAS = (0.95, 0.9, 0.8, 0.65, 0.5)  # of a judge that does not know its qualities
-_ENTROPIES = (0.3, 0.2, 0.1, 0.05)  # of the target, normalised
-_WINDOW = 2  # drafts that must match after a mismatch; longer ones find hardly any at usual γ
-_KS = (2, 3, 5)
+_THETAS = (0.95, 0.9, 0.8, 0.65, 0.5)  # thresholds of a judge without a quality curve
 GAMMAS = {"cpu": (2, 3, 5), "cuda": (3, 5, 8)}
 """Draft lengths to measure, by device."""
 
@@ -33,22 +36,12 @@ class Family:
 
     @property
     def middle(self) -> str:
-        """The rule that stands for the family where γ is chosen."""
+        """The rule that stands for the family when γ is chosen."""
         return self.rules[len(self.rules) // 2]
 
 
-def candidates(families: Sequence[str], judge: JudgeConfig | None) -> list[Family]:
-    """The families of these names; `judge` is the one of the judged rules.
-
-    Where there is none, judged is left out of all families; named among others it is refused.
-    """
-    if judge is None and tuple(families) == FAMILIES:
-        families = [name for name in families if name != "judged"]
-    return [Family(name, _rules(name, judge)) for name in families]
-
-
 @dataclass(frozen=True)
-class Refused:
+class RefusedRule:
     """A rule that does not work with the γ of a run, and why."""
 
     family: str
@@ -56,43 +49,43 @@ class Refused:
     why: str
 
 
-def fitting(families: Sequence[Family], gamma: int, judge: JudgeConfig | None) -> tuple[list[Family], list[Refused]]:
-    """The families with those of their rules that work with this γ, and the other rules. One without any falls away."""
+def list_families(names: Sequence[str], judge: JudgeConfig | None) -> list[Family]:
+    """The families of these names; `judge` is the one of the judged rules.
+
+    Without a judge, judged is left out if all families are named, and refused if it is one of several.
+    """
+    if judge is None and tuple(names) == FAMILIES:
+        names = [name for name in names if name != "judged"]
+    return [Family(name, _list_judged(judge) if name == "judged" else tuple(_RULES[name])) for name in names]
+
+
+def _list_judged(judge: JudgeConfig | None) -> tuple[str, ...]:
+    """The judged rules with distinct thresholds below 1, the largest first."""
+    if judge is None:
+        raise SelfJudgeError("the family judged needs a judge: give `judge`, or leave it out of `families`")
+    thresholds = [f"q{share:g}" for share in _QUALITIES] if judge.quality_curve else [f"{t:g}" for t in _THETAS]
+    distinct = {judge.threshold(text if text[0] == "q" else float(text)): text for text in reversed(thresholds)}
+    return tuple(f"judged:{text}" for theta, text in sorted(distinct.items(), reverse=True) if theta < 1)
+
+
+def split_by_gamma(
+    families: Sequence[Family], gamma: int, judge: JudgeConfig | None
+) -> tuple[list[Family], list[RefusedRule]]:
+    """The families with those of their rules that work with this γ, and the other rules. One without any is left out.
+
+    Rules are only looked at: the judge's config stands in for the judge.
+    """
     kept, refused = [], []
     for family in families:
-        works = []
+        fitting = []
         for rule in family.rules:
             try:
                 RuleRequest(rule, gamma=gamma).resolve((), judge)
-                works.append(rule)
+                fitting.append(rule)
             except SelfJudgeError as error:
-                refused.append(Refused(family.name, rule, str(error)))
-        if works:
-            kept.append(Family(family.name, tuple(works)))
+                refused.append(RefusedRule(family.name, rule, str(error)))
+        if fitting:
+            kept.append(Family(family.name, tuple(fitting)))
     if not kept:
         raise SelfJudgeError(refused[-1].why)
     return kept, refused
-
-
-def _rules(family: str, judge: JudgeConfig | None) -> tuple[str, ...]:
-    if family == "judged":
-        if judge is None:
-            raise SelfJudgeError("the family judged needs a judge: give `judge`, or leave it out of `families`")
-        thresholds = [f"q{share:g}" for share in _QUALITIES] if judge.quality_curve else [f"{t:g}" for t in _THETAS]
-        distinct = {judge.threshold(text if text[0] == "q" else float(text)): text for text in reversed(thresholds)}
-        return tuple(f"judged:{text}" for theta, text in sorted(distinct.items(), reverse=True) if theta < 1)
-    texts = {
-        "margin": [f"margin:{margin:g}" for margin in _MARGINS],
-        "priced": [f"margin:price={price:g}" for price in _PRICES],
-        "fly": [f"fly:{entropy:g},{_WINDOW}" for entropy in _ENTROPIES],
-        "topk": [f"topk:{k}" for k in _KS],
-    }[family]
-    return tuple(f"{text},guard=on" for text in texts)
-
-
-def levels(families: Sequence[Family], delta: float) -> dict[str, float]:
-    """δ of each family: equal shares, so that all certificates together are wrong with probability δ at most.
-
-    Inside a family no share is needed: its rules are tested in their order, each at its level, until one fails.
-    """
-    return {family.name: delta / len(families) for family in families}

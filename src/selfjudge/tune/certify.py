@@ -19,16 +19,16 @@ from numpy.typing import ArrayLike, NDArray
 from selfjudge.errors import SelfJudgeError
 
 POWER = 0.9
-"""The share of runs that `needed_prompts` wants to succeed."""
+"""The share of runs that succeed with `estimate_needed_prompts`."""
 DISCORDANT = 0.05
-"""The share of prompts whose score a rule changes, where nothing is known about it."""
+"""The assumed share of prompts whose score a rule changes."""
 ASIDE = 10
-"""One prompt of so many, at most a batch, is set aside to choose γ with."""
+"""One prompt of so many is set aside to choose γ with, at most a batch."""
 CAP = 0.9  # the most of the capital that a single prompt may cost
 _Z = 1.2816  # the normal quantile of POWER
 _CHUNK = 1 << 21  # simulated prompts at a time
-_STEPS = 200  # of `upper_bound` from 0 to 1
-_MANY = 1_000_000  # prompts; a refusal counts no further
+_STEPS = 200  # steps of `find_upper_bound` from 0 to 1
+_MANY = 1_000_000  # prompts; a message counts no further
 _MOST = 1_000_000_000  # prompts; whoever would need more needs another ε
 
 Floats = NDArray[np.float64]
@@ -52,7 +52,7 @@ class Claim:
         return math.log(1 / self.delta)
 
 
-def log_capital(claim: Claim, differences: ArrayLike) -> Floats:
+def compute_log_capital(claim: Claim, differences: ArrayLike) -> Floats:
     """[..., t] D of prompts in their order → [..., t] ln K after each of them.
 
     λ_i = min(√(2 ln(1/δ) / (n σ̂²_{i−1})), 0.9/(1 − μ)); σ̂² is that of the prompts before, begun with 1/4.
@@ -71,13 +71,13 @@ def log_capital(claim: Claim, differences: ArrayLike) -> Floats:
 
 @dataclass(frozen=True)
 class Decision:
-    """What is known about a claim after some prompts."""
+    """The state of a claim after some prompts."""
 
     n_used: int
     refuted_at: int | None
     """The number of prompts after which E[D] > ε was refuted: then the claim is certified, whatever follows."""
     futile: bool
-    """Not certified, and not to be on the prompts that are left even if none of them changed its score."""
+    """Whether it is not certified and cannot be on the remaining prompts, even if none of them changed its score."""
     log_capital: Floats
 
     @property
@@ -91,65 +91,66 @@ class Decision:
 
 
 def decide(claim: Claim, differences: Sequence[float]) -> Decision:
-    """Where a claim stands after the prompts so far, in their order. To give up early costs power, never validity."""
+    """The state of a claim after these prompts, in their order. To give up early costs power, never validity."""
     used = len(differences)
     rest = np.zeros(max(0, claim.n - used))
-    capital = log_capital(claim, np.concatenate([np.asarray(differences, float), rest]))
+    capital = compute_log_capital(claim, np.concatenate([np.asarray(differences, float), rest]))
     reached = np.flatnonzero(capital[:used] >= claim.goal)
     at = int(reached[0]) + 1 if len(reached) else None
     return Decision(used, at, at is None and capital.max(initial=0.0) < claim.goal, capital[:used])
 
 
-def certifiable(claim: Claim) -> bool:
-    """Whether so many prompts can certify the claim at all: whether they do where no score changes."""
-    return claim.n > 0 and bool(log_capital(claim, np.zeros(claim.n)).max() >= claim.goal)
+def can_certify(claim: Claim) -> bool:
+    """Whether so many prompts can certify the claim at all: whether they do if no score changes."""
+    return claim.n > 0 and bool(compute_log_capital(claim, np.zeros(claim.n)).max() >= claim.goal)
 
 
-def fewest_prompts(epsilon: float, delta: float) -> int:
+def find_fewest_prompts(epsilon: float, delta: float) -> int:
     """The smallest number of prompts that can certify such a claim."""
     low, high = 0, 1
-    while not certifiable(Claim(epsilon, delta, high)):
+    while not can_certify(Claim(epsilon, delta, high)):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if certifiable(Claim(epsilon, delta, middle)) else (middle, high)
+        low, high = (low, middle) if can_certify(Claim(epsilon, delta, middle)) else (middle, high)
     return high
 
 
-def set_aside(prompts: int, batch: int) -> int:
+def count_aside(prompts: int, batch: int) -> int:
     """How many of the prompts choose γ instead of testing rules: a tenth, at most a batch."""
     return min(batch, -(-prompts // ASIDE))
 
 
-def refuse_hopeless(
+def check_prompt_count(
     prompts: int, batch: int | None, epsilon: float, delta: float, families: int, *, largest_batch: int | None = None
 ) -> None:
-    """Refuse an ε that so few prompts cannot certify; `batch` is None where none of them are set aside to choose γ.
+    """Refuse an ε that so few prompts cannot certify; `batch` is None if no prompts are set aside to choose γ.
 
-    Where the batch is not known yet, it is the smallest there may be, and the number that is asked for is enough for
+    If the batch is not known yet, `batch` is the smallest possible one, and the number that is asked for is enough for
     the largest.
     """
 
-    def left(given: int, batch: int | None) -> int:
-        return given - (set_aside(given, batch) if batch else 0)
+    def count_left(given: int, batch: int | None) -> int:
+        return given - (count_aside(given, batch) if batch else 0)
 
     share = delta / families
-    if certifiable(Claim(epsilon, share, left(prompts, batch))):
+    if can_certify(Claim(epsilon, share, count_left(prompts, batch))):
         return
-    needed, aside = f"more than {_MANY:,}", ""
-    if certifiable(Claim(epsilon, share, left(_MANY, batch))):
-        fewest = fewest_prompts(epsilon, share)
-        given = next(n for n in itertools.count(fewest) if left(n, largest_batch or batch) >= fewest)
-        needed = f"at least {given}"
-        aside = f", {given - fewest} of them to choose γ" if batch else ""
+    needed = f"more than {_MANY:,} are needed"
+    if can_certify(Claim(epsilon, share, count_left(_MANY, batch))):
+        fewest = find_fewest_prompts(epsilon, share)
+        given = next(n for n in itertools.count(fewest) if count_left(n, largest_batch or batch) >= fewest)
+        needed = f"at least {given} are needed" + (f", {given - fewest} of them to choose γ" if batch else "")
     over, fewer = ("1 family", "") if families == 1 else (f"{families} families", ", fewer `families`")
     raise SelfJudgeError(
-        f"{prompts} prompts cannot certify `epsilon` {epsilon:g} at `delta` {delta:g} over {over}: {needed} are"
-        f" needed{aside}; give more prompts{fewer} or a larger `epsilon`"
+        f"{prompts} prompts cannot certify `epsilon` {epsilon:g} at `delta` {delta:g} over {over}: {needed};"
+        f" give more prompts{fewer} or a larger `epsilon`"
     )
 
 
-def needed_prompts(epsilon: float, delta: float, *, mean: float = 0.0, variance: float = DISCORDANT) -> int | None:
+def estimate_needed_prompts(
+    epsilon: float, delta: float, *, mean: float = 0.0, variance: float = DISCORDANT
+) -> int | None:
     """About how many prompts certify the claim in 9 of 10 runs, if D has this mean and variance; None if no number.
 
     With stakes λ = √(2L/(nσ²)) and L = ln(1/δ), ln K_n has the mean √(2Ln) (ε − mean)/σ − L and the deviation √(2L).
@@ -162,11 +163,13 @@ def needed_prompts(epsilon: float, delta: float, *, mean: float = 0.0, variance:
     n = variance / gap**2 * (2 * goal + _Z * math.sqrt(2 * goal)) ** 2 / (2 * goal)
     if n > _MOST:
         return None
-    least = fewest_prompts(gap, delta)
+    least = find_fewest_prompts(gap, delta)
     return max(least, math.ceil(n + least / 2))
 
 
-def power(claim: Claim, *, discordant: float = DISCORDANT, drop: float = 0.0, runs: int = 1000, seed: int = 0) -> float:
+def simulate_power(
+    claim: Claim, *, discordant: float = DISCORDANT, drop: float = 0.0, runs: int = 1000, seed: int = 0
+) -> float:
     """The share of simulated runs that certify the claim.
 
     A share `discordant` of the prompts has another score under the rule, D = ±1, with E[D] = `drop`.
@@ -177,22 +180,22 @@ def power(claim: Claim, *, discordant: float = DISCORDANT, drop: float = 0.0, ru
     for start in range(0, runs, rows):
         u = rng.random((min(rows, runs - start), claim.n))
         differences = np.where(u < lost, 1.0, np.where(u < changed, -1.0, 0.0))
-        certified += int((log_capital(claim, differences).max(-1) >= claim.goal).sum())
+        certified += int((compute_log_capital(claim, differences).max(-1) >= claim.goal).sum())
     return certified / runs
 
 
-def upper_bound(differences: Sequence[float], delta: float) -> float:
+def find_upper_bound(differences: Sequence[float], delta: float) -> float:
     """The smallest ε, in steps of 0.005, that these prompts certify with every larger one: E[D] ≤ ε; 1 if none."""
     bound = 1.0
     for epsilon in np.arange(_STEPS - 1, -1, -1) / _STEPS:
         claim = Claim(float(epsilon), delta, len(differences))
-        if log_capital(claim, differences).max(initial=0.0) < claim.goal:
+        if compute_log_capital(claim, differences).max(initial=0.0) < claim.goal:
             break
         bound = claim.epsilon
     return bound
 
 
-def binomial_upper(hits: int, n: int, delta: float) -> float:
+def find_binomial_bound(hits: int, n: int, delta: float) -> float:
     """The exact upper bound, with confidence 1 − δ, of a probability that showed in `hits` of n prompts.
 
     Of Clopper and Pearson: the p at which so few hits or fewer have the probability δ.

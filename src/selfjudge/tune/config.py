@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.config import EvalConfig
-from selfjudge.tasks.base import FILE
+from selfjudge.tasks.base import FILE, Task
 from selfjudge.tune.candidates import FAMILIES
 from selfjudge.types import MAX_GAMMA, check_settings, setting
 
 MEASURES = ("auto", "score", "same_answer", "overlap")
 CPU_BATCH, CUDA_BATCH = 8, 256
 """Prompts at a time, where no number is given."""
+FILE_TOKENS = 256
+"""Maximum new tokens of an answer to a prompt of a file, as in `generate`."""
 FREE = ("minutes",)
-"""Settings that may differ when a run is gone on with."""
+"""Settings that may differ when a run is resumed."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,12 @@ class TuneConfig:
         if len(set(self.families)) < len(self.families):
             raise SelfJudgeError("`families` names a family twice: give each once")
         self.evaluation.check()
+
+    def answer_tokens(self, tasks: Iterable[Task]) -> int:
+        """Maximum new tokens of an answer to prompts of these tasks."""
+        if self.max_new_tokens is not None:
+            return self.max_new_tokens
+        return FILE_TOKENS if self.prompts is not None else max(task.new_tokens for task in tasks)
 
     @property
     def evaluation(self) -> EvalConfig:

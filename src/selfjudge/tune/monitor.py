@@ -1,9 +1,8 @@
 """Does a certificate hold for the requests that come? The bet of `certify` the other way round, on a share of them.
 
-Live requests have no right answers, so what is watched is agreement with `exact`: D = 1 − the share of words in common,
-in order. The hypothesis to refute is E[D] ≤ bound. Where overlap is what was certified, the bound is ε. Else it is the
-most that the calibration prompts allow: beyond it these requests are not like them, and the certificate does not speak
-of them.
+Live requests have no right answers, so agreement with `exact` is watched: D = 1 − the share of words in common, in
+order. The hypothesis to refute is E[D] ≤ bound. If overlap was certified, the bound is ε. Else it is the most that the
+calibration prompts allow: beyond it these requests are unlike them, and the certificate does not cover them.
 
 A bet that has lost its capital on good requests would not notice that they have become bad. So it begins again every n
 requests; round j has the share δ/(j(j + 1)), and all rounds together are wrong with probability δ at most. Loads no
@@ -21,11 +20,11 @@ from typing import Any
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.compare import compute_word_loss
-from selfjudge.tune.certify import Claim, log_capital
+from selfjudge.tune.certify import Claim, compute_log_capital
 from selfjudge.tune.recipe import Recipe
 
 LOG = logging.getLogger(__name__)
-WORDS = 512  # of an answer that are compared: comparing takes the square of them, and the server waits
+WORDS = 512  # words of an answer that are compared: the time grows with their square, and the server waits
 WAITING = 16
 """Requests that may wait for an idle engine; while so many do, no other is chosen."""
 FIGURES = {
@@ -61,7 +60,7 @@ class Monitor:
         self.count += 1
         self.lost += difference
         self._differences.append(-difference)
-        self._log_capital = float(log_capital(self.claim, self._differences)[-1])
+        self._log_capital = float(compute_log_capital(self.claim, self._differences)[-1])
         if self._log_capital >= self.claim.goal:
             self.refuted = True
         elif len(self._differences) == self.n:
@@ -73,13 +72,13 @@ class Monitor:
         return self.lost / self.count if self.count else 0.0
 
     def figures(self) -> dict[str, float]:
-        """What `FIGURES` names."""
+        """The figures that `FIGURES` names."""
         values = (self.loss, self.bound, self._log_capital, self.claim.goal, float(self.refuted))
         return dict(zip(FIGURES, values, strict=True))
 
     @property
     def verdict(self) -> str:
-        """What is said when the certificate is refuted."""
+        """The message when the certificate is refuted."""
         return (
             f"the certificate does not hold for these requests: {self.loss:.1%} of the words are not those of exact"
             f" over {self.count} requests, {self.bound:.1%} are allowed; requests that name no rule are decoded exactly"
@@ -88,7 +87,7 @@ class Monitor:
 
 
 def watch(recipe: Recipe | None, keep_in: Path | None = None) -> Monitor:
-    """The monitor of a recipe's certificate. The file that requests are to be kept in must be writable."""
+    """The monitor of a recipe's certificate. `keep_in`, the file for requests decoded both ways, must be writable."""
     if recipe is None:
         raise SelfJudgeError("`shadow` watches what a certificate claims: give `recipe`")
     certificate = recipe.certificate
@@ -104,27 +103,27 @@ def watch(recipe: Recipe | None, keep_in: Path | None = None) -> Monitor:
         bound = certificate["overlap"]["bound"]
     if keep_in is not None:
         try:
-            os.close(_opened(keep_in))
+            os.close(_open(keep_in))
         except OSError as error:
             raise SelfJudgeError(f"`shadow_keep` {keep_in} cannot be written: {error.strerror}") from None
     return Monitor(bound, certificate["delta"], certificate["n"])
 
 
-def lost(exact: str, shown: str) -> float:
+def compute_loss(exact: str, shown: str) -> float:
     """D of a live request, by the first words of both answers."""
     return compute_word_loss(*(" ".join(text.split()[:WORDS]) for text in (exact, shown)))
 
 
 def keep(path: Path, row: Mapping[str, Any]) -> None:
-    """Add a row to a file that its owner alone may read; where that fails, a line says so, and watching goes on."""
+    """Add a row to a file that its owner alone may read; if that fails, a warning says so, and watching goes on."""
     try:
-        with os.fdopen(_opened(path), "a", encoding="utf-8") as file:
+        with os.fdopen(_open(path), "a", encoding="utf-8") as file:
             os.fchmod(file.fileno(), 0o600)
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
     except OSError as error:
         LOG.warning("a request that was decoded both ways could not be kept: %s", error)
 
 
-def _opened(path: Path) -> int:
-    """A descriptor to add to the file with."""
+def _open(path: Path) -> int:
+    """A descriptor that appends to the file."""
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
