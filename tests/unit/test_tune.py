@@ -231,7 +231,7 @@ def test_a_recipe_is_refused_where_its_files_do_not_belong_together(tiny_pair: P
         Recipe.load(tmp_path)
     (tmp_path / "begun").mkdir()
     (tmp_path / "begun" / "settings.json").write_text("{}")
-    with pytest.raises(SelfJudgeError, match="go on with `resume`"):
+    with pytest.raises(SelfJudgeError, match="give `resume`"):
         Recipe.load(tmp_path / "begun")
     folder = recipe_folder(tmp_path / "tuned", tiny_pair, judge=Judge(JudgeConfig(hidden_size=tiny_pair.hidden_size)))
     assert Recipe.load(folder).judge == folder / "judge"
