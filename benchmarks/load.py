@@ -205,8 +205,7 @@ class InProcess:
 
     def stream(self, question: Question) -> Generator[str, None, int]:
         from selfjudge.decoding.sampling import Sampling
-        from selfjudge.integrations.server.jobs import CompletionJob, Update
-        from selfjudge.integrations.server.scheduler import FullError
+        from selfjudge.integrations.server.jobs import CompletionJob, FullError, Update
 
         sampling = Sampling(question.temperature) if question.temperature else None
         choice = self.scheduler.rules.choose(sampling=sampling, off=question.mode == "off")

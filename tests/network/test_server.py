@@ -27,7 +27,7 @@ from selfjudge.decoding.rules import EXACT, SpeculativeSampling
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
-from selfjudge.integrations.server.address import listen
+from selfjudge.integrations.server.config import listen
 from selfjudge.judge.model import Judge
 from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.models.pair import Pair

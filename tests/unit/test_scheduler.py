@@ -11,10 +11,10 @@ import pytest
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.decoding.text import Batch, StepOutput, generate
 from selfjudge.integrations.server.config import ServerConfig
-from selfjudge.integrations.server.jobs import CompletionJob, Update
+from selfjudge.integrations.server.jobs import ClosedError, CompletionJob, FullError, Update
 from selfjudge.integrations.server.metrics import Metrics
 from selfjudge.integrations.server.rules import Rules
-from selfjudge.integrations.server.scheduler import ClosedError, FullError, Scheduler
+from selfjudge.integrations.server.scheduler import Scheduler
 from selfjudge.models.pair import Pair
 
 Begin = Callable[..., Scheduler]
@@ -217,13 +217,13 @@ def test_a_key_leaves_a_batch_for_the_others(begin: Begin) -> None:
 
 def test_a_request_that_is_being_encoded_holds_a_place(begin: Begin) -> None:
     scheduler = begin(max_queue=2)
-    with scheduler.place(), scheduler.place():
-        with pytest.raises(FullError), scheduler.place():
+    with scheduler.reserve(), scheduler.reserve():
+        with pytest.raises(FullError), scheduler.reserve():
             pass
         with pytest.raises(FullError):
             scheduler.submit(job(scheduler)[0])
     for _ in range(2):
         scheduler.submit(job(scheduler)[0])
     scheduler.close()
-    with pytest.raises(ClosedError), scheduler.place():
+    with pytest.raises(ClosedError), scheduler.reserve():
         pass

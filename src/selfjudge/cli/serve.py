@@ -84,7 +84,7 @@ def serve(
 
     replace(setup, request=setup.request if own.needs_judge else own).check()
 
-    from selfjudge.integrations.server.address import listen
+    from selfjudge.integrations.server.config import listen
 
     listener = listen(address.host, address.port)
     pair, judge = load(setup)

@@ -23,6 +23,14 @@ def error_body(status: int, message: str, code: str | None = None, param: str | 
     return {"error": {"message": readable[:1000], "type": kind, "param": param, "code": code}}
 
 
+class RefusedError(Exception):
+    """A request that is answered with an error."""
+
+    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.body = status, error_body(status, message, code, param)
+
+
 async def refuse(send: Send, status: int, message: str, code: str | None = None) -> None:
     """Answer with an error."""
     headers = {"content-type": "application/json", "connection": "close"}  # the rest of the request is not read

@@ -10,6 +10,7 @@ import logging
 import random
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,7 @@ class Shadow:
             name: Gauge(f"selfjudge_{name}", about, multiprocess_mode="mostrecent", registry=registry)
             for name, about in FIGURES.items()
         }
+        self.on_refuted: Callable[[], None] = lambda: None
         self._chosen = 0  # requests that lack one of their two answers
         self._lock = threading.Lock()
         self._show()
@@ -59,17 +61,16 @@ class Shadow:
             keep(self.file, row)
         return difference
 
-    def end(self, difference: float | None) -> bool:
-        """Count a request by the difference of its answers, None where one is missing. True if it is the one that
-        refutes the certificate."""
+    def end(self, difference: float | None) -> None:
+        """Count a request by the difference of its answers; None where one is missing."""
+        refuted = difference is not None and self.monitor.observe(difference)
+        if refuted:
+            self.log.warning(self.monitor.verdict)
+            self.on_refuted()
+        self._show()
         with self._lock:
             self._chosen -= 1
         self._outcomes.labels("failed" if difference is None else "counted").inc()
-        refuting = difference is not None and self.monitor.observe(difference)
-        if refuting:
-            self.log.warning(self.monitor.verdict)
-        self._show()
-        return refuting
 
     def _show(self) -> None:
         for name, value in self.monitor.figures().items():

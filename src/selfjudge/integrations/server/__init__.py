@@ -1,9 +1,8 @@
 """OpenAI's API over our own loop.
 
-`config` settings · `address` · `server` start-up · `run` uvicorn and signals · `api` endpoints · `answers` whole or
-streamed · `service` requests become jobs · `rules` which rule a request gets · `scheduler` queue and batches ·
-`schema` bodies of requests · `errors` · `connection` heads and their time · `guard` headers, key and size · `metrics` ·
-`playground` the page at `/`.
+`config` settings and address · `server` start-up · `run` uvicorn, connections, signals · `guard` headers, key, size ·
+`api` endpoints · `schema` bodies of requests · `completions` from body to response · `rules` of requests · `jobs` ·
+`scheduler` queue and batches · `shadow` second answers · `errors` · `metrics` · `playground` the page at `/`.
 """
 
 from typing import TYPE_CHECKING
@@ -11,10 +10,7 @@ from typing import TYPE_CHECKING
 from selfjudge.types import lazy_exports
 
 if TYPE_CHECKING:
-    from .address import listen as listen
-    from .config import ServerConfig as ServerConfig
+    from .config import ServerConfig as ServerConfig, listen as listen
     from .server import serve as serve
 
-__getattr__, __dir__, __all__ = lazy_exports(
-    __name__, {"address": ["listen"], "config": ["ServerConfig"], "server": ["serve"]}
-)
+__getattr__, __dir__, __all__ = lazy_exports(__name__, {"config": ["ServerConfig", "listen"], "server": ["serve"]})

@@ -7,10 +7,31 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from selfjudge.integrations.asgi import RefusedError
 from selfjudge.integrations.server.rules import BatchKey
 from selfjudge.types import Generation, Piece
 
 Failure = Literal["cancelled", "timeout", "shutdown", "error"]
+FAILURES: dict[Failure, tuple[int, str]] = {
+    "cancelled": (499, "the client has gone"),
+    "timeout": (504, "the answer took too long"),
+    "shutdown": (503, "the server is about to stop"),
+    "error": (500, "decoding failed: the server's log says why"),
+}
+
+
+class FullError(RefusedError):
+    """The queue is full."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(429, message, "queue_full")
+
+
+class ClosedError(RefusedError):
+    """The server is about to stop."""
+
+    def __init__(self) -> None:
+        super().__init__(*FAILURES["shutdown"])
 
 
 @dataclass(frozen=True)

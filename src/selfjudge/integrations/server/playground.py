@@ -11,15 +11,15 @@ import json
 import os
 from functools import cache
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from selfjudge.integrations.asgi import ASGI, Message, Receive, Send, send_response
+from selfjudge.integrations.asgi import ASGI, Message, Receive, Scope, Send, send_response
 
 if TYPE_CHECKING:
     from selfjudge.tune.recipe import Recipe
 
 FACTS = "SELFJUDGE_PLAYGROUND"
-"""The variable that says, in front of vLLM, how answers are decoded: JSON, the field `selfjudge` of a model."""
+"""The variable that says, in front of vLLM, how answers are decoded: the field `selfjudge` of a model, as JSON."""
 MIDDLEWARE = "selfjudge.integrations.server.playground.Playground"
 """For vLLM's `--middleware`."""
 
@@ -27,12 +27,12 @@ MIDDLEWARE = "selfjudge.integrations.server.playground.Playground"
 @cache
 def page() -> str:
     """The whole page. It says nothing about the server: that comes from `/v1/models`, which may need a key."""
-    return _asset("server", "playground.html").replace("/*STYLE*/", _style()).replace("/*SCRIPT*/", _script())
+    return _asset(__package__, "playground.html").replace("/*STYLE*/", _style()).replace("/*SCRIPT*/", _script())
 
 
 @cache
 def headers() -> dict[str, str]:
-    """Of the page: only its own script and style sheet run, and it talks to this server alone."""
+    """Headers of the page: only its own script and style sheet run, and it talks to this server alone."""
     policy = {
         "default-src": "'none'", "script-src": f"'{_hash(_script())}'", "style-src": f"'{_hash(_style())}'",
         "connect-src": "'self'", "img-src": "data:", "base-uri": "'none'", "form-action": "'none'",
@@ -60,54 +60,43 @@ class Playground:
     def __init__(self, app: ASGI) -> None:
         self.app, self.facts = app, json.loads(os.environ.get(FACTS, "{}"))
 
-    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         where = (scope.get("method"), scope.get("path")) if scope["type"] == "http" else None
         if where == ("GET", "/"):
             await send_response(send, 200, page().encode(), {**headers(), "content-type": "text/html; charset=utf-8"})
         elif where == ("GET", "/v1/models"):
-            await self.app(scope, receive, _Whole(send, self._with_facts))
+            await self._send_models(scope, receive, send)
         else:
             await self.app(scope, receive, send)
 
-    def _with_facts(self, body: bytes) -> bytes:
-        models = json.loads(body)
-        for model in models.get("data", ()):
-            model["selfjudge"] = self.facts
-        return json.dumps(models).encode()
+    async def _send_models(self, scope: Scope, receive: Receive, send: Send) -> None:
+        messages: list[Message] = []
 
+        async def collect(message: Message) -> None:
+            messages.append(message)
 
-class _Whole:
-    """Sends a response once all of it is there; the body of a good one is changed first."""
-
-    def __init__(self, send: Send, change: Any) -> None:
-        self.send, self.change = send, change
-        self.start: Message = {}
-        self.body = bytearray()
-
-    async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.start = message
-            return
-        self.body += message.get("body", b"")
-        if message.get("more_body"):
-            return
-        status = self.start["status"]
-        body = self.change(bytes(self.body)) if status == 200 else bytes(self.body)
-        kept = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in self.start["headers"]}
-        await send_response(self.send, status, body, kept)
+        await self.app(scope, receive, collect)
+        start, *rest = messages
+        body = b"".join(message.get("body", b"") for message in rest)
+        if start["status"] == 200:
+            models = json.loads(body)
+            for model in models.get("data", ()):
+                model["selfjudge"] = self.facts
+            body = json.dumps(models).encode()
+        kept = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in start["headers"]}
+        await send_response(send, start["status"], body, kept)
 
 
 def _style() -> str:
     """The report's colours, controls and tokens, then what is the playground's own."""
-    return _asset("report", "page.css") + _asset("server", "playground.css")
+    return _asset("selfjudge.report", "page.css") + _asset(__package__, "playground.css")
 
 
 def _script() -> str:
-    return _asset("server", "playground.js")
+    return _asset(__package__, "playground.js")
 
 
-def _asset(whose: str, name: str) -> str:
-    package = {"server": "selfjudge.integrations.server", "report": "selfjudge.report"}[whose]
+def _asset(package: str, name: str) -> str:
     return resources.files(package).joinpath("assets", name).read_text(encoding="utf-8")
 
 

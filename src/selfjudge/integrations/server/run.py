@@ -1,19 +1,103 @@
-"""Runs the application under uvicorn and ends it in order."""
+"""Runs the application under uvicorn: limits on connections, signals, and an end in order."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from selfjudge.integrations.asgi import error_body
 from selfjudge.integrations.server.api import make_app
-from selfjudge.integrations.server.connection import connection_class
+from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.integrations.server.scheduler import Scheduler
-from selfjudge.integrations.server.service import Service
+
+REASONS = {408: "Request Timeout", 503: "Service Unavailable"}
+
+
+class Connection(H11Protocol):
+    """uvicorn's connection, with a time limit for the head of a request and a limit on the number of connections.
+
+    Where there are too many, a new one takes the place of the one that has waited longest for a head: clients that
+    send no request keep nobody out. If all have a request under way the new one is answered with 503.
+    """
+
+    header_timeout: float
+    max_connections: int
+    _surplus = False
+    _head_timer: asyncio.TimerHandle | None = None
+    _waiting_since: float | None = None
+    """Time on the event loop's clock; None while a request is under way."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self.max_connections:
+            waiting = [c for c in self.connections if isinstance(c, Connection) and c._waiting_since is not None]
+            if waiting:
+                min(waiting, key=lambda connection: connection._waiting_since or 0.0)._give_up()
+            self._surplus = not waiting
+        self._waiting_since = self.loop.time()
+        self._start_timer()
+
+    def data_received(self, data: bytes) -> None:
+        if self._surplus and len(self.connections) > self.max_connections:
+            self._refuse(503, f"{self.max_connections} connections are open already: try again later")
+            return
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self._end_wait()
+        elif self._head_timer is None and not self.transport.is_closing():  # the next request on this connection
+            self._start_timer()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.conn.their_state is h11.IDLE:
+            self._waiting_since = self.loop.time()  # uvicorn closes the connection if nothing comes
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_wait()
+        super().connection_lost(exc)
+
+    def _start_timer(self) -> None:
+        late = f"the head of the request did not arrive within {self.header_timeout:g} seconds"
+        self._head_timer = self.loop.call_later(self.header_timeout, self._refuse, 408, late)
+
+    def _end_wait(self) -> None:
+        self._waiting_since, self._surplus = None, False
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _give_up(self) -> None:
+        """Make room for another connection, now."""
+        self._end_wait()
+        self.connections.discard(self)
+        self.transport.abort()
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer without a request, and close."""
+        self._end_wait()
+        self.connections.discard(self)
+        content = json.dumps(error_body(status, message)).encode()
+        retry = "Retry-After: 1\r\n" if status == 503 else ""
+        head = (
+            f"HTTP/1.1 {status} {REASONS[status]}\r\nContent-Type: application/json\r\nConnection: close\r\n"
+            f"{retry}Content-Length: {len(content)}\r\n\r\n"
+        )
+        self.transport.write(head.encode() + content)
+        self.transport.close()
+
+
+def connection_class(config: ServerConfig) -> type[Connection]:
+    """For uvicorn, which makes the connections itself."""
+    limits = {"header_timeout": config.header_timeout, "max_connections": config.max_connections}
+    return type("LimitedConnection", (Connection,), limits)
 
 
 class Server(uvicorn.Server):
@@ -24,11 +108,17 @@ class Server(uvicorn.Server):
         yield
 
 
-async def run(service: Service, listener: socket.socket, notify: Callable[[str], None] | None) -> None:
+async def run(
+    name: str,
+    scheduler: Scheduler,
+    recipe: Mapping[str, str] | None,
+    listener: socket.socket,
+    notify: Callable[[str], None] | None,
+) -> None:
     """Serve until a signal; a second one ends the server at once."""
     config = uvicorn.Config(
-        make_app(service),
-        http=connection_class(service.config),  # named, so that no other parser is chosen because it is installed
+        make_app(name, scheduler, recipe),
+        http=connection_class(scheduler.config),  # named, so that no other parser is chosen because it is installed
         ws="none",
         log_level="warning",
         access_log=False,
@@ -39,7 +129,7 @@ async def run(service: Service, listener: socket.socket, notify: Callable[[str],
     )
     server = Server(config)
     connections = server.server_state.connections
-    service.scheduler.metrics.gauge("connections", "Connections that are open.", lambda: len(connections))
+    scheduler.metrics.gauge("connections", "Connections that are open.", lambda: len(connections))
     loop = asyncio.get_running_loop()
     stopping: list[asyncio.Task[None]] = []
 
@@ -47,7 +137,7 @@ async def run(service: Service, listener: socket.socket, notify: Callable[[str],
         if stopping:
             server.should_exit = server.force_exit = True
         else:
-            stopping.append(loop.create_task(_drain(server, service.scheduler, service.config.grace)))
+            stopping.append(loop.create_task(_drain(server, scheduler)))
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
@@ -55,17 +145,17 @@ async def run(service: Service, listener: socket.socket, notify: Callable[[str],
         listener.listen(128)  # whoever reads the line may connect at once
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        notify(f"serving {service.name} at http://{shown}:{port}/v1")
+        notify(f"serving {name} at http://{shown}:{port}/v1")
         notify(f"playground at http://{shown}:{port}/")
-        notify(f"requests that name no rule: {service.rules.choose()}")
+        notify(f"requests that name no rule: {scheduler.rules.choose()}")
     await server.serve(sockets=[listener])
 
 
-async def _drain(server: uvicorn.Server, scheduler: Scheduler, grace: float) -> None:
+async def _drain(server: uvicorn.Server, scheduler: Scheduler) -> None:
     """Refuse new jobs, wait at most `grace` seconds for those that are there, then end the server."""
     scheduler.close()
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(grace):
+        async with asyncio.timeout(scheduler.config.grace):
             while scheduler.busy:
                 await asyncio.sleep(0.02)
     await asyncio.to_thread(scheduler.stop)

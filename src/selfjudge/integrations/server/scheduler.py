@@ -20,7 +20,7 @@ from functools import partial
 from selfjudge.decoding.answer import Answer
 from selfjudge.decoding.text import Batch
 from selfjudge.integrations.server.config import ServerConfig
-from selfjudge.integrations.server.jobs import CompletionJob, Failure, Update
+from selfjudge.integrations.server.jobs import ClosedError, CompletionJob, Failure, FullError, Update
 from selfjudge.integrations.server.metrics import MODES, Metrics
 from selfjudge.integrations.server.rules import BatchKey, Rules
 from selfjudge.integrations.server.shadow import ShadowJobs
@@ -28,14 +28,6 @@ from selfjudge.models.pair import Pair
 from selfjudge.types import Generation
 
 LOG = logging.getLogger("selfjudge.server")
-
-
-class FullError(Exception):
-    """The queue is full."""
-
-
-class ClosedError(Exception):
-    """The server is about to stop."""
 
 
 class _ActiveBatch:
@@ -96,7 +88,7 @@ class Scheduler:
             return len(self._queue) + self._running
 
     @contextlib.contextmanager
-    def place(self, key: int = 0) -> Iterator[None]:
+    def reserve(self, key: int = 0) -> Iterator[None]:
         """A place in the queue for a request that is not a job yet, or FullError or ClosedError."""
         with self._state:
             self._check_room(key)
@@ -119,8 +111,10 @@ class Scheduler:
     def _check_room(self, key: int) -> None:
         if self.closed:
             raise ClosedError
-        if self._encoding[key] + sum(job.key == key for job in self._queue) >= self.config.queue_share:
-            raise FullError
+        share = self.config.queue_share
+        if self._encoding[key] + sum(job.key == key for job in self._queue) >= share:
+            whose = " with this key" if len(self.config.keys) > 1 else ""
+            raise FullError(f"{share} requests{whose} wait already: try again later")
 
     def cancel(self, job: CompletionJob, why: Failure) -> None:
         """Give up a job: at once if it waits, before the next pass if it is being decoded; nothing if it is over."""

@@ -7,10 +7,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from selfjudge.decoding.rule_parser import RuleRequest
+from selfjudge.errors import EMPTY_PROMPT
 
+IGNORED = (
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
+)  # fmt: skip
+"""Fields that are accepted and change nothing."""
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "n": (1,), "best_of": (1,), "logprobs": (False,), "top_logprobs": (0,), "echo": (False,), "suffix": ("",),
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
@@ -21,7 +26,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 """Fields that are not supported, and the values at which they change nothing."""
 
 
-def _encodable(text: str) -> str:
+def _check_encodable(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -29,9 +34,31 @@ def _encodable(text: str) -> str:
     return text
 
 
-Text = Annotated[str, AfterValidator(_encodable)]
+def _check_temperature(value: float) -> float:
+    if 0 < value < 0.01:
+        raise ValueError("temperature is 0 (greedy) or at least 0.01")
+    return value
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else [] if value is None else value
+
+
+def _single_prompt(value: Any) -> Any:
+    """The prompt itself; a list of one prompt counts as that prompt."""
+    if isinstance(value, list) and value and isinstance(value[0], str | list):
+        if len(value) > 1:
+            raise ValueError("a request has one prompt: send several requests, they are decoded together")
+        value = value[0]
+    if value in ("", []):
+        raise ValueError("the prompt is empty: give at least one token")
+    return value
+
+
 T = TypeVar("T")
-First = Annotated[T, Field(fail_fast=True)]
+Text = Annotated[str, AfterValidator(_check_encodable)]
+StopString = Annotated[Text, Field(min_length=1, max_length=512)]
+FailFast = Annotated[T, Field(fail_fast=True)]
 """A list that is refused at its first wrong element: errors of a million elements would take seconds."""
 
 
@@ -39,7 +66,7 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class DecodeOptions(Strict):
+class SelfJudgeOptions(Strict):
     """The field `selfjudge`: how this request is decoded; None is the server's own setting."""
 
     rule: Annotated[Text, Field(max_length=64)] | None = None
@@ -67,9 +94,9 @@ class TextPart(Strict):
     text: Text
 
 
-class Message(Strict):
+class ChatMessage(Strict):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | First[list[TextPart]]
+    content: Text | FailFast[list[TextPart]]
     name: str | None = None
 
     def plain(self) -> dict[str, str]:
@@ -78,126 +105,72 @@ class Message(Strict):
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
-class Request(Strict):
+class CompletionRequest(Strict):
     """What both endpoints have in common."""
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2), AfterValidator(_check_temperature)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
-    stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
+    stop: Annotated[
+        list[StopString], Field(max_length=16), BeforeValidator(_as_list, json_schema_input_type=str | list[str] | None)
+    ] = Field(default_factory=list)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    selfjudge: DecodeOptions | None = None
+    selfjudge: SelfJudgeOptions | None = None
 
-    # accepted and without effect
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    parallel_tool_calls: Any = None
-
-    # refused, see UNSUPPORTED
-    n: Any = None
-    logprobs: Any = None
-    frequency_penalty: Any = None
-    presence_penalty: Any = None
-    logit_bias: Any = None
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_unused(cls, body: Any) -> Any:
+        """Refuse fields that are not supported, unless they change nothing."""
+        if not isinstance(body, dict):
+            return body
+        for name, neutral in UNSUPPORTED.items():
+            value = body.get(name)
+            if value is not None and not any(type(value) is type(same) and value == same for same in neutral):
+                raise ValueError(f"{name} is not supported by this server: leave it out")
+        return {name: value for name, value in body.items() if name not in IGNORED and name not in UNSUPPORTED}
 
     @model_validator(mode="after")
-    def _supported(self) -> Request:
-        for name, neutral in UNSUPPORTED.items():
-            value = getattr(self, name, None)
-            if value is not None and not any(type(value) is type(s) and value == s for s in neutral):
-                raise ValueError(f"{name} is not supported by this server: leave it out")
+    def _fits_together(self) -> CompletionRequest:
+        if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
+            raise ValueError("max_tokens and max_completion_tokens are the same limit: give one")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream: true")
         if self.selfjudge is not None and self.selfjudge.tokens and not self.stream:
             raise ValueError("selfjudge.tokens needs stream: true")
         return self
 
-    @field_validator("temperature")
-    @classmethod
-    def _not_tiny(cls, value: float | None) -> float | None:
-        if value is not None and 0 < value < 0.01:
-            raise ValueError("temperature is 0 (greedy) or at least 0.01")
-        return value
-
-    @property
-    def stops(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
-
-    @field_validator("stop")
-    @classmethod
-    def _stop_lengths(cls, value: str | list[str] | None) -> str | list[str] | None:
-        if any(not 0 < len(s) <= 512 for s in ([value] if isinstance(value, str) else value or [])):
-            raise ValueError("stop strings have 1 to 512 characters")
-        return value
-
     @property
     def token_limit(self) -> int | None:
-        return self.max_tokens
+        return self.max_tokens or self.max_completion_tokens
+
+    @property
+    def options(self) -> SelfJudgeOptions:
+        """What the request says about its decoding."""
+        return self.selfjudge or SelfJudgeOptions()
 
 
-class ChatRequest(Request):
+class ChatRequest(CompletionRequest):
     """POST /v1/chat/completions"""
 
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
 
-    top_logprobs: Any = None
-    tools: Any = None
-    tool_choice: Any = None
-    functions: Any = None
-    function_call: Any = None
-    response_format: Any = None
-    modalities: Any = None
-    audio: Any = None
-    prediction: Any = None
-    web_search_options: Any = None
-    reasoning_effort: Any = None
-    verbosity: Any = None
-
-    @model_validator(mode="after")
-    def _same_limit(self) -> ChatRequest:
-        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise ValueError("max_tokens and max_completion_tokens are the same limit: give one")
-        return self
-
-    @property
-    def token_limit(self) -> int | None:
-        return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+    @field_validator("messages")
+    @classmethod
+    def _say_something(cls, messages: list[ChatMessage]) -> list[ChatMessage]:
+        if not any(message.plain()["content"].strip() for message in messages):
+            raise ValueError(EMPTY_PROMPT)
+        return messages
 
 
-class TextRequest(Request):
+class TextRequest(CompletionRequest):
     """POST /v1/completions: one prompt, as text or as token ids."""
 
-    prompt: Text | First[list[int]] | First[list[Text]] | First[list[First[list[int]]]]
-
-    best_of: Any = None
-    echo: Any = None
-    suffix: Any = None
-
-    @property
-    def single_prompt(self) -> str | list[int]:
-        """The prompt; a list of one counts as one."""
-        value: Any = self.prompt
-        several = isinstance(value, list) and value and not isinstance(value[0], int)
-        return value[0] if several else value  # type: ignore[no-any-return]
-
-    @field_validator("prompt", mode="before")
-    @classmethod
-    def _one_prompt(cls, value: Any) -> Any:
-        if isinstance(value, list) and len(value) > 1 and isinstance(value[0], str | list):
-            raise ValueError("a request has one prompt: send several requests, they are decoded together")
-        return value
-
-    @model_validator(mode="after")
-    def _not_empty(self) -> TextRequest:
-        if not self.single_prompt:
-            raise ValueError("the prompt is empty: give at least one token")
-        return self
+    prompt: Annotated[
+        Text | FailFast[list[int]],
+        BeforeValidator(_single_prompt, json_schema_input_type=str | list[int] | list[str] | list[list[int]]),
+    ]

@@ -38,12 +38,11 @@ def serve(
     """
     from selfjudge.integrations.server.playground import describe
     from selfjudge.integrations.server.run import run
-    from selfjudge.integrations.server.service import Service
 
     scheduler = start_scheduler(pair, judge, config or ServerConfig(), recipe)
-    service = Service(scheduler.config.name or pair.name, pair, scheduler, describe(recipe) if recipe else None)
+    described = None if recipe is None else describe(recipe)
     try:
-        asyncio.run(run(service, listener, notify))
+        asyncio.run(run(scheduler.config.name or pair.name, scheduler, described, listener, notify))
     finally:
         scheduler.stop()
         listener.close()

@@ -23,6 +23,7 @@ class ShadowJobs:
 
     def __init__(self, shadow: Shadow, rules: Rules, metrics: Metrics) -> None:
         self.shadow, self.rules = shadow, rules
+        shadow.on_refuted = self._switch_off
         self.waiting: deque[CompletionJob] = deque()
         """Jobs that an idle engine may take."""
         self._own = rules.choose()
@@ -36,9 +37,9 @@ class ShadowJobs:
     def take_first(self, job: CompletionJob, result: Generation | None) -> None:
         """The answer that the client got; None where there is none."""
         if result is None or self.shadow.monitor.refuted:
-            self._end(None)
+            self.shadow.end(None)
         elif "judge" not in result.origins:
-            self._end(0.0)
+            self.shadow.end(0.0)
         else:
             send = partial(self._take_second, job, result.text)
             self.waiting.append(
@@ -47,12 +48,11 @@ class ShadowJobs:
 
     def _take_second(self, job: CompletionJob, shown: str, update: Update) -> None:
         if update.failure:
-            self._end(None)
+            self.shadow.end(None)
         elif update.result is not None:
             prompt = self.rules.pair.tokenizer.decode(list(job.prompt))
-            self._end(self.shadow.compare(prompt, update.result.text, shown))
+            self.shadow.end(self.shadow.compare(prompt, update.result.text, shown))
 
-    def _end(self, difference: float | None) -> None:
-        if self.shadow.end(difference):
-            self.rules.refuted = True
-            self.waiting.clear()
+    def _switch_off(self) -> None:
+        self.rules.refuted = True
+        self.waiting.clear()
