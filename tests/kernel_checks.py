@@ -13,7 +13,7 @@ from torch import Tensor
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.integrations.vllm.approval import Approval
-from selfjudge.integrations.vllm.plan import Plan, Rows
+from selfjudge.integrations.vllm.plan import DraftRows, Plan
 from selfjudge.judge.config import FEATURES, JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.ops.argmax import has_non_finite, replace_non_finite
@@ -90,7 +90,7 @@ def check_price(device: torch.device) -> None:
     for price in (0.0, 0.3, 1.0):
         assert torch.equal(block_scan(harm, aligned, price), _plain_scan(harm, aligned, price))
     counts = torch.randint(0, 8, (40,), device=device)
-    rows = Rows.of(counts, int(counts.sum()))
+    rows = DraftRows.of(counts, int(counts.sum()))
     flat = rows.owner, rows.place
     price, window = torch.rand(40, device=device), torch.randint(0, 3, (40,), device=device, dtype=torch.int32)
     price[::4] = torch.inf
@@ -118,7 +118,7 @@ def check_approval(
     """Flat rows of requests: approval and mark. The rows of logits are part of wider ones, as where a vocabulary was padded."""
     counts = torch.tensor([3, 0, 5, 1, 4, *[2] * 6], device=device)
     n = int(counts.sum())
-    rows = Rows.of(counts, n)
+    rows = DraftRows.of(counts, n)
     at = torch.arange(n, device=device) + rows.owner
     m = n + len(counts)
     hidden, logits = torch.randn(m, HIDDEN, device=device), torch.randn(m, VOCAB + 24, device=device) * 4

@@ -14,7 +14,7 @@ from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.engine.teacher_forced import teacher_forced
 from selfjudge.errors import SelfJudgeError
-from selfjudge.integrations.vllm.answers import _Answer, request_options
+from selfjudge.integrations.vllm.answers import PartialAnswer, request_options
 from selfjudge.integrations.vllm.config import RequestRules, WorkerConfig
 from selfjudge.judge.model import Judge
 from selfjudge.label.consequences import compute_margins
@@ -87,7 +87,7 @@ def test_steps_become_cycles_and_ranks_become_origins(tiny_pair: Pair) -> None:
         logprobs = [{token: SimpleNamespace(rank=rank)} for token, rank in zip(tokens, ranks, strict=True)]
         return SimpleNamespace(token_ids=tokens, logprobs=logprobs, finish_reason=finish)
 
-    answer = _Answer(3)
+    answer = PartialAnswer(3)
     for new in (step([5], [1]), step([6, 7, 8], [1, 4, 1]), step([], []), step([9, 2], [1, 1], "stop")):
         answer.take(new, lossless=False)
     made = answer.generation(tiny_pair)
@@ -95,7 +95,7 @@ def test_steps_become_cycles_and_ranks_become_origins(tiny_pair: Pair) -> None:
     assert made.origins == ("target", "draft", "judge", "target", "draft", "target")
     assert (made.cycles, made.finish, made.prompt_tokens) == (2, "eos", 3)
     assert made.text == "w1 w2 w3 w4 w5"
-    tied = _Answer(1)
+    tied = PartialAnswer(1)
     tied.take(step([6, 7], [2, 1], "length"), lossless=True)
     assert tied.origins == ["draft", "target"]  # the lower of two equal tokens is the target's choice all the same
     assert tied.generation(tiny_pair).finish == "length"

@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -25,10 +26,10 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.vllm import serve
 from selfjudge.integrations.vllm.approval import MARK, Approval
 from selfjudge.integrations.vllm.config import RequestRules, WorkerConfig, target_sha256
-from selfjudge.integrations.vllm.counts import STEPS, Counts, Step
+from selfjudge.integrations.vllm.counts import STEPS, CountedStep, Counts
 from selfjudge.integrations.vllm.engine import RUNNER, choose_runner
 from selfjudge.integrations.vllm.label import outline_pair, parse_engine_options
-from selfjudge.integrations.vllm.plan import LastPlan, LastRows, Plan, Rows, encode
+from selfjudge.integrations.vllm.plan import DraftRows, LastPlan, Plan, encode
 from selfjudge.integrations.vllm.signatures import adapter_of
 from selfjudge.judge.config import FEATURES, JudgeConfig
 from selfjudge.judge.model import Judge
@@ -221,7 +222,7 @@ def test_flat_rows_are_decided_as_blocks_are(
     drafts[::2] = logits[::2].argmax(-1)
     if seed % 5 == 0:
         hidden[0, 0], logits[n // 2, 3] = torch.nan, torch.inf
-    rows = Rows.of(torch.tensor(counts), n)
+    rows = DraftRows.of(torch.tensor(counts), n)
     # a request's rows: each predicts a draft that the row after it has read, and the last one predicts none
     at = torch.arange(n) + rows.owner
     states, predicting = torch.zeros(n + len(counts), H), torch.zeros(n + len(counts), V)
@@ -261,7 +262,7 @@ def guard(rule: AcceptanceRule) -> AcceptanceRule:
 def test_the_judge_approves_aligned_drafts_too() -> None:
     """A sampled request may refuse its most likely token; one that the judge approves it never does."""
     logits = torch.tensor([[5.0, *[0.0] * (V - 1)]] * 3)
-    plan = Plan([Judged(judge(), 0.0), Judged(judge(), 1.0)], Rows.of(torch.tensor([1, 1]), 2), 1)
+    plan = Plan([Judged(judge(), 0.0), Judged(judge(), 1.0)], DraftRows.of(torch.tensor([1, 1]), 2), 1)
     mask = Approval(judge(), (), CPU)(torch.randn(4, H), logits, torch.tensor([0, 2]), torch.tensor([0, 0]), plan)
     assert mask.tolist() == [True, False]
 
@@ -271,7 +272,7 @@ def test_every_rule_that_looks_at_drafts_alone_has_a_kernel() -> None:
     assert {text for text, rule in parsed.items() if encode(rule) is None} == {
         "relaxed:4,0.5", "typical", "random:0.5",
     }  # fmt: skip
-    rows = Rows.of(torch.tensor([1]), 1)
+    rows = DraftRows.of(torch.tensor([1]), 1)
     assert {text for text, rule in parsed.items() if Plan([rule], rows, 4).looks_ahead} == {
         "judged:price=0.4", "judged:0.4,confirm=1", "margin:price=0.8", "margin:price=0", "fly:0.2,1",
     }  # fmt: skip
@@ -282,7 +283,8 @@ def _parsed(text: str) -> AcceptanceRule:
 
 
 def test_a_plan_is_made_when_rules_or_rows_change() -> None:
-    plans, rows = LastPlan(), LastRows()
+    last = LastPlan()
+    plans, rows = last.plan, last.rows
     one, other = Margin(1.0), Margin(1.0)
     first = plans([one, None], rows([2, 1], CPU), 4)
     assert plans([one, None], rows([2, 1], CPU), 4) is first
@@ -292,11 +294,11 @@ def test_a_plan_is_made_when_rules_or_rows_change() -> None:
 
 def test_a_step_without_the_judge_counts_what_was_accepted_for_both() -> None:
     counted = Counts(CPU, "model", "0")
-    counted.add(Rows.of(torch.tensor([3, 0, 2]), 5), torch.tensor([3, 0, 1]), None)  # the second has no drafts
+    counted.add(DraftRows.of(torch.tensor([3, 0, 2]), 5), torch.tensor([3, 0, 1]), None)  # the second has no drafts
     assert counted.read() == {"cycles": 2, "tokens": 4, "aligned_tokens": 4, "judged_tokens": 0}
 
 
-def drawn_step(dice: random.Random, rows: LastRows, partly: bool) -> tuple[Step, list[int]]:
+def drawn_step(dice: random.Random, rows: Callable[..., DraftRows], partly: bool) -> tuple[CountedStep, list[int]]:
     """A step of up to four requests, and what it adds to each counter, counted one draft at a time."""
     counts = dice.choice([[3, 0, 2], [2, 2], [1], [0, 3, 3, 1], [0]])
     accepted = [dice.randint(0, count) for count in counts]
@@ -316,7 +318,7 @@ def drawn_step(dice: random.Random, rows: LastRows, partly: bool) -> tuple[Step,
             against = sum(raised[place] and not aligned[place] for place in range(k))
             wanted = [a + b for a, b in zip(wanted, [1, k + 1, leading + 1, against], strict=True)]
         at += count
-    step = Step(rows(counts, CPU), sampled, (flags if partly else flags[:2]) if judged else None)
+    step = CountedStep(rows(counts, CPU), sampled, (flags if partly else flags[:2]) if judged else None)
     return (step._replace(sampled=(sampled >= 0).sum(1, dtype=torch.int32)) if partly else step), wanted
 
 
@@ -325,7 +327,7 @@ def drawn_step(dice: random.Random, rows: LastRows, partly: bool) -> tuple[Step,
 @pytest.mark.slow
 def test_steps_that_are_counted_together_count_as_one_by_one(seed: int, partly: bool) -> None:
     """Whatever changes between them: requests, the longest block, whether the judge was asked."""
-    dice, rows, counted, wanted = random.Random(seed), LastRows(), Counts(CPU, "model", "0"), [0, 0, 0, 0]
+    dice, rows, counted, wanted = random.Random(seed), LastPlan().rows, Counts(CPU, "model", "0"), [0, 0, 0, 0]
     for _ in range(dice.randint(1, 2 * STEPS + 20)):
         step, more = drawn_step(dice, rows, partly)
         counted.add(*step)
@@ -336,7 +338,7 @@ def test_steps_that_are_counted_together_count_as_one_by_one(seed: int, partly: 
 
 
 def test_steps_are_kept_until_there_are_enough_or_somebody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted, rows, shown = Counts(CPU, "model", "0"), LastRows(), []
+    counted, rows, shown = Counts(CPU, "model", "0"), LastPlan().rows, []
     monkeypatch.setattr(counted, "_show", shown.append)
     monkeypatch.setattr("selfjudge.integrations.vllm.counts.EVERY", -1.0)
     for _ in range(STEPS - 1):
@@ -351,7 +353,7 @@ def test_steps_are_kept_until_there_are_enough_or_somebody_looks(monkeypatch: py
 
 
 def test_rows_are_computed_when_they_change() -> None:
-    rows = LastRows()
+    rows = LastPlan().rows
     first = rows([2, 0, 1], CPU)
     assert rows([2, 0, 1], CPU) is first
     other = rows([1, 2], CPU)
@@ -362,7 +364,7 @@ def test_rows_are_computed_when_they_change() -> None:
 
 def test_each_row_has_the_rule_of_its_request() -> None:
     hidden, logits, drafts = torch.randn(6, H), torch.randn(6, V), torch.tensor([1, 2, 3, -1])
-    at, rows = torch.tensor([0, 1, 3, 4]), Rows.of(torch.tensor([2, 2]), 4)
+    at, rows = torch.tensor([0, 1, 3, 4]), DraftRows.of(torch.tensor([2, 2]), 4)
     everything = Judged(judge(), 0.0)
     for chosen, wanted in (([everything, None], [1, 1, 0, 0]), ([None, everything], [0, 0, 1, 0])):
         mask = Approval(judge(), (), CPU)(hidden, logits, at, drafts, Plan(chosen, rows, 4))
@@ -372,7 +374,7 @@ def test_each_row_has_the_rule_of_its_request() -> None:
 def test_a_step_without_drafts_decides_nothing() -> None:
     none, plan = (
         torch.zeros(0, dtype=torch.int32),
-        Plan([_parsed("margin:price=1")] * 2, Rows.of(torch.tensor([0, 0]), 0), 4),
+        Plan([_parsed("margin:price=1")] * 2, DraftRows.of(torch.tensor([0, 0]), 0), 4),
     )
     assert Approval(None, (), CPU)(torch.zeros(2, H), torch.zeros(2, V), none, none, plan).tolist() == []
 
@@ -381,7 +383,7 @@ def test_a_missing_draft_ends_what_a_price_looks_at() -> None:
     """The first draft is worth its harm only if the two after it are tokens that match."""
     logits = torch.zeros(4, V)
     logits[:, 0] = 1.0  # a margin of 1 for every other token
-    rows, rule = Rows.of(torch.tensor([3]), 3), guard(_parsed("margin:price=0.4"))
+    rows, rule = DraftRows.of(torch.tensor([3]), 3), guard(_parsed("margin:price=0.4"))
     approval = Approval(None, (), CPU)
     for drafts, wanted in (([5, 0, 0], True), ([5, 0, -1], False), ([5, -1, 0], False)):
         mask = approval(torch.zeros(4, H), logits, torch.arange(3), torch.tensor(drafts), Plan([rule], rows, 4))

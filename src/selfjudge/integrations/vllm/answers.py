@@ -7,7 +7,6 @@ accepted against the target's choice is told by their rank among the target's ow
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,7 @@ from selfjudge.decoding.rules import AcceptanceRule, Judged
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.answerer import Answerer, AnswerOptions, Answers
 from selfjudge.integrations.vllm.config import KEY, WORKER
-from selfjudge.integrations.vllm.engine import OneEngine
+from selfjudge.integrations.vllm.engine import PairEngine
 from selfjudge.integrations.vllm.serve import speculation
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair, Prompt
@@ -36,9 +35,8 @@ class VllmAnswerer(Answerer):
     def __init__(
         self, pair: Pair, model: str, engine_options: Mapping[str, Any] | None = None, judge: Judge | None = None
     ) -> None:
-        os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")  # this process has threads already
-        self.pair, self.model, self.options, self.judge = pair, model, dict(engine_options or {}), judge
-        self._engine = OneEngine()
+        self.pair, self.judge = pair, judge
+        self._engine = PairEngine(pair, model, engine_options)
         self._folder = tempfile.TemporaryDirectory(prefix="selfjudge-judge-")
 
     @property
@@ -50,53 +48,37 @@ class VllmAnswerer(Answerer):
 
     def answer(self, prompts: Sequence[Prompt], rule: AcceptanceRule, options: AnswerOptions) -> Answers:
         """Greedy answers; seeds are for rules that vLLM does not take."""
-        from vllm.sampling_params import RequestOutputKind, SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
-        asked = request_options(rule)
-        engine = self._started(options.gamma, rule.judge).llm_engine
+        extra = {KEY: request_options(rule)}
+        more = {"logprobs": 0, "output_kind": RequestOutputKind.DELTA, "extra_args": extra if options.gamma else None}
+        engine = self._start(options.gamma, rule.judge).llm_engine
         encoded = self.pair.encode_many(prompts)
-        window = engine.model_config.max_model_len
-        if long := [len(ids) for ids in encoded if len(ids) >= window]:
-            raise SelfJudgeError(f"a prompt has {long[0]} tokens and vLLM's max_model_len is {window}: raise it")
-        making = {str(i): _Answer(len(ids)) for i, ids in enumerate(encoded)}
+        limit, eos_ids = options.max_new_tokens, self.pair.eos_ids
+        params = [self._engine.sampling_params(ids, limit, eos_ids, **more) for ids in encoded]
+        answers = {str(i): PartialAnswer(len(ids)) for i, ids in enumerate(encoded)}
         start = time.perf_counter()
-        for name, ids in zip(making, encoded, strict=True):
-            params = SamplingParams(
-                temperature=0,
-                max_tokens=min(options.max_new_tokens, window - len(ids)),
-                stop_token_ids=sorted(self.pair.eos_ids),
-                detokenize=False,
-                logprobs=0,
-                output_kind=RequestOutputKind.DELTA,
-                extra_args={KEY: asked} if options.gamma else None,
-            )
-            engine.add_request(name, {"prompt_token_ids": ids}, params)
+        for name, ids, own in zip(answers, encoded, params, strict=True):
+            engine.add_request(name, {"prompt_token_ids": ids}, own)
         while engine.has_unfinished_requests():
             for output in engine.step():
-                making[output.request_id].take(output.outputs[0], lossless=rule.lossless)
+                answers[output.request_id].take(output.outputs[0], lossless=rule.lossless)
         total = time.perf_counter() - start
-        answers = [answer.generation(self.pair) for answer in making.values()]
-        return answers, {**dict.fromkeys(PHASES, 0.0), "total": total}
+        generations = [answer.generation(self.pair) for answer in answers.values()]
+        return generations, {**dict.fromkeys(PHASES, 0.0), "total": total}
 
-    def _started(self, gamma: int, judge: Judge | None) -> Any:
+    def _start(self, gamma: int, judge: Judge | None) -> Any:
         """The engine with this γ and judge."""
         self.judge = judge or self.judge
-        own: dict[str, Any] = {}
-        if gamma:
-            settings = {"rule": "exact"} if self.judge is None else {"judge": str(self._saved(self.judge))}
-            own = {
-                "speculative_config": speculation(self.pair.target_id, self.pair.draft_id, gamma),
-                "worker_cls": WORKER,
-                "additional_config": {KEY: settings},
-            }
-        common = {"model": self.model, "dtype": self.pair.dtype, "trust_remote_code": False}
         # rules are timed on the same prompts: none may find them read already
-        return self._engine(
-            (gamma, None if self.judge is None else self.judge.digest()),
-            common | {"enable_prefix_caching": False} | own | self.options,
-        )
+        ours: dict[str, Any] = {"enable_prefix_caching": False}
+        if gamma:
+            settings = {"rule": "exact"} if self.judge is None else {"judge": str(self._save(self.judge))}
+            ours["speculative_config"] = speculation(self.pair.target_id, self.pair.draft_id, gamma)
+            ours |= {"worker_cls": WORKER, "additional_config": {KEY: settings}}
+        return self._engine.start((gamma, None if self.judge is None else self.judge.digest()), ours)
 
-    def _saved(self, judge: Judge) -> Path:
+    def _save(self, judge: Judge) -> Path:
         folder = Path(self._folder.name) / judge.digest()
         if not folder.is_dir():
             judge.save_pretrained(folder)
@@ -104,8 +86,8 @@ class VllmAnswerer(Answerer):
 
 
 @dataclass
-class _Answer:
-    """An answer in the making."""
+class PartialAnswer:
+    """An answer that is not complete yet."""
 
     prompt_tokens: int
     tokens: list[int] = field(default_factory=list)

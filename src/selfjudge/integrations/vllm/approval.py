@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from selfjudge.decoding.rules import AcceptanceRule, Judged, Margin
-from selfjudge.integrations.vllm.plan import NAN, Plan, Rows
+from selfjudge.integrations.vllm.plan import NAN, DraftRows, Plan
 from selfjudge.judge.features import token_features
 from selfjudge.judge.model import Judge
 from selfjudge.ops.argmax import argmax_checked, has_triton
@@ -94,7 +94,7 @@ class Approval:
         states = torch.zeros((2, width), dtype=dtype, device=device)
         logits = torch.zeros((2, vocabulary), dtype=dtype, device=device)
         first = torch.zeros(1, dtype=torch.int32, device=device)
-        rows = Rows.of(torch.ones(1, dtype=torch.long, device=device), 1)
+        rows = DraftRows.of(torch.ones(1, dtype=torch.long, device=device), 1)
         asked: list[AcceptanceRule] = [Margin(0.0), Margin(price=0.0)]  # with and without a look ahead
         if self.judge is not None:
             asked += [Judged(self.judge, 1.0), Judged(self.judge, price=0.0)]

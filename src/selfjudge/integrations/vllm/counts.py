@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from selfjudge.integrations.vllm.plan import Rows
+from selfjudge.integrations.vllm.plan import DraftRows
 
 COUNTERS = {
     "cycles": "Verified blocks of drafts.",
@@ -30,10 +30,10 @@ def _counters() -> list[Any]:
     return [Counter(f"selfjudge:{name}", text, ["model_name", "engine"]) for name, text in COUNTERS.items()]
 
 
-class Step(NamedTuple):
+class CountedStep(NamedTuple):
     """The drafts of a step and what was accepted of them."""
 
-    rows: Rows
+    rows: DraftRows
     sampled: Tensor
     """[R, γ+1] the tokens of each request, −1 where there is none; or [R] their number. The last one is not a draft."""
     flags: Tensor | None
@@ -41,16 +41,16 @@ class Step(NamedTuple):
     of the others, those that were accepted count as aligned. None: all requests are lossless."""
 
 
-def counted(steps: Sequence[Step]) -> Tensor:
+def count_steps(steps: Sequence[CountedStep]) -> Tensor:
     """The counters [4] of steps that all asked a rule, or none did: they are counted as one larger step."""
-    counts, accepted = torch.cat([step.rows.counts for step in steps]), _sampled(steps) - 1
+    counts, accepted = torch.cat([step.rows.counts for step in steps]), _count_sampled(steps) - 1
     drafted = counts > 0
     cycles = drafted.sum()
     tokens = (accepted * drafted).sum() + cycles
     flags = [step.flags for step in steps if step.flags is not None]
     if not flags:
         return torch.stack([cycles, tokens, tokens, torch.zeros_like(tokens)])
-    rows = Rows.of(counts, sum(len(step.rows.owner) for step in steps))
+    rows = DraftRows.of(counts, sum(len(step.rows.owner) for step in steps))
     emitted = rows.place < accepted[rows.owner]
     raised, aligned, *marked = torch.cat(flags, 1)
     if marked:
@@ -58,7 +58,7 @@ def counted(steps: Sequence[Step]) -> Tensor:
     return torch.stack([cycles, tokens, rows.leading(aligned).sum() + cycles, (emitted & raised & ~aligned).sum()])
 
 
-def _sampled(steps: Sequence[Step]) -> Tensor:
+def _count_sampled(steps: Sequence[CountedStep]) -> Tensor:
     """[R] how many tokens each request of all steps got; a step's blocks are as wide as its longest."""
     blocks = [torch.cat(list(group)) for _, group in groupby([step.sampled for step in steps], lambda x: x.shape[1:])]
     return torch.cat([(block >= 0).sum(1) if block.ndim > 1 else block for block in blocks])
@@ -73,16 +73,16 @@ class Counts:
 
     def __init__(self, device: torch.device, *labels: str) -> None:
         self.total = torch.zeros(len(COUNTERS), dtype=torch.long, device=device)
-        self._steps: list[Step] = []
+        self._steps: list[CountedStep] = []
         self._labels = labels
         self._shown = [0] * len(COUNTERS)
         self._copy = torch.zeros_like(self.total, device="cpu", pin_memory=device.type == "cuda")
         self._arrived: torch.Event | None = None
         self._copied = time.monotonic()
 
-    def add(self, rows: Rows, sampled: Tensor, flags: Tensor | None) -> None:
-        """One step, as `Step` says; the tensors are read later and must not be written to again."""
-        self._steps.append(Step(rows, sampled, flags))
+    def add(self, rows: DraftRows, sampled: Tensor, flags: Tensor | None) -> None:
+        """One step, as `CountedStep` says; the tensors are read later and must not be written to again."""
+        self._steps.append(CountedStep(rows, sampled, flags))
         if len(self._steps) >= STEPS:
             self._fold()
 
@@ -92,7 +92,7 @@ class Counts:
         steps, self._steps = self._steps, []
         for lossless in (True, False):
             if alike := [step for step in steps if (step.flags is None) is lossless]:
-                self.total += counted(alike)
+                self.total += count_steps(alike)
 
     def read(self) -> dict[str, int]:
         """The totals now; waits for the device."""

@@ -1,13 +1,15 @@
-"""One `vllm.LLM` at a time: the next one starts when the last is gone. And which of vLLM's model runners it has."""
+"""The `vllm.LLM` of a pair: one at a time, the next starts when the last is gone. And which model runner it has."""
 
 from __future__ import annotations
 
 import gc
 import os
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
+from selfjudge.errors import SelfJudgeError
+from selfjudge.models.pair import Pair
 from selfjudge.store import versions
 
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
@@ -23,23 +25,36 @@ def choose_runner() -> None:
         os.environ.setdefault(RUNNER, "0")
 
 
-class OneEngine:
-    """Starts an engine where it is not the one that runs already."""
+class PairEngine:
+    """Runs the target of a pair in vLLM, which loads `model`; `options` go to `vllm.LLM` and win over ours."""
 
-    def __init__(self) -> None:
+    def __init__(self, pair: Pair, model: str, options: Mapping[str, Any] | None) -> None:
+        os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")  # this process has threads already
+        os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # results alone go to stdout
+        self._common = {"model": model, "dtype": pair.dtype, "trust_remote_code": False}
+        self._options = dict(options or {})
         self._key: Hashable = None
         self._llm: Any = None
 
-    def __call__(self, key: Hashable, options: Mapping[str, Any]) -> Any:
-        """The engine of that key, started with these options if another ran, or none."""
+    def start(self, key: Hashable, ours: Mapping[str, Any]) -> Any:
+        """The engine of that key, started with these options of ours unless it runs already."""
         if self._llm is None or self._key != key:
             self.close()
-            os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # results alone go to stdout
             choose_runner()
             from vllm import LLM
 
-            self._llm, self._key = LLM(**options), key
+            self._llm, self._key = LLM(**{**self._common, **ours, **self._options}), key
         return self._llm
+
+    def sampling_params(self, prompt: Sequence[int], limit: int, eos_ids: Collection[int], **more: Any) -> Any:
+        """vLLM's `SamplingParams` for up to `limit` tokens; greedy unless `more` says otherwise."""
+        from vllm import SamplingParams
+
+        window = self._llm.llm_engine.model_config.max_model_len
+        if len(prompt) >= window:
+            raise SelfJudgeError(f"a prompt has {len(prompt)} tokens and vLLM's max_model_len is {window}: raise it")
+        ours = {"temperature": 0, "stop_token_ids": sorted(eos_ids), "detokenize": False}
+        return SamplingParams(max_tokens=min(limit, window - len(prompt)), **{**ours, **more})
 
     def close(self) -> None:
         if self._llm is not None:

@@ -8,9 +8,9 @@ Branches share their prefix with the response through vLLM's prefix cache.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import accumulate
+from dataclasses import asdict
+from itertools import accumulate, repeat
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from selfjudge.decoding.plain import Answer
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.errors import SelfJudgeError, first_line
-from selfjudge.integrations.vllm.engine import OneEngine
+from selfjudge.integrations.vllm.engine import PairEngine
 from selfjudge.label.score import Case, Scorer, Scores
 from selfjudge.models.catalogue import draft_for
 from selfjudge.models.device import choose_device
@@ -97,15 +97,13 @@ class VllmBackend:
     """The backend. `options` go to `vllm.LLM` (such as tensor_parallel_size); one engine lives at a time."""
 
     def __init__(self, pair: Pair, model: str, options: Mapping[str, Any] | None = None) -> None:
-        os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")  # this process has threads already
-        self.pair, self.model, self.options = pair, model, dict(options or {})
-        self._engine = OneEngine()
+        self.pair = pair
+        self._engine = PairEngine(pair, model, options)
         pair.target_model.remote = self
 
     def engine(self, kind: str) -> Any:
         """The engine that generates, or the one that pools; the other is shut down."""
-        options = {"model": self.model, "dtype": self.pair.dtype, **(POOLING if kind == "pool" else {})}
-        return self._engine(kind, {"trust_remote_code": False} | options | self.options)
+        return self._engine.start(kind, POOLING if kind == "pool" else {})
 
     def close(self) -> None:
         self._engine.close()
@@ -123,24 +121,12 @@ class VllmBackend:
         """As `decoding.plain.respond`, all at once: vLLM makes the batches. It has random numbers of its own."""
         if not prompts:
             return
-        from vllm import SamplingParams
-
         llm = self.engine("generate")
-        window = llm.llm_engine.model_config.max_model_len
-        if long := [len(prompt) for prompt in prompts if len(prompt) >= window]:
-            raise SelfJudgeError(f"a prompt has {long[0]} tokens and vLLM's max_model_len is {window}: raise it")
         limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
-        drawn = {} if sampling is None else {"top_p": sampling.top_p, "top_k": sampling.top_k}
+        drawn = {} if sampling is None else asdict(sampling)
         params = [
-            SamplingParams(
-                temperature=0 if sampling is None else sampling.temperature,
-                max_tokens=min(limit, window - len(prompt)),
-                stop_token_ids=sorted(eos_ids),
-                seed=None if seeds is None else seeds[i],
-                detokenize=False,
-                **drawn,
-            )
-            for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
+            self._engine.sampling_params(prompt, limit, eos_ids, seed=seed, **drawn)
+            for prompt, limit, seed in zip(prompts, limits, seeds or repeat(None), strict=False)
         ]
         outputs = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)
         for i, output in enumerate(outputs):

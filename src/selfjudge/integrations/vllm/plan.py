@@ -51,7 +51,7 @@ def encode(rule: AcceptanceRule | None) -> Code | None:
 
 
 @dataclass(frozen=True)
-class Rows:
+class DraftRows:
     """Which of R requests owns each of n flat rows."""
 
     owner: Tensor
@@ -64,7 +64,7 @@ class Rows:
     """[R] the first row of each request."""
 
     @classmethod
-    def of(cls, counts: Tensor, total: int) -> Rows:
+    def of(cls, counts: Tensor, total: int) -> DraftRows:
         """From the drafts of each request [R] on the device, and their sum on the host: nothing waits."""
         requests = torch.arange(len(counts), device=counts.device)
         owner = torch.repeat_interleave(requests, counts, output_size=total)
@@ -82,23 +82,10 @@ class Rows:
         return self.counts.scatter_reduce(0, self.owner, stops, "amin")
 
 
-class LastRows:
-    """The rows of a step. Most steps have those of the step before: then nothing is computed."""
-
-    def __init__(self) -> None:
-        self._last: tuple[list[int], Rows] | None = None
-
-    def __call__(self, counts: list[int], device: torch.device) -> Rows:
-        if self._last is None or self._last[0] != counts:
-            on_device = torch.tensor(counts).to(device, non_blocking=True)
-            self._last = counts, Rows.of(on_device, sum(counts))
-        return self._last[1]
-
-
 class Plan:
     """What the rules of R requests ask of the rows of a step."""
 
-    def __init__(self, rules: Sequence[AcceptanceRule | None], rows: Rows, gamma: int) -> None:
+    def __init__(self, rules: Sequence[AcceptanceRule | None], rows: DraftRows, gamma: int) -> None:
         """`gamma`: the most drafts that a request has."""
         self.rules, self.rows, self.gamma = list(rules), rows, gamma
         self.different = list(dict.fromkeys(rule for rule in rules if rule is not None))
@@ -143,13 +130,22 @@ class Plan:
 
 
 class LastPlan:
-    """The plan of a step; made when its requests, their rules or their numbers of drafts change."""
+    """Rows and plan of a step. Most steps have those of the step before: then nothing is computed."""
 
     def __init__(self) -> None:
-        self._last: Plan | None = None
+        self._counts: list[int] = []
+        self._rows: DraftRows | None = None
+        self._plan: Plan | None = None
 
-    def __call__(self, rules: Sequence[AcceptanceRule | None], rows: Rows, gamma: int) -> Plan:
-        last = self._last
-        if last is None or last.rows is not rows or last.rules != list(rules):
-            self._last = last = Plan(rules, rows, gamma)
-        return last
+    def rows(self, counts: list[int], device: torch.device) -> DraftRows:
+        """The rows of requests with so many drafts."""
+        if self._rows is None or self._counts != counts:
+            on_device = torch.tensor(counts).to(device, non_blocking=True)
+            self._counts, self._rows = counts, DraftRows.of(on_device, sum(counts))
+        return self._rows
+
+    def plan(self, rules: Sequence[AcceptanceRule | None], rows: DraftRows, gamma: int) -> Plan:
+        """What these rules ask of the rows."""
+        if self._plan is None or self._plan.rows is not rows or self._plan.rules != list(rules):
+            self._plan = Plan(rules, rows, gamma)
+        return self._plan

@@ -13,13 +13,13 @@ from selfjudge.errors import SelfJudgeError, first_line
 
 def adapter_of(module: str) -> Any:
     """The adapter for the runner whose rejection sampler lives in that module of vLLM; refuse one that is not known."""
-    version = "v2" if module.startswith("vllm.v1.worker.gpu.") else "v1"
+    second = module.startswith("vllm.v1.worker.gpu.")
     try:
-        adapter = import_module(f"selfjudge.integrations.vllm.{version}")
+        adapter = import_module(f"selfjudge.integrations.vllm.{'v2' if second else 'v1'}")
     except ImportError as error:  # this vLLM lacks something that the adapter uses
         _unknown(first_line(error))
     adapter.check()
-    return adapter.Adapter
+    return adapter.SecondRunnerAdapter if second else adapter.FirstRunnerAdapter
 
 
 def takes(function: Callable[..., Any], known: Sequence[str]) -> None:

@@ -6,7 +6,6 @@ target's own rows. The rejection sampler then works on a copy of the logits, whe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +17,7 @@ from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.integrations.vllm.approval import Agree, Approval
 from selfjudge.integrations.vllm.config import RequestRules
 from selfjudge.integrations.vllm.counts import Counts
-from selfjudge.integrations.vllm.plan import LastPlan, LastRows, Rows
+from selfjudge.integrations.vllm.plan import DraftRows, LastPlan
 from selfjudge.integrations.vllm.signatures import exactly, has, holds, takes
 
 
@@ -30,76 +29,68 @@ def check() -> None:
     holds(SpecDecodeMetadata, "draft_token_ids", "num_draft_tokens", "target_logits_indices")
 
 
-@dataclass
-class Verification:
-    """What is known of the current step. Not kept in the sampler itself: setting attributes of a module is slow."""
-
-    rows: Rows | None = None
-    """None outside of a step (profiling runs)."""
-    approved: Tensor | None = None
-    """[n] which drafts the rules approved; None where all requests are lossless."""
-    flags: Tensor | None = None
-    """[2, n] what `Approval.mark` returned."""
-
-    def clear(self) -> None:
-        self.rows = self.approved = self.flags = None
-
-
-class JudgeSampler(RejectionSampler):
+class FirstRunnerSampler(RejectionSampler):
     """vLLM's rejection sampler, in which an approved draft is accepted."""
 
-    approval: Approval
-    counts: Counts
-    step: Verification
+    adapter: FirstRunnerAdapter
 
     def apply_logits_processors(self, logits: Tensor, sampling_metadata: Any, metadata: Any) -> Tensor:
         logits = super().apply_logits_processors(logits, sampling_metadata, metadata)
-        step = self.step
-        if step.approved is not None:
-            step.flags = self.approval.mark(logits, metadata.draft_token_ids, step.approved)
+        self.adapter.mark(logits, metadata.draft_token_ids)
         return logits
 
     def forward(self, metadata: Any, draft_probs: Tensor | None, logits: Tensor, sampling_metadata: Any) -> Any:
         output = super().forward(metadata, draft_probs, logits, sampling_metadata)
-        step = self.step
-        if step.rows is not None:
-            self.counts.add(step.rows, output.sampled_token_ids, step.flags)  # vLLM makes new tensors in every step
-        step.clear()
+        self.adapter.after_sampling(output.sampled_token_ids)
         return output
 
 
-class Adapter:
-    """Connects a runner and its sampler: the class of the sampler object is replaced by `JudgeSampler`."""
+class FirstRunnerAdapter:
+    """Connects a runner and its sampler, whose class is replaced by `FirstRunnerSampler`; holds the current step."""
 
     def __init__(self, runner: Any, approval: Approval, counts: Counts, rules: RequestRules, agree: Agree) -> None:
         has(runner, "execute_model_state", "input_batch", "requests", "rejection_sampler")
-        self.runner, self.approval, self.rules, self.agree = runner, approval, rules, agree
-        self.step, sampler = Verification(), runner.rejection_sampler
-        exactly(sampler, RejectionSampler)
-        sampler.__class__ = JudgeSampler  # its attributes stay as this version's constructor made them
-        sampler.approval, sampler.counts, sampler.step = approval, counts, self.step
-        self._rows, self._plan = LastRows(), LastPlan()
+        self.runner, self.approval, self.counts, self.rules, self.agree = runner, approval, counts, rules, agree
+        exactly(runner.rejection_sampler, RejectionSampler)
+        runner.rejection_sampler.__class__ = FirstRunnerSampler  # its attributes stay as this version made them
+        runner.rejection_sampler.adapter = self
+        self._last = LastPlan()
         self._params: list[Any] = []
         self._known: dict[str, tuple[Any, AcceptanceRule | None]] = {}
+        self._begin(None)
+
+    def _begin(self, rows: DraftRows | None) -> None:
+        self._rows = rows
+        """None outside of a step (profiling runs)."""
+        self._approved: Tensor | None = None
+        """[n] which drafts the rules approved; None where all requests are lossless."""
+        self._flags: Tensor | None = None
+        """[2, n] what `Approval.mark` returned."""
 
     def before_sampling(self) -> None:
         """Ask the rules about the drafts that are about to be verified."""
-        step, state = self.step, self.runner.execute_model_state
-        step.clear()
+        state = self.runner.execute_model_state
         if state is None or state.spec_decode_metadata is None:
+            self._begin(None)
             return
         drafts, rules = state.spec_decode_metadata, self._requested()
-        step.rows = rows = self._rows(drafts.num_draft_tokens, drafts.draft_token_ids.device)
-        if not any(rules):
-            return
-        approved = self.approval(
-            state.sample_hidden_states,
-            state.logits,
-            drafts.target_logits_indices,
-            drafts.draft_token_ids,
-            self._plan(rules, rows, self.rules.gamma),
-        )
-        step.approved = self.agree(approved)
+        rows = self._last.rows(drafts.num_draft_tokens, drafts.draft_token_ids.device)
+        self._begin(rows)
+        if any(rules):
+            plan = self._last.plan(rules, rows, self.rules.gamma)
+            at, tokens = drafts.target_logits_indices, drafts.draft_token_ids
+            self._approved = self.agree(self.approval(state.sample_hidden_states, state.logits, at, tokens, plan))
+
+    def mark(self, logits: Tensor, drafts: Tensor) -> None:
+        """Mark the approved drafts on the logits that are verified."""
+        if self._approved is not None:
+            self._flags = self.approval.mark(logits, drafts, self._approved)
+
+    def after_sampling(self, sampled: Tensor) -> None:
+        """Count the step; vLLM makes new tensors in every step."""
+        if self._rows is not None:
+            self.counts.add(self._rows, sampled, self._flags)
+        self._begin(None)
 
     def _requested(self) -> list[AcceptanceRule | None]:
         """The rules of the batch; looked up when the batch changes."""

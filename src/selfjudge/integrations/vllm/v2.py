@@ -22,7 +22,7 @@ from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.integrations.vllm.approval import Agree, Approval
 from selfjudge.integrations.vllm.config import RequestRules
 from selfjudge.integrations.vllm.counts import Counts
-from selfjudge.integrations.vllm.plan import LastPlan, LastRows
+from selfjudge.integrations.vllm.plan import LastPlan
 from selfjudge.integrations.vllm.signatures import exactly, has, holds, takes
 
 
@@ -45,15 +45,14 @@ def check() -> None:
     )  # fmt: skip
 
 
-class JudgeSampler(RejectionSampler):
+class SecondRunnerSampler(RejectionSampler):
     """vLLM's rejection sampler, in which an approved draft is accepted."""
 
     approval: Approval
     counts: Counts
-    mark: Mark
+    mark: MarkProcessor
     agree: Agree
-    rows: LastRows
-    plan: LastPlan
+    last: LastPlan
     hidden: Tensor | None = None
     """[rows, H] the states of this step; None outside of a step (warm-up)."""
 
@@ -63,11 +62,11 @@ class JudgeSampler(RejectionSampler):
         hidden, self.hidden = self.hidden, None
         if hidden is None:
             return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
-        rows = self.rows((np.diff(input_batch.cu_num_logits_np) - 1).tolist(), logits.device)
+        rows = self.last.rows((np.diff(input_batch.cu_num_logits_np) - 1).tolist(), logits.device)
         slots = input_batch.expanded_idx_mapping[rows.predicting].long()
         drafts = input_batch.input_ids[input_batch.logits_indices][rows.predicting + 1]
         rules = [self.mark.rules[slot] for slot in input_batch.idx_mapping_np[: input_batch.num_reqs].tolist()]
-        plan = self.plan(rules, rows, self.num_speculative_steps)
+        plan = self.last.plan(rules, rows, self.num_speculative_steps)
         approved = self.approval(hidden, logits, rows.predicting, drafts, plan)
         self.mark.begin(slots, rows.place, self.agree(approved))
         try:
@@ -79,7 +78,7 @@ class JudgeSampler(RejectionSampler):
         return output
 
 
-class Mark(LogitsProcessor):
+class MarkProcessor(LogitsProcessor):
     """Marks approved drafts on the copy of the logits that is verified.
 
     Keeps by request slot: the rule, and of the current block [slots, γ+1] what it approved and the flags of the mark.
@@ -88,12 +87,10 @@ class Mark(LogitsProcessor):
     open = False
     """Whether a verification is under way."""
 
-    def __init__(
-        self, approval: Approval, requested: RequestRules, slots: int, gamma: int, device: torch.device
-    ) -> None:
+    def __init__(self, approval: Approval, requested: RequestRules, slots: int, gamma: int) -> None:
         self.approval, self.requested = approval, requested
         self.rules: list[AcceptanceRule | None] = [None] * slots
-        self.approved = torch.zeros((slots, gamma + 1), dtype=torch.bool, device=device)
+        self.approved = torch.zeros((slots, gamma + 1), dtype=torch.bool, device=approval.special.device)
         self.flags = self.approved.new_zeros((3, slots, gamma + 1))
         """Raised, aligned anyway, marked at all: vLLM skips logits processors where all requests are lossless."""
 
@@ -121,7 +118,7 @@ class Mark(LogitsProcessor):
         return logits
 
 
-class Adapter:
+class SecondRunnerAdapter:
     """Connects a runner and its sampler: adds a logits processor and replaces the class of the sampler object."""
 
     def __init__(self, runner: Any, approval: Approval, counts: Counts, rules: RequestRules, agree: Agree) -> None:
@@ -129,13 +126,12 @@ class Adapter:
         has(runner.rejection_sampler, "sampler", "num_speculative_steps")
         has(runner.rejection_sampler.sampler, "logits_processors")
         self.runner, self.sampler = runner, runner.rejection_sampler
-        mark = Mark(approval, rules, runner.max_num_reqs, self.sampler.num_speculative_steps, approval.special.device)
+        mark = MarkProcessor(approval, rules, runner.max_num_reqs, self.sampler.num_speculative_steps)
         self.sampler.sampler.logits_processors.append(mark)
         exactly(self.sampler, RejectionSampler)
-        self.sampler.__class__ = JudgeSampler  # its attributes stay as this version's constructor made them
+        self.sampler.__class__ = SecondRunnerSampler  # its attributes stay as this version's constructor made them
         self.sampler.approval, self.sampler.counts = approval, counts
-        self.sampler.mark, self.sampler.agree, self.sampler.rows = mark, agree, LastRows()
-        self.sampler.plan = LastPlan()
+        self.sampler.mark, self.sampler.agree, self.sampler.last = mark, agree, LastPlan()
 
     def before_sampling(self) -> None:
         """Hand the states at the rows that are about to be verified to the sampler."""
