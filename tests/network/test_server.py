@@ -95,7 +95,7 @@ def test_greedy_answers_are_those_of_generate(server: Server, pair: Pair, judge:
         shares.append(answer.selfjudge["judged_share"])
     assert shares[1] == 0 < shares[0]
     assert ask(server, "w1").selfjudge["theta"] == 0.6  # R is what serving defaults to
-    assert any(re.fullmatch(r"requests that name no rule: judged, θ 0\.6, γ = \w+\n", line) for line in server.log)
+    assert any(re.fullmatch(r"requests that name no rule: judged, θ = 0\.6, γ = \w+\n", line) for line in server.log)
 
 
 def test_lossless_and_relaxed_requests_side_by_side(server: Server, pair: Pair, judge: Judge) -> None:
@@ -269,7 +269,7 @@ BAD: list[tuple[Any, str]] = [
     ({**GOOD, "frequency_penalty": 0.5}, "frequency_penalty is not"), ({**GOOD, "no_such_field": 1}, "no_such_field"),
     ({**GOOD, "\ud800": 1}, ""), ({**GOOD, "selfjudge": {"thetta": 1}}, "thetta"), ({**GOOD, "selfjudge": {"tokens": True}}, "needs stream"),
     ({**GOOD, "selfjudge": {"theta": 2}}, "must lie in [0, 1]"), ({**GOOD, "selfjudge": {"theta": "Q"}}, "theta"),
-    ({**GOOD, "selfjudge": {"quality": -1}}, "quality"), ({**GOOD, "selfjudge": {"gamma": 21}}, "between 0 and 20"),
+    ({**GOOD, "selfjudge": {"quality": -1}}, "quality"), ({**GOOD, "selfjudge": {"gamma": 21}}, "at most 20"),
     ({**GOOD, "selfjudge": {"gamma": 10**40}}, ""), ({**GOOD, "selfjudge": {"rule": "magic"}}, "unknown rule"),
     ({**GOOD, "selfjudge": {"rule": "topk:k=" + "9" * 40}}, "out of range"), ({**GOOD, "selfjudge": {"rule": ""}}, "unknown rule"),
     ({**GOOD, "selfjudge": {"rule": "relaxed:delta=nan"}}, "out of range"),

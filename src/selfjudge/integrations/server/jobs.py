@@ -23,15 +23,9 @@ FAILURES: dict[Failure, tuple[int, str]] = {
 class FullError(RefusedError):
     """The queue is full."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(429, message, "queue_full")
-
 
 class ClosedError(RefusedError):
     """The server is about to stop."""
-
-    def __init__(self) -> None:
-        super().__init__(*FAILURES["shutdown"])
 
 
 @dataclass(frozen=True)

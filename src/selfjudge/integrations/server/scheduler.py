@@ -15,12 +15,13 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from selfjudge.decoding.answer import Answer
 from selfjudge.decoding.text import Batch
 from selfjudge.integrations.server.config import ServerConfig
-from selfjudge.integrations.server.jobs import ClosedError, CompletionJob, Failure, FullError, Update
+from selfjudge.integrations.server.jobs import FAILURES, ClosedError, CompletionJob, Failure, FullError, Update
 from selfjudge.integrations.server.metrics import MODES, Metrics
 from selfjudge.integrations.server.rules import BatchKey, Rules
 from selfjudge.integrations.server.shadow import ShadowJobs
@@ -30,15 +31,12 @@ from selfjudge.types import Generation
 LOG = logging.getLogger("selfjudge.server")
 
 
+@dataclass
 class _ActiveBatch:
     """A batch that is being decoded, and the jobs of its answers."""
 
-    def __init__(self, batch: Batch) -> None:
-        self.batch = batch
-        self.jobs: dict[Answer, CompletionJob] = {}
-
-    def answer(self, job: CompletionJob) -> Answer | None:
-        return next((answer for answer, candidate in self.jobs.items() if candidate is job), None)
+    batch: Batch
+    jobs: dict[Answer, CompletionJob] = field(default_factory=dict)
 
 
 class Scheduler:
@@ -52,7 +50,6 @@ class Scheduler:
         self._state = threading.Condition()  # guards all that follows
         self._queue: deque[CompletionJob] = deque()
         self._active: dict[BatchKey, _ActiveBatch] = {}  # changed by the decoding thread alone
-        self._given_up: list[CompletionJob] = []
         self._encoding: Counter[int] = Counter()  # requests whose prompt becomes token ids now, by key
         self._running = 0
         self._prefilled = dict.fromkeys(MODES, 0)  # tokens that prefill yielded, which belong to no cycle
@@ -110,11 +107,11 @@ class Scheduler:
 
     def _check_room(self, key: int) -> None:
         if self.closed:
-            raise ClosedError
+            raise ClosedError(*FAILURES["shutdown"])
         share = self.config.queue_share
         if self._encoding[key] + sum(job.key == key for job in self._queue) >= share:
             whose = " with this key" if len(self.config.keys) > 1 else ""
-            raise FullError(f"{share} requests{whose} wait already: try again later")
+            raise FullError(429, f"{share} requests{whose} wait already: try again later", "queue_full")
 
     def cancel(self, job: CompletionJob, why: Failure) -> None:
         """Give up a job: at once if it waits, before the next pass if it is being decoded; nothing if it is over."""
@@ -124,10 +121,7 @@ class Scheduler:
             job.given_up = why
             if job in self._queue:
                 self._queue.remove(job)
-                self._end(job, None, why)
-            else:
-                self._given_up.append(job)
-                self._state.notify()
+                self._end(job, None, why, running=False)
 
     def close(self) -> None:
         """Take no more jobs."""
@@ -168,9 +162,6 @@ class Scheduler:
                 self._state.wait()
             if self._stopping and not self._active:
                 return False
-            given_up, self._given_up = self._given_up, []
-            if self._stopping:
-                given_up = [job for active in self._active.values() for job in active.jobs.values()]
             entering: list[CompletionJob] = []
             while (job := self._next(entering)) is not None:
                 self._queue.remove(job)
@@ -178,11 +169,11 @@ class Scheduler:
             self._running += len(entering)
         for job in (*entering, *([second] if second else [])):
             self._enter(job)
-        for job in given_up:
-            active = self._active.get(job.choice)
-            if not job.over and active is not None and (answer := active.answer(job)) is not None:
-                active.batch.drop(answer)
-                self._leave(active, answer, job.given_up or "shutdown")
+        for active in self._active.values():
+            for answer, job in list(active.jobs.items()):
+                if job.given_up or self._stopping:
+                    active.batch.drop(answer)
+                    self._leave(active, answer, job.given_up or "shutdown")
         return True
 
     def _next(self, entering: Sequence[CompletionJob]) -> CompletionJob | None:
@@ -228,7 +219,7 @@ class Scheduler:
             )
         except Exception:
             LOG.exception("an answer could not be started")
-            self._end_running(job, None, "error")
+            self._end(job, None, "error")
             return
         active.jobs[answer] = job
         with self._state:
@@ -266,15 +257,13 @@ class Scheduler:
             active.batch.close()
 
     def _leave(self, active: _ActiveBatch, answer: Answer, failure: Failure | None) -> None:
-        self._end_running(active.jobs.pop(answer), answer, failure)
+        self._end(active.jobs.pop(answer), answer, failure)
 
-    def _end_running(self, job: CompletionJob, answer: Answer | None, failure: Failure | None) -> None:
-        if not job.choice.background:
+    def _end(self, job: CompletionJob, answer: Answer | None, failure: Failure | None, *, running: bool = True) -> None:
+        """Count a job that is over, and send its last update."""
+        if running and not job.choice.background:
             with self._state:
                 self._running -= 1
-        self._end(job, answer, failure)
-
-    def _end(self, job: CompletionJob, answer: Answer | None, failure: Failure | None) -> None:
         job.over = True
         result = answer.generation() if answer is not None and failure is None else None
         if not job.choice.background:

@@ -37,7 +37,7 @@ class Approval:
         """[n] which drafts their rules accept, as the rules do in our own loop.
 
         Row `at[i]` of the target's logits [m, V] predicts draft i; the row after it of the states [m, H] has read that
-        draft. Never where there is no draft (−1), at special tokens, or where numbers are broken. Where alignment
+        draft. Never where there is no draft (−1), at special tokens, or where numbers are non-finite. Where alignment
         accepts a draft anyway, the mask may say either.
         """
         if not len(drafts):  # a step of prompts alone
@@ -48,23 +48,25 @@ class Approval:
             return approvals(self.weights, hidden, logits, at, drafts, plan, self.special)
         before, states, logits = hidden[at], hidden[at + 1], logits[at]
         drafted, drafts = drafts >= 0, drafts.long().clamp_min(0)
-        choice, broken = argmax_checked(logits)
+        choice, non_finite = argmax_checked(logits)
         scores = None
         if plan.judged:
             assert self.judge is not None
             x = token_features(states, before, logits, drafts, self.judge.config.features, choice)
             scores = self.judge.apply_margin_limit(self.judge.score(x), logits, drafts, choice)
             scores = self.judge.mask_non_finite(scores, states, before)
-        has_say = drafted & ~broken & ~self._special(drafts) & ~self._special(choice)
+        has_say = drafted & ~non_finite & ~self._special(drafts) & ~self._special(choice)
         approved = torch.zeros_like(drafted)
-        for rule, (requests, mine, block_of) in plan.members.items():
+        for rule, (requests, own, block_of) in plan.members.items():
             if scores is not None and isinstance(rule, Judged) and rule.price is None and not rule.confirm:
                 accepted = scores > rule.theta  # of sampled requests, too: whatever alignment says
             else:
-                known = Block(drafts, logits, scores=None if rule.judge is None else scores, argmax=(choice, broken))
+                known = Block(
+                    drafts, logits, scores=None if rule.judge is None else scores, argmax=(choice, non_finite)
+                )
                 judged = rule(_blocks(known, drafted, requests, plan)).judged
                 accepted = judged[block_of[plan.rows.owner], plan.rows.place]
-            approved = approved | (mine & has_say & accepted)
+            approved = approved | (own & has_say & accepted)
         return approved
 
     def mark(self, logits: Tensor, drafts: Tensor, approved: Tensor) -> Tensor:
@@ -99,8 +101,8 @@ class Approval:
         if self.judge is not None:
             asked += [Judged(self.judge, 1.0), Judged(self.judge, price=0.0)]
         for rule in asked:
-            refused = self(states, logits, first, first, Plan([rule], rows, 1))
-        self.mark(logits[:1].float(), first, refused)
+            approved = self(states, logits, first, first, Plan([rule], rows, 1))
+        self.mark(logits[:1].float(), first, approved)
 
     def _special(self, tokens: Tensor) -> Tensor:
         """[n] which tokens are special; `torch.isin` would sort, and wait for the device."""
@@ -108,14 +110,14 @@ class Approval:
 
 
 def _blocks(flat: Block, drafted: Tensor, requests: Tensor, plan: Plan) -> Block:
-    """The flat rows of these requests as one Block. Where a request has no draft, a broken row with a token that is not
-    the target's stands: every rule refuses it, as every walk ends there."""
+    """The flat rows of these requests as one Block. A missing draft becomes a token that is not the target's, in a row
+    that counts as non-finite: every rule rejects it, as every walk ends there."""
     assert flat.argmax is not None
     index, outside = (part[requests] for part in plan.index)
     missing = outside[:, :-1] | ~drafted[index[:, :-1]]
-    choice, broken = (part[index] for part in flat.argmax)
-    broken[:, :-1] |= missing
+    choice, non_finite = (part[index] for part in flat.argmax)
+    non_finite[:, :-1] |= missing
     another = (choice[:, :-1] + 1) % flat.target_logits.shape[-1]
     drafts = torch.where(missing, another, flat.draft_tokens[index[:, :-1]])
     scores = None if flat.scores is None else torch.where(missing, NAN, flat.scores[index[:, :-1]])
-    return Block(drafts, flat.target_logits[index], scores=scores, argmax=(choice, broken))
+    return Block(drafts, flat.target_logits[index], scores=scores, argmax=(choice, non_finite))

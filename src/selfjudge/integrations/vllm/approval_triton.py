@@ -34,7 +34,7 @@ def _rank(x_ptr, size, at, BLOCK: tl.constexpr):
 
 @triton.jit
 def _entropy(x_ptr, size, best, BLOCK: tl.constexpr):
-    """Of the softmax of a row whose largest logit is `best`, in nats."""
+    """Entropy of the softmax of a row whose largest logit is `best`, in nats."""
     column = tl.arange(0, BLOCK)
     total, weighted = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for first in range(0, size, BLOCK):
@@ -61,7 +61,7 @@ def _decide(
     row, token = tl.load(at_ptr + i).to(tl.int64), tl.load(draft_ptr + i).to(tl.int64)
     which, limit = tl.load(value_ptr + i), tl.load(limit_ptr + i)
     logits = logit_ptr + row * logit_step
-    choice, best, broken = row_argmax(logits, vocabulary, ROW_BLOCK)
+    choice, best, non_finite = row_argmax(logits, vocabulary, ROW_BLOCK)
     at = tl.load(logits + tl.maximum(token, 0)).to(tl.float32)
     value = best - at  # Δ log p = Δ logit
     if which == RANK:
@@ -75,7 +75,7 @@ def _decide(
                 inner_bias_ptr, hidden, units, judge_limit, LOWEST, MARGIN, PREVIOUS, LIMITED, MLP, BLOCK, UNITS,
             )  # fmt: skip
             value = -tl.where(which == SCORE, score, tl.log(score))
-    has_say = (token >= 0) & (broken == 0)
+    has_say = (token >= 0) & (non_finite == 0)
     if SPECIALS:
         has_say = has_say & (among(token, special_ptr, specials, SPECIALS) == 0)
         has_say = has_say & (among(choice, special_ptr, specials, SPECIALS) == 0)

@@ -119,14 +119,14 @@ class Plan:
 
     @cached_property
     def members(self) -> dict[AcceptanceRule, tuple[Tensor, Tensor, Tensor]]:
-        """By rule: its requests [r], which rows are theirs [n], and their index among its requests [R]."""
-        device, found = self.rows.owner.device, {}
+        """For each rule: its requests [r], which rows are theirs [n], and their index among its requests [R]."""
+        device, members = self.rows.owner.device, {}
         for rule in self.different:
-            mine = [i for i, other in enumerate(self.rules) if other is rule]
-            requests = torch.tensor(mine).to(device, non_blocking=True)
+            own = [i for i, other in enumerate(self.rules) if other == rule]
+            requests = torch.tensor(own).to(device, non_blocking=True)
             inside = torch.zeros_like(self.rows.counts, dtype=torch.bool).index_fill(0, requests, True)
-            found[rule] = requests, inside[self.rows.owner], inside.cumsum(0).sub(1).clamp_min(0)
-        return found
+            members[rule] = requests, inside[self.rows.owner], inside.cumsum(0).sub(1).clamp_min(0)
+        return members
 
 
 class LastPlan:

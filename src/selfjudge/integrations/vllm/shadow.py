@@ -78,14 +78,14 @@ class ShadowMiddleware:
             await refuse(send, 413, f"the request has more than {LARGEST} bytes", "request_too_large")
             return
         request = None if body is None else _parse(body)
-        own = request is not None and KEY not in _extras(request)
-        if request is not None and own and refuted:
-            scope, messages = _with_body(scope, _lossless(request))
-        chosen = request if own and request is not None and _comparable(request) and self.shadow.choose() else None
-        first = _ResponseText()
+        unruled = request if request is not None and KEY not in _extras(request) else None
+        if unruled is not None and refuted:
+            scope, messages = _with_body(scope, _lossless(unruled))
+        chosen = unruled if unruled is not None and _comparable(unruled) and self.shadow.choose() else None
+        first = _ResponseText(send)
         self.under_way += 1
         try:
-            await self.app(scope, replay(messages, receive), send if chosen is None else first.pass_on(send))
+            await self.app(scope, replay(messages, receive), send if chosen is None else first)
         finally:
             self.under_way -= 1
             if chosen is not None:
@@ -104,7 +104,7 @@ class ShadowMiddleware:
             alone = {key: value for key, value in request.items() if key not in ("stream", "stream_options")}
             scope, messages = _with_body(scope, _lossless(alone))
             second = _ResponseText()
-            await self.app(scope, replay(messages, _never), second.take)
+            await self.app(scope, replay(messages, _never), second)
             if (exact := second.text) is not None:
                 prompt = request.get("messages", request.get("prompt"))
                 difference = await asyncio.to_thread(self.shadow.compare, prompt, exact, shown)
@@ -120,38 +120,30 @@ def _comparable(request: dict[str, Any]) -> bool:
 
 
 class _ResponseText:
-    """The text of a response, put together from its messages; None unless it is a whole answer."""
+    """Collects the messages of a response, which also go to `send`; its text is None unless the answer is whole."""
 
-    def __init__(self) -> None:
-        self._status, self._streamed, self._bytes, self._ended = 0, False, bytearray(), False
+    def __init__(self, send: Send | None = None) -> None:
+        self.send = send
+        self.messages: list[Message] = []
 
-    def pass_on(self, send: Send) -> Send:
-        async def both(message: Message) -> None:
-            await send(message)
-            await self.take(message)
-
-        return both
-
-    async def take(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self._status = message["status"]
-            self._streamed = any(
-                k.lower() == b"content-type" and b"event-stream" in v for k, v in message.get("headers", ())
-            )
-        elif message["type"] == "http.response.body":
-            self._bytes += message.get("body", b"")
-            self._ended = not message.get("more_body", False)
+    async def __call__(self, message: Message) -> None:
+        if self.send is not None:
+            await self.send(message)
+        self.messages.append(message)
 
     @property
     def text(self) -> str | None:
-        if self._status != 200 or not self._ended:
+        start, *rest = self.messages or [{}]
+        if start.get("status") != 200 or not rest or rest[-1].get("more_body", False):
             return None
-        if not self._streamed:
-            return _first_text(_parse(bytes(self._bytes)), "message")
-        events = [line.removeprefix("data:").strip() for line in self._bytes.decode("utf-8", "replace").splitlines()]
-        if "[DONE]" not in events:
+        body = b"".join(message.get("body", b"") for message in rest)
+        types = [value for name, value in start.get("headers", ()) if name.lower() == b"content-type"]
+        if not any(b"event-stream" in value for value in types):
+            return _first_text(_parse(body), "message")
+        events = [line.removeprefix(b"data:").strip() for line in body.splitlines()]
+        if b"[DONE]" not in events:
             return None
-        return "".join(_first_text(_parse(event.encode()), "delta") or "" for event in events if event.startswith("{"))
+        return "".join(_first_text(_parse(event), "delta") or "" for event in events if event.startswith(b"{"))
 
 
 def _first_text(reply: dict[str, Any] | None, part: str) -> str | None:
@@ -179,7 +171,7 @@ def _parse(body: bytes) -> dict[str, Any] | None:
 
 
 def _extras(request: dict[str, Any]) -> dict[str, Any]:
-    """What a request says beside OpenAI's fields; what is no object is for vLLM to refuse."""
+    """What a request says besides OpenAI's fields; vLLM refuses what is not an object."""
     extras = request.get("vllm_xargs")
     return extras if isinstance(extras, dict) else {} if extras is None else {KEY: None}
 
