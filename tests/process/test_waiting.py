@@ -60,8 +60,8 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
         watch.open.append(self)
         return opened(self)
 
-    def end(self: output.Progress, *_: object) -> None:
-        closed(self)
+    def end(self: output.Progress, *error: Any) -> None:
+        closed(self, *error)
         watch.open.remove(self)
 
     monkeypatch.setattr(output.Progress, "__enter__", begin)

@@ -9,7 +9,7 @@ import typer
 
 from selfjudge.cli.groups import DeviceOptions, PairOptions
 from selfjudge.cli.options import AsJson, Data, config_options
-from selfjudge.cli.output import Progress, going_on, print_json
+from selfjudge.cli.output import Progress, print_json
 from selfjudge.distill.config import DistillConfig
 from selfjudge.errors import SelfJudgeError
 from selfjudge.prompts.sources import check_readable
@@ -47,7 +47,7 @@ def distill(
     from selfjudge.distill.pipeline import distill_draft
 
     slow = pair.target.device.type == "cpu" and not config.prompts
-    with going_on("the same command goes on from here"), Progress() as update:
+    with Progress(resume="the same command goes on from here") as update:
 
         def notify(stage: str, share: float) -> None:
             nonlocal slow

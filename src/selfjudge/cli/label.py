@@ -10,7 +10,7 @@ import typer
 
 from selfjudge.cli.groups import PairOptions, outline
 from selfjudge.cli.options import AsJson, Data, Resume, config_options
-from selfjudge.cli.output import Progress, going_on, print_json, print_rows, waiting, warn
+from selfjudge.cli.output import Progress, print_json, print_rows, waiting, warn
 from selfjudge.errors import SelfJudgeError
 from selfjudge.label.config import LabelConfig, refuse_quantised
 from selfjudge.label.tau import require_tau
@@ -55,7 +55,7 @@ def label(
 
     from selfjudge.label.pipeline import label_pair
 
-    with going_on("go on with --resume"), Progress() as update:
+    with Progress(resume="go on with --resume") as update:
         manifest = label_pair(pair, out, config, backend=engine, data=data, resume=resume, notify=update, warn=warn)
     if as_json:
         print_json({k: v for k, v in manifest.items() if k != "shards"})

@@ -133,7 +133,3 @@ def _options(command: Any) -> Iterator[tuple[str, str]]:
             yield parameter.name, parameter.opts[0]
     for below in getattr(command, "commands", {}).values():
         yield from _options(below)
-
-
-if __name__ == "__main__":
-    main()

@@ -172,17 +172,18 @@ def _is_judge(folder: Path) -> bool:
 def _runs(root: Path) -> list[dict[str, Any]]:
     """Folders that label, train, eval and distill have written or begun."""
     rows = []
-    for place in _folders(root):
-        if (kind := _kind(place)) is None:
+    for folder in _folders(root):
+        if (kind := _kind(folder)) is None:
             continue
-        made = _readable(place / "run.json", RunRecord)
+        run = _readable(folder / "run.json", RunRecord)
+        finished, what = _state(folder, kind, run)
         rows.append(
             {
-                "folder": str(place),
+                "folder": str(folder),
                 "kind": kind,
-                "state": "finished" if _finished(place, kind) else "begun",
-                "when": made.get("time", ""),
-                "what": _what(place, kind),
+                "state": "finished" if finished else "begun",
+                "when": run.get("time", ""),
+                "what": what,
             }
         )
     return rows
@@ -192,38 +193,30 @@ def _kind(folder: Path) -> str | None:
     """Which command wrote a folder; None where none did."""
     if _is_judge(folder):
         return "judge"
-    if not (folder / "settings.json").is_file() and not (folder / "manifest.json").is_file():
-        return None
     settings = _readable(folder / "settings.json") | _readable(folder / "manifest.json")
-    known = settings["settings"] if isinstance(settings.get("settings"), dict) else settings
-    if "suffix_length" in known:
+    if "suffix_length" in settings:
         return "label"
-    if "layers" in known or (folder / "work").is_dir():
+    if "layers" in settings:
         return "distill"
     return "eval" if (folder / "settings.json").is_file() else None
 
 
-def _finished(folder: Path, kind: str) -> bool:
-    """Whether what is written last is there; of an evaluation, the summaries of all that was asked for last."""
+def _state(folder: Path, kind: str, run: dict[str, Any]) -> tuple[bool, str]:
+    """Whether what is written last is there, and what the folder holds."""
     if kind == "eval":
         from selfjudge.evaluate.config import task_label
 
-        last_run = _readable(folder / "run.json", RunRecord)
-        asked = product(last_run.get("tasks") or (), last_run.get("runs") or ())
-        runs = [folder / task_label(name) / run for name, run in asked]
-        return bool(runs) and all((run / "summary.json").is_file() for run in runs)
-    last = {"label": "manifest.json", "judge": "config.json", "distill": "run.json"}[kind]
-    return (folder / last).is_file()
-
-
-def _what(folder: Path, kind: str) -> str:
-    if kind == "eval":
-        tasks = sorted({p.parent.parent.name for p in folder.glob("*/*/summary.json")})
-        return f"{len(list(folder.glob('*/*/summary.json')))} runs on {', '.join(tasks)}" if tasks else ""
-    about = _readable(folder / {"judge": "config.json", "label": "manifest.json"}.get(kind, "run.json"))
-    if kind == "label":
-        return f"{about['rows']} labels for {about['target']}" if "rows" in about else ""
-    return f"for {about['target']}" if about.get("target") else ""
+        summaries = list(folder.glob("*/*/summary.json"))
+        tasks = sorted({file.parent.parent.name for file in summaries})
+        asked = [
+            folder / task_label(task) / name for task, name in product(run.get("tasks") or (), run.get("runs") or ())
+        ]
+        finished = bool(asked) and all(place / "summary.json" in summaries for place in asked)
+        return finished, f"{len(summaries)} runs on {', '.join(tasks)}" if tasks else ""
+    last = {"judge": "config.json", "label": "manifest.json", "distill": "run.json"}[kind]
+    about = _readable(folder / last)
+    rows = f"{about['rows']} labels " if kind == "label" and "rows" in about else ""
+    return (folder / last).is_file(), f"{rows}for {about['target']}" if about.get("target") else ""
 
 
 def _folders(root: Path) -> Iterator[Path]:

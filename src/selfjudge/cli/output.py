@@ -77,24 +77,16 @@ def warn(text: str) -> None:
     print(f"selfjudge: {as_options(text)}", file=sys.stderr, flush=True)
 
 
-@contextmanager
-def going_on(words: str) -> Iterator[None]:
-    """Say after Ctrl-C how the work is gone on with."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        warn(f"interrupted; {words}")
-        raise
-
-
 class Progress:
     """Says on stderr what is going on: one changing line with a bar on a terminal, lines elsewhere.
 
     Without a terminal, a stage is said when it begins, and again every QUIET seconds while it lasts. With `patient`
     nothing is said before QUIET seconds have passed: work that is soon done, or fails at once, leaves no line.
+    `resume` says after Ctrl-C how the work is continued.
     """
 
-    def __init__(self, patient: bool = False) -> None:
+    def __init__(self, patient: bool = False, resume: str = "") -> None:
+        self._resume = resume
         self._patient, self._seen, self._out = patient, set[str](), sys.stderr  # a model load may redirect stderr
         self._stage = ""
         self._share: float | None = None
@@ -109,11 +101,13 @@ class Progress:
             self._watch.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.hide()
         self._closed.set()
         if self._bar is None:
             self._watch.join()
+        if self._resume and kind is KeyboardInterrupt:
+            warn(f"interrupted; {self._resume}")
 
     def __call__(self, stage: str, share: float | None = None) -> None:
         """Say what goes on, with the share of it that is done where that is known."""

@@ -10,7 +10,7 @@ import typer
 
 from selfjudge.cli.groups import BackendOptions, PairOptions
 from selfjudge.cli.options import AsJson, Resume, config_options
-from selfjudge.cli.output import Progress, as_options, going_on, print_json, warn
+from selfjudge.cli.output import Progress, as_options, print_json, warn
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.store import RunFolder
@@ -50,7 +50,7 @@ def tune(
     from selfjudge.report.certificate import commands, doubt, finding, plain_wins
     from selfjudge.tune.pipeline import tune_pair
 
-    with going_on("go on with --resume"), Progress() as update:
+    with Progress(resume="go on with --resume") as update:
         recipe = tune_pair(
             pair,
             out,

@@ -30,7 +30,6 @@ from selfjudge.models.eagle import EagleConfig, decoder_layers
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.sources import check_readable
 from selfjudge.store import RunFolder, read_tensors, write_tensors
-from selfjudge.store.artefacts import DistillSettings
 from selfjudge.store.schema import conform
 from selfjudge.types import Notify
 
@@ -63,8 +62,8 @@ def distill_draft(
     settings = {**config.as_settings(), "target": pair.target_sha256}
     try:
         with run.working(settings, free=FREE) as then:
-            conform(then, DistillSettings, out / "settings.json")
-            longer = config.minutes > then["minutes"] or (config.steps or 0) > (then["steps"] or 0)
+            conform(then, DistillConfig, out / "settings.json")
+            longer = config.minutes > then.get("minutes", 0) or (config.steps or 0) > (then.get("steps") or 0)
             if (result := run.result()) is not None and not longer:
                 return result
             run.reopen(settings)

@@ -14,6 +14,11 @@ Share = Annotated[float, Range(0, 1)]
 Score = Annotated[float, Range(-1, 1)]  # factual consistency may be negative
 Difference = Annotated[float, Range(-2, 2)]
 Amount = Annotated[float, Range(0)]
+Width = Annotated[int, Range(1, 1 << 20)]
+HeadCount = Annotated[int, Range(1, 1 << 16)]
+VocabSize = Annotated[int, Range(1, 1 << 31)]
+GammaLength = Annotated[int, Range(0, 1000)]
+PositiveGamma = Annotated[int, Range(1, 1000)]
 Sha256 = Annotated[str, Pattern("[0-9a-f]{64}", "a sha256")]
 _NAME = r"[A-Za-z0-9_][\w.~-]{0,200}"
 FileName = Annotated[str, Pattern(_NAME, "the name of a file in this folder")]
@@ -26,13 +31,6 @@ class Seal(TypedDict):
 
     files: dict[SealedFile, Sha256]
     made_from: str
-
-
-class DistillSettings(TypedDict):
-    """`settings.json` of a distillation."""
-
-    minutes: float
-    steps: int | None
 
 
 class PromptsSeal(Seal):
@@ -65,9 +63,6 @@ class LabelShard(Seal):
 
 class TauEvidence(TypedDict):
     reject_recall: NotRequired[Share]
-    critical: NotRequired[Count]
-    mismatches: NotRequired[Count]
-    fallback: NotRequired[str | None]
 
 
 class LabelManifest(TypedDict):
@@ -79,7 +74,7 @@ class LabelManifest(TypedDict):
     target_sha256: str
     draft_sha256: str
     dtype: NotRequired[str]
-    hidden_size: Annotated[int, Range(1, 1 << 20)]
+    hidden_size: Width
     hidden_dtype: NotRequired[str]
     layer: Literal["final"]
     norm: Literal["post_final_norm"]
@@ -121,10 +116,9 @@ class LabelPrompt(TypedDict):
     prompt_ids: list[Count]
 
 
-class Response(TypedDict):
-    prompt_id: str
-    source: str
-    prompt_ids: list[Count]
+class Response(LabelPrompt):
+    """A row of `responses.jsonl`."""
+
     response_ids: list[Count]
     finish: NotRequired[str]
 
@@ -134,7 +128,7 @@ class EvaluationSummary(TypedDict):
 
     task: str
     rule: str
-    gamma: Annotated[int, Range(0, 1000)]
+    gamma: GammaLength
     n: Count
     score: Score | None
     pair: NotRequired[str]
@@ -248,7 +242,7 @@ class TunedSpeed(TypedDict):
     """What `tune` measured, or estimated, before it tested: of each rule and γ tokens/s."""
 
     rule: str
-    gamma: Annotated[int, Range(0, 1000)]
+    gamma: GammaLength
     tokens_per_second: Amount
     estimated: NotRequired[bool]
 
@@ -262,7 +256,7 @@ class CertificateCandidate(TypedDict):
 
     rule: str
     family: str
-    gamma: Annotated[int, Range(1, 1000)]
+    gamma: PositiveGamma
     n_used: Count
     refuted: bool
     why: str
@@ -299,7 +293,7 @@ class Certificate(TypedDict):
     task: str
     measure: str
     rule: str
-    gamma: Annotated[int, Range(1, 1000)]
+    gamma: PositiveGamma
     n: Count
     epsilon: Share
     delta: Share
@@ -338,7 +332,7 @@ class RecipeFile(TypedDict):
     judge_sha256: str | None
     prompts_sha256: Sha256
     rule: str
-    gamma: Annotated[int, Range(1, 1000)]
+    gamma: PositiveGamma
     judge: FileName | None
     certificate: FileName
     engine: str
@@ -422,47 +416,18 @@ class EagleFile(TypedDict):
     kind: Literal["eagle3"]
     target: str
     target_sha256: str
-    hidden_size: Annotated[int, Range(1, 1 << 20)]
-    intermediate_size: Annotated[int, Range(1, 1 << 20)]
-    heads: Annotated[int, Range(1, 1 << 16)]
-    kv_heads: Annotated[int, Range(1, 1 << 16)]
+    hidden_size: Width
+    intermediate_size: Width
+    heads: HeadCount
+    kv_heads: HeadCount
     head_dim: Annotated[int, Range(2, 1 << 16)]
     rope_parameters: dict[str, Any]
     eps: Annotated[float, Range(0, 1)]
     aux_layers: tuple[Count, Count, Count]
-    vocab_size: Annotated[int, Range(1, 1 << 31)]
-    draft_vocab_size: Annotated[int, Range(1, 1 << 31)]
+    vocab_size: VocabSize
+    draft_vocab_size: VocabSize
     norm_before_residual: NotRequired[bool]
     metrics: NotRequired[dict[str, Any]]
-
-
-class HeadShape(TypedDict):
-    """The one layer of a head, in the config of others: as a Llama of transformers, old or new."""
-
-    hidden_size: Annotated[int, Range(1, 1 << 20)]
-    intermediate_size: Annotated[int, Range(1, 1 << 20)]
-    num_attention_heads: Annotated[int, Range(1, 1 << 16)]
-    num_key_value_heads: NotRequired[Annotated[int, Range(1, 1 << 16)] | None]
-    head_dim: NotRequired[Annotated[int, Range(2, 1 << 16)] | None]
-    rms_norm_eps: NotRequired[Annotated[float, Range(0, 1)]]
-    vocab_size: Annotated[int, Range(1, 1 << 31)]
-    rope_theta: NotRequired[float | None]
-    rope_scaling: NotRequired[dict[str, Any] | None]
-    rope_parameters: NotRequired[dict[str, Any] | None]
-
-
-class PublicHead(TypedDict):
-    """`config.json` of an EAGLE-3 head in the format of speculators, or of the original code."""
-
-    architectures: NotRequired[list[str] | None]
-    draft_vocab_size: NotRequired[Annotated[int, Range(1, 1 << 31)] | None]
-    target_hidden_size: NotRequired[Count | None]
-    norm_before_residual: NotRequired[bool | None]
-    eagle_aux_hidden_state_layer_ids: NotRequired[list[Count] | None]
-    eagle_config: NotRequired[dict[str, Any] | None]
-    transformer_layer_config: NotRequired[dict[str, Any]]
-    speculators_model_type: NotRequired[str]
-    speculators_config: NotRequired[dict[str, Any] | None]
 
 
 class Message(TypedDict):

@@ -1,0 +1,5 @@
+"""`python -m selfjudge`."""
+
+from selfjudge.cli.main import main
+
+main()
