@@ -24,7 +24,7 @@ from selfjudge.train.config import TrainConfig
 from selfjudge.train.dataset import LabelledRows
 from selfjudge.train.fit import fit_linear, measure_auc, predict
 from selfjudge.train.pipeline import fit_candidates, train_judge
-from selfjudge.train.thresholds import find_thresholds, quality_curve
+from selfjudge.train.thresholds import compute_quality_curve, find_thresholds
 from selfjudge.types import Block
 
 
@@ -323,7 +323,7 @@ def test_the_configuration_says_everything(judged: tuple[str, Path, dict], label
     scores, truth = predict(rows, judge, rows.of("holdout"))
     every, more = predict(rows, judge, rows.of("holdout"), originals=True)
     assert stored["thresholds"] == find_thresholds(scores, truth, reject=0.9)
-    assert stored["quality_curve"] == [[share, theta] for share, theta in quality_curve(scores, truth)]
+    assert stored["quality_curve"] == [[share, theta] for share, theta in compute_quality_curve(scores, truth)]
     assert judge.quality(0.9) == next(theta for share, theta in stored["quality_curve"] if share == 0.9)
     metrics = stored["metrics"]
     assert metrics["auc_mismatch"] == pytest.approx(roc_auc_score(truth, scores))

@@ -20,7 +20,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.store import read_json, write_json
-from selfjudge.train.card import card
+from selfjudge.train.card import format_card
 from selfjudge.train.config import TrainConfig
 from selfjudge.train.dataset import LabelledRows
 from selfjudge.train.fit import Fitted, measure_auc
@@ -61,8 +61,8 @@ def test_as_released_is_what_the_released_code_does(labels: Path) -> None:
     assert config.thresholds["F"] == config.thresholds["Youden"]
     bad = evidence.labels == 0
     assert (evidence.scores[bad] <= config.thresholds["R"]).mean() >= 0.8
-    assert "score confidence" in card(config, evidence)
-    assert "Youden's J is largest" in card(config, evidence)
+    assert "score confidence" in format_card(config, evidence)
+    assert "Youden's J is largest" in format_card(config, evidence)
     assert TrainConfig(as_released=True, tau=-0.0563).resolve().acceptable is None
 
 
@@ -95,7 +95,7 @@ def test_a_judge_keeps_its_margin_limit_and_measures_within_it(labels: Path) -> 
     margins = rows.log_p[:, 0] - rows.log_p[:, 1]
     assert len(evidence.labels) == judge.config.metrics["n_holdout"] == int(rows.of("holdout").sum())
     assert margins[rows.of("holdout")].max() <= 1.5
-    assert "more than 1.5 nats" in card(judge.config, evidence)
+    assert "more than 1.5 nats" in format_card(judge.config, evidence)
 
 
 def test_the_holdout_influences_neither_weights_nor_c(labels: Path) -> None:

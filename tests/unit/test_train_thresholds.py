@@ -14,7 +14,7 @@ from sklearn.metrics import roc_auc_score
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
-from selfjudge.train.thresholds import accepted_shares, counts_above, find_thresholds, quality_curve, roc_auc
+from selfjudge.train.thresholds import compute_quality_curve, count_above, find_thresholds, measure_acceptance, roc_auc
 
 Scores = NDArray[np.float32]
 
@@ -122,7 +122,7 @@ def test_r_is_stricter_than_f_only_where_it_has_to_be() -> None:
 def test_the_quality_curve_keeps_its_word_and_asks_for_no_more(case: tuple[Scores, Scores]) -> None:
     scores, truth = case
     bad = int((truth == 0).sum())
-    curve = quality_curve(scores, truth)
+    curve = compute_quality_curve(scores, truth)
     shares, thetas = zip(*curve, strict=True)
     assert list(shares) == sorted(set(shares))
     assert list(thetas) == sorted(thetas)
@@ -137,7 +137,7 @@ def test_the_quality_curve_keeps_its_word_and_asks_for_no_more(case: tuple[Score
 
 def test_quality_picks_from_the_curve() -> None:
     scores, truth = random_scores(4)
-    curve = quality_curve(scores, truth)
+    curve = compute_quality_curve(scores, truth)
     judge = Judge(JudgeConfig(hidden_size=1, quality_curve=curve))
     for share, theta in curve:
         assert judge.quality(share) == theta
@@ -155,9 +155,9 @@ def test_quality_picks_from_the_curve() -> None:
 
 def test_a_score_equal_to_theta_is_not_accepted() -> None:
     scores, truth = np.asarray([0.25, 0.5, 0.5, 0.75], np.float32), np.asarray([1, 1, 0, 0], np.float32)
-    assert accepted_shares(scores, truth, 0.5) == {"accepts_acceptable": 0.0, "accepts_unacceptable": 0.5}
-    assert accepted_shares(scores, truth, 0.49) == {"accepts_acceptable": 0.5, "accepts_unacceptable": 1.0}
-    thetas, kept, passed = counts_above(scores, truth)
+    assert measure_acceptance(scores, truth, 0.5) == {"accepts_acceptable": 0.0, "accepts_unacceptable": 0.5}
+    assert measure_acceptance(scores, truth, 0.49) == {"accepts_acceptable": 0.5, "accepts_unacceptable": 1.0}
+    thetas, kept, passed = count_above(scores, truth)
     assert (thetas.tolist(), kept.tolist(), passed.tolist()) == (
         [0, 0.25, 0.5, 0.75, 1],
         [2, 1, 0, 0, 0],

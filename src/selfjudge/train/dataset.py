@@ -6,6 +6,7 @@ Three parts, split by prompt: a prompt, in whatever folder and however often it 
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -115,7 +116,7 @@ class LabelledRows:
         if not reader.length:
             raise SelfJudgeError(f"{folders[0]} holds no labels: the draft never differed from the target")
         columns = {name: np.concatenate(parts) for name, parts in reader.columns.items()}
-        aligned, prompts = columns["aligned"].astype(bool), columns["prompts"].astype(np.int64)
+        parts = _split(list(reader.prompts), seed)
         return cls(
             folders=list(folders),
             manifests=manifests,
@@ -125,12 +126,12 @@ class LabelledRows:
             labels=columns["labels"],
             weights=np.ones(reader.length, np.float32),
             log_p=columns["log_p"],
-            prompts=prompts,
+            prompts=columns["prompts"],
             keys=list(reader.prompts),
             n_prompts=len(reader.prompts),
-            sources=np.asarray(list(reader.sources))[columns["sources"].astype(int)],
-            aligned=aligned,
-            part=np.where(aligned, -1, _split(list(reader.prompts), seed)[prompts]),
+            sources=columns["sources"],
+            aligned=columns["aligned"],
+            part=np.where(columns["aligned"], -1, parts[columns["prompts"]]),
             shards=reader.shards,
             kept=reader.kept,
         )
@@ -168,9 +169,9 @@ class LabelledRows:
             used = np.concatenate([values[self.used[s.rows]] for s, values in zip(shards, scores, strict=True)])
             tau = float(np.quantile(used, 1 - acceptable)) if len(used) else 0.0
         for i in scored:
-            taus[i] = (
-                _find_tau(self.folders[i], self.manifests[i], lengths[i], mean, gap, after) if tau is None else tau
-            )
+            taus[i] = tau
+            if tau is None:
+                taus[i] = _find_tau(self.folders[i], self.manifests[i], lengths[i], mean, gap, after)
         labels = self.labels.copy()
         for s, values in zip(shards, scores, strict=True):
             labels[s.rows] = values > taus[s.folder]
@@ -319,12 +320,9 @@ class _ShardReader:
     """Collects the small columns of shards, and their features as long as all of them fit into memory."""
 
     def __init__(self) -> None:
-        self.columns: dict[str, list[NDArray[Any]]] = {
-            name: [] for name in ("labels", "log_p", "prompts", "sources", "aligned")
-        }
+        self.columns: dict[str, list[NDArray[Any]]] = defaultdict(list)
         self.shards: list[_Shard] = []
         self.prompts: dict[str, int] = {}
-        self.sources: dict[str, int] = {}
         self.length = 0
         self.kept: list[Arrays] | None = []
         self._bytes = 0
@@ -340,12 +338,15 @@ class _ShardReader:
         if unknown := [row["prompt_id"] for row in rows if row["prompt_id"] not in keys]:
             raise SelfJudgeError(f"{file.parent} has labels of prompt {unknown[0]!r:.40}, which has no response")
         prompts = [self.prompts.setdefault(keys[row["prompt_id"]], len(self.prompts)) for row in rows]
-        sources = [self.sources.setdefault(row["source"], len(self.sources)) for row in rows]
-        self.columns["labels"].append(np.asarray([row["label"] for row in rows], np.int8))
-        self.columns["log_p"].append(arrays["log_p"])
-        self.columns["prompts"].append(np.asarray(prompts))
-        self.columns["sources"].append(np.asarray(sources))
-        self.columns["aligned"].append(arrays["rank"] == 0)
+        columns = {
+            "labels": np.asarray([row["label"] for row in rows], np.int8),
+            "log_p": arrays["log_p"],
+            "prompts": np.asarray(prompts, np.int64),
+            "sources": np.asarray([row["source"] for row in rows], np.str_),
+            "aligned": arrays["rank"] == 0,
+        }
+        for name, column in columns.items():
+            self.columns[name].append(column)
         inside = slice(self.length, self.length + len(rows))
         scores = arrays["original"], arrays["substituted"], arrays["highest"]
         self.shards.append(_Shard(folder, file, inside, *scores, "hidden_before" in arrays))

@@ -28,7 +28,7 @@ from selfjudge.train.card import Evidence, write_card
 from selfjudge.train.config import LEFT_BY_A_KILL, TrainConfig
 from selfjudge.train.dataset import PARTS, LabelledRows
 from selfjudge.train.fit import FitOptions, Fitted, fit_linear, fit_mlp, measure_auc, predict, select_best
-from selfjudge.train.thresholds import accepted_shares, find_thresholds, quality_curve, roc_auc
+from selfjudge.train.thresholds import compute_quality_curve, find_thresholds, measure_acceptance, roc_auc
 from selfjudge.types import Notify
 
 
@@ -173,13 +173,13 @@ def measure_on_holdout(
         "acceptable_rate": float(rows.labels[rows.used].mean()),
     }
     for name in ("F", "R"):
-        shares = accepted_shares(scores, labels, thresholds[name])
+        shares = measure_acceptance(scores, labels, thresholds[name])
         metrics |= {f"{name}_{key}": share for key, share in shares.items()}
     if fitted.c is not None:
         metrics["C"] = fitted.c
     metrics["auc_all"] = measure_auc(rows, fitted.judge, holdout, originals=True, device=device)
     judge_config = replace(
-        fitted.judge.config, thresholds=thresholds, quality_curve=quality_curve(scores, labels), metrics=metrics
+        fitted.judge.config, thresholds=thresholds, quality_curve=compute_quality_curve(scores, labels), metrics=metrics
     )
     evidence = Evidence(
         scores=scores,

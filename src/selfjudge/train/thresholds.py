@@ -21,7 +21,7 @@ class CountsAbove(NamedTuple):
     bad: NDArray[Any]
 
 
-def counts_above(scores: NDArray[Any], labels: NDArray[Any]) -> CountsAbove:
+def count_above(scores: NDArray[Any], labels: NDArray[Any]) -> CountsAbove:
     thetas = np.unique(np.concatenate([[0.0], scores.astype(np.float64), [1.0]]))
     acceptable, bad = np.sort(scores[labels > 0.5]), np.sort(scores[labels <= 0.5])
     return CountsAbove(
@@ -52,7 +52,7 @@ def find_thresholds(
     `Youden`: where the shares of acceptable and of bad rows that are accepted are furthest apart. With `f` "youden",
     as in the released code, F is that one, and R may lie below it.
     """
-    above = counts_above(scores, labels)
+    above = count_above(scores, labels)
     n_acceptable, n_bad = int((labels > 0.5).sum()), int((labels <= 0.5).sum())
     f_accept = 2 * above.acceptable / np.maximum(1, above.acceptable + above.bad + n_acceptable)
     rejected, lost = n_bad - above.bad, n_acceptable - above.acceptable
@@ -61,7 +61,7 @@ def find_thresholds(
     accept, rejects, youden = (
         float(above.thetas[len(x) - 1 - np.argmax(x[::-1])]) for x in (f_accept, f_reject, apart)
     )
-    strict, recall = max(accept, rejects), theta_that_rejects(above, n_bad, reject)
+    strict, recall = max(accept, rejects), find_rejecting_theta(above, n_bad, reject)
     return {
         "F": youden if f == "youden" else strict,
         "R": recall if f == "youden" else max(strict, recall),
@@ -71,19 +71,19 @@ def find_thresholds(
     }
 
 
-def theta_that_rejects(above: CountsAbove, n_bad: int, share: float) -> float:
+def find_rejecting_theta(above: CountsAbove, n_bad: int, share: float) -> float:
     """The most permissive θ with at most 1 − share of the bad rows above it."""
     return float(above.thetas[np.argmax(above.bad <= (1 - share) * n_bad + 1e-9)])
 
 
-def quality_curve(scores: NDArray[Any], labels: NDArray[Any]) -> tuple[tuple[float, float], ...]:
+def compute_quality_curve(scores: NDArray[Any], labels: NDArray[Any]) -> tuple[tuple[float, float], ...]:
     """(share of the bad rows that is rejected, the most permissive θ that does so); all of them takes θ = 1."""
-    above = counts_above(scores, labels)
+    above = count_above(scores, labels)
     n_bad = int((labels <= 0.5).sum())
-    return (*((q, theta_that_rejects(above, n_bad, q)) for q in QUALITIES), (1.0, 1.0))
+    return (*((q, find_rejecting_theta(above, n_bad, q)) for q in QUALITIES), (1.0, 1.0))
 
 
-def accepted_shares(scores: NDArray[Any], labels: NDArray[Any], theta: float) -> dict[str, float]:
+def measure_acceptance(scores: NDArray[Any], labels: NDArray[Any], theta: float) -> dict[str, float]:
     """What a threshold does: the shares of acceptable and of bad rows that it accepts."""
     above = scores > theta
     acceptable = labels > 0.5
