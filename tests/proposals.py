@@ -111,7 +111,8 @@ def head_logits(head: EagleHead, target: hf.PreTrainedModel, text: list[int], pr
     for i in range(len(proposed)):
         tokens = torch.cat([ids[:, 1:], ids.new_tensor([proposed[:i]])], 1)
         a = head(tokens, g)
-        found.append(head.full_logits(head.logits(a[0, -1])))
+        full = a.new_full((head.config.vocab_size,), -torch.inf)
+        found.append(full.index_copy_(0, head.draft_ids, head.logits(a[0, -1])))
         g = torch.cat([g, a[:, -1:]], 1)
     return torch.stack(found)
 

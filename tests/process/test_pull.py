@@ -161,7 +161,7 @@ def test_a_new_draft_needs_no_network(world: Path, pulled: Path, monkeypatch: py
     file = pulled / "target" / "model.safetensors"
     good = file.read_bytes()
     offline(world)
-    monkeypatch.setattr("selfjudge.models.pull.draft_sha256", lambda _: "another version's draft")
+    monkeypatch.setattr(Embedded, "draft_sha256", "another version's draft")
     assert pull("fake", verify=False) == pulled.with_suffix(".gguf")
     assert converted() == file.parents[1]
     assert file.read_bytes() == good
@@ -173,7 +173,7 @@ def test_the_small_draft_beside_a_head_is_made_when_it_is_asked_for(
 ) -> None:
     for name in ("head", "draft"):
         monkeypatch.setattr(Embedded, name, property(lambda self: world))
-    monkeypatch.setattr("selfjudge.models.pull.draft_sha256", lambda _: "a draft")
+    monkeypatch.setattr(Embedded, "draft_sha256", "a draft")
     monkeypatch.setattr("selfjudge.models.gguf.GgufFile", lambda path: None)
     monkeypatch.setattr("selfjudge.models.convert.write_draft", lambda draft, file, path: path.write_text("blocks"))
     pull("fake")

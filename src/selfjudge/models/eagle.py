@@ -9,7 +9,7 @@ The embedding and the output matrix are the target's own; of the output only the
 Names and order of operations are those of vLLM and speculators, so that an export is a renaming.
 
 FOLDER/
-    config.json         sizes, which layers are read, which target it belongs to
+    config.json         sizes, layers that are read, target that it belongs to
     head.safetensors    matrices as int8, or six bits packed, with a float16 scale for each 32 weights; norms in
                         float16; draft_ids
 """
@@ -53,11 +53,11 @@ class EagleConfig:
     rope_parameters: Mapping[str, Any]
     eps: float
     aux_layers: tuple[int, int, int]
-    """i means the residual stream that enters decoder layer i, as vLLM counts."""
+    """Layers whose inputs are read: i is the residual stream that enters decoder layer i, as vLLM counts."""
     vocab_size: int
     draft_vocab_size: int
     norm_before_residual: bool = False
-    """r = norm(g) + attention(…), as many public heads have it; ours add to g itself."""
+    """Whether r = norm(g) + attention(…), as in many public heads; ours add to g itself."""
 
     @classmethod
     def for_target(cls, target: PreTrainedModel, draft_vocab_size: int, intermediate_size: int | None = None) -> Self:
@@ -89,7 +89,7 @@ def auxiliary_layers(layers: int) -> tuple[int, int, int]:
 
 
 def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
-    """The layers whose states a head reads; a target that has none at the usual place is refused."""
+    """The layers whose states a head reads; a target without `model.layers` is refused."""
     layers = getattr(target.base_model, "layers", None)
     if not isinstance(layers, nn.ModuleList):
         kind = target.config.get_text_config().model_type
@@ -103,9 +103,9 @@ def captured_states(target: PreTrainedModel, aux_layers: tuple[int, ...]) -> Ite
     states: list[Tensor] = [torch.empty(0)] * len(aux_layers)
     layers = decoder_layers(target)
 
-    def keep(place: int) -> Any:
+    def keep(index: int) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            states[place] = args[0] if args else kwargs["hidden_states"]
+            states[index] = args[0] if args else kwargs["hidden_states"]
 
         return hook
 
@@ -175,7 +175,7 @@ class EagleLayer(nn.Module):
         return q, k, v
 
     def finish(self, g: Tensor, attended: Tensor) -> Tensor:
-        """[B, T, H] what the layer gives, from what its attention gives [B, heads, T, dim]."""
+        """The output of the layer [B, T, H] from that of its attention [B, heads, T, dim]."""
         r = self.hidden_norm(g) if self.norm_before_residual else g
         r = r + self.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
         out: Tensor = r + self.mlp(self.post_attention_layernorm(r))
@@ -183,16 +183,16 @@ class EagleLayer(nn.Module):
 
 
 class EagleHead(nn.Module):
-    """See the module's docstring. Parameters have the names of vLLM's; `draft_ids` [D] are token ids, ascending."""
+    """An EAGLE-3 head. Parameters have the names of vLLM's; `draft_ids` [D] are token ids, ascending."""
 
     draft_ids: Tensor
     embedding: Tensor | None
-    """[V, H] the target's own, as `output` [D, H]; None while no target is bound, or its weights stay in a file."""
+    """[V, H] embedding of the target; like `output` [D, H] None before `bind` and where the weights stay in a file."""
     output: Tensor | None
     own: frozenset[str] = frozenset()
-    """Which of the two a head brings along: those of others may have been trained with it."""
+    """Which of the two come with the head: public heads may have been trained with their own."""
     folder: Path | None = None
-    """Where the matrices can be read again."""
+    """Folder from which the matrices can be read again."""
 
     def __init__(self, config: EagleConfig, draft_ids: Tensor) -> None:
         super().__init__()
@@ -239,15 +239,15 @@ class EagleHead(nn.Module):
             self.output = target.get_output_embeddings().weight.detach()[self.draft_ids]
         return self
 
-    def let_go(self) -> None:
-        """Give back the memory of the matrices, which an engine has packed, where a folder still has them."""
+    def free_matrices(self) -> None:
+        """Free the matrices, which an engine has packed, where they can be read again."""
         if self.folder is not None:
             for parameter in self.parameters():
                 if parameter.dim() == 2:
                     parameter.data = parameter.data.new_empty((0, parameter.shape[1]))
 
-    def whole(self) -> Self:
-        """This head or, where its matrices were let go, the same one read again; not bound."""
+    def with_matrices(self) -> Self:
+        """This head or, where its matrices were freed, the same one read again; not bound."""
         if self.fc.weight.numel():
             return self
         assert self.folder is not None
@@ -315,11 +315,6 @@ class EagleHead(nn.Module):
             raise SelfJudgeError(FULL_PRECISION)
         return F.linear(self.norm(a), self.output)
 
-    def full_logits(self, logits: Tensor) -> Tensor:
-        """[.., V] from [.., D]: −∞ for tokens outside the draft vocabulary."""
-        full = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
-        return full.index_copy_(-1, self.draft_ids, logits)
-
     # --------------------------------------------------------------------------------------------------- the folder
 
     def save(self, folder: Path, *, six_bits: bool = False, metrics: Mapping[str, Any] | None = None) -> int:
@@ -361,7 +356,7 @@ class EagleHead(nn.Module):
         _check_ids(ids, config, folder)
         try:
             head = cls(config, ids)
-            head.load_state_dict(_unpacked(arrays))
+            head.load_state_dict(_dequantise_all(arrays))
         except (RuntimeError, ValueError, TypeError, LookupError) as error:  # other names, shapes or rotary embeddings
             raise SelfJudgeError(f"the head in {folder} is damaged: {first_line(error)}") from None
         check_finite(head.named_parameters(), folder / FILE)
@@ -380,7 +375,7 @@ def _rotary(config: EagleConfig) -> LlamaRotaryEmbedding:
     )
 
 
-def _unpacked(arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _dequantise_all(arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a folder in float32."""
     tensors = {}
     for name, tensor in arrays.items():

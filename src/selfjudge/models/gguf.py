@@ -1,6 +1,6 @@
-"""GGUF files as they are: what a file says of its model, where its tensors lie, and their rows as floats.
+"""GGUF files: the metadata of a model, where its tensors lie, and their rows as floats.
 
-A model made from a file has the shape of its weights and none of their values: the CPU engine takes those from it.
+A model that is opened from a file has the shapes of its weights and none of their values: engines read those from it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import mmap
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ class _Reader:
         return self.data[self.at - length : self.at].decode("utf-8", "replace")
 
     def value(self, kind: int) -> Any:
-        """A value; of an array only its length."""
+        """A value; for an array, its length."""
         if kind == _STRING:
             return self.text()
         if kind != _ARRAY:
@@ -169,7 +170,7 @@ class GgufFile:
 
     @property
     def dtype(self) -> str:
-        """The name of the format of its blocks as tables print it: int8 where none has fewer bits, else q4."""
+        """The weight format as tables print it: int8 where no block has fewer bits, else q4."""
         return "int8" if all(BLOCKS[t.kind][0] in ("F32", "F16", "Q8_0") for t in self.tensors.values()) else "q4"
 
     def check_finite(self, tensor: Tensor) -> None:
@@ -185,7 +186,7 @@ class GgufFile:
             raise SelfJudgeError(f"{self.path}: {tensor.name} has weights that are not finite")
 
     def forget(self, tensor: Tensor) -> None:
-        """Let the system drop the pages of a tensor; they come back from the file when they are read again."""
+        """Let the system drop the pages of a tensor; they are read from the file again when they are needed."""
         if hasattr(mmap, "MADV_DONTNEED"):
             start = -(-tensor.offset // mmap.PAGESIZE) * mmap.PAGESIZE
             length = (tensor.offset + tensor.size) // mmap.PAGESIZE * mmap.PAGESIZE - start
@@ -194,13 +195,13 @@ class GgufFile:
 
 
 def head_order(heads: int, width: int) -> NDArray[np.int32]:
-    """Rows of a query or key matrix in a file of architecture `llama`, whose rotary pairs lie side by side."""
+    """Order of the rows of a query or key matrix in a file of architecture `llama`: rotary pairs lie side by side."""
     pairs = np.arange(heads * width, dtype=np.int32).reshape(heads, width // 2, 2)
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(-1)
 
 
 def row_order(config: PretrainedConfig, name: str) -> NDArray[np.int32] | None:
-    """Where the rows of a model's matrix, or the entries of its bias, lie in a file; None where they lie in order."""
+    """Where the rows of a matrix, or the entries of its bias, lie in a file; None where they lie in order."""
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(name.split(".")[-2])
     return head_order(heads, head_width(config)) if heads and config.model_type == "llama" else None
 
@@ -216,37 +217,29 @@ def int8_blocks(weight: torch.Tensor) -> NDArray[np.uint8]:
     return joined.numpy()
 
 
-def config_of(file: GgufFile) -> PretrainedConfig:
+def read_config(file: GgufFile) -> PretrainedConfig:
     """The config of transformers for the model in a file."""
     architecture = file.metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
         known = " or ".join(ARCHITECTURES)
         raise SelfJudgeError(f"{file.path} has a model of architecture {architecture!r}, not {known}")
 
-    def value(name: str, default: Any = None) -> Any:
-        found = file.metadata.get(f"{architecture}.{name}", default)
-        if found is None:
+    def positive(name: str, default: float | None = None, kind: Any = int | float, most: float = math.inf) -> Any:
+        value = file.metadata.get(f"{architecture}.{name}", default)
+        if value is None:
             raise SelfJudgeError(f"{file.path} does not say {architecture}.{name}")
-        return found
+        if not isinstance(value, kind) or not 0 < value <= most or value == math.inf:
+            raise SelfJudgeError(f"{file.path}: {architecture}.{name} cannot be {value!r}")
+        return value
 
-    def count(name: str, default: int | None = None) -> int:
-        found = value(name, default)
-        if not isinstance(found, int) or not 0 < found <= _MOST_COUNT:
-            raise SelfJudgeError(f"{file.path}: {architecture}.{name} cannot be {found!r}")
-        return found
-
-    def positive(name: str, default: float | None = None) -> float:
-        found = value(name, default)
-        if not isinstance(found, int | float) or not 0 < found < math.inf:
-            raise SelfJudgeError(f"{file.path}: {architecture}.{name} cannot be {found!r}")
-        return float(found)
+    count = partial(positive, kind=int, most=_MOST_COUNT)
 
     heads, width = count("attention.head_count"), count("embedding_length")
     head_dim = count("attention.key_length", max(1, width // heads))
     if (rotated := count("rope.dimension_count", head_dim)) != head_dim:
         raise SelfJudgeError(f"{file.path} rotates {rotated} of the {head_dim} columns of a head")
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": positive("rope.freq_base", 10000.0)}
-    scaling = value("rope.scaling.type", "none")
+    scaling = file.metadata.get(f"{architecture}.rope.scaling.type", "none")
     if scaling == "linear":
         rope |= {"rope_type": "linear", "factor": positive("rope.scaling.factor")}
     elif scaling != "none":
@@ -309,7 +302,7 @@ def gguf_file(model: nn.Module) -> GgufFile | None:
 def open_model(path: Path) -> PreTrainedModel:
     """A model whose weights stay in a GGUF file: its parameters have their shapes, take no memory and are all NaN."""
     file = GgufFile(path)
-    config = config_of(file)
+    config = read_config(file)
     shapes = expected_tensors(config)
     for name, shape in shapes.items():
         _expected(file, name, shape)

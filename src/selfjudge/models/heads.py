@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.models.catalogue import EMBEDDED
+from selfjudge.models.catalogue import find_embedded
 from selfjudge.store import read_json, refuse_foreign
 
 KIND = "eagle3"
-"""What the config of a head of ours says."""
+"""The `kind` in the config of a head of ours."""
 
 
 def is_head(folder: Path) -> bool:
-    """Whether a folder holds a head rather than a checkpoint: its config says so."""
+    """Whether a folder holds a head of ours: its config says so."""
     file = folder / "config.json"
     return file.is_file() and read_json(file).get("kind") == KIND
 
@@ -25,15 +25,16 @@ def is_public_head(folder: Path) -> bool:
         return False
     record = read_json(file)
     architectures = record.get("architectures")
-    named = any("Eagle3" in str(name) for name in architectures) if isinstance(architectures, list) else False
-    return "speculators_model_type" in record or named
+    named = isinstance(architectures, list) and any("Eagle3" in str(name) for name in architectures)
+    return named or "speculators_model_type" in record
 
 
 def head_folder(reference: str) -> Path | None:
     """The folder of the head that a draft's name means, in any format; None where it means a model."""
-    name, _, part = reference.partition("/")
-    shipped = {"draft": EMBEDDED[name].draft, "eagle3": EMBEDDED[name].head}.get(part) if name in EMBEDDED else None
-    folder = shipped or Path(reference).expanduser()
+    found = find_embedded(reference)
+    if found is not None:
+        return found[0].head if found[1] == "eagle3" else None
+    folder = Path(reference).expanduser()
     return folder if folder.is_dir() and (is_head(folder) or is_public_head(folder)) else None
 
 

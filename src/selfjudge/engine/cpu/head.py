@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -25,7 +27,7 @@ class PackedHead(Packed):
         config, file, layer = head.config, gguf_file(target), head.layer
         self._begin(int8, processor, layers=1)
         kind = Q8_0 if int8 else F32
-        matrices = [layer.get_submodule(part.module) for part in MATRICES]
+        matrices: list[Any] = [layer.get_submodule(part.module) for part in MATRICES]
         shapes = [(kind, *module.weight.shape) for module in (*matrices, head.fc)]
         if file is not None and head.output is None:
             kind = file.tensors[f"{output_name(file)}.weight"].kind
@@ -69,9 +71,9 @@ class CpuHead(CpuEngine):
         self._want_hidden = False
 
         def pack() -> PackedHead:
-            weights = PackedHead(head.whole(), target, int8, processor)
+            weights = PackedHead(head.with_matrices(), target, int8, processor)
             if int8 and gguf_file(target) is not None:
-                head.let_go()  # no other engine runs a head beside a file
+                head.free_matrices()  # no other engine runs a head beside a file
             give_back()
             return weights
 

@@ -56,11 +56,14 @@ class Packed:
         return self._described(config, embedding, self._pointer(body.norm.weight), self._matrix(head.weight))
 
     def _fill_layer(self, layer: Layer, source: nn.Module) -> None:
+        """The weights of a layer of transformers, or of a head, whose parts have the same names."""
+        module: Any
         for part in MATRICES:
-            module: Any = source.get_submodule(part.module)
+            module = source.get_submodule(part.module)
             setattr(layer, part.field, self._matrix(module.weight, module.bias))
         for part in NORMS:
-            setattr(layer, part.field, self._pointer(source.get_submodule(part.module).weight))
+            module = source.get_submodule(part.module)
+            setattr(layer, part.field, self._pointer(module.weight))
 
     def _pointer(self, tensor: Tensor) -> int:
         tensor = tensor.detach().contiguous()
