@@ -90,6 +90,6 @@ def test_a_cache_that_cannot_be_used(run: Run, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_extras_are_those_of_the_package() -> None:
-    assert {r.name for r in doctor.requirements("serve")} == {"fastapi", "uvicorn"}
+    assert {r.name for r in doctor.requirements("serve")} >= {"fastapi", "uvicorn"}
     assert "torch" in {r.name for r in doctor.requirements()}
     assert "fastapi" not in {r.name for r in doctor.requirements()}

@@ -1,4 +1,4 @@
-"""The `vllm.LLM` of a pair: one at a time, the next starts when the last is gone. And which model runner it has."""
+"""The `vllm.LLM` of a pair: one runs at a time; the next starts when the last has ended."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from itertools import accumulate, repeat
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -48,17 +48,17 @@ def outline_pair(
     target: str, draft: str | None, *, device: str | None = None, dtype: str | None = None
 ) -> tuple[Pair, str]:
     """A pair whose target has no weights but its output matrix, and what vLLM has to load for it."""
-    place = choose_device(device)
-    kind = choose_dtype(dtype, place)
+    head_device = choose_device(device)
+    kind = choose_dtype(dtype, head_device)
     name = target if draft is None else f"{target}+{draft}"
     draft = draft_for(target, draft)
     if head_folder(draft) is not None:
-        small: Pair | None = None  # it lives in vLLM alone; labels, which need it here, refuse it
+        small: Pair | None = None  # a head runs inside vLLM alone; labelling, which needs it here, refuses it
     else:
         small = Pair.load(draft, device=device, dtype=kind, needs_draft=False)
     source = str(checkpoint_folder(target) or target)
     try:
-        model = _outline(source, kind, place)
+        model = _outline(source, kind, head_device)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError, StopIteration) as error:
         raise SelfJudgeError(f"{source} is not a readable checkpoint of safetensors: {first_line(error)}") from None
@@ -69,8 +69,8 @@ def outline_pair(
     return Pair(name, target_model, draft_model, tokenizer), source
 
 
-def _outline(source: str, dtype: torch.dtype, place: torch.device) -> PreTrainedModel:
-    """The model on the meta device, its output matrix on that one."""
+def _outline(source: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """The model on the meta device, its output matrix on `device`."""
     from safetensors import safe_open
 
     config = AutoConfig.from_pretrained(source, trust_remote_code=False)
@@ -88,13 +88,13 @@ def _outline(source: str, dtype: torch.dtype, place: torch.device) -> PreTrained
     index = folder / "model.safetensors.index.json"
     file = read_json(index, TensorIndex)["weight_map"][name] if index.is_file() else "model.safetensors"
     with safe_open(folder / file, "pt") as tensors:
-        head.weight = torch.nn.Parameter(tensors.get_tensor(name).to(place, dtype), requires_grad=False)
+        head.weight = torch.nn.Parameter(tensors.get_tensor(name).to(device, dtype), requires_grad=False)
     check_finite([(name, head.weight)], source)
     return model.eval()
 
 
 class VllmBackend:
-    """The backend. `options` go to `vllm.LLM` (such as tensor_parallel_size); one engine lives at a time."""
+    """Labels with vLLM. `options` go to `vllm.LLM` (such as tensor_parallel_size); one engine lives at a time."""
 
     def __init__(self, pair: Pair, model: str, options: Mapping[str, Any] | None = None) -> None:
         self.pair = pair
@@ -123,10 +123,11 @@ class VllmBackend:
             return
         llm = self.engine("generate")
         limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
+        own_seeds: Sequence[int | None] = seeds or [None] * len(prompts)
         drawn = {} if sampling is None else asdict(sampling)
         params = [
             self._engine.sampling_params(prompt, limit, eos_ids, seed=seed, **drawn)
-            for prompt, limit, seed in zip(prompts, limits, seeds or repeat(None), strict=False)
+            for prompt, limit, seed in zip(prompts, limits, own_seeds, strict=True)
         ]
         outputs = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)
         for i, output in enumerate(outputs):
