@@ -97,7 +97,7 @@ def test_no_metavar_is_the_name_of_its_option() -> None:
     for option in options:
         assert (option.metavar or "").replace("-", "_").lower() != option.name
         assert all(name == name.lower() for name in option.opts if name.startswith("--"))
-    assert Numbers(1, 8, "auto", several=False).__name__ == "INT|auto"
+    assert Numbers("auto", several=False).__name__ == "INT|auto"
 
 
 def test_wrong_input_is_one_line(checkpoints: dict[str, str], asked: Path, tmp_path: Path) -> None:

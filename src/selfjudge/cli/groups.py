@@ -1,12 +1,13 @@
-"""Groups of options that several commands share, and what they are turned into: a pair, a judge, a rule.
+"""Groups of options that several commands share, and the pair and the rule that they name.
 
-What the command line and small files can tell is refused here, before torch is imported or a model is loaded.
+What can be checked from the command line and small files is refused here, before torch is imported.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +22,8 @@ from selfjudge.tune.recipe import Recipe
 from selfjudge.types import ENGINES, Gamma, check_settings, default_gamma, setting
 
 if TYPE_CHECKING:
+    import torch
+
     from selfjudge.decoding.rules import AcceptanceRule
     from selfjudge.decoding.sampling import Sampling
     from selfjudge.evaluate.answerer import Answerer
@@ -55,39 +58,26 @@ class DeviceOptions:
     @property
     def device_type(self) -> str:
         """cuda, mps or cpu: the given one, or the best there is."""
-        with waiting("starting torch …"):
-            from selfjudge.models.device import choose_device
-
-            return choose_device(self.device).type
-
-    def check_gamma(self, rule: AcceptanceRule, gamma: Gamma | None) -> None:
-        """Refuse a γ that the rule cannot work with; None is the device's fixed one, `auto` one that works.
-
-        torch is asked for the device only where the rule works with one default and not with the other.
-        """
-        if gamma == "auto":
-            return
-        types = ("cpu", "cuda") if self.device is None else (self.device.partition(":")[0],)
-        gammas = [default_gamma(kind) for kind in types] if gamma is None else [gamma]
-        refusals = []
-        for possible in gammas:
-            try:
-                rule.check(possible)
-            except SelfJudgeError as error:
-                refusals.append(error)
-        if len(refusals) == len(gammas):
-            raise refusals[-1]
-        if refusals:
-            rule.check(default_gamma(self.device_type))
+        return self.device.partition(":")[0] if self.device else self._choose().type
 
     @property
     def fitting_device(self) -> str:
         """Where to fit a judge: the best device there is with float64."""
+        device = self._choose()
+        return "cpu" if device.type == "mps" else str(device)
+
+    def _choose(self) -> torch.device:
         with waiting("starting torch …"):
             from selfjudge.models.device import choose_device
 
-            place = choose_device(self.device)
-        return "cpu" if place.type == "mps" else str(place)
+            return choose_device(self.device)
+
+    def check_gamma(self, rule: AcceptanceRule, gamma: Gamma | None) -> None:
+        """Refuse a γ that the rule cannot work with; None is the default of the device, `auto` always works."""
+        if gamma is None and rule.matches_needed:
+            gamma = default_gamma(self.device_type)
+        if gamma not in (None, "auto"):
+            rule.check(gamma)
 
 
 @dataclass(frozen=True)
@@ -162,34 +152,27 @@ class BackendOptions:
 
     def answerer(self, models: PairOptions, judge: str | Path | None) -> tuple[Pair, Answerer]:
         """The pair without the target's weights, and vLLM, which has them; `judge` is the first that it will need."""
-        _check_vllm(models)
+        pair, model, options = outline(models, self.engine_options)
 
         from selfjudge.integrations.vllm.answers import VllmAnswerer
         from selfjudge.judge.model import Judge
 
-        pair, model, options = outline(models, self.engine_options)
         source = judge or models.shipped_judge
         return pair, VllmAnswerer(pair, model, options, None if source is None else Judge.from_pretrained(source))
 
 
 def outline(models: PairOptions, engine_options: str) -> tuple[Pair, str, dict[str, Any]]:
     """The pair without the target's weights, what vLLM has to load for it, and the options of its engine."""
-    _check_vllm(models)
+    if find_spec("vllm") is None:
+        raise SelfJudgeError("vLLM is not installed here: pip install vllm (or selfjudge[vllm])")
+    if models.dtype in ("int8", "q4"):
+        raise SelfJudgeError("`dtype` int8 and q4 go with --backend torch")
     with waiting(f"loading {models.name} for vLLM …"):
         from selfjudge.integrations.vllm.label import outline_pair, parse_engine_options
 
         options = parse_engine_options(engine_options)
         pair, model = outline_pair(models.name, models.draft, device=models.device, dtype=models.dtype)
         return pair, model, options
-
-
-def _check_vllm(models: PairOptions) -> None:
-    from importlib.util import find_spec
-
-    if find_spec("vllm") is None:
-        raise SelfJudgeError("vLLM is not installed here: pip install vllm (or selfjudge[vllm])")
-    if models.dtype in ("int8", "q4"):
-        raise SelfJudgeError("`dtype` int8 and q4 go with --backend torch")
 
 
 @dataclass(frozen=True)

@@ -17,23 +17,23 @@ import typer
 
 from selfjudge.types import check_settings
 
+KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Data = Annotated[Path | None, typer.Option(help="Folder of the benchmarks' files; SELFJUDGE_DATA if not given.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with what was begun in --out.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue what was begun in --out.")]
 AllowUnsafe = Annotated[
     bool, typer.Option("--allow-unsafe", help="Run generated code even where it cannot be isolated.")
 ]
-PromptLimit = Annotated[int, typer.Option(help="Most prompts to use.", min=1)]
+PromptLimit = Annotated[int, typer.Option(help="Maximum number of prompts.", min=1)]
 
 
 def config_options(
-    config: type, argument: str = "config", *, without: Sequence[str] = (), commas: Sequence[str] = (), **defaults: Any
+    config: type, argument: str = "config", *, without: Sequence[str] = (), commas: Sequence[str] = ()
 ) -> Callable[[Callable[..., Any]], Any]:
     """Give a command the options that a config declares; it gets the built and checked config as its `argument`.
 
     Every field made by `types.setting` becomes an option of its own name, default, help and range, unless it is in
     `without`. Names of a field in `commas` may be separated by commas as well as given by repeating the option.
-    `defaults` are for fields whose default the command line chooses otherwise.
     """
     hints = get_type_hints(config)
     declared = {f.name: f for f in fields(config) if "help" in f.metadata and f.name not in without}
@@ -48,19 +48,13 @@ def config_options(
             return command(**{argument: built}, **given)
 
         for name, f in declared.items():
-            default = defaults.get(name, None if f.default is MISSING else f.default)
+            default = None if f.default is MISSING else f.default
             annotation = _annotated(f, hints[name], default, name in commas)
-            parameters.append(
-                inspect.Parameter(
-                    name,
-                    inspect.Parameter.KEYWORD_ONLY,
-                    default=_as_option(hints[name], default),
-                    annotation=annotation,
-                )
-            )
+            typed = _as_option(hints[name], default)
+            parameters.append(inspect.Parameter(name, KEYWORD_ONLY, default=typed, annotation=annotation))
         wrapped.__name__, wrapped.__doc__ = command.__name__, command.__doc__
         wrapped.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
+            [p.replace(kind=KEYWORD_ONLY) for p in parameters]
         )
         wrapped.__annotations__ = {p.name: p.annotation for p in parameters}
         return wrapped
@@ -78,12 +72,12 @@ def _annotated(f: Field[Any], hint: Any, default: Any, commas: bool) -> Any:
     if hint is bool and not default:
         return Annotated[bool, typer.Option(f"--{f.name.replace('_', '-')}", help=words)]
     if (word := f.metadata["word"]) is not None:
-        parser = Numbers(low, high, word, several=isinstance(default, tuple))
+        parser = Numbers(word, several=isinstance(default, tuple))
         return Annotated[Parsed, typer.Option(parser=parser, metavar=parser.metavar, help=words)]
     if hint == tuple[int, ...]:
-        return Annotated[Parsed, typer.Option(parser=Numbers(low, high), metavar="INT,INT,…", help=words)]
+        return Annotated[Parsed, typer.Option(parser=Numbers(), metavar="INT,INT,…", help=words)]
     if hint == tuple[int, int]:
-        return Annotated[Parsed, typer.Option(parser=part_of, metavar="I/N", help=words)]
+        return Annotated[Parsed, typer.Option(parser=_parse_part, metavar="I/N", help=words)]
     if hint == tuple[str, ...]:
         return Annotated[list[str], typer.Option(metavar="NAME,NAME,…" if commas else _one(f.name), help=words)]
     bounds = {"min": low, "max": high} if hint in (int, float, int | None, float | None) else {}
@@ -112,23 +106,25 @@ def _as_field(value: Any, commas: bool) -> Any:
     if isinstance(value, Parsed):
         return value.value
     if isinstance(value, list):
-        return tuple(name for given in value for name in (names(given) if commas else (given,)))
+        names = [name for given in value for name in (given.split(",") if commas else (given,))]
+        return tuple(filter(None, map(str.strip, names))) if commas else tuple(names)
     return value
 
 
 @dataclass(frozen=True)
 class Parsed:
-    """What a text on the command line means."""
+    """The value that a text on the command line stands for."""
 
     value: Any
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """Reads whole numbers separated by commas, or one; an empty text means none. A word may stand for a number."""
+    """Reads whole numbers separated by commas, or one; an empty text means none. A word may stand for a number.
 
-    low: float | None
-    high: float | None
+    Their range is checked with the rest of the config.
+    """
+
     word: str | None = None
     several: bool = True
 
@@ -146,30 +142,11 @@ class Numbers:
         try:
             numbers = tuple(part if part == self.word else int(part) for part in parts)
         except ValueError:
-            raise typer.BadParameter(f"{self._wanted}, not {text!r}") from None
-        for number in numbers:
-            if isinstance(number, str):
-                continue
-            if self.low is not None and number < self.low:
-                raise typer.BadParameter(f"numbers must be at least {self.low}, not {number}")
-            if self.high is not None and number > self.high:
-                raise typer.BadParameter(f"numbers must be at most {self.high}, not {number}")
+            raise typer.BadParameter(f"{self.metavar} is needed, not {text!r}") from None
         return Parsed(numbers if self.several else numbers[0])
 
-    @property
-    def _wanted(self) -> str:
-        word = "" if self.word is None else f" or {self.word}"
-        return (
-            f"whole numbers{word} separated by commas are needed" if self.several else f"a whole number{word} is needed"
-        )
 
-
-def names(text: str) -> tuple[str, ...]:
-    """Names separated by commas."""
-    return tuple(filter(None, (name.strip() for name in text.split(","))))
-
-
-def part_of(text: str) -> Parsed:
+def _parse_part(text: str) -> Parsed:
     """`i/n`: which part of how many."""
     found = re.fullmatch(r"(\d+)/(\d+)", text)
     if not found or not int(found[1]) < int(found[2]):
