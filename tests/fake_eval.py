@@ -170,6 +170,7 @@ def demo_result() -> dict[str, Any]:
     judged = [[t, "judge", " grass", 0.625, 0.81] if i % 5 == 1 else [t, *rest] for i, (t, *rest) in enumerate(words)]
     hostile = [[text, "judge", HOSTILE[1], None, None] for text in HOSTILE]
     same = {
+        "uses_judge": False,
         "gamma": 3,
         "tokens_per_second": 50.0,
         "speed_over_plain": 1.5,
@@ -181,7 +182,7 @@ def demo_result() -> dict[str, Any]:
         {"rule": "plain", "mean_accepted_length": None, "judged_share": 0.0, **same, "gamma": 0, "speed_over_plain": 1.0, "tokens": words},
         {"rule": "exact", "mean_accepted_length": 2.1, "judged_share": 0.0, **same, "tokens": words},
         {"rule": "topk:2", "mean_accepted_length": 2.8, "judged_share": 0.1, **same, "example": HOSTILE[0]},
-        {"rule": "judged, shipped", "mean_accepted_length": 2.6, "judged_share": 0.05, **same, "speed_over_plain": 1.8,
+        {"rule": "judged, shipped", "mean_accepted_length": 2.6, "judged_share": 0.05, **same, "uses_judge": True, "speed_over_plain": 1.8,
          "tokens_per_second": 60.0, "same_answer_as_plain": 0.25, "same_start_as_plain": 0.4, "tokens": judged + hostile},
     ]  # fmt: skip
     return {

@@ -134,6 +134,7 @@ class Demo:
         first = self.result["rows"][0]["tokens_per_second"] if self.result["rows"] else speed
         return {
             "rule": name,
+            "uses_judge": rule.judge is not None,
             "gamma": gamma,
             **pooled_figures(answers),
             "tokens_per_second": speed,

@@ -53,11 +53,10 @@ class SelfJudgeLM(TemplateLM):
         self.request, self.max_gen_toks = RuleRequest(rule, judge), int(max_gen_toks)
         self.gamma = default_gamma(self.pair.target.device.type) if gamma is None else int(gamma)
         self.batch = int(batch_size) if str(batch_size).isdigit() else 8
-        self._rule(None)  # a wrong one is refused before anything runs
+        self._resolve(None)  # a wrong rule is refused before anything runs
 
-    def _rule(self, temperature: float | None, top_p: float = 1.0, top_k: int = 0) -> AcceptanceRule:
-        """The rule; a temperature makes `exact` the sampling rule and goes below a judged one."""
-        sampling = Sampling(temperature, top_p, top_k) if temperature else None
+    def _resolve(self, sampling: Sampling | None) -> AcceptanceRule:
+        """The rule; with a temperature `sampling` takes the place of `exact`."""
         request = replace(self.request, rule=None) if self.request.kind is Exact else self.request
         return request.resolve(self.pair, sampling=sampling)
 
@@ -67,11 +66,11 @@ class SelfJudgeLM(TemplateLM):
         for index, request in enumerate(requests):
             groups[self._options(dict(request.args[1]))].append(index)
         texts: dict[int, str] = {}
-        for (until, length, temperature, top_p, top_k), members in groups.items():
+        for (until, length, sampling), members in groups.items():
             answers = generate(
                 self.pair,
                 [self._without_bos(requests[i].args[0]) for i in members],
-                self._rule(temperature, top_p, top_k),
+                self._resolve(sampling),
                 gamma=self.gamma,
                 max_new_tokens=length,
                 stop=list(until),
@@ -84,18 +83,16 @@ class SelfJudgeLM(TemplateLM):
                 self.cache_hook.add_partial("generate_until", requests[i].args, answer.text)
         return [texts[i] for i in range(len(requests))]
 
-    def _options(self, options: dict[str, Any]) -> tuple[tuple[str, ...], int, float | None, float, int]:
-        """Stop strings, length, temperature (None: greedy), top-p and top-k of a request, as the harness names them."""
+    def _options(self, options: dict[str, Any]) -> tuple[tuple[str, ...], int, Sampling | None]:
+        """Stop strings, length and sampling (None: greedy) of a request, as the harness names them."""
         until = options.get("until") or []
-        temperature = options.get("temperature")
-        sampled = options.get("do_sample", temperature is not None and float(temperature) > 0) and temperature != 0
-        return (
-            tuple(filter(None, [until] if isinstance(until, str) else until)),
-            int(options.get("max_gen_toks") or options.get("max_new_tokens") or self.max_gen_toks),
-            float(1.0 if temperature is None else temperature) if sampled else None,
-            float(options.get("top_p") or 1.0),
-            int(options.get("top_k") or 0),
-        )
+        given = options.get("temperature")
+        temperature = 1.0 if given is None else float(given)
+        sampling = None
+        if options.get("do_sample", given is not None) and temperature > 0:
+            sampling = Sampling(temperature, float(options.get("top_p") or 1.0), int(options.get("top_k") or 0))
+        stops = tuple(filter(None, [until] if isinstance(until, str) else until))
+        return stops, int(options.get("max_gen_toks") or options.get("max_new_tokens") or self.max_gen_toks), sampling
 
     def _without_bos(self, text: str) -> str:
         """A text without the first token that the tokenizer adds by itself: a chat template may have written it."""

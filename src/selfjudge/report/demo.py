@@ -35,7 +35,7 @@ def demo_page(result: Mapping[str, Any]) -> str:
 def finding(result: Mapping[str, Any]) -> str:
     """The result in one or two sentences: the fastest judge against `exact`, plain decoding and the draft alone."""
     rows = {row["rule"]: row for row in result["rows"]}
-    judged = [row for row in result["rows"] if row["rule"].startswith("judged")]
+    judged = [row for row in result["rows"] if row["uses_judge"]]
     if not judged or "exact" not in rows:
         return "The demo was stopped before a judge had answered."
     best, exact = max(judged, key=lambda row: row["tokens_per_second"]), rows["exact"]
