@@ -142,7 +142,7 @@ class Numbers:
         try:
             numbers = tuple(part if part == self.word else int(part) for part in parts)
         except ValueError:
-            raise typer.BadParameter(f"{self.metavar} is needed, not {text!r}") from None
+            raise typer.BadParameter(f"whole numbers are needed ({self.metavar}), not {text!r}") from None
         return Parsed(numbers if self.several else numbers[0])
 
 
