@@ -26,9 +26,9 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.label.folder import read_shards, summarise_labels
-from selfjudge.report.charts import charts
+from selfjudge.report.charts import make_charts
 from selfjudge.report.read import read_results
-from selfjudge.report.tables import tables
+from selfjudge.report.tables import make_tables
 from selfjudge.store import parse_json, read_json, read_rows, read_tensors, sha256, write_json
 from selfjudge.tasks.file import File
 from selfjudge.train.dataset import LabelledRows
@@ -386,8 +386,8 @@ def use_judge(files: Path) -> None:
 
 def use_report(files: Path) -> None:
     results = read_results([files / "eval"])
-    tables(results)
-    charts(results)
+    make_tables(results)
+    make_charts(results)
 
 
 def use_prompts(files: Path) -> None:

@@ -23,16 +23,16 @@ from browser import Page
 from fake_eval import HOSTILE, SWAPS, demo_result, samples, write_eval, write_examples, write_json, write_run
 from selfjudge.cli.main import app
 from selfjudge.errors import SelfJudgeError
-from selfjudge.report.charts import Chart, Point, Series, agreements, charts, number, trade_offs
-from selfjudge.report.demo import demo_page, finding
+from selfjudge.report.charts import Chart, Point, Series, agreements, make_charts, trade_offs
+from selfjudge.report.demo import demo_page, describe_result
 from selfjudge.report.draw import Drawing, draw
 from selfjudge.report.equal_m import AGREES, lead_over
-from selfjudge.report.formats import fixed, signed
+from selfjudge.report.formats import fixed, show_number, signed
 from selfjudge.report.pipeline import report
 from selfjudge.report.read import read_results
 from selfjudge.report.records import rule_order
-from selfjudge.report.tables import tables
-from selfjudge.report.verdict import verdict
+from selfjudge.report.tables import make_tables
+from selfjudge.report.verdict import make_verdict
 
 ROOT = Path(__file__).parents[2]
 
@@ -203,7 +203,7 @@ def test_sections_only_where_there_is_data(tmp_path: Path, whole: tuple[Path, di
 
 
 def test_trade_offs_have_a_point_a_threshold(whole: tuple[Path, dict[str, Any]]) -> None:
-    every = charts(read_results([whole[0].parent / "eval"]))
+    every = make_charts(read_results([whole[0].parent / "eval"]))
     by_task = {chart.task: chart for chart in every["trade-off"]}
     series = {s.name: s for s in by_task["math500"].series}
     assert set(series) == {"exact", "topk", "fly", "judged@selfjudge", "judged@autojudge"}
@@ -225,20 +225,20 @@ def test_trade_offs_have_a_point_a_threshold(whole: tuple[Path, dict[str, Any]])
 def test_the_verdict_comes_first(whole: tuple[Path, dict[str, Any]]) -> None:
     """One row of each kind over the paper's tasks, the same means as in the table of averages, in three sentences."""
     runs = read_results([whole[0].parent / "eval"]).runs
-    found = verdict(runs)
+    found = make_verdict(runs)
     assert [row["rule"] for row in found.table.rows] == ["exact", "judged:R@selfjudge", "fly", "topk:2"]
-    (averages,) = tables(read_results([whole[0].parent / "eval"]))["averages"]
+    (averages,) = make_tables(read_results([whole[0].parent / "eval"]))["averages"]
     same = {row["rule"]: row for row in averages.rows if row["gammas"] == "10"}
     for row in found.table.rows:
         assert (row["m_ratio"], row["delta_ci"]) == (same[row["rule"]]["m_ratio"], same[row["rule"]]["delta_ci"])
     assert len(found.sentences) == 3
     assert found.sentences[0].startswith("judged:R@selfjudge yields +")
     assert found.chart.level == 0
-    assert verdict([r for r in runs if r.name != "exact"]) is None
-    assert verdict([r for r in runs if r.name == "exact"]) is None
-    assert verdict([]) is None
+    assert make_verdict([r for r in runs if r.name != "exact"]) is None
+    assert make_verdict([r for r in runs if r.name == "exact"]) is None
+    assert make_verdict([]) is None
     lossy = [r if r.name == "exact" else replace(r, delta_score=-0.1, delta_ci=(-0.12, -0.08)) for r in runs]
-    assert "Every one of them loses measurably" in verdict(lossy).sentences[2]
+    assert "Every one of them loses measurably" in make_verdict(lossy).sentences[2]
     text = whole[0].read_text()
     assert text.index('id="verdict"') < text.index('class="fold"')
 
@@ -410,7 +410,7 @@ def test_a_summary_with_the_least_there_may_be(tmp_path: Path) -> None:
 
 def test_the_demo_page_says_what_was_found() -> None:
     result = demo_result()
-    assert finding(result) == (
+    assert describe_result(result) == (
         "The judge (judged, shipped) yields 2.60 tokens per target pass, exact 2.10; it is 1.80 × as fast as plain"
         " decoding, exact 1.50 ×. It accepts 5.0\N{NO-BREAK SPACE}% of its tokens against the target’s choice. Its answers"
         " are those of plain decoding for the first 40 % of their tokens on average, 25 % of them to the end. The target gives its tokens a log-likelihood of −0.420: its own greedy"
@@ -472,7 +472,7 @@ def test_ticks_are_round_and_inside() -> None:
 
     assert ticks(3, 4.6) == [3, 3.5, 4, 4.5]
     assert 5 in ticks(5, 5)
-    assert (number(7.5e6), number(1200), number(-0.25)) == ("7.5M", "1.2k", "−0.25")
+    assert (show_number(7.5e6), show_number(1200), show_number(-0.25)) == ("7.5M", "1.2k", "−0.25")
 
 
 def test_no_name_breaks_out_of_a_chart() -> None:
@@ -608,7 +608,7 @@ def test_prices_are_a_curve_of_their_own(tmp_path: Path) -> None:
     }
     ordered = [run.rule for run in sorted(runs.values(), key=rule_order) if run.method == "margin, price"]
     assert ordered == ["margin:guard=True,price=0.08", "margin:price=0.2"]
-    (table,) = tables(read_results([tmp_path]))["task"]
+    (table,) = make_tables(read_results([tmp_path]))["task"]
     (column,) = [column for column in table.columns if column.head == "lost / gained"]
     shown = {row["rule"]: column.show(row) for row in table.rows}
     assert (shown["exact"], shown["margin:0.5"]) == ("–", "1,234 / 0")
@@ -647,14 +647,14 @@ def test_a_lead_at_equal_m_by_hand(tmp_path: Path) -> None:
 
 def test_the_chart_at_equal_m(tmp_path: Path) -> None:
     write_margins(tmp_path, [1, 1, 1, 1])
-    (chart,) = charts(read_results([tmp_path]))["equal-m"]
+    (chart,) = make_charts(read_results([tmp_path]))["equal-m"]
     assert chart.title == "GSM8K, γ = 10: judged:F@j keeps 75.0 points more than margin"
     series = {s.name: [(p.x, p.y) for p in s.points] for s in chart.series}
     assert series["margin"] == [(0, 100), (pytest.approx(100 / 3), 50), (pytest.approx(100), 0)]
     assert set(series) == {"exact", "margin", "margin, price", "judged@j", "topk"}
     assert "margin" in {s.name for s in next(iter(agreements(read_results([tmp_path]).runs, 2))).series}
     write_margins(tmp_path / "weak", [0, 1, 0, 0])
-    (chart,) = charts(read_results([tmp_path / "weak"]))["equal-m"]
+    (chart,) = make_charts(read_results([tmp_path / "weak"]))["equal-m"]
     assert chart.title == "GSM8K, γ = 10: no rule surely keeps more than margin"
 
 

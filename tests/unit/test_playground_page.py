@@ -14,7 +14,7 @@ import pytest
 
 from fake_certificate import certificate
 from selfjudge.integrations.server.playground import FACTS, MIDDLEWARE, Playground, describe, headers, page
-from selfjudge.report.certificate import claim, finding
+from selfjudge.report.certificate import describe_claim, describe_result
 from selfjudge.tune.recipe import Recipe
 
 
@@ -79,4 +79,8 @@ def test_in_front_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_recipe_is_described_by_its_certificate() -> None:
     recipe = Recipe(Path("somewhere/my-recipe"), {}, certificate())
-    assert describe(recipe) == {"name": "my-recipe", "finding": finding(certificate()), "claim": claim(certificate())}
+    assert describe(recipe) == {
+        "name": "my-recipe",
+        "finding": describe_result(certificate()),
+        "claim": describe_claim(certificate()),
+    }

@@ -16,7 +16,13 @@ from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.judge.training_prompts import prompt_key, training_prompts, write_training_prompts
 from selfjudge.models.pair import Pair
-from selfjudge.report.certificate import certificate_markdown, claim, commands, doubt, finding
+from selfjudge.report.certificate import (
+    certificate_markdown,
+    describe_claim,
+    describe_doubt,
+    describe_result,
+    list_commands,
+)
 from selfjudge.tune.calibration import (
     LossMeasure,
     check_calibration,
@@ -246,30 +252,30 @@ def test_a_recipe_is_refused_where_its_files_do_not_belong_together(tiny_pair: P
 
 
 def test_the_finding_is_one_sentence() -> None:
-    assert finding(certificate()) == (
+    assert describe_result(certificate()) == (
         "margin:0.5,guard=on (γ = 3): +12 % [+7, +16] tokens/s, −0.4 [−1.3, +0.5] points, certified ≤ 3."
     )
-    assert finding(certificate(certified=False)) == "Nothing here beats exact: use exact (γ = 3)."
-    assert "the time was up" in finding(certificate(certified=False, stopped=True))
-    slow = finding(certificate(certified=False, exact_over_plain=1.0))
+    assert describe_result(certificate(certified=False)) == "Nothing here beats exact: use exact (γ = 3)."
+    assert "the time was up" in describe_result(certificate(certified=False, stopped=True))
+    slow = describe_result(certificate(certified=False, exact_over_plain=1.0))
     assert slow == "Nothing here beats plain decoding: use exact without a recipe (--gamma auto or 0)."
     flags = {"selfjudge": "--pair smollm2-135m --rule exact --gamma 2", "vllm": "vllm serve"}
-    assert commands(certificate(certified=False, exact_over_plain=1.0, flags=flags)) == [
+    assert list_commands(certificate(certified=False, exact_over_plain=1.0, flags=flags)) == [
         "selfjudge serve --pair smollm2-135m"
     ]
-    assert len(commands(certificate(certified=False, flags=flags))) == 3
-    agreement = finding(certificate(measure="overlap"))
+    assert len(list_commands(certificate(certified=False, flags=flags))) == 3
+    agreement = describe_result(certificate(measure="overlap"))
     assert "points of agreement (words in common with exact)" in agreement
-    assert "tokens per target pass" in finding(certificate(speed_measure="mean_accepted_length"))
-    assert "On prompts like these 4,000, at most 3.0 points are lost" in claim(certificate())
-    assert "1.90 × plain speed" in claim(certificate())
+    assert "tokens per target pass" in describe_result(certificate(speed_measure="mean_accepted_length"))
+    assert "On prompts like these 4,000, at most 3.0 points are lost" in describe_claim(certificate())
+    assert "1.90 × plain speed" in describe_claim(certificate())
 
 
 def test_it_is_said_where_there_is_little_to_lose() -> None:
     def said(**exact: Any) -> str:
-        return doubt(certificate(exact={"n": 60, "score": 0.6, "without_answer": 3, **exact}))
+        return describe_doubt(certificate(exact={"n": 60, "score": 0.6, "without_answer": 3, **exact}))
 
-    assert said() == said(score=None) == doubt(certificate()) == ""
+    assert said() == said(score=None) == describe_doubt(certificate()) == ""
     assert "exact itself scores 5.0 of 100 points and 3 of its 60 outputs contain no extractable answer" in said(
         score=0.05
     )

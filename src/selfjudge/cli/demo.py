@@ -78,7 +78,7 @@ def demo(
 
 def _tune(pair: Pair, folder: Path, notify: Notify) -> dict[str, Any]:
     """A tune so small that it ends within half a minute: what it found, and what it claims."""
-    from selfjudge.report.certificate import claim, finding
+    from selfjudge.report.certificate import describe_claim, describe_result
     from selfjudge.tune.config import TuneConfig
     from selfjudge.tune.pipeline import tune_pair
 
@@ -87,7 +87,12 @@ def _tune(pair: Pair, folder: Path, notify: Notify) -> dict[str, Any]:
         times=False, minutes=0.5, examples=0,
     )  # fmt: skip
     found = tune_pair(pair, folder / "tuned", config, notify=notify).certificate
-    return {"finding": finding(found), "claim": claim(found), "n": found["n"], "epsilon": config.epsilon}
+    return {
+        "finding": describe_result(found),
+        "claim": describe_claim(found),
+        "n": found["n"],
+        "epsilon": config.epsilon,
+    }
 
 
 def _show_own(own: dict[str, Any], say: Say) -> None:

@@ -47,7 +47,7 @@ def tune(
     check_calibration(config, known)
     pair, answerer = (models.load(), None) if where.backend == "torch" else where.answerer(models, judge)
 
-    from selfjudge.report.certificate import commands, doubt, finding, plain_wins
+    from selfjudge.report.certificate import describe_doubt, describe_result, list_commands, plain_wins
     from selfjudge.tune.pipeline import tune_pair
 
     with Progress(resume="go on with --resume") as update:
@@ -65,13 +65,13 @@ def tune(
     if as_json:
         print_json({"recipe": recipe.content, "certificate": recipe.certificate})
         return
-    typer.echo(finding(recipe.certificate))
-    if doubtful := doubt(recipe.certificate):
+    typer.echo(describe_result(recipe.certificate))
+    if doubtful := describe_doubt(recipe.certificate):
         warn(doubtful)
     for row in recipe.certificate["candidates"]:
         if row["n_used"] and not row["refuted"]:
             typer.echo(f"{row['rule']}: {row['why']}", err=True)
-    run = commands(recipe.certificate)[0] if plain_wins(recipe.certificate) else f"selfjudge serve --recipe {out}"
+    run = list_commands(recipe.certificate)[0] if plain_wins(recipe.certificate) else f"selfjudge serve --recipe {out}"
     typer.echo(f"run this: {run}")
     typer.echo(f"the certificate: {out / 'certificate.html'}")
 

@@ -17,7 +17,7 @@ RUN = "Run this in the folder of this certificate"
 BEST_EXACT = "against exact at its own best γ, which may be 0"
 
 
-def finding(certificate: Mapping[str, Any]) -> str:
+def describe_result(certificate: Mapping[str, Any]) -> str:
     """The result in a sentence."""
     if not certificate["certified"]:
         why = "" if not certificate["stopped"] else " so far (the time was up)"
@@ -37,7 +37,7 @@ def plain_wins(certificate: Mapping[str, Any]) -> bool:
     return not certificate["certified"] and certificate["exact_over_plain"] == 1
 
 
-def claim(certificate: Mapping[str, Any]) -> str:
+def describe_claim(certificate: Mapping[str, Any]) -> str:
     """The claim, and the prompts it holds for."""
     confidence = points(1 - certificate["delta"]).removesuffix(".0")
     if not certificate["certified"]:
@@ -56,7 +56,7 @@ def claim(certificate: Mapping[str, Any]) -> str:
     )
 
 
-def doubt(certificate: Mapping[str, Any]) -> str:
+def describe_doubt(certificate: Mapping[str, Any]) -> str:
     """Why the certificate says little: `exact` itself is hardly ever right, or gives no answers; else empty."""
     exact = certificate.get("exact") or {}
     n, score, missed = exact.get("n") or 0, exact.get("score"), exact.get("without_answer") or 0
@@ -94,7 +94,7 @@ def _unit(certificate: Mapping[str, Any]) -> str:
 def _notes(certificate: Mapping[str, Any]) -> list[str]:
     """How the rule was found, and what the figures besides the claim are."""
     lines = [
-        *filter(None, [doubt(certificate)]),
+        *filter(None, [describe_doubt(certificate)]),
         f"Measured: {certificate['measure_words']}. One prompt is one observation, a repeated prompt counts once.",
         f"Families ({', '.join(certificate['families'])}) have equal shares of δ = {certificate['delta']:g}. In a"
         " family the rules are tested from strict to loose, in an order fixed beforehand, until one is not certified.",
@@ -127,7 +127,7 @@ def _facts(certificate: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def commands(certificate: Mapping[str, Any]) -> list[str]:
+def list_commands(certificate: Mapping[str, Any]) -> list[str]:
     """Commands to run in the folder of the certificate."""
     flags = certificate.get("flags")
     if not flags:
@@ -171,9 +171,9 @@ def certificate_markdown(certificate: Mapping[str, Any]) -> str:
     """The certificate as text."""
     parts = [
         f"# Certificate for {certificate['pair']}",
-        finding(certificate),
-        claim(certificate),
-        *([f"{RUN}:", "\n".join(f"    {line}" for line in lines)] if (lines := commands(certificate)) else []),
+        describe_result(certificate),
+        describe_claim(certificate),
+        *([f"{RUN}:", "\n".join(f"    {line}" for line in lines)] if (lines := list_commands(certificate)) else []),
         "\n".join(f"- {line}" for line in _notes(certificate)),
         _candidates_table(certificate).markdown().rstrip(),
         "\n".join(f"- {name}: {value}" for name, value in _facts(certificate)),
@@ -187,10 +187,10 @@ def certificate_page(certificate: Mapping[str, Any], examples: Sequence[Mapping[
     return render(
         "certificate.html",
         title=f"Certificate for {certificate['pair']}",
-        finding=finding(certificate),
-        claim=claim(certificate),
+        finding=describe_result(certificate),
+        claim=describe_claim(certificate),
         run=RUN,
-        commands=commands(certificate),
+        commands=list_commands(certificate),
         notes=_notes(certificate),
         facts=_facts(certificate),
         chart=chart,

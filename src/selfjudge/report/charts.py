@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from selfjudge.report.equal_m import AGREES, CURVES, is_compared, lead_over, margin_curve
-from selfjudge.report.formats import fixed, gain, signed_points
+from selfjudge.report.formats import fixed, gain, show_number, signed_points
 from selfjudge.report.records import EvalRun, Interval, Results, group_by_task, name_task, slug, usual_gamma
 from selfjudge.report.table import number_repeats
 
@@ -66,25 +66,16 @@ class Chart:
     @property
     def description(self) -> str:
         """The chart in words, for screen readers."""
-        lines = (
-            f"{s.name}: "
-            + " to ".join(f"{number(p.x, 2)}, {number(p.y, 2)}" for p in dict.fromkeys((s.points[0], s.points[-1])))
-            for s in self.series
-            if s.points
-        )
-        return f"{self.y} against {self.x}. " + "; ".join(lines)
+
+        def place(point: Point) -> str:
+            return f"{show_number(point.x, 2)}, {show_number(point.y, 2)}"
+
+        ends = ((s.name, dict.fromkeys((s.points[0], s.points[-1]))) for s in self.series if s.points)
+        lines = (f"{name}: {' to '.join(map(place, points))}" for name, points in ends)
+        return f"{self.y} against {self.x}. {'; '.join(lines)}"
 
 
-def number(value: float, digits: int = 10) -> str:
-    """A tick: 12, 0.25, 7.5M."""
-    value = round(value, digits)
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            return f"{value / size:g}{letter}"
-    return f"{value:g}".replace("-", "−")
-
-
-def charts(results: Results, methods: int = MOST_METHODS) -> dict[str, list[Chart]]:
+def make_charts(results: Results, methods: int = MOST_METHODS) -> dict[str, list[Chart]]:
     """Section → its charts, with at most so many methods in a trade-off; sections without data are left out."""
     sections = {
         "trade-off": list(trade_offs(results.runs, methods)),

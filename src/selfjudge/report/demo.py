@@ -24,7 +24,7 @@ def demo_page(result: Mapping[str, Any]) -> str:
     return render(
         "demo.html",
         title="Speculative decoding with a judge, on this machine",
-        finding=finding(result),
+        finding=describe_result(result),
         table=_table(result),
         prompt=result.get("prompt") or "",
         answers=[_answer(row) for row in rows if row.get("tokens") or row.get("example")],
@@ -32,7 +32,7 @@ def demo_page(result: Mapping[str, Any]) -> str:
     )
 
 
-def finding(result: Mapping[str, Any]) -> str:
+def describe_result(result: Mapping[str, Any]) -> str:
     """The result in one or two sentences: the fastest judge against `exact`, plain decoding and the draft alone."""
     rows = {row["rule"]: row for row in result["rows"]}
     judged = [row for row in result["rows"] if row["uses_judge"]]

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
-from selfjudge.report.charts import Chart, Point, Series, number
+from selfjudge.report.charts import Chart, Point, Series
+from selfjudge.report.formats import show_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -80,7 +81,7 @@ def draw(chart: Chart) -> Drawing:
         return Drawing(_markup(svg), _png(figure, axes, chart))
 
 
-def swatch(style: int, name: str) -> Markup:
+def draw_swatch(style: int, name: str) -> Markup:
     """A style as a legend shows it: a line with a mark. `name` is unique on the page."""
     import matplotlib
     from matplotlib.figure import Figure
@@ -94,12 +95,12 @@ def swatch(style: int, name: str) -> Markup:
         return _markup(svg)
 
 
-def legend(charts: Sequence[Chart]) -> list[tuple[str, Markup]]:
+def draw_legend(charts: Sequence[Chart]) -> list[tuple[str, Markup]]:
     """One list of names and swatches for all charts of a section."""
     styles: dict[str, int] = {}
     for chart in charts:
         styles |= chart.styles
-    return [(name, swatch(style, f"{charts[0].id}-{style}")) for name, style in styles.items()]
+    return [(name, draw_swatch(style, f"{charts[0].id}-{style}")) for name, style in styles.items()]
 
 
 def _colour(style: int) -> str:
@@ -170,7 +171,7 @@ def _set_axes(axes: Axes, chart: Chart) -> None:
     axes.set_ylim(*_with_margin([*(p.y for p in in_view), *ends, *levels]))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
-        axis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: show_number(value)))
     axes.set(xlabel=_shorten(chart.x), ylabel=_shorten(chart.y))
     axes.yaxis.set_label_coords(-(LEFT - 14) / (WIDTH - LEFT - RIGHT), 0.5)
     axes.grid(clip_on=False)

@@ -44,7 +44,7 @@ class Lead:
         return self.interval is not None and self.interval[0] > 0
 
 
-def equal_m(runs: Sequence[EvalRun]) -> list[Table]:
+def compare_at_equal_m(runs: Sequence[EvalRun]) -> list[Table]:
     """One table a task: every rule against the untrained margins at its m."""
     tables = []
     for (pair, task), here in group_by_task(runs).items():

@@ -63,3 +63,12 @@ def quote_token(token: str) -> str:
     token = token if len(token) <= LETTERS_SHOWN else token[: LETTERS_SHOWN - 1] + "…"
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in token.replace("\\", "\\\\"))
     return f"“{shown.replace(' ', '␣')}”"
+
+
+def show_number(value: float, digits: int = 10) -> str:
+    """A tick: 12, 0.25, 7.5M."""
+    value = round(value, digits)
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:g}{letter}"
+    return f"{value:g}".replace("-", "−")

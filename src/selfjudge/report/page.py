@@ -19,7 +19,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from selfjudge.report.charts import Chart
-from selfjudge.report.draw import PALETTE, Drawing, legend
+from selfjudge.report.draw import PALETTE, Drawing, draw_legend
 from selfjudge.report.records import EvalRun, Results, group_by_task, name_task, rule_order, task_order, task_title
 from selfjudge.report.table import Table
 from selfjudge.store.artefacts import AnswerExample
@@ -48,7 +48,7 @@ class Section:
     tables: Sequence[Table] = ()
 
 
-def page(
+def render_report(
     results: Results,
     tables: Mapping[str, Sequence[Table]],
     charts: Mapping[str, Sequence[Chart]],
@@ -165,5 +165,5 @@ def _sections(
         own_charts, own_tables = charts.get(name, ()), tables.get(name, ())
         if own_charts or own_tables or (name == "viewer" and any(run.examples for run in results.runs)):
             figures = [(chart, drawings[chart.id].svg) for chart in own_charts]
-            sections.append(Section(name, heading, legend(own_charts), figures, own_tables))
+            sections.append(Section(name, heading, draw_legend(own_charts), figures, own_tables))
     return sections

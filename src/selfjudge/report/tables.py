@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from selfjudge.report.equal_m import equal_m
+from selfjudge.report.equal_m import compare_at_equal_m
 from selfjudge.report.formats import (
     fixed,
     percent,
@@ -39,22 +39,22 @@ PAIRS_SHOWN = 8
 """Number of substitutions listed for each run."""
 
 
-def tables(results: Results) -> dict[str, list[Table]]:
+def make_tables(results: Results) -> dict[str, list[Table]]:
     """Section → its tables; sections without data are left out."""
     runs = results.runs
     sections = {
-        "averages": averages(runs),
-        "task": per_task(runs),
-        "equal-m": equal_m(runs),
-        "substitutions": [substitutions(runs)],
-        "provenance": [provenance(runs)],
+        "averages": _averages(runs),
+        "task": _per_task(runs),
+        "equal-m": compare_at_equal_m(runs),
+        "substitutions": [_substitutions(runs)],
+        "provenance": [_provenance(runs)],
     }
     full = {name: [table for table in section if table.rows] for name, section in sections.items()}
     ids = iter(number_repeats(table.id for section in full.values() for table in section))
     return {name: [replace(table, id=next(ids)) for table in section] for name, section in full.items() if section}
 
 
-def averages(runs: Sequence[EvalRun]) -> list[Table]:
+def _averages(runs: Sequence[EvalRun]) -> list[Table]:
     """Averages over the paper's tasks, one table a pair: every rule at every γ that covers all of its tasks."""
     found = []
     pairs = sorted({run.pair for run in runs})
@@ -68,7 +68,7 @@ def averages(runs: Sequence[EvalRun]) -> list[Table]:
         for run in scored:
             if run.is_named or run.method not in swept:
                 rules[run.rule].append(run)
-        rows = [average(chosen) for each in rules.values() for chosen in _one_run_a_task(each) if len(chosen) > 1]
+        rows = [average_row(chosen) for each in rules.values() for chosen in _one_run_a_task(each) if len(chosen) > 1]
         note = "The mean is over " + ", ".join(map(task_title, tasks)) + "."
         if any(len(row["tasks"]) < len(tasks) for row in rows):
             note += " Rows with fewer tasks are not comparable with the others."
@@ -118,7 +118,7 @@ def _one_run_a_task(runs: Sequence[EvalRun]) -> list[list[EvalRun]]:
     return [chosen for chosen in gammas if len(chosen) == most]
 
 
-def average(runs: Sequence[EvalRun]) -> Row:
+def average_row(runs: Sequence[EvalRun]) -> Row:
     """One rule's runs, one a task, as a row: their means, with intervals."""
     ratios = [None if r.name == "exact" else r.m_ratio for r in runs]
     delta_m, delta_m_ci = mean_with_interval([r.delta_m for r in runs], [r.delta_m_ci for r in runs])
@@ -140,7 +140,7 @@ def average(runs: Sequence[EvalRun]) -> Row:
     }
 
 
-def per_task(runs: Sequence[EvalRun]) -> list[Table]:
+def _per_task(runs: Sequence[EvalRun]) -> list[Table]:
     """One table a task: every run."""
     tables = []
     for (pair, task), chosen in group_by_task(runs).items():
@@ -187,7 +187,7 @@ def _other_measure(name: str) -> Column:
     return Column(name, lambda row: row["scores"].get(name), points, change, "points, and their change against exact")
 
 
-def substitutions(runs: Sequence[EvalRun]) -> Table:
+def _substitutions(runs: Sequence[EvalRun]) -> Table:
     """The most frequent tokens that were taken against the target's choice, of one run a method and task."""
     rows = tuple(
         {"pair": run.pair, "task": run.task, "rule": run.rule, "method": run.method, "gamma": run.gamma}
@@ -235,7 +235,7 @@ def _most_frequent(run: EvalRun) -> list[list[Any]]:
     return [list(pair) for pair in sorted(run.substitutions, key=lambda s: (-s[2], s[:2]))[:PAIRS_SHOWN]]
 
 
-def provenance(runs: Sequence[EvalRun]) -> Table:
+def _provenance(runs: Sequence[EvalRun]) -> Table:
     """Where the figures come from: runs with the same provenance are one row."""
     counts = Counter((run.pair, run.judge, run.judge_id, run.batch, run.max_new_tokens, run.provenance) for run in runs)
     rows = tuple(

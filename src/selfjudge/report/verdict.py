@@ -15,7 +15,7 @@ from selfjudge.report.charts import FIRST, GAIN, Chart, Point, Series, drop_far_
 from selfjudge.report.formats import fixed, gain, percent, points, show_interval, signed_points, whole
 from selfjudge.report.records import PAPER, EvalRun, rule_order, task_order, task_title, usual_gamma
 from selfjudge.report.table import AGREEMENT, RULE, Column, Row, Table
-from selfjudge.report.tables import average
+from selfjudge.report.tables import average_row
 
 LOW_SCORE = 0.1
 """A score of `exact` below which a rule can hardly lose anything."""
@@ -28,7 +28,7 @@ class VerdictSection:
     table: Table
 
 
-def verdict(runs: Sequence[EvalRun]) -> VerdictSection | None:
+def make_verdict(runs: Sequence[EvalRun]) -> VerdictSection | None:
     """The verdict on the pair with most runs; None where no rule was run besides `exact`."""
     counts = Counter(run.pair for run in runs)
     pair = max(counts, key=lambda name: (counts[name], name), default="")
@@ -70,7 +70,7 @@ def _choose_rules(runs: Sequence[EvalRun], n_tasks: int, usual: Counter[str]) ->
 def _row(runs: Sequence[EvalRun]) -> Row:
     agreements = [run.agreement for run in runs if run.agreement is not None]
     return {
-        **average(runs),
+        **average_row(runs),
         "m": sum(run.m or 0.0 for run in runs) / len(runs),
         "agreement": sum(agreements) / len(agreements) if agreements else None,
         "agreement_ci": None,

@@ -48,10 +48,14 @@ def headers() -> dict[str, str]:
 
 def describe(recipe: Recipe) -> dict[str, str]:
     """What the page says about the recipe in use: its name, what came out, and what is claimed."""
-    from selfjudge.report.certificate import claim, finding
+    from selfjudge.report.certificate import describe_claim, describe_result
 
     certificate = recipe.certificate
-    return {"name": recipe.folder.resolve().name, "finding": finding(certificate), "claim": claim(certificate)}
+    return {
+        "name": recipe.folder.resolve().name,
+        "finding": describe_result(certificate),
+        "claim": describe_claim(certificate),
+    }
 
 
 class Playground:
