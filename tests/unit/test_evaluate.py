@@ -19,7 +19,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate import EvalConfig
 from selfjudge.evaluate.answerer import TorchAnswerer
 from selfjudge.evaluate.compare import bootstrap_interval, compare_lengths, compute_overlap
-from selfjudge.evaluate.config import task_label
+from selfjudge.evaluate.config import make_label
 from selfjudge.evaluate.consistency import load_classifier, make_proxy, measure_consistency, split_sentences
 from selfjudge.evaluate.examples import make_example_rows
 from selfjudge.evaluate.execute import Evaluation, Execution
@@ -84,8 +84,8 @@ def test_intervals_cover_the_mean_and_paired_ones_are_narrow() -> None:
 def test_word_overlap_and_labels() -> None:
     assert compute_overlap("a b c d", "a b c d") == 1
     assert compute_overlap("a b c d", "a b x d") == 0.75
-    assert task_label("livecodebench/all") == "livecodebench-all"
-    assert task_label("file:/some/where/mine.jsonl") == "file:mine"
+    assert make_label("livecodebench/all") == "livecodebench-all"
+    assert make_label("file:/some/where/mine.jsonl") == "file:mine"
 
 
 # factual consistency

@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.decoding.rules import AcceptanceRule
-from selfjudge.evaluate.answerer import Answerer, AnswerOptions
+from selfjudge.evaluate.answerer import Answerer, BatchOptions
 from selfjudge.evaluate.runs import RuleRun, plan_runs
 from selfjudge.tune.speeds import Clock, choose_gamma, count_accepted_drafts, count_affordable_prompts
 
@@ -49,7 +49,7 @@ class Drafting(Answerer):
     def __init__(self) -> None:
         self.asked: list[tuple[str, int]] = []
 
-    def answer(self, prompts: Sequence[Any], rule: AcceptanceRule, options: AnswerOptions) -> Any:
+    def answer(self, prompts: Sequence[Any], rule: AcceptanceRule, options: BatchOptions) -> Any:
         gamma = options.gamma
         self.asked.append((rule.name, gamma))
         rng, answers, passes = np.random.default_rng(0), [], 0
@@ -108,7 +108,7 @@ def test_answers_are_timed_long_enough_for_their_device(device: str, limit: int,
     asked: list[int] = []
     answers = [SimpleNamespace(tokens=(1, 2), origins=["target"] * 2)]
 
-    def answer(prompts: Any, rule: Any, options: AnswerOptions) -> Any:
+    def answer(prompts: Any, rule: Any, options: BatchOptions) -> Any:
         asked.append(options.max_new_tokens)
         return answers, {"total": 1.0}
 

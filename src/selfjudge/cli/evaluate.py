@@ -160,7 +160,7 @@ def _check_rules(config: EvalConfig, models: PairOptions, sources: dict[str, str
     judges: Any = {name: JudgeConfig.from_pretrained(place) for name, place in sources.items()}
     for judge in judges.values():
         models.check_judge(judge)
-    for run in plan_runs(config.chosen_rules(bool(judges)), (0,), judges, ()):
+    for run in plan_runs(config.choose_rules(bool(judges)), (0,), judges, ()):
         for gamma in config.gammas or (None,):
             models.check_gamma(run.rule, gamma)
 
@@ -169,7 +169,7 @@ def _judges(given: list[str] | None, models: PairOptions, config: EvalConfig) ->
     """Judges by name, as folders or hub ids: the given ones, else the pair's own where a rule needs one."""
     from selfjudge.evaluate.runs import needs_judge
 
-    judged = any(needs_judge(rule) for rule in config.chosen_rules(True))
+    judged = any(needs_judge(rule) for rule in config.choose_rules(True))
     if not given and judged and models.shipped_judge:
         given = [f"shipped={models.shipped_judge}"]
     judges: dict[str, str] = {}

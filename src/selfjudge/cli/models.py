@@ -204,12 +204,12 @@ def _kind(folder: Path) -> str | None:
 def _state(folder: Path, kind: str, run: dict[str, Any]) -> tuple[bool, str]:
     """Whether what is written last is there, and what the folder holds."""
     if kind == "eval":
-        from selfjudge.evaluate.config import task_label
+        from selfjudge.evaluate.config import make_label
 
         summaries = list(folder.glob("*/*/summary.json"))
         tasks = sorted({file.parent.parent.name for file in summaries})
         asked = [
-            folder / task_label(task) / name for task, name in product(run.get("tasks") or (), run.get("runs") or ())
+            folder / make_label(task) / name for task, name in product(run.get("tasks") or (), run.get("runs") or ())
         ]
         finished = bool(asked) and all(place / "summary.json" in summaries for place in asked)
         return finished, f"{len(summaries)} runs on {', '.join(tasks)}" if tasks else ""

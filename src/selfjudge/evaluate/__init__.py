@@ -1,4 +1,4 @@
-"""What acceptance rules gain and cost on tasks."""
+"""Evaluate acceptance rules on tasks: what they gain in speed, and what they cost in answers."""
 
 from typing import TYPE_CHECKING
 

@@ -18,8 +18,8 @@ Answers = tuple[list[Generation], dict[str, float]]
 
 
 @dataclass(frozen=True)
-class AnswerOptions:
-    """How prompts are answered beside the rule; a seed for each prompt, if the rule draws at random."""
+class BatchOptions:
+    """How a batch of prompts is answered, beside the rule; a seed for each prompt, if the rule draws at random."""
 
     gamma: int
     max_new_tokens: int
@@ -40,7 +40,7 @@ class Answerer(ABC):
         """cuda, mps or cpu."""
 
     @abstractmethod
-    def answer(self, prompts: Sequence[Prompt], rule: AcceptanceRule, options: AnswerOptions) -> Answers:
+    def answer(self, prompts: Sequence[Prompt], rule: AcceptanceRule, options: BatchOptions) -> Answers:
         """The answers of all prompts."""
 
 
@@ -55,7 +55,7 @@ class TorchAnswerer(Answerer):
     def device(self) -> str:
         return str(self.pair.target.device.type)
 
-    def answer(self, prompts: Sequence[Prompt], rule: AcceptanceRule, options: AnswerOptions) -> Answers:
+    def answer(self, prompts: Sequence[Prompt], rule: AcceptanceRule, options: BatchOptions) -> Answers:
         start = time.perf_counter()
         answers = generate(
             self.pair,

@@ -15,18 +15,17 @@ from selfjudge.types import MAX_GAMMA, check_settings, setting
 class EvalConfig:
     """Which rules are evaluated on which tasks, and how."""
 
-    tasks: tuple[str, ...] = setting((), "Tasks, with a split where it is not `test`: `livecodebench/all`.")
+    tasks: tuple[str, ...] = setting((), "Tasks, with a split if it is not `test`: `livecodebench/all`.")
     rules: tuple[Any, ...] | None = setting(
         None,
-        "Rules as text, such as `judged:F@mine`, or as objects; exact, and judged where there is a judge,"
-        " if not given.",
+        "Rules as text, such as `judged:F@mine`, or as objects. If not given: exact, and judged if there is a judge.",
     )
     gammas: tuple[int, ...] = setting(
         (), "Draft tokens per cycle; the default of the device if not given.", minimum=0, maximum=MAX_GAMMA
     )
     limit: int | None = setting(None, "Examples of each task; all if not given.", minimum=1)
     max_new_tokens: int | None = setting(
-        None, "Most tokens an answer may have; the task's own number if not given.", minimum=1
+        None, "Maximum new tokens of an answer; the task's own number if not given.", minimum=1
     )
     batch: int | None = setting(None, "Prompts at a time: 8, on CUDA 256.", minimum=1)
     seed: int = setting(0, "Seed of rules that sample.")
@@ -35,9 +34,9 @@ class EvalConfig:
     )
     examples: int = setting(3, "Answers of each run that are kept token by token.", minimum=0)
     compact: bool = setting(False, "Leave texts out of the rows at the end, and round to five decimals.")
-    times: bool = setting(True, "Record tokens/s; not on a machine that does other work meanwhile.")
+    times: bool = setting(True, "Measure tokens/s; not on a machine that does other work meanwhile.")
     data: Path | None = setting(None, "Folder with the benchmarks' files; SELFJUDGE_DATA if not given.")
-    allow_unsafe: bool = setting(False, "Run generated code even where it cannot be isolated.")
+    allow_unsafe: bool = setting(False, "Run generated code even if it cannot be isolated.")
 
     def check(self) -> None:
         """Refuse what cannot work, before a model is loaded."""
@@ -46,19 +45,19 @@ class EvalConfig:
             raise SelfJudgeError("`tasks` names no task; see selfjudge ls tasks")
         if self.rules == ():
             raise SelfJudgeError("`rules` names no rule; see selfjudge ls rules")
-        if len({task_label(name) for name in self.tasks}) < len(self.tasks):
+        if len({make_label(name) for name in self.tasks}) < len(self.tasks):
             raise SelfJudgeError("two of the tasks have the same name: evaluate them into different folders")
         for name in self.tasks:
             load_task(name, self.data, allow_unsafe=self.allow_unsafe).prepare()
 
-    def chosen_rules(self, has_judge: bool) -> tuple[Any, ...]:
-        """`rules`, or what is evaluated where none are given."""
+    def choose_rules(self, has_judge: bool) -> tuple[Any, ...]:
+        """`rules`, or the default rules."""
         if self.rules is not None:
             return self.rules
         return ("exact", "judged") if has_judge else ("exact",)
 
 
-def task_label(name: str) -> str:
+def make_label(name: str) -> str:
     """A task's name in folders and tables: `gsm8k/train[9:]` is gsm8k-train-9-, a file goes by its stem."""
     if name.startswith("file:"):
         return f"file:{Path(name.removeprefix('file:')).stem}"

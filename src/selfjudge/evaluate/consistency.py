@@ -1,7 +1,7 @@
 """Factual consistency of a summary: does its story entail each of its sentences, or contradict them?
 
-FC = mean over the sentences of P(entailed) − P(contradicted), by an NLI classifier. Where there is none, the target
-itself chooses between three letters; that is a proxy, and is called so wherever it is reported.
+FC = mean over the sentences of P(entailed) − P(contradicted), by an NLI classifier. Without one, the target itself
+chooses between three letters: a proxy, reported as `fc_proxy`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Entails = Callable[[Sequence[tuple[str, str]]], list[float]]
 
 
 def split_sentences(text: str) -> list[str]:
-    """The sentences of a text, split at punctuation and at line ends; list marks are left out."""
+    """Split a text at punctuation and at line ends; list marks are left out."""
     lines = (re.sub(r"^\s*(?:[-*•]|\d+[.)])\s+", "", line) for line in text.splitlines())
     ends = r"(?:(?<=[.!?])|(?<=[.!?][\"')\]]))\s+(?=[A-Z0-9\"'(])"
     return [part.strip() for line in lines for part in re.split(ends, line) if re.search(r"\w", part)]
@@ -48,7 +48,7 @@ def measure_consistency(entails: Entails, stories: Sequence[str], texts: Sequenc
 def load_entailment(pair: Pair, nli: str, warn: Callable[[str], None]) -> tuple[Entails | None, str]:
     """What measures factual consistency, and its name: an NLI model, `proxy` (the target itself) or `off`.
 
-    `auto` is the default NLI model, or the proxy where that cannot be loaded.
+    `auto` is the default NLI model, or the proxy if that cannot be loaded.
     """
     if nli == "off":
         return None, "off"
@@ -126,6 +126,6 @@ def make_proxy(pair: Pair) -> Entails:
 
 
 def _cut(pair: Pair, story: str) -> str:
-    """As much of a story as the proxy reads."""
+    """The first `LONGEST` tokens of a story."""
     ids = pair.tokenizer.encode(story, add_special_tokens=False)
     return story if len(ids) <= LONGEST else str(pair.tokenizer.decode(ids[:LONGEST]))

@@ -10,7 +10,7 @@ from typing import Any
 
 from selfjudge.decoding.text import row_seed
 from selfjudge.errors import SelfJudgeError
-from selfjudge.evaluate.answerer import Answerer, AnswerOptions
+from selfjudge.evaluate.answerer import Answerer, BatchOptions
 from selfjudge.evaluate.compare import SAMPLES, read_samples
 from selfjudge.evaluate.config import EvalConfig
 from selfjudge.evaluate.consistency import Entails, measure_consistency
@@ -83,7 +83,7 @@ class Execution:
     def _answer(self, rows: Sequence[Row]) -> tuple[list[Generation], dict[str, float]]:
         """The answers of a part and its seconds by phase. A row's seed does not depend on the part it is in."""
         seeds = [row_seed(self.config.seed, self.examples.places[row["id"]]) for row in rows]
-        options = AnswerOptions(self.run.gamma, self.max_new_tokens, seeds)
+        options = BatchOptions(self.run.gamma, self.max_new_tokens, seeds)
         return self.answerer.answer([self.task.prompt(row) for row in rows], self.run.rule, options)
 
     def _score(self, rows: Sequence[Row], answers: Sequence[Generation]) -> list[Row]:

@@ -13,7 +13,7 @@ PAPER_PAIRS = {
     "qwen2.5-7b": ("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct"),
     "llama-3.1-70b": ("meta-llama/Llama-3.1-70B-Instruct", "meta-llama/Llama-3.1-8B-Instruct"),
 }
-"""Target and draft of the paper's own pairs. None of them was run here."""
+"""Target and draft of the paper's own pairs."""
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,11 @@ class Preset:
 
     summary: str
     prompts: tuple[str, ...]
-    """Labelled by likelihood (SelfJudge)."""
+    """Prompts labelled by likelihood (SelfJudge)."""
     auto: tuple[str, ...]
-    """Labelled by preserved answers (AutoJudge)."""
+    """Prompts labelled by preserved answers (AutoJudge)."""
     auto_plus: tuple[str, ...]
-    """Labelled by the target's own verdict (AutoJudge+)."""
+    """Prompts labelled by the target's own verdict (AutoJudge+)."""
     tasks: tuple[str, ...]
     limit: int | None = None
     sweep_tasks: tuple[str, ...] = ()
@@ -37,14 +37,14 @@ class Preset:
     task_gammas: tuple[tuple[str, int], ...] = ()
     """Tasks with a γ of their own."""
     label_tokens: int = 512
-    """Most tokens of an answer that is labelled."""
+    """Maximum new tokens of an answer that is labelled."""
     eval_tokens: int | None = None
-    """Most tokens of an answer that is evaluated; the task's own number if not given."""
+    """Maximum new tokens of an answer that is evaluated; the task's own number if None."""
     calibrate_prompts: int = 100
     substitutions: int | None = 30
     originals: bool = False
     released: bool = False
-    """Whether a judge is also trained as the authors' code does it, beside the printed method."""
+    """Whether a judge is also trained as in the authors' code, which differs from the paper."""
 
 
 _PAPER_TASKS = ("gsm8k", "math500", "mmlu", "cnn_dailymail", "livecodebench")
@@ -87,8 +87,7 @@ PRESETS = {
         originals=True,
     ),
     "released": Preset(
-        "the method as the authors' code has it, which is not what the paper prints, beside the printed one: its"
-        " score, thresholds and features, γ = 20",
+        "the method as in the authors' code beside that of the paper: another score, thresholds and features; γ = 20",
         prompts=("gsm8k:500", "livecodebench:220", "dolly:500"),
         auto=(),
         auto_plus=(),
@@ -104,24 +103,24 @@ PRESETS = {
 class ReproduceConfig:
     """What `reproduce` runs, and on what."""
 
-    preset: str = setting("quick", "How much; paper has the paper's settings.", choices=tuple(PRESETS))
+    preset: str = setting("quick", "How much is run; paper has the paper's settings.", choices=tuple(PRESETS))
     prompts: tuple[str, ...] = setting(
-        (), "Label these by likelihood instead of the preset's, such as arithmetic:30; several times."
+        (), "Prompts to label by likelihood instead of the preset's, such as arithmetic:30. Repeat for several."
     )
-    tasks: tuple[str, ...] = setting((), "Evaluate on these instead of the preset's.")
+    tasks: tuple[str, ...] = setting((), "Tasks to evaluate on instead of the preset's.")
     limit: int | None = setting(None, "Examples of each task instead of the preset's number.", minimum=1)
     max_new_tokens: int | None = setting(
-        None, "Most tokens of an answer, labelled or evaluated, instead of the preset's and the tasks' own.", minimum=1
+        None, "Maximum new tokens of an answer, labelled or evaluated, instead of the preset's.", minimum=1
     )
     calibrate_prompts: int | None = setting(
-        None, "Prompts for finding τ, where none ships with the pair, instead of the preset's number.", minimum=1
+        None, "Prompts to find τ with, if none ships with the pair, instead of the preset's number.", minimum=1
     )
     batch: int | None = setting(None, "Prompts at a time; as label and eval choose if not given.", minimum=1)
     nli: str = setting(
         "auto", "Factual consistency of summaries: an NLI model, proxy (the target itself), off, or auto."
     )
     data: Path | None = setting(None, "Folder with the benchmarks' files; SELFJUDGE_DATA if not given.")
-    allow_unsafe: bool = setting(False, "Run generated code even where it cannot be isolated.")
+    allow_unsafe: bool = setting(False, "Run generated code even if it cannot be isolated.")
 
     def check(self) -> None:
         """Refuse what cannot work, before a model is loaded."""
@@ -130,15 +129,15 @@ class ReproduceConfig:
 
     @property
     def evaluation(self) -> EvalConfig:
-        """What all evaluations of the preset share."""
-        preset = self.chosen_preset()
+        """The settings that all evaluations of the preset share."""
+        preset = self.choose_preset()
         return EvalConfig(
             tasks=preset.tasks, limit=preset.limit, max_new_tokens=preset.eval_tokens, batch=self.batch,
             nli=self.nli, data=self.data, allow_unsafe=self.allow_unsafe,
         )  # fmt: skip
 
-    def chosen_preset(self) -> Preset:
-        """The preset with what is given in place of its own."""
+    def choose_preset(self) -> Preset:
+        """The preset, with the given settings in place of its own."""
         preset = PRESETS[self.preset]
         tasks = self.tasks or preset.tasks
         return replace(

@@ -1,8 +1,8 @@
-"""The paper's tables and figures for a pair: label by three methods, train, evaluate every rule, report.
+"""Reproduce the paper's tables and figures for a pair: label by three methods, train, evaluate every rule, report.
 
 <out>/labels/<method>   judges/<name>   eval/   report.html
 
-Every stage is kept: what is done stays done.
+Stages that are finished are not run again.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ def reproduce_paper(
     notify: Notify = lambda stage, share: None,
     warn: Warn = lambda text: None,
 ) -> dict[str, Any]:
-    """Run what is not yet done below `out`; the report's tables."""
+    """Run the stages that are not yet finished below `out`; returns the report's tables."""
     from selfjudge.report.pipeline import report
 
     config.check()
-    preset = config.chosen_preset()
+    preset = config.choose_preset()
     settings = config.evaluation
-    check_examples(settings)  # missing data is better known before hours of labelling
+    check_examples(settings)  # missing data is found before hours of labelling
     folders = label_by_all_methods(pair, out / "labels", preset, config, notify=notify, warn=warn)
     device = "cpu" if pair.target.device.type == "mps" else str(pair.target.device)  # fitting needs float64
     judges = train_judges(folders, out / "judges", preset, device=device, notify=notify, warn=warn)
-    for task, rules, gammas in evaluations(preset, list(judges)):
+    for task, rules, gammas in plan_evaluations(preset, list(judges)):
         one = replace(settings, tasks=(task,), rules=tuple(rules), gammas=gammas)
-        evaluate_rules(pair, out / "eval", one, judges=judges, notify=_prefixed("evaluating", notify), warn=warn)
+        evaluate_rules(pair, out / "eval", one, judges=judges, notify=_prefix_stages("evaluating", notify), warn=warn)
     return report([out], out / "report.html")
 
 
-def evaluations(preset: Preset, judges: Sequence[str]) -> list[tuple[str, list[str], tuple[int, ...]]]:
+def plan_evaluations(preset: Preset, judges: Sequence[str]) -> list[tuple[str, list[str], tuple[int, ...]]]:
     """(task, rules, γ): all rules on all tasks, then sweeps over θ and N, then other γ."""
     methods = [name for name in judges if not name.startswith("n=")]
     own_gamma = dict(preset.task_gammas)
@@ -80,7 +80,7 @@ def evaluations(preset: Preset, judges: Sequence[str]) -> list[tuple[str, list[s
 def label_by_all_methods(
     pair: Pair, out: Path, preset: Preset, config: ReproduceConfig, *, notify: Notify, warn: Warn
 ) -> dict[str, Path]:
-    """Label folders by method, of those that have prompts. One that finds nothing to label is left out and named."""
+    """Label folders by method. A method without prompts is left out; so is one that finds no label, with a warning."""
     folders: dict[str, Path] = {}
     shipped = find_shipped_tau(pair.target_id, pair.draft_sha256, 20)
     calibrate = None if shipped else ("gsm8k" if any(p.startswith("gsm8k") for p in preset.prompts) else "arithmetic")
@@ -112,11 +112,11 @@ def train_judges(
 ) -> dict[str, Judge]:
     """Judges by name. One that cannot be trained is left out, with a warning."""
     judges: dict[str, Judge] = {}
-    for name, (labels, settings) in _wanted_judges(folders, preset).items():
+    for name, (labels, settings) in _plan_judges(folders, preset).items():
         folder = out / name
         if not (folder / "config.json").is_file():
             try:
-                train_judge([labels], folder, settings, device=device, notify=_prefixed(f"judge {name}", notify))
+                train_judge([labels], folder, settings, device=device, notify=_prefix_stages(f"judge {name}", notify))
             except SelfJudgeError as error:
                 if name == "selfjudge":
                     raise
@@ -126,9 +126,9 @@ def train_judges(
     return judges
 
 
-def _wanted_judges(folders: Mapping[str, Path], preset: Preset) -> dict[str, tuple[Path, TrainConfig]]:
-    """One judge a method, one with the paper's features, one as released where the preset wants it, one of
-    self-written prompts alone and, where N is swept, one for each N.
+def _plan_judges(folders: Mapping[str, Path], preset: Preset) -> dict[str, tuple[Path, TrainConfig]]:
+    """Labels and settings of every judge: one a method, one with the paper's features, one as released if the preset
+    wants it, one of self-written prompts alone and, if N is swept, one for each N.
     """
     own = folders["selfjudge"]
     wanted = {
@@ -146,5 +146,5 @@ def _wanted_judges(folders: Mapping[str, Path], preset: Preset) -> dict[str, tup
     return wanted | {f"n={n}": (own, TrainConfig(suffix_length=n)) for n in lengths}
 
 
-def _prefixed(name: str, notify: Notify) -> Notify:
+def _prefix_stages(name: str, notify: Notify) -> Notify:
     return lambda stage, share: notify(f"{name}: {stage}", share)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.evaluate.config import EvalConfig, task_label
+from selfjudge.evaluate.config import EvalConfig, make_label
 from selfjudge.tasks.base import FILE, Row, Task
 from selfjudge.tasks.registry import load_task, split_of
 
@@ -33,7 +33,7 @@ class TaskExamples:
 
     @property
     def label(self) -> str:
-        return task_label(self.name)
+        return make_label(self.name)
 
     @cached_property
     def checkable(self) -> bool:

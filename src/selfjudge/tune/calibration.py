@@ -81,10 +81,10 @@ def _normalise(prompt: Prompt) -> str:
 
 
 def check_calibration(config: TuneConfig, judge: JudgeConfig | None) -> None:
-    """Refuse what prompts and settings tell before a model is loaded: among others an ε that so few cannot certify.
+    """Refuse what prompts and settings rule out before a model is loaded, such as an ε that so few cannot certify.
 
-    Where the batch is the device's choice, that of a CPU is assumed, which sets the fewest prompts aside; the number
-    of prompts that is asked for is enough on CUDA, too.
+    If the device chooses the batch, that of a CPU is assumed, which sets the fewest prompts aside; the number of
+    prompts in the message is enough on CUDA, too.
     """
     families = list_families(config.families, judge)
     if config.gamma is not None:
@@ -109,7 +109,7 @@ def refuse_learnt(pair: Pair, prompts: Sequence[CalibrationPrompt], judge: str |
     """Refuse prompts that the judge was trained on; warn if that cannot be known."""
     known = None if judge is None else training_prompts(judge)
     if known is None:
-        warn("this judge does not keep its training prompts: that none of them is among these cannot be checked")
+        warn("this judge does not keep its training prompts: it cannot be checked whether some of them are among these")
         return
     encoded = pair.encode_many([prompt.prompt for prompt in prompts])
     for prompt, ids in zip(prompts, encoded, strict=True):

@@ -14,7 +14,7 @@ from selfjudge.types import MAX_GAMMA, check_settings, setting
 
 MEASURES = ("auto", "score", "same_answer", "overlap")
 CPU_BATCH, CUDA_BATCH = 8, 256
-"""Prompts at a time, where no number is given."""
+"""Default batch sizes by device."""
 FILE_TOKENS = 256
 """Maximum new tokens of an answer to a prompt of a file, as in `generate`."""
 FREE = ("minutes",)
@@ -25,9 +25,9 @@ FREE = ("minutes",)
 class TuneConfig:
     """What is to be certified, on which prompts, and which rules are tried."""
 
-    tasks: tuple[str, ...] = setting((), "Tasks to calibrate on, with a split where it is not `test`: `gsm8k/train`.")
+    tasks: tuple[str, ...] = setting((), "Tasks to calibrate on, with a split if it is not `test`: `gsm8k/train`.")
     prompts: Path | None = setting(
-        None, "Your own prompts instead: jsonl with `prompt` or `messages`, and `answer` or `check` where there is one."
+        None, "Your own prompts instead: jsonl with `prompt` or `messages`, and `answer` or `check` if there is one."
     )
     epsilon: float = setting(0.03, "The most that may be lost: 0.03 is 3 points of the score.", above=0)
     delta: float = setting(0.05, "The certificate is wrong with at most this probability.", above=0)
@@ -35,19 +35,18 @@ class TuneConfig:
     families: tuple[str, ...] = setting(FAMILIES, "Families of rules to try.", choices=FAMILIES)
     measure: str = setting(
         "auto",
-        "What must be kept: score, same_answer or overlap (of words, with exact); auto is the score where prompts have"
+        "What must be kept: score, same_answer or overlap (of words, with exact); auto is the score if prompts have"
         " one, else overlap.",
         choices=MEASURES,
     )
     gamma: int | None = setting(None, "Draft tokens per cycle; measured if not given.", minimum=1, maximum=MAX_GAMMA)
     max_new_tokens: int | None = setting(
-        None, "Most tokens an answer may have; the task's own number if not given, for a file 256.", minimum=1
+        None, "Maximum new tokens of an answer; the task's own number if not given, for a file 256.", minimum=1
     )
     batch: int | None = setting(None, "Prompts at a time: 8, on CUDA 256.", minimum=1)
     minutes: float | None = setting(
         None,
-        "End after about so many minutes with what is certified by then: on a CPU 12, elsewhere no limit, if not"
-        " given.",
+        "Time limit in minutes: the run ends with what is certified by then. If not given: 12 on a CPU, else none.",
         above=0,
     )
     seed: int = setting(0, "Seed of the prompts' order.")
@@ -56,7 +55,7 @@ class TuneConfig:
     )
     examples: int = setting(5, "Lost and gained answers of each kind that the certificate shows.", minimum=0)
     data: Path | None = setting(None, "Folder with the benchmarks' files; SELFJUDGE_DATA if not given.")
-    allow_unsafe: bool = setting(False, "Run generated code even where it cannot be isolated.")
+    allow_unsafe: bool = setting(False, "Run generated code even if it cannot be isolated.")
 
     def check(self) -> None:
         """Refuse what cannot work, before a model is loaded."""
@@ -80,6 +79,6 @@ class TuneConfig:
 
     @property
     def evaluation(self) -> EvalConfig:
-        """How evaluation would load the same examples."""
+        """The settings with which evaluation loads the same examples."""
         tasks = self.tasks if self.prompts is None else (f"{FILE}{self.prompts}",)
         return EvalConfig(tasks=tasks, data=self.data, allow_unsafe=self.allow_unsafe)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from selfjudge.decoding.text import row_seed
-from selfjudge.evaluate.answerer import AnswerOptions
+from selfjudge.evaluate.answerer import BatchOptions
 from selfjudge.evaluate.compare import Interval, compare_lengths, compare_rates
 from selfjudge.evaluate.execute import make_sample
 from selfjudge.evaluate.runs import RuleRun
@@ -182,7 +182,7 @@ class Trials:
         if seal is None:
             start = number * job.batch
             seeds = [row_seed(job.config.seed, start + i) for i in range(len(prompts))]
-            options = AnswerOptions(run.gamma, job.max_new_tokens, seeds)
+            options = BatchOptions(run.gamma, job.max_new_tokens, seeds)
             answers, seconds = job.answerer.answer([prompt.prompt for prompt in prompts], run.rule, options)
             write_rows(file, self._score(prompts, answers, exact))
             seal = self.folder.seal(name, [f"work/{file.name}"], run.identity, seconds=seconds)

@@ -17,7 +17,7 @@ from typing import Any
 from selfjudge.decoding.rule_parser import rule_text
 from selfjudge.decoding.rules import AcceptanceRule, Judged
 from selfjudge.errors import SelfJudgeError
-from selfjudge.evaluate.answerer import Answerer, AnswerOptions, Answers
+from selfjudge.evaluate.answerer import Answerer, Answers, BatchOptions
 from selfjudge.integrations.vllm.config import KEY, WORKER
 from selfjudge.integrations.vllm.engine import PairEngine
 from selfjudge.integrations.vllm.serve import speculation
@@ -46,7 +46,7 @@ class VllmAnswerer(Answerer):
     def close(self) -> None:
         self._engine.close()
 
-    def answer(self, prompts: Sequence[Prompt], rule: AcceptanceRule, options: AnswerOptions) -> Answers:
+    def answer(self, prompts: Sequence[Prompt], rule: AcceptanceRule, options: BatchOptions) -> Answers:
         """Greedy answers; seeds are for rules that vLLM does not take."""
         from vllm.sampling_params import RequestOutputKind
 
