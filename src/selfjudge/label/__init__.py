@@ -1,4 +1,4 @@
-"""`selfjudge label`: which draft tokens may stand, without annotation."""
+"""`selfjudge label`: which draft tokens are acceptable, without annotation."""
 
 from typing import TYPE_CHECKING
 

@@ -68,7 +68,7 @@ class Labels:
 
 
 def write_shard(run: RunFolder, number: int, labels: Labels, made_from: str) -> Row:
-    """Write a shard of labels; its seal, with the counts of the labels."""
+    """Write a shard of labels; returns its seal, with the counts of the labels."""
     rows, arrays, out = labels.rows, labels.arrays, run.path
     assert all(len(array) == len(rows) for array in arrays.values())
     names = [f"labels-{number:05d}.jsonl", f"hidden-{number:05d}.safetensors"]
@@ -106,19 +106,19 @@ def _check_shards(folder: Path, manifest: Row) -> None:
 
 
 def read_shards(folder: Path) -> Iterator[tuple[list[Row], Arrays]]:
-    """Rows and arrays of every shard in turn; a damaged one, or what belongs to all of them, is refused."""
+    """Rows and arrays of every shard in turn; a damaged file is an error."""
     manifest = read_manifest(folder)
     _refuse_damaged(folder, manifest["files"])
     for shard in manifest["shards"]:
         _refuse_damaged(folder, shard["files"])
         hidden = folder / list(shard["files"])[1]
-        rows, (arrays, _) = shard_rows(folder, shard), read_tensors(hidden)
+        rows, (arrays, _) = read_shard_rows(folder, shard), read_tensors(hidden)
         _check_arrays(hidden, arrays, len(rows), manifest)
         yield rows, arrays
 
 
-def shard_rows(folder: Path, shard: Row) -> list[Row]:
-    """The label rows of a shard; as many as it says, with as many acceptable ones."""
+def read_shard_rows(folder: Path, shard: Row) -> list[Row]:
+    """The label rows of a shard; counts that differ from the manifest's are an error."""
     file = folder / next(iter(shard["files"]))
     rows = list(read_rows(file, LabelRow))
     counted = {"rows": len(rows), "acceptable": sum(row["label"] for row in rows)}
@@ -166,19 +166,15 @@ def merge_labels(folders: Sequence[Path], out: Path) -> dict[str, Any]:
             for old, new in names.items():
                 shutil.copyfile(folder / old, out / new)
             shards.append({**shard, "files": {new: shard["files"][old] for old, new in names.items()}})
+    for name in manifests[0]["files"]:  # τ is the same in all folders, and so is its evidence
+        shutil.copyfile(folders[0] / name, out / name)
     write_rows(out / "responses.jsonl", (row for folder in folders for row in read_responses(folder)))
-    kept = ["responses.jsonl"]
-    if "calibration.safetensors" in manifests[0]["files"]:  # τ is the same in all, and so is what speaks for it
-        shutil.copyfile(folders[0] / "calibration.safetensors", out / "calibration.safetensors")
-        kept.append("calibration.safetensors")
     merged = {
         **manifests[0],
         **{key: sum(m.get(key, 0) for m in manifests) for key in ("prompts", *SUMMED) if key in manifests[0]},
         "shards": shards,
-        "yields": {
-            str(folder): manifest.get("yields", {}) for folder, manifest in zip(folders, manifests, strict=True)
-        },
-        "files": {name: sha256(out / name) for name in kept},
+        "yields": {str(folder): m.get("yields", {}) for folder, m in zip(folders, manifests, strict=True)},
+        "files": {name: sha256(out / name) for name in manifests[0]["files"]},
         "merged_from": [str(folder) for folder in folders],
     }
     RunFolder(out, done="manifest.json").finish(merged)
@@ -202,12 +198,12 @@ def _check_mergeable(folders: Sequence[Path], manifests: Sequence[Row]) -> None:
 
 
 def summarise_labels(folder: Path) -> dict[str, Any]:
-    """What a label folder holds: counts by source, the spread of scores, τ."""
+    """A summary of a label folder: counts by source, quantiles of the scores, τ."""
     manifest = read_manifest(folder)
     by_source: dict[str, list[int]] = {}
     scores: list[float] = []
     for shard in manifest["shards"]:
-        for row in shard_rows(folder, shard):
+        for row in read_shard_rows(folder, shard):
             counts = by_source.setdefault(row["source"], [0, 0])
             counts[0] += 1
             counts[1] += row["label"]

@@ -142,13 +142,13 @@ class Backend(Protocol):
 
 
 class Scorer:
-    """Scores cases with one target. `tokens` counts the tokens that it read, `padded` includes padding."""
+    """Scores cases with one target; `tokens` counts the tokens that it read."""
 
     def __init__(self, model: PreTrainedModel | LoadedModel, *, suffix_length: int = 20) -> None:
         self.loaded = as_loaded(model)
         self.model = model = self.loaded.causal_lm
         self.suffix_length = suffix_length
-        self.tokens = self.padded = 0
+        self.tokens = 0
         self.device = model.device
         self._kinds = attention_kinds(model)
         self._window = context_window(model)
@@ -167,15 +167,14 @@ class Scorer:
         while order:
             count = max(1, self._most // width(sizes[order[0]], self.device, self._window))
             part, order = order[:count], order[count:]
-            before = self.tokens, self.padded
+            before = self.tokens
             try:
                 scored = self._batch([cases[i] for i in part])
             except torch.OutOfMemoryError:  # half as much at a time, from now on
                 if len(part) == 1 and self._most <= self._pack:
                     raise
                 torch.cuda.empty_cache()
-                self._most, order = self._most // 2, part + order
-                self.tokens, self.padded = before
+                self._most, order, self.tokens = self._most // 2, part + order, before
                 continue
             for i, scores in zip(part, scored, strict=True):
                 results[i] = scores
@@ -198,7 +197,6 @@ class Scorer:
                 input_ids=ids.to(self.device), attention_mask=mask, past_key_values=cache, use_cache=True
             ).last_hidden_state
         self.tokens += sum(len(c.prompt) + len(c.response) for c in cases)
-        self.padded += ids.numel()
         results = [
             self._score_response(case, hidden[row, len(case.prompt) - 1 : len(case.prompt) + len(case.response)])
             for row, case in enumerate(cases)
@@ -212,38 +210,34 @@ class Scorer:
 
         `states` begin at the last token of the prompt: each predicts the next token.
         """
-        count = len(case.places)
-        response = torch.tensor(list(case.response), device=self.device)
-        places = torch.tensor(list(case.places), dtype=torch.long, device=self.device)
-        drafts = torch.tensor(list(case.drafts), dtype=torch.long, device=self.device)
-        nothing = torch.zeros(0, device=self.device)
-        of_response, of_draft, entropy, rank = [nothing], [nothing], [nothing], [nothing]
+        response, places, drafts = (
+            torch.tensor(list(tokens), dtype=torch.long, device=self.device)
+            for tokens in (case.response, case.places, case.drafts)
+        )
+        log_p = self._log_probabilities(states[:-1], response)[0].cpu().numpy()
+        parts = [torch.zeros((3, 0), device=self.device)]
         step = logit_rows(self.model)
-        for start in range(0, len(response), step):
-            end = min(start + step, len(response))
-            log_q = logits_of(self.model, states[start:end]).float()
+        for state, draft in zip(states[places].split(step), drafts.split(step), strict=True):
+            log_q = logits_of(self.model, state).float()
             log_q -= log_q.logsumexp(-1, keepdim=True)
-            of_response.append(log_q.gather(1, response[start:end, None]).squeeze(1))
-            here = (places >= start) & (places < end)
-            log_q, draft = log_q[places[here] - start], drafts[here, None]
-            of_draft.append(log_q.gather(1, draft).squeeze(1))
-            entropy.append(-(log_q.exp() * log_q).sum(-1))
-            rank.append((log_q > of_draft[-1][:, None]).sum(-1))
-        log_p = torch.cat(of_response).cpu().numpy()
-        original = np.full((count, self.suffix_length), np.nan, np.float32)
+            of_draft = log_q.gather(1, draft[:, None])
+            entropy, rank = -(log_q.exp() * log_q).sum(-1), (log_q > of_draft).sum(-1)
+            parts.append(torch.stack([of_draft.squeeze(1), entropy, rank]))
+        draft_log_p, entropies, ranks = torch.cat(parts, 1).cpu().numpy()
+        original = np.full((len(places), self.suffix_length), np.nan, np.float32)
         for row, place in enumerate(case.places):
             after = log_p[place + 1 : place + 1 + self.suffix_length]
             original[row, : len(after)] = after
         return Scores(
-            log_p=np.stack([log_p[list(case.places)], torch.cat(of_draft).cpu().numpy()], 1),
-            entropy=torch.cat(entropy).cpu().numpy(),
-            rank=torch.cat(rank).int().cpu().numpy(),
+            log_p=np.stack([log_p[list(case.places)], draft_log_p], 1),
+            entropy=entropies,
+            rank=ranks.astype(np.int32),
             original=original,
             substituted=np.full_like(original, np.nan),
             highest=np.full_like(original, np.nan),
             hidden_before=states[places].float().cpu().numpy(),
             hidden_target=states[1 + places].float().cpu().numpy(),
-            hidden_draft=np.empty((count, states.shape[-1]), np.float32),
+            hidden_draft=np.empty((len(places), states.shape[-1]), np.float32),
         )
 
     def _branches(self, cases: Sequence[Case]) -> list[Branch]:
@@ -298,7 +292,6 @@ class Scorer:
                 use_cache=True,
             ).last_hidden_state.flatten(0, 1)
         self.tokens += sum(len(branch.tokens) for branch in flat)
-        self.padded += tokens.size
         self._fill_in(flat, hidden, first, results)
 
     def _fill_in(self, flat: Sequence[Branch], hidden: Tensor, first: Sequence[int], results: Sequence[Scores]) -> None:

@@ -157,7 +157,7 @@ class LabelledRows:
         if not scored:
             method = self.manifests[0]["method"]
             raise SelfJudgeError(f"{self.folders[0]} holds {method} labels: those do not follow from scores")
-        lengths, taus = list(self.suffix_lengths), list(self.taus)
+        lengths = list(self.suffix_lengths)
         for i in scored:
             lengths[i] = _usable_length(self.folders[i], self.manifests[i], suffix_length, gap)
         shards = [shard for shard in self.shards if shard.folder in scored]
@@ -168,14 +168,15 @@ class LabelledRows:
         if acceptable is not None:  # one τ for all folders; `check` raises where no row is used
             used = np.concatenate([values[self.used[s.rows]] for s, values in zip(shards, scores, strict=True)])
             tau = float(np.quantile(used, 1 - acceptable)) if len(used) else 0.0
-        for i in scored:
-            taus[i] = tau
-            if tau is None:
-                taus[i] = _find_tau(self.folders[i], self.manifests[i], lengths[i], mean, gap, after)
+        taus = {
+            i: _find_tau(self.folders[i], self.manifests[i], lengths[i], mean, gap, after) if tau is None else tau
+            for i in scored
+        }
         labels = self.labels.copy()
         for s, values in zip(shards, scores, strict=True):
             labels[s.rows] = values > taus[s.folder]
-        return replace(self, labels=labels, suffix_lengths=lengths, taus=taus)
+        every_tau = [taus.get(i, before) for i, before in enumerate(self.taus)]
+        return replace(self, labels=labels, suffix_lengths=lengths, taus=every_tau)
 
     def weight_methods(self, weights: Mapping[str, float]) -> Self:
         """The same rows, each with the weight of its label method.

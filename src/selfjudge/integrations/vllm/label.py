@@ -180,7 +180,6 @@ class StateScorer(Scorer):
         scores = [self._score_response(case, states) for case, states in zip(cases, response_states, strict=True)]
         branches = self._branches(cases)
         self.tokens += sum(map(len, whole)) + sum(len(branch.tokens) for branch in branches)
-        self.padded = self.tokens
         if branches:
             states = self.backend.states(
                 [[*whole[branch.case][: branch.start], *branch.tokens] for branch in branches],
