@@ -1,4 +1,4 @@
-"""What a measurement is made with. Imports no torch, so that the command line can check its options at once."""
+"""Settings of measurements. Imports no torch, so that the command line can check its options at once."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class DemoConfig:
 
     @property
     def as_asked(self) -> DemoConfig:
-        """The same, cut down where the quick demo is asked for."""
+        """The config, cut down for the quick demo."""
         if not self.quick:
             return self
         return replace(

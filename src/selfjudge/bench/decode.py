@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,24 +24,41 @@ from selfjudge.types import PHASES, Gamma, Generation, Notify, pooled_figures
 
 
 @dataclass
-class _Run:
-    """One configuration: answers a prompt and says with which tokens; then what its last repeat gave."""
+class TimedRun:
+    """A configuration that is timed, and what its repeats gave."""
 
     name: str
+    pair: Pair
     gamma: Gamma
-    dtype: str
-    """Of the target."""
-    answer: Callable[[Prompt], tuple[tuple[int, ...], Generation | None]]
-    judged: bool = False
+    rule: AcceptanceRule | None
+    """The rule of our loop; None is transformers."""
     seconds: list[float] = field(default_factory=list)
-    """Of each repeat."""
+    """Seconds of each repeat."""
     tokens: list[tuple[int, ...]] = field(default_factory=list)
+    """The answers of the last repeat."""
     generations: list[Generation] = field(default_factory=list)
+    """The same answers as our loop describes them."""
+
+    @property
+    def dtype(self) -> str:
+        """Format of the target's weights."""
+        return self.pair.dtype if self.rule is not None else str(self.pair.target.dtype).removeprefix("torch.")
 
     @property
     def speeds(self) -> list[float]:
         """Tokens per second of each repeat."""
         return [sum(map(len, self.tokens)) / s for s in self.seconds]
+
+    def answer(self, prompts: Sequence[Prompt], config: DecodeBenchConfig) -> None:
+        """Answer the prompts one by one and keep the answers."""
+        limit, raw = config.max_new_tokens, config.raw
+        if self.rule is None:
+            assert self.gamma != "auto"
+            self.tokens = [transformers_tokens(self.pair, p, limit, gamma=self.gamma, raw=raw) for p in prompts]
+            return
+        options: dict[str, Any] = {"gamma": self.gamma, "max_new_tokens": limit, "raw": raw, "trace": False}
+        self.generations = [generate(self.pair, [prompt], self.rule, **options)[0] for prompt in prompts]
+        self.tokens = [generation.tokens for generation in self.generations]
 
 
 def bench_decode(
@@ -50,18 +67,18 @@ def bench_decode(
     rules: Sequence[tuple[str, AcceptanceRule]] = (),
     config: DecodeBenchConfig | None = None,
     *,
-    whole: Pair | None = None,
+    full: Pair | None = None,
     notify: Notify = lambda stage, share: None,
 ) -> dict[str, Any]:
     """Time every configuration at batch 1; the result is what `selfjudge bench decode --json` prints.
 
     Ratios are to the first configuration, the `baseline`: transformers without draft, or our own loop without `peers`.
-    transformers cannot run a pair in q4: it runs `whole`, the same pair in floats, and is left out where there is none.
+    transformers cannot run a pair in q4: it runs `full`, the same pair in floats, and is left out where there is none.
     """
     config = config or DecodeBenchConfig()
     config.check()
-    runs = _runs(pair, rules, config, pair if pair.dtype != "q4" else whole)
-    _time(runs, prompts, config.repeats, notify, warm_all=pair.target.device.type == "cuda")
+    runs = _plan(pair, pair if pair.dtype != "q4" else full, rules, config)
+    _time(runs, prompts, config, notify)
     firsts = {run.dtype: run for run in reversed(runs)}
     rows = [_row(run, runs[0], firsts[run.dtype]) for run in runs]
     return {
@@ -80,56 +97,35 @@ def bench_decode(
     }
 
 
-def _runs(
-    pair: Pair, rules: Sequence[tuple[str, AcceptanceRule]], config: DecodeBenchConfig, whole: Pair | None
-) -> list[_Run]:
-    """All configurations, the baseline first."""
-
-    def ours(rule: AcceptanceRule, gamma: Gamma) -> Callable[[Prompt], tuple[tuple[int, ...], Generation]]:
-        def answer(prompt: Prompt) -> tuple[tuple[int, ...], Generation]:
-            (result,) = generate(
-                pair, [prompt], rule, gamma=gamma, max_new_tokens=config.max_new_tokens, raw=config.raw, trace=False
-            )
-            return result.tokens, result
-
-        return answer
-
-    def theirs(whole: Pair, gamma: int = 0) -> _Run:
-        limit, name = config.max_new_tokens, "transformers-assisted" if gamma else "transformers-plain"
-
-        def answer(prompt: Prompt) -> tuple[tuple[int, ...], None]:
-            return transformers_tokens(whole, prompt, limit, gamma=gamma, raw=config.raw), None
-
-        return _Run(name, gamma, str(whole.target.dtype).removeprefix("torch."), answer)
-
+def _plan(
+    pair: Pair, peer: Pair | None, rules: Sequence[tuple[str, AcceptanceRule]], config: DecodeBenchConfig
+) -> list[TimedRun]:
+    """All configurations, the baseline first; transformers runs `peer`."""
     runs = []
-    if config.peers and whole is not None:
-        gammas = config.gammas if whole.draft_kind == "layers" else ()  # transformers cannot draft with a head
-        runs += [theirs(whole, gamma) for gamma in (0, *gammas) if gamma != "auto"]
-    runs += [_Run("selfjudge-plain", 0, pair.dtype, ours(EXACT, 0))]
-    runs += [_Run("selfjudge-exact", g, pair.dtype, ours(EXACT, g)) for g in config.gammas]
-    for name, rule in rules:
-        judged = rule.judge is not None
-        runs += [_Run(f"selfjudge-{name}", g, pair.dtype, ours(rule, g), judged) for g in config.gammas]
+    if config.peers and peer is not None:
+        gammas = config.gammas if peer.draft_kind == "layers" else ()  # transformers cannot draft with a head
+        runs += [TimedRun("transformers-plain", peer, 0, None)]
+        runs += [TimedRun("transformers-assisted", peer, g, None) for g in gammas if g != "auto"]
+    runs += [TimedRun("selfjudge-plain", pair, 0, EXACT)]
+    for name, rule in (("exact", EXACT), *rules):
+        runs += [TimedRun(f"selfjudge-{name}", pair, g, rule) for g in config.gammas]
     return runs
 
 
-def _time(runs: Sequence[_Run], prompts: Sequence[Prompt], repeats: int, notify: Notify, *, warm_all: bool) -> None:
-    """Answer all prompts with every configuration, `repeats` times after a warm-up."""
-    warm = prompts if warm_all else prompts[:1]  # on CUDA, every shape is recorded once
-    for repeat in range(repeats + 1):  # repeat 0 warms up
+def _time(runs: Sequence[TimedRun], prompts: Sequence[Prompt], config: DecodeBenchConfig, notify: Notify) -> None:
+    """Answer all prompts with every configuration, several times after a warm-up."""
+    cuda = runs[0].pair.target.device.type == "cuda"
+    for repeat in range(config.repeats + 1):  # repeat 0 warms up
         for number, run in enumerate(runs):
-            turn = f"repeat {repeat}/{repeats}" if repeat else "warm-up"
+            turn = f"repeat {repeat}/{config.repeats}" if repeat else "warm-up"
             notify(f"{turn}: {run.name} γ={run.gamma}", number / len(runs))
             start = time.perf_counter()
-            answers = [run.answer(prompt) for prompt in (prompts if repeat else warm)]
+            run.answer(prompts if repeat or cuda else prompts[:1], config)  # on CUDA, every shape is captured once
             if repeat:
                 run.seconds.append(time.perf_counter() - start)
-                run.tokens = [tokens for tokens, _ in answers]
-                run.generations = [generation for _, generation in answers if generation is not None]
 
 
-def _row(run: _Run, baseline: _Run, plain: _Run) -> dict[str, Any]:
+def _row(run: TimedRun, baseline: TimedRun, plain: TimedRun) -> dict[str, Any]:
     """The figures of one configuration: speed against the baseline, tokens against `plain`, which has its dtype."""
     ratios = [mine / theirs for mine, theirs in zip(run.speeds, baseline.speeds, strict=True)]
     same = sum(mine == theirs for mine, theirs in zip(run.tokens, plain.tokens, strict=True))
@@ -144,14 +140,16 @@ def _row(run: _Run, baseline: _Run, plain: _Run) -> dict[str, Any]:
         **pooled_figures(run.generations),
         "identical_to_plain": same / len(run.tokens),
         "seconds": {"total": statistics.mean(run.seconds), **phases},
-        "judge_time_share": _judge_time_share(run.generations) if run.judged else None,
+        "judge_time_share": _judge_time_share(run),
     }
 
 
-def _judge_time_share(generations: list[Generation]) -> float | None:
-    """Share of the time of all phases that the judge took."""
-    total = sum(g.seconds[p] for g in generations for p in PHASES)
-    return sum(g.seconds["judge"] for g in generations) / total if total else None
+def _judge_time_share(run: TimedRun) -> float | None:
+    """Share of the time of all phases that the judge took; None without a judge."""
+    if run.rule is None or run.rule.judge is None:
+        return None
+    total = sum(g.seconds[p] for g in run.generations for p in PHASES)
+    return sum(g.seconds["judge"] for g in run.generations) / total if total else None
 
 
 def _best(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -171,7 +169,7 @@ def _best(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def transformers_tokens(
     pair: Pair, prompt: Prompt, max_new_tokens: int, *, gamma: int = 0, raw: bool = False
 ) -> tuple[int, ...]:
-    """The same answer by `model.generate`: greedy, with the draft as assistant where γ > 0."""
+    """The greedy answer of transformers' `model.generate`, with the draft as assistant where γ > 0."""
     ids = torch.tensor([pair.encode(prompt, raw=raw)], device=pair.target.device)
     options: dict[str, Any] = {}
     if gamma:

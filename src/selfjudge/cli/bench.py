@@ -49,7 +49,7 @@ def bench(
     if setup.request.gamma is not None:
         config = replace(config, gammas=(setup.request.gamma,))
     pair = setup.load()
-    whole = models.load(full_precision=True) if config.peers and pair.dtype == "q4" and models.dtype is None else None
+    full = models.load(full_precision=True) if config.peers and pair.dtype == "q4" and models.dtype is None else None
 
     from selfjudge.bench.decode import bench_decode
 
@@ -57,7 +57,7 @@ def bench(
     rules = [(name, setup.request.resolve(pair))] if wanted else []
 
     with Progress() as progress:
-        result = bench_decode(pair, questions[:limit], rules, config, whole=whole, notify=progress)
+        result = bench_decode(pair, questions[:limit], rules, config, full=full, notify=progress)
     print_json(result) if as_json else _show(result)
 
 

@@ -96,7 +96,7 @@ def _tune(pair: Pair, folder: Path, notify: Notify) -> dict[str, Any]:
 
 
 def _show_own(own: dict[str, Any], say: Say) -> None:
-    """What labelling and training gave, as soon as it is there."""
+    """Print what labelling and training gave, as soon as it is known."""
     if own.get("labels"):
         say(
             f"{own['labels']} labels from the target's own likelihoods in {own['label_seconds']:.0f} s,"
@@ -112,7 +112,7 @@ def _show_own(own: dict[str, Any], say: Say) -> None:
 
 
 def _show_row(row: dict[str, Any], say: Say, heading: bool) -> None:
-    """A line of the table, as soon as it is there."""
+    """Print a line of the table, as soon as it is known."""
     cells = (
         row["rule"],
         str(row["gamma"]),
@@ -129,7 +129,7 @@ def _show_row(row: dict[str, Any], say: Say, heading: bool) -> None:
 
 
 def _finish(result: dict[str, Any], out: Path, as_json: bool) -> None:
-    """Write the page, and print what stands below the table; also after Ctrl-C."""
+    """Write the page, and print the notes below the table; also after Ctrl-C."""
     if rows := result["rows"]:
         from selfjudge.report.demo import demo_page
 

@@ -16,7 +16,7 @@ from selfjudge.prompts.sources import check_readable
 from selfjudge.store import RunFolder
 
 
-@config_options(DeviceOptions, "place")
+@config_options(DeviceOptions, "hardware")
 @config_options(DistillConfig, without=("max_prompt_tokens",))
 def distill(
     target: Annotated[str, typer.Option(help="Target model: embedded name, hub id, checkpoint folder or GGUF file.")],
@@ -25,7 +25,7 @@ def distill(
     as_json: AsJson = False,
     *,
     config: DistillConfig,
-    place: DeviceOptions,
+    hardware: DeviceOptions,
 ) -> None:
     """Make a small draft for a target that has none, from the target's own answers.
 
@@ -33,9 +33,9 @@ def distill(
 
     Example: selfjudge distill --target smollm2-135m --out my-head --kind eagle3 --data-minutes 8 --minutes 9
     """
-    if place.dtype == "q4":
+    if hardware.dtype == "q4":
         raise SelfJudgeError("this needs full precision: `dtype` q4 cannot be used")
-    models = PairOptions(pair=target, device=place.device, dtype=place.dtype)
+    models = PairOptions(pair=target, device=hardware.device, dtype=hardware.dtype)
     models.check()
     folder = RunFolder(out)  # what is wrong is said before the models are loaded
     folder.claim(own=("work",))

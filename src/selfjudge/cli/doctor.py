@@ -91,7 +91,7 @@ def _packages() -> Check:
 
 
 def requirements(extra: str = "") -> list[Requirement]:
-    """What the package needs, or what one of its extras adds, as it was installed."""
+    """The packages that ours needs, or that one of its extras adds, as its metadata declares them."""
     try:
         declared = [Requirement(text) for text in metadata.requires("selfjudge") or ()]
     except metadata.PackageNotFoundError:
@@ -101,7 +101,7 @@ def requirements(extra: str = "") -> list[Requirement]:
 
 
 def state(requirement: Requirement) -> tuple[str, bool]:
-    """What is there of a package that is needed, and whether that will do."""
+    """Which version of a needed package is installed, and whether it fits."""
     name, versions_wanted = requirement.name, requirement.specifier
     try:
         installed = metadata.version(name)
@@ -147,7 +147,7 @@ def _processor() -> Check:
 
 @cache
 def instruction_flags() -> frozenset[str]:
-    """The system's names for what the processor can do; empty where it does not say."""
+    """The names of the processor's instruction sets; empty where the system does not list them."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:

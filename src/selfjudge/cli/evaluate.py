@@ -73,7 +73,7 @@ def evaluate(
     from selfjudge.evaluate.pipeline import evaluate_rules
     from selfjudge.judge.model import Judge
 
-    judges = {name: Judge.from_pretrained(place) for name, place in sources.items()}
+    judges = {name: Judge.from_pretrained(source) for name, source in sources.items()}
     for loaded in judges.values():
         loaded.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
     with Progress(resume="go on with --resume") as update:
@@ -157,7 +157,7 @@ def _check_rules(config: EvalConfig, models: PairOptions, sources: dict[str, str
     """Refuse rules that cannot work, from their texts and the judges' configs alone."""
     from selfjudge.evaluate.runs import plan_runs
 
-    judges: Any = {name: JudgeConfig.from_pretrained(place) for name, place in sources.items()}
+    judges: Any = {name: JudgeConfig.from_pretrained(source) for name, source in sources.items()}
     for judge in judges.values():
         models.check_judge(judge)
     for run in plan_runs(config.choose_rules(bool(judges)), (0,), judges, ()):
@@ -174,10 +174,10 @@ def _judges(given: list[str] | None, models: PairOptions, config: EvalConfig) ->
         given = [f"shipped={models.shipped_judge}"]
     judges: dict[str, str] = {}
     for text in given or []:
-        name, named, place = text.partition("=")
+        name, named, source = text.partition("=")
         if not named:
-            name, place = Path(text).name, text
+            name, source = Path(text).name, text
         if not name or name in judges or "/" in name or "@" in name:
-            raise SelfJudgeError(f"--judge {text}: give every judge a name of its own, such as mine={place or text}")
-        judges[name] = place
+            raise SelfJudgeError(f"--judge {text}: give every judge a name of its own, such as mine={source or text}")
+        judges[name] = source
     return judges

@@ -72,7 +72,7 @@ def label(
 
 
 def _show_control(manifest: dict[str, Any]) -> None:
-    """What labels by consequences lose where nothing was changed."""
+    """Print how often answers change although the target's own token was kept: the noise of labels by consequences."""
     if manifest.get("controls"):
         share = manifest["controls_kept"] / manifest["controls"]
         typer.echo(f"control: the target's own token keeps {share:.1%} of {manifest['controls']} answers")

@@ -1,4 +1,4 @@
-"""`selfjudge pull` and `selfjudge ls`."""
+"""`selfjudge pull`, `selfjudge export` and `selfjudge ls`."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from selfjudge.types import MAX_GAMMA, setting
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """How vLLM is to use a head."""
+    """How vLLM uses a head."""
 
-    gamma: int = setting(5, "Tokens that vLLM drafts at a time unless told otherwise.", minimum=1, maximum=MAX_GAMMA)
+    gamma: int = setting(5, "Tokens that vLLM drafts at a time by default.", minimum=1, maximum=MAX_GAMMA)
 
 
 def pull(
@@ -147,10 +147,10 @@ def _judges(root: Path) -> list[dict[str, Any]]:
     from selfjudge.judge.config import JudgeConfig
 
     shipped = [(e.name, e.judge, "ships with the package") for e in EMBEDDED.values() if e.judge]
-    local = [(str(place), place, "folder") for place in _folders(root) if _is_judge(place)]
+    local = [(str(folder), folder, "folder") for folder in _folders(root) if _is_judge(folder)]
     rows = []
-    for name, place, where in (*shipped, *local):
-        config = JudgeConfig.from_pretrained(place)
+    for name, folder, where in (*shipped, *local):
+        config = JudgeConfig.from_pretrained(folder)
         rows.append(
             {
                 "name": name,
@@ -211,7 +211,7 @@ def _state(folder: Path, kind: str, run: dict[str, Any]) -> tuple[bool, str]:
         asked = [
             folder / make_label(task) / name for task, name in product(run.get("tasks") or (), run.get("runs") or ())
         ]
-        finished = bool(asked) and all(place / "summary.json" in summaries for place in asked)
+        finished = bool(asked) and all(run_folder / "summary.json" in summaries for run_folder in asked)
         return finished, f"{len(summaries)} runs on {', '.join(tasks)}" if tasks else ""
     last = {"judge": "config.json", "label": "manifest.json", "distill": "run.json"}[kind]
     about = _readable(folder / last)
@@ -223,13 +223,13 @@ def _folders(root: Path) -> Iterator[Path]:
     """`root` and the folders below it; hidden ones, and what lies inside a folder of weights, are passed over."""
     if not root.is_dir():
         raise SelfJudgeError(f"{root} is not a folder")
-    for place, below, _ in os.walk(root):
+    for folder, below, _ in os.walk(root):
         below[:] = sorted(name for name in below if not name.startswith((".", "__")) and name != "node_modules")
-        yield Path(place)
+        yield Path(folder)
 
 
 def _readable(path: Path, schema: Any = dict[str, Any]) -> dict[str, Any]:
-    """What a file says, or nothing where it is not what it should be."""
+    """The content of a file; empty where it cannot be read."""
     try:
         return read_json(path, schema)
     except SelfJudgeError:

@@ -1,4 +1,4 @@
-"""What the commands print: results on stdout as tables or JSON, progress on stderr."""
+"""Printing: results on stdout as tables or JSON, progress on stderr."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OPTIONS: dict[str, str] = {}
 
 
 def as_options(message: str) -> str:
-    """A message with the arguments that it names in backticks as the options that they are here."""
+    """A message in which arguments in backticks are replaced by their options."""
     return re.sub(r"`(\w+)`", lambda match: OPTIONS.get(match[1], match[0]), message)
 
 
@@ -73,12 +73,12 @@ def with_spread(value: float | None, interval: list[float] | None, scale: float 
 
 
 def warn(text: str) -> None:
-    """One line on stderr, with the options of the command line in place of the arguments that it names."""
+    """Print a line on stderr; arguments in backticks are shown as options."""
     print(f"selfjudge: {as_options(text)}", file=sys.stderr, flush=True)
 
 
 class Progress:
-    """Says on stderr what is going on: one changing line with a bar on a terminal, lines elsewhere.
+    """Says on stderr what is going on: one changing line with a bar on a terminal, otherwise lines.
 
     Without a terminal, a stage is said when it begins, and again every QUIET seconds while it lasts. With `patient`
     nothing is said before QUIET seconds have passed: work that is soon done, or fails at once, leaves no line.
@@ -173,7 +173,7 @@ class Progress:
 
 @contextmanager
 def waiting(text: str) -> Iterator[None]:
-    """Say what is waited for: on a terminal at once, elsewhere once it has taken QUIET seconds."""
+    """Say what is waited for: on a terminal at once, otherwise after QUIET seconds."""
     with Progress(patient=True) as progress:
         progress(text)
         yield

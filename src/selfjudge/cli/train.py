@@ -16,7 +16,7 @@ from selfjudge.store import refuse_foreign
 from selfjudge.train.config import LEFT_BY_A_KILL, TrainConfig
 
 
-@config_options(DeviceOptions, "place", without=("dtype",))
+@config_options(DeviceOptions, "hardware", without=("dtype",))
 @config_options(TrainConfig, commas=("sources", "weights"))
 def train(
     labels: Annotated[list[Path], typer.Argument(help="Finished label folders of one target.")],
@@ -24,7 +24,7 @@ def train(
     push: Annotated[str | None, typer.Option(help="Upload to this hub repository, such as me/my-judge.")] = None,
     as_json: AsJson = False,
     *,
-    place: DeviceOptions,
+    hardware: DeviceOptions,
     config: TrainConfig,
 ) -> None:
     """Train a judge on labels.
@@ -39,7 +39,7 @@ def train(
             raise SelfJudgeError(f"{folder} does not exist: name folders that selfjudge label has written")
         read_manifest(folder)
 
-    device = place.fitting_device
+    device = hardware.fitting_device
     with Progress() as update:
         from selfjudge.train.pipeline import train_judge
 

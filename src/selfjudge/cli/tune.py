@@ -81,7 +81,7 @@ def _say(text: str) -> None:
 
 
 def _vllm_flags(recipe: Any, folder: Path) -> str | None:
-    """What starts vLLM with the recipe's rule in it; None where that is `exact`, or vLLM cannot start with it."""
+    """The command that starts vLLM with the recipe's rule; None for `exact`, and where vLLM cannot run the rule."""
     from selfjudge.decoding.rule_parser import RuleRequest
     from selfjudge.integrations.vllm.config import WorkerConfig
     from selfjudge.integrations.vllm.serve import command

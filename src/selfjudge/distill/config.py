@@ -1,4 +1,4 @@
-"""What decides a distilled draft. Light: the command line makes its options from this."""
+"""Settings of a distillation. Imports no torch: the command line makes its options from this."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class KindDefaults:
-    """What a kind of draft is made with where nothing else is named."""
+    """Defaults of a kind of draft."""
 
     prompts: tuple[str, ...]
     answers: int
@@ -58,7 +58,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class DistillConfig:
-    """What decides the draft; a run is resumed only with the same settings (those in `FREE` may differ)."""
+    """Settings of a distillation; a run is resumed only with the same (those in `FREE` may differ)."""
 
     kind: str = setting(
         "layers", "layers: a small model; eagle3: a head that reads the target's states.", choices=tuple(KINDS)

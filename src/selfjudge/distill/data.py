@@ -1,4 +1,4 @@
-"""What a student learns from: prompts → the target's answers → its top-k probabilities at every token of them.
+"""Training data of a draft: prompts → the target's answers → its top-k probabilities at every token of them.
 
 Everything is kept in numbered files that are written whole and sealed, so that an interrupted run goes on where it was.
 Everything follows from the seed, so that another machine of the same kind makes the same data anew.
@@ -148,7 +148,7 @@ class DataMaker:
         return self.run.seal(name, [f"work/{name}.safetensors"], origin, **self._seconds(begun))
 
     def _seconds(self, begun: float) -> dict[str, Any]:
-        """What a seal says of the time since then: only where it counts, or the same work would leave other bytes."""
+        """The seconds since then, for a seal: only where time is limited, or repeated work would leave other bytes."""
         return {} if self.config.data_minutes is None else {"seconds": round(time.monotonic() - begun, 1)}
 
     def _sequences(self, rows: Sequence[Row], part: Sequence[Job], tell: Callable[[float], None]) -> Sequences:
@@ -216,9 +216,9 @@ def teacher(pair: Pair, sequences: Sequences, k: int) -> tuple[Any, Any]:
         values, places = [], []
         for piece in hidden.split(logit_rows(pair.target)):
             logits = logits_of(pair.target, piece)
-            best, place = largest(logits, k)
+            best, tokens = largest(logits, k)
             values.append((best.float() - logits.float().logsumexp(-1, keepdim=True)).half())
-            places.append(place.int())
+            places.append(tokens.int())
         part_p, part_i = torch.cat(values).cpu().numpy(), torch.cat(places).cpu().numpy()
         at = 0
         for i in part:

@@ -2,7 +2,7 @@
 
 The target reads every batch once, as it is needed: its states would fill a disk, its tokens do not.
 
-Index t of a row stands for the draft that begins there: at step 0 the head gets the target's states at t and the token
+Index t of a row is the draft that begins there: at step 0 the head gets the target's states at t and the token
 at t+1, at step j its own output of the step before and the token at t+1+j, and proposes the token at t+2+j. An entry
 sees the entries of step 0 up to t, made from true states, and the chain of its own earlier steps: what it will see when
 it drafts. Tokens are the right ones: where all steps up to j are right, the chain is the one that decoding would make.
@@ -238,10 +238,10 @@ def chain_attention(q: Tensor, keys: Tensor, values: Tensor, chain: Sequence[tup
 
 
 def simulate(accepted: Sequence[int]) -> tuple[int, int]:
-    """Tokens and target passes when so many drafts are accepted at each place; the last pass may be cut short."""
-    place = cycles = 0
-    while place < len(accepted):
-        place += accepted[place] + 1
+    """Tokens and target passes, given how many drafts are accepted at each index; the last pass may be cut short."""
+    index = cycles = 0
+    while index < len(accepted):
+        index += accepted[index] + 1
         cycles += 1
     return len(accepted), cycles
 

@@ -81,7 +81,7 @@ def export_head(maker: DataMaker, learner: HeadLearner, data: Dataset, state: Tr
 
 
 def _describe(maker: DataMaker, data: Dataset, state: TrainingState) -> dict[str, Any]:
-    """What a draft is for, what it was made from, and how."""
+    """The target, settings, sources and training of a draft, for `run.json`."""
     return {
         "target": maker.pair.target_id,
         "settings": maker.config.as_settings(),

@@ -25,7 +25,7 @@ from selfjudge.store.schema import conform
 from selfjudge.types import Notify
 
 WARM_UP = 100  # steps
-DECAY = 0.01  # of matrices, per unit of learning rate
+DECAY = 0.01  # weight decay of matrices, per unit of learning rate
 CHECKPOINT_SECONDS = 60.0
 
 
@@ -55,7 +55,7 @@ class HeldOutScore(NamedTuple):
 
 
 class Learner(Protocol):
-    """What is trained: its parameters, its loss and how it is measured."""
+    """A model in training: its parameters, its loss and its measure."""
 
     corpus: Corpus
     layers: tuple[str, ...]
@@ -110,7 +110,7 @@ class Trainer:
         A checkpoint that exists is continued.
         """
         evaluations = self.schedule.evaluations
-        evaluated, told, saved = math.floor(self.share * evaluations), 0.0, time.monotonic()
+        evaluated, notified, saved = math.floor(self.share * evaluations), 0.0, time.monotonic()
         try:
             while self.share < 1.0:
                 generator = torch.Generator().manual_seed(self.schedule.seed * 1_000_003 + self.state.epoch)
@@ -120,8 +120,8 @@ class Trainer:
                     if self.share * evaluations >= evaluated + 1:
                         evaluated = math.floor(self.share * evaluations)
                         self._evaluate()
-                    elif self.clock - told > 1:
-                        told = self.clock
+                    elif self.clock - notified > 1:
+                        notified = self.clock
                         self.notify("training", self.share)
                     if self.clock - saved > CHECKPOINT_SECONDS:
                         self._save()
@@ -250,7 +250,7 @@ class StudentLearner:
 def make_optimisers(
     parameters: Mapping[str, Tensor], rate: float, layers: tuple[str, ...] = ("model.",), *, muon: bool | None = None
 ) -> list[Optimizer]:
-    """Muon for matrices whose names begin like `layers` (unless told otherwise, on CUDA alone), AdamW for the rest."""
+    """Muon for matrices whose names begin like `layers` (by default on CUDA alone), AdamW for the rest."""
     cuda = all(p.is_cuda for p in parameters.values())
     muon = cuda if muon is None else muon
     inner = [p for name, p in parameters.items() if muon and p.dim() == 2 and name.startswith(layers)]

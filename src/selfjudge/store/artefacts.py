@@ -124,7 +124,7 @@ class Response(LabelPrompt):
 
 
 class EvaluationSummary(TypedDict):
-    """`summary.json` of one run on one task: what a report needs, and what it shows where it is there."""
+    """`summary.json` of one run on one task. Reports show optional keys where they are present."""
 
     task: str
     rule: str
@@ -174,7 +174,7 @@ class EvaluationSummary(TypedDict):
 
 
 class FinishedSummary(EvaluationSummary):
-    """What an evaluation that goes on in its folder needs."""
+    """`summary.json`, as an evaluation reads it that is resumed."""
 
     run_sha256: str
     compared_with: str | None
@@ -202,7 +202,7 @@ class ScoredSample(Sample):
 
 
 class PartSample(ScoredSample):
-    """As parts of a run have it."""
+    """A row of a part of a run, before the parts are joined."""
 
     text: str  # type: ignore[misc]
     token_ids: list[Count]
@@ -239,7 +239,7 @@ class TrainingPrompts(TypedDict):
 
 
 class TunedSpeed(TypedDict):
-    """What `tune` measured, or estimated, before it tested: of each rule and γ tokens/s."""
+    """Tokens per second of a rule and γ, measured or estimated before the tests of `tune`."""
 
     rule: str
     gamma: GammaLength
@@ -271,7 +271,7 @@ class CertificateCandidate(TypedDict):
 
 
 class ExactScore(TypedDict):
-    """How `exact` does on the prompts that were tried."""
+    """Score of `exact` on the prompts that were tried."""
 
     n: Count
     score: Score | None
@@ -279,7 +279,7 @@ class ExactScore(TypedDict):
 
 
 class OverlapBound(TypedDict):
-    """How much of the words of `exact` a rule lost on the calibration prompts."""
+    """Share of the words of `exact` that a rule lost on the calibration prompts."""
 
     mean: Share
     bound: Share
@@ -342,7 +342,7 @@ class RecipeFile(TypedDict):
 
 
 class RunRecord(TypedDict, total=False):
-    """`run.json`: who made a folder."""
+    """`run.json`: the command that made a folder, when and on what."""
 
     argv: list[str]
     commit: str | None

@@ -1,4 +1,4 @@
-"""Files: where the cache lives, atomic writes, strict reading, locks, checksums."""
+"""Files: the cache folder, atomic writes, strict reading, locks, checksums."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MAX_DOCUMENT = 64 << 20
-"""Bytes of a JSON file, or of a line of rows."""
+"""Largest size of a JSON file, or of a line of rows, in bytes."""
 MAX_UNPACKED = 1 << 30
-"""Bytes that a gzipped file may hold: a few kilobytes can unpack to more than a memory has."""
+"""Largest size of a gzipped file once unpacked, in bytes: a few kilobytes can unpack to more than the memory holds."""
 MAX_DEPTH = 64
+"""Most levels of lists and objects inside one another."""
 TOO_LARGE = "it is too large"
 
 
@@ -47,7 +48,7 @@ def sha256(path: Path) -> str:
 def fingerprint(files: Iterable[Path]) -> str:
     """sha256 over size, first and last MiB of each file: tells checkpoints apart without reading all of them.
 
-    Empty where there is no file: nothing is known then.
+    Empty where there is no file.
     """
     digest, paths = hashlib.sha256(), sorted(files)
     for path in paths:
@@ -90,9 +91,9 @@ def read_json(path: Path, schema: Any = dict[str, Any]) -> dict[str, Any]:
 
 
 def parse_json(text: str) -> Any:
-    """A value of JSON as the standard has it: all else is a ValueError.
+    """A JSON value. Anything that the standard does not allow is a ValueError.
 
-    So are numbers too large to compute with, halves of characters, and what is nested deeper than any file of ours.
+    So are numbers too large to compute with, unpaired surrogates, and values nested deeper than any file of ours.
     """
     try:
         value = _DECODER.decode(text)
@@ -132,7 +133,7 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def _nested(value: Any) -> bool:
-    """Whether lists and objects lie in one another more than MAX_DEPTH times."""
+    """Whether lists and objects are nested more than MAX_DEPTH times."""
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         inner = (i for outer in level for i in (outer.values() if isinstance(outer, dict) else outer))
@@ -142,7 +143,7 @@ def _nested(value: Any) -> bool:
 
 
 def _regular(path: Path) -> BinaryIO:
-    """A file, open to be read; pipes and devices, which may never end, are refused."""
+    """Open a file for reading; pipes and devices, which may never end, are refused."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError("it is not a file")
     return path.open("rb")
@@ -154,7 +155,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def dumped(value: Any, **options: Any) -> str:
-    """JSON text; null for numbers that JSON does not have."""
+    """JSON text; non-finite numbers become null."""
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False, **options)
     except ValueError:
@@ -177,13 +178,13 @@ def write_text(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """A hidden file that takes the place of `path` when the block ends; after an error nothing of it is left."""
+    """A hidden file that replaces `path` when the block ends; after an error nothing of it is left."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
-    partial.unlink(missing_ok=True)  # what is there may be a link to somewhere else
+    partial.unlink(missing_ok=True)  # it may be a link to another file
     try:
         yield partial
-        mask = os.umask(0)  # the usual rights of a new file: safetensors gives the owner's alone
+        mask = os.umask(0)  # the usual permissions of a new file: safetensors gives them to the owner alone
         os.umask(mask)
         partial.chmod(0o666 & ~mask)
         with partial.open("rb") as file:
@@ -196,7 +197,7 @@ def whole(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def scratch(folder: Path) -> Iterator[Path]:
-    """A new folder that is gone when the block ends. What a kill left of it is removed first."""
+    """A new folder that is removed when the block ends. What a kill left of it is removed first."""
     if folder.is_symlink() or folder.is_file():
         folder.unlink()
     elif folder.exists():
@@ -210,7 +211,7 @@ def scratch(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def whole_tensors(path: Path) -> Iterator[Path]:
-    """As `whole`, for safetensors: it begins files under names that nobody knows, which a kill would leave behind."""
+    """As `whole`, for safetensors: it begins files under random names, which a kill would leave behind."""
     with whole(path) as partial, scratch(path.with_name(f".{path.name}.making")) as making:
         yield making / path.name
         os.replace(making / path.name, partial)
@@ -240,8 +241,7 @@ def read_rows(path: Path, schema: Any = dict[str, Any]) -> Iterator[dict[str, An
     except FileNotFoundError:
         raise SelfJudgeError(f"{path} does not exist") from None
     except (OSError, EOFError, ValueError, zlib.error) as error:
-        place = f"{path}, line {number}" if number else path
-        raise SelfJudgeError(f"cannot read {place}: {error}") from None
+        raise SelfJudgeError(f"cannot read {path}{f', line {number}' if number else ''}: {error}") from None
 
 
 def write_tensors(path: Path, arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, Any] | None = None) -> None:
@@ -264,7 +264,7 @@ def read_tensors(path: Path, names: Iterable[str] | None = None) -> tuple[dict[s
         with _regular(path), safe_open(path, "numpy") as file:
             metadata = parse_json((file.metadata() or {}).get("json", "{}"))
             arrays = {name: file.get_tensor(name) for name in names or file.keys()}
-    except (OSError, ValueError, TypeError, AttributeError, SafetensorError) as error:  # numpy has not all dtypes
+    except (OSError, ValueError, TypeError, AttributeError, SafetensorError) as error:  # numpy lacks some dtypes
         raise SelfJudgeError(f"cannot read {path}: {error}") from None
     return arrays, conform(metadata, dict[str, Any], path)
 

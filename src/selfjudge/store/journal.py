@@ -1,4 +1,4 @@
-"""Rows that are kept one by one while the part of a run that they belong to is made."""
+"""Rows that are saved one by one while a part of a run is made."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from selfjudge.store.schema import conform
 
 
 class Journal:
-    """Appends JSON lines to a file; after a kill at any moment the rows of before are there again.
+    """Appends JSON lines to a file; after a kill at any moment the rows added before are read again.
 
-    A line that was cut short, or is not what the schema says, is left out: what it held is made again. When the part is
-    sealed, `remove` takes the file away.
+    A line that was cut short, or does not match the schema, is left out: its row is made again.
+    When the part is sealed, `remove` deletes the file.
     """
 
     def __init__(self, path: Path, schema: Any) -> None:
         self.path, self.rows = path, _rows(path, schema)
         self.seconds = max((float(row["seconds"]) for row in self.rows), default=0.0)
-        """How long earlier processes had worked when the last row came."""
+        """Seconds that earlier processes had worked when the last row was added."""
         self._begun = time.monotonic() - self.seconds
         self._file: IO[str] | None = None
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Keep one more row; it says after how many seconds of work it came."""
+        """Save one more row, with the seconds of work after which it came."""
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("a", encoding="utf-8")

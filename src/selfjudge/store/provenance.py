@@ -1,4 +1,4 @@
-"""Who made a file, with what and where."""
+"""Provenance of files: command, versions, machine, date."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 
 def versions(*more: str) -> dict[str, str]:
-    """Versions of what decides a result, and of `more` packages, where they say one."""
+    """Versions of the packages that decide a result, and of `more`, where they are installed."""
     known = {"python": platform.python_version()}
     for name in ("selfjudge", "torch", "transformers", "safetensors", *more):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -25,7 +25,7 @@ def versions(*more: str) -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """What a figure was measured on."""
+    """The machine that figures are measured on."""
     described: dict[str, Any] = {"system": platform.system(), "arch": platform.machine(), "cpus": os.cpu_count()}
     model = [
         line.split(":", 1)[1].strip() for line in _output("lscpu").splitlines() if line.lower().startswith("model name")
@@ -60,7 +60,7 @@ def provenance(**extra: Any) -> dict[str, Any]:
 
 @cache
 def _output(*command: str) -> str:
-    """What another program says, asked once; nothing where it cannot be asked."""
+    """The output of another program, run once; empty where it fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):

@@ -15,7 +15,7 @@ from selfjudge.store.provenance import provenance
 
 
 def keep_settings(file: Path, now: Mapping[str, Any], *, free: Collection[str] = ()) -> dict[str, Any]:
-    """Write down what a folder is begun with, or refuse something else than `file` says; what `file` says.
+    """Write the settings that a folder is begun with, or refuse settings that differ from `file`; those of `file`.
 
     `free` settings may differ; the error names the others that do.
     """
@@ -52,7 +52,7 @@ class RunFolder:
         work/NAME.json    the seal of the part NAME: checksums of its files, what it was made from, what it yields
         run.json          provenance, written when the run ends
         `done`            the file that is written last, so that its existence means done; run.json if not named
-        .lock             held while a process works here; the kernel frees it when the process ends
+        .lock             locked while a process works here; the kernel unlocks it when the process ends
 
     How a run uses it (a missing, a crashed and a finished folder take the same path):
 
@@ -121,7 +121,7 @@ class RunFolder:
         return all((self.path / name).is_file() and sha256(self.path / name) == files[name] for name in files)
 
     def result(self) -> dict[str, Any] | None:
-        """What the file says that is written last; None while the run is not finished."""
+        """The content of the file that is written last; None while the run is not finished."""
         file = self.path / self.done
         return read_json(file, self.schema) if file.is_file() else None
 

@@ -1,4 +1,4 @@
-"""What a JSON value must be, declared as a type and checked in one place: files may come from anywhere.
+"""Schemas of JSON values, declared as types and checked in one place: files may come from anywhere.
 
 A schema is a TypedDict or a dataclass; keys that it does not declare are let through. Its fields are `Any`, `None`,
 `bool`, `int`, `float` (finite), `str`, `Literal`, lists, tuples, dictionaries, unions and other schemas, narrowed
@@ -89,7 +89,7 @@ def conform(value: Any, schema: Any, where: Any) -> Any:
 
 
 def name_of(schema: Any) -> str:
-    """What a schema is called in errors: `LabelManifest` is a label manifest."""
+    """The name of a schema in errors: `LabelManifest` is a label manifest."""
     if get_origin(schema) is not None or schema.__module__ == "builtins":
         return _kind_name(schema)
     words = re.sub(r"(?<!^)(?=[A-Z])", " ", schema.__name__).lower()
@@ -187,7 +187,7 @@ def _each(parts: Callable[[Any], Iterator[tuple[int | str, Check, Any]]]) -> Che
 
 
 def _list(kinds: tuple[Any, ...]) -> Check:
-    """Of a list or `tuple[X, ...]`, whose items are of one kind, or of a tuple of fixed length."""
+    """Check a list or `tuple[X, ...]`, whose items are of one kind, or a tuple of fixed length."""
     checks = [_checker(kind) for kind in kinds if kind is not Ellipsis]
     fixed = len(checks) > 1
 
@@ -213,7 +213,7 @@ def _mapping(keys: Any, values: Any) -> Check:
 
 
 def _record(schema: Any) -> Check:
-    """Of a TypedDict or a dataclass: fields with a default, or not required, may be missing."""
+    """Check a TypedDict or a dataclass: fields with a default, or not required, may be missing."""
     hints = get_type_hints(schema, include_extras=True)
     if is_dataclass(schema):
         optional = {f.name for f in fields(schema) if f.default is not MISSING or f.default_factory is not MISSING}
@@ -234,7 +234,7 @@ def _record(schema: Any) -> Check:
 
 
 def _kind_name(kind: Any) -> str:
-    """What a kind of value is called: `int` is a whole number."""
+    """The name of a kind of value: `int` is a whole number."""
     origin, inside = get_origin(kind), get_args(kind)
     if origin in (Annotated, NotRequired):
         return _kind_name(inside[0])
