@@ -22,7 +22,7 @@ from study import SOME_C
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from selfjudge.engine.teacher_forced import attention, width
+from selfjudge.engine.teacher_forced import choose_width, sdpa_without_cudnn
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.label.folder import read_shards
 from selfjudge.models.eagle import auxiliary_layers
@@ -85,12 +85,12 @@ def states(model: Any, wanted: Sequence[Place], layers: Sequence[int] = ()) -> d
     rows_of = {name: torch.zeros(len(wanted), model.config.hidden_size) for name in names}
     most = TOKENS.get(device.type, 4096)
     while order:
-        wide = width(len(wanted[order[0]].before) + 1, device)
+        wide = choose_width(len(wanted[order[0]].before) + 1, device)
         part, order = order[: max(1, most // wide)], order[max(1, most // wide) :]
         ids = torch.zeros(len(part), wide, dtype=torch.long)
         for row, i in enumerate(part):
             ids[row, : len(wanted[i].before) + 1] = torch.tensor([*wanted[i].before, wanted[i].token])
-        with attention():
+        with sdpa_without_cudnn():
             seen = model.base_model(input_ids=ids.to(device), use_cache=False, output_hidden_states=bool(layers))
         rows = torch.arange(len(part), device=device)
         last = torch.tensor([len(wanted[i].before) for i in part], device=device)

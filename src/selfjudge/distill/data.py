@@ -21,7 +21,7 @@ from torch import Tensor
 from selfjudge.decoding.plain import respond
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.distill.config import DistillConfig
-from selfjudge.engine.teacher_forced import GRID, Sequences, logit_rows, logits_of, teacher_forced, width
+from selfjudge.engine.teacher_forced import GRID, Sequences, choose_width, logit_rows, logits_of, teacher_forced
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.collect import Collector
@@ -317,7 +317,7 @@ class Corpus:
     def ids(self, rows: Tensor, device: torch.device) -> Tensor:
         """Tokens [B, T] of these sequences, zeros after their ends."""
         lengths = self.lengths[rows]
-        column = torch.arange(width(int(lengths.max()), device), device=rows.device)
+        column = torch.arange(choose_width(int(lengths.max()), device), device=rows.device)
         places = (self.starts[rows][:, None] + column).clamp_max(len(self.tokens) - 1)
         ids: Tensor = self.tokens[places].long() * (column < lengths[:, None])
         return ids.to(device, non_blocking=True)

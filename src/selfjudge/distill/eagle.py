@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from selfjudge.distill.data import Corpus
 from selfjudge.distill.train import HeldOutScore
-from selfjudge.engine.teacher_forced import attention
+from selfjudge.engine.teacher_forced import sdpa_without_cudnn
 from selfjudge.models.eagle import EagleConfig, EagleHead, captured_states
 
 DECAY = 0.8  # weight of a step in the loss over that of the step before
@@ -62,7 +62,7 @@ def read_batch(target: PreTrainedModel, aux_layers: tuple[int, ...], corpus: Cor
     """One pass of the target over these rows of the corpus."""
     device = target.device
     ids = corpus.ids(rows, device)
-    with attention(), captured_states(target, aux_layers) as states:
+    with sdpa_without_cudnn(), captured_states(target, aux_layers) as states:
         final = target.base_model(input_ids=ids, use_cache=False).last_hidden_state
     prompts, lengths = (t[rows].to(device) for t in (corpus.prompt_lengths, corpus.lengths))
     return TargetPass(ids, prompts, lengths, torch.cat(states, -1), final)
@@ -159,7 +159,7 @@ class HeadLearner:
         row, column = batch.answered.nonzero(as_tuple=True)
         since = column - batch.prompts[row]  # tokens of the answer before it: a draft of so many steps may lead here
         hidden, weights = [], []
-        with attention(), self._autocast():
+        with sdpa_without_cudnn(), self._autocast():
             for step, a in enumerate(self.unrolled(batch)):
                 leading = a[row, (column - 1 - step).clamp_min(0)]
                 hidden.append(self.head.norm(leading).to(self.head.output.dtype))
@@ -199,7 +199,7 @@ class HeadLearner:
         """[B, T] how many tokens of the draft that begins there would be accepted."""
         accepted = torch.ones_like(batch.ids, dtype=torch.bool)
         lengths = torch.zeros_like(batch.ids)
-        with attention(), self._autocast():
+        with sdpa_without_cudnn(), self._autocast():
             for step, a in enumerate(self.unrolled(batch)):
                 best = torch.cat([self.head.logits(piece).argmax(-1) for piece in a.flatten(0, 1).split(LOSS_ROWS)])
                 wanted = F.pad(batch.ids, (0, 2 + step), value=-1)[:, 2 + step :]

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from selfjudge.distill.config import Schedule
 from selfjudge.distill.data import Corpus, Dataset
 from selfjudge.distill.student import Student, distillation_loss
-from selfjudge.engine.teacher_forced import attention
+from selfjudge.engine.teacher_forced import sdpa_without_cudnn
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.weights import check_finite
 from selfjudge.store import read_tensors, write_tensors
@@ -236,7 +236,7 @@ class StudentLearner:
     def loss(self, rows: Tensor) -> tuple[Tensor, int]:
         device = self.student.proj_in.device
         ids, predicts, log_p, index = self.corpus.batch(rows, device)
-        with attention(), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        with sdpa_without_cudnn(), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             output = self.student.output()
             hidden = self.student.hidden(ids)[predicts].to(output.dtype)
         # outside: autocast would make its softmax float32
@@ -273,7 +273,7 @@ def top1(student: Student, corpus: Corpus, batch_tokens: int = 32768) -> dict[st
     student.eval()
     for rows in corpus.batches(batch_tokens, torch.Generator().manual_seed(0)):
         ids, predicts, _, index = corpus.batch(rows, device)
-        with attention(), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        with sdpa_without_cudnn(), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             hidden = student.hidden(ids)[predicts].to(output.dtype)
         same = torch.cat([(h @ output.T).argmax(-1) for h in hidden.split(8192)]) == index[:, 0]
         counts = predicts.sum(1)

@@ -136,8 +136,11 @@ _E = TypeVar("_E", Engine, HeadEngine)
 class _BacklogDraft(Generic[_E]):
     """An engine and the backlog of its rows, which change together."""
 
+    engine: _E
+
     def __init__(self, engine: _E, backlog: Backlog) -> None:
-        self.engine, self.backlog = engine, backlog
+        self.engine = engine
+        self.backlog = backlog
         self.device, self.window, self.static = engine.device, engine.window, engine.static
 
     @property

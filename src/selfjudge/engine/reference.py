@@ -31,23 +31,21 @@ _ATTENTION = {"full_attention", "sliding_attention"}
 
 
 class SlotLayer(DynamicLayer):
-    """A cache layer that appends in place into a buffer that grows by doubling, instead of copying it every pass."""
+    """A cache layer that appends in place into buffers that grow by half, instead of copying them in every pass."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
         self.used = 0
-        self.key_buffer = key_states.new_empty((*key_states.shape[:2], 0, key_states.shape[3]))
-        self.value_buffer = value_states.new_empty((*value_states.shape[:2], 0, value_states.shape[3]))
+        self.buffers = [new.new_empty((*new.shape[:2], 0, new.shape[3])) for new in (key_states, value_states)]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         end = self.used + key_states.shape[2]
-        if end > self.key_buffer.shape[2]:
-            self.key_buffer = self._grown(self.key_buffer, end)
-            self.value_buffer = self._grown(self.value_buffer, end)
-        self.key_buffer[:, :, self.used : end] = key_states
-        self.value_buffer[:, :, self.used : end] = value_states
+        if end > self.buffers[0].shape[2]:
+            self.buffers = [self._grown(buffer, end) for buffer in self.buffers]
+        for buffer, new in zip(self.buffers, (key_states, value_states), strict=True):
+            buffer[:, :, self.used : end] = new
         self.cut(end)
         return self.keys, self.values
 
@@ -59,32 +57,30 @@ class SlotLayer(DynamicLayer):
     def cut(self, length: int) -> None:
         """Use the first `length` slots."""
         self.used = length
-        self.keys = self.key_buffer[:, :, :length]
-        self.values = self.value_buffer[:, :, :length]
+        self.keys, self.values = (buffer[:, :, :length] for buffer in self.buffers)
 
     def gather(self, slots: Tensor) -> None:
         """Keep slots [B, S'] of each row."""
-        heads, dim = self.keys.shape[1], self.keys.shape[3]
-        self.key_buffer = self.keys.gather(2, slots[:, None, :, None].expand(-1, heads, -1, dim))
-        heads, dim = self.values.shape[1], self.values.shape[3]
-        self.value_buffer = self.values.gather(2, slots[:, None, :, None].expand(-1, heads, -1, dim))
+        self.buffers = [
+            own.gather(2, slots[:, None, :, None].expand(-1, own.shape[1], -1, own.shape[3]))
+            for own in (self.keys, self.values)
+        ]
         self.cut(slots.shape[1])
 
     def join(self, other: SlotLayer, slots: int) -> None:
         """Take the rows of another layer after its own; both get `slots` slots, the added ones first."""
         here, there = (0, 0, slots - self.used, 0), (0, 0, slots - other.used, 0)
-        self.key_buffer = torch.cat([pad(self.keys, here), pad(other.keys, there)])
-        self.value_buffer = torch.cat([pad(self.values, here), pad(other.values, there)])
+        both = ((self.keys, other.keys), (self.values, other.values))
+        self.buffers = [torch.cat([pad(own, here), pad(new, there)]) for own, new in both]
         self.cut(slots)
 
     def select(self, rows: Tensor) -> None:
-        self.key_buffer = self.keys.index_select(0, rows)
-        self.value_buffer = self.values.index_select(0, rows)
+        self.buffers = [own.index_select(0, rows) for own in (self.keys, self.values)]
         self.cut(self.used)
 
 
 class SlotCache(Eager):
-    """The rows of a batch in shared slots: which are whose, at which position. See the module's docstring."""
+    """The rows of a batch in shared slots: which slots belong to which row, at which position."""
 
     window: int
     device: torch.device
@@ -100,7 +96,7 @@ class SlotCache(Eager):
         self.lengths = torch.zeros(0, dtype=torch.long, device=self.device)  # [B] tokens of the row
 
     def _places(self, tokens: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Of tokens [B, T] to be appended: which belong to their row, and at which position."""
+        """Which of the tokens [B, T] to be appended belong to their row, and at which position."""
         batch, width = tokens.shape
         if not self.slots:
             self.valid = self.valid.new_zeros((batch, 0))
@@ -112,13 +108,13 @@ class SlotCache(Eager):
         return valid, (self.lengths[:, None] + valid.cumsum(1) - 1).clamp(0, self.window - 1)
 
     def _append(self, valid: Tensor, positions: Tensor) -> None:
-        """Slots for the tokens of a pass that comes next."""
+        """Make slots for the tokens of the next pass."""
         self.valid = torch.cat([self.valid, valid], 1)
         self.positions = torch.cat([self.positions, positions], 1)
         self.slots += valid.shape[1]
 
-    def _appended(self, valid: Tensor) -> None:
-        """The passes over these tokens [B, T] have been."""
+    def _finish_append(self, valid: Tensor) -> None:
+        """Count these tokens [B, T], after the passes over them."""
         self.lengths = self.lengths + valid.sum(1)
         self._tidy()
 
@@ -208,7 +204,7 @@ class SlotCache(Eager):
 
 
 class ReferenceEngine(SlotCache):
-    """See the module's docstring."""
+    """Any causal LM of transformers, as the module that it is."""
 
     def __init__(self, model: PreTrainedModel, *, hidden: bool = False, features: tuple[int, ...] = ()) -> None:
         super().__init__()
@@ -237,7 +233,7 @@ class ReferenceEngine(SlotCache):
             wanted = max(0, part.stop - max(part.start, width - keep))
             self._append(valid[:, part], positions[:, part])
             outputs.append(self._pass(tokens[:, part], positions[:, part], wanted))
-        self._appended(valid)
+        self._finish_append(valid)
         return _joined(outputs)
 
     def _pass(self, tokens: Tensor, positions: Tensor, keep: int) -> Output:
@@ -284,13 +280,13 @@ class ReferenceHead(SlotCache):
             g = states[:, part] if states.shape[2] == self.hidden_size else head.fuse(states[:, part])
             mask = self._mask(g.shape[1], g.dtype)
             a = head(tokens[:, part], g, positions[:, part], mask=mask, cache=self.cache)
-        self._appended(valid)
+        self._finish_append(valid)
         last = a[:, a.shape[1] - keep :]
         return Output(head.logits(last), None, last)
 
 
 def _joined(outputs: list[Output]) -> Output:
-    """Of passes that followed each other."""
+    """The output of passes over consecutive tokens as one."""
     if len(outputs) == 1:
         return outputs[0]
     logits, hidden, features = zip(*((o.logits, o.hidden, o.features) for o in outputs), strict=True)
@@ -299,7 +295,7 @@ def _joined(outputs: list[Output]) -> Output:
 
 
 def attention_kinds(model: PreTrainedModel) -> set[str]:
-    """Which attention layers the model mixes; models whose cache cannot be rewound are refused."""
+    """The kinds of attention layers that a model has; a model whose cache cannot be rewound is refused."""
     config = model.config.get_text_config()
     name = config.model_type
     if getattr(model, "_is_stateful", False):

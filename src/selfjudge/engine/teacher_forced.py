@@ -21,12 +21,12 @@ Sequences = Sequence[tuple[Sequence[int], Sequence[int]]]
 """Prompts and their answers."""
 
 
-def width(longest: int, device: torch.device, window: int = 1 << 30) -> int:
+def choose_width(longest: int, device: torch.device, window: int = 1 << 30) -> int:
     """The width of a batch whose longest row has so many tokens, for a model with that context window."""
     return min(-(-longest // GRID) * GRID, max(longest, window)) if device.type == "cuda" else longest
 
 
-def attention() -> AbstractContextManager[None]:
+def sdpa_without_cudnn() -> AbstractContextManager[None]:
     """All kernels of scaled dot-product attention except cuDNN's, which makes a plan for every new shape."""
     allowed = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     manager: AbstractContextManager[None] = sdpa_kernel(allowed)
@@ -89,7 +89,7 @@ def _passes(
     sizes = [len(prompt) + len(answer) for prompt, answer in sequences]
     order = sorted(range(len(sequences)), key=lambda i: -sizes[i])
     while order:
-        wide = width(sizes[order[0]], device, window)
+        wide = choose_width(sizes[order[0]], device, window)
         count = max(1, tokens // wide)
         part, order = order[:count], order[count:]
         ids = torch.zeros(len(part), wide, dtype=torch.long)
@@ -100,7 +100,7 @@ def _passes(
             predicts[row, len(prompt) - 1 : sizes[i] - 1] = True
         ids.clamp_(max=embeddings - 1)  # a target may have more tokens than its draft
         try:
-            with attention():
+            with sdpa_without_cudnn():
                 found = run(ids.to(device), predicts.to(device))
         except torch.OutOfMemoryError:
             if len(part) == 1:
@@ -111,7 +111,7 @@ def _passes(
 
 
 def logit_rows(model: PreTrainedModel) -> int:
-    """How many rows of logits are made at a time."""
+    """Rows of logits that are computed at a time."""
     return max(1, LOGITS.get(model.device.type, 1 << 26) // int(model.get_output_embeddings().weight.shape[0]))
 
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from selfjudge.engine.reference import SlotLayer, attention_kinds
-from selfjudge.engine.teacher_forced import attention, logit_rows, logits_of, width
+from selfjudge.engine.teacher_forced import choose_width, logit_rows, logits_of, sdpa_without_cudnn
 from selfjudge.models.loaded import LoadedModel, as_loaded
 from selfjudge.models.tokens import context_window
 
@@ -165,7 +165,7 @@ class Scorer:
         sizes = [len(case.prompt) + len(case.response) for case in cases]
         order = sorted(range(len(cases)), key=lambda i: (-sizes[i], i))
         while order:
-            count = max(1, self._most // width(sizes[order[0]], self.device, self._window))
+            count = max(1, self._most // choose_width(sizes[order[0]], self.device, self._window))
             part, order = order[:count], order[count:]
             before = self.tokens
             try:
@@ -183,7 +183,7 @@ class Scorer:
 
     @torch.no_grad()
     def _batch(self, cases: Sequence[Case]) -> list[Scores]:
-        wide = width(max(len(c.prompt) + len(c.response) for c in cases), self.device, self._window)
+        wide = choose_width(max(len(c.prompt) + len(c.response) for c in cases), self.device, self._window)
         ids = torch.zeros(len(cases), wide, dtype=torch.long)
         for row, case in enumerate(cases):
             ids[row, : len(case.prompt) + len(case.response)] = torch.tensor([*case.prompt, *case.response])
@@ -192,7 +192,7 @@ class Scorer:
         if self._kinds != {"full_attention"}:  # windows are said explicitly, as for the branches
             whole = torch.arange(wide, device=self.device).expand(len(cases), -1)
             mask = self._mask(whole, torch.zeros_like(whole), torch.zeros_like(whole), 0)
-        with attention():
+        with sdpa_without_cudnn():
             hidden = self.model.base_model(
                 input_ids=ids.to(self.device), attention_mask=mask, past_key_values=cache, use_cache=True
             ).last_hidden_state
@@ -260,13 +260,13 @@ class Scorer:
             room -= len(branch.tokens)
         rows.sort(key=lambda row: -sum(len(b.tokens) for b in row))
         while rows:
-            count = max(1, self._most // width(sum(len(b.tokens) for b in rows[0]), self.device))
+            count = max(1, self._most // choose_width(sum(len(b.tokens) for b in rows[0]), self.device))
             yield rows[:count]
             rows = rows[count:]
 
     def _read(self, rows: Sequence[Sequence[Branch]], prefixes: Cache, results: Sequence[Scores]) -> None:
         """One pass over rows of branches; fills in their scores."""
-        wide = width(max(sum(len(b.tokens) for b in row) for row in rows), self.device)
+        wide = choose_width(max(sum(len(b.tokens) for b in row) for row in rows), self.device)
         shape = (len(rows), wide)
         tokens, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         owner, starts = np.full(shape, -1, np.int64), np.zeros(shape, np.int64)
@@ -283,7 +283,7 @@ class Scorer:
                 at = here.stop
         cache = self._select_prefixes(prefixes, [row[0].case for row in rows], int(starts.max()), wide)
         place, owners, begins = (torch.from_numpy(a).to(self.device) for a in (positions, owner, starts))
-        with attention():
+        with sdpa_without_cudnn():
             hidden = self.model.base_model(
                 input_ids=torch.from_numpy(tokens).to(self.device),
                 position_ids=place,
@@ -316,12 +316,12 @@ class Scorer:
         for old in prefixes.layers:
             layer = SlotLayer()
             layer.lazy_initialization(old.keys[:1], old.values[:1])
-            for name in ("key_buffer", "value_buffer"):
-                source = getattr(old, name)
+            layer.buffers = []
+            for source in old.buffers:
                 heads, dim = source.shape[1], source.shape[3]
                 buffer = source.new_empty((len(cases), heads, length + room, dim))
                 buffer[:, :, :length] = source[:, :, :length].index_select(0, chosen)
-                setattr(layer, name, buffer)
+                layer.buffers.append(buffer)
             layer.cut(length)
             cache.layers.append(layer)
         return cache

@@ -66,9 +66,9 @@ def _compiler_reason() -> str | None:
     return None
 
 
-def _index(places: list[tuple[int, int]], width: int) -> Tensor:
-    """Where (row, column) lie in rows of that width, one after the other."""
-    return torch.tensor([b * width + column for b, column in places], dtype=torch.long)
+def _index(cells: list[tuple[int, int]], width: int) -> Tensor:
+    """Indices of (row, column) in the flattened rows of that width."""
+    return torch.tensor([b * width + column for b, column in cells], dtype=torch.long)
 
 
 class PassOutput(NamedTuple):
@@ -85,7 +85,7 @@ class PassOutput(NamedTuple):
 
 
 class CpuEngine(Eager):
-    """See the module's docstring. Each row's keys and values lie at their positions: a rewind changes one number."""
+    """A model through the compiled forward pass. Keys and values lie at their positions: a rewind changes a number."""
 
     def __init__(
         self,
@@ -222,7 +222,7 @@ class CpuEngine(Eager):
         self.lengths = [n - r for n, r in zip(self.lengths, rejected.tolist(), strict=True)]
 
     def select(self, rows: list[int]) -> None:
-        # where a row stands again it needs a cache of its own
+        # a row that is named twice needs a second cache
         first = {b: i for i, b in reversed(list(enumerate(rows)))}
         self._caches = [self._caches[b] if first[b] == i else self._caches[b].clone() for i, b in enumerate(rows)]
         self.lengths = [self.lengths[b] for b in rows]

@@ -127,7 +127,7 @@ _Prefill = tuple[Callable[[], None], Tensor, Tensor, Output]
 
 
 class CudaEngine:
-    """See the module's docstring."""
+    """A model with a static cache, whose passes are captured as CUDA graphs."""
 
     static = True
 
@@ -269,7 +269,7 @@ class CudaEngine:
     def _prefill(
         self, x: Tensor, slot: Tensor, position: Tensor, keep: int, features: Tensor | None, lengths: Sequence[int]
     ) -> Output:
-        """Long prompts, some rows and columns at a time."""
+        """Read long prompts, some rows and columns at a time."""
         width = slot.shape[1]
         outputs = []
         for part, padding in passes([max(length, keep) for length in lengths], width):

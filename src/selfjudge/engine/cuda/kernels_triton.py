@@ -262,7 +262,7 @@ def _tiles(outputs: int, inputs: int) -> dict[str, int]:
 
 
 class TritonKernels(Kernels):
-    """See the module's docstring."""
+    """The steps of a pass as Triton kernels."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.early, self.split = False, True
