@@ -351,6 +351,31 @@ def test_rule_texts_refuses(spec: str, message: str) -> None:
         RuleRequest(spec).resolve()
 
 
+def test_requests_that_mean_the_same_give_the_same_rule() -> None:
+    config = JudgeConfig(H, thresholds={"F": 0.2, "R": 0.6}, quality_curve=((0.5, 0.4), (0.9, 0.6)))
+    judge = Judge(config, torch.zeros(H))
+    same = [RuleRequest("judged"), RuleRequest("judged:R"), RuleRequest(theta=0.6), RuleRequest(theta="0.6"),
+            RuleRequest(quality=0.9), RuleRequest("judged:q0.9", gamma=3)]  # fmt: skip
+    assert len({request.resolve((1,), judge) for request in same}) == 1
+    assert RuleRequest("judged:F").resolve((1,), judge) is not same[0].resolve((1,), judge)
+    for request in (*same, RuleRequest("margin", price=0.1), RuleRequest("fly:0.2,window=2"), RuleRequest(price=0.3)):
+        assert RuleRequest(str(request)).resolve((1,), judge) is request.resolve((1,), judge)
+    assert RuleRequest(theta="F").resolve((), config).theta == 0.2  # to check, without weights
+
+
+def test_a_request_completed_by_the_own_one_of_a_server() -> None:
+    margin, judged = RuleRequest("margin", price=0.2, gamma=4), RuleRequest("judged", quality=0.9)
+    assert RuleRequest().inherit(margin) == margin
+    assert RuleRequest(gamma=2).inherit(margin) == RuleRequest("margin", price=0.2, gamma=2)
+    assert RuleRequest(price=0.1).inherit(margin) == RuleRequest("margin", price=0.1, gamma=4)
+    assert RuleRequest("judged").inherit(margin) == RuleRequest("judged", gamma=4)
+    assert RuleRequest("judged:confirm=1").inherit(judged) == RuleRequest("judged:confirm=1", quality=0.9)
+    assert RuleRequest("judged:0.3").inherit(judged) == RuleRequest("judged:0.3")
+    assert RuleRequest(theta=0.3).inherit(RuleRequest("exact")).text == "judged"
+    with pytest.raises(SelfJudgeError, match="does not use a judge"):
+        RuleRequest(theta=0.3).inherit(margin)
+
+
 def test_greedy_rules_take_no_temperature() -> None:
     with pytest.raises(SelfJudgeError, match="greedy"):
         RuleRequest("exact").resolve(sampling=Sampling(0.7))

@@ -128,7 +128,7 @@ def test_a_judge_that_ships_does_not_make_the_rule(no_pull: None) -> None:
         ({"selfjudge": {"rule": "topk", "price": 0.1}}, "rule 'topk' has no price"),
         ({"selfjudge": {"rule": "topk", "theta": 0.1}}, "rule 'topk' does not use a judge"),
         ({"selfjudge": {"rule": "topk:guard=off"}}, "is a setting of the engine"),
-        ({"selfjudge": {"judge": "j", "rule": "judge_only"}}, "refuses aligned drafts"),
+        ({"selfjudge": {"judge": "j", "rule": "judge_only"}}, "rejects aligned drafts"),
         ({"selfjudge": {"rule": "fly"}}, "fly with window 6 needs `gamma` > 6, not 4"),
     ],
 )  # fmt: skip

@@ -118,7 +118,7 @@ class PairOptions(DeviceOptions):
             judge.check_target(known.name, known.sha256, judge.hidden_size)
 
     def load(self, *, needs_draft: bool = True, full_precision: bool = False) -> Pair:
-        """The models, pulled where they have to be; with `full_precision` their default dtype is one of floats."""
+        """The models, pulled where they are missing; with `full_precision` their default dtype is one of floats."""
         if needs_draft and self.draft is None and shipped_draft(self.name) is None:
             raise SelfJudgeError(f"no draft ships for {self.name}: name one with `draft`")
         for reference in filter(None, (self.name, self.draft)):
@@ -154,7 +154,7 @@ class BackendOptions:
 
     def answerer(self, models: PairOptions, judge: str | Path | None) -> tuple[Pair, Answerer]:
         """The pair without the target's weights, and vLLM, which has them; `judge` is the first that it will need."""
-        pair, model, options = outline(models, self.engine_options)
+        pair, model, options = self.outline(models)
 
         from selfjudge.integrations.vllm.answers import VllmAnswerer
         from selfjudge.judge.model import Judge
@@ -162,19 +162,18 @@ class BackendOptions:
         source = judge or models.shipped_judge
         return pair, VllmAnswerer(pair, model, options, None if source is None else Judge.from_pretrained(source))
 
+    def outline(self, models: PairOptions) -> tuple[Pair, str, dict[str, Any]]:
+        """The pair without the target's weights, what vLLM has to load for it, and the options of its engine."""
+        if find_spec("vllm") is None:
+            raise SelfJudgeError("vLLM is not installed here: pip install vllm (or selfjudge[vllm])")
+        if models.dtype in ("int8", "q4"):
+            raise SelfJudgeError("`dtype` int8 and q4 go with --backend torch")
+        with waiting(f"loading {models.name} for vLLM …"):
+            from selfjudge.integrations.vllm.label import outline_pair, parse_engine_options
 
-def outline(models: PairOptions, engine_options: str) -> tuple[Pair, str, dict[str, Any]]:
-    """The pair without the target's weights, what vLLM has to load for it, and the options of its engine."""
-    if find_spec("vllm") is None:
-        raise SelfJudgeError("vLLM is not installed here: pip install vllm (or selfjudge[vllm])")
-    if models.dtype in ("int8", "q4"):
-        raise SelfJudgeError("`dtype` int8 and q4 go with --backend torch")
-    with waiting(f"loading {models.name} for vLLM …"):
-        from selfjudge.integrations.vllm.label import outline_pair, parse_engine_options
-
-        options = parse_engine_options(engine_options)
-        pair, model = outline_pair(models.name, models.draft, device=models.device, dtype=models.dtype)
-        return pair, model, options
+            options = parse_engine_options(self.engine_options)
+            pair, model = outline_pair(models.name, models.draft, device=models.device, dtype=models.dtype)
+            return pair, model, options
 
 
 @dataclass(frozen=True)
@@ -210,9 +209,9 @@ class Setup:
 
     @classmethod
     def of(cls, folder: Path | None, models: PairOptions, request: RuleRequest) -> Setup:
-        """What is given; with a recipe's folder the recipe's own, and only the models may be given.
+        """The given models and rule; with the folder of a recipe, the recipe's. Then only models may be given too.
 
-        Other models than the recipe's are refused once they are loaded, by their checksums.
+        Other models than the recipe's are refused by their checksums once they are loaded.
         """
         if folder is None:
             return cls(models, request)
@@ -237,7 +236,7 @@ class Setup:
         self.models.check_gamma(request.resolve((), sampling=sampling), request.gamma)
 
     def load(self, *, needs_draft: bool = True, full_precision: bool = False) -> Pair:
-        """The models, on a CPU in the dtype of the recipe; refused where the recipe is for others."""
+        """The models, on a CPU in the dtype of the recipe; models that the recipe is not for are refused."""
         models = self.models
         if self.recipe is not None and models.dtype is None and models.device_type == "cpu":
             certified = self.recipe.content["dtype"]

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from selfjudge.cli.groups import PairOptions, outline
+from selfjudge.cli.groups import BackendOptions, PairOptions
 from selfjudge.cli.options import AsJson, Data, Resume, config_options
 from selfjudge.cli.output import Progress, print_json, print_rows, waiting, warn
-from selfjudge.errors import SelfJudgeError
 from selfjudge.label.config import LabelConfig, refuse_quantised
 from selfjudge.label.tau import require_tau
 from selfjudge.models.catalogue import EMBEDDED
@@ -24,25 +23,23 @@ if TYPE_CHECKING:
 
 
 @config_options(PairOptions, "models", without=("draft_dtype",))
-@config_options(LabelConfig, without=("max_prompt_tokens",))
+@config_options(BackendOptions, "where")
+@config_options(LabelConfig, without=("max_prompt_tokens", "backend"))
 def label(
     out: Annotated[Path, typer.Option(help="Folder of the labels.")],
     resume: Resume = False,
-    engine_options: Annotated[
-        str, typer.Option(help='JSON for vllm.LLM, such as {"tensor_parallel_size": 2}; with --backend vllm.')
-    ] = "",
     data: Data = None,
     as_json: AsJson = False,
     *,
     config: LabelConfig,
     models: PairOptions,
+    where: BackendOptions,
 ) -> None:
     """Label draft tokens as acceptable or not by the target's own likelihoods; no annotation.
 
     Example: selfjudge label --prompts self:200 --calibrate arithmetic --out labels
     """
-    if engine_options and config.backend != "vllm":
-        raise SelfJudgeError("`engine_options` are vLLM's: they go with --backend vllm")
+    config = replace(config, backend=where.backend)
     refuse_quantised(models.dtype)
     folder = RunFolder(out, done="manifest.json")
     folder.claim(resume=resume)
@@ -51,7 +48,7 @@ def label(
     if not folder.begun:
         config.check_prompts(data)
 
-    pair, engine = _backend(config.backend, engine_options, models)
+    pair, engine = _backend(where, models)
 
     from selfjudge.label.pipeline import label_pair
 
@@ -78,13 +75,13 @@ def _show_control(manifest: dict[str, Any]) -> None:
         typer.echo(f"control: the target's own token keeps {share:.1%} of {manifest['controls']} answers")
 
 
-def _backend(name: str, engine_options: str, models: PairOptions) -> tuple[Pair, Backend | None]:
+def _backend(where: BackendOptions, models: PairOptions) -> tuple[Pair, Backend | None]:
     """The pair, and what runs its target if it is not this process."""
-    if name != "vllm":
+    if where.backend != "vllm":
         return models.load(full_precision=True), None
     if models.draft is None and models.name in EMBEDDED:  # a head would be in vLLM alone
         models = replace(models, draft=f"{models.name}/draft")
-    pair, model, options = outline(models, engine_options)
+    pair, model, options = where.outline(models)
 
     from selfjudge.integrations.vllm.label import VllmBackend
 

@@ -147,7 +147,7 @@ class RuleRequest:
 
     @property
     def _decides(self) -> bool:
-        """Whether θ, quality or price is given, in the rule's text or beside it."""
+        """Whether θ, quality or price is given, in the rule's text or as a field."""
         return self._theta is not None or self.price is not None or not {"theta", "price"}.isdisjoint(self.options)
 
     def _without_judge(self) -> SelfJudgeError:

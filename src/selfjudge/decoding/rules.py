@@ -126,7 +126,7 @@ class AcceptanceRule:
             no_say = no_say | ~block.hidden[:, 1:].isfinite().all(-1)
         if block.hidden is not None or block.scores is not None:
             non_finite = non_finite | no_say.any()
-        if accepted is aligned:  # nothing but alignment: whoever has no say changes nothing
+        if accepted is aligned:  # alignment alone decides everywhere
             judged = torch.zeros_like(aligned)
         else:
             if ids := self.guarded():
@@ -139,11 +139,11 @@ class AcceptanceRule:
         return Verdict(n, self.following(block, logits, choice, aligned, n), judged, non_finite)
 
     def _settled(self, block: Block, aligned: Tensor) -> Tensor | None:
-        """[B, γ] which drafts are aligned, where that settles it; a price is asked once it is known who has no say."""
+        """[B, γ] which drafts are aligned, where alignment decides the whole block; else None: the price decides."""
         return aligned if block.scores is None and self.settled(block) else None
 
     def _priced(self, block: Block, logits: Tensor, aligned: Tensor, no_say: Tensor) -> Tensor:
-        """[B, γ] which drafts are worth their price. Walks end at a mismatch without a say: those before must know."""
+        """[B, γ] which drafts are worth their price. A walk ends at a mismatch in `no_say`: its harm is infinite."""
         assert self.price is not None
         harm = self.harm(block, logits).masked_fill(no_say, math.inf)
         return aligned | worth_taking(harm, aligned, self.price)
@@ -186,12 +186,12 @@ class Exact(AcceptanceRule):
 
 
 EXACT = Exact()
-"""One object for all callers: rules are told apart by identity, and engines find what they recorded with this one."""
+"""One object for all callers: rules are compared by identity, and engines find the graphs captured for this one."""
 
 
 @dataclass(frozen=True, eq=False)
 class SpeculativeSampling(AcceptanceRule):
-    """u < min(1, p_i(d_i)/q_i(d_i)); at a refusal sample from norm(max(0, p_i − q_i)). Lossless in distribution."""
+    """u < min(1, p_i(d_i)/q_i(d_i)); at a rejection sample from norm(max(0, p_i − q_i)). Lossless in distribution."""
 
     name = "sampling"
     summary = "accept with probability min(1, p/q), else sample the residual; lossless in distribution"
@@ -218,9 +218,9 @@ class SpeculativeSampling(AcceptanceRule):
         p_n = p[rows, n]
         if block.gamma:
             at = n.clamp_max(block.gamma - 1)
-            # the bonus row has no q; and where alignment accepts but the judge refuses, p itself is the correction
-            refused = (n < block.gamma) & ~aligned[rows, at]
-            q_n = q[rows, at] * refused[:, None]
+            # the bonus row has no q; and where alignment accepts but the judge rejects, p itself is the correction
+            rejected = (n < block.gamma) & ~aligned[rows, at]
+            q_n = q[rows, at] * rejected[:, None]
             residual = (p_n - q_n).clamp_min(0)  # norm(max(0, p − q))
             p_n = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_n)
         return sample(p_n, block.uniforms[:, -1])
@@ -337,7 +337,7 @@ class Margin(AcceptanceRule):
 class FLy(AcceptanceRule):
     """A mismatch passes where the target is unsure (H/log V ≥ entropy) and the next `window` drafts all match.
 
-    The whole window must lie inside the block: a mismatch closer to its end cannot be confirmed and is refused.
+    The whole window must lie inside the block: a mismatch closer to its end cannot be confirmed and is rejected.
     """
 
     name = "fly"
@@ -378,7 +378,7 @@ class RandomAcceptance(AcceptanceRule):
 
 
 def _hashed(tokens: Tensor, *values: Tensor) -> Tensor:
-    """[...] numbers in [0, 1) that look random, from tokens and the bits of numbers that stand beside them."""
+    """[...] numbers in [0, 1) that look random, hashed from tokens and the bits of their values."""
     mixed = tokens.long() * 0x9E3779B1
     for value in values:
         mixed = (mixed ^ value.float().contiguous().view(torch.int32).long()) * 0x2545F4914F6CDD1D
@@ -391,7 +391,7 @@ class Judged(AcceptanceRule):
     """The base rule accepts, OR judge(h at d_i) > θ. With θ = 1 or no score it is the base rule, bit for bit.
 
     On top of `sampling` this is no longer lossless: the base's random numbers are drawn all the same, and the
-    residual is sampled only where both refuse. With `confirm` W, what the judge accepts stands only where the base rule
+    residual is sampled only where both reject. With `confirm` W, the judge accepts a draft only where the base rule
     accepts the next W drafts of the block too: fewer substitutions, each of which is worth more tokens.
 
     With a price π the harm is −log P(acceptable), and `worth_taking` replaces θ. π = 0 is `exact`. Greedy alone: when

@@ -1,4 +1,4 @@
-"""Settings of the rules inside vLLM: of the engine, of single requests, and what is refused.
+"""Settings of our rules inside vLLM: those of the engine, those of single requests, and what is not supported.
 
 This module reads vLLM's objects; it imports neither vLLM nor torch.
 """
@@ -128,7 +128,7 @@ class RequestRules:
         if request.options.get("guard", guard) != guard:
             raise SelfJudgeError("the guard of special tokens is a setting of the engine: leave it out of the rule")
         if request.kind is JudgeOnly:
-            raise SelfJudgeError("rule 'judge_only' refuses aligned drafts, which vLLM accepts: use rule judged")
+            raise SelfJudgeError("rule 'judge_only' rejects aligned drafts, which vLLM accepts: use rule judged")
         if request.kind.lossless:
             return None
         guarded = replace(request, rule=with_options(request.text, guard=guard), gamma=self.gamma)
@@ -182,7 +182,7 @@ def target_sha256(model: str, wanted: str = "") -> str:
     path = Path(model)
     manifest = path.parent / "manifest.json"
     if path.name == "target" and manifest.is_file():
-        with contextlib.suppress(SelfJudgeError):  # somebody else's
+        with contextlib.suppress(SelfJudgeError):  # the manifest of another program
             pulled = str(read_json(manifest, PullManifest)["sha256"])
             if wanted in ("", pulled):
                 return pulled

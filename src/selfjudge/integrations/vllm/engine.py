@@ -6,11 +6,13 @@ import gc
 import os
 import re
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.models.pair import Pair
 from selfjudge.store import versions
+
+if TYPE_CHECKING:
+    from selfjudge.models.pair import Pair
 
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 SECOND_RUNNER_KNOWN = (0, 32)
