@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_GAMMA = 20
-"""The most draft tokens of a cycle, everywhere: the longest blocks that the paper uses."""
+"""Maximum draft tokens of a cycle, everywhere: the longest blocks that the paper uses."""
 Gamma = int | Literal["auto"]
 """Draft tokens of a cycle, or `auto`: chosen while decoding (`decoding/gamma.py`)."""
 ENGINES = ("auto", "reference", "cpu", "cuda")
 DEFAULT_THETA = "R"
-"""The judge's threshold where nobody names one, everywhere: the strict one of the two that a judge is trained with."""
+"""The default threshold of a judge, everywhere: the strict one of the two that it is trained with."""
 
 
 def default_gamma(device: str) -> int:
-    """Draft tokens of a cycle where the number is fixed and nobody names it: results then do not depend on the clock.
+    """The default γ where it is a fixed number, so that results do not depend on the clock.
     On a CPU a pass of many tokens costs more, so fewer pay."""
     return 3 if device == "cpu" else 5
 
@@ -149,11 +149,11 @@ class Verdict:
     """What a rule decided about a Block."""
 
     n_accepted: Tensor
-    """[B] k: d_1 … d_k are accepted, the first refusal is at k+1."""
+    """[B] k: d_1 … d_k are accepted, d_{k+1} is the first that is rejected."""
     next_token: Tensor
     """[B] the target's correction at k+1, or the bonus token where k = γ."""
     judged: Tensor
-    """[B, γ] the draft was accepted although the alignment rule refuses it."""
+    """[B, γ] the draft was accepted although the alignment rule rejects it."""
     non_finite: Tensor
     """[] whether a non-finite logit or hidden state was met (alignment alone decided there)."""
 
@@ -203,14 +203,14 @@ class Emission(NamedTuple):
     finish: Finish | None = None
     """Why the row ended with this emission; None while it goes on."""
     judged: tuple[Judgement, ...] = ()
-    """About its tokens of origin `judge`, where the loop was asked to trace them."""
+    """What the pass knew about its tokens of origin `judge`, where the loop was asked to trace them."""
 
 
 @dataclass(frozen=True, eq=False)
 class TokenColumn(Sequence[Emission]):
-    """The emissions of a step without drafts: one token a row, made into records only where they are looked at.
+    """The emissions of a step without drafts: one token a row, as arrays; an `Emission` is made when it is looked at.
 
-    A batch of a thousand rows has a thousand of them every few milliseconds; whoever wants speed reads the arrays.
+    A batch of a thousand rows has a thousand of them every few milliseconds: fast callers read the arrays.
     """
 
     rows: NDArray[Any]
@@ -253,8 +253,9 @@ class Step:
     seconds: Mapping[str, float]
     """Wall clock of this step by phase: draft, target, judge, rule."""
     non_finite: bool = False
+    """Whether a non-finite logit or hidden state was met."""
     drafted: int = 0
-    """Draft tokens of each row."""
+    """Draft tokens of each row in this step."""
 
 
 PHASES = ("draft", "target", "judge", "rule")

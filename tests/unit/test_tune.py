@@ -14,7 +14,7 @@ from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
-from selfjudge.judge.training_prompts import prompt_key, training_prompts, write_training_prompts
+from selfjudge.judge.training_prompts import prompt_key, read_training_prompts, write_training_prompts
 from selfjudge.models.pair import Pair
 from selfjudge.report.certificate import (
     certificate_markdown,
@@ -211,7 +211,7 @@ def test_a_prompt_that_the_judge_was_trained_on_is_refused_with_its_name(tiny_pa
     assert len(said) == 1
     assert "cannot be checked" in said[0]
     write_training_prompts(judge, [prompt_key(ids) for ids in tiny_pair.encode_many(["w1 w2", "w9"])])
-    assert len(training_prompts(judge) or ()) == 2
+    assert len(read_training_prompts(judge) or ()) == 2
     with pytest.raises(SelfJudgeError, match="trained on prompt 'seen'"):
         refuse_learnt(tiny_pair, prompts, judge, said.append)
     write_training_prompts(judge, [prompt_key(tiny_pair.encode("w9"))])

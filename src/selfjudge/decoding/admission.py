@@ -32,10 +32,11 @@ class AdmissionQueue:
     """Where requests wait for a batch that is under way: the caller puts them here between steps."""
 
     rows: int
-    """The most rows at a time."""
+    """Maximum rows at a time."""
     length: int
-    """The most tokens a row may have, prompt and answer: static engines reserve so much for each."""
+    """Maximum tokens of a row, prompt and answer: static engines reserve so much for each."""
     waiting: deque[Request] = field(default_factory=deque)
+    """Requests in the order of their arrival."""
     crowded: bool = False
     """Whether other batches wait for their turn: prompts are then read in small chunks."""
 
@@ -47,18 +48,18 @@ class AdmissionQueue:
 
 @dataclass
 class BatchRows:
-    """What the loop keeps of the rows in the batch."""
+    """The state of the rows in a batch."""
 
     index: NDArray[np.int64]
-    """Number of each row, in the order of prompts and queue; −1 for idle ones, which fill a batch up to a recorded
-    size."""
+    """Number of each row, in the order of requests; −1 for idle rows, which fill a batch up to a captured size."""
     left: NDArray[np.int64]
-    """Tokens each may still emit."""
+    """Tokens that each row may still emit."""
     finished: NDArray[np.bool_]
+    """Whether each row has ended."""
 
     @classmethod
     def new(cls, numbers: Sequence[int], limits: Sequence[int]) -> BatchRows:
-        """BatchRows of these numbers; idle ones are finished from the start."""
+        """New rows of these numbers; idle ones are finished from the start."""
         index = np.array(numbers, np.int64)
         return cls(index, np.array(limits, np.int64), index < 0)
 

@@ -20,8 +20,8 @@ from selfjudge.engine.select import borrow_engine
 from selfjudge.models.loaded import LoadedModel, Target, as_loaded
 from selfjudge.types import FINISHES, Finish, TokenColumn
 
-Answer = tuple[int, list[int], Finish]
-"""Index of the prompt, the tokens with the end token, why it ended."""
+Response = tuple[int, list[int], Finish]
+"""Index of the prompt, the tokens with the end token, why the answer ended."""
 
 
 def respond(
@@ -34,7 +34,7 @@ def respond(
     seeds: Sequence[int] | None = None,
     batch: int = 1024,
     notify: Callable[[int], None] | None = None,
-) -> Iterator[Answer]:
+) -> Iterator[Response]:
     """Answer every prompt, greedily or by sampling; answers come as they are finished, in no particular order.
 
     `max_new_tokens` is one limit, or one for each prompt.
@@ -48,7 +48,7 @@ def respond(
         return
     rule = _rule(sampling)
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
-    owners = shared_prefixes(prompts)  # those of one owner stand together: what they share is read once
+    owners = shared_prefixes(prompts)  # those of one owner are decoded together: what they share is read once
     sizes = [len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)]
     largest = dict.fromkeys(owners, 0)
     for owner, size in zip(owners, sizes, strict=True):

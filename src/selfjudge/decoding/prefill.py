@@ -14,7 +14,7 @@ from selfjudge.decoding.cycle import PhaseTimer
 from selfjudge.engine.base import Output
 from selfjudge.engine.batch import BatchEngines
 
-ALONE = 4  # chunks at once while nobody else is there: whoever comes waits for them
+ALONE = 4  # chunks at once while the batch has no other rows; a request that arrives meanwhile waits for them
 
 
 class PrefillGroup:
@@ -103,7 +103,7 @@ class Prefill:
         return any(not group.left for group in self.groups)
 
     def admit(self, queue: AdmissionQueue, alive: int, cancelled: set[int]) -> None:
-        """Take in who waits, while there is room beside `alive` rows and those that are being read."""
+        """Admit waiting requests while there is room beside `alive` rows and those that are being read."""
         taken: list[tuple[int, Request]] = []
         reading = sum(map(len, self.groups))
         while queue.waiting and alive + reading + len(taken) < queue.rows:
@@ -127,15 +127,15 @@ class Prefill:
             self.groups.append(PrefillGroup(rows, self.engines.target.device))
 
     def cancel(self, cancelled: set[int]) -> None:
-        """Forget the groups that nobody waits for any more, and take their rows out of the set."""
+        """Drop the groups whose rows were all cancelled, and take these rows out of the set."""
         for group in [group for group in self.groups if cancelled.issuperset(group.numbers)]:
             self.groups.remove(group)
             cancelled.difference_update(group.numbers)
 
     def read(self, alive: int, crowded: bool) -> None:
-        """Read a chunk of whoever has the least left; the oldest, if it was passed over the last time.
+        """Read a chunk of the group that has the least left; of the oldest, if it was passed over the last time.
 
-        Beside `alive` rows, or where it is `crowded` outside, a chunk costs about what a step costs.
+        Where there are `alive` rows, or other batches wait (`crowded`), a chunk costs about as much as a step.
         """
         alone = not (alive or crowded) and len(self.groups) == 1
         chunk = max(self.engines.target.chunk * (ALONE if alone else 1), 2 * alive * self.step)

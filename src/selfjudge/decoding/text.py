@@ -1,4 +1,4 @@
-"""Text around the loop: whole answers (`generate`), token by token (`stream`), or coming and going (`Batch`)."""
+"""Text around the loop: finished answers (`generate`), token by token (`stream`), or a running `Batch`."""
 
 from __future__ import annotations
 
@@ -46,31 +46,31 @@ class DecodingOptions(RuleOptions, total=False):
     """Draft tokens per cycle; 0 is plain decoding. `auto` chooses what is fastest here, cycle by cycle. It is the
     default of `exact`, whose answers do not depend on it; those of other rules do, so theirs is 5, on a CPU 3."""
     engine: str
-    """auto, reference, cpu or cuda."""
+    """The engine for both models: auto (default), reference, cpu or cuda."""
     trace: bool
-    """True: note what the target wanted at judged tokens."""
+    """Whether answers say what the target wanted at judged tokens (default True)."""
 
 
 class AnswerOptions(DecodingOptions, total=False):
     """Options of `generate` and `stream`."""
 
     max_new_tokens: int
-    """256"""
+    """Maximum new tokens (default 256)."""
     stop: Sequence[str]
     """Strings that end an answer."""
     seed: int
-    """0"""
+    """Seed of the random numbers, under sampling rules (default 0)."""
     raw: bool
-    """Use the prompt as it is, without chat template."""
+    """Whether to use the prompt as it is, without chat template."""
 
 
 class GenerateOptions(AnswerOptions, total=False):
     """Options of `generate` alone."""
 
     batch: int
-    """Prompts that are decoded together: 8."""
+    """Prompts that are decoded together (default 8)."""
     seeds: Sequence[int] | None
-    """A seed for every prompt; else it follows from `seed` and the prompt's place in the list."""
+    """A seed for every prompt; by default it follows from `seed` and the prompt's index."""
 
 
 @overload
@@ -141,7 +141,7 @@ def stream(
 
 @dataclass
 class Stream:
-    """Iterate over the pieces of one answer; `generation` holds the whole afterwards."""
+    """The pieces of one answer, to iterate over; afterwards `generation` holds the finished answer."""
 
     _answer: Answer
     _steps: Iterator[StepOutput]
@@ -157,7 +157,7 @@ class Stream:
 
 
 class Batch:
-    """Answers that one rule makes together, and that may come and go between steps. For one thread."""
+    """Answers that are decoded together under one rule; they may be added and dropped between steps. For one thread."""
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class Batch:
         seed: int = 0,
         streamed: bool = True,
     ) -> Answer:
-        """A prompt of token ids that shall be answered from the next step on."""
+        """Answer a prompt of token ids from the next step on."""
         answer = Answer(self._decoding.pair.tokenizer, stop, len(prompt), streamed)
         self._queue.put(Request(prompt, max_new_tokens, row_seed(seed, 0)))
         self._answers[self._next] = answer
@@ -202,9 +202,9 @@ class Batch:
             self._dropped.add(row)
 
     def step(self, crowded: bool = False) -> StepOutput:
-        """One pass over all rows, or over a chunk of prompts that shall enter; nothing once none is left.
+        """One pass over all rows, or over a chunk of waiting prompts; an empty list once no row is left.
 
-        `crowded` says that others wait for their turn: chunks are then small even while no row is being decoded.
+        `crowded` says that other batches wait for their turn: chunks are then small even while no row is being decoded.
         """
         self._queue.crowded = crowded
         if self._steps is None and self._queue.waiting:
@@ -225,7 +225,7 @@ class Batch:
 
 
 StepOutput = list[tuple[Answer, list[Piece]]]
-"""What each answer got from a step."""
+"""The answers that got tokens in a step, each with its new pieces of text."""
 
 
 @dataclass(frozen=True)

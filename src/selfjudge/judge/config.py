@@ -29,7 +29,7 @@ def feature_width(features: str, hidden_size: int) -> int:
 @dataclass(frozen=True)
 class JudgeConfig:
     """Where a judge comes from and what it reads. The target must be the one named (an empty name or hash matches any);
-    the draft is recorded, not required: another draft for the same target is fine. The types are the file's schema."""
+    the draft is named, not required: another draft for the same target is fine. The types are the file's schema."""
 
     hidden_size: Annotated[int, Range(1, 1 << 20)]
     target: str = ""
@@ -50,7 +50,7 @@ class JudgeConfig:
     margin_limit: Annotated[float, Range(0, -LOWEST)] | None = None
     """The judge has no say where the target prefers its own token by more than so many nats."""
     sources: tuple[str, ...] = ()
-    """Of the prompts it was labelled with, where that is known."""
+    """Sources of the prompts that it was labelled with, where they are known."""
     quality_curve: tuple[tuple[Share, Share], ...] = ()
     """(share of unacceptable tokens that is rejected, the most permissive θ that does so), ascending."""
     thresholds: Mapping[str, Share] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class JudgeConfig:
 
     @property
     def default_threshold(self) -> float:
-        """θ where nobody names one: R, or one half for a judge that was trained without thresholds."""
+        """The default θ: R, or one half for a judge that was trained without thresholds."""
         return self.thresholds.get(DEFAULT_THETA, 0.5)
 
     def quality(self, share: float) -> float:

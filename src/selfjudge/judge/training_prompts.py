@@ -26,7 +26,7 @@ def write_training_prompts(folder: Path, keys: Iterable[str]) -> None:
     write_json(folder / FILE, {"prompts": sorted({key[:DIGITS] for key in keys})})
 
 
-def training_prompts(source: str | Path) -> frozenset[str] | None:
+def read_training_prompts(source: str | Path) -> frozenset[str] | None:
     """The first digits of those keys, of a judge by embedded name, folder or hub id; None if it does not keep them."""
     file = find_judge(source) / FILE
     return frozenset(read_json(file, TrainingPrompts)["prompts"]) if file.is_file() else None

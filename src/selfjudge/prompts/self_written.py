@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from selfjudge.decoding.plain import Answer, respond
+from selfjudge.decoding.plain import Response, respond
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.pair import Pair, Prompt
@@ -168,7 +168,9 @@ class Writer:
     def _encode(self, text: str) -> list[int]:
         return list(self.pair.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _sample(self, starts: Sequence[Sequence[int]], longest: int, temperature: float, part: int) -> Iterator[Answer]:
+    def _sample(
+        self, starts: Sequence[Sequence[int]], longest: int, temperature: float, part: int
+    ) -> Iterator[Response]:
         """Continuations of the starts, in any order. Every `part` of the texts has seeds of its own."""
         first_seed = part * _APART
         before = [row for row in (self.journal.rows if self.journal else ()) if row["part"] == first_seed]

@@ -15,7 +15,7 @@ import numpy as np
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.compare import compute_word_loss
 from selfjudge.evaluate.task_examples import TaskExamples
-from selfjudge.judge.training_prompts import DIGITS, prompt_key, training_prompts
+from selfjudge.judge.training_prompts import DIGITS, prompt_key, read_training_prompts
 from selfjudge.tasks.base import Prompt, Row, join_messages
 from selfjudge.tune.candidates import list_families, split_by_gamma
 from selfjudge.tune.certify import check_prompt_count
@@ -107,7 +107,7 @@ def hash_prompts(prompts: Sequence[CalibrationPrompt]) -> str:
 
 def refuse_learnt(pair: Pair, prompts: Sequence[CalibrationPrompt], judge: str | Path | None, warn: Warn) -> None:
     """Refuse prompts that the judge was trained on; warn if that cannot be known."""
-    known = None if judge is None else training_prompts(judge)
+    known = None if judge is None else read_training_prompts(judge)
     if known is None:
         warn("this judge does not keep its training prompts: it cannot be checked whether some of them are among these")
         return

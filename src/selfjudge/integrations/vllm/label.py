@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
-from selfjudge.decoding.plain import Answer
+from selfjudge.decoding.plain import Response
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.integrations.vllm.engine import PairEngine
@@ -117,7 +117,7 @@ class VllmBackend:
         sampling: Sampling | None = None,
         seeds: Sequence[int] | None = None,
         notify: Callable[[int], None] | None = None,
-    ) -> Iterator[Answer]:
+    ) -> Iterator[Response]:
         """As `decoding.plain.respond`, all at once: vLLM makes the batches. It has random numbers of its own."""
         if not prompts:
             return
