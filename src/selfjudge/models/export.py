@@ -8,12 +8,13 @@ from pathlib import Path
 from selfjudge.models.eagle import FILE, EagleHead
 from selfjudge.models.heads import check_export, head_folder, is_public_head
 from selfjudge.models.pair import Pair
-from selfjudge.models.pull import Progress, served_reference
+from selfjudge.models.pull import served_reference
 from selfjudge.models.speculators import FORMAT, write_speculators
 from selfjudge.store import fingerprint, home, locked
+from selfjudge.types import Notify
 
 
-def export_head(target: str, draft: str, out: Path, *, steps: int = 5, progress: Progress | None = None) -> None:
+def export_head(target: str, draft: str, out: Path, *, steps: int = 5, progress: Notify | None = None) -> None:
     """Write the head `draft` of a target in speculators' format; `steps` is how many tokens vLLM drafts by default.
 
     Target and draft are named as for `Pair.load`. What was exported to `out` before is replaced.

