@@ -225,9 +225,11 @@ def test_a_recipe_is_refused_for_other_models(tiny_pair: Pair, tmp_path: Path) -
     recipe.check(tiny_pair, said.append)
     assert said == []
     for role in ("target", "draft"):
+        other = replace(getattr(tiny_pair, f"{role}_model"), sha256="f" * 64)
         with pytest.raises(SelfJudgeError, match=f"recipe for the {role}"):
-            recipe.check(replace(tiny_pair, **{f"{role}_sha256": "f" * 64}), said.append)
-    recipe.check(replace(tiny_pair, int8=True), said.append)
+            recipe.check(replace(tiny_pair, **{f"{role}_model": other}), said.append)
+    int8 = replace(tiny_pair.target_model, int8=True)
+    recipe.check(replace(tiny_pair, target_model=int8), said.append)
     assert len(said) == 1
     assert "not covered" in said[0]
 
