@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -194,8 +194,7 @@ class Trainer:
             arrays[f"best.{name}"] = self.best[name].cpu().numpy()
             for optimiser in self.optimisers:
                 for key, tensor in optimiser.state.get(p, {}).items():
-                    if key != "step":
-                        arrays[f"{key}.{name}"] = tensor.cpu().numpy()
+                    arrays[f"{key}@{name}"] = tensor.cpu().numpy()
         write_tensors(self.checkpoint, arrays, vars(self.state))
 
     def _restore(self) -> None:
@@ -211,15 +210,12 @@ class Trainer:
             for name, p in parameters.items():
                 p.copy_(torch.from_numpy(arrays[f"now.{name}"]))
                 self.best[name] = torch.from_numpy(arrays[f"best.{name}"]).to(p)
+        names = {id(p): name for name, p in parameters.items()}
         for optimiser in self.optimisers:
-            keys = ("momentum_buffer",) if isinstance(optimiser, torch.optim.Muon) else ("exp_avg", "exp_avg_sq")
-            owned = {id(p) for group in optimiser.param_groups for p in group["params"]}
-            for name, p in parameters.items():
-                if id(p) in owned and all(f"{key}.{name}" in arrays for key in keys):
-                    optimiser.state[p] = {key: torch.from_numpy(arrays[f"{key}.{name}"]).to(p) for key in keys}
-                    if "exp_avg" in keys:
-                        step = torch.tensor(float(self.state.step), device=p.device if p.is_cuda else "cpu")
-                        optimiser.state[p]["step"] = step
+            for p in (p for group in optimiser.param_groups for p in group["params"]):
+                own = {key: array for key, array in arrays.items() if key.endswith(f"@{names[id(p)]}")}
+                if own:
+                    optimiser.state[p] = {k.split("@")[0]: torch.from_numpy(a).to(p.device) for k, a in own.items()}
 
 
 class StudentLearner:
@@ -268,23 +264,16 @@ def top1(student: Student, corpus: Corpus, batch_tokens: int = 32768) -> dict[st
     """How often the student's most likely token is the target's over all answers, and by source."""
     device = student.proj_in.device
     output = student.output()
-    right: defaultdict[str, int] = defaultdict(int)
-    seen: defaultdict[str, int] = defaultdict(int)
+    right, seen = Counter[str](), Counter[str]()
     student.eval()
     for rows in corpus.batches(batch_tokens, torch.Generator().manual_seed(0)):
         ids, predicts, _, index = corpus.batch(rows, device)
         with sdpa_without_cudnn(), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             hidden = student.hidden(ids)[predicts].to(output.dtype)
         same = torch.cat([(h @ output.T).argmax(-1) for h in hidden.split(8192)]) == index[:, 0]
-        counts = predicts.sum(1)
-        for source, hits, count in zip(
-            [corpus.sources[i] for i in rows.tolist()],
-            [int(part.sum()) for part in same.split(counts.tolist())],
-            counts.tolist(),
-            strict=True,
-        ):
-            for key in ("all", source):
-                right[key] += hits
-                seen[key] += count
+        for row, answer in zip(rows.tolist(), same.split(predicts.sum(1).tolist()), strict=True):
+            for key in ("all", corpus.sources[row]):
+                right[key] += int(answer.sum())
+                seen[key] += len(answer)
     student.train()
     return {key: right[key] / seen[key] for key in right}
