@@ -105,7 +105,7 @@ def told(server: Server, question: str, **how: Any) -> Any:
 def test_two_answers_at_once(opened: Browser, server: Server) -> None:
     """Each is what the API says, coloured by origin; both are marked where they part."""
     about = opened.run("document.getElementById('server').textContent")
-    assert about.startswith("tiny · judged, θ F, γ 3 · cpu")
+    assert about.startswith("tiny · judged, θ 0.4, γ 3 · cpu")
     assert opened.run("document.getElementById('recipe').hidden")
     ask(opened, "w1 w2 w3")
     lossless, relaxed = cards(opened)

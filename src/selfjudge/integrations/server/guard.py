@@ -44,20 +44,24 @@ class Guard:
         if self.keys and not known and scope["path"] not in OPEN:
             await refuse(counted, 401, "wrong or missing API key: send it as a bearer token", "invalid_api_key")
             return
-        length = headers.get(b"content-length", b"0")
-        too_large = not length.isdigit() or int(length[:20]) > self.max_bytes
         try:
-            if not too_large:
-                async with asyncio.timeout(BODY_SECONDS):
-                    messages, body = await read_body(receive, self.max_bytes)
-                too_large = body is None and not left(messages)
+            async with asyncio.timeout(BODY_SECONDS):
+                messages = await self._read(headers, receive)
         except TimeoutError:
             await refuse(counted, 408, "the request did not arrive in time")
             return
-        if too_large:
+        if messages is None:
             await refuse(counted, 413, f"the request has more than {self.max_bytes} bytes", "request_too_large")
             return
         await self.app(scope, replay(messages, receive), counted)
+
+    async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> list[Message] | None:
+        """The messages of a request; None if it is too large."""
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit() or int(length[:20]) > self.max_bytes:
+            return None
+        messages, body = await read_body(receive, self.max_bytes)
+        return messages if body is not None or left(messages) else None
 
 
 def _find_ambiguity(headers: Sequence[tuple[bytes, bytes]]) -> str | None:
