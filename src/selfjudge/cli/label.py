@@ -18,7 +18,6 @@ from selfjudge.store import RunFolder, read_json
 from selfjudge.store.artefacts import RunRecord
 
 if TYPE_CHECKING:
-    from selfjudge.label.score import Backend
     from selfjudge.models.pair import Pair
 
 
@@ -48,12 +47,12 @@ def label(
     if not folder.begun:
         config.check_prompts(data)
 
-    pair, engine = _backend(where, models)
+    pair = _load_pair(where, models)
 
     from selfjudge.label.pipeline import label_pair
 
     with Progress(resume="go on with --resume") as update:
-        manifest = label_pair(pair, out, config, backend=engine, data=data, resume=resume, notify=update, warn=warn)
+        manifest = label_pair(pair, out, config, data=data, resume=resume, notify=update, warn=warn)
     if as_json:
         print_json({k: v for k, v in manifest.items() if k != "shards"})
         return
@@ -75,17 +74,18 @@ def _show_control(manifest: dict[str, Any]) -> None:
         typer.echo(f"control: the target's own token keeps {share:.1%} of {manifest['controls']} answers")
 
 
-def _backend(where: BackendOptions, models: PairOptions) -> tuple[Pair, Backend | None]:
-    """The pair, and what runs its target if it is not this process."""
+def _load_pair(where: BackendOptions, models: PairOptions) -> Pair:
+    """The pair; its target runs in this process or in vLLM."""
     if where.backend != "vllm":
-        return models.load(full_precision=True), None
+        return models.load(full_precision=True)
     if models.draft is None and models.name in EMBEDDED:  # a head would be in vLLM alone
         models = replace(models, draft=f"{models.name}/draft")
     pair, model, options = where.outline(models)
 
     from selfjudge.integrations.vllm.label import VllmBackend
 
-    return pair, VllmBackend(pair, model, options)
+    VllmBackend(pair, model, options)  # it is the remote engine of the pair's target from now on
+    return pair
 
 
 def merge(

@@ -25,7 +25,7 @@ from selfjudge.label.consequences import label_by_consequences
 from selfjudge.label.folder import FORMAT, SUMMED, Labels, Row, write_shard
 from selfjudge.label.methods import label_by_likelihood, label_by_preservation
 from selfjudge.label.mismatch import NOTHING
-from selfjudge.label.score import Backend, Scorer
+from selfjudge.label.score import Scorer
 from selfjudge.label.tau import require_tau
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.collect import Collector
@@ -59,7 +59,6 @@ class _LabelRun:
     pair: Pair
     config: LabelConfig
     folder: RunFolder
-    backend: Backend | None
     data: Path | None
     notify: Notify
     warn: Warn
@@ -76,12 +75,8 @@ class _LabelRun:
         return result
 
     def scorer(self) -> Scorer:
-        length = self.config.suffix_length
-        return (
-            Scorer(self.pair.target_model, suffix_length=length)
-            if self.backend is None
-            else self.backend.scorer(length)
-        )
+        target, length = self.pair.target_model, self.config.suffix_length
+        return Scorer(target, suffix_length=length) if target.remote is None else target.remote.scorer(length)
 
 
 def label_pair(
@@ -89,7 +84,6 @@ def label_pair(
     out: Path,
     config: LabelConfig | None = None,
     *,
-    backend: Backend | None = None,
     data: Path | None = None,
     resume: bool = False,
     notify: Notify = lambda stage, share: None,
@@ -97,7 +91,7 @@ def label_pair(
 ) -> dict[str, Any]:
     """Label into the folder `out`; returns its manifest.
 
-    The target runs in this process, unless a `backend` is handed in. With `resume`, a run begun in `out` goes on.
+    With `resume`, a run begun in `out` goes on.
     """
     config = config or LabelConfig()
     config.check()
@@ -124,7 +118,7 @@ def label_pair(
                 return manifest
             folder.reopen()
             warn(f"a file of {out} is damaged: making it again")
-        return _label(_LabelRun(pair, config, folder, backend, data, notify, warn))
+        return _label(_LabelRun(pair, config, folder, data, notify, warn))
 
 
 def _check_possible(pair: Pair, config: LabelConfig, data: Path | None) -> None:
@@ -312,11 +306,11 @@ def _make_shards(run: _LabelRun, files: Sequence[Path], total: int, tau: float |
 
 def _shard_size(run: _LabelRun) -> int:
     """Responses of a shard. Likelihoods: a constant; searches, which advance together: a batch; consequences: as many
-    as have enough continuations; all where a backend cannot answer and score at the same time."""
+    as have enough continuations; all where a remote engine takes turns at answering and scoring."""
     config = run.config
     if config.method == "selfjudge":
         return SHARD
-    if run.backend is not None:
+    if run.pair.target_model.remote is not None:
         return sys.maxsize
     if config.method == "consequences":
         most = CONTINUATIONS.get(run.pair.target.device.type, 4 * config.batch_size)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -132,13 +132,6 @@ class Branch(NamedTuple):
     """Tokens that are read: the draft's token and all but the last of those that follow."""
     follows: list[int]
     """Tokens that are scored."""
-
-
-class Backend(Protocol):
-    """An engine outside this process that runs the target. It either answers or scores, and changes slowly."""
-
-    def scorer(self, suffix_length: int) -> Scorer:
-        """A scorer of substitutions and the `suffix_length` tokens after each."""
 
 
 class Scorer:

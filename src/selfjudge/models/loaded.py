@@ -29,6 +29,9 @@ class RemoteEngine(Protocol):
     def states(self, sequences: Sequence[Sequence[int]], counts: Sequence[int]) -> list[Tensor]:
         """The states at the last `counts` tokens of each sequence, after the final norm."""
 
+    def scorer(self, suffix_length: int) -> Any:
+        """A `label.score.Scorer` of substitutions and the `suffix_length` tokens after each."""
+
 
 @dataclass(eq=False)
 class LoadedModel:

@@ -30,10 +30,10 @@ from selfjudge.types import Notify
 
 PARTS = ("fit", "select", "holdout")
 SHARES = (0.7, 0.15, 0.15)
-KEPT_BYTES = 2 << 30  # features up to this size stay in memory
+KEPT_BYTES = 2 << 30  # of features stay in memory
 CHUNK_BYTES = 128 << 20  # of the float32 features of a chunk
 GPU_SPARE = 8 << 30  # bytes of a GPU's memory that are left free when features are kept there
-HIDDEN_ARRAYS = ("hidden_draft", "hidden_target", "hidden_before")
+HIDDEN_ARRAYS = {"hidden_draft", "hidden_target", "hidden_before"}
 
 
 class Chunk(NamedTuple):
@@ -94,9 +94,8 @@ class LabelledRows:
     part: NDArray[np.int8]
     """[n] index into PARTS, −1 for none."""
     shards: list[_Shard]
-    kept: list[Arrays] | None
-    """Features of each shard, where all of them fit into memory."""
-    on_gpu: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+    kept: dict[tuple[int, str, str], Tensor] = field(default_factory=dict)
+    """Features by number of the shard, name and device, as many as fit into memory."""
 
     @classmethod
     def load(cls, folders: Sequence[Path], *, seed: int = 0, notify: Notify | None = None) -> Self:
@@ -133,7 +132,6 @@ class LabelledRows:
             aligned=columns["aligned"],
             part=np.where(columns["aligned"], -1, parts[columns["prompts"]]),
             shards=reader.shards,
-            kept=reader.kept,
         )
 
     def relabel(
@@ -305,35 +303,35 @@ class LabelledRows:
             yield Chunk(x, torch.ones_like(weights), weights)
 
     def _feature(self, number: int, name: str, device: torch.device | None) -> Tensor:
-        """An array of a shard: from memory, from the GPU where there is room to keep it, or read."""
-        if (tensor := self.on_gpu.get((number, name))) is not None:
-            return tensor
-        stored = self.kept[number] if self.kept is not None else read_tensors(self.shards[number].file, [name])[0]
-        tensor = torch.from_numpy(stored[name])
+        """An array of a shard: from memory, on the GPU or here, or read, and kept where there is room."""
+        key = number, name, str(device)
+        if (kept := self.kept.get(key)) is not None:
+            return kept
+        tensor = torch.from_numpy(read_tensors(self.shards[number].file, [name])[0][name])
         if device is not None and device.type == "cuda":
             tensor = tensor.to(device)
-            if tensor.nbytes < torch.cuda.mem_get_info(device)[0] - GPU_SPARE:
-                self.on_gpu[number, name] = tensor
+            room = torch.cuda.mem_get_info(device)[0] - GPU_SPARE
+        else:
+            room = KEPT_BYTES - sum(other.nbytes for other in self.kept.values())
+        if tensor.nbytes < room:
+            self.kept[key] = tensor
         return tensor
 
 
 class _ShardReader:
-    """Collects the small columns of shards, and their features as long as all of them fit into memory."""
+    """Collects the small columns of shards."""
 
     def __init__(self) -> None:
         self.columns: dict[str, list[NDArray[Any]]] = defaultdict(list)
         self.shards: list[_Shard] = []
         self.prompts: dict[str, int] = {}
         self.length = 0
-        self.kept: list[Arrays] | None = []
-        self._bytes = 0
 
     def add(self, folder: int, file: Path, rows: Sequence[Row], arrays: Arrays, keys: Mapping[str, str]) -> None:
         """A shard's rows; `keys` names the prompt behind each prompt id of its folder."""
-        features = {name: arrays[name] for name in HIDDEN_ARRAYS if name in arrays}
         finite = ~np.isnan(arrays["log_p"]).any(1)
-        for array in features.values():
-            finite &= np.isfinite(array).all(1)
+        for name in HIDDEN_ARRAYS & arrays.keys():
+            finite &= np.isfinite(arrays[name]).all(1)
         if not finite.all():
             raise SelfJudgeError(f"{file} has {int((~finite).sum())} rows whose features are not finite: label again")
         if unknown := [row["prompt_id"] for row in rows if row["prompt_id"] not in keys]:
@@ -352,11 +350,6 @@ class _ShardReader:
         scores = arrays["original"], arrays["substituted"], arrays["highest"]
         self.shards.append(_Shard(folder, file, inside, *scores, "hidden_before" in arrays))
         self.length = inside.stop
-        self._bytes += sum(array.nbytes for array in features.values())
-        if self._bytes > KEPT_BYTES:
-            self.kept = None
-        if self.kept is not None:
-            self.kept.append(features)
 
 
 def _split_chunks(
