@@ -78,7 +78,7 @@ class DeviceOptions:
             if self.device is None:
                 rule.check(default_gamma("cuda"))  # the largest default, before torch is asked for the device
             gamma = default_gamma(self.device_type)
-        if gamma not in (None, "auto"):
+        if isinstance(gamma, int):
             rule.check(gamma)
 
 

@@ -50,8 +50,8 @@ _BOOLS = {"1": True, "true": True, "on": True, "0": False, "false": False, "off"
 class RuleRequest:
     """A rule and how strict it is, as it is asked for in Python, on the command line or of a server.
 
-    Contradictory settings are refused at construction. Requests that mean the same resolve to the same rule object,
-    because engines find the graphs captured for a rule by its identity.
+    What cannot be read or contradicts itself is refused at construction. Requests that mean the same resolve to the
+    same rule object, because engines find the graphs captured for a rule by its identity.
     """
 
     rule: str | None = setting(
@@ -92,22 +92,24 @@ class RuleRequest:
                 object.__setattr__(self, "theta", float(self.theta))
         if not isinstance(self.rule, (str, type(None))):
             raise SelfJudgeError(f"`rule` must be text, such as 'margin:0.5', not {str(self.rule)[:60]!r}")
-        for name, words in (("theta", True), ("quality", False), ("price", False)):
+        for name in ("theta", "quality", "price"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float, type(None), *((str,) if words else ()))):
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not (value is None or is_number or (name == "theta" and isinstance(value, str))):
                 raise SelfJudgeError(f"`{name}` must be a number, not {value!r}")
         check_settings(self)
+        kind, options = _parse(self.text)
         if self.theta is not None and self.quality is not None:
             raise SelfJudgeError("`quality` chooses θ: leave out one of `quality` and `theta`")
         if self._theta is not None:
             if not self.needs_judge:
                 raise self._without_judge()
-            if "theta" in self.options:
+            if "theta" in options:
                 raise SelfJudgeError(f"{self.rule} names a threshold already: leave out `theta` and `quality`")
         if self.price is not None:
-            if "price" not in rule_options(self.kind):
-                raise SelfJudgeError(f"rule {self.kind.name!r} has no price: `price` goes with rule margin or judged")
-            if "price" in self.options:
+            if not _takes(kind, "price"):
+                raise SelfJudgeError(f"rule {kind.name!r} has no price: `price` goes with rule margin or judged")
+            if "price" in options:
                 raise SelfJudgeError(f"{self.rule} names a price already: leave out `price`")
 
     @property
@@ -220,10 +222,6 @@ class RuleRequest:
         return rule
 
 
-OPEN_REQUEST = RuleRequest()
-"""A request that leaves everything open."""
-
-
 def resolve_rule(
     pair: Pair, rule: str | AcceptanceRule | None = None, *, sampling: Sampling | None = None, **options: Any
 ) -> AcceptanceRule:
@@ -324,3 +322,7 @@ def _convert(rule: str, key: str, text: str, default: object) -> object:
     if not abs(value) < 1 << 31:  # NaN is not, either
         raise SelfJudgeError(f"rule {rule!r}: {key}={text!r} is out of range")
     return value
+
+
+OPEN_REQUEST = RuleRequest()
+"""A request that leaves everything open."""

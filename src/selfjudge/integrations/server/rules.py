@@ -38,9 +38,8 @@ class BatchKey:
         return "off" if self.rule.lossless or self.gamma == 0 else "judged"
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "rule": self.request.text, "theta": self.rule.theta, "price": self.rule.price, "gamma": self.gamma,
-        }  # fmt: skip
+        rule = self.rule
+        return {"rule": self.request.text, "theta": rule.theta, "price": rule.price, "gamma": self.gamma}
 
 
 @dataclass
@@ -75,7 +74,7 @@ class Rules:
         request = request.named(sampling)
         rule = request.resolve(self.special, self.judge, sampling)
         gamma = self._gamma(rule, request.gamma)
-        if gamma != "auto":
+        if isinstance(gamma, int):
             rule.check(gamma)
         return BatchKey(rule, gamma, request, trace)
 
