@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.models.gguf import FULL_PRECISION, gguf_file
@@ -140,18 +140,6 @@ class _Attention(nn.Module):
         self.o_proj = nn.Linear(config.heads * dim, width, bias=False)
 
 
-class _Mlp(nn.Module):
-    def __init__(self, config: EagleConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        down: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return down
-
-
 class EagleLayer(nn.Module):
     """The decoder layer, in two halves, before and after its attention: training has an attention of its own."""
 
@@ -162,7 +150,7 @@ class EagleLayer(nn.Module):
         self.input_layernorm = Norm(config.hidden_size, config.eps)
         self.post_attention_layernorm = Norm(config.hidden_size, config.eps)
         self.self_attn = _Attention(config)
-        self.mlp = _Mlp(config)
+        self.mlp = LlamaMLP(_llama_config(config))
 
     def project(self, embedded: Tensor, g: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, heads, T, dim], keys and values [B, kv_heads, T, dim] of entries [B, T, H]."""
@@ -365,13 +353,17 @@ class EagleHead(nn.Module):
 
 
 def _rotary(config: EagleConfig) -> LlamaRotaryEmbedding:
-    return LlamaRotaryEmbedding(
-        LlamaConfig(
-            hidden_size=config.heads * config.head_dim,
-            num_attention_heads=config.heads,
-            head_dim=config.head_dim,
-            rope_parameters=dict(config.rope_parameters),
-        )
+    return LlamaRotaryEmbedding(_llama_config(config))
+
+
+def _llama_config(config: EagleConfig) -> LlamaConfig:
+    """The parts of a head that are those of a Llama, with the head's sizes."""
+    return LlamaConfig(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_attention_heads=config.heads,
+        head_dim=config.head_dim,
+        rope_parameters=dict(config.rope_parameters),
     )
 
 

@@ -44,7 +44,6 @@ class Loader:
     def choose(
         cls,
         target: str,
-        *,
         device: str | None,
         dtype: str | torch.dtype | None,
         draft_dtype: str | None,

@@ -54,14 +54,7 @@ class Pair:
         `full_precision` chooses a dtype of floats: for labels, likelihoods and training.
         Without `needs_draft` the pair may lack a draft: it is then good for plain decoding.
         """
-        loader = Loader.choose(
-            target,
-            device=device,
-            dtype=dtype,
-            draft_dtype=draft_dtype,
-            full_precision=full_precision,
-            progress=progress,
-        )
+        loader = Loader.choose(target, device, dtype, draft_dtype, full_precision, progress)
         name = target if draft is None else f"{target}+{draft}"
         target_model, tokenizer = loader.load_target(target)
         draft_model = None

