@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from selfjudge.report.formats import fixed, percent, quote_token, tenths, thousandths
@@ -39,11 +39,8 @@ def describe_result(result: Mapping[str, Any]) -> str:
     if not judged or "exact" not in rows:
         return "The demo was stopped before a judge had answered."
     best, exact = max(judged, key=lambda row: row["tokens_per_second"]), rows["exact"]
-    passes = ""
-    if best["mean_accepted_length"] and exact["mean_accepted_length"]:
-        passes = (
-            f"{best['mean_accepted_length']:.2f} tokens per target pass, exact {exact['mean_accepted_length']:.2f}; "
-        )
+    m, m_exact = best["mean_accepted_length"], exact["mean_accepted_length"]
+    passes = f"{m:.2f} tokens per target pass, exact {m_exact:.2f}; " if m and m_exact else ""
     parts = [
         f"The judge ({best['rule']}) yields {passes}it is {best['speed_over_plain']:.2f} × as fast as plain decoding,"
         f" exact {exact['speed_over_plain']:.2f} ×.",
@@ -68,9 +65,7 @@ def _table(result: Mapping[str, Any]) -> Table:
         Column("judged", "judged_share", percent, help="tokens taken against the target's choice"),
         Column("tokens/s", "tokens_per_second", tenths),
         Column("× plain", "speed_over_plain", fixed, help="speed over plain decoding"),
-        Column(
-            "same start", "same_start_as_plain", percent, help="share of an answer before it leaves plain decoding’s"
-        ),
+        Column("same start", "same_start_as_plain", percent, help="share of an answer that is plain decoding’s"),
         Column("log-likelihood", "log_likelihood", thousandths, help="of the answers, per token, by the target"),
     )
     quality = result.get("quality", 0.9)
@@ -96,18 +91,15 @@ def _answer(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def show_token(
-    text: str, origin: str, choice: str | None = None, probability: float | None = None, score: float | None = None,
-    *_: Any,
-) -> dict[str, str]:  # fmt: skip
+    text: str, origin: str, choice: str | None = None, probability: float | None = None, score: float | None = None
+) -> dict[str, str]:
     """A token as the template shows it; `wanted` is the target's choice where that is another token."""
-    wanted: Sequence[str] = ()
+    wanted = ""
     if choice is not None and choice != text:
         certainty = "" if probability is None else f" (p {probability:.2f})"
-        wanted = [
-            f"target wanted {quote_token(choice)}{certainty}",
-            *([] if score is None else [f"judge’s score {score:.2f}"]),
-        ]
-    return {"text": text, "origin": origin if origin in ORIGINS else "draft", "wanted": "; ".join(wanted)}
+        judged = "" if score is None else f"; judge’s score {score:.2f}"
+        wanted = f"target wanted {quote_token(choice)}{certainty}{judged}"
+    return {"text": text, "origin": origin if origin in ORIGINS else "draft", "wanted": wanted}
 
 
 def encodable(value: Any) -> Any:
