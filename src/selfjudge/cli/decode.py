@@ -84,14 +84,14 @@ def generate(
     typer.echo(
         f"{len(result.tokens)} tokens, m = {figure(result.mean_accepted_length, '.2f', '–')},"
         f" γ = {figure(result.gamma_mean, '.1f', '–')},"
-        f" {result.judged_share:.0%} taken against the target's choice, {result.tokens_per_second:.1f} tokens/s"
-        + ("; cut off there: --max-new-tokens" if result.finish == "length" else ""),
+        f" {result.judged_share:.0%} accepted against the target's choice, {result.tokens_per_second:.1f} tokens/s"
+        + ("; cut off at --max-new-tokens" if result.finish == "length" else ""),
         err=True,
     )
 
 
 def _show(answer: Stream, color: bool, quiet: bool, longest: int) -> None:
-    """Print the pieces as they come; where they are not to be seen, how many there are."""
+    """Print the pieces as they come; when quiet, report only how many there are."""
     pieces = iter(answer)
     if quiet:
         with Progress(patient=True) as update:
