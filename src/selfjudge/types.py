@@ -159,27 +159,11 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
-    """What the target pass knew about a draft that was accepted against the target's choice."""
-
-    index: int
-    """Index among the tokens of the emission."""
-    probability: float
-    """The target's probability of the draft."""
-    target_token: int
-    """The target's most likely token."""
-    target_probability: float
-    """The target's probability of that token."""
-    score: float | None
-    """The judge's P(acceptable); None under rules without a judge."""
-
-
-@dataclass(frozen=True, slots=True)
 class JudgedToken:
-    """A token of an answer that was accepted against the target's choice."""
+    """A token that was accepted against the target's choice."""
 
     index: int
-    """Index among the tokens of the answer."""
+    """Index among the tokens of the answer; in an `Emission`, which has no text, among those of the emission."""
     token: int
     text: str
     probability: float
@@ -202,8 +186,8 @@ class Emission(NamedTuple):
     origins: tuple[Origin, ...]
     finish: Finish | None = None
     """Why the row ended with this emission; None while it goes on."""
-    judged: tuple[Judgement, ...] = ()
-    """What the pass knew about its tokens of origin `judge`, where the loop was asked to trace them."""
+    judged: tuple[JudgedToken, ...] = ()
+    """Its tokens of origin `judge`, where the loop was asked to trace them."""
 
 
 @dataclass(frozen=True, eq=False)

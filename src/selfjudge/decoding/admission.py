@@ -100,8 +100,8 @@ class BatchRows:
             tokens, finish = self._cut(row, [*drafts[:k], following], eos_ids)
             origins: list[Origin] = ["judge" if by_judge else "draft" for by_judge in judged[:k]]
             origins = [*origins, "target"][: len(tokens)]
-            judgements = outcome.judgements(row, len(tokens)) if "judge" in origins else ()
-            emissions.append(Emission(int(self.index[row]), tuple(tokens), tuple(origins), finish, judgements))
+            judged_tokens = outcome.judged_tokens(row, len(tokens)) if "judge" in origins else ()
+            emissions.append(Emission(int(self.index[row]), tuple(tokens), tuple(origins), finish, judged_tokens))
         return tuple(emissions)
 
     def _cut(self, row: int, tokens: list[int], eos_ids: Collection[int]) -> tuple[list[int], Finish | None]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedTokenizerBase
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.types import PHASES, Emission, Finish, Generation, JudgedToken, Judgement, Origin, Piece, Step
+from selfjudge.types import PHASES, Emission, Finish, Generation, JudgedToken, Origin, Piece, Step
 
 
 @dataclass(eq=False)
@@ -48,7 +48,7 @@ class Answer:
         self.gamma = step.drafted
         for phase, spent in step.seconds.items():
             self.seconds[phase] += spent
-        judged = {j.index: self._judged_token(emission, j) for j in emission.judged}
+        judged = {j.index: self._with_text(j) for j in emission.judged}
         if not self.streamed:
             self.tokens += emission.tokens
             self.origins += emission.origins
@@ -66,18 +66,10 @@ class Answer:
                 break
         return pieces
 
-    def _judged_token(self, emission: Emission, judgement: Judgement) -> JudgedToken:
-        token = emission.tokens[judgement.index]
-        return JudgedToken(
-            index=len(self.tokens) + judgement.index,
-            token=token,
-            text=self._text.decode([token]),
-            probability=judgement.probability,
-            target_token=judgement.target_token,
-            target_text=self._text.decode([judgement.target_token]),
-            target_probability=judgement.target_probability,
-            score=judgement.score,
-        )
+    def _with_text(self, judged: JudgedToken) -> JudgedToken:
+        """A token of an emission as one of the answer."""
+        text, target_text = self._text.decode([judged.token]), self._text.decode([judged.target_token])
+        return replace(judged, index=len(self.tokens) + judged.index, text=text, target_text=target_text)
 
     def _add(self, token: int, origin: Origin, finish: Finish | None) -> str:
         """The text that a token lets us show; sets `finish` at the end or at a stop string."""

@@ -45,10 +45,6 @@ class Cycle:
         self.block: Block | None = None
         self.packed: Packed | None = None
 
-    def begin(self, first: Tensor) -> None:
-        """Start over with the tokens that prefill yielded."""
-        self.last.copy_(first[:, None])
-
     @torch.no_grad()
     def run(self, uniforms: Tensor | None) -> tuple[Packed, PhaseTimer]:
         """Start one cycle; its outcome, not yet waited for."""
@@ -131,7 +127,7 @@ def find_cycle(engines: BatchEngines, rule: AcceptanceRule, gamma: int, *, trace
     if key in kept:
         cycle: Cycle = kept.pop(key)
         kept[key] = cycle  # the latest used goes last, and is dropped last
-        cycle.begin(first)
+        cycle.last.copy_(first[:, None])
         return cycle
     while len(kept) >= CAPTURED_CYCLES:
         kept.pop(next(iter(kept)))

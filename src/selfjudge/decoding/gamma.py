@@ -260,6 +260,8 @@ class GammaController:
         self._plain = False  # whether plain decoding is believed to be faster
         self._needed = 0.0  # credit without which nobody looks whether it still is
         self._probing = 0
+        self._table: list[float] = []  # seconds of cycles by drafts
+        self._shares: list[float] = []
         self._sure: NDArray[np.float64] = np.ones(1)
         self._q: list[NDArray[np.float64]] = []
 

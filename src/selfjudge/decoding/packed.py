@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from selfjudge.types import Block, Judgement, Verdict
+from selfjudge.types import Block, JudgedToken, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +56,15 @@ class CycleOutcome:
     trace: NDArray[Any] | None
     """[B, 4, γ] see `_trace`."""
 
-    def judgements(self, row: int, tokens: int) -> tuple[Judgement, ...]:
-        """What the target pass knew about the judged ones among the first `tokens` of a row."""
+    def judged_tokens(self, row: int, tokens: int) -> tuple[JudgedToken, ...]:
+        """The judged ones among the first `tokens` of a row, where they were traced."""
         if self.trace is None:
             return ()
         choice, *bits = self.trace[row]
-        p, p_choice, score = (part.astype(np.int32).view(np.float32) for part in bits)
+        p, p_choice, score = (part.astype(np.int32).view(np.float32).tolist() for part in bits)
+        drafts, choices = self.drafts[row].tolist(), choice.tolist()
         return tuple(
-            Judgement(
-                j, float(p[j]), int(choice[j]), float(p_choice[j]), None if np.isnan(score[j]) else float(score[j])
-            )
+            JudgedToken(j, drafts[j], "", p[j], choices[j], "", p_choice[j], None if math.isnan(score[j]) else score[j])
             for j in np.flatnonzero(self.judged[row, : min(tokens, self.accepted[row])]).tolist()
         )
 
