@@ -174,7 +174,7 @@ def compare(runs: list[dict[str, Any]]) -> None:
 
 
 def _mean(benchmark: Task, rows: Sequence[Any], texts: Sequence[str]) -> float:
-    scores = benchmark.score_many(rows, texts)
+    scores = [benchmark.score(row, text) for row, text in zip(rows, texts, strict=True)]
     key = next(iter(scores[0]))
     return sum(score[key] for score in scores) / len(scores)
 

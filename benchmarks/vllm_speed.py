@@ -419,7 +419,7 @@ def accuracy(
             continue
         measured = engine.measure(prompts, AT_ONCE, o.accuracy_tokens, setting)
         texts = tokenizer.batch_decode(measured.pop("answers"), skip_special_tokens=True)
-        right = [int(score["accuracy"]) for score in gsm8k.score_many(rows, texts)]
+        right = [int(gsm8k.score(row, text)["accuracy"]) for row, text in zip(rows, texts, strict=True)]
         out.add(
             "accuracy", setting=name, accuracy=sum(right) / len(right), **measured, correct="".join(map(str, right))
         )

@@ -37,7 +37,7 @@ def certificate(certified: bool = True, **more: Any) -> dict[str, Any]:
         "speed_ci": [1.07, 1.16] if certified else None, "exact_gamma": 3, "exact_over_plain": 1.7,
         "families": ["margin", "topk"], "candidates": [
             candidate(RULE, "margin", 4000, True, "certified after 300 prompts"),
-            candidate("margin:1,guard=on", "margin", 96, False, "not certified: 96 prompts showed too much loss"),
+            candidate("margin:1,guard=on", "margin", 96, False, "not certified: the loss shown by 96 prompts is above ε; more prompts of the same kind will not certify it"),
             candidate("topk:2,guard=on", "topk", 0, False, "not tried: a stricter rule of its family is not certified"),
         ],
         "speeds": [], "target_sha256": "f" * 64, "draft_sha256": "e" * 64, "prompts_sha256": "a" * 64, "max_new_tokens": 64,

@@ -20,7 +20,9 @@ def test_published_code_passes() -> None:
     published = at_hand("mbpp")
     rows = published.examples("test", 4)
     fenced = [f"```python\n{row['code']}\n```" for row in rows]
-    assert published.score_many(rows, fenced) == [{"pass_rate": 1.0, "tests_passed": 1.0}] * 4
+    assert [published.score(row, text) for row, text in zip(rows, fenced, strict=True)] == [
+        {"pass_rate": 1.0, "tests_passed": 1.0}
+    ] * 4
 
 
 def test_programs_that_solve(made_up: Path) -> None:
@@ -43,7 +45,7 @@ def test_programs_that_solve(made_up: Path) -> None:
         False,
         False,
     ]
-    assert one.score_many(rows, texts) == [
+    assert [one.score(row, text) for row, text in zip(rows, texts, strict=True)] == [
         {"pass_rate": rate, "tests_passed": share} for rate, share in ((1, 1), (1, 1), (0, 0.5), (0, 0), (0, 0))
     ]
     assert not one.same(stdin, answers[1], answers[2])
@@ -66,6 +68,7 @@ def test_a_users_own_checks_run_in_the_sandbox(tmp_path: Path) -> None:
     loaded = mine.examples("all")
     assert mine.extract_many(loaded, ["[1, 2]", "", "the answer is 7", "?"]) == ["passed", "failed", "7", None]
     assert mine.extract_many(loaded[:1] * 2, ["'''\"\\", "[1]"]) == ["failed", "failed"]
-    scores = mine.score_many(loaded, ["[1, 2]", "", "the answer is 8", "?"])
+    texts = ["[1, 2]", "", "the answer is 8", "?"]
+    scores = [mine.score(row, text) for row, text in zip(loaded, texts, strict=True)]
     assert scores == [{"accuracy": 1.0}, {"accuracy": 0.0}, {"accuracy": 0.0}, {}]
     assert [mine.is_scorable(row, "passed") for row in loaded] == [True, True, True, False]

@@ -138,7 +138,7 @@ def test_reproduce_goes_from_labels_to_a_page_and_keeps_what_is_done(
 ) -> None:
     here = (f"file:{asked}",)
     preset = Preset(
-        "tiny", prompts=here, auto=here, auto_plus=here, tasks=here, limit=6, sweep_tasks=here, gamma=3, gammas=(2,),
+        prompts=here, auto=here, auto_plus=here, tasks=here, limit=6, sweep_tasks=here, gamma=3, gammas=(2,),
         label_tokens=40, eval_tokens=12, calibrate_prompts=4, substitutions=3,
     )  # fmt: skip
     config = ReproduceConfig(batch=8)
@@ -184,7 +184,7 @@ def test_a_judge_that_cannot_be_trained_is_left_out(
     monkeypatch.setattr("selfjudge.prompts.collect.load_prompts", given)
     monkeypatch.setattr("selfjudge.label.tau.find_shipped_tau", lambda *_: {"tau": -20.0, "shipped": True})
     monkeypatch.setattr("selfjudge.evaluate.reproduce.train_judge", _refusing(train_judge, "paper"))
-    preset = Preset("tiny", ("gsm8k", "livecodebench"), (), (), ("livecodebench",), label_tokens=40)
+    preset = Preset(("gsm8k", "livecodebench"), (), (), ("livecodebench",), label_tokens=40)
     folder = tmp_path / "labels"
     label_pair(tiny_pair, folder, LabelConfig(prompts=preset.prompts, max_new_tokens=40))
     said: list[str] = []

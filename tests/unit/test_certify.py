@@ -154,7 +154,7 @@ def test_one_prompt_and_none() -> None:
     assert not can_certify(Claim(0.1, 0.05, 1))
     assert not can_certify(Claim(0.1, 0.05, 0))
     single = decide(Claim(0.1, 0.05, 1), [0.0])
-    assert (single.certified, single.futile, single.n_used) == (False, True, 1)
+    assert (single.certified, single.futile, len(single.log_capital)) == (False, True, 1)
     none = decide(Claim(0.1, 0.05, 100), [])
     assert (none.certified, none.futile, none.p_value) == (False, False, 1.0)
 

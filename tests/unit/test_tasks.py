@@ -196,7 +196,7 @@ SOLUTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
 def test_published_solutions_are_right(name: str) -> None:
     published = at_hand(name)
     rows = published.examples("test")
-    scores = published.score_many(rows, [SOLUTIONS[published.name](row) for row in rows])
+    scores = [published.score(row, SOLUTIONS[published.name](row)) for row in rows]
     assert [row["id"] for row, score in zip(rows, scores, strict=True) if score != {"accuracy": 1.0}] == []
     assert all(published.extract(row, "") is None for row in rows[:5])
 
@@ -381,7 +381,7 @@ def test_rouge(made_up: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cnn_dailymail._load_scorer.cache_clear()
     one = load_task("cnn_dailymail", made_up)
     rows = one.examples("test", 2)
-    good, bad = one.score_many(rows, ["The story 0.", "The story 0."])
+    good, bad = (one.score(row, "The story 0.") for row in rows)
     assert (good, bad) == ({"rouge1": 1, "rouge2": 1, "rougeL": 1}, {"rouge1": 0, "rouge2": 0, "rougeL": 0})
     cnn_dailymail._load_scorer.cache_clear()
     assert not one.checkable
@@ -400,10 +400,9 @@ def test_made_up_problems() -> None:
     assert (len(train), len(test)) == (2000, 500)
     assert one.examples("train") == train
     assert one.examples("test", 3) == test[:3]
-    asked = [{one.question(row) for row in Arithmetic(seed=seed).examples(split)} for split, seed in (("train", 0), ("train", 1), ("test", 0), ("test", 1))]  # fmt: skip
-    assert not (asked[0] | asked[1]) & (asked[2] | asked[3])
+    asked = [{one.question(row) for row in rows} for rows in (train, test)]
+    assert not asked[0] & asked[1]
     assert len(asked[0]) == 2000
-    assert len(asked[0] & asked[1]) < 200
     assert all(int(one.gold(row) or "") > 0 for row in train)
     assert len({row["question"].split()[-3] for row in train}) > 5
 
@@ -432,7 +431,7 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     path.write_text('{"prompt": "Sing."}\n{"prompt": "Capital of Italy?", "answer": "Rome"}')
     assert one.checkable
     sing, capital = one.examples("all")
-    assert one.score_many([sing, capital], ["La", "The answer is Rome."]) == [{}, {"accuracy": 1.0}]
+    assert (one.score(sing, "La"), one.score(capital, "The answer is Rome.")) == ({}, {"accuracy": 1.0})
     assert (one.is_scorable(sing, "La"), one.is_scorable(capital, "Rome")) == (False, True)
     path.write_text('{"prompt": "Sing."}\n')
     assert not one.checkable

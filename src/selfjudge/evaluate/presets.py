@@ -20,7 +20,6 @@ PAPER_PAIRS = {
 class Preset:
     """What is labelled, trained and evaluated."""
 
-    summary: str
     prompts: tuple[str, ...]
     """Prompts labelled by likelihood (SelfJudge)."""
     auto: tuple[str, ...]
@@ -49,8 +48,8 @@ class Preset:
 
 _PAPER_TASKS = ("gsm8k", "math500", "mmlu", "cnn_dailymail", "livecodebench")
 PRESETS = {
+    # little of everything on one small machine; needs no data
     "quick": Preset(
-        "a look at the whole line on one small machine: little of everything, needs no data",
         prompts=("self:30", "arithmetic:30"),
         auto=("arithmetic:6",),
         auto_plus=("arithmetic:3", "self:4"),
@@ -63,8 +62,8 @@ PRESETS = {
         calibrate_prompts=6,
         substitutions=6,
     ),
+    # every method on every task; one GPU
     "full": Preset(
-        "every method on every task; one GPU",
         prompts=("gsm8k:700", "livecodebench:300", "dolly:700", "self:500"),
         auto=("gsm8k:210",),
         auto_plus=("gsm8k:100", "dolly:360"),
@@ -73,9 +72,8 @@ PRESETS = {
         sweep_tasks=("gsm8k", "mmlu"),
         gammas=(5, 20),
     ),
+    # the paper's own settings
     "paper": Preset(
-        "the paper's own settings: 500 GSM8K, 220 LiveCodeBench and 500 Dolly prompts, originals as acceptable rows,"
-        " γ = 20 and 15",
         prompts=("gsm8k:500", "livecodebench:220", "dolly:500"),
         auto=("gsm8k:500",),
         auto_plus=("gsm8k:500", "dolly:500"),
@@ -86,8 +84,8 @@ PRESETS = {
         substitutions=None,
         originals=True,
     ),
+    # the method as in the authors' code, beside that of the paper: another score, thresholds and features
     "released": Preset(
-        "the method as in the authors' code beside that of the paper: another score, thresholds and features; γ = 20",
         prompts=("gsm8k:500", "livecodebench:220", "dolly:500"),
         auto=(),
         auto_plus=(),

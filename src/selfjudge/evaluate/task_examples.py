@@ -51,7 +51,7 @@ class TaskExamples:
     def score(self, rows: Sequence[Row], texts: Sequence[str]) -> list[tuple[str | None, dict[str, float]]]:
         """The answer found in each text, if the task has answers, and the text's scores."""
         if not self.checkable:
-            return [(None, scores) for scores in self.task.score_many(rows, texts)]
+            return [(None, self.task.score(row, text)) for row, text in zip(rows, texts, strict=True)]
         answers = self.task.extract_many(rows, texts)
         return [(answer, self.task.rate(row, answer)) for row, answer in zip(rows, answers, strict=True)]
 

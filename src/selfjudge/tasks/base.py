@@ -57,7 +57,7 @@ class Task:
     def __init__(self, data: Path | None = None, *, allow_unsafe: bool = False) -> None:
         self.data = data
         self.allow_unsafe = allow_unsafe
-        """Run generated code even where it cannot be isolated."""
+        """Run generated code even if it cannot be isolated."""
 
     def prepare(self) -> None:
         """Raise if a package that scoring needs is missing."""
@@ -121,12 +121,6 @@ class Task:
     def score(self, row: Row, text: str) -> dict[str, float]:
         """Measures of a text, each from 0 to 1."""
         return self.rate(row, self.extract(row, text)) if self.checkable else {}
-
-    def score_many(self, rows: Sequence[Row], texts: Sequence[str]) -> list[dict[str, float]]:
-        """`score` of many: code runs on all cores."""
-        if not self.checkable:
-            return [self.score(row, text) for row, text in zip(rows, texts, strict=True)]
-        return [self.rate(row, answer) for row, answer in zip(rows, self.extract_many(rows, texts), strict=True)]
 
     def rate(self, row: Row, answer: str | None) -> dict[str, float]:
         """Measures of an extracted answer."""

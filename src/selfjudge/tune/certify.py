@@ -73,7 +73,6 @@ def compute_log_capital(claim: Claim, differences: ArrayLike) -> Floats:
 class Decision:
     """The state of a claim after some prompts."""
 
-    n_used: int
     refuted_at: int | None
     """The number of prompts after which E[D] > ε was refuted: then the claim is certified, whatever follows."""
     futile: bool
@@ -97,7 +96,7 @@ def decide(claim: Claim, differences: Sequence[float]) -> Decision:
     capital = compute_log_capital(claim, np.concatenate([np.asarray(differences, float), rest]))
     reached = np.flatnonzero(capital[:used] >= claim.goal)
     at = int(reached[0]) + 1 if len(reached) else None
-    return Decision(used, at, at is None and capital.max(initial=0.0) < claim.goal, capital[:used])
+    return Decision(at, at is None and capital.max(initial=0.0) < claim.goal, capital[:used])
 
 
 def can_certify(claim: Claim) -> bool:
