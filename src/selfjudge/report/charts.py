@@ -102,6 +102,8 @@ class _Facet:
     heading: str
     slug: str
     task: str
+    all_runs: list[EvalRun]
+    """The runs of the methods that are not drawn, too."""
     runs: list[EvalRun]
     methods: list[str]
     styles: Mapping[str, int]
@@ -130,7 +132,7 @@ def _facets(
         if len(methods) > 1 and "exact" in methods:
             title, part = name_task(pair, task, runs)
             shown = [r for r in here if r.method in methods]
-            yield _Facet(f"{title}, γ = {here[0].gamma}", part, task, shown, methods, styles)
+            yield _Facet(f"{title}, γ = {here[0].gamma}", part, task, here, shown, methods, styles)
 
 
 def _choose_methods(runs: Sequence[EvalRun], most: int, first: Sequence[str]) -> list[str]:
@@ -180,7 +182,7 @@ def agreements(runs: Sequence[EvalRun], most: int = MOST_METHODS) -> Iterable[Ch
             replace(line, points=(start, *line.points)) if line.name in CURVES else line
             for line in facet.series(_agreement_point)
         )
-        finding = f"{facet.heading}: {_describe_largest_lead(facet.runs)}"
+        finding = f"{facet.heading}: {_describe_largest_lead(facet.all_runs)}"
         name = slug("equal-m", facet.slug)
         yield Chart(name, finding, GAIN, "same answer, %", series, facet.task, level=100.0)
 
@@ -201,7 +203,9 @@ def in_points(interval: Interval | None) -> Interval | None:
 def _describe_largest_lead(runs: Sequence[EvalRun]) -> str:
     """The rule that is furthest above the margin at its own m, beyond its interval."""
     compared = [run for run in runs if is_compared(run)]
-    leads = ((lead_over(run, margin_curve("margin", run, runs), AGREES), run.rule) for run in compared)
+    leads = [(lead_over(run, margin_curve("margin", run, runs), AGREES), run.rule) for run in compared]
+    if all(lead is None for lead, _ in leads):
+        return "leads are not known"
     sure = [(lead.value, rule) for lead, rule in leads if lead is not None and lead.is_sure]
     if not sure:
         return "no rule surely keeps more than margin"
