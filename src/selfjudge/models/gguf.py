@@ -46,7 +46,7 @@ _SCALES = {
 
 
 @dataclass(frozen=True)
-class Tensor:
+class TensorInfo:
     """Where a tensor lies: `rows` rows of `cols` weights, in blocks of type `kind`, from byte `offset` on."""
 
     name: str
@@ -112,7 +112,7 @@ class GgufFile:
             why = "it is cut short" if isinstance(error, struct.error) else error
             raise SelfJudgeError(f"cannot read {path} as a GGUF model: {why}") from None
 
-    def _read(self) -> Iterator[Tensor]:
+    def _read(self) -> Iterator[TensorInfo]:
         head = _Reader(self._map)
         if self._map[:4] != b"GGUF":
             raise ValueError("it is not a GGUF file")
@@ -135,7 +135,7 @@ class GgufFile:
         for name, shape, kind, offset in described:
             yield self._tensor(name, shape, kind, start + offset)
 
-    def _tensor(self, name: str, shape: list[int], kind: int, offset: int) -> Tensor:
+    def _tensor(self, name: str, shape: list[int], kind: int, offset: int) -> TensorInfo:
         if kind not in BLOCKS:
             known = ", ".join(block[0] for block in BLOCKS.values())
             raise ValueError(f"{name} has blocks of unknown type {kind}; there are: {known}")
@@ -148,17 +148,17 @@ class GgufFile:
         total = rows * cols // weights * size
         if offset + total > len(self.bytes):
             raise ValueError("it is cut short")
-        return Tensor(name, rows, cols, kind, offset, total)
+        return TensorInfo(name, rows, cols, kind, offset, total)
 
     def __deepcopy__(self, memo: object) -> GgufFile:
         """Copies of a model share the file: nothing changes it."""
         return self
 
-    def raw(self, tensor: Tensor) -> NDArray[np.uint8]:
+    def raw(self, tensor: TensorInfo) -> NDArray[np.uint8]:
         """The bytes of a tensor, in place."""
         return self.bytes[tensor.offset : tensor.offset + tensor.size]
 
-    def floats(self, tensor: Tensor, rows: slice | NDArray[np.integer[Any]] = slice(None)) -> NDArray[np.float32]:
+    def floats(self, tensor: TensorInfo, rows: slice | NDArray[np.integer[Any]] = slice(None)) -> NDArray[np.float32]:
         """[rows, cols] of a tensor as floats, as a copy: all rows, or some."""
         raw = self.raw(tensor).reshape(tensor.rows, -1)[rows]
         if tensor.kind in _FLOATS:
@@ -173,7 +173,7 @@ class GgufFile:
         """The weight format as tables print it: int8 where no block has fewer bits, else q4."""
         return "int8" if all(BLOCKS[t.kind][0] in ("F32", "F16", "Q8_0") for t in self.tensors.values()) else "q4"
 
-    def check_finite(self, tensor: Tensor) -> None:
+    def check_finite(self, tensor: TensorInfo) -> None:
         """Refuse a tensor whose floats, or the scales of whose blocks, are not all numbers."""
         raw = self.raw(tensor)
         if tensor.kind in _FLOATS:
@@ -185,7 +185,7 @@ class GgufFile:
         if not finite:
             raise SelfJudgeError(f"{self.path}: {tensor.name} has weights that are not finite")
 
-    def forget(self, tensor: Tensor) -> None:
+    def forget(self, tensor: TensorInfo) -> None:
         """Let the system drop the pages of a tensor; they are read from the file again when they are needed."""
         if hasattr(mmap, "MADV_DONTNEED"):
             start = -(-tensor.offset // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -267,7 +267,7 @@ def read_config(file: GgufFile) -> PretrainedConfig:
     )
 
 
-def _expected(file: GgufFile, name: str, shape: tuple[int, int] | None = None) -> Tensor:
+def _expected(file: GgufFile, name: str, shape: tuple[int, int] | None = None) -> TensorInfo:
     tensor = file.tensors.get(name)
     if tensor is None:
         raise SelfJudgeError(f"{file.path} lacks the tensor {name}")

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from selfjudge.engine.base import Eager, Output, chunk_tokens, shape_reason
 from selfjudge.engine.cpu.library import Pass, library
-from selfjudge.engine.cpu.weights import Packed, packed
+from selfjudge.engine.cpu.weights import PackedWeights, packed
 from selfjudge.models.eagle import EagleHead
 from selfjudge.models.gguf import gguf_file
 from selfjudge.models.loaded import LoadedModel, as_loaded
@@ -107,7 +107,7 @@ class CpuEngine(Eager):
         self._want_hidden = hidden
         self._use(packed(loaded, int8, processor), module.model.rotary_emb, features)
 
-    def _use(self, weights: Packed, rotary: nn.Module, features: tuple[int, ...] = ()) -> None:
+    def _use(self, weights: PackedWeights, rotary: nn.Module, features: tuple[int, ...] = ()) -> None:
         """Run these weights; `features` are the layers whose inputs are wanted."""
         self._packed, self._library, self._rotary = weights, weights.kernel, rotary
         self._features = torch.tensor(features, dtype=torch.int32)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from selfjudge.engine.base import Eager, Output, chunk_tokens
 from selfjudge.engine.cpu.engine import CpuEngine
 from selfjudge.engine.cpu.library import Matrix, Model
-from selfjudge.engine.cpu.weights import F16, F32, Q8_0, Packed, output_name
+from selfjudge.engine.cpu.weights import F16, F32, Q8_0, PackedWeights, output_name
 from selfjudge.models.eagle import EagleHead
 from selfjudge.models.gguf import GgufFile, gguf_file
 from selfjudge.models.loaded import Draft, as_draft
@@ -20,7 +20,7 @@ from selfjudge.models.memory import give_back
 from selfjudge.models.names import MATRICES
 
 
-class PackedHead(Packed):
+class PackedHead(PackedWeights):
     """A head as the kernel reads it. The rows of embedding and output are the target's, in its own format."""
 
     def __init__(self, head: EagleHead, target: PreTrainedModel, int8: bool, processor: str = "native") -> None:

@@ -21,7 +21,7 @@ F32, F16, Q8_0 = 0, 1, 8
 LINE = 64  # bytes of a cache line
 
 
-class Packed:
+class PackedWeights:
     """The model as the kernel reads it, and the arrays that must outlive it."""
 
     def __init__(self, model: PreTrainedModel, int8: bool, processor: str = "native") -> None:
@@ -158,12 +158,12 @@ def output_name(file: GgufFile) -> str:
     return "output" if "output.weight" in file.tensors else "token_embd"
 
 
-def packed(model: LoadedModel, int8: bool, processor: str = "native") -> Packed:
+def packed(model: LoadedModel, int8: bool, processor: str = "native") -> PackedWeights:
     """The weights of a model, packed once and kept with it. Blocks of a file are never made int8."""
     int8 = int8 and model.file is None
 
-    def pack() -> Packed:
-        weights = Packed(model.causal_lm, int8, processor)
+    def pack() -> PackedWeights:
+        weights = PackedWeights(model.causal_lm, int8, processor)
         give_back()  # what packing needed
         return weights
 
