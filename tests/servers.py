@@ -82,7 +82,7 @@ def servers() -> Iterator[Callable[..., Server]]:
 
     def begin(*arguments: str, threads: int = 1, **environment: str) -> Server:
         process = subprocess.Popen(
-            [sys.executable, "-m", "selfjudge.cli", "serve", "--port", "0", *arguments],
+            [sys.executable, "-m", "selfjudge", "serve", "--port", "0", *arguments],
             stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": str(threads), **environment},
         )  # fmt: skip
         log: list[str] = []

@@ -151,9 +151,7 @@ def test_distill_is_killed_and_goes_on(run, checkpoints: dict[str, str], tmp_pat
         "distill", "--target", checkpoints["target"], "--out", str(out), "--prompts", f"{prompts}:12x3", "--layers", "1",
         "--width", "64", "--max-new-tokens", "8", "--held-out", "3", "--batch-tokens", "128",
     ]  # fmt: skip
-    child = subprocess.Popen(
-        [sys.executable, "-m", "selfjudge.cli", *command, "--minutes", "9"], stderr=subprocess.PIPE
-    )
+    child = subprocess.Popen([sys.executable, "-m", "selfjudge", *command, "--minutes", "9"], stderr=subprocess.PIPE)
     assert child.stderr is not None
     for line in child.stderr:
         if line.startswith(b"training"):
@@ -261,7 +259,7 @@ def test_non_finite_states_are_said_once(run, checkpoints: dict[str, str], tmp_p
     AutoTokenizer.from_pretrained(checkpoints["target"]).save_pretrained(tmp_path / "broken")
     done = subprocess.run(
         [
-            sys.executable, "-m", "selfjudge.cli", "generate", "w1 w2", "--target", str(tmp_path / "broken"),
+            sys.executable, "-m", "selfjudge", "generate", "w1 w2", "--target", str(tmp_path / "broken"),
             "--draft", checkpoints["draft"], "--json",
         ],
         capture_output=True, text=True, check=True,

@@ -207,7 +207,7 @@ def test_kill_9_while_prompts_are_written_loses_none_of_them(
 ) -> None:
     sources = ("self:80x1", "self-chats:8x1")
     command = [
-        sys.executable, "-m", "selfjudge.cli", "distill", "--target", writing, "--out", str(tmp_path / "out"), "--device",
+        sys.executable, "-m", "selfjudge", "distill", "--target", writing, "--out", str(tmp_path / "out"), "--device",
         "cpu", "--prompts", sources[0], "--prompts", sources[1], "--batch", "4", "--held-out", "4",
         "--max-new-tokens", "8", "--steps", "2", "--batch-tokens", "512", "--layers", "1", "--width", "64", "--top-k", "8",
     ]  # fmt: skip

@@ -62,7 +62,7 @@ def test_kill_9_and_resume_give_the_summary_of_an_undisturbed_run(
     assert whole.exit_code == 0, whole.output
     torn = tmp_path / "torn"
     process = subprocess.Popen(
-        [sys.executable, "-m", "selfjudge.cli", *command(checkpoints, few, torn)], stderr=subprocess.DEVNULL
+        [sys.executable, "-m", "selfjudge", *command(checkpoints, few, torn)], stderr=subprocess.DEVNULL
     )
     while not list(torn.rglob("part-00003.jsonl")) and process.poll() is None:
         time.sleep(0.01)

@@ -27,7 +27,7 @@ def test_killed_and_resumed_the_command_ends_in_the_same_bytes(checkpoints: dict
 
     def command(out: str, *more: str) -> list[str]:
         return [
-            sys.executable, "-m", "selfjudge.cli", "label", "--target", checkpoints["target"], "--draft",
+            sys.executable, "-m", "selfjudge", "label", "--target", checkpoints["target"], "--draft",
             checkpoints["draft"], "--prompts", str(asked), "--tau", "-8", "--max-new-tokens", "24", "--out",
             str(tmp_path / out), "--device", "cpu", *more,
         ]  # fmt: skip

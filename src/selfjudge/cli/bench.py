@@ -10,7 +10,7 @@ import typer
 
 from selfjudge.bench.config import DecodeBenchConfig
 from selfjudge.cli.groups import PairOptions, RecipeFolder, Setup
-from selfjudge.cli.options import AsJson, PromptLimit, config_options
+from selfjudge.cli.options import AsJson, config_options
 from selfjudge.cli.output import Progress, figure, print_json, print_rows
 from selfjudge.decoding.rule_parser import OPEN_REQUEST, RuleRequest
 from selfjudge.store import describe_machine
@@ -23,7 +23,7 @@ def bench(
     what: Annotated[Literal["decode"], typer.Argument(help="What is measured.")] = "decode",
     judged: Annotated[bool, typer.Option(help="Time the judge as well, where one ships for the pair.")] = True,
     prompts: Annotated[Path | None, typer.Option(help="Prompts file (jsonl); built-in ones if not given.")] = None,
-    limit: PromptLimit = 8,
+    limit: Annotated[int, typer.Option(help="Maximum number of prompts.", min=1)] = 8,
     recipe: RecipeFolder = None,
     as_json: AsJson = False,
     *,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -18,10 +18,13 @@ from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.errors import EMPTY_PROMPT, SelfJudgeError
 
 if TYPE_CHECKING:
-    from selfjudge.decoding.rules import AcceptanceRule
     from selfjudge.decoding.text import Stream
-    from selfjudge.types import Generation
 
+FIGURES = (
+    "origins", "finish", "cycles", "gamma_mean", "mean_accepted_length", "drafts_accepted", "judged_share",
+    "tokens_per_second",
+)  # fmt: skip
+"""What `--json` prints of a generation as it is."""
 TINTS = {"draft": "", "judge": "black on green", "target": "blue"}
 
 
@@ -73,8 +76,22 @@ def generate(
     result = answer.generation
     if as_json:
         draft_dtype = PairEngines(pair, decode.engine).draft_dtype
-        about = {"pair": pair.name, "dtype": pair.dtype, "draft_dtype": draft_dtype}
-        print_json({**_as_json(result, rule), **about, "rule": request.text, "gamma": gamma})
+        print_json(
+            {
+                "text": result.text,
+                "token_ids": result.tokens,
+                **{name: getattr(result, name) for name in FIGURES},
+                "judged_tokens": [asdict(token) for token in result.judged_tokens],
+                "seconds": dict(result.seconds),
+                "threshold": rule.theta,
+                "price": rule.price,
+                "pair": pair.name,
+                "dtype": pair.dtype,
+                "draft_dtype": draft_dtype,
+                "rule": request.text,
+                "gamma": gamma,
+            }
+        )
         return
     typer.echo()
     for token in result.judged_tokens if color else ():
@@ -108,22 +125,3 @@ def _show(answer: Stream, color: bool, quiet: bool, longest: int) -> None:
         else:
             sys.stdout.write(piece.text)
             sys.stdout.flush()
-
-
-def _as_json(result: Generation, rule: AcceptanceRule) -> dict[str, Any]:
-    return {
-        "text": result.text,
-        "token_ids": result.tokens,
-        "origins": result.origins,
-        "finish": result.finish,
-        "cycles": result.cycles,
-        "gamma_mean": result.gamma_mean,
-        "mean_accepted_length": result.mean_accepted_length,
-        "drafts_accepted": result.drafts_accepted,
-        "judged_share": result.judged_share,
-        "tokens_per_second": result.tokens_per_second,
-        "judged_tokens": [asdict(token) for token in result.judged_tokens],
-        "seconds": dict(result.seconds),
-        "threshold": rule.theta,
-        "price": rule.price,
-    }

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from functools import cache
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from importlib.util import find_spec
-from pathlib import Path
 
 import typer
 from packaging.requirements import Requirement
@@ -25,12 +22,7 @@ from selfjudge.models.memory import available_memory
 from selfjudge.store import home, machine, measured_on, versions
 
 EXTRAS = {"serve": "selfjudge serve", "eval": "benchmarks", "vllm": "vLLM"}
-"""Extras of the package, by the name under which they are reported."""
-INSTRUCTIONS = {
-    "asimddp": "dot product", "i8mm": "i8mm", "sve": "SVE", "avx2": "AVX2", "avx_vnni": "AVX-VNNI",
-    "avx512f": "AVX-512", "avx512_vnni": "AVX-512 VNNI", "amx_int8": "AMX",
-}  # fmt: skip
-"""Instruction sets that matter here, by the system's names for them."""
+"""What each extra of the package is for."""
 ROOM = 3_000_000_000
 """Bytes on the disk below which a pull may fail: the larger embedded model while it is put together."""
 
@@ -44,7 +36,7 @@ class Check:
     found: str
     """What was found."""
     mend: str = ""
-    """The command that installs what is missing, or a few words where none does."""
+    """The command that installs it, or a few words where none does."""
 
 
 def doctor(as_json: AsJson = False) -> None:
@@ -53,7 +45,7 @@ def doctor(as_json: AsJson = False) -> None:
     Example: selfjudge doctor
     """
     with Progress() as progress:
-        checks = list(examine(progress))
+        checks = [replace(check, mend="") if check.ok else check for check in examine(progress)]
     if as_json:
         print_json({**measured_on(), "checks": [asdict(check) for check in checks]})
         return
@@ -62,32 +54,41 @@ def doctor(as_json: AsJson = False) -> None:
     typer.echo("ready: selfjudge demo --quick" if ready else "not ready: packages, torch and the cache come first")
 
 
-def examine(notify: Callable[[str], None] = lambda text: None) -> Iterator[Check]:
+def examine(notify: Progress) -> Iterator[Check]:
     """Look at everything; `notify` is told what takes time."""
     yield _packages()
     notify("importing torch …")
     yield from _torch()
-    yield _processor()
+    described, free = machine(), available_memory()
+    memory = "" if free is None else f"; {free / 1e9:.0f} GB of memory free"
+    yield Check("processor", True, f"{described.get('cpu', described['arch'])}, {described['cpus']} cores{memory}")
     notify("compiling the kernel of the cpu engine, once …")
     yield from _compiler()
-    yield from map(_extra, EXTRAS)
+    for extra, name in EXTRAS.items():
+        states = [state(requirement) for requirement in requirements(extra)]
+        unmet = [words for words, fits in states if not fits]
+        found = ", ".join(unmet or [words for words, _ in states])
+        yield Check(name, not unmet, found, f"pip install 'selfjudge[{extra}]'")
     notify("trying to isolate a program …")
-    yield _sandbox()
+    from selfjudge.tasks.sandbox import find_isolation_problem
+
+    why = find_isolation_problem()
+    found = f"generated code cannot be isolated: {why}" if why else "generated code runs isolated"
+    yield Check("sandbox", not why, found, "allow user namespaces")
     for model in EMBEDDED.values():
         ready = (home() / "models" / f"{model.name}.gguf").is_file()
         found = "pulled" if ready else f"not pulled: {model.size / 1e9:.1f} GB"
-        yield Check(model.name, ready, found, "" if ready else f"selfjudge pull {model.name}")
+        yield Check(model.name, ready, found, f"selfjudge pull {model.name}")
     yield from _cache()
 
 
 def _packages() -> Check:
     unmet = [(words, r) for r in requirements() for words, fits in [state(r)] if not fits]
-    known = versions()
-    found = f"selfjudge {known.get('selfjudge', '(not installed)')}, Python {known['python']}"
-    found += f", transformers {known['transformers']}" if "transformers" in known else ""
+    found = [
+        f"{name} {version}" for name, version in versions().items() if name in ("selfjudge", "python", "transformers")
+    ]
     wanted = shlex.join(f"{r.name}{r.specifier}" for _, r in unmet)
-    found = ", ".join([found, *(words for words, _ in unmet)])
-    return Check("packages", not unmet, found, f"pip install {wanted}" if unmet else "")
+    return Check("packages", not unmet, ", ".join([*found, *(words for words, _ in unmet)]), f"pip install {wanted}")
 
 
 def requirements(extra: str = "") -> list[Requirement]:
@@ -117,42 +118,22 @@ def _torch() -> Iterator[Check]:
     try:
         import torch
     except Exception as error:  # a damaged build raises many kinds
-        found = f"it cannot be imported: {first_line(error)}"
-        yield Check("torch", False, found, "pip install --force-reinstall torch")
+        mend = "pip install --force-reinstall torch"
+        yield Check("torch", False, f"it cannot be imported: {first_line(error)}", mend)
         return
     built = torch.version.cuda
     yield Check("torch", True, f"{torch.__version__}, {f'built for CUDA {built}' if built else 'built without CUDA'}")
     if torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(0).total_memory
         engine = "" if find_spec("triton") else "; without Triton, slower"
-        others = f" and {torch.cuda.device_count() - 1} more" if torch.cuda.device_count() > 1 else ""
-        found = f"{torch.cuda.get_device_name()}{others}, {memory / 1e9:.0f} GB{engine}"
-        yield Check("cuda engine", not engine, found, "pip install triton" if engine else "")
+        found = f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}, {memory / 1e9:.0f} GB{engine}"
+        yield Check("cuda engine", not engine, found, "pip install triton")
     elif built is None and shutil.which("nvidia-smi"):
         yield Check("cuda engine", False, "a GPU's driver is here, but torch cannot use it", "https://pytorch.org")
     else:
         apple = "; Apple's GPU runs the reference engine" if torch.backends.mps.is_available() else ""
         yield Check("cuda engine", False, f"no CUDA device{apple}", "a machine with one")
     yield Check("reference engine", True, "any causal LM of transformers, the slowest")
-
-
-def _processor() -> Check:
-    described = machine()
-    known = [words for flag, words in INSTRUCTIONS.items() if flag in instruction_flags()]
-    name = f"{described.get('cpu', described['arch'])}, {described['cpus']} cores"
-    free = available_memory()
-    memory = "" if free is None else f"; {free / 1e9:.0f} GB of memory free"
-    return Check("processor", True, f"{name}, {', '.join(known) or 'no instructions of interest'}{memory}")
-
-
-@cache
-def instruction_flags() -> frozenset[str]:
-    """The names of the processor's instruction sets; empty where the system does not list them."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return frozenset({"asimddp"} if machine()["arch"] == "arm64" else ())  # every Mac with an ARM processor
-    return frozenset(" ".join(re.findall(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)).split())
 
 
 def _compiler() -> Iterator[Check]:
@@ -170,28 +151,12 @@ def _compiler() -> Iterator[Check]:
         yield Check("cpu engine", False, f"{first_line(error)}: the reference engine runs instead, slower", install)
 
 
-def _extra(extra: str) -> Check:
-    states = [state(requirement) for requirement in requirements(extra)]
-    unmet = [words for words, fits in states if not fits]
-    found = ", ".join(unmet or [words for words, _ in states])
-    return Check(EXTRAS[extra], not unmet, found, f"pip install 'selfjudge[{extra}]'" if unmet else "")
-
-
-def _sandbox() -> Check:
-    from selfjudge.tasks.sandbox import find_isolation_problem
-
-    why = find_isolation_problem()
-    found = f"generated code cannot be isolated: {why}" if why else "generated code runs isolated"
-    return Check("sandbox", not why, found, "allow user namespaces" if why else "")
-
-
 def _cache() -> Iterator[Check]:
     folder = home()
-    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) if folder.is_dir() else 0
-    nearest = next(place for place in (folder, *folder.parents) if place.exists())
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    nearest = next(above for above in (folder, *folder.parents) if above.exists())
     free = shutil.disk_usage(nearest).free
     writable = nearest.is_dir() and os.access(nearest, os.W_OK)
     found = f"{folder}, {size / 1e9:.1f} GB" if writable else f"{folder} cannot be written"
-    yield Check("cache", writable, found, "" if writable else "set SELFJUDGE_HOME to another folder")
-    enough = free > ROOM
-    yield Check("disk", enough, f"{free / 1e9:.0f} GB free", "" if enough else "set SELFJUDGE_HOME to another disk")
+    yield Check("cache", writable, found, "set SELFJUDGE_HOME to another folder")
+    yield Check("disk", free > ROOM, f"{free / 1e9:.0f} GB free", "set SELFJUDGE_HOME to another disk")

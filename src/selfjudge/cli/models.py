@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -17,11 +17,21 @@ from selfjudge.cli.groups import PairOptions
 from selfjudge.cli.options import AsJson, config_options
 from selfjudge.cli.output import Progress, print_json, print_rows
 from selfjudge.errors import SelfJudgeError
+from selfjudge.evaluate.config import make_label
 from selfjudge.models.catalogue import EMBEDDED, draft_for
 from selfjudge.models.heads import check_export
 from selfjudge.store import home, read_json
 from selfjudge.store.artefacts import RunRecord
 from selfjudge.types import MAX_GAMMA, setting
+
+KINDS = {
+    "judge": ("thresholds", "config.json"),
+    "label": ("suffix_length", "manifest.json"),
+    "distill": ("layers", "run.json"),
+    "tune": ("epsilon", "recipe.json"),
+    "eval": ("limit", "run.json"),
+}
+"""For each kind of folder a name that its settings or its last file hold, and the file that is written last."""
 
 
 @dataclass(frozen=True)
@@ -100,14 +110,14 @@ def ls(
 
     Example: selfjudge ls rules
     """
-    lists: dict[str, Callable[[], list[dict[str, Any]]]] = {
+    below = _folders(folder) if what in ("judges", "runs") else ()
+    rows = {
         "pairs": _pairs,
         "rules": _rules,
         "tasks": _tasks,
-        "judges": lambda: _judges(folder),
-        "runs": lambda: _runs(folder),
-    }
-    rows = lists[what]()
+        "judges": lambda: _judges(below),
+        "runs": lambda: _runs(below),
+    }[what]()
     if as_json:
         print_json(rows)
     elif rows:
@@ -142,90 +152,58 @@ def _tasks() -> list[dict[str, Any]]:
     return [{"name": t.name, "what": t.summary, "splits": ", ".join(t.splits), "licence": t.licence} for t in tasks]
 
 
-def _judges(root: Path) -> list[dict[str, Any]]:
-    """Those that ship, and judge folders below `root`."""
+def _judges(folders: Iterable[Path]) -> list[dict[str, Any]]:
+    """Those that ship, and those in folders."""
     from selfjudge.judge.config import JudgeConfig
 
     shipped = [(e.name, e.judge, "ships with the package") for e in EMBEDDED.values() if e.judge]
-    local = [(str(folder), folder, "folder") for folder in _folders(root) if _is_judge(folder)]
+    local = [(str(folder), folder, "folder") for folder in folders if _kind(folder) == "judge"]
     rows = []
     for name, folder, where in (*shipped, *local):
         config = JudgeConfig.from_pretrained(folder)
-        rows.append(
-            {
-                "name": name,
-                "where": where,
-                "target": config.target,
-                "features": config.features,
-                "model": config.model,
-                "thresholds": {key: round(theta, 3) for key, theta in config.thresholds.items()},
-            }
-        )
+        about = {key: getattr(config, key) for key in ("target", "features", "model")}
+        thresholds = {key: round(theta, 3) for key, theta in config.thresholds.items()}
+        rows.append({"name": name, "where": where, **about, "thresholds": thresholds})
     return rows
 
 
-def _is_judge(folder: Path) -> bool:
-    config = _readable(folder / "config.json")
-    return "hidden_size" in config and "thresholds" in config and (folder / "model.safetensors").is_file()
-
-
-def _runs(root: Path) -> list[dict[str, Any]]:
-    """Folders that label, train, eval and distill have written or begun."""
+def _runs(folders: Iterable[Path]) -> list[dict[str, Any]]:
+    """Folders that label, train, distill, tune and eval have written or begun."""
     rows = []
-    for folder in _folders(root):
+    for folder in folders:
         if (kind := _kind(folder)) is None:
             continue
-        run = _readable(folder / "run.json", RunRecord)
-        finished, what = _state(folder, kind, run)
-        rows.append(
-            {
-                "folder": str(folder),
-                "kind": kind,
-                "state": "finished" if finished else "begun",
-                "when": run.get("time", ""),
-                "what": what,
-            }
-        )
+        run, last = _readable(folder / "run.json", RunRecord), _readable(folder / KINDS[kind][1])
+        finished = bool(last)
+        what = f"for {last['target']}" if last.get("target") else ""
+        if kind == "label" and finished:
+            what = f"{last['rows']} labels {what}"
+        if kind == "eval":
+            done = {file.parent for file in folder.glob("*/*/summary.json")}
+            asked = product(map(make_label, run.get("tasks") or ()), run.get("runs") or ())
+            finished = finished and done.issuperset(folder / task / name for task, name in asked)
+            tasks = sorted({run_folder.parent.name for run_folder in done})
+            what = f"{len(done)} runs on {', '.join(tasks)}" if tasks else ""
+        state = "finished" if finished else "begun"
+        rows.append({"folder": str(folder), "kind": kind, "state": state, "when": run.get("time", ""), "what": what})
     return rows
 
 
 def _kind(folder: Path) -> str | None:
     """Which command wrote a folder; None where none did."""
-    if _is_judge(folder):
-        return "judge"
-    settings = _readable(folder / "settings.json") | _readable(folder / "manifest.json")
-    if "suffix_length" in settings:
-        return "label"
-    if "layers" in settings:
-        return "distill"
-    return "eval" if (folder / "settings.json").is_file() else None
+    settings = _readable(folder / "settings.json")
+    return next((kind for kind, (key, last) in KINDS.items() if key in settings | _readable(folder / last)), None)
 
 
-def _state(folder: Path, kind: str, run: dict[str, Any]) -> tuple[bool, str]:
-    """Whether what is written last is there, and what the folder holds."""
-    if kind == "eval":
-        from selfjudge.evaluate.config import make_label
-
-        summaries = list(folder.glob("*/*/summary.json"))
-        tasks = sorted({file.parent.parent.name for file in summaries})
-        asked = [
-            folder / make_label(task) / name for task, name in product(run.get("tasks") or (), run.get("runs") or ())
-        ]
-        finished = bool(asked) and all(run_folder / "summary.json" in summaries for run_folder in asked)
-        return finished, f"{len(summaries)} runs on {', '.join(tasks)}" if tasks else ""
-    last = {"judge": "config.json", "label": "manifest.json", "distill": "run.json"}[kind]
-    about = _readable(folder / last)
-    rows = f"{about['rows']} labels " if kind == "label" and "rows" in about else ""
-    return (folder / last).is_file(), f"{rows}for {about['target']}" if about.get("target") else ""
-
-
-def _folders(root: Path) -> Iterator[Path]:
-    """`root` and the folders below it; hidden ones, and what lies inside a folder of weights, are passed over."""
+def _folders(root: Path) -> list[Path]:
+    """`root` and the folders below it; hidden ones are passed over."""
     if not root.is_dir():
         raise SelfJudgeError(f"{root} is not a folder")
+    found = []
     for folder, below, _ in os.walk(root):
         below[:] = sorted(name for name in below if not name.startswith((".", "__")) and name != "node_modules")
-        yield Path(folder)
+        found.append(Path(folder))
+    return found
 
 
 def _readable(path: Path, schema: Any = dict[str, Any]) -> dict[str, Any]:

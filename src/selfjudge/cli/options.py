@@ -21,10 +21,6 @@ KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Data = Annotated[Path | None, typer.Option(help="Folder of the benchmarks' files; SELFJUDGE_DATA if not given.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue what was begun in --out.")]
-AllowUnsafe = Annotated[
-    bool, typer.Option("--allow-unsafe", help="Run generated code even where it cannot be isolated.")
-]
-PromptLimit = Annotated[int, typer.Option(help="Maximum number of prompts.", min=1)]
 
 
 def config_options(

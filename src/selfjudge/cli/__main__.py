@@ -1,5 +1,0 @@
-"""`python -m selfjudge.cli`."""
-
-from selfjudge.cli.main import main
-
-main()
