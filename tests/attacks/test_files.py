@@ -226,7 +226,7 @@ ATTACKS: list[tuple[str, str, Change, str]] = [
     ("task", "prompts.jsonl", put(answer=["5"]), '"answer" must be a text or a number'),
     ("task", "prompts.jsonl", put(split="dev"), '"split" must be "train" or "test", not "dev"'),
     ("task", "prompts.jsonl", put(prompt=5), '"prompt" must be a text, not 5'),
-    ("data", "data/gsm8k/test.jsonl", without("question"), 'line 1 is not a gsm row: "question" is missing'),
+    ("data", "data/gsm8k/test.jsonl", without("question"), 'line 1 is not a gsm8k row: "question" is missing'),
     ("data", "data/gsm8k/test.jsonl", put(answer=5), '"answer" must be a text, not 5'),
     ("prompts", "prompts.jsonl", put(prompt=5), 'line 1: expected a JSON object with "prompt"'),
     ("label", "prompts.jsonl", put(prompt=None), 'line 1: expected a JSON object with "prompt"'),

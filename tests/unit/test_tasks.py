@@ -21,17 +21,17 @@ from selfjudge.prompts.sources import Source, load_prompts
 from selfjudge.tasks.arithmetic import Arithmetic
 from selfjudge.tasks.base import normalise_words
 from selfjudge.tasks.registry import NAMES, is_task, load_task
-from selfjudge.tasks.scoring import latex
-from selfjudge.tasks.scoring.answers import (
+from selfjudge.tasks.scoring import (
     find_boxed,
     find_code,
     find_final_number,
     find_final_words,
     find_numbers,
     find_tagged,
+    normalise,
+    same_maths,
     same_number,
 )
-from selfjudge.tasks.scoring.latex import normalise, same_maths
 
 
 @pytest.fixture
@@ -333,7 +333,7 @@ DIFFERENT = [
 
 
 def test_equal_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latex, "verify_equal", lambda a, b: False)
+    monkeypatch.setattr("selfjudge.tasks.scoring.verify_equal", lambda a, b: False)
     assert [pair for pair in EQUAL if not same_maths(*pair)] == []
     assert [pair for pair in DIFFERENT if same_maths(*pair)] == []
     assert not same_maths("x+y", "y+x")  # that is for math-verify to say
@@ -365,7 +365,7 @@ def test_math_verify_itself() -> None:
 
 
 def test_rouge(made_up: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from selfjudge.tasks import cnn_dailymail
+    from selfjudge.tasks.benchmarks import _load_rouge
 
     class Scorer:
         def __init__(self, measures: tuple[str, ...], use_stemmer: bool) -> None:
@@ -378,12 +378,12 @@ def test_rouge(made_up: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module.RougeScorer = Scorer  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "rouge_score", ModuleType("rouge_score"))
     monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", module)
-    cnn_dailymail._load_scorer.cache_clear()
+    _load_rouge.cache_clear()
     one = load_task("cnn_dailymail", made_up)
     rows = one.examples("test", 2)
     good, bad = (one.score(row, "The story 0.") for row in rows)
     assert (good, bad) == ({"rouge1": 1, "rouge2": 1, "rougeL": 1}, {"rouge1": 0, "rouge2": 0, "rougeL": 0})
-    cnn_dailymail._load_scorer.cache_clear()
+    _load_rouge.cache_clear()
     assert not one.checkable
 
 

@@ -70,7 +70,7 @@ def examine(notify: Progress) -> Iterator[Check]:
         found = ", ".join(unmet or [words for words, _ in states])
         yield Check(name, not unmet, found, f"pip install 'selfjudge[{extra}]'")
     notify("trying to isolate a program …")
-    from selfjudge.tasks.sandbox import find_isolation_problem
+    from selfjudge.tasks.sandbox.runner import find_isolation_problem
 
     why = find_isolation_problem()
     found = f"generated code cannot be isolated: {why}" if why else "generated code runs isolated"

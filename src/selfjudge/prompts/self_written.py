@@ -21,7 +21,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.models.pair import Pair, Prompt
 from selfjudge.prompts.sources import Source
 from selfjudge.store import Journal
-from selfjudge.tasks.cnn_dailymail import ask_for_summary
+from selfjudge.tasks.benchmarks import ask_for_summary
 from selfjudge.types import Notify
 
 LONGEST = 160  # tokens of a self-written prompt

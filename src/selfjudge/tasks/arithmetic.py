@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from hashlib import sha256
+from itertools import cycle
+from typing import NamedTuple
 
 from selfjudge.tasks.base import Row
-from selfjudge.tasks.gsm8k import Gsm8k
+from selfjudge.tasks.benchmarks import Gsm8k
 
 SEED = 0
 SIZES = {"train": 2000, "test": 500}
-_TEST_SHARE = 5  # one problem of five
 _NAMES = (
     "Ada", "Ben", "Carla", "David", "Elena", "Farid", "Grace", "Hugo", "Ines", "Jonas", "Kavya", "Liam", "Mei", "Nora",
     "Omar", "Priya", "Quentin", "Rosa", "Sven", "Tara",
@@ -21,15 +21,13 @@ _THINGS = ("apples", "marbles", "stickers", "pencils", "cookies", "shells", "boo
 _SHOPS = ("bakery", "bookshop", "market stall", "toy shop", "flower shop", "café")
 
 
-@dataclass(frozen=True)
-class _Template:
-    """A kind of problem: its text, the ranges of its numbers, and its answer."""
+class _Template(NamedTuple):
+    """A kind of problem: its text, the ranges of its numbers, its answer, and other fields of the text."""
 
     text: str
     ranges: Mapping[str, tuple[int, int]]
     solve: Callable[[Mapping[str, int]], int]
     derive: Callable[[Mapping[str, int]], Mapping[str, object]] = lambda n: {}
-    """Other fields of the text."""
 
     def draw(self, r: random.Random) -> tuple[str, int]:
         """A problem and its answer. The order of the draws decides which problems a seed gives."""
@@ -111,19 +109,15 @@ class Arithmetic(Gsm8k):
     licence = "Apache-2.0"
 
     def rows(self, split: str) -> list[Row]:
-        by_question: dict[str, Row] = {}
-        for question, answer in make_problems(SEED):
-            if ("test" if sha256(question.encode()).digest()[0] % _TEST_SHARE == 0 else "train") == split:
-                row = {"id": f"arithmetic-{split}-{SEED}-{len(by_question)}", "question": question}
-                by_question.setdefault(question, {**row, "answer": f"#### {answer}"})
-            if len(by_question) == SIZES[split]:
+        random_numbers, size = random.Random(SEED), SIZES[split]  # noqa: S311
+        answers: dict[str, int] = {}
+        for template in cycle(_TEMPLATES):
+            question, answer = template.draw(random_numbers)
+            if (sha256(question.encode()).digest()[0] % 5 == 0) == (split == "test"):  # one problem of five
+                answers[question] = answer
+            if len(answers) == size:
                 break
-        return list(by_question.values())
-
-
-def make_problems(seed: int) -> Iterator[tuple[str, int]]:
-    """Endless problems and their answers, every kind in turn."""
-    random_numbers = random.Random(seed)  # noqa: S311
-    while True:
-        for template in _TEMPLATES:
-            yield template.draw(random_numbers)
+        return [
+            {"id": f"arithmetic-{split}-{SEED}-{number}", "question": question, "answer": f"#### {answer}"}
+            for number, (question, answer) in enumerate(answers.items())
+        ]

@@ -15,7 +15,7 @@ from selfjudge.store import read_rows
 from selfjudge.store.artefacts import TaskRow
 from selfjudge.tasks.base import FILE, Prompt, Row, Task, normalise_words
 from selfjudge.tasks.sandbox.runner import ProgramTest, map_on_cores, passes_test
-from selfjudge.tasks.scoring.answers import (
+from selfjudge.tasks.scoring import (
     find_boxed,
     find_final_number,
     find_final_words,

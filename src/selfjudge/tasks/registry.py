@@ -7,14 +7,9 @@ from pathlib import Path
 from selfjudge.errors import unknown
 from selfjudge.tasks.arithmetic import Arithmetic
 from selfjudge.tasks.base import FILE, Task
-from selfjudge.tasks.cnn_dailymail import CnnDailymail
-from selfjudge.tasks.dolly import Dolly
+from selfjudge.tasks.benchmarks import CnnDailymail, Dolly, Gsm8k, Math500, Mmlu
+from selfjudge.tasks.code import LiveCodeBench, Mbpp
 from selfjudge.tasks.file import File
-from selfjudge.tasks.gsm8k import Gsm8k
-from selfjudge.tasks.livecodebench import LiveCodeBench
-from selfjudge.tasks.math500 import Math500
-from selfjudge.tasks.mbpp import Mbpp
-from selfjudge.tasks.mmlu import Mmlu
 
 BENCHMARKS: dict[str, type[Task]] = {
     benchmark.name: benchmark

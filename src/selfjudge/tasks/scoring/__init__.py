@@ -1,1 +1,0 @@
-"""How answers are found in text and compared."""
