@@ -27,7 +27,7 @@ from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.label.folder import read_shards, summarise_labels
 from selfjudge.report.charts import make_charts
-from selfjudge.report.read import read_results
+from selfjudge.report.records import read_results
 from selfjudge.report.tables import make_tables
 from selfjudge.store import parse_json, read_json, read_rows, read_tensors, sha256, write_json
 from selfjudge.tasks.file import File

@@ -28,9 +28,8 @@ from selfjudge.report.demo import demo_page, describe_result
 from selfjudge.report.draw import Drawing, draw
 from selfjudge.report.equal_m import AGREES, lead_over
 from selfjudge.report.formats import fixed, show_number, signed
-from selfjudge.report.pipeline import report
-from selfjudge.report.read import read_results
-from selfjudge.report.records import rule_order
+from selfjudge.report.page import report
+from selfjudge.report.records import read_results, rule_order
 from selfjudge.report.tables import make_tables
 from selfjudge.report.verdict import make_verdict
 
@@ -65,7 +64,7 @@ def nothing_drawn(chart: object) -> Drawing:
 @pytest.fixture(autouse=True)
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Charts take most of a report's time: tests that look at one call `draw` themselves."""
-    monkeypatch.setattr("selfjudge.report.pipeline.draw", nothing_drawn)
+    monkeypatch.setattr("selfjudge.report.page.draw", nothing_drawn)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +72,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     """One of everything, reported without its charts."""
     folder = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("selfjudge.report.pipeline.draw", nothing_drawn)
+        patch.setattr("selfjudge.report.page.draw", nothing_drawn)
         return folder / "report.html", report([write_eval(folder / "eval")], folder / "report.html")
 
 

@@ -14,7 +14,7 @@ from fake_certificate import certificate, example
 from fake_eval import HOSTILE, demo_result, write_eval
 from selfjudge.report.certificate import certificate_page
 from selfjudge.report.demo import demo_page
-from selfjudge.report.pipeline import report
+from selfjudge.report.page import report
 
 pytestmark = pytest.mark.skipif(
     CHROMIUM is None, reason="no chromium on this machine (Debian: apt-get install chromium)"

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("module", ["selfjudge.report", "selfjudge.report.pipeline", "selfjudge.report.demo"])
+@pytest.mark.parametrize("module", ["selfjudge.report", "selfjudge.report.page", "selfjudge.report.demo"])
 def test_a_report_needs_no_torch_and_no_numpy(module: str) -> None:
     heavy = "{'torch', 'transformers', 'numpy', 'matplotlib'}"
     code = f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"

@@ -12,7 +12,7 @@ import pytest
 
 from browser import Page
 from fake_eval import HOSTILE, samples, write_eval, write_run
-from selfjudge.report.pipeline import report
+from selfjudge.report.page import report
 
 
 @pytest.fixture(scope="module")

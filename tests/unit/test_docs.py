@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from selfjudge.report.equal_m import compare_at_equal_m
-from selfjudge.report.read import read_results
+from selfjudge.report.records import read_results
 
 ROOT = Path(__file__).parents[2]
 PAGES = [

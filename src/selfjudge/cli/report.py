@@ -27,7 +27,7 @@ def report(
     Example: selfjudge report eval --out report.html
     """
     with waiting("reading results and drawing …"):
-        from selfjudge.report.pipeline import report as run
+        from selfjudge.report.page import report as run
 
         result = run(folders, out, methods=methods)
     for folder in result["left_out"]:

@@ -41,7 +41,7 @@ def reproduce_paper(
     warn: Warn = lambda text: None,
 ) -> dict[str, Any]:
     """Run the stages that are not yet finished below `out`; returns the report's tables."""
-    from selfjudge.report.pipeline import report
+    from selfjudge.report.page import report
 
     config.check()
     preset = config.choose_preset()

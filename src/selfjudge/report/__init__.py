@@ -6,6 +6,6 @@ from selfjudge.types import lazy_exports
 
 if TYPE_CHECKING:
     from selfjudge.report.demo import demo_page as demo_page
-    from selfjudge.report.pipeline import report as report
+    from selfjudge.report.page import report as report
 
-__getattr__, __dir__, __all__ = lazy_exports(__name__, {"pipeline": ["report"], "demo": ["demo_page"]})
+__getattr__, __dir__, __all__ = lazy_exports(__name__, {"page": ["report"], "demo": ["demo_page"]})

@@ -18,7 +18,6 @@ from statistics import stdev
 from typing import Any
 
 from selfjudge.report.formats import percent, show_interval, signed_points
-from selfjudge.report.intervals import interval_around
 from selfjudge.report.records import Answered, EvalRun, Interval, group_by_task, name_task, slug
 from selfjudge.report.table import AGREEMENT, GAMMA, RULE, Column, Row, Table
 
@@ -27,6 +26,8 @@ CURVES = {"margin": "margin", "margin, price": "priced margin"}
 AGREES, SCORE = "agrees", "score"
 """The figures of an answer that are compared."""
 FIGURES = {AGREES: "same answer", SCORE: "score"}
+Z = 1.959964
+"""95 % of a normal distribution lie within ± Z standard deviations."""
 
 
 @dataclass(frozen=True)
@@ -183,3 +184,22 @@ def m_influences(answers: Sequence[Answered]) -> tuple[float, list[float]] | Non
     if not m:
         return None
     return m, [(t - m * c) * len(emitted) / cycles for t, c in emitted]
+
+
+def interval_around(value: float | None, error: float | None) -> Interval | None:
+    return None if value is None or error is None else (value - Z * error, value + Z * error)
+
+
+def mean_with_interval(
+    values: Sequence[float | None], intervals: Sequence[Interval | None]
+) -> tuple[float | None, Interval | None]:
+    """The mean of independent figures and its interval; None where one of them is unknown."""
+    known = [value for value in values if value is not None]
+    if not known or len(known) < len(values):
+        return None, None
+    if len(known) == 1:
+        return known[0], intervals[0]
+    mean = sum(known) / len(known)
+    errors = [(high - low) / (2 * Z) for low, high in filter(None, intervals)]
+    error = math.hypot(*errors) / len(known) if len(errors) == len(known) else None
+    return mean, interval_around(mean, error)

@@ -7,19 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from selfjudge.report.equal_m import compare_at_equal_m
-from selfjudge.report.formats import (
-    fixed,
-    percent,
-    points,
-    quote_token,
-    show_interval,
-    signed,
-    signed_points,
-    tenths,
-    whole,
-)
-from selfjudge.report.intervals import mean_with_interval
+from selfjudge.report import formats
+from selfjudge.report.equal_m import compare_at_equal_m, mean_with_interval
 from selfjudge.report.records import (
     PAPER,
     EvalRun,
@@ -89,8 +78,8 @@ def _average_columns(tasks: Sequence[str]) -> tuple[Column, ...]:
             cell = row["tasks"].get(task)
             if cell is None:
                 return ""
-            change = "" if cell["delta_score"] is None else f" ({signed_points(cell['delta_score'])})"
-            return points(cell["score"]) + change
+            change = "" if cell["delta_score"] is None else f" ({formats.signed_points(cell['delta_score'])})"
+            return formats.points(cell["score"]) + change
 
         return show
 
@@ -98,10 +87,10 @@ def _average_columns(tasks: Sequence[str]) -> tuple[Column, ...]:
     return (
         RULE,
         Column("γ", "gammas"),
-        *(Column(task_title(task), m_of(task), fixed, score_of(task), about, joint=" / ") for task in tasks),
-        Column("mean Δm", "delta_m", signed, "delta_m_ci", "against exact, same task and γ"),
-        Column("mean m ratio", "m_ratio", fixed, "m_ratio_ci"),
-        Column("mean Δtask", "delta_score", signed_points, "delta_ci", "points"),
+        *(Column(task_title(task), m_of(task), formats.fixed, score_of(task), about, joint=" / ") for task in tasks),
+        Column("mean Δm", "delta_m", formats.signed, "delta_m_ci", "against exact, same task and γ"),
+        Column("mean m ratio", "m_ratio", formats.fixed, "m_ratio_ci"),
+        Column("mean Δtask", "delta_score", formats.signed_points, "delta_ci", "points"),
         Column("tasks", lambda row: len(row["tasks"])),
     )
 
@@ -156,20 +145,24 @@ def _per_task_columns(runs: Sequence[EvalRun]) -> tuple[Column, ...]:
     return (
         word_column("rule", "rule", below=lambda r: "" if r["threshold"] is None else f"θ {r['threshold']:.3f}"),
         GAMMA,
-        Column("n", "n", whole),
-        Column("m", "mean_accepted_length", fixed, help="tokens per target pass"),
-        Column("Δm", "delta_m", signed, "delta_m_ci", "against exact"),
-        Column("m ratio", "m_ratio", fixed, "m_ratio_ci", "m over that of exact"),
-        Column(measure, "score", points, "score_ci", "points"),
-        Column(f"Δ {measure}", "delta_score", signed_points, "delta_ci", "points against exact"),
+        Column("n", "n", formats.whole),
+        Column("m", "mean_accepted_length", formats.fixed, help="tokens per target pass"),
+        Column("Δm", "delta_m", formats.signed, "delta_m_ci", "against exact"),
+        Column("m ratio", "m_ratio", formats.fixed, "m_ratio_ci", "m over that of exact"),
+        Column(measure, "score", formats.points, "score_ci", "points"),
+        Column(f"Δ {measure}", "delta_score", formats.signed_points, "delta_ci", "points against exact"),
         *(_other_measure(name) for name in others),
         AGREEMENT,
         Column("lost / gained", _lost_and_gained, help="examples that score less than with exact, and more"),
-        Column("drafts/cycle", "drafts_accepted", fixed, help="drafted tokens accepted in a cycle"),
-        Column("judged", "judged_share", percent, help="tokens taken against the target's choice"),
-        Column("no answer", "extraction_failures", percent, help="outputs without an extractable answer"),
-        Column("cut off", "cut_off", percent, help="answers that ended at the length limit"),
-        Column("tokens/s", "tokens_per_second", lambda rate: whole(rate) if (rate or 0) >= 100 else tenths(rate)),
+        Column("drafts/cycle", "drafts_accepted", formats.fixed, help="drafted tokens accepted in a cycle"),
+        Column("judged", "judged_share", formats.percent, help="tokens taken against the target's choice"),
+        Column("no answer", "extraction_failures", formats.percent, help="outputs without an extractable answer"),
+        Column("cut off", "cut_off", formats.percent, help="answers that ended at the length limit"),
+        Column(
+            "tokens/s",
+            "tokens_per_second",
+            lambda rate: formats.whole(rate) if (rate or 0) >= 100 else formats.tenths(rate),
+        ),
     )
 
 
@@ -181,10 +174,12 @@ def _other_measure(name: str) -> Column:
     def change(row: Row) -> str:
         if name not in row["delta_scores"]:
             return ""
-        interval = show_interval(row["delta_scores_ci"].get(name), signed_points)
-        return " ".join(filter(None, (signed_points(row["delta_scores"][name]), interval)))
+        interval = formats.show_interval(row["delta_scores_ci"].get(name), formats.signed_points)
+        return " ".join(filter(None, (formats.signed_points(row["delta_scores"][name]), interval)))
 
-    return Column(name, lambda row: row["scores"].get(name), points, change, "points, and their change against exact")
+    return Column(
+        name, lambda row: row["scores"].get(name), formats.points, change, "points, and their change against exact"
+    )
 
 
 def _substitutions(runs: Sequence[EvalRun]) -> Table:
@@ -198,7 +193,7 @@ def _substitutions(runs: Sequence[EvalRun]) -> Table:
 
     def frequent(row: Row) -> str:
         return ", ".join(
-            f"{quote_token(choice)} → {quote_token(taken)}\N{NO-BREAK SPACE}×\N{NO-BREAK SPACE}{count}"
+            f"{formats.quote_token(choice)} → {formats.quote_token(taken)}\N{NO-BREAK SPACE}×\N{NO-BREAK SPACE}{count}"
             for choice, taken, count in row["most_frequent"]
         )
 
@@ -206,7 +201,7 @@ def _substitutions(runs: Sequence[EvalRun]) -> Table:
         *_pair_column(runs),
         word_column("task", lambda row: task_title(row["task"])),
         RULE,
-        Column("count", "count", whole),
+        Column("count", "count", formats.whole),
         word_column("most frequent", frequent, wide=True),
     )
     note = "Target’s choice → token taken, and how often. Counts are of the substitutions that the run stored."
