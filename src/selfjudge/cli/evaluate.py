@@ -1,4 +1,4 @@
-"""`selfjudge eval` and `selfjudge reproduce`."""
+"""`selfjudge eval`, `selfjudge reproduce` and `selfjudge report`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import typer
 
 from selfjudge.cli.groups import RECIPE_IS_COMPLETE, BackendOptions, PairOptions, RecipeFolder, Setup
 from selfjudge.cli.options import AsJson, Resume, config_options
-from selfjudge.cli.output import Progress, figure, print_json, print_rows, warn, with_spread
+from selfjudge.cli.output import Progress, figure, print_json, print_rows, waiting, warn, with_spread
 from selfjudge.decoding.rule_parser import OPEN_REQUEST
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.config import EvalConfig
 from selfjudge.evaluate.presets import PAPER_PAIRS, ReproduceConfig
 from selfjudge.evaluate.task_examples import check_examples
 from selfjudge.judge.config import JudgeConfig
+from selfjudge.report.charts import MOST_METHODS
 from selfjudge.store import RunFolder
 
 if TYPE_CHECKING:
@@ -151,6 +152,35 @@ def reproduce(
         print_json(result)
         return
     typer.echo(f"everything is in {out}; open {out / 'report.html'}")
+
+
+def report(
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders that eval or reproduce wrote.")],
+    out: Annotated[Path, typer.Option(help="The page; figures and tables go into a folder of the same name.")] = Path(
+        "report.html"
+    ),
+    methods: Annotated[
+        int, typer.Option(min=2, help="Most methods in a trade-off; the tables always have all.")
+    ] = MOST_METHODS,
+    as_json: AsJson = False,
+) -> None:
+    """One self-contained page: a verdict, tables, trade-offs, a token viewer; figures and Markdown beside it.
+
+    Example: selfjudge report eval --out report.html
+    """
+    with waiting("reading results and drawing …"):
+        from selfjudge.report.page import report as run
+
+        result = run(folders, out, methods=methods)
+    for folder in result["left_out"]:
+        warn(f"left out {folder['folder']}: {folder['why']}")
+    if as_json:
+        print_json(result["tables"])
+        return
+    typer.echo(
+        f"{out}: {result['runs']} runs, {len(result['tables'])} tables;"
+        f" {len(result['figures'])} figures and tables.md in {out.with_suffix('')}"
+    )
 
 
 def _check_rules(config: EvalConfig, models: PairOptions, sources: dict[str, str]) -> None:

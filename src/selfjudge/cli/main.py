@@ -10,13 +10,12 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from difflib import get_close_matches
 from functools import cache
 from typing import Annotated, Any, NoReturn
 
 import typer
 
-from selfjudge.cli import bench, decode, demo, distill, doctor, evaluate, label, models, report, serve, train, tune
+from selfjudge.cli import bench, decode, demo, doctor, evaluate, label, models, serve, train, tune
 from selfjudge.cli.output import OPTIONS, as_options
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.store import versions
@@ -31,13 +30,13 @@ app = typer.Typer(
 COMMANDS = {
     "pull": models.pull,
     "generate": decode.generate,
-    "distill": distill.distill,
+    "distill": train.distill,
     "export": models.export,
     "label": label.label,
     "train": train.train,
     "eval": evaluate.evaluate,
     "tune": tune.tune,
-    "report": report.report,
+    "report": evaluate.report,
     "reproduce": evaluate.reproduce,
     "ls": models.ls,
     "serve": serve.serve,
@@ -102,8 +101,6 @@ def main() -> None:
                 f"{first}: use a smaller --batch where there is one, or a device without other work;"
                 " finished parts are kept"
             )
-        if type(error).__name__ == "NoSuchOption":
-            _fail(f"{_no_such_option(error)} (see --help)")
         if hasattr(error, "format_message"):  # typer's usage errors
             _fail(f"{error.format_message().removesuffix('.').replace('Value error, ', '')} (see --help)")
         if os.environ.get(DEBUG, "0") not in ("", "0"):
@@ -116,14 +113,6 @@ def _fail(message: str, code: int = 2) -> NoReturn:
     line = f"selfjudge: {' '.join(message.split())}"
     print(line.encode("utf-8", "backslashreplace").decode(), file=sys.stderr)  # names may hold halves of characters
     raise SystemExit(code) from None
-
-
-def _no_such_option(error: Any) -> str:
-    """The option that is not there, and those that are near, the nearest first."""
-    known = [name for parameter in error.ctx.command.params for name in (*parameter.opts, *parameter.secondary_opts)]
-    by_name = {name.lstrip("-"): name for name in known if name.startswith("--")}  # dashes make all of them alike
-    near = [by_name[name] for name in get_close_matches(error.option_name.lstrip("-"), by_name)]
-    return f"No such option: {error.option_name}" + (f": do you mean {' or '.join(near)}?" if near else "")
 
 
 def _options(command: Any) -> Iterator[tuple[str, str]]:

@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,7 +21,7 @@ from selfjudge.models.catalogue import EMBEDDED, draft_for
 from selfjudge.models.heads import check_export
 from selfjudge.store import home, read_json
 from selfjudge.store.artefacts import RunRecord
-from selfjudge.types import MAX_GAMMA, setting
+from selfjudge.types import MAX_GAMMA
 
 KINDS = {
     "judge": ("thresholds", "config.json"),
@@ -32,13 +31,6 @@ KINDS = {
     "eval": ("limit", "run.json"),
 }
 """For each kind of folder a name that its settings or its last file hold, and the file that is written last."""
-
-
-@dataclass(frozen=True)
-class ExportOptions:
-    """How vLLM uses a head."""
-
-    gamma: int = setting(5, "Tokens that vLLM drafts at a time by default.", minimum=1, maximum=MAX_GAMMA)
 
 
 def pull(
@@ -66,14 +58,13 @@ def pull(
         typer.echo(folder or file)
 
 
-@config_options(ExportOptions)
 @config_options(PairOptions, "models", without=("device", "dtype", "draft_dtype"))
 def export(
     out: Annotated[Path, typer.Option(help="Folder of the exported head.")],
+    gamma: Annotated[int, typer.Option(help="Tokens that vLLM drafts at a time by default.", min=1, max=MAX_GAMMA)] = 5,
     as_json: AsJson = False,
     *,
     models: PairOptions,
-    config: ExportOptions,
 ) -> None:
     """Write an EAGLE-3 head, the one that ships or another, as vLLM loads it: in the format of speculators.
 
@@ -88,8 +79,8 @@ def export(
     from selfjudge.models.pull import served_reference
 
     with Progress() as update:
-        export_head(models.name, draft, out, steps=config.gamma, progress=update)
-    speculation = {"method": "eagle3", "model": str(out), "num_speculative_tokens": config.gamma}
+        export_head(models.name, draft, out, steps=gamma, progress=update)
+    speculation = {"method": "eagle3", "model": str(out), "num_speculative_tokens": gamma}
     if as_json:
         print_json({"target": served_reference(models.name), "speculative_config": speculation})
     else:

@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -19,7 +19,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.tune.recipe import Recipe
-from selfjudge.types import default_gamma, setting
+from selfjudge.types import default_gamma
 
 if TYPE_CHECKING:
     from selfjudge.judge.model import Judge
@@ -29,16 +29,7 @@ SHARED = ("default_rule", "name", "api_key", "shadow", "shadow_keep")
 """Settings of our server that vLLM's takes, too."""
 
 
-@dataclass(frozen=True)
-class AddressOptions:
-    """Where clients find the server."""
-
-    host: str = setting("127.0.0.1", "Address to listen on.")
-    port: int = setting(8000, "Port to listen on; 0 is any that is free.", minimum=0, maximum=65535)
-
-
 @config_options(ServerConfig)
-@config_options(AddressOptions, "address")
 @config_options(RuleRequest, "request")
 @config_options(PairOptions, "models")
 def serve(
@@ -51,10 +42,11 @@ def serve(
         str,
         typer.Option(help="Flags of vLLM's own, with --backend vllm: '--tensor-parallel-size 2 --max-num-seqs 64'."),
     ] = "",
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 is any that is free.", min=0, max=65535)] = 8000,
     *,
     models: PairOptions,
     request: RuleRequest,
-    address: AddressOptions,
     config: ServerConfig,
 ) -> None:
     """Serve a pair over HTTP as OpenAI's API does: chat completions, completions, models, health, metrics.
@@ -77,7 +69,7 @@ def serve(
         watch(setup.recipe, config.shadow_keep)  # refuses what cannot be watched
     if backend == "vllm":
         _refuse_torch_options(setup.models, config)
-        _serve_vllm(setup, address, config, shlex.split(vllm))
+        _serve_vllm(setup, config, ["--host", host, "--port", str(port), *shlex.split(vllm)])
         return
     if vllm:
         raise SelfJudgeError("`vllm` goes with --backend vllm")
@@ -86,7 +78,7 @@ def serve(
 
     from selfjudge.integrations.server.config import listen
 
-    listener = listen(address.host, address.port)
+    listener = listen(host, port)
     pair, judge = load(setup)
     with ExitStack() as stack:
         stack.enter_context(waiting("trying out an answer …"))
@@ -121,7 +113,7 @@ def _refuse_torch_options(models: PairOptions, config: ServerConfig) -> None:
         raise SelfJudgeError("`api_key` with several keys goes with --backend torch")
 
 
-def _serve_vllm(setup: Setup, address: AddressOptions, config: ServerConfig, more: list[str]) -> None:
+def _serve_vllm(setup: Setup, config: ServerConfig, more: list[str]) -> None:
     """Become vLLM's server with our worker in it; its key travels by the environment, where others do not see it."""
     from selfjudge.integrations.server.playground import FACTS, MIDDLEWARE, describe
     from selfjudge.integrations.vllm.config import WorkerConfig
@@ -143,7 +135,7 @@ def _serve_vllm(setup: Setup, address: AddressOptions, config: ServerConfig, mor
         WorkerConfig(own),
         gamma=None if own.gamma == "auto" else own.gamma,
         more=[
-            *("--host", address.host, "--port", str(address.port), "--middleware", MIDDLEWARE),
+            *("--middleware", MIDDLEWARE),
             *(["--served-model-name", config.name] if config.name else []),
             *(["--dtype", models.dtype] if models.dtype else []),
             *more,
