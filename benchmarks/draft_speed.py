@@ -48,7 +48,7 @@ def speed(pairs: dict[str, Pair], options: argparse.Namespace) -> list[dict[str,
     for benchmark in options.tasks:
         prompts = read_task_prompts(benchmark, options.data, options.speed_prompts)
         by_draft = {None: list(transformers(pairs, prompts, options))}
-        by_draft |= {name: bench_decode(pair, prompts, config=config)["runs"] for name, pair in pairs.items()}
+        by_draft |= {name: bench_decode(pair, prompts, config)["runs"] for name, pair in pairs.items()}
         for name, runs in by_draft.items():
             for run in runs:
                 rows.append({"draft": name, "task": benchmark, **run})

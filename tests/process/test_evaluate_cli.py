@@ -18,7 +18,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from selfjudge.cli.main import app
-from selfjudge.cli.options import Numbers, config_options
+from selfjudge.cli.options import config_options
 from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate import PRESETS, Preset, ReproduceConfig, reproduce_paper
@@ -97,7 +97,6 @@ def test_no_metavar_is_the_name_of_its_option() -> None:
     for option in options:
         assert (option.metavar or "").replace("-", "_").lower() != option.name
         assert all(name == name.lower() for name in option.opts if name.startswith("--"))
-    assert Numbers("auto", several=False).__name__ == "INT|auto"
 
 
 def test_wrong_input_is_one_line(checkpoints: dict[str, str], asked: Path, tmp_path: Path) -> None:

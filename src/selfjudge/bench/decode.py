@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,8 +64,8 @@ class TimedRun:
 def bench_decode(
     pair: Pair,
     prompts: Sequence[Prompt],
-    rules: Sequence[tuple[str, AcceptanceRule]] = (),
-    config: DecodeBenchConfig | None = None,
+    config: DecodeBenchConfig,
+    rules: Mapping[str, AcceptanceRule] | None = None,
     *,
     full: Pair | None = None,
     notify: Notify = lambda stage, share: None,
@@ -75,9 +75,7 @@ def bench_decode(
     Ratios are to the first configuration, the `baseline`: transformers without draft, or our own loop without `peers`.
     transformers cannot run a pair in q4: it runs `full`, the same pair in floats, and is left out where there is none.
     """
-    config = config or DecodeBenchConfig()
-    config.check()
-    runs = _plan(pair, pair if pair.dtype != "q4" else full, rules, config)
+    runs = _plan(pair, pair if pair.dtype != "q4" else full, rules or {}, config)
     _time(runs, prompts, config, notify)
     firsts = {run.dtype: run for run in reversed(runs)}
     rows = [_row(run, runs[0], firsts[run.dtype]) for run in runs]
@@ -98,7 +96,7 @@ def bench_decode(
 
 
 def _plan(
-    pair: Pair, peer: Pair | None, rules: Sequence[tuple[str, AcceptanceRule]], config: DecodeBenchConfig
+    pair: Pair, peer: Pair | None, rules: Mapping[str, AcceptanceRule], config: DecodeBenchConfig
 ) -> list[TimedRun]:
     """All configurations, the baseline first; transformers runs `peer`."""
     runs = []
@@ -107,7 +105,7 @@ def _plan(
         runs += [TimedRun("transformers-plain", peer, 0, None)]
         runs += [TimedRun("transformers-assisted", peer, g, None) for g in gammas if g != "auto"]
     runs += [TimedRun("selfjudge-plain", pair, 0, EXACT)]
-    for name, rule in (("exact", EXACT), *rules):
+    for name, rule in {"exact": EXACT, **rules}.items():
         runs += [TimedRun(f"selfjudge-{name}", pair, g, rule) for g in config.gammas]
     return runs
 
@@ -130,6 +128,7 @@ def _row(run: TimedRun, baseline: TimedRun, plain: TimedRun) -> dict[str, Any]:
     ratios = [mine / theirs for mine, theirs in zip(run.speeds, baseline.speeds, strict=True)]
     same = sum(mine == theirs for mine, theirs in zip(run.tokens, plain.tokens, strict=True))
     phases = {p: sum(g.seconds[p] for g in run.generations) for p in PHASES if run.generations}
+    judged = run.rule is not None and run.rule.judge is not None
     return {
         "name": run.name,
         "gamma": run.gamma,
@@ -140,28 +139,16 @@ def _row(run: TimedRun, baseline: TimedRun, plain: TimedRun) -> dict[str, Any]:
         **pooled_figures(run.generations),
         "identical_to_plain": same / len(run.tokens),
         "seconds": {"total": statistics.mean(run.seconds), **phases},
-        "judge_time_share": _judge_time_share(run),
+        "judge_time_share": phases["judge"] / sum(phases.values()) if judged else None,
     }
-
-
-def _judge_time_share(run: TimedRun) -> float | None:
-    """Share of the time of all phases that the judge took; None without a judge."""
-    if run.rule is None or run.rule.judge is None:
-        return None
-    total = sum(g.seconds[p] for g in run.generations for p in PHASES)
-    return sum(g.seconds["judge"] for g in run.generations) / total if total else None
 
 
 def _best(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Each name at its own best γ, and our `exact` against the peers at theirs."""
-    best: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        name = row["name"]
-        if name not in best or row["tokens_per_second"] > best[name]["tokens_per_second"]:
-            best[name] = row
-    exact = best.get("selfjudge-exact")
+    best = {row["name"]: row for row in sorted(rows, key=lambda row: row["tokens_per_second"])}
+    exact = best["selfjudge-exact"]["tokens_per_second"]
     peers = ("transformers-plain", "transformers-assisted", "selfjudge-plain")
-    ratio = {p: exact["tokens_per_second"] / best[p]["tokens_per_second"] for p in peers if exact and p in best}
+    ratio = {peer: exact / best[peer]["tokens_per_second"] for peer in peers if peer in best}
     return {"gamma": {name: row["gamma"] for name, row in best.items()}, "exact_over": ratio}
 
 

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,6 @@ class Demo:
         self.prompts = [text for _, text in BUILT_IN[: config.limit]]
         self._encoded = [pair.encode(prompt) for prompt in self.prompts]
         self._plain: list[Generation] = []
-        self._views: dict[tuple[int, tuple[int, ...]], Likelihood] = {}
         self.judges: dict[str, Judge] = {}
         self.result: dict[str, Any] = {
             "pair": pair.name,
@@ -164,13 +164,9 @@ class Demo:
             eos_ids=self.pair.eos_ids,
             max_new_tokens=self.config.max_new_tokens,
         )
-        by_prompt = {index: answer for index, answer, _ in answers}
-        return average_log_likelihood(self._likelihoods([by_prompt[i] for i in range(len(self._encoded))]))
+        in_order = [answer for _, answer, _ in sorted(answers, key=itemgetter(0))]
+        return average_log_likelihood(self._likelihoods(in_order))
 
     def _likelihoods(self, answers: Sequence[Sequence[int]]) -> list[Likelihood]:
-        """The target's view of an answer to each prompt. What another rule said before is not read again."""
-        keys = [(i, tuple(tokens)) for i, tokens in enumerate(answers)]
-        new = [key for key in keys if key not in self._views]
-        found = compute_likelihoods(self.whole, [(self._encoded[i], tokens) for i, tokens in new])
-        self._views.update(zip(new, found, strict=True))
-        return [self._views[key] for key in keys]
+        """The target's view of an answer to each prompt."""
+        return compute_likelihoods(self.whole, list(zip(self._encoded, answers, strict=True)))

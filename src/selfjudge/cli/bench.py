@@ -14,6 +14,7 @@ from selfjudge.cli.options import AsJson, config_options
 from selfjudge.cli.output import Progress, figure, print_json, print_rows
 from selfjudge.decoding.rule_parser import OPEN_REQUEST, RuleRequest
 from selfjudge.store import describe_machine
+from selfjudge.types import PHASES
 
 
 @config_options(DecodeBenchConfig)
@@ -54,10 +55,9 @@ def bench(
     from selfjudge.bench.decode import bench_decode
 
     name = "judged" if setup.recipe is None else "recipe"
-    rules = [(name, setup.request.resolve(pair))] if wanted else []
-
+    rules = {name: setup.request.resolve(pair)} if wanted else {}
     with Progress() as progress:
-        result = bench_decode(pair, questions[:limit], rules, config, full=full, notify=progress)
+        result = bench_decode(pair, questions[:limit], config, rules, full=full, notify=progress)
     print_json(result) if as_json else _show(result)
 
 
@@ -78,7 +78,9 @@ def _show(result: dict[str, Any]) -> None:
                 "drafts a cycle": figure(r["gamma_mean"], ".1f"),
                 "m": figure(r["mean_accepted_length"], ".2f"),
                 "same tokens": f"{r['identical_to_plain']:.0%}",
-                "draft / target / judge / rule, s": _phases(r["seconds"]),
+                "draft / target / judge / rule, s": " / ".join(
+                    f"{r['seconds'][p]:.1f}" for p in PHASES if p in r["seconds"]
+                ),
                 "judge's share": figure(r["judge_time_share"], ".2%"),
             }
             for r in result["runs"]
@@ -87,7 +89,3 @@ def _show(result: dict[str, Any]) -> None:
     gamma = result["best"]["gamma"]
     for peer, ratio in result["best"]["exact_over"].items():
         typer.echo(f"exact (γ={gamma['selfjudge-exact']}) is {ratio:.2f} × {peer} (γ={gamma[peer]})")
-
-
-def _phases(seconds: dict[str, float]) -> str:
-    return " / ".join(f"{seconds[p]:.1f}" for p in ("draft", "target", "judge", "rule") if p in seconds)

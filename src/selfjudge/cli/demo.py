@@ -24,7 +24,16 @@ NOTES = """m = tokens per target pass; judged = share of tokens accepted against
 same start = how much of an answer comes before its first token that differs from plain decoding's.
 log-likelihood = how likely the target finds the answer, per token.
 The judges' thresholds reject {quality:.0%} of bad substitutions (--quality {quality})."""
-COLUMNS = ("rule", "γ", "m", "judged", "tokens/s", "× plain", "same start", "log-likelihood")
+COLUMNS = {
+    "γ": ("gamma", ""),
+    "m": ("mean_accepted_length", ".2f"),
+    "judged": ("judged_share", ".1%"),
+    "tokens/s": ("tokens_per_second", ".1f"),
+    "× plain": ("speed_over_plain", ".2f"),
+    "same start": ("same_start_as_plain", ".0%"),
+    "log-likelihood": ("log_likelihood", ".3f"),
+}
+"""What the table shows after the rule: a row's figures, and their formats."""
 
 
 @config_options(DemoConfig)
@@ -113,18 +122,9 @@ def _show_own(own: dict[str, Any], say: Say) -> None:
 
 def _show_row(row: dict[str, Any], say: Say, heading: bool) -> None:
     """Print a line of the table, as soon as it is known."""
-    cells = (
-        row["rule"],
-        str(row["gamma"]),
-        figure(row["mean_accepted_length"], ".2f", "–"),
-        f"{row['judged_share']:.1%}",
-        f"{row['tokens_per_second']:.1f}",
-        f"{row['speed_over_plain']:.2f}",
-        f"{row['same_start_as_plain']:.0%}",
-        f"{row['log_likelihood']:.3f}",
-    )
-    for first, *others in (COLUMNS, cells) if heading else (cells,):
-        widths = (max(len(name), 4) + 3 for name in COLUMNS[1:])
+    cells = [figure(row[name], form, "–") for name, form in COLUMNS.values()]
+    for first, others in (("rule", COLUMNS), (row["rule"], cells)) if heading else ((row["rule"], cells),):
+        widths = (max(len(title), 4) + 3 for title in COLUMNS)
         say(f"{first:<22}" + "".join(f"{cell:>{width}}" for cell, width in zip(others, widths, strict=True)))
 
 

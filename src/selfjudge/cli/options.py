@@ -9,7 +9,8 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, Field, dataclass, fields
+from contextlib import suppress
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
@@ -39,7 +40,8 @@ def config_options(
         parameters = [p for p in own.parameters.values() if p.name != argument]
 
         def wrapped(**given: Any) -> Any:
-            built = config(**{name: _as_field(given.pop(name), name in commas) for name in declared})
+            values = {n: _parse(f, hints[n], given.pop(n), n in commas) for n, f in declared.items()}
+            built = config(**values)
             built.check() if hasattr(built, "check") else check_settings(built)
             return command(**{argument: built}, **given)
 
@@ -67,13 +69,8 @@ def _annotated(f: Field[Any], hint: Any, default: Any, commas: bool) -> Any:
         return Annotated[choice | None if default is None else choice, typer.Option(help=words)]
     if hint is bool and not default:
         return Annotated[bool, typer.Option(f"--{f.name.replace('_', '-')}", help=words)]
-    if (word := f.metadata["word"]) is not None:
-        parser = Numbers(word, several=isinstance(default, tuple))
-        return Annotated[Parsed, typer.Option(parser=parser, metavar=parser.metavar, help=words)]
-    if hint == tuple[int, ...]:
-        return Annotated[Parsed, typer.Option(parser=Numbers(), metavar="INT,INT,…", help=words)]
-    if hint == tuple[int, int]:
-        return Annotated[Parsed, typer.Option(parser=_parse_part, metavar="I/N", help=words)]
+    if metavar := _numbers(f, hint):
+        return Annotated[str | None if default is None else str, typer.Option(metavar=metavar, help=words)]
     if hint == tuple[str, ...]:
         return Annotated[list[str], typer.Option(metavar="NAME,NAME,…" if commas else _one(f.name), help=words)]
     bounds = {"min": low, "max": high} if hint in (int, float, int | None, float | None) else {}
@@ -89,6 +86,16 @@ def _one(name: str) -> str:
     return name.upper().removesuffix("S") if name.endswith("s") else "TEXT"
 
 
+def _numbers(f: Field[Any], hint: Any) -> str:
+    """What an option of several whole numbers takes, or of one that a word may stand for; empty for other options."""
+    if hint == tuple[int, int]:
+        return "I/N"
+    one = f"INT|{f.metadata['word']}" if f.metadata["word"] else "INT"
+    if isinstance(f.default, tuple) and hint != tuple[str, ...]:
+        return f"{one},{one},…"
+    return one if f.metadata["word"] else ""
+
+
 def _as_option(hint: Any, value: Any) -> Any:
     """A default as it would be typed."""
     if not isinstance(value, tuple):
@@ -98,53 +105,22 @@ def _as_option(hint: Any, value: Any) -> Any:
     return list(value) if hint == tuple[str, ...] else ",".join(map(str, value))
 
 
-def _as_field(value: Any, commas: bool) -> Any:
-    if isinstance(value, Parsed):
-        return value.value
+def _parse(f: Field[Any], hint: Any, value: Any, commas: bool) -> Any:
+    """The value of a field from what was typed; the range of numbers is checked with the rest of the config."""
     if isinstance(value, list):
         names = [name for given in value for name in (given.split(",") if commas else (given,))]
         return tuple(filter(None, map(str.strip, names))) if commas else tuple(names)
-    return value
-
-
-@dataclass(frozen=True)
-class Parsed:
-    """The value that a text on the command line stands for."""
-
-    value: Any
-
-
-@dataclass(frozen=True)
-class Numbers:
-    """Reads whole numbers separated by commas, or one; an empty text means none. A word may stand for a number.
-
-    Their range is checked with the rest of the config.
-    """
-
-    word: str | None = None
-    several: bool = True
-
-    @property
-    def __name__(self) -> str:  # typer before 0.26 asks for it
-        return self.metavar
-
-    @property
-    def metavar(self) -> str:
-        one = "INT" if self.word is None else f"INT|{self.word}"
-        return f"{one},{one},…" if self.several else one
-
-    def __call__(self, text: str) -> Parsed:
-        parts = [text] if not self.several else text.split(",") if text else []
-        try:
-            numbers = tuple(part if part == self.word else int(part) for part in parts)
-        except ValueError:
-            raise typer.BadParameter(f"whole numbers are needed ({self.metavar}), not {text!r}") from None
-        return Parsed(numbers if self.several else numbers[0])
-
-
-def _parse_part(text: str) -> Parsed:
-    """`i/n`: which part of how many."""
-    found = re.fullmatch(r"(\d+)/(\d+)", text)
-    if not found or not int(found[1]) < int(found[2]):
-        raise typer.BadParameter(f"i/n with i from 0 to n − 1 is needed, such as 0/4, not {text!r}")
-    return Parsed((int(found[1]), int(found[2])))
+    if value is None or not (metavar := _numbers(f, hint)):
+        return value
+    if metavar == "I/N":
+        needed = "i/n with i from 0 to n − 1 is needed, such as 0/4"
+        if (found := re.fullmatch(r"(\d+)/(\d+)", value)) and int(found[1]) < int(found[2]):
+            return int(found[1]), int(found[2])
+    else:
+        needed = f"whole numbers are needed ({metavar})"
+        several = isinstance(f.default, tuple)
+        texts = [value] if not several else value.split(",") if value else []
+        with suppress(ValueError):
+            numbers = tuple(text if text == f.metadata["word"] else int(text) for text in texts)
+            return numbers if several else numbers[0]
+    raise typer.BadParameter(f"{needed}, not {value!r}", param_hint=f"'--{f.name.replace('_', '-')}'")

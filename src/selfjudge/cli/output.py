@@ -62,14 +62,11 @@ def figure(value: float | None, form: str, missing: str = "") -> str:
     return missing if value is None else format(value, form)
 
 
-def with_spread(value: float | None, interval: list[float] | None, scale: float = 100.0) -> str:
+def with_spread(value: float | None, interval: list[float] | None) -> str:
     """A difference in hundredths with the half-width of its interval."""
     if value is None:
         return ""
-    if interval is None:
-        return f"{scale * value:+.1f}"
-    low, high = interval
-    return f"{scale * value:+.1f} ± {scale * (high - low) / 2:.1f}"
+    return f"{100 * value:+.1f}" + ("" if interval is None else f" ± {50 * (interval[1] - interval[0]):.1f}")
 
 
 def warn(text: str) -> None:
@@ -86,9 +83,9 @@ class Progress:
     """
 
     def __init__(self, patient: bool = False, resume: str = "") -> None:
-        self._resume = resume
-        self._patient, self._seen, self._out = patient, set[str](), sys.stderr  # a model load may redirect stderr
-        self._stage = ""
+        self._patient, self._resume = patient, resume
+        self._out = sys.stderr  # a model load may redirect stderr
+        self._stage, self._seen = "", {""}
         self._share: float | None = None
         self._begun = self._said = time.monotonic()
         self._lock, self._closed = threading.Lock(), threading.Event()
@@ -112,16 +109,13 @@ class Progress:
     def __call__(self, stage: str, share: float | None = None) -> None:
         """Say what goes on, with the share of it that is done where that is known."""
         with self._lock:
-            new = stage.split(":")[0] != self._stage.split(":")[0]
-            if stage != self._stage:
+            if self._bar is not None:
+                self._draw(self._bar, stage, share)
+            elif stage != self._stage:
                 self._begun = time.monotonic()
             self._stage, self._share = stage, share
-            if self._bar is not None:
-                self._draw(self._bar, new)
-            elif self._due:
+            if self._bar is None:
                 self._say()
-            elif stage not in self._seen and not self._patient:
-                self._say(first=True)
 
     def print(self, text: str) -> None:
         """Print a line of the result on stdout, at once also into a pipe."""
@@ -135,39 +129,33 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
 
-    def _draw(self, bar: bars.Progress, new: bool) -> None:
+    def _draw(self, bar: bars.Progress, stage: str, share: float | None) -> None:
         """Update the changing line; a new stage begins its own estimate of the time left."""
-        if new and bar.tasks:
+        if bar.tasks and stage.split(":")[0] != self._stage.split(":")[0]:
             bar.remove_task(bar.task_ids[0])
         if not bar.tasks:
             bar.add_task("")
-        total = None if self._share is None else 1.0
-        bar.update(bar.task_ids[0], description=self._stage, total=total, completed=self._share or 0.0)
+        total = None if share is None else 1.0
+        bar.update(bar.task_ids[0], description=stage, total=total, completed=share or 0.0)
         bar.start()
-
-    @property
-    def _due(self) -> bool:
-        known = self._patient or not self._stage or self._stage in self._seen
-        return known and time.monotonic() - self._said >= QUIET
 
     def _repeat(self) -> None:
         """Look at the clock while the work itself says nothing."""
         while not self._closed.wait(TICK):
             with self._lock:
-                if self._due:
-                    self._say()
+                self._say()
 
-    def _say(self, first: bool = False) -> None:
-        words = self._stage.removesuffix(" …") or "working"
-        if self._share is not None and not first:
-            line = f"{words} {self._share:.0%}"
-        elif first:
-            line = self._stage if self._share is None or self._share >= 1 else f"{words} …"
+    def _say(self) -> None:
+        """Print a line if the stage is new, or if nothing was said for QUIET seconds."""
+        now, words = time.monotonic(), self._stage.removesuffix(" …") or "working"
+        if self._stage not in self._seen and not self._patient:
+            line = self._stage if self._share in (None, 1) else f"{words} …"
+        elif now - self._said < QUIET:
+            return
         else:
-            passed = time.monotonic() - self._begun
-            line = f"{words} … {passed:.0f} s" if passed >= 1 else f"{words} …"
+            line = f"{words} … {now - self._begun:.0f} s" if self._share is None else f"{words} {self._share:.0%}"
         self._seen.add(self._stage)
-        self._said = time.monotonic()
+        self._said = now
         print(line, file=self._out, flush=True)
 
 
