@@ -35,9 +35,9 @@ import torch
 import typer
 from common import say
 
+from selfjudge.cli.decode import load
 from selfjudge.cli.groups import PairOptions, Setup
 from selfjudge.cli.options import config_options
-from selfjudge.cli.serve import load
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.prompts.builtin import BUILT_IN

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from selfjudge.types import MAX_GAMMA, Gamma, check_settings, setting
+from selfjudge.types import MAX_GAMMA, Gamma, setting
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,6 @@ class DecodeBenchConfig:
     repeats: int = setting(3, "Repeats of the whole round.", minimum=1)
     raw: bool = setting(False, "Use the prompt as it is, without chat template.")
     peers: bool = setting(True, "Time transformers as well; without, our own plain decoding is the baseline.")
-
-    def check(self) -> None:
-        check_settings(self)
 
 
 @dataclass(frozen=True)
@@ -37,9 +34,6 @@ class DemoConfig:
     quick: bool = setting(
         False, "The smallest demo: two prompts of 48 tokens, no labels, no tune, no checkpoints on the disk."
     )
-
-    def check(self) -> None:
-        check_settings(self)
 
     @property
     def as_asked(self) -> DemoConfig:

@@ -17,6 +17,7 @@ from selfjudge.cli.output import Progress, waiting, warn
 from selfjudge.decoding.rule_parser import OPEN_REQUEST, RuleRequest
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
+from selfjudge.label.config import BACKENDS
 from selfjudge.models.catalogue import EMBEDDED, check_hub, check_reference, shipped_draft
 from selfjudge.tune.recipe import Recipe
 from selfjudge.types import ENGINES, Gamma, check_settings, default_gamma, setting
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     from selfjudge.evaluate.answerer import Answerer
     from selfjudge.models.pair import Pair
 
-DTYPES = ("float32", "bfloat16", "float16", "int8", "q4")
-BACKENDS = ("torch", "vllm")
 RECIPE_IS_COMPLETE = (
     "a recipe names its rule, γ and judge: leave out `rule`, `gamma`, `judge`, `theta`, `quality` and `price`"
 )
@@ -47,7 +46,7 @@ class DeviceOptions:
     dtype: str | None = setting(
         None,
         "Format of the weights; chosen if not given; int8 and q4 (embedded models and GGUF files) are for a CPU.",
-        choices=DTYPES,
+        choices=("float32", "bfloat16", "float16", "int8", "q4"),
     )
 
     def check(self) -> None:
@@ -58,15 +57,10 @@ class DeviceOptions:
     @property
     def device_type(self) -> str:
         """cuda, mps or cpu: the given one, or the best there is."""
-        return self.device.partition(":")[0] if self.device else self._choose().type
+        return self.device.partition(":")[0] if self.device else self.choose().type
 
-    @property
-    def fitting_device(self) -> str:
-        """Where to fit a judge: the best device there is with float64."""
-        device = self._choose()
-        return "cpu" if device.type == "mps" else str(device)
-
-    def _choose(self) -> torch.device:
+    def choose(self) -> torch.device:
+        """The given device, or the best there is."""
         with waiting("starting torch …"):
             from selfjudge.models.device import choose_device
 
@@ -75,8 +69,6 @@ class DeviceOptions:
     def check_gamma(self, rule: AcceptanceRule, gamma: Gamma | None) -> None:
         """Refuse a γ that the rule cannot work with; None is the default of the device, `auto` always works."""
         if gamma is None and rule.matches_needed:
-            if self.device is None:
-                rule.check(default_gamma("cuda"))  # the largest default, before torch is asked for the device
             gamma = default_gamma(self.device_type)
         if isinstance(gamma, int):
             rule.check(gamma)

@@ -15,7 +15,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from selfjudge.cli import bench, decode, demo, doctor, evaluate, label, models, serve, train, tune
+from selfjudge.cli import bench, decode, doctor, evaluate, models, train
 from selfjudge.cli.output import OPTIONS, as_options
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.store import versions
@@ -32,24 +32,24 @@ COMMANDS = {
     "generate": decode.generate,
     "distill": train.distill,
     "export": models.export,
-    "label": label.label,
+    "label": train.label,
     "train": train.train,
     "eval": evaluate.evaluate,
-    "tune": tune.tune,
+    "tune": evaluate.tune,
     "report": evaluate.report,
     "reproduce": evaluate.reproduce,
     "ls": models.ls,
-    "serve": serve.serve,
+    "serve": decode.serve,
     "bench": bench.bench,
-    "demo": demo.demo,
+    "demo": bench.demo,
     "doctor": doctor.doctor,
 }
 for name, command in COMMANDS.items():
     app.command(name)(command)
 
 labels_app = typer.Typer(no_args_is_help=True, help="Label folders: what they hold, and joining them.")
-labels_app.command("merge")(label.merge)
-labels_app.command("info")(label.info)
+labels_app.command("merge")(train.merge)
+labels_app.command("info")(train.info)
 app.add_typer(labels_app, name="labels")
 
 
