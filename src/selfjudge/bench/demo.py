@@ -56,15 +56,11 @@ def same_start(tokens: Sequence[int], others: Sequence[int]) -> float:
 class Demo:
     """A demo. `result` is what it has found so far: it can be printed whenever the demo is stopped.
 
-    `pair` decodes; `whole`, the same models in floats, makes labels and says how likely answers are.
+    `pair` decodes; `full`, the same models in floats, makes labels and says how likely answers are.
     """
 
-    def __init__(
-        self, pair: Pair, config: DemoConfig, notify: Notify = lambda stage, share: None, *, whole: Pair | None = None
-    ) -> None:
-        assert pair.draft is not None
-        self.pair, self.config, self.notify = pair, config, notify
-        self.whole = whole or pair
+    def __init__(self, pair: Pair, full: Pair, config: DemoConfig, notify: Notify) -> None:
+        self.pair, self.full, self.config, self.notify = pair, full, config, notify
         self.prompts = [text for _, text in BUILT_IN[: config.limit]]
         self._encoded = [pair.encode(prompt) for prompt in self.prompts]
         self._plain: list[Generation] = []
@@ -90,7 +86,7 @@ class Demo:
         begun = time.perf_counter()
         try:
             config = LabelConfig(prompts=(f"self:{WRITTEN}",), max_new_tokens=64, suffix_length=10)
-            labels = label_pair(self.whole, folder / "labels", config, notify=self.notify)
+            labels = label_pair(self.full, folder / "labels", config, notify=self.notify)
             own["labels"], own["tau"] = labels["rows"], labels["tau"]
             own["acceptable"] = labels["acceptable"] / labels["rows"]
             own["label_seconds"] = time.perf_counter() - begun
@@ -169,4 +165,4 @@ class Demo:
 
     def _likelihoods(self, answers: Sequence[Sequence[int]]) -> list[Likelihood]:
         """The target's view of an answer to each prompt."""
-        return compute_likelihoods(self.whole, list(zip(self._encoded, answers, strict=True)))
+        return compute_likelihoods(self.full, list(zip(self._encoded, answers, strict=True)))

@@ -139,7 +139,7 @@ def demo(
         if full.dtype == "q4":
             progress("reading the weights as floats, for log-likelihoods")
             full = in_floats(pair)
-        run = Demo(pair, config, progress, whole=full)
+        run = Demo(pair, full, config, progress)
         say = (lambda text: None) if as_json else progress.print
         try:
             if config.labels:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -23,10 +23,6 @@ from selfjudge.store import RunFolder
 from selfjudge.tune.calibration import check_calibration
 from selfjudge.tune.config import TuneConfig
 from selfjudge.tune.recipe import RECIPE
-
-if TYPE_CHECKING:
-    from selfjudge.evaluate.answerer import Answerer
-    from selfjudge.models.pair import Pair
 
 
 @config_options(PairOptions, "models", without=("draft_dtype",))
@@ -63,17 +59,20 @@ def evaluate(
         raise SelfJudgeError(RECIPE_IS_COMPLETE)
     setup = Setup.of(recipe, models, OPEN_REQUEST)
     if setup.recipe is not None:
-        models, judge = (
-            setup.models,
-            [*(judge or []), *([f"recipe={setup.request.judge}"] if setup.request.judge else [])],
-        )
+        models = setup.models
+        if setup.request.judge:
+            judge = [*(judge or []), f"recipe={setup.request.judge}"]
         config = replace(config, rules=tuple(dict.fromkeys(("exact", setup.recipe.rule))), gammas=(setup.recipe.gamma,))
     config.check()
     sources = _judges(judge, models, config)
     _check_rules(config, models, sources)
     check_examples(config)
 
-    pair, answerer = _load(setup, where, sources)
+    if where.backend == "vllm":
+        pair, answerer = where.answerer(models, next(iter(sources.values()), None))
+        setup.check_pair(pair)
+    else:
+        pair, answerer = setup.load(full_precision=True), None
 
     from selfjudge.evaluate.pipeline import evaluate_rules
     from selfjudge.judge.model import Judge
@@ -88,16 +87,6 @@ def evaluate(
         return
     print_rows([_row(summary) for summary in summaries])
     typer.echo(f"rows and summaries are in {out}; draw them with: selfjudge report {out}")
-
-
-def _load(setup: Setup, where: BackendOptions, judges: dict[str, str]) -> tuple[Pair, Answerer | None]:
-    """The pair, and who answers if it is not this process."""
-    if where.backend != "vllm":
-        return setup.load(full_precision=True), None
-    pair, answerer = where.answerer(setup.models, next(iter(judges.values()), None))
-    if setup.recipe is not None:
-        setup.recipe.check(pair, warn)
-    return pair, answerer
 
 
 def _row(summary: dict[str, Any]) -> dict[str, Any]:

@@ -238,10 +238,16 @@ def distill(
 
     from selfjudge.distill.pipeline import distill_draft
 
-    if pair.target.device.type == "cpu" and not config.prompts:
-        warn("on a CPU so many answers take hours; docs/distill.md has a small first try")
+    hints = ["on a CPU so many answers take hours; docs/distill.md has a small first try"]
+    slow = pair.target.device.type == "cpu" and not config.prompts
     with Progress(resume="the same command goes on from here") as update:
-        result = distill_draft(pair, out, config, data=data, notify=update)
+
+        def notify(stage: str, share: float) -> None:
+            if slow and hints:  # said when work begins, not before a refusal
+                warn(hints.pop())
+            update(stage, share)
+
+        result = distill_draft(pair, out, config, data=data, notify=notify)
     if as_json:
         print_json(result)
         return
