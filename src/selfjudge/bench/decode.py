@@ -146,9 +146,9 @@ def _row(run: TimedRun, baseline: TimedRun, plain: TimedRun) -> dict[str, Any]:
 def _best(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Each name at its own best γ, and our `exact` against the peers at theirs."""
     best = {row["name"]: row for row in sorted(rows, key=lambda row: row["tokens_per_second"])}
-    exact = best["selfjudge-exact"]["tokens_per_second"]
+    exact = best.get("selfjudge-exact")  # without any γ there is none
     peers = ("transformers-plain", "transformers-assisted", "selfjudge-plain")
-    ratio = {peer: exact / best[peer]["tokens_per_second"] for peer in peers if peer in best}
+    ratio = {p: exact["tokens_per_second"] / best[p]["tokens_per_second"] for p in peers if exact and p in best}
     return {"gamma": {name: row["gamma"] for name, row in best.items()}, "exact_over": ratio}
 
 

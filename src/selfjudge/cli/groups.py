@@ -69,6 +69,8 @@ class DeviceOptions:
     def check_gamma(self, rule: AcceptanceRule, gamma: Gamma | None) -> None:
         """Refuse a γ that the rule cannot work with; None is the default of the device, `auto` always works."""
         if gamma is None and rule.matches_needed:
+            if self.device is None:
+                rule.check(default_gamma("cuda"))  # the largest default, before torch is asked for the device
             gamma = default_gamma(self.device_type)
         if isinstance(gamma, int):
             rule.check(gamma)
