@@ -18,9 +18,9 @@ from draft_quality import DraftBenchConfig, bench_draft
 from selfjudge.cli.output import Progress
 from selfjudge.distill.config import DistillConfig, Schedule
 from selfjudge.distill.data import DataMaker
-from selfjudge.distill.export import export_student
-from selfjudge.distill.student import Student
-from selfjudge.distill.train import StudentLearner, Trainer
+from selfjudge.distill.pipeline import export_student
+from selfjudge.distill.student import Student, StudentLearner
+from selfjudge.distill.train import Trainer
 from selfjudge.models.convert import draft_model
 from selfjudge.models.loaded import Draft
 from selfjudge.models.pair import Pair
@@ -107,7 +107,7 @@ def main() -> None:
         o.final = max(study, key=lambda run: run["runs"][-1]["m_gamma_10"])["shape"]
     student, state = trained(o.final, o.final_minutes)
     maker = DataMaker(pair, shaped(settings, o.final), RunFolder(o.out / "draft"), o.data, progress)
-    export_student(maker, student, data, state)
+    export_student(maker, StudentLearner(student, data), state)
     write_json(
         o.out / "final.json", {**measured(student, o.final), "minutes": o.final_minutes, "history": state.history}
     )

@@ -23,8 +23,8 @@ from conftest import CONFIGS, VOCAB, tiny_model
 from runs import full_disk
 from selfjudge.distill.config import DistillConfig, Schedule
 from selfjudge.distill.data import Corpus, Dataset, Job, chunks, jobs, largest, teacher
-from selfjudge.distill.student import Student, distillation_loss
-from selfjudge.distill.train import StudentLearner, Trainer, TrainingState, top1
+from selfjudge.distill.student import Student, StudentLearner, TopKLoss
+from selfjudge.distill.train import Trainer, TrainingState
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.convert import draft_model, materialise, read_compact, write_compact
 from selfjudge.models.loaded import Target
@@ -222,7 +222,7 @@ def test_the_loss_and_its_gradients_are_those_of_autograd(monkeypatch: pytest.Mo
             p = best.values.exp() / best.values.exp().sum(-1, keepdim=True)
             loss = -(p * (h @ w.T).log_softmax(-1).gather(1, best.indices)).sum(-1).mean()
         else:
-            loss = distillation_loss(h, w, best.values, best.indices.int())
+            loss = TopKLoss.apply(h, w, best.values, best.indices.int())
         (2.5 * loss).backward()
         results.append((loss.detach(), h.grad, w.grad))
     for expected, found in zip(*results, strict=True):
@@ -277,10 +277,11 @@ def learnable(target: hf.PreTrainedModel) -> Corpus:
 def test_a_student_learns(tmp_path: Path) -> None:
     target = tiny_model(seed=4)
     student, corpus = Student(target, shape(1, 64)), learnable(target)
-    before = top1(student, corpus)["all"]
+    learner = StudentLearner(student, Dataset(corpus, corpus, {}))
+    before = learner.agreement()["all"]
     schedule = Schedule(9, steps=200, rate=5e-3, batch_tokens=100)
     state = train(student, corpus, tmp_path / "train", schedule, quiet)
-    after = top1(student, corpus)
+    after = learner.agreement()
     assert before < 0.3
     assert after["all"] == after["made up"] == state.best > 0.8
     assert state.history[-1]["loss"] < 0.5 * state.history[0]["loss"]

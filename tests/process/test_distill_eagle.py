@@ -20,7 +20,7 @@ import selfjudge.distill.data as data_module
 import selfjudge.distill.eagle as eagle_module
 from conftest import VOCAB, tiny_model
 from selfjudge.distill.config import DistillConfig
-from selfjudge.distill.data import Corpus, choose_held_out
+from selfjudge.distill.data import Corpus, Dataset, choose_held_out
 from selfjudge.distill.eagle import (
     DECAY,
     HeadLearner,
@@ -67,7 +67,7 @@ def learner_of(
     head = new_head(target, config, ids, sizes, seed)
     for p in head.layers.parameters():
         torch.nn.init.normal_(p, 1.0 if p.dim() == 1 else 0.0, 0.3)
-    return HeadLearner(target, head, sizes, corpus, corpus, UNROLL)
+    return HeadLearner(target, head, sizes, Dataset(corpus, corpus, {}), UNROLL)
 
 
 def drafted(learner: HeadLearner, ids: list[int], start: int, tokens: list[int]) -> list[Tensor]:
@@ -190,10 +190,9 @@ def test_the_draft_vocabulary_is_what_answers_are_made_of() -> None:
 
 def test_some_prompts_of_every_source_are_held_out() -> None:
     sources = "aaaaaaaabbbc"
-    assert choose_held_out(sources, 4, by_source=False) == {0, 1, 2, 3}
-    assert choose_held_out(sources, 4, by_source=True) == {0, 1, 2, 8}
-    assert choose_held_out(sources, 99, by_source=True) == {0, 1, 2, 3, 8}
-    assert choose_held_out(sources[-1:], 4, by_source=True) == {0}
+    assert choose_held_out(sources, 4) == {0, 1, 2, 8}
+    assert choose_held_out(sources, 99) == {0, 1, 2, 3, 8}
+    assert choose_held_out(sources[-1:], 4) == {0}
 
 
 def test_a_folded_head_reads_the_states_as_they_are(tmp_path: Path) -> None:

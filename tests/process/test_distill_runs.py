@@ -21,13 +21,14 @@ import transformers as hf
 from safetensors.torch import load_file
 
 import selfjudge.distill.data as data_module
-import selfjudge.distill.export
+import selfjudge.distill.pipeline
 from fake_gguf import write_model
 from runs import content, full_disk
 from selfjudge.decoding.plain import respond
 from selfjudge.decoding.text import generate
 from selfjudge.distill.config import DistillConfig
 from selfjudge.distill.pipeline import distill_draft
+from selfjudge.distill.student import StudentLearner
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.convert import materialise, read_compact
 from selfjudge.models.gguf import GgufFile
@@ -71,7 +72,7 @@ def test_a_whole_run(
     pair: Pair, checkpoints: dict[str, str], settings: DistillConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        selfjudge.distill.export, "INT8_LOSS", 1.0
+        selfjudge.distill.pipeline, "INT8_LOSS", 1.0
     )  # a few held-out answers tell nothing about rounding
     out = tmp_path / "out"
     told: list[tuple[str, float]] = []
@@ -130,9 +131,13 @@ def test_float16_is_kept_where_int8_costs_agreement(
     pair: Pair, settings: DistillConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = iter([{"all": 0.75}, {"all": 0.25}])
-    monkeypatch.setattr(selfjudge.distill.export, "top1", lambda *_: next(measured))
+
+    def notify(stage: str, share: float) -> None:
+        if stage == "writing":
+            monkeypatch.setattr(StudentLearner, "agreement", lambda _: next(measured))
+
     out = tmp_path / "out"
-    result = distill_draft(pair, out, settings)
+    result = distill_draft(pair, out, settings, notify=notify)
     assert result["compact"]["format"] == "float16"
     assert result["compact"]["bytes"] >= 2 * result["parameters"]
     best = {
@@ -220,8 +225,7 @@ def test_kill_9_while_prompts_are_written_loses_none_of_them(
         time.sleep(0.002)
     running.send_signal(signal.SIGKILL)
     running.wait()
-    with Journal(journal, WrittenRow) as written:
-        kept = len(written.rows)
+    kept = len(Journal(journal, WrittenRow).rows)
     assert kept >= 5
     pair = Pair.load(writing, device="cpu", needs_draft=False)
     config = replace(
@@ -326,7 +330,7 @@ def test_a_disk_that_fills_up_while_models_are_written(
     import resource
 
     monkeypatch.setattr(
-        selfjudge.distill.export, "INT8_LOSS", 1.0
+        selfjudge.distill.pipeline, "INT8_LOSS", 1.0
     )  # 100,000 bytes hold the compact form and no checkpoint
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 

@@ -193,16 +193,15 @@ ROWS = [{"part": n // 3, "index": n, "tokens": [n, 7], "finish": "eos"} for n in
 
 
 def journal_of(path: Path) -> list[dict[str, Any]]:
-    with Journal(path, WrittenRow) as journal:
-        return [{key: value for key, value in row.items() if key != "seconds"} for row in journal.rows]
+    return [{k: value for k, value in row.items() if k != "seconds"} for row in Journal(path, WrittenRow).rows]
 
 
 def test_a_journal_cut_short_anywhere_keeps_its_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "work" / "written.jsonl"
-    with Journal(path, WrittenRow) as journal:
-        for number, row in enumerate(ROWS):
-            journal.add(row)
-            assert journal_of(path) == ROWS[: number + 1]  # a kill from now on does not lose it
+    journal = Journal(path, WrittenRow)
+    for number, row in enumerate(ROWS):
+        journal.add(row)
+        assert journal_of(path) == ROWS[: number + 1]  # a kill from now on does not lose it
     whole = path.read_bytes()
     assert journal_of(path) == ROWS
     for size in range(0, len(whole), 7):
@@ -211,16 +210,14 @@ def test_a_journal_cut_short_anywhere_keeps_its_whole_lines(tmp_path: Path) -> N
         lines = [line for line in whole[:size].split(b"\n") if line]
         assert kept == ROWS[: len(kept)]
         assert len(lines) - 1 <= len(kept) <= len(lines)
-        with Journal(path, WrittenRow) as journal:
-            journal.add(ROWS[-1])
+        Journal(path, WrittenRow).add(ROWS[-1])
         assert journal_of(path) == [*kept, ROWS[-1]]
 
 
 @pytest.mark.parametrize("line", [b"{}", b"[1]", b"\xff\xfe", b'{"part": -1}', b"null", b"[" * 5000])
 def test_a_line_of_a_journal_that_is_none_is_left_out(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "written.jsonl"
-    with Journal(path, WrittenRow) as journal:
-        journal.add(ROWS[0])
+    Journal(path, WrittenRow).add(ROWS[0])
     path.write_bytes(line + b"\n" + path.read_bytes() + line + b"\n")
     assert journal_of(path) == ROWS[:1]
     Journal(path, WrittenRow).remove()
@@ -230,11 +227,11 @@ def test_a_line_of_a_journal_that_is_none_is_left_out(tmp_path: Path, line: byte
 
 def test_a_journal_knows_how_long_was_worked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
-    monkeypatch.setattr("selfjudge.store.journal.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("selfjudge.store.run_folder.time.monotonic", lambda: clock[0])
     path = tmp_path / "written.jsonl"
     for spent in (0.0, 20.0, 50.0):
-        with Journal(path, WrittenRow) as journal:
-            assert journal.seconds == spent
-            clock[0] += 20.0 if not spent else 30.0
-            journal.add(ROWS[0])
+        journal = Journal(path, WrittenRow)
+        assert journal.seconds == spent
+        clock[0] += 20.0 if not spent else 30.0
+        journal.add(ROWS[0])
         clock[0] += 1000.0  # until somebody goes on

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ FREE = ("minutes", "steps", "batch", "data_minutes")
 class Schedule:
     """How long a draft is trained, and how fast."""
 
-    minutes: float
+    minutes: float = 8.0
     steps: int | None = None
     """Steps of training instead of minutes: such a training can be repeated."""
     rate: float = 4e-3
@@ -32,26 +32,23 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class KindDefaults:
+class DraftKind:
     """Defaults of a kind of draft."""
 
     prompts: tuple[str, ...]
     answers: int
     """Answers per prompt."""
-    rate: float
-    batch_tokens: int
-    evaluations: int
-    patience: int
+    schedule: Schedule
 
 
 KINDS = {
-    "layers": KindDefaults(("self:20000x3",), 3, 4e-3, 65536, 10, 4),
-    "eagle3": KindDefaults(  # a head gains most from broad prompts
+    "layers": DraftKind(("self:20000x3",), 3, Schedule()),
+    "eagle3": DraftKind(  # a head gains most from broad prompts
         (
             "self:12000x2", "self-code:6000", "self-math:4000", "self-choices:3000", "self-writing:4000",
             "self-extraction:3000", "self-translation:3000", "self-chats:4000", "self-summaries:2000",
         ),
-        1, 2e-3, 32768, 16, 8,
+        1, Schedule(rate=2e-3, batch_tokens=32768, evaluations=16, patience=8),
     ),
 }  # fmt: skip
 
@@ -92,9 +89,9 @@ class DistillConfig:
 
     @property
     def schedule(self) -> Schedule:
-        default = KINDS[self.kind]
+        default = KINDS[self.kind].schedule
         rate, tokens = self.rate or default.rate, self.batch_tokens or default.batch_tokens
-        return Schedule(self.minutes, self.steps, rate, tokens, default.evaluations, default.patience, self.seed)
+        return replace(default, minutes=self.minutes, steps=self.steps, rate=rate, batch_tokens=tokens, seed=self.seed)
 
     def check(self) -> None:
         """Refuse what cannot work before any model is loaded."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from selfjudge.types import Notify
 Row = dict[str, Any]
 """A prompt, as `DistillPrompt` describes it."""
 CHUNK = 4096  # answers per file
+MEASURE_TOKENS = 32768  # tokens of a batch without gradients
 TEMPERATURES = (0.7, 1.0)
 PROMPTS = "work/prompts.jsonl"
 
@@ -68,16 +70,16 @@ class DataMaker:
         held_out, training = (Corpus.read(files, rows, held_out=held, device=device) for held in (True, False))
         return Dataset(training, held_out, seal["yields"])
 
-    @property
+    @cached_property
     def origin(self) -> str:
         """The checksum of the prompts, which all later parts are made from."""
         return sha256(self.run.path / PROMPTS)
 
     def _prompts(self) -> tuple[list[Row], dict[str, Any]]:
         """The prompts in random order, and their seal, which says what became of each source's prompts."""
-        with Journal(self.run.work / "written.jsonl", WrittenRow) as journal:
-            seal = self.run.sealed("prompts", schema=PromptsSeal) or self._make_prompts(journal)
-            journal.remove()
+        journal = Journal(self.run.work / "written.jsonl", WrittenRow)
+        seal = self.run.sealed("prompts", schema=PromptsSeal) or self._make_prompts(journal)
+        journal.remove()
         return list(read_rows(self.run.path / PROMPTS, DistillPrompt)), seal
 
     def _make_prompts(self, journal: Journal) -> dict[str, Any]:
@@ -89,9 +91,7 @@ class DataMaker:
             raise SelfJudgeError("fewer than two prompts are left to learn from: give more with `prompts`")
         random.Random(config.seed).shuffle(records)  # noqa: S311
         answers = {source.name: source.answers for source in config.sources}
-        chosen = choose_held_out(
-            [record.source for record, _ in records], config.held_out, by_source=config.kind == "eagle3"
-        )
+        chosen = choose_held_out([record.source for record, _ in records], config.held_out)
         rows = (
             {"source": record.source, "ids": ids, "answers": answers[record.source], "held_out": i in chosen}
             for i, (record, ids) in enumerate(records)
@@ -100,18 +100,13 @@ class DataMaker:
         return self.run.seal("prompts", [PROMPTS], yields=report, **self._seconds(begun))
 
     def _answers(self, rows: Sequence[Row], spent: float) -> list[Path]:
-        """Files of answers: tokens of prompt and answer, lengths, the target's top-k at every token of the answer.
+        """Files of answers: those of held-out prompts first, the others mixed, until `data_minutes` are spent.
 
-        For a head there is no top-k, and temperatures come mixed: files may be left out, when `data_minutes` are spent.
         `spent` seconds went into the prompts.
         """
-        config = self.config
-        parts = list(enumerate(chunks(jobs(rows, config.seed))))
-        if config.kind == "eagle3":
-            others = [part for part in parts if not part[1][0].held_out]
-            random.Random(config.seed).shuffle(others)  # noqa: S311
-            parts = [part for part in parts if part[1][0].held_out] + others
-        origin = self.origin
+        limit, order = self.config.data_minutes, random.Random(self.config.seed)  # noqa: S311
+        parts = list(enumerate(chunks(jobs(rows, self.config.seed))))
+        parts.sort(key=lambda part: (not part[1][0].held_out, order.random()))
         files: list[Path] = []
         for done, (number, part) in enumerate(parts):
 
@@ -119,62 +114,54 @@ class DataMaker:
                 self.notify(stage, (done + share) / len(parts))
 
             name = f"answers-{number:05d}"
-            seal = self.run.sealed(name, origin)
+            seal = self.run.sealed(name, self.origin)
             if seal is None:
-                learnable = any(not job.held_out for _, before in parts[:done] for job in before)
-                if config.data_minutes is not None and spent > 60 * config.data_minutes and learnable:
+                learnable = done > 0 and not parts[done - 1][1][0].held_out
+                if limit is not None and spent > 60 * limit and learnable:
                     continue  # a later one may be there already
-                seal = self._make_answers(name, rows, part, origin, tell)
+                seal = self._make_answers(name, rows, part, tell)
             spent += seal.get("seconds", 0.0)
             files.append(self.run.work / f"{name}.safetensors")
         return files
 
-    def _make_answers(
-        self, name: str, rows: Sequence[Row], part: Sequence[Job], origin: str, tell: Notify
-    ) -> dict[str, Any]:
-        """Make one file of answers; its seal."""
-        begun = time.monotonic()
-        sequences = self._sequences(rows, part, lambda share: tell("the target answers", share))
-        arrays = {
-            "tokens": np.concatenate([np.asarray([*prompt, *answer], np.int32) for prompt, answer in sequences]),
-            "prompt_lengths": np.asarray([len(prompt) for prompt, _ in sequences], np.int32),
-            "lengths": np.asarray([len(prompt) + len(answer) for prompt, answer in sequences], np.int32),
-            "prompts": np.asarray([job.prompt for job in part], np.int32),
-        }
-        if self.config.kind == "layers":
-            tell("the target answers, top-k", 0.0)
-            arrays["log_p"], arrays["index"] = teacher(self.pair, sequences, self.config.top_k)
-        write_tensors(self.run.work / f"{name}.safetensors", arrays, {"temperature": part[0].temperature})
-        return self.run.seal(name, [f"work/{name}.safetensors"], origin, **self._seconds(begun))
-
-    def _seconds(self, begun: float) -> dict[str, Any]:
-        """The seconds since then, for a seal: only where time is limited, or repeated work would leave other bytes."""
-        return {} if self.config.data_minutes is None else {"seconds": round(time.monotonic() - begun, 1)}
-
-    def _sequences(self, rows: Sequence[Row], part: Sequence[Job], tell: Callable[[float], None]) -> Sequences:
-        """Prompts and the target's answers to them."""
-        tell(0.0)
+    def _make_answers(self, name: str, rows: Sequence[Row], part: Sequence[Job], tell: Notify) -> dict[str, Any]:
+        """Make a file: tokens of prompts and answers, lengths, for a student the target's top-k at answer tokens."""
+        begun, stage, config = time.monotonic(), "the target answers", self.config
+        tell(stage, 0.0)
         prompts = [rows[job.prompt]["ids"] for job in part]
         answers: dict[int, list[int]] = {}
         for index, tokens, _ in respond(
             self.pair.target_model,
             prompts,
             eos_ids=self.pair.eos_ids,
-            max_new_tokens=self.config.max_new_tokens,
+            max_new_tokens=config.max_new_tokens,
             sampling=Sampling(part[0].temperature) if part[0].temperature else None,
             seeds=[job.seed for job in part],
-            batch=self.config.batch,
+            batch=config.batch,
         ):
             answers[index] = tokens
             if len(answers) % 64 == 0:
-                tell(len(answers) / len(part))
-        return [(prompt, answers[i]) for i, prompt in enumerate(prompts)]
+                tell(stage, len(answers) / len(part))
+        sequences = [(prompt, answers[i]) for i, prompt in enumerate(prompts)]
+        arrays = {
+            "tokens": np.concatenate([np.asarray([*prompt, *answer], np.int32) for prompt, answer in sequences]),
+            "prompt_lengths": np.asarray([len(prompt) for prompt, _ in sequences], np.int32),
+            "lengths": np.asarray([len(prompt) + len(answer) for prompt, answer in sequences], np.int32),
+            "prompts": np.asarray([job.prompt for job in part], np.int32),
+        }
+        if config.kind == "layers":
+            tell(f"{stage}, top-k", 0.0)
+            arrays["log_p"], arrays["index"] = teacher(self.pair, sequences, config.top_k)
+        write_tensors(self.run.work / f"{name}.safetensors", arrays)
+        return self.run.seal(name, [f"work/{name}.safetensors"], self.origin, **self._seconds(begun))
+
+    def _seconds(self, begun: float) -> dict[str, Any]:
+        """The seconds since then, for a seal: only where time is limited, or repeated work would leave other bytes."""
+        return {} if self.config.data_minutes is None else {"seconds": round(time.monotonic() - begun, 1)}
 
 
-def choose_held_out(sources: Sequence[str], count: int, *, by_source: bool) -> set[int]:
-    """Which prompts are held out: the first, at most half of them; or as many of each source, at most half of each."""
-    if not by_source:
-        return set(range(min(count, len(sources) // 2)))
+def choose_held_out(sources: Sequence[str], count: int) -> set[int]:
+    """Which prompts are held out: as many of each source, at most half of each."""
     places: dict[str, list[int]] = {}
     for i, source in enumerate(sources):
         places.setdefault(source, []).append(i)
@@ -184,25 +171,23 @@ def choose_held_out(sources: Sequence[str], count: int, *, by_source: bool) -> s
 
 def jobs(rows: Sequence[Row], seed: int) -> list[Job]:
     """Every answer to make: of held-out prompts first, greedy alone, then of the others by temperature."""
-    held_out = [Job(i, 0.0, 0, True) for i, row in enumerate(rows) if row["held_out"]]
+    every = [Job(i, 0.0, 0, True) for i, row in enumerate(rows) if row["held_out"]]
     training = [i for i, row in enumerate(rows) if not row["held_out"]]
-    every = held_out + [Job(i, 0.0, 0, False) for i in training]
-    for n in range(1, max(row["answers"] for row in rows)):
-        temperature = TEMPERATURES[(n - 1) % len(TEMPERATURES)]
+    for n in range(max(row["answers"] for row in rows)):
+        temperature = TEMPERATURES[(n - 1) % len(TEMPERATURES)] if n else 0.0
         every += [
-            Job(i, temperature, ((seed * 1_000_003 + n) * 1_000_003 + i) % (1 << 63), False)
+            Job(i, temperature, ((seed * 1_000_003 + n) * 1_000_003 + i) % (1 << 63) if n else 0, False)
             for i in training
             if rows[i]["answers"] > n
         ]
     return every
 
 
-def chunks(every: Sequence[Job]) -> Iterator[list[Job]]:
+def chunks(every: Sequence[Job]) -> Iterator[Sequence[Job]]:
     """Pieces of at most CHUNK answers of one temperature, all of them held out or none."""
     for _, group in groupby(every, key=lambda job: (job.held_out, job.temperature)):
         alike = list(group)
-        for start in range(0, len(alike), CHUNK):
-            yield alike[start : start + CHUNK]
+        yield from (alike[start : start + CHUNK] for start in range(0, len(alike), CHUNK))
 
 
 @torch.no_grad()
@@ -210,8 +195,8 @@ def teacher(pair: Pair, sequences: Sequences, k: int) -> tuple[Any, Any]:
     """[R, k] log-probabilities (float16) and ids (int32) at every token of every answer, in order."""
     k = min(k, pair.target.get_output_embeddings().weight.shape[0])
     starts = np.cumsum([0, *(len(answer) for _, answer in sequences)])
-    log_p = np.empty((starts[-1], k), np.float16)
-    index = np.empty((starts[-1], k), np.int32)
+    log_p = torch.empty((starts[-1], k), dtype=torch.float16)
+    index = torch.empty((starts[-1], k), dtype=torch.int32)
     for part, hidden in teacher_forced(pair.target_model, sequences):
         values, places = [], []
         for piece in hidden.split(logit_rows(pair.target)):
@@ -219,14 +204,12 @@ def teacher(pair: Pair, sequences: Sequences, k: int) -> tuple[Any, Any]:
             best, tokens = largest(logits, k)
             values.append((best.float() - logits.float().logsumexp(-1, keepdim=True)).half())
             places.append(tokens.int())
-        part_p, part_i = torch.cat(values).cpu().numpy(), torch.cat(places).cpu().numpy()
-        at = 0
-        for i in part:
-            size = len(sequences[i][1])
-            log_p[starts[i] : starts[i] + size] = part_p[at : at + size]
-            index[starts[i] : starts[i] + size] = part_i[at : at + size]
-            at += size
-    return log_p, index
+        sizes = [len(sequences[i][1]) for i in part]
+        for i, p, t in zip(
+            part, torch.cat(values).cpu().split(sizes), torch.cat(places).cpu().split(sizes), strict=True
+        ):
+            log_p[starts[i] : starts[i + 1]], index[starts[i] : starts[i + 1]] = p, t
+    return log_p.numpy(), index.numpy()
 
 
 def largest(logits: Tensor, k: int, group: int = 128) -> tuple[Tensor, Tensor]:

@@ -14,21 +14,20 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from selfjudge.distill.data import Corpus
+from selfjudge.distill.data import MEASURE_TOKENS, Corpus, Dataset
 from selfjudge.distill.train import HeldOutScore
 from selfjudge.engine.teacher_forced import sdpa_without_cudnn
 from selfjudge.models.eagle import EagleConfig, EagleHead, captured_states
 
 DECAY = 0.8  # weight of a step in the loss over that of the step before
 LOSS_ROWS = 4096  # rows of logits at a time
-MEASURE_TOKENS = 32768  # tokens of a batch without gradients
 
 
 @dataclass(frozen=True)
@@ -68,14 +67,11 @@ def read_batch(target: PreTrainedModel, aux_layers: tuple[int, ...], corpus: Cor
     return TargetPass(ids, prompts, lengths, torch.cat(states, -1), final)
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Root mean squares, over tokens of answers, of what a head reads and of what the output matrix multiplies."""
+class Sizes(NamedTuple):
+    """Root mean squares, over tokens of answers: of the features [3H] and of the final states [H]."""
 
     features: Tensor
-    """[3H] sizes of the features."""
     states: Tensor
-    """[H] sizes of the final states."""
 
 
 @torch.no_grad()
@@ -119,16 +115,16 @@ def new_head(target: PreTrainedModel, config: EagleConfig, draft_ids: Tensor, si
     return head.bind(target, dtype=torch.float32)
 
 
+@dataclass(eq=False)
 class HeadLearner:
     """A head that learns to draft `unroll` tokens in a row; m at that γ is measured."""
 
+    target: PreTrainedModel
+    head: EagleHead
+    sizes: Sizes
+    data: Dataset
+    unroll: int
     layers: tuple[str, ...] = ("fc.", "layers.")
-
-    def __init__(
-        self, target: PreTrainedModel, head: EagleHead, sizes: Sizes, corpus: Corpus, held_out: Corpus, unroll: int
-    ) -> None:
-        self.target, self.head, self.sizes, self.unroll = target, head, sizes, unroll
-        self.corpus, self.held_out = corpus, held_out
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return self.head.named_parameters()
@@ -154,7 +150,7 @@ class HeadLearner:
 
     def loss(self, rows: Tensor) -> tuple[Tensor, int]:
         """Cross-entropy against the target's distribution over the draft vocabulary, later steps weighing less."""
-        batch = read_batch(self.target, self.head.config.aux_layers, self.corpus, rows)
+        batch = read_batch(self.target, self.head.config.aux_layers, self.data.training, rows)
         assert self.head.output is not None
         row, column = batch.answered.nonzero(as_tuple=True)
         since = column - batch.prompts[row]  # tokens of the answer before it: a draft of so many steps may lead here
@@ -179,14 +175,14 @@ class HeadLearner:
         """m at γ = `unroll`, greedy and exact, and how often each step is right where those before it are."""
         seen: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros(2, self.unroll, dtype=torch.long))
         passes: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0])
-        for rows in self.held_out.batches(MEASURE_TOKENS, torch.Generator().manual_seed(0)):
-            batch = read_batch(self.target, self.head.config.aux_layers, self.held_out, rows)
+        for rows in self.data.held_out.batches(MEASURE_TOKENS, torch.Generator().manual_seed(0)):
+            batch = read_batch(self.target, self.head.config.aux_layers, self.data.held_out, rows)
             lengths = self._right_in_a_row(batch).cpu()
             for row, i in enumerate(rows.tolist()):
                 first, end = int(batch.prompts[row]) - 1, int(batch.lengths[row]) - 2
                 accepted = lengths[row, first : max(first, end)]
                 tokens, cycles = simulate(accepted.tolist())
-                for key in ("all", self.held_out.sources[i]):
+                for key in ("all", self.data.held_out.sources[i]):
                     seen[key] += reached_and_right(accepted, self.unroll)
                     passes[key][0] += tokens
                     passes[key][1] += cycles

@@ -7,7 +7,8 @@ turns them into an ordinary checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,30 +17,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from selfjudge.distill.config import HEAD, DistillConfig
+from selfjudge.distill.data import MEASURE_TOKENS, Corpus, Dataset
+from selfjudge.distill.train import HeldOutScore
+from selfjudge.engine.teacher_forced import sdpa_without_cudnn
 
 LOSS_ROWS = 8192  # rows of logits at a time
-
-
-def student_config(config: DistillConfig, target: PreTrainedModel) -> dict[str, Any]:
-    """The configuration of an ordinary Llama or Qwen2 of this size with the target's vocabulary."""
-    large = target.config.get_text_config()
-    heads = config.width // HEAD
-    return {
-        "model_type": "qwen2" if large.model_type == "qwen2" else "llama",
-        "vocab_size": target.get_input_embeddings().weight.shape[0],
-        "hidden_size": config.width,
-        "intermediate_size": config.inner or round(config.width * 8 / 3 / 64) * 64,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "max_position_embeddings": large.max_position_embeddings,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-        "bos_token_id": large.bos_token_id,
-        "eos_token_id": large.eos_token_id,
-        "pad_token_id": large.pad_token_id,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    }
 
 
 class Student(nn.Module):
@@ -50,7 +32,24 @@ class Student(nn.Module):
 
     def __init__(self, target: PreTrainedModel, config: DistillConfig) -> None:
         super().__init__()
-        self.raw = student_config(config, target)
+        large, heads = target.config.get_text_config(), config.width // HEAD
+        self.raw = {
+            "model_type": "qwen2" if large.model_type == "qwen2" else "llama",
+            "vocab_size": target.get_input_embeddings().weight.shape[0],
+            "hidden_size": config.width,
+            "intermediate_size": config.inner or round(config.width * 8 / 3 / 64) * 64,
+            "num_hidden_layers": config.layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads,
+            "max_position_embeddings": large.max_position_embeddings,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": False,
+            "bos_token_id": large.bos_token_id,
+            "eos_token_id": large.eos_token_id,
+            "pad_token_id": large.pad_token_id,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        }
+        """The configuration of an ordinary Llama or Qwen2 of this size with the target's vocabulary."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
             self.model = AutoModel.from_config(
@@ -87,6 +86,51 @@ class Student(nn.Module):
             own.copy_(tensors[name])
 
 
+class StudentLearner:
+    """A student that learns from the target's most likely tokens; its top-1 agreement with the target is measured."""
+
+    layers: tuple[str, ...] = ("model.",)
+
+    def __init__(self, student: Student, data: Dataset) -> None:
+        self.student, self.data = student, data
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.student.named_parameters()
+
+    def _read(self, corpus: Corpus, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """The student's states where it predicts, its output matrix, where that is, and the teacher's top-k there."""
+        device = self.student.proj_in.device
+        ids, predicts, log_p, index = corpus.batch(rows, device)
+        with sdpa_without_cudnn(), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            output = self.student.output()
+            hidden = self.student.hidden(ids)[predicts].to(output.dtype)
+        return hidden, output, predicts, log_p, index
+
+    def loss(self, rows: Tensor) -> tuple[Tensor, int]:
+        hidden, output, _, log_p, index = self._read(self.data.training, rows)
+        loss: Tensor = TopKLoss.apply(hidden, output, log_p, index)  # outside autocast: its softmax would be float32
+        return loss, len(index)
+
+    @torch.no_grad()
+    def agreement(self) -> dict[str, float]:
+        """How often the student's most likely token is the target's over all held-out answers, and by source."""
+        corpus, right, seen = self.data.held_out, Counter[str](), Counter[str]()
+        self.student.eval()
+        for rows in corpus.batches(MEASURE_TOKENS, torch.Generator().manual_seed(0)):
+            hidden, output, predicts, _, index = self._read(corpus, rows)
+            same = torch.cat([(h @ output.T).argmax(-1) for h in hidden.split(LOSS_ROWS)]) == index[:, 0]
+            for row, answer in zip(rows.tolist(), same.split(predicts.sum(1).tolist()), strict=True):
+                for key in ("all", corpus.sources[row]):
+                    right[key] += int(answer.sum())
+                    seen[key] += len(answer)
+        self.student.train()
+        return {key: right[key] / seen[key] for key in right}
+
+    def measure(self) -> HeldOutScore:
+        agreement = self.agreement()["all"]
+        return HeldOutScore(agreement, {"top1": round(agreement, 4)}, f"top-1 {agreement:.1%}")
+
+
 def _principal(matrix: Tensor, width: int, scale: float) -> Tensor:
     """[H, W] the directions in which the rows of a matrix vary most; projected rows have the deviation `scale`."""
     wide = matrix.float()
@@ -99,10 +143,11 @@ def _principal(matrix: Tensor, width: int, scale: float) -> Tensor:
     return scaled.contiguous()
 
 
-class _TopKLoss(torch.autograd.Function):
-    """Cross-entropy against the teacher's top-k, renormalised; logits exist for LOSS_ROWS rows at a time only.
+class TopKLoss(torch.autograd.Function):
+    """Mean over rows of −Σ p log q: hidden [R, W], output [V, W], the teacher's top-k [R, k] each, renormalised.
 
-    The gradient of the logits is softmax − p: it is computed in the forward pass, and no logits are kept for backward.
+    Logits exist for LOSS_ROWS rows at a time only. The gradient of the logits is softmax − p: it is computed in the
+    forward pass, and no logits are kept for backward.
     """
 
     @staticmethod
@@ -128,9 +173,3 @@ class _TopKLoss(torch.autograd.Function):
         grad_hidden, grad_output = context.saved_tensors
         scale = grads[0] / context.rows
         return grad_hidden * scale.to(grad_hidden.dtype), grad_output * scale.to(grad_output.dtype), None, None
-
-
-def distillation_loss(hidden: Tensor, output: Tensor, log_p: Tensor, index: Tensor) -> Tensor:
-    """Mean over rows of −Σ p log q; hidden [R, W], output [V, W], the teacher's top-k [R, k] each."""
-    loss: Tensor = _TopKLoss.apply(hidden, output, log_p, index)
-    return loss

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,9 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from selfjudge.distill.config import Schedule
-from selfjudge.distill.data import Corpus, Dataset
-from selfjudge.distill.student import Student, distillation_loss
-from selfjudge.engine.teacher_forced import sdpa_without_cudnn
+from selfjudge.distill.data import Dataset
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.weights import check_finite
 from selfjudge.store import read_tensors, write_tensors
@@ -57,14 +54,14 @@ class HeldOutScore(NamedTuple):
 class Learner(Protocol):
     """A model in training: its parameters, its loss and its measure."""
 
-    corpus: Corpus
+    data: Dataset
     layers: tuple[str, ...]
     """Prefixes of the names of parameters in layers: Muon trains the matrices among them."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
     def loss(self, rows: Tensor) -> tuple[Tensor, int]:
-        """The loss on these rows of the corpus, and how many tokens it is a mean over."""
+        """The loss on these rows of the training corpus, and how many tokens it is a mean over."""
 
     def measure(self) -> HeldOutScore:
         """How good it is on held-out answers."""
@@ -114,7 +111,7 @@ class Trainer:
         try:
             while self.share < 1.0:
                 generator = torch.Generator().manual_seed(self.schedule.seed * 1_000_003 + self.state.epoch)
-                batches = self.learner.corpus.batches(self.schedule.batch_tokens, generator)
+                batches = self.learner.data.training.batches(self.schedule.batch_tokens, generator)
                 for rows in batches[self.state.position :]:
                     self._learn(rows)
                     if self.share * evaluations >= evaluated + 1:
@@ -144,15 +141,6 @@ class Trainer:
         rate = self.schedule.rate * warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * self.share)))
         for group in (group for optimiser in self.optimisers for group in optimiser.param_groups):
             group["lr"] = rate
-        loss, count = self._step(rows)
-        self.loss = loss if self.loss is None else 0.98 * self.loss + 0.02 * loss
-        state.step, state.tokens, state.position = state.step + 1, state.tokens + count, state.position + 1
-        if self.device.type == "cuda" and state.step % 8 == 0:
-            torch.cuda.synchronize(self.device)  # or the clock runs ahead of the device
-        now = time.monotonic()
-        state.seconds, self.clock = state.seconds + now - self.clock, now
-
-    def _step(self, rows: Tensor) -> tuple[Tensor, int]:
         loss, count = self.learner.loss(rows)
         for p in self.parameters.values():
             p.grad = None
@@ -160,7 +148,12 @@ class Trainer:
         torch.nn.utils.clip_grad_norm_(self.parameters.values(), 1.0)
         for optimiser in self.optimisers:
             optimiser.step()
-        return loss.detach(), count
+        self.loss = loss.detach() if self.loss is None else 0.98 * self.loss + 0.02 * loss.detach()
+        state.step, state.tokens, state.position = state.step + 1, state.tokens + count, state.position + 1
+        if self.device.type == "cuda" and state.step % 8 == 0:
+            torch.cuda.synchronize(self.device)  # or the clock runs ahead of the device
+        now = time.monotonic()
+        state.seconds, self.clock = state.seconds + now - self.clock, now
 
     def _evaluate(self) -> None:
         """Measure the learner on held-out answers and keep the best weights; this time is not training."""
@@ -206,41 +199,15 @@ class Trainer:
         if shapes != {k[4:]: v.shape for k, v in arrays.items() if k.startswith("now.")}:
             raise SelfJudgeError(f"{file} belongs to a student of another shape: remove it or name another `out`")
         check_finite(((name, torch.from_numpy(array)) for name, array in arrays.items()), file)
+        owner = {
+            p: optimiser for optimiser in self.optimisers for group in optimiser.param_groups for p in group["params"]
+        }
         with torch.no_grad():
             for name, p in parameters.items():
                 p.copy_(torch.from_numpy(arrays[f"now.{name}"]))
                 self.best[name] = torch.from_numpy(arrays[f"best.{name}"]).to(p)
-        names = {id(p): name for name, p in parameters.items()}
-        for optimiser in self.optimisers:
-            for p in (p for group in optimiser.param_groups for p in group["params"]):
-                own = {key: array for key, array in arrays.items() if key.endswith(f"@{names[id(p)]}")}
-                if own:
-                    optimiser.state[p] = {k.split("@")[0]: torch.from_numpy(a).to(p.device) for k, a in own.items()}
-
-
-class StudentLearner:
-    """A student that learns from the target's most likely tokens; its top-1 agreement with the target is measured."""
-
-    layers: tuple[str, ...] = ("model.",)
-
-    def __init__(self, student: Student, data: Dataset) -> None:
-        self.student, self.corpus, self.held_out = student, data.training, data.held_out
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return self.student.named_parameters()
-
-    def loss(self, rows: Tensor) -> tuple[Tensor, int]:
-        device = self.student.proj_in.device
-        ids, predicts, log_p, index = self.corpus.batch(rows, device)
-        with sdpa_without_cudnn(), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            output = self.student.output()
-            hidden = self.student.hidden(ids)[predicts].to(output.dtype)
-        # outside: autocast would make its softmax float32
-        return distillation_loss(hidden, output, log_p, index), len(index)
-
-    def measure(self) -> HeldOutScore:
-        agreement = top1(self.student, self.held_out)["all"]
-        return HeldOutScore(agreement, {"top1": round(agreement, 4)}, f"top-1 {agreement:.1%}")
+                for key in (key for key in arrays if key.endswith(f"@{name}")):
+                    owner[p].state[p][key.split("@")[0]] = torch.from_numpy(arrays[key]).to(p.device)
 
 
 def make_optimisers(
@@ -257,23 +224,3 @@ def make_optimisers(
     if inner:
         optimisers.append(torch.optim.Muon(inner, lr=rate, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw"))
     return optimisers
-
-
-@torch.no_grad()
-def top1(student: Student, corpus: Corpus, batch_tokens: int = 32768) -> dict[str, float]:
-    """How often the student's most likely token is the target's over all answers, and by source."""
-    device = student.proj_in.device
-    output = student.output()
-    right, seen = Counter[str](), Counter[str]()
-    student.eval()
-    for rows in corpus.batches(batch_tokens, torch.Generator().manual_seed(0)):
-        ids, predicts, _, index = corpus.batch(rows, device)
-        with sdpa_without_cudnn(), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            hidden = student.hidden(ids)[predicts].to(output.dtype)
-        same = torch.cat([(h @ output.T).argmax(-1) for h in hidden.split(8192)]) == index[:, 0]
-        for row, answer in zip(rows.tolist(), same.split(predicts.sum(1).tolist()), strict=True):
-            for key in ("all", corpus.sources[row]):
-                right[key] += int(answer.sum())
-                seen[key] += len(answer)
-    student.train()
-    return {key: right[key] / seen[key] for key in right}

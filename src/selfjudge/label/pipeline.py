@@ -196,17 +196,17 @@ def _describe(run: _LabelRun, tau: dict[str, Any]) -> dict[str, Any]:
 def _make_prompts(run: _LabelRun) -> tuple[list[Row], dict[str, Any]]:
     """Rows {prompt_id, source, prompt_ids, request, row}, and what became of each source's prompts."""
     file = run.folder.work / "prompts.jsonl"
-    with Journal(run.folder.work / "written.jsonl", WrittenRow) as journal:
-        if (seal := run.folder.sealed("prompts", schema=PromptsSeal)) is not None:
-            rows, yields = list(read_rows(file, LabelPrompt)), seal["yields"]
-        else:
-            rows, yields = _collect(run, run.config.sources(), journal)
-            first, step = run.config.shard
-            if not (rows := rows[first::step]):
-                raise SelfJudgeError("there is no prompt left to label: give more with `prompts`")
-            write_rows(file, rows)
-            run.folder.seal("prompts", ["work/prompts.jsonl"], yields=yields)
-        journal.remove()
+    journal = Journal(run.folder.work / "written.jsonl", WrittenRow)
+    if (seal := run.folder.sealed("prompts", schema=PromptsSeal)) is not None:
+        rows, yields = list(read_rows(file, LabelPrompt)), seal["yields"]
+    else:
+        rows, yields = _collect(run, run.config.sources(), journal)
+        first, step = run.config.shard
+        if not (rows := rows[first::step]):
+            raise SelfJudgeError("there is no prompt left to label: give more with `prompts`")
+        write_rows(file, rows)
+        run.folder.seal("prompts", ["work/prompts.jsonl"], yields=yields)
+    journal.remove()
     return rows, yields
 
 

@@ -5,6 +5,7 @@ from selfjudge.store.files import (
     fingerprint as fingerprint,
     home as home,
     locked as locked,
+    markdown_table as markdown_table,
     parse_json as parse_json,
     read_json as read_json,
     read_rows as read_rows,
@@ -19,8 +20,6 @@ from selfjudge.store.files import (
     write_text as write_text,
 )
 from selfjudge.store.hub import hub_options as hub_options, quiet_hub as quiet_hub, unreachable as unreachable
-from selfjudge.store.journal import Journal as Journal
-from selfjudge.store.markdown import markdown_table as markdown_table
 from selfjudge.store.provenance import (
     describe_machine as describe_machine,
     machine as machine,
@@ -29,6 +28,7 @@ from selfjudge.store.provenance import (
     versions as versions,
 )
 from selfjudge.store.run_folder import (
+    Journal as Journal,
     RunFolder as RunFolder,
     keep_settings as keep_settings,
     refuse_foreign as refuse_foreign,

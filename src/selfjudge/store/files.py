@@ -13,7 +13,7 @@ import shutil
 import stat
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -174,6 +174,16 @@ def write_text(path: Path, text: str) -> None:
     """Write a text file whole or not at all."""
     with whole(path) as partial:
         partial.write_text(text, encoding="utf-8")
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Iterable[object]], align: str = "") -> str:
+    """A GitHub table, without a final line end. Cells must be escaped already.
+
+    `align` has a letter for each column: `l` for text, `r` for numbers. By default the first column alone is text.
+    """
+    align = align or "l" + "r" * (len(head) - 1)
+    ruler = ["---:" if side == "r" else "---" for side in align]
+    return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in (head, ruler, *rows))
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -27,11 +28,8 @@ def versions(*more: str) -> dict[str, str]:
 def machine() -> dict[str, Any]:
     """The machine that figures are measured on."""
     described: dict[str, Any] = {"system": platform.system(), "arch": platform.machine(), "cpus": os.cpu_count()}
-    model = [
-        line.split(":", 1)[1].strip() for line in _output("lscpu").splitlines() if line.lower().startswith("model name")
-    ]
-    if model:
-        described["cpu"] = model[0]
+    if model := re.search(r"^model name:(.*)", _output("lscpu"), re.IGNORECASE | re.MULTILINE):
+        described["cpu"] = model[1].strip()
     if (torch := sys.modules.get("torch")) is not None:
         described["threads"] = torch.get_num_threads()
         if torch.cuda.is_available():
