@@ -21,6 +21,22 @@ from selfjudge.types import PHASES, Notify
 if TYPE_CHECKING:
     from selfjudge.models.pair import Pair
 
+Say = Callable[[str], None]
+NOTES = """m = tokens per target pass; judged = share of tokens accepted against the target's choice.
+same start = how much of an answer comes before its first token that differs from plain decoding's.
+log-likelihood = how likely the target finds the answer, per token.
+The judges' thresholds reject {quality:.0%} of bad substitutions (--quality {quality})."""
+COLUMNS = {
+    "γ": ("gamma", ""),
+    "m": ("mean_accepted_length", ".2f"),
+    "judged": ("judged_share", ".1%"),
+    "tokens/s": ("tokens_per_second", ".1f"),
+    "× plain": ("speed_over_plain", ".2f"),
+    "same start": ("same_start_as_plain", ".0%"),
+    "log-likelihood": ("log_likelihood", ".3f"),
+}
+"""What the demo's table shows after the rule: a row's figures, and their formats."""
+
 
 @config_options(DecodeBenchConfig)
 @config_options(RuleRequest, "request", without=("rule", "gamma"))
@@ -96,23 +112,6 @@ def _show(result: dict[str, Any]) -> None:
         typer.echo(f"exact (γ={gamma['selfjudge-exact']}) is {ratio:.2f} × {peer} (γ={gamma[peer]})")
 
 
-Say = Callable[[str], None]
-NOTES = """m = tokens per target pass; judged = share of tokens accepted against the target's choice.
-same start = how much of an answer comes before its first token that differs from plain decoding's.
-log-likelihood = how likely the target finds the answer, per token.
-The judges' thresholds reject {quality:.0%} of bad substitutions (--quality {quality})."""
-COLUMNS = {
-    "γ": ("gamma", ""),
-    "m": ("mean_accepted_length", ".2f"),
-    "judged": ("judged_share", ".1%"),
-    "tokens/s": ("tokens_per_second", ".1f"),
-    "× plain": ("speed_over_plain", ".2f"),
-    "same start": ("same_start_as_plain", ".0%"),
-    "log-likelihood": ("log_likelihood", ".3f"),
-}
-"""What the table shows after the rule: a row's figures, and their formats."""
-
-
 @config_options(DemoConfig)
 def demo(
     out: Annotated[Path, typer.Option(help="HTML page that is written.")] = Path("demo.html"),
@@ -173,12 +172,8 @@ def _tune(pair: Pair, folder: Path, notify: Notify) -> dict[str, Any]:
         times=False, minutes=0.5, examples=0,
     )  # fmt: skip
     found = tune_pair(pair, folder / "tuned", config, notify=notify).certificate
-    return {
-        "finding": describe_result(found),
-        "claim": describe_claim(found),
-        "n": found["n"],
-        "epsilon": config.epsilon,
-    }
+    said = {"finding": describe_result(found), "claim": describe_claim(found)}
+    return {**said, "n": found["n"], "epsilon": config.epsilon}
 
 
 def _show_own(own: dict[str, Any], say: Say) -> None:

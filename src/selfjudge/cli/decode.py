@@ -35,6 +35,8 @@ FIGURES = (
     "tokens_per_second",
 )  # fmt: skip
 """What `--json` prints of a generation as it is."""
+SHARED = ("default_rule", "name", "api_key", "shadow", "shadow_keep")
+"""Settings of our server that vLLM's takes, too."""
 TINTS = {"draft": "", "judge": "black on green", "target": "blue"}
 
 
@@ -135,10 +137,6 @@ def _show(answer: Stream, color: bool, quiet: bool, longest: int) -> None:
         else:
             sys.stdout.write(piece.text)
             sys.stdout.flush()
-
-
-SHARED = ("default_rule", "name", "api_key", "shadow", "shadow_keep")
-"""Settings of our server that vLLM's takes, too."""
 
 
 @config_options(ServerConfig)

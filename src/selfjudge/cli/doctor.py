@@ -56,6 +56,8 @@ def doctor(as_json: AsJson = False) -> None:
 
 def examine(notify: Progress) -> Iterator[Check]:
     """Look at everything; `notify` is told what takes time."""
+    from selfjudge.tasks.sandbox.runner import find_isolation_problem
+
     yield _packages()
     notify("importing torch …")
     yield from _torch()
@@ -70,8 +72,6 @@ def examine(notify: Progress) -> Iterator[Check]:
         found = ", ".join(unmet or [words for words, _ in states])
         yield Check(name, not unmet, found, f"pip install 'selfjudge[{extra}]'")
     notify("trying to isolate a program …")
-    from selfjudge.tasks.sandbox.runner import find_isolation_problem
-
     why = find_isolation_problem()
     found = f"generated code cannot be isolated: {why}" if why else "generated code runs isolated"
     yield Check("sandbox", not why, found, "allow user namespaces")
