@@ -29,7 +29,8 @@ from selfjudge.models.eagle import auxiliary_layers
 from selfjudge.models.pair import Pair
 from selfjudge.store import measured_on, read_rows, write_json
 from selfjudge.train.dataset import LabelledRows
-from selfjudge.train.fit import FitOptions, fit_linear, fit_mlp, measure_auc
+from selfjudge.train.fit import FitOptions, fit_linear, fit_mlp, predict
+from selfjudge.train.thresholds import roc_auc
 
 TOKENS = {"cuda": 131072}  # of a pass
 
@@ -152,7 +153,7 @@ def main() -> None:
         for kind in ("linear", "mlp"):
             config = JudgeConfig(rows.hidden_size, features="hidden+margin", model=kind)
             fitted = fit_mlp(rows, config, options) if kind == "mlp" else fit_linear(rows, config, options, grid=SOME_C)
-            row[kind] = measure_auc(rows, fitted.judge, rows.of("holdout"), device=device)
+            row[kind] = roc_auc(*predict(rows, fitted.judge, rows.of("holdout"), device=device))
         result["runs"].append(row)
         say(row)
         write_json(o.out, {**result, "seconds": round(time.monotonic() - begun, 1)})

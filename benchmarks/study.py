@@ -25,7 +25,7 @@ from selfjudge.label.calibrate import read_evidence
 from selfjudge.label.score import sum_scores
 from selfjudge.store import measured_on, write_json
 from selfjudge.train.dataset import LabelledRows
-from selfjudge.train.fit import GRID, FitOptions, Fitted, fit_linear, fit_mlp, measure_auc
+from selfjudge.train.fit import GRID, FitOptions, Fitted, fit_linear, fit_mlp, predict
 from selfjudge.train.thresholds import roc_auc
 
 POINTS = 10
@@ -88,17 +88,18 @@ class Study:
     ) -> Fitted:
         """A judge of a kind, learnt from the chosen rows of the part `fit`."""
         judge = JudgeConfig(self.rows.hidden_size, features=features or self.features, model=kind)
-        options = FitOptions(chosen=chosen, originals=originals, seed=self.seed, device=self.device)
-        if kind == "mlp":
-            return fit_mlp(self.rows, judge, options)
-        return fit_linear(self.rows, judge, options, grid=SOME_C)
+        options = FitOptions(originals=originals, seed=self.seed, device=self.device)
+        rows = self.rows
+        if chosen is not None:  # the other rows of the part `fit` belong to no part
+            rows = replace(rows, part=np.where(chosen | ~rows.of("fit"), rows.part, -1))
+        return fit_mlp(rows, judge, options) if kind == "mlp" else fit_linear(rows, judge, options, grid=SOME_C)
 
     def holdout(
         self, fitted: Fitted, chosen: NDArray[np.bool_] | None = None, *, originals: bool = False
     ) -> float | None:
         """AUC on the holdout or some of it; None where that is of one kind."""
         inside = self.rows.of("holdout") if chosen is None else self.rows.of("holdout") & chosen
-        value = measure_auc(self.rows, fitted.judge, inside, originals=originals, device=self.device)
+        value = roc_auc(*predict(self.rows, fitted.judge, inside, originals=originals, device=self.device))
         return None if np.isnan(value) else value
 
     def learnable(self, chosen: NDArray[np.bool_]) -> int:

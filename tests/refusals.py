@@ -190,8 +190,6 @@ def known_at_once(folder: Path, checkpoints: dict[str, str]) -> Commands:
         "train below a file": ["train", str(folder), "--out", str(folder / "prompts.jsonl" / "judge")],
         "labels gone": ["train", str(folder / "gone"), *new],
         "train features": [*train, "--features", "taste"],
-        "weights of methods": [*train, "--weights", "consequences=much"],
-        "weights below nothing": [*train, "--weights", "consequences=-1"],
         "as released, and not": [*train, "--as-released", "--features", "hidden+margin+previous"],
         "share": [*train, "--acceptable", "2"],
         "share and tau": [*train, "--acceptable", "0.3", "--tau", "-1"],

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from selfjudge.cli.main import main
-from selfjudge.label.tau import find_shipped_tau
+from selfjudge.label.config import find_shipped_tau
 from selfjudge.models.pair import Pair
 
 pytestmark = pytest.mark.slow

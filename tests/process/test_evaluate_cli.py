@@ -149,7 +149,7 @@ def test_reproduce_goes_from_labels_to_a_page_and_keeps_what_is_done(
             "selfjudge.evaluate.reproduce.find_shipped_tau", lambda *_: {"tau": -20.0}
         )  # a tiny random model answers nothing
         patch.setattr(
-            "selfjudge.label.tau.find_shipped_tau", lambda *_: {"tau": -20.0, "shipped": True}
+            "selfjudge.label.config.find_shipped_tau", lambda *_: {"tau": -20.0, "shipped": True}
         )  # that could be checked
         found = reproduce_paper(tiny_pair, out, config, warn=said.append)
         assert (out / "report.html").is_file()
@@ -181,7 +181,7 @@ def test_a_judge_that_cannot_be_trained_is_left_out(
 
     monkeypatch.setattr("selfjudge.prompts.sources.load_prompts", given)
     monkeypatch.setattr("selfjudge.prompts.collect.load_prompts", given)
-    monkeypatch.setattr("selfjudge.label.tau.find_shipped_tau", lambda *_: {"tau": -20.0, "shipped": True})
+    monkeypatch.setattr("selfjudge.label.config.find_shipped_tau", lambda *_: {"tau": -20.0, "shipped": True})
     monkeypatch.setattr("selfjudge.evaluate.reproduce.train_judge", _refusing(train_judge, "paper"))
     preset = Preset(("gsm8k", "livecodebench"), (), (), ("livecodebench",), label_tokens=40)
     folder = tmp_path / "labels"
@@ -209,7 +209,7 @@ def test_the_released_method_stands_beside_the_printed_one(tiny_pair: Pair, aske
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("selfjudge.evaluate.reproduce.find_shipped_tau", lambda *_: {"tau": -20.0})
-        patch.setattr("selfjudge.label.tau.find_shipped_tau", lambda *_: {"tau": -20.0, "shipped": True})
+        patch.setattr("selfjudge.label.config.find_shipped_tau", lambda *_: {"tau": -20.0, "shipped": True})
         reproduce_paper(tiny_pair, tmp_path / "out", config, warn=said.append)
     judges = {path.parent.name: read_json(path) for path in (tmp_path / "out" / "judges").glob("*/config.json")}
     assert set(judges) == {"selfjudge", "paper", "released"}

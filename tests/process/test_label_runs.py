@@ -260,11 +260,11 @@ def test_another_prompts_file_or_tau_makes_everything_after_it_anew(
 ) -> None:
     file = prompts_file(tmp_path / "asked.jsonl", 12)
     settings = settings_of(f"file:{file}", tau=None)
-    monkeypatch.setattr("selfjudge.label.tau.find_shipped_tau", lambda target, draft, n: {"tau": -8.0})
+    monkeypatch.setattr("selfjudge.label.config.find_shipped_tau", lambda target, draft, n: {"tau": -8.0})
     out = tmp_path / "labels"
     label_pair(tiny_pair, out, settings)
     (out / "manifest.json").unlink()
-    monkeypatch.setattr("selfjudge.label.tau.find_shipped_tau", lambda target, draft, n: {"tau": -2.0})
+    monkeypatch.setattr("selfjudge.label.config.find_shipped_tau", lambda target, draft, n: {"tau": -2.0})
     assert label_pair(tiny_pair, out, settings, resume=True)["tau"] == -2.0
     for rows, _ in read_shards(out):
         assert all(row["label"] == int(row["score"] > -2.0) for row in rows)
@@ -310,7 +310,7 @@ def test_shards_of_the_work_merge_into_the_whole(tiny_pair: Pair, prompts: str, 
         merge_labels([tmp_path], tmp_path / "again")
 
 
-def test_broken_lines_are_named_and_refused_or_left_out(tiny_pair: Pair, tmp_path: Path) -> None:
+def test_broken_lines_are_named_and_refused(tiny_pair: Pair, tmp_path: Path) -> None:
     file = tmp_path / "asked.jsonl"
     good = [json.dumps({"prompt": f"w{i} w{i + 1} w7"}) for i in range(5, 11)]
     messages = json.dumps({"messages": [{"role": "user", "content": "w9 w8"}]})
@@ -322,7 +322,3 @@ def test_broken_lines_are_named_and_refused_or_left_out(tiny_pair: Pair, tmp_pat
     with pytest.raises(SelfJudgeError, match=r"lines 2, 8, 10, 11"):
         label_pair(tiny_pair, tmp_path / "labels", settings_of(str(file)))
     assert not (tmp_path / "labels").exists()
-    told: list[str] = []
-    manifest = label_pair(tiny_pair, tmp_path / "labels", settings_of(str(file), skip_broken=True), warn=told.append)
-    assert manifest["prompts"] == 7
-    assert any("left out lines 2, 8, 10, 11 (4 of 11)" in text for text in told)

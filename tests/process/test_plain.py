@@ -18,7 +18,7 @@ from selfjudge.decoding.sampling import Sampling
 from selfjudge.engine.select import borrow_engine
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.pair import Pair
-from selfjudge.prompts.self_written import Writer, encode_user_header, find_fault
+from selfjudge.prompts.self_written import Writer, encode_chat_start, find_fault
 from selfjudge.types import Emission, TokenColumn
 
 CHAT = "{% for m in messages %}<s> w7 {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w0{% endif %}"
@@ -152,7 +152,7 @@ def test_singles_are_emissions() -> None:
 
 
 def test_the_user_header_is_what_stands_before_the_message(pair: Pair) -> None:
-    assert encode_user_header(pair.tokenizer) == [1, 11]
+    assert encode_chat_start(pair.tokenizer, [], "user") == [1, 11]
     assert pair.encode("w1 w2")[:2] == [1, 11]
 
 
@@ -160,7 +160,7 @@ def test_the_user_header_is_what_stands_before_the_message(pair: Pair) -> None:
 def test_a_template_without_user_header_is_refused(pair: Pair, template: str | None) -> None:
     pair.tokenizer.chat_template = template
     with pytest.raises(SelfJudgeError, match="chat template") as caught:
-        encode_user_header(pair.tokenizer)
+        encode_chat_start(pair.tokenizer, [], "user")
     assert "\n" not in str(caught.value)
 
 

@@ -19,17 +19,17 @@ from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.train import dataset as reading, fit as fitting
 from selfjudge.train.dataset import PARTS, Chunk, LabelledRows
-from selfjudge.train.fit import GRID, LOOSE, FitOptions, Scaler, fit_linear, fit_logistic, fit_mlp, measure_auc, predict
+from selfjudge.train.fit import GRID, LOOSE, FitOptions, Scaler, fit_linear, fit_logistic, fit_mlp, predict
+from selfjudge.train.thresholds import roc_auc
 
 
-def pieces(x: Tensor, y: Tensor, weights: Tensor | None = None, size: int = 97) -> Callable[[], Iterable[Chunk]]:
-    weights = torch.ones(len(x)) if weights is None else weights
-    return lambda: map(Chunk, x.split(size), y.split(size), weights.split(size))
+def pieces(x: Tensor, y: Tensor, size: int = 97) -> Callable[[], Iterable[Chunk]]:
+    return lambda: map(Chunk, x.split(size), y.split(size))
 
 
-def logistic(chunks: Callable[[], Iterable[Chunk]], scaler: Scaler, penalty: Tensor, *start: Tensor) -> Tensor:
+def logistic(chunks: Callable[[], Iterable[Chunk]], scaler: Scaler, penalty: Tensor) -> Tensor:
     """The fit of one penalty."""
-    return next(fit_logistic(chunks, scaler, [penalty], *start))
+    return next(fit_logistic(chunks, scaler, [penalty]))
 
 
 def known(c: float) -> Pipeline:
@@ -76,30 +76,6 @@ def test_logistic_with_a_c_of_its_own_for_some_columns_is_scikit_learn_on_scaled
     assert np.allclose(judge.score(x), theirs.predict_proba(z)[:, 1], atol=1e-5)
     same = logistic(pieces(x, y), scaler, torch.full((9,), 1 / c))
     assert not np.allclose(weights, same, atol=1e-2)
-
-
-def test_logistic_of_weighted_rows_is_scikit_learns() -> None:
-    x, y = random_features(5)
-    weights = torch.tensor(np.random.default_rng(5).choice([0.3, 1.0, 2.0], len(x)), dtype=torch.float32)
-    scaler = Scaler.of(pieces(x, y))
-    found = logistic(pieces(x, y, weights), scaler, torch.full((9,), 1 / 0.05))
-    z = StandardScaler().fit_transform(x.double().numpy())
-    theirs = LogisticRegression(C=0.05, tol=1e-10, max_iter=500, solver="newton-cholesky")
-    theirs.fit(z, y.numpy(), sample_weight=weights.numpy())
-    assert np.allclose(found[:-1], theirs.coef_[0], atol=1e-5)
-    assert not np.allclose(found, logistic(pieces(x, y), scaler, torch.full((9,), 1 / 0.05)), atol=1e-3)
-
-
-def test_logistic_from_another_start_ends_at_the_same_place() -> None:
-    x, y = random_features(3)
-    scaler = Scaler.of(pieces(x, y))
-    penalty = torch.full((9,), 2.0)
-    start = 4 * torch.randn(10, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    before = start.clone()
-    assert torch.allclose(
-        logistic(pieces(x, y), scaler, penalty, start), logistic(pieces(x, y), scaler, penalty), atol=1e-5
-    )
-    assert torch.equal(start, before)
 
 
 def test_the_grid_of_c_reaches_far_below_what_judges_choose() -> None:
@@ -172,16 +148,6 @@ def test_c_is_the_one_of_the_best_auc_on_select(labels: Path) -> None:
     assert len({round(f.auc_select, 6) for f in each.values()}) > 1
 
 
-def test_only_chosen_rows_of_the_part_are_learned_from(labels: Path) -> None:
-    """As a study of fewer labels asks for: the scaler and the weights know nothing of the others."""
-    rows = LabelledRows.load([labels])
-    mine = np.arange(len(rows)) % 3 == 0
-    fitted = fit_linear(rows, config_of(rows), FitOptions(chosen=mine), grid=(0.1,))
-    x, y = everything(rows, rows.of("fit") & mine, "hidden")
-    theirs = known(0.1).fit(x.double().numpy(), y.numpy())
-    assert np.allclose(fitted.judge.score(x), theirs.predict_proba(x.double().numpy())[:, 1], atol=1e-5)
-
-
 def test_the_rows_that_choose_c_influence_no_weights(labels: Path) -> None:
     rows, again = LabelledRows.load([labels]), flipped(LabelledRows.load([labels]), "select")
     one, other = (fit_linear(r, config_of(r), grid=(0.1,)) for r in (rows, again))
@@ -237,7 +203,7 @@ def test_the_epoch_is_the_one_of_the_best_auc_on_select(xor: Path) -> None:
     each = [float(stage.rsplit(" ", 1)[1]) for stage in said]
     assert len(each) == fitting.EPOCHS
     assert round(found.auc_select, 3) == max(each)
-    assert found.auc_select == measure_auc(rows, found.judge, rows.of("select"))
+    assert found.auc_select == roc_auc(*predict(rows, found.judge, rows.of("select")))
 
 
 @pytest.mark.parametrize(("rows", "value"), [(700, 1000.1), (5000, 0.7)])

@@ -22,9 +22,9 @@ from selfjudge.judge.model import Judge
 from selfjudge.store import read_json, sha256, write_json
 from selfjudge.train.config import TrainConfig
 from selfjudge.train.dataset import LabelledRows
-from selfjudge.train.fit import fit_linear, measure_auc, predict
+from selfjudge.train.fit import fit_linear, predict
 from selfjudge.train.pipeline import fit_candidates, train_judge
-from selfjudge.train.thresholds import compute_quality_curve, find_thresholds
+from selfjudge.train.thresholds import compute_quality_curve, find_thresholds, roc_auc
 from selfjudge.types import Block
 
 
@@ -32,16 +32,6 @@ from selfjudge.types import Block
 def no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     """A figure takes longer than all the rest of a small training; `judged` draws it before, for those who look at it."""
     monkeypatch.setattr("selfjudge.train.card.draw", lambda file, *_: file.write_bytes(b"figure"))
-
-
-def test_a_judge_may_learn_from_some_sources_alone(labels: Path, tmp_path: Path) -> None:
-    config = train_judge([labels], tmp_path / "judge", TrainConfig(model="linear", sources=("s1",)))
-    rows = LabelledRows.load([labels])
-    assert config["metrics"]["n_labels"] == int((rows.used & (rows.sources == "s1")).sum()) > 0
-    assert config["metrics"]["n_prompts"] == 30
-    assert list(read_json(tmp_path / "judge" / "run.json")["sources"]) == ["s1"]
-    with pytest.raises(SelfJudgeError, match=r"no labels come from s9; the sources are: s0, s1"):
-        train_judge([labels], tmp_path / "none", TrainConfig(sources=("s9",)))
 
 
 def test_nothing_is_written_where_there_are_no_labels(tmp_path: Path) -> None:
@@ -75,9 +65,6 @@ def test_a_stated_share_of_the_mismatches_is_acceptable(labels: Path, tmp_path: 
     assert rows.labels[rows.used].mean() == pytest.approx(0.4, abs=1.5 / rows.used.sum())
     again = every.relabel(tau=rows.taus[0], gap=1)
     assert (again.labels == rows.labels).all()
-    one = every.select_sources([every.sources[0]])
-    own = one.relabel(acceptable=0.4)
-    assert own.labels[own.used].mean() == pytest.approx(0.4, abs=1.5 / own.used.sum())
     settings = TrainConfig(model="linear", features="hidden", suffix_gap=1, acceptable=0.4)
     config = train_judge([labels], tmp_path / "judge", settings)
     assert (config["tau"], config["suffix_gap"], config["acceptable"]) == (rows.taus[0], 1, 0.4)
@@ -85,16 +72,11 @@ def test_a_stated_share_of_the_mismatches_is_acceptable(labels: Path, tmp_path: 
     assert "by a stated share; 40." in (tmp_path / "judge" / "README.md").read_text(encoding="utf-8")
 
 
-def test_a_stated_share_is_one_of_all_folders_and_of_the_sources_that_are_used(labels: Path, tmp_path: Path) -> None:
+def test_a_stated_share_is_one_of_all_folders(labels: Path, tmp_path: Path) -> None:
     other = label_folder(tmp_path / "other", seed=5)
     rows = LabelledRows.load([labels, other]).relabel(acceptable=0.3)
     assert rows.taus[0] == rows.taus[1]
     assert rows.labels[rows.used].mean() == pytest.approx(0.3, abs=1.5 / rows.used.sum())
-    source = str(LabelledRows.load([labels]).sources[0])
-    config = train_judge(
-        [labels], tmp_path / "judge", TrainConfig(model="linear", features="hidden", sources=(source,), acceptable=0.3)
-    )
-    assert config["metrics"]["acceptable_rate"] == pytest.approx(0.3, abs=1.5 / config["metrics"]["n_labels"])
 
 
 def test_nothing_is_left_of_a_training_that_could_not_begin(tmp_path: Path) -> None:
@@ -264,9 +246,11 @@ def test_an_mlp_learns_what_no_plane_tells_and_auto_takes_it(xor: Path, tmp_path
     assert config["metrics"]["auc_select"] > 0.9 < config["metrics"]["auc_mismatch"]
     assert "C" not in config["metrics"]
     judge = Judge.from_pretrained(tmp_path / "judge")
-    assert config["metrics"]["auc_mismatch"] == pytest.approx(measure_auc(rows, judge, rows.of("holdout")), abs=1e-6)
+    assert config["metrics"]["auc_mismatch"] == pytest.approx(
+        roc_auc(*predict(rows, judge, rows.of("holdout"))), abs=1e-6
+    )
     linear = fit_linear(rows, config_of(rows))
-    assert linear.auc_select < 0.65 > measure_auc(rows, linear.judge, rows.of("holdout"))
+    assert linear.auc_select < 0.65 > roc_auc(*predict(rows, linear.judge, rows.of("holdout")))
     tried = read_json(tmp_path / "judge" / "run.json")["auc_select"]
     assert tried == pytest.approx({"linear": linear.auc_select, "mlp": config["metrics"]["auc_select"]}, abs=1e-4)
 
@@ -292,7 +276,7 @@ def test_training_takes_the_kind_that_select_prefers_where_the_holdout_prefers_t
     assert config["metrics"]["auc_select"] > 0.9
     rows = LabelledRows.load([xor])
     linear = fit_linear(rows, config_of(rows))
-    assert config["metrics"]["auc_mismatch"] < 0.1 < measure_auc(rows, linear.judge, rows.of("holdout"))
+    assert config["metrics"]["auc_mismatch"] < 0.1 < roc_auc(*predict(rows, linear.judge, rows.of("holdout")))
     assert linear.auc_select < 0.65
 
 
@@ -329,7 +313,7 @@ def test_the_configuration_says_everything(judged: tuple[str, Path, dict], label
     assert metrics["auc_mismatch"] == pytest.approx(roc_auc_score(truth, scores))
     assert metrics["auc_all"] == pytest.approx(roc_auc_score(more, every))
     assert len(more) == 2 * len(truth)
-    assert metrics["auc_select"] == pytest.approx(measure_auc(rows, judge, rows.of("select")))
+    assert metrics["auc_select"] == pytest.approx(roc_auc(*predict(rows, judge, rows.of("select"))))
     assert (metrics["n_labels"], metrics["n_prompts"], metrics["n_holdout"]) == (600, 60, 90)
     assert metrics["acceptable_rate"] == pytest.approx(float(rows.labels.mean()))
     for name in ("F", "R"):

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
-from selfjudge.label.tau import find_shipped_tau
+from selfjudge.label.config import find_shipped_tau
 from selfjudge.models.catalogue import draft_for, shipped_draft
 from selfjudge.models.loaded import Target
 from selfjudge.models.pair import Pair

@@ -23,8 +23,9 @@ from selfjudge.store import read_json, write_json
 from selfjudge.train.card import format_card
 from selfjudge.train.config import TrainConfig
 from selfjudge.train.dataset import LabelledRows
-from selfjudge.train.fit import Fitted, measure_auc
+from selfjudge.train.fit import Fitted, predict
 from selfjudge.train.pipeline import fit_candidates, load_rows, measure_on_holdout
+from selfjudge.train.thresholds import roc_auc
 
 
 @pytest.fixture(scope="module")
@@ -71,11 +72,6 @@ def test_as_released_is_what_the_released_code_does(labels: Path) -> None:
     [
         (TrainConfig(as_released=True, features="hidden+margin+previous"), "`as_released` sets `features` to hidden"),
         (TrainConfig(as_released=True, reject=0.7), "`as_released` sets `reject` to 0.8"),
-        (TrainConfig(weights=("consequences",)), "METHOD=WEIGHT, such as consequences=1, not 'consequences'"),
-        (TrainConfig(weights=("consequences=x",)), "not 'consequences=x'"),
-        (TrainConfig(weights=("consequences=-1",)), "must be positive numbers"),
-        (TrainConfig(weights=("consequences=nan",)), "must be positive numbers"),
-        (TrainConfig(weights=("consequences=0",)), "must be positive numbers"),
         (TrainConfig(score="taste"), "unknown `score`"),
         (TrainConfig(threshold_f="x"), "unknown `threshold_f`"),
         (TrainConfig(margin_limit=0.0), "`margin_limit` must be more than 0"),
@@ -147,8 +143,8 @@ def test_auto_chooses_on_select_and_never_on_the_holdout(labels: Path, select: i
     sign = torch.tensor([1.0, -1.0]) * holdout  # gelu(z) − gelu(−z) = z
     mlp = Judge(config_of(rows, model="mlp"), sign, 0.0, weight, torch.zeros(2))
     fits = {"linear": Fitted(linear, 0.7), "mlp": Fitted(mlp, 0.7 + select / 10)}
-    assert np.sign(measure_auc(rows, mlp, rows.of("holdout")) - 0.5) == holdout
-    assert np.sign(measure_auc(rows, mlp, rows.of("select")) - 0.5) == -holdout
+    assert np.sign(roc_auc(*predict(rows, mlp, rows.of("holdout"))) - 0.5) == holdout
+    assert np.sign(roc_auc(*predict(rows, mlp, rows.of("select"))) - 0.5) == -holdout
     judge, evidence = measure_on_holdout(rows, fits, TrainConfig(features="hidden"))
     assert judge.config.model == ("mlp" if select > 0 else "linear")
     assert evidence.tried == {"linear": 0.7, "mlp": round(0.7 + select / 10, 4)}

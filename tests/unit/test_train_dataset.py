@@ -258,23 +258,6 @@ def test_labels_by_confidence_are_those_of_the_released_score(labels: Path, leng
     assert (taus[0] == taus[1]) == (length == 0)
 
 
-def test_weights_follow_the_method_and_the_heaviest_one_is_measured(labels: Path, tmp_path: Path) -> None:
-    other = label_folder(tmp_path / "other", method="consequences", first=20, seed=3)
-    rows = LabelledRows.load([labels, other])
-    weighted = rows.weight_methods({"consequences": 1.0, "selfjudge": 0.25})
-    first = np.arange(len(rows)) < 600
-    assert set(weighted.weights[first]) == {0.25}
-    assert set(weighted.weights[~first]) == {1.0}
-    for part in ("select", "holdout"):
-        assert np.array_equal(weighted.of(part), rows.of(part) & ~first)
-    assert np.array_equal(weighted.of("fit"), rows.of("fit"))
-    pieces = list(weighted.chunks(weighted.of("fit"), "hidden", originals=True))
-    assert sum(float(piece.weights.sum()) for piece in pieces) == 2 * weighted.weights[rows.of("fit")].sum()
-    for wrong in ({"consequences": 1.0}, {"consequences": 1.0, "selfjudge": 1.0, "autojudge": 1.0}):
-        with pytest.raises(SelfJudgeError, match="must name each label method once"):
-            rows.weight_methods(wrong)
-
-
 def test_only_labels_by_likelihood_are_made_again(labels: Path, tmp_path: Path) -> None:
     other = label_folder(tmp_path / "other", method="consequences", first=60, seed=3)
     rows = LabelledRows.load([labels, other])

@@ -15,7 +15,7 @@ from selfjudge.distill.config import DistillConfig
 from selfjudge.errors import SelfJudgeError
 from selfjudge.label.config import LabelConfig, refuse_quantised
 from selfjudge.label.folder import read_manifest
-from selfjudge.label.tau import require_tau
+from selfjudge.label.config import require_tau
 from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.prompts.sources import check_readable
 from selfjudge.store import RunFolder, read_json, refuse_foreign
@@ -144,7 +144,7 @@ def info(
 
 
 @config_options(DeviceOptions, "hardware", without=("dtype",))
-@config_options(TrainConfig, commas=("sources", "weights"))
+@config_options(TrainConfig)
 def train(
     labels: Annotated[list[Path], typer.Argument(help="Finished label folders of one target.")],
     out: Annotated[Path, typer.Option(help="Folder of the judge.")],
@@ -157,8 +157,6 @@ def train(
     """Train a judge on labels.
 
     Example: selfjudge train labels --out judge --features hidden+margin --model linear
-
-    Example: selfjudge train consequences labels --weights consequences=1,selfjudge=0.3 --out judge
     """
     refuse_foreign(out, LEFT_BY_A_KILL)
     for folder in labels:

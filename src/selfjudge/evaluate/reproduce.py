@@ -17,10 +17,9 @@ from selfjudge.evaluate.pipeline import evaluate_rules
 from selfjudge.evaluate.presets import Preset, ReproduceConfig
 from selfjudge.evaluate.task_examples import check_examples
 from selfjudge.judge.model import Judge
-from selfjudge.label.config import LabelConfig
+from selfjudge.label.config import LabelConfig, find_shipped_tau
 from selfjudge.label.folder import summarise_labels
 from selfjudge.label.pipeline import label_pair
-from selfjudge.label.tau import find_shipped_tau
 from selfjudge.models.pair import Pair
 from selfjudge.train.config import TrainConfig
 from selfjudge.train.pipeline import train_judge

@@ -197,9 +197,12 @@ def continue_responses(
     return [(*s.start, *tokens) for s, tokens in zip(substitutions, new, strict=True)]
 
 
-def group_by_check(substitutions: Sequence[Substitution]) -> dict[OutcomeCheck, list[int]]:
-    """Indices of the substitutions that each check compares."""
-    groups: dict[OutcomeCheck, list[int]] = {}
-    for i, substitution in enumerate(substitutions):
-        groups.setdefault(substitution.original.check, []).append(i)
-    return groups
+def compare_answers(substitutions: Sequence[Substitution], responses: Sequence[Sequence[int]]) -> list[float]:
+    """How far the response that each substitution led to keeps the original answer, by the check of its prompt."""
+    kept = [0.0] * len(substitutions)
+    for check in dict.fromkeys(s.original.check for s in substitutions):
+        group = [i for i, s in enumerate(substitutions) if s.original.check is check]
+        shares = check([substitutions[i] for i in group], [responses[i] for i in group])
+        for i, share in zip(group, shares, strict=True):
+            kept[i] = share
+    return kept

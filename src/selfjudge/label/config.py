@@ -1,4 +1,4 @@
-"""Settings of a labelling run. Imports no torch: the command line makes its options from this."""
+"""Settings of a labelling run, and the τ that ship with embedded pairs. Imports no torch, as the command line does."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from selfjudge.errors import SelfJudgeError
+from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.prompts.sources import Source, apply_limit, check_readable
-from selfjudge.store import sha256
+from selfjudge.store import read_json, sha256
+from selfjudge.store.artefacts import TauFile
 from selfjudge.tasks.base import FILE
 from selfjudge.tasks.registry import is_task, load_task
 from selfjudge.types import check_settings, setting
@@ -53,7 +55,6 @@ class LabelConfig:
     hidden_dtype: str = setting("float32", "Type of the stored hidden states.", choices=("float32", "float16"))
     previous: bool = setting(False, "Also store the state before each token, for features hidden+margin+previous.")
     shard: tuple[int, int] = setting((0, 1), "i/n: label every n-th prompt from the i-th on; merge the folders later.")
-    skip_broken: bool = setting(False, "Leave out invalid lines of a prompts file instead of refusing it.")
     allow_unsafe: bool = setting(False, "Run generated code even where it cannot be isolated.")
     seed: int = setting(0, "Seed of the prompts that the target writes.")
     backend: str = setting("torch", "What runs the target: this process, or vLLM (docs/vllm.md).", choices=BACKENDS)
@@ -75,7 +76,7 @@ class LabelConfig:
 
     def check_prompts(self, data: Path | None) -> None:
         """Refuse prompts that cannot be read, before any model is loaded."""
-        check_readable(self.sources(), data, skip_broken=self.skip_broken)
+        check_readable(self.sources(), data)
         if self.calibrate is not None:
             check_readable([Source(self.calibrate, self.calibrate_prompts)], data)
 
@@ -115,3 +116,31 @@ def is_checkable(name: str) -> bool:
 def refuse_quantised(dtype: str | None) -> None:
     if dtype in ("int8", "q4"):
         raise SelfJudgeError(f"labels are made in full precision: `dtype` {dtype} cannot be used")
+
+
+def require_tau(target: str, draft_sha256: str | None, suffix_length: int) -> dict[str, Any]:
+    """The τ that ships with a pair; where there is none, the error says how to find one."""
+    if (shipped := find_shipped_tau(target, draft_sha256, suffix_length)) is None:
+        raise SelfJudgeError(
+            "no τ is known for this pair and suffix length: give `tau`, or find it with `calibrate`"
+            " (gsm8k, or arithmetic, which needs no data)"
+        )
+    return shipped
+
+
+def find_shipped_tau(target: str, draft_sha256: str | None, suffix_length: int) -> dict[str, Any] | None:
+    """The τ that ships with an embedded pair, for its own draft and suffix length.
+
+    A hash of None belongs to a draft that is not loaded yet: it is taken for the pair's own, which has no τ if it is a
+    head.
+    """
+    embedded = EMBEDDED.get(target)
+    if draft_sha256 is None and embedded is not None and embedded.head is not None:
+        return None
+    file = embedded.draft / "tau.json" if embedded is not None and embedded.draft is not None else None
+    if file is None or not file.is_file():
+        return None
+    shipped = read_json(file, TauFile)
+    if draft_sha256 not in (None, shipped["draft_sha256"]) or str(suffix_length) not in shipped["tau"]:
+        return None
+    return {**shipped["tau"][str(suffix_length)], "shipped": True}

@@ -9,22 +9,19 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import zip_longest
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from selfjudge.engine.teacher_forced import logit_rows, logits_of, teacher_forced
-from selfjudge.label.checks import Original, Substitution, continue_responses, find_originals, group_by_check
+from selfjudge.label.checks import Original, Substitution, compare_answers, continue_responses
 from selfjudge.label.config import LabelConfig
 from selfjudge.label.folder import Labels, Row
-from selfjudge.label.methods import Candidate, make_labels
-from selfjudge.label.mismatch import find_mismatches
+from selfjudge.label.mismatch import Candidate, find_mismatches, make_labels
 from selfjudge.label.score import Case, Scorer
 from selfjudge.models.pair import Pair
 
@@ -34,19 +31,13 @@ PROGRAMS_AT_A_TIME = 256  # that are tested together; an error waits for those t
 
 
 def label_by_consequences(
-    pair: Pair,
-    config: LabelConfig,
-    responses: Sequence[Row],
-    scorer: Scorer,
-    data: Path | None,
-    notify: Callable[[float], None],
+    pair: Pair, config: LabelConfig, originals: Sequence[Original], scorer: Scorer, notify: Callable[[float], None]
 ) -> Labels:
     """A token is acceptable if the answer is kept after it.
 
     Rows have `kept` (from 0 to 1), `control` (was the answer kept after the target's own token? None where that was not
     tried) and `margin` in nats, besides the fields of all methods.
     """
-    originals = find_originals(pair, config, responses, data)
     cases = draw_cases(pair, originals, config)
     candidates: list[Candidate] = []
     drafts: list[Substitution] = []
@@ -59,7 +50,7 @@ def label_by_consequences(
     verdicts: list[Row] = [
         {
             "label": int(share >= config.similarity),
-            "margin": round(-float(candidate.prefix), 5),
+            "margin": round(-float(candidate.scores.prefix[candidate.k]), 5),
             "kept": round(share, 4),
             "control": None,
         }
@@ -72,9 +63,6 @@ def label_by_consequences(
         "target_tokens": sum(
             len(s.original.prompt) + len(tokens) for s, tokens in zip([*drafts, *controls], new, strict=True)
         ),
-        "searched": len(originals),
-        "left_out": len(responses) - len(originals),
-        "unclear_verdicts": sum(check.unclear for check in {original.check for original in originals}),
         "controls": len(controls),
         "controls_kept": sum(verdict["control"] for verdict in verdicts[::CONTROL_EVERY]),
     }
@@ -148,7 +136,7 @@ def finish_and_compare(
     kept = [0.0] * len(substitutions)
     free_cores = has_free_cores(pair)
     programs = [i for i, s in enumerate(substitutions) if free_cores and s.original.check.runs_programs]
-    others = [i for i, s in enumerate(substitutions) if not (free_cores and s.original.check.runs_programs)]
+    others = sorted(set(range(len(substitutions))) - set(programs))
 
     def write(group: Sequence[int], done: int) -> None:
         def notify_share(share: float) -> None:
@@ -160,13 +148,12 @@ def finish_and_compare(
                 new[i] = response
 
     def compare(group: Sequence[int]) -> None:
-        chosen = [substitutions[i] for i in group]
-        for check, members in group_by_check(chosen).items():
-            shares = check([chosen[k] for k in members], [new[group[k]] for k in members])
-            for k, share in zip(members, shares, strict=True):
-                kept[group[k]] = share
+        shares = compare_answers([substitutions[i] for i in group], [new[i] for i in group])
+        for i, share in zip(group, shares, strict=True):
+            kept[i] = share
 
-    with _program_thread() as thread:
+    thread = ThreadPoolExecutor(1)
+    try:
         write(programs, 0)
         tested = [
             thread.submit(compare, programs[start : start + PROGRAMS_AT_A_TIME])
@@ -176,19 +163,11 @@ def finish_and_compare(
         compare(others)
         for future in tested:
             future.result()
+    finally:  # after an error the thread ends with the part that it has begun
+        thread.shutdown(cancel_futures=True)
     return new, kept
 
 
 def has_free_cores(pair: Pair) -> bool:
     """Whether programs and the engine do not take each other's time: a time limit might decide a label."""
     return str(pair.target.device.type) == "cuda"
-
-
-@contextmanager
-def _program_thread() -> Iterator[ThreadPoolExecutor]:
-    """A thread for programs. After an error it ends with the part that it has begun."""
-    thread = ThreadPoolExecutor(1)
-    try:
-        yield thread
-    finally:
-        thread.shutdown(cancel_futures=True)

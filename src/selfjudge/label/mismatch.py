@@ -1,14 +1,18 @@
-"""Mismatches: where the draft, reading the target's response, predicts another token."""
+"""Mismatches: where the draft, reading the target's response, predicts another token; their labels by likelihood."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from selfjudge.engine.teacher_forced import Sequences, head_choices, logit_rows, logits_of, teacher_forced
-from selfjudge.label.score import Case
+from selfjudge.label.config import LabelConfig
+from selfjudge.label.folder import Labels, Row
+from selfjudge.label.score import Case, Scorer, Scores
 from selfjudge.models.eagle import EagleHead
 from selfjudge.models.pair import Pair
 
@@ -72,3 +76,70 @@ def find_mismatches(
         places = select_places(response, choices, special, suffix_length=suffix_length, cut=cut)
         cases.append(Case(prompt, response, places, [choices[i] for i in places]))
     return cases
+
+
+class Candidate(NamedTuple):
+    """A draft token at one place of a response, with its scores."""
+
+    response: Row
+    """Row of the target's original response."""
+    case: Case
+    scores: Scores
+    """Scores of all places of the case."""
+    k: int
+    """Index of the place in the case."""
+
+
+def label_by_likelihood(
+    pair: Pair,
+    config: LabelConfig,
+    responses: Sequence[Row],
+    scorer: Scorer,
+    tau: float,
+    notify: Callable[[float], None],
+) -> Labels:
+    """A token is acceptable if its score is above τ."""
+    texts = [(row["prompt_ids"], row["response_ids"], row["finish"] == "length") for row in responses]
+    cases = find_mismatches(pair, texts, config.suffix_length)
+    candidates: list[Candidate] = []
+    verdicts: list[Row] = []
+    for response, case, scores in zip(responses, cases, scorer(cases, notify), strict=True):
+        candidates += [Candidate(response, case, scores, k) for k in range(len(case.places))]
+        verdicts += [{"label": int(score > tau)} for score in scores.prefix + scores.suffix]
+    return make_labels(pair, config, candidates, verdicts, {})
+
+
+def make_labels(
+    pair: Pair, config: LabelConfig, candidates: Sequence[Candidate], verdicts: Iterable[Row], counts: dict[str, int]
+) -> Labels:
+    """Rows and row-aligned arrays of the candidates whose scores are finite; the others are counted.
+
+    `verdicts` have the label of each candidate and whatever else the method stores.
+    """
+    scores = Scores.gather([(c.scores, c.k) for c in candidates], config.suffix_length, pair.hidden_size)
+    finite = np.isfinite(scores.prefix + scores.suffix)
+    rows: list[Row] = []
+    for candidate, verdict, term, after in zip(candidates, verdicts, scores.prefix, scores.suffix, strict=True):
+        case, place = candidate.case, candidate.case.places[candidate.k]
+        prefix, suffix = float(term), float(after)
+        if np.isfinite(prefix + suffix):
+            rows.append(
+                {
+                    "prompt_id": candidate.response["prompt_id"],
+                    "source": candidate.response["source"],
+                    "position": len(case.prompt) + place,
+                    "target_token": case.response[place],
+                    "draft_token": case.drafts[candidate.k],
+                    "prefix_score": round(prefix, 5),
+                    "suffix_score": round(suffix, 5),
+                    "score": round(prefix + suffix, 5),
+                    "method": config.method,
+                    **verdict,
+                }
+            )
+    arrays = {
+        name: array[finite].astype(config.hidden_dtype if name.startswith("hidden") else array.dtype)
+        for name, array in vars(scores).items()
+        if config.previous or name != "hidden_before"
+    }
+    return Labels(rows, arrays, {**counts, "not_finite": len(candidates) - len(rows)})

@@ -10,7 +10,7 @@ import hashlib
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -19,14 +19,13 @@ from typing import Any, TypeVar
 from selfjudge.decoding.plain import respond
 from selfjudge.errors import SelfJudgeError
 from selfjudge.label.calibrate import FEWEST, calibrate
-from selfjudge.label.checks import AnswerCheck
-from selfjudge.label.config import LabelConfig, refuse_quantised
+from selfjudge.label.checks import AnswerCheck, find_originals
+from selfjudge.label.config import LabelConfig, refuse_quantised, require_tau
 from selfjudge.label.consequences import label_by_consequences
 from selfjudge.label.folder import FORMAT, SUMMED, Labels, Row, write_shard
-from selfjudge.label.methods import label_by_likelihood, label_by_preservation
-from selfjudge.label.mismatch import NOTHING
+from selfjudge.label.mismatch import NOTHING, label_by_likelihood
+from selfjudge.label.preservation import label_by_preservation
 from selfjudge.label.score import Scorer
-from selfjudge.label.tau import require_tau
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.collect import Collector
 from selfjudge.prompts.sources import Source
@@ -146,10 +145,6 @@ def _label(run: _LabelRun) -> dict[str, Any]:
         )
     files = run.timed("responses", _make_responses, prompts)
     shards = run.timed("labels", _make_shards, files, len(prompts), tau["tau"])
-    if not any(shard["rows"] for shard in shards):
-        if run.config.method != "selfjudge" and not any(shard["searched"] for shard in shards):
-            raise SelfJudgeError("no response has an answer to preserve: raise `max_new_tokens`, or give other prompts")
-        raise SelfJudgeError(NOTHING)
     out = run.folder.path
     public = ("prompt_id", "source", "prompt_ids", "response_ids", "finish")
     responses = (row for file in files for row in read_rows(file, Response))
@@ -215,8 +210,7 @@ def _collect(
 ) -> tuple[list[Row], dict[str, Any]]:
     config, pair = run.config, run.pair
     longest = min(config.max_prompt_tokens, pair.window - 1)
-    skip_broken = run.warn if config.skip_broken else None
-    collect = Collector(pair, longest, config.seed, config.batch_size, run.data, run.notify, skip_broken, journal)
+    collect = Collector(pair, longest, config.seed, config.batch_size, run.data, run.notify, journal)
     records, yields = collect(sources)
     rows: list[Row] = []
     names: Counter[str] = Counter()
@@ -292,7 +286,8 @@ def _make_shards(run: _LabelRun, files: Sequence[Path], total: int, tau: float |
     seals: list[Row] = []
     done, begun = 0, time.monotonic()
     responses = chain.from_iterable(read_rows(file, Response) for file in files)
-    for number, part in enumerate(_batched(responses, _shard_size(run))):
+    size = _shard_size(run)
+    for number, part in enumerate(iter(lambda: list(islice(responses, size)), [])):
         if (seal := run.folder.sealed(f"labels-{number:05d}", made_from, LabelShard)) is None:
             labels = _label_shard(run, part, scorer, tau, _report(run, "labels", done, len(part), total))
             run.labelled += len(labels.rows)
@@ -301,6 +296,10 @@ def _make_shards(run: _LabelRun, files: Sequence[Path], total: int, tau: float |
             seal = write_shard(run.folder, number, labels, made_from)
         seals.append(seal)
         done += len(part)
+    if not any(seal.get("searched", 1) for seal in seals):
+        raise SelfJudgeError("no response has an answer to preserve: raise `max_new_tokens`, or give other prompts")
+    if not any(seal["rows"] for seal in seals):
+        raise SelfJudgeError(NOTHING)
     return seals
 
 
@@ -327,15 +326,14 @@ def _label_shard(
         assert tau is not None
         labels = label_by_likelihood(run.pair, run.config, responses, scorer, tau, notify)
     else:
+        originals = find_originals(run.pair, run.config, responses, run.data)
         method = label_by_consequences if run.config.method == "consequences" else label_by_preservation
-        labels = method(run.pair, run.config, responses, scorer, run.data, notify)
+        labels = method(run.pair, run.config, originals, scorer, notify)
+        labels.counts["searched"] = len(originals)
+        labels.counts["left_out"] = len(responses) - len(originals)
+        labels.counts["unclear_verdicts"] = sum(check.unclear for check in {o.check for o in originals})
     counts = labels.counts
     counts["target_tokens"] = counts.get("target_tokens", 0) + scorer.tokens - before
     counts["acceptable"] = sum(row["label"] for row in labels.rows)
     counts["response_tokens"] = sum(len(row["prompt_ids"]) + len(row["response_ids"]) for row in responses)
     return labels
-
-
-def _batched(rows: Iterator[Row], size: int) -> Iterator[list[Row]]:
-    while part := list(islice(rows, size)):
-        yield part

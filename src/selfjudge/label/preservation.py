@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from selfjudge.label.checks import Original, Substitution, continue_responses, group_by_check
+from selfjudge.label.checks import Original, Substitution, compare_answers, continue_responses
 from selfjudge.label.config import LabelConfig
-from selfjudge.label.mismatch import differ, predict_draft_tokens
+from selfjudge.label.folder import Labels, Row
+from selfjudge.label.mismatch import Candidate, differ, make_labels, predict_draft_tokens
 from selfjudge.label.score import Case, Scorer, Scores
 from selfjudge.models.pair import Pair
 
@@ -64,19 +65,14 @@ def search_critical_tokens(
             break
         tried = [Substitution(s.original, s.response, s.place, s.drafts[s.place]) for s in waiting]
         responses = continue_responses(pair, config, tried)
-        for check, group in group_by_check(tried).items():
-            kept = check([tried[i] for i in group], [responses[i] for i in group])
-            for i, is_kept in zip(group, kept, strict=True):
-                _advance(waiting[i], tried[i], responses[i], bool(is_kept))
+        kept = map(bool, compare_answers(tried, responses))
+        for search, substitution, response, is_kept in zip(waiting, tried, responses, kept, strict=True):
+            search.events.append(Event(substitution, is_kept, len(search.original.prompt) + len(response)))
+            search.place += 1
+            if is_kept:
+                search.response, search.drafts = response, []
         notify(sum(s.done for s in searches) / len(searches))
     return [event for search in searches for event in search.events]
-
-
-def _advance(search: Search, tried: Substitution, response: tuple[int, ...], kept: bool) -> None:
-    search.events.append(Event(tried, kept, len(search.original.prompt) + len(response)))
-    if kept:
-        search.response, search.drafts = response, []
-    search.place += 1
 
 
 def find_next_mismatch(response: Sequence[int], drafts: Sequence[int], place: int, special: frozenset[int]) -> int:
@@ -98,3 +94,30 @@ def score_events(scorer: Scorer, events: Sequence[Event]) -> list[tuple[Case, Sc
     for case, scores, group in zip(cases, scorer(cases), groups.values(), strict=True):
         found |= {i: (case, scores, row) for row, i in enumerate(group)}
     return [found[i] for i in range(len(events))]
+
+
+def label_by_preservation(
+    pair: Pair, config: LabelConfig, originals: Sequence[Original], scorer: Scorer, notify: Callable[[float], None]
+) -> Labels:
+    """A token is acceptable if the answer is preserved; on open prompts (autojudge+) the target compares the meanings.
+
+    A position counts in the response that the search had reached: the row names its revision, 0 being the original.
+    """
+    events = search_critical_tokens(pair, config, originals, most=config.substitutions, notify=notify)
+    candidates: list[Candidate] = []
+    verdicts: list[Row] = []
+    revisions: dict[str, dict[tuple[int, ...], int]] = {}
+    for event, (case, scores, k) in zip(events, score_events(scorer, events), strict=True):
+        original = event.substitution.original
+        numbers = revisions.setdefault(original.row["prompt_id"], {original.response: 0})
+        revision = numbers.setdefault(event.substitution.response, len(numbers))
+        candidates.append(Candidate(original.row, case, scores, k))
+        verdicts.append({"label": int(event.kept), "revision": revision})
+    labels = make_labels(pair, config, candidates, verdicts, {"target_tokens": sum(event.tokens for event in events)})
+    labels.revisions.extend(
+        {"prompt_id": name, "revision": number, "response_ids": list(tokens)}
+        for name, numbers in revisions.items()
+        for tokens, number in numbers.items()
+        if number
+    )
+    return labels

@@ -11,7 +11,7 @@ from selfjudge.models.pair import Pair
 from selfjudge.prompts.self_written import write_prompts
 from selfjudge.prompts.sources import SELF, PromptRecord, Source, load_prompts
 from selfjudge.store import Journal
-from selfjudge.types import Notify, Warn
+from selfjudge.types import Notify
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,6 @@ class Collector:
     batch: int
     data: Path | None
     notify: Notify
-    skip_broken: Warn | None = None
     journal: Journal | None = None
     """Keeps the prompts that the target writes, so that after a kill they are not written again."""
 
@@ -50,7 +49,7 @@ class Collector:
 
     def _load(self, source: Source) -> tuple[list[PromptRecord], dict[str, Any]]:
         if source.name not in SELF:
-            records = load_prompts(source, self.data, skip_broken=self.skip_broken)
+            records = load_prompts(source, self.data)
             return records, {"given": len(records)}
         prompts, report = write_prompts(self.pair, source, self.seed, self.batch, self.notify, self.journal)
         return [PromptRecord(f"{source.name}-{self.seed}-{i}", source.name, p) for i, p in enumerate(prompts)], report

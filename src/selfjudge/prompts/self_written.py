@@ -70,7 +70,7 @@ _WITH_TEXT = ("self-extraction", "self-code")
 
 def write_prompts(
     pair: Pair, source: Source, seed: int, batch: int, notify: Notify, journal: Journal | None = None
-) -> tuple[list[Prompt], dict[str, Any]]:
+) -> tuple[Sequence[Prompt], dict[str, Any]]:
     """Prompts that the target writes itself, and what became of those it wrote.
 
     Everything it writes goes into the journal, and what is there is not written again.
@@ -80,25 +80,18 @@ def write_prompts(
     articles = name == "self-summaries"
     stage = "the target writes articles" if articles else "the target writes prompts"
     expected = count * {"self-summaries": 600, "self-chats": 240}.get(name, 60)  # tokens
-    done, shown = 0, -1
+    done = 0
 
     def report_tokens(tokens: int) -> None:
-        nonlocal done, shown
+        nonlocal done
         done += tokens
-        percent = min(100, 100 * done // expected)
-        if percent > shown:
-            shown = percent
-            notify(stage, percent / 100)
+        notify(stage, min(1, done / expected))
 
     writer = Writer(pair, seed, batch, report_tokens, journal)
     if articles:
         passages = writer.write_passages(count)
         return [ask_for_summary(text) for text in passages], {"written": count, "kept": len(passages)}
-    if name == "self-chats":
-        chats, report = writer.write_chats(count)
-        return list(chats), report
-    texts, report = writer.write_prompts(count, name)
-    return list(texts), report
+    return writer.write_chats(count) if name == "self-chats" else writer.write_prompts(count, name)
 
 
 @dataclass(frozen=True)
@@ -114,7 +107,7 @@ class Writer:
 
     def write_prompts(self, count: int, style: str = "self") -> tuple[list[str], dict[str, int]]:
         """The prompts that pass the filter, of `count` that are written, and how many did not pass, by reason."""
-        header = encode_user_header(self.pair.tokenizer)
+        header = encode_chat_start(self.pair.tokenizer, [], "user")
         openings = [self._encode(text) for text in STYLES.get(style, ("",))]
         starts = [[*header, *openings[i % len(openings)]] for i in range(count)]
         longest = LONGEST_TEXT if style in _WITH_TEXT else LONGEST
@@ -130,11 +123,10 @@ class Writer:
 
     def write_chats(self, count: int) -> tuple[list[list[dict[str, str]]], dict[str, int]]:
         """Conversations of three messages: a prompt, the target's answer and the user's next turn, all its own."""
-        encode_user_header(self.pair.tokenizer)  # there must be one
         report = Counter(written=count)
         chats: list[list[dict[str, str]]] = [[] for _ in range(count)]
         for role, longest, temperature, part in TURNS:
-            starts = [self._encode_before_mark([*chat, {"role": role, "content": _MARK}]) for chat in chats]
+            starts = [encode_chat_start(self.pair.tokenizer, chat, role) for chat in chats]
             longer, seen = [], set[object]()
             for i, tokens, finish in sorted(self._sample(starts, longest, temperature, part)):
                 reason, text = find_fault(self.pair, tokens, finish, seen if role == "user" else set())
@@ -159,11 +151,6 @@ class Writer:
             if whole and len(tokens) >= shortest:
                 passages.append(whole.group(0))
         return passages
-
-    def _encode_before_mark(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        text = self.pair.tokenizer.apply_chat_template(list(messages), tokenize=False)
-        assert isinstance(text, str)
-        return self._encode(text.rpartition(_MARK)[0])
 
     def _encode(self, text: str) -> list[int]:
         return list(self.pair.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -214,15 +201,15 @@ def find_fault(
     return None, text
 
 
-def encode_user_header(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Token ids of everything before a user's first message."""
+def encode_chat_start(tokenizer: PreTrainedTokenizerBase, chat: Sequence[dict[str, str]], role: str) -> list[int]:
+    """Token ids of everything before the text of the next message of a chat, which is written by `role`."""
     if not tokenizer.chat_template:
         raise SelfJudgeError(
             "the target has no chat template, so it cannot write prompts itself: give a file with `prompts`"
         )
-    text = tokenizer.apply_chat_template([{"role": "user", "content": _MARK}], tokenize=False)
+    text = tokenizer.apply_chat_template([*chat, {"role": role, "content": _MARK}], tokenize=False)
     assert isinstance(text, str)
-    before, mark, _ = text.partition(_MARK)
-    if not mark or not before:
+    before, _, _ = text.rpartition(_MARK)
+    if not before:
         raise SelfJudgeError("the target's chat template has no user header, so it cannot write prompts itself")
     return list(tokenizer(before, add_special_tokens=False)["input_ids"])

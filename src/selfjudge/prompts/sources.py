@@ -11,7 +11,6 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.store import parse_json
 from selfjudge.tasks.base import FILE, Prompt, parse_split
 from selfjudge.tasks.registry import is_task, load_task, split_of
-from selfjudge.types import Warn
 
 LEARNABLE = ("train", "dev", "validation")  # splits begin with one of these
 SELF = (
@@ -76,14 +75,11 @@ class PromptRecord:
     row: dict[str, Any] | None = None
 
 
-def load_prompts(source: Source, data: Path | None, *, skip_broken: Warn | None = None) -> list[PromptRecord]:
-    """The prompts of a task's split that may be learnt from (`train` if none is named), or of a file.
-
-    Invalid lines of a file are an error; with `skip_broken` they are left out, and it is told which ones.
-    """
+def load_prompts(source: Source, data: Path | None) -> list[PromptRecord]:
+    """The prompts of a task's split that may be learnt from (`train` if none is named), or of a file."""
     if not is_task(source.name):
         path = Path(source.name).expanduser()
-        prompts = read_prompts(path, skip_broken=skip_broken)[: source.count]
+        prompts = read_prompts(path)[: source.count]
         return [PromptRecord(f"{path.stem}-{i}", source.name, prompt) for i, prompt in enumerate(prompts)]
     task, split = load_task(source.name, data), split_of(source.name) or "train"
     if any(parse_split(s)[0] in task.splits and not s.startswith(LEARNABLE) for s in split.split("+")):
@@ -92,17 +88,17 @@ def load_prompts(source: Source, data: Path | None, *, skip_broken: Warn | None 
     return [PromptRecord(row["id"], source.name, task.prompt(row), row) for row in task.examples(split, source.count)]
 
 
-def check_readable(sources: Sequence[Source], data: Path | None, *, skip_broken: bool = False) -> None:
+def check_readable(sources: Sequence[Source], data: Path | None) -> None:
     """Refuse sources whose prompts cannot be read, before anything is written."""
     for source in sources:
         if source.name not in SELF:
-            load_prompts(source, data, skip_broken=(lambda text: None) if skip_broken else None)
+            load_prompts(source, data)
 
 
-def read_prompts(path: Path, *, skip_broken: Warn | None = None) -> list[str | list[dict[str, str]]]:
+def read_prompts(path: Path) -> list[str | list[dict[str, str]]]:
     """A prompts file: one JSON object a line with `prompt` or `messages` (a conversation); `.txt`: a prompt a line.
 
-    Any other line is an error; with `skip_broken` it is left out, and that is told which lines they were.
+    Any other line is an error.
     """
     try:
         with path.open(encoding="utf-8-sig") as file:
@@ -121,9 +117,7 @@ def read_prompts(path: Path, *, skip_broken: Warn | None = None) -> list[str | l
     if invalid:
         numbers = ", ".join(map(str, invalid[:5])) + (" …" if len(invalid) > 5 else "")
         which = f"line{'s' if len(invalid) > 1 else ''} {numbers}"
-        if skip_broken is None:
-            raise SelfJudgeError(f'{path}, {which}: expected a JSON object with "prompt" or "messages"')
-        skip_broken(f"{path}: left out {which} ({len(invalid)} of {len(prompts) + len(invalid)})")
+        raise SelfJudgeError(f'{path}, {which}: expected a JSON object with "prompt" or "messages"')
     if not prompts:
         raise SelfJudgeError(f"{path} holds no prompt")
     return prompts

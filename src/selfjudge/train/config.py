@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from selfjudge.errors import SelfJudgeError
@@ -42,11 +42,6 @@ class TrainConfig:
     originals: bool = setting(
         False, "Learn from the target's own tokens as well, as acceptable rows, as public code does."
     )
-    weights: tuple[str, ...] = setting(
-        (),
-        "METHOD=WEIGHT, how much a row of each label method counts, such as consequences=1,selfjudge=0.3. The method"
-        " with the greatest weight alone chooses C and sets the thresholds.",
-    )
     score: str = setting(
         "likelihood",
         "What labels by likelihood compare: the printed formula, or confidence, how sure the target stays, as the"
@@ -71,9 +66,6 @@ class TrainConfig:
         above=0,
         maximum=-LOWEST,
     )
-    sources: tuple[str, ...] = setting(
-        (), "Learn only from these sources of prompts, such as self or gsm8k,dolly; from all if none is named."
-    )
     reject: float = setting(
         0.9, "Threshold R rejects at least this share of the bad substitutions.", above=0, maximum=1
     )
@@ -90,20 +82,13 @@ class TrainConfig:
     def check(self) -> None:
         """Refuse values out of range, and settings that contradict each other."""
         check_settings(self)
-        self._check_released()
-        self.method_weights()
+        for name, value in RELEASED.items() if self.as_released else ():
+            if getattr(self, name) not in (getattr(TrainConfig, name), value):
+                raise SelfJudgeError(f"`as_released` sets `{name}` to {value}: leave out one of them")
         if self.acceptable is not None and self.acceptable >= 1:
             raise SelfJudgeError(f"`acceptable` must be less than 1, not {self.acceptable}")
         if self.acceptable is not None and self.tau is not None:
             raise SelfJudgeError("`tau` and `acceptable` say the same thing twice: give one of them")
-
-    def _check_released(self) -> None:
-        defaults = {f.name: f.default for f in fields(self)}
-        if not self.as_released:
-            return
-        for name, value in RELEASED.items():
-            if getattr(self, name) not in (defaults[name], value):
-                raise SelfJudgeError(f"`as_released` sets `{name}` to {value}: leave out one of them")
 
     def resolve(self) -> Self:
         """These settings, with those that `as_released` stands for."""
@@ -111,19 +96,6 @@ class TrainConfig:
             return self
         stated = self.tau is not None or self.acceptable is not None
         return replace(self, **RELEASED, acceptable=self.acceptable if stated else RELEASED_ACCEPTABLE)
-
-    def method_weights(self) -> dict[str, float]:
-        """Weights by label method; empty where all rows count alike. Anything but a positive number is an error."""
-        weights = {}
-        for text in self.weights:
-            method, _, number = text.partition("=")
-            try:
-                weights[method] = float(number)
-            except ValueError:
-                raise SelfJudgeError(f"`weights` are METHOD=WEIGHT, such as consequences=1, not {text!r}") from None
-            if not 0 < weights[method] < 1e6:
-                raise SelfJudgeError(f"`weights` must be positive numbers, not {text!r}")
-        return weights
 
     @property
     def relabels(self) -> bool:

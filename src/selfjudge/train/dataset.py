@@ -22,9 +22,9 @@ from selfjudge.judge.config import feature_width
 from selfjudge.judge.features import join_features
 from selfjudge.judge.training_prompts import prompt_key
 from selfjudge.label.calibrate import compute_tau
+from selfjudge.label.config import find_shipped_tau
 from selfjudge.label.folder import Arrays, Row, read_manifest, read_responses, read_shards
 from selfjudge.label.score import sum_scores
-from selfjudge.label.tau import find_shipped_tau
 from selfjudge.store import read_tensors
 from selfjudge.types import Notify
 
@@ -43,8 +43,6 @@ class Chunk(NamedTuple):
     """[m, D] features that the judge reads."""
     labels: Tensor
     """[m] 1 for acceptable."""
-    weights: Tensor
-    """[m] weight of each row."""
 
 
 @dataclass(frozen=True)
@@ -80,15 +78,12 @@ class LabelledRows:
     suffix_lengths: list[int]
     """Suffix length of each folder."""
     labels: NDArray[np.int8]
-    weights: NDArray[np.float32]
-    """[n] weight of each row when a judge is fitted."""
     log_p: NDArray[np.float32]
     """[n, 2] log-probabilities of the target's most likely token and of the draft token."""
     prompts: NDArray[np.int64]
     """[n] number of each row's prompt, the same in all folders."""
     keys: list[str]
     """Keys of the prompts, by that number."""
-    n_prompts: int
     sources: NDArray[np.str_]
     aligned: NDArray[np.bool_]
     part: NDArray[np.int8]
@@ -104,34 +99,39 @@ class LabelledRows:
             raise SelfJudgeError("name at least one folder of labels")
         manifests = [read_manifest(folder) for folder in folders]
         _check_one_target(folders, manifests)
-        reader = _ShardReader()
         n_shards = sum(len(manifest["shards"]) for manifest in manifests)
-        for number, (folder, manifest) in enumerate(zip(folders, manifests, strict=True)):
+        columns: dict[str, list[NDArray[Any]]] = defaultdict(list)
+        shards: list[_Shard] = []
+        numbers: dict[str, int] = {}  # of prompts, by key
+        for index, (folder, manifest) in enumerate(zip(folders, manifests, strict=True)):
             keys = {row["prompt_id"]: prompt_key(row["prompt_ids"]) for row in read_responses(folder)}
             for shard, (rows, arrays) in zip(manifest["shards"], read_shards(folder), strict=True):
-                reader.add(number, folder / list(shard["files"])[1], rows, arrays, keys)
+                file = folder / list(shard["files"])[1]
+                _check_rows(file, rows, arrays, keys)
+                columns["labels"].append(np.asarray([row["label"] for row in rows], np.int8))
+                columns["log_p"].append(arrays["log_p"])
+                prompts = [numbers.setdefault(keys[row["prompt_id"]], len(numbers)) for row in rows]
+                columns["prompts"].append(np.asarray(prompts, np.int64))
+                columns["sources"].append(np.asarray([row["source"] for row in rows], np.str_))
+                columns["aligned"].append(arrays["rank"] == 0)
+                start = shards[-1].rows.stop if shards else 0
+                scores = arrays["original"], arrays["substituted"], arrays["highest"]
+                shards.append(_Shard(index, file, slice(start, start + len(rows)), *scores, "hidden_before" in arrays))
                 if notify:
-                    notify("reading labels", len(reader.shards) / n_shards)
-        if not reader.length:
+                    notify("reading labels", len(shards) / n_shards)
+        if not numbers:
             raise SelfJudgeError(f"{folders[0]} holds no labels: the draft never differed from the target")
-        columns = {name: np.concatenate(parts) for name, parts in reader.columns.items()}
-        parts = _split(list(reader.prompts), seed)
+        joined = {name: np.concatenate(parts) for name, parts in columns.items()}
         return cls(
             folders=list(folders),
             manifests=manifests,
             hidden_size=int(manifests[0]["hidden_size"]),
             taus=[manifest["tau"] for manifest in manifests],
             suffix_lengths=[manifest["suffix_length"] for manifest in manifests],
-            labels=columns["labels"],
-            weights=np.ones(reader.length, np.float32),
-            log_p=columns["log_p"],
-            prompts=columns["prompts"],
-            keys=list(reader.prompts),
-            n_prompts=len(reader.prompts),
-            sources=columns["sources"],
-            aligned=columns["aligned"],
-            part=np.where(columns["aligned"], -1, parts[columns["prompts"]]),
-            shards=reader.shards,
+            keys=list(numbers),
+            part=np.where(joined["aligned"], -1, _split(list(numbers), seed)[joined["prompts"]]),
+            shards=shards,
+            **joined,
         )
 
     def relabel(
@@ -176,42 +176,6 @@ class LabelledRows:
         every_tau = [taus.get(i, before) for i, before in enumerate(self.taus)]
         return replace(self, labels=labels, suffix_lengths=lengths, taus=every_tau)
 
-    def weight_methods(self, weights: Mapping[str, float]) -> Self:
-        """The same rows, each with the weight of its label method.
-
-        The method with the greatest weight, the first of equals, is what the judge is for: rows of the others belong
-        to the part `fit` or to none.
-        """
-        methods = np.asarray([manifest["method"] for manifest in self.manifests])
-        if differing := sorted(set(methods.tolist()) ^ set(weights)):
-            known = ", ".join(sorted(set(methods.tolist())))
-            raise SelfJudgeError(
-                f"`weights` must name each label method once ({known}); {differing[0]} is missing or unknown"
-            )
-        of_row = np.empty(len(self), methods.dtype)
-        for shard in self.shards:
-            of_row[shard.rows] = methods[shard.folder]
-        main = max(weights, key=lambda method: weights[method])
-        others = (of_row != main) & (self.part != PARTS.index("fit"))
-        return replace(
-            self,
-            weights=np.asarray([weights[str(method)] for method in of_row], np.float32),
-            part=np.where(others, -1, self.part).astype(np.int8),
-        )
-
-    def select_sources(self, sources: Sequence[str]) -> Self:
-        """The same rows, of which those of other sources belong to no part."""
-        if unknown := sorted(set(sources) - set(self.sources)):
-            known = ", ".join(sorted(set(self.sources)))
-            raise SelfJudgeError(f"no labels come from {', '.join(unknown)}; the sources are: {known}")
-        inside = np.isin(self.sources, list(sources))
-        return replace(
-            self,
-            part=np.where(inside, self.part, -1),
-            aligned=self.aligned & inside,
-            n_prompts=len(np.unique(self.prompts[inside])),
-        )
-
     def limit_margin(self, margin_limit: float) -> Self:
         """The same rows, of which those beyond the margin limit, where the judge has no say, belong to no part."""
         margins = self.log_p[:, 1] - self.log_p[:, 0]
@@ -219,6 +183,10 @@ class LabelledRows:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    @property
+    def n_prompts(self) -> int:
+        return len(self.keys)
 
     @property
     def used(self) -> NDArray[np.bool_]:
@@ -290,17 +258,16 @@ class LabelledRows:
         shard = self.shards[number]
         hidden = self._feature(number, "hidden_draft", device)
         rows = torch.from_numpy(inside).to(hidden.device)
-        log_p, labels, weights = (
-            torch.from_numpy(column[shard.rows][inside]).to(hidden.device)
-            for column in (self.log_p, self.labels, self.weights)
+        log_p, labels = (
+            torch.from_numpy(column[shard.rows][inside]).to(hidden.device) for column in (self.log_p, self.labels)
         )
         before = self._feature(number, "hidden_before", device)[rows] if "previous" in features else None
         margin = (log_p[:, 1] - log_p[:, 0]).clamp_max(0)
-        yield Chunk(join_features(features, hidden[rows], margin, before), labels.float(), weights)
+        yield Chunk(join_features(features, hidden[rows], margin, before), labels.float())
         if originals:
             hidden = self._feature(number, "hidden_target", device)
             x = join_features(features, hidden[rows], torch.zeros_like(margin), before)
-            yield Chunk(x, torch.ones_like(weights), weights)
+            yield Chunk(x, torch.ones(len(x), device=x.device))
 
     def _feature(self, number: int, name: str, device: torch.device | None) -> Tensor:
         """An array of a shard: from memory, on the GPU or here, or read, and kept where there is room."""
@@ -318,38 +285,15 @@ class LabelledRows:
         return tensor
 
 
-class _ShardReader:
-    """Collects the small columns of shards."""
-
-    def __init__(self) -> None:
-        self.columns: dict[str, list[NDArray[Any]]] = defaultdict(list)
-        self.shards: list[_Shard] = []
-        self.prompts: dict[str, int] = {}
-        self.length = 0
-
-    def add(self, folder: int, file: Path, rows: Sequence[Row], arrays: Arrays, keys: Mapping[str, str]) -> None:
-        """A shard's rows; `keys` names the prompt behind each prompt id of its folder."""
-        finite = ~np.isnan(arrays["log_p"]).any(1)
-        for name in HIDDEN_ARRAYS & arrays.keys():
-            finite &= np.isfinite(arrays[name]).all(1)
-        if not finite.all():
-            raise SelfJudgeError(f"{file} has {int((~finite).sum())} rows whose features are not finite: label again")
-        if unknown := [row["prompt_id"] for row in rows if row["prompt_id"] not in keys]:
-            raise SelfJudgeError(f"{file.parent} has labels of prompt {unknown[0]!r:.40}, which has no response")
-        prompts = [self.prompts.setdefault(keys[row["prompt_id"]], len(self.prompts)) for row in rows]
-        columns = {
-            "labels": np.asarray([row["label"] for row in rows], np.int8),
-            "log_p": arrays["log_p"],
-            "prompts": np.asarray(prompts, np.int64),
-            "sources": np.asarray([row["source"] for row in rows], np.str_),
-            "aligned": arrays["rank"] == 0,
-        }
-        for name, column in columns.items():
-            self.columns[name].append(column)
-        inside = slice(self.length, self.length + len(rows))
-        scores = arrays["original"], arrays["substituted"], arrays["highest"]
-        self.shards.append(_Shard(folder, file, inside, *scores, "hidden_before" in arrays))
-        self.length = inside.stop
+def _check_rows(file: Path, rows: Sequence[Row], arrays: Arrays, keys: Mapping[str, str]) -> None:
+    """Refuse features that are not finite, and labels of prompts that are not among the `keys` of their folder."""
+    finite = ~np.isnan(arrays["log_p"]).any(1)
+    for name in HIDDEN_ARRAYS & arrays.keys():
+        finite &= np.isfinite(arrays[name]).all(1)
+    if not finite.all():
+        raise SelfJudgeError(f"{file} has {int((~finite).sum())} rows whose features are not finite: label again")
+    if unknown := [row["prompt_id"] for row in rows if row["prompt_id"] not in keys]:
+        raise SelfJudgeError(f"{file.parent} has labels of prompt {unknown[0]!r:.40}, which has no response")
 
 
 def _split_chunks(

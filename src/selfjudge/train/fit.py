@@ -43,7 +43,7 @@ class Scaler:
     @classmethod
     def of(cls, chunks: Chunks) -> Scaler:
         count, total, squares = 0, torch.zeros(0), torch.zeros(0)
-        for x, _, _ in chunks():
+        for x, _ in chunks():
             wide = x.double()
             total = wide.sum(0) if not count else total + wide.sum(0)
             squares = wide.square().sum(0) if not count else squares + wide.square().sum(0)
@@ -75,40 +75,32 @@ class Fitted:
 class FitOptions:
     """Options of both kinds of fit."""
 
-    chosen: NDArray[np.bool_] | None = None
-    """Learn from these rows of the part `fit` alone; from all of them if None."""
     originals: bool = False
     """Learn from the target's own tokens as well, as acceptable rows."""
     seed: int = 0
     device: torch.device | None = None
     notify: Notify = lambda stage, share: None
 
-    def select_rows(self, rows: LabelledRows) -> NDArray[np.bool_]:
-        return rows.of("fit") if self.chosen is None else rows.of("fit") & self.chosen
-
 
 class _Sums(NamedTuple):
-    """Weighted log-loss of the rows, its gradient [D + 1] and its curvature [D + 1, D + 1], without the penalty."""
+    """Log-loss of the rows, its gradient [D + 1] and its curvature [D + 1, D + 1], without the penalty."""
 
     loss: float
     gradient: Tensor
     curvature: Tensor
 
 
-def fit_logistic(
-    chunks: Chunks, scaler: Scaler, penalties: Iterable[Tensor], start: Tensor | None = None
-) -> Iterator[Tensor]:
-    """[D + 1] weights and bias that minimise Σ weighted log-loss + ½ Σ penalty_j w_j² on standardised columns, for each
+def fit_logistic(chunks: Chunks, scaler: Scaler, penalties: Iterable[Tensor]) -> Iterator[Tensor]:
+    """[D + 1] weights and bias that minimise Σ log-loss + ½ Σ penalty_j w_j² on standardised columns, for each
     penalty [D] in turn. The bias is not penalised.
 
     Newton's method: a step is one pass over the rows. Each search begins where the last one ended, with its sums.
     """
-    weights, sums = start, None
+    weights, sums = torch.zeros(0), None
     for penalty in penalties:
         ridge = F.pad(penalty.double(), (0, 1))
-        if weights is None:
-            weights = torch.zeros_like(ridge)
         if sums is None:
+            weights = torch.zeros_like(ridge)
             sums = _sum_rows(chunks, scaler, weights)
         for _ in range(NEWTON_STEPS):
             gradient = sums.gradient + ridge * weights
@@ -142,14 +134,14 @@ def _sum_rows(chunks: Chunks, scaler: Scaler, weights: Tensor) -> _Sums:
     """One pass over the rows."""
     loss, gradient = 0.0, torch.zeros_like(weights)
     curvature = torch.zeros(len(weights), len(weights), dtype=weights.dtype, device=weights.device)
-    for x, labels, counts in chunks():
+    for x, labels in chunks():
         x = F.pad(scaler(x), (0, 1), value=1.0)
         wide = x.double()  # sums of many small terms; curvature only has to point the way
         logits = wide @ weights
         p = logits.sigmoid()
-        loss += float(F.binary_cross_entropy_with_logits(logits, labels.double(), counts.double(), reduction="sum"))
-        gradient += wide.T @ (counts * (p - labels))
-        root = x * (counts * p * (1 - p)).sqrt().float()[:, None]
+        loss += float(F.binary_cross_entropy_with_logits(logits, labels.double(), reduction="sum"))
+        gradient += wide.T @ (p - labels)
+        root = x * (p * (1 - p)).sqrt().float()[:, None]
         curvature += (root.T @ root).double()
     return _Sums(loss, gradient, curvature)
 
@@ -159,9 +151,7 @@ def fit_linear(
 ) -> Fitted:
     """A linear judge: C from the ascending grid by ROC-AUC on the mismatches of the part `select`."""
     options = options or FitOptions()
-    chunks = partial(
-        rows.chunks, options.select_rows(rows), config.features, originals=options.originals, device=options.device
-    )
+    chunks = partial(rows.chunks, rows.of("fit"), config.features, originals=options.originals, device=options.device)
     scaler = Scaler.of(chunks)
 
     def penalty(c: float) -> Tensor:
@@ -174,7 +164,8 @@ def fit_linear(
     path = fit_logistic(chunks, scaler, map(penalty, grid))
     for number, (c, weights) in enumerate(zip(grid, path, strict=True), 1):
         judge = Judge(config, *scaler.fold(weights[:-1], weights[-1]))
-        fits.append(Fitted(judge, measure_auc(rows, judge, rows.of("select"), device=options.device), c))
+        auc = roc_auc(*predict(rows, judge, rows.of("select"), device=options.device))
+        fits.append(Fitted(judge, auc, c))
         options.notify(f"logistic regression, C = {c:.2g}: AUC {fits[-1].auc_select:.3f}", number / len(grid))
     return select_best(fits)
 
@@ -182,7 +173,7 @@ def fit_linear(
 def fit_mlp(rows: LabelledRows, config: JudgeConfig, options: FitOptions | None = None) -> Fitted:
     """A judge with one hidden layer; the epoch is chosen by ROC-AUC on the mismatches of the part `select`."""
     options = options or FitOptions()
-    device, chosen = options.device, options.select_rows(rows)
+    device, chosen = options.device, rows.of("fit")
     chunks = partial(rows.chunks, chosen, config.features, originals=options.originals, device=device)
     scaler = Scaler.of(chunks)
     fits = []
@@ -195,19 +186,18 @@ def fit_mlp(rows: LabelledRows, config: JudgeConfig, options: FitOptions | None 
         steps = EPOCHS * max(1, -(-int(chosen.sum()) * (1 + options.originals) // BATCH))
         done = 0
         for epoch in range(1, EPOCHS + 1):
-            for x, *others in chunks(generator=generator):
-                split = (column.split(BATCH) for column in (scaler(x), *others))
-                for piece, truth, counts in zip(*split, strict=True):
+            for x, labels in chunks(generator=generator):
+                for piece, truth in zip(scaler(x).split(BATCH), labels.split(BATCH), strict=True):
                     optimiser.param_groups[0]["lr"] = RATE * max(0.02, 1 - done / steps)
                     done += 1
                     logits = outer(F.dropout(F.gelu(inner(piece)), DROPOUT)).squeeze(1)
                     optimiser.zero_grad()
-                    F.binary_cross_entropy_with_logits(logits, truth, counts).backward()
+                    F.binary_cross_entropy_with_logits(logits, truth).backward()
                     optimiser.step()
             with torch.no_grad():
                 folded = scaler.fold(inner.weight, inner.bias)
                 judge = Judge(config, outer.weight[0].clone(), outer.bias[0].clone(), *folded)
-            fits.append(Fitted(judge, measure_auc(rows, judge, rows.of("select"), device=device)))
+            fits.append(Fitted(judge, roc_auc(*predict(rows, judge, rows.of("select"), device=device))))
             options.notify(f"MLP, epoch {epoch}: AUC {fits[-1].auc_select:.3f}", epoch / EPOCHS)
     return select_best(fits)
 
@@ -229,19 +219,7 @@ def predict(
     """P(acceptable) and labels of the chosen rows (in no particular order with `originals`)."""
     judge = deepcopy(judge).to(device or "cpu")  # whoever decodes with it keeps it where it is
     scores, labels = [np.zeros(0, np.float32)], [np.zeros(0, np.float32)]
-    for x, truth, _ in rows.chunks(chosen, judge.config.features, originals=originals, device=device):
+    for x, truth in rows.chunks(chosen, judge.config.features, originals=originals, device=device):
         scores.append(judge.score(x).cpu().numpy())
         labels.append(truth.cpu().numpy())
     return np.concatenate(scores), np.concatenate(labels)
-
-
-def measure_auc(
-    rows: LabelledRows,
-    judge: Judge,
-    chosen: NDArray[np.bool_],
-    *,
-    originals: bool = False,
-    device: torch.device | None = None,
-) -> float:
-    """Area under the ROC curve on the chosen rows; nan where all labels are the same."""
-    return roc_auc(*predict(rows, judge, chosen, originals=originals, device=device))

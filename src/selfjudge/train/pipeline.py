@@ -9,9 +9,8 @@ The holdout chooses nothing but θ, and no prompt belongs to two parts.
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from selfjudge.store import locked, provenance, refuse_foreign, write_json
 from selfjudge.train.card import Evidence, write_card
 from selfjudge.train.config import LEFT_BY_A_KILL, TrainConfig
 from selfjudge.train.dataset import PARTS, LabelledRows
-from selfjudge.train.fit import FitOptions, Fitted, fit_linear, fit_mlp, measure_auc, predict, select_best
+from selfjudge.train.fit import FitOptions, Fitted, fit_linear, fit_mlp, predict, select_best
 from selfjudge.train.thresholds import compute_quality_curve, find_thresholds, measure_acceptance, roc_auc
 from selfjudge.types import Notify
 
@@ -48,64 +47,38 @@ def train_judge(
     config.check()
     config = config.resolve()
     refuse_foreign(out, LEFT_BY_A_KILL)
-    with _lock(out):
-        return _train(folders, out, config, torch.device(device) if device else None, notify)
-
-
-def _train(
-    folders: Sequence[Path], out: Path, config: TrainConfig, device: torch.device | None, notify: Notify
-) -> dict[str, Any]:
     begun = time.monotonic()
-    rows = load_rows(folders, config, notify)
-    fits = fit_candidates(rows, config, device, notify)
-    judge, evidence = measure_on_holdout(rows, fits, config, device)
-    run = provenance(
-        settings=asdict(config),
-        labels=[str(folder) for folder in folders],
-        seconds=round(time.monotonic() - begun, 1),
-        auc_select=evidence.tried,
-        rows=evidence.rows,
-        sources=evidence.sources,
-    )
-    write_card(out, judge.config, evidence)
-    write_json(out / "run.json", run)
-    write_training_prompts(out, (rows.keys[number] for number in np.unique(rows.prompts[rows.used])))
-    judge.save_pretrained(out)
-    return asdict(judge.config)
-
-
-@contextlib.contextmanager
-def _lock(out: Path) -> Iterator[None]:
-    """Make the folder and hold its lock; a second process is refused. Where nothing was written, nothing is left."""
-    is_new, lock = not out.exists(), out / ".lock"
+    rows = load_rows(folders, config, notify)  # nothing is written where there is nothing to learn
+    lock, on = out / ".lock", torch.device(device) if device else None
     try:
         out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SelfJudgeError(f"cannot use {out} as a folder: {error}") from None
-    try:
         with locked(lock, refuse=f"another process works on {out}"):
             refuse_foreign(out, LEFT_BY_A_KILL)  # another process may have finished meanwhile
-            try:
-                yield
-                lock.unlink()  # the folder travels
-            except SelfJudgeError:
-                if is_new and list(out.iterdir()) == [lock]:
-                    lock.unlink()
-                    out.rmdir()
-                raise
+            fits = fit_candidates(rows, config, on, notify)
+            judge, evidence = measure_on_holdout(rows, fits, config, on)
+            run = provenance(
+                settings=asdict(config),
+                labels=[str(folder) for folder in folders],
+                seconds=round(time.monotonic() - begun, 1),
+                auc_select=evidence.tried,
+                rows=evidence.rows,
+                sources=evidence.sources,
+            )
+            write_card(out, judge.config, evidence)
+            write_json(out / "run.json", run)
+            write_training_prompts(out, (rows.keys[number] for number in np.unique(rows.prompts[rows.used])))
+            judge.save_pretrained(out)
+            lock.unlink()  # the folder travels
     except OSError as error:
         raise SelfJudgeError(f"cannot write {out}: {error}") from None
+    return asdict(judge.config)
 
 
 def load_rows(folders: Sequence[Path], config: TrainConfig, notify: Notify | None = None) -> LabelledRows:
     """The rows that a judge of this config learns from; an error where there is nothing to learn."""
     rows = LabelledRows.load(folders, seed=config.seed, notify=notify)
-    if config.sources:
-        rows = rows.select_sources(config.sources)
     if config.margin_limit is not None:
         rows = rows.limit_margin(config.margin_limit)
-    if config.weights:
-        rows = rows.weight_methods(config.method_weights())
     if config.relabels:
         rows = rows.relabel(
             config.suffix_length, config.tau, gap=config.suffix_gap, acceptable=config.acceptable, score=config.score
@@ -177,7 +150,7 @@ def measure_on_holdout(
         metrics |= {f"{name}_{key}": share for key, share in shares.items()}
     if fitted.c is not None:
         metrics["C"] = fitted.c
-    metrics["auc_all"] = measure_auc(rows, fitted.judge, holdout, originals=True, device=device)
+    metrics["auc_all"] = roc_auc(*predict(rows, fitted.judge, holdout, originals=True, device=device))
     judge_config = replace(
         fitted.judge.config, thresholds=thresholds, quality_curve=compute_quality_curve(scores, labels), metrics=metrics
     )
