@@ -180,7 +180,7 @@ def test_a_judge_that_cannot_be_trained_is_left_out(
         return [PromptRecord(f"{source.name}-{i}", source.name, text) for i, text in enumerate(texts)]
 
     monkeypatch.setattr("selfjudge.prompts.sources.load_prompts", given)
-    monkeypatch.setattr("selfjudge.prompts.collect.load_prompts", given)
+    monkeypatch.setattr("selfjudge.prompts.self_written.load_prompts", given)
     monkeypatch.setattr("selfjudge.label.config.find_shipped_tau", lambda *_: {"tau": -20.0, "shipped": True})
     monkeypatch.setattr("selfjudge.evaluate.reproduce.train_judge", _refusing(train_judge, "paper"))
     preset = Preset(("gsm8k", "livecodebench"), (), (), ("livecodebench",), label_tokens=40)

@@ -14,7 +14,8 @@ from sklearn.metrics import roc_auc_score
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
-from selfjudge.train.thresholds import compute_quality_curve, count_above, find_thresholds, measure_acceptance, roc_auc
+from selfjudge.train.card import Evidence
+from selfjudge.train.thresholds import compute_quality_curve, count_above, find_thresholds, roc_auc
 
 Scores = NDArray[np.float32]
 
@@ -155,8 +156,9 @@ def test_quality_picks_from_the_curve() -> None:
 
 def test_a_score_equal_to_theta_is_not_accepted() -> None:
     scores, truth = np.asarray([0.25, 0.5, 0.5, 0.75], np.float32), np.asarray([1, 1, 0, 0], np.float32)
-    assert measure_acceptance(scores, truth, 0.5) == {"accepts_acceptable": 0.0, "accepts_unacceptable": 0.5}
-    assert measure_acceptance(scores, truth, 0.49) == {"accepts_acceptable": 0.5, "accepts_unacceptable": 1.0}
+    evidence = Evidence(scores, truth, {}, {})
+    assert evidence.locate(0.5) == (0.5, 0.0)  # of the bad rows, of the acceptable ones
+    assert evidence.locate(0.49) == (1.0, 0.5)
     thetas, kept, passed = count_above(scores, truth)
     assert (thetas.tolist(), kept.tolist(), passed.tolist()) == (
         [0, 0.25, 0.5, 0.75, 1],

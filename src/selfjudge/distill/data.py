@@ -25,7 +25,7 @@ from selfjudge.distill.config import DistillConfig
 from selfjudge.engine.teacher_forced import GRID, Sequences, choose_width, logit_rows, logits_of, teacher_forced
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.pair import Pair
-from selfjudge.prompts.collect import Collector
+from selfjudge.prompts.self_written import Collector
 from selfjudge.store import Journal, RunFolder, read_rows, read_tensors, sha256, write_rows, write_tensors
 from selfjudge.store.artefacts import DistillPrompt, PromptsSeal, WrittenRow
 from selfjudge.types import Notify

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
@@ -125,18 +126,12 @@ class MeaningCheck(OutcomeCheck):
         fitting = [i for i, ids in enumerate(encoded) if len(ids) + VERDICT_TOKENS <= context_window(pair.target)]
         self.unclear += len(encoded) - len(fitting)  # too long to be asked
         kept = [float(text == other) for text, other in zip(first, texts, strict=True)]
-        for place, tokens, _ in respond(
-            pair.target_model,
-            [encoded[i] for i in fitting],
-            eos_ids=pair.eos_ids,
-            max_new_tokens=VERDICT_TOKENS,
-            batch=self.batch,
-        ):
-            verdict = str(pair.tokenizer.decode(tokens, skip_special_tokens=True)).upper()
-            same, different = verdict.find("SAME"), verdict.find("DIFFERENT")
-            self.unclear += same < 0 and different < 0
-            if same >= 0 and (different < 0 or same < different):
-                kept[fitting[place]] = 1.0
+        answers = answer_prompts(pair, [encoded[i] for i in fitting], VERDICT_TOKENS, self.batch)
+        for i, verdict in zip(fitting, decode_many(pair, [tokens for tokens, _ in answers]), strict=True):
+            named = re.search("SAME|DIFFERENT", verdict.upper())  # the first of them counts
+            self.unclear += named is None
+            if named and named.group() == "SAME":
+                kept[i] = 1.0
         return kept
 
 
@@ -183,18 +178,26 @@ def continue_responses(
     notify: Callable[[float], None] = lambda share: None,
 ) -> list[tuple[int, ...]]:
     """Each response with its substitution, as the target finishes it from there."""
-    new: list[Sequence[int]] = [()] * len(substitutions)
-    answers = respond(
-        pair.target_model,
-        [[*s.original.prompt, *s.start] for s in substitutions],
-        eos_ids=pair.eos_ids,
-        max_new_tokens=[config.max_new_tokens - s.place - 1 for s in substitutions],
-        batch=config.batch_size,
-    )
-    for done, (i, tokens, _) in enumerate(answers, 1):
-        new[i] = tokens
-        notify(done / len(substitutions))
-    return [(*s.start, *tokens) for s, tokens in zip(substitutions, new, strict=True)]
+    prompts = [[*s.original.prompt, *s.start] for s in substitutions]
+    limits = [config.max_new_tokens - s.place - 1 for s in substitutions]
+    answers = answer_prompts(pair, prompts, limits, config.batch_size, notify)
+    return [(*s.start, *tokens) for s, (tokens, _) in zip(substitutions, answers, strict=True)]
+
+
+def answer_prompts(
+    pair: Pair,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int | Sequence[int],
+    batch: int,
+    notify: Callable[[float], None] = lambda share: None,
+) -> list[tuple[list[int], str]]:
+    """The target's greedy answer to each prompt and why it ended, in order, as fast as its engine makes them."""
+    answers: list[tuple[list[int], str]] = [([], "")] * len(prompts)
+    responses = respond(pair.target_model, prompts, eos_ids=pair.eos_ids, max_new_tokens=max_new_tokens, batch=batch)
+    for done, (i, tokens, finish) in enumerate(responses, 1):
+        answers[i] = tokens, finish
+        notify(done / len(prompts))
+    return answers
 
 
 def compare_answers(substitutions: Sequence[Substitution], responses: Sequence[Sequence[int]]) -> list[float]:

@@ -17,7 +17,7 @@ from itertools import zip_longest
 import numpy as np
 import torch
 
-from selfjudge.engine.teacher_forced import logit_rows, logits_of, teacher_forced
+from selfjudge.engine.teacher_forced import logits_of, teacher_forced
 from selfjudge.label.checks import Original, Substitution, compare_answers, continue_responses
 from selfjudge.label.config import LabelConfig
 from selfjudge.label.folder import Labels, Row
@@ -105,25 +105,13 @@ def draw_places(margins: Sequence[float], most: int, rng: np.random.Generator) -
 def compute_margins(pair: Pair, cases: Sequence[Case]) -> list[list[float]]:
     """By how many nats the target prefers its own token to the draft's, at every place of every case."""
     margins: list[list[float]] = [[] for _ in cases]
-    model = pair.target
     for part, hidden in teacher_forced(pair.target_model, [(case.prompt, case.response) for case in cases]):
-        starts = np.cumsum([0, *(len(cases[i].response) for i in part)]).tolist()
-        rows = [start + place for i, start in zip(part, starts, strict=False) for place in cases[i].places]
-        tokens = [
-            (cases[i].response[place], token)
-            for i in part
-            for place, token in zip(cases[i].places, cases[i].drafts, strict=True)
-        ]
-        states = hidden[torch.tensor(rows, dtype=torch.long, device=hidden.device)]
-        both = torch.tensor(tokens, dtype=torch.long, device=hidden.device).reshape(-1, 2)
-        step = logit_rows(model)
-        logits = [
-            logits_of(model, piece).float().gather(1, ids)
-            for piece, ids in zip(states.split(step), both.split(step), strict=True)
-        ]
-        flat = iter(torch.cat(logits).diff(dim=1).neg().squeeze(1).tolist())  # Δ log p = Δ logit
-        for i in part:
-            margins[i] = [next(flat) for _ in cases[i].places]
+        by_case = hidden.split([len(cases[i].response) for i in part])
+        for case, states, i in zip((cases[i] for i in part), by_case, part, strict=True):
+            own = [case.response[place] for place in case.places]
+            tokens = torch.tensor([own, case.drafts], dtype=torch.long, device=hidden.device).T
+            logits = logits_of(pair.target, states[list(case.places)]).float().gather(1, tokens)
+            margins[i] = (logits[:, 0] - logits[:, 1]).tolist()  # Δ log p = Δ logit
     return margins
 
 

@@ -16,10 +16,9 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from selfjudge.decoding.plain import respond
 from selfjudge.errors import SelfJudgeError
 from selfjudge.label.calibrate import FEWEST, calibrate
-from selfjudge.label.checks import AnswerCheck, find_originals
+from selfjudge.label.checks import AnswerCheck, answer_prompts, find_originals
 from selfjudge.label.config import LabelConfig, refuse_quantised, require_tau
 from selfjudge.label.consequences import label_by_consequences
 from selfjudge.label.folder import FORMAT, SUMMED, Labels, Row, write_shard
@@ -27,7 +26,7 @@ from selfjudge.label.mismatch import NOTHING, label_by_likelihood
 from selfjudge.label.preservation import label_by_preservation
 from selfjudge.label.score import Scorer
 from selfjudge.models.pair import Pair
-from selfjudge.prompts.collect import Collector
+from selfjudge.prompts.self_written import Collector
 from selfjudge.prompts.sources import Source
 from selfjudge.store import Journal, RunFolder, read_rows, sha256, write_rows
 from selfjudge.store.artefacts import (
@@ -149,27 +148,8 @@ def _label(run: _LabelRun) -> dict[str, Any]:
     public = ("prompt_id", "source", "prompt_ids", "response_ids", "finish")
     responses = (row for file in files for row in read_rows(file, Response))
     write_rows(out / "responses.jsonl", ({key: row[key] for key in public} for row in responses))
-    manifest = {
-        **_describe(run, tau),
-        "prompts": len(prompts),
-        "yields": yields,
-        **{key: sum(shard[key] for shard in shards) for key in SUMMED if key in shards[0]},
-        "shards": shards,
-        "files": {name: sha256(out / name) for name in ("responses.jsonl", EVIDENCE) if (out / name).is_file()},
-    }
-    spent = sum(seconds for stage, seconds in run.seconds.items() if stage != "tau")
-    run.folder.finish(
-        manifest,
-        settings=asdict(run.config),
-        seconds=run.seconds,
-        rows_per_hour=round(3600 * run.labelled / max(spent, 1e-3)),
-    )
-    return manifest
-
-
-def _describe(run: _LabelRun, tau: dict[str, Any]) -> dict[str, Any]:
     pair, config = run.pair, run.config
-    return {
+    manifest = {
         "format_version": FORMAT,
         "target": pair.target_id,
         "draft": pair.draft_id,
@@ -185,7 +165,20 @@ def _describe(run: _LabelRun, tau: dict[str, Any]) -> dict[str, Any]:
         "tau": tau["tau"],
         "tau_evidence": tau,
         **({"outcome": config.outcome} if config.method == "consequences" else {}),
+        "prompts": len(prompts),
+        "yields": yields,
+        **{key: sum(shard[key] for shard in shards) for key in SUMMED if key in shards[0]},
+        "shards": shards,
+        "files": {name: sha256(out / name) for name in ("responses.jsonl", EVIDENCE) if (out / name).is_file()},
     }
+    spent = sum(seconds for stage, seconds in run.seconds.items() if stage != "tau")
+    run.folder.finish(
+        manifest,
+        settings=asdict(config),
+        seconds=run.seconds,
+        rows_per_hour=round(3600 * run.labelled / max(spent, 1e-3)),
+    )
+    return manifest
 
 
 def _make_prompts(run: _LabelRun) -> tuple[list[Row], dict[str, Any]]:
@@ -243,19 +236,13 @@ def _find_tau(run: _LabelRun) -> dict[str, Any]:
 
 
 def _answer(run: _LabelRun, prompts: Sequence[Row], notify: Callable[[float], None]) -> list[Row]:
-    """The prompts with the target's greedy responses, as fast as its engine makes them."""
-    rows: list[Row] = [{}] * len(prompts)
-    answers = respond(
-        run.pair.target_model,
-        [row["prompt_ids"] for row in prompts],
-        eos_ids=run.pair.eos_ids,
-        max_new_tokens=run.config.max_new_tokens,
-        batch=run.config.batch_size,
-    )
-    for done, (index, tokens, finish) in enumerate(answers, 1):
-        rows[index] = {**prompts[index], "response_ids": tokens, "finish": finish}
-        notify(done / len(prompts))
-    return rows
+    """The prompts with the target's greedy responses."""
+    config, asked = run.config, [row["prompt_ids"] for row in prompts]
+    answers = answer_prompts(run.pair, asked, config.max_new_tokens, config.batch_size, notify)
+    return [
+        {**row, "response_ids": tokens, "finish": finish}
+        for row, (tokens, finish) in zip(prompts, answers, strict=True)
+    ]
 
 
 def _make_responses(run: _LabelRun, prompts: Sequence[Row]) -> list[Path]:

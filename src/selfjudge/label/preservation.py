@@ -51,18 +51,8 @@ def search_critical_tokens(
     notify: Callable[[float], None] = lambda share: None,
 ) -> list[Event]:
     """Run the searches of all responses to their ends, or until each has tried `most` substitutions."""
-    special = frozenset(pair.special_ids)
     searches = [Search(original, original.response) for original in originals]
-    while active := [s for s in searches if not s.done]:
-        changed = [s for s in active if not s.drafts]
-        sequences = [(s.original.prompt, s.response) for s in changed]
-        for search, drafts in zip(changed, predict_draft_tokens(pair, sequences), strict=True):
-            search.drafts = drafts
-        for search in active:
-            search.place = find_next_mismatch(search.response, search.drafts, search.place, special)
-            search.done = search.place >= len(search.response) - 1 or len(search.events) == most
-        if not (waiting := [s for s in active if not s.done]):
-            break
+    while waiting := _advance(pair, searches, most):
         tried = [Substitution(s.original, s.response, s.place, s.drafts[s.place]) for s in waiting]
         responses = continue_responses(pair, config, tried)
         kept = map(bool, compare_answers(tried, responses))
@@ -73,6 +63,20 @@ def search_critical_tokens(
                 search.response, search.drafts = response, []
         notify(sum(s.done for s in searches) / len(searches))
     return [event for search in searches for event in search.events]
+
+
+def _advance(pair: Pair, searches: Sequence[Search], most: int | None) -> list[Search]:
+    """Move every search to its next mismatch; returns those that are not done."""
+    special = frozenset(pair.special_ids)
+    active = [s for s in searches if not s.done]
+    changed = [s for s in active if not s.drafts]
+    sequences = [(s.original.prompt, s.response) for s in changed]
+    for search, drafts in zip(changed, predict_draft_tokens(pair, sequences), strict=True):
+        search.drafts = drafts
+    for search in active:
+        search.place = find_next_mismatch(search.response, search.drafts, search.place, special)
+        search.done = search.place >= len(search.response) - 1 or len(search.events) == most
+    return [s for s in active if not s.done]
 
 
 def find_next_mismatch(response: Sequence[int], drafts: Sequence[int], place: int, special: frozenset[int]) -> int:

@@ -1,4 +1,4 @@
-"""Prompts that the target writes itself: sampled after the user header of its own chat template.
+"""Prompts that the target writes itself, sampled after the user header of its own chat template, beside given ones.
 
 Without more, it asks what it was trained for; an opening, such as "Translate to Spanish:", leads it to other kinds.
 
@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -19,7 +20,7 @@ from selfjudge.decoding.plain import Response, respond
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.pair import Pair, Prompt
-from selfjudge.prompts.sources import Source
+from selfjudge.prompts.sources import SELF, PromptRecord, Source, load_prompts
 from selfjudge.store import Journal
 from selfjudge.tasks.benchmarks import ask_for_summary
 from selfjudge.types import Notify
@@ -68,30 +69,64 @@ _APART = 500_009  # between the seeds of one part and those of the next
 _WITH_TEXT = ("self-extraction", "self-code")
 
 
-def write_prompts(
-    pair: Pair, source: Source, seed: int, batch: int, notify: Notify, journal: Journal | None = None
-) -> tuple[Sequence[Prompt], dict[str, Any]]:
-    """Prompts that the target writes itself, and what became of those it wrote.
+@dataclass(frozen=True)
+class Collector:
+    """Collects the prompts of several sources for one pair: loaded or self-written, without long and repeated ones."""
 
-    Everything it writes goes into the journal, and what is there is not written again.
-    """
-    count, name = source.count, source.name
-    assert count is not None
-    articles = name == "self-summaries"
-    stage = "the target writes articles" if articles else "the target writes prompts"
-    expected = count * {"self-summaries": 600, "self-chats": 240}.get(name, 60)  # tokens
-    done = 0
+    pair: Pair
+    longest: int
+    """Maximum tokens of a prompt."""
+    seed: int
+    batch: int
+    data: Path | None
+    notify: Notify
+    journal: Journal | None = None
+    """Keeps the prompts that the target writes, so that after a kill they are not written again."""
 
-    def report_tokens(tokens: int) -> None:
-        nonlocal done
-        done += tokens
-        notify(stage, min(1, done / expected))
+    def __call__(self, sources: Sequence[Source]) -> tuple[list[tuple[PromptRecord, list[int]]], dict[str, Any]]:
+        """Prompts with their token ids, and what became of each source's prompts.
 
-    writer = Writer(pair, seed, batch, report_tokens, journal)
-    if articles:
-        passages = writer.write_passages(count)
-        return [ask_for_summary(text) for text in passages], {"written": count, "kept": len(passages)}
-    return writer.write_chats(count) if name == "self-chats" else writer.write_prompts(count, name)
+        A prompt that is repeated counts once: twins would end up on both sides of a split by prompt.
+        """
+        kept: dict[tuple[int, ...], tuple[PromptRecord, list[int]]] = {}
+        report: dict[str, Any] = {}
+        for source in sources:
+            if source.name in SELF:
+                prompts, report[source.name] = self._write(source)
+                named = [(f"{source.name}-{self.seed}-{i}", prompt) for i, prompt in enumerate(prompts)]
+                records = [PromptRecord(name, source.name, prompt) for name, prompt in named]
+            else:
+                records = load_prompts(source, self.data)
+                report[source.name] = {"given": len(records)}
+            encoded = self.pair.encode_many([record.prompt for record in records])
+            fitting = [(record, ids) for record, ids in zip(records, encoded, strict=True) if len(ids) <= self.longest]
+            before = len(kept)
+            for record, ids in fitting:
+                kept.setdefault(tuple(ids), (record, ids))
+            new = len(kept) - before
+            too_long = len(records) - len(fitting)
+            report[source.name] |= {"too long": too_long, "repeated": len(fitting) - new, "prompts": new}
+        return list(kept.values()), report
+
+    def _write(self, source: Source) -> tuple[Sequence[Prompt], dict[str, Any]]:
+        """Prompts that the target writes itself, and what became of those it wrote."""
+        count, name = source.count, source.name
+        assert count is not None
+        articles = name == "self-summaries"
+        stage = "the target writes articles" if articles else "the target writes prompts"
+        expected = count * {"self-summaries": 600, "self-chats": 240}.get(name, 60)  # tokens
+        done = 0
+
+        def report_tokens(tokens: int) -> None:
+            nonlocal done
+            done += tokens
+            self.notify(stage, min(1, done / expected))
+
+        writer = Writer(self.pair, self.seed, self.batch, report_tokens, self.journal)
+        if articles:
+            passages = writer.write_passages(count)
+            return [ask_for_summary(text) for text in passages], {"written": count, "kept": len(passages)}
+        return writer.write_chats(count) if name == "self-chats" else writer.write_prompts(count, name)
 
 
 @dataclass(frozen=True)

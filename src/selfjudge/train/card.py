@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.store import markdown_table, write_json, write_text
-from selfjudge.train.thresholds import count_above, measure_acceptance
+from selfjudge.train.thresholds import count_above
 
 BINS = 10
 POINTS = 200  # of a stored ROC curve
@@ -72,8 +72,6 @@ class Evidence:
     labels: NDArray[np.float32]
     tried: Mapping[str, float]
     """ROC-AUC on the part `select` of each kind of judge."""
-    rows: Mapping[str, int]
-    """Number of rows of each part."""
     sources: Mapping[str, Mapping[str, float]]
     """Number of `rows` and `acceptable` share of each source of prompts."""
     threshold_f: str = "f1"
@@ -81,8 +79,8 @@ class Evidence:
 
     def locate(self, theta: float) -> tuple[float, float]:
         """The point of a threshold on the ROC curve: shares of bad and of acceptable rows that are accepted."""
-        shares = measure_acceptance(self.scores, self.labels, theta)
-        return shares["accepts_unacceptable"], shares["accepts_acceptable"]
+        above, acceptable = self.scores > theta, self.labels > 0.5
+        return float(above[~acceptable].mean()), float(above[acceptable].mean())
 
     def trace_roc(self) -> tuple[NDArray[Any], NDArray[Any]]:
         """The ROC curve: shares of bad and of acceptable rows that are accepted, θ ascending."""

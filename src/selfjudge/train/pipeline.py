@@ -27,7 +27,7 @@ from selfjudge.train.card import Evidence, write_card
 from selfjudge.train.config import LEFT_BY_A_KILL, TrainConfig
 from selfjudge.train.dataset import PARTS, LabelledRows
 from selfjudge.train.fit import FitOptions, Fitted, fit_linear, fit_mlp, predict, select_best
-from selfjudge.train.thresholds import compute_quality_curve, find_thresholds, measure_acceptance, roc_auc
+from selfjudge.train.thresholds import compute_quality_curve, find_thresholds, roc_auc
 from selfjudge.types import Notify
 
 
@@ -61,7 +61,7 @@ def train_judge(
                 labels=[str(folder) for folder in folders],
                 seconds=round(time.monotonic() - begun, 1),
                 auc_select=evidence.tried,
-                rows=evidence.rows,
+                rows={name: int(rows.of(name).sum()) for name in PARTS},
                 sources=evidence.sources,
             )
             write_card(out, judge.config, evidence)
@@ -136,6 +136,13 @@ def measure_on_holdout(
     holdout = rows.of("holdout")
     scores, labels = predict(rows, fitted.judge, holdout, device=device)
     thresholds = find_thresholds(scores, labels, reject=config.reject, f=config.threshold_f)
+    evidence = Evidence(
+        scores=scores,
+        labels=labels,
+        tried={kind: round(fit.auc_select, 4) for kind, fit in fits.items()},
+        sources=_count_by_source(rows),
+        threshold_f=config.threshold_f,
+    )
     metrics: dict[str, float] = {
         "auc_mismatch": roc_auc(scores, labels),
         "auc_select": fitted.auc_select,
@@ -146,21 +153,13 @@ def measure_on_holdout(
         "acceptable_rate": float(rows.labels[rows.used].mean()),
     }
     for name in ("F", "R"):
-        shares = measure_acceptance(scores, labels, thresholds[name])
-        metrics |= {f"{name}_{key}": share for key, share in shares.items()}
+        bad, acceptable = evidence.locate(thresholds[name])
+        metrics |= {f"{name}_accepts_acceptable": acceptable, f"{name}_accepts_unacceptable": bad}
     if fitted.c is not None:
         metrics["C"] = fitted.c
     metrics["auc_all"] = roc_auc(*predict(rows, fitted.judge, holdout, originals=True, device=device))
     judge_config = replace(
         fitted.judge.config, thresholds=thresholds, quality_curve=compute_quality_curve(scores, labels), metrics=metrics
-    )
-    evidence = Evidence(
-        scores=scores,
-        labels=labels,
-        tried={kind: round(fit.auc_select, 4) for kind, fit in fits.items()},
-        rows={name: int(rows.of(name).sum()) for name in PARTS},
-        sources=_count_by_source(rows),
-        threshold_f=config.threshold_f,
     )
     return Judge(judge_config, **dict(fitted.judge.cpu().named_buffers())), evidence
 

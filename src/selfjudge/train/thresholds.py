@@ -81,13 +81,3 @@ def compute_quality_curve(scores: NDArray[Any], labels: NDArray[Any]) -> tuple[t
     above = count_above(scores, labels)
     n_bad = int((labels <= 0.5).sum())
     return (*((q, find_rejecting_theta(above, n_bad, q)) for q in QUALITIES), (1.0, 1.0))
-
-
-def measure_acceptance(scores: NDArray[Any], labels: NDArray[Any], theta: float) -> dict[str, float]:
-    """What a threshold does: the shares of acceptable and of bad rows that it accepts."""
-    above = scores > theta
-    acceptable = labels > 0.5
-    return {
-        "accepts_acceptable": float(above[acceptable].mean()),
-        "accepts_unacceptable": float(above[~acceptable].mean()),
-    }
