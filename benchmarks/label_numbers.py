@@ -49,7 +49,7 @@ def main() -> None:
         }  # fmt: skip
         for gap in (0, 3):
             length = manifest["suffix_length"]
-            scores = sum_scores(arrays["log_p"], arrays["original"], arrays["substituted"], length, gap=gap)
+            scores = sum_scores(arrays, length, gap=gap)
             tau = compute_tau(o.labels / "calibration.safetensors", length, 0.9, gap=gap)["tau"]
             row[f"acceptable_gap_{gap}"] = float((scores[group] > tau).mean())
         result["groups"].append(row)

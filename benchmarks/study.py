@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.judge.config import FEATURES, MODELS, JudgeConfig
+from selfjudge.judge.config import FEATURES, MODELS, SCORES, JudgeConfig
 from selfjudge.label.calibrate import read_evidence
 from selfjudge.label.score import sum_scores
 from selfjudge.store import measured_on, write_json
@@ -146,27 +146,27 @@ class Study:
         return rows
 
     def suffix_length(self) -> list[dict[str, Any]]:
-        """Labels by other scores: shorter suffixes, and the mean instead of the sum."""
-        return [self._with_score(length, mean=mean) for length in LENGTHS for mean in (False, True)]
+        """Labels by other scores: shorter suffixes, and the released score."""
+        return [self._with_score(length, score=score) for length in LENGTHS for score in SCORES]
 
     def suffix_gap(self) -> list[dict[str, Any]]:
         """Labels by scores that pass over the first tokens after the substitution."""
         longest = min(self.rows.suffix_lengths)
         return [self._with_score(longest, gap=gap) for gap in GAPS if gap < longest]
 
-    def _with_score(self, length: int, *, mean: bool = False, gap: int = 0) -> dict[str, Any]:
+    def _with_score(self, length: int, *, gap: int = 0, score: str = "likelihood") -> dict[str, Any]:
         """Labels by another score, τ from the same evidence each time.
 
         How many are acceptable, how well a judge learns them, and how far the margin alone goes. `told_apart` is how
         well the score itself tells substitutions that kept the answer from those that changed it.
         An AUC against easier labels is not a better judge: compare what they buy in decoding.
         """
-        row: dict[str, Any] = {"suffix_length": length, "suffix_gap": gap, "score": "mean" if mean else "sum"}
+        row: dict[str, Any] = {"suffix_length": length, "suffix_gap": gap, "score": score}
         evidence = self.rows.folders[0] / "calibration.safetensors"
         if evidence.is_file():
-            row["told_apart"] = critical_auc(evidence, length, mean=mean, gap=gap)
+            row["told_apart"] = critical_auc(evidence, length, gap=gap, score=score)
         try:
-            rows = self.rows.relabel(length, mean=mean, gap=gap)
+            rows = self.rows.relabel(length, gap=gap, score=score)
             rows.check(self.features)
         except SelfJudgeError as error:
             return {**row, "why_not": str(error)}
@@ -182,10 +182,10 @@ class Study:
         }
 
 
-def critical_auc(evidence: Path, suffix_length: int, *, mean: bool = False, gap: int = 0) -> float | None:
+def critical_auc(evidence: Path, suffix_length: int, *, gap: int = 0, score: str = "likelihood") -> float | None:
     """ROC-AUC of the score: substitutions that kept the answer against critical ones; None if all are one kind."""
     arrays = read_evidence(evidence)
-    scores = sum_scores(arrays["log_p"], arrays["original"], arrays["substituted"], suffix_length, mean=mean, gap=gap)
+    scores = sum_scores(arrays, suffix_length, gap=gap, score=score)
     finite, kept = np.isfinite(scores), arrays["critical"] == 0
     value = roc_auc(scores[finite], kept[finite])
     return None if np.isnan(value) else value

@@ -104,13 +104,13 @@ def scored(
     return {k: v.astype(np.float32) for k, v in made.items()} | {"rank": np.ones(n, np.int32)}
 
 
-def by_hand(arrays: dict[str, NDArray[Any]], k: int, length: int, *, mean: bool = False) -> float:
+def by_hand(arrays: dict[str, NDArray[Any]], k: int, length: int) -> float:
     """The score of row k over `length` tokens, token by token."""
-    found, tokens = float(arrays["log_p"][k, 1]) - float(arrays["log_p"][k, 0]), 1
+    found = float(arrays["log_p"][k, 1]) - float(arrays["log_p"][k, 0])
     for old, new in itertools.islice(zip(arrays["original"][k], arrays["substituted"][k], strict=True), length):
         if not math.isnan(old):
-            found, tokens = found + float(new) - float(old), tokens + 1
-    return found / tokens if mean else found
+            found += float(new) - float(old)
+    return found
 
 
 def config_of(rows: LabelledRows, features: str = "hidden", model: str = "linear") -> JudgeConfig:

@@ -159,7 +159,7 @@ def test_a_study_compares_judges_of_one_label_folder(tmp_path: Path) -> None:
     assert found["learning_curve"][-1]["labels"] > found["learning_curve"][0]["labels"]
     assert (tmp_path / "study" / "learning_curve.png").is_file()
     arrays = load_file(labels / "calibration.safetensors")
-    scores = sum_scores(arrays["log_p"], arrays["original"], arrays["substituted"], SUFFIX, gap=3)
+    scores = sum_scores(arrays, SUFFIX, gap=3)
     told_apart = next(row["told_apart"] for row in found["suffix_gap"] if row["suffix_gap"] == 3)
     assert told_apart == pytest.approx(roc_auc_score(arrays["critical"] == 0, scores))
 

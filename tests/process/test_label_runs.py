@@ -69,7 +69,7 @@ def test_rows_say_what_the_formula_says(tiny_pair: Pair, prompts: str, tmp_path:
             assert row["score"] == pytest.approx(prefix + suffix, abs=1e-3)
             assert row["label"] == int(row["score"] > -8.0)
             assert row["method"] == "selfjudge"
-            scores = sum_scores(arrays["log_p"], arrays["original"], arrays["substituted"], 5)
+            scores = sum_scores(arrays, 5)
             assert scores[k] == pytest.approx(row["score"], abs=1e-3)
         seen += len(rows)
     assert seen == manifest["rows"] > 20

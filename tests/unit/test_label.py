@@ -265,12 +265,12 @@ def test_the_target_is_asked_whether_replies_mean_the_same(
 
 def evidence(path: Path, scores: list[float], critical: list[int]) -> Path:
     count = len(scores)
+    after = np.stack([np.asarray(scores) / 2, *[np.full(count, np.nan)] * 3], 1).astype(np.float32)
     write_tensors(path, {
         "critical": np.asarray(critical, np.uint8),
         "log_p": np.stack([np.zeros(count), np.asarray(scores) / 2], 1).astype(np.float32),
         "original": np.stack([np.zeros(count), *[np.full(count, np.nan)] * 3], 1).astype(np.float32),
-        "substituted": np.stack([np.asarray(scores) / 2, *[np.full(count, np.nan)] * 3], 1).astype(np.float32),
-        "highest": np.full((count, 4), np.nan, np.float32),
+        "substituted": after, "highest": after,
     })  # fmt: skip
     return path
 
@@ -290,7 +290,7 @@ def test_tau_refuses_the_wanted_share_of_critical_tokens(tmp_path: Path) -> None
         assert found["critical_share"] == critical.mean()
     prefix_only = compute_tau(file, 0, 0.9)["tau"]
     assert prefix_only == pytest.approx(np.quantile(scores[critical] / 2, 0.9, method="inverted_cdf"), abs=1e-3)
-    mean = compute_tau(file, 20, 0.9, mean=True)["tau"]
+    mean = compute_tau(file, 20, 0.9, score="confidence")["tau"]
     assert mean == pytest.approx(np.quantile(scores[critical] / 2, 0.9, method="inverted_cdf"), abs=1e-3)
 
 

@@ -114,7 +114,7 @@ def test_without_a_suffix_the_prefix_term_is_the_score() -> None:
     case = cases_of([(5, 12)])[0]
     none, some = (Scorer(model, suffix_length=n)([case])[0] for n in (0, 20))
     assert none.suffix.tolist() == [0] * len(case.places)
-    without = sum_scores(some.log_p, some.original, some.substituted, 0)
+    without = sum_scores(vars(some), 0)
     assert without.tolist() == some.prefix.tolist()
     assert np.allclose(none.prefix, some.prefix, atol=1e-5)
     assert np.allclose(none.hidden_draft, some.hidden_draft, atol=1e-5)

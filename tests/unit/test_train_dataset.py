@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 from fake_labels import HIDDEN, SUFFIX, TAU, WIDTH, all_arrays, by_hand, everything, label_folder
 from selfjudge.errors import SelfJudgeError
-from selfjudge.judge.config import FEATURES, LOWEST, JudgeConfig, feature_width
+from selfjudge.judge.config import FEATURES, LOWEST, SCORES, JudgeConfig, feature_width
 from selfjudge.judge.features import block_features
 from selfjudge.judge.model import Judge
 from selfjudge.label.calibrate import compute_tau
@@ -142,21 +142,32 @@ def test_shards_without_rows_do_no_harm(tmp_path: Path) -> None:
     assert x.shape == (60, WIDTH)
 
 
+def by_confidence(arrays: dict[str, NDArray[Any]], k: int, length: int) -> float:
+    """The released score of row k, place by place: how sure the target is after the substitution, less before it."""
+    after, before = [float(arrays["log_p"][k, 1])], [float(arrays["log_p"][k, 0])]
+    for old, new in itertools.islice(zip(arrays["original"][k], arrays["highest"][k], strict=True), length):
+        if not math.isnan(old):
+            after.append(float(new))
+            before.append(float(old))
+    return sum(after) / len(after) - sum(before) / len(before)
+
+
 @pytest.mark.parametrize("length", [0, 1, 3, SUFFIX])
-@pytest.mark.parametrize("mean", [False, True])
-def test_labels_follow_from_the_stored_scores(labels: Path, length: int, mean: bool) -> None:
+@pytest.mark.parametrize("score", SCORES)
+def test_labels_follow_from_the_stored_scores(labels: Path, length: int, score: str) -> None:
     arrays = all_arrays(labels)
+    count = by_hand if score == "likelihood" else by_confidence
     for tau in (-3.0, -0.7):
-        rows = LabelledRows.load([labels]).relabel(suffix_length=length, tau=tau, mean=mean)
-        scores = sum_scores(arrays["log_p"], arrays["original"], arrays["substituted"], length, mean=mean)
+        rows = LabelledRows.load([labels]).relabel(suffix_length=length, tau=tau, score=score)
+        scores = sum_scores(arrays, length, score=score)
         assert np.array_equal(rows.labels, scores > tau)
-        hand = [by_hand(arrays, k, length, mean=mean) for k in range(len(rows))]
+        hand = [count(arrays, k, length) for k in range(len(rows))]
         assert np.allclose(scores, hand, atol=1e-4)
         assert 0 < rows.labels.mean() < 1
         assert rows.taus == [tau]
     if length in (0, SUFFIX):
         return
-    assert not np.array_equal(rows.labels, LabelledRows.load([labels]).relabel(tau=-0.7, mean=mean).labels)
+    assert not np.array_equal(rows.labels, LabelledRows.load([labels]).relabel(tau=-0.7, score=score).labels)
 
 
 @pytest.mark.parametrize("gap", [1, 3])
@@ -189,16 +200,19 @@ def test_a_tau_alone_asks_for_other_labels(labels: Path) -> None:
     assert len(set(rates_)) == 3
 
 
-@pytest.mark.parametrize(("length", "mean"), [(2, False), (0, False), (SUFFIX, True), (3, True)])
-def test_tau_of_another_score_comes_from_the_folders_evidence(labels: Path, length: int, mean: bool) -> None:
-    rows = LabelledRows.load([labels]).relabel(suffix_length=length, mean=mean)
-    expected = compute_tau(labels / "calibration.safetensors", length, 0.9, mean=mean)["tau"]
+@pytest.mark.parametrize(
+    ("length", "score"), [(2, "likelihood"), (0, "likelihood"), (SUFFIX, "confidence"), (3, "confidence")]
+)
+def test_tau_of_another_score_comes_from_the_folders_evidence(labels: Path, length: int, score: str) -> None:
+    count = by_hand if score == "likelihood" else by_confidence
+    rows = LabelledRows.load([labels]).relabel(suffix_length=length, score=score)
+    expected = compute_tau(labels / "calibration.safetensors", length, 0.9, score=score)["tau"]
     assert rows.taus == [expected] != [TAU]
     arrays = all_arrays(labels)
-    scores = sum_scores(arrays["log_p"], arrays["original"], arrays["substituted"], length, mean=mean)
+    scores = sum_scores(arrays, length, score=score)
     assert np.array_equal(rows.labels, scores > expected)
     evidence = load_file(labels / "calibration.safetensors")
-    critical = [by_hand(evidence, k, length, mean=mean) for k in np.flatnonzero(evidence["critical"])]
+    critical = [count(evidence, k, length) for k in np.flatnonzero(evidence["critical"])]
     assert np.mean(np.asarray(critical) <= expected + 1e-4) >= 0.9
     assert np.mean(np.asarray(critical) < expected - 1e-4) < 0.9
 
@@ -210,16 +224,16 @@ def test_the_stored_tau_is_used_for_the_stored_scores(labels: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(("length", "mean"), [(2, False), (None, True)])
-def test_without_evidence_another_score_needs_a_tau(tmp_path: Path, length: int | None, mean: bool) -> None:
+@pytest.mark.parametrize(("length", "score"), [(2, "likelihood"), (None, "confidence")])
+def test_without_evidence_another_score_needs_a_tau(tmp_path: Path, length: int | None, score: str) -> None:
     made = label_folder(tmp_path / "labels")
     with pytest.raises(SelfJudgeError, match="give `tau` or `acceptable`") as error:
-        LabelledRows.load([made]).relabel(suffix_length=length, mean=mean)
+        LabelledRows.load([made]).relabel(suffix_length=length, score=score)
     assert "\n" not in str(error.value)
-    assert LabelledRows.load([made]).relabel(suffix_length=length, mean=mean, tau=-2.0).taus == [-2.0]
+    assert LabelledRows.load([made]).relabel(suffix_length=length, score=score, tau=-2.0).taus == [-2.0]
 
 
-@pytest.mark.parametrize("asked", [{"suffix_length": 3}, {"tau": -2.0}, {"mean": True}])
+@pytest.mark.parametrize("asked", [{"suffix_length": 3}, {"tau": -2.0}, {"score": "confidence"}])
 def test_autojudge_labels_cannot_be_made_again(tmp_path: Path, asked: dict[str, Any]) -> None:
     made = label_folder(tmp_path / "labels", method="autojudge", evidence=100)
     with pytest.raises(SelfJudgeError, match="autojudge labels: those do not follow from scores") as error:
@@ -232,16 +246,6 @@ def test_a_stated_share_of_nothing_is_said_to_be_of_nothing(labels: Path) -> Non
     rows.part[:] = -1
     with pytest.raises(SelfJudgeError, match="no mismatch that alignment would reject"):
         rows.relabel(acceptable=0.3).check("hidden")
-
-
-def by_confidence(arrays: dict[str, NDArray[Any]], k: int, length: int) -> float:
-    """The released score of row k, place by place: how sure the target is after the substitution, less before it."""
-    after, before = [float(arrays["log_p"][k, 1])], [float(arrays["log_p"][k, 0])]
-    for old, new in itertools.islice(zip(arrays["original"][k], arrays["highest"][k], strict=True), length):
-        if not math.isnan(old):
-            after.append(float(new))
-            before.append(float(old))
-    return sum(after) / len(after) - sum(before) / len(before)
 
 
 @pytest.mark.parametrize("length", [0, 2, SUFFIX])

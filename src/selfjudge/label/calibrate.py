@@ -67,20 +67,11 @@ def read_evidence(file: Path) -> dict[str, NDArray[Any]]:
 
 
 def compute_tau(
-    evidence: Path,
-    suffix_length: int,
-    reject_recall: float,
-    *,
-    mean: bool = False,
-    gap: int = 0,
-    after: str = "substituted",
+    evidence: Path, suffix_length: int, reject_recall: float, *, gap: int = 0, score: str = "likelihood"
 ) -> dict[str, Any]:
-    """τ for a suffix length and gap, by sum or by mean over the tokens that are scored, from stored evidence.
-
-    `after` names the array that is scored after the substitution: `substituted`, or `highest` for `confidence`.
-    """
+    """τ for a score with this suffix length and gap (see `sum_scores`), from stored evidence."""
     arrays = read_evidence(evidence)
-    scores = sum_scores(arrays["log_p"], arrays["original"], arrays[after], suffix_length, mean=mean, gap=gap)
+    scores = sum_scores(arrays, suffix_length, gap=gap, score=score)
     finite = np.isfinite(scores)
     scores, is_critical = scores[finite], arrays["critical"].astype(bool)[finite]
     critical = scores[is_critical]
@@ -93,7 +84,7 @@ def compute_tau(
     return {
         "tau": tau,
         "suffix_length": suffix_length,
-        "score": "mean" if mean else "sum",
+        "score": "mean" if score == "confidence" else "sum",
         "reject_recall": reject_recall,
         "mismatches": len(scores),
         "critical": len(critical),

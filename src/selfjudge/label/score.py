@@ -9,7 +9,7 @@ into rows, rows into passes. A mask lets each branch see the response up to its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -100,21 +100,18 @@ def sum_suffix(original: NDArray[Any], substituted: NDArray[Any]) -> Floats:
 
 
 def sum_scores(
-    log_p: NDArray[Any],
-    original: NDArray[Any],
-    substituted: NDArray[Any],
-    suffix_length: int,
-    *,
-    mean: bool = False,
-    gap: int = 0,
+    arrays: Mapping[str, NDArray[Any]], suffix_length: int, *, gap: int = 0, score: str = "likelihood"
 ) -> Floats:
-    """[K] prefix term and suffix term over at most `suffix_length` tokens without the first `gap`.
+    """[K] the score of stored `arrays`, over at most `suffix_length` tokens of the suffix without the first `gap`.
 
-    With `mean`, the sum is divided by the number of tokens that it is taken over.
+    `likelihood` is the sum of the prefix term and the suffix term. `confidence` takes the most likely tokens after the
+    substitution instead of the original ones, and the mean instead of the sum.
     """
-    original, substituted = original[:, gap:suffix_length], substituted[:, gap:suffix_length]
-    scores = log_p[:, 1] - log_p[:, 0] + sum_suffix(original, substituted)
-    if mean:
+    suffix = slice(gap, suffix_length)
+    original = arrays["original"][:, suffix]
+    after = arrays["highest" if score == "confidence" else "substituted"][:, suffix]
+    scores = arrays["log_p"][:, 1] - arrays["log_p"][:, 0] + sum_suffix(original, after)
+    if score == "confidence":
         scores = scores / (1 + (~np.isnan(original)).sum(1))
     return np.asarray(scores, np.float32)
 

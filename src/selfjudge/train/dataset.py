@@ -55,9 +55,8 @@ class _Shard:
     """File of the features."""
     rows: slice
     """Indices of the rows among all."""
-    original: NDArray[Any]
-    substituted: NDArray[Any]
-    highest: NDArray[Any]
+    scores: Arrays
+    """The arrays of `label.score.sum_scores`."""
     has_previous: bool
     """Whether the states before the tokens are stored."""
 
@@ -115,8 +114,9 @@ class LabelledRows:
                 columns["sources"].append(np.asarray([row["source"] for row in rows], np.str_))
                 columns["aligned"].append(arrays["rank"] == 0)
                 start = shards[-1].rows.stop if shards else 0
-                scores = arrays["original"], arrays["substituted"], arrays["highest"]
-                shards.append(_Shard(index, file, slice(start, start + len(rows)), *scores, "hidden_before" in arrays))
+                scores = {name: arrays[name] for name in ("log_p", "original", "substituted", "highest")}
+                has_previous = "hidden_before" in arrays
+                shards.append(_Shard(index, file, slice(start, start + len(rows)), scores, has_previous))
                 if notify:
                     notify("reading labels", len(shards) / n_shards)
         if not numbers:
@@ -139,18 +139,15 @@ class LabelledRows:
         suffix_length: int | None = None,
         tau: float | None = None,
         *,
-        mean: bool = False,
         gap: int = 0,
         acceptable: float | None = None,
         score: str = "likelihood",
     ) -> Self:
-        """The same rows with labels from the stored scores: of `suffix_length` tokens without the first `gap`, summed
-        or by their `mean`, above `tau` or the τ that calls the share `acceptable` of the mismatches acceptable.
+        """The same rows with labels from the stored scores: of `suffix_length` tokens without the first `gap`, above
+        `tau` or the τ that calls the share `acceptable` of the mismatches acceptable.
 
-        The score `confidence` is a mean. Labels by other methods stay as they are, where there are some by likelihood.
+        Labels by other methods stay as they are, where there are some by likelihood.
         """
-        mean |= score == "confidence"
-        after = "highest" if score == "confidence" else "substituted"
         scored = [i for i, manifest in enumerate(self.manifests) if manifest["method"] == "selfjudge"]
         if not scored:
             method = self.manifests[0]["method"]
@@ -159,15 +156,12 @@ class LabelledRows:
         for i in scored:
             lengths[i] = _usable_length(self.folders[i], self.manifests[i], suffix_length, gap)
         shards = [shard for shard in self.shards if shard.folder in scored]
-        scores = [
-            sum_scores(self.log_p[s.rows], s.original, getattr(s, after), lengths[s.folder], mean=mean, gap=gap)
-            for s in shards
-        ]
+        scores = [sum_scores(s.scores, lengths[s.folder], gap=gap, score=score) for s in shards]
         if acceptable is not None:  # one τ for all folders; `check` raises where no row is used
             used = np.concatenate([values[self.used[s.rows]] for s, values in zip(shards, scores, strict=True)])
             tau = float(np.quantile(used, 1 - acceptable)) if len(used) else 0.0
         taus = {
-            i: _find_tau(self.folders[i], self.manifests[i], lengths[i], mean, gap, after) if tau is None else tau
+            i: _find_tau(self.folders[i], self.manifests[i], lengths[i], gap, score) if tau is None else tau
             for i in scored
         }
         labels = self.labels.copy()
@@ -332,15 +326,16 @@ def _usable_length(folder: Path, manifest: dict[str, Any], suffix_length: int | 
     return length
 
 
-def _find_tau(folder: Path, manifest: dict[str, Any], length: int, mean: bool, gap: int, after: str) -> float:
+def _find_tau(folder: Path, manifest: dict[str, Any], length: int, gap: int, score: str) -> float:
     """τ for these scores: the stored one for stored scores, else from the folder's evidence, else the shipped one."""
-    if length == manifest["suffix_length"] and not mean and not gap and manifest["tau"] is not None:
+    printed = score == "likelihood" and not gap
+    if printed and length == manifest["suffix_length"] and manifest["tau"] is not None:
         return float(manifest["tau"])
     evidence = folder / "calibration.safetensors"
     if evidence.is_file():
         recall = (manifest.get("tau_evidence") or {}).get("reject_recall", 0.9)
-        return float(compute_tau(evidence, length, recall, mean=mean, gap=gap, after=after)["tau"])
-    shipped = None if mean or gap else find_shipped_tau(manifest["target"], manifest["draft_sha256"], length)
+        return float(compute_tau(evidence, length, recall, gap=gap, score=score)["tau"])
+    shipped = find_shipped_tau(manifest["target"], manifest["draft_sha256"], length) if printed else None
     if shipped is None:
         raise SelfJudgeError(f"{folder} holds no evidence to find τ for these scores: give `tau` or `acceptable`")
     return float(shipped["tau"])
