@@ -34,6 +34,16 @@ def no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("selfjudge.train.card.draw", lambda file, *_: file.write_bytes(b"figure"))
 
 
+def test_a_judge_may_learn_from_some_sources_alone(labels: Path, tmp_path: Path) -> None:
+    config = train_judge([labels], tmp_path / "judge", TrainConfig(model="linear", sources=("s1",)))
+    rows = LabelledRows.load([labels])
+    assert config["metrics"]["n_labels"] == int((rows.used & (rows.sources == "s1")).sum()) > 0
+    assert config["metrics"]["n_prompts"] == 30
+    assert list(read_json(tmp_path / "judge" / "run.json")["sources"]) == ["s1"]
+    with pytest.raises(SelfJudgeError, match=r"no labels come from s9; the sources are: s0, s1"):
+        train_judge([labels], tmp_path / "none", TrainConfig(sources=("s9",)))
+
+
 def test_nothing_is_written_where_there_are_no_labels(tmp_path: Path) -> None:
     with pytest.raises(SelfJudgeError, match="label folder"):
         train_judge([tmp_path / "nowhere"], tmp_path / "judge")
@@ -65,6 +75,9 @@ def test_a_stated_share_of_the_mismatches_is_acceptable(labels: Path, tmp_path: 
     assert rows.labels[rows.used].mean() == pytest.approx(0.4, abs=1.5 / rows.used.sum())
     again = every.relabel(tau=rows.taus[0], gap=1)
     assert (again.labels == rows.labels).all()
+    one = every.select_sources([every.sources[0]])
+    own = one.relabel(acceptable=0.4)
+    assert own.labels[own.used].mean() == pytest.approx(0.4, abs=1.5 / own.used.sum())
     settings = TrainConfig(model="linear", features="hidden", suffix_gap=1, acceptable=0.4)
     config = train_judge([labels], tmp_path / "judge", settings)
     assert (config["tau"], config["suffix_gap"], config["acceptable"]) == (rows.taus[0], 1, 0.4)
@@ -72,11 +85,16 @@ def test_a_stated_share_of_the_mismatches_is_acceptable(labels: Path, tmp_path: 
     assert "by a stated share; 40." in (tmp_path / "judge" / "README.md").read_text(encoding="utf-8")
 
 
-def test_a_stated_share_is_one_of_all_folders(labels: Path, tmp_path: Path) -> None:
+def test_a_stated_share_is_one_of_all_folders_and_of_the_sources_that_are_used(labels: Path, tmp_path: Path) -> None:
     other = label_folder(tmp_path / "other", seed=5)
     rows = LabelledRows.load([labels, other]).relabel(acceptable=0.3)
     assert rows.taus[0] == rows.taus[1]
     assert rows.labels[rows.used].mean() == pytest.approx(0.3, abs=1.5 / rows.used.sum())
+    source = str(LabelledRows.load([labels]).sources[0])
+    config = train_judge(
+        [labels], tmp_path / "judge", TrainConfig(model="linear", features="hidden", sources=(source,), acceptable=0.3)
+    )
+    assert config["metrics"]["acceptable_rate"] == pytest.approx(0.3, abs=1.5 / config["metrics"]["n_labels"])
 
 
 def test_nothing_is_left_of_a_training_that_could_not_begin(tmp_path: Path) -> None:

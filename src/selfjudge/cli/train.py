@@ -144,7 +144,7 @@ def info(
 
 
 @config_options(DeviceOptions, "hardware", without=("dtype",))
-@config_options(TrainConfig)
+@config_options(TrainConfig, commas=("sources",))
 def train(
     labels: Annotated[list[Path], typer.Argument(help="Finished label folders of one target.")],
     out: Annotated[Path, typer.Option(help="Folder of the judge.")],

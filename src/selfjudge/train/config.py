@@ -66,6 +66,9 @@ class TrainConfig:
         above=0,
         maximum=-LOWEST,
     )
+    sources: tuple[str, ...] = setting(
+        (), "Learn only from these sources of prompts, such as self or gsm8k,dolly; from all if none is named."
+    )
     reject: float = setting(
         0.9, "Threshold R rejects at least this share of the bad substitutions.", above=0, maximum=1
     )

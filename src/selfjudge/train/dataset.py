@@ -83,6 +83,7 @@ class LabelledRows:
     """[n] number of each row's prompt, the same in all folders."""
     keys: list[str]
     """Keys of the prompts, by that number."""
+    n_prompts: int
     sources: NDArray[np.str_]
     aligned: NDArray[np.bool_]
     part: NDArray[np.int8]
@@ -121,7 +122,7 @@ class LabelledRows:
                     notify("reading labels", len(shards) / n_shards)
         if not numbers:
             raise SelfJudgeError(f"{folders[0]} holds no labels: the draft never differed from the target")
-        joined = {name: np.concatenate(parts) for name, parts in columns.items()}
+        joined: dict[str, Any] = {name: np.concatenate(parts) for name, parts in columns.items()}
         return cls(
             folders=list(folders),
             manifests=manifests,
@@ -129,6 +130,7 @@ class LabelledRows:
             taus=[manifest["tau"] for manifest in manifests],
             suffix_lengths=[manifest["suffix_length"] for manifest in manifests],
             keys=list(numbers),
+            n_prompts=len(numbers),
             part=np.where(joined["aligned"], -1, _split(list(numbers), seed)[joined["prompts"]]),
             shards=shards,
             **joined,
@@ -170,6 +172,19 @@ class LabelledRows:
         every_tau = [taus.get(i, before) for i, before in enumerate(self.taus)]
         return replace(self, labels=labels, suffix_lengths=lengths, taus=every_tau)
 
+    def select_sources(self, sources: Sequence[str]) -> Self:
+        """The same rows, of which those of other sources belong to no part."""
+        if unknown := sorted(set(sources) - set(self.sources)):
+            known = ", ".join(sorted(set(self.sources)))
+            raise SelfJudgeError(f"no labels come from {', '.join(unknown)}; the sources are: {known}")
+        inside = np.isin(self.sources, list(sources))
+        return replace(
+            self,
+            part=np.where(inside, self.part, -1),
+            aligned=self.aligned & inside,
+            n_prompts=len(np.unique(self.prompts[inside])),
+        )
+
     def limit_margin(self, margin_limit: float) -> Self:
         """The same rows, of which those beyond the margin limit, where the judge has no say, belong to no part."""
         margins = self.log_p[:, 1] - self.log_p[:, 0]
@@ -177,10 +192,6 @@ class LabelledRows:
 
     def __len__(self) -> int:
         return len(self.labels)
-
-    @property
-    def n_prompts(self) -> int:
-        return len(self.keys)
 
     @property
     def used(self) -> NDArray[np.bool_]:

@@ -77,6 +77,8 @@ def train_judge(
 def load_rows(folders: Sequence[Path], config: TrainConfig, notify: Notify | None = None) -> LabelledRows:
     """The rows that a judge of this config learns from; an error where there is nothing to learn."""
     rows = LabelledRows.load(folders, seed=config.seed, notify=notify)
+    if config.sources:
+        rows = rows.select_sources(config.sources)
     if config.margin_limit is not None:
         rows = rows.limit_margin(config.margin_limit)
     if config.relabels:
