@@ -151,7 +151,7 @@ class Scorer:
         assert all(a < b for case in cases for a, b in pairwise(case.places))
         if self.device.type == "cuda":
             self.loaded.release()  # the memory of its engine is needed here
-        results: list[Scores | None] = [None] * len(cases)
+        results: dict[int, Scores] = {}
         sizes = [len(case.prompt) + len(case.response) for case in cases]
         order = sorted(range(len(cases)), key=lambda i: (-sizes[i], i))
         while order:
@@ -166,10 +166,9 @@ class Scorer:
                 torch.cuda.empty_cache()
                 self._most, order, self.tokens = self._most // 2, part + order, before
                 continue
-            for i, scores in zip(part, scored, strict=True):
-                results[i] = scores
+            results |= zip(part, scored, strict=True)
             notify(1 - len(order) / len(cases))
-        return [scores for scores in results if scores is not None]
+        return [results[i] for i in range(len(cases))]
 
     @torch.no_grad()
     def _batch(self, cases: Sequence[Case]) -> list[Scores]:
