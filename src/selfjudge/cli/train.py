@@ -13,9 +13,8 @@ from selfjudge.cli.options import AsJson, Data, Resume, config_options
 from selfjudge.cli.output import Progress, print_json, print_rows, waiting, warn
 from selfjudge.distill.config import DistillConfig
 from selfjudge.errors import SelfJudgeError
-from selfjudge.label.config import LabelConfig, refuse_quantised
+from selfjudge.label.config import LabelConfig, refuse_quantised, require_tau
 from selfjudge.label.folder import read_manifest
-from selfjudge.label.config import require_tau
 from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.prompts.sources import check_readable
 from selfjudge.store import RunFolder, read_json, refuse_foreign
