@@ -121,18 +121,17 @@ def _facets(
     """A facet for each task where `exact` and at least one other method have the figure that is drawn."""
     candidates = (r for r in runs if r.m is not None and r.name != "judge_only")
     paired = [r for r in candidates if r.name == "exact" or (r.m_ratio is not None and has_figure(r))]
-    by_task = {
-        place: [r for r in here if r.gamma == usual_gamma(here)] for place, here in group_by_task(paired).items()
-    }
-    drawn = {place: _choose_methods(here, most, first) for place, here in by_task.items()}
-    others = dict.fromkeys(method for methods in drawn.values() for method in methods if method != "exact")
-    styles = {"exact": 0, **{method: style for style, method in enumerate(others, 1)}}
-    for (pair, task), here in by_task.items():
-        methods = drawn[pair, task]
+    styles = {"exact": 0}
+    for (pair, task), every in group_by_task(paired).items():
+        gamma = usual_gamma(every)
+        here = [r for r in every if r.gamma == gamma]
+        methods = _choose_methods(here, most, first)
+        for method in methods:
+            styles.setdefault(method, len(styles))
         if len(methods) > 1 and "exact" in methods:
             title, part = name_task(pair, task, runs)
             shown = [r for r in here if r.method in methods]
-            yield _Facet(f"{title}, γ = {here[0].gamma}", part, task, here, shown, methods, styles)
+            yield _Facet(f"{title}, γ = {gamma}", part, task, here, shown, methods, styles)
 
 
 def _choose_methods(runs: Sequence[EvalRun], most: int, first: Sequence[str]) -> list[str]:

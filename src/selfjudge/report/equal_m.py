@@ -11,7 +11,7 @@ z_i = (t_i − m·c_i) / c̄ with its t_i tokens and c_i cycles.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import stdev
@@ -24,7 +24,7 @@ from selfjudge.report.table import AGREEMENT, GAMMA, RULE, Column, Row, Table
 CURVES = {"margin": "margin", "margin, price": "priced margin"}
 """Untrained methods that others are compared with, and their names in a table."""
 AGREES, SCORE = "agrees", "score"
-"""The figures of an answer that are compared."""
+"""The fields of an answer that are compared."""
 FIGURES = {AGREES: "same answer", SCORE: "score"}
 Z = 1.959964
 """95 % of a normal distribution lie within ± Z standard deviations."""
@@ -133,9 +133,8 @@ def lead_over(run: EvalRun, points: Sequence[EvalRun], figure: str) -> Lead | No
 def _lead(run: EvalRun, low: EvalRun, high: EvalRun, figure: str) -> Lead | None:
     """The lead of `run` over the line from `low` to `high`, on the examples that all three have."""
     shared = sorted(run.answers.keys() & low.answers.keys() & high.answers.keys())
-    three = [[r.answers[i] for i in shared] for r in (run, low, high)]
-    values = [_mean(answers, _reader(r, figure)) for r, answers in zip((run, low, high), three, strict=True)]
-    lengths = [m_influences(answers) for answers in three]
+    values = [_mean(r, shared, figure) for r in (run, low, high)]
+    lengths = [m_influences([r.answers[i] for i in shared]) for r in (run, low, high)]
     if len(shared) < 2 or None in values or None in lengths:
         return None
     (value, y), (value_low, y_low), (value_high, y_high) = (v for v in values if v is not None)
@@ -153,22 +152,16 @@ def _lead(run: EvalRun, low: EvalRun, high: EvalRun, figure: str) -> Lead | None
         return Lead(lead, None, at_least=True) if lead > 0 else None  # a bound below 0 says nothing
     # the lead moves with the three values, and with the three m along the slope of the line
     changes = [
-        beyond(*of_values) - slope * beyond(*of_m)
-        for of_values, of_m in zip(zip(y, y_low, y_high, strict=True), zip(z, z_low, z_high, strict=True), strict=True)
+        beyond(*moved[:3]) - slope * beyond(*moved[3:])
+        for moved in zip(y, y_low, y_high, z, z_low, z_high, strict=True)
     ]
     return Lead(lead, interval_around(lead, stdev(changes) / math.sqrt(len(changes))))
 
 
-def _reader(run: EvalRun, figure: str) -> Callable[[Answered], float | None]:
-    """A function that reads a figure of an answer. `exact` agrees with itself; its rows do not say so."""
-    if figure == AGREES:
-        return (lambda answer: 1.0) if run.name == "exact" else (lambda answer: answer.agrees)
-    return lambda answer: answer.score
-
-
-def _mean(answers: Sequence[Answered], read: Callable[[Answered], float | None]) -> tuple[float, list[float]] | None:
+def _mean(run: EvalRun, ids: Sequence[str], figure: str) -> tuple[float, list[float]] | None:
     """The mean of a figure over the answers that have it, and by how much each answer moves it."""
-    values = [read(answer) for answer in answers]
+    is_exact = figure == AGREES and run.name == "exact"  # it agrees with itself; its rows do not say so
+    values: list[float | None] = [1.0 if is_exact else getattr(run.answers[i], figure) for i in ids]
     known = [value for value in values if value is not None]
     if not known:
         return None

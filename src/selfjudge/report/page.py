@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -22,22 +22,14 @@ from markupsafe import Markup
 from selfjudge.errors import SelfJudgeError
 from selfjudge.report.charts import MOST_METHODS, Chart, make_charts
 from selfjudge.report.draw import PALETTE, Drawing, draw, draw_legend
-from selfjudge.report.records import (
-    EvalRun,
-    Results,
-    group_by_task,
-    name_task,
-    read_results,
-    rule_order,
-    task_order,
-    task_title,
-)
+from selfjudge.report.records import EvalRun, group_by_task, name_task, read_results, rule_order, task_order, task_title
 from selfjudge.report.table import Table
 from selfjudge.report.tables import make_tables
 from selfjudge.report.verdict import make_verdict
 from selfjudge.store import check_page, read_json, write_json, write_text
 from selfjudge.store.artefacts import AnswerExample, ReportRecord
 
+Content = dict[str, Any]
 SECTIONS = {
     "verdict": "Verdict",
     "averages": "Averages",
@@ -53,7 +45,7 @@ RECORD = "report.json"
 """File beside the figures: rows of the tables and names of the figures, so that the next report knows its own files."""
 
 
-def report(folders: Sequence[Path], out: Path, *, methods: int = MOST_METHODS) -> dict[str, Any]:
+def report(folders: Sequence[Path], out: Path, *, methods: int = MOST_METHODS) -> Content:
     """Write the page `out`, and beside it, in a folder of the same name, PNG figures, tables.md and report.json.
 
     A trade-off draws at most so many `methods`. Returns the rows of the tables, the names of the figures, the number of
@@ -71,9 +63,17 @@ def report(folders: Sequence[Path], out: Path, *, methods: int = MOST_METHODS) -
         tables = {"verdict": [first.table], **tables}
         charts = {"verdict": [first.chart], **charts}
     drawings = {chart.id: draw(chart) for section in charts.values() for chart in section}
-    text = render_report(results, tables, charts, drawings, () if first is None else first.sentences)
+    viewer = _viewer_data(results.runs)
+    text = render(
+        "report.html",
+        **_describe_runs(results.runs),
+        sections=_sections(tables, charts, drawings, {"viewer"} if viewer["runs"] else set()),
+        sentences=() if first is None else first.sentences,
+        skipped=results.skipped,
+        data=viewer,
+    )
     every = [table for section in tables.values() for table in section]
-    summary: dict[str, Any] = {
+    summary: Content = {
         "runs": len(results.runs),
         "figures": [f"{name}.png" for name in drawings],
         "left_out": [{"folder": place, "why": why} for place, why in results.skipped],
@@ -103,43 +103,6 @@ def _earlier_figures(folder: Path) -> set[str]:
         raise SelfJudgeError(f"{folder} is where the figures go and holds other files: name another page with `out`")
     names = read_json(folder / RECORD, ReportRecord).get("figures", [])
     return {name for name in names if name.endswith(".png") and Path(name).name == name}
-
-
-@dataclass(frozen=True)
-class Section:
-    """A section as the template shows it, which also explains it."""
-
-    id: str
-    heading: str
-    legend: Sequence[tuple[str, Markup]] = ()
-    figures: Sequence[tuple[Chart, Markup]] = ()
-    tables: Sequence[Table] = ()
-
-
-def render_report(
-    results: Results,
-    tables: Mapping[str, Sequence[Table]],
-    charts: Mapping[str, Sequence[Chart]],
-    drawings: Mapping[str, Drawing],
-    sentences: Sequence[str] = (),
-) -> str:
-    """The whole page; tables and charts by section, drawings by chart, the verdict in sentences."""
-    runs = results.runs
-    methods: dict[str, dict[str, None]] = {}
-    for run in sorted(runs, key=rule_order):
-        methods.setdefault(run.method, {})[run.rule] = None
-    tasks = sorted({run.task for run in runs}, key=task_order)
-    return render(
-        "report.html",
-        title=f"Evaluation of {', '.join(sorted({run.pair for run in runs}))}",
-        lead=_lead(runs, tasks),
-        sections=_sections(results, tables, charts, drawings),
-        tasks=[(task, task_title(task)) for task in tasks],
-        methods={method: list(rules) for method, rules in methods.items()},
-        sentences=sentences,
-        skipped=results.skipped,
-        data=viewer_data(runs),
-    )
 
 
 def render(template: str, **values: Any) -> str:
@@ -179,7 +142,7 @@ def _hash(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
-def viewer_data(runs: Sequence[EvalRun]) -> dict[str, Any]:
+def _viewer_data(runs: Sequence[EvalRun]) -> Content:
     """Answers for the viewer, by run."""
     return {
         "runs": [
@@ -195,7 +158,7 @@ def viewer_data(runs: Sequence[EvalRun]) -> dict[str, Any]:
     }
 
 
-def _viewer_example(example: AnswerExample) -> dict[str, Any]:
+def _viewer_example(example: AnswerExample) -> Content:
     """A token is a list: text, origin, target's choice, p, p of the choice, judge's score, cycle."""
     tokens = [
         [
@@ -210,28 +173,40 @@ def _viewer_example(example: AnswerExample) -> dict[str, Any]:
     return {"id": example["id"], "prompt": prompt, "score": example.get("score"), "tokens": tokens}
 
 
-def _lead(runs: Sequence[EvalRun], tasks: Sequence[str]) -> str:
-    dates = sorted({run.provenance.date[:10] for run in runs if run.provenance.date})
-    machines = sorted({run.provenance.machine for run in runs if run.provenance.machine})
-    parts = [
-        f"Runs: {len(runs)}. Tasks: {', '.join(map(task_title, tasks))}",
-        "; ".join(machines),
-        " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else "",
-    ]
-    return ". ".join(filter(None, parts)) + "."
+def _describe_runs(runs: Sequence[EvalRun]) -> Content:
+    """The page's title and lead, and the tasks and rules of its filter."""
+    methods: dict[str, list[str]] = defaultdict(list)
+    for run in sorted(runs, key=rule_order):
+        if run.rule not in methods[run.method]:
+            methods[run.method].append(run.rule)
+    tasks = sorted({run.task for run in runs}, key=task_order)
+    dates = sorted({run.provenance.date[:10] for run in runs} - {""})
+    machines = sorted({run.provenance.machine for run in runs} - {""})
+    names = ", ".join(map(task_title, tasks))
+    days = " to ".join(dict.fromkeys(dates[:1] + dates[-1:]))
+    return {
+        "title": f"Evaluation of {', '.join(sorted({run.pair for run in runs}))}",
+        "lead": ". ".join(filter(None, (f"Runs: {len(runs)}. Tasks: {names}", "; ".join(machines), days))) + ".",
+        "tasks": [(task, task_title(task)) for task in tasks],
+        "methods": methods,
+    }
 
 
 def _sections(
-    results: Results,
     tables: Mapping[str, Sequence[Table]],
     charts: Mapping[str, Sequence[Chart]],
     drawings: Mapping[str, Drawing],
-) -> list[Section]:
-    """The sections that have something to show."""
-    sections = []
-    for name, heading in SECTIONS.items():
-        own_charts, own_tables = charts.get(name, ()), tables.get(name, ())
-        if own_charts or own_tables or (name == "viewer" and any(run.examples for run in results.runs)):
-            figures = [(chart, drawings[chart.id].svg) for chart in own_charts]
-            sections.append(Section(name, heading, draw_legend(own_charts), figures, own_tables))
-    return sections
+    others: set[str],
+) -> list[Content]:
+    """The sections that have something to show, as the template shows them, which also explains them."""
+    return [
+        {
+            "id": name,
+            "heading": heading,
+            "legend": draw_legend(charts.get(name, ())),
+            "figures": [(chart, drawings[chart.id].svg) for chart in charts.get(name, ())],
+            "tables": tables.get(name, ()),
+        }
+        for name, heading in SECTIONS.items()
+        if name in {*tables, *charts, *others}
+    ]

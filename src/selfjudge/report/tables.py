@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -18,7 +18,6 @@ from selfjudge.report.records import (
     name_task,
     rule_order,
     slug,
-    task_order,
     task_title,
     usual_gamma,
 )
@@ -32,7 +31,7 @@ def make_tables(results: Results) -> dict[str, list[Table]]:
     """Section → its tables; sections without data are left out."""
     runs = results.runs
     sections = {
-        "averages": _averages(runs),
+        "averages": [_averages(runs, pair) for pair in sorted({run.pair for run in runs})],
         "task": _per_task(runs),
         "equal-m": compare_at_equal_m(runs),
         "substitutions": [_substitutions(runs)],
@@ -43,30 +42,29 @@ def make_tables(results: Results) -> dict[str, list[Table]]:
     return {name: [replace(table, id=next(ids)) for table in section] for name, section in full.items() if section}
 
 
-def _averages(runs: Sequence[EvalRun]) -> list[Table]:
-    """Averages over the paper's tasks, one table a pair: every rule at every γ that covers all of its tasks."""
-    found = []
-    pairs = sorted({run.pair for run in runs})
-    for pair in pairs:
-        scored = sorted((r for r in runs if r.pair == pair and r.task in PAPER), key=rule_order)
-        tasks = sorted({r.task for r in scored}, key=task_order)
-        if len(tasks) < 2:
-            continue
-        swept = {r.method for r in scored if r.is_named}
-        rules: dict[str, list[EvalRun]] = defaultdict(list)
-        for run in scored:
-            if run.is_named or run.method not in swept:
-                rules[run.rule].append(run)
-        rows = [average_row(chosen) for each in rules.values() for chosen in _one_run_a_task(each) if len(chosen) > 1]
-        note = "The mean is over " + ", ".join(map(task_title, tasks)) + "."
-        if any(len(row["tasks"]) < len(tasks) for row in rows):
-            note += " Rows with fewer tasks are not comparable with the others."
-        if set(tasks) != set(PAPER):
-            note += f" The paper's average is over {', '.join(map(task_title, PAPER))}: not all were run."
-        suffix = pair if len(pairs) > 1 else ""
-        heading = ", ".join(filter(None, ("Average over tasks", suffix)))
-        found.append(Table(slug("averages", suffix), heading, _average_columns(tasks), tuple(rows), note))
-    return found
+def _averages(runs: Sequence[EvalRun], pair: str) -> Table:
+    """A pair's averages over the paper's tasks: every rule at every γ that covers all of its tasks."""
+    scored = sorted((r for r in runs if r.pair == pair and r.task in PAPER), key=rule_order)
+    tasks = sorted({r.task for r in scored}, key=PAPER.index)
+    swept = {r.method for r in scored if r.is_named}
+    rules: dict[str, list[EvalRun]] = defaultdict(list)
+    for run in scored:
+        if run.is_named or run.method not in swept:
+            rules[run.rule].append(run)
+    chosen = [each for own in rules.values() for each in _one_run_a_task(own) if len(each) > 1]
+    rows = tuple(map(average_row, chosen))
+    part, end = (pair, f", {pair}") if has_several_pairs(runs) else ("", "")
+    columns, note = _average_columns(tasks), _average_note(tasks, rows)
+    return Table(slug("averages", part), f"Average over tasks{end}", columns, rows, note)
+
+
+def _average_note(tasks: Sequence[str], rows: Sequence[Row]) -> str:
+    note = f"The mean is over {', '.join(map(task_title, tasks))}."
+    if any(len(row["tasks"]) < len(tasks) for row in rows):
+        note += " Rows with fewer tasks are not comparable with the others."
+    if set(tasks) != set(PAPER):
+        note += f" The paper's average is over {', '.join(map(task_title, PAPER))}: not all were run."
+    return note
 
 
 def _average_columns(tasks: Sequence[str]) -> tuple[Column, ...]:
@@ -198,7 +196,7 @@ def _substitutions(runs: Sequence[EvalRun]) -> Table:
         )
 
     columns = (
-        *_pair_column(runs),
+        *([word_column("pair", "pair")] if has_several_pairs(runs) else []),
         word_column("task", lambda row: task_title(row["task"])),
         RULE,
         Column("count", "count", formats.whole),
@@ -206,10 +204,6 @@ def _substitutions(runs: Sequence[EvalRun]) -> Table:
     )
     note = "Target’s choice → token taken, and how often. Counts are of the substitutions that the run stored."
     return Table("substitutions", "Frequent judged substitutions", columns, rows, note)
-
-
-def _pair_column(runs: Iterable[EvalRun]) -> list[Column]:
-    return [word_column("pair", "pair")] if has_several_pairs(runs) else []
 
 
 def _typical(runs: Sequence[EvalRun]) -> list[EvalRun]:

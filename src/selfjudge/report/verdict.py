@@ -33,36 +33,38 @@ def make_verdict(runs: Sequence[EvalRun]) -> VerdictSection | None:
     counts = Counter(run.pair for run in runs)
     pair = max(counts, key=lambda name: (counts[name], name), default="")
     own = [run for run in runs if run.pair == pair]
-    tasks = sorted({run.task for run in own if run.name == "exact"}, key=task_order)
-    tasks = [task for task in tasks if task in PAPER] or tasks[:1]
-    here = [run for run in own if run.task in tasks]
-    if not here:
+    tasks = _choose_tasks(own)
+    if not tasks:
         return None
-    gamma = usual_gamma(here)
-    usual = Counter(name for run in own for name in {run.method, run.rule})
-    chosen = _choose_rules([run for run in here if run.gamma == gamma], len(tasks), usual)
-    rows = [_row(each) for each in chosen]
-    if len(rows) < 2 or chosen[0][0].name != "exact":
+    gamma = usual_gamma(run for run in own if run.task in tasks)
+    exact, *others = _choose_rules(own, tasks, gamma) or [[]]
+    if not others or exact[0].name != "exact":
         return None
+    rows = list(map(_row, [exact, *others]))
     where = f"{', '.join(map(task_title, tasks))}, γ = {gamma}" + (f", {pair}" if len(counts) > 1 else "")
-    exact = chosen[0]
     score = sum(run.score for run in exact) / len(exact)
     prompts = f"{where}; {whole(sum(run.n for run in exact))} prompts"
     return VerdictSection(tuple(_sentences(rows[1:], prompts, score)), _chart(rows), _table(rows, where))
 
 
-def _choose_rules(runs: Sequence[EvalRun], n_tasks: int, usual: Counter[str]) -> list[list[EvalRun]]:
+def _choose_tasks(runs: Sequence[EvalRun]) -> list[str]:
+    tasks = sorted({run.task for run in runs if run.name == "exact"}, key=task_order)
+    return [task for task in tasks if task in PAPER] or tasks[:1]
+
+
+def _choose_rules(runs: Sequence[EvalRun], tasks: Sequence[str], gamma: int) -> list[list[EvalRun]]:
     """One rule of each kind that was run on all tasks, as its runs: the judge's default threshold, or most runs."""
+    usual = Counter(name for run in runs for name in {run.method, run.rule})
     default = {"R": 2, "F": 1}  # a judge decides at R unless it is told otherwise
     rules: dict[str, list[EvalRun]] = {}
-    for run in sorted(runs, key=rule_order):
+    for run in sorted((run for run in runs if run.task in tasks and run.gamma == gamma), key=rule_order):
         if run.name == "exact" or None not in (run.delta_score, run.m_ratio):
             rules.setdefault(run.rule, []).append(run)
 
     def order(found: Sequence[EvalRun]) -> tuple[Any, ...]:
         return default.get(found[0].option, 0), usual[found[0].method], usual[found[0].rule]
 
-    complete = [found for found in rules.values() if len(found) == n_tasks]
+    complete = [found for found in rules.values() if len(found) == len(tasks)]
     by_kind = ([found for found in complete if found[0].name == kind] for kind in FIRST)
     return [max(found, key=order) for found in by_kind if found]
 
