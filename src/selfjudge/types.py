@@ -53,16 +53,13 @@ def lazy_exports(
     return get, lambda: names, names
 
 
-class _LazyModule(ModuleType):
+class LazyModule(ModuleType):
+    """A module that is imported when something of it is first used: rules are read, and refused, without torch."""
+
     def __getattr__(self, name: str) -> Any:
         value = getattr(import_module(self.__name__), name)
         setattr(self, name, value)  # found at once from now on
         return value
-
-
-def lazy_module(name: str) -> Any:
-    """A module that is imported when something of it is first used: rules are read, and refused, without torch."""
-    return _LazyModule(name)
 
 
 def setting(
@@ -96,6 +93,8 @@ def _check_value(name: str, value: Any, limits: Mapping[str, Any]) -> None:
     low, high, above, choices, word = (limits[key] for key in ("minimum", "maximum", "above", "choices", "word"))
     if word is not None and not isinstance(value, int):
         raise SelfJudgeError(f"{name} must be a whole number or {word}, not {value!r}")
+    if {low, high, above} != {None} and (isinstance(value, bool) or not isinstance(value, (int, float))):
+        raise SelfJudgeError(f"{name} must be a number, not {value!r}")
     if choices and value not in choices:
         raise SelfJudgeError(f"unknown {name} {value!r}; there are: {', '.join(choices)}")
     if isinstance(value, float) and not isfinite(value):

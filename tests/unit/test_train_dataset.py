@@ -18,8 +18,7 @@ from safetensors.numpy import load_file
 from fake_labels import HIDDEN, SUFFIX, TAU, WIDTH, all_arrays, by_hand, everything, label_folder
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import FEATURES, LOWEST, SCORES, JudgeConfig, feature_width
-from selfjudge.judge.features import block_features
-from selfjudge.judge.model import Judge
+from selfjudge.judge.model import Judge, join_features, margins
 from selfjudge.label.calibrate import compute_tau
 from selfjudge.label.folder import read_shards
 from selfjudge.label.score import sum_scores
@@ -332,6 +331,11 @@ def labelled(path: Path, block: Any) -> Path:
         found.update(arrays)
 
     return label_folder(path, prompts=b, each=gamma, shards=1, change=fill, method="autojudge")
+
+
+def block_features(block: Any, features: str) -> torch.Tensor:
+    margin = margins(block.target_logits[:, :-1], block.draft_tokens)
+    return join_features(features, block.hidden[:, 1:], margin, block.hidden[:, :-1])
 
 
 @pytest.mark.parametrize("features", FEATURES)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from selfjudge.decoding.packed import CycleOutcome
+from selfjudge.decoding.cycle import CycleOutcome
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.engine.batch import BatchEngines
 from selfjudge.errors import SelfJudgeError

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from selfjudge.decoding.admission import AdmissionQueue, BatchRows, Request, check_requests
-from selfjudge.decoding.cycle import Cycle, PhaseTimer, find_cycle, is_captured
+from selfjudge.decoding.cycle import Cycle, Packed, PhaseTimer, find_cycle, is_captured
 from selfjudge.decoding.gamma import GammaController, PairStatistics
-from selfjudge.decoding.packed import Packed
 from selfjudge.decoding.prefill import Prefill, PrefillGroup
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.decoding.sampling import RandomNumbers
@@ -70,33 +69,31 @@ def decode(
         yield batch.start(requests)
     else:
         batch.wait(requests, queue)
-    yield from _steps(batch, queue, set() if cancelled is None else cancelled)
+    yield from _steps(batch, queue or AdmissionQueue(0, 0), set() if cancelled is None else cancelled)
 
 
-def _steps(batch: _LiveBatch, queue: AdmissionQueue | None, cancelled: set[int]) -> Iterator[Step]:
+def _steps(batch: _LiveBatch, queue: AdmissionQueue, cancelled: set[int]) -> Iterator[Step]:
     """Chunks of prompts and cycles of the live rows by turns, until no row is left and none waits."""
     target, number, chunk_read = batch.engines.target, 0, False
     in_flight: deque[_StartedCycle] = deque()
     while True:
         batch.rows.cancel(cancelled)
         alive = batch.rows.alive
-        if queue is not None:
-            batch.prefill.cancel(cancelled)
-            batch.prefill.admit(queue, len(alive), cancelled)
+        batch.prefill.cancel(cancelled)
+        batch.prefill.admit(queue, len(alive), cancelled)
         if not alive:
             if not batch.prefill.groups:
                 return
             in_flight.clear()  # nobody reads them
         if batch.prefill.ready:  # rows enter, once nothing is in flight
             if not in_flight:
-                assert queue is not None
                 yield batch.join(alive, queue.rows)
                 continue
-        elif alive and target.bucket(len(alive), len(batch.rows)) < len(batch.rows):  # rows leave, likewise
+        elif batch.is_too_wide(alive):  # rows leave, likewise
             if not in_flight:
                 batch.shrink(alive)
         elif batch.prefill.groups and not (alive and chunk_read):
-            batch.prefill.read(len(alive), queue is not None and queue.crowded)
+            batch.prefill.read(len(alive), queue.crowded)
             chunk_read = True
             if not batch.prefill.ready:
                 yield Step(0, (), dict.fromkeys(PHASES, 0.0))
@@ -147,21 +144,18 @@ class _LiveBatch:
 
     def start(self, requests: Sequence[Request]) -> Step:
         """The first rows and their prefill, all at once."""
-        self._reserve(len(requests), requests)
         group = PrefillGroup(list(enumerate(requests)), self.engines.target.device)
+        self.engines.reserve(len(group), group.longest + self.gamma + 1)
         group.engines = self.engines
         group.read_all()
         return self._enter(group, [], 0)
 
     def wait(self, requests: Sequence[Request], queue: AdmissionQueue) -> None:
         """Room in the caches for those who may come; the first of them wait like all others."""
-        self._reserve(queue.rows, requests, queue.length)
+        longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
+        self.engines.reserve(queue.rows, max(longest, queue.length) + self.gamma + 1)
         self.engines.reserve(0, 0)
         queue.waiting.extendleft(reversed(requests))
-
-    def _reserve(self, rows: int, requests: Sequence[Request], length: int = 0) -> None:
-        longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
-        self.engines.reserve(rows, max(longest, length) + self.gamma + 1)
 
     def join(self, alive: list[int], most: int) -> Step:
         """Let a group whose prompts have been read enter beside the live rows; `most` is the most rows at a time."""
@@ -193,6 +187,10 @@ class _LiveBatch:
         step = self.finish(_StartedCycle(0, Packed.pack(block, verdict), group.timer), arrived)
         self.rows = self.rows.take(alive).extended(arrived).extended(BatchRows.new([-1] * idle, [1] * idle))
         return step
+
+    def is_too_wide(self, alive: list[int]) -> bool:
+        """Whether a smaller batch would do for the live rows."""
+        return bool(alive) and self.engines.target.bucket(len(alive), len(self.rows)) < len(self.rows)
 
     def shrink(self, alive: list[int]) -> None:
         """Let finished rows leave; a static engine keeps some idle ones, up to a size that it has captured."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import cache
 
 import numpy as np
 import torch
@@ -12,7 +11,7 @@ from transformers import PreTrainedModel
 from selfjudge.decoding.admission import Request
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.prefill import shared_prefixes
-from selfjudge.decoding.rules import EXACT, AcceptanceRule, SpeculativeSampling
+from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.engine.base import Engine, shape_reason
 from selfjudge.engine.batch import BatchEngines
@@ -46,7 +45,7 @@ def respond(
             prompts, eos_ids=eos_ids, max_new_tokens=max_new_tokens, sampling=sampling, seeds=seeds, notify=notify
         )
         return
-    rule = _rule(sampling)
+    rule = RuleRequest().resolve(sampling=sampling)  # the same object every time
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
     owners = shared_prefixes(prompts)  # those of one owner are decoded together: what they share is read once
     sizes = [len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)]
@@ -76,12 +75,6 @@ def respond(
                     yield part[row], tokens[row, : lengths[row]].tolist(), finish
                 if notify:
                     notify(len(got))
-
-
-@cache
-def _rule(sampling: Sampling | None) -> AcceptanceRule:
-    """The same rule every time, as `EXACT` is."""
-    return EXACT if sampling is None else SpeculativeSampling(sampling)
 
 
 def _room(model: PreTrainedModel, engine: Engine) -> float:

@@ -104,6 +104,8 @@ class Prefill:
 
     def admit(self, queue: AdmissionQueue, alive: int, cancelled: set[int]) -> None:
         """Admit waiting requests while there is room beside `alive` rows and those that are being read."""
+        if not queue.waiting:
+            return
         taken: list[tuple[int, Request]] = []
         reading = sum(map(len, self.groups))
         while queue.waiting and alive + reading + len(taken) < queue.rows:

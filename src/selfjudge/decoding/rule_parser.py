@@ -13,20 +13,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from selfjudge.decoding.rules import (
-    EXACT,
-    AcceptanceRule,
-    Exact,
-    FLy,
-    Judged,
-    JudgeOnly,
-    Margin,
-    RandomAcceptance,
-    Relaxed,
-    SpeculativeSampling,
-    TopK,
-    Typical,
-)
+from selfjudge.decoding import rules
+from selfjudge.decoding.rules import EXACT, AcceptanceRule, Exact, SpeculativeSampling
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.errors import SelfJudgeError, unknown
 from selfjudge.judge.config import JudgeConfig
@@ -38,8 +26,11 @@ if TYPE_CHECKING:
 
 RULES: dict[str, type[AcceptanceRule]] = {
     rule.name: rule
-    for rule in (Exact, SpeculativeSampling, TopK, Relaxed, Typical, Margin, FLy, RandomAcceptance, Judged, JudgeOnly)
-}
+    for rule in (
+        Exact, SpeculativeSampling, rules.TopK, rules.Relaxed, rules.Typical, rules.Margin, rules.FLy,
+        rules.RandomAcceptance, rules.Judged, rules.JudgeOnly,
+    )
+}  # fmt: skip
 
 CONTEXT = ("judge", "base", "sampling", "special")
 """Fields of rules that come from where they are used, not from their text."""
@@ -92,25 +83,19 @@ class RuleRequest:
                 object.__setattr__(self, "theta", float(self.theta))
         if not isinstance(self.rule, (str, type(None))):
             raise SelfJudgeError(f"`rule` must be text, such as 'margin:0.5', not {str(self.rule)[:60]!r}")
-        for name in ("theta", "quality", "price"):
-            value = getattr(self, name)
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not (value is None or is_number or (name == "theta" and isinstance(value, str))):
-                raise SelfJudgeError(f"`{name}` must be a number, not {value!r}")
+        if isinstance(self.theta, bool) or not isinstance(self.theta, (str, int, float, type(None))):
+            raise SelfJudgeError(f"`theta` must be a number, not {self.theta!r}")
         check_settings(self)
-        kind, options = _parse(self.text)
         if self.theta is not None and self.quality is not None:
             raise SelfJudgeError("`quality` chooses θ: leave out one of `quality` and `theta`")
-        if self._theta is not None:
-            if not self.needs_judge:
-                raise self._without_judge()
-            if "theta" in options:
-                raise SelfJudgeError(f"{self.rule} names a threshold already: leave out `theta` and `quality`")
-        if self.price is not None:
-            if not _takes(kind, "price"):
-                raise SelfJudgeError(f"rule {kind.name!r} has no price: `price` goes with rule margin or judged")
-            if "price" in options:
-                raise SelfJudgeError(f"{self.rule} names a price already: leave out `price`")
+        if "theta" in self._given and not self.needs_judge:
+            raise self._without_judge()
+        if "price" in self._given and not _takes(self.kind, "price"):
+            raise SelfJudgeError(f"rule {self.kind.name!r} has no price: `price` goes with rule margin or judged")
+        for name, said in (("theta", "a threshold"), ("price", "a price")):
+            if name in self._given and name in self.options:
+                others = "`theta` and `quality`" if name == "theta" else "`price`"
+                raise SelfJudgeError(f"{self.rule} names {said} already: leave out {others}")
 
     @property
     def text(self) -> str:
@@ -121,7 +106,7 @@ class RuleRequest:
 
     def __str__(self) -> str:
         """The text of a rule that means the same, such as `judged:theta=q0.9`."""
-        return with_options(self.text, theta=self._theta, price=self.price)
+        return with_options(self.text, **self._given)
 
     @property
     def kind(self) -> type[AcceptanceRule]:
@@ -140,17 +125,18 @@ class RuleRequest:
     @property
     def is_open(self) -> bool:
         """Whether the request names neither a rule nor θ, quality or price."""
-        return self.rule is None and self._theta is None and self.price is None
+        return self.rule is None and not self._given
 
     @property
-    def _theta(self) -> float | str | None:
-        """θ as a rule's text gives it."""
-        return self.theta if self.quality is None else f"q{self.quality}"
+    def _given(self) -> dict[str, Any]:
+        """θ and price, where a field gives them, as options of a rule's text."""
+        theta = self.theta if self.quality is None else f"q{self.quality}"
+        return {name: value for name, value in (("theta", theta), ("price", self.price)) if value is not None}
 
     @property
-    def _decides(self) -> bool:
-        """Whether θ, quality or price is given, in the rule's text or as a field."""
-        return self._theta is not None or self.price is not None or not {"theta", "price"}.isdisjoint(self.options)
+    def _values(self) -> dict[str, Any]:
+        """All options that are given, in the rule's text or as a field."""
+        return {**self.options, **self._given}
 
     def _without_judge(self) -> SelfJudgeError:
         return SelfJudgeError(
@@ -174,13 +160,13 @@ class RuleRequest:
             return replace(own, gamma=gamma)
         rule = own.text if self.rule is None and not own.kind.lossless else self.rule
         request = replace(self, rule=rule, gamma=gamma)
-        if request.needs_judge and not request._decides:
+        if request.needs_judge and {"theta", "price"}.isdisjoint(request._values):
             return replace(request, theta=own.theta, quality=own.quality)
         return request
 
     def threshold(self, judge: Judge | JudgeConfig) -> float:
         """θ as a number; of a request without one, the default of this judge."""
-        theta = self.options.get("theta", self._theta)
+        theta = self._values.get("theta")
         return judge.default_threshold if theta is None else judge.threshold(theta)
 
     def resolve(
@@ -195,31 +181,33 @@ class RuleRequest:
         `JudgeConfig` in its place gives a rule to check, not to decode with, and needs no torch.
         """
         request = self.named(sampling)
-        kind = request.kind
-        if request.needs_judge:
-            judge = load_judge(self.judge) if self.judge is not None else judge
-            judge = pair.judge if judge is None and not isinstance(pair, tuple) else judge
-            if judge is None:
-                raise SelfJudgeError(f"rule {kind.name!r} needs a judge and none ships for this target: give `judge`")
-        elif self.judge is not None:
-            raise request._without_judge()
+        kind, values = request.kind, request._values
+        judge = request._choose_judge(pair, judge)
         if sampling is not None and not (_takes(kind, "sampling") or _takes(kind, "base")):
             raise SelfJudgeError(f"rule {kind.name!r} is greedy: `temperature` goes with rule sampling or judged")
-        given = {"theta": self._theta, "price": self.price}
-        values = dict(request.options) | {name: value for name, value in given.items() if value is not None}
-        if judge is not None and _takes(kind, "theta") and "price" not in values:
+        if judge is not None and "price" not in values:
             values["theta"] = request.threshold(judge)
+        special = pair if isinstance(pair, tuple) else pair.special_ids
         build = _build if isinstance(judge, JudgeConfig) else _build_once
-        rule = build(
-            kind.name,
-            tuple(sorted(values.items())),
-            special=pair if isinstance(pair, tuple) else pair.special_ids,
-            sampling=sampling,
-            judge=judge if request.needs_judge else None,
-        )
+        rule = build(kind.name, tuple(sorted(values.items())), special=special, sampling=sampling, judge=judge)
         if isinstance(self.gamma, int):
             rule.check(self.gamma)
         return rule
+
+    def _choose_judge(
+        self, pair: Pair | tuple[int, ...], judge: Judge | JudgeConfig | None
+    ) -> Judge | JudgeConfig | None:
+        """The judge for the rule, as `resolve` says; None where it uses none."""
+        if not self.needs_judge:
+            if self.judge is not None:
+                raise self._without_judge()
+            return None
+        if self.judge is not None:
+            return load_judge(self.judge)
+        judge = pair.judge if judge is None and not isinstance(pair, tuple) else judge
+        if judge is None:
+            raise SelfJudgeError(f"rule {self.kind.name!r} needs a judge and none ships for this target: give `judge`")
+        return judge
 
 
 def resolve_rule(

@@ -17,7 +17,7 @@ from selfjudge.decoding.sampling import Sampling, sample
 from selfjudge.errors import SelfJudgeError
 from selfjudge.ops.argmax import argmax_checked, replace_non_finite
 from selfjudge.ops.price import worth_taking
-from selfjudge.types import DEFAULT_THETA, Block, Gamma, Verdict, check_settings, default_gamma, lazy_module, setting
+from selfjudge.types import DEFAULT_THETA, Block, Gamma, LazyModule, Verdict, check_settings, default_gamma, setting
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from selfjudge.judge.model import Judge
 else:
-    torch = lazy_module("torch")
+    torch = LazyModule("torch")
 
 
 @cache  # captured graphs keep reading these tensors
@@ -112,13 +112,7 @@ class AcceptanceRule:
         if self.reads_logits and (logits.is_cuda or bool(bad_rows.any())):  # on a GPU the copy is cheaper than asking
             logits = replace_non_finite(logits)
         aligned = self.aligned(block, logits, choice)
-        accepted = self.accepts(block, logits[:, :-1], aligned) if self.price is None else self._settled(block, aligned)
-        if accepted is not None and (accepted.dtype != torch.bool or accepted.shape != aligned.shape):
-            raise SelfJudgeError(
-                f"rule {self.name!r}: `accepts` must give a bool for each draft, {list(aligned.shape)},"
-                f" not {str(accepted.dtype).removeprefix('torch.')} {list(accepted.shape)}"
-            )
-
+        accepted = self._accepted(block, logits[:, :-1], aligned)
         non_finite, no_say = bad_rows.any(), bad_rows[:, :-1]
         if block.scores is not None:
             no_say = no_say | block.scores.isnan()
@@ -131,22 +125,29 @@ class AcceptanceRule:
         else:
             if ids := self.guarded():
                 no_say = no_say | _among(drafts, ids) | _among(choice[:, :-1], ids)
-            if accepted is None:
-                accepted = self._priced(block, logits[:, :-1], aligned, no_say)
+            if accepted is None:  # the price decides; a walk ends at a mismatch in `no_say`: its harm is infinite
+                assert self.price is not None
+                harm = self.harm(block, logits[:, :-1]).masked_fill(no_say, math.inf)
+                accepted = aligned | worth_taking(harm, aligned, self.price)
             accepted = torch.where(no_say, aligned, accepted)
             judged = accepted & ~aligned
         n = accepted.long().cumprod(1).sum(1)  # the walk: stop at the first rejected draft
         return Verdict(n, self.following(block, logits, choice, aligned, n), judged, non_finite)
 
-    def _settled(self, block: Block, aligned: Tensor) -> Tensor | None:
-        """[B, γ] which drafts are aligned, where alignment decides the whole block; else None: the price decides."""
-        return aligned if block.scores is None and self.settled(block) else None
-
-    def _priced(self, block: Block, logits: Tensor, aligned: Tensor, no_say: Tensor) -> Tensor:
-        """[B, γ] which drafts are worth their price. A walk ends at a mismatch in `no_say`: its harm is infinite."""
-        assert self.price is not None
-        harm = self.harm(block, logits).masked_fill(no_say, math.inf)
-        return aligned | worth_taking(harm, aligned, self.price)
+    def _accepted(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor | None:
+        """[B, γ] which drafts the rule accepts; `aligned` itself where alignment decides the whole block, None where
+        the price decides."""
+        if block.scores is None and self.settled(block):
+            return aligned
+        if self.price is not None:
+            return None
+        accepted = self.accepts(block, logits, aligned)
+        if accepted.dtype != torch.bool or accepted.shape != aligned.shape:
+            raise SelfJudgeError(
+                f"rule {self.name!r}: `accepts` must give a bool for each draft, {list(aligned.shape)},"
+                f" not {str(accepted.dtype).removeprefix('torch.')} {list(accepted.shape)}"
+            )
+        return accepted
 
 
 def _among(tokens: Tensor, ids: tuple[int, ...]) -> Tensor:
@@ -160,10 +161,9 @@ def _confirmed(aligned: Tensor, window: int) -> Tensor:
     return ahead[:, 1:].all(-1)[:, : aligned.shape[1]]
 
 
-def _log_p(logits: Tensor, drafts: Tensor) -> Tensor:
-    """[B, γ] log p_i(d_i)."""
-    log_p: Tensor = logits.float().log_softmax(-1)
-    return log_p.gather(-1, drafts[..., None]).squeeze(-1)
+def _at(values: Tensor, tokens: Tensor) -> Tensor:
+    """[..., V], [...] → [...] the values of these tokens."""
+    return values.gather(-1, tokens[..., None]).squeeze(-1)
 
 
 def _entropy(logits: Tensor) -> Tensor:
@@ -207,8 +207,7 @@ class SpeculativeSampling(AcceptanceRule):
         if not block.gamma:
             return block.draft_tokens == choice[:, :0]
         p, q = self._distributions(block, logits)
-        at = block.draft_tokens[..., None]
-        p_d, q_d = p[:, :-1].gather(-1, at).squeeze(-1), q.gather(-1, at).squeeze(-1)
+        p_d, q_d = _at(p[:, :-1], block.draft_tokens), _at(q, block.draft_tokens)
         return block.uniforms[:, :-1] * q_d < p_d  # accept if u < p/q
 
     def following(self, block: Block, logits: Tensor, choice: Tensor, aligned: Tensor, n: Tensor) -> Tensor:
@@ -264,7 +263,7 @@ class Relaxed(AcceptanceRule):
 
     def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
         p = logits.float().softmax(-1)
-        gap = p.amax(-1) - p.gather(-1, block.draft_tokens[..., None]).squeeze(-1)
+        gap = p.amax(-1) - _at(p, block.draft_tokens)
         return (_rank(logits, block.draft_tokens) < self.k) & (gap <= self.delta)
 
 
@@ -284,18 +283,13 @@ class Typical(AcceptanceRule):
     def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
         logits = logits.float() / self.temperature
         threshold = (self.delta * torch.exp(-_entropy(logits))).clamp_max(self.epsilon)
-        return aligned | (_log_p(logits, block.draft_tokens).exp() > threshold)
+        return aligned | (_at(logits.log_softmax(-1), block.draft_tokens).exp() > threshold)
 
 
 def _margin(block: Block, logits: Tensor) -> Tensor:
     """[B, γ] log p_i(top) − log p_i(d_i) = Δ logit, in float32."""
     best = logits.amax(-1) if block.argmax is None else _at(logits, block.argmax[0][:, :-1])
     return best.float() - _at(logits, block.draft_tokens).float()
-
-
-def _at(logits: Tensor, tokens: Tensor) -> Tensor:
-    """[..., V], [...] → [...] the logits of these tokens."""
-    return logits.gather(-1, tokens[..., None]).squeeze(-1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -373,8 +367,8 @@ class RandomAcceptance(AcceptanceRule):
     special: tuple[int, ...] = ()
 
     def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
-        at_draft = logits.gather(-1, block.draft_tokens[..., None]).squeeze(-1)
-        return aligned | (_hashed(block.draft_tokens, at_draft, logits.amax(-1)) < self.share)
+        drafts = block.draft_tokens
+        return aligned | (_hashed(drafts, _at(logits, drafts), logits.amax(-1)) < self.share)
 
 
 def _hashed(tokens: Tensor, *values: Tensor) -> Tensor:
@@ -457,8 +451,6 @@ class Judged(AcceptanceRule):
         return torch.equal(drafts, block.argmax[0][:, :-1])
 
     def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
-        if self._settled(block, aligned) is not None:
-            return aligned
         approved = self.approves(block)
         return aligned | (approved & _confirmed(aligned, self.confirm) if self.confirm else approved)
 

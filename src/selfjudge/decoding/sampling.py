@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.types import lazy_module
+from selfjudge.types import LazyModule
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 else:
-    torch = lazy_module("torch")
+    torch = LazyModule("torch")
 
 
 @dataclass(frozen=True)

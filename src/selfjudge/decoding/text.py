@@ -115,7 +115,7 @@ def answer_requests(
     **options: Unpack[DecodingOptions],
 ) -> list[Generation]:
     """Answer prompts of token ids, each with its own limit and seed, `batch` at a time; in the order given."""
-    decoding = _Decoding.of(pair, rule, **options)
+    decoding = _Decoding(pair, rule, **options)
     lengths = [len(request.prompt) for request in requests]
     by_length = sorted(range(len(requests)), key=lambda i: lengths[i])  # neighbours of like length: little padding
     results: dict[int, Generation] = {}
@@ -135,7 +135,7 @@ def stream(
     most, stop = options.pop("max_new_tokens", 256), options.pop("stop", ())
     ids, seed = pair.encode(prompt, raw=options.pop("raw", False)), options.pop("seed", 0)
     answer = Answer(pair.tokenizer, stop, len(ids))
-    decoding = _Decoding.of(pair, rule, **cast("DecodingOptions", options))
+    decoding = _Decoding(pair, rule, **cast("DecodingOptions", options))
     return Stream(answer, decoding.steps([Request(ids, most, row_seed(seed, 0))], {0: answer}))
 
 
@@ -169,7 +169,7 @@ class Batch:
         **options: Unpack[DecodingOptions],
     ) -> None:
         """At most `rows` are decoded at a time, others wait; `length` is the most tokens of prompt and answer."""
-        self._decoding = _Decoding.of(pair, rule, **options)
+        self._decoding = _Decoding(pair, rule, **options)
         self._queue = AdmissionQueue(rows, length)
         self._answers: dict[int, Answer] = {}  # by the number that the loop gives or will give them
         self._dropped: set[int] = set()
@@ -228,19 +228,11 @@ StepOutput = list[tuple[Answer, list[Piece]]]
 """The answers that got tokens in a step, each with its new pieces of text."""
 
 
-@dataclass(frozen=True)
 class _Decoding:
     """A rule for a pair, the engines that were chosen for it, and how they decode."""
 
-    pair: Pair
-    rule: AcceptanceRule
-    gamma: Gamma
-    engines: PairEngines
-    trace: bool
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         pair: Pair,
         rule: str | AcceptanceRule | None,
         *,
@@ -248,13 +240,13 @@ class _Decoding:
         engine: str = "auto",
         trace: bool = True,
         **about_rule: Unpack[RuleOptions],
-    ) -> _Decoding:
-        resolved = _guard(resolve_rule(pair, rule, **about_rule), pair)
-        if resolved.judge is not None:
-            resolved.judge.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
-            resolved.judge.to(pair.target.device)
-        gamma = resolved.default_gamma(pair.target.device.type) if gamma is None else gamma
-        return cls(pair, resolved, gamma, PairEngines(pair, engine, drafts=gamma != 0), trace)
+    ) -> None:
+        self.pair, self.rule, self.trace = pair, _guard(resolve_rule(pair, rule, **about_rule), pair), trace
+        if self.rule.judge is not None:
+            self.rule.judge.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
+            self.rule.judge.to(pair.target.device)
+        self.gamma: Gamma = self.rule.default_gamma(pair.target.device.type) if gamma is None else gamma
+        self.engines = PairEngines(pair, engine, drafts=self.gamma != 0)
 
     def steps(
         self,

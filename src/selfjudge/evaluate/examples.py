@@ -10,8 +10,7 @@ from torch import Tensor
 
 from selfjudge.engine.teacher_forced import Sequences, teacher_forced
 from selfjudge.evaluate.likelihood import Likelihood, compute_likelihoods, count_substitutions
-from selfjudge.judge.features import join_features
-from selfjudge.judge.model import Judge
+from selfjudge.judge.model import Judge, join_features
 from selfjudge.models.pair import Pair, Prompt
 from selfjudge.tasks.base import Row, join_messages
 from selfjudge.types import Generation

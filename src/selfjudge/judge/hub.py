@@ -1,13 +1,23 @@
-"""Where judges come from and go to: those that ship, folders, and repositories of the hub. Imports no torch."""
+"""Folders of judges: those that ship, local ones, repositories of the hub, and the prompts that they were trained on.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
+import hashlib
+from array import array
+from collections.abc import Iterable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from selfjudge.errors import SelfJudgeError, first_line
-from selfjudge.store import hub_options, unreachable
+from selfjudge.store import hub_options, read_json, unreachable, write_json
+from selfjudge.store.artefacts import TrainingPrompts
+
+PROMPTS_FILE = "prompts.json"
+KEY_DIGITS = 16  # of a prompt's key that are kept
 
 
 def shipped_judge(name: str) -> Path | None:
@@ -29,7 +39,7 @@ def find_judge(source: str | Path) -> Path:
     try:
         from huggingface_hub import snapshot_download
 
-        wanted = ["config.json", "model.safetensors", "prompts.json", "README.md"]
+        wanted = ["config.json", "model.safetensors", PROMPTS_FILE, "README.md"]
         return Path(snapshot_download(text, allow_patterns=wanted, **hub_options()))
     except Exception as error:  # the hub client raises many kinds
         reason = unreachable() or first_line(error)
@@ -43,3 +53,19 @@ def push_folder(folder: Path, repository: str, api: Any, **options: Any) -> str:
         return str(api.upload_folder(folder_path=folder, repo_id=repository, commit_message="Judge made by selfjudge"))
     except Exception as error:  # the hub client raises many kinds
         raise SelfJudgeError(f"cannot upload to {repository}: {first_line(error)}") from None
+
+
+def prompt_key(ids: Sequence[int]) -> str:
+    """The name of a prompt, by its token ids: the same in all label folders."""
+    return hashlib.sha256(array("q", ids).tobytes()).hexdigest()
+
+
+def write_training_prompts(folder: Path, keys: Iterable[str]) -> None:
+    """Keep the keys of the prompts that a judge was trained, selected or measured with."""
+    write_json(folder / PROMPTS_FILE, {"prompts": sorted({key[:KEY_DIGITS] for key in keys})})
+
+
+def read_training_prompts(source: str | Path) -> frozenset[str] | None:
+    """The first digits of those keys, of a judge by embedded name, folder or hub id; None if it does not keep them."""
+    file = find_judge(source) / PROMPTS_FILE
+    return frozenset(read_json(file, TrainingPrompts)["prompts"]) if file.is_file() else None

@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.judge.config import FEATURES, LOWEST, MODELS, JudgeConfig
-from selfjudge.judge.features import block_features, margins
+from selfjudge.judge.config import LOWEST, JudgeConfig
 from selfjudge.judge.hub import find_judge, push_folder
 from selfjudge.ops.argmax import has_triton
 from selfjudge.store import write_json, write_tensors
@@ -27,6 +26,26 @@ from selfjudge.types import Block
 
 if TYPE_CHECKING:
     from selfjudge.ops.judge_score_triton import JudgeWeights
+
+
+def margins(logits: Tensor, drafts: Tensor, choice: Tensor | None = None) -> Tensor:
+    """[...] log p(d) − log p(most likely token) of the drafts [...], from the rows [..., V] that predict them."""
+    at = logits.gather(-1, drafts[..., None]).squeeze(-1).float()
+    best = logits.amax(-1) if choice is None else logits.gather(-1, choice[..., None]).squeeze(-1)
+    return at - best.float()  # Δ log p = Δ logit
+
+
+def join_features(features: str, hidden: Tensor, margin: Tensor | None, before: Tensor | None) -> Tensor:
+    """[..., D] the columns that `features` names, from states [..., H] and margins [...]; what it does not name may be
+    None."""
+    parts = [hidden.float()]
+    if "margin" in features:
+        assert margin is not None
+        parts.append(margin.float().clamp_min(LOWEST)[..., None])
+    if "previous" in features:
+        assert before is not None
+        parts.append(before.float())
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
 class Judge(nn.Module):
@@ -46,33 +65,22 @@ class Judge(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.config = config
-        for key, known in (("features", FEATURES), ("model", MODELS)):
-            if getattr(config, key) not in known:
-                raise SelfJudgeError(
-                    f"unknown {key} {getattr(config, key)!r} of a judge; there are: {', '.join(known)}"
-                )
-        if (inner_weight is None) != (inner_bias is None) or (inner_weight is None) != (config.model == "linear"):
+        if {inner_weight is None, inner_bias is None} != {config.model == "linear"}:
             raise SelfJudgeError(f"a judge of model {config.model} has other tensors")
-        if inner_weight is not None and inner_bias is not None:
-            inner_weight, inner_bias = inner_weight.detach().float(), inner_bias.detach().float().reshape(-1)
-            if inner_weight.shape != (inner_bias.numel(), config.width):
-                raise SelfJudgeError(
-                    f"judge layer is {tuple(inner_weight.shape)}, its config says {config.width} columns"
-                )
         inputs = config.width if inner_bias is None else inner_bias.numel()
-        weight = torch.zeros(inputs) if weight is None else weight.detach().float().reshape(-1)
-        if weight.numel() != inputs:
-            raise SelfJudgeError(
-                f"judge weight has {weight.numel()} entries, its config says hidden_size {config.hidden_size}"
-                f" and features {config.features}: {inputs}"
-            )
-        bias = torch.as_tensor(bias, dtype=torch.float32)
-        if bias.numel() != 1:
-            raise SelfJudgeError(f"judge bias has {bias.numel()} entries, not one")
-        self.register_buffer("weight", weight)
-        self.register_buffer("bias", bias.reshape(()))
-        self.register_buffer("inner_weight", inner_weight)
-        self.register_buffer("inner_bias", inner_bias)
+        tensors = {
+            "weight": (torch.zeros(inputs) if weight is None else weight.reshape(-1), (inputs,)),
+            "bias": (torch.as_tensor(bias).squeeze(), ()),
+            "inner_weight": (inner_weight, (inputs, config.width)),
+            "inner_bias": (None if inner_bias is None else inner_bias.reshape(-1), (inputs,)),
+        }
+        for name, (tensor, shape) in tensors.items():
+            if tensor is not None and tensor.shape != shape:
+                raise SelfJudgeError(
+                    f"judge {name} has {tensor.numel()} entries, its config says hidden_size {config.hidden_size}"
+                    f" and features {config.features}: {list(shape)}"
+                )
+            self.register_buffer(name, None if tensor is None else tensor.detach().float())
 
     @classmethod
     def constant(cls, probability: float, hidden_size: int) -> Judge:
@@ -93,24 +101,26 @@ class Judge(nn.Module):
             with torch.cuda.device(block.hidden.device):  # kernels are launched on the current device
                 return draft_scores(fused, block.hidden, block.target_logits, block.argmax[0], block.draft_tokens)
         choice = None if block.argmax is None else block.argmax[0][:, :-1]
-        scores = self.score(block_features(block, self.config.features))
-        scores = self.apply_margin_limit(scores, block.target_logits[:, :-1], block.draft_tokens, choice)
-        return self.mask_non_finite(scores, block.hidden[:, 1:], block.hidden[:, :-1])
+        hidden, before = block.hidden[:, 1:], block.hidden[:, :-1]
+        return self.score_drafts(hidden, before, block.target_logits[:, :-1], block.draft_tokens, choice)
 
-    def mask_non_finite(self, scores: Tensor, hidden: Tensor, before: Tensor) -> Tensor:
-        """Scores [...] of drafts, but NaN where a state [..., H] that the judge reads is non-finite."""
+    def score_drafts(
+        self, hidden: Tensor, before: Tensor, logits: Tensor, drafts: Tensor, choice: Tensor | None = None
+    ) -> Tensor:
+        """[...] P(acceptable) of drafts [...]: 0 beyond the margin limit, NaN where a state that is read is non-finite.
+
+        The states at the drafts and at the tokens before are [..., H], the rows that predict the drafts [..., V];
+        `choice` [...] are the target's most likely tokens, if they are known.
+        """
+        features, limit = self.config.features, self.config.margin_limit
+        margin = None if limit is None and "margin" not in features else margins(logits, drafts, choice)
+        scores = self.score(join_features(features, hidden, margin, before))
+        if margin is not None and limit is not None:
+            scores = torch.where(margin < -limit, 0.0, scores)
         finite = hidden.isfinite().all(-1)
-        if "previous" in self.config.features:
+        if "previous" in features:
             finite = finite & before.isfinite().all(-1)
         return torch.where(finite, scores, math.nan)
-
-    def apply_margin_limit(
-        self, scores: Tensor, logits: Tensor, drafts: Tensor, choice: Tensor | None = None
-    ) -> Tensor:
-        """Scores [...] of drafts [...], but 0 beyond `config.margin_limit`; arguments as of `features.margins`."""
-        if self.config.margin_limit is None:
-            return scores
-        return torch.where(margins(logits, drafts, choice) < -self.config.margin_limit, 0.0, scores)
 
     def kernel_weights(self) -> JudgeWeights | None:
         """What the kernel reads; None without Triton, or where there is no kernel for this judge."""

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from selfjudge.types import lazy_module
+from selfjudge.types import LazyModule
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 else:
-    torch = lazy_module("torch")
+    torch = LazyModule("torch")
 
 
 def replace_non_finite(logits: Tensor) -> Tensor:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from selfjudge.ops.argmax import has_triton
-from selfjudge.types import lazy_module
+from selfjudge.types import LazyModule
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 else:
-    torch = lazy_module("torch")
+    torch = LazyModule("torch")
 
 
 def worth_taking(harm: Tensor, aligned: Tensor, price: float) -> Tensor:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import feature_width
-from selfjudge.judge.features import join_features
-from selfjudge.judge.training_prompts import prompt_key
+from selfjudge.judge.hub import prompt_key
+from selfjudge.judge.model import join_features
 from selfjudge.label.calibrate import compute_tau
 from selfjudge.label.config import find_shipped_tau
 from selfjudge.label.folder import Arrays, Row, read_manifest, read_responses, read_shards

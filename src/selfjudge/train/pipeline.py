@@ -20,8 +20,8 @@ import torch
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
+from selfjudge.judge.hub import write_training_prompts
 from selfjudge.judge.model import Judge
-from selfjudge.judge.training_prompts import write_training_prompts
 from selfjudge.store import locked, provenance, refuse_foreign, write_json
 from selfjudge.train.card import Evidence, write_card
 from selfjudge.train.config import LEFT_BY_A_KILL, TrainConfig

@@ -15,7 +15,7 @@ import numpy as np
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.compare import compute_word_loss
 from selfjudge.evaluate.task_examples import TaskExamples
-from selfjudge.judge.training_prompts import DIGITS, prompt_key, read_training_prompts
+from selfjudge.judge.hub import KEY_DIGITS, prompt_key, read_training_prompts
 from selfjudge.tasks.base import Prompt, Row, join_messages
 from selfjudge.tune.candidates import list_families, split_by_gamma
 from selfjudge.tune.certify import check_prompt_count
@@ -113,7 +113,7 @@ def refuse_learnt(pair: Pair, prompts: Sequence[CalibrationPrompt], judge: str |
         return
     encoded = pair.encode_many([prompt.prompt for prompt in prompts])
     for prompt, ids in zip(prompts, encoded, strict=True):
-        if prompt_key(ids)[:DIGITS] in known:
+        if prompt_key(ids)[:KEY_DIGITS] in known:
             raise SelfJudgeError(
                 f"the judge was trained on prompt {prompt.id!r:.60}: a certificate needs prompts that it has not seen"
             )

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from selfjudge.decoding.rules import AcceptanceRule, Judged, Margin
 from selfjudge.integrations.vllm.plan import NAN, DraftRows, Plan
-from selfjudge.judge.features import token_features
 from selfjudge.judge.model import Judge
 from selfjudge.ops.argmax import argmax_checked, has_triton
 from selfjudge.types import Block
@@ -52,9 +51,7 @@ class Approval:
         scores = None
         if plan.judged:
             assert self.judge is not None
-            x = token_features(states, before, logits, drafts, self.judge.config.features, choice)
-            scores = self.judge.apply_margin_limit(self.judge.score(x), logits, drafts, choice)
-            scores = self.judge.mask_non_finite(scores, states, before)
+            scores = self.judge.score_drafts(states, before, logits, drafts, choice)
         has_say = drafted & ~non_finite & ~self._special(drafts) & ~self._special(choice)
         approved = torch.zeros_like(drafted)
         for rule, (requests, own, block_of) in plan.members.items():
