@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from fake_judge import constant_judge
 from selfjudge.judge.model import Judge
 from selfjudge.label.config import LabelConfig
 
@@ -41,7 +42,7 @@ def label_settings(asked: str, **options: object) -> LabelConfig:
 def random_judges(hidden_size: int) -> dict[str, Judge]:
     """A judge called `mine` that accepts some tokens."""
     torch.manual_seed(0)
-    return {"mine": Judge(Judge.constant(0.5, hidden_size).config, weight=torch.randn(hidden_size))}
+    return {"mine": Judge(constant_judge(0.5, hidden_size).config, weight=torch.randn(hidden_size))}
 
 
 def full_disk(tensors: object, path: Path, *_: object) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib import import_module, metadata
 from math import isfinite
+from numbers import Real
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -93,7 +94,7 @@ def _check_value(name: str, value: Any, limits: Mapping[str, Any]) -> None:
     low, high, above, choices, word = (limits[key] for key in ("minimum", "maximum", "above", "choices", "word"))
     if word is not None and not isinstance(value, int):
         raise SelfJudgeError(f"{name} must be a whole number or {word}, not {value!r}")
-    if {low, high, above} != {None} and (isinstance(value, bool) or not isinstance(value, (int, float))):
+    if {low, high, above} != {None} and (isinstance(value, bool) or not isinstance(value, Real)):
         raise SelfJudgeError(f"{name} must be a number, not {value!r}")
     if choices and value not in choices:
         raise SelfJudgeError(f"unknown {name} {value!r}; there are: {', '.join(choices)}")

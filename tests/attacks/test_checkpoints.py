@@ -15,6 +15,7 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 
 from conftest import tiny_model
+from fake_judge import constant_judge
 from selfjudge.distill.config import Schedule
 from selfjudge.distill.train import Trainer
 from selfjudge.errors import SelfJudgeError
@@ -130,7 +131,7 @@ def test_a_judge_with_wrong_weights_is_refused(
 
 @pytest.mark.parametrize("probability", [0.0, 1.0])
 def test_a_constant_judge_comes_back(tmp_path: Path, probability: float) -> None:
-    Judge.constant(probability, 8).save_pretrained(tmp_path / "judge")
+    constant_judge(probability, 8).save_pretrained(tmp_path / "judge")
     assert float(Judge.from_pretrained(tmp_path / "judge").score(torch.ones(8))) == probability
 
 

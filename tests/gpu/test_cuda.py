@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from conftest import VOCAB, tiny_head, tiny_model
+from fake_judge import constant_judge
 from kernel_checks import check_all
 from proposals import ARBITRARY, check_proposals, cycles, head_logits, prompts_of, requests_of
 from selfjudge.decoding.admission import AdmissionQueue, Request
@@ -194,7 +195,7 @@ def test_rules_agree_with_the_reference_engine() -> None:
     target, draft = (tiny_model(seed=s, hidden_size=64, head_dim=16).to(CUDA) for s in (1, 2))
     prompts = prompts_of([5, 9, 30])
     torch.manual_seed(0)
-    judge = Judge(Judge.constant(0.5, 64).config, weight=torch.randn(64)).to(CUDA)
+    judge = Judge(constant_judge(0.5, 64).config, weight=torch.randn(64)).to(CUDA)
     deep = [
         Judge(JudgeConfig(64, features=f, model="mlp"), torch.randn(16), 0.0, torch.randn(16, feature_width(f, 64)), torch.randn(16))
         for f in FEATURES

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from equality import assert_greedy, assert_same_tokens
+from fake_judge import constant_judge
 from selfjudge.bench.decode import transformers_tokens
 from selfjudge.decoding.plain import respond
 from selfjudge.decoding.rules import Exact, Judged, SpeculativeSampling, TopK
@@ -87,9 +88,9 @@ def test_the_draft_is_an_ordinary_model_that_says_what_our_engine_makes_it_say(e
 def test_a_refusing_judge_is_exact_and_the_guard_holds_back_an_accepting_one(embedded: Pair) -> None:
     prompt, size = PROMPTS[1:2], embedded.hidden_size
     exact = generate(embedded, prompt, Exact(), gamma=3, max_new_tokens=24)[0]
-    never = Judged(Judge.constant(0.0, size), 0.5, special=embedded.special_ids)
+    never = Judged(constant_judge(0.0, size), 0.5, special=embedded.special_ids)
     assert generate(embedded, prompt, never, gamma=3, max_new_tokens=24)[0].tokens == exact.tokens
-    always = Judged(Judge.constant(1.0, size), 0.5, special=embedded.special_ids)
+    always = Judged(constant_judge(1.0, size), 0.5, special=embedded.special_ids)
     relaxed = generate(embedded, prompt, always, gamma=3, max_new_tokens=24)[0]
     assert relaxed.mean_accepted_length > exact.mean_accepted_length
     assert relaxed.judged_share > 0
@@ -150,7 +151,7 @@ def test_draft_equal_to_target_accepts_everything(embedded: Pair) -> None:
 
 
 def test_an_accepting_judge_emits_the_drafts_own_continuation(embedded: Pair) -> None:
-    rule = Judged(Judge.constant(1.0, embedded.hidden_size), 0.5, guard=False)
+    rule = Judged(constant_judge(1.0, embedded.hidden_size), 0.5, guard=False)
     (answer,) = generate(embedded, PROMPTS[1:2], rule, gamma=3, max_new_tokens=1 + 4 * 4)
     ids = embedded.encode(PROMPTS[1])
     for start in range(1, 17, 4):
@@ -168,7 +169,7 @@ def test_an_accepting_judge_emits_the_drafts_own_continuation(embedded: Pair) ->
 
 def test_a_guarded_rule_gets_the_special_tokens_of_the_pair(embedded: Pair) -> None:
     """Built in Python without them: the judge still has no say at the end token."""
-    always = Judged(Judge.constant(1.0, embedded.hidden_size), 0.5)
+    always = Judged(constant_judge(1.0, embedded.hidden_size), 0.5)
     prompt = ["Answer with one word: what is the capital of France?"]
     told = Judged(always.judge, 0.5, special=embedded.special_ids)
     one, two = (generate(embedded, prompt, rule, gamma=4, max_new_tokens=40)[0].tokens for rule in (always, told))

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fake_judge import constant_judge
 from refusals import known_at_once, write_inputs
 from selfjudge.cli import main as cli
 from selfjudge.judge.config import JudgeConfig
@@ -81,7 +82,7 @@ def test_prompt_from_standard_input(run, pair: list[str], monkeypatch: pytest.Mo
 
 
 def test_judged_from_a_folder(run, pair: list[str], tmp_path: Path) -> None:
-    Judge.constant(1.0, 32).save_pretrained(tmp_path)
+    constant_judge(1.0, 32).save_pretrained(tmp_path)
     command = ["generate", "w1 w2", *pair, "--judge", str(tmp_path), "--gamma", "3", "--json", "--max-new-tokens", "13"]
     _, out, _ = run(*command, "--rule", "judged:0.5,guard=off")
     result = json.loads(out)

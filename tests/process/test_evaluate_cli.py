@@ -17,6 +17,7 @@ import typer
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from fake_judge import constant_judge
 from selfjudge.cli.main import app
 from selfjudge.cli.options import config_options
 from selfjudge.decoding.text import generate
@@ -292,7 +293,7 @@ def test_the_harness_takes_rules_and_refuses_nonsense(
     from selfjudge.integrations.lm_eval import SelfJudgeLM
 
     models = {"target": checkpoints["target"], "draft": checkpoints["draft"], "device": "cpu"}
-    Judge.constant(1.0, harness.pair.hidden_size).save_pretrained(tmp_path / "always")
+    constant_judge(1.0, harness.pair.hidden_size).save_pretrained(tmp_path / "always")
     judged = SelfJudgeLM(**models, rule="judged:0.5", judge=str(tmp_path / "always"), gamma=3)
     ask = [Instance("generate_until", {}, ("w5 w6", {"until": [], "max_gen_toks": 12}), 0)]
     assert judged.generate_until(ask) != harness.generate_until(ask)

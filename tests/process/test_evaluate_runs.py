@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from fake_gguf import write_model
+from fake_judge import constant_judge
 from runs import random_judges
 from selfjudge.decoding.rules import Judged, TopK
 from selfjudge.decoding.text import generate
@@ -187,7 +188,7 @@ def test_rules_may_be_added_and_other_settings_are_refused(
     with pytest.raises(SelfJudgeError, match="was begun with another max_new_tokens"):
         evaluated(tiny_pair, out, asked, ["exact"], max_new_tokens=9)
     evaluated(tiny_pair, out, asked, ["judged:0.4"], (3,), judges)
-    other = {"mine": Judge.constant(0.9, tiny_pair.hidden_size)}
+    other = {"mine": constant_judge(0.9, tiny_pair.hidden_size)}
     with pytest.raises(SelfJudgeError, match="another judge or threshold"):
         evaluated(tiny_pair, out, asked, ["judged:0.4"], (3,), other)
 
@@ -358,7 +359,7 @@ def test_without_rules_exact_runs_and_judged_where_there_is_a_judge(
     config = EvalConfig(tasks=(asked,), limit=2, max_new_tokens=3)
     summaries = evaluate_rules(tiny_pair, tmp_path / "without", config)
     assert [s["rule"] for s in summaries] == ["exact"]
-    judges = {"mine": Judge.constant(0.5, tiny_pair.hidden_size)}
+    judges = {"mine": constant_judge(0.5, tiny_pair.hidden_size)}
     summaries = evaluate_rules(tiny_pair, tmp_path / "with", config, judges=judges)
     assert [s["rule"] for s in summaries] == ["exact", "judged@mine"]
 

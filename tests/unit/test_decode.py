@@ -15,6 +15,7 @@ from scipy.stats import chisquare
 
 from conftest import CONFIGS, VOCAB, tiny_head, tiny_model
 from equality import greedy
+from fake_judge import constant_judge
 from proposals import requests_of
 from selfjudge.decoding import loop
 from selfjudge.decoding.admission import AdmissionQueue, Request
@@ -28,7 +29,6 @@ from selfjudge.engine.batch import BatchEngines
 from selfjudge.engine.cuda import engine as cuda
 from selfjudge.engine.select import make_draft, make_engine
 from selfjudge.errors import SelfJudgeError
-from selfjudge.judge.model import Judge
 from selfjudge.models.eagle import EagleHead
 from selfjudge.models.loaded import as_draft
 from selfjudge.types import Step
@@ -197,14 +197,14 @@ def test_prefill_belongs_to_no_cycle() -> None:
 def test_a_judge_that_always_refuses_is_exact() -> None:
     target, draft = tiny_model(seed=1), tiny_model(seed=2)
     prompts = prompts_of([5, 8, 3])
-    never = Judged(Judge.constant(0.0, 32), 0.5, special=(2,))
+    never = Judged(constant_judge(0.0, 32), 0.5, special=(2,))
     answers = [run(target, draft, prompts, rule, gamma=3, max_new_tokens=20)[0] for rule in (never, Exact())]
     assert answers[0] == answers[1]
 
 
 def test_a_judge_that_always_accepts_emits_the_drafts_own_continuation() -> None:
     target, draft = tiny_model(seed=1), tiny_model(seed=2)
-    always = Judged(Judge.constant(1.0, 32), 0.5, special=())
+    always = Judged(constant_judge(1.0, 32), 0.5, special=())
     prompts = prompts_of([5, 8, 3])
     _, steps = run(target, draft, prompts, always, gamma=3, max_new_tokens=1 + 4 * 5)
     text = [list(p) for p in prompts]
@@ -221,7 +221,7 @@ def test_a_judge_that_always_accepts_emits_the_drafts_own_continuation() -> None
 def test_a_judge_beside_a_head_reads_the_same_states() -> None:
     """Hidden states are given beside the features, and a judge that always accepts takes every proposal."""
     target, prompts = tiny_model(seed=1), prompts_of([5, 8, 3])
-    always = Judged(Judge.constant(1.0, 32), 0.5, special=())
+    always = Judged(constant_judge(1.0, 32), 0.5, special=())
     _, steps = run(target, tiny_head(target), prompts, always, gamma=3, max_new_tokens=1 + 4 * 5)
     assert all(len(e.tokens) == 4 for s in steps[1:] for e in s.emissions)
     assert not any(s.non_finite for s in steps)
@@ -292,7 +292,7 @@ def test_rows_come_and_go_while_gamma_changes() -> None:
 def test_judged_tokens_are_traced_whatever_gamma_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "GammaController", _Wilful)
     target, draft = tiny_model(seed=1), tiny_model(seed=2)
-    always = Judged(Judge.constant(1.0, 32), 0.5, special=())
+    always = Judged(constant_judge(1.0, 32), 0.5, special=())
     _, steps = run(target, draft, prompts_of([5, 8]), always, gamma="auto", max_new_tokens=40, trace=True)
     emissions = [e for s in steps for e in s.emissions]
     assert sum(len(e.judged) for e in emissions) == sum(e.origins.count("judge") for e in emissions) > 10
@@ -550,7 +550,7 @@ def test_broken_weights_end_in_a_verdict_not_a_crash() -> None:
     target, draft = tiny_model(seed=1), tiny_model(seed=2)
     with torch.no_grad():
         target.get_output_embeddings().weight[7] = torch.nan
-    tokens, steps = run(target, draft, prompts_of([4]), Judged(Judge.constant(1.0, 32), 0.5), gamma=2, max_new_tokens=9)
+    tokens, steps = run(target, draft, prompts_of([4]), Judged(constant_judge(1.0, 32), 0.5), gamma=2, max_new_tokens=9)
     assert len(tokens[0]) == 9
     assert 7 not in tokens[0]
     assert all(s.non_finite for s in steps)

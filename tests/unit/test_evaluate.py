@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
+from fake_judge import constant_judge
 from runs import random_judges
 from selfjudge.decoding.rules import Exact, Judged, TopK
 from selfjudge.decoding.text import generate
@@ -173,7 +174,7 @@ def test_a_runs_identity_knows_judge_and_threshold(tiny_pair: Pair, judges: Any)
         return plan_runs([spec], [3], made, ())[0].identity
 
     assert identity("judged:0.4", judges) == identity("judged:0.4", judges)
-    other = {"mine": Judge.constant(0.5, tiny_pair.hidden_size)}
+    other = {"mine": constant_judge(0.5, tiny_pair.hidden_size)}
     assert len({identity("judged:0.4", judges), identity("judged:0.5", judges), identity("judged:0.4", other)}) == 3
     assert isinstance(plan_runs(["exact"], [3], {}, ())[0], RuleRun)
 
@@ -227,7 +228,7 @@ def test_rule_objects_are_told_from_each_other() -> None:
     runs = plan_runs([one, two, exact], [3], {}, ())
     assert runs[0].name == "exact"
     assert len({run.name for run in runs}) == len({run.identity for run in runs}) == 3
-    judges = [Judge.constant(p, 4) for p in (0.2, 0.8)]
+    judges = [constant_judge(p, 4) for p in (0.2, 0.8)]
     with pytest.raises(SelfJudgeError, match="two rules are called judged"):
         plan_runs([Judged(judge, 0.5) for judge in judges], [3], {}, ())
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from conftest import VOCAB
+from fake_judge import constant_judge
 from selfjudge.decoding.rules import Judged
 from selfjudge.decoding.text import generate
 from selfjudge.evaluate.likelihood import average_log_likelihood, compute_likelihoods, count_substitutions
-from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
 
 
@@ -40,7 +40,7 @@ def test_likelihoods_are_those_of_one_sequence_at_a_time(tiny_pair: Pair) -> Non
 
 def test_substitutions_are_the_tokens_that_a_judge_took(tiny_pair: Pair) -> None:
     prompts: list[Any] = ["w5 w6 w7", "w9 w8"]
-    always = Judged(Judge.constant(1.0, tiny_pair.hidden_size), 0.5, special=tiny_pair.special_ids)
+    always = Judged(constant_judge(1.0, tiny_pair.hidden_size), 0.5, special=tiny_pair.special_ids)
     answers = generate(tiny_pair, prompts, always, gamma=3, max_new_tokens=20)
     encoded = [tiny_pair.encode(p) for p in prompts]
     seen = compute_likelihoods(tiny_pair, [(e, a.tokens) for e, a in zip(encoded, answers, strict=True)])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from fake_judge import constant_judge
 from selfjudge.decoding.rule_parser import RuleRequest, resolve_rule
 from selfjudge.decoding.rules import EXACT, AcceptanceRule, Judged, JudgeOnly, Margin, SpeculativeSampling
 from selfjudge.decoding.sampling import Sampling
@@ -151,7 +152,7 @@ def test_a_special_token_that_is_not_aligned_ends_what_counts() -> None:
     assert int(Margin(price=0.7, guard=False)(Block(drafts, rows)).n_accepted) == 4
     assert int(Margin(price=0.7, special=(4,))(Block(drafts, rows)).n_accepted) == 0  # 0.7 < 1: not worth it
     assert int(Margin(price=1.1, special=(4,))(Block(drafts, rows)).n_accepted) == 1
-    always = Judge.constant(1.0, H)
+    always = constant_judge(1.0, H)
     block = Block(drafts, rows, torch.zeros(1, 5, H))
     assert int(Judged(always, price=0.1, special=(4,))(block).n_accepted) == 1  # harm 0
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from conftest import tiny_model
+from fake_judge import constant_judge
 from selfjudge.decoding.plain import respond
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.decoding.sampling import Sampling
@@ -16,7 +17,6 @@ from selfjudge.engine.teacher_forced import teacher_forced
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.vllm.answers import PartialAnswer, request_options
 from selfjudge.integrations.vllm.config import RequestRules, WorkerConfig
-from selfjudge.judge.model import Judge
 from selfjudge.label.consequences import compute_margins
 from selfjudge.label.score import Case
 from selfjudge.models.loaded import Target
@@ -66,7 +66,7 @@ def test_weights_that_are_not_here_are_told_from_those_that_are(tiny_pair: Pair)
 
 @pytest.mark.parametrize("text", RULES)
 def test_a_request_is_decoded_by_the_rule_that_is_meant(text: str) -> None:
-    judge = Judge.constant(0.5, 32)
+    judge = constant_judge(0.5, 32)
     rule = RuleRequest(text).resolve((0, 2), judge)
     rules = RequestRules(WorkerConfig(RuleRequest(judge="somewhere")), judge, (0, 2), 5)
     built = rules.requested({"selfjudge": request_options(rule)})

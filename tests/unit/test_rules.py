@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers as hf
 
+from fake_judge import constant_judge
 from selfjudge.decoding.rule_parser import RULES, RuleRequest
 from selfjudge.decoding.rules import (
     Exact,
@@ -141,7 +142,7 @@ def test_random_acceptance_takes_its_share_of_the_mismatches() -> None:
 
 
 def test_judge_accepts_above_theta_and_reads_the_state_at_the_draft() -> None:
-    judge = Judge(Judge.constant(0.5, H).config, weight=torch.tensor([1.0, 0.0, 0.0]))
+    judge = Judge(constant_judge(0.5, H).config, weight=torch.tensor([1.0, 0.0, 0.0]))
     hidden = torch.zeros(1, 3, H)
     hidden[0, 1, 0] = 5.0  # the state at d_1 speaks for it; d_2 stays at 0.5
     b = block([1, 1], ROWS, hidden=hidden)
@@ -151,7 +152,7 @@ def test_judge_accepts_above_theta_and_reads_the_state_at_the_draft() -> None:
 
 def test_a_judge_has_no_say_beyond_its_margin_limit() -> None:
     rows = [[0.6, 0.3, 0.1], [0.9, 0.09, 0.01], [0.6, 0.3, 0.1]]
-    always, far = Judge.constant(1.0, H), math.log(0.9 / 0.09)
+    always, far = constant_judge(1.0, H), math.log(0.9 / 0.09)
     limited = Judge(replace(always.config, margin_limit=far - 0.01), bias=always.bias)
     assert verdict(Judged(limited, 0.0), block([1, 1], rows)) == (1, 0, [True, False])
     assert limited(block([1, 1], rows))[0].tolist() == [1.0, 0.0]
@@ -163,7 +164,7 @@ def test_a_judge_has_no_say_beyond_its_margin_limit() -> None:
 
 
 def test_what_the_judge_accepts_may_need_confirmation() -> None:
-    always = Judge.constant(1.0, H)
+    always = constant_judge(1.0, H)
     rows = [[0.6, 0.3, 0.1]] * 5
     rule = Judged(always, 0.5, confirm=2)
     assert verdict(rule, block([1, 0, 0, 1], rows)) == (3, 0, [True, False, False, False])  # the last has no window
@@ -183,13 +184,13 @@ def test_thresholds_are_named_as_the_judge_names_them() -> None:
 
 def test_judged_at_theta_one_is_the_base_rule_bit_for_bit() -> None:
     torch.manual_seed(0)
-    always = Judge.constant(1.0, H)
+    always = constant_judge(1.0, H)
     for base in (Exact(), SpeculativeSampling(Sampling(0.8, top_p=0.9))):
         b = Block(
             torch.randint(0, 9, (200, 4)), torch.randn(200, 5, 9), torch.randn(200, 5, H),
             base.sampling.warp(torch.randn(200, 4, 9)) if base.sampling else None, torch.rand(200, 5),
         )  # fmt: skip
-        for rule in (Judged(always, 1.0, base), Judged(Judge.constant(0.0, H), 0.0, base)):
+        for rule in (Judged(always, 1.0, base), Judged(constant_judge(0.0, H), 0.0, base)):
             one, other = rule(b), base(b)
             assert torch.equal(one.n_accepted, other.n_accepted)
             assert torch.equal(one.next_token, other.next_token)
@@ -221,15 +222,15 @@ def test_a_judge_is_asked_only_where_a_draft_differs(drafts: list[int], asked: i
 
 def test_judge_only_may_refuse_an_aligned_draft() -> None:
     b = block([0, 0], ROWS)
-    assert verdict(JudgeOnly(Judge.constant(0.0, H), 0.5), b)[0] == 0
-    assert verdict(JudgeOnly(Judge.constant(1.0, H), 0.5), block([2, 2], ROWS))[0] == 2
+    assert verdict(JudgeOnly(constant_judge(0.0, H), 0.5), b)[0] == 0
+    assert verdict(JudgeOnly(constant_judge(1.0, H), 0.5), block([2, 2], ROWS))[0] == 2
 
 
 @pytest.mark.parametrize(("drafts", "choice"), [([2, 0], 0), ([1, 0], 2)])
 def test_guard_leaves_special_tokens_to_alignment(drafts: list[int], choice: int) -> None:
     """Token 2 is special: as a draft, and as the target's own choice."""
     rows = [[0.6, 0.3, 0.1] if choice == 0 else [0.1, 0.3, 0.6], *ROWS[:2]]
-    always = Judge.constant(1.0, H)
+    always = constant_judge(1.0, H)
     assert verdict(Judged(always, 0.5, special=(2,)), block(drafts, rows))[0] == 0
     assert verdict(Judged(always, 0.5, special=()), block(drafts, rows))[0] == 2
     assert verdict(Judged(always, 0.5, guard=False, special=(2,)), block(drafts, rows))[0] == 2
@@ -241,13 +242,13 @@ def test_guard_leaves_special_tokens_to_alignment(drafts: list[int], choice: int
 def test_non_finite_rows_fall_back_to_alignment_and_say_so(bad: float) -> None:
     b = block([1, 1], ROWS)
     b.target_logits[0, 0, 2] = bad
-    v = Judged(Judge.constant(1.0, H), 0.5)(b)
+    v = Judged(constant_judge(1.0, H), 0.5)(b)
     assert bool(v.non_finite)
     assert int(v.n_accepted[0]) == 0
     assert int(v.next_token[0]) == (0 if math.isnan(bad) else 2)
     b = block([1, 1], ROWS)
     b.hidden[0, 1] = bad
-    judge = Judge(Judge.constant(0.5, H).config, weight=torch.ones(H))
+    judge = Judge(constant_judge(0.5, H).config, weight=torch.ones(H))
     for scores in (None, judge(b)):
         v = Judged(judge, 0.1)(Block(b.draft_tokens, b.target_logits, b.hidden, scores=scores))
         assert bool(v.non_finite)
@@ -272,7 +273,7 @@ def test_non_finite_rows_when_sampling(bad: float, temperature: float) -> None:
 
 def test_judge_only_corrects_from_the_target_where_alignment_would_accept() -> None:
     """The judge refuses a draft on which both models agree: the residual is empty there, the target's own choice is not."""
-    rule = JudgeOnly(Judge.constant(0.0, H), 0.5, SpeculativeSampling(Sampling(1.0)))
+    rule = JudgeOnly(constant_judge(0.0, H), 0.5, SpeculativeSampling(Sampling(1.0)))
     logits = torch.tensor([[[9.0, 0.0, 0.0], [9.0, 0.0, 0.0]]]).repeat(100, 1, 1)
     q = logits[:, :1] + torch.tensor([0.5, 0.0, 0.0])  # the draft is even surer: max(0, p − q) has only the tail
     u = torch.stack([torch.full((100,), 0.1), torch.linspace(0, 0.99, 100)], 1)
@@ -284,7 +285,7 @@ def test_judge_only_corrects_from_the_target_where_alignment_would_accept() -> N
 def test_a_judge_may_have_parameters() -> None:
     class Learned(Judge):
         def __init__(self) -> None:
-            super().__init__(Judge.constant(0.5, H).config)
+            super().__init__(constant_judge(0.5, H).config)
             self.layer = torch.nn.Linear(H, 1)
 
         def score(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -332,7 +333,7 @@ def test_rule_texts() -> None:
     assert RuleRequest("topk:3").resolve((1,)).special == (1,)
     relaxed = RuleRequest("relaxed:k=5,delta=0.2,guard=on").resolve()
     assert (relaxed.k, relaxed.delta, relaxed.guard) == (5, 0.2, True)
-    judge = Judge.constant(0.5, H)
+    judge = constant_judge(0.5, H)
     assert RuleRequest("judged:0.4", judge).resolve().theta == 0.4
     assert RuleRequest("judged", judge, 0.7).resolve(sampling=Sampling(0.5)).sampling.temperature == 0.5
     assert set(RULES) >= {"exact", "sampling", "topk", "relaxed", "typical", "margin", "fly", "judged", "judge_only"}

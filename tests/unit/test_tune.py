@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from fake_certificate import certificate, recipe_folder
+from fake_judge import constant_judge
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
@@ -243,7 +244,7 @@ def test_a_recipe_is_refused_where_its_files_do_not_belong_together(tiny_pair: P
         Recipe.load(tmp_path / "begun")
     folder = recipe_folder(tmp_path / "tuned", tiny_pair, judge=Judge(JudgeConfig(hidden_size=tiny_pair.hidden_size)))
     assert Recipe.load(folder).judge == folder / "judge"
-    Judge.constant(0.3, tiny_pair.hidden_size).save_pretrained(folder / "judge")
+    constant_judge(0.3, tiny_pair.hidden_size).save_pretrained(folder / "judge")
     with pytest.raises(SelfJudgeError, match="not the judge that this recipe was certified with"):
         Recipe.load(folder)
     other = recipe_folder(tmp_path / "other", tiny_pair)

@@ -193,7 +193,7 @@ def serve(
     with ExitStack() as stack:
         stack.enter_context(waiting("trying out an answer …"))
 
-        from selfjudge.integrations.server import serve as run
+        from selfjudge.integrations.server.server import serve as run
 
         def welcome(line: str) -> None:
             stack.close()

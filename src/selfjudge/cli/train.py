@@ -169,12 +169,10 @@ def train(
 
         judge = train_judge(labels, out, config, device="cpu" if device.type == "mps" else str(device), notify=update)
     if push:
-        from huggingface_hub import HfApi
-
         from selfjudge.judge.hub import push_folder
 
         with waiting(f"uploading to {push} …"):
-            address = push_folder(out, push, HfApi())
+            address = push_folder(out, push)
         typer.echo(address, err=True)
     print_json(judge) if as_json else _show_judge(out, judge)
 

@@ -8,8 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from selfjudge.errors import SelfJudgeError
-from selfjudge.types import LazyModule
+from selfjudge.types import LazyModule, check_settings, setting
 
 if TYPE_CHECKING:
     import torch
@@ -22,19 +21,12 @@ else:
 class Sampling:
     """Temperature, then top-k, then top-p, as in transformers; applied to target and draft alike."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
+    temperature: float = setting(1.0, "Softmax temperature", above=0)
+    top_p: float = setting(1.0, "Nucleus filter", above=0, maximum=1)
+    top_k: int = setting(0, "Most likely tokens that are kept; 0 is off", minimum=0)
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature > 0):
-            raise SelfJudgeError(
-                f"`temperature` must be a positive number, not {self.temperature}; rule exact is greedy"
-            )
-        if not 0 < self.top_p <= 1:
-            raise SelfJudgeError(f"`top_p` must lie in (0, 1], not {self.top_p}")
-        if self.top_k < 0:
-            raise SelfJudgeError(f"`top_k` must be 0 (off) or positive, not {self.top_k}")
+        check_settings(self)
 
     def warp(self, logits: Tensor) -> Tensor:
         """[..., V] → [..., V] with filtered tokens at −inf."""

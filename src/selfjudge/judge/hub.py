@@ -46,9 +46,12 @@ def find_judge(source: str | Path) -> Path:
         raise SelfJudgeError(f"{text} is not a folder, and the hub did not give it ({reason})") from None
 
 
-def push_folder(folder: Path, repository: str, api: Any, **options: Any) -> str:
+def push_folder(folder: Path, repository: str, **options: Any) -> str:
     """Upload a whole folder, card and figures included."""
+    from huggingface_hub import HfApi
+
     try:
+        api = HfApi()
         api.create_repo(repository, exist_ok=True, **options)
         return str(api.upload_folder(folder_path=folder, repo_id=repository, commit_message="Judge made by selfjudge"))
     except Exception as error:  # the hub client raises many kinds

@@ -82,15 +82,6 @@ class Judge(nn.Module):
                 )
             self.register_buffer(name, None if tensor is None else tensor.detach().float())
 
-    @classmethod
-    def constant(cls, probability: float, hidden_size: int) -> Judge:
-        """A judge that gives every draft the same P(acceptable): 1 always accepts (θ < 1), 0 never does."""
-        if probability in (0.0, 1.0):
-            bias = math.copysign(200.0, probability - 0.5)  # its σ is 0 or 1 in float32
-        else:
-            bias = math.log(probability / (1 - probability))
-        return cls(JudgeConfig(hidden_size=hidden_size, label_method="constant"), bias=bias)
-
     def forward(self, block: Block) -> Tensor:
         """[B, γ] P(acceptable) of each draft, from the hidden state at that draft; NaN where that is non-finite."""
         if block.hidden is None:
@@ -172,11 +163,9 @@ class Judge(nn.Module):
 
     def push_to_hub(self, repository: str, **options: Any) -> str:
         """Upload as a model repository of the hub (`private=True` and the like go to `create_repo`); its address."""
-        from huggingface_hub import HfApi
-
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder)
-            return push_folder(Path(folder), repository, HfApi(), **options)
+            return push_folder(Path(folder), repository, **options)
 
     @classmethod
     def from_pretrained(cls, source: str | Path) -> Judge:
