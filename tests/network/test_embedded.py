@@ -101,7 +101,7 @@ def test_the_judge_that_ships_belongs_to_the_pair_and_decides(embedded: Pair) ->
     folder = EMBEDDED["smollm2-135m"].judge
     assert folder is not None
     judge = Judge.from_pretrained(folder)
-    judge.check_target(embedded.target_id, embedded.target_sha256, embedded.hidden_size)
+    judge.config.check_target(embedded.target_id, embedded.target_sha256, embedded.hidden_size)
     assert judge.config.thresholds["R"] >= judge.config.thresholds["F"] > 0
     loose = Judged(judge, judge.quality(0.5), special=embedded.special_ids)
     fast, slow = (

@@ -338,9 +338,9 @@ def test_the_configuration_says_everything(judged: tuple[str, Path, dict], label
         above = scores > stored["thresholds"][name]
         assert metrics[f"{name}_accepts_acceptable"] == pytest.approx(above[truth == 1].mean())
         assert metrics[f"{name}_accepts_unacceptable"] == pytest.approx(above[truth == 0].mean())
-    judge.check_target("t", "a" * 64, HIDDEN)
+    judge.config.check_target("t", "a" * 64, HIDDEN)
     with pytest.raises(SelfJudgeError, match="trained for t"):
-        judge.check_target("u", "c" * 64, HIDDEN)
+        judge.config.check_target("u", "c" * 64, HIDDEN)
 
 
 def test_the_folder_holds_a_card_a_figure_and_no_pickle(judged: tuple[str, Path, dict]) -> None:

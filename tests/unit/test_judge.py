@@ -55,11 +55,11 @@ def test_thresholds_outside_are_refused(theta: float | str) -> None:
 
 def test_another_target_is_refused() -> None:
     judge = Judge(CONFIG)
-    judge.check_target("t", "a" * 64, 4)
+    judge.config.check_target("t", "a" * 64, 4)
     with pytest.raises(SelfJudgeError, match="width 4, the target t has 8"):
-        judge.check_target("t", "a" * 64, 8)
+        judge.config.check_target("t", "a" * 64, 8)
     with pytest.raises(SelfJudgeError, match="trained for t"):
-        judge.check_target("other", "b" * 64, 4)
+        judge.config.check_target("other", "b" * 64, 4)
 
 
 @pytest.mark.parametrize(

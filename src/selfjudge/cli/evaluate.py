@@ -79,7 +79,7 @@ def evaluate(
 
     judges = {name: Judge.from_pretrained(source) for name, source in sources.items()}
     for loaded in judges.values():
-        loaded.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
+        loaded.config.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
     with Progress(resume="go on with --resume") as update:
         summaries = evaluate_rules(pair, out, config, judges=judges, answerer=answerer, notify=update, warn=warn)
     if as_json:

@@ -166,8 +166,7 @@ class RuleRequest:
 
     def threshold(self, judge: Judge | JudgeConfig) -> float:
         """θ as a number; of a request without one, the default of this judge."""
-        theta = self._values.get("theta")
-        return judge.default_threshold if theta is None else judge.threshold(theta)
+        return judge.threshold(self._values.get("theta"))
 
     def resolve(
         self,

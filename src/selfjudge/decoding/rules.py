@@ -60,7 +60,7 @@ class AcceptanceRule:
         """How many drafts must match after one that is accepted against alignment."""
         return 0
 
-    @property
+    @property  # as a class variable it would take its place in the order of the fields
     def price(self) -> float | None:
         """π in the unit of `harm`: then the rule accepts what is `worth_taking`, instead of what `accepts` says."""
         return None
@@ -407,8 +407,7 @@ class Judged(AcceptanceRule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.price is None:
-            theta = self.judge.default_threshold if self.theta is None else self.judge.threshold(self.theta)
-            object.__setattr__(self, "theta", theta)
+            object.__setattr__(self, "theta", self.judge.threshold(self.theta))
             return
         about = f"{self.name}: a price"
         _require(self.theta is None, f"{about} replaces θ: leave out one of `price`, `theta` and `quality`")

@@ -243,7 +243,7 @@ class _Decoding:
     ) -> None:
         self.pair, self.rule, self.trace = pair, _guard(resolve_rule(pair, rule, **about_rule), pair), trace
         if self.rule.judge is not None:
-            self.rule.judge.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
+            self.rule.judge.config.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
             self.rule.judge.to(pair.target.device)
         self.gamma: Gamma = self.rule.default_gamma(pair.target.device.type) if gamma is None else gamma
         self.engines = PairEngines(pair, engine, drafts=self.gamma != 0)

@@ -14,7 +14,6 @@ from selfjudge.store.artefacts import Count, Share
 from selfjudge.store.schema import OneOf, Range
 from selfjudge.types import DEFAULT_THETA
 
-FORMAT_VERSION: Literal[1] = 1
 FEATURES = ("hidden", "hidden+margin", "hidden+margin+previous")
 SCORES = ("likelihood", "confidence")
 MODELS = ("linear", "mlp")
@@ -55,7 +54,7 @@ class JudgeConfig:
     """(share of unacceptable tokens that is rejected, the most permissive θ that does so), ascending."""
     thresholds: Mapping[str, Share] = field(default_factory=dict)
     metrics: Mapping[str, float | None] = field(default_factory=dict)
-    format_version: Literal[1] = FORMAT_VERSION
+    format_version: Literal[1] = 1
 
     @classmethod
     def from_pretrained(cls, source: str | Path) -> JudgeConfig:
@@ -72,8 +71,13 @@ class JudgeConfig:
         """Columns that the judge reads."""
         return feature_width(self.features, self.hidden_size)
 
-    def threshold(self, theta: float | str) -> float:
-        """A number in [0, 1], one of the stored thresholds by name (`F`, `R`), or `q0.9`: the one of quality 0.9."""
+    def threshold(self, theta: float | str | None) -> float:
+        """θ as a number in [0, 1], from a number, a stored threshold's name (`F`, `R`) or `q0.9`: that of quality 0.9.
+
+        None is the default: R, or one half for a judge that was trained without thresholds.
+        """
+        if theta is None:
+            return self.thresholds.get(DEFAULT_THETA, 0.5)
         if isinstance(theta, str) and theta.startswith("q"):
             try:
                 return self.quality(float(theta[1:]))
@@ -91,11 +95,6 @@ class JudgeConfig:
         if not 0.0 <= theta <= 1.0:
             raise SelfJudgeError(f"`theta` must lie in [0, 1], not {theta}")
         return float(theta)
-
-    @property
-    def default_threshold(self) -> float:
-        """The default θ: R, or one half for a judge that was trained without thresholds."""
-        return self.thresholds.get(DEFAULT_THETA, 0.5)
 
     def quality(self, share: float) -> float:
         """The most permissive θ that rejected at least this share of the unacceptable tokens it was measured on."""

@@ -137,21 +137,13 @@ class Judge(nn.Module):
             digest.update(tensor.float().cpu().numpy().tobytes())  # a copy: captured graphs hold the buffers themselves
         return digest.hexdigest()
 
-    def threshold(self, theta: float | str) -> float:
+    def threshold(self, theta: float | str | None) -> float:
         """θ by number or by name: `JudgeConfig.threshold`."""
         return self.config.threshold(theta)
-
-    @property
-    def default_threshold(self) -> float:
-        return self.config.default_threshold
 
     def quality(self, share: float) -> float:
         """θ that rejects this share of bad substitutions: `JudgeConfig.quality`."""
         return self.config.quality(share)
-
-    def check_target(self, name: str, sha256: str, hidden_size: int) -> None:
-        """Refuse a target this judge was not trained for."""
-        self.config.check_target(name, sha256, hidden_size)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write `model.safetensors`, then `config.json` (its existence means the folder is whole)."""

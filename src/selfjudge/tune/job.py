@@ -69,7 +69,7 @@ class TuneJob:
         families = list_families(config.families, None if loaded is None else loaded.config)
         prompts = load_calibration(config, warn)
         if "judged" in config.families and loaded is not None:
-            loaded.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
+            loaded.config.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
             refuse_learnt(pair, prompts, source, warn)
         batch = config.batch or (CUDA_BATCH if answerer.device == "cuda" else CPU_BATCH)
         aside = count_aside(len(prompts), batch) if config.times else 0

@@ -53,7 +53,7 @@ def start_scheduler(pair: Pair, judge: Judge | None, config: ServerConfig, recip
     config.check()
     monitor = watch(recipe, config.shadow_keep) if config.shadow else None
     if judge is not None:
-        judge.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
+        judge.config.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
     rules = Rules(pair, judge, config.default_rule)
     context = min(config.max_context, pair.window)
     config = replace(config, max_context=context, max_tokens=min(config.max_tokens, context - 1))

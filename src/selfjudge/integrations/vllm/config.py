@@ -169,7 +169,7 @@ def load(config: Any) -> tuple[WorkerConfig, Judge | None]:
 
         judge, model = Judge.from_pretrained(settings.own.judge), config.model_config
         known = target_sha256(model.model, judge.config.target_sha256)
-        judge.check_target(model.model, known, model.get_hidden_size())
+        judge.config.check_target(model.model, known, model.get_hidden_size())
     RequestRules(settings, judge, (), config.speculative_config.num_speculative_tokens)
     return settings, judge
 
