@@ -46,11 +46,6 @@ class TargetPass:
     """[B, T, H] after the final norm: what the output matrix multiplies."""
 
     @property
-    def answered(self) -> Tensor:
-        """[B, T] where the target predicts a token of the answer that is not its first."""
-        return (self.columns >= self.prompts[:, None]) & (self.columns < self.lengths[:, None] - 1)
-
-    @property
     def columns(self) -> Tensor:
         """[T] the indices of the tokens."""
         return torch.arange(self.ids.shape[1], device=self.ids.device)
@@ -152,7 +147,8 @@ class HeadLearner:
         """Cross-entropy against the target's distribution over the draft vocabulary, later steps weighing less."""
         batch = read_batch(self.target, self.head.config.aux_layers, self.data.training, rows)
         assert self.head.output is not None
-        row, column = batch.answered.nonzero(as_tuple=True)
+        later = (batch.columns >= batch.prompts[:, None]) & (batch.columns < batch.lengths[:, None] - 1)
+        row, column = later.nonzero(as_tuple=True)  # where the target predicts a token of the answer but its first
         since = column - batch.prompts[row]  # tokens of the answer before it: a draft of so many steps may lead here
         hidden, weights = [], []
         with sdpa_without_cudnn(), self._autocast():

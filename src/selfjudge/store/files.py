@@ -114,7 +114,7 @@ def parse_json(text: str) -> Any:
 def _number(text: str) -> float:
     number = float(text)
     if not isfinite(number):
-        raise ValueError(f"it holds a number that is too large ({text[:20]})")
+        raise ValueError(f"it holds {text[:20]}, which is not a finite number")
     return number
 
 
@@ -124,11 +124,7 @@ def _whole_number(text: str) -> int:
     return int(text)
 
 
-def _no_number(text: str) -> None:
-    raise ValueError(f"it holds {text}, which is not a number")
-
-
-_DECODER = json.JSONDecoder(parse_float=_number, parse_int=_whole_number, parse_constant=_no_number)
+_DECODER = json.JSONDecoder(parse_float=_number, parse_int=_whole_number, parse_constant=_number)
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
