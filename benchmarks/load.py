@@ -195,7 +195,7 @@ class InProcess:
     name = "in-process"
 
     def __init__(self, arguments: list[str], questions: list[Question]) -> None:
-        from selfjudge.integrations.server.server import start_scheduler
+        from selfjudge.integrations.server.scheduler import start_scheduler
 
         self.pid = os.getpid()
         pair, judge, config = served(arguments)
@@ -205,7 +205,8 @@ class InProcess:
 
     def stream(self, question: Question) -> Generator[str, None, int]:
         from selfjudge.decoding.sampling import Sampling
-        from selfjudge.integrations.server.jobs import CompletionJob, FullError, Update
+        from selfjudge.integrations.asgi import RefusedError as ServerRefusal
+        from selfjudge.integrations.server.jobs import CompletionJob, Update
 
         sampling = Sampling(question.temperature) if question.temperature else None
         choice = self.scheduler.rules.choose(sampling=sampling, off=question.mode == "off")
@@ -215,7 +216,7 @@ class InProcess:
         )
         try:
             self.scheduler.submit(job)
-        except FullError:
+        except ServerRefusal:
             raise RefusedError from None
         try:
             while (update := updates.get(timeout=PATIENCE_SECONDS)).result is None:

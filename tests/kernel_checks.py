@@ -145,19 +145,19 @@ def check_approval(
     # with and without a judge, with and without a look ahead
     alone = [[known[text]] * len(counts) for text in ("judged:0.5", "margin:price=6", "topk:4000")]
     for rules in (*alone, *mixed, [None, known["margin:14"]] * 5 + [None]):
-        plan = Plan(rules, rows, int(counts.max()))
+        plan = Plan(rules, rows, counts.tolist())
         found = ours(hidden, logits, at, drafts, plan)
         wanted = plain(hidden, logits, at, drafts, plan)
         choice = replace_non_finite(logits[at].float()).argmax(-1)
         decided = choice != drafts  # the mask may say either where alignment accepts anyway
         assert torch.equal(found & decided, wanted & decided), rules
         assert not found[first : first + 2].any()  # broken
-    plan = Plan([known["judged:0.5"]] * len(counts), rows, int(counts.max()))
+    plan = Plan([known["judged:0.5"]] * len(counts), rows, counts.tolist())
     approved = plain(hidden, logits, at, drafts, plan)
     assert torch.equal(
         approved, ours(hidden, logits, at, drafts, plan)
     )  # aligned or not: a sampled request wants to know
-    most = plain(hidden, logits, at, drafts, Plan([known["judged:0"]] * len(counts), rows, plan.gamma))
+    most = plain(hidden, logits, at, drafts, Plan([known["judged:0"]] * len(counts), rows, plan.sizes))
     assert units or 0 < int(approved.sum()) < int(most.sum())  # a random MLP may say the same of all
     approved[first:] = True
     processed = [logits[at].float() for _ in range(2)]

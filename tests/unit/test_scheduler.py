@@ -10,8 +10,9 @@ import pytest
 
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.decoding.text import Batch, StepOutput, generate
+from selfjudge.integrations.asgi import RefusedError
 from selfjudge.integrations.server.config import ServerConfig
-from selfjudge.integrations.server.jobs import ClosedError, CompletionJob, FullError, Update
+from selfjudge.integrations.server.jobs import CompletionJob, Update
 from selfjudge.integrations.server.metrics import Metrics
 from selfjudge.integrations.server.rules import Rules
 from selfjudge.integrations.server.scheduler import Scheduler
@@ -102,7 +103,7 @@ def test_who_gives_up_leaves_the_queue_or_the_batch(begin: Begin) -> None:
     jobs = [job(scheduler, tokens=80) for _ in range(2)]
     for one, _ in jobs:
         scheduler.submit(one)
-    with pytest.raises(FullError):
+    with pytest.raises(RefusedError, match="wait already"):
         scheduler.submit(job(scheduler)[0])
     scheduler.cancel(jobs[0][0], "cancelled")  # it waits still: there is no thread yet
     assert last(jobs[0][1]).failure == "cancelled"
@@ -124,7 +125,7 @@ def test_the_end_gives_up_what_is_left(begin: Begin) -> None:
     assert not scheduler.alive
     assert last(jobs[2][1]).failure == "shutdown"
     assert all(one.over for one, _ in jobs)
-    with pytest.raises(ClosedError):
+    with pytest.raises(RefusedError, match="about to stop"):
         scheduler.submit(job(scheduler)[0])
 
 
@@ -190,7 +191,7 @@ def test_keys_take_turns_and_leave_each_other_a_place(begin: Begin, monkeypatch:
     for one, _ in jobs:
         one.key = int(one.prompt[1] >= 20)
         scheduler.submit(one)
-    with pytest.raises(FullError):
+    with pytest.raises(RefusedError, match="wait already"):
         scheduler.submit(replace(jobs[0][0]))
     scheduler.start()
     for _, updates in jobs:
@@ -218,12 +219,12 @@ def test_a_key_leaves_a_batch_for_the_others(begin: Begin) -> None:
 def test_a_request_that_is_being_encoded_holds_a_place(begin: Begin) -> None:
     scheduler = begin(max_queue=2)
     with scheduler.reserve(), scheduler.reserve():
-        with pytest.raises(FullError), scheduler.reserve():
+        with pytest.raises(RefusedError, match="wait already"), scheduler.reserve():
             pass
-        with pytest.raises(FullError):
+        with pytest.raises(RefusedError, match="wait already"):
             scheduler.submit(job(scheduler)[0])
     for _ in range(2):
         scheduler.submit(job(scheduler)[0])
     scheduler.close()
-    with pytest.raises(ClosedError), scheduler.reserve():
+    with pytest.raises(RefusedError, match="about to stop"), scheduler.reserve():
         pass

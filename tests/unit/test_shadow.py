@@ -16,11 +16,10 @@ from prometheus_client import CollectorRegistry
 from fake_certificate import recipe_folder
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.integrations.server.config import ServerConfig
-from selfjudge.integrations.server.jobs import CompletionJob, Update
+from selfjudge.integrations.server.jobs import CompletionJob, ShadowJobs, Update
 from selfjudge.integrations.server.metrics import Metrics
 from selfjudge.integrations.server.rules import Rules
 from selfjudge.integrations.server.scheduler import LOG, Scheduler
-from selfjudge.integrations.server.shadow import ShadowJobs
 from selfjudge.integrations.shadow import Shadow
 from selfjudge.integrations.vllm import shadow as middleware
 from selfjudge.models.pair import Pair
@@ -208,8 +207,8 @@ class Front:
     """The middleware before such a server."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, share: float = 1.0, keep: Path | None = None):
-        settings = middleware.ShadowSettings(str(folder), share, None if keep is None else str(keep))
-        monkeypatch.setenv(middleware.VARIABLE, settings.dump())
+        settings = {"recipe": str(folder), "share": share, "keep": None if keep is None else str(keep)}
+        monkeypatch.setenv(middleware.VARIABLE, json.dumps(settings))
         self.app, self.registry = App(), CollectorRegistry()
         self.layer = middleware.ShadowMiddleware(self.app, self.registry)
         self.monitor = self.layer.shadow.monitor
@@ -297,7 +296,7 @@ def test_the_middleware_wants_its_settings(monkeypatch: pytest.MonkeyPatch) -> N
     for value in ("", "[]", '{"folder": 1}'):
         monkeypatch.setenv(middleware.VARIABLE, value)
         with pytest.raises(middleware.SelfJudgeError, match=middleware.VARIABLE):
-            middleware.ShadowSettings.read()
+            middleware.load_settings()
 
 
 def test_a_large_request_is_passed_on_unread_and_refused_once_its_rule_is(

@@ -25,11 +25,11 @@ from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.vllm import serve
 from selfjudge.integrations.vllm.approval import MARK, Approval
-from selfjudge.integrations.vllm.config import RequestRules, WorkerConfig, target_sha256
+from selfjudge.integrations.vllm.config import RequestRules, WorkerConfig, parse_object, target_sha256
 from selfjudge.integrations.vllm.counts import STEPS, CountedStep, Counts
-from selfjudge.integrations.vllm.engine import RUNNER, choose_runner
-from selfjudge.integrations.vllm.label import outline_pair, parse_engine_options
+from selfjudge.integrations.vllm.label import outline_pair
 from selfjudge.integrations.vllm.plan import DraftRows, LastPlan, Plan, encode
+from selfjudge.integrations.vllm.serve import RUNNER, choose_runner
 from selfjudge.integrations.vllm.signatures import adapter_of
 from selfjudge.judge.config import FEATURES, JudgeConfig
 from selfjudge.judge.model import Judge
@@ -229,7 +229,7 @@ def test_flat_rows_are_decided_as_blocks_are(
     states[at + 1], predicting[at] = hidden, logits
     chosen = [guard(RuleRequest(text).resolve(guarded, judging)) if text else None for _, text in asked]
     approval = Approval(judging, guarded, CPU)
-    mask = approval(states, predicting, at, drafts, Plan(chosen, rows, 4))
+    mask = approval(states, predicting, at, drafts, Plan(chosen, rows, counts))
     marked = logits.clone()
     raised, aligned = approval.mark(marked, drafts, mask)
     assert torch.equal(raised, mask)
@@ -262,7 +262,7 @@ def guard(rule: AcceptanceRule) -> AcceptanceRule:
 def test_the_judge_approves_aligned_drafts_too() -> None:
     """A sampled request may refuse its most likely token; one that the judge approves it never does."""
     logits = torch.tensor([[5.0, *[0.0] * (V - 1)]] * 3)
-    plan = Plan([Judged(judge(), 0.0), Judged(judge(), 1.0)], DraftRows.of(torch.tensor([1, 1]), 2), 1)
+    plan = Plan([Judged(judge(), 0.0), Judged(judge(), 1.0)], DraftRows.of(torch.tensor([1, 1]), 2), [1, 1])
     mask = Approval(judge(), (), CPU)(torch.randn(4, H), logits, torch.tensor([0, 2]), torch.tensor([0, 0]), plan)
     assert mask.tolist() == [True, False]
 
@@ -273,7 +273,7 @@ def test_every_rule_that_looks_at_drafts_alone_has_a_kernel() -> None:
         "relaxed:4,0.5", "typical", "random:0.5",
     }  # fmt: skip
     rows = DraftRows.of(torch.tensor([1]), 1)
-    assert {text for text, rule in parsed.items() if Plan([rule], rows, 4).looks_ahead} == {
+    assert {text for text, rule in parsed.items() if Plan([rule], rows, [1]).looks_ahead} == {
         "judged:price=0.4", "judged:0.4,confirm=1", "margin:price=0.8", "margin:price=0", "fly:0.2,1",
     }  # fmt: skip
 
@@ -286,10 +286,10 @@ def test_a_plan_is_made_when_rules_or_rows_change() -> None:
     last = LastPlan()
     plans, rows = last.plan, last.rows
     one, other = Margin(1.0), Margin(1.0)
-    first = plans([one, None], rows([2, 1], CPU), 4)
-    assert plans([one, None], rows([2, 1], CPU), 4) is first
-    assert plans([other, None], rows([2, 1], CPU), 4) is not first
-    assert plans([other, None], rows([2, 2], CPU), 4).rows is rows([2, 2], CPU)
+    first = plans([one, None], rows([2, 1], CPU))
+    assert plans([one, None], rows([2, 1], CPU)) is first
+    assert plans([other, None], rows([2, 1], CPU)) is not first
+    assert plans([other, None], rows([2, 2], CPU)).rows is rows([2, 2], CPU)
 
 
 def test_a_step_without_the_judge_counts_what_was_accepted_for_both() -> None:
@@ -367,14 +367,14 @@ def test_each_row_has_the_rule_of_its_request() -> None:
     at, rows = torch.tensor([0, 1, 3, 4]), DraftRows.of(torch.tensor([2, 2]), 4)
     everything = Judged(judge(), 0.0)
     for chosen, wanted in (([everything, None], [1, 1, 0, 0]), ([None, everything], [0, 0, 1, 0])):
-        mask = Approval(judge(), (), CPU)(hidden, logits, at, drafts, Plan(chosen, rows, 4))
+        mask = Approval(judge(), (), CPU)(hidden, logits, at, drafts, Plan(chosen, rows, [2, 2]))
         assert mask.int().tolist() == wanted  # −1 is no draft
 
 
 def test_a_step_without_drafts_decides_nothing() -> None:
     none, plan = (
         torch.zeros(0, dtype=torch.int32),
-        Plan([_parsed("margin:price=1")] * 2, DraftRows.of(torch.tensor([0, 0]), 0), 4),
+        Plan([_parsed("margin:price=1")] * 2, DraftRows.of(torch.tensor([0, 0]), 0), [0, 0]),
     )
     assert Approval(None, (), CPU)(torch.zeros(2, H), torch.zeros(2, V), none, none, plan).tolist() == []
 
@@ -386,7 +386,7 @@ def test_a_missing_draft_ends_what_a_price_looks_at() -> None:
     rows, rule = DraftRows.of(torch.tensor([3]), 3), guard(_parsed("margin:price=0.4"))
     approval = Approval(None, (), CPU)
     for drafts, wanted in (([5, 0, 0], True), ([5, 0, -1], False), ([5, -1, 0], False)):
-        mask = approval(torch.zeros(4, H), logits, torch.arange(3), torch.tensor(drafts), Plan([rule], rows, 4))
+        mask = approval(torch.zeros(4, H), logits, torch.arange(3), torch.tensor(drafts), Plan([rule], rows, [3]))
         assert mask.tolist() == [wanted, False, False]
 
 
@@ -536,7 +536,7 @@ def test_labelling_in_vllm_that_cannot_work_is_refused(
 @pytest.mark.parametrize("text", ["{", "[1]"])
 def test_engine_options_are_a_json_object(text: str) -> None:
     with pytest.raises(SelfJudgeError, match="`engine_options` must be a JSON object"):
-        parse_engine_options(text)
+        parse_object(text, "`engine_options`")
 
 
 def test_an_outline_holds_the_output_matrix_and_nothing_else(checkpoints: dict[str, str]) -> None:
@@ -581,7 +581,7 @@ def test_without_vllm_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_older_vllm_uses_its_first_runner(
     installed: dict[str, str], given: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("selfjudge.integrations.vllm.engine.versions", lambda *names: installed)
+    monkeypatch.setattr("selfjudge.integrations.vllm.serve.versions", lambda *names: installed)
     monkeypatch.setenv(RUNNER, given) if given else monkeypatch.delenv(RUNNER, raising=False)
     choose_runner()
     assert os.environ.get(RUNNER) == expected

@@ -134,8 +134,8 @@ def test_the_plugin_acts_only_when_asked(tiny: Path, monkeypatch: pytest.MonkeyP
     del options["worker_cls"], options["additional_config"]
     made = EngineArgs(**options).create_engine_config()
     assert made.parallel_config.worker_cls == WORKER
-    assert config.load(made)[0].judge == str(tiny / "hidden")
+    assert config.load(made)[0].own.judge == str(tiny / "hidden")
     assert made.speculative_config.num_speculative_tokens == TINY_GAMMA
     monkeypatch.setenv(plugin.VARIABLE, "{")
-    with pytest.raises(SelfJudgeError, match="SELFJUDGE_VLLM is not JSON"):
+    with pytest.raises(SelfJudgeError, match="SELFJUDGE_VLLM must be a JSON object"):
         plugin.register()

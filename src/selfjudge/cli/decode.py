@@ -193,7 +193,7 @@ def serve(
     with ExitStack() as stack:
         stack.enter_context(waiting("trying out an answer …"))
 
-        from selfjudge.integrations.server.server import serve as run
+        from selfjudge.integrations.server.run import serve as run
 
         def welcome(line: str) -> None:
             stack.close()
@@ -228,7 +228,7 @@ def _serve_vllm(setup: Setup, config: ServerConfig, more: list[str]) -> None:
     from selfjudge.integrations.server.playground import FACTS, MIDDLEWARE, describe
     from selfjudge.integrations.vllm.config import WorkerConfig
     from selfjudge.integrations.vllm.serve import command, main
-    from selfjudge.integrations.vllm.shadow import MIDDLEWARE as SHADOW, VARIABLE, ShadowSettings
+    from selfjudge.integrations.vllm.shadow import MIDDLEWARE as SHADOW, VARIABLE
     from selfjudge.judge.hub import shipped_judge
 
     models, own, recipe = setup.models, setup.request.named(), setup.recipe
@@ -237,7 +237,8 @@ def _serve_vllm(setup: Setup, config: ServerConfig, more: list[str]) -> None:
     if config.shadow:
         assert recipe is not None
         kept = None if config.shadow_keep is None else str(config.shadow_keep.absolute())
-        os.environ[VARIABLE] = ShadowSettings(str(recipe.folder.absolute()), config.shadow, kept).dump()
+        watched = {"recipe": str(recipe.folder.absolute()), "share": config.shadow, "keep": kept}
+        os.environ[VARIABLE] = json.dumps(watched)
         more = ["--middleware", SHADOW, *more]
     arguments = command(
         models.name,

@@ -163,9 +163,10 @@ class BackendOptions:
         if models.dtype in ("int8", "q4"):
             raise SelfJudgeError("`dtype` int8 and q4 go with --backend torch")
         with waiting(f"loading {models.name} for vLLM …"):
-            from selfjudge.integrations.vllm.label import outline_pair, parse_engine_options
+            from selfjudge.integrations.vllm.config import parse_object
+            from selfjudge.integrations.vllm.label import outline_pair
 
-            options = parse_engine_options(self.engine_options)
+            options = parse_object(self.engine_options or "{}", "`engine_options`")
             pair, model = outline_pair(models.name, models.draft, device=models.device, dtype=models.dtype)
             return pair, model, options
 

@@ -1,7 +1,7 @@
 """lm-evaluation-harness drives the decoder: `python -m selfjudge.integrations.lm_eval run --model selfjudge --tasks …`.
 
 `--model_args pair=smollm2-135m,rule=judged:q0.9,gamma=10` (or `target=…,draft=…,judge=…`). What a task generates is
-decoded with the rule; compute_likelihoods are the target's own under every rule.
+decoded with the rule; likelihoods are the target's own under every rule.
 """
 
 from __future__ import annotations
@@ -96,20 +96,16 @@ class SelfJudgeLM(TemplateLM):
 
     def _without_bos(self, text: str) -> str:
         """A text without the first token that the tokenizer adds by itself: a chat template may have written it."""
-        bos = self.pair.tokenizer.bos_token
-        doubled = (
-            bos and text.startswith(bos) and self.pair.tokenizer("").input_ids[:1] == [self.pair.tokenizer.bos_token_id]
-        )
-        return text.removeprefix(bos) if doubled else text
+        tokenizer = self.pair.tokenizer
+        adds_bos = tokenizer.bos_token and tokenizer("").input_ids[:1] == [tokenizer.bos_token_id]
+        return text.removeprefix(tokenizer.bos_token) if adds_bos else text
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
+        answers = [answer for _, _, answer in requests]
         results = compute_likelihoods(self.pair, [(context, answer) for _, context, answer in requests])
-        return [
-            (sum(result.log_p), result.choices == list(answer))
-            for result, (_, _, answer) in zip(results, requests, strict=True)
-        ]
+        return [(sum(r.log_p), r.choices == list(answer)) for r, answer in zip(results, answers, strict=True)]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         encoded = [self.tok_encode(request.args[0]) for request in requests]
@@ -132,11 +128,8 @@ class SelfJudgeLM(TemplateLM):
         return str(self.pair.tokenizer.chat_template or "") if chat_template else ""
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        return str(
-            self.pair.tokenizer.apply_chat_template(
-                chat_history, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
-        )
+        options = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
+        return str(self.pair.tokenizer.apply_chat_template(chat_history, **options))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """OpenAI's API over our own loop.
 
-`config` settings and address · `server` start-up · `run` uvicorn, connections, signals · `guard` headers, key, size ·
-`api` endpoints · `schema` bodies of requests · `completions` from body to response · `rules` of requests · `jobs` ·
-`scheduler` queue and batches · `shadow` second answers · `errors` · `metrics` · `playground` the page at `/`.
+`config` settings and address · `run` uvicorn, connections, signals · `api` endpoints, and what is checked before them ·
+`schema` bodies of requests · `completions` from body to response · `rules` of requests · `jobs`, also of second
+answers · `scheduler` start-up, queue and batches · `metrics` · `playground` the page at `/`.
 """

@@ -1,24 +1,34 @@
-"""The HTTP surface: OpenAI's chat completions, completions and models, health and metrics; the playground's page."""
+"""The HTTP surface: OpenAI's chat completions, completions and models, health and metrics; the playground's page.
+
+Headers, API key and size of the body are checked before every request. Every exception is answered in OpenAI's shape.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from starlette.exceptions import HTTPException
 
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.engine.select import PairEngines
-from selfjudge.integrations.asgi import ASGI, RefusedError
+from selfjudge.errors import SelfJudgeError
+from selfjudge.integrations import asgi
+from selfjudge.integrations.asgi import ASGI, RefusedError, refuse
 from selfjudge.integrations.server.completions import Completion, Encoder
-from selfjudge.integrations.server.errors import add_handlers
-from selfjudge.integrations.server.guard import Guard
 from selfjudge.integrations.server.playground import headers, page
 from selfjudge.integrations.server.scheduler import Scheduler
 from selfjudge.integrations.server.schema import ChatRequest, TextRequest
+
+ENDPOINTS = {"/", "/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions"}
+OPEN = ("/", "/health")  # need no key: the playground's page asks for it itself
+BODY_SECONDS = 30.0  # time that a client has to send the body of its request
 
 
 def make_app(name: str, scheduler: Scheduler, recipe: Mapping[str, str] | None = None) -> ASGI:
@@ -27,17 +37,17 @@ def make_app(name: str, scheduler: Scheduler, recipe: Mapping[str, str] | None =
     config, metrics = scheduler.config, scheduler.metrics
     encoder, since = Encoder(scheduler.pair), int(time.time())
     metrics.gauge("event_loop_tasks", "Tasks of the event loop.", lambda: len(asyncio.all_tasks()))
-    add_handlers(app)
+    for kind in (RefusedError, SelfJudgeError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, _answer)
 
     def describe_model() -> dict[str, Any]:
-        facts = {**_describe_decoding(scheduler), "max_tokens": config.max_tokens, "recipe": recipe}
         return {
             "id": name,
             "object": "model",
             "created": since,
             "owned_by": "selfjudge",
             "max_model_len": config.max_context,
-            "selfjudge": facts,
+            "selfjudge": {**_describe_decoding(scheduler), "recipe": recipe},
         }
 
     def check_model(wanted: str | None) -> None:
@@ -87,7 +97,7 @@ def make_app(name: str, scheduler: Scheduler, recipe: Mapping[str, str] | None =
         """Continue a text."""
         return await complete(request, body)
 
-    return Guard(app, keys=config.keys, max_bytes=config.max_body, metrics=metrics)
+    return Guard(app, scheduler)
 
 
 def _describe_decoding(scheduler: Scheduler) -> dict[str, Any]:
@@ -104,4 +114,96 @@ def _describe_decoding(scheduler: Scheduler) -> dict[str, Any]:
         "device": pair.target.device.type,
         "dtype": pair.dtype,
         "draft_dtype": PairEngines(pair, scheduler.config.engine).draft_dtype,
+        "max_tokens": scheduler.config.max_tokens,
     }
+
+
+async def _answer(_: Request, error: Exception) -> Response:
+    refusal = _as_refusal(error)
+    retry = {"Retry-After": "1"} if refusal.status in (429, 503) else None
+    headers = error.headers if isinstance(error, HTTPException) else retry
+    return JSONResponse(refusal.body, refusal.status, headers)
+
+
+def _as_refusal(error: Exception) -> RefusedError:
+    match error:
+        case RefusedError():
+            return error
+        case SelfJudgeError():
+            return RefusedError(400, str(error))
+        case HTTPException():
+            return RefusedError(error.status_code, str(error.detail))
+        case RequestValidationError():
+            return _refuse_body(error)
+    return RefusedError(500, "the server failed: its log says why")
+
+
+def _refuse_body(error: RequestValidationError) -> RefusedError:
+    """What pydantic complains about first."""
+    first = error.errors()[0]
+    kind, field = first["type"], ".".join(str(part) for part in first["loc"][1:])
+    if kind == "json_invalid" or (not field and kind != "value_error"):
+        return RefusedError(400, "the body must be a JSON object, sent with content-type: application/json")
+    message = str(first["msg"]).removeprefix("Value error, ")
+    if kind == "extra_forbidden":
+        message = "this server does not know such a field"
+    return RefusedError(400, f"{field}: {message}" if field else message, param=field or None)
+
+
+class Guard:
+    """An ASGI application around another one."""
+
+    def __init__(self, app: ASGI, scheduler: Scheduler) -> None:
+        self.app, self.metrics, self.max_bytes = app, scheduler.metrics, scheduler.config.max_body
+        self.keys = [f"Bearer {key}".encode() for key in scheduler.config.keys]
+
+    async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+
+        async def counted(message: asgi.Message) -> None:
+            if message["type"] == "http.response.start":
+                endpoint = scope["path"] if scope["path"] in ENDPOINTS else "other"
+                mode = scope["state"].get("mode", "")  # known once a completion was accepted
+                self.metrics.add("requests_total", endpoint=endpoint, status=str(message["status"]), mode=mode)
+            await send(message)
+
+        headers = dict(scope["headers"])
+        sent = headers.get(b"authorization", b"")
+        known = [number for number, key in enumerate(self.keys) if hmac.compare_digest(sent, key)]
+        scope.setdefault("state", {}).update(key=known[0] if known else 0, arrived=time.perf_counter())
+        if (problem := _find_ambiguity(scope["headers"])) is not None:
+            await refuse(counted, 400, problem)
+            return
+        if self.keys and not known and scope["path"] not in OPEN:
+            await refuse(counted, 401, "wrong or missing API key: send it as a bearer token", "invalid_api_key")
+            return
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                messages = await self._read(headers, receive)
+        except TimeoutError:
+            await refuse(counted, 408, "the request did not arrive in time")
+            return
+        if messages is None:
+            await refuse(counted, 413, f"the request has more than {self.max_bytes} bytes", "request_too_large")
+            return
+        await self.app(scope, asgi.replay(messages, receive), counted)
+
+    async def _read(self, headers: dict[bytes, bytes], receive: asgi.Receive) -> list[asgi.Message] | None:
+        """The messages of a request; None if it is too large."""
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit() or int(length[:20]) > self.max_bytes:
+            return None
+        messages, body = await asgi.read_body(receive, self.max_bytes)
+        return messages if body is not None or asgi.left(messages) else None
+
+
+def _find_ambiguity(headers: Sequence[tuple[bytes, bytes]]) -> str | None:
+    """Why a proxy and this server could read a request differently, if so."""
+    names = [name for name, _ in headers]
+    if b"content-length" in names and b"transfer-encoding" in names:
+        return "a request has a content-length or a transfer-encoding, not both"
+    if names.count(b"authorization") > 1:
+        return "a request has one authorization header"
+    return None

@@ -18,10 +18,10 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.integrations.asgi import RefusedError, error_body
-from selfjudge.integrations.server.config import BYTES_PER_TOKEN, ServerConfig
+from selfjudge.integrations.server.config import BYTES_PER_TOKEN
 from selfjudge.integrations.server.jobs import FAILURES, CompletionJob, Update
 from selfjudge.integrations.server.scheduler import Scheduler
-from selfjudge.integrations.server.schema import ChatRequest, TextRequest
+from selfjudge.integrations.server.schema import ChatRequest, SelfJudgeOptions, TextRequest
 from selfjudge.models.pair import Pair
 from selfjudge.types import PHASES, Generation
 
@@ -54,16 +54,13 @@ class Completion:
     def __init__(
         self, name: str, scheduler: Scheduler, encoder: Encoder, request: Request, body: ChatRequest | TextRequest
     ) -> None:
-        self.scheduler, self.encoder, self.request, self.body = scheduler, encoder, request, body
-        self.chat, self.options = isinstance(body, ChatRequest), body.options
+        self.scheduler, self.config, self.encoder = scheduler, scheduler.config, encoder
+        self.request, self.body, self.options = request, body, body.selfjudge or SelfJudgeOptions()
+        self.chat = isinstance(body, ChatRequest)
         self.updates: asyncio.Queue[Update] = asyncio.Queue()
         kind = ("chat.completion.chunk" if body.stream else "chat.completion") if self.chat else "text_completion"
         number = ("chatcmpl-" if self.chat else "cmpl-") + secrets.token_hex(12)
         self.head = {"id": number, "object": kind, "created": int(time.time()), "model": name}
-
-    @property
-    def config(self) -> ServerConfig:
-        return self.scheduler.config
 
     async def respond(self) -> Response:
         """Decode, and answer whole or as server-sent events."""
@@ -90,9 +87,8 @@ class Completion:
             prompt = self.body.prompt
             size = len(prompt.encode())
         if size > self.config.prompt_bytes:
-            raise self._too_long(
-                f"the prompt has {size} bytes, and this server takes {self.config.prompt_bytes}: shorten it"
-            )
+            limit = self.config.prompt_bytes
+            raise self._too_long(f"the prompt has {size} bytes, and this server takes {limit}: shorten it")
         with self.scheduler.reserve(self.request.state.key):
             return await self.encoder.encode(prompt, size)
 
@@ -104,6 +100,8 @@ class Completion:
                 loop.call_soon_threadsafe(self.updates.put_nowait, update)
 
         temperature = self.config.temperature if body.temperature is None else body.temperature
+        if 0 < temperature < 0.01:
+            raise RefusedError(400, "temperature is 0 (greedy) or at least 0.01", param="temperature")
         top_p = 1.0 if body.top_p is None else body.top_p
         sampling = Sampling(temperature, top_p, body.top_k or 0) if temperature else None
         options = self.options
@@ -124,7 +122,8 @@ class Completion:
 
     def _limit_length(self, prompt_tokens: int) -> int:
         """The most tokens of the answer: the request's limit, else the endpoint's default, else the server's limit."""
-        most, room, wanted = self.config.max_tokens, self.config.max_context - prompt_tokens, self.body.token_limit
+        most, room = self.config.max_tokens, self.config.max_context - prompt_tokens
+        wanted = self.body.max_tokens or self.body.max_completion_tokens
         if room < 1 or (wanted is not None and min(wanted, most) > room):
             raise self._too_long(
                 f"the prompt has {prompt_tokens} tokens, and prompt and answer together may have"
@@ -163,8 +162,8 @@ class Completion:
         finally:
             self._end()
         result = update.result
-        content = {"message": {"role": "assistant", "content": result.text, "refusal": None}}
-        choice = self._choice(content if self.chat else {"text": result.text}, _finish(result))
+        message = {"role": "assistant", "content": result.text, "refusal": None}
+        choice = self._choice("message", message, _finish(result))
         return {**self.head, "choices": [choice], "usage": _usage(result), "selfjudge": self._describe(result)}
 
     async def _events(self) -> AsyncIterator[str]:
@@ -173,16 +172,17 @@ class Completion:
         head = {**self.head, "usage": None} if usage else self.head
         try:
             if self.chat:
-                yield _event(head, choices=[self._choice({"delta": {"role": "assistant", "content": ""}})])
+                yield _event(head, choices=[self._choice("delta", {"role": "assistant", "content": ""})])
             while True:
                 update = await self.updates.get()
                 if update.text or update.pieces:
-                    yield _event(head, choices=[self._choice(self._delta(update.text))], **_describe_tokens(update))
+                    new = self._choice("delta", {"content": update.text} if update.text else {})
+                    yield _event(head, choices=[new], **_describe_tokens(update))
                 if update.failure:
                     yield _event(error_body(*FAILURES[update.failure]))
                     return
                 if (result := update.result) is not None:
-                    last = self._choice(self._delta(""), _finish(result))
+                    last = self._choice("delta", {}, _finish(result))
                     yield _event(head, choices=[last], selfjudge=self._describe(result))
                     if usage:
                         yield _event(head, choices=[], usage=_usage(result))
@@ -191,13 +191,9 @@ class Completion:
         finally:
             self._end()
 
-    def _delta(self, text: str) -> dict[str, Any]:
-        """What a chunk of a stream adds."""
-        if self.chat:
-            return {"delta": {"content": text} if text else {}}
-        return {"text": text}
-
-    def _choice(self, content: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
+    def _choice(self, name: str, message: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
+        """The one choice of a response; `name` is that of a chat's message."""
+        content = {name: message} if self.chat else {"text": message.get("content", "")}
         return {"index": 0, **content, "logprobs": None, "finish_reason": finish}
 
     def _describe(self, result: Generation) -> dict[str, Any]:

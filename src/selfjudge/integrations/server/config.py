@@ -78,11 +78,6 @@ class ServerConfig:
         return max(1, places - max(0, len(self.keys) - 1))
 
     @property
-    def queue_share(self) -> int:
-        """How many requests of one key may wait."""
-        return max(1, self.max_queue // max(1, len(self.keys)))
-
-    @property
     def prompt_bytes(self) -> int:
         return BYTES_PER_TOKEN * self.max_context if self.max_prompt_bytes is None else self.max_prompt_bytes
 

@@ -1,14 +1,18 @@
-"""What the endpoints hand to the scheduler, and what comes back."""
+"""What the endpoints hand to the scheduler and what comes back, and the jobs of second answers."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
-from selfjudge.integrations.asgi import RefusedError
-from selfjudge.integrations.server.rules import BatchKey
+from selfjudge.decoding.rule_parser import RuleRequest
+from selfjudge.integrations.server.metrics import Metrics
+from selfjudge.integrations.server.rules import BatchKey, Rules
+from selfjudge.integrations.shadow import Shadow
 from selfjudge.types import Generation, Piece
 
 Failure = Literal["cancelled", "timeout", "shutdown", "error"]
@@ -18,14 +22,6 @@ FAILURES: dict[Failure, tuple[int, str]] = {
     "shutdown": (503, "the server is about to stop"),
     "error": (500, "decoding failed: the server's log says why"),
 }
-
-
-class FullError(RefusedError):
-    """The queue is full."""
-
-
-class ClosedError(RefusedError):
-    """The server is about to stop."""
 
 
 @dataclass(frozen=True)
@@ -61,3 +57,47 @@ class CompletionJob:
     """Whether it is decoded a second time, exactly."""
     over: bool = False
     given_up: Failure | None = None
+
+
+class ShadowJobs:
+    """Makes the jobs of second answers, which the scheduler takes while the engine has little to do.
+
+    Requests under the server's own rule alone are chosen. Where nothing was substituted, the answer is that of `exact`,
+    and nothing is decoded again. From the moment the certificate is refuted the server decodes exactly.
+    """
+
+    def __init__(self, shadow: Shadow, rules: Rules, metrics: Metrics) -> None:
+        self.shadow, self.rules = shadow, rules
+        shadow.on_refuted = self._switch_off
+        self.waiting: deque[CompletionJob] = deque()
+        """Jobs that an idle engine may take."""
+        self._own = rules.choose()
+        self._exact = replace(rules.choose(RuleRequest(gamma=self._own.gamma), off=True), background=True)
+        metrics.gauge("shadow_waiting", "Requests that wait to be decoded again.", lambda: len(self.waiting))
+
+    def choose(self, job: CompletionJob) -> None:
+        """Decide whether a job will be decoded both ways."""
+        job.shadowed = replace(job.choice, trace=False) == self._own and self.shadow.choose()
+
+    def take_first(self, job: CompletionJob, result: Generation | None) -> None:
+        """The answer that the client got; None where there is none."""
+        if result is None or self.shadow.monitor.refuted:
+            self.shadow.end(None)
+        elif "judge" not in result.origins:
+            self.shadow.end(0.0)
+        else:
+            send = partial(self._take_second, job, result.text)
+            self.waiting.append(
+                CompletionJob(job.prompt, self._exact, job.max_new_tokens, send, job.stop, streamed=bool(job.stop))
+            )
+
+    def _take_second(self, job: CompletionJob, shown: str, update: Update) -> None:
+        if update.failure:
+            self.shadow.end(None)
+        elif update.result is not None:
+            prompt = self.rules.pair.tokenizer.decode(list(job.prompt))
+            self.shadow.end(self.shadow.compare(prompt, update.result.text, shown))
+
+    def _switch_off(self) -> None:
+        self.rules.refuted = True
+        self.waiting.clear()

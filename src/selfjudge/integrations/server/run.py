@@ -8,6 +8,7 @@ import json
 import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping
+from http import HTTPStatus
 
 import h11
 import uvicorn
@@ -16,9 +17,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from selfjudge.integrations.asgi import error_body
 from selfjudge.integrations.server.api import make_app
 from selfjudge.integrations.server.config import ServerConfig
-from selfjudge.integrations.server.scheduler import Scheduler
-
-REASONS = {408: "Request Timeout", 503: "Service Unavailable"}
+from selfjudge.integrations.server.playground import describe
+from selfjudge.integrations.server.scheduler import Scheduler, start_scheduler
+from selfjudge.judge.model import Judge
+from selfjudge.models.pair import Pair
+from selfjudge.tune.recipe import Recipe
 
 
 class Connection(H11Protocol):
@@ -87,17 +90,11 @@ class Connection(H11Protocol):
         content = json.dumps(error_body(status, message)).encode()
         retry = "Retry-After: 1\r\n" if status == 503 else ""
         head = (
-            f"HTTP/1.1 {status} {REASONS[status]}\r\nContent-Type: application/json\r\nConnection: close\r\n"
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: application/json\r\nConnection: close\r\n"
             f"{retry}Content-Length: {len(content)}\r\n\r\n"
         )
         self.transport.write(head.encode() + content)
         self.transport.close()
-
-
-def connection_class(config: ServerConfig) -> type[Connection]:
-    """For uvicorn, which makes the connections itself."""
-    limits = {"header_timeout": config.header_timeout, "max_connections": config.max_connections}
-    return type("LimitedConnection", (Connection,), limits)
 
 
 class Server(uvicorn.Server):
@@ -108,6 +105,29 @@ class Server(uvicorn.Server):
         yield
 
 
+def serve(
+    pair: Pair,
+    listener: socket.socket,
+    config: ServerConfig | None = None,
+    *,
+    judge: Judge | None = None,
+    recipe: Recipe | None = None,
+    notify: Callable[[str], None] | None = None,
+) -> None:
+    """Serve until SIGTERM or SIGINT: then refuse new requests, finish those that run, and return.
+
+    `recipe` is the one that rule and γ of the config come from; `shadow` watches its certificate. `notify` is called
+    with two lines once requests are welcome: where the API is, and where the playground.
+    """
+    scheduler = start_scheduler(pair, judge, config or ServerConfig(), recipe)
+    described = None if recipe is None else describe(recipe)
+    try:
+        asyncio.run(run(scheduler.config.name or pair.name, scheduler, described, listener, notify))
+    finally:
+        scheduler.stop()
+        listener.close()
+
+
 async def run(
     name: str,
     scheduler: Scheduler,
@@ -116,9 +136,10 @@ async def run(
     notify: Callable[[str], None] | None,
 ) -> None:
     """Serve until a signal; a second one ends the server at once."""
+    limits = {"header_timeout": scheduler.config.header_timeout, "max_connections": scheduler.config.max_connections}
     config = uvicorn.Config(
         make_app(name, scheduler, recipe),
-        http=connection_class(scheduler.config),  # named, so that no other parser is chosen because it is installed
+        http=type("LimitedConnection", (Connection,), limits),  # no other parser is chosen because it is installed
         ws="none",
         log_level="warning",
         access_log=False,

@@ -13,20 +13,25 @@ import contextlib
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+
+import torch
 
 from selfjudge.decoding.answer import Answer
 from selfjudge.decoding.text import Batch
+from selfjudge.integrations.asgi import RefusedError
 from selfjudge.integrations.server.config import ServerConfig
-from selfjudge.integrations.server.jobs import FAILURES, ClosedError, CompletionJob, Failure, FullError, Update
+from selfjudge.integrations.server.jobs import FAILURES, CompletionJob, Failure, ShadowJobs, Update
 from selfjudge.integrations.server.metrics import MODES, Metrics
 from selfjudge.integrations.server.rules import BatchKey, Rules
-from selfjudge.integrations.server.shadow import ShadowJobs
+from selfjudge.integrations.shadow import Shadow
+from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
-from selfjudge.types import Generation
+from selfjudge.tune.monitor import watch
+from selfjudge.tune.recipe import Recipe
 
 LOG = logging.getLogger("selfjudge.server")
 
@@ -59,13 +64,12 @@ class Scheduler:
         metrics.gauge("encoding", "Requests whose prompt is being encoded.", self._encoding.total)
         metrics.gauge("running", "Answers being decoded.", lambda: self._running)
         metrics.gauge("batches", "Batches being decoded, one for each choice of rule.", lambda: len(self._active))
+        self._gamma = dict.fromkeys(MODES, 0)
         about = "Tokens per verification pass by mode, over all answers so far."
         for mode in MODES:
             metrics.gauge("mean_accepted_length", about, partial(self._mean_accepted_length, mode), mode=mode)
-        self._gamma = dict.fromkeys(MODES, 0)
-        about = "Draft tokens of the latest cycle by mode."
-        for mode in MODES:
-            metrics.gauge("gamma", about, partial(self._gamma.__getitem__, mode), mode=mode)
+            latest = partial(self._gamma.__getitem__, mode)
+            metrics.gauge("gamma", "Draft tokens of the latest cycle by mode.", latest, mode=mode)
 
     def _mean_accepted_length(self, mode: str) -> float:
         cycles = self.metrics.total("cycles_total", mode=mode)
@@ -86,7 +90,7 @@ class Scheduler:
 
     @contextlib.contextmanager
     def reserve(self, key: int = 0) -> Iterator[None]:
-        """A place in the queue for a request that is not a job yet, or FullError or ClosedError."""
+        """A place in the queue for a request that is not a job yet, or a RefusedError."""
         with self._state:
             self._check_room(key)
             self._encoding[key] += 1
@@ -97,7 +101,7 @@ class Scheduler:
                 self._encoding[key] -= 1
 
     def submit(self, job: CompletionJob) -> None:
-        """Put a job in the queue, or raise FullError or ClosedError."""
+        """Put a job in the queue, or raise a RefusedError."""
         with self._state:
             self._check_room(job.key)
             if self.shadow is not None:
@@ -107,11 +111,11 @@ class Scheduler:
 
     def _check_room(self, key: int) -> None:
         if self.closed:
-            raise ClosedError(*FAILURES["shutdown"])
-        share = self.config.queue_share
+            raise RefusedError(*FAILURES["shutdown"])
+        share = max(1, self.config.max_queue // max(1, len(self.config.keys)))  # of each key
         if self._encoding[key] + sum(job.key == key for job in self._queue) >= share:
             whose = " with this key" if len(self.config.keys) > 1 else ""
-            raise FullError(429, f"{share} requests{whose} wait already: try again later", "queue_full")
+            raise RefusedError(429, f"{share} requests{whose} wait already: try again later", "queue_full")
 
     def cancel(self, job: CompletionJob, why: Failure) -> None:
         """Give up a job: at once if it waits, before the next pass if it is being decoded; nothing if it is over."""
@@ -173,7 +177,7 @@ class Scheduler:
             for answer, job in list(active.jobs.items()):
                 if job.given_up or self._stopping:
                     active.batch.drop(answer)
-                    self._leave(active, answer, job.given_up or "shutdown")
+                    self._end(active.jobs.pop(answer), answer, job.given_up or "shutdown")
         return True
 
     def _next(self, entering: Sequence[CompletionJob]) -> CompletionJob | None:
@@ -183,22 +187,22 @@ class Scheduler:
         """
         if self._running + len(entering) >= self.config.max_batch:
             return None
-        places, batches = map(self.config.all_but_one_each, (self.config.max_batch, self.config.max_batches))
-        held: dict[int, list[CompletionJob]] = {job.key: [] for job in self._queue}
-        under_way = [active for choice, active in self._active.items() if not choice.background]
-        for job in (*(job for active in under_way for job in active.jobs.values()), *entering):
-            held.setdefault(job.key, []).append(job)
+        under_way = [job for active in self._active.values() for job in active.jobs.values()]
+        under_way = [job for job in (*under_way, *entering) if not job.choice.background]
+        held: dict[int, list[CompletionJob]] = defaultdict(list)
+        for job in under_way:
+            held[job.key].append(job)
         first = {job.key: job for job in reversed(self._queue)}
-        fitting = [
-            job
-            for job in sorted(first.values(), key=self._queue.index)
-            if len(held[job.key]) < places and len({job.choice, *(own.choice for own in held[job.key])}) <= batches
-        ]
+        fitting = [job for job in self._queue if first[job.key] is job and self._leaves_room(job, held[job.key])]
         if not fitting:
             return None
         job = min(fitting, key=lambda candidate: len(held[candidate.key]))
-        choices = {*self._active, *(other.choice for other in entering), job.choice}
-        return job if sum(not choice.background for choice in choices) <= self.config.max_batches else None
+        return job if _count_batches(job, under_way) <= self.config.max_batches else None
+
+    def _leaves_room(self, job: CompletionJob, held: Sequence[CompletionJob]) -> bool:
+        """Whether other keys find a place and a batch when a key that holds these jobs gets one more."""
+        places, batches = map(self.config.all_but_one_each, (self.config.max_batch, self.config.max_batches))
+        return len(held) < places and _count_batches(job, held) <= batches
 
     def _enter(self, job: CompletionJob) -> None:
         active = self._active.get(job.choice)
@@ -233,7 +237,7 @@ class Scheduler:
         except Exception:  # out of memory, say: these answers are lost, the server goes on
             LOG.exception("a batch failed")
             for answer in list(active.jobs):
-                self._leave(active, answer, "error")
+                self._end(active.jobs.pop(answer), answer, "error")
             output = []
         for answer, pieces in output:
             job = active.jobs.get(answer)
@@ -250,14 +254,11 @@ class Scheduler:
             elif text:
                 job.send(Update(text))
             if answer.finish is not None:
-                self._leave(active, answer, None)
+                self._end(active.jobs.pop(answer), answer, None)
         if not active.jobs:
             with self._state:
                 del self._active[choice]
             active.batch.close()
-
-    def _leave(self, active: _ActiveBatch, answer: Answer, failure: Failure | None) -> None:
-        self._end(active.jobs.pop(answer), answer, failure)
 
     def _end(self, job: CompletionJob, answer: Answer | None, failure: Failure | None, *, running: bool = True) -> None:
         """Count a job that is over, and send its last update."""
@@ -267,16 +268,14 @@ class Scheduler:
         job.over = True
         result = answer.generation() if answer is not None and failure is None else None
         if not job.choice.background:
-            self._count(job, answer, result, failure)
+            finish = failure or ("length" if result is not None and result.finish == "length" else "stop")
+            self._count(job, answer, finish)
         job.send(Update(result=result, failure=failure))
         if job.shadowed and self.shadow is not None:
             self.shadow.take_first(job, result)
 
-    def _count(
-        self, job: CompletionJob, answer: Answer | None, result: Generation | None, failure: Failure | None
-    ) -> None:
+    def _count(self, job: CompletionJob, answer: Answer | None, finish: str) -> None:
         mode = job.choice.mode
-        finish = failure or ("length" if result is not None and result.finish == "length" else "stop")
         self.metrics.add("generations_total", mode=mode, finish=finish)
         self.metrics.observe("request_seconds", time.perf_counter() - job.arrived, mode=mode)
         if answer is not None:
@@ -286,3 +285,40 @@ class Scheduler:
             for origin in ("draft", "judge", "target"):
                 self.metrics.add("tokens_total", answer.origins.count(origin), mode=mode, origin=origin)
             self._prefilled[mode] += bool(answer.tokens)
+
+
+def _count_batches(job: CompletionJob, others: Sequence[CompletionJob]) -> int:
+    return len({one.choice for one in (job, *others)})
+
+
+def start_scheduler(pair: Pair, judge: Judge | None, config: ServerConfig, recipe: Recipe | None = None) -> Scheduler:
+    """What the server decodes with, tried out and started; needs none of the packages for HTTP."""
+    config.check()
+    monitor = watch(recipe, config.shadow_keep) if config.shadow else None
+    if judge is not None:
+        judge.config.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
+    rules = Rules(pair, judge, config.default_rule)
+    context = min(config.max_context, pair.window)
+    config = replace(config, max_context=context, max_tokens=min(config.max_tokens, context - 1))
+    _try_out(pair, rules, config)
+    scheduler = Scheduler(pair, rules, config, Metrics())
+    if monitor is not None:
+        registry = scheduler.metrics.registry
+        shadow = Shadow(monitor, config.shadow, config.shadow_keep, LOG, registry)
+        scheduler.shadow = ShadowJobs(shadow, rules, scheduler.metrics)
+    if pair.target.device.type == "cuda":
+        about = "Bytes on the device: in use, and set aside by torch."
+        scheduler.metrics.gauge("device_memory_bytes", about, torch.cuda.memory_allocated, kind="allocated")
+        scheduler.metrics.gauge("device_memory_bytes", about, torch.cuda.memory_reserved, kind="reserved")
+    scheduler.start()
+    return scheduler
+
+
+def _try_out(pair: Pair, rules: Rules, config: ServerConfig) -> None:
+    """Answer one prompt: what does not work ends the program here, and the first request finds everything compiled."""
+    choice = rules.choose()
+    batch = Batch(pair, choice.rule, gamma=choice.gamma, rows=1, length=config.max_context, engine=config.engine)
+    batch.add([next(iter(pair.eos_ids), 0)], max_new_tokens=3)
+    while len(batch):
+        batch.step()
+    batch.close()

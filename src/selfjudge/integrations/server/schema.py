@@ -34,12 +34,6 @@ def _check_encodable(text: str) -> str:
     return text
 
 
-def _check_temperature(value: float) -> float:
-    if 0 < value < 0.01:
-        raise ValueError("temperature is 0 (greedy) or at least 0.01")
-    return value
-
-
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else [] if value is None else value
 
@@ -111,7 +105,7 @@ class CompletionRequest(Strict):
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2), AfterValidator(_check_temperature)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
@@ -143,15 +137,6 @@ class CompletionRequest(Strict):
         if self.selfjudge is not None and self.selfjudge.tokens and not self.stream:
             raise ValueError("selfjudge.tokens needs stream: true")
         return self
-
-    @property
-    def token_limit(self) -> int | None:
-        return self.max_tokens or self.max_completion_tokens
-
-    @property
-    def options(self) -> SelfJudgeOptions:
-        """What the request says about its decoding."""
-        return self.selfjudge or SelfJudgeOptions()
 
 
 class ChatRequest(CompletionRequest):

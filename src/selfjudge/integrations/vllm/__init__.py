@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from selfjudge.types import lazy_exports
 
 if TYPE_CHECKING:
-    from .config import WORKER as WORKER
     from .worker import JudgeWorker as JudgeWorker
 
-__getattr__, __dir__, __all__ = lazy_exports(__name__, {"config": ["WORKER"], "worker": ["JudgeWorker"]})
+__getattr__, __dir__, __all__ = lazy_exports(__name__, {"worker": ["JudgeWorker"]})

@@ -19,8 +19,7 @@ from selfjudge.decoding.rules import AcceptanceRule, Judged
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.answerer import Answerer, Answers, BatchOptions
 from selfjudge.integrations.vllm.config import KEY, WORKER
-from selfjudge.integrations.vllm.engine import PairEngine
-from selfjudge.integrations.vllm.serve import speculation
+from selfjudge.integrations.vllm.serve import PairEngine, speculation
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair, Prompt
 from selfjudge.types import PHASES, Generation, Origin
@@ -70,19 +69,16 @@ class VllmAnswerer(Answerer):
     def _start(self, gamma: int, judge: Judge | None) -> Any:
         """The engine with this γ and judge."""
         self.judge = judge or self.judge
+        folder = None if self.judge is None else Path(self._folder.name) / self.judge.digest()
+        if self.judge is not None and folder is not None and not folder.is_dir():
+            self.judge.save_pretrained(folder)
         # rules are timed on the same prompts: none may find them read already
         ours: dict[str, Any] = {"enable_prefix_caching": False}
         if gamma:
-            settings = {"rule": "exact"} if self.judge is None else {"judge": str(self._save(self.judge))}
+            settings = {"rule": "exact"} if folder is None else {"judge": str(folder)}
             ours["speculative_config"] = speculation(self.pair.target_id, self.pair.draft_id, gamma)
             ours |= {"worker_cls": WORKER, "additional_config": {KEY: settings}}
-        return self._engine.start((gamma, None if self.judge is None else self.judge.digest()), ours)
-
-    def _save(self, judge: Judge) -> Path:
-        folder = Path(self._folder.name) / judge.digest()
-        if not folder.is_dir():
-            judge.save_pretrained(folder)
-        return folder
+        return self._engine.start(ours)
 
 
 @dataclass

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from selfjudge.decoding.rules import AcceptanceRule, Judged, Margin
-from selfjudge.integrations.vllm.plan import NAN, DraftRows, Plan
+from selfjudge.integrations.vllm.plan import DraftRows, Plan
 from selfjudge.judge.model import Judge
 from selfjudge.ops.argmax import argmax_checked, has_triton
 from selfjudge.types import Block
@@ -46,25 +46,32 @@ class Approval:
 
             return approvals(self.weights, hidden, logits, at, drafts, plan, self.special)
         before, states, logits = hidden[at], hidden[at + 1], logits[at]
-        drafted, drafts = drafts >= 0, drafts.long().clamp_min(0)
         choice, non_finite = argmax_checked(logits)
-        scores = None
+        drafted = drafts >= 0
+        # a missing draft is a token that is not the target's, in a row that counts as non-finite: all rules reject it
+        drafts = torch.where(drafted, drafts.long(), (choice + 1) % logits.shape[-1])
+        non_finite = non_finite | ~drafted
+        scores = torch.full_like(drafts, math.nan, dtype=torch.float32)
         if plan.judged:
             assert self.judge is not None
-            scores = self.judge.score_drafts(states, before, logits, drafts, choice)
-        has_say = drafted & ~non_finite & ~self._special(drafts) & ~self._special(choice)
-        approved = torch.zeros_like(drafted)
-        for rule, (requests, own, block_of) in plan.members.items():
-            if scores is not None and isinstance(rule, Judged) and rule.price is None and not rule.confirm:
-                accepted = scores > rule.theta  # of sampled requests, too: whatever alignment says
+            scores = self.judge.score_drafts(states, before, logits, drafts, choice).masked_fill(~drafted, math.nan)
+        accepted, first = [], 0
+        for rule, size in zip(plan.rules, plan.sizes, strict=True):
+            here, first = slice(first, first + size), first + size
+            if rule is None or not size:
+                accepted.append(torch.zeros_like(drafted[here]))
+            elif isinstance(rule, Judged) and rule.price is None and not rule.confirm:
+                accepted.append(scores[here] > rule.theta)  # of sampled requests, too: whatever alignment says
             else:
-                known = Block(
-                    drafts, logits, scores=None if rule.judge is None else scores, argmax=(choice, non_finite)
+                with_last = torch.arange(here.start, first + 1, device=at.device).clamp_max(first - 1)
+                block = Block(
+                    drafts[None, here],
+                    logits[None, with_last],  # no rule looks at the row after the last draft
+                    scores=None if rule.judge is None else scores[None, here],
+                    argmax=(choice[None, with_last], non_finite[None, with_last]),
                 )
-                judged = rule(_blocks(known, drafted, requests, plan)).judged
-                accepted = judged[block_of[plan.rows.owner], plan.rows.place]
-            approved = approved | (own & has_say & accepted)
-        return approved
+                accepted.append(rule(block).judged[0])
+        return torch.cat(accepted) & ~non_finite & ~self._special(drafts) & ~self._special(choice)
 
     def mark(self, logits: Tensor, drafts: Tensor, approved: Tensor) -> Tensor:
         """Raise approved drafts above all other logits of the rows [n, V] they are verified with, in place.
@@ -98,23 +105,9 @@ class Approval:
         if self.judge is not None:
             asked += [Judged(self.judge, 1.0), Judged(self.judge, price=0.0)]
         for rule in asked:
-            approved = self(states, logits, first, first, Plan([rule], rows, 1))
+            approved = self(states, logits, first, first, Plan([rule], rows, [1]))
         self.mark(logits[:1].float(), first, approved)
 
     def _special(self, tokens: Tensor) -> Tensor:
         """[n] which tokens are special; `torch.isin` would sort, and wait for the device."""
         return (tokens[:, None] == self.special).any(-1)
-
-
-def _blocks(flat: Block, drafted: Tensor, requests: Tensor, plan: Plan) -> Block:
-    """The flat rows of these requests as one Block. A missing draft becomes a token that is not the target's, in a row
-    that counts as non-finite: every rule rejects it, as every walk ends there."""
-    assert flat.argmax is not None
-    index, outside = (part[requests] for part in plan.index)
-    missing = outside[:, :-1] | ~drafted[index[:, :-1]]
-    choice, non_finite = (part[index] for part in flat.argmax)
-    non_finite[:, :-1] |= missing
-    another = (choice[:, :-1] + 1) % flat.target_logits.shape[-1]
-    drafts = torch.where(missing, another, flat.draft_tokens[index[:, :-1]])
-    scores = None if flat.scores is None else torch.where(missing, NAN, flat.scores[index[:, :-1]])
-    return Block(drafts, flat.target_logits[index], scores=scores, argmax=(choice, non_finite))

@@ -31,6 +31,14 @@ MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 REQUEST_FIELDS = ("rule", "theta", "quality", "price")
 
 
+def parse_object(text: str, name: str) -> dict[str, Any]:
+    """A JSON object that somebody wrote."""
+    with contextlib.suppress(ValueError):
+        if isinstance(value := parse_json(text), dict):
+            return value
+    raise SelfJudgeError(f"{name} must be a JSON object, not {text[:60]!r}")
+
+
 @dataclass(frozen=True)
 class WorkerConfig:
     """The object under "selfjudge" of vLLM's `--additional-config`: fields of a `RuleRequest`, and `guard`."""
@@ -107,10 +115,7 @@ class RequestRules:
         if options is None:
             return self.default
         if isinstance(options, str):
-            try:
-                options = parse_json(options)
-            except ValueError:
-                raise SelfJudgeError(f"the request's `selfjudge` is not JSON: {options[:60]!r}") from None
+            options = parse_object(options, "the request's `selfjudge`")
         if isinstance(options, Mapping) and list(options) == ["off"]:
             if not isinstance(options["off"], bool):
                 raise SelfJudgeError(f"`off` must be true or false, not {options['off']!r}")

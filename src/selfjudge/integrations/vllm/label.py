@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from selfjudge.decoding.plain import Response
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.errors import SelfJudgeError, first_line
-from selfjudge.integrations.vllm.engine import PairEngine
+from selfjudge.integrations.vllm.serve import PairEngine
 from selfjudge.label.score import Case, Scorer, Scores
 from selfjudge.models.catalogue import draft_for
 from selfjudge.models.device import choose_device
@@ -31,7 +31,7 @@ from selfjudge.models.loaded import Draft, Target
 from selfjudge.models.pair import Pair
 from selfjudge.models.pull import checkpoint_folder, weights_sha256
 from selfjudge.models.weights import check_finite
-from selfjudge.store import parse_json, read_json
+from selfjudge.store import read_json
 from selfjudge.store.artefacts import TensorIndex
 
 CASES = 1 << 18  # tokens of responses that are scored together
@@ -101,10 +101,6 @@ class VllmBackend:
         self._engine = PairEngine(pair, model, options)
         pair.target_model.remote = self
 
-    def engine(self, kind: str) -> Any:
-        """The engine that generates, or the one that pools; the other is shut down."""
-        return self._engine.start(kind, POOLING if kind == "pool" else {})
-
     def close(self) -> None:
         self._engine.close()
 
@@ -121,7 +117,7 @@ class VllmBackend:
         """As `decoding.plain.respond`, all at once: vLLM makes the batches. It has random numbers of its own."""
         if not prompts:
             return
-        llm = self.engine("generate")
+        llm = self._engine.start({})
         limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
         own_seeds: Sequence[int | None] = seeds or [None] * len(prompts)
         drawn = {} if sampling is None else asdict(sampling)
@@ -145,7 +141,7 @@ class VllmBackend:
             return []
         from vllm import PoolingParams
 
-        llm = self.engine("pool")
+        llm = self._engine.start(POOLING)
 
         def encode(indices: Sequence[int], whole: bool) -> list[Tensor]:
             outputs = llm.encode(
@@ -187,14 +183,3 @@ class StateScorer(Scorer):
             )
             self._fill_in(branches, torch.cat(states), [0, *accumulate(map(len, states))][:-1], scores)
         return scores
-
-
-def parse_engine_options(text: str) -> dict[str, Any]:
-    """The engine options of the command line."""
-    try:
-        options = parse_json(text or "{}")
-    except ValueError:
-        options = None
-    if not isinstance(options, dict):
-        raise SelfJudgeError("`engine_options` must be a JSON object, such as '{\"tensor_parallel_size\": 2}'")
-    return options

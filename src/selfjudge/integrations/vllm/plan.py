@@ -30,7 +30,6 @@ class Code(NamedTuple):
     window: int = 0
 
 
-NAN = math.nan
 LOSSLESS = Code(MARGIN, -math.inf)
 
 
@@ -39,9 +38,11 @@ def encode(rule: AcceptanceRule | None) -> Code | None:
     if rule is None:
         return LOSSLESS
     if type(rule) is Judged:
-        return Code(SCORE, -rule.theta, window=rule.confirm) if rule.price is None else Code(LOG_SCORE, NAN, rule.price)
+        if rule.price is not None:
+            return Code(LOG_SCORE, math.nan, rule.price)
+        return Code(SCORE, -rule.theta, window=rule.confirm)
     if type(rule) is Margin:
-        return Code(MARGIN, rule.threshold) if rule.price is None else Code(MARGIN, NAN, rule.price)
+        return Code(MARGIN, rule.threshold) if rule.price is None else Code(MARGIN, math.nan, rule.price)
     if type(rule) is TopK:
         return Code(RANK, rule.k)
     if type(rule) is FLy:
@@ -85,11 +86,10 @@ class DraftRows:
 class Plan:
     """What the rules of R requests ask of the rows of a step."""
 
-    def __init__(self, rules: Sequence[AcceptanceRule | None], rows: DraftRows, gamma: int) -> None:
-        """`gamma`: the most drafts that a request has."""
-        self.rules, self.rows, self.gamma = list(rules), rows, gamma
-        self.different = list(dict.fromkeys(rule for rule in rules if rule is not None))
-        self.judged = any(isinstance(rule, Judged) for rule in self.different)
+    def __init__(self, rules: Sequence[AcceptanceRule | None], rows: DraftRows, sizes: Sequence[int]) -> None:
+        """`sizes` [R]: how many drafts each request has, known without asking the device."""
+        self.rules, self.rows, self.sizes = list(rules), rows, sizes
+        self.judged = any(isinstance(rule, Judged) for rule in self.rules)
 
     @cached_property
     def codes(self) -> list[Code] | None:
@@ -109,43 +109,24 @@ class Plan:
         value, limit, price, window = torch.tensor(self.codes).to(device, non_blocking=True).unbind(1)
         return value[owner].int(), limit[owner], price.contiguous(), window.int()
 
-    @cached_property
-    def index(self) -> tuple[Tensor, Tensor]:
-        """[R, γ+1] the flat row of each place of each request's block, and whether there is no draft; the last place
-        is the target's own token."""
-        place = torch.arange(self.gamma + 1, device=self.rows.owner.device)
-        at = (self.rows.first[:, None] + place).clamp_max(len(self.rows.owner) - 1)
-        return at, (place >= self.rows.counts[:, None]) & (place < self.gamma)
-
-    @cached_property
-    def members(self) -> dict[AcceptanceRule, tuple[Tensor, Tensor, Tensor]]:
-        """For each rule: its requests [r], which rows are theirs [n], and their index among its requests [R]."""
-        device, members = self.rows.owner.device, {}
-        for rule in self.different:
-            own = [i for i, other in enumerate(self.rules) if other == rule]
-            requests = torch.tensor(own).to(device, non_blocking=True)
-            inside = torch.zeros_like(self.rows.counts, dtype=torch.bool).index_fill(0, requests, True)
-            members[rule] = requests, inside[self.rows.owner], inside.cumsum(0).sub(1).clamp_min(0)
-        return members
-
 
 class LastPlan:
     """Rows and plan of a step. Most steps have those of the step before: then nothing is computed."""
 
     def __init__(self) -> None:
-        self._counts: list[int] = []
+        self._sizes: list[int] = []
         self._rows: DraftRows | None = None
         self._plan: Plan | None = None
 
-    def rows(self, counts: list[int], device: torch.device) -> DraftRows:
+    def rows(self, sizes: list[int], device: torch.device) -> DraftRows:
         """The rows of requests with so many drafts."""
-        if self._rows is None or self._counts != counts:
-            on_device = torch.tensor(counts).to(device, non_blocking=True)
-            self._counts, self._rows = counts, DraftRows.of(on_device, sum(counts))
+        if self._rows is None or self._sizes != sizes:
+            on_device = torch.tensor(sizes).to(device, non_blocking=True)
+            self._sizes, self._rows = sizes, DraftRows.of(on_device, sum(sizes))
         return self._rows
 
-    def plan(self, rules: Sequence[AcceptanceRule | None], rows: DraftRows, gamma: int) -> Plan:
-        """What these rules ask of the rows."""
+    def plan(self, rules: Sequence[AcceptanceRule | None], rows: DraftRows) -> Plan:
+        """What these rules ask of the latest rows."""
         if self._plan is None or self._plan.rows is not rows or self._plan.rules != list(rules):
-            self._plan = Plan(rules, rows, gamma)
+            self._plan = Plan(rules, rows, self._sizes)
         return self._plan

@@ -11,10 +11,7 @@ import functools
 import os
 from typing import Any
 
-from selfjudge.errors import SelfJudgeError
-from selfjudge.integrations.vllm.config import KEY, WORKER
-from selfjudge.store import parse_json
-from selfjudge.store.schema import conform
+from selfjudge.integrations.vllm.config import KEY, WORKER, parse_object
 
 VARIABLE = "SELFJUDGE_VLLM"
 
@@ -24,10 +21,7 @@ def register() -> None:
     text = os.environ.get(VARIABLE)
     if not text:
         return
-    try:
-        settings = conform(parse_json(text), dict[str, Any], VARIABLE)
-    except ValueError:
-        raise SelfJudgeError(f"{VARIABLE} is not JSON: {text[:60]!r}") from None
+    settings = parse_object(text, VARIABLE)
     from vllm.engine.arg_utils import EngineArgs
 
     if not hasattr(EngineArgs.create_engine_config, KEY):

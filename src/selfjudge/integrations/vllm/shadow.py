@@ -9,10 +9,10 @@ middleware none."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,13 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.asgi import ASGI, Message, Receive, Scope, Send, left, read_body, refuse, replay
 from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.integrations.shadow import Shadow
-from selfjudge.integrations.vllm.config import KEY
-from selfjudge.store import parse_json
-from selfjudge.store.schema import conform
+from selfjudge.integrations.vllm.config import KEY, parse_object
 from selfjudge.tune.monitor import watch
 from selfjudge.tune.recipe import Recipe
 
 VARIABLE = "SELFJUDGE_SHADOW"
 MIDDLEWARE = "selfjudge.integrations.vllm.shadow.ShadowMiddleware"
-PATHS = ("/v1/chat/completions", "/v1/completions")
+ENDPOINTS = (("POST", "/v1/chat/completions"), ("POST", "/v1/completions"))
 LARGEST = ServerConfig.max_body
 EVERY = 0.2  # seconds between two looks at a busy engine
 PLACES = 8  # of an engine that does not say how many it has
@@ -36,23 +34,13 @@ PLACES = 8  # of an engine that does not say how many it has
 LOG = logging.getLogger("vllm.selfjudge")  # vLLM shows its own loggers
 
 
-@dataclass(frozen=True)
-class ShadowSettings:
-    """What the variable holds, as JSON."""
-
-    recipe: str
-    share: float
-    keep: str | None = None
-
-    def dump(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def read(cls) -> ShadowSettings:
-        try:
-            return cls(**conform(parse_json(os.environ.get(VARIABLE, "")), dict[str, Any], VARIABLE))
-        except (ValueError, TypeError):
-            raise SelfJudgeError(f"{VARIABLE} does not hold what `selfjudge serve --shadow` writes there") from None
+def load_settings() -> tuple[Recipe, float, Path | None]:
+    """What `selfjudge serve --shadow` wrote to the variable: recipe, share of the requests, file to keep them in."""
+    settings = parse_object(os.environ.get(VARIABLE, ""), VARIABLE)
+    if settings.keys() != {"recipe", "share", "keep"}:
+        raise SelfJudgeError(f"{VARIABLE} does not hold what `selfjudge serve --shadow` writes there")
+    keep = settings["keep"]
+    return Recipe.load(settings["recipe"]), float(settings["share"]), None if keep is None else Path(keep)
 
 
 class ShadowMiddleware:
@@ -61,15 +49,13 @@ class ShadowMiddleware:
     def __init__(self, app: ASGI, registry: Any = None) -> None:
         from prometheus_client import REGISTRY  # which vLLM shows
 
-        settings = ShadowSettings.read()
-        file = None if settings.keep is None else Path(settings.keep)
-        monitor = watch(Recipe.load(settings.recipe), file)
+        recipe, share, file = load_settings()
         self.app, self.under_way = app, 0
-        self.shadow = Shadow(monitor, settings.share, file, LOG, registry or REGISTRY)
+        self.shadow = Shadow(watch(recipe, file), share, file, LOG, registry or REGISTRY)
         self._second: set[asyncio.Task[None]] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope.get("method") != "POST" or scope.get("path") not in PATHS:
+        if scope["type"] != "http" or (scope["method"], scope["path"]) not in ENDPOINTS:
             await self.app(scope, receive, send)
             return
         messages, body = await read_body(receive, LARGEST)
@@ -77,19 +63,20 @@ class ShadowMiddleware:
         if body is None and not left(messages) and refuted:
             await refuse(send, 413, f"the request has more than {LARGEST} bytes", "request_too_large")
             return
-        request = None if body is None else _parse(body)
-        unruled = request if request is not None and KEY not in _extras(request) else None
-        if unruled is not None and refuted:
-            scope, messages = _with_body(scope, _lossless(unruled))
-        chosen = unruled if unruled is not None and _comparable(unruled) and self.shadow.choose() else None
+        request = _parse(body or b"")
+        if request is not None and KEY in _extras(request):
+            request = None  # it names its rule
+        if request is not None and refuted:
+            scope, messages = _with_body(scope, _lossless(request))
+        chosen = request is not None and _comparable(request) and self.shadow.choose()
         first = _ResponseText(send)
         self.under_way += 1
         try:
-            await self.app(scope, replay(messages, receive), send if chosen is None else first)
+            await self.app(scope, replay(messages, receive), first if chosen else send)
         finally:
             self.under_way -= 1
-            if chosen is not None:
-                task = asyncio.create_task(self._ask_again(scope, chosen, first.text))
+            if request is not None and chosen:
+                task = asyncio.create_task(self._ask_again(scope, request, first.text))
                 self._second.add(task)
                 task.add_done_callback(self._second.discard)
 
@@ -148,10 +135,7 @@ class _ResponseText:
 
 def _first_text(reply: dict[str, Any] | None, part: str) -> str | None:
     """The text of the first choice: of a chat its message or delta, of a completion its text."""
-    choices = (reply or {}).get("choices")
-    if not choices:
-        return None
-    choice = choices[0]
+    choice: dict[str, Any] = next(iter((reply or {}).get("choices") or ()), {})
     text = choice.get("text") if "text" in choice else (choice.get(part) or {}).get("content")
     return text if isinstance(text, str) else None
 
@@ -163,11 +147,9 @@ async def _never() -> Message:
 
 
 def _parse(body: bytes) -> dict[str, Any] | None:
-    try:
-        value = parse_json(body.decode())
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
+    with contextlib.suppress(ValueError, SelfJudgeError):
+        return parse_object(body.decode(), "the body")
+    return None
 
 
 def _extras(request: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -30,9 +29,8 @@ def takes(function: Callable[..., Any], known: Sequence[str]) -> None:
 
 
 def holds(record: type, *names: str) -> None:
-    """Refuse a record that lacks one of these fields."""
-    present = [f.name for f in fields(record)] if is_dataclass(record) else list(getattr(record, "_fields", ()))
-    if missing := [name for name in names if name not in present]:
+    """Refuse a dataclass or named tuple that lacks one of these fields."""
+    if missing := [name for name in names if name not in inspect.signature(record).parameters]:
         _unknown(f"{record.__qualname__} has no {', '.join(missing)}")
 
 

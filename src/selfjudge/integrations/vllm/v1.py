@@ -77,7 +77,7 @@ class FirstRunnerAdapter:
         rows = self._last.rows(drafts.num_draft_tokens, drafts.draft_token_ids.device)
         self._begin(rows)
         if any(rules):
-            plan = self._last.plan(rules, rows, self.rules.gamma)
+            plan = self._last.plan(rules, rows)
             at, tokens = drafts.target_logits_indices, drafts.draft_token_ids
             self._approved = self.agree(self.approval(state.sample_hidden_states, state.logits, at, tokens, plan))
 

@@ -48,33 +48,27 @@ def check() -> None:
 class SecondRunnerSampler(RejectionSampler):
     """vLLM's rejection sampler, in which an approved draft is accepted."""
 
-    approval: Approval
-    counts: Counts
-    mark: MarkProcessor
-    agree: Agree
-    last: LastPlan
-    hidden: Tensor | None = None
-    """[rows, H] the states of this step; None outside of a step (warm-up)."""
+    adapter: SecondRunnerAdapter
 
     def __call__(
         self, logits: Tensor, input_batch: Any, draft_logits: Tensor | None = None, invalid_drafts: Tensor | None = None
     ) -> Any:
-        hidden, self.hidden = self.hidden, None
+        adapter, mark = self.adapter, self.adapter.mark
+        hidden, adapter.hidden = adapter.hidden, None
         if hidden is None:
             return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
-        rows = self.last.rows((np.diff(input_batch.cu_num_logits_np) - 1).tolist(), logits.device)
+        rows = adapter.last.rows((np.diff(input_batch.cu_num_logits_np) - 1).tolist(), logits.device)
         slots = input_batch.expanded_idx_mapping[rows.predicting].long()
         drafts = input_batch.input_ids[input_batch.logits_indices][rows.predicting + 1]
-        rules = [self.mark.rules[slot] for slot in input_batch.idx_mapping_np[: input_batch.num_reqs].tolist()]
-        plan = self.last.plan(rules, rows, self.num_speculative_steps)
-        approved = self.approval(hidden, logits, rows.predicting, drafts, plan)
-        self.mark.begin(slots, rows.place, self.agree(approved))
+        rules = [mark.rules[slot] for slot in input_batch.idx_mapping_np[: input_batch.num_reqs].tolist()]
+        approved = mark.approval(hidden, logits, rows.predicting, drafts, adapter.last.plan(rules, rows))
+        mark.begin(slots, rows.place, adapter.agree(approved))
         try:
             output = super().__call__(logits, input_batch, draft_logits, invalid_drafts)
         finally:
-            self.mark.open = False
+            mark.open = False
         # vLLM makes a new `num_sampled` in every step
-        self.counts.add(rows, output.num_sampled, self.mark.flags[:, slots, rows.place])
+        adapter.counts.add(rows, output.num_sampled, mark.flags[:, slots, rows.place])
         return output
 
 
@@ -125,17 +119,19 @@ class SecondRunnerAdapter:
         has(runner, "execute_model_state", "rejection_sampler", "max_num_reqs")
         has(runner.rejection_sampler, "sampler", "num_speculative_steps")
         has(runner.rejection_sampler.sampler, "logits_processors")
-        self.runner, self.sampler = runner, runner.rejection_sampler
-        mark = MarkProcessor(approval, rules, runner.max_num_reqs, self.sampler.num_speculative_steps)
-        self.sampler.sampler.logits_processors.append(mark)
-        exactly(self.sampler, RejectionSampler)
-        self.sampler.__class__ = SecondRunnerSampler  # its attributes stay as this version's constructor made them
-        self.sampler.approval, self.sampler.counts = approval, counts
-        self.sampler.mark, self.sampler.agree, self.sampler.last = mark, agree, LastPlan()
+        self.runner, self.counts, self.agree, self.last = runner, counts, agree, LastPlan()
+        self.hidden: Tensor | None = None
+        """[rows, H] the states of this step; None outside of a step (warm-up)."""
+        sampler = runner.rejection_sampler
+        exactly(sampler, RejectionSampler)
+        self.mark = MarkProcessor(approval, rules, runner.max_num_reqs, sampler.num_speculative_steps)
+        sampler.sampler.logits_processors.append(self.mark)
+        sampler.__class__ = SecondRunnerSampler  # its attributes stay as this version's constructor made them
+        sampler.adapter = self
 
     def before_sampling(self) -> None:
-        """Hand the states at the rows that are about to be verified to the sampler."""
-        self.sampler.hidden = None
+        """Keep the states at the rows that are about to be verified."""
+        self.hidden = None
         state = self.runner.execute_model_state
         if state is not None and state.hidden_states is not None and state.input_batch.num_draft_tokens > 0:
-            self.sampler.hidden = state.hidden_states[state.input_batch.logits_indices]
+            self.hidden = state.hidden_states[state.input_batch.logits_indices]

@@ -9,6 +9,8 @@ from torch import Tensor
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
+from vllm.tokenizers import cached_tokenizer_from_config
+from vllm.triton_utils import HAS_TRITON
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from selfjudge.decoding.rule_parser import rule_text
@@ -16,7 +18,6 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.vllm import config
 from selfjudge.integrations.vllm.approval import Approval
 from selfjudge.integrations.vllm.counts import Counts
-from selfjudge.integrations.vllm.kernels import fix_expand_kernel
 from selfjudge.integrations.vllm.signatures import adapter_of
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class JudgeWorker(Base):
 
     def __init__(self, vllm_config: Any, *args: Any, **options: Any) -> None:
         self._settings, self._judge = config.load(vllm_config)
-        fix_expand_kernel(logger.warning)
+        _fix_expand_kernel()
         super().__init__(vllm_config, *args, **options)
 
     def load_model(self, *args: Any, **options: Any) -> None:
@@ -52,7 +53,7 @@ class JudgeWorker(Base):
                 )
             return  # the last stage of the pipeline decides
         device = torch.device(runner.device)
-        special = config.guarded_ids(self._settings, self.model_config, _tokenizer(self.model_config))
+        special = config.guarded_ids(self._settings, self.model_config, cached_tokenizer_from_config(self.model_config))
         gamma = self.speculative_config.num_speculative_tokens
         rules = config.RequestRules(self._settings, self._judge, special, gamma, logger.warning)
         group = get_tp_group()
@@ -92,7 +93,32 @@ class JudgeWorker(Base):
         return self._counts.read()
 
 
-def _tokenizer(model: Any) -> Any:
-    from vllm.tokenizers import cached_tokenizer_from_config
+def expand(
+    output_ptr: Tensor,
+    input_ptr: Tensor,
+    cu_num_tokens_ptr: Tensor,
+    replace_from: float,
+    replace_to: float,
+    MAX_NUM_TOKENS: int | None = None,  # noqa: N803
+) -> None:
+    """What vLLM's `expand_kernel` should do: write each request's value for each of its drafts."""
+    ends = cu_num_tokens_ptr.long()
+    values = torch.where(input_ptr == replace_from, replace_to, input_ptr).to(output_ptr.dtype)
+    output_ptr.copy_(values.repeat_interleave(torch.diff(ends, prepend=ends.new_zeros(1))))
 
-    return cached_tokenizer_from_config(model)
+
+def _fix_expand_kernel() -> None:
+    """Replace a kernel of vLLM 0.20 to 0.32 that loses temperature, top-k and top-p of drafted requests on a CPU."""
+    from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
+
+    if HAS_TRITON or current_platform.device_type != "cpu":
+        return
+    expanded = expand_batch_to_tokens(torch.tensor([0.5, 0.25]), torch.tensor([1, 3], dtype=torch.int32), 3)
+    if expanded.tolist() == [0.5, 0.25, 0.25]:
+        return
+    try:
+        from vllm.triton_utils.dispatcher import register_kernels
+    except ImportError:
+        logger.warning("this vLLM ignores the temperature of drafted requests on a CPU: decode greedily, or use 0.31")
+        return
+    register_kernels({"vllm.v1.sample.rejection_sampler.expand_kernel": expand})
