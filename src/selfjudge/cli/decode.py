@@ -199,7 +199,7 @@ def serve(
             stack.close()
             typer.echo(line, err=True)
 
-        run(pair, listener, config, judge=judge, recipe=setup.recipe, notify=welcome)
+        run(pair, listener, config, judge, setup.recipe, welcome)
 
 
 def load(setup: Setup) -> tuple[Pair, Judge | None]:

@@ -31,10 +31,10 @@ OPEN = ("/", "/health")  # need no key: the playground's page asks for it itself
 BODY_SECONDS = 30.0  # time that a client has to send the body of its request
 
 
-def make_app(name: str, scheduler: Scheduler, recipe: Mapping[str, str] | None = None) -> ASGI:
+def make_app(scheduler: Scheduler, recipe: Mapping[str, str] | None) -> ASGI:
     """The application, guarded. `recipe` is what `playground.describe` says of the recipe in use."""
     app = FastAPI(title="selfjudge", docs_url=None, redoc_url=None)
-    config, metrics = scheduler.config, scheduler.metrics
+    config, metrics, name = scheduler.config, scheduler.metrics, scheduler.config.name
     encoder, since = Encoder(scheduler.pair), int(time.time())
     metrics.gauge("event_loop_tasks", "Tasks of the event loop.", lambda: len(asyncio.all_tasks()))
     for kind in (RefusedError, SelfJudgeError, RequestValidationError, HTTPException, Exception):
@@ -57,7 +57,7 @@ def make_app(name: str, scheduler: Scheduler, recipe: Mapping[str, str] | None =
 
     async def complete(request: Request, body: ChatRequest | TextRequest) -> Response:
         check_model(body.model)
-        return await Completion(name, scheduler, encoder, request, body).respond()
+        return await Completion(scheduler, encoder, request, body).respond()
 
     @app.get("/", include_in_schema=False)
     async def playground() -> Response:

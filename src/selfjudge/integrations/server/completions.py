@@ -52,7 +52,7 @@ class Completion:
     """One request to a completion endpoint."""
 
     def __init__(
-        self, name: str, scheduler: Scheduler, encoder: Encoder, request: Request, body: ChatRequest | TextRequest
+        self, scheduler: Scheduler, encoder: Encoder, request: Request, body: ChatRequest | TextRequest
     ) -> None:
         self.scheduler, self.config, self.encoder = scheduler, scheduler.config, encoder
         self.request, self.body, self.options = request, body, body.selfjudge or SelfJudgeOptions()
@@ -60,7 +60,7 @@ class Completion:
         self.updates: asyncio.Queue[Update] = asyncio.Queue()
         kind = ("chat.completion.chunk" if body.stream else "chat.completion") if self.chat else "text_completion"
         number = ("chatcmpl-" if self.chat else "cmpl-") + secrets.token_hex(12)
-        self.head = {"id": number, "object": kind, "created": int(time.time()), "model": name}
+        self.head = {"id": number, "object": kind, "created": int(time.time()), "model": self.config.name}
 
     async def respond(self) -> Response:
         """Decode, and answer whole or as server-sent events."""

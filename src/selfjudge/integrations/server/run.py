@@ -7,7 +7,7 @@ import contextlib
 import json
 import signal
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from http import HTTPStatus
 
 import h11
@@ -108,38 +108,32 @@ class Server(uvicorn.Server):
 def serve(
     pair: Pair,
     listener: socket.socket,
-    config: ServerConfig | None = None,
-    *,
-    judge: Judge | None = None,
-    recipe: Recipe | None = None,
-    notify: Callable[[str], None] | None = None,
+    config: ServerConfig,
+    judge: Judge | None,
+    recipe: Recipe | None,
+    notify: Callable[[str], None],
 ) -> None:
     """Serve until SIGTERM or SIGINT: then refuse new requests, finish those that run, and return.
 
     `recipe` is the one that rule and γ of the config come from; `shadow` watches its certificate. `notify` is called
-    with two lines once requests are welcome: where the API is, and where the playground.
+    with three lines once requests are welcome: where the API is, where the playground, and what rule decides.
     """
-    scheduler = start_scheduler(pair, judge, config or ServerConfig(), recipe)
-    described = None if recipe is None else describe(recipe)
+    scheduler = start_scheduler(pair, judge, config, recipe)
     try:
-        asyncio.run(run(scheduler.config.name or pair.name, scheduler, described, listener, notify))
+        asyncio.run(run(scheduler, recipe, listener, notify))
     finally:
         scheduler.stop()
         listener.close()
 
 
 async def run(
-    name: str,
-    scheduler: Scheduler,
-    recipe: Mapping[str, str] | None,
-    listener: socket.socket,
-    notify: Callable[[str], None] | None,
+    scheduler: Scheduler, recipe: Recipe | None, listener: socket.socket, notify: Callable[[str], None]
 ) -> None:
     """Serve until a signal; a second one ends the server at once."""
     limits = {"header_timeout": scheduler.config.header_timeout, "max_connections": scheduler.config.max_connections}
     config = uvicorn.Config(
-        make_app(name, scheduler, recipe),
-        http=type("LimitedConnection", (Connection,), limits),  # no other parser is chosen because it is installed
+        make_app(scheduler, None if recipe is None else describe(recipe)),
+        http=type("LimitedConnection", (Connection,), limits),  # h11, whatever else is installed
         ws="none",
         log_level="warning",
         access_log=False,
@@ -162,13 +156,12 @@ async def run(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
-    if notify:
-        listener.listen(128)  # whoever reads the line may connect at once
-        host, port = listener.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
-        notify(f"serving {name} at http://{shown}:{port}/v1")
-        notify(f"playground at http://{shown}:{port}/")
-        notify(f"requests that name no rule: {scheduler.rules.choose()}")
+    listener.listen(128)  # whoever reads the line may connect at once
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    notify(f"serving {scheduler.config.name} at http://{shown}:{port}/v1")
+    notify(f"playground at http://{shown}:{port}/")
+    notify(f"requests that name no rule: {scheduler.rules.choose()}")
     await server.serve(sockets=[listener])
 
 

@@ -299,7 +299,8 @@ def start_scheduler(pair: Pair, judge: Judge | None, config: ServerConfig, recip
         judge.config.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
     rules = Rules(pair, judge, config.default_rule)
     context = min(config.max_context, pair.window)
-    config = replace(config, max_context=context, max_tokens=min(config.max_tokens, context - 1))
+    most = min(config.max_tokens, context - 1)
+    config = replace(config, name=config.name or pair.name, max_context=context, max_tokens=most)
     _try_out(pair, rules, config)
     scheduler = Scheduler(pair, rules, config, Metrics())
     if monitor is not None:
