@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 
 from selfjudge.engine.cpu.library import Matrix, library
 from selfjudge.models.convert import finish_gguf, start_gguf
-from selfjudge.models.gguf import BLOCKS
-from selfjudge.models.names import MATRICES, NORMS
+from selfjudge.models.gguf import BLOCKS, MATRICES, NORMS
 
 KINDS = sorted(kind for kind in BLOCKS if kind > 1)
 

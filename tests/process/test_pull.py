@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import shutil
@@ -195,12 +194,13 @@ def test_nothing_is_lost_when_making_it_again_fails(world: Path, pulled: Path) -
     assert (pulled / "manifest.json").is_file()
 
 
-def test_moved_times_are_written_down(world: Path, pulled: Path) -> None:
-    file = pulled / "target" / "model.safetensors"
-    os.utime(file, ns=(1, 1))
+def test_a_touched_file_is_read_once(world: Path, pulled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.utime(pulled / "target" / "model.safetensors", ns=(1, 1))
     converted()
-    manifest = json.loads((file.parents[1] / "manifest.json").read_text())
-    assert manifest["files"]["target/model.safetensors"]["mtime_ns"] == 1
+    time.sleep(0.05)
+    pull("fake")
+    monkeypatch.setattr("selfjudge.models.pull.sha256", lambda file: pytest.fail(f"{file} is read again"))
+    converted()
     assert conversions(world) == 1
 
 

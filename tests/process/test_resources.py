@@ -14,7 +14,7 @@ import ctypes
 import os
 from pathlib import Path
 
-from selfjudge.models.memory import give_back
+from selfjudge.models.device import give_back
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -27,7 +27,7 @@ from selfjudge.engine.reference import ReferenceEngine
 from selfjudge.engine.select import PairEngines, make_draft, make_engine
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.consistency import make_proxy
-from selfjudge.models import convert, load as loading, memory
+from selfjudge.models import convert, device as memory, load as loading
 from selfjudge.models.eagle import EagleHead
 from selfjudge.models.gguf import BLOCKS, GgufFile, open_model
 from selfjudge.models.loaded import Target

@@ -18,7 +18,7 @@ from selfjudge.cli.options import AsJson
 from selfjudge.cli.output import Progress, print_json, print_rows
 from selfjudge.errors import first_line
 from selfjudge.models.catalogue import EMBEDDED
-from selfjudge.models.memory import available_memory
+from selfjudge.models.device import available_memory
 from selfjudge.store import home, machine, measured_on, versions
 
 EXTRAS = {"serve": "selfjudge serve", "eval": "benchmarks", "vllm": "vLLM"}

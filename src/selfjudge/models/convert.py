@@ -27,9 +27,17 @@ from transformers import (
 )
 
 from selfjudge.errors import SelfJudgeError, first_line
-from selfjudge.models.gguf import GgufFile, expected_tensors, gguf_file, head_width, int8_blocks, open_model, row_order
-from selfjudge.models.memory import check_memory
-from selfjudge.models.names import checkpoint_name
+from selfjudge.models.device import check_memory
+from selfjudge.models.gguf import (
+    GgufFile,
+    checkpoint_name,
+    expected_tensors,
+    gguf_file,
+    head_width,
+    int8_blocks,
+    open_model,
+    row_order,
+)
 from selfjudge.models.weights import check_finite, check_weights
 from selfjudge.store import quiet_hub, read_json, scratch, write_json, write_tensors
 

@@ -33,7 +33,7 @@ from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.models.gguf import FULL_PRECISION, gguf_file
 from selfjudge.models.heads import KIND
 from selfjudge.models.tokens import context_window
-from selfjudge.models.weights import check_finite, dequantise, pack_six, quantise, unpack_six
+from selfjudge.models.weights import check_finite, dequantise, quantise, unpack_six
 from selfjudge.store import read_json, read_tensors, write_json, write_tensors
 from selfjudge.store.artefacts import EagleFile
 
@@ -129,17 +129,6 @@ class Norm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
-class _Attention(nn.Module):
-    def __init__(self, config: EagleConfig) -> None:
-        super().__init__()
-        width, dim = config.hidden_size, config.head_dim
-        self.dim = dim
-        self.q_proj = nn.Linear(2 * width, config.heads * dim, bias=False)
-        self.k_proj = nn.Linear(2 * width, config.kv_heads * dim, bias=False)
-        self.v_proj = nn.Linear(2 * width, config.kv_heads * dim, bias=False)
-        self.o_proj = nn.Linear(config.heads * dim, width, bias=False)
-
-
 class EagleLayer(nn.Module):
     """The decoder layer, in two halves, before and after its attention: training has an attention of its own."""
 
@@ -149,23 +138,25 @@ class EagleLayer(nn.Module):
         self.hidden_norm = Norm(config.hidden_size, config.eps)
         self.input_layernorm = Norm(config.hidden_size, config.eps)
         self.post_attention_layernorm = Norm(config.hidden_size, config.eps)
-        self.self_attn = _Attention(config)
+        self.dim = config.head_dim
+        queries, keys = config.heads * self.dim, config.kv_heads * self.dim
+        sizes = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+        self.self_attn = nn.ModuleDict({n: nn.Linear(2 * config.hidden_size, s, bias=False) for n, s in sizes.items()})
+        self.self_attn["o_proj"] = nn.Linear(queries, config.hidden_size, bias=False)
         self.mlp = LlamaMLP(_llama_config(config))
 
     def project(self, embedded: Tensor, g: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, heads, T, dim], keys and values [B, kv_heads, T, dim] of entries [B, T, H]."""
         x = torch.cat([self.input_layernorm(embedded), self.hidden_norm(g)], -1)
-        own = self.self_attn
-        q, k, v = (
-            proj(x).unflatten(-1, (-1, own.dim)).transpose(1, 2) for proj in (own.q_proj, own.k_proj, own.v_proj)
-        )
+        projections = (self.self_attn[name] for name in ("q_proj", "k_proj", "v_proj"))
+        q, k, v = (project(x).unflatten(-1, (-1, self.dim)).transpose(1, 2) for project in projections)
         q, k = apply_rotary_pos_emb(q, k, *rotary)
         return q, k, v
 
     def finish(self, g: Tensor, attended: Tensor) -> Tensor:
         """The output of the layer [B, T, H] from that of its attention [B, heads, T, dim]."""
         r = self.hidden_norm(g) if self.norm_before_residual else g
-        r = r + self.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
+        r = r + self.self_attn["o_proj"](attended.transpose(1, 2).flatten(2))
         out: Tensor = r + self.mlp(self.post_attention_layernorm(r))
         return out
 
@@ -305,18 +296,14 @@ class EagleHead(nn.Module):
 
     # --------------------------------------------------------------------------------------------------- the folder
 
-    def save(self, folder: Path, *, six_bits: bool = False, metrics: Mapping[str, Any] | None = None) -> int:
-        """Write the tensors, then `config.json` (its existence means the folder is whole); bytes of the tensors.
-
-        With `six_bits` it takes three quarters of the room.
-        """
+    def save(self, folder: Path, *, metrics: Mapping[str, Any] | None = None) -> int:
+        """Write the tensors, then `config.json` (its existence means the folder is whole); bytes of the tensors."""
         (folder / "config.json").unlink(missing_ok=True)
         arrays = {"draft_ids": self.draft_ids.int().cpu().numpy()}
         for name, p in self.named_parameters():
             if p.dim() == 2:
-                values, scale = quantise(p.detach().cpu(), 31 if six_bits else 127)
-                arrays[name] = (pack_six(values) if six_bits else values).numpy()
-                arrays[f"{name}.scale"] = scale.numpy()
+                values, scale = quantise(p.detach().cpu())
+                arrays[name], arrays[f"{name}.scale"] = values.numpy(), scale.numpy()
             else:
                 arrays[name] = p.detach().half().cpu().numpy()
         write_tensors(folder / FILE, arrays)
@@ -341,7 +328,7 @@ class EagleHead(nn.Module):
         check_config(config, folder)
         arrays = {name: torch.from_numpy(array) for name, array in read_tensors(folder / FILE)[0].items()}
         ids = arrays.pop("draft_ids", torch.empty(0))
-        _check_ids(ids, config, folder)
+        check_ids(ids, config, folder)
         try:
             head = cls(config, ids)
             head.load_state_dict(_dequantise_all(arrays))
@@ -392,11 +379,9 @@ def check_config(config: EagleConfig, folder: Path) -> None:
         raise SelfJudgeError(f"{folder / 'config.json'}: a head cannot have {key} {getattr(config, key)}")
 
 
-def _check_ids(ids: Tensor, config: EagleConfig, folder: Path) -> None:
+def check_ids(ids: Tensor, config: EagleConfig, folder: Path) -> None:
     """The map from the draft vocabulary to the target's: as many ids as it has tokens, ascending, all of them known."""
     fits = ids.shape == (config.draft_vocab_size,) and not ids.is_floating_point()
     if not fits or not bool((ids[1:] > ids[:-1]).all()) or ids[0] < 0 or ids[-1] >= config.vocab_size:
-        raise SelfJudgeError(
-            f"{folder / FILE}: draft_ids must be {config.draft_vocab_size} ascending token ids below"
-            f" {config.vocab_size}"
-        )
+        expected = f"{config.draft_vocab_size} ascending token ids below {config.vocab_size}"
+        raise SelfJudgeError(f"{folder}: its draft vocabulary must be {expected}")

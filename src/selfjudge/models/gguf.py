@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -43,6 +43,40 @@ _SCALES = {
     "Q6_K": (208, 210),
 }  # fmt: skip
 """Bytes of a block that hold its float16 scales."""
+
+
+class LayerPart(NamedTuple):
+    """A matrix or a norm of a decoder layer."""
+
+    field: str
+    """Its name in the layer of the CPU kernel."""
+    gguf: str
+    """Its name in a GGUF file, after `blk.N.`."""
+    module: str
+    """Its name in a checkpoint, after `model.layers.N.`."""
+
+
+MATRICES = (
+    LayerPart("query", "attn_q", "self_attn.q_proj"),
+    LayerPart("key", "attn_k", "self_attn.k_proj"),
+    LayerPart("value", "attn_v", "self_attn.v_proj"),
+    LayerPart("out", "attn_output", "self_attn.o_proj"),
+    LayerPart("gate", "ffn_gate", "mlp.gate_proj"),
+    LayerPart("up", "ffn_up", "mlp.up_proj"),
+    LayerPart("down", "ffn_down", "mlp.down_proj"),
+)
+NORMS = (
+    LayerPart("attention_norm", "attn_norm", "input_layernorm"),
+    LayerPart("mlp_norm", "ffn_norm", "post_attention_layernorm"),
+)
+_LAYER = {part.gguf: part.module for part in (*MATRICES, *NORMS)}
+_MODEL = {"token_embd": "model.embed_tokens", "output": "lm_head", "output_norm": "model.norm"}
+
+
+def checkpoint_name(name: str) -> str:
+    """The name in a checkpoint of a tensor of a GGUF file: `blk.3.attn_q.weight` is layer 3's `q_proj.weight`."""
+    *layer, part, kind = name.split(".")
+    return f"model.layers.{layer[1]}.{_LAYER[part]}.{kind}" if layer else f"{_MODEL[part]}.{kind}"
 
 
 @dataclass(frozen=True)
@@ -194,16 +228,17 @@ class GgufFile:
                 self._map.madvise(mmap.MADV_DONTNEED, start, length)
 
 
-def head_order(heads: int, width: int) -> NDArray[np.int32]:
-    """Order of the rows of a query or key matrix in a file of architecture `llama`: rotary pairs lie side by side."""
+def row_order(config: PretrainedConfig, name: str) -> NDArray[np.int32] | None:
+    """Where the rows of a matrix, or the entries of its bias, lie in a file; None where they lie in order.
+
+    In a file of architecture `llama` the rotary pairs of queries and keys lie side by side.
+    """
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(name.split(".")[-2])
+    if heads is None or config.model_type != "llama":
+        return None
+    width = head_width(config)
     pairs = np.arange(heads * width, dtype=np.int32).reshape(heads, width // 2, 2)
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(-1)
-
-
-def row_order(config: PretrainedConfig, name: str) -> NDArray[np.int32] | None:
-    """Where the rows of a matrix, or the entries of its bias, lie in a file; None where they lie in order."""
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(name.split(".")[-2])
-    return head_order(heads, head_width(config)) if heads and config.model_type == "llama" else None
 
 
 def head_width(config: PretrainedConfig) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.catalogue import find_embedded
@@ -14,19 +15,20 @@ KIND = "eagle3"
 
 def is_head(folder: Path) -> bool:
     """Whether a folder holds a head of ours: its config says so."""
-    file = folder / "config.json"
-    return file.is_file() and read_json(file).get("kind") == KIND
+    return _read_config(folder).get("kind") == KIND
 
 
 def is_public_head(folder: Path) -> bool:
     """Whether a folder holds a head in one of the formats of others: its config says so."""
-    file = folder / "config.json"
-    if not file.is_file():
-        return False
-    record = read_json(file)
+    record = _read_config(folder)
     architectures = record.get("architectures")
     named = isinstance(architectures, list) and any("Eagle3" in str(name) for name in architectures)
     return named or "speculators_model_type" in record
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
+    return read_json(file) if file.is_file() else {}
 
 
 def head_folder(reference: str) -> Path | None:

@@ -11,11 +11,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.models.catalogue import EMBEDDED, check_reference, unknown_model
 from selfjudge.models.convert import STORED_DTYPE, gguf_tokenizer, load_gguf, quiet
-from selfjudge.models.device import choose_device
+from selfjudge.models.device import check_memory, choose_device
 from selfjudge.models.gguf import ARCHITECTURES, GgufFile, open_model
 from selfjudge.models.heads import head_folder
 from selfjudge.models.loaded import Draft, Target
-from selfjudge.models.memory import check_memory
 from selfjudge.models.pull import block_file, checkpoint_folder, weights_sha256
 from selfjudge.models.speculators import load_head
 from selfjudge.models.weights import check_weights
@@ -56,7 +55,7 @@ class Loader:
         if by_default and stays_in_file(target):
             dtype = "q4"
         int8, q4 = dtype == "int8", dtype == "q4"
-        floats = torch.float32 if int8 or q4 else choose_dtype(dtype, where)
+        floats = torch.float32 if dtype in ("int8", "q4") else choose_dtype(dtype, where)
         if draft_dtype not in (None, "int8"):
             raise SelfJudgeError(f"`draft_dtype` can only be int8, on a cpu, not {draft_dtype!r}")
         for name, value in (("dtype", dtype), ("draft_dtype", draft_dtype)):

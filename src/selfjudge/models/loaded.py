@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfjudge.errors import SelfJudgeError
@@ -17,20 +16,6 @@ from selfjudge.models.heads import KIND as HEAD_KIND
 from selfjudge.models.tokens import context_window
 
 _T = TypeVar("_T")
-
-
-class RemoteEngine(Protocol):
-    """An engine in another process that holds the weights of a target."""
-
-    @property
-    def respond(self) -> Callable[..., Iterator[Any]]:
-        """As `decoding.plain.respond`, without model and batch."""
-
-    def states(self, sequences: Sequence[Sequence[int]], counts: Sequence[int]) -> list[Tensor]:
-        """The states at the last `counts` tokens of each sequence, after the final norm."""
-
-    def scorer(self, suffix_length: int) -> Any:
-        """A `label.score.Scorer` of substitutions and the `suffix_length` tokens after each."""
 
 
 @dataclass(eq=False)
@@ -83,8 +68,8 @@ class Target(LoadedModel):
     module: PreTrainedModel
     int8: bool = False
     """Whether the CPU engine quantises the weights to int8."""
-    remote: RemoteEngine | None = None
-    """The engine that answers for this model; the module then has its shape and its output matrix alone."""
+    remote: Any = None
+    """The `VllmBackend` that answers for this model; the module then has its shape and its output matrix alone."""
 
     @property
     def dtype_name(self) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
 from selfjudge.errors import SelfJudgeError, first_line
-from selfjudge.models.eagle import EagleConfig, EagleHead, auxiliary_layers, check_config, decoder_layers
+from selfjudge.models.eagle import EagleConfig, EagleHead, auxiliary_layers, check_config, check_ids, decoder_layers
 from selfjudge.models.heads import is_head
 from selfjudge.models.tokens import context_window
 from selfjudge.models.weights import check_finite
@@ -74,7 +74,8 @@ def load_head(folder: Path, target: PreTrainedModel, sha256: str = "", name: str
 
 def read_public(folder: Path, target: PreTrainedModel) -> EagleHead:
     """The head of such a folder, in float32, not bound yet; a damaged one, or one of another shape, is refused."""
-    config, verifier = _read_config(folder, target)
+    record = read_json(folder / "config.json", PublicHead)
+    config = _read_config(record, folder, target)
     tensors = _read_tensors(folder)
     ids, order = _draft_ids(tensors, config, folder)
     head = EagleHead(config, ids)
@@ -95,28 +96,26 @@ def read_public(folder: Path, target: PreTrainedModel) -> EagleHead:
         head.embedding = embedding
     head.own = frozenset(name for name in ("output", "embedding") if getattr(head, name) is not None)
     check_finite([*head.named_parameters(), *((name, getattr(head, name)) for name in sorted(head.own))], folder)
-    head.target = verifier
+    verifier = (record.get("speculators_config") or {}).get("verifier") or {}
+    head.target = str(verifier.get("name_or_path") or "")
     return head.eval().requires_grad_(False)
 
 
-def _read_config(folder: Path, target: PreTrainedModel) -> tuple[EagleConfig, str]:
-    """The shape of a head, and the target that it names; empty where it names none."""
+def _read_config(record: PublicHead, folder: Path, target: PreTrainedModel) -> EagleConfig:
+    """The shape of a head; one that ours cannot have is refused."""
     file = folder / "config.json"
-    record = read_json(file, PublicHead)
     kind = record.get("speculators_model_type", "eagle3")
     if kind != "eagle3":
         raise SelfJudgeError(f"{file}: a draft of type {kind!r} cannot be used: only eagle3")
     shape = conform(record.get("transformer_layer_config", record), HeadShape, file)
     eagle = record.get("eagle_config") or {}
-    for key, ours in _FIXED.items():
-        value = next((said[key] for said in (eagle, record, shape) if said.get(key) is not None), ours)
-        if value != ours:
-            raise SelfJudgeError(f"{file}: a head with {key} {value!r} cannot be used: only {ours!r}")
+    options = {key: value for said in (shape, record, eagle) for key, value in said.items() if value is not None}
     width, heads = shape["hidden_size"], shape["num_attention_heads"]
-    if (reads := record.get("target_hidden_size") or width) != width:
-        raise SelfJudgeError(f"{file}: a head of width {width} that reads states of width {reads} cannot be used")
-    layers = record.get("eagle_aux_hidden_state_layer_ids") or eagle.get("eagle_aux_hidden_state_layer_ids")
-    low_middle_high = sorted(layers or auxiliary_layers(len(decoder_layers(target))))
+    for key, ours in {**_FIXED, "target_hidden_size": width}.items():
+        if (value := options.get(key, ours)) != ours:
+            raise SelfJudgeError(f"{file}: a head with {key} {value!r} cannot be used: only {ours!r}")
+    layers = options.get("eagle_aux_hidden_state_layer_ids") or auxiliary_layers(len(decoder_layers(target)))
+    low_middle_high = sorted(layers)
     if len(low_middle_high) != 3:
         raise SelfJudgeError(f"{file}: a head that reads {len(low_middle_high)} layers cannot be used: only three")
     rope = {key: shape[key] for key in ("rope_theta", "rope_scaling", "rope_parameters") if shape.get(key) is not None}
@@ -134,7 +133,7 @@ def _read_config(folder: Path, target: PreTrainedModel) -> tuple[EagleConfig, st
         norm_before_residual=bool(record.get("norm_before_residual", "speculators_model_type" in record)),
     )
     check_config(config, folder)
-    return config, str(((record.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path") or "")
+    return config
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -158,13 +157,10 @@ def _draft_ids(tensors: dict[str, Tensor], config: EagleConfig, folder: Path) ->
     """[D] the tokens that a head proposes, ascending, and where each lies in its output matrix; takes out the maps."""
     places = torch.arange(config.draft_vocab_size)
     offsets, marked = tensors.pop("d2t", torch.zeros_like(places)), tensors.pop("t2d", None)
-    fits = offsets.shape == places.shape and not offsets.is_floating_point()
-    ids, order = (places + offsets.long()).sort() if fits else (places, places)
-    fits = fits and bool((ids[1:] > ids[:-1]).all()) and bool(ids[0] >= 0) and bool(ids[-1] < config.vocab_size)
-    if not fits or (marked is not None and not torch.equal(marked.nonzero().flatten(), ids)):
-        raise SelfJudgeError(
-            f"{folder}: d2t and t2d must name the same {config.draft_vocab_size} token ids below {config.vocab_size}"
-        )
+    ids, order = (places + offsets if offsets.shape == places.shape else offsets).sort()
+    check_ids(ids, config, folder)
+    if marked is not None and not torch.equal(marked.nonzero().flatten(), ids):
+        raise SelfJudgeError(f"{folder}: d2t and t2d must name the same tokens")
     return ids, order
 
 

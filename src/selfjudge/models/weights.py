@@ -38,15 +38,15 @@ def check_finite(weights: Iterable[tuple[str, Tensor]], source: Path | str) -> N
             raise SelfJudgeError(f"{source} has weights that are not finite ({name})")
 
 
-def quantise(weight: Tensor, most: int = 127) -> tuple[Tensor, Tensor]:
-    """int8 values [N, K] and float16 scales [N, K/32]: the largest of a group becomes ±`most`.
+def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 values [N, K] and float16 scales [N, K/32]: the largest of a group becomes ±127.
 
     The last group may be short. What `dequantise` gives is quantised to the same values again.
     """
     rows, cols = weight.shape
     groups = F.pad(weight.detach().float(), (0, -cols % GROUP)).view(rows, -1, GROUP)
-    scale = (groups.abs().amax(-1) / most).half()
-    values = (groups / scale.float().clamp_min(1e-30)[..., None]).round().clamp(-most, most).to(torch.int8)
+    scale = (groups.abs().amax(-1) / 127).half()
+    values = (groups / scale.float().clamp_min(1e-30)[..., None]).round().clamp(-127, 127).to(torch.int8)
     return values.view(rows, -1)[:, :cols].contiguous(), scale
 
 
@@ -55,15 +55,8 @@ def dequantise(values: Tensor, scale: Tensor) -> Tensor:
     return values.float() * scale.float().repeat_interleave(GROUP, 1)[:, : values.shape[1]]
 
 
-def pack_six(values: Tensor) -> Tensor:
-    """Values of ±31 [N, K] in six bits each: bytes [N, 3K/4]. K is a multiple of four."""
-    a, b, c, d = (values.short() + 32).view(len(values), -1, 4).unbind(-1)
-    three = [a | (b & 3) << 6, b >> 2 | (c & 15) << 4, c >> 4 | d << 2]
-    return torch.stack(three, -1).to(torch.uint8).flatten(1)
-
-
 def unpack_six(packed: Tensor) -> Tensor:
-    """int8 [N, K] from what `pack_six` gives."""
+    """int8 [N, K], of ±31, from bytes [N, 3K/4] that hold four values in three."""
     x, y, z = packed.short().view(len(packed), -1, 3).unbind(-1)
     four = [x & 63, x >> 6 | (y & 15) << 2, y >> 4 | (z & 3) << 4, z >> 2]
     return (torch.stack(four, -1) - 32).to(torch.int8).flatten(1)

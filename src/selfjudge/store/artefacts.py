@@ -369,18 +369,12 @@ class ReportRecord(TypedDict):
     figures: NotRequired[list[str]]
 
 
-class PulledFile(TypedDict):
-    size: Count
-    mtime_ns: int
-    sha256: Sha256
-
-
 class PullManifest(TypedDict):
     """`manifest.json` of an embedded model in the cache."""
 
     sha256: Sha256
     draft_sha256: Sha256 | None
-    files: dict[InnerPath, PulledFile]
+    files: dict[InnerPath, Sha256]
 
 
 class ShippedTau(TypedDict):

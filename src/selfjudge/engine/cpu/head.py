@@ -13,11 +13,10 @@ from selfjudge.engine.base import Eager, Output, chunk_tokens
 from selfjudge.engine.cpu.engine import CpuEngine
 from selfjudge.engine.cpu.library import Matrix, Model
 from selfjudge.engine.cpu.weights import F16, F32, Q8_0, PackedWeights, output_name
+from selfjudge.models.device import give_back
 from selfjudge.models.eagle import EagleHead
-from selfjudge.models.gguf import GgufFile, gguf_file
+from selfjudge.models.gguf import MATRICES, GgufFile, gguf_file
 from selfjudge.models.loaded import Draft, as_draft
-from selfjudge.models.memory import give_back
-from selfjudge.models.names import MATRICES
 
 
 class PackedHead(PackedWeights):

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from selfjudge.engine.cpu.library import Layer, Matrix, Model, library
-from selfjudge.models.gguf import GgufFile, gguf_file, head_width, int8_blocks, row_order
+from selfjudge.models.device import give_back
+from selfjudge.models.gguf import MATRICES, NORMS, GgufFile, gguf_file, head_width, int8_blocks, row_order
 from selfjudge.models.loaded import LoadedModel
-from selfjudge.models.memory import give_back
-from selfjudge.models.names import MATRICES, NORMS
 
 F32, F16, Q8_0 = 0, 1, 8
 LINE = 64  # bytes of a cache line
