@@ -79,20 +79,14 @@ class File(Task):
     def extract(self, row: Row, text: str) -> str | None:
         """[answer] tags, \\boxed{}, "the answer is …"; else, if the right answer is a number, the last number."""
         if "check" in row:
-            return self._check(row, text)
+            test = ProgramTest("assert", row["check"])
+            return PASSED if passes_test(f"answer = {text!r}", test, allow_unsafe=self.allow_unsafe) else FAILED
         number = same_number(self.gold(row), self.gold(row))
         found = find_tagged(text) or find_boxed(text)
         return found or (find_final_number(text) if number else find_final_words(text))
 
     def extract_many(self, rows: Sequence[Row], texts: Sequence[str]) -> list[str | None]:
-        pairs = list(zip(rows, texts, strict=True))
-        checks = [pair for pair in pairs if "check" in pair[0]]
-        checked = iter(map_on_cores(lambda pair: self._check(*pair), checks))
-        return [next(checked) if "check" in row else self.extract(row, text) for row, text in pairs]
-
-    def _check(self, row: Row, text: str) -> str:
-        test = ProgramTest("assert", row["check"])
-        return PASSED if passes_test(f"answer = {text!r}", test, allow_unsafe=self.allow_unsafe) else FAILED
+        return map_on_cores(lambda pair: self.extract(*pair), zip(rows, texts, strict=True))
 
     def same(self, row: Row, a: str | None, b: str | None) -> bool:
         return same_words(a, b)
