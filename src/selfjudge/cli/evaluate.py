@@ -14,9 +14,8 @@ from selfjudge.cli.options import AsJson, Resume, config_options
 from selfjudge.cli.output import Progress, figure, print_json, print_rows, waiting, warn, with_spread
 from selfjudge.decoding.rule_parser import OPEN_REQUEST
 from selfjudge.errors import SelfJudgeError
-from selfjudge.evaluate.config import EvalConfig
+from selfjudge.evaluate.config import EvalConfig, check_examples
 from selfjudge.evaluate.presets import PAPER_PAIRS, ReproduceConfig
-from selfjudge.evaluate.task_examples import check_examples
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.report.charts import MOST_METHODS
 from selfjudge.store import RunFolder

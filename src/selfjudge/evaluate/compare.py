@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.evaluate.task_examples import TaskExamples
+from selfjudge.evaluate.config import TaskExamples
 from selfjudge.store import read_json, read_rows, write_json, write_rows
 from selfjudge.store.artefacts import FinishedSummary, ScoredSample
 from selfjudge.tasks.base import Row
@@ -69,7 +69,7 @@ def _compare_answers(examples: TaskExamples, samples: Sequence[Row], others: Seq
     overlap of words.
     """
     for sample, other in zip(samples, others, strict=True):
-        if not examples.checkable:
+        if not examples.task.checkable:
             if "text" in other and "text" in sample:
                 sample["agrees"] = compute_overlap(other["text"], sample["text"])
         elif sample["scores"]:

@@ -1,16 +1,23 @@
-"""The cost of a relaxed rule without a benchmark: the likelihood of its answers, and which tokens it substituted."""
+"""Answers token by token, as target and judge see them: likelihoods, substitutions, and rows of the report's viewer."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from selfjudge.engine.teacher_forced import Sequences, logit_rows, logits_of, teacher_forced
-from selfjudge.models.pair import Pair
+from selfjudge.judge.model import Judge, join_features
+from selfjudge.models.pair import Pair, Prompt
+from selfjudge.tasks.base import Row, join_messages
 from selfjudge.types import Generation
+
+SUBSTITUTION_ANSWERS = 200  # answers of a run that are searched for substitutions
+KEPT_SUBSTITUTIONS = 50
 
 
 @dataclass(frozen=True)
@@ -69,3 +76,81 @@ def count_substitutions(
     )
     text = {i: str(pair.tokenizer.decode([i])) for both in pairs for i in both}
     return [(text[a], text[b], n) for (a, b), n in pairs.most_common()]
+
+
+def find_substitutions(
+    pair: Pair, prompts: Sequence[Prompt], answers: Sequence[Generation]
+) -> list[tuple[str, str, int]]:
+    """(the target's choice, what was accepted instead, how often) in the first answers that have such a token."""
+    chosen = [i for i, answer in enumerate(answers) if "judge" in answer.origins][:SUBSTITUTION_ANSWERS]
+    if not chosen or not pair.target_model.full_precision:
+        return []
+    encoded = pair.encode_many([prompts[i] for i in chosen])
+    seen = compute_likelihoods(pair, [(ids, answers[i].tokens) for ids, i in zip(encoded, chosen, strict=True)])
+    return count_substitutions(pair, [answers[i] for i in chosen], seen)[:KEPT_SUBSTITUTIONS]
+
+
+def make_example_rows(
+    pair: Pair, prompts: Sequence[Prompt], answers: Sequence[Generation], judge: Judge | None
+) -> list[Row]:
+    """One row per answer: prompt, text, and each token's origin, target's choice, probabilities and judge score.
+
+    A target that is quantised or remote gives origins only: the rest needs a pass in full precision.
+    """
+    seen: Sequence[Likelihood | None] = [None] * len(answers)
+    scores: list[list[float | None]] = [[]] * len(answers)
+    if pair.target_model.full_precision:
+        encoded = pair.encode_many(prompts)
+        sequences = [(ids, answer.tokens) for ids, answer in zip(encoded, answers, strict=True)]
+        seen = likelihoods = compute_likelihoods(pair, sequences)
+        scores = _score_answers(pair, judge, sequences, likelihoods)
+    return [
+        {"prompt": join_messages(prompt), "text": answer.text, "tokens": _make_token_rows(pair, answer, *more)}
+        for prompt, answer, *more in zip(prompts, answers, seen, scores, strict=True)
+    ]
+
+
+def _make_token_rows(
+    pair: Pair, answer: Generation, seen: Likelihood | None, judged: Sequence[float | None]
+) -> list[Row]:
+    rows: list[Row] = []
+    cycle = 0
+    for k, (token, origin) in enumerate(zip(answer.tokens, answer.origins, strict=True)):
+        row: Row = {"text": str(pair.tokenizer.decode([token])), "origin": origin}
+        if seen is not None:
+            row |= {
+                "choice": str(pair.tokenizer.decode([seen.choices[k]])),
+                "p": round(math.exp(seen.log_p[k]), 4),
+                "p_choice": round(math.exp(seen.choice_log_p[k]), 4),
+                "judge": judged[k],
+            }
+        rows.append({**row, "cycle": cycle})
+        cycle += origin == "target"
+    return rows
+
+
+@torch.no_grad()
+def _score_answers(
+    pair: Pair, judge: Judge | None, sequences: Sequences, seen: Sequence[Likelihood]
+) -> list[list[float | None]]:
+    """The judge's scores of every token but the last, whose hidden state no pass holds; None without a judge."""
+    scores: list[list[float | None]] = [[None] * len(answer) for _, answer in sequences]
+    if judge is None:
+        return scores
+    for part, hidden in teacher_forced(pair.target_model, sequences):
+        at = 0
+        for i in part:
+            size = len(sequences[i][1])
+            if size > 1:
+                scores[i][:-1] = _score_tokens(judge, hidden[at : at + size].float(), seen[i])
+            at += size
+    return scores
+
+
+def _score_tokens(judge: Judge, hidden: Tensor, seen: Likelihood) -> list[float | None]:
+    """Scores of all tokens but the last. Row k of `hidden` predicts token k; the next row is the state at it."""
+    margins = (torch.tensor(seen.log_p[:-1]) - torch.tensor(seen.choice_log_p[:-1])).to(hidden).clamp_max(0)
+    scores = judge.to(hidden.device).score(join_features(judge.config.features, hidden[1:], margins, hidden[:-1]))
+    if judge.config.margin_limit is not None:
+        scores = torch.where(margins < -judge.config.margin_limit, 0.0, scores)
+    return [round(value, 4) for value in scores.tolist()]

@@ -20,11 +20,10 @@ from typing import Any
 
 from selfjudge.evaluate.answerer import Answerer, TorchAnswerer
 from selfjudge.evaluate.compare import compare_with_exact, find_exact
-from selfjudge.evaluate.config import EvalConfig
+from selfjudge.evaluate.config import EvalConfig, TaskExamples
 from selfjudge.evaluate.consistency import Entails, load_entailment
 from selfjudge.evaluate.execute import Evaluation, Execution
 from selfjudge.evaluate.runs import RuleRun, plan_runs
-from selfjudge.evaluate.task_examples import TaskExamples
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
 from selfjudge.store import RunFolder, keep_settings, provenance, read_json, write_json
@@ -157,7 +156,7 @@ def _provenance(config: EvalConfig, runs: Sequence[RuleRun], file: Path) -> dict
 
 def _warn_unscored(examples: TaskExamples, warn: Warn) -> None:
     """Say how many rows of a user's file have no answer to score by."""
-    if not examples.checkable:
+    if not examples.task.checkable:
         return
     with_answer = sum(examples.task.gold(row) is not None for row in examples.rows)
     if with_answer < len(examples.rows):

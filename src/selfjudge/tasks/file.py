@@ -7,6 +7,7 @@ Rows with neither are decoded like the others and not scored.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 
@@ -41,7 +42,7 @@ class File(Task):
         self.name = f"{FILE}{path}"
         self.path = path
 
-    @property
+    @cached_property
     def checkable(self) -> bool:  # type: ignore[override]
         """Whether any row has an answer or a check."""
         return any(_scorable(row) for row in self.rows("all"))

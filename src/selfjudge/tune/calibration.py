@@ -14,7 +14,7 @@ import numpy as np
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.compare import compute_word_loss
-from selfjudge.evaluate.task_examples import TaskExamples
+from selfjudge.evaluate.config import TaskExamples
 from selfjudge.judge.hub import KEY_DIGITS, prompt_key, read_training_prompts
 from selfjudge.tasks.base import Prompt, Row, join_messages
 from selfjudge.tune.candidates import list_families, split_by_gamma
@@ -54,7 +54,7 @@ class CalibrationPrompt:
     def has_score(self) -> bool:
         """Whether an answer to it is scored: benchmarks score all, a user's file those with an answer or a check."""
         task = self.examples.task
-        return self.gold is not None if self.examples.checkable else bool(task.score(self.row, ""))
+        return self.gold is not None if self.examples.task.checkable else bool(task.score(self.row, ""))
 
 
 def load_calibration(config: TuneConfig, warn: Warn) -> list[CalibrationPrompt]:
@@ -125,7 +125,7 @@ def choose_measure(wanted: str, prompts: Sequence[CalibrationPrompt]) -> LossMea
     if wanted == "overlap" or (wanted == "auto" and not scored):
         return LossMeasure("overlap")
     if wanted == "same_answer":
-        if not all(prompt.examples.checkable for prompt in prompts):
+        if not all(prompt.examples.task.checkable for prompt in prompts):
             raise SelfJudgeError("`measure` same_answer needs prompts whose answers can be found: take overlap")
         return LossMeasure("same_answer")
     if scored < len(prompts):

@@ -2,51 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from selfjudge.evaluate.compare import bootstrap_interval, compute_word_loss
-from selfjudge.evaluate.examples import make_example_rows
 from selfjudge.evaluate.execute import restore_answer
+from selfjudge.evaluate.likelihood import make_example_rows
 from selfjudge.store import measured_on
-from selfjudge.tasks.base import Row
 from selfjudge.tune.calibration import WORDS
 from selfjudge.tune.certify import find_binomial_bound, find_upper_bound
 from selfjudge.tune.job import TuneJob
-from selfjudge.tune.trials import RuleTrial
+from selfjudge.tune.trials import RuleTrial, TuneResult
 
 FORMAT = 1
 POINTS = 200  # points of the capital's course that are kept
-
-
-@dataclass(frozen=True)
-class TuneResult:
-    """All trials, and the one that is chosen; None is `exact`."""
-
-    trials: list[RuleTrial]
-    best: RuleTrial | None
-    gamma: int
-    advantage: float
-    """How much faster than at `gamma` `exact` is at its own best γ, 0 included."""
-    speeds: Sequence[Row]
-    families: Sequence[str]
-    """Families that shared δ."""
-
-    @property
-    def exact_gamma(self) -> int:
-        """γ at which `exact` was fastest; that of the others if nothing was measured."""
-        exact = [row for row in self.speeds if row["rule"] == "exact"]
-        return int(max(exact, key=lambda row: row["tokens_per_second"])["gamma"]) if exact else self.gamma
-
-    def compare_speed(self, trial: RuleTrial | None) -> dict[str, Any]:
-        """A rule's speed over that of `exact` at its own best γ, with its interval."""
-        speed = None if trial is None else trial.speed
-        if speed is None:
-            return {"speed_ratio": None, "speed_ci": None}
-        return {"speed_ratio": speed[0] / self.advantage, "speed_ci": [end / self.advantage for end in speed[1]]}
 
 
 def make_certificate(job: TuneJob, result: TuneResult) -> dict[str, Any]:
@@ -82,13 +52,10 @@ def make_certificate(job: TuneJob, result: TuneResult) -> dict[str, Any]:
         "speeds": list(result.speeds),
         "target_sha256": pair.target_sha256,
         "draft_sha256": pair.draft_sha256,
-        "prompts_sha256": settings["prompts_sha256"],
-        "max_new_tokens": settings["max_new_tokens"],
-        "batch": settings["batch"],
-        "seed": config.seed,
-        "engine": settings["engine"],
-        "dtype": pair.dtype,
-        "draft_dtype": settings["draft_dtype"],
+        **{
+            name: settings[name]
+            for name in ("prompts_sha256", "max_new_tokens", "batch", "seed", "engine", "dtype", "draft_dtype")
+        },
         **measured_on(),
         "stopped": any(trial.stopped for trial in result.trials)
         or (best is not None and len(differences) < best.claim.n),
@@ -165,13 +132,12 @@ def choose_examples(job: TuneJob, best: RuleTrial | None) -> list[dict[str, Any]
     gained = [i for i in order if best.differences[i] < 0][: job.config.examples]
     judge = job.plan(best.rule, best.gamma).rule.judge
     chosen = []
-    for kind, places in (("lost", lost), ("gained", gained)):
-        for i in places:
-            answers = []
-            for rule, sample, own_judge in (("exact", best.exact[i], None), (best.rule, best.samples[i], judge)):
-                (row,) = make_example_rows(job.pair, [job.prompts[i].prompt], [restore_answer(sample)], own_judge)
-                scored = {"rule": rule, "score": sample["score"], "answer": sample["answer"]}
-                answers.append({**scored, "prompt": row["prompt"], "tokens": row["tokens"]})
-            difference = -best.differences[i]
-            chosen.append({"kind": kind, "id": job.prompts[i].id, "difference": difference, "answers": answers})
+    for i in (*lost, *gained):
+        prompt, difference, answers = job.prompts[i], -best.differences[i], []
+        for rule, sample, own_judge in (("exact", best.exact[i], None), (best.rule, best.samples[i], judge)):
+            (row,) = make_example_rows(job.pair, [prompt.prompt], [restore_answer(sample)], own_judge)
+            scored = {"rule": rule, "score": sample["score"], "answer": sample["answer"]}
+            answers.append({**scored, "prompt": row["prompt"], "tokens": row["tokens"]})
+        kind = "lost" if difference < 0 else "gained"
+        chosen.append({"kind": kind, "id": prompt.id, "difference": difference, "answers": answers})
     return chosen

@@ -1,10 +1,11 @@
-"""Trials: calibration prompts decoded under a rule, batch by batch, each once, and tested against `exact`."""
+"""A tuning run: calibration prompts decoded under a rule, batch by batch, each once, and tested against `exact`."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -17,12 +18,13 @@ from selfjudge.store import RunFolder, read_rows, write_rows
 from selfjudge.store.artefacts import PartSample, PartSeal, SpeedSeal
 from selfjudge.tasks.base import Row
 from selfjudge.tune.calibration import CalibrationPrompt
-from selfjudge.tune.candidates import GAMMAS, Family
-from selfjudge.tune.certify import Claim, Decision, decide, estimate_needed_prompts
+from selfjudge.tune.candidates import GAMMAS, Family, RefusedRule
+from selfjudge.tune.certify import Claim, Decision, decide, estimate_needed_prompts, find_fewest_prompts
 from selfjudge.tune.job import TuneJob
-from selfjudge.tune.speeds import Clock
-from selfjudge.types import Generation, default_gamma
+from selfjudge.tune.speeds import Clock, choose_gamma, count_affordable_prompts
+from selfjudge.types import Generation, Notify, default_gamma
 
+Say = Callable[[str], None]
 Speed = tuple[float, Interval]
 """A ratio of speeds and its interval."""
 
@@ -50,8 +52,6 @@ class RuleTrial:
     decision: Decision | None = None
     stopped: bool = False
     """Whether the time was up before the claim was decided."""
-    _speeds: dict[int, Speed | None] = field(default_factory=dict)
-    """Speeds by the number of batches: to resample takes longer than a batch of a tiny model."""
 
     @property
     def tried(self) -> bool:
@@ -66,11 +66,6 @@ class RuleTrial:
         """Ratio of tokens/s, or else of m, to `exact`, with its interval. The first of several batches warms up."""
         if not self.samples:
             return None
-        if (count := len(self.batches)) not in self._speeds:
-            self._speeds[count] = self._compare_speeds()
-        return self._speeds[count]
-
-    def _compare_speeds(self) -> Speed | None:
         if self.times:
             return compare_rates(np.asarray(self._timed_batches, float))
         compared = compare_lengths(self.samples, self.exact)
@@ -79,7 +74,7 @@ class RuleTrial:
     @property
     def slowest(self) -> float:
         """The lower end of its speed over that of `exact`."""
-        return 0.0 if self.speed is None else self.speed[1][0]
+        return speed[1][0] if (speed := self.speed) is not None else 0.0
 
     @property
     def _timed_batches(self) -> list[tuple[int, float, int, float]]:
@@ -125,19 +120,119 @@ class RuleTrial:
 
 
 @dataclass(frozen=True)
-class Trials:
-    """Makes trials, and keeps them: every batch of every rule is a sealed part of the run's folder."""
+class TuneResult:
+    """All trials, and the one that is chosen; None is `exact`."""
 
-    job: TuneJob
-    folder: RunFolder
-    deadline: float
-    """Time of `time.monotonic` after which no batch is begun."""
+    trials: list[RuleTrial]
+    best: RuleTrial | None
+    gamma: int
+    advantage: float
+    """How much faster than at `gamma` `exact` is at its own best γ, 0 included."""
+    speeds: Sequence[Row]
+    families: Sequence[str]
+    """Families that shared δ."""
 
     @property
-    def late(self) -> bool:
-        return time.monotonic() >= self.deadline
+    def exact_gamma(self) -> int:
+        """γ at which `exact` was fastest; that of the others if nothing was measured."""
+        exact = [row for row in self.speeds if row["rule"] == "exact"]
+        return int(max(exact, key=lambda row: row["tokens_per_second"])["gamma"]) if exact else self.gamma
 
-    def test(self, trial: RuleTrial) -> None:
+    def compare_speed(self, trial: RuleTrial | None) -> dict[str, Any]:
+        """A rule's speed over that of `exact` at its own best γ, with its interval."""
+        speed = None if trial is None else trial.speed
+        if speed is None:
+            return {"speed_ratio": None, "speed_ci": None}
+        return {"speed_ratio": speed[0] / self.advantage, "speed_ci": [end / self.advantage for end in speed[1]]}
+
+
+class Tuning:
+    """A run in its folder: γ is chosen, families are tested, the fastest certified rule is taken.
+
+    Every batch of every rule is a sealed part of the folder.
+    """
+
+    def __init__(self, job: TuneJob, folder: RunFolder, notify: Notify, say: Say) -> None:
+        self.job, self.folder, self.notify, self.say = job, folder, notify, say
+        self.deadline = time.monotonic() + 60 * job.minutes  # after it no batch is begun
+
+    def run(self) -> TuneResult:
+        job, config = self.job, self.job.config
+        speeds: list[Row] = []
+        if config.times:
+            self.notify("measuring speeds", 0.0)
+            speeds = self._measure_speeds(job.possible_families)
+        gamma, advantage = choose_gamma(speeds, config.gamma or default_gamma(job.answerer.device))
+        families, refused = job.split_by_gamma(gamma)
+        claim = job.claim(families)
+        self._say_which_fall_away(families, gamma, refused)
+        self._say_if_late(speeds, gamma, claim)
+        trials = self._test_families(families, gamma, claim)
+        best = self._choose_fastest(trials, advantage)
+        trials += [
+            RuleTrial(rule.family, "", rule.rule, gamma, claim, config.times, refused=rule.why) for rule in refused
+        ]
+        return TuneResult(trials, best, gamma, advantage, speeds, [family.name for family in families])
+
+    def _say_which_fall_away(self, families: Sequence[Family], gamma: int, refused: Sequence[RefusedRule]) -> None:
+        """Say which families have no share of δ: γ was chosen on prompts set aside, so that the others may take it."""
+        left = {family.name for family in families}
+        why = {rule.family: rule.why for rule in refused if rule.family not in left}
+        for name, reason in why.items():
+            self.say(f"γ = {gamma}: the family {name} falls away before anything is tested ({reason})")
+
+    def _say_if_late(self, speeds: Sequence[Row], gamma: int, claim: Claim) -> None:
+        """Say so if the time may not suffice to certify anything."""
+        tokens, left = self.job.max_new_tokens, self.deadline - time.monotonic()
+        fewest = find_fewest_prompts(claim.epsilon, claim.delta)
+        affordable = count_affordable_prompts(speeds, gamma, left, tokens)
+        if affordable < fewest:
+            self.say(
+                f"{self.job.minutes:g} minutes may be too few: if answers have {tokens} tokens, about"
+                f" {max(0, int(affordable))} prompts fit, under exact and one rule, and {fewest} are the fewest that"
+                " certify one: resume with --resume and more --minutes"
+            )
+
+    def _test_families(self, families: Sequence[Family], gamma: int, claim: Claim) -> list[RuleTrial]:
+        """All families by turns, a rule of each: when the time is up, all have got about as far.
+
+        In a family none is tried after one that is not certified.
+        """
+        times = self.job.config.times
+        by_family = {
+            family.name: [
+                RuleTrial(family.name, f"{family.name}-{number}", rule, gamma, claim, times)
+                for number, rule in enumerate(family.rules)
+            ]
+            for family in families
+        }
+        done, total = 0, sum(map(len, by_family.values()))
+        for turn in range(max(map(len, by_family.values()))):
+            for trials in by_family.values():
+                if turn < len(trials) and all(trial.certified for trial in trials[:turn]):
+                    self.notify(f"{trials[turn].rule}, γ = {gamma}", done / total)
+                    self._test(trials[turn])
+                done += turn < len(trials)
+        return [trial for trials in by_family.values() for trial in trials]
+
+    def _choose_fastest(self, trials: Sequence[RuleTrial], advantage: float) -> RuleTrial | None:
+        """The certified rule whose speed is most surely above that of `exact`, measured on all prompts; None if none.
+
+        It is chosen by the lower end of its interval, which must lie above `exact` at its own best γ.
+        """
+        certified = [trial for trial in trials if trial.certified]
+        while certified:
+            best = max(certified, key=lambda trial: trial.slowest)
+            if best.slowest <= advantage:
+                return None
+            if len(best.differences) == len(self.job.prompts) or time.monotonic() >= self.deadline:
+                return best
+            self.notify(f"{best.rule} on all prompts", 0.0)
+            while self._decode_next(best):
+                pass
+        return None
+
+    def _test(self, trial: RuleTrial) -> None:
         """Decode until the claim is certified, cannot be any more, or the time is up."""
         while self._decode_next(trial):
             trial.decision = decide(trial.claim, trial.differences)
@@ -145,16 +240,11 @@ class Trials:
                 return
         trial.stopped = len(trial.differences) < len(self.job.prompts)
 
-    def complete(self, trial: RuleTrial) -> None:
-        """Decode what is left, so that the figures of a certified rule are those of all prompts."""
-        while self._decode_next(trial):
-            pass
-
     def _decode_next(self, trial: RuleTrial) -> bool:
         """Decode the trial's next batch, and `exact` on it; False if there is none, or if the time is up."""
         job, number = self.job, len(trial.batches)
         prompts = job.prompts[number * job.batch : (number + 1) * job.batch]
-        if not prompts or self.late:
+        if not prompts or time.monotonic() >= self.deadline:
             return False
         exact, exact_seconds = self._decode("exact", job.plan("exact", trial.gamma), number, prompts)
         run = job.plan(trial.rule, trial.gamma)
@@ -200,7 +290,7 @@ class Trials:
         scores |= dict(zip(others, scored, strict=True))
         return [make_sample(prompt.id, answers[i], scores[i]) for i, prompt in enumerate(prompts)]
 
-    def measure_speeds(self, families: Sequence[Family]) -> list[Row]:
+    def _measure_speeds(self, families: Sequence[Family]) -> list[Row]:
         """Tokens/s on the prompts set aside (`speeds.Clock`), of the middle rule of each family among others.
 
         If another γ takes another engine there is one γ.
