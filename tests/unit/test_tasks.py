@@ -435,6 +435,7 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     assert (one.score(sing, "La"), one.score(capital, "The answer is Rome.")) == ({}, {"accuracy": 1.0})
     assert (one.is_scorable(sing, "La"), one.is_scorable(capital, "Rome")) == (False, True)
     path.write_text('{"prompt": "Sing."}\n')
+    one = load_task(f"file:{path}")
     assert not one.checkable
     assert one.score(one.examples("all")[0], "La") == {}
 

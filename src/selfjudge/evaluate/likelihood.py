@@ -106,7 +106,7 @@ def make_example_rows(
         scores = _score_answers(pair, judge, sequences, likelihoods)
     return [
         {"prompt": join_messages(prompt), "text": answer.text, "tokens": _make_token_rows(pair, answer, *more)}
-        for prompt, answer, *more in zip(prompts, answers, seen, scores, strict=True)
+        for prompt, answer, more in zip(prompts, answers, zip(seen, scores, strict=True), strict=True)
     ]
 
 
