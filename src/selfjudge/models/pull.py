@@ -189,10 +189,10 @@ class _Cache:
             from selfjudge.models.gguf import GgufFile
 
             self.progress("making the draft", 0.8)
-            write, name = (
-                (convert.materialise, "draft") if folder == self.checkpoints else (convert.write_draft, "draft.gguf")
-            )
-            write(self.model.draft, GgufFile(self.file), making / name)
+            if folder == self.checkpoints:
+                convert.materialise(self.model.draft, GgufFile(self.file), making / "draft")
+            else:
+                convert.write_draft(self.model.draft, GgufFile(self.file), making / "draft.gguf")
         if folder == self.checkpoints:
             for model in making.iterdir():
                 shutil.copytree(self.blocks / "tokenizer", model, dirs_exist_ok=True)

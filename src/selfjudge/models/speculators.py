@@ -109,7 +109,9 @@ def _read_config(record: PublicHead, folder: Path, target: PreTrainedModel) -> E
         raise SelfJudgeError(f"{file}: a draft of type {kind!r} cannot be used: only eagle3")
     shape = conform(record.get("transformer_layer_config", record), HeadShape, file)
     eagle = record.get("eagle_config") or {}
-    options = {key: value for said in (shape, record, eagle) for key, value in said.items() if value is not None}
+    options: dict[str, Any] = {
+        key: value for said in (shape, record, eagle) for key, value in said.items() if value is not None
+    }
     width, heads = shape["hidden_size"], shape["num_attention_heads"]
     for key, ours in {**_FIXED, "target_hidden_size": width}.items():
         if (value := options.get(key, ours)) != ours:
