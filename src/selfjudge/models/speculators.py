@@ -101,7 +101,7 @@ def read_public(folder: Path, target: PreTrainedModel) -> EagleHead:
     return head.eval().requires_grad_(False)
 
 
-def _read_config(record: PublicHead, folder: Path, target: PreTrainedModel) -> EagleConfig:
+def _read_config(record: dict[str, Any], folder: Path, target: PreTrainedModel) -> EagleConfig:
     """The shape of a head; one that ours cannot have is refused."""
     file = folder / "config.json"
     kind = record.get("speculators_model_type", "eagle3")
