@@ -22,7 +22,8 @@ from selfjudge.cli.main import app
 from selfjudge.cli.options import config_options
 from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
-from selfjudge.evaluate import PRESETS, Preset, ReproduceConfig, reproduce_paper
+from selfjudge.evaluate import ReproduceConfig, reproduce_paper
+from selfjudge.evaluate.presets import PRESETS, Preset
 from selfjudge.evaluate.reproduce import train_judges
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
@@ -125,12 +126,11 @@ def test_names_stand_between_commas_or_are_given_one_by_one() -> None:
         found.append(config)
 
     for tasks in (["--tasks", "arithmetic, gsm8k"], ["--tasks", "arithmetic", "--tasks", "gsm8k"]):
-        given = [*tasks, "--prompts", "self:3", "--prompts", "arithmetic:4", "--calibrate-prompts", "7"]
+        given = [*tasks, "--prompts", "self:3", "--prompts", "arithmetic:4"]
         assert CliRunner().invoke(program, given).exit_code == 0
     assert found[0] == found[1]
     assert found[0].tasks == ("arithmetic", "gsm8k")
     assert found[0].choose_preset().prompts == ("self:3", "arithmetic:4")
-    assert found[0].choose_preset().calibrate_prompts == 7
 
 
 def test_reproduce_goes_from_labels_to_a_page_and_keeps_what_is_done(

@@ -18,7 +18,7 @@ from runs import random_judges
 from selfjudge.decoding.rules import Judged, TopK
 from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
-from selfjudge.evaluate import EvalConfig, answerer, evaluate_rules
+from selfjudge.evaluate import EvalConfig, evaluate_rules, execute
 from selfjudge.judge.model import Judge
 from selfjudge.models.gguf import open_model
 from selfjudge.models.loaded import Target
@@ -156,7 +156,7 @@ def test_what_was_interrupted_goes_on_to_the_same_summary(
             raise KeyboardInterrupt
         return generate(*given, **options)
 
-    monkeypatch.setattr(answerer, "generate", dies)
+    monkeypatch.setattr(execute, "generate", dies)
     with pytest.raises(KeyboardInterrupt):
         evaluated(tiny_pair, tmp_path / "torn", asked, rules, (3,), judges)
     assert not (tmp_path / "torn" / "file:mine" / "judged:0.4@mine-g3" / "summary.json").exists()

@@ -15,7 +15,7 @@ from fake_certificate import certificate, example, recipe_folder
 from runs import content, prompts_file, random_judges
 from selfjudge.cli import main as cli
 from selfjudge.errors import SelfJudgeError
-from selfjudge.evaluate.answerer import TorchAnswerer
+from selfjudge.evaluate.execute import TorchAnswerer
 from selfjudge.models.pair import Pair
 from selfjudge.report.certificate import certificate_page
 from selfjudge.tune.config import TuneConfig

@@ -18,11 +18,10 @@ from selfjudge.decoding.rules import Exact, Judged, TopK
 from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate import EvalConfig
-from selfjudge.evaluate.answerer import TorchAnswerer
 from selfjudge.evaluate.compare import bootstrap_interval, compare_lengths, compute_overlap
 from selfjudge.evaluate.config import TaskExamples, make_label
 from selfjudge.evaluate.consistency import load_classifier, make_proxy, measure_consistency, split_sentences
-from selfjudge.evaluate.execute import Evaluation, Execution
+from selfjudge.evaluate.execute import Evaluation, Execution, TorchAnswerer
 from selfjudge.evaluate.likelihood import make_example_rows
 from selfjudge.evaluate.pipeline import _warn_learnt
 from selfjudge.evaluate.runs import RuleRun, plan_runs

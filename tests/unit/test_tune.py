@@ -32,8 +32,7 @@ from selfjudge.tune.calibration import (
     load_calibration,
     refuse_learnt,
 )
-from selfjudge.tune.candidates import FAMILIES, list_families, split_by_gamma
-from selfjudge.tune.config import TuneConfig
+from selfjudge.tune.config import FAMILIES, TuneConfig, list_families, split_by_gamma
 from selfjudge.tune.recipe import Recipe
 
 JUDGE = JudgeConfig(hidden_size=4, quality_curve=((0.5, 0.2), (0.9, 0.6), (0.95, 0.6), (0.98, 1.0)))
@@ -79,9 +78,9 @@ def test_a_family_that_does_not_work_with_gamma_falls_away_before_delta_is_share
     families = list_families(FAMILIES, JUDGE)
     kept, refused = split_by_gamma(families, 2, JUDGE)
     assert [family.name for family in kept] == ["margin", "priced", "judged", "topk"]
-    assert {rule.family for rule in refused} == {"fly"}
-    assert {rule.rule for rule in refused} == set(families[3].rules)
-    assert "needs `gamma` > 2, not 2" in refused[0].why
+    assert {family for family, _, _ in refused} == {"fly"}
+    assert {rule for _, rule, _ in refused} == set(families[3].rules)
+    assert "needs `gamma` > 2, not 2" in refused[0][2]
     assert split_by_gamma(families, 3, JUDGE) == (families, [])
     with pytest.raises(SelfJudgeError, match="needs `gamma` > 2"):
         split_by_gamma(list_families(["fly"], None), 2, None)

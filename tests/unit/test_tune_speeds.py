@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.decoding.rules import AcceptanceRule
-from selfjudge.evaluate.answerer import Answerer, BatchOptions
+from selfjudge.evaluate.execute import Answerer
 from selfjudge.evaluate.runs import RuleRun, plan_runs
 from selfjudge.tune.speeds import Clock, choose_gamma, count_accepted_drafts, count_affordable_prompts
 
@@ -49,13 +49,12 @@ class Drafting(Answerer):
     def __init__(self) -> None:
         self.asked: list[tuple[str, int]] = []
 
-    def answer(self, prompts: Sequence[Any], rule: AcceptanceRule, options: BatchOptions) -> Any:
-        gamma = options.gamma
+    def answer(self, prompts: Sequence[Any], rule: AcceptanceRule, gamma: int, max_new_tokens: int, seeds: Any) -> Any:
         self.asked.append((rule.name, gamma))
         rng, answers, passes = np.random.default_rng(0), [], 0
         for _ in prompts:
             origins = ["target"]
-            while len(origins) < options.max_new_tokens:
+            while len(origins) < max_new_tokens:
                 stood = int(rng.geometric(1 - self.stands(rule)) - 1)
                 origins += ["draft"] * min(stood, gamma) + ["target"]
                 passes += 1
@@ -108,8 +107,8 @@ def test_answers_are_timed_long_enough_for_their_device(device: str, limit: int,
     asked: list[int] = []
     answers = [SimpleNamespace(tokens=(1, 2), origins=["target"] * 2)]
 
-    def answer(prompts: Any, rule: Any, options: BatchOptions) -> Any:
-        asked.append(options.max_new_tokens)
+    def answer(prompts: Any, rule: Any, gamma: int, max_new_tokens: int, seeds: Any) -> Any:
+        asked.append(max_new_tokens)
         return answers, {"total": 1.0}
 
     clock = Clock(cast(Any, SimpleNamespace(device=device, answer=answer)), ["a prompt"], plan, limit)

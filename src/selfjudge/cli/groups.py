@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from selfjudge.decoding.rules import AcceptanceRule
     from selfjudge.decoding.sampling import Sampling
-    from selfjudge.evaluate.answerer import Answerer
+    from selfjudge.evaluate.execute import Answerer
     from selfjudge.models.pair import Pair
 
 RECIPE_IS_COMPLETE = (

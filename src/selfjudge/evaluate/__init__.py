@@ -7,12 +7,7 @@ from selfjudge.types import lazy_exports
 if TYPE_CHECKING:
     from selfjudge.evaluate.config import EvalConfig as EvalConfig
     from selfjudge.evaluate.pipeline import evaluate_rules as evaluate_rules
-    from selfjudge.evaluate.presets import (
-        PAPER_PAIRS as PAPER_PAIRS,
-        PRESETS as PRESETS,
-        Preset as Preset,
-        ReproduceConfig as ReproduceConfig,
-    )
+    from selfjudge.evaluate.presets import ReproduceConfig as ReproduceConfig
     from selfjudge.evaluate.reproduce import reproduce_paper as reproduce_paper
 
 __getattr__, __dir__, __all__ = lazy_exports(
@@ -20,7 +15,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "config": ["EvalConfig"],
         "pipeline": ["evaluate_rules"],
-        "presets": ["PAPER_PAIRS", "PRESETS", "Preset", "ReproduceConfig"],
+        "presets": ["ReproduceConfig"],
         "reproduce": ["reproduce_paper"],
     },
 )

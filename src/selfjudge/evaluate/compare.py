@@ -149,8 +149,3 @@ def _middle(values: Sequence[float]) -> Interval:
 def compute_overlap(a: str, b: str) -> float:
     """The share of words that two texts have in common, in order."""
     return SequenceMatcher(None, a.split(), b.split(), autojunk=False).ratio()
-
-
-def compute_word_loss(exact: str, text: str) -> float:
-    """The share of words that a text does not have in common with that of `exact`: D where overlap is the measure."""
-    return 1.0 - compute_overlap(exact, text)

@@ -1,8 +1,10 @@
-"""One run on one task: decode and score part by part, then write samples, examples and the summary."""
+"""Who answers prompts under a rule; and one run on one task: its parts, samples, examples and summary."""
 
 from __future__ import annotations
 
 import shutil
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,16 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from selfjudge.decoding.text import row_seed
-from selfjudge.engine.select import PairEngines
+from selfjudge.decoding.rules import AcceptanceRule
+from selfjudge.decoding.text import generate, row_seed
+from selfjudge.engine.select import PairEngines, choose_kind
 from selfjudge.errors import SelfJudgeError
-from selfjudge.evaluate.answerer import Answerer, BatchOptions
 from selfjudge.evaluate.compare import SAMPLES, bootstrap_interval, read_samples
 from selfjudge.evaluate.config import EvalConfig, TaskExamples
 from selfjudge.evaluate.consistency import Entails, measure_consistency
 from selfjudge.evaluate.likelihood import find_substitutions, make_example_rows
 from selfjudge.evaluate.runs import RuleRun
-from selfjudge.models.pair import Pair
+from selfjudge.models.pair import Pair, Prompt
 from selfjudge.store import RunFolder, measured_on, read_json, read_rows, write_json, write_rows
 from selfjudge.store.artefacts import FinishedSummary, PartSample, PartSeal
 from selfjudge.tasks.base import Row, Task
@@ -32,6 +34,59 @@ NOT_COMPARED: Mapping[str, Any] = {
 }  # fmt: skip
 """The fields that a comparison with `exact` fills in."""
 _ORIGINS = {"d": "draft", "j": "judge", "t": "target"}
+Answers = tuple[list[Generation], dict[str, float]]
+"""The answers to prompts, in their order, and the seconds by phase with their `total`."""
+
+
+class Answerer(ABC):
+    """Answers prompts that one rule decodes together."""
+
+    engine: str
+    """Name of what runs the models."""
+    one_gamma = False
+    """Whether another γ takes another start of the engine: then γ is not measured."""
+
+    @property
+    @abstractmethod
+    def device(self) -> str:
+        """cuda, mps or cpu."""
+
+    @abstractmethod
+    def answer(
+        self, prompts: Sequence[Prompt], rule: AcceptanceRule, gamma: int, max_new_tokens: int, seeds: Sequence[int]
+    ) -> Answers:
+        """The answers of all prompts; each has a seed, for rules that draw at random."""
+
+
+class TorchAnswerer(Answerer):
+    """Answers with our own decoding loop."""
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair = pair
+        self.engine = choose_kind(pair.target_model, int8=pair.target_model.int8)
+
+    @property
+    def device(self) -> str:
+        return str(self.pair.target.device.type)
+
+    def answer(
+        self, prompts: Sequence[Prompt], rule: AcceptanceRule, gamma: int, max_new_tokens: int, seeds: Sequence[int]
+    ) -> Answers:
+        start = time.perf_counter()
+        answers = generate(
+            self.pair,
+            prompts,
+            rule,
+            gamma=gamma,
+            max_new_tokens=max_new_tokens,
+            batch=len(prompts),
+            seeds=seeds,
+            trace=False,
+        )
+        total = time.perf_counter() - start
+        # the last to end took part in all passes
+        phases = {phase: max(answer.seconds[phase] for answer in answers) for phase in PHASES}
+        return answers, {**phases, "total": total}
 
 
 @dataclass(frozen=True)
@@ -87,11 +142,11 @@ class Execution:
         starts = range(0, len(rows), self.batch)
         return {f"part-{number:05d}": rows[start : start + self.batch] for number, start in enumerate(starts)}
 
-    def _answer(self, rows: Sequence[Row]) -> tuple[list[Generation], dict[str, float]]:
+    def _answer(self, rows: Sequence[Row]) -> Answers:
         """The answers of a part and its seconds by phase. A row's seed does not depend on the part it is in."""
         seeds = [row_seed(self.config.seed, self.examples.places[row["id"]]) for row in rows]
-        options = BatchOptions(self.run.gamma, self.max_new_tokens, seeds)
-        return self.answerer.answer([self.task.prompt(row) for row in rows], self.run.rule, options)
+        prompts = [self.task.prompt(row) for row in rows]
+        return self.answerer.answer(prompts, self.run.rule, self.run.gamma, self.max_new_tokens, seeds)
 
     def _score(self, rows: Sequence[Row], answers: Sequence[Generation]) -> list[Row]:
         """A sample for every example."""

@@ -18,11 +18,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from selfjudge.evaluate.answerer import Answerer, TorchAnswerer
 from selfjudge.evaluate.compare import compare_with_exact, find_exact
 from selfjudge.evaluate.config import EvalConfig, TaskExamples
 from selfjudge.evaluate.consistency import Entails, load_entailment
-from selfjudge.evaluate.execute import Evaluation, Execution
+from selfjudge.evaluate.execute import Answerer, Evaluation, Execution, TorchAnswerer
 from selfjudge.evaluate.runs import RuleRun, plan_runs
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair

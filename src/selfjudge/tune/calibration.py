@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.evaluate.compare import compute_word_loss
+from selfjudge.evaluate.compare import compute_overlap
 from selfjudge.evaluate.config import TaskExamples
 from selfjudge.judge.hub import KEY_DIGITS, prompt_key, read_training_prompts
 from selfjudge.tasks.base import Prompt, Row, join_messages
-from selfjudge.tune.candidates import list_families, split_by_gamma
 from selfjudge.tune.certify import check_prompt_count
-from selfjudge.tune.config import CPU_BATCH, CUDA_BATCH, TuneConfig
+from selfjudge.tune.config import CPU_BATCH, CUDA_BATCH, TuneConfig, list_families, split_by_gamma
 from selfjudge.types import Warn
 
 if TYPE_CHECKING:
@@ -166,6 +165,6 @@ class LossMeasure:
         if self.name == "score":
             return float(exact["score"] - sample["score"])
         if self.name == "overlap":
-            return compute_word_loss(exact["text"], sample["text"])
+            return 1.0 - compute_overlap(exact["text"], sample["text"])
         both_missing = exact["answer"] is None and sample["answer"] is None
         return 0.0 if both_missing or prompt.examples.task.same(prompt.row, exact["answer"], sample["answer"]) else 1.0

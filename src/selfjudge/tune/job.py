@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from selfjudge.engine.select import PairEngines
-from selfjudge.evaluate.answerer import Answerer
+from selfjudge.evaluate.execute import Answerer
 from selfjudge.evaluate.runs import RuleRun, plan_runs
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
@@ -21,7 +21,6 @@ from selfjudge.tune.calibration import (
     load_calibration,
     refuse_learnt,
 )
-from selfjudge.tune.candidates import FAMILIES, Family, RefusedRule, list_families, split_by_gamma
 from selfjudge.tune.certify import (
     Claim,
     check_prompt_count,
@@ -30,7 +29,17 @@ from selfjudge.tune.certify import (
     find_fewest_prompts,
     simulate_power,
 )
-from selfjudge.tune.config import CPU_BATCH, CUDA_BATCH, TuneConfig
+from selfjudge.tune.config import (
+    CPU_BATCH,
+    CUDA_BATCH,
+    FAMILIES,
+    FILE_TOKENS,
+    Family,
+    RefusedRule,
+    TuneConfig,
+    list_families,
+    split_by_gamma,
+)
 from selfjudge.types import Warn
 
 CPU_MINUTES = 12.0
@@ -88,7 +97,8 @@ class TuneJob:
 
     @property
     def max_new_tokens(self) -> int:
-        return self.config.answer_tokens([prompt.examples.task for prompt in self.prompts])
+        own = FILE_TOKENS if self.config.prompts is not None else max(p.examples.task.new_tokens for p in self.prompts)
+        return self.config.max_new_tokens or own
 
     def plan(self, rule: str, gamma: int) -> RuleRun:
         """The run of a rule at a γ; refused if the two do not fit."""

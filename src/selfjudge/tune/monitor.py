@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.evaluate.compare import compute_word_loss
+from selfjudge.evaluate.compare import compute_overlap
 from selfjudge.tune.certify import Claim, compute_log_capital
 from selfjudge.tune.recipe import Recipe
 
@@ -111,7 +111,7 @@ def watch(recipe: Recipe | None, keep_in: Path | None = None) -> Monitor:
 
 def compute_loss(exact: str, shown: str) -> float:
     """D of a live request, by the first words of both answers."""
-    return compute_word_loss(*(" ".join(text.split()[:WORDS]) for text in (exact, shown)))
+    return 1.0 - compute_overlap(*(" ".join(text.split()[:WORDS]) for text in (exact, shown)))
 
 
 def keep(path: Path, row: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.errors import SelfJudgeError
-from selfjudge.evaluate.answerer import Answerer, BatchOptions
+from selfjudge.evaluate.execute import Answerer
 from selfjudge.evaluate.runs import RuleRun
 from selfjudge.tasks.base import Prompt, Row
 from selfjudge.types import Origin
@@ -92,8 +92,9 @@ class Clock:
             return None
         most = most or TIMED_TOKENS.get(self.answerer.device, TIMED_TOKENS["cpu"])
         for _ in range(2 if self.answerer.device == "cuda" else 1):
-            options = BatchOptions(gamma, min(most, self.max_new_tokens))
-            answers, seconds = self.answerer.answer(self.prompts, rule, options)
+            answers, seconds = self.answerer.answer(
+                self.prompts, rule, gamma, min(most, self.max_new_tokens), range(len(self.prompts))
+            )
         accepted = [count for answer in answers for count in count_accepted_drafts(answer.origins)]
         return Timing(gamma, sum(len(answer.tokens) for answer in answers) / seconds["total"], accepted)
 

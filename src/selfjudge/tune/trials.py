@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from selfjudge.decoding.text import row_seed
-from selfjudge.evaluate.answerer import BatchOptions
 from selfjudge.evaluate.compare import Interval, compare_lengths, compare_rates
 from selfjudge.evaluate.execute import make_sample
 from selfjudge.evaluate.runs import RuleRun
@@ -18,8 +17,8 @@ from selfjudge.store import RunFolder, read_rows, write_rows
 from selfjudge.store.artefacts import PartSample, PartSeal, SpeedSeal
 from selfjudge.tasks.base import Row
 from selfjudge.tune.calibration import CalibrationPrompt
-from selfjudge.tune.candidates import GAMMAS, Family, RefusedRule
 from selfjudge.tune.certify import Claim, Decision, decide, estimate_needed_prompts, find_fewest_prompts
+from selfjudge.tune.config import GAMMAS, Family, RefusedRule
 from selfjudge.tune.job import TuneJob
 from selfjudge.tune.speeds import Clock, choose_gamma, count_affordable_prompts
 from selfjudge.types import Generation, Notify, default_gamma
@@ -170,15 +169,14 @@ class Tuning:
         trials = self._test_families(families, gamma, claim)
         best = self._choose_fastest(trials, advantage)
         trials += [
-            RuleTrial(rule.family, "", rule.rule, gamma, claim, config.times, refused=rule.why) for rule in refused
+            RuleTrial(family, "", rule, gamma, claim, config.times, refused=why) for family, rule, why in refused
         ]
         return TuneResult(trials, best, gamma, advantage, speeds, [family.name for family in families])
 
     def _say_which_fall_away(self, families: Sequence[Family], gamma: int, refused: Sequence[RefusedRule]) -> None:
         """Say which families have no share of δ: γ was chosen on prompts set aside, so that the others may take it."""
         left = {family.name for family in families}
-        why = {rule.family: rule.why for rule in refused if rule.family not in left}
-        for name, reason in why.items():
+        for name, reason in {family: why for family, _, why in refused if family not in left}.items():
             self.say(f"γ = {gamma}: the family {name} falls away before anything is tested ({reason})")
 
     def _say_if_late(self, speeds: Sequence[Row], gamma: int, claim: Claim) -> None:
@@ -272,8 +270,8 @@ class Tuning:
         if seal is None:
             start = number * job.batch
             seeds = [row_seed(job.config.seed, start + i) for i in range(len(prompts))]
-            options = BatchOptions(run.gamma, job.max_new_tokens, seeds)
-            answers, seconds = job.answerer.answer([prompt.prompt for prompt in prompts], run.rule, options)
+            texts = [prompt.prompt for prompt in prompts]
+            answers, seconds = job.answerer.answer(texts, run.rule, run.gamma, job.max_new_tokens, seeds)
             write_rows(file, self._score(prompts, answers, exact))
             seal = self.folder.seal(name, [f"work/{file.name}"], run.identity, seconds=seconds)
         return list(read_rows(file, PartSample)), seal["seconds"]["total"]

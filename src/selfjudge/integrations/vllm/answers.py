@@ -17,7 +17,7 @@ from typing import Any
 from selfjudge.decoding.rule_parser import rule_text
 from selfjudge.decoding.rules import AcceptanceRule, Judged
 from selfjudge.errors import SelfJudgeError
-from selfjudge.evaluate.answerer import Answerer, Answers, BatchOptions
+from selfjudge.evaluate.execute import Answerer, Answers
 from selfjudge.integrations.vllm.config import KEY, WORKER
 from selfjudge.integrations.vllm.serve import PairEngine, speculation
 from selfjudge.judge.model import Judge
@@ -45,16 +45,18 @@ class VllmAnswerer(Answerer):
     def close(self) -> None:
         self._engine.close()
 
-    def answer(self, prompts: Sequence[Prompt], rule: AcceptanceRule, options: BatchOptions) -> Answers:
+    def answer(
+        self, prompts: Sequence[Prompt], rule: AcceptanceRule, gamma: int, max_new_tokens: int, seeds: Sequence[int]
+    ) -> Answers:
         """Greedy answers; seeds are for rules that vLLM does not take."""
         from vllm.sampling_params import RequestOutputKind
 
         extra = {KEY: request_options(rule)}
-        more = {"logprobs": 0, "output_kind": RequestOutputKind.DELTA, "extra_args": extra if options.gamma else None}
-        engine = self._start(options.gamma, rule.judge).llm_engine
+        more = {"logprobs": 0, "output_kind": RequestOutputKind.DELTA, "extra_args": extra if gamma else None}
+        engine = self._start(gamma, rule.judge).llm_engine
         encoded = self.pair.encode_many(prompts)
-        limit, eos_ids = options.max_new_tokens, self.pair.eos_ids
-        params = [self._engine.sampling_params(ids, limit, eos_ids, **more) for ids in encoded]
+        eos_ids = self.pair.eos_ids
+        params = [self._engine.sampling_params(ids, max_new_tokens, eos_ids, **more) for ids in encoded]
         answers = {str(i): PartialAnswer(len(ids)) for i, ids in enumerate(encoded)}
         start = time.perf_counter()
         for name, ids, own in zip(answers, encoded, params, strict=True):
