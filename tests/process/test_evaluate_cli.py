@@ -126,11 +126,12 @@ def test_names_stand_between_commas_or_are_given_one_by_one() -> None:
         found.append(config)
 
     for tasks in (["--tasks", "arithmetic, gsm8k"], ["--tasks", "arithmetic", "--tasks", "gsm8k"]):
-        given = [*tasks, "--prompts", "self:3", "--prompts", "arithmetic:4"]
+        given = [*tasks, "--prompts", "self:3", "--prompts", "arithmetic:4", "--calibrate-prompts", "7"]
         assert CliRunner().invoke(program, given).exit_code == 0
     assert found[0] == found[1]
     assert found[0].tasks == ("arithmetic", "gsm8k")
     assert found[0].choose_preset().prompts == ("self:3", "arithmetic:4")
+    assert found[0].choose_preset().calibrate_prompts == 7
 
 
 def test_reproduce_goes_from_labels_to_a_page_and_keeps_what_is_done(

@@ -19,12 +19,11 @@ from selfjudge.decoding.text import generate
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate import EvalConfig
 from selfjudge.evaluate.compare import bootstrap_interval, compare_lengths, compute_overlap
-from selfjudge.evaluate.config import TaskExamples, make_label
+from selfjudge.evaluate.config import RuleRun, TaskExamples, make_label, plan_runs
 from selfjudge.evaluate.consistency import load_classifier, make_proxy, measure_consistency, split_sentences
 from selfjudge.evaluate.execute import Evaluation, Execution, TorchAnswerer
 from selfjudge.evaluate.likelihood import make_example_rows
 from selfjudge.evaluate.pipeline import _warn_learnt
-from selfjudge.evaluate.runs import RuleRun, plan_runs
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair

@@ -13,8 +13,8 @@ from hypothesis import given, strategies as st
 
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.decoding.rules import AcceptanceRule
+from selfjudge.evaluate.config import RuleRun, plan_runs
 from selfjudge.evaluate.execute import Answerer
-from selfjudge.evaluate.runs import RuleRun, plan_runs
 from selfjudge.tune.speeds import Clock, choose_gamma, count_accepted_drafts, count_affordable_prompts
 
 

@@ -177,7 +177,7 @@ def report(
 
 def _check_rules(config: EvalConfig, models: PairOptions, sources: dict[str, str]) -> None:
     """Refuse rules that cannot work, from their texts and the judges' configs alone."""
-    from selfjudge.evaluate.runs import plan_runs
+    from selfjudge.evaluate.config import plan_runs
 
     judges: Any = {name: JudgeConfig.from_pretrained(source) for name, source in sources.items()}
     for judge in judges.values():
@@ -189,7 +189,7 @@ def _check_rules(config: EvalConfig, models: PairOptions, sources: dict[str, str
 
 def _judges(given: list[str] | None, models: PairOptions, config: EvalConfig) -> dict[str, str]:
     """Judges by name, as folders or hub ids: the given ones, else the pair's own where a rule needs one."""
-    from selfjudge.evaluate.runs import needs_judge
+    from selfjudge.evaluate.config import needs_judge
 
     judged = any(needs_judge(rule) for rule in config.choose_rules(True))
     if not given and judged and models.shipped_judge:

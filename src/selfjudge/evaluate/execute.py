@@ -17,10 +17,9 @@ from selfjudge.decoding.text import generate, row_seed
 from selfjudge.engine.select import PairEngines, choose_kind
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.compare import SAMPLES, bootstrap_interval, read_samples
-from selfjudge.evaluate.config import EvalConfig, TaskExamples
+from selfjudge.evaluate.config import EvalConfig, RuleRun, TaskExamples
 from selfjudge.evaluate.consistency import Entails, measure_consistency
 from selfjudge.evaluate.likelihood import find_substitutions, make_example_rows
-from selfjudge.evaluate.runs import RuleRun
 from selfjudge.models.pair import Pair, Prompt
 from selfjudge.store import RunFolder, measured_on, read_json, read_rows, write_json, write_rows
 from selfjudge.store.artefacts import FinishedSummary, PartSample, PartSeal

@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from selfjudge.evaluate.compare import compare_with_exact, find_exact
-from selfjudge.evaluate.config import EvalConfig, TaskExamples
+from selfjudge.evaluate.config import EvalConfig, RuleRun, TaskExamples, plan_runs
 from selfjudge.evaluate.consistency import Entails, load_entailment
 from selfjudge.evaluate.execute import Answerer, Evaluation, Execution, TorchAnswerer
-from selfjudge.evaluate.runs import RuleRun, plan_runs
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
 from selfjudge.store import RunFolder, keep_settings, provenance, read_json, write_json

@@ -111,6 +111,9 @@ class ReproduceConfig:
     max_new_tokens: int | None = setting(
         None, "Maximum new tokens of an answer, labelled or evaluated, instead of the preset's.", minimum=1
     )
+    calibrate_prompts: int | None = setting(
+        None, "Prompts to find τ with, if none ships with the pair, instead of the preset's number.", minimum=1
+    )
     batch: int | None = setting(None, "Prompts at a time; as label and eval choose if not given.", minimum=1)
     nli: str = setting(
         "auto", "Factual consistency of summaries: an NLI model, proxy (the target itself), off, or auto."
@@ -144,4 +147,5 @@ class ReproduceConfig:
             limit=self.limit or preset.limit,
             label_tokens=self.max_new_tokens or preset.label_tokens,
             eval_tokens=self.max_new_tokens or preset.eval_tokens,
+            calibrate_prompts=self.calibrate_prompts or preset.calibrate_prompts,
         )

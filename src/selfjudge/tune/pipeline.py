@@ -26,10 +26,9 @@ from selfjudge.models.pair import Pair
 from selfjudge.report.certificate import certificate_markdown, certificate_page
 from selfjudge.store import RunFolder, measured_on, write_json, write_text
 from selfjudge.store.artefacts import RecipeFile
-from selfjudge.tune.calibration import WORDS
+from selfjudge.tune.calibration import WORDS, TuneJob
 from selfjudge.tune.certify import find_binomial_bound, find_upper_bound
 from selfjudge.tune.config import FREE, TuneConfig
-from selfjudge.tune.job import TuneJob
 from selfjudge.tune.recipe import CERTIFICATE, JUDGE, RECIPE, Recipe, make_recipe
 from selfjudge.tune.trials import RuleTrial, Say, TuneResult, Tuning
 from selfjudge.types import Notify, Warn

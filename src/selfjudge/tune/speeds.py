@@ -15,8 +15,8 @@ import numpy as np
 
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.errors import SelfJudgeError
+from selfjudge.evaluate.config import RuleRun
 from selfjudge.evaluate.execute import Answerer
-from selfjudge.evaluate.runs import RuleRun
 from selfjudge.tasks.base import Prompt, Row
 from selfjudge.types import Origin
 

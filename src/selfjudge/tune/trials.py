@@ -11,15 +11,14 @@ import numpy as np
 
 from selfjudge.decoding.text import row_seed
 from selfjudge.evaluate.compare import Interval, compare_lengths, compare_rates
+from selfjudge.evaluate.config import RuleRun
 from selfjudge.evaluate.execute import make_sample
-from selfjudge.evaluate.runs import RuleRun
 from selfjudge.store import RunFolder, read_rows, write_rows
 from selfjudge.store.artefacts import PartSample, PartSeal, SpeedSeal
 from selfjudge.tasks.base import Row
-from selfjudge.tune.calibration import CalibrationPrompt
+from selfjudge.tune.calibration import CalibrationPrompt, TuneJob
 from selfjudge.tune.certify import Claim, Decision, decide, estimate_needed_prompts, find_fewest_prompts
 from selfjudge.tune.config import GAMMAS, Family, RefusedRule
-from selfjudge.tune.job import TuneJob
 from selfjudge.tune.speeds import Clock, choose_gamma, count_affordable_prompts
 from selfjudge.types import Generation, Notify, default_gamma
 
