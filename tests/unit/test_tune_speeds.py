@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,7 +14,7 @@ from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.evaluate.config import RuleRun, plan_runs
 from selfjudge.evaluate.execute import Answerer
-from selfjudge.tune.speeds import Clock, choose_gamma, count_accepted_drafts, count_affordable_prompts
+from selfjudge.tune.speeds import Clock, choose_gamma, count_accepted_drafts
 
 
 def plan(rule: str, gamma: int) -> RuleRun:
@@ -36,8 +35,6 @@ def test_gamma_is_where_relaxed_rules_are_fastest_and_exact_is_compared_at_its_o
     assert choose_gamma([*speeds[:3], speed("fly:0.2,2", 4, 120)], 3)[0] == 4  # unless there is none but such
     assert choose_gamma([], 3) == (3, 1.0)
     assert choose_gamma([speed("plain", 0, 150), *speeds[1:]], 3) == (4, pytest.approx(1.5))  # exact with γ = 0
-    assert count_affordable_prompts(speeds, 4, 60, 300) == 10  # 100 tokens/s, 300 tokens twice
-    assert count_affordable_prompts([], 4, 60, 300) == math.inf
 
 
 class Drafting(Answerer):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,11 +124,14 @@ class Execution:
         self._drop_parts()
         return True
 
-    def answer_rows(self, notify: Callable[[float], None]) -> None:
-        """Answer and score all prompts, a part at a time, then write samples, examples and, last, the summary."""
+    def answer_rows(self) -> Iterator[float]:
+        """Answer and score all prompts, a part at a time, then write samples, examples and, last, the summary.
+
+        Yields the share that is done before each part.
+        """
         parts = self.parts()
         for number, (name, rows) in enumerate(parts.items()):
-            notify(number / len(parts))
+            yield number / len(parts)
             if self.parts_folder.sealed(name, self.run.identity, PartSeal) is None:
                 answers, seconds = self._answer(rows)
                 write_rows(self.folder / "work" / f"{name}.jsonl", self._score(rows, answers))

@@ -72,39 +72,27 @@ def evaluate_rules(
             keep_settings(out / examples.label / "task.json", _identify(examples, nli))
             _warn_unscored(examples, warn)
             _warn_learnt(examples, runs, warn)
-
-            def notify_task(stage: str, share: float, number: int = number) -> None:
-                notify(stage, (number + share) / len(tasks))
-
-            summaries += _evaluate_task(evaluation, examples, runs, notify_task, warn)
+            executions = [Execution(evaluation, examples, run) for run in runs]
+            for turn, execution in enumerate(executions, number * len(runs)):
+                if not execution.done:
+                    stage = f"{examples.label}, {execution.run.folder}"
+                    for share in execution.answer_rows():
+                        notify(stage, (turn + share) / (len(tasks) * len(runs)))
+                summaries.append(_compare(execution, warn))
+            if evaluation.config.compact:
+                for execution in executions:
+                    execution.compact()
         return summaries
 
 
-def _evaluate_task(
-    evaluation: Evaluation, examples: TaskExamples, runs: Sequence[RuleRun], notify: Notify, warn: Warn
-) -> list[dict[str, Any]]:
-    """Execute and compare all runs of one task."""
-    executions = [Execution(evaluation, examples, run) for run in runs]
-    summaries = []
-    for turn, execution in enumerate(executions):
-        run, folder = execution.run, execution.folder
-        if not execution.done:
-
-            def notify_run(share: float, turn: int = turn, run: RuleRun = run) -> None:
-                notify(f"{examples.label}, {run.folder}", (turn + share) / len(runs))
-
-            execution.answer_rows(notify_run)
-        exact = find_exact(folder.parent, run.gamma) if run.name != "exact" else None
-        if exact is not None:
-            summaries.append(compare_with_exact(folder, exact, examples))
-            continue
-        if run.name != "exact":
-            warn(f"{examples.label}: no run of exact to compare {run.name} with; add it to `rules`")
-        summaries.append(read_json(folder / "summary.json", FinishedSummary))
-    if evaluation.config.compact:
-        for execution in executions:
-            execution.compact()
-    return summaries
+def _compare(execution: Execution, warn: Warn) -> dict[str, Any]:
+    """The summary of a finished run, compared with `exact` on the same task."""
+    run, folder, examples = execution.run, execution.folder, execution.examples
+    if run.name != "exact":
+        if (exact := find_exact(folder.parent, run.gamma)) is not None:
+            return compare_with_exact(folder, exact, examples)
+        warn(f"{examples.label}: no run of exact to compare {run.name} with; add it to `rules`")
+    return read_json(folder / "summary.json", FinishedSummary)
 
 
 def _shared_settings(evaluation: Evaluation) -> dict[str, Any]:

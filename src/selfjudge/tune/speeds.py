@@ -7,7 +7,6 @@ certificate rests on these figures, and the speed that it states is measured on 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -108,12 +107,6 @@ class Clock:
 
 def _make_row(rule: str, gamma: int, rate: float, **more: bool) -> Row:
     return {"rule": rule, "gamma": gamma, "tokens_per_second": rate, **more}
-
-
-def count_affordable_prompts(speeds: Sequence[Row], gamma: int, seconds: float, tokens: int) -> float:
-    """How many prompts `exact` and one rule of its speed answer in so many seconds, with so many tokens an answer."""
-    rates = [row["tokens_per_second"] for row in speeds if (row["rule"], row["gamma"]) == ("exact", gamma)]
-    return seconds * rates[0] / (2 * tokens) if rates else math.inf
 
 
 def choose_gamma(speeds: Sequence[Row], gamma: int) -> tuple[int, float]:

@@ -19,7 +19,7 @@ from selfjudge.tasks.base import Row
 from selfjudge.tune.calibration import CalibrationPrompt, TuneJob
 from selfjudge.tune.certify import Claim, Decision, decide, estimate_needed_prompts, find_fewest_prompts
 from selfjudge.tune.config import GAMMAS, Family, RefusedRule
-from selfjudge.tune.speeds import Clock, choose_gamma, count_affordable_prompts
+from selfjudge.tune.speeds import Clock, choose_gamma
 from selfjudge.types import Generation, Notify, default_gamma
 
 Say = Callable[[str], None]
@@ -179,11 +179,11 @@ class Tuning:
             self.say(f"γ = {gamma}: the family {name} falls away before anything is tested ({reason})")
 
     def _say_if_late(self, speeds: Sequence[Row], gamma: int, claim: Claim) -> None:
-        """Say so if the time may not suffice to certify anything."""
+        """Say so if the time may not suffice to certify anything, at the speed of `exact`."""
         tokens, left = self.job.max_new_tokens, self.deadline - time.monotonic()
         fewest = find_fewest_prompts(claim.epsilon, claim.delta)
-        affordable = count_affordable_prompts(speeds, gamma, left, tokens)
-        if affordable < fewest:
+        rates = [row["tokens_per_second"] for row in speeds if (row["rule"], row["gamma"]) == ("exact", gamma)]
+        if rates and (affordable := left * rates[0] / (2 * tokens)) < fewest:
             self.say(
                 f"{self.job.minutes:g} minutes may be too few: if answers have {tokens} tokens, about"
                 f" {max(0, int(affordable))} prompts fit, under exact and one rule, and {fewest} are the fewest that"
