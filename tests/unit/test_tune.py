@@ -54,22 +54,21 @@ def strictness(rule: str) -> float:
 
 
 def test_families_are_ordered_from_strict_to_loose() -> None:
-    for family in list_families(FAMILIES, JUDGE):
-        values = [strictness(rule) for rule in family.rules]
+    for family, rules in list_families(FAMILIES, JUDGE).items():
+        values = [strictness(rule) for rule in rules]
         assert values == sorted(set(values)), family
-        assert family.middle in family.rules
-    assert [rule for rule in list_families(["judged"], JUDGE)[0].rules if "q0.98" in rule] == []  # its θ is 1: exact
+    assert [rule for rule in list_families(["judged"], JUDGE)["judged"] if "q0.98" in rule] == []  # its θ is 1: exact
 
 
 def test_all_candidates_are_guarded() -> None:
-    for family in list_families(FAMILIES, JUDGE):
-        for rule in family.rules:
+    for rules in list_families(FAMILIES, JUDGE).values():
+        for rule in rules:
             assert RuleRequest(rule).resolve((), JUDGE).guard  # type: ignore[attr-defined]
 
 
 def test_a_judge_without_a_quality_curve_is_tried_by_threshold() -> None:
-    (family,) = list_families(["judged"], JudgeConfig(hidden_size=4))
-    assert family.rules[0] == "judged:0.95"
+    families = list_families(["judged"], JudgeConfig(hidden_size=4))
+    assert families["judged"][0] == "judged:0.95"
     with pytest.raises(SelfJudgeError, match="the family judged needs a judge"):
         list_families(["judged"], None)
 
@@ -77,9 +76,9 @@ def test_a_judge_without_a_quality_curve_is_tried_by_threshold() -> None:
 def test_a_family_that_does_not_work_with_gamma_falls_away_before_delta_is_shared() -> None:
     families = list_families(FAMILIES, JUDGE)
     kept, refused = split_by_gamma(families, 2, JUDGE)
-    assert [family.name for family in kept] == ["margin", "priced", "judged", "topk"]
+    assert list(kept) == ["margin", "priced", "judged", "topk"]
     assert {family for family, _, _ in refused} == {"fly"}
-    assert {rule for _, rule, _ in refused} == set(families[3].rules)
+    assert {rule for _, rule, _ in refused} == set(families["fly"])
     assert "needs `gamma` > 2, not 2" in refused[0][2]
     assert split_by_gamma(families, 3, JUDGE) == (families, [])
     with pytest.raises(SelfJudgeError, match="needs `gamma` > 2"):
@@ -87,7 +86,7 @@ def test_a_family_that_does_not_work_with_gamma_falls_away_before_delta_is_share
 
 
 def test_judged_is_left_out_of_all_families_where_there_is_no_judge() -> None:
-    assert [family.name for family in list_families(FAMILIES, None)] == ["margin", "priced", "fly", "topk"]
+    assert list(list_families(FAMILIES, None)) == ["margin", "priced", "fly", "topk"]
 
 
 def test_so_few_prompts_are_refused_by_themselves(tmp_path: Path) -> None:

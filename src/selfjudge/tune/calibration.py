@@ -31,7 +31,7 @@ from selfjudge.tune.config import (
     CUDA_BATCH,
     FAMILIES,
     FILE_TOKENS,
-    Family,
+    Families,
     RefusedRule,
     TuneConfig,
     list_families,
@@ -201,7 +201,7 @@ class TuneJob:
     answerer: Answerer
     config: TuneConfig
     judge: Judge | None
-    families: list[Family]
+    families: Families
     prompts: list[CalibrationPrompt]
     """Prompts to calibrate with, in their order."""
     aside: list[CalibrationPrompt]
@@ -253,16 +253,16 @@ class TuneJob:
         judges = {} if self.judge is None else {JUDGE_NAME: self.judge}
         return plan_runs([rule], [gamma], judges, self.pair.special_ids)[0]
 
-    def split_by_gamma(self, gamma: int) -> tuple[list[Family], list[RefusedRule]]:
+    def split_by_gamma(self, gamma: int) -> tuple[Families, list[RefusedRule]]:
         """The families that are tested at this γ, and the rules that do not work with it."""
         return split_by_gamma(self.families, gamma, None if self.judge is None else self.judge.config)
 
     @property
-    def possible_families(self) -> list[Family]:
+    def possible_families(self) -> Families:
         """The families that share δ, as far as that is known before γ is chosen."""
         return self.families if self.config.gamma is None else self.split_by_gamma(self.config.gamma)[0]
 
-    def claim(self, families: Sequence[Family]) -> Claim:
+    def claim(self, families: Families) -> Claim:
         """The claim of every rule. Families have equal shares of δ, so all certificates together are wrong with
         probability δ at most. A family's rules need no shares: each is tested at the family's level until one fails.
         """
@@ -290,7 +290,7 @@ class TuneJob:
             "prompts_sha256": hash_prompts([*self.aside, *self.prompts]),
             **{name: getattr(config, name) for name in ("epsilon", "delta", "seed", "gamma", "times")},
             "minutes": None if math.isinf(self.minutes) else self.minutes,
-            "families": {family.name: family.rules for family in self.families},
+            "families": self.families,
             "measure": self.measure.name,
             "max_new_tokens": self.max_new_tokens,
             "batch": self.batch,

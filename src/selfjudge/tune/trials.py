@@ -18,7 +18,7 @@ from selfjudge.store.artefacts import PartSample, PartSeal, SpeedSeal
 from selfjudge.tasks.base import Row
 from selfjudge.tune.calibration import CalibrationPrompt, TuneJob
 from selfjudge.tune.certify import Claim, Decision, decide, estimate_needed_prompts, find_fewest_prompts
-from selfjudge.tune.config import GAMMAS, Family, RefusedRule
+from selfjudge.tune.config import GAMMAS, Families, RefusedRule
 from selfjudge.tune.speeds import Clock, choose_gamma
 from selfjudge.types import Generation, Notify, default_gamma
 
@@ -170,12 +170,11 @@ class Tuning:
         trials += [
             RuleTrial(family, "", rule, gamma, claim, config.times, refused=why) for family, rule, why in refused
         ]
-        return TuneResult(trials, best, gamma, advantage, speeds, [family.name for family in families])
+        return TuneResult(trials, best, gamma, advantage, speeds, list(families))
 
-    def _say_which_fall_away(self, families: Sequence[Family], gamma: int, refused: Sequence[RefusedRule]) -> None:
+    def _say_which_fall_away(self, families: Families, gamma: int, refused: Sequence[RefusedRule]) -> None:
         """Say which families have no share of δ: γ was chosen on prompts set aside, so that the others may take it."""
-        left = {family.name for family in families}
-        for name, reason in {family: why for family, _, why in refused if family not in left}.items():
+        for name, reason in {family: why for family, _, why in refused if family not in families}.items():
             self.say(f"γ = {gamma}: the family {name} falls away before anything is tested ({reason})")
 
     def _say_if_late(self, speeds: Sequence[Row], gamma: int, claim: Claim) -> None:
@@ -190,18 +189,15 @@ class Tuning:
                 " certify one: resume with --resume and more --minutes"
             )
 
-    def _test_families(self, families: Sequence[Family], gamma: int, claim: Claim) -> list[RuleTrial]:
+    def _test_families(self, families: Families, gamma: int, claim: Claim) -> list[RuleTrial]:
         """All families by turns, a rule of each: when the time is up, all have got about as far.
 
         In a family none is tried after one that is not certified.
         """
         times = self.job.config.times
         by_family = {
-            family.name: [
-                RuleTrial(family.name, f"{family.name}-{number}", rule, gamma, claim, times)
-                for number, rule in enumerate(family.rules)
-            ]
-            for family in families
+            name: [RuleTrial(name, f"{name}-{number}", rule, gamma, claim, times) for number, rule in enumerate(rules)]
+            for name, rules in families.items()
         }
         done, total = 0, sum(map(len, by_family.values()))
         for turn in range(max(map(len, by_family.values()))):
@@ -287,7 +283,7 @@ class Tuning:
         scores |= dict(zip(others, scored, strict=True))
         return [make_sample(prompt.id, answers[i], scores[i]) for i, prompt in enumerate(prompts)]
 
-    def _measure_speeds(self, families: Sequence[Family]) -> list[Row]:
+    def _measure_speeds(self, families: Families) -> list[Row]:
         """Tokens/s on the prompts set aside (`speeds.Clock`), of the middle rule of each family among others.
 
         If another γ takes another engine there is one γ.
@@ -298,6 +294,6 @@ class Tuning:
             return list(seal["speeds"])
         gammas = (gamma,) if gamma else GAMMAS.get(answerer.device, GAMMAS["cuda"])
         clock = Clock(answerer, [prompt.prompt for prompt in self.job.aside], self.job.plan, self.job.max_new_tokens)
-        rows = clock.measure([family.middle for family in families], gammas)
+        rows = clock.measure([rules[len(rules) // 2] for rules in families.values()], gammas)
         self.folder.seal("speed", [], str(gamma), speeds=rows)
         return rows
