@@ -64,7 +64,7 @@ def load_entailment(pair: Pair, nli: str, warn: Callable[[str], None]) -> tuple[
         return make_proxy(pair), "proxy"
 
 
-def load_classifier(name: str, device: torch.device | None = None) -> Entails:
+def load_classifier(name: str, device: torch.device | str = "cpu") -> Entails:
     """An NLI classifier of transformers: a hub id or a folder."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -84,7 +84,7 @@ def load_classifier(name: str, device: torch.device | None = None) -> Entails:
         raise SelfJudgeError(
             f"{name} is not an NLI model: its labels are {', '.join(labels)}, not entailment and contradiction"
         )
-    model.to(device or "cpu")
+    model.to(device)
 
     @torch.no_grad()
     def entails(pairs: Sequence[tuple[str, str]]) -> list[float]:
@@ -111,9 +111,13 @@ def make_proxy(pair: Pair) -> Entails:
     pair.target_model.check_full_precision()
     letters = [pair.tokenizer.encode(letter, add_special_tokens=False)[-1] for letter in "ABC"]
 
+    def cut(story: str) -> str:
+        ids = pair.tokenizer.encode(story, add_special_tokens=False)
+        return story if len(ids) <= LONGEST else str(pair.tokenizer.decode(ids[:LONGEST]))
+
     @torch.no_grad()
     def entails(pairs: Sequence[tuple[str, str]]) -> list[float]:
-        questions = [_QUESTION.format(story=_cut(pair, story), sentence=sentence) for story, sentence in pairs]
+        questions = [_QUESTION.format(story=cut(story), sentence=sentence) for story, sentence in pairs]
         prompts = pair.encode_many(questions)
         values = [0.0] * len(pairs)
         for part, hidden in teacher_forced(pair.target_model, [(ids, letters[:1]) for ids in prompts]):
@@ -123,9 +127,3 @@ def make_proxy(pair: Pair) -> Entails:
         return values
 
     return entails
-
-
-def _cut(pair: Pair, story: str) -> str:
-    """The first `LONGEST` tokens of a story."""
-    ids = pair.tokenizer.encode(story, add_special_tokens=False)
-    return story if len(ids) <= LONGEST else str(pair.tokenizer.decode(ids[:LONGEST]))

@@ -172,7 +172,7 @@ class Execution:
         write_rows(self.folder / SAMPLES, kept)
         summary = {
             "task": self.examples.label,
-            **summarise(self.pair, self.task, self.run, kept, checkable=self.examples.task.checkable),
+            **summarise(self.pair, self.task, self.run, kept, checkable=self.task.checkable),
             "batch": self.batch,
             "max_new_tokens": self.max_new_tokens,
             **self._times(parts, [sum(sample["tokens"] for sample in part) for part in by_part]),
@@ -204,7 +204,7 @@ class Execution:
 
     def compact(self) -> None:
         """Leave the texts out of the rows and round to five decimals. Kept results may lack rows."""
-        if self.run.name == "exact" and not self.examples.task.checkable:
+        if self.run.name == "exact" and not self.task.checkable:
             return  # its words are what others are compared with
         rows = list(read_samples(self.folder)) if (self.folder / SAMPLES).is_file() else []
         if any("text" in row for row in rows):

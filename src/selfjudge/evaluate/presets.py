@@ -85,17 +85,9 @@ PRESETS = {
         substitutions=None,
         originals=True,
     ),
-    # the method as in the authors' code, beside that of the paper: another score, thresholds and features
-    "released": Preset(
-        prompts=("gsm8k:500", "livecodebench:220", "dolly:500"),
-        auto=(),
-        auto_plus=(),
-        tasks=_PAPER_TASKS,
-        gamma=20,
-        originals=True,
-        released=True,
-    ),
 }
+# the method as in the authors' code, beside that of the paper: another score, thresholds and features
+PRESETS["released"] = replace(PRESETS["paper"], auto=(), auto_plus=(), sweep_tasks=(), task_gammas=(), released=True)
 
 
 @dataclass(frozen=True)
