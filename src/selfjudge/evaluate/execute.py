@@ -121,7 +121,7 @@ class Execution:
                 f"{self.folder} was made with another judge or threshold, or by another version:"
                 " name another `out` or remove it"
             )
-        self._drop_parts()
+        shutil.rmtree(self.folder / "work", ignore_errors=True)
         return True
 
     def answer_rows(self) -> Iterator[float]:
@@ -172,14 +172,14 @@ class Execution:
         write_rows(self.folder / SAMPLES, kept)
         summary = {
             "task": self.examples.label,
-            **summarise(self.pair, self.task, self.run, kept, checkable=self.task.checkable),
+            **summarise(self.pair, self.task, self.run, kept),
             "batch": self.batch,
             "max_new_tokens": self.max_new_tokens,
             **self._times(parts, [sum(sample["tokens"] for sample in part) for part in by_part]),
             "substitutions": find_substitutions(self.pair, prompts, answers),
         }
         write_json(self.folder / "summary.json", summary)
-        self._drop_parts()
+        shutil.rmtree(self.folder / "work", ignore_errors=True)
 
     def _times(self, parts: Sequence[str], tokens: Sequence[int]) -> dict[str, Any]:
         """Seconds by phase and tokens/s.
@@ -203,16 +203,14 @@ class Execution:
         ]
 
     def compact(self) -> None:
-        """Leave the texts out of the rows and round to five decimals. Kept results may lack rows."""
-        if self.run.name == "exact" and not self.task.checkable:
-            return  # its words are what others are compared with
+        """If wanted, leave the texts out of the rows and round to five decimals. Kept results may lack rows."""
+        compared_by_words = self.run.name == "exact" and not self.task.checkable
+        if compared_by_words or not self.config.compact:
+            return
         rows = list(read_samples(self.folder)) if (self.folder / SAMPLES).is_file() else []
         if any("text" in row for row in rows):
             compacted = ({key: _round(value) for key, value in row.items() if key != "text"} for row in rows)
             write_rows(self.folder / SAMPLES, compacted)
-
-    def _drop_parts(self) -> None:
-        shutil.rmtree(self.folder / "work", ignore_errors=True)
 
 
 def make_sample(name: str, answer: Generation, scored: tuple[str | None, dict[str, float]]) -> Row:
@@ -253,7 +251,7 @@ def choose_measure(scores: Mapping[str, float]) -> str | None:
     return next((name for name in ("fc", "rougeL") if name in scores), next(iter(scores), None))
 
 
-def summarise(pair: Pair, task: Task, run: RuleRun, samples: Sequence[Row], *, checkable: bool) -> dict[str, Any]:
+def summarise(pair: Pair, task: Task, run: RuleRun, samples: Sequence[Row]) -> dict[str, Any]:
     """A summary but for the names, settings and times that the caller adds.
 
     Scores are means over the `n_scored` examples that have one: rows of a user's file may lack an answer.
@@ -263,10 +261,10 @@ def summarise(pair: Pair, task: Task, run: RuleRun, samples: Sequence[Row], *, c
         "rule": run.name,
         "gamma": run.gamma,
         **_describe_judge(run),
-        **_average_scores(samples, checkable),
+        **_average_scores(samples, task.checkable),
         **_pool_lengths(samples),
         **NOT_COMPARED,
-        "agreement_measure": "same_answer" if checkable else "word_overlap",
+        "agreement_measure": "same_answer" if task.checkable else "word_overlap",
         "dtype": pair.dtype,
         "draft_dtype": PairEngines(pair).draft_dtype,
         **measured_on(*task.requires),

@@ -79,9 +79,8 @@ def evaluate_rules(
                     for share in execution.answer_rows():
                         notify(stage, (turn + share) / (len(tasks) * len(runs)))
                 summaries.append(_compare(execution, warn))
-            if evaluation.config.compact:
-                for execution in executions:
-                    execution.compact()
+            for execution in executions:
+                execution.compact()
         return summaries
 
 

@@ -59,13 +59,13 @@ def plan_evaluations(preset: Preset, judges: Sequence[str]) -> list[tuple[str, l
     """(task, rules, γ): all rules on all tasks, then sweeps over θ and N, then other γ."""
     lengths = [name for name in judges if name.startswith("n=")]
     methods = [name for name in judges if name not in lengths]
-    gammas = dict.fromkeys(preset.tasks, (preset.gamma,)) | {task: (g,) for task, g in preset.task_gammas}
+    gammas = dict.fromkeys(preset.tasks, preset.gamma) | dict(preset.task_gammas)
     free = FREE_RULES if preset.gamma > 6 else FREE_RULES[:-1]  # fly looks 6 drafts ahead
     judged = [f"judged:{theta}@{name}" for name in methods for theta in ("F", "R")]
-    plan = [(task, [*free, *judged, "judge_only:F@selfjudge"], gammas[task]) for task in preset.tasks]
+    plan = [(task, [*free, *judged, "judge_only:F@selfjudge"], (gammas[task],)) for task in preset.tasks]
     thresholds = [f"judged:{theta}@{name}" for name in methods for theta in SWEEP]
     swept = ["exact", *thresholds, *(f"judged:q0.9@{name}" for name in lengths), "margin:0.25", "margin:1"]
-    plan += [(task, swept, gammas[task]) for task in preset.sweep_tasks]
+    plan += [(task, swept, (gammas[task],)) for task in preset.sweep_tasks]
     if preset.gammas:
         main = [f"judged:F@{name}" for name in ("selfjudge", "autojudge") if name in judges]
         plan.append((preset.tasks[0], ["exact", *main, "judged:R@selfjudge"], preset.gammas))
