@@ -29,6 +29,8 @@ FREE_RULES = ("exact", "topk:2", "relaxed", "margin:0.5", "fly:0.15,6")
 """Rules that need no judge."""
 SWEEP = ("q0.98", "q0.95", "q0.9", "q0.8", "q0.7")
 SUFFIX_LENGTHS = (0, 5, 10)
+Plan = list[tuple[str, list[str], tuple[int, ...]]]
+"""Evaluations: a task, its rules, and γ."""
 
 
 def reproduce_paper(
@@ -55,14 +57,14 @@ def reproduce_paper(
     return report([out], out / "report.html")
 
 
-def plan_evaluations(preset: Preset, judges: Sequence[str]) -> list[tuple[str, list[str], tuple[int, ...]]]:
-    """(task, rules, γ): all rules on all tasks, then sweeps over θ and N, then other γ."""
+def plan_evaluations(preset: Preset, judges: Sequence[str]) -> Plan:
+    """All rules on all tasks, then sweeps over θ and N, then other γ."""
     lengths = [name for name in judges if name.startswith("n=")]
     methods = [name for name in judges if name not in lengths]
     gammas = dict.fromkeys(preset.tasks, preset.gamma) | dict(preset.task_gammas)
     free = FREE_RULES if preset.gamma > 6 else FREE_RULES[:-1]  # fly looks 6 drafts ahead
     judged = [f"judged:{theta}@{name}" for name in methods for theta in ("F", "R")]
-    plan = [(task, [*free, *judged, "judge_only:F@selfjudge"], (gammas[task],)) for task in preset.tasks]
+    plan: Plan = [(task, [*free, *judged, "judge_only:F@selfjudge"], (gammas[task],)) for task in preset.tasks]
     thresholds = [f"judged:{theta}@{name}" for name in methods for theta in SWEEP]
     swept = ["exact", *thresholds, *(f"judged:q0.9@{name}" for name in lengths), "margin:0.25", "margin:1"]
     plan += [(task, swept, (gammas[task],)) for task in preset.sweep_tasks]
