@@ -14,7 +14,7 @@ from selfjudge.cli.options import AsJson, Resume, config_options
 from selfjudge.cli.output import Progress, figure, print_json, print_rows, waiting, warn, with_spread
 from selfjudge.decoding.rule_parser import OPEN_REQUEST
 from selfjudge.errors import SelfJudgeError
-from selfjudge.evaluate.config import EvalConfig, check_examples
+from selfjudge.evaluate.config import EvalConfig, check_examples, needs_judge, plan_runs
 from selfjudge.evaluate.presets import PAPER_PAIRS, ReproduceConfig
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.report.charts import MOST_METHODS
@@ -177,8 +177,6 @@ def report(
 
 def _check_rules(config: EvalConfig, models: PairOptions, sources: dict[str, str]) -> None:
     """Refuse rules that cannot work, from their texts and the judges' configs alone."""
-    from selfjudge.evaluate.config import plan_runs
-
     judges: Any = {name: JudgeConfig.from_pretrained(source) for name, source in sources.items()}
     for judge in judges.values():
         models.check_judge(judge)
@@ -189,8 +187,6 @@ def _check_rules(config: EvalConfig, models: PairOptions, sources: dict[str, str
 
 def _judges(given: list[str] | None, models: PairOptions, config: EvalConfig) -> dict[str, str]:
     """Judges by name, as folders or hub ids: the given ones, else the pair's own where a rule needs one."""
-    from selfjudge.evaluate.config import needs_judge
-
     judged = any(needs_judge(rule) for rule in config.choose_rules(True))
     if not given and judged and models.shipped_judge:
         given = [f"shipped={models.shipped_judge}"]
