@@ -54,9 +54,9 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     seen: list[str] = []
     original = TorchAnswerer.answer
 
-    def counted(self: TorchAnswerer, prompts: Any, rule: Any, options: Any) -> Any:
+    def counted(self: TorchAnswerer, prompts: Any, rule: Any, *arguments: Any) -> Any:
         seen.append(rule.name)
-        return original(self, prompts, rule, options)
+        return original(self, prompts, rule, *arguments)
 
     monkeypatch.setattr(TorchAnswerer, "answer", counted)
     return seen
