@@ -8,7 +8,7 @@ from pathlib import Path
 from selfjudge.models.pair import Prompt
 from selfjudge.prompts.builtin import BUILT_IN
 from selfjudge.prompts.sources import read_prompts
-from selfjudge.tasks.registry import is_task, load_task
+from selfjudge.tasks import is_task, load_task
 
 START = time.monotonic()
 

@@ -19,7 +19,7 @@ from selfjudge.decoding.rules import EXACT
 from selfjudge.decoding.text import generate
 from selfjudge.models.pair import Pair
 from selfjudge.store import measured_on, write_json
-from selfjudge.tasks.registry import load_task
+from selfjudge.tasks import load_task
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:

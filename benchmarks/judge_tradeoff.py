@@ -28,8 +28,7 @@ from selfjudge.judge.model import Judge
 from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.models.pair import Pair
 from selfjudge.store import measured_on, write_json
-from selfjudge.tasks.base import Task
-from selfjudge.tasks.registry import load_task
+from selfjudge.tasks import Task, load_task
 from selfjudge.types import pooled_figures
 
 

@@ -27,8 +27,7 @@ from selfjudge.label.score import Case, Scorer
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.sources import PromptRecord, Source, load_prompts
 from selfjudge.store import measured_on, write_json
-from selfjudge.tasks.base import Task
-from selfjudge.tasks.registry import load_task
+from selfjudge.tasks import Task, load_task
 
 
 @dataclass(frozen=True)

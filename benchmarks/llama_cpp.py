@@ -27,7 +27,7 @@ from selfjudge.decoding.text import stream
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.builtin import BUILT_IN
 from selfjudge.store import measured_on, write_json
-from selfjudge.tasks.registry import load_task
+from selfjudge.tasks import load_task
 from selfjudge.types import Generation, pooled_figures
 
 WORKER = Path(__file__).with_name("llama_cpp.mjs")

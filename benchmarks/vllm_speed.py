@@ -42,8 +42,7 @@ from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.models.pull import checkpoint_folder
 from selfjudge.models.tokens import end_ids
 from selfjudge.store import measured_on, read_json, write_json
-from selfjudge.tasks.base import Row
-from selfjudge.tasks.registry import load_task
+from selfjudge.tasks import Row, load_task
 from selfjudge.tune.recipe import Recipe
 
 MODES = ("plain", "draft", "head", "recipe", "judge", "ours")

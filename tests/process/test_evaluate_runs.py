@@ -24,7 +24,7 @@ from selfjudge.models.gguf import open_model
 from selfjudge.models.loaded import Target
 from selfjudge.models.pair import Pair
 from selfjudge.store import read_rows
-from selfjudge.tasks.base import Task
+from selfjudge.tasks import Task
 
 TIMED = ("seconds", "tokens_per_second", "machine", "versions", "date")
 

@@ -28,7 +28,7 @@ from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
 from selfjudge.store import read_rows
-from selfjudge.tasks.registry import load_task
+from selfjudge.tasks import load_task
 
 
 @pytest.fixture

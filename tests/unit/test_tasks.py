@@ -18,9 +18,9 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate import EvalConfig
 from selfjudge.evaluate.config import TaskExamples
 from selfjudge.prompts.sources import Source, load_prompts
-from selfjudge.tasks.arithmetic import Arithmetic
+from selfjudge.tasks import NAMES, is_task, load_task
 from selfjudge.tasks.base import normalise_words
-from selfjudge.tasks.registry import NAMES, is_task, load_task
+from selfjudge.tasks.benchmarks import Arithmetic
 from selfjudge.tasks.scoring import (
     find_boxed,
     find_code,

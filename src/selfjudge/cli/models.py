@@ -137,7 +137,7 @@ def _rules() -> list[dict[str, Any]]:
 
 
 def _tasks() -> list[dict[str, Any]]:
-    from selfjudge.tasks.registry import NAMES, load_task
+    from selfjudge.tasks import NAMES, load_task
 
     tasks = [load_task(name) for name in NAMES]
     return [{"name": t.name, "what": t.summary, "splits": ", ".join(t.splits), "licence": t.licence} for t in tasks]

@@ -15,7 +15,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.config import TaskExamples
 from selfjudge.store import read_json, read_rows, write_json, write_rows
 from selfjudge.store.artefacts import FinishedSummary, ScoredSample
-from selfjudge.tasks.base import Row
+from selfjudge.tasks import Row
 
 SAMPLES = "samples.jsonl.gz"
 RESAMPLES = 2000

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from selfjudge.decoding.rule_parser import RuleRequest, rule_text
 from selfjudge.decoding.rules import EXACT, AcceptanceRule, Exact
 from selfjudge.errors import SelfJudgeError
-from selfjudge.tasks.base import FILE, Row, Task
-from selfjudge.tasks.registry import load_task, split_of
+from selfjudge.tasks import FILE, Row, Task, load_task, split_of
 from selfjudge.types import MAX_GAMMA, check_settings, setting
 
 if TYPE_CHECKING:

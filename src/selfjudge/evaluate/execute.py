@@ -23,7 +23,7 @@ from selfjudge.evaluate.likelihood import find_substitutions, make_example_rows
 from selfjudge.models.pair import Pair, Prompt
 from selfjudge.store import RunFolder, measured_on, read_json, read_rows, write_json, write_rows
 from selfjudge.store.artefacts import FinishedSummary, PartSample, PartSeal
-from selfjudge.tasks.base import Row, Task
+from selfjudge.tasks import Row, Task
 from selfjudge.types import PHASES, Generation
 
 NOT_COMPARED: Mapping[str, Any] = {

@@ -26,7 +26,7 @@ from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
 from selfjudge.store import RunFolder, keep_settings, provenance, read_json, write_json
 from selfjudge.store.artefacts import FinishedSummary, RunRecord, TaskRecord
-from selfjudge.tasks.registry import split_of
+from selfjudge.tasks import split_of
 from selfjudge.types import Notify, Warn, default_gamma
 
 SHARED = ("limit", "max_new_tokens", "batch", "seed")

@@ -14,8 +14,7 @@ from selfjudge.label.config import LabelConfig, is_checkable
 from selfjudge.label.folder import Row
 from selfjudge.models.pair import Pair
 from selfjudge.models.tokens import context_window
-from selfjudge.tasks.base import Task
-from selfjudge.tasks.registry import load_task
+from selfjudge.tasks import Task, load_task
 
 SIMILAR_TOKENS = 32  # after the substitution, that a similarity compares
 VERDICT_TOKENS = 12

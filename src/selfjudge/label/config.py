@@ -11,8 +11,7 @@ from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.prompts.sources import Source, apply_limit, check_readable
 from selfjudge.store import read_json, sha256
 from selfjudge.store.artefacts import TauFile
-from selfjudge.tasks.base import FILE
-from selfjudge.tasks.registry import is_task, load_task
+from selfjudge.tasks import FILE, is_task, load_task
 from selfjudge.types import check_settings, setting
 
 METHODS = ("selfjudge", "autojudge", "autojudge+", "consequences")

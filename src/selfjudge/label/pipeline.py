@@ -38,8 +38,8 @@ from selfjudge.store.artefacts import (
     Response,
     WrittenRow,
 )
+from selfjudge.tasks import is_task, load_task
 from selfjudge.tasks.code import CodeTask
-from selfjudge.tasks.registry import is_task, load_task
 from selfjudge.tasks.sandbox.runner import check_isolation
 from selfjudge.types import Notify, Warn
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.store import parse_json
+from selfjudge.tasks import is_task, load_task, split_of
 from selfjudge.tasks.base import FILE, Prompt, parse_split
-from selfjudge.tasks.registry import is_task, load_task, split_of
 
 LEARNABLE = ("train", "dev", "validation")  # splits begin with one of these
 SELF = (

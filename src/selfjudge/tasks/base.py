@@ -7,10 +7,9 @@ occurs in the test split.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, TypedDict
@@ -172,27 +171,15 @@ def load_hub_rows(task: str, name: str, config: str | None = None, **options: An
             f"{task} needs its data: give `data` or set SELFJUDGE_DATA, or install datasets to read it from the hub"
         ) from None
     try:
-        with quiet_hub(), _offline_if_unreachable():
+        if unreachable() is not None:  # local copies only: `datasets` would try for half a minute
+            from datasets import config as settings
+
+            settings.HF_HUB_OFFLINE = True
+        with quiet_hub():
             return [dict(row) for row in load_dataset(name, config, **options)]
     except Exception as error:  # the hub, the network, the disk: its errors are of many kinds
         why = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise SelfJudgeError(f"cannot load {name} from the hub ({why}): check the network or give `data`") from None
-
-
-@contextlib.contextmanager
-def _offline_if_unreachable() -> Iterator[None]:
-    """Read local copies only, if the hub does not answer: `datasets` would try for half a minute."""
-    if unreachable() is None:
-        yield
-        return
-
-    from datasets import config
-
-    before, config.HF_HUB_OFFLINE = config.HF_HUB_OFFLINE, True
-    try:
-        yield
-    finally:
-        config.HF_HUB_OFFLINE = before
 
 
 def join_messages(prompt: Prompt) -> str:
