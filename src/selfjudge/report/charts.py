@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from selfjudge.report.equal_m import AGREES, CURVES, is_compared, lead_over, margin_curve
 from selfjudge.report.formats import fixed, gain, show_number, signed_points
 from selfjudge.report.records import EvalRun, Interval, Results, group_by_task, name_task, slug, usual_gamma
-from selfjudge.report.table import number_repeats
+from selfjudge.report.table import number_ids
 
 MOST_METHODS = 5
 """Default for the number of methods in one trade-off; the tables have all."""
@@ -59,11 +59,6 @@ class Chart:
         return self.floor is None or point.y >= self.floor
 
     @property
-    def styles(self) -> dict[str, int]:
-        """Style by name, for a legend."""
-        return {series.name: series.style for series in self.series}
-
-    @property
     def description(self) -> str:
         """The chart in words, for screen readers."""
 
@@ -77,12 +72,7 @@ class Chart:
 
 def make_charts(results: Results, methods: int = MOST_METHODS) -> dict[str, list[Chart]]:
     """Section → its charts, with at most so many methods in a trade-off; sections without data are left out."""
-    sections = {
-        "trade-off": list(trade_offs(results.runs, methods)),
-        "equal-m": list(agreements(results.runs, methods)),
-    }
-    ids = iter(number_repeats(chart.id for section in sections.values() for chart in section))
-    return {name: [replace(chart, id=next(ids)) for chart in section] for name, section in sections.items() if section}
+    return number_ids({"trade-off": trade_offs(results.runs, methods), "equal-m": agreements(results.runs, methods)})
 
 
 def drop_far_points(chart: Chart) -> Chart:
@@ -108,11 +98,9 @@ class _Facet:
     methods: list[str]
     styles: Mapping[str, int]
 
-    def series(self, point: Callable[[EvalRun], Point]) -> tuple[Series, ...]:
-        grouped = ((method, [point(r) for r in self.runs if r.method == method]) for method in self.methods)
-        return tuple(
-            Series(method, self.styles[method], tuple(sorted(points, key=lambda p: p.x))) for method, points in grouped
-        )
+    def series(self, method: str, point: Callable[[EvalRun], Point], *start: Point) -> Series:
+        points = sorted((point(r) for r in self.runs if r.method == method), key=lambda p: p.x)
+        return Series(method, self.styles[method], (*start, *points))
 
 
 def _facets(
@@ -152,7 +140,8 @@ def trade_offs(runs: Sequence[EvalRun], most: int = MOST_METHODS) -> Iterable[Ch
         finding = f"{facet.heading}: {_describe_first(facet)}"
         axes = GAIN, f"change of {facet.runs[0].measure}, points"
         name = slug("trade-off", facet.slug)
-        yield drop_far_points(Chart(name, finding, *axes, facet.series(_score_point), facet.task, level=0.0))
+        series = tuple(facet.series(method, _score_point) for method in facet.methods)
+        yield drop_far_points(Chart(name, finding, *axes, series, facet.task, level=0.0))
 
 
 def _describe_first(facet: _Facet) -> str:
@@ -176,11 +165,8 @@ def agreements(runs: Sequence[EvalRun], most: int = MOST_METHODS) -> Iterable[Ch
     for facet in _facets(runs, max(most, 3), lambda r: r.agreement is not None, ("exact", *CURVES, "judged")):
         if "margin" not in facet.methods or not any(map(is_compared, facet.runs)):
             continue
-        start = Point(0.0, 100.0, "exact")
-        series = tuple(
-            replace(line, points=(start, *line.points)) if line.name in CURVES else line
-            for line in facet.series(_agreement_point)
-        )
+        start = {method: [Point(0.0, 100.0, "exact")] for method in CURVES}
+        series = tuple(facet.series(method, _agreement_point, *start.get(method, [])) for method in facet.methods)
         finding = f"{facet.heading}: {_describe_largest_lead(facet.all_runs)}"
         name = slug("equal-m", facet.slug)
         yield Chart(name, finding, GAIN, "same answer, %", series, facet.task, level=100.0)

@@ -97,9 +97,7 @@ def draw_swatch(style: int, name: str) -> Markup:
 
 def draw_legend(charts: Sequence[Chart]) -> list[tuple[str, Markup]]:
     """One list of names and swatches for all charts of a section."""
-    styles: dict[str, int] = {}
-    for chart in charts:
-        styles |= chart.styles
+    styles = {series.name: series.style for chart in charts for series in chart.series}
     return [(name, draw_swatch(style, f"{charts[0].id}-{style}")) for name, style in styles.items()]
 
 
@@ -196,7 +194,8 @@ def _printable(text: str) -> str:
 
 def _png(figure: Figure, axes: Axes, chart: Chart) -> bytes:
     """The drawing with its title above and its legend below."""
-    labels = [_shorten(name) for name in chart.styles]
+    styles = {series.name: series.style for series in chart.series}
+    labels = [_shorten(name) for name in styles]
     columns = max(1, min(len(labels), int(WIDTH / (LETTER * max(map(len, labels), default=1) + 40))))
     above, below = 22, 14 * -(-len(labels) // columns) + 8 if labels else 0
     total = HEIGHT + above + below
@@ -205,9 +204,7 @@ def _png(figure: Figure, axes: Axes, chart: Chart) -> bytes:
     axes.set_position((box.x0, (BOTTOM + below) / total, box.width, box.height * HEIGHT / total))
     axes.set_title(_shorten(chart.title, LONGEST_TITLE), fontsize=10, y=1.02)
     if labels:
-        handles: list[Any] = [
-            (_line([], [], style), _marks([], [], style, markersize=6)) for style in chart.styles.values()
-        ]
+        handles: list[Any] = [(_line([], [], s), _marks([], [], s, markersize=6)) for s in styles.values()]
         figure.legend(handles, labels, loc="lower center", ncols=columns, borderaxespad=0.2, labelspacing=0.3)
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=150, facecolor="white")

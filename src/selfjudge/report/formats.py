@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 LETTERS_SHOWN = 24
@@ -24,20 +25,8 @@ def fixed(value: Any, digits: int = 2, sign: str = "") -> str:
     return f"{round(value, digits) + 0.0:{sign},.{digits}f}".replace("-", "−")
 
 
-def whole(value: Any) -> str:
-    return fixed(value, 0)
-
-
-def tenths(value: Any) -> str:
-    return fixed(value, 1)
-
-
-def thousandths(value: Any) -> str:
-    return fixed(value, 3)
-
-
-def signed(value: Any, digits: int = 2) -> str:
-    return fixed(value, digits, "+")
+whole, tenths, thousandths = (partial(fixed, digits=digits) for digits in (0, 1, 3))
+signed = partial(fixed, sign="+")
 
 
 def points(value: float | None) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from selfjudge.report.formats import percent, show_interval, show_text
@@ -74,14 +74,16 @@ def _escape(text: str) -> str:
     return re.sub(r"([\\|`*_\[\]<>&#])", r"\\\1", " ".join(text.split()))
 
 
-def number_repeats(names: Iterable[str]) -> list[str]:
-    """The names; those that occurred before get a number."""
+def number_ids(sections: Mapping[str, Iterable[Any]]) -> dict[str, list[Any]]:
+    """Section → its tables or charts, if it has any; an id that occurred before gets a number."""
     seen: Counter[str] = Counter()
-    numbered = []
-    for name in names:
-        seen[name] += 1
-        numbered.append(name if seen[name] == 1 else f"{name}--{seen[name]}")
-    return numbered
+
+    def number(part: Any) -> Any:
+        seen[part.id] += 1
+        return part if seen[part.id] == 1 else replace(part, id=f"{part.id}--{seen[part.id]}")
+
+    numbered = {name: [number(part) for part in section] for name, section in sections.items()}
+    return {name: section for name, section in numbered.items() if section}
 
 
 RULE = word_column("rule", "rule")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from selfjudge.report import formats
@@ -21,7 +21,7 @@ from selfjudge.report.records import (
     task_title,
     usual_gamma,
 )
-from selfjudge.report.table import AGREEMENT, GAMMA, RULE, Column, Row, Table, number_repeats, word_column
+from selfjudge.report.table import AGREEMENT, GAMMA, RULE, Column, Row, Table, number_ids, word_column
 
 PAIRS_SHOWN = 8
 """Number of substitutions listed for each run."""
@@ -37,9 +37,7 @@ def make_tables(results: Results) -> dict[str, list[Table]]:
         "substitutions": [_substitutions(runs)],
         "provenance": [_provenance(runs)],
     }
-    full = {name: [table for table in section if table.rows] for name, section in sections.items()}
-    ids = iter(number_repeats(table.id for section in full.values() for table in section))
-    return {name: [replace(table, id=next(ids)) for table in section] for name, section in full.items() if section}
+    return number_ids({name: [table for table in section if table.rows] for name, section in sections.items()})
 
 
 def _averages(runs: Sequence[EvalRun], pair: str) -> Table:
@@ -107,24 +105,18 @@ def _one_run_a_task(runs: Sequence[EvalRun]) -> list[list[EvalRun]]:
 
 def average_row(runs: Sequence[EvalRun]) -> Row:
     """One rule's runs, one a task, as a row: their means, with intervals."""
-    ratios = [None if r.name == "exact" else r.m_ratio for r in runs]
-    delta_m, delta_m_ci = mean_with_interval([r.delta_m for r in runs], [r.delta_m_ci for r in runs])
-    m_ratio, m_ratio_ci = mean_with_interval(ratios, [r.m_ratio_ci for r in runs])
-    delta_score, delta_ci = mean_with_interval([r.delta_score for r in runs], [r.delta_ci for r in runs])
-    return {
+    row: dict[str, Any] = {
         "rule": runs[0].rule,
         "method": runs[0].method,
         "gammas": ", ".join(str(gamma) for gamma in sorted({r.gamma for r in runs})),
         "tasks": {
             r.task: {"m": r.m, "score": r.score, "delta_m": r.delta_m, "delta_score": r.delta_score} for r in runs
         },
-        "delta_m": delta_m,
-        "delta_m_ci": delta_m_ci,
-        "m_ratio": m_ratio,
-        "m_ratio_ci": m_ratio_ci,
-        "delta_score": delta_score,
-        "delta_ci": delta_ci,
     }
+    for name, interval in {"delta_m": "delta_m_ci", "m_ratio": "m_ratio_ci", "delta_score": "delta_ci"}.items():
+        values = [None if r.name == "exact" else getattr(r, name) for r in runs]
+        row[name], row[interval] = mean_with_interval(values, [getattr(r, interval) for r in runs])
+    return row
 
 
 def _per_task(runs: Sequence[EvalRun]) -> list[Table]:
@@ -132,8 +124,7 @@ def _per_task(runs: Sequence[EvalRun]) -> list[Table]:
     tables = []
     for (pair, task), chosen in group_by_task(runs).items():
         title, part = name_task(pair, task, runs)
-        rows = tuple(run.row() for run in chosen)
-        tables.append(Table(slug("task", part), title, _per_task_columns(chosen), rows))
+        tables.append(Table(slug("task", part), title, _per_task_columns(chosen), tuple(run.row() for run in chosen)))
     return tables
 
 
@@ -151,7 +142,11 @@ def _per_task_columns(runs: Sequence[EvalRun]) -> tuple[Column, ...]:
         Column(f"Δ {measure}", "delta_score", formats.signed_points, "delta_ci", "points against exact"),
         *(_other_measure(name) for name in others),
         AGREEMENT,
-        Column("lost / gained", _lost_and_gained, help="examples that score less than with exact, and more"),
+        Column(
+            "lost / gained",
+            lambda r: None if r["lost"] is None else f"{r['lost']:,} / {r['gained']:,}",
+            help="examples that score less than with exact, and more",
+        ),
         Column("drafts/cycle", "drafts_accepted", formats.fixed, help="drafted tokens accepted in a cycle"),
         Column("judged", "judged_share", formats.percent, help="tokens taken against the target's choice"),
         Column("no answer", "extraction_failures", formats.percent, help="outputs without an extractable answer"),
@@ -162,10 +157,6 @@ def _per_task_columns(runs: Sequence[EvalRun]) -> tuple[Column, ...]:
             lambda rate: formats.whole(rate) if (rate or 0) >= 100 else formats.tenths(rate),
         ),
     )
-
-
-def _lost_and_gained(row: Row) -> str | None:
-    return None if row["lost"] is None else f"{row['lost']:,} / {row['gained']:,}"
 
 
 def _other_measure(name: str) -> Column:
@@ -184,7 +175,8 @@ def _substitutions(runs: Sequence[EvalRun]) -> Table:
     """The most frequent tokens that were taken against the target's choice, of one run a method and task."""
     rows = tuple(
         {"pair": run.pair, "task": run.task, "rule": run.rule, "method": run.method, "gamma": run.gamma}
-        | {"count": _count_substitutions(run), "most_frequent": _most_frequent(run)}
+        | {"count": _count_substitutions(run)}
+        | {"most_frequent": [list(s) for s in sorted(run.substitutions, key=lambda s: (-s[2], s[:2]))[:PAIRS_SHOWN]]}
         for chosen in group_by_task(runs).values()
         for run in _typical(chosen)
     )
@@ -218,10 +210,6 @@ def _typical(runs: Sequence[EvalRun]) -> list[EvalRun]:
 
 def _count_substitutions(run: EvalRun) -> int:
     return sum(count for _, _, count in run.substitutions)
-
-
-def _most_frequent(run: EvalRun) -> list[list[Any]]:
-    return [list(pair) for pair in sorted(run.substitutions, key=lambda s: (-s[2], s[:2]))[:PAIRS_SHOWN]]
 
 
 def _provenance(runs: Sequence[EvalRun]) -> Table:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from selfjudge.report.charts import FIRST, GAIN, Chart, Point, Series, drop_far_points, in_points
 from selfjudge.report.formats import fixed, gain, percent, points, show_interval, signed_points, whole
@@ -21,9 +20,8 @@ LOW_SCORE = 0.1
 """A score of `exact` below which a rule can hardly lose anything."""
 
 
-@dataclass(frozen=True)
-class VerdictSection:
-    sentences: tuple[str, ...]
+class VerdictSection(NamedTuple):
+    sentences: Sequence[str]
     chart: Chart
     table: Table
 
@@ -44,7 +42,7 @@ def make_verdict(runs: Sequence[EvalRun]) -> VerdictSection | None:
     where = f"{', '.join(map(task_title, tasks))}, γ = {gamma}" + (f", {pair}" if len(counts) > 1 else "")
     score = sum(run.score for run in exact) / len(exact)
     prompts = f"{where}; {whole(sum(run.n for run in exact))} prompts"
-    return VerdictSection(tuple(_sentences(rows[1:], prompts, score)), _chart(rows), _table(rows, where))
+    return VerdictSection(_sentences(rows[1:], prompts, score), _chart(rows), _table(rows, where))
 
 
 def _choose_tasks(runs: Sequence[EvalRun]) -> list[str]:
