@@ -13,7 +13,7 @@ from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.config import EvalConfig
 from selfjudge.judge.config import JudgeConfig
-from selfjudge.tasks.base import FILE
+from selfjudge.tasks import FILE
 from selfjudge.types import MAX_GAMMA, check_settings, setting
 
 _RULES: dict[str, tuple[str, ...]] = {

@@ -16,7 +16,7 @@ from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.config import RuleRun
 from selfjudge.evaluate.execute import Answerer
-from selfjudge.tasks.base import Prompt, Row
+from selfjudge.tasks import Prompt, Row
 from selfjudge.types import Origin
 
 TIMED_TOKENS = {"cpu": 48, "cuda": 256}

@@ -15,7 +15,7 @@ from selfjudge.evaluate.config import RuleRun
 from selfjudge.evaluate.execute import make_sample
 from selfjudge.store import RunFolder, read_rows, write_rows
 from selfjudge.store.artefacts import PartSample, PartSeal, SpeedSeal
-from selfjudge.tasks.base import Row
+from selfjudge.tasks import Row
 from selfjudge.tune.calibration import CalibrationPrompt, TuneJob
 from selfjudge.tune.certify import Claim, Decision, decide, estimate_needed_prompts, find_fewest_prompts
 from selfjudge.tune.config import GAMMAS, Families, RefusedRule
