@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from selfjudge.decoding.admission import Request
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rules import EXACT
-from selfjudge.engine.batch import BatchEngines
+from selfjudge.engine.draft import BatchEngines
 from selfjudge.engine.select import borrow_draft, borrow_engine
 from selfjudge.models.loaded import Draft, Target
 from selfjudge.models.pair import Pair

@@ -13,7 +13,7 @@ from conftest import VOCAB
 from selfjudge.decoding.admission import Request
 from selfjudge.decoding.cycle import find_cycle
 from selfjudge.decoding.rules import EXACT, AcceptanceRule
-from selfjudge.engine.batch import BatchEngines
+from selfjudge.engine.draft import BatchEngines
 from selfjudge.engine.select import make_draft, make_engine
 from selfjudge.models.eagle import EagleHead
 from selfjudge.models.loaded import as_draft

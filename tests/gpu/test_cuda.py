@@ -25,9 +25,9 @@ from selfjudge.decoding.rules import (
     Typical,
 )
 from selfjudge.decoding.sampling import Sampling
-from selfjudge.engine.batch import BatchEngines
 from selfjudge.engine.cuda.engine import CudaEngine
 from selfjudge.engine.cuda.kernels_torch import Kernels
+from selfjudge.engine.draft import BatchEngines
 from selfjudge.engine.select import PairEngines, make_draft, make_engine
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import FEATURES, JudgeConfig, feature_width

@@ -25,8 +25,8 @@ from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rules import AcceptanceRule, Exact, Judged, SpeculativeSampling, TopK
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.engine.base import Engine
-from selfjudge.engine.batch import BatchEngines
 from selfjudge.engine.cuda import engine as cuda
+from selfjudge.engine.draft import BatchEngines
 from selfjudge.engine.select import make_draft, make_engine
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.eagle import EagleHead

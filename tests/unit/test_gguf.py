@@ -19,10 +19,9 @@ from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rules import EXACT
 from selfjudge.decoding.text import generate
 from selfjudge.distill.pipeline import distill_draft
-from selfjudge.engine.batch import BatchEngines
 from selfjudge.engine.cpu import engine as cpu
-from selfjudge.engine.cpu.engine import CpuEngine
-from selfjudge.engine.cpu.head import CpuHead
+from selfjudge.engine.cpu.engine import CpuEngine, CpuHead
+from selfjudge.engine.draft import BatchEngines
 from selfjudge.engine.reference import ReferenceEngine
 from selfjudge.engine.select import PairEngines, make_draft, make_engine
 from selfjudge.errors import SelfJudgeError

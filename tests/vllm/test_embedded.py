@@ -17,7 +17,7 @@ from selfjudge.decoding.loop import decode
 from selfjudge.decoding.plain import respond
 from selfjudge.decoding.rules import AcceptanceRule, Exact, Judged, Margin
 from selfjudge.decoding.text import generate
-from selfjudge.engine.batch import BatchEngines
+from selfjudge.engine.draft import BatchEngines
 from selfjudge.engine.select import make_draft, make_engine
 from selfjudge.judge.model import Judge
 from selfjudge.models.catalogue import EMBEDDED

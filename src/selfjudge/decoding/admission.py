@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from selfjudge.decoding.cycle import CycleOutcome
 from selfjudge.decoding.rules import AcceptanceRule
-from selfjudge.engine.batch import BatchEngines
+from selfjudge.engine.draft import BatchEngines
 from selfjudge.errors import SelfJudgeError
 from selfjudge.types import MAX_GAMMA, Emission, Finish, Origin, TokenColumn
 

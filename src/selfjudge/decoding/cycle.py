@@ -21,8 +21,7 @@ from torch import Tensor
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.decoding.sampling import sample
 from selfjudge.engine.base import Output
-from selfjudge.engine.batch import BatchEngines
-from selfjudge.engine.draft import Drafter
+from selfjudge.engine.draft import BatchEngines, Drafter
 from selfjudge.ops.argmax import argmax_checked, replace_non_finite
 from selfjudge.types import PHASES, Block, JudgedToken, Verdict
 

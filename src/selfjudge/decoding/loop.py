@@ -24,7 +24,7 @@ from selfjudge.decoding.gamma import GammaController, PairStatistics
 from selfjudge.decoding.prefill import Prefill, PrefillGroup
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.decoding.sampling import RandomNumbers
-from selfjudge.engine.batch import BatchEngines
+from selfjudge.engine.draft import BatchEngines
 from selfjudge.types import PHASES, Block, Gamma, Step, default_gamma
 
 

@@ -14,7 +14,7 @@ from selfjudge.decoding.prefill import shared_prefixes
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.engine.base import Engine, shape_reason
-from selfjudge.engine.batch import BatchEngines
+from selfjudge.engine.draft import BatchEngines
 from selfjudge.engine.select import borrow_engine
 from selfjudge.models.loaded import LoadedModel, Target, as_loaded
 from selfjudge.types import FINISHES, Finish, TokenColumn

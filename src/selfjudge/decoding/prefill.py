@@ -12,7 +12,7 @@ from torch import Tensor
 from selfjudge.decoding.admission import AdmissionQueue, Request, limit_request
 from selfjudge.decoding.cycle import PhaseTimer
 from selfjudge.engine.base import Output
-from selfjudge.engine.batch import BatchEngines
+from selfjudge.engine.draft import BatchEngines
 
 ALONE = 4  # chunks at once while the batch has no other rows; a request that arrives meanwhile waits for them
 

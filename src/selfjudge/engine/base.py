@@ -28,12 +28,13 @@ class RowCache(Protocol):
     window: int
     """Context window: the most positions a row may hold."""
     device: device
-    static: bool
+    static: bool = False
     """Whether every pass must have the shape of the first: `capture` then replays it without Python."""
 
     @property
     def version(self) -> int:
         """Changes whenever the tensors behind a captured graph are replaced."""
+        return 0
 
     def reserve(self, batch: int, length: int) -> None:
         """Begin a batch: room for `batch` rows of at most `length` tokens, none of them filled."""
@@ -55,10 +56,11 @@ class RowCache(Protocol):
 
     def state(self) -> list[Tensor]:
         """The tensors that a pass changes in place, without the cache itself."""
+        return []
 
 
-class Engine(RowCache, Protocol):
-    """One model over a ragged batch."""
+class Engine(RowCache):
+    """One model over a ragged batch. Unless an engine does otherwise, every pass is run from Python."""
 
     vocab_size: int
     captured_cycles: dict[Hashable, Any]
@@ -68,43 +70,38 @@ class Engine(RowCache, Protocol):
 
     def extend(self, tokens: Tensor, counts: Tensor | None = None, keep: int | None = None) -> Output:
         """Append tokens [B, T]; where `counts` [B] is given, row b takes its last counts[b] tokens only."""
+        raise NotImplementedError
 
     def prefill(self, tokens: Tensor, counts: Tensor) -> Output:
         """`extend` for the prompts of a batch: only the last position is kept."""
+        return self.extend(tokens, counts, keep=1)
 
     def bucket(self, rows: int, now: int = 0) -> int:
         """How many rows a batch should have in which `rows` are live and, if it is under way, `now` are there."""
+        return rows
 
     def rewind(self, rejected: Tensor) -> None:
         """Forget the last rejected[b] tokens of each row."""
 
     def capture(self, functions: Sequence[Callable[[], None]], state: Sequence[Tensor]) -> list[Callable[[], None]]:
         """The same functions over the same tensors, as captured graphs where it can; `state` is left as it was."""
-
-
-class Eager:
-    """The part that engines share which run every pass from Python."""
-
-    static = False
-    version = 0
-
-    def __init__(self) -> None:
-        self.captured_cycles: dict[Hashable, Any] = {}
-
-    def extend(self, tokens: Tensor, counts: Tensor | None = None, keep: int | None = None) -> Output:
-        raise NotImplementedError
-
-    def prefill(self, tokens: Tensor, counts: Tensor) -> Output:
-        return self.extend(tokens, counts, keep=1)
-
-    def bucket(self, rows: int, now: int = 0) -> int:
-        return rows
-
-    def state(self) -> list[Tensor]:
-        return []
-
-    def capture(self, functions: Sequence[Callable[[], None]], state: Sequence[Tensor]) -> list[Callable[[], None]]:
         return list(functions)
+
+
+class HeadEngine(Engine):
+    """An EAGLE-3 head over a ragged batch: entry t of a row is made of the token at t+1 and the state at t."""
+
+    vocabulary: Tensor
+    """[D] the tokens it proposes from."""
+    hidden_size: int
+
+    def append(self, tokens: Tensor, states: Tensor, counts: Tensor | None = None, keep: int = 1) -> Output:
+        """Append entries of tokens [B, T] and states; of row b the last counts[b], as `extend` does.
+
+        States are the target's features [B, T, 3H], or what earlier entries gave [B, T, H]. Of the last `keep` entries,
+        none or one, come logits [B, keep, D] and, as features, the states [B, keep, H] of the entries that follow.
+        """
+        raise NotImplementedError
 
 
 def chunk_tokens(device: device) -> int:

@@ -2,46 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, Self, TypeVar
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import torch
 from torch import Tensor, device
 
-from selfjudge.engine.base import Engine, Output, RowCache
+from selfjudge.engine.base import Engine, HeadEngine, RowCache
+from selfjudge.errors import SelfJudgeError
 from selfjudge.types import Verdict
 
 BACKLOG = 64  # newest tokens that a draft reads when it drafts again after plain cycles; it never reads older ones
-
-
-class Drafter(RowCache, Protocol):
-    """Proposes tokens to a target, over the same ragged batch. γ may change from cycle to cycle, also to 0 and back."""
-
-    features: tuple[int, ...]
-    """Layers of the target whose inputs the draft reads, for every token; most drafts read none."""
-    vocabulary: Tensor | None
-    """[D] the token of each of its logits; None where the logits are those of all tokens, in their order."""
-
-    def read(self, tokens: Tensor, counts: Tensor, features: Tensor | None) -> None:
-        """The next tokens [B, T] of prompts, of row b the last counts[b], with the target's features [B, T, F]."""
-
-    def enter(self, first: Tensor) -> None:
-        """The prompts of the last rows have been read; [B'] the target's first tokens after them."""
-
-    def prepare(self, gamma: int) -> None:
-        """Catch up before a cycle of γ proposals, outside of its captured graph, where a cycle would read too little.
-
-        Plain cycles read nothing, so that they cost nothing; after many of them the oldest tokens are left out.
-        """
-
-    def propose(self, gamma: int) -> Tensor:
-        """Read the accepted tokens that have not been read; logits [B, D] of the first of γ proposals."""
-
-    def extend(self, tokens: Tensor) -> Tensor:
-        """Logits [B, D] of the proposal that follows the proposals so far, the last of which are `tokens` [B]."""
-
-    def accept(self, drafts: Tensor, verdict: Verdict, features: Tensor | None) -> None:
-        """Forget the rejected ones of proposals [B, γ], γ ≥ 0; `features` [B, γ+1, F] are of the verifying pass."""
 
 
 class Backlog:
@@ -109,38 +81,20 @@ class Backlog:
         return [self.tokens, self.missing, self.states]
 
 
-class HeadEngine(RowCache, Protocol):
-    """An EAGLE-3 head over a ragged batch: entry t of a row is made of the token at t+1 and the state at t."""
+class Drafter(RowCache):
+    """Proposes tokens to a target, over the same ragged batch. γ may change from cycle to cycle, also to 0 and back.
 
-    vocabulary: Tensor
-    """[D] the tokens it proposes from."""
-    hidden_size: int
+    It has an engine and the backlog of its rows, which change together.
+    """
 
-    def append(self, tokens: Tensor, states: Tensor, counts: Tensor | None = None, keep: int = 1) -> Output:
-        """Append entries of tokens [B, T] and states; of row b the last counts[b], as `Engine.extend` does.
+    engine: RowCache
+    features: tuple[int, ...] = ()
+    """Layers of the target whose inputs the draft reads, for every token; most drafts read none."""
+    vocabulary: Tensor | None = None
+    """[D] the token of each of its logits; None where the logits are those of all tokens, in their order."""
 
-        States are the target's features [B, T, 3H], or what earlier entries gave [B, T, H]. Of the last `keep` entries,
-        none or one, come logits [B, keep, D] and, as features, the states [B, keep, H] of the entries that follow.
-        """
-
-    def rewind(self, rejected: Tensor) -> None:
-        """Forget the last rejected[b] entries of each row."""
-
-    def capture(self, functions: Sequence[Callable[[], None]], state: Sequence[Tensor]) -> list[Callable[[], None]]:
-        """As `Engine.capture`."""
-
-
-_E = TypeVar("_E", Engine, HeadEngine)
-
-
-class _BacklogDraft(Generic[_E]):
-    """An engine and the backlog of its rows, which change together."""
-
-    engine: _E
-
-    def __init__(self, engine: _E, backlog: Backlog) -> None:
-        self.engine = engine
-        self.backlog = backlog
+    def __init__(self, engine: RowCache, backlog: Backlog) -> None:
+        self.engine, self.backlog = engine, backlog
         self.device, self.window, self.static = engine.device, engine.window, engine.static
 
     @property
@@ -162,15 +116,35 @@ class _BacklogDraft(Generic[_E]):
     def state(self) -> list[Tensor]:
         return [*self.engine.state(), *self.backlog.tensors()]
 
+    def read(self, tokens: Tensor, counts: Tensor, features: Tensor | None) -> None:
+        """The next tokens [B, T] of prompts, of row b the last counts[b], with the target's features [B, T, F]."""
+
     def enter(self, first: Tensor) -> None:
+        """The prompts of the last rows have been read; [B'] the target's first tokens after them."""
         self.backlog.enter(first)
 
+    def prepare(self, gamma: int) -> None:
+        """Catch up before a cycle of γ proposals, outside of its captured graph, where a cycle would read too little.
 
-class LayersDraft(_BacklogDraft[Engine]):
+        Plain cycles read nothing, so that they cost nothing; after many of them the oldest tokens are left out.
+        """
+
+    def propose(self, gamma: int) -> Tensor:
+        """Read the accepted tokens that have not been read; logits [B, D] of the first of γ proposals."""
+        raise NotImplementedError
+
+    def extend(self, tokens: Tensor) -> Tensor:
+        """Logits [B, D] of the proposal that follows the proposals so far, the last of which are `tokens` [B]."""
+        raise NotImplementedError
+
+    def accept(self, drafts: Tensor, verdict: Verdict, features: Tensor | None) -> None:
+        """Forget the rejected ones of proposals [B, γ], γ ≥ 0; `features` [B, γ+1, F] are of the verifying pass."""
+
+
+class LayersDraft(Drafter):
     """A whole model as a draft. It lacks the newest token, and the last proposal too if all of them are accepted."""
 
-    features: tuple[int, ...] = ()
-    vocabulary: Tensor | None = None
+    engine: Engine
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine, Backlog(engine.device))
@@ -207,14 +181,15 @@ class LayersDraft(_BacklogDraft[Engine]):
         self.backlog.missing.copy_(1 + (k == drafted).long())
 
 
-class EagleDraft(_BacklogDraft[HeadEngine]):
+class EagleDraft(Drafter):
     """A head as a draft. Its cache holds entries of the target's own states; proposals are rewound after each cycle."""
+
+    engine: HeadEngine
 
     def __init__(self, engine: HeadEngine, features: tuple[int, ...], dtype: torch.dtype) -> None:
         """`features` are the target's layers that the head reads, in the dtype of the target's states."""
         super().__init__(engine, Backlog(engine.device, len(features) * engine.hidden_size, dtype))
-        self.features = features
-        self.vocabulary: Tensor | None = engine.vocabulary
+        self.features, self.vocabulary = features, engine.vocabulary
         self._begun = False
 
     def reserve(self, batch: int, length: int) -> None:
@@ -267,3 +242,48 @@ class EagleDraft(_BacklogDraft[HeadEngine]):
         states = features.gather(1, column[..., None].expand_as(features))
         self.backlog.states[:, -drafted - 1 :] = states
         self.backlog.missing.copy_(k + 1)
+
+
+@dataclass(frozen=True, eq=False)
+class BatchEngines:
+    """A target's engine and its draft over the same rows."""
+
+    target: Engine
+    draft: Drafter | None = None
+    """None for plain decoding."""
+    kept: dict[Hashable, Any] = field(default_factory=dict)
+    """What earlier batches learned about these models on such engines."""
+
+    def __post_init__(self) -> None:
+        if self.target.static and self.draft is not None and not self.draft.static:
+            raise SelfJudgeError(
+                "a target on the cuda engine needs a draft on it too: use the reference engine for both"
+            )
+
+    @property
+    def caches(self) -> list[RowCache]:
+        return [self.target] if self.draft is None else [self.target, self.draft]
+
+    @property
+    def window(self) -> int:
+        """The most positions that a row may have."""
+        return min(cache.window for cache in self.caches)
+
+    def reserve(self, rows: int, length: int) -> None:
+        """Begin a batch: room for so many rows of at most `length` tokens."""
+        for cache in self.caches:
+            cache.reserve(rows, length)
+
+    def aside(self) -> BatchEngines:
+        """The same weights with empty caches, for prompts that will `join` these."""
+        return BatchEngines(self.target.aside(), self.draft and self.draft.aside(), self.kept)
+
+    def join(self, other: BatchEngines, idle: int) -> None:
+        """Take over the rows of engines that were `aside`, then some idle ones."""
+        for cache, others in zip(self.caches, other.caches, strict=True):
+            cache.join(others, idle)
+
+    def select(self, rows: list[int]) -> None:
+        """Keep these rows, in this order."""
+        for cache in self.caches:
+            cache.select(rows)

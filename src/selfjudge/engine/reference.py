@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
-from selfjudge.engine.base import Eager, Output, chunk_tokens
+from selfjudge.engine.base import Engine, HeadEngine, Output, chunk_tokens
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.eagle import EagleHead, captured_states
 from selfjudge.models.tokens import context_window
@@ -79,11 +79,9 @@ class SlotLayer(DynamicLayer):
         self.cut(self.used)
 
 
-class SlotCache(Eager):
+class SlotCache(Engine):
     """The rows of a batch in shared slots: which slots belong to which row, at which position."""
 
-    window: int
-    device: torch.device
     _kinds: set[str]
     _sliding: int
 
@@ -169,19 +167,16 @@ class SlotCache(Eager):
         used = self.valid.any(0).nonzero()
         end = int(used[-1]) + 1 if len(used) else 0
         if end < self.slots:
-            self._cut(end)
+            self.slots = end
+            self.valid, self.positions = self.valid[:, :end], self.positions[:, :end]
+            for layer in self.cache.layers:
+                layer.cut(end)
         self._tidy()
 
     def _tidy(self) -> None:
         longest = int(self.lengths.max())
         if self.slots - longest > HOLE_SHARE * self.slots + HOLE_SLACK:
             self._compact(longest)
-
-    def _cut(self, end: int) -> None:
-        self.slots = end
-        self.valid, self.positions = self.valid[:, :end], self.positions[:, :end]
-        for layer in self.cache.layers:
-            layer.cut(end)
 
     def _compact(self, longest: int) -> None:
         """Move each row's valid slots to the right end of the shortest cache that holds the longest row."""
@@ -207,13 +202,13 @@ class ReferenceEngine(SlotCache):
     """Any causal LM of transformers, as the module that it is."""
 
     def __init__(self, model: PreTrainedModel, *, hidden: bool = False, features: tuple[int, ...] = ()) -> None:
-        super().__init__()
         config = model.config.get_text_config()
         self.model = model
         self.device = model.device
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.window = context_window(model)
         self.chunk = chunk_tokens(model.device)
+        self.captured_cycles = {}
         self._embeddings: int = model.get_input_embeddings().weight.shape[0]
         self._want_hidden, self._features = hidden, features
         self._kinds = attention_kinds(model)
@@ -258,11 +253,10 @@ class ReferenceEngine(SlotCache):
         return Output(logits[:, first:], hidden, torch.cat(states, -1) if states else None)
 
 
-class ReferenceHead(SlotCache):
+class ReferenceHead(SlotCache, HeadEngine):
     """An EAGLE-3 head as the torch module it is: entries of a token and a state each."""
 
     def __init__(self, head: EagleHead) -> None:
-        super().__init__()
         self.head = head
         self.device, self.window = head.device, head.window
         self.vocabulary, self.hidden_size = head.draft_ids, head.config.hidden_size

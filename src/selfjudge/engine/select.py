@@ -11,13 +11,10 @@ from typing import TypeAlias, TypeVar
 import torch
 from transformers import PreTrainedModel
 
-from selfjudge.engine.base import Engine
-from selfjudge.engine.batch import BatchEngines
+from selfjudge.engine.base import Engine, HeadEngine
 from selfjudge.engine.cpu import engine as cpu
-from selfjudge.engine.cpu.head import CpuHead
 from selfjudge.engine.cuda import engine as cuda
-from selfjudge.engine.cuda.head import CudaHead
-from selfjudge.engine.draft import Drafter, EagleDraft, HeadEngine, LayersDraft
+from selfjudge.engine.draft import BatchEngines, Drafter, EagleDraft, LayersDraft
 from selfjudge.engine.reference import ReferenceEngine, ReferenceHead
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.convert import dequantise
@@ -122,9 +119,9 @@ def make_draft(
     kind = choose_kind(draft, int8=int8, kind=kind)
     engine: HeadEngine
     if kind == "cuda":
-        engine = CudaHead(draft)
+        engine = cuda.CudaHead(draft)
     elif kind == "cpu":
-        engine = CpuHead(draft, target.causal_lm, int8=int8)
+        engine = cpu.CpuHead(draft, target.causal_lm, int8=int8)
     elif target.file is not None:
         raise SelfJudgeError("a head beside q4 weights needs the cpu engine, not reference")
     else:
@@ -155,9 +152,8 @@ def choose_kind(model: AnyModel, *, int8: bool = False, kind: str = "auto") -> s
 
 def _why_not(model: LoadedModel, kind: str, *, int8: bool = False) -> str | None:
     """Why the engine of this kind cannot run a model or a head; None if it can."""
-    if isinstance(model.module, EagleHead):
-        return cuda.head_reason(model.module) if kind == "cuda" else cpu.head_reason(model.module, int8=int8)
-    return cuda.why_not(model.causal_lm) if kind == "cuda" else cpu.why_not(model.causal_lm, int8=int8)
+    assert model.module is not None
+    return cuda.why_not(model.module) if kind == "cuda" else cpu.why_not(model.module, int8=int8)
 
 
 _Kept = TypeVar("_Kept", Engine, Drafter)

@@ -34,13 +34,11 @@ def sdpa_without_cudnn() -> AbstractContextManager[None]:
 
 
 @torch.no_grad()
-def teacher_forced(
-    model: PreTrainedModel | LoadedModel, sequences: Sequences, *, tokens: int | None = None
-) -> Iterator[tuple[list[int], Tensor]]:
+def teacher_forced(model: PreTrainedModel | LoadedModel, sequences: Sequences) -> Iterator[tuple[list[int], Tensor]]:
     """Indices of sequences and, for all tokens of their answers in that order, the states that predict them [R, H].
 
     The states are those after the final norm: what the output matrix multiplies. Sequences of similar length share a
-    pass of at most `tokens` tokens, half as many when memory runs out.
+    pass, of half as many tokens when memory runs out.
     """
     loaded = as_loaded(model)
     if isinstance(loaded, Target) and loaded.remote is not None:
@@ -54,13 +52,11 @@ def teacher_forced(
         hidden: Tensor = module.base_model(input_ids=ids, use_cache=False).last_hidden_state
         return hidden[predicts]
 
-    yield from _passes(module, sequences, tokens, states)
+    yield from _passes(module, sequences, states)
 
 
 @torch.no_grad()
-def head_choices(
-    head: EagleHead, target: PreTrainedModel, sequences: Sequences, *, tokens: int | None = None
-) -> Iterator[tuple[list[int], Tensor]]:
+def head_choices(head: EagleHead, target: PreTrainedModel, sequences: Sequences) -> Iterator[tuple[list[int], Tensor]]:
     """Indices of sequences and, for all tokens of their answers in that order, what a head proposes there [R].
 
     Its entries are made of the target's own states. There is none before the second token: there it has no say, and the
@@ -76,16 +72,16 @@ def head_choices(
         chosen[:, 1:][predicts[:, 1:]] = head.draft_ids[torch.cat(best)]
         return chosen[predicts]
 
-    yield from _passes(target, sequences, tokens, choices)
+    yield from _passes(target, sequences, choices)
 
 
 def _passes(
-    model: PreTrainedModel, sequences: Sequences, tokens: int | None, run: Callable[[Tensor, Tensor], Tensor]
+    model: PreTrainedModel, sequences: Sequences, run: Callable[[Tensor, Tensor], Tensor]
 ) -> Iterator[tuple[list[int], Tensor]]:
     """Indices of sequences and what `run` makes of their tokens [B, T] and of the places that predict an answer's."""
     device, window = model.device, context_window(model)
     embeddings = model.get_input_embeddings().weight.shape[0]
-    tokens = tokens or TOKENS.get(device.type, 8192)
+    tokens = TOKENS.get(device.type, 8192)
     sizes = [len(prompt) + len(answer) for prompt, answer in sequences]
     order = sorted(range(len(sequences)), key=lambda i: -sizes[i])
     while order:

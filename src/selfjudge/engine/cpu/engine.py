@@ -9,49 +9,43 @@ import copy
 import ctypes
 import subprocess
 from functools import cache
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from selfjudge.engine.base import Eager, Output, chunk_tokens, shape_reason
+from selfjudge.engine.base import Engine, HeadEngine, Output, chunk_tokens, shape_reason
 from selfjudge.engine.cpu.library import Pass, library
-from selfjudge.engine.cpu.weights import PackedWeights, packed
+from selfjudge.engine.cpu.weights import PackedHead, PackedWeights, packed
+from selfjudge.models.device import give_back
 from selfjudge.models.eagle import EagleHead
 from selfjudge.models.gguf import gguf_file
-from selfjudge.models.loaded import LoadedModel, as_loaded
+from selfjudge.models.loaded import Draft, LoadedModel, as_draft, as_loaded
 from selfjudge.models.tokens import context_window
 from selfjudge.models.weights import GROUP
 
 CHUNK = 192  # tokens per pass of a long prompt
 
 
-def why_not(model: PreTrainedModel, *, int8: bool = False) -> str | None:
-    """Why this engine cannot run the model; None if it can."""
-    if (reason := shape_reason(model)) is not None:
+def why_not(module: PreTrainedModel | EagleHead, *, int8: bool = False) -> str | None:
+    """Why this engine cannot run a model or a head; None if it can."""
+    config: Any = module.config
+    if isinstance(module, EagleHead):
+        dim, heads = config.head_dim, config.heads
+    elif (reason := shape_reason(module)) is not None:
         return reason
-    config, dim = model.config.get_text_config(), model.model.layers[0].self_attn.head_dim
-    widths = (config.hidden_size, config.intermediate_size, config.num_attention_heads * dim)
-    return _reason(model, dim, widths if int8 and gguf_file(model) is None else ())
-
-
-def head_reason(head: EagleHead, *, int8: bool = False) -> str | None:
-    """Why this engine cannot run a head; None if it can."""
-    config = head.config
-    widths = (config.hidden_size, config.intermediate_size, config.heads * config.head_dim)
-    return _reason(head, config.head_dim, widths if int8 else ())
-
-
-def _reason(module: PreTrainedModel | EagleHead, head_dim: int, quantised_widths: tuple[int, ...]) -> str | None:
-    """Why this engine cannot run a module with heads of this width; these widths are to be quantised to int8."""
+    else:
+        config = config.get_text_config()
+        dim, heads = module.model.layers[0].self_attn.head_dim, config.num_attention_heads
+        int8 = int8 and gguf_file(module) is None
     if module.device.type != "cpu":
         return f"it is on {module.device.type}"
     if module.dtype != torch.float32:
         return f"its dtype is {str(module.dtype).removeprefix('torch.')}, not float32"
-    if head_dim % 4:
-        return f"its heads are {head_dim} wide"
-    if any(width % GROUP for width in quantised_widths):
+    if dim % 4:
+        return f"its heads are {dim} wide"
+    if int8 and any(width % GROUP for width in (config.hidden_size, config.intermediate_size, heads * dim)):
         return f"int8 needs widths divisible by {GROUP}"
     return _compiler_reason()
 
@@ -84,7 +78,7 @@ class PassOutput(NamedTuple):
     """[B, T, F] inputs of the layers that were asked for."""
 
 
-class CpuEngine(Eager):
+class CpuEngine(Engine):
     """A model through the compiled forward pass. Keys and values lie at their positions: a rewind changes a number."""
 
     def __init__(
@@ -94,18 +88,17 @@ class CpuEngine(Eager):
         hidden: bool = False,
         features: tuple[int, ...] = (),
         int8: bool = False,
-        processor: str = "native",
     ) -> None:
-        super().__init__()
         loaded = as_loaded(model)
         module = loaded.causal_lm
         self.device = module.device
         self.vocab_size: int = module.get_output_embeddings().weight.shape[0]
         self.window = context_window(module)
         self.chunk = chunk_tokens(module.device)
+        self.captured_cycles = {}
         self._embeddings: int = module.get_input_embeddings().weight.shape[0]
         self._want_hidden = hidden
-        self._use(packed(loaded, int8, processor), module.model.rotary_emb, features)
+        self._use(packed(loaded, int8), module.model.rotary_emb, features)
 
     def _use(self, weights: PackedWeights, rotary: nn.Module, features: tuple[int, ...] = ()) -> None:
         """Run these weights; `features` are the layers whose inputs are wanted."""
@@ -226,3 +219,27 @@ class CpuEngine(Eager):
         first = {b: i for i, b in reversed(list(enumerate(rows)))}
         self._caches = [self._caches[b] if first[b] == i else self._caches[b].clone() for i, b in enumerate(rows)]
         self.lengths = [self.lengths[b] for b in rows]
+
+
+class CpuHead(CpuEngine, HeadEngine):
+    """Entries of a token and a state each, in a cache of one layer."""
+
+    def __init__(self, draft: EagleHead | Draft, target: PreTrainedModel, *, int8: bool = False) -> None:
+        draft = as_draft(draft)
+        head = draft.eagle_head
+        self.device, self.window, self._embeddings = head.device, head.window, head.config.vocab_size
+        self.vocabulary, self.hidden_size = head.draft_ids, head.config.hidden_size
+
+        def pack() -> PackedHead:
+            weights = PackedHead(head.with_matrices(), target, int8)
+            if int8 and gguf_file(target) is not None:
+                head.free_matrices()  # no other engine runs a head beside a file
+            give_back()
+            return weights
+
+        self._use(draft.keep(("packed", int8), pack), head.rotary_emb)
+
+    @torch.inference_mode()
+    def append(self, tokens: Tensor, states: Tensor, counts: Tensor | None = None, keep: int = 1) -> Output:
+        output = self._run(tokens, counts, keep, states.float())
+        return Output(output.logits, None, output.residual)

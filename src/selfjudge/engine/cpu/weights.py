@@ -13,38 +13,38 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from selfjudge.engine.cpu.library import Layer, Matrix, Model, library
 from selfjudge.models.device import give_back
+from selfjudge.models.eagle import EagleHead
 from selfjudge.models.gguf import MATRICES, NORMS, GgufFile, gguf_file, head_width, int8_blocks, row_order
 from selfjudge.models.loaded import LoadedModel
 
 F32, F16, Q8_0 = 0, 1, 8
 LINE = 64  # bytes of a cache line
+_Ends = tuple[tuple[int, int], int, Matrix]
+"""Address and type of the embedding, address of the last norm, and the output matrix."""
 
 
 class PackedWeights:
     """The model as the kernel reads it, and the arrays that must outlive it."""
 
-    def __init__(self, model: PreTrainedModel, int8: bool, processor: str = "native") -> None:
+    def __init__(self, model: PreTrainedModel, int8: bool) -> None:
         config, file = model.config.get_text_config(), gguf_file(model)
-        self._begin(int8, processor, config.num_hidden_layers)
-        self.model = self._from_modules(model, config) if file is None else self._from_file(file, config)
+        self._begin(int8, config.num_hidden_layers)
+        embedding, norm, head = self._from_modules(model) if file is None else self._from_file(file, config)
+        self.model = Model(
+            config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.num_key_value_heads,
+            head_width(config), config.intermediate_size, config.rms_norm_eps, *embedding, self.layers, norm, head,
+        )  # fmt: skip
 
-    def _begin(self, int8: bool, processor: str, layers: int) -> None:
+    def _begin(self, int8: bool, layers: int) -> None:
         self.kept: list[Any] = []
         self.bytes_per_pass = 0
         self.int8 = int8
-        self.kernel = library(processor)
+        self.kernel = library("native")
         self.layers = (Layer * layers)()
-
-    def _described(self, config: PretrainedConfig, embedding: tuple[int, int], norm: int, head: Matrix) -> Model:
-        width = head_width(config)
-        return Model(
-            config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.num_key_value_heads, width,
-            config.intermediate_size, config.rms_norm_eps, *embedding, self.layers, norm, head,
-        )  # fmt: skip
 
     # -------------------------------------------------------------------------------------- from a model's own tensors
 
-    def _from_modules(self, model: PreTrainedModel, config: PretrainedConfig) -> Model:
+    def _from_modules(self, model: PreTrainedModel) -> _Ends:
         body, head = model.base_model, model.get_output_embeddings()
         if self.int8:
             linear = [module for module in body.layers.modules() if isinstance(module, nn.Linear)]
@@ -52,7 +52,7 @@ class PackedWeights:
         for layer, source in zip(self.layers, body.layers, strict=True):
             self._fill_layer(layer, source)
         embedding = self._pointer(body.embed_tokens.weight), F32
-        return self._described(config, embedding, self._pointer(body.norm.weight), self._matrix(head.weight))
+        return embedding, self._pointer(body.norm.weight), self._matrix(head.weight)
 
     def _fill_layer(self, layer: Layer, source: nn.Module) -> None:
         """The weights of a layer of transformers, or of a head, whose parts have the same names."""
@@ -79,7 +79,7 @@ class PackedWeights:
 
     # ---------------------------------------------------------------------------------------------- from a GGUF file
 
-    def _from_file(self, file: GgufFile, config: PretrainedConfig) -> Model:
+    def _from_file(self, file: GgufFile, config: PretrainedConfig) -> _Ends:
         head_name = output_name(file)
         self._make_room(
             (tensor.kind, tensor.rows, tensor.cols)
@@ -93,8 +93,7 @@ class PackedWeights:
             for part in NORMS:
                 setattr(layer, part.field, self._file_floats(file, f"blk.{i}.{part.gguf}.weight"))
         head = self._file_matrix(file, head_name)
-        embedding = self._file_embedding(file)
-        return self._described(config, embedding, self._file_floats(file, "output_norm.weight"), head)
+        return self._file_embedding(file), self._file_floats(file, "output_norm.weight"), head
 
     def _file_embedding(self, file: GgufFile) -> tuple[int, int]:
         """Where the embedding lies, and its type: its rows are read from the file as they are needed."""
@@ -152,18 +151,54 @@ class PackedWeights:
         self._free = -(-room.data_ptr() // LINE) * LINE
 
 
+class PackedHead(PackedWeights):
+    """A head as the kernel reads it. The rows of embedding and output are the target's, in its own format."""
+
+    def __init__(self, head: EagleHead, target: PreTrainedModel, int8: bool) -> None:
+        config, file, layer = head.config, gguf_file(target), head.layer
+        self._begin(int8, layers=1)
+        kind = Q8_0 if int8 else F32
+        matrices: list[Any] = [layer.get_submodule(part.module) for part in MATRICES]
+        shapes = [(kind, *module.weight.shape) for module in (*matrices, head.fc)]
+        if file is not None and head.output is None:
+            kind = file.tensors[f"{output_name(file)}.weight"].kind
+        shapes.append((kind, len(head.draft_ids), config.hidden_size))
+        self._make_room(shape for shape in shapes if shape[0] not in (F32, F16))
+        self._fill_layer(self.layers[0], layer)
+        embedding, rows = self._vocabulary(head, file)
+        self.model = Model(
+            1, config.hidden_size, config.heads, config.kv_heads, config.head_dim, config.intermediate_size, config.eps,
+            *embedding, self.layers, self._pointer(head.norm.weight), rows, self._pointer(layer.hidden_norm.weight),
+            self._matrix(head.fc.weight), config.norm_before_residual,
+        )  # fmt: skip
+
+    def _vocabulary(self, head: EagleHead, file: GgufFile | None) -> tuple[tuple[int, int], Matrix]:
+        """The embedding, and the rows of the output matrix that the head proposes from."""
+        if head.embedding is not None:
+            embedding = self._pointer(head.embedding), F32
+        else:
+            assert file is not None
+            embedding = self._file_embedding(file)
+        if head.output is not None:
+            return embedding, self._matrix(head.output)
+        assert file is not None
+        order = head.draft_ids.numpy().astype(np.int32)
+        self.kept.append(order)
+        return embedding, self._file_matrix(file, output_name(file), order)
+
+
 def output_name(file: GgufFile) -> str:
     """The matrix of a file that makes logits: the embedding, where it has no other."""
     return "output" if "output.weight" in file.tensors else "token_embd"
 
 
-def packed(model: LoadedModel, int8: bool, processor: str = "native") -> PackedWeights:
+def packed(model: LoadedModel, int8: bool) -> PackedWeights:
     """The weights of a model, packed once and kept with it. Blocks of a file are never made int8."""
     int8 = int8 and model.file is None
 
     def pack() -> PackedWeights:
-        weights = PackedWeights(model.causal_lm, int8, processor)
+        weights = PackedWeights(model.causal_lm, int8)
         give_back()  # what packing needed
         return weights
 
-    return model.keep(("packed", int8, processor), pack)
+    return model.keep(("packed", int8), pack)

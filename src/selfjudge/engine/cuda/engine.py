@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from selfjudge.engine.base import Output, chunk_tokens, shape_reason
+from selfjudge.engine.base import Engine, HeadEngine, Output, chunk_tokens, shape_reason
 from selfjudge.engine.cuda.kernels_torch import Kernels
 from selfjudge.models.eagle import EagleHead
-from selfjudge.models.loaded import LoadedModel, as_loaded
+from selfjudge.models.loaded import Draft, LoadedModel, as_draft, as_loaded
 from selfjudge.models.tokens import context_window
 from selfjudge.ops.argmax import has_triton
 
@@ -36,24 +36,19 @@ ASIDES = 2  # engines for prompts that are kept with their cache and graphs
 STEP_TOKENS = 32  # a pass of at most this many tokens a row is a decoding step and covers the whole batch
 
 
-def why_not(model: PreTrainedModel) -> str | None:
-    """Why this engine cannot run the model; None if it can."""
-    if (reason := shape_reason(model)) is not None:
+def why_not(module: PreTrainedModel | EagleHead) -> str | None:
+    """Why this engine cannot run a model or a head; None if it can."""
+    if isinstance(module, EagleHead):
+        dim = module.config.head_dim
+    elif (reason := shape_reason(module)) is not None:
         return reason
-    if (reason := _width_reason(model.model.layers[0].self_attn.head_dim, model.device)) is not None:
-        return reason
-    if model.model.layers[0].mlp.gate_proj.bias is not None:
+    else:
+        dim = module.model.layers[0].self_attn.head_dim
+    if module.device.type == "cuda" and dim not in (16, 32, 64, 128, 256):
+        return f"its heads are {dim} wide"
+    if not isinstance(module, EagleHead) and module.model.layers[0].mlp.gate_proj.bias is not None:
         return "its feed-forward layers have biases"
     return None
-
-
-def head_reason(head: EagleHead) -> str | None:
-    """Why this engine cannot run a head; None if it can."""
-    return _width_reason(head.config.head_dim, head.device)
-
-
-def _width_reason(dim: int, device: torch.device) -> str | None:
-    return f"its heads are {dim} wide" if device.type == "cuda" and dim not in (16, 32, 64, 128, 256) else None
 
 
 class LayerWeights(NamedTuple):
@@ -100,6 +95,20 @@ class _Weights:
         self.rotary = body.rotary_emb
 
 
+class _HeadWeights:
+    """The weights of a head as the kernels read them."""
+
+    def __init__(self, head: EagleHead) -> None:
+        config = head.config
+        assert head.embedding is not None
+        assert head.output is not None
+        self.layers = [LayerWeights.fuse(head.layer)]
+        self.fuse, self.state_norm = head.fc.weight.detach(), head.layer.hidden_norm.weight.detach()
+        self.norm, self.head, self.embedding = head.norm.weight.detach(), head.output, head.embedding
+        self.heads, self.kv_heads, self.dim = config.heads, config.kv_heads, config.head_dim
+        self.epsilon, self.rotary, self.norm_before_residual = config.eps, head.rotary_emb, config.norm_before_residual
+
+
 def row_lengths(counts: Tensor | None, batch: int, width: int) -> list[int]:
     """The tokens of each row, padding not counted, where leaving it out is worth that the host waits for them."""
     if counts is None or width <= STEP_TOKENS or batch * width <= CAPTURED_TOKENS:
@@ -126,10 +135,11 @@ _Prefill = tuple[Callable[[], None], Tensor, Tensor, Output]
 """A captured prefill: replay, its tokens, its counts, its output."""
 
 
-class CudaEngine:
+class CudaEngine(Engine):
     """A model with a static cache, whose passes are captured as CUDA graphs."""
 
     static = True
+    version = 0
 
     def __init__(
         self, model: PreTrainedModel | LoadedModel, *, hidden: bool = False, features: tuple[int, ...] = ()
@@ -148,7 +158,7 @@ class CudaEngine:
         """Start without cache and captured graphs."""
         self.slots = 0
         self.version = 0
-        self.captured_cycles: dict[Hashable, Any] = {}
+        self.captured_cycles = {}
         self._asides: list[Self] = []  # that have given their rows away: the next prompts find their graphs
         self._pool: Any = None  # the memory that graphs share: they never run at the same time
         self._prefills: dict[Hashable, Any] = {}  # shape of prompts → 1 (seen once) or its graph
@@ -360,6 +370,61 @@ class CudaEngine:
                 graphs.append(graph)
         restore()
         return [graph.replay for graph in graphs]
+
+
+class CudaHead(CudaEngine, HeadEngine):
+    """Entries of a token and a state each, in a cache of one layer."""
+
+    weights: _HeadWeights  # type: ignore[assignment]
+
+    def __init__(self, draft: EagleHead | Draft) -> None:
+        draft = as_draft(draft)
+        head = draft.eagle_head
+        self.weights = draft.keep("cuda weights", lambda: _HeadWeights(head))
+        self.device, self.dtype = head.device, head.dtype
+        self.window, self.vocabulary, self.hidden_size = head.window, head.draft_ids, head.config.hidden_size
+        self._want_hidden, self._features = False, ()
+        self._begin()
+
+    @torch.no_grad()
+    def append(self, tokens: Tensor, states: Tensor, counts: Tensor | None = None, keep: int = 1) -> Output:
+        batch, width = tokens.shape
+        e, slot, position = self._kernels.begin(tokens, counts, self.lengths, self.slots, self.weights.embedding)
+        outputs = []
+        for part, padding in passes([max(length, keep) for length in row_lengths(counts, batch, width)], width):
+            x, given, slots, places = (t[part, padding:].contiguous() for t in (e, states, slot, position))
+            outputs.append(self._layer(x, given, slots, places, part, keep))
+        self.lengths.add_(width if counts is None else counts)
+        logits, a = (torch.cat(both) if len(both) > 1 else both[0] for both in zip(*outputs, strict=True))
+        return Output(logits, None, a)
+
+    def _layer(
+        self, e: Tensor, states: Tensor, slot: Tensor, position: Tensor, rows: slice, keep: int
+    ) -> tuple[Tensor, Tensor]:
+        """Logits [B, keep, D] and a [B, keep, H] of entries [B, T]; only keys and values are made of those before."""
+        w, kernels = self.weights, self._kernels
+        layer = w.layers[0]
+        batch, width, size = e.shape
+        keys, values = self.keys[0, rows], self.values[0, rows]
+        given = states.reshape(batch * width, -1)
+        fused = given.shape[1] != size
+        x = given.new_zeros(batch * width, size) if fused else given.clone()
+        n = kernels.norm(x, kernels.product(given, w.fuse, None) if fused else None, w.state_norm, w.epsilon)
+        if w.norm_before_residual:
+            x = n.clone()
+        both = torch.cat([kernels.norm(e.view(batch * width, size), None, layer.attention_norm, w.epsilon), n], 1)
+        qkv = kernels.product(both, layer.qkv, None)
+        q = kernels.rotate(qkv, self._rotary, (slot, position), (keys, values), w.heads)
+        if keep < width:
+            x = x.view(batch, width, size)[:, width - keep :].reshape(batch * keep, size).contiguous()
+            q, position = q[:, width - keep :].contiguous(), position[:, width - keep :].contiguous()
+        if not keep:
+            return x.new_empty(batch, 0, len(w.head)), x.view(batch, 0, size)
+        parts = kernels.add(x, kernels.attention(q, keys, values, position), layer.out, None)
+        inner = kernels.gated(kernels.norm(x, parts, layer.mlp_norm, w.epsilon), layer.gate_up)
+        parts = kernels.add(x, inner, layer.down, None)
+        logits = F.linear(kernels.norm(x, parts, w.norm, w.epsilon), w.head)  # and x is whole by now
+        return logits.view(batch, keep, -1), x.view(batch, keep, size)
 
 
 @contextlib.contextmanager
