@@ -30,7 +30,7 @@ from selfjudge.report.charts import make_charts
 from selfjudge.report.records import read_results
 from selfjudge.report.tables import make_tables
 from selfjudge.store import parse_json, read_json, read_rows, read_tensors, sha256, write_json
-from selfjudge.tasks.file import File
+from selfjudge.tasks.benchmarks import File
 from selfjudge.train.dataset import LabelledRows
 
 Change = Callable[[Any], Any]

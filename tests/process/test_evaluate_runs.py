@@ -96,7 +96,7 @@ def test_lost_and_gained_are_counted_example_by_example(
 ) -> None:
     """An answer is right if its text has an even length: rules then win some examples and lose others."""
     monkeypatch.setattr(
-        "selfjudge.tasks.file.File.extract", lambda self, row, text: "w7" if len(text) % 2 == 0 else "no"
+        "selfjudge.tasks.benchmarks.File.extract", lambda self, row, text: "w7" if len(text) % 2 == 0 else "no"
     )
     exact, null, other = evaluated(tiny_pair, tmp_path / "eval", asked, ["exact", "null", "random:0.9"])
     place = tmp_path / "eval" / "file:mine"
@@ -327,7 +327,7 @@ def test_rows_without_an_answer_are_decoded_and_not_scored(tiny_pair: Pair, aske
 def test_a_measure_is_named_and_versions_of_scorers_are_recorded(
     tiny_pair: Pair, asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("selfjudge.tasks.file.File.requires", ("math-verify",))
+    monkeypatch.setattr("selfjudge.tasks.benchmarks.File.requires", ("math-verify",))
     (answers,) = evaluated(tiny_pair, tmp_path / "answers", asked, ["exact"])
     assert answers["agreement_measure"] == "same_answer"
     assert answers["versions"]["math-verify"] == version("math-verify")

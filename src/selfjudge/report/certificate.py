@@ -14,7 +14,12 @@ from selfjudge.report.table import Column, Table, word_column
 from selfjudge.report.verdict import LOW_SCORE
 
 RUN = "Run this in the folder of this certificate"
-BEST_EXACT = "against exact at its own best γ, which may be 0"
+UNITS = {
+    "score": "points",
+    "same_answer": "points of agreement (same extracted answer as exact)",
+    "overlap": "points of agreement (words in common with exact)",
+}
+"""Unit of each measure."""
 
 
 def describe_result(certificate: Mapping[str, Any]) -> str:
@@ -25,9 +30,9 @@ def describe_result(certificate: Mapping[str, Any]) -> str:
             return f"Nothing here beats plain decoding{why}: use exact without a recipe (--gamma auto or 0)."
         return f"Nothing here beats exact{why}: use exact (γ = {certificate['gamma']})."
     interval = show_interval(certificate["mean_difference_ci"], signed_points)
-    change = f"{signed_points(certificate['mean_difference'])} {interval}"
+    change = f"{signed_points(certificate['mean_difference'])} {interval} {UNITS[certificate['measure']]}"
     return (
-        f"{certificate['rule']} (γ = {certificate['gamma']}): {_gain(certificate)}, {change} {_unit(certificate)},"
+        f"{certificate['rule']} (γ = {certificate['gamma']}): {_gain(certificate)}, {change},"
         f" certified ≤ {points(certificate['epsilon']).removesuffix('.0')}."
     )
 
@@ -39,9 +44,9 @@ def plain_wins(certificate: Mapping[str, Any]) -> bool:
 
 def describe_claim(certificate: Mapping[str, Any]) -> str:
     """The claim, and the prompts it holds for."""
-    confidence = points(1 - certificate["delta"]).removesuffix(".0")
+    unit, confidence = UNITS[certificate["measure"]], points(1 - certificate["delta"]).removesuffix(".0")
     if not certificate["certified"]:
-        lost = f"to lose at most {points(certificate['epsilon'])} {_unit(certificate)} with {confidence} % confidence"
+        lost = f"to lose at most {points(certificate['epsilon'])} {unit} with {confidence} % confidence"
         if any(row["refuted"] for row in certificate["candidates"]):
             return f"Exact decoding loses nothing. Relaxed rules were certified {lost}; none was surely faster."
         return f"Exact decoding loses nothing. No relaxed rule was certified {lost}."
@@ -51,7 +56,7 @@ def describe_claim(certificate: Mapping[str, Any]) -> str:
         plain = f"; {fixed(over)} × plain speed"
     return (
         f"On prompts like these {whole(certificate['n'])}, at most {points(certificate['epsilon'])}"
-        f" {_unit(certificate)} are lost against exact decoding, with {confidence} % confidence{plain}."
+        f" {unit} are lost against exact decoding, with {confidence} % confidence{plain}."
         " It is void for other prompts, models, engines or settings."
     )
 
@@ -80,15 +85,6 @@ def _gain(certificate: Mapping[str, Any]) -> str:
 
     what = "tokens/s" if certificate["speed_measure"] == "tokens_per_second" else "tokens per target pass"
     return f"{change(certificate['speed_ratio'])} % {show_interval(certificate['speed_ci'], change)} {what}"
-
-
-def _unit(certificate: Mapping[str, Any]) -> str:
-    """The unit of the measure."""
-    return {
-        "score": "points",
-        "same_answer": "points of agreement (same extracted answer as exact)",
-        "overlap": "points of agreement (words in common with exact)",
-    }[certificate["measure"]]
 
 
 def _notes(certificate: Mapping[str, Any]) -> list[str]:
@@ -141,6 +137,7 @@ def list_commands(certificate: Mapping[str, Any]) -> list[str]:
 def _candidates_table(certificate: Mapping[str, Any]) -> Table:
     """Every rule that was tried, and the outcome."""
     by_m = certificate["speed_measure"] != "tokens_per_second"
+    best = "against exact at its own best γ, which may be 0"
     columns = (
         word_column("rule", "rule"),
         word_column("family", "family"),
@@ -151,20 +148,17 @@ def _candidates_table(certificate: Mapping[str, Any]) -> Table:
         Column("gained", "gained", whole),
         Column("m", "mean_accepted_length", fixed, help="tokens per target pass"),
         Column("tokens/s", "tokens_per_second", tenths),
-        Column("m × exact" if by_m else "speed × exact", "speed_ratio", fixed, "speed_ci", BEST_EXACT),
+        Column("m × exact" if by_m else "speed × exact", "speed_ratio", fixed, "speed_ci", best),
         word_column("outcome", "why", wide=True),
     )
     return Table("candidates", "Every rule that was tried", columns, tuple(certificate["candidates"]))
 
 
-def _evidence_chart(certificate: Mapping[str, Any]) -> Chart | None:
+def _evidence_chart(evidence: Mapping[str, Any], rule: str) -> Chart:
     """The capital of the bet over the prompts; it is won at the dotted line."""
-    evidence = certificate["evidence"]
-    if not evidence:
-        return None
     course = tuple(Point(t, value, f"after {t} prompts: ln K = {value}") for t, value in evidence["log_capital"])
-    series = Series(certificate["rule"], 1, course, marked=False)
-    return Chart("evidence", "Evidence over prompts", "prompts", "ln of the capital", (series,), level=evidence["goal"])
+    series = (Series(rule, 1, course, marked=False),)
+    return Chart("evidence", "Evidence over prompts", "prompts", "ln of the capital", series, level=evidence["goal"])
 
 
 def certificate_markdown(certificate: Mapping[str, Any]) -> str:
@@ -183,7 +177,7 @@ def certificate_markdown(certificate: Mapping[str, Any]) -> str:
 
 def certificate_page(certificate: Mapping[str, Any], examples: Sequence[Mapping[str, Any]]) -> str:
     """One self-contained HTML page. `examples` are answers lost and gained, with the tokens of both."""
-    chart = _evidence_chart(certificate)
+    evidence = certificate["evidence"]
     return render(
         "certificate.html",
         title=f"Certificate for {certificate['pair']}",
@@ -193,8 +187,7 @@ def certificate_page(certificate: Mapping[str, Any], examples: Sequence[Mapping[
         commands=list_commands(certificate),
         notes=_notes(certificate),
         facts=_facts(certificate),
-        chart=chart,
-        drawing=None if chart is None else draw(chart).svg,
+        drawing=draw(_evidence_chart(evidence, certificate["rule"])).svg if evidence else None,
         table=_candidates_table(certificate),
         examples=[_example(encodable(dict(example))) for example in examples],
         data={},

@@ -10,7 +10,7 @@ import io
 import re
 import warnings
 import xml.etree.ElementTree as ET
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -81,24 +81,20 @@ def draw(chart: Chart) -> Drawing:
         return Drawing(_markup(svg), _png(figure, axes, chart))
 
 
-def draw_swatch(style: int, name: str) -> Markup:
-    """A style as a legend shows it: a line with a mark. `name` is unique on the page."""
+def draw_legend(charts: Sequence[Chart]) -> Iterator[tuple[str, Markup]]:
+    """Names and swatches, a line with a mark, for all charts of a section."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(SETTINGS):
-        figure = Figure(figsize=(30 / 72, 16 / 72))
-        figure.add_artist(_line([0, 1], [0.5, 0.5], style))
-        figure.add_artist(_marks([0.5], [0.5], style))
-        svg = _svg(figure, "swatch", {}, name)
-        svg.set("aria-hidden", "true")
-        return _markup(svg)
-
-
-def draw_legend(charts: Sequence[Chart]) -> list[tuple[str, Markup]]:
-    """One list of names and swatches for all charts of a section."""
     styles = {series.name: series.style for chart in charts for series in chart.series}
-    return [(name, draw_swatch(style, f"{charts[0].id}-{style}")) for name, style in styles.items()]
+    for name, style in styles.items():
+        with matplotlib.rc_context(SETTINGS):
+            figure = Figure(figsize=(30 / 72, 16 / 72))
+            figure.add_artist(_line([0, 1], [0.5, 0.5], style))
+            figure.add_artist(_marks([0.5], [0.5], style))
+            svg = _svg(figure, "swatch", {}, f"{charts[0].id}-{style}")
+        svg.set("aria-hidden", "true")
+        yield name, _markup(svg)
 
 
 def _colour(style: int) -> str:
@@ -123,6 +119,7 @@ def _marks(xs: Sequence[float], ys: Sequence[float], style: int, **more: Any) ->
 def _draw_lines(axes: Axes, chart: Chart) -> Tooltips:
     tooltips: Tooltips = {}
     _set_axes(axes, chart)
+    low, high = axes.get_ylim()
     if chart.level is not None:
         axes.axhline(chart.level, color=SOFT, linewidth=1, linestyle=(0, (2, 4)), clip_on=False)
     for place, series in enumerate(chart.series):
@@ -134,7 +131,9 @@ def _draw_lines(axes: Axes, chart: Chart) -> Tooltips:
             axes.add_line(_marks(*_coordinates(in_view), series.style, gid=f"mark-{place}", zorder=3))
             tooltips[f"mark-{place}"] = [p.label for p in in_view]
             _draw_tags(axes, series, in_view, f"tag-{place}")
-        _draw_intervals(axes, in_view, series.style)
+        for point in (p for p in in_view if p.interval is not None):
+            ends = [max(low, min(high, end)) for end in point.interval or ()]
+            axes.plot([point.x] * 2, ends, color=_colour(series.style), linewidth=1.2, zorder=2, clip_on=False)
     return tooltips
 
 
@@ -149,13 +148,6 @@ def _draw_tags(axes: Axes, series: Series, points: Sequence[Point], gid: str) ->
             _shorten(point.tag), (point.x, point.y), (0, below), textcoords="offset points", ha="center",
             weight="bold", color=_colour(series.style), gid=gid, zorder=4,
         )  # fmt: skip
-
-
-def _draw_intervals(axes: Axes, points: Sequence[Point], style: int) -> None:
-    low, high = axes.get_ylim()
-    for point in (p for p in points if p.interval is not None):
-        ends = [max(low, min(high, end)) for end in point.interval or ()]
-        axes.plot([point.x] * 2, ends, color=_colour(style), linewidth=1.2, zorder=2, clip_on=False)
 
 
 def _set_axes(axes: Axes, chart: Chart) -> None:

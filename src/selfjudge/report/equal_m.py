@@ -90,18 +90,13 @@ def is_compared(run: EvalRun) -> bool:
 
 
 def _columns(rows: Sequence[Row]) -> tuple[Column, ...]:
-    heads = {
-        _key(figure, method): f"{word} over {called}"
+    leads = (
+        _lead_column(key, f"{word} over {called}")
         for figure, word in FIGURES.items()
         for method, called in CURVES.items()
-    }
-    return (
-        RULE,
-        GAMMA,
-        Column("gain in m", "gain", percent),
-        AGREEMENT,
-        *(_lead_column(key, head) for key, head in heads.items() if any(row[key] is not None for row in rows)),
+        if any(row[key := _key(figure, method)] is not None for row in rows)
     )
+    return RULE, GAMMA, Column("gain in m", "gain", percent), AGREEMENT, *leads
 
 
 def _lead_column(key: str, head: str) -> Column:

@@ -107,7 +107,8 @@ def _earlier_figures(folder: Path) -> set[str]:
 
 def render(template: str, **values: Any) -> str:
     """A page from a template of assets/, with the style sheet and the script in it."""
-    style, script = _style(), _asset("page.js")
+    colours = "".join(f"--s{i}:light-dark({light},{dark});" for i, (light, dark) in enumerate(PALETTE))
+    style, script = _asset("page.css") + f":root{{{colours}}}", _asset("page.js")
     policy = (
         f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}';"
         " base-uri 'none'; form-action 'none'"
@@ -133,11 +134,6 @@ def _asset(name: str) -> Markup:
     return Markup(file.read_text(encoding="utf-8"))  # noqa: S704
 
 
-def _style() -> Markup:
-    colours = "".join(f"--s{i}:light-dark({light},{dark});" for i, (light, dark) in enumerate(PALETTE))
-    return _asset("page.css") + Markup(f":root{{{colours}}}")  # noqa: S704
-
-
 def _hash(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
@@ -160,13 +156,9 @@ def _viewer_data(runs: Sequence[EvalRun]) -> Content:
 
 def _viewer_example(example: AnswerExample) -> Content:
     """A token is a list: text, origin, target's choice, p, p of the choice, judge's score, cycle."""
+    numbers = ("p", "p_choice", "judge", "cycle")
     tokens = [
-        [
-            t.get("text") or "",
-            t["origin"],
-            t.get("choice") or "",
-            *(t.get(k) for k in ("p", "p_choice", "judge", "cycle")),
-        ]
+        [t.get("text") or "", t["origin"], t.get("choice") or "", *(t.get(name) for name in numbers)]
         for t in example["tokens"]
     ]
     prompt = str(example.get("prompt") or "")
@@ -203,7 +195,7 @@ def _sections(
         {
             "id": name,
             "heading": heading,
-            "legend": draw_legend(charts.get(name, ())),
+            "legend": list(draw_legend(charts.get(name, ()))),
             "figures": [(chart, drawings[chart.id].svg) for chart in charts.get(name, ())],
             "tables": tables.get(name, ()),
         }

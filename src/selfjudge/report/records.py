@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -238,8 +238,8 @@ def read_results(folders: Iterable[Path]) -> Results:
     collected = _Collected()
     for folder in folders:
         collected.read(folder)
-    runs = _tell_tasks_apart(_tell_judges_apart(list(collected.runs.values())))
-    return Results(tuple(sorted(runs, key=lambda run: run.key)), tuple(collected.skipped.items()))
+    runs = sorted(_tell_apart(collected.runs.values()), key=lambda run: run.key)
+    return Results(tuple(runs), tuple(collected.skipped.items()))
 
 
 @dataclass
@@ -281,34 +281,27 @@ class _Collected:
         return True
 
 
-def _tell_judges_apart(runs: Sequence[EvalRun]) -> list[EvalRun]:
-    """Adds the first digits of its id to the name of a judge where several judges of a pair have that name."""
-    ids: dict[tuple[str, str], set[str]] = defaultdict(set)
-    for run in runs:
-        ids[run.pair, run.judge].add(run.judge_id)
+def _tell_apart(runs: Collection[EvalRun]) -> Iterator[EvalRun]:
+    """Several judges of a pair with one name get the first digits of their ids.
 
-    def distinct(run: EvalRun) -> EvalRun:
-        if not run.judge or len(ids[run.pair, run.judge]) == 1:
-            return run
-        judge = f"{run.judge}~{run.judge_id[:6]}"
-        return replace(run, judge=judge, rule=f"{run.rule.partition('@')[0]}@{judge}")
-
-    return [distinct(run) for run in runs]
-
-
-def _tell_tasks_apart(runs: Sequence[EvalRun]) -> Iterator[EvalRun]:
-    """Runs with fewer examples, or a shorter limit, than others of a task do not compare: a task of their own."""
+    Runs with fewer examples, or a shorter limit, than others of a task do not compare: they get a task of their own.
+    """
+    judges: dict[tuple[str, str], set[str]] = defaultdict(set)
     sizes: dict[tuple[str, str], set[tuple[int, int]]] = defaultdict(set)
     for run in runs:
+        judges[run.pair, run.judge].add(run.judge_id)
         sizes[run.pair, run.task].add((run.n, run.max_new_tokens or 0))
     for run in runs:
+        changes: dict[str, str] = {}
+        if run.judge and len(judges[run.pair, run.judge]) > 1:
+            judge = f"{run.judge}~{run.judge_id[:6]}"
+            changes = {"judge": judge, "rule": f"{run.rule.partition('@')[0]}@{judge}"}
         known, size = sizes[run.pair, run.task], (run.n, run.max_new_tokens or 0)
-        if size == max(known):
-            yield run
-            continue
-        words = [f"{size[0]:,} examples"] if len({n for n, _ in known}) > 1 else []
-        words += [f"{size[1]:,} tokens"] if len({tokens for _, tokens in known}) > 1 else []
-        yield replace(run, task=f"{run.task}{VARIANT}{', '.join(words)}")
+        if size != max(known):
+            words = [f"{size[0]:,} examples"] if len({n for n, _ in known}) > 1 else []
+            words += [f"{size[1]:,} tokens"] if len({tokens for _, tokens in known}) > 1 else []
+            changes["task"] = f"{run.task}{VARIANT}{', '.join(words)}"
+        yield replace(run, **changes)  # type: ignore[arg-type]
 
 
 def _read_run(file: Path, content: Content) -> EvalRun:
@@ -321,7 +314,10 @@ def _read_run(file: Path, content: Content) -> EvalRun:
         **known | {"substitutions": tuple(map(tuple, content.get("substitutions") or ()))},
         folder=file.parent,
         provenance=_provenance(content),
-        answers=_answers(file.parent / "samples.jsonl.gz"),
+        answers={
+            row["id"]: Answered(row["tokens"], row["cycles"], row.get("score"), row.get("agrees"))
+            for row in _rows(file.parent / "samples.jsonl.gz", Sample)
+        },
         examples=tuple(_rows(file.parent / "examples.jsonl", AnswerExample)),
     )
 
@@ -357,10 +353,3 @@ def _provenance(content: Content) -> Provenance:
 def _rows(file: Path, schema: Any) -> Iterator[Any]:
     """The rows of a file; none where there is no file."""
     return read_rows(file, schema) if file.exists() else iter(())
-
-
-def _answers(file: Path) -> dict[str, Answered]:
-    return {
-        row["id"]: Answered(row["tokens"], row["cycles"], row.get("score"), row.get("agrees"))
-        for row in _rows(file, Sample)
-    }

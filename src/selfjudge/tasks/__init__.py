@@ -9,9 +9,8 @@ from pathlib import Path
 
 from selfjudge.errors import unknown
 from selfjudge.tasks.base import FILE as FILE, Prompt as Prompt, Row as Row, Task as Task
-from selfjudge.tasks.benchmarks import Arithmetic, CnnDailymail, Dolly, Gsm8k, Math500, Mmlu
+from selfjudge.tasks.benchmarks import Arithmetic, CnnDailymail, Dolly, File, Gsm8k, Math500, Mmlu
 from selfjudge.tasks.code import LiveCodeBench, Mbpp
-from selfjudge.tasks.file import File
 
 BENCHMARKS: dict[str, type[Task]] = {
     benchmark.name: benchmark

@@ -1,4 +1,4 @@
-"""Benchmarks whose answers are numbers, letters, formulas or texts. Those that ask for programs are in `code`."""
+"""Tasks whose answers are numbers, letters, formulas or texts, and a user's file. Programs are asked for in `code`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import json
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, cached_property
 from hashlib import sha256
 from itertools import cycle
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from selfjudge.tasks.base import Row, Task, normalise_words
-from selfjudge.tasks.scoring import find_boxed, find_final_number, find_numbers, find_tagged, same_maths, same_number
+from selfjudge.errors import SelfJudgeError
+from selfjudge.store import read_rows
+from selfjudge.store.artefacts import TaskRow
+from selfjudge.tasks import scoring
+from selfjudge.tasks.base import FILE, Prompt, Row, Task, normalise_words
+from selfjudge.tasks.sandbox.runner import ProgramTest, map_on_cores, passes_test
 
 
 class Gsm8k(Task, columns={"question": str, "answer": str}):
@@ -30,13 +35,13 @@ class Gsm8k(Task, columns={"question": str, "answer": str}):
         return f'{row["question"]}\nReason step by step, then end with "The final answer is [answer]".'
 
     def gold(self, row: Row) -> str | None:
-        return next(iter(find_numbers(row["answer"].rpartition("####")[2])), None)
+        return next(iter(scoring.find_numbers(row["answer"].rpartition("####")[2])), None)
 
     def extract(self, row: Row, text: str) -> str | None:
-        return find_final_number(text)
+        return scoring.find_final_number(text)
 
     def same(self, row: Row, a: str | None, b: str | None) -> bool:
-        return same_number(a, b)
+        return scoring.same_number(a, b)
 
 
 class Math500(Task, columns={"unique_id": str, "problem": str, "answer": str}):
@@ -59,11 +64,11 @@ class Math500(Task, columns={"unique_id": str, "problem": str, "answer": str}):
         return str(row["answer"])
 
     def extract(self, row: Row, text: str) -> str | None:
-        between_tags = find_tagged(text)
-        return find_boxed(text) if between_tags is None else find_boxed(between_tags) or between_tags
+        between_tags = scoring.find_tagged(text)
+        return scoring.find_boxed(text) if between_tags is None else scoring.find_boxed(between_tags) or between_tags
 
     def same(self, row: Row, a: str | None, b: str | None) -> bool:
-        return a is not None and b is not None and same_maths(a, b)
+        return a is not None and b is not None and scoring.same_maths(a, b)
 
 
 _ANSWER = re.compile(r"(?i:answer is):?\s*\**\s*(?:\\boxed\{)?\s*(?:\(\s*([A-Da-d])\s*\)|([A-D])(?![\w']))")
@@ -291,3 +296,81 @@ class Arithmetic(Gsm8k):
             {"id": f"arithmetic-{split}-{_SEED}-{number}", "question": question, "answer": f"#### {answer}"}
             for number, (question, answer) in enumerate(answers.items())
         ]
+
+
+class File(Task):
+    """A user's own prompts: jsonl with `prompt` or `messages`, and `answer` or `check` where an answer can be scored.
+
+    A `check` is Python that must run through, in the sandbox, with the text as `answer`: `assert "42" in answer`. Rows
+    with neither are decoded like the others and not scored. Rows with a `split` keep it; the others are split by the
+    hash of their prompt's words.
+    """
+
+    summary = "your own prompts, with answers or without"
+    licence = "given by the user"
+    splits = ("train", "test", "all")
+
+    def __init__(self, path: Path, *, allow_unsafe: bool = False) -> None:
+        super().__init__(allow_unsafe=allow_unsafe)
+        self.name = f"{FILE}{path}"
+        self.path = path
+
+    @cached_property
+    def checkable(self) -> bool:  # type: ignore[override]
+        """Whether any row has an answer or a check."""
+        return any(_scorable(row) for row in self.rows("all"))
+
+    @property
+    def runs_programs(self) -> bool:  # type: ignore[override]
+        return any("check" in row for row in self.rows("all"))
+
+    def prepare(self) -> None:
+        self.rows("all")
+
+    def rows(self, split: str) -> list[Row]:
+        if not self.path.is_file():
+            raise SelfJudgeError(f"{self.path} does not exist")
+        rows = [self._row(number, row) for number, row in enumerate(read_rows(self.path, TaskRow), 1)]
+        return rows if split == "all" else [row for row in rows if row["split"] == split]
+
+    def _row(self, number: int, row: Row) -> Row:
+        row = {key: value for key, value in row.items() if value is not None}
+        prompt = row.get("messages", row.get("prompt"))
+        if not prompt:
+            raise SelfJudgeError(f'{self.path}, line {number}: expected a JSON object with "prompt" or "messages"')
+        by_hash = "train" if sha256(normalise_words(prompt).encode()).digest()[0] % 5 else "test"  # one prompt of five
+        return {**row, "id": str(row.get("id", f"{self.path.stem}-{number}")), "split": row.get("split") or by_hash}
+
+    def prompt(self, row: Row) -> Prompt:
+        prompt: Prompt = row["messages"] if "messages" in row else row["prompt"]
+        return prompt
+
+    def gold(self, row: Row) -> str | None:
+        if "check" in row:
+            return "passed"
+        return str(row["answer"]) if "answer" in row else None
+
+    def extract(self, row: Row, text: str) -> str | None:
+        """[answer] tags, \\boxed{}, "the answer is …"; else, if the right answer is a number, the last number."""
+        if "check" in row:
+            test = ProgramTest("assert", row["check"])
+            return "passed" if passes_test(f"answer = {text!r}", test, allow_unsafe=self.allow_unsafe) else "failed"
+        number = scoring.same_number(self.gold(row), self.gold(row))
+        found = scoring.find_tagged(text) or scoring.find_boxed(text)
+        return found or (scoring.find_final_number(text) if number else scoring.find_final_words(text))
+
+    def extract_many(self, rows: Sequence[Row], texts: Sequence[str]) -> list[str | None]:
+        return map_on_cores(lambda pair: self.extract(*pair), zip(rows, texts, strict=True))
+
+    def same(self, row: Row, a: str | None, b: str | None) -> bool:
+        return scoring.same_words(a, b)
+
+    def is_scorable(self, row: Row, answer: str | None) -> bool:
+        return answer is not None and _scorable(row)
+
+    def rate(self, row: Row, answer: str | None) -> dict[str, float]:
+        return super().rate(row, answer) if _scorable(row) else {}
+
+
+def _scorable(row: Row) -> bool:
+    return "answer" in row or "check" in row
