@@ -50,23 +50,4 @@ if TYPE_CHECKING:
         Verdict as Verdict,
     )
 
-__getattr__, __dir__, __all__ = _lazy_exports(
-    __name__,
-    {
-        "decoding.admission": ["AdmissionQueue", "Request"],
-        "decoding.loop": ["decode"],
-        "decoding.rule_parser": ["RuleRequest", "resolve_rule"],
-        "decoding.rules": [
-            "AcceptanceRule", "Exact", "FLy", "Judged", "JudgeOnly", "Margin", "RandomAcceptance", "Relaxed",
-            "SpeculativeSampling", "TopK", "Typical",
-        ],
-        "decoding.sampling": ["Sampling"],
-        "decoding.text": ["Batch", "generate", "stream"],
-        "engine.select": ["PairEngines"],
-        "errors": ["SelfJudgeError"],
-        "judge.config": ["JudgeConfig"],
-        "judge.model": ["Judge"],
-        "models.pair": ["Pair"],
-        "types": ["Block", "Generation", "JudgedToken", "Piece", "Step", "Verdict"],
-    },
-)  # fmt: skip
+__getattr__, __dir__, __all__ = _lazy_exports(__name__, __file__)

@@ -5,11 +5,13 @@ This module imports no torch: reports and stores read these records on machines 
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib import import_module, metadata
 from math import isfinite
 from numbers import Real
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -34,21 +36,22 @@ def default_gamma(device: str) -> int:
     return 3 if device == "cpu" else 5
 
 
-def lazy_exports(
-    package: str, modules: Mapping[str, Sequence[str]]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """`__getattr__`, `__dir__` and `__all__` of a package that re-exports `{module: names}` when they are first used.
+def lazy_exports(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """`__getattr__`, `__dir__` and `__all__` of a package that re-exports names when they are first used: those that
+    its `__init__.py`, this `file`, imports under `if TYPE_CHECKING`, where type checkers and editors see them.
 
     So that a command line that only checks its input, or a report, does not wait for torch.
     """
-    where = {name: module for module, names in modules.items() for name in names}
+    blocks = [node for node in ast.parse(Path(file).read_text("utf-8")).body if isinstance(node, ast.If)]
+    imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
+    where = {alias.name: "." * node.level + str(node.module) for node in imports for alias in node.names}
 
     def get(name: str) -> Any:
         if name == "__version__":
             return metadata.version(package)
         if name not in where:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(f"{package}.{where[name]}"), name)
+        return getattr(import_module(where[name], package), name)
 
     names = sorted(where)
     return get, lambda: names, names

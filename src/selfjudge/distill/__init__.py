@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING
 
 from selfjudge.types import lazy_exports
 
-__getattr__, __dir__, __all__ = lazy_exports(__name__, {"config": ["DistillConfig"], "pipeline": ["distill_draft"]})
-
 if TYPE_CHECKING:
     from .config import DistillConfig as DistillConfig
     from .pipeline import distill_draft as distill_draft
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -10,12 +10,4 @@ if TYPE_CHECKING:
     from selfjudge.evaluate.presets import ReproduceConfig as ReproduceConfig
     from selfjudge.evaluate.reproduce import reproduce_paper as reproduce_paper
 
-__getattr__, __dir__, __all__ = lazy_exports(
-    __name__,
-    {
-        "config": ["EvalConfig"],
-        "pipeline": ["evaluate_rules"],
-        "presets": ["ReproduceConfig"],
-        "reproduce": ["reproduce_paper"],
-    },
-)
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -8,4 +8,4 @@ if TYPE_CHECKING:
     from selfjudge.report.demo import demo_page as demo_page
     from selfjudge.report.page import report as report
 
-__getattr__, __dir__, __all__ = lazy_exports(__name__, {"page": ["report"], "demo": ["demo_page"]})
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

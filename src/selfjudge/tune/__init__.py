@@ -9,6 +9,4 @@ if TYPE_CHECKING:
     from selfjudge.tune.pipeline import tune_pair as tune_pair
     from selfjudge.tune.recipe import Recipe as Recipe
 
-__getattr__, __dir__, __all__ = lazy_exports(
-    __name__, {"config": ["TuneConfig"], "pipeline": ["tune_pair"], "recipe": ["Recipe"]}
-)
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -10,4 +10,4 @@ from selfjudge.types import lazy_exports
 if TYPE_CHECKING:
     from .worker import JudgeWorker as JudgeWorker
 
-__getattr__, __dir__, __all__ = lazy_exports(__name__, {"worker": ["JudgeWorker"]})
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)
