@@ -9,7 +9,7 @@ cycles and at the draft's own probabilities, never at what the target says of th
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.engine.draft import BACKLOG
-from selfjudge.errors import SelfJudgeError
 from selfjudge.types import MAX_GAMMA
 
 MOST = 10  # drafts of a cycle, where every one of them may be the last
@@ -31,6 +30,7 @@ LONG_MEMORY = 0.995  # and for what the next batches begin with
 MARGIN = 1.02  # a choice is changed for one that is better by this factor
 BUDGET = 0.02  # share of the time that may be lost to find out whether drafting pays by now
 PROBE = 4  # cycles that find it out
+MOST_CREDIT = 3 * PROBE  # plain cycles whose time may be lost at once
 REFRESH = 96  # the most cycles with drafts after which plain decoding is timed again
 MOST_CAPTURE_SECONDS = 0.5  # that a graph capture is taken to cost: the first ones compile kernels, too
 SLOPE = 0.1  # before anything is known: what a second token adds to a pass, and what a draft step costs
@@ -40,19 +40,25 @@ class Costs:
     """Seconds of cycles by rows and drafts: medians of the latest, and what lies between them."""
 
     def __init__(self) -> None:
-        self._steps: dict[int, _Recent] = {}  # rows → one draft step
-        self._passes: dict[tuple[int, int], _Recent] = {}  # rows, drafts → everything else of a cycle
+        self._latest: dict[object, deque[float]] = defaultdict(lambda: deque(maxlen=7))
+        self._steps: dict[int, float] = {}  # rows → one draft step
+        self._passes: dict[tuple[int, int], float] = {}  # rows, drafts → everything else of a cycle
 
     def observe(self, rows: int, drafts: int, seconds: Mapping[str, float], *, behind: bool = False) -> None:
         """Count a cycle; `behind` says that the draft had more to read than usual, so its time means nothing."""
         if drafts and not behind:
-            self._steps.setdefault(rows, _Recent()).add(seconds["draft"] / drafts)
+            self._steps[rows] = self._median(rows, seconds["draft"] / drafts)
         rest = sum(spent for phase, spent in seconds.items() if phase != "draft")
-        self._passes.setdefault((rows, drafts), _Recent()).add(rest)
+        self._passes[rows, drafts] = self._median((rows, drafts), rest)
+
+    def _median(self, key: object, value: float) -> float:
+        """The median of the latest few: it ignores the one that something else on the machine made slow."""
+        self._latest[key].append(value)
+        return median_low(self._latest[key])  # of two, the one that nothing slowed down
 
     def knows_plain(self, rows: int) -> bool:
         """Whether plain decoding of so many rows, or nearly so many, was timed at least twice."""
-        return any(d == 0 and _near(b, rows) and len(seen.values) > 1 for (b, d), seen in self._passes.items())
+        return any(d == 0 and _near(b, rows) and len(self._latest[b, d]) > 1 for b, d in self._passes)
 
     def table(self, rows: int, most: int) -> list[float]:
         """Seconds of cycles of 0 … `most` drafts, rising: a pass that seems to take longer than one over more tokens
@@ -63,49 +69,28 @@ class Costs:
 
     def plain(self, rows: int) -> float:
         """Seconds of a cycle without drafts."""
-        return min([self._pass(rows, 0), *(seen.median for (b, _), seen in self._passes.items() if b == rows)])
+        return min([self._pass(rows, 0), *(seconds for (b, _), seconds in self._passes.items() if b == rows)])
 
     def _step(self, rows: int) -> float:
-        if rows in self._steps:
-            return self._steps[rows].median
-        if self._steps:
-            return _between({b: seen.median for b, seen in self._steps.items()}, rows)
-        return SLOPE * self._pass(rows, 0)
+        if not self._steps:
+            return SLOPE * self._pass(rows, 0)
+        return self._steps[rows] if rows in self._steps else _between(self._steps, rows)
 
     def _pass(self, rows: int, drafts: int) -> float:
         """As it was timed; else as with nearly as many rows, as with other drafts, as with as many tokens."""
-        if (rows, drafts) in self._passes:
-            return self._passes[rows, drafts].median
-        known = {key: seen.median for key, seen in self._passes.items()}
+        known = self._passes
+        if (rows, drafts) in known:
+            return known[rows, drafts]
         if near := [b for b, d in known if d == drafts and _near(b, rows)]:
             other = min(near, key=lambda b: abs(b - rows))
-            return known[other, drafts] * self._ratio(rows, other)
+            ratios = [known[rows, d] / known[other, d] for b, d in known if b == rows and (other, d) in known]
+            return known[other, drafts] * (median(ratios) if ratios else 1 + SLOPE * (rows / other - 1))
         same = {d + 1: s for (b, d), s in known.items() if b == rows}
         if len(same) > 1 or (same and len(known) == 1):
             return _between(same, drafts + 1)
         if known:
             return _between({b * (d + 1): s for (b, d), s in known.items()}, rows * (drafts + 1))
         return 1.0 + SLOPE * drafts
-
-    def _ratio(self, rows: int, other: int) -> float:
-        """How much longer a pass over so many rows takes than over another number of them."""
-        passes = self._passes
-        ratios = [
-            passes[rows, d].median / passes[other, d].median for b, d in passes if b == rows and (other, d) in passes
-        ]
-        return median(ratios) if ratios else 1 + SLOPE * (rows / other - 1)
-
-
-@dataclass
-class _Recent:
-    """The latest few timings: their median ignores the one that something else on the machine made slow."""
-
-    values: deque[float] = field(default_factory=lambda: deque(maxlen=7))
-    median: float = 0.0
-
-    def add(self, value: float) -> None:
-        self.values.append(value)
-        self.median = median_low(self.values)  # of two, the one that nothing slowed down
 
 
 def _near(one: int, other: int) -> bool:
@@ -182,17 +167,14 @@ class Calibration:
         self.count[full] /= 2
         self.accepted[full] /= 2
 
+    def shares(self) -> NDArray[np.float64]:
+        """The share of drafts that is accepted, by bin."""
+        shares: NDArray[np.float64] = (self.accepted + self.STRENGTH * self.GUESS) / (self.count + self.STRENGTH)
+        return shares
+
     def __call__(self, q: NDArray[np.float64]) -> NDArray[np.float64]:
-        answer: NDArray[np.float64] = self._shares()[np.searchsorted(self.EDGES, q)]
-        return answer
-
-    def most(self) -> float:
-        """The largest of the shares that are accepted."""
-        return float(self._shares().max())
-
-    def _shares(self) -> NDArray[np.float64]:
-        answer: NDArray[np.float64] = (self.accepted + self.STRENGTH * self.GUESS) / (self.count + self.STRENGTH)
-        return answer
+        """The share that is accepted of drafts of probability q."""
+        return self.shares()[np.searchsorted(self.EDGES, q)]
 
 
 @dataclass
@@ -208,17 +190,11 @@ class DraftRecord:
     """Seconds that may be lost to find out whether drafting pays; not a number before the first batch."""
     since_plain: int = 0
     """Cycles with drafts since plain decoding was timed."""
-
-
-@dataclass
-class CaptureCredit:
-    """Time that justifies the next graph capture of a static engine, for exactly so many rows. It outlives batches:
-    short answers, one at a time, lose little each and much together."""
-
     spent: float = 0.0
-    """Seconds of cycles since plain decoding was captured last: when they are many, it is captured again."""
+    """Seconds of cycles since a static engine captured plain decoding: when they are many, it is captured again. These
+    outlive batches: short answers, one at a time, lose little each and much together."""
     lost: float = 0.0
-    """Seconds that cycles took longer because a graph was not captured."""
+    """Seconds that cycles took longer because a graph was not captured: they pay for the next capture."""
 
 
 @dataclass
@@ -232,11 +208,6 @@ class PairStatistics:
     """Calibration of the draft's probabilities under each rule."""
     records: dict[tuple[str, int], DraftRecord] = field(default_factory=dict)
     """How drafting fared, by rule and, within a factor of two, rows."""
-    capture_credits: dict[tuple[str, int], CaptureCredit] = field(default_factory=dict)
-    """Time towards the next graph capture, by rule and rows."""
-
-    def record(self, rule: str, rows: int) -> DraftRecord:
-        return self.records.setdefault((rule, rows.bit_length()), DraftRecord())
 
 
 class GammaController:
@@ -247,7 +218,7 @@ class GammaController:
         self.statistics, self.static = statistics, static
         self.is_captured: Callable[[int], bool] = lambda gamma: True
         """Whether a static engine has captured a cycle of so many drafts for the rows at hand."""
-        self.least = next((g for g in range(1, MAX_GAMMA + 1) if _works(rule, g)), MAX_GAMMA)
+        self.least = min(rule.matches_needed + 1, MAX_GAMMA)
         self.choices = [g for g in STATIC_CHOICES if g >= self.least] or [self.least]
         self.most = max(self.choices) if static else max(MOST, self.least)
         self.acceptance = Acceptance()
@@ -256,7 +227,6 @@ class GammaController:
         self._rows = 0
         self._record = DraftRecord()
         self._tokens = self._seconds = 0.0  # sums over cycles with drafts, the latest counting most
-        self._capture_credit = CaptureCredit()
         self._plain = False  # whether plain decoding is believed to be faster
         self._needed = 0.0  # credit without which nobody looks whether it still is
         self._probing = 0
@@ -296,7 +266,7 @@ class GammaController:
         further drafts is expected to win more tokens than their time is worth. q costs a reading of all logits, so it
         is asked for only where it matters: not where even the surest draft would be the last."""
         drafts = len(self._q) + 1
-        if drafts >= self.least and not self._pays(drafts, self._sure * self.calibration.most()):
+        if drafts >= self.least and not self._pays(drafts, self._sure * self.calibration.shares().max()):
             return False
         self._q.append(np.array(list(q())))
         self._sure = self._sure * self.calibration(self._q[-1])
@@ -332,9 +302,9 @@ class GammaController:
             self.calibration.observe(np.stack(self._q, 1)[alive], accepted[alive])
         accepted = accepted[alive]
         record, plain = self._record, self.statistics.costs.plain(rows)
-        self._capture_credit.spent += total
-        record.credit = min(record.credit + BUDGET * total, self._most_credit(plain))
-        if record.credit == self._most_credit(plain):
+        record.spent += total
+        record.credit = min(record.credit + BUDGET * total, MOST_CREDIT * plain)
+        if record.credit == MOST_CREDIT * plain:
             self._needed = 0.0  # it will not be more: look again, what was needed may have been timed on a busy machine
         if not drafts:
             record.since_plain = 0
@@ -354,43 +324,34 @@ class GammaController:
         """Another number of rows: another cost of everything, another record of the past."""
         if rows == self._rows:
             return
-        record = self.statistics.record(self._rule, rows)
+        record = self.statistics.records.setdefault((self._rule, rows.bit_length()), DraftRecord())
         if record is not self._record:
             if not self._rows:
                 self.acceptance.begin_with(record.acceptance, weight=4.0)
             self._record, self._tokens, self._seconds = record, 0.0, 0.0
-            plain = self.statistics.costs.plain(rows)
             if np.isnan(record.credit):
-                record.credit = self._most_credit(plain)
+                record.credit = MOST_CREDIT * self.statistics.costs.plain(rows)
         self._rows, self._needed = rows, 0.0
-        self._capture_credit = self.statistics.capture_credits.setdefault((self._rule, rows), CaptureCredit())
-
-    @staticmethod
-    def _most_credit(plain: float) -> float:
-        return 3 * PROBE * plain
 
     def _time_plain(self) -> bool:
         """Whether plain decoding has to be timed: it never was with so many rows, or not for long. The less drafting
         wins, the more the choice depends on that time, and the less a plain cycle loses."""
         if self.static:
             if not self.is_captured(0):
-                return self._capture_credit.spent > 4 * min(self.statistics.capture_seconds, MOST_CAPTURE_SECONDS)
-            self._capture_credit.spent = 0.0  # an engine may drop its graphs: the next capture has to be earned again
+                return self._record.spent > 4 * min(self.statistics.capture_seconds, MOST_CAPTURE_SECONDS)
+            self._record.spent = 0.0  # an engine may drop its graphs: the next capture has to be earned again
         if self.statistics.costs.knows_plain(self._rows):
             gain = self._speed(self.most) * self._table[0] - 1
             often = REFRESH if self.static else min(REFRESH, max(2 * PROBE, 100 * gain))
             return self._record.since_plain >= often
-        return self._capture_credit.spent > 0
-
-    def _expected(self, drafts: int) -> float:
-        """Expected tokens of a cycle."""
-        return 1.0 + float(np.cumprod(self._shares[:drafts]).sum())
+        return self._record.spent > 0
 
     def _speed(self, drafts: int) -> float:
         """Tokens per second and row: of a fixed number of drafts by expectation; where drafting ends early, as
         measured, with what earlier batches had for the first few cycles."""
         if self.static:
-            return self._expected(drafts) / self._table[drafts]
+            expected = 1.0 + float(np.cumprod(self._shares[:drafts]).sum())  # tokens of a cycle
+            return expected / self._table[drafts]
         plain, weight = self._table[0], 3.0
         past = self._record.tokens / self._record.plain if self._record.plain > weight else 1.2
         return (self._tokens + weight * past) / (self._seconds + weight * plain)
@@ -405,10 +366,10 @@ class GammaController:
         current = max((g for g in self.choices if self.is_captured(g)), key=lambda g: speeds[g], default=best)
         if speeds[best] <= MARGIN * speeds[current] or patient:
             return current
-        self._capture_credit.lost += self._table[current] * (1 - speeds[current] / speeds[best])
-        if self._capture_credit.lost < min(self.statistics.capture_seconds, MOST_CAPTURE_SECONDS):
+        self._record.lost += self._table[current] * (1 - speeds[current] / speeds[best])
+        if self._record.lost < min(self.statistics.capture_seconds, MOST_CAPTURE_SECONDS):
             return current
-        self._capture_credit.lost = 0.0
+        self._record.lost = 0.0
         return best
 
     def _probe_seconds(self, speed: float, behind: int) -> float:
@@ -417,11 +378,3 @@ class GammaController:
         step = self._table[1] - self._table[0]
         reading = step * (1 + SLOPE * min(behind, BACKLOG)) if behind else 0.0
         return PROBE * few * max(0.05, 1 - speed) + reading
-
-
-def _works(rule: AcceptanceRule, gamma: int) -> bool:
-    try:
-        rule.check(gamma)
-    except SelfJudgeError:
-        return False
-    return True
