@@ -44,7 +44,7 @@ FAULTS = (
           "return self.scores(block) > self.theta", "return self.scores(block) >= self.theta", "tests/unit/test_rules.py tests/unit/test_judge.py"),
     Fault("rules: a special token of the target is replaced", "decoding/rules.py",
           "| _among(choice[:, :-1], ids)", "", "tests/unit/test_rules.py"),
-    Fault("rules: a price forgets the token it pays for", "ops/price.py",
+    Fault("rules: a price forgets the token it pays for", "ops/__init__.py",
           "longer = price + worth", "longer = worth", "tests/unit/test_price.py"),
     Fault("sampling: drafts are accepted without regard to q", "decoding/rules.py",
           "block.uniforms[:, :-1] * q_d < p_d", "block.uniforms[:, :-1] < p_d", "tests/unit/test_decode.py tests/unit/test_rules.py"),

@@ -16,8 +16,7 @@ from selfjudge.integrations.vllm.approval import Approval
 from selfjudge.integrations.vllm.plan import DraftRows, Plan
 from selfjudge.judge.config import FEATURES, JudgeConfig
 from selfjudge.judge.model import Judge
-from selfjudge.ops.argmax import has_non_finite, replace_non_finite
-from selfjudge.ops.price import worth_taking
+from selfjudge.ops import has_non_finite, replace_non_finite, worth_taking
 from selfjudge.types import Block
 
 VOCAB, HIDDEN = 9000, 1100  # more than one block of a row, and no multiple of it

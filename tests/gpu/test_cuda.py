@@ -34,7 +34,7 @@ from selfjudge.judge.config import FEATURES, JudgeConfig, feature_width
 from selfjudge.judge.model import Judge
 from selfjudge.models.loaded import Draft, Target, as_draft
 from selfjudge.models.pair import Pair
-from selfjudge.ops.argmax import argmax_checked, has_non_finite, replace_non_finite
+from selfjudge.ops import argmax_checked, has_non_finite, replace_non_finite
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from selfjudge.ops.argmax import argmax_checked, has_non_finite, replace_non_finite
+from selfjudge.ops import argmax_checked, has_non_finite, replace_non_finite
 
 NAN, INF = math.nan, math.inf
 ROWS = [

@@ -20,7 +20,7 @@ from selfjudge.integrations.server.rules import Rules
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
-from selfjudge.ops.price import worth_taking
+from selfjudge.ops import worth_taking
 from selfjudge.types import Block
 
 H = 3

@@ -27,7 +27,7 @@ from selfjudge.decoding.sampling import Sampling, sample
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
-from selfjudge.ops.argmax import argmax_checked
+from selfjudge.ops import argmax_checked
 from selfjudge.types import Block
 
 H = 3

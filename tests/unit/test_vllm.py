@@ -35,7 +35,7 @@ from selfjudge.judge.config import FEATURES, JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.models.export import export_head
 from selfjudge.models.pair import Pair
-from selfjudge.ops.argmax import argmax_checked
+from selfjudge.ops import argmax_checked
 from selfjudge.store import fingerprint
 from selfjudge.types import Block
 

@@ -22,7 +22,7 @@ from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.decoding.sampling import sample
 from selfjudge.engine.base import Output
 from selfjudge.engine.draft import BatchEngines, Drafter
-from selfjudge.ops.argmax import argmax_checked, replace_non_finite
+from selfjudge.ops import argmax_checked, replace_non_finite
 from selfjudge.types import PHASES, Block, JudgedToken, Verdict
 
 CAPTURED_CYCLES = 32  # that an engine keeps: each holds its own outputs on the device

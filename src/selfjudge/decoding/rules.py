@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from selfjudge.decoding.sampling import Sampling, sample
 from selfjudge.errors import SelfJudgeError
-from selfjudge.ops.argmax import argmax_checked, replace_non_finite
-from selfjudge.ops.price import worth_taking
+from selfjudge.ops import argmax_checked, replace_non_finite, worth_taking
 from selfjudge.types import DEFAULT_THETA, Block, Gamma, LazyModule, Verdict, check_settings, default_gamma, setting
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import LOWEST, JudgeConfig
 from selfjudge.judge.hub import find_judge, push_folder
-from selfjudge.ops.argmax import has_triton
+from selfjudge.ops import has_triton
 from selfjudge.store import write_json, write_tensors
 from selfjudge.types import Block
 

@@ -1,1 +1,95 @@
-"""Small operations that our loop and vLLM's worker share, each beside its Triton kernel."""
+"""Small operations that our loop and vLLM's worker share; on CUDA with Triton they are kernels.
+
+There an argmax splits a row over many programs: one program for a whole vocabulary takes longer than a layer.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from selfjudge.types import LazyModule
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = LazyModule("torch")
+
+
+def replace_non_finite(logits: Tensor) -> Tensor:
+    """NaN → −inf and +inf → a very large number, so that argmax and softmax stay meaningful at any temperature.
+
+    A row without a finite logit becomes uniform.
+    """
+    most = min(1e30, torch.finfo(logits.dtype).max)
+    logits = torch.nan_to_num(logits, nan=-math.inf, posinf=most, neginf=-math.inf)
+    return torch.where(torch.isneginf(logits.amax(-1, keepdim=True)), 0.0, logits)
+
+
+def has_non_finite(logits: Tensor) -> Tensor:
+    """[..., V] → [...] rows with a NaN or +inf (−inf is a legitimate ban). One pass: the maximum carries both."""
+    most = logits.amax(-1)
+    return torch.logical_or(torch.isnan(most), torch.isposinf(most))
+
+
+def argmax_checked(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """[..., V] → the argmax [...] after `replace_non_finite`, and which rows have a NaN or +inf [...]."""
+    if logits.is_cuda and has_triton():
+        from selfjudge.ops.argmax_triton import split_argmax
+
+        with torch.cuda.device(logits.device):  # kernels are launched on the current device
+            return split_argmax(logits)
+    if logits.device.type != "cpu":  # the copy is cheaper than a look at the result
+        return replace_non_finite(logits).argmax(-1), has_non_finite(logits)
+    if logits.dtype != torch.float32:
+        best = logits.argmax(-1)  # of a NaN, where there is one: the largest tells whether the row is non-finite
+        non_finite = has_non_finite(logits.gather(-1, best[..., None]))
+        return replace_non_finite(logits).argmax(-1) if bool(non_finite.any()) else best, non_finite
+    return _argmax_by_numpy(logits)
+
+
+def _argmax_by_numpy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The same in a tenth of the time: torch's argmax goes one by one, and its small operations take longer."""
+    values = logits.detach().numpy()
+    best = np.asarray(values.argmax(-1))
+    most = np.take_along_axis(values, best[..., None], -1)[..., 0]
+    non_finite = ~(most < np.inf)
+    if non_finite.any():
+        best = np.asarray(replace_non_finite(logits).detach().numpy().argmax(-1))
+    return torch.from_numpy(best), torch.from_numpy(np.asarray(non_finite))
+
+
+@cache
+def has_triton() -> bool:
+    """Whether there is a Triton for this platform."""
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def worth_taking(harm: Tensor, aligned: Tensor, price: float) -> Tensor:
+    """[B, γ] where the rest of the block is worth the harm c_i of accepting d_i; +inf is never taken.
+
+    Let a walk that accepts d_1 … d_k and stops be worth π·(k+1) − Σ c_i over its mismatches: every token has the price
+    π, the target's own one at the end included. U_i is the most that positions i … γ+1 can be worth once d_i is
+    reached: U_{γ+1} = π, and U_i = max(π, π + U_{i+1} − c_i), where an aligned draft costs nothing. So accepting what
+    is worth it, and what is aligned, gives the best walk of the block; of walks that are worth the same, the shortest.
+    """
+    if harm.is_cuda and has_triton():
+        from selfjudge.ops.price_triton import block_scan
+
+        with torch.cuda.device(harm.device):  # kernels are launched on the current device
+            return block_scan(harm, aligned, price)
+    worth = harm.new_full((len(harm),), price)  # U_{γ+1}
+    taken = torch.zeros_like(aligned)
+    for i in range(harm.shape[1] - 1, -1, -1):
+        taken[:, i] = worth > harm[:, i]  # accept if U_{i+1} > c_i
+        longer = price + worth - torch.where(aligned[:, i], 0.0, harm[:, i])
+        worth = torch.where(aligned[:, i] | taken[:, i], longer, price)
+    return taken

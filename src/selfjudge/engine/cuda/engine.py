@@ -27,7 +27,7 @@ from selfjudge.engine.cuda.kernels_torch import Kernels
 from selfjudge.models.eagle import EagleHead
 from selfjudge.models.loaded import Draft, LoadedModel, as_draft, as_loaded
 from selfjudge.models.tokens import context_window
-from selfjudge.ops.argmax import has_triton
+from selfjudge.ops import has_triton
 
 PREFILL_TOKENS = 32768  # tokens of prompts per pass
 CAPTURED_TOKENS = 8192  # prompts of at most this many tokens in all are replayed as a graph once their shape came twice

@@ -14,7 +14,7 @@ from torch import Tensor
 from selfjudge.decoding.rules import AcceptanceRule, Judged, Margin
 from selfjudge.integrations.vllm.plan import DraftRows, Plan
 from selfjudge.judge.model import Judge
-from selfjudge.ops.argmax import argmax_checked, has_triton
+from selfjudge.ops import argmax_checked, has_triton
 from selfjudge.types import Block
 
 Agree = Callable[[Tensor], Tensor]
