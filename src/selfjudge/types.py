@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from importlib import import_module, metadata
 from math import isfinite
 from numbers import Real
+from operator import ge, gt, le
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -103,12 +104,9 @@ def _check_value(name: str, value: Any, limits: Mapping[str, Any]) -> None:
         raise SelfJudgeError(f"unknown {name} {value!r}; there are: {', '.join(choices)}")
     if isinstance(value, float) and not isfinite(value):
         raise SelfJudgeError(f"{name} must be a finite number, not {value}")
-    if low is not None and value < low:
-        raise SelfJudgeError(f"{name} must be at least {low}, not {value}")
-    if above is not None and value <= above:
-        raise SelfJudgeError(f"{name} must be more than {above}, not {value}")
-    if high is not None and value > high:
-        raise SelfJudgeError(f"{name} must be at most {high}, not {value}")
+    for limit, holds, words in ((low, ge, "at least"), (above, gt, "more than"), (high, le, "at most")):
+        if limit is not None and not holds(value, limit):
+            raise SelfJudgeError(f"{name} must be {words} {limit}, not {value}")
 
 
 Origin = Literal["draft", "judge", "target"]

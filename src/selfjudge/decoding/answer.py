@@ -99,16 +99,9 @@ class Answer:
     def generation(self) -> Generation:
         if self.finish is None:
             raise SelfJudgeError("the answer is not finished: read the whole stream first")
+        tokens, origins, judged = tuple(self.tokens), tuple(self.origins), tuple(self.judged_tokens)
         return Generation(
-            tuple(self.tokens),
-            tuple(self.origins),
-            self.text,
-            self.cycles,
-            self.finish,
-            self.prompt_tokens,
-            self.seconds,
-            tuple(self.judged_tokens),
-            self.drafted,
+            tokens, origins, self.text, self.cycles, self.finish, self.prompt_tokens, self.seconds, judged, self.drafted
         )
 
 

@@ -115,18 +115,15 @@ class Prefill:
                 cancelled.remove(number)
                 continue
             taken.append((number, limit_request(request, self.engines.window)))
-        together: list[tuple[int, Request]] = []
+        groups: list[list[tuple[int, Request]]] = []
         for row in taken:
-            longest = max(len(request.prompt) for _, request in [*together, row])
-            if together and longest * (len(together) + 1) > self.engines.target.chunk:
-                self._add(together)
-                together = []
-            together.append(row)
-        self._add(together)
-
-    def _add(self, rows: list[tuple[int, Request]]) -> None:
-        if rows:
-            self.groups.append(PrefillGroup(rows, self.engines.target.device))
+            together = [*groups[-1], row] if groups else [row]
+            longest = max(len(request.prompt) for _, request in together)
+            if not groups or longest * len(together) > self.engines.target.chunk:
+                groups.append([row])
+            else:
+                groups[-1].append(row)
+        self.groups += [PrefillGroup(rows, self.engines.target.device) for rows in groups]
 
     def cancel(self, cancelled: set[int]) -> None:
         """Drop the groups whose rows were all cancelled, and take these rows out of the set."""

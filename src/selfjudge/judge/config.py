@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -78,14 +79,10 @@ class JudgeConfig:
         """
         if theta is None:
             return self.thresholds.get(DEFAULT_THETA, 0.5)
-        if isinstance(theta, str) and theta.startswith("q"):
-            try:
-                return self.quality(float(theta[1:]))
-            except ValueError:
-                raise SelfJudgeError(
-                    f"threshold {theta!r} is not a quality: write q and a share in [0, 1], such as q0.9"
-                ) from None
         if isinstance(theta, str):
+            if theta.startswith("q"):
+                with suppress(ValueError):
+                    return self.quality(float(theta[1:]))
             if theta not in self.thresholds:
                 known = ", ".join(sorted(self.thresholds)) or "none"
                 raise SelfJudgeError(
