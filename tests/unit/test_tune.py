@@ -13,8 +13,7 @@ from fake_certificate import certificate, recipe_folder
 from fake_judge import constant_judge
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.errors import SelfJudgeError
-from selfjudge.judge.config import JudgeConfig
-from selfjudge.judge.hub import prompt_key, read_training_prompts, write_training_prompts
+from selfjudge.judge.config import JudgeConfig, prompt_key, read_training_prompts, write_training_prompts
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
 from selfjudge.report.certificate import (

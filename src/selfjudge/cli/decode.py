@@ -21,7 +21,7 @@ from selfjudge.cli.output import Progress, figure, print_json, waiting, warn
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.errors import EMPTY_PROMPT, SelfJudgeError
 from selfjudge.integrations.server.config import ServerConfig
-from selfjudge.judge.config import JudgeConfig
+from selfjudge.judge.config import JudgeConfig, shipped_judge
 from selfjudge.tune.recipe import Recipe
 from selfjudge.types import default_gamma
 
@@ -229,7 +229,6 @@ def _serve_vllm(setup: Setup, config: ServerConfig, more: list[str]) -> None:
     from selfjudge.integrations.vllm.config import WorkerConfig
     from selfjudge.integrations.vllm.serve import command, main
     from selfjudge.integrations.vllm.shadow import MIDDLEWARE as SHADOW, VARIABLE
-    from selfjudge.judge.hub import shipped_judge
 
     models, own, recipe = setup.models, setup.request.named(), setup.recipe
     if recipe is not None:

@@ -169,7 +169,7 @@ def train(
 
         judge = train_judge(labels, out, config, device="cpu" if device.type == "mps" else str(device), notify=update)
     if push:
-        from selfjudge.judge.hub import push_folder
+        from selfjudge.judge.config import push_folder
 
         with waiting(f"uploading to {push} …"):
             address = push_folder(out, push)

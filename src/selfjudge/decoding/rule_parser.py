@@ -17,7 +17,7 @@ from selfjudge.decoding import rules
 from selfjudge.decoding.rules import EXACT, AcceptanceRule, Exact, SpeculativeSampling
 from selfjudge.decoding.sampling import Sampling
 from selfjudge.errors import SelfJudgeError, unknown
-from selfjudge.judge.config import JudgeConfig
+from selfjudge.judge.config import JudgeConfig, find_judge
 from selfjudge.types import MAX_GAMMA, Gamma, check_settings, setting
 
 if TYPE_CHECKING:
@@ -224,8 +224,6 @@ def resolve_rule(
 
 def load_judge(judge: Judge | JudgeConfig | str | Path) -> Judge | JudgeConfig:
     """The judge itself, or the one of that name; files are read again once they have changed."""
-    from selfjudge.judge.hub import find_judge
-
     if not isinstance(judge, (str, Path)):
         return judge
     file = find_judge(judge) / "model.safetensors"

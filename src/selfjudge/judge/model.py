@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.judge.config import LOWEST, JudgeConfig
-from selfjudge.judge.hub import find_judge, push_folder
+from selfjudge.judge.config import LOWEST, JudgeConfig, find_judge, push_folder
 from selfjudge.ops import has_triton
 from selfjudge.store import write_json, write_tensors
 from selfjudge.types import Block

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.judge.hub import shipped_judge
+from selfjudge.judge.config import shipped_judge
 from selfjudge.store import sha256, unreachable, weight_files
 
 _DRAFTS = Path(__file__).with_name("drafts")

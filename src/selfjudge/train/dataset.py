@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.judge.config import feature_width
-from selfjudge.judge.hub import prompt_key
+from selfjudge.judge.config import feature_width, prompt_key
 from selfjudge.judge.model import join_features
 from selfjudge.label.calibrate import compute_tau
 from selfjudge.label.config import find_shipped_tau

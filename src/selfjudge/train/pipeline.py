@@ -19,8 +19,7 @@ import numpy as np
 import torch
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.judge.config import JudgeConfig
-from selfjudge.judge.hub import write_training_prompts
+from selfjudge.judge.config import JudgeConfig, write_training_prompts
 from selfjudge.judge.model import Judge
 from selfjudge.store import locked, provenance, refuse_foreign, write_json
 from selfjudge.train.card import Evidence, write_card

@@ -16,7 +16,7 @@ import numpy as np
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.compare import compute_overlap
 from selfjudge.evaluate.config import RuleRun, TaskExamples, plan_runs
-from selfjudge.judge.hub import KEY_DIGITS, prompt_key, read_training_prompts
+from selfjudge.judge.config import KEY_DIGITS, JudgeConfig, prompt_key, read_training_prompts
 from selfjudge.tasks.base import Prompt, Row, join_messages
 from selfjudge.tune.certify import (
     Claim,
@@ -41,7 +41,6 @@ from selfjudge.types import Warn
 
 if TYPE_CHECKING:
     from selfjudge.evaluate.execute import Answerer
-    from selfjudge.judge.config import JudgeConfig
     from selfjudge.judge.model import Judge
     from selfjudge.models.pair import Pair
 

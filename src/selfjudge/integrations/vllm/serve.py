@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.vllm.config import KEY, MULTIPROCESS, WORKER, RequestRules, WorkerConfig
-from selfjudge.judge.config import JudgeConfig
-from selfjudge.judge.hub import shipped_judge
+from selfjudge.judge.config import JudgeConfig, shipped_judge
 from selfjudge.models.catalogue import draft_for
 from selfjudge.models.pull import served_reference
 from selfjudge.store import versions
