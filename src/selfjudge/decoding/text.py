@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypedDict, Unpack, cast, overload
+from typing import Any, TypedDict, Unpack, cast, overload
 
 from selfjudge.decoding.admission import AdmissionQueue, Request
 from selfjudge.decoding.answer import Answer
@@ -24,8 +24,9 @@ from selfjudge.models.pair import Pair, Prompt
 from selfjudge.types import Gamma, Generation, Piece, Step
 
 
-class RuleOptions(TypedDict, total=False):
-    """What completes a rule that is given as text."""
+class DecodingOptions(TypedDict, total=False):
+    """What completes a rule that is given as text, and how answers are decoded; the same everywhere, with the same
+    defaults."""
 
     judge: Judge | str | Path | None
     """A judge, its folder, hub id or embedded name; the one that ships for the pair if not given."""
@@ -37,11 +38,6 @@ class RuleOptions(TypedDict, total=False):
     """Instead of a threshold, for the rules margin and judged: the price of a token in the unit of harm."""
     sampling: Sampling | None
     """Temperature and filters, for the rules sampling and judged."""
-
-
-class DecodingOptions(RuleOptions, total=False):
-    """How answers are decoded; the same everywhere, with the same defaults."""
-
     gamma: Gamma | None
     """Draft tokens per cycle; 0 is plain decoding. `auto` chooses what is fastest here, cycle by cycle. It is the
     default of `exact`, whose answers do not depend on it; those of other rules do, so theirs is 5, on a CPU 3."""
@@ -239,7 +235,7 @@ class _Decoding:
         gamma: Gamma | None = None,
         engine: str = "auto",
         trace: bool = True,
-        **about_rule: Unpack[RuleOptions],
+        **about_rule: Any,
     ) -> None:
         self.pair, self.rule, self.trace = pair, _guard(resolve_rule(pair, rule, **about_rule), pair), trace
         if self.rule.judge is not None:
