@@ -81,16 +81,16 @@ class Costs:
         known = self._passes
         if (rows, drafts) in known:
             return known[rows, drafts]
+        if not known:
+            return 1.0 + SLOPE * drafts
         if near := [b for b, d in known if d == drafts and _near(b, rows)]:
             other = min(near, key=lambda b: abs(b - rows))
             ratios = [known[rows, d] / known[other, d] for b, d in known if b == rows and (other, d) in known]
             return known[other, drafts] * (median(ratios) if ratios else 1 + SLOPE * (rows / other - 1))
         same = {d + 1: s for (b, d), s in known.items() if b == rows}
-        if len(same) > 1 or (same and len(known) == 1):
+        if len(same) > 1 or len(same) == len(known):
             return _between(same, drafts + 1)
-        if known:
-            return _between({b * (d + 1): s for (b, d), s in known.items()}, rows * (drafts + 1))
-        return 1.0 + SLOPE * drafts
+        return _between({b * (d + 1): s for (b, d), s in known.items()}, rows * (drafts + 1))
 
 
 def _near(one: int, other: int) -> bool:
