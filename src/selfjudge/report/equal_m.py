@@ -100,13 +100,12 @@ def _columns(rows: Sequence[Row]) -> tuple[Column, ...]:
 
 
 def _lead_column(key: str, head: str) -> Column:
-    def shown(row: Row) -> str:
-        return ("≥ " if row[f"{key}_at_least"] else "") + signed_points(row[key])
-
-    def interval(row: Row) -> str:
-        return show_interval(row[f"{key}_ci"], signed_points)
-
-    return Column(head, shown, below=interval, help="points more, at the same m")
+    return Column(
+        head,
+        lambda row: ("≥ " if row[f"{key}_at_least"] else "") + signed_points(row[key]),
+        below=lambda row: show_interval(row[f"{key}_ci"], signed_points),
+        help="points more, at the same m",
+    )
 
 
 def margin_curve(method: str, run: EvalRun, runs: Sequence[EvalRun]) -> list[EvalRun]:

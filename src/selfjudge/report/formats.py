@@ -6,9 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-LETTERS_SHOWN = 24
-"""Maximum number of letters of a token in a table."""
-
 
 def show_text(value: Any) -> str:
     return "–" if value is None or value == "" else str(value)
@@ -48,8 +45,8 @@ def gain(ratio: float | None) -> str:
 
 
 def quote_token(token: str) -> str:
-    """A token with its spaces, line ends and other invisible characters visible; long ones are cut."""
-    token = token if len(token) <= LETTERS_SHOWN else token[: LETTERS_SHOWN - 1] + "…"
+    """A token with its spaces, line ends and other invisible characters visible, cut at 24 letters."""
+    token = token if len(token) <= 24 else token[:23] + "…"
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in token.replace("\\", "\\\\"))
     return f"“{shown.replace(' ', '␣')}”"
 

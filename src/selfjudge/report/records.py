@@ -235,50 +235,37 @@ RUN_FOLDER = re.compile(r".+-g\d+")
 
 def read_results(folders: Iterable[Path]) -> Results:
     """Every run below the folders. A folder without any is an error."""
-    collected = _Collected()
+    runs: dict[tuple[Any, ...], EvalRun] = {}
+    skipped: dict[str, str] = {}
     for folder in folders:
-        collected.read(folder)
-    runs = sorted(_tell_apart(collected.runs.values()), key=lambda run: run.key)
-    return Results(tuple(runs), tuple(collected.skipped.items()))
-
-
-@dataclass
-class _Collected:
-    """What was read so far."""
-
-    runs: dict[tuple[Any, ...], EvalRun] = field(default_factory=dict)
-    skipped: dict[str, str] = field(default_factory=dict)
-    seen: set[Path] = field(default_factory=set)
-
-    def read(self, folder: Path) -> None:
         if not folder.is_dir():
             raise SelfJudgeError(f"{folder} is not a folder: name folders that eval wrote")
-        files = sorted(folder.rglob("summary.json"))
-        known = [file for file in files if file.resolve() in self.seen or self._take(file)]
-        self.seen |= {file.resolve() for file in known}
+        are_runs = [_add_run(file, runs, skipped) for file in sorted(folder.rglob("summary.json"))]
         for run_folder in sorted(folder.rglob("*-g*")):
             is_run = run_folder.is_dir() and RUN_FOLDER.fullmatch(run_folder.name)
             if is_run and not (run_folder / "summary.json").is_file():
-                self.skipped[str(run_folder)] = "unfinished: it has no summary.json"
-        if not known:
-            reasons = [f"{place}: {why}" for place, why in self.skipped.items() if Path(place).is_relative_to(folder)]
+                skipped[str(run_folder)] = "unfinished: it has no summary.json"
+        if not any(are_runs):
+            reasons = [f"{place}: {why}" for place, why in skipped.items() if Path(place).is_relative_to(folder)]
             why = f" ({'; '.join(reasons)})" if reasons else ""
             raise SelfJudgeError(f"{folder} holds no results{why}: name folders that eval wrote")
+    return Results(tuple(sorted(_tell_apart(runs.values()), key=lambda run: run.key)), tuple(skipped.items()))
 
-    def _take(self, file: Path) -> bool:
-        """Whether the file is the summary of a run."""
-        content, folder = read_json(file), file.parent
-        if not (RUN_FOLDER.fullmatch(folder.name) or {"task", "rule"} <= content.keys()):
-            self.skipped[str(file)] = "not the summary of an evaluation"
-            return False
-        if content.get("measure", "") is None and content.get("agreement") is None and content.get("rule") != "exact":
-            self.skipped[str(folder)] = "it has neither a score nor a run of exact to agree with"
-            return False
-        run = _read_run(file, content)
-        if run.key in self.runs:
-            self.skipped[str(folder)] = f"the same configuration as {self.runs[run.key].folder}"
-        self.runs.setdefault(run.key, run)
-        return True
+
+def _add_run(file: Path, runs: dict[tuple[Any, ...], EvalRun], skipped: dict[str, str]) -> bool:
+    """Whether the file is the summary of a run, which is then added to those read so far."""
+    content, folder = read_json(file), file.parent
+    if not (RUN_FOLDER.fullmatch(folder.name) or {"task", "rule"} <= content.keys()):
+        skipped[str(file)] = "not the summary of an evaluation"
+        return False
+    if content.get("measure", "") is None and content.get("agreement") is None and content.get("rule") != "exact":
+        skipped[str(folder)] = "it has neither a score nor a run of exact to agree with"
+        return False
+    run = _read_run(file, content)
+    first = runs.setdefault(run.key, run).folder
+    if first.resolve() != folder.resolve():
+        skipped[str(folder)] = f"the same configuration as {first}"
+    return True
 
 
 def _tell_apart(runs: Collection[EvalRun]) -> Iterator[EvalRun]:
@@ -292,7 +279,7 @@ def _tell_apart(runs: Collection[EvalRun]) -> Iterator[EvalRun]:
         judges[run.pair, run.judge].add(run.judge_id)
         sizes[run.pair, run.task].add((run.n, run.max_new_tokens or 0))
     for run in runs:
-        changes: dict[str, str] = {}
+        changes: dict[str, Any] = {}
         if run.judge and len(judges[run.pair, run.judge]) > 1:
             judge = f"{run.judge}~{run.judge_id[:6]}"
             changes = {"judge": judge, "rule": f"{run.rule.partition('@')[0]}@{judge}"}
@@ -301,7 +288,7 @@ def _tell_apart(runs: Collection[EvalRun]) -> Iterator[EvalRun]:
             words = [f"{size[0]:,} examples"] if len({n for n, _ in known}) > 1 else []
             words += [f"{size[1]:,} tokens"] if len({tokens for _, tokens in known}) > 1 else []
             changes["task"] = f"{run.task}{VARIANT}{', '.join(words)}"
-        yield replace(run, **changes)  # type: ignore[arg-type]
+        yield replace(run, **changes)
 
 
 def _read_run(file: Path, content: Content) -> EvalRun:

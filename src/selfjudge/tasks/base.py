@@ -153,13 +153,10 @@ class Task:
 
 def parse_split(split: str) -> tuple[str, slice]:
     """A split's name and which of its rows are meant: `train[4792:]` leaves out the first 4,792."""
-    if (match := re.fullmatch(r"(.*)\[(-?\d*):(-?\d*)\]", split)) is None:
+    if (match := re.fullmatch(r"(.*)\[(-?\d+)?:(-?\d+)?\]", split)) is None:
         return split, slice(None)
     name, start, stop = match.groups()
-    try:
-        return name, slice(int(start) if start else None, int(stop) if stop else None)
-    except ValueError:  # a minus without a number
-        return split, slice(None)
+    return name, slice(int(start) if start else None, int(stop) if stop else None)
 
 
 def load_hub_rows(task: str, name: str, config: str | None = None, **options: Any) -> list[Row]:

@@ -63,15 +63,11 @@ def find_boxed(text: str) -> str | None:
     start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
     if start < 0:
         return None
-    begin = depth = 0
-    for i in range(start, len(text)):
-        if text[i] == "{":
-            depth += 1
-            begin = begin or i + 1
-        elif text[i] == "}":
-            depth -= 1
-            if depth == 0:
-                return text[begin:i].strip() or None
+    begin, depth = text.index("{", start) + 1, 1
+    for end, letter in enumerate(text[begin:], begin):
+        depth += {"{": 1, "}": -1}.get(letter, 0)
+        if depth == 0:
+            return text[begin:end].strip() or None
     return None
 
 
@@ -140,7 +136,7 @@ def parse_value(text: str) -> Fraction | None:
     """The value of a normalised number or fraction of whole numbers."""
     if fraction := re.fullmatch(r"(-?)\\frac\{(-?\d+)\}\{(-?\d+)\}", text):
         sign, above, below = fraction.groups()
-        return Fraction(int(f"{above}"), int(below)) * (-1 if sign else 1) if int(below) else None
+        return Fraction(int(above), int(below)) * (-1 if sign else 1) if int(below) else None
     return Fraction(text) if re.fullmatch(r"-?\d+(\.\d+)?", text) else None
 
 
