@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, Self
 
 from torch import Tensor, device
@@ -41,6 +43,9 @@ class RowCache(Protocol):
 
     def aside(self) -> Self:
         """The same weights with an empty cache of their own, for prompts that will `join` this one."""
+        other = copy.copy(self)
+        other.reserve(0, 0)
+        return other
 
     def join(self, other: Self, idle: int = 0) -> None:
         """Take over the rows of what was `aside`, after those that are there; then some idle ones.
@@ -65,8 +70,11 @@ class Engine(RowCache):
     vocab_size: int
     captured_cycles: dict[Hashable, Any]
     """Cycles that were captured with this engine, for the next batch of the same shape."""
-    chunk: int
-    """Tokens of a prompt that cost about as much as a decoding step of one row or two."""
+
+    @cached_property
+    def chunk(self) -> int:
+        """Tokens of a prompt that cost about as much as a decoding step: few where arithmetic is the limit."""
+        return 8 if self.device.type == "cpu" else 512
 
     def extend(self, tokens: Tensor, counts: Tensor | None = None, keep: int | None = None) -> Output:
         """Append tokens [B, T]; where `counts` [B] is given, row b takes its last counts[b] tokens only."""
@@ -102,11 +110,6 @@ class HeadEngine(Engine):
         none or one, come logits [B, keep, D] and, as features, the states [B, keep, H] of the entries that follow.
         """
         raise NotImplementedError
-
-
-def chunk_tokens(device: device) -> int:
-    """Tokens of a prompt that cost about as much as a decoding step: few where arithmetic is the limit."""
-    return 8 if device.type == "cpu" else 512
 
 
 def shape_reason(model: PreTrainedModel) -> str | None:

@@ -9,8 +9,8 @@ compacted when holes exceed a share of it.
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
+from collections.abc import Iterator
 from typing import Any, Self
 
 import torch
@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
-from selfjudge.engine.base import Engine, HeadEngine, Output, chunk_tokens
+from selfjudge.engine.base import Engine, HeadEngine, Output
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.eagle import EagleHead, captured_states
 from selfjudge.models.tokens import context_window
@@ -93,34 +93,25 @@ class SlotCache(Engine):
         self.positions = torch.zeros(0, 0, dtype=torch.long, device=self.device)  # [B, S] its position in the row
         self.lengths = torch.zeros(0, dtype=torch.long, device=self.device)  # [B] tokens of the row
 
-    def _places(self, tokens: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Which of the tokens [B, T] to be appended belong to their row, and at which position."""
+    def _parts(self, tokens: Tensor, counts: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
+        """Make slots for tokens [B, T], some columns at a time: the columns of the next pass, and their positions."""
         batch, width = tokens.shape
         if not self.slots:
             self.valid = self.valid.new_zeros((batch, 0))
             self.positions = self.positions.new_zeros((batch, 0))
             self.lengths = self.lengths.new_zeros(batch)
-        valid = torch.ones_like(tokens, dtype=torch.bool)
+        valid = torch.ones_like(tokens, dtype=torch.bool)  # [B, T] the token belongs to its row
         if counts is not None:
             valid = torch.arange(width, device=self.device) >= width - counts[:, None]
-        return valid, (self.lengths[:, None] + valid.cumsum(1) - 1).clamp(0, self.window - 1)
-
-    def _append(self, valid: Tensor, positions: Tensor) -> None:
-        """Make slots for the tokens of the next pass."""
-        self.valid = torch.cat([self.valid, valid], 1)
-        self.positions = torch.cat([self.positions, positions], 1)
-        self.slots += valid.shape[1]
-
-    def _finish_append(self, valid: Tensor) -> None:
-        """Count these tokens [B, T], after the passes over them."""
+        positions = (self.lengths[:, None] + valid.cumsum(1) - 1).clamp(0, self.window - 1)
+        for start in range(0, width, PREFILL_CHUNK):
+            part = slice(start, min(start + PREFILL_CHUNK, width))
+            self.valid = torch.cat([self.valid, valid[:, part]], 1)
+            self.positions = torch.cat([self.positions, positions[:, part]], 1)
+            self.slots += part.stop - part.start
+            yield part, positions[:, part]
         self.lengths = self.lengths + valid.sum(1)
         self._tidy()
-
-    def aside(self) -> Self:
-        """New rows are read into a cache of their own: a pass over this one would cover every row."""
-        other = copy.copy(self)
-        other.reserve(0, 0)
-        return other
 
     @torch.inference_mode()
     def join(self, other: Self, idle: int = 0) -> None:
@@ -193,8 +184,7 @@ class SlotCache(Engine):
             layer.select(index)
         self.valid, self.positions = self.valid[index], self.positions[index]
         self.lengths = self.lengths[index]
-        longest = int(self.lengths.max()) if rows else 0
-        if rows and self.slots > longest:
+        if rows and self.slots > (longest := int(self.lengths.max())):
             self._compact(longest)
 
 
@@ -207,7 +197,6 @@ class ReferenceEngine(SlotCache):
         self.device = model.device
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.window = context_window(model)
-        self.chunk = chunk_tokens(model.device)
         self.captured_cycles = {}
         self._embeddings: int = model.get_input_embeddings().weight.shape[0]
         self._want_hidden, self._features = hidden, features
@@ -220,16 +209,16 @@ class ReferenceEngine(SlotCache):
     def extend(self, tokens: Tensor, counts: Tensor | None = None, keep: int | None = None) -> Output:
         width = tokens.shape[1]
         keep = width if keep is None else keep
-        valid, positions = self._places(tokens, counts)
         tokens = tokens.clamp(0, self._embeddings - 1)  # ids from a longer, padded vocabulary
         outputs = []
-        for start in range(0, width, PREFILL_CHUNK):
-            part = slice(start, min(start + PREFILL_CHUNK, width))
+        for part, positions in self._parts(tokens, counts):
             wanted = max(0, part.stop - max(part.start, width - keep))
-            self._append(valid[:, part], positions[:, part])
-            outputs.append(self._pass(tokens[:, part], positions[:, part], wanted))
-        self._finish_append(valid)
-        return _joined(outputs)
+            outputs.append(self._pass(tokens[:, part], positions, wanted))
+        if len(outputs) == 1:
+            return outputs[0]
+        logits, hidden, features = zip(*((o.logits, o.hidden, o.features) for o in outputs), strict=True)
+        both = (None if parts[0] is None else torch.cat(parts, 1) for parts in (hidden, features))
+        return Output(torch.cat(logits, 1), *both)
 
     def _pass(self, tokens: Tensor, positions: Tensor, keep: int) -> Output:
         arguments: dict[str, Any] = {"logits_to_keep": max(keep, 1)} if self._keeps_logits else {}
@@ -265,27 +254,14 @@ class ReferenceHead(SlotCache, HeadEngine):
 
     @torch.inference_mode()
     def append(self, tokens: Tensor, states: Tensor, counts: Tensor | None = None, keep: int = 1) -> Output:
-        head, width = self.head, tokens.shape[1]
-        valid, positions = self._places(tokens, counts)
+        head = self.head
         tokens = tokens.clamp(0, head.config.vocab_size - 1)
-        for start in range(0, width, PREFILL_CHUNK):
-            part = slice(start, start + PREFILL_CHUNK)
-            self._append(valid[:, part], positions[:, part])
+        for part, positions in self._parts(tokens, counts):
             g = states[:, part] if states.shape[2] == self.hidden_size else head.fuse(states[:, part])
             mask = self._mask(g.shape[1], g.dtype)
-            a = head(tokens[:, part], g, positions[:, part], mask=mask, cache=self.cache)
-        self._finish_append(valid)
+            a = head(tokens[:, part], g, positions, mask=mask, cache=self.cache)
         last = a[:, a.shape[1] - keep :]
         return Output(head.logits(last), None, last)
-
-
-def _joined(outputs: list[Output]) -> Output:
-    """The output of passes over consecutive tokens as one."""
-    if len(outputs) == 1:
-        return outputs[0]
-    logits, hidden, features = zip(*((o.logits, o.hidden, o.features) for o in outputs), strict=True)
-    both = (None if parts[0] is None else torch.cat(parts, 1) for parts in (hidden, features))
-    return Output(torch.cat(logits, 1), *both)
 
 
 def attention_kinds(model: PreTrainedModel) -> set[str]:
@@ -299,9 +275,6 @@ def attention_kinds(model: PreTrainedModel) -> set[str]:
     kinds = set(getattr(config, "layer_types", None) or ())
     if not kinds:
         kinds = {"sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"}
-    if not kinds <= _ATTENTION:
-        raise SelfJudgeError(
-            f"models of type {name!r} have {', '.join(sorted(kinds - _ATTENTION))} layers,"
-            " whose state cannot be rewound"
-        )
+    if others := ", ".join(sorted(kinds - _ATTENTION)):
+        raise SelfJudgeError(f"models of type {name!r} have {others} layers, whose state cannot be rewound")
     return kinds

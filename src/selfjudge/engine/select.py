@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import TypeAlias, TypeVar
 
@@ -66,17 +66,16 @@ class PairEngines:
     def borrow(self, *, hidden: bool = False) -> Iterator[BatchEngines]:
         """Both engines for one batch. `hidden` asks for the states that a judge reads."""
         features = () if self.draft is None else self.draft.features
-        with ExitStack() as stack:
-            target = stack.enter_context(
-                borrow_engine(self.target, hidden=hidden, features=features, int8=self.target.int8, kind=self.kind)
-            )
+        with borrow_engine(
+            self.target, hidden=hidden, features=features, int8=self.target.int8, kind=self.kind
+        ) as target:
             if self.draft is None:
                 yield BatchEngines(target)
                 return
             int8 = self.draft_int8
-            draft = stack.enter_context(borrow_draft(self.draft, self.target, int8=int8, kind=self.kind))
             settings = self.kind, self.target.int8, int8, hidden, torch.get_num_threads()  # what decides their speed
-            yield BatchEngines(target, draft, self.draft.keep(("batches", self.target, settings), dict))
+            with borrow_draft(self.draft, self.target, int8=int8, kind=self.kind) as draft:
+                yield BatchEngines(target, draft, self.draft.keep(("batches", self.target, settings), dict))
 
 
 def make_engine(
@@ -137,17 +136,17 @@ def choose_kind(model: AnyModel, *, int8: bool = False, kind: str = "auto") -> s
     if model.file is not None and kind == "cuda":
         raise SelfJudgeError("q4 weights need the cpu engine, not cuda")
     chosen = ("cuda" if model.device.type == "cuda" else "cpu") if kind == "auto" else kind
-    reason = None if chosen == "reference" else _why_not(model, chosen, int8=int8)
     if int8 and chosen != "cpu":
         raise SelfJudgeError(f"int8 weights need the cpu engine, not {chosen}")
-    if reason is not None and kind == "auto" and not int8:
+    reason = None if chosen == "reference" else _why_not(model, chosen, int8=int8)
+    if reason is None:
+        return chosen
+    if kind == "auto" and not int8:
         slower = ", which is many times slower in q4" if model.file is not None else ""
         _warn_once(f"using the reference engine{slower}: {reason}")
         return "reference"
-    if reason is not None:
-        what = "head" if isinstance(model.module, EagleHead) else "model"
-        raise SelfJudgeError(f"the {chosen} engine cannot run this {what}: {reason}")
-    return chosen
+    what = "head" if isinstance(model.module, EagleHead) else "model"
+    raise SelfJudgeError(f"the {chosen} engine cannot run this {what}: {reason}")
 
 
 def _why_not(model: LoadedModel, kind: str, *, int8: bool = False) -> str | None:

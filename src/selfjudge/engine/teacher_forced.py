@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,11 +26,8 @@ def choose_width(longest: int, device: torch.device, window: int = 1 << 30) -> i
     return min(-(-longest // GRID) * GRID, max(longest, window)) if device.type == "cuda" else longest
 
 
-def sdpa_without_cudnn() -> AbstractContextManager[None]:
-    """All kernels of scaled dot-product attention except cuDNN's, which makes a plan for every new shape."""
-    allowed = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    manager: AbstractContextManager[None] = sdpa_kernel(allowed)
-    return manager
+sdpa_without_cudnn = partial(sdpa_kernel, [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+"""All kernels of scaled dot-product attention except cuDNN's, which makes a plan for every new shape."""
 
 
 @torch.no_grad()

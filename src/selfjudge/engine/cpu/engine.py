@@ -5,17 +5,16 @@ The kernel is compiled once, by the machine's C++ compiler, into the cache folde
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import subprocess
 from functools import cache
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from selfjudge.engine.base import Engine, HeadEngine, Output, chunk_tokens, shape_reason
+from selfjudge.engine.base import Engine, HeadEngine, Output, shape_reason
 from selfjudge.engine.cpu.library import Pass, library
 from selfjudge.engine.cpu.weights import PackedHead, PackedWeights, packed
 from selfjudge.models.device import give_back
@@ -65,17 +64,8 @@ def _index(cells: list[tuple[int, int]], width: int) -> Tensor:
     return torch.tensor([b * width + column for b, column in cells], dtype=torch.long)
 
 
-class PassOutput(NamedTuple):
-    """Output buffers of a forward pass."""
-
-    logits: Tensor
-    """[B, keep, V] logits."""
-    states: Tensor
-    """[B, keep, H] states after the final norm."""
-    residual: Tensor
-    """[B, keep, H] states before the final norm."""
-    features: Tensor
-    """[B, T, F] inputs of the layers that were asked for."""
+_Buffers = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Logits [B, keep, V], states after and before the final norm [B, keep, H], inputs of wanted layers [B, T, F]."""
 
 
 class CpuEngine(Engine):
@@ -94,7 +84,6 @@ class CpuEngine(Engine):
         self.device = module.device
         self.vocab_size: int = module.get_output_embeddings().weight.shape[0]
         self.window = context_window(module)
-        self.chunk = chunk_tokens(module.device)
         self.captured_cycles = {}
         self._embeddings: int = module.get_input_embeddings().weight.shape[0]
         self._want_hidden = hidden
@@ -114,30 +103,24 @@ class CpuEngine(Engine):
         self._caches: list[Tensor] = []  # of each row: keys and values [2, layers, heads, slots, dim]
         self._longest = length
 
-    def aside(self) -> Self:
-        other = copy.copy(self)
-        other.reserve(0, 0)
-        return other
-
     def join(self, other: Self, idle: int = 0) -> None:
         self.lengths, self._caches = self.lengths + other.lengths, self._caches + other._caches
 
     @torch.inference_mode()
     def extend(self, tokens: Tensor, counts: Tensor | None = None, keep: int | None = None) -> Output:
-        output = self._run(tokens, counts, tokens.shape[1] if keep is None else keep)
-        features = output.features if len(self._features) else None
-        return Output(output.logits, output.states if self._want_hidden else None, features)
+        logits, states, _, features = self._run(tokens, counts, tokens.shape[1] if keep is None else keep)
+        return Output(logits, states if self._want_hidden else None, features if len(self._features) else None)
 
-    def _run(self, tokens: Tensor, counts: Tensor | None, keep: int, given: Tensor | None = None) -> PassOutput:
+    def _run(self, tokens: Tensor, counts: Tensor | None, keep: int, given: Tensor | None = None) -> _Buffers:
         """Append tokens [B, T], in passes of at most CHUNK; `given` [B, T, F] are the states beside them, of a head."""
         batch, width = tokens.shape
         used = [width] * batch if counts is None else counts.tolist()
         self.lengths = self.lengths or [0] * batch
-        lengths, size, taps = self.lengths, self._packed.model.hidden, len(self._features)
-        outputs = self._packed.model.head.rows
-        self._grow([n + c for n, c in zip(lengths, used, strict=True)])
+        lengths = [n + c for n, c in zip(self.lengths, used, strict=True)]
+        size, taps = self._packed.model.hidden, len(self._features)
+        self._grow(lengths)
         ids = tokens.clamp(0, self._embeddings - 1).tolist()
-        logits = torch.empty(batch * keep, outputs)
+        logits = torch.empty(batch * keep, self._packed.model.head.rows)
         states, residual = torch.empty(2, batch * keep, size)
         flat = [(b, column) for b in range(batch) for column in range(width - used[b], width)]
         features = torch.empty(len(flat), taps * size)
@@ -148,35 +131,23 @@ class CpuEngine(Engine):
         written = 0
         for start in range(0, len(flat), CHUNK):
             part = flat[start : start + CHUNK]
+            cells = [(ids[b][column], b, lengths[b] + column - width) for b, column in part]
             wanted = [i for i, (_, column) in enumerate(part) if column >= width - keep]
-            self._pass(
-                ids=[ids[b][column] for b, column in part],
-                rows=[b for b, _ in part],
-                positions=[lengths[b] + column - (width - used[b]) for b, column in part],
-                outputs=wanted,
-                into=PassOutput(logits[written:], states[written:], residual[written:], features[start:]),
-                given=None if given is None else given[start:],
-            )
+            into = logits[written:], states[written:], residual[written:], features[start:]
+            self._pass(cells, wanted, into, None if given is None else given[start:])
             written += len(wanted)
-        self.lengths = [n + c for n, c in zip(lengths, used, strict=True)]
+        self.lengths = lengths
         if taps and not all_columns:
             features = torch.zeros(batch * width, taps * size).index_copy_(0, _index(flat, width), features)
-        return PassOutput(
-            logits.view(batch, keep, outputs),
-            states.view(batch, keep, size),
-            residual.view(batch, keep, size),
-            features.view(batch, width, taps * size) if taps else features,
-        )
+        logits, states, residual = (buffer.view(batch, keep, buffer.shape[1]) for buffer in (logits, states, residual))
+        return logits, states, residual, features.view(batch, width, taps * size)
 
     def _pass(
-        self,
-        ids: list[int],
-        rows: list[int],
-        positions: list[int],
-        outputs: list[int],
-        into: PassOutput,
-        given: Tensor | None,
+        self, cells: list[tuple[int, int, int]], outputs: list[int], into: _Buffers, given: Tensor | None
     ) -> None:
+        """Run tokens, each with its row and position; those of `outputs` give logits and states."""
+        ids, rows, positions = zip(*cells, strict=True)
+        logits, states, residual, features = into
         model, count, threads = self._packed.model, len(rows), torch.get_num_threads()
         slots = [row.shape[3] for row in self._caches]
         tokens = torch.tensor(ids)
@@ -191,9 +162,9 @@ class CpuEngine(Engine):
         described = Pass(
             count, max(slots), len(outputs), tokens.data_ptr(), row, position, output, row_slots,
             self._cosine.data_ptr(), self._sine.data_ptr(), caches.data_ptr(),
-            into.logits.data_ptr(), into.states.data_ptr(), self._scratch.data_ptr(), threads,
-            len(self._features), self._features.data_ptr(), into.features.data_ptr(),
-            *((None, 0) if given is None else (given.data_ptr(), given.shape[1])), into.residual.data_ptr(),
+            logits.data_ptr(), states.data_ptr(), self._scratch.data_ptr(), threads,
+            len(self._features), self._features.data_ptr(), features.data_ptr(),
+            *((None, 0) if given is None else (given.data_ptr(), given.shape[1])), residual.data_ptr(),
         )  # fmt: skip
         self._library.forward(ctypes.byref(model), ctypes.byref(described))
 
@@ -241,5 +212,5 @@ class CpuHead(CpuEngine, HeadEngine):
 
     @torch.inference_mode()
     def append(self, tokens: Tensor, states: Tensor, counts: Tensor | None = None, keep: int = 1) -> Output:
-        output = self._run(tokens, counts, keep, states.float())
-        return Output(output.logits, None, output.residual)
+        logits, _, residual, _ = self._run(tokens, counts, keep, states.float())
+        return Output(logits, None, residual)

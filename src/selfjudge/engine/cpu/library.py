@@ -89,23 +89,7 @@ def library(processor: str) -> ctypes.CDLL:
         with locked(built.with_suffix(".lock")):
             if not built.exists():
                 _compile([*command, *flags, str(SOURCES[0])], built)
-    return _declared(ctypes.CDLL(str(built)))
-
-
-def _compile(command: list[str], built: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=built.parent) as folder:
-        fresh = Path(folder) / built.name
-        command = [*command, "-o", str(fresh)]
-        # OpenMP is the threading of torch itself: both then share one pool of threads
-        if subprocess.run([*command, "-fopenmp"], capture_output=True, check=False).returncode:
-            plain = subprocess.run(command, capture_output=True, text=True, check=False)
-            if plain.returncode:
-                raise OSError(next((x for x in plain.stderr.splitlines() if "error" in x), "it failed"))
-        os.replace(fresh, built)
-
-
-def _declared(kernel: ctypes.CDLL) -> ctypes.CDLL:
-    """The same library, with the types of its functions."""
+    kernel = ctypes.CDLL(str(built))
     i32, i64, pointer, model = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p, ctypes.POINTER(Model)
     for name, result, *arguments in (
         ("scratch_size", i64, model, i32, i32, i32),
@@ -120,3 +104,15 @@ def _declared(kernel: ctypes.CDLL) -> ctypes.CDLL:
         function = getattr(kernel, name)
         function.restype, function.argtypes = result, arguments
     return kernel
+
+
+def _compile(command: list[str], built: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=built.parent) as folder:
+        fresh = Path(folder) / built.name
+        command = [*command, "-o", str(fresh)]
+        # OpenMP is the threading of torch itself: both then share one pool of threads
+        if subprocess.run([*command, "-fopenmp"], capture_output=True, check=False).returncode:
+            plain = subprocess.run(command, capture_output=True, text=True, check=False)
+            if plain.returncode:
+                raise OSError(next((x for x in plain.stderr.splitlines() if "error" in x), "it failed"))
+        os.replace(fresh, built)

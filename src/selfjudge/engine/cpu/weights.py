@@ -34,6 +34,7 @@ class PackedWeights:
             config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.num_key_value_heads,
             head_width(config), config.intermediate_size, config.rms_norm_eps, *embedding, self.layers, norm, head,
         )  # fmt: skip
+        give_back()  # what packing needed
 
     def _begin(self, int8: bool, layers: int) -> None:
         self.kept: list[Any] = []
@@ -155,36 +156,29 @@ class PackedHead(PackedWeights):
     """A head as the kernel reads it. The rows of embedding and output are the target's, in its own format."""
 
     def __init__(self, head: EagleHead, target: PreTrainedModel, int8: bool) -> None:
-        config, file, layer = head.config, gguf_file(target), head.layer
+        config, layer = head.config, head.layer
+        file: Any = gguf_file(target)  # there is one wherever the head lacks embedding or output
         self._begin(int8, layers=1)
         kind = Q8_0 if int8 else F32
         matrices: list[Any] = [layer.get_submodule(part.module) for part in MATRICES]
         shapes = [(kind, *module.weight.shape) for module in (*matrices, head.fc)]
-        if file is not None and head.output is None:
+        if head.output is None:
             kind = file.tensors[f"{output_name(file)}.weight"].kind
         shapes.append((kind, len(head.draft_ids), config.hidden_size))
         self._make_room(shape for shape in shapes if shape[0] not in (F32, F16))
         self._fill_layer(self.layers[0], layer)
-        embedding, rows = self._vocabulary(head, file)
+        embedding = self._file_embedding(file) if head.embedding is None else (self._pointer(head.embedding), F32)
+        if head.output is None:
+            order = head.draft_ids.numpy().astype(np.int32)
+            self.kept.append(order)
+            rows = self._file_matrix(file, output_name(file), order)
+        else:
+            rows = self._matrix(head.output)
         self.model = Model(
             1, config.hidden_size, config.heads, config.kv_heads, config.head_dim, config.intermediate_size, config.eps,
             *embedding, self.layers, self._pointer(head.norm.weight), rows, self._pointer(layer.hidden_norm.weight),
             self._matrix(head.fc.weight), config.norm_before_residual,
         )  # fmt: skip
-
-    def _vocabulary(self, head: EagleHead, file: GgufFile | None) -> tuple[tuple[int, int], Matrix]:
-        """The embedding, and the rows of the output matrix that the head proposes from."""
-        if head.embedding is not None:
-            embedding = self._pointer(head.embedding), F32
-        else:
-            assert file is not None
-            embedding = self._file_embedding(file)
-        if head.output is not None:
-            return embedding, self._matrix(head.output)
-        assert file is not None
-        order = head.draft_ids.numpy().astype(np.int32)
-        self.kept.append(order)
-        return embedding, self._file_matrix(file, output_name(file), order)
 
 
 def output_name(file: GgufFile) -> str:
@@ -195,10 +189,4 @@ def output_name(file: GgufFile) -> str:
 def packed(model: LoadedModel, int8: bool) -> PackedWeights:
     """The weights of a model, packed once and kept with it. Blocks of a file are never made int8."""
     int8 = int8 and model.file is None
-
-    def pack() -> PackedWeights:
-        weights = PackedWeights(model.causal_lm, int8)
-        give_back()  # what packing needed
-        return weights
-
-    return model.keep(("packed", int8), pack)
+    return model.keep(("packed", int8), lambda: PackedWeights(model.causal_lm, int8))

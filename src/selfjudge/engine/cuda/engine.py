@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from selfjudge.engine.base import Engine, HeadEngine, Output, chunk_tokens, shape_reason
+from selfjudge.engine.base import Engine, HeadEngine, Output, shape_reason
 from selfjudge.engine.cuda.kernels_torch import Kernels
 from selfjudge.models.eagle import EagleHead
 from selfjudge.models.loaded import Draft, LoadedModel, as_draft, as_loaded
@@ -150,7 +150,6 @@ class CudaEngine(Engine):
         self.device, self.dtype = module.device, module.dtype
         self.vocab_size: int = self.weights.head.shape[0]
         self.window = context_window(module)
-        self.chunk = chunk_tokens(module.device)
         self._want_hidden, self._features = hidden, features
         self._begin()
 
@@ -307,8 +306,9 @@ class CudaEngine(Engine):
         for i, (attention_norm, qkv, bias, out, out_bias, mlp_norm, gate_up, down) in enumerate(w.layers):
             keys, values = self.keys[i, rows], self.values[i, rows]
             normed = kernels.norm(x, parts, attention_norm, w.epsilon)
-            if features is not None and i in self._features:
-                self._keep_features(i, x.view(batch, width, -1), features)
+            for n, wanted in enumerate(self._features):  # a shallow model's low and high layer may be the same
+                if features is not None and wanted == i:
+                    features[:, :, n * x.shape[1] : (n + 1) * x.shape[1]] = x.view(batch, width, -1)
             mixed = kernels.product(normed, qkv, bias)
             q = kernels.rotate(mixed, self._rotary, (slot, position), (keys, values), w.heads)
             parts = kernels.add(x, kernels.attention(q, keys, values, position), out, out_bias)
@@ -316,12 +316,6 @@ class CudaEngine(Engine):
         y = kernels.norm(x, parts, w.norm, w.epsilon).view(batch, width, -1)[:, width - keep :]
         logits = F.linear(y.reshape(batch * keep, -1), w.head)
         return Output(logits.view(batch, keep, -1), y if self._want_hidden else None, features)
-
-    def _keep_features(self, layer: int, x: Tensor, features: Tensor) -> None:
-        """Copy what enters a layer [B, T, H] to its places: a shallow model's low and high layer may be the same."""
-        size = x.shape[2]
-        for place in (n for n, wanted in enumerate(self._features) if wanted == layer):
-            features[:, :, place * size : (place + 1) * size] = x
 
     def bucket(self, rows: int, now: int = 0) -> int:
         """Graphs are captured for 1, 2, 4, 8 … rows; idle rows stay until they are half of the batch."""
