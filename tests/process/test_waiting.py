@@ -22,7 +22,7 @@ from selfjudge.cli import main as cli, output
 from selfjudge.engine import teacher_forced
 from selfjudge.engine.cpu.engine import CpuEngine
 from selfjudge.engine.reference import ReferenceEngine
-from selfjudge.store import hub
+from selfjudge.store import files as hub
 
 WORK = [
     (transformers.AutoModelForCausalLM, "from_pretrained"),
@@ -158,7 +158,7 @@ class TestHub:
 
         monkeypatch.setattr(huggingface_hub, "get_session", Session)
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(hub, "_last", (-hub.VALID, None))
+        monkeypatch.setattr(hub, "_last", (-hub.HUB_VALID, None))
         yield answers
         assert answers == []
 
@@ -187,8 +187,8 @@ class TestHub:
         assert "no route" in (hub.unreachable() or "")
         assert "no route" in (hub.unreachable() or "")  # it is not asked again
         assert hub.hub_options() == {"local_files_only": True}
-        now += 2 * hub.VALID
+        now += 2 * hub.HUB_VALID
         assert hub.unreachable() is None  # it answers again
         assert hub.hub_options() == {}
-        now += 2 * hub.VALID
+        now += 2 * hub.HUB_VALID
         assert "no route" in (hub.unreachable() or "")

@@ -4,14 +4,17 @@ from selfjudge.store.files import (
     check_page as check_page,
     fingerprint as fingerprint,
     home as home,
+    hub_options as hub_options,
     locked as locked,
     markdown_table as markdown_table,
     parse_json as parse_json,
+    quiet_hub as quiet_hub,
     read_json as read_json,
     read_rows as read_rows,
     read_tensors as read_tensors,
     scratch as scratch,
     sha256 as sha256,
+    unreachable as unreachable,
     weight_files as weight_files,
     whole_tensors as whole_tensors,
     write_json as write_json,
@@ -19,17 +22,14 @@ from selfjudge.store.files import (
     write_tensors as write_tensors,
     write_text as write_text,
 )
-from selfjudge.store.hub import hub_options as hub_options, quiet_hub as quiet_hub, unreachable as unreachable
-from selfjudge.store.provenance import (
-    describe_machine as describe_machine,
-    machine as machine,
-    measured_on as measured_on,
-    provenance as provenance,
-    versions as versions,
-)
 from selfjudge.store.run_folder import (
     Journal as Journal,
     RunFolder as RunFolder,
+    describe_machine as describe_machine,
     keep_settings as keep_settings,
+    machine as machine,
+    measured_on as measured_on,
+    provenance as provenance,
     refuse_foreign as refuse_foreign,
+    versions as versions,
 )

@@ -1,4 +1,4 @@
-"""Files: the cache folder, atomic writes, strict reading, locks, checksums."""
+"""Files: the cache folder, atomic writes, strict reading, locks, checksums; the hub, asked only where it answers."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ import fcntl
 import gzip
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
 import stat
 import sys
+import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from selfjudge.errors import SelfJudgeError
+from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.store.schema import conform
 
 if TYPE_CHECKING:
@@ -31,6 +33,11 @@ MAX_UNPACKED = 1 << 30
 MAX_DEPTH = 64
 """Most levels of lists and objects inside one another."""
 TOO_LARGE = "it is too large"
+HUB_PATIENCE = 4.0
+"""Seconds in which the hub must answer; its own client tries for half a minute."""
+HUB_VALID = 30.0
+"""Seconds for which the hub's answer, or its silence, is believed."""
+_last: tuple[float, str | None] = (-HUB_VALID, None)  # when the hub was asked, and why it did not answer
 
 
 def home() -> Path:
@@ -300,3 +307,37 @@ def check_page(out: Path) -> None:
         raise SelfJudgeError(f"`out` names the page, such as report.html, not {out}")
     if out.is_dir():
         raise SelfJudgeError(f"{out} is a folder: `out` names the page, such as report.html")
+
+
+def unreachable() -> str | None:
+    """Why the hub does not answer; None if it does, or must not be asked (HF_HUB_OFFLINE)."""
+    global _last
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return None
+    if time.monotonic() - _last[0] >= HUB_VALID:
+        reason = None
+        try:
+            get_session().head(constants.ENDPOINT, timeout=HUB_PATIENCE)
+        except Exception as error:  # whatever a proxy, a resolver or a certificate does
+            reason = f"{constants.ENDPOINT} cannot be reached: {first_line(error)}"
+        _last = time.monotonic(), reason
+    return _last[1]
+
+
+def hub_options() -> dict[str, Any]:
+    """Options of a look-up: where the hub does not answer, only local copies are looked at."""
+    return {} if unreachable() is None else {"local_files_only": True}
+
+
+@contextlib.contextmanager
+def quiet_hub() -> Iterator[None]:
+    """Silence the messages of the hub's client: what went wrong is said once, by whoever asked it."""
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
