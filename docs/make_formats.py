@@ -13,7 +13,7 @@ from typing import Any, NotRequired, Union, get_args, get_origin, get_type_hints
 
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.store import artefacts, markdown_table
-from selfjudge.store.schema import OneOf, Pattern, Range
+from selfjudge.store.schema import Pattern, Range
 
 SHA = "checksum of its weights; another model is refused"
 DELTA = "against `exact`, paired by example"
@@ -148,8 +148,8 @@ def limited(kind: Any, limit: Any) -> str:
     """A type with what its values must be."""
     if isinstance(limit, Pattern):
         return limit.name
-    if isinstance(limit, OneOf):
-        return " or ".join(f"`{choice}`" for choice in limit.choices)
+    if get_origin(limit) is typing.Literal:
+        return " or ".join(f"`{choice}`" for choice in get_args(limit))
     assert isinstance(limit, Range)
     if kind is float and limit.high == 1 and limit.low >= 0:
         return "0 to 1"

@@ -16,7 +16,6 @@ class DecodeBenchConfig:
     )
     max_new_tokens: int = setting(64, "Most tokens an answer may have.", minimum=1)
     repeats: int = setting(3, "Repeats of the whole round.", minimum=1)
-    raw: bool = setting(False, "Use the prompt as it is, without chat template.")
     peers: bool = setting(True, "Time transformers as well; without, our own plain decoding is the baseline.")
 
 
@@ -24,9 +23,6 @@ class DecodeBenchConfig:
 class DemoConfig:
     """`demo`: how much is decoded by each rule."""
 
-    gamma: Gamma = setting(
-        "auto", "Draft tokens per cycle; auto chooses while it decodes.", minimum=1, maximum=MAX_GAMMA, word="auto"
-    )
     limit: int = setting(6, "How many of the built-in prompts.", minimum=1)
     max_new_tokens: int = setting(64, "Most tokens an answer may have.", minimum=1)
     labels: bool = setting(True, "Label and train a small judge first.")

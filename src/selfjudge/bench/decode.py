@@ -51,12 +51,12 @@ class TimedRun:
 
     def answer(self, prompts: Sequence[Prompt], config: DecodeBenchConfig) -> None:
         """Answer the prompts one by one and keep the answers."""
-        limit, raw = config.max_new_tokens, config.raw
+        limit = config.max_new_tokens
         if self.rule is None:
             assert self.gamma != "auto"
-            self.tokens = [transformers_tokens(self.pair, p, limit, gamma=self.gamma, raw=raw) for p in prompts]
+            self.tokens = [transformers_tokens(self.pair, p, limit, gamma=self.gamma) for p in prompts]
             return
-        options: dict[str, Any] = {"gamma": self.gamma, "max_new_tokens": limit, "raw": raw, "trace": False}
+        options: dict[str, Any] = {"gamma": self.gamma, "max_new_tokens": limit, "trace": False}
         self.generations = [generate(self.pair, [prompt], self.rule, **options)[0] for prompt in prompts]
         self.tokens = [generation.tokens for generation in self.generations]
 
@@ -153,11 +153,9 @@ def _best(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def transformers_tokens(
-    pair: Pair, prompt: Prompt, max_new_tokens: int, *, gamma: int = 0, raw: bool = False
-) -> tuple[int, ...]:
+def transformers_tokens(pair: Pair, prompt: Prompt, max_new_tokens: int, *, gamma: int = 0) -> tuple[int, ...]:
     """The greedy answer of transformers' `model.generate`, with the draft as assistant where γ > 0."""
-    ids = torch.tensor([pair.encode(prompt, raw=raw)], device=pair.target.device)
+    ids = torch.tensor([pair.encode(prompt)], device=pair.target.device)
     options: dict[str, Any] = {}
     if gamma:
         draft = pair.standalone_draft("assisted generation").causal_lm

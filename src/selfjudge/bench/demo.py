@@ -100,14 +100,14 @@ class Demo:
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Answer the prompts plainly, with `exact`, `topk` and every judge: a row of figures for each."""
-        special, gamma = self.pair.special_ids, self.config.gamma
+        special = self.pair.special_ids
         judged = {name: Judged(j, j.quality(QUALITY), special=special) for name, j in self.judges.items()}
         rules: dict[str, AcceptanceRule] = {"plain": EXACT, "exact": EXACT, "topk:2": TopK(special=special), **judged}
         self.notify("warming up", 0.0)  # the first pass may compile a kernel
-        generate(self.pair, self.prompts[:1], gamma=gamma, max_new_tokens=2)
+        generate(self.pair, self.prompts[:1], gamma="auto", max_new_tokens=2)
         for number, (name, rule) in enumerate(rules.items()):
             self.notify(f"{name}: answering {len(self.prompts)} prompts", number / len(rules))
-            row = self._row(name, rule, 0 if name == "plain" else gamma)
+            row = self._row(name, rule, 0 if name == "plain" else "auto")
             self.result["rows"].append(row)
             yield row
         self.notify("the draft alone", 0.0)

@@ -69,7 +69,8 @@ def evaluate(
 
     if where.backend == "vllm":
         pair, answerer = where.answerer(models, next(iter(sources.values()), None))
-        setup.check_pair(pair)
+        if setup.recipe is not None:
+            setup.recipe.check(pair, warn)
     else:
         pair, answerer = setup.load(full_precision=True), None
 
@@ -140,10 +141,7 @@ def reproduce(
 
     with Progress() as update:
         result = reproduce_paper(loaded, out, config, notify=update, warn=warn)
-    if as_json:
-        print_json(result)
-        return
-    typer.echo(f"everything is in {out}; open {out / 'report.html'}")
+    print_json(result) if as_json else typer.echo(f"everything is in {out}; open {out / 'report.html'}")
 
 
 def report(

@@ -237,10 +237,6 @@ class Setup:
             certified = self.recipe.content["dtype"]
             models = replace(models, dtype=certified if certified in ("float32", "int8", "q4") else None)
         pair = models.load(needs_draft=needs_draft, full_precision=full_precision)
-        self.check_pair(pair)
-        return pair
-
-    def check_pair(self, pair: Pair) -> None:
-        """Refuse models that the recipe is not for."""
         if self.recipe is not None:
             self.recipe.check(pair, warn)
+        return pair

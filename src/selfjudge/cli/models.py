@@ -52,10 +52,8 @@ def pull(
     with Progress() as update:
         file = pull_model(name, update)
         folder = checkpoint_folder(name, update) if checkpoint else None
-    if as_json:
-        print_json({"name": name, "file": str(file), "checkpoint": folder and str(folder)})
-    else:
-        typer.echo(folder or file)
+    about = {"name": name, "file": str(file), "checkpoint": folder and str(folder)}
+    print_json(about) if as_json else typer.echo(folder or file)
 
 
 @config_options(PairOptions, "models", without=("device", "dtype", "draft_dtype"))

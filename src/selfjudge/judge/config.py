@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.store import hub_options, read_json, unreachable, write_json
 from selfjudge.store.artefacts import Count, Share, TrainingPrompts
-from selfjudge.store.schema import OneOf, Range
+from selfjudge.store.schema import Range
 from selfjudge.types import DEFAULT_THETA
 
 FEATURES = ("hidden", "hidden+margin", "hidden+margin+previous")
@@ -42,14 +42,14 @@ class JudgeConfig:
     draft: str = ""
     target_sha256: str = ""
     draft_sha256: str = ""
-    layer: Annotated[str, OneOf(("final",))] = "final"
-    norm: Annotated[str, OneOf(("post_final_norm",))] = "post_final_norm"
-    features: Annotated[str, OneOf(FEATURES)] = "hidden"
-    model: Annotated[str, OneOf(MODELS)] = "linear"
+    layer: Literal["final"] = "final"
+    norm: Literal["post_final_norm"] = "post_final_norm"
+    features: Annotated[str, Literal[FEATURES]] = "hidden"
+    model: Annotated[str, Literal[MODELS]] = "linear"
     label_method: str = ""
     suffix_length: Count | None = None
     suffix_gap: Count = 0
-    score: Annotated[str, OneOf(SCORES)] = "likelihood"
+    score: Annotated[str, Literal[SCORES]] = "likelihood"
     tau: float | None = None
     acceptable: Share | None = None
     """The share of the mismatches that τ was chosen to call acceptable, where it was chosen so."""

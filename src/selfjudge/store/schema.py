@@ -2,7 +2,7 @@
 
 A schema is a TypedDict or a dataclass; keys that it does not declare are let through. Its fields are `Any`, `None`,
 `bool`, `int`, `float` (finite), `str`, `Literal`, lists, tuples, dictionaries, unions and other schemas, narrowed
-with `Annotated[…, Range | OneOf | Pattern]`.
+with `Annotated[…, Range | Pattern]`; `Annotated[str, Literal[…]]` is a choice whose type is `str` elsewhere.
 """
 
 from __future__ import annotations
@@ -48,17 +48,6 @@ class Range:
         if not self.low <= value <= self.high:
             bounds = f"at least {self.low}" if self.high == LARGEST else f"from {self.low} to {self.high}"
             raise _mismatch(bounds, value)
-
-
-@dataclass(frozen=True)
-class OneOf:
-    """One of these texts."""
-
-    choices: tuple[str, ...]
-
-    def __call__(self, value: Any) -> None:
-        if value not in self.choices:
-            raise _mismatch(_alternatives(self.choices), value)
 
 
 @dataclass(frozen=True)
@@ -115,6 +104,8 @@ def _plan(kind: Any) -> Plan:
     origin, inside = get_origin(kind) or kind, get_args(kind)
     if origin is NotRequired:
         return _plan(inside[0])
+    if origin is Annotated and get_origin(inside[1]) is Literal:
+        return _plan(inside[1])
     if origin is Annotated:
         return origin, (_plan(inside[0]), *filter(callable, inside[1:]))
     return Union if origin is UnionType else origin, inside if origin is Literal else tuple(map(_plan, inside))
