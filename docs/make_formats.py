@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NotRequired, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 from selfjudge.judge.config import JudgeConfig
+from selfjudge.models.eagle import EagleFile
 from selfjudge.store import artefacts, markdown_table
 from selfjudge.store.schema import Pattern, Range
 
@@ -109,7 +110,7 @@ RUN = {
 }  # fmt: skip
 SCHEMAS: dict[str, tuple[Any, dict[str, str]]] = {
     "prompts": (artefacts.TaskRow, PROMPTS), "responses": (artefacts.Response, RESPONSES), "labels": (artefacts.LabelRow, LABELS),
-    "manifest": (artefacts.LabelManifest, MANIFEST), "judge": (JudgeConfig, JUDGE), "head": (artefacts.EagleFile, HEAD),
+    "manifest": (artefacts.LabelManifest, MANIFEST), "judge": (JudgeConfig, JUDGE), "head": (EagleFile, HEAD),
     "summary": (artefacts.EvaluationSummary, SUMMARY), "samples": (artefacts.ScoredSample, SAMPLES), "tokens": (artefacts.ExampleToken, TOKENS),
     "recipe": (artefacts.RecipeFile, RECIPE), "certificate": (artefacts.Certificate, CERTIFICATE), "candidates": (artefacts.CertificateCandidate, CANDIDATES),
     "run": (artefacts.RunRecord, RUN),

@@ -185,14 +185,7 @@ def demo_result() -> dict[str, Any]:
         {"rule": "judged, shipped", "mean_accepted_length": 2.6, "judged_share": 0.05, **same, "uses_judge": True, "speed_over_plain": 1.8,
          "tokens_per_second": 60.0, "same_answer_as_plain": 0.25, "same_start_as_plain": 0.4, "tokens": judged + hostile},
     ]  # fmt: skip
-    return {
-        "prompt": HOSTILE[3],
-        "rows": rows,
-        "draft_log_likelihood": -2.1,
-        "substitutions": [],
-        "dtype": "q4",
-        "draft_dtype": HOSTILE[0],
-    }
+    return {"prompt": HOSTILE[3], "rows": rows, "substitutions": [], "dtype": "q4", "draft_dtype": HOSTILE[0]}
 
 
 def samples(lengths: list[tuple[int, int]], scores: list[float]) -> list[dict[str, Any]]:

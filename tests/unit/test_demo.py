@@ -57,7 +57,7 @@ def test_rows_a_page_and_the_tokens_of_the_first_answer(run_demo: Run, tmp_path:
             assert choice
             assert 0 < probability <= 1
             assert score is None
-    assert result["draft_log_likelihood"] < 0
+    assert all(row["log_likelihood"] < 0 for row in result["rows"])
     assert "topk:2" in (tmp_path / "demo.html").read_text()
 
 

@@ -7,14 +7,12 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from selfjudge.bench.config import DemoConfig
-from selfjudge.decoding.plain import respond
 from selfjudge.decoding.rules import EXACT, AcceptanceRule, Judged, TopK
 from selfjudge.decoding.text import generate
 from selfjudge.engine.select import PairEngines
@@ -62,7 +60,6 @@ class Demo:
     def __init__(self, pair: Pair, full: Pair, config: DemoConfig, notify: Notify) -> None:
         self.pair, self.full, self.config, self.notify = pair, full, config, notify
         self.prompts = [text for _, text in BUILT_IN[: config.limit]]
-        self._encoded = [pair.encode(prompt) for prompt in self.prompts]
         self._plain: list[Generation] = []
         self.judges: dict[str, Judge] = {}
         self.result: dict[str, Any] = {
@@ -74,7 +71,6 @@ class Demo:
             "quality": QUALITY,
             "own": {},
             "rows": [],
-            "draft_log_likelihood": None,
             "substitutions": [],
             "dtype": pair.dtype,
             "draft_dtype": PairEngines(pair).draft_dtype,
@@ -110,9 +106,6 @@ class Demo:
             row = self._row(name, rule, 0 if name == "plain" else "auto")
             self.result["rows"].append(row)
             yield row
-        self.notify("the draft alone", 0.0)
-        if self.pair.draft_kind == "layers":  # a head says nothing alone
-            self.result["draft_log_likelihood"] = self._draft_alone()
 
     def _row(self, name: str, rule: AcceptanceRule, gamma: Gamma) -> dict[str, Any]:
         start = time.perf_counter()
@@ -121,7 +114,9 @@ class Demo:
         )
         speed = sum(len(a.tokens) for a in answers) / (time.perf_counter() - start)
         self._plain = self._plain or answers
-        views = self._likelihoods([a.tokens for a in answers])
+        views = compute_likelihoods(
+            self.full, [(self.pair.encode(p), a.tokens) for p, a in zip(self.prompts, answers, strict=True)]
+        )
         if rule.judge is not None:
             changed = count_substitutions(self.pair, answers, views)
             self.result["substitutions"] = changed or self.result["substitutions"]
@@ -151,18 +146,3 @@ class Demo:
             [str(decode([token])), origin, str(decode([choice])), math.exp(log_p), scores.get(index)]
             for index, (token, origin, choice, log_p) in enumerate(each)
         ]
-
-    def _draft_alone(self) -> float:
-        """How likely the target finds the draft's own greedy answers: the quality if everything were accepted."""
-        answers = respond(
-            self.pair.standalone_draft("an answer of the draft alone"),
-            self._encoded,
-            eos_ids=self.pair.eos_ids,
-            max_new_tokens=self.config.max_new_tokens,
-        )
-        in_order = [answer for _, answer, _ in sorted(answers, key=itemgetter(0))]
-        return average_log_likelihood(self._likelihoods(in_order))
-
-    def _likelihoods(self, answers: Sequence[Sequence[int]]) -> list[Likelihood]:
-        """The target's view of an answer to each prompt."""
-        return compute_likelihoods(self.full, list(zip(self._encoded, answers, strict=True)))

@@ -83,12 +83,11 @@ def examine(notify: Progress) -> Iterator[Check]:
 
 
 def _packages() -> Check:
-    unmet = [(words, r) for r in requirements() for words, fits in [state(r)] if not fits]
-    found = [
-        f"{name} {version}" for name, version in versions().items() if name in ("selfjudge", "python", "transformers")
-    ]
-    wanted = shlex.join(f"{r.name}{r.specifier}" for _, r in unmet)
-    return Check("packages", not unmet, ", ".join([*found, *(words for words, _ in unmet)]), f"pip install {wanted}")
+    installed = versions()
+    unmet = [r for r in requirements() if not state(r)[1]]
+    found = [f"{name} {installed[name]}" for name in ("python", "selfjudge", "transformers") if name in installed]
+    wanted = shlex.join(f"{r.name}{r.specifier}" for r in unmet)
+    return Check("packages", not unmet, ", ".join([*found, *(state(r)[0] for r in unmet)]), f"pip install {wanted}")
 
 
 def requirements(extra: str = "") -> list[Requirement]:

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +35,8 @@ from selfjudge.models.heads import KIND
 from selfjudge.models.tokens import context_window
 from selfjudge.models.weights import check_finite, dequantise, quantise, unpack_six
 from selfjudge.store import read_json, read_tensors, write_json, write_tensors
-from selfjudge.store.artefacts import EagleFile
+from selfjudge.store.artefacts import Count, HeadCount, Share, VocabSize, Width
+from selfjudge.store.schema import Range
 
 FILE = "head.safetensors"
 _ROPE = ("default", "linear", "llama3", "yarn")
@@ -45,17 +46,17 @@ _ROPE = ("default", "linear", "llama3", "yarn")
 class EagleConfig:
     """The shape of a head. Its width, rotary embedding and the ε of its norms are the target's."""
 
-    hidden_size: int
-    intermediate_size: int
-    heads: int
-    kv_heads: int
-    head_dim: int
+    hidden_size: Width
+    intermediate_size: Width
+    heads: HeadCount
+    kv_heads: HeadCount
+    head_dim: Annotated[int, Range(2, 1 << 16)]
     rope_parameters: Mapping[str, Any]
-    eps: float
-    aux_layers: tuple[int, int, int]
+    eps: Share
+    aux_layers: tuple[Count, Count, Count]
     """Layers whose inputs are read: i is the residual stream that enters decoder layer i, as vLLM counts."""
-    vocab_size: int
-    draft_vocab_size: int
+    vocab_size: VocabSize
+    draft_vocab_size: VocabSize
     norm_before_residual: bool = False
     """Whether r = norm(g) + attention(…), as in many public heads; ours add to g itself."""
 
@@ -79,6 +80,17 @@ class EagleConfig:
             vocab_size=int(target.get_input_embeddings().weight.shape[0]),
             draft_vocab_size=draft_vocab_size,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleFile(EagleConfig):
+    """`config.json` of a head; the types are its schema."""
+
+    format_version: Literal[1]
+    kind: Literal["eagle3"]
+    target: str
+    target_sha256: str
+    metrics: dict[str, Any] = field(default_factory=dict)
 
 
 def auxiliary_layers(layers: int) -> tuple[int, int, int]:
@@ -323,7 +335,7 @@ class EagleHead(nn.Module):
     def read(cls, folder: Path) -> Self:
         """The head of a folder, in float32, not bound to a target yet; a folder that is damaged is refused."""
         record = read_json(folder / "config.json", EagleFile)
-        known = {field.name: record[field.name] for field in fields(EagleConfig) if field.name in record}
+        known = {f.name: record[f.name] for f in fields(EagleConfig) if f.name in record}
         config = EagleConfig(**{**known, "aux_layers": tuple(record["aux_layers"])})
         check_config(config, folder)
         arrays = {name: torch.from_numpy(array) for name, array in read_tensors(folder / FILE)[0].items()}

@@ -33,7 +33,7 @@ def demo_page(result: Mapping[str, Any]) -> str:
 
 
 def describe_result(result: Mapping[str, Any]) -> str:
-    """The result in one or two sentences: the fastest judge against `exact`, plain decoding and the draft alone."""
+    """The result in one or two sentences: the fastest judge against `exact` and plain decoding."""
     rows = {row["rule"]: row for row in result["rows"]}
     judged = [row for row in result["rows"] if row["uses_judge"]]
     if not judged or "exact" not in rows:
@@ -48,12 +48,9 @@ def describe_result(result: Mapping[str, Any]) -> str:
         f" of plain decoding for the first {100 * best['same_start_as_plain']:.0f} % of their tokens on average,"
         f" {100 * best['same_answer_as_plain']:.0f} % of them to the end.",
     ]
-    if result.get("draft_log_likelihood") is not None and "plain" in rows:
+    if "plain" in rows:
         judge, plain = thousandths(best["log_likelihood"]), thousandths(rows["plain"]["log_likelihood"])
-        parts.append(
-            f"The target gives its tokens a log-likelihood of {judge}: its own greedy answers have {plain},"
-            f" the draft alone {thousandths(result['draft_log_likelihood'])}."
-        )
+        parts.append(f"The target gives its tokens a log-likelihood of {judge}: its own greedy answers have {plain}.")
     return " ".join(parts)
 
 
@@ -70,8 +67,6 @@ def _table(result: Mapping[str, Any]) -> Table:
     )
     quality = result.get("quality", 0.9)
     notes = [f"The judges’ threshold rejects {100 * quality:g} % of bad substitutions (q{quality:g})."]
-    if result.get("draft_log_likelihood") is not None:
-        notes.append(f"The draft’s own answers: log-likelihood {thousandths(result['draft_log_likelihood'])}.")
     if result.get("dtype"):
         notes.append(f"Weights: {result['dtype']}, the draft’s {result['draft_dtype']}.")
     if result.get("tune"):

@@ -403,27 +403,6 @@ class DistillPrompt(TypedDict):
     held_out: bool
 
 
-class EagleFile(TypedDict):
-    """`config.json` of an EAGLE-3 head."""
-
-    format_version: Literal[1]
-    kind: Literal["eagle3"]
-    target: str
-    target_sha256: str
-    hidden_size: Width
-    intermediate_size: Width
-    heads: HeadCount
-    kv_heads: HeadCount
-    head_dim: Annotated[int, Range(2, 1 << 16)]
-    rope_parameters: dict[str, Any]
-    eps: Annotated[float, Range(0, 1)]
-    aux_layers: tuple[Count, Count, Count]
-    vocab_size: VocabSize
-    draft_vocab_size: VocabSize
-    norm_before_residual: NotRequired[bool]
-    metrics: NotRequired[dict[str, Any]]
-
-
 class Message(TypedDict):
     role: NotRequired[str]
     content: str
