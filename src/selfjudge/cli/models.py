@@ -99,14 +99,10 @@ def ls(
 
     Example: selfjudge ls rules
     """
-    below = _folders(folder) if what in ("judges", "runs") else ()
-    rows = {
-        "pairs": _pairs,
-        "rules": _rules,
-        "tasks": _tasks,
-        "judges": lambda: _judges(below),
-        "runs": lambda: _runs(below),
-    }[what]()
+    if what in ("judges", "runs"):
+        rows = (_judges if what == "judges" else _runs)(_folders(folder))
+    else:
+        rows = {"pairs": _pairs, "rules": _rules, "tasks": _tasks}[what]()
     if as_json:
         print_json(rows)
     elif rows:

@@ -72,18 +72,12 @@ def _annotated(f: Field[Any], hint: Any, default: Any, commas: bool) -> Any:
     if metavar := _numbers(f, hint):
         return Annotated[str | None if default is None else str, typer.Option(metavar=metavar, help=words)]
     if hint == tuple[str, ...]:
-        return Annotated[list[str], typer.Option(metavar="NAME,NAME,…" if commas else _one(f.name), help=words)]
+        # typer 0.27 would call an option after a metavar that differs from its name by case alone
+        one = f.name.upper().removesuffix("S") if f.name.endswith("s") else "TEXT"
+        return Annotated[list[str], typer.Option(metavar="NAME,NAME,…" if commas else one, help=words)]
     bounds = {"min": low, "max": high} if hint in (int, float, int | None, float | None) else {}
     typed = str | None if hint is Any or str in get_args(hint) else hint  # other types are given by their names
     return Annotated[typed, typer.Option(help=words, **bounds)]
-
-
-def _one(name: str) -> str:
-    """What an option that may be repeated takes each time: PROMPT for `prompts`; TEXT for `stop`, which has no s.
-
-    An option whose metavar differs from its name by case alone is called after the metavar by typer 0.27.
-    """
-    return name.upper().removesuffix("S") if name.endswith("s") else "TEXT"
 
 
 def _numbers(f: Field[Any], hint: Any) -> str:

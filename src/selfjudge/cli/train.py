@@ -105,10 +105,9 @@ def merge(
         from selfjudge.label.folder import merge_labels
 
         manifest = merge_labels(folders, out)
-    if as_json:
-        print_json({k: v for k, v in manifest.items() if k != "shards"})
-        return
-    typer.echo(f"{out}: {manifest['rows']} labels from {manifest['prompts']} prompts, {len(manifest['shards'])} shards")
+    shards = manifest.pop("shards")
+    text = f"{out}: {manifest['rows']} labels from {manifest['prompts']} prompts, {len(shards)} shards"
+    print_json(manifest) if as_json else typer.echo(text)
 
 
 def info(

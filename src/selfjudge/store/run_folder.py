@@ -111,19 +111,8 @@ class RunFolder:
         `done`            the file that is written last, so that its existence means done; run.json if not named
         .lock             locked while a process works here; the kernel unlocks it when the process ends
 
-    How a run uses it (a missing, a crashed and a finished folder take the same path):
-
-        run = RunFolder(out, done="manifest.json")
-        run.claim(resume=resume)                       # refuses what is not ours; nothing is written yet
-        with run.working(settings):                    # lock and settings
-            if (result := run.result()) is not None:
-                return result
-            for number, rows in enumerate(batches):
-                name = f"answers-{number:05d}"
-                if run.sealed(name, origin) is None:   # missing, damaged, or made from something else
-                    write_rows(out / f"{name}.jsonl", make(rows))
-                    run.seal(name, [f"{name}.jsonl"], origin, rows=len(rows))
-            run.finish(result, settings=settings)
+    A run calls `claim`, then within `working`: `result`; for each part `sealed`, and if that is None makes its files
+    and calls `seal`; `finish` at the end. A missing, a crashed and a finished folder take the same path.
     """
 
     def __init__(self, path: Path, *, done: str = "run.json", schema: Any = RunRecord) -> None:
