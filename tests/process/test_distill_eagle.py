@@ -24,7 +24,6 @@ from selfjudge.distill.data import Corpus, Dataset, choose_held_out
 from selfjudge.distill.eagle import (
     DECAY,
     HeadLearner,
-    Sizes,
     chain_attention,
     draft_vocabulary,
     measure_sizes,
@@ -63,11 +62,11 @@ def learner_of(
 ) -> HeadLearner:
     ids = torch.arange(0, VOCAB, 2) if draft_ids is None else draft_ids
     config = EagleConfig.for_target(target, len(ids))
-    sizes = measure_sizes(target, config.aux_layers, corpus)
-    head = new_head(target, config, ids, sizes, seed)
+    features, states = measure_sizes(target, config.aux_layers, corpus)
+    head = new_head(target, config, ids, states, seed)
     for p in head.layers.parameters():
         torch.nn.init.normal_(p, 1.0 if p.dim() == 1 else 0.0, 0.3)
-    return HeadLearner(target, head, sizes, Dataset(corpus, corpus, {}), UNROLL)
+    return HeadLearner(target, head, features, Dataset(corpus, corpus, {}), UNROLL)
 
 
 def drafted(learner: HeadLearner, ids: list[int], start: int, tokens: list[int]) -> list[Tensor]:
@@ -76,7 +75,7 @@ def drafted(learner: HeadLearner, ids: list[int], start: int, tokens: list[int])
     whole = torch.tensor([ids])
     with torch.no_grad():
         states = learner.target(whole, output_hidden_states=True).hidden_states
-        features = torch.cat([states[i] for i in head.config.aux_layers], -1) / learner.sizes.features
+        features = torch.cat([states[i] for i in head.config.aux_layers], -1) / learner.sizes
         cache, g = DynamicCache(), head.fuse(features)[:, : start + 1]
         a = head(whole[:, 1 : start + 2], g, cache=cache)[:, -1:]
         steps = [a]
@@ -199,12 +198,13 @@ def test_a_folded_head_reads_the_states_as_they_are(tmp_path: Path) -> None:
     target = tiny_model(num_hidden_layers=4)
     corpus = corpus_of([(3, 6), (2, 9)])
     learner = learner_of(target, corpus)
-    learner.save(tmp_path, {"m": {"all": 2.0}}, target="tiny", sha256="a" * 64)
+    learner.head.target, learner.head.target_sha256 = "tiny", "a" * 64
+    learner.save(tmp_path, {"m": {"all": 2.0}})
     head = load_head(tmp_path, target, "a" * 64)
     assert head.target == "tiny"
     batch = read_batch(target, head.config.aux_layers, corpus, torch.tensor([0, 1]))
     with torch.no_grad():
-        expected = learner.head.fuse(batch.features / learner.sizes.features)
+        expected = learner.head.fuse(batch.features / learner.sizes)
         assert F.cosine_similarity(head.fuse(batch.features), expected, dim=-1).min() > 0.999
 
 
@@ -346,8 +346,7 @@ def test_chats_are_learnt_from(pair: Pair, settings: DistillConfig, tmp_path: Pa
 def test_sizes_are_root_mean_squares_over_answers() -> None:
     target = tiny_model(num_hidden_layers=4)
     corpus = corpus_of([(3, 6), (2, 9)])
-    sizes = measure_sizes(target, (1, 2, 3), corpus)
-    assert isinstance(sizes, Sizes)
+    feature_sizes, state_sizes = measure_sizes(target, (1, 2, 3), corpus)
     parts, finals = [], []
     for row in range(2):
         length, first = int(corpus.lengths[row]), int(corpus.prompt_lengths[row]) - 1
@@ -356,5 +355,5 @@ def test_sizes_are_root_mean_squares_over_answers() -> None:
             states = target(ids, output_hidden_states=True).hidden_states
         parts.append(torch.cat([states[i][0, first:] for i in (1, 2, 3)], -1))
         finals.append(states[-1][0, first:])
-    for found, expected in ((sizes.features, torch.cat(parts)), (sizes.states, torch.cat(finals))):
+    for found, expected in ((feature_sizes, torch.cat(parts)), (state_sizes, torch.cat(finals))):
         assert torch.allclose(found, expected.square().mean(0).sqrt(), rtol=1e-3)

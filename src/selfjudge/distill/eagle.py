@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -62,26 +62,22 @@ def read_batch(target: PreTrainedModel, aux_layers: tuple[int, ...], corpus: Cor
     return TargetPass(ids, prompts, lengths, torch.cat(states, -1), final)
 
 
-class Sizes(NamedTuple):
-    """Root mean squares, over tokens of answers: of the features [3H] and of the final states [H]."""
-
-    features: Tensor
-    states: Tensor
-
-
 @torch.no_grad()
-def measure_sizes(target: PreTrainedModel, aux_layers: tuple[int, ...], corpus: Corpus, batches: int = 4) -> Sizes:
-    """Sizes by column, on a few batches of a corpus. A few columns are hundreds of times larger than the others."""
+def measure_sizes(target: PreTrainedModel, aux_layers: tuple[int, ...], corpus: Corpus) -> tuple[Tensor, Tensor]:
+    """Root mean squares of the features [3H] and of the final states [H], over answers in a few batches of a corpus.
+
+    A few columns are hundreds of times larger than the others.
+    """
     squares: list[Any] = [0.0, 0.0]
     count = 0
-    for rows in corpus.batches(MEASURE_TOKENS, torch.Generator().manual_seed(0))[:batches]:
+    for rows in corpus.batches(MEASURE_TOKENS, torch.Generator().manual_seed(0))[:4]:
         batch = read_batch(target, aux_layers, corpus, rows)
         inside = (batch.columns >= batch.prompts[:, None] - 1) & (batch.columns < batch.lengths[:, None])
         for n, states in enumerate((batch.features, batch.states)):
             squares[n] = squares[n] + states[inside].float().square().sum(0)
         count += int(inside.sum())
     features, states = ((square / count).sqrt().clamp_min(1e-4) for square in squares)
-    return Sizes(features, states)
+    return features, states
 
 
 def draft_vocabulary(corpus: Corpus, vocabulary: int, size: int, always: Sequence[int]) -> Tensor:
@@ -92,10 +88,10 @@ def draft_vocabulary(corpus: Corpus, vocabulary: int, size: int, always: Sequenc
     return chosen
 
 
-def new_head(target: PreTrainedModel, config: EagleConfig, draft_ids: Tensor, sizes: Sizes, seed: int) -> EagleHead:
+def new_head(target: PreTrainedModel, config: EagleConfig, draft_ids: Tensor, sizes: Tensor, seed: int) -> EagleHead:
     """A head to be trained, in float32, for features of size 1: what it gives begins as the state of the high layer.
 
-    The final norm begins with the sizes that the output matrix is used to: that matrix is not trained.
+    The final norm begins with the `sizes` of the states that the output matrix is used to: it is not trained.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -106,7 +102,7 @@ def new_head(target: PreTrainedModel, config: EagleConfig, draft_ids: Tensor, si
     with torch.no_grad():
         head.fc.weight *= 0.25
         head.fc.weight[:, -config.hidden_size :] += torch.eye(config.hidden_size)
-        head.norm.weight.copy_(sizes.states.float().cpu())
+        head.norm.weight.copy_(sizes.float().cpu())
     return head.bind(target, dtype=torch.float32)
 
 
@@ -116,7 +112,8 @@ class HeadLearner:
 
     target: PreTrainedModel
     head: EagleHead
-    sizes: Sizes
+    sizes: Tensor
+    """[3H] the sizes of the features, by which they are divided."""
     data: Dataset
     unroll: int
     layers: tuple[str, ...] = ("fc.", "layers.")
@@ -127,7 +124,7 @@ class HeadLearner:
     def unrolled(self, batch: TargetPass) -> Iterator[Tensor]:
         """The head's output [B, T, H] of each step."""
         head, layer = self.head, self.head.layer
-        g = head.fuse(batch.features / self.sizes.features.to(batch.features.dtype))
+        g = head.fuse(batch.features / self.sizes.to(batch.features.dtype))
         positions = batch.columns[None]
         true: tuple[Tensor, Tensor] | None = None
         chain: list[tuple[Tensor, Tensor]] = []
@@ -199,13 +196,13 @@ class HeadLearner:
                 lengths += accepted
         return lengths
 
-    def save(self, folder: Path, figures: Mapping[str, Any], *, target: str, sha256: str) -> int:
+    def save(self, folder: Path, figures: Mapping[str, Any]) -> int:
         """Write the current weights as a head that takes the target's states as they are; its bytes."""
         tensors = {name: p.detach().clone() for name, p in self.head.named_parameters()}
-        tensors["fc.weight"] /= self.sizes.features.to(tensors["fc.weight"])  # trained on features of size 1
+        tensors["fc.weight"] /= self.sizes.to(tensors["fc.weight"])  # trained on features of size 1
         finished = EagleHead(self.head.config, self.head.draft_ids.cpu())
         finished.load_state_dict(tensors)
-        finished.target, finished.target_sha256 = target, sha256
+        finished.target, finished.target_sha256 = self.head.target, self.head.target_sha256
         return finished.save(folder, metrics=figures)
 
 

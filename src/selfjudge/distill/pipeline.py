@@ -23,9 +23,9 @@ from safetensors import SafetensorError
 
 from selfjudge.distill.config import FREE, DistillConfig
 from selfjudge.distill.data import DataMaker, Dataset
-from selfjudge.distill.eagle import HeadLearner, Sizes, draft_vocabulary, measure_sizes, new_head
+from selfjudge.distill.eagle import HeadLearner, draft_vocabulary, measure_sizes, new_head
 from selfjudge.distill.student import Student, StudentLearner
-from selfjudge.distill.train import HeldOutScore, Trainer, TrainingState
+from selfjudge.distill.train import Trainer, TrainingState
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.convert import materialise, quiet, read_compact, write_compact
 from selfjudge.models.eagle import EagleConfig, decoder_layers
@@ -89,11 +89,8 @@ def _distill(maker: DataMaker) -> dict[str, Any]:
     data, checkpoint = maker.make(), run.work / "train.safetensors"
     if config.kind == "eagle3":
         head = _head_learner(maker, data)
-
-        def keep(score: HeldOutScore) -> None:
-            head.save(run.path, score.figures, target=pair.target_id, sha256=pair.target_sha256)
-
-        state = Trainer(head, checkpoint, config.schedule, notify, keep).run()
+        trainer = Trainer(head, checkpoint, config.schedule, notify, lambda score: head.save(run.path, score.figures))
+        state = trainer.run()
         notify("writing", 1.0)
         return export_head(maker, head, state)
     learner = StudentLearner(Student(pair.target, config), data)
@@ -111,14 +108,14 @@ def _head_learner(maker: DataMaker, data: Dataset) -> HeadLearner:
     shape = EagleConfig.for_target(target, size, config.inner)
     if run.sealed("head", origin) is None:
         ids = draft_vocabulary(data.training, vocabulary, size, sorted(maker.pair.eos_ids))
-        sizes = measure_sizes(target, shape.aux_layers, data.held_out)
-        tensors = {"draft_ids": ids, "features": sizes.features, "states": sizes.states}
+        features, states = measure_sizes(target, shape.aux_layers, data.held_out)
+        tensors = {"draft_ids": ids, "features": features, "states": states}
         write_tensors(file, {name: tensor.cpu().numpy() for name, tensor in tensors.items()})
         run.seal("head", ["work/head.safetensors"], origin)
     arrays = {name: torch.from_numpy(array).to(target.device) for name, array in read_tensors(file)[0].items()}
-    sizes = Sizes(arrays["features"], arrays["states"])
-    head = new_head(target, shape, arrays["draft_ids"], sizes, config.seed)
-    return HeadLearner(target, head, sizes, data, config.unroll)
+    head = new_head(target, shape, arrays["draft_ids"], arrays["states"], config.seed)
+    head.target, head.target_sha256 = maker.pair.target_id, maker.pair.target_sha256
+    return HeadLearner(target, head, arrays["features"], data, config.unroll)
 
 
 def export_student(maker: DataMaker, learner: StudentLearner, state: TrainingState) -> dict[str, Any]:
@@ -154,13 +151,11 @@ def export_student(maker: DataMaker, learner: StudentLearner, state: TrainingSta
 def export_head(maker: DataMaker, learner: HeadLearner, state: TrainingState) -> dict[str, Any]:
     """Write the head, its form for vLLM and its card, `run.json` last; what it says."""
     pair, run, unroll = maker.pair, maker.run, maker.config.unroll
-    names = {"target": pair.target_id, "sha256": pair.target_sha256}
     trained = learner.measure()
-    learner.save(run.path, trained.figures, **names)
+    learner.save(run.path, trained.figures)
     finished = load_head(run.path, pair.target, pair.target_sha256, pair.target_id)
-    sizes = Sizes(torch.ones_like(learner.sizes.features), learner.sizes.states)
-    rounded = replace(learner, head=finished, sizes=sizes).measure()
-    size = learner.save(run.path, rounded.figures, **names)
+    rounded = replace(learner, head=finished, sizes=torch.ones_like(learner.sizes)).measure()
+    size = learner.save(run.path, rounded.figures)
     if len(set(finished.config.aux_layers)) == 3:
         folder, verifier = run.path / "speculators", served_reference(pair.target_id)
         write_speculators(finished, pair.target, folder, steps=unroll, verifier=verifier)
