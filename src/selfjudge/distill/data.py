@@ -260,6 +260,8 @@ class Corpus:
             arrays, _ = read_tensors(file)
             if rows[arrays["prompts"][0]]["held_out"] == held_out:
                 wanted.append(arrays)
+        if not wanted:
+            raise SelfJudgeError("there is no answer to learn from")
         arrays = {name: np.concatenate([part[name] for part in wanted]) for name in wanted[0]}
         lengths, prompt_lengths = (arrays[name].astype(np.int64) for name in ("lengths", "prompt_lengths"))
         size = sum(array.nbytes for array in arrays.values())
