@@ -25,7 +25,7 @@ from selfjudge.decoding.rules import EXACT
 from selfjudge.engine.select import PairEngines
 from selfjudge.errors import SelfJudgeError
 from selfjudge.label.mismatch import predict_draft_tokens
-from selfjudge.models.heads import KIND as HEAD_KIND
+from selfjudge.models.catalogue import HEAD_KIND
 from selfjudge.models.pair import Pair
 from selfjudge.store import measured_on, write_json
 from selfjudge.types import Step

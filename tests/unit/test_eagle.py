@@ -18,8 +18,8 @@ from transformers.cache_utils import DynamicCache
 
 from conftest import VOCAB, tiny_model
 from selfjudge.errors import SelfJudgeError
+from selfjudge.models.catalogue import is_head, is_public_head
 from selfjudge.models.eagle import EagleConfig, EagleHead, auxiliary_layers, captured_states
-from selfjudge.models.heads import is_head, is_public_head
 from selfjudge.models.pull import weights_sha256
 from selfjudge.models.speculators import load_head, read_public, write_speculators
 from selfjudge.models.weights import dequantise, quantise, unpack_six

@@ -33,8 +33,7 @@ from selfjudge.integrations.vllm.serve import RUNNER, choose_runner
 from selfjudge.integrations.vllm.signatures import adapter_of
 from selfjudge.judge.config import FEATURES, JudgeConfig
 from selfjudge.judge.model import Judge
-from selfjudge.models.export import export_head
-from selfjudge.models.pair import Pair
+from selfjudge.models.pair import Pair, export_head
 from selfjudge.ops import argmax_checked
 from selfjudge.store import fingerprint
 from selfjudge.types import Block
@@ -457,7 +456,7 @@ def deep(checkpoints: dict[str, str], tmp_path: Path) -> tuple[str, str]:
 def test_a_head_is_exported_once_and_named_as_one(
     deep: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("selfjudge.models.export.home", lambda: tmp_path / "home")
+    monkeypatch.setattr("selfjudge.models.pair.home", lambda: tmp_path / "home")
     words = serve.command(*deep, WorkerConfig(RuleRequest(rule="margin")), gamma=3)
     assert words[words.index("--model") + 1] == deep[0]
     speculation = json.loads(words[words.index("--speculative-config") + 1])
@@ -466,7 +465,7 @@ def test_a_head_is_exported_once_and_named_as_one(
     said = json.loads((folder / "config.json").read_text())["speculators_config"]
     assert said["verifier"]["name_or_path"] == deep[0]
     assert said["proposal_methods"][0]["speculative_tokens"] == 3
-    monkeypatch.setattr("selfjudge.models.export.export_head", lambda *_, **__: pytest.fail("it is there"))
+    monkeypatch.setattr("selfjudge.models.pair.export_head", lambda *_, **__: pytest.fail("it is there"))
     assert serve.command(*deep, WorkerConfig(RuleRequest(rule="margin")), gamma=3) == words
     words = serve.command(deep[0], str(folder), WorkerConfig(RuleRequest(rule="margin")), gamma=3)
     assert json.loads(words[words.index("--speculative-config") + 1])["model"] == str(folder), "a public head as it is"

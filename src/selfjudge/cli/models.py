@@ -17,8 +17,7 @@ from selfjudge.cli.options import AsJson, config_options
 from selfjudge.cli.output import Progress, print_json, print_rows
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.config import make_label
-from selfjudge.models.catalogue import EMBEDDED, draft_for
-from selfjudge.models.heads import check_export
+from selfjudge.models.catalogue import EMBEDDED, check_export, draft_for
 from selfjudge.store import home, read_json
 from selfjudge.store.artefacts import RunRecord
 from selfjudge.types import MAX_GAMMA
@@ -73,7 +72,7 @@ def export(
     draft = draft_for(models.name, models.draft)
     check_export(draft, out)
 
-    from selfjudge.models.export import export_head
+    from selfjudge.models.pair import export_head
     from selfjudge.models.pull import served_reference
 
     with Progress() as update:

@@ -30,8 +30,8 @@ from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from selfjudge.errors import SelfJudgeError, first_line
+from selfjudge.models.catalogue import HEAD_KIND
 from selfjudge.models.gguf import FULL_PRECISION, gguf_file
-from selfjudge.models.heads import KIND
 from selfjudge.models.tokens import context_window
 from selfjudge.models.weights import check_finite, dequantise, quantise, unpack_six
 from selfjudge.store import read_json, read_tensors, write_json, write_tensors
@@ -194,7 +194,7 @@ class EagleHead(nn.Module):
         self.register_buffer("draft_ids", draft_ids.long(), persistent=False)
         self.register_buffer("embedding", None, persistent=False)
         self.register_buffer("output", None, persistent=False)
-        self.rotary_emb = _rotary(config)
+        self.rotary_emb = LlamaRotaryEmbedding(_llama_config(config))
         self.target, self.target_sha256 = "", ""
         self.window = 1 << 30
 
@@ -223,7 +223,8 @@ class EagleHead(nn.Module):
         self.window = context_window(target)
         self.target, self.target_sha256 = name or self.target, sha256 or self.target_sha256
         self.to(device=target.device, dtype=dtype or target.dtype)
-        self.rotary_emb = _rotary(self.config).to(target.device)  # in float32: a rounded angle grows with the position
+        # in float32: a rounded angle grows with the position
+        self.rotary_emb = LlamaRotaryEmbedding(_llama_config(self.config)).to(target.device)
         if gguf_file(target) is None and "embedding" not in self.own:
             self.embedding = target.get_input_embeddings().weight.detach()
         if gguf_file(target) is None and "output" not in self.own:
@@ -321,7 +322,7 @@ class EagleHead(nn.Module):
         write_tensors(folder / FILE, arrays)
         record = {
             "format_version": 1,
-            "kind": KIND,
+            "kind": HEAD_KIND,
             "target": self.target,
             "target_sha256": self.target_sha256,
             **asdict(self.config),
@@ -349,10 +350,6 @@ class EagleHead(nn.Module):
         check_finite(head.named_parameters(), folder / FILE)
         head.folder, head.target, head.target_sha256 = folder, record["target"], record["target_sha256"]
         return head.eval().requires_grad_(False)
-
-
-def _rotary(config: EagleConfig) -> LlamaRotaryEmbedding:
-    return LlamaRotaryEmbedding(_llama_config(config))
 
 
 def _llama_config(config: EagleConfig) -> LlamaConfig:

@@ -29,8 +29,8 @@ BLOCKS = {
 }  # fmt: skip
 """Block types by their number in a file: name, weights per block, bytes per block."""
 
-ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2"}
-"""General architecture of a file → model type of transformers."""
+ARCHITECTURES = ("llama", "qwen2")
+"""General architectures of files; transformers calls their model types the same."""
 
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -283,7 +283,7 @@ def read_config(file: GgufFile) -> PretrainedConfig:
     if (layers := count("block_count")) > len(file.tensors):
         raise SelfJudgeError(f"{file.path} has {len(file.tensors)} tensors and says that it has {layers} layers")
     return AutoConfig.for_model(
-        ARCHITECTURES[architecture],
+        architecture,
         vocab_size=embedding.rows,
         hidden_size=width,
         intermediate_size=count("feed_forward_length"),

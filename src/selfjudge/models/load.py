@@ -9,11 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from selfjudge.errors import SelfJudgeError, first_line
-from selfjudge.models.catalogue import EMBEDDED, check_reference, unknown_model
+from selfjudge.models.catalogue import EMBEDDED, check_reference, head_folder, unknown_model
 from selfjudge.models.convert import STORED_DTYPE, gguf_tokenizer, load_gguf, quiet
 from selfjudge.models.device import check_memory, choose_device
 from selfjudge.models.gguf import ARCHITECTURES, GgufFile, open_model
-from selfjudge.models.heads import head_folder
 from selfjudge.models.loaded import Draft, Target
 from selfjudge.models.pull import block_file, checkpoint_folder, weights_sha256
 from selfjudge.models.speculators import load_head

@@ -10,9 +10,9 @@ import torch
 from transformers import PreTrainedModel
 
 from selfjudge.errors import SelfJudgeError
+from selfjudge.models.catalogue import HEAD_KIND
 from selfjudge.models.eagle import EagleHead
 from selfjudge.models.gguf import FULL_PRECISION, GgufFile, gguf_file
-from selfjudge.models.heads import KIND as HEAD_KIND
 from selfjudge.models.tokens import context_window
 
 _T = TypeVar("_T")

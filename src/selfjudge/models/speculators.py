@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
 from selfjudge.errors import SelfJudgeError, first_line
+from selfjudge.models.catalogue import is_head
 from selfjudge.models.eagle import EagleConfig, EagleHead, auxiliary_layers, check_config, check_ids, decoder_layers
-from selfjudge.models.heads import is_head
 from selfjudge.models.tokens import context_window
 from selfjudge.models.weights import check_finite
 from selfjudge.store import read_json, whole_tensors, write_json
@@ -89,10 +89,12 @@ def read_public(folder: Path, target: PreTrainedModel) -> EagleHead:
     try:
         head.load_state_dict(tensors)
     except RuntimeError as error:
-        raise SelfJudgeError(f"the head in {folder} is not one that can be read: {_first_fault(error)}") from None
+        fault = str(error).splitlines()[:2][-1].strip()  # the first line names the module alone
+        raise SelfJudgeError(f"the head in {folder} is not one that can be read: {fault}") from None
     if output is not None:
         head.output = output[order]
-    if embedding is not None and not _same(embedding, target):
+    own = target.get_input_embeddings().weight
+    if embedding is not None and not (own.shape == embedding.shape and torch.equal(own, embedding.to(own))):
         head.embedding = embedding
     head.own = frozenset(name for name in ("output", "embedding") if getattr(head, name) is not None)
     check_finite([*head.named_parameters(), *((name, getattr(head, name)) for name in sorted(head.own))], folder)
@@ -164,18 +166,6 @@ def _draft_ids(tensors: dict[str, Tensor], config: EagleConfig, folder: Path) ->
     if marked is not None and not torch.equal(marked.nonzero().flatten(), ids):
         raise SelfJudgeError(f"{folder}: d2t and t2d must name the same tokens")
     return ids, order
-
-
-def _same(embedding: Tensor, target: PreTrainedModel) -> bool:
-    """Whether an embedding is the target's own, in the target's dtype."""
-    own = target.get_input_embeddings().weight
-    return own.shape == embedding.shape and torch.equal(own, embedding.to(own))
-
-
-def _first_fault(error: RuntimeError) -> str:
-    """What torch says of the first tensor that does not fit; its first line names the module alone."""
-    lines = str(error).splitlines()
-    return lines[1].strip() if len(lines) > 1 else lines[0]
 
 
 def write_speculators(head: EagleHead, target: PreTrainedModel, folder: Path, *, steps: int, verifier: str) -> None:

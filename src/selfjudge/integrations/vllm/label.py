@@ -23,9 +23,8 @@ from selfjudge.decoding.sampling import Sampling
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.integrations.vllm.serve import PairEngine
 from selfjudge.label.score import Case, Scorer, Scores
-from selfjudge.models.catalogue import draft_for
+from selfjudge.models.catalogue import draft_for, head_folder
 from selfjudge.models.device import choose_device
-from selfjudge.models.heads import head_folder
 from selfjudge.models.load import check_tokenizers, choose_dtype
 from selfjudge.models.loaded import Draft, Target
 from selfjudge.models.pair import Pair

@@ -67,7 +67,7 @@ def command(
 
 def speculation(target: str, draft: str, gamma: int) -> dict[str, Any]:
     """vLLM's speculative config of a draft; a head must be named as one."""
-    from selfjudge.models.export import exported_head  # imports torch: what is wrong is said before
+    from selfjudge.models.pair import exported_head  # imports torch: what is wrong is said before
 
     if (head := exported_head(target, draft, steps=gamma)) is not None:
         return {"method": "eagle3", "model": str(head), "num_speculative_tokens": gamma}
