@@ -113,7 +113,7 @@ class LabelledRows:
                 columns["prompts"].append(np.asarray(prompts, np.int64))
                 columns["sources"].append(np.asarray([row["source"] for row in rows], np.str_))
                 columns["aligned"].append(arrays["rank"] == 0)
-                start = shards[-1].rows.stop if shards else 0
+                start = sum(map(len, columns["labels"][:-1]))
                 scores = {name: arrays[name] for name in ("log_p", "original", "substituted", "highest")}
                 has_previous = "hidden_before" in arrays
                 shards.append(_Shard(index, file, slice(start, start + len(rows)), scores, has_previous))
