@@ -109,7 +109,7 @@ class Http:
     name = "http"
 
     def __init__(self, arguments: list[str]) -> None:
-        command = [sys.executable, "-m", "selfjudge.cli", "serve", "--port", "0", *arguments]
+        command = [sys.executable, "-m", "selfjudge", "serve", "--port", "0", *arguments]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         self.pid = self.process.pid
         assert self.process.stderr is not None

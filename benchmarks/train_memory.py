@@ -74,7 +74,7 @@ def main() -> None:
     begun = time.monotonic()
     write_labels(labels, o.rows, o.width, o.device)
     written = time.monotonic()
-    command = [sys.executable, "-m", "selfjudge.cli", "train", str(labels), "--out", str(o.out / "judge")]
+    command = [sys.executable, "-m", "selfjudge", "train", str(labels), "--out", str(o.out / "judge")]
     subprocess.run(
         [*command, "--model", o.model, "--device", o.device, "--json"], check=True, stdout=subprocess.DEVNULL
     )

@@ -236,7 +236,7 @@ def compare_with_naive(model, case, scores, suffix_length: int) -> None:  # type
         other, states = read([*case.prompt, *case.response[:place], draft, *after])
         prefix = float(whole[at - 1, draft] - whole[at - 1, case.response[place]])
         suffix = float(sum(other[at + i, t] - whole[at + i, t] for i, t in enumerate(after)))
-        assert abs(float(scores.prefix()[k]) - prefix) < 1e-3
-        assert abs(float(scores.suffix(suffix_length)[k]) - suffix) < 1e-3
+        assert abs(float(scores.prefix[k]) - prefix) < 1e-3
+        assert abs(float(scores.suffix[k]) - suffix) < 1e-3
         for found, expected in ((scores.hidden_draft[k], states[at]), (scores.hidden_target[k], own[at])):
             assert (torch.from_numpy(found) - expected).norm() <= 1e-4 * expected.norm()
