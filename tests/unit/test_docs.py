@@ -21,6 +21,7 @@ PAGES = [
     ROOT / "results" / "README.md",
     ROOT / "benchmarks" / "README.md",
     *(ROOT / "docs").glob("*.md"),
+    *(ROOT / "research").glob("*.md"),
 ]
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)(?:#([^)\s]+))?\)")
 

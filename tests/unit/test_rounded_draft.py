@@ -1,4 +1,4 @@
-"""The strong draft of docs/log.md: what rounding does to weights."""
+"""The strong draft of research/log.md: what rounding does to weights."""
 
 from __future__ import annotations
 
