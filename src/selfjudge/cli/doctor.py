@@ -67,10 +67,10 @@ def examine(notify: Progress) -> Iterator[Check]:
     notify("compiling the kernel of the cpu engine, once …")
     yield from _compiler()
     for extra, name in EXTRAS.items():
-        states = [state(requirement) for requirement in requirements(extra)]
-        unmet = [words for words, fits in states if not fits]
-        found = ", ".join(unmet or [words for words, _ in states])
-        yield Check(name, not unmet, found, f"pip install 'selfjudge[{extra}]'")
+        wanted = requirements(extra)
+        unmet = [requirement for requirement in wanted if not state(requirement)[1]]
+        found = ", ".join(state(requirement)[0] for requirement in unmet or wanted)
+        yield Check(name, not unmet, found, _install(unmet))
     notify("trying to isolate a program …")
     why = find_isolation_problem()
     found = f"generated code cannot be isolated: {why}" if why else "generated code runs isolated"
@@ -86,8 +86,11 @@ def _packages() -> Check:
     installed = versions()
     unmet = [r for r in requirements() if not state(r)[1]]
     found = [f"{name} {installed[name]}" for name in ("python", "selfjudge", "transformers") if name in installed]
-    wanted = shlex.join(f"{r.name}{r.specifier}" for r in unmet)
-    return Check("packages", not unmet, ", ".join([*found, *(state(r)[0] for r in unmet)]), f"pip install {wanted}")
+    return Check("packages", not unmet, ", ".join([*found, *(state(r)[0] for r in unmet)]), _install(unmet))
+
+
+def _install(unmet: list[Requirement]) -> str:
+    return f"pip install {shlex.join(f'{r.name}{r.specifier}' for r in unmet)}"
 
 
 def requirements(extra: str = "") -> list[Requirement]:

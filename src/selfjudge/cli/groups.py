@@ -159,7 +159,7 @@ class BackendOptions:
     def outline(self, models: PairOptions) -> tuple[Pair, str, dict[str, Any]]:
         """The pair without the target's weights, what vLLM has to load for it, and the options of its engine."""
         if find_spec("vllm") is None:
-            raise SelfJudgeError("vLLM is not installed here: pip install vllm (or selfjudge[vllm])")
+            raise SelfJudgeError("vLLM is not installed here: pip install vllm")
         if models.dtype in ("int8", "q4"):
             raise SelfJudgeError("`dtype` int8 and q4 go with --backend torch")
         with waiting(f"loading {models.name} for vLLM …"):

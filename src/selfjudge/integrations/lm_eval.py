@@ -23,7 +23,7 @@ try:
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
 except ImportError:
-    raise SelfJudgeError("this needs lm-evaluation-harness: pip install lm-eval (or selfjudge[eval])") from None
+    raise SelfJudgeError("this needs lm-evaluation-harness: pip install lm-eval") from None
 
 
 @register_model("selfjudge")

@@ -62,7 +62,7 @@ class Task:
         """Raise if a package that scoring needs is missing."""
         for package in self.requires:
             if find_spec(package.replace("-", "_")) is None:
-                raise SelfJudgeError(f"{self.name} needs {package}: pip install {package} (or selfjudge[eval])")
+                raise SelfJudgeError(f"{self.name} needs {package}: pip install {package}")
 
     def examples(self, split: str, limit: int | None = None) -> list[Row]:
         """The first `limit` rows of a split, of a part of it (`train[4792:]`) or of several (`test+train[4792:]`).

@@ -89,7 +89,7 @@ def listen(host: str, port: int) -> socket.socket:
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise SelfJudgeError(f"serving needs {error.name}: pip install 'selfjudge[serve]'") from None
+        raise SelfJudgeError(f"serving needs {error.name}: pip install fastapi prometheus_client uvicorn") from None
     if not 0 <= port < 1 << 16:
         raise SelfJudgeError(f"cannot listen on {host}:{port}: ports lie between 0 and 65535")
     try:

@@ -77,7 +77,7 @@ def speculation(target: str, draft: str, gamma: int) -> dict[str, Any]:
 def main(arguments: Sequence[str]) -> None:
     """Become the server of a `command`, with the rules' counters among vLLM's metrics."""
     if find_spec("vllm") is None:
-        raise SelfJudgeError("vLLM is not installed here: pip install vllm (or selfjudge[vllm])")
+        raise SelfJudgeError("vLLM is not installed here: pip install vllm")
     if MULTIPROCESS not in os.environ:  # counted in the worker, shown by the server
         os.environ[MULTIPROCESS] = tempfile.mkdtemp(prefix="selfjudge-metrics-")
     choose_runner()
