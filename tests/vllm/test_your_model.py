@@ -1,4 +1,4 @@
-"""The commands of docs/your-model.md, read from the page, on the embedded target: its name and the counts alone differ."""
+"""The commands of docs/vllm.md's path, read from the page, on the embedded target: its name and the counts alone differ."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from openai import OpenAI
 from selfjudge.models.pull import checkpoint_folder
 from selfjudge.store import read_json
 
-PAGE = Path(__file__).parents[2] / "docs" / "your-model.md"
+PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
 ENGINE = {"enforce_eager": True, "max_model_len": 512, "max_num_seqs": 8}
 SMALLER = {
     "doctor": [],
@@ -31,12 +31,13 @@ SMALLER = {
 }  # fmt: skip
 """What is added to a command, so that a CPU can do it."""
 FIRST = 5
-"""Commands of the page's first block; the second makes a judge."""
+"""Commands of the path's first block; the second makes a judge."""
 
 
 def commands() -> list[list[str]]:
-    """The words of the page's commands, in their order, with the embedded target as `MODEL`."""
-    blocks = re.findall(r"^```\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+    """The words of the path's commands, in their order, with the embedded target as `MODEL`."""
+    (path,) = re.findall(r"^## The path\n(.*?)^## ", PAGE.read_text(), re.M | re.S)
+    blocks = re.findall(r"^```\n(.*?)^```", path, re.M | re.S)
     lines = [line for block in blocks for line in block.splitlines()]
     assert sum(line.startswith("MODEL=") for line in lines) == 1
     found = [shlex.split(line, comments=True) for line in lines if line.startswith("selfjudge ")]
@@ -92,7 +93,7 @@ def test_a_judge_of_ones_own_is_tried_too(followed: tuple[Path, str]) -> None:
     assert any(row["family"] == "judged" and row["n_used"] for row in tried)
 
 
-def test_the_page_tunes_and_serves_inside_vllm_and_names_its_model_once() -> None:
+def test_the_path_tunes_and_serves_inside_vllm() -> None:
     found = commands()
     names = [words[0] for words in found]
     assert (names[:FIRST], names[FIRST:]) == (
@@ -102,4 +103,3 @@ def test_the_page_tunes_and_serves_inside_vllm_and_names_its_model_once() -> Non
     for words in found:
         if words[0] in ("tune", "serve"):
             assert words[1:3] == ["--backend", "vllm"]
-    assert PAGE.read_text().count("Qwen/Qwen2.5-7B-Instruct") == 2  # in the words above, and in MODEL=
