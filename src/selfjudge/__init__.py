@@ -1,4 +1,5 @@
-"""selfjudge: speculative decoding in which a tiny learned judge accepts draft tokens that keep the target's meaning.
+"""Speculative decoding for language models: lossless by default, and relaxed where the loss is certified on your own
+prompts.
 
 >>> from selfjudge import Pair, generate
 >>> pair = Pair.load("smollm2-135m")

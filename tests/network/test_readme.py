@@ -1,8 +1,7 @@
-"""The commands and the Python of the README run as written, on the embedded pair."""
+"""The commands and the Python of the README and the quick start run as written, with the small pair."""
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import sys
@@ -11,76 +10,85 @@ from pathlib import Path
 
 import pytest
 
+import selfjudge
+from selfjudge import generate
 from selfjudge.cli import main as cli
 from selfjudge.models.pair import Pair
 from servers import Server
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, re.M | re.S)
-COMMANDS = [shlex.split(line, comments=True) for kind, block in BLOCKS if not kind for line in block.splitlines()]
+ROOT = Path(__file__).parents[2]
+PAGES = ("README.md", "docs/quickstart.md")
+BLOCKS = [
+    (page, kind, code)
+    for page in PAGES
+    for kind, code in re.findall(r"^```(\w*)\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.M | re.S)
+]
+LINES = [
+    shlex.join(shlex.split(line, comments=True)) for _, kind, code in BLOCKS if not kind for line in code.splitlines()
+]
 ELSEWHERE = {
-    "make demo": "by hand: it makes an environment; its one command is tried in test_embedded_demo.py",
-    "pip install build && python -m build && pip install dist/selfjudge-0.1.0-py3-none-any.whl[serve]": "tests/process/test_wheel.py",
+    "make demo": "it makes an environment; its one command is tried in test_embedded_demo.py",
+    "source .venv/bin/activate": "of every virtual environment",
+    "python -m pip install build '&&' python -m build": "tests/process/test_wheel.py",
+    "pip install 'dist/selfjudge-0.1.0-py3-none-any.whl[serve]'": "tests/process/test_wheel.py",
+    "selfjudge serve": "tests/network/test_server.py, on another port",
 }
+QUICK = sorted({line for line in LINES if line.startswith("selfjudge generate")})
+RECIPE = [line for line in LINES if re.match(r"selfjudge (tune|certificate|serve --recipe)", line)]
 
 
-def command(name: str) -> list[str]:
-    """The one line of the README with this command, without `selfjudge`."""
-    (words,) = (words[1:] for words in COMMANDS if words[:2] == ["selfjudge", name])
-    return words
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The small pair wherever none is named, in an empty folder."""
+    monkeypatch.setenv("SELFJUDGE_PAIR", "smollm2-135m")
+    monkeypatch.chdir(tmp_path)
 
 
-def test_every_command_is_tried() -> None:
-    lines = {" ".join(words) for words in COMMANDS}
-    tried = {"doctor", "generate", "tune", "serve"}
-    assert {line for line in lines if line.split()[1] not in tried} == set(ELSEWHERE)
-
-
-def run(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["selfjudge", *words])
+def run(monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+    monkeypatch.setattr(sys, "argv", shlex.split(line))
     with pytest.raises(SystemExit) as stop:
         cli.main()
     assert not stop.value.code
 
 
-def test_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    run(monkeypatch, command("doctor"))
-    assert "torch" in capsys.readouterr().out
+def test_every_command_is_tried() -> None:
+    assert {*LINES} == {*ELSEWHERE, *QUICK, *RECIPE}
+    assert len(QUICK) == 3
 
 
-def test_generate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    run(monkeypatch, command("generate"))
+@pytest.mark.parametrize("line", QUICK)
+def test_answers(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run(monkeypatch, f"{line} --max-new-tokens 32")
     shown = capsys.readouterr()
-    assert "\x1b[" in shown.out  # coloured
+    assert ("\x1b[" in shown.out) == ("--color" in line)
     assert "tokens/s" in shown.err
-    assert "the target wanted" in shown.err
 
 
-def test_the_python_of_the_readme(
-    embedded: Pair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("number", range(sum(kind == "python" for _, kind, _ in BLOCKS)))
+def test_python(
+    number: int, embedded: Pair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """As written, with the pair that is loaded already and short answers."""
     monkeypatch.setattr(Pair, "load", lambda name: embedded)
-    (code,) = (block for kind, block in BLOCKS if kind == "python")
-    exec(compile(code, "README.md", "exec"), {})
-    assert "[(" in capsys.readouterr().out
+    monkeypatch.setattr(selfjudge, "generate", lambda *args, **named: generate(*args, **{"max_new_tokens": 24} | named))
+    page, code = [(page, code) for page, kind, code in BLOCKS if kind == "python"][number]
+    exec(compile(code, page, "exec"), {"__name__": "__main__"})
+    assert capsys.readouterr().out.strip()
 
 
 @pytest.mark.slow
-def test_tune_and_serve(
-    start: Callable[..., Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_certificate(
+    start: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On sums, whose answers are short. Only the port is another, since 8000 may be taken, and tune ends after a minute."""
-    monkeypatch.chdir(tmp_path)
-    sums = [(a, b) for a in range(2, 20) for b in range(2, 16)]
-    rows = [{"prompt": f"What is {a} + {b}? Say the number alone.", "answer": str(a + b)} for a, b in sums]
-    Path("mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run(monkeypatch, [*command("tune"), "--minutes", "1"])
-    assert re.search(r"certified ≤ 3\.|use exact", capsys.readouterr().out)
-    serve = command("serve")
-    assert serve[0] == "serve"
-    server = start(*serve[1:])
-    answer = server.client().chat.completions.create(
-        model="smollm2-135m", messages=[{"role": "user", "content": rows[0]["prompt"]}], max_tokens=8
-    )
-    assert answer.choices[0].message.content
-    assert server.send("GET", "/")[0] == 200  # the playground
+    """The quick start's lines in their order, on fewer minutes."""
+    for line in RECIPE:
+        if "--prompts mine.jsonl" in line:
+            continue  # the README's, with the prompts of its reader
+        if line.startswith("selfjudge tune"):
+            run(monkeypatch, re.sub(r"--minutes \d+", "--minutes 1", line))
+            assert re.search(r"certified ≤ 10\.|use exact", capsys.readouterr().out)
+        elif line.startswith("selfjudge certificate"):
+            run(monkeypatch, line)
+        else:
+            server = start(*shlex.split(line)[2:])
+            assert server.send("GET", "/")[0] == 200

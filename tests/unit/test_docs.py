@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from selfjudge.cli.main import app
 from selfjudge.report.equal_m import compare_at_equal_m
 from selfjudge.report.records import read_results
 
@@ -48,6 +50,30 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(target), f"{path}#{anchor}"
 
 
+MADE = runpy.run_path(str(ROOT / "docs" / "make_pages.py"))
+
+
+@pytest.mark.parametrize("name", MADE["PAGES"])
+def test_pages_hold_the_figures_of_their_files(name: str) -> None:
+    """If it fails: `python docs/make_pages.py`."""
+    assert MADE["PAGES"][name].read_text() == MADE["page"](name)
+
+
+def test_no_figure_of_the_readme_is_written_by_hand() -> None:
+    """What has a unit of speed, size or change comes from a file, but for what the reader sets."""
+    template = (ROOT / "docs" / "templates" / "README.md").read_text()
+    figures = re.findall(r"[\d.,]*\d\s*(?:×|%|tokens/s|points|MB|GB)", re.sub(r"\{\{.+?\}\}", "", template))
+    assert sorted(figures) == ["2 GB", "3 points", "90 %", "90 %"]  # torch, ε = 0.03, --quality 0.9
+
+
+def test_one_sentence_says_what_it_is_everywhere() -> None:
+    sentence = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["description"]
+    assert f'site_description: "{sentence}"\n' in (ROOT / "mkdocs.yml").read_text()
+    assert app.info.help == sentence
+    for page in ("README.md", "docs/index.md"):
+        assert (ROOT / page).read_text().split("\n\n")[1] == sentence
+
+
 def test_results_stay_small() -> None:
     """8 MB, of what is not ignored."""
     files = [file for file in (ROOT / "results").rglob("*") if file.is_file()]
@@ -80,7 +106,7 @@ def lead(row: Mapping[str, Any] | None, key: str) -> str:
     ],
 )
 def test_tables_of_rules_are_what_was_measured(title: str, folder: str) -> None:
-    text = (ROOT / "docs" / "results.md").read_text().replace("−", "-").replace("*", "")
+    text = (ROOT / "research" / "results.md").read_text().replace("−", "-").replace("*", "")
     head, rows = re.findall(rf"^\| ({title}, .*? gain in m .*)\n\| ---.*\n((?:\|.*\n)+)", text, re.M)[0]
     exact = json.loads((JUDGES / folder / "exact-g10" / "summary.json").read_text())
     assert f"{exact['n']:,} prompts" in head
@@ -104,7 +130,7 @@ def test_tables_of_rules_are_what_was_measured(title: str, folder: str) -> None:
 
 @pytest.mark.parametrize(("title", "task"), [("Dolly", "dolly"), ("CNN/DailyMail", "cnn_dailymail")])
 def test_the_table_of_open_tasks_is_what_was_measured(title: str, task: str) -> None:
-    text = (ROOT / "docs" / "results.md").read_text().replace("*", "")
+    text = (ROOT / "research" / "results.md").read_text().replace("*", "")
     ((names, row),) = re.findall(rf"^\| 300 prompts each: (.*)\n\| ---.*\n(?:\|.*\n)??\| {title}; (.*)\n", text, re.M)
     rules = [rule_of(name.strip()) for name in names.strip("|").split("|")[1:]]
     start, *cells = (cell.strip() for cell in row.strip("|").split("|"))
@@ -125,7 +151,7 @@ def test_the_table_of_open_tasks_is_what_was_measured(title: str, task: str) -> 
 
 def test_the_table_of_the_released_preset_is_what_was_measured() -> None:
     """Of Qwen: the judge's ROC-AUC, and the means of both tasks at F and R."""
-    text = (ROOT / "docs" / "results.md").read_text().replace("−", "-")
+    text = (ROOT / "research" / "results.md").read_text().replace("−", "-")
     (rows,) = re.findall(r"^\| `reproduce --preset released` .*\n\| ---.*\n((?:\|.*\n){4})", text, re.M)
     for row, name in zip(rows.splitlines(), ("released", "paper", "selfjudge", "margin:0.5"), strict=True):
         _, auc, *cells = (cell.strip() for cell in row.strip("|").split("|"))
@@ -152,7 +178,7 @@ def test_the_table_of_the_released_preset_is_what_was_measured() -> None:
 
 def test_the_table_of_batches_is_what_was_measured() -> None:
     measured = json.loads((ROOT / "results" / "drafts" / "qwen2.5-coder-1.5b" / "h200-speed.json").read_text())
-    text = (ROOT / "docs" / "results.md").read_text().replace("*", "")
+    text = (ROOT / "research" / "results.md").read_text().replace("*", "")
     names = {0: "plain", 2: "γ = 2", 5: "γ = 5", "auto": "`auto`"}
     for task, title in (("gsm8k", "GSM8K"), ("dolly", "Dolly")):
         for gamma, name in names.items():

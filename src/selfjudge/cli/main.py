@@ -22,7 +22,8 @@ from selfjudge.store import versions
 
 app = typer.Typer(
     name="selfjudge",
-    help="Speculative decoding with a tiny learned judge: faster answers from the models you have.",
+    help="Speculative decoding for language models: lossless by default, and relaxed where the loss is certified on"
+    " your own prompts.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,

@@ -1,0 +1,431 @@
+"""Write README.md and docs/results.md anew from docs/templates/ and the files of results/: `python docs/make_pages.py`.
+
+A template has `{{table NAME}}` where a table goes, and `{{ROW COLUMN}}` or `{{ROW COLUMN/COLUMN}}` (how many times as much)
+where a figure goes, so no figure is written by hand. A test compares the pages with what this script makes.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from selfjudge.models.catalogue import EMBEDDED
+from selfjudge.report.records import task_title
+from selfjudge.store import markdown_table
+
+ROOT = Path(__file__).parents[1]
+PAGES = {"README.md": ROOT / "README.md", "results.md": ROOT / "docs" / "results.md"}
+QWEN = "results/qwen2.5-coder-1.5b"
+BESIDE_VLLM = "results/vllm/h200-qwen2.5-coder-1.5b-head.json"
+WORKER = "results/vllm/h200-qwen2.5-coder-1.5b-worker.json"
+BY_TASK = "results/drafts/qwen2.5-coder-1.5b/h200-speed.json"
+TASKS = ("gsm8k", "mbpp", "livecodebench", "mmlu", "dolly", "cnn_dailymail")
+CPUS = {"x86": "results/speed/cpu-2core-x86", "arm": "results/speed/cpu-2core"}
+Figures = dict[str, dict[str, float]]
+Rows = Iterable[dict[str, Any]]
+
+
+@functools.cache
+def read(file: str) -> Any:
+    return json.loads((ROOT / file).read_text())
+
+
+def number(value: float) -> str:
+    """Whole from 200 on, else with a decimal."""
+    return f"{value:,.0f}" if value >= 200 or value == int(value) else f"{value:.1f}"
+
+
+def change(share: float) -> str:
+    return f"{100 * share:+.1f} %".replace("-", "−")
+
+
+def size(count: float) -> str:
+    """Bytes of a download."""
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+
+
+def share(value: float) -> str:
+    return f"{100 * value:.0f} %"
+
+
+def points(value: float) -> str:
+    """A difference that is in points already."""
+    return f"{value:+.1f}".replace("-", "−")
+
+
+def best(runs: Rows) -> dict[str, Any]:
+    """The faster of the repeats."""
+    return max(runs, key=lambda run: run["tokens_per_second"])
+
+
+def beside_vllm(file: str, task: str, batch: int) -> dict[str, float]:
+    """Every engine of one task and batch size, and the share of answers of `exact` that are those of plain decoding."""
+    row: dict[str, float] = {}
+    answers: dict[str, list[str]] = {}
+    modes = read(file)["modes"]
+    for column, mode, setting in (
+        ("plain", "ours", "plain"), ("exact", "ours", "auto"), ("vllm", "plain", "plain"), ("vllm-draft", "draft", "draft"),
+        ("vllm-head", "head", "head"), ("worker-off", "recipe", "off"), ("worker-margin", "recipe", "margin:0.5,guard=on"),
+    ):  # fmt: skip
+        runs = [run for run in modes.get(mode, {"runs": []})["runs"] if _of(run, setting, task, batch)]
+        if runs:
+            run = best(runs)
+            row |= {column: run["tokens_per_second"], "n": run["n"], f"m-{column}": run.get("mean_accepted_length", 1)}
+            answers[column] = run.get("answers", [])
+    if answers.get("exact"):
+        row["same"] = sum(map(str.__eq__, answers["plain"], answers["exact"])) / len(answers["exact"])
+    return row
+
+
+def _of(run: dict[str, Any], setting: str, task: str, batch: int) -> bool:
+    return (run["setting"], run["task"], run["batch"]) == (setting, task, batch)
+
+
+def beside_llama(file: str) -> dict[str, float]:
+    measured = read(file)
+    runs = {run["name"].removeprefix("selfjudge-"): run for run in measured["runs"]}
+    row = {
+        "llama": runs["llama.cpp"]["tokens_per_second"],
+        "plain": runs["plain"]["tokens_per_second"],
+        "exact": runs["exact"]["tokens_per_second"],
+        "m-exact": runs["exact"]["mean_accepted_length"],
+        "same": runs["exact"]["same_answers_as_our_first"],
+        "n": measured["count"],
+    }
+    kinds = runs["exact"]["by_kind"]
+    worth = {kind: rate / runs["plain"]["by_kind"][kind] for kind, rate in kinds.items()}
+    return row | {f"worth-{kind}": value for kind, value in worth.items()}
+
+
+def by_task(task: str) -> dict[str, float]:
+    """Batch 1 on an H200: plain decoding, and `exact` with both drafts."""
+    row: dict[str, float] = {}
+    for run in read(BY_TASK)["speed"]:
+        if run["task"] != task:
+            continue
+        match run["draft"], run["name"], run["gamma"]:
+            case None, "transformers-plain", _:
+                row["transformers"] = run["tokens_per_second"]
+            case "shipped", _, 0:
+                row["plain"] = run["tokens_per_second"]
+            case "shipped", _, "auto":
+                row["small"] = run["tokens_per_second"]
+            case "eagle3", _, "auto":
+                row["exact"], row["same"] = run["tokens_per_second"], run["identical_to_plain"]
+                row["gamma"], row["m-exact"] = run["gamma_mean"], run["mean_accepted_length"]
+    return row
+
+
+def rules(name: str) -> Iterable[tuple[str, dict[str, float]]]:
+    """The rules of a task as their folders call them: gain in m and same answers as shares, points."""
+    if name == "gsm8k":
+        measured = read(f"{QWEN}/head-gsm8k-4000/test-prompts.json")
+        exact = read(f"{QWEN}/head-gsm8k-4000/gsm8k-test+train-4792-/exact-g10/summary.json")
+        yield "exact", {"n": measured["n"], "m-mixed": exact["mean_accepted_length"]}
+        for rule, run in measured["runs"].items():
+            yield rule, {"gain": run["gain"], "same": run["agreement"], "points": run["points"]}
+        return
+    task = name if name in ("mmlu", "livecodebench") else f"head-open/{name}"
+    folder = ROOT / QWEN / (f"head-{task}/{task}" if "/" not in task else task)
+    for file in sorted(folder.glob("*-g10/summary.json")):
+        run = json.loads(file.read_text())
+        row = {"n": run["n"], "m": run["mean_accepted_length"], "score": run["score"]}
+        if run["m_ratio"] is not None:
+            row |= {"gain": run["m_ratio"] - 1, "same": run["agreement"], "points": 100 * (run["delta_score"] or 0)}
+        yield run["rule"], row
+
+
+@functools.cache
+def figures() -> Figures:
+    """All that templates may cite, a row of columns a name."""
+    rows: Figures = {}
+    for task in ("gsm8k", "dolly"):
+        for batch in (1, 8, 64):
+            rows[f"h200-{task}-{batch}"] = beside_vllm(BESIDE_VLLM, task, batch)
+            rows[f"worker-{task}-{batch}"] = beside_vllm(WORKER, task, batch)
+        for host, folder in CPUS.items():
+            rows[f"{host}-{task}"] = beside_llama(f"{folder}/llama-cpp-qwen2.5-coder-1.5b-{task}.json")
+        for batch in (1, 8, 32, 128, 512):
+            runs = [run for run in read(BY_TASK)["batches"] if (run["task"], run["batch"]) == (task, batch)]
+            names = {0: "plain", 2: "g2", 5: "g5", "auto": "exact"}
+            rows[f"rows-{task}-{batch}"] = {names[run["gamma"]]: run["tokens_per_second"] for run in runs}
+    for host, folder in CPUS.items():
+        rows[f"{host}-smollm2"] = beside_llama(f"{folder}/llama-cpp-smollm2-135m.json")
+    rows |= {f"task-{task}": by_task(task) for task in TASKS}
+    for name, draft in (("head", "eagle3"), ("small", "shipped")):
+        for run in read(BY_TASK)["accepted"][draft]["runs"]:
+            columns = {"top1": run["top1"], "m3": run["m_gamma_3"], "m5": run["m_gamma_5"], "m10": run["m_gamma_10"]}
+            rows[f"{name}-{run['prompts']}"] = columns | {"n": run["n"]}
+    for task in ("gsm8k", "mmlu", "livecodebench", "dolly"):
+        rows |= {f"rule-{task}-{rule.removesuffix('@new')}": row for rule, row in rules(task)}
+    for task in ("gsm8k", "mmlu"):
+        measured = read(f"results/tune/qwen2.5-coder-1.5b/{task}.json")
+        certified = [run["speed_ratio"] for run in measured["candidates"] if run["why"].startswith("certified")]
+        rows[f"tune-{task}"] = {
+            "n": measured["n"], "gamma": measured["gamma"], "worth": measured["exact_over_plain"],
+            "slowest": min(certified), "fastest": max(certified), "certified": len(certified),
+        }  # fmt: skip
+    return rows | others()
+
+
+def others() -> Figures:
+    """Labels, judges, the server under load, and SmolLM2 on other machines."""
+    rows: Figures = {f"pair-{name}": {"size": embedded.size} for name, embedded in EMBEDDED.items()}
+    for name in ("smollm2-135m", "qwen2.5-coder-1.5b"):
+        for run in read(f"results/labels/h200/{name}/summary.json")["runs"]:
+            rows[f"labels-{name}-{run['method']}"] = {"rows": run["rows"], "hour": run["rows_per_hour"]}
+    run = read("results/labels/h200/qwen2.5-coder-1.5b-head/consequences.json")["head, 512 tokens, more prompts"]
+    seconds = sum(run["seconds"].values())
+    rows["labels-consequences"] = {"rows": run["rows"], "seconds": seconds, "hour": run["rows_per_hour"]}
+    for run in read("results/labels/cpu-2core/bench-label.json")["runs"]:
+        rows[f"labels-cpu-{run['name']}"] = {"rate": run["labels_per_second"]}
+    for name in ("paper", "released"):
+        metrics = read(f"{QWEN}/released/judge-{name}.json")["metrics"]
+        rows[f"judge-{name}"] = {"m-auc": metrics["auc_mismatch"]}
+        for threshold in "FR":
+            runs = [
+                read(f"{QWEN}/released/{task}/judged:{threshold}@{name}-g20/summary.json") for task in ("gsm8k", "mmlu")
+            ]
+            mean = {key: sum(run[key] for run in runs) / len(runs) for key in ("m_ratio", "delta_score")}
+            rows[f"judge-{name}-{threshold}"] = {"gain": mean["m_ratio"] - 1, "points": 100 * mean["delta_score"]}
+    for name, file in LOADS.items():
+        for run in read(file)["levels"]:
+            rows[f"load-{name}-{run['clients']}"] = {
+                "rate": run["tokens_per_second"], "requests": run["compared"], "equal": run["equal"],
+                "p50": run["first_token"]["p50_ms"], "p99": run["first_token"]["p99_ms"], "step": run["step"]["p50_ms"],
+            }  # fmt: skip
+    for name, file in SMOLLM2.items():
+        measured = read(file)
+        runs = {run["name"]: run for run in measured["runs"] if run["name"] == "selfjudge-plain"}
+        exact = best(run for run in measured["runs"] if run["name"] == "selfjudge-exact")
+        rows[f"smollm2-{name}"] = {
+            "plain": runs["selfjudge-plain"]["tokens_per_second"], "exact": exact["tokens_per_second"],
+            "gamma": exact["gamma"], "m-exact": exact["mean_accepted_length"], "same": exact["identical_to_plain"],
+            "n": measured["prompts"], "tokens": measured["max_new_tokens"],
+        }  # fmt: skip
+    return rows | trade_off()
+
+
+def trade_off() -> Figures:
+    """SmolLM2 on 200 prompts of two tasks: gain in m and same answers by rule."""
+    runs = read("results/judges/smollm2-135m/tradeoff.json")["runs"]
+    exact = {run["task"]: run["mean_accepted_length"] for run in runs if run["rule"] == "exact"}
+    names = {"judged@smollm2-135m": "judged", "margin": "margin"}
+    return {
+        f"smollm2-{run['task']}-{names[run['rule']]}-{run['value']}": {
+            "n": run["n"], "gain": run["mean_accepted_length"] / exact[run["task"]] - 1, "same": run["agreement"],
+        }
+        for run in runs if run["rule"] in names
+    }  # fmt: skip
+
+
+ENGINES = {
+    "plain": "plain", "exact": "`exact`", "vllm": "vLLM, plain", "vllm-draft": "vLLM, draft model", "vllm-head": "vLLM, same head",
+    "llama": "llama.cpp, plain",
+}  # fmt: skip
+MACHINES = {"h200": "H200, bfloat16", "x86": "two x86 cores, 4 bits", "arm": "two ARM cores, 4 bits"}
+
+
+def engines() -> str:
+    """A column an engine, a row a machine and task; the fastest is bold, its limits are at the end."""
+    columns = ("plain", "exact", "vllm", "vllm-head", "llama")
+    names = [(f"h200-{task}-{batch}", BESIDE_VLLM) for task in ("gsm8k", "dolly") for batch in (1, 64)]
+    for host, folder in CPUS.items():
+        names += [
+            (f"{host}-{task}", f"{folder}/llama-cpp-qwen2.5-coder-1.5b-{task}.json") for task in ("gsm8k", "dolly")
+        ]
+    names += [(f"{host}-smollm2", f"{folder}/llama-cpp-smollm2-135m.json") for host, folder in CPUS.items()]
+    rows = []
+    for name, file in names:
+        row, (host, task, *batch) = figures()[name], name.split("-")
+        title = "SmolLM2, mixed prompts" if task == "smollm2" else f"Qwen, {task_title(task)}"
+        title += f", {batch[0]} at a time" if batch else ""
+        fastest = max(row.get(column, 0) for column in columns)
+        cells = [number(row[column]) if column in row else "–" for column in columns]
+        cells = [
+            f"**{cell}**" if row.get(column) == fastest else cell for column, cell in zip(columns, cells, strict=True)
+        ]
+        seen = "other prompts" if task == "smollm2" else "its training rows"
+        rows.append(
+            [title, f"[{MACHINES[host]}](FILES{file})", *cells, f"{row['m-exact']:.1f}", number(row["n"]), seen]
+        )
+    titles = [*(ENGINES[column] for column in columns), "tokens per pass (m)", "prompts", "the draft has seen"]
+    return markdown_table(["tokens/s", "host, file", *titles], rows, "ll" + "r" * (len(titles) - 1) + "l")
+
+
+def by_engine(columns: dict[str, str], lines: Iterable[str]) -> str:
+    """A row an engine, then m and the number of prompts; the fastest of a column is bold."""
+    lines, known = list(lines), figures()
+    fastest = {name: max(known[name][line] for line in lines) for name in columns}
+    rows = [
+        [ENGINES[line], *(f"**{number(known[name][line])}**" if known[name][line] == fastest[name] else number(known[name][line]) for name in columns)]
+        for line in lines
+    ]  # fmt: skip
+    rows.append(["m of `exact`", *(f"{known[name]['m-exact']:.1f}" for name in columns)])
+    rows.append(["prompts", *(number(known[name]["n"]) for name in columns)])
+    return markdown_table(["tokens/s", *columns.values()], rows)
+
+
+def beside_vllm_table() -> str:
+    names = {f"h200-{task}-{n}": f"{task_title(task)}, {n}" for task in ("gsm8k", "dolly") for n in (1, 8, 64)}
+    return by_engine(names, ("plain", "exact", "vllm", "vllm-draft", "vllm-head"))
+
+
+def beside_llama_table() -> str:
+    titles = {"gsm8k": "Qwen, GSM8K", "dolly": "Qwen, Dolly", "smollm2": "SmolLM2"}
+    names = {f"{host}-{task}": f"{cores}: {title}" for host, cores in (("x86", "x86"), ("arm", "ARM")) for task, title in titles.items()}  # fmt: skip
+    return by_engine(names, ("plain", "exact", "llama"))
+
+
+def speed_by_task() -> str:
+    lines = {
+        "transformers": "transformers, plain",
+        "plain": "plain",
+        "small": "`exact`, small draft",
+        "exact": "`exact`, head",
+    }
+    rows = [[title, *(number(figures()[f"task-{task}"][column]) for task in TASKS)] for column, title in lines.items()]
+    rows.append(["answers equal to plain", *(share(figures()[f"task-{task}"]["same"]) for task in TASKS)])
+    return markdown_table(["tokens/s", *map(task_title, TASKS)], rows)
+
+
+def speed_by_rows() -> str:
+    sizes, lines = (1, 8, 32, 128, 512), {"plain": "plain", "g2": "γ = 2", "exact": "`auto`"}
+    rows = [
+        [f"{task_title(task)}, {title}", *(number(figures()[f"rows-{task}-{size}"][column]) for size in sizes)]
+        for task in ("gsm8k", "dolly")
+        for column, title in lines.items()
+    ]
+    return markdown_table(["tokens/s by answers at a time", *map(str, sizes)], rows)
+
+
+def drafts() -> str:
+    rows = []
+    for draft, title in (("small", "small draft"), ("head", "head")):
+        rows.append([f"{title}, top-1", *(share(figures()[f"{draft}-{task}"]["top1"]) for task in TASKS)])
+        rows.append([f"{title}, m at γ = 5", *(f"{figures()[f'{draft}-{task}']['m5']:.1f}" for task in TASKS)])
+    return markdown_table(["Qwen, one H200", *map(task_title, TASKS)], rows)
+
+
+RULES = {
+    "margin:0.5": "`margin:0.5`", "margin:1": "`margin:1`", "margin:2": "`margin:2`", "margin:price=0.2": "margin, price 0.2",
+    "judged:R": "judged R", "judged:price=0.04": "judged, price 0.04", "judged:price=0.08": "judged, price 0.08", "judged:F": "judged F",
+}  # fmt: skip
+
+
+def relaxed() -> str:
+    """Gain in m, same answers, points, by rule and task."""
+    tasks = ("gsm8k", "mmlu", "livecodebench", "dolly")
+    known = figures()
+    titles = [f"{task_title(task)}, {known[f'rule-{task}-exact']['n']:,.0f}" for task in tasks]
+    rows = []
+    for rule, title in RULES.items():
+        cells = []
+        for task in tasks:
+            row = known.get(f"rule-{task}-{rule}")
+            score = f", {points(row['points'])}" if row and task != "dolly" else ""
+            cells.append(f"{change(row['gain'])}, {share(row['same'])}{score}" if row else "–")
+        rows.append([title, *cells])
+    return markdown_table(["gain in m, same answers, points", *titles], rows)
+
+
+def certificates() -> str:
+    """Of each family its loosest certified rule, after how many prompts, its speed over `exact`; the next one was not."""
+    rows = []
+    for task in ("gsm8k", "mmlu"):
+        tried = [
+            run for run in read(f"results/tune/qwen2.5-coder-1.5b/{task}.json")["candidates"] if run["speed_ratio"]
+        ]
+        for family in dict.fromkeys(run["family"] for run in tried):
+            mine = [run for run in tried if run["family"] == family]
+            *_, last = (run for run in mine if run["why"].startswith("certified"))
+            after = int(re.findall(r"\d+", last["why"])[0])
+            low, high = last["speed_ci"]
+            speed = f"{last['speed_ratio']:.2f} ({low:.2f} to {high:.2f})"
+            name, refused = (run["rule"].removesuffix(",guard=on") for run in (last, mine[-1]))
+            lost = points(100 * mine[-1]["mean_difference"])
+            rows.append([f"{task_title(task)}, {family}", f"`{name}`", f"{after:,}", speed, f"`{refused}` ({lost})"])
+    head = ["", "loosest certified", "after prompts", "tokens/s over `exact`", "not certified (points)"]
+    return markdown_table(head, rows)
+
+
+SMOLLM2 = {
+    "H200, bfloat16, benchmark prompts": "results/speed/h200/decode-benchmarks-256.json",
+    "H200, bfloat16, built-in prompts": "results/speed/h200/decode-plain-exact.json",
+    "two ARM cores, float32, int8 draft": "results/speed/cpu-2core/decode-float32.json",
+    "two ARM cores, int8": "results/speed/cpu-2core/decode-int8.json",
+}
+LOADS = {
+    "Qwen, H200": "results/load/h200-qwen2.5-coder-1.5b.json",
+    "SmolLM2 in 4 bits, ARM": "results/load/cpu-2core-smollm2-135m-q4.json",
+}
+
+
+def small_pair() -> str:
+    rows = []
+    for name, file in SMOLLM2.items():
+        row = figures()[f"smollm2-{name}"]
+        rows.append([f"[{name}](FILES{file})", *(number(row[key]) for key in ("plain", "exact", "gamma")), f"{row['m-exact']:.1f}", share(row["same"]), f"{row['n']} × {row['tokens']}"])  # fmt: skip
+    head = ["tokens/s, batch 1", "plain", "`exact`", "γ", "m", "answers equal to plain", "prompts × tokens"]
+    return markdown_table(head, rows)
+
+
+def load() -> str:
+    rows = []
+    for name, file in LOADS.items():
+        for run in read(file)["levels"]:
+            if run["clients"] == 32:
+                continue
+            row = figures()[f"load-{name}-{run['clients']}"]
+            equal = f"{row['equal']:,} of {row['requests']:,}"
+            rows.append([name, run["clients"], *(number(row[key]) for key in ("rate", "p50", "p99", "step")), equal])
+    head = ["", "clients", "tokens/s", "first token, ms: median", "99th", "step, ms", "equal to the answer given alone"]
+    return markdown_table(head, rows)
+
+
+def worker() -> str:
+    lines = {"vllm": "vLLM, plain", "vllm-head": "vLLM, our head, γ = 5", "worker-off": "our worker, γ = 3, requests say off", "worker-margin": "the same, `margin:0.5`"}  # fmt: skip
+    names = [f"worker-{task}-{batch}" for task in ("gsm8k", "dolly") for batch in (1, 64)]
+    rows = [[title, *(number(figures()[name][column]) for name in names)] for column, title in lines.items()]
+    return markdown_table(["tokens/s", *(f"{task}, {n}" for task in ("GSM8K", "Dolly") for n in (1, 64))], rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "engines": engines, "beside vllm": beside_vllm_table, "beside llama": beside_llama_table,
+    "speed by task": speed_by_task, "speed by rows": speed_by_rows, "drafts": drafts, "relaxed": relaxed,
+    "certificates": certificates, "small pair": small_pair, "load": load, "worker": worker,
+}  # fmt: skip
+FORMATS: dict[str, Callable[[float], str]] = {
+    "same": share, "top1": share, "gain": change, "points": points, "score": lambda x: f"{100 * x:.1f}", "gamma": lambda x: f"{x:.1f}",
+    "size": size,
+}  # fmt: skip
+
+
+def figure(name: str) -> str:
+    """What `{{name}}` stands for."""
+    row, _, column = name.rpartition(" ")
+    if row == "table":
+        return TABLES[column.replace("-", " ")]()
+    values = figures()[row]
+    if "/" in column:
+        over, under = column.split("/")
+        return f"{values[over] / values[under]:.1f}"
+    if column.startswith(("m", "worth", "slowest", "fastest")):
+        return f"{values[column]:.2f}"
+    return FORMATS.get(column, number)(values[column])
+
+
+def page(name: str) -> str:
+    """A page: its template with tables and figures; links to files from where the page lies."""
+    text = (ROOT / "docs" / "templates" / name).read_text()
+    text = re.sub(r"\{\{(.+?)\}\}", lambda found: figure(found[1]), text)
+    return text.replace("](FILES", "](" + ("" if name == "README.md" else "../"))
+
+
+if __name__ == "__main__":
+    for name, file in PAGES.items():
+        file.write_text(page(name))
