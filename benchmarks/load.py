@@ -363,15 +363,17 @@ def level(transport: Transport, clients: int, seconds: float, questions: list[Qu
             asked.append(ask(transport, question, behaviour, until))
 
     threads = [threading.Thread(target=client, args=(i,), daemon=True) for i in range(clients)]
-    memories = {"start": memory(transport)}
+    samples = [memory(transport)]
     for thread in threads:
         thread.start()
-    time.sleep(max(0.0, begun + seconds / 2 - time.perf_counter()))
-    memories["middle"] = memory(transport)
+    for share in range(1, 11):
+        time.sleep(max(0.0, begun + seconds * share / 10 - time.perf_counter()))
+        samples.append(memory(transport))
     for thread in threads:
         thread.join()
     took = time.perf_counter() - begun
-    memories["end"] = memory(transport)
+    memories = {"start": samples[0], "middle": samples[5], "end": memory(transport)}
+    memories["every_tenth"] = [sample["rss_mb"] for sample in samples]
     made = transport.totals().get("tokens_total", 0) - tokens
     return asked, {"seconds": round(took, 1), "tokens_per_second": round(made / took, 2), "memory": memories}
 

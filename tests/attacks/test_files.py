@@ -349,6 +349,12 @@ def test_ordinary_json_is_read_as_it_is() -> None:
     assert parse_json(text) == json.loads(text)
 
 
+@pytest.mark.parametrize("text", ['{"a": 1, "b": 2, "a": 1}', '[{"b": {"a": 1, "\\u0061": 2}}]'])
+def test_json_with_a_key_twice_is_not_read(text: str) -> None:
+    with pytest.raises(ValueError, match="it holds the key 'a' twice"):
+        parse_json(text)
+
+
 VALUES: list[Any] = [
     None, True, False, 0, 1, -1, 7, 2**62, 0.5, -0.5, 1e14, 1e308, "", "x", "../x", "a" * 300, "\x00", [], {}, [[]], [None], {"a": {}},
     [1, 2], [0.1, 0.2], ["a", "b"], {"files": {}},

@@ -36,8 +36,9 @@ def server(checkpoints: dict[str, str], tmp_path_factory: pytest.TempPathFactory
     settings = root / "target" / "chat_template.jinja"
     settings.write_text(SLOW_TEMPLATE)
     limits = ["--max-batch", "2", "--max-queue", str(2 * WAITING), "--max-tokens", "4000", "--header-timeout", "2"]
+    limits += ["--max-connections", str(CONNECTIONS), "--allowed-host", "judge.example", "--allowed-host", "*.lan"]
     with servers() as begin:
-        yield begin(*pair, *limits, "--max-connections", str(CONNECTIONS), SELFJUDGE_API_KEY="one, two")
+        yield begin(*pair, *limits, SELFJUDGE_API_KEY="one, two")
 
 
 @pytest.fixture(autouse=True)
@@ -142,7 +143,7 @@ def test_one_key_cannot_keep_another_waiting(server: Server) -> None:
 
 
 def test_connections_without_a_request_keep_nobody_out_and_are_closed(server: Server) -> None:
-    half = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
+    half = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
     connections = [raw(server, half if i % 2 else b"") for i in range(6 * CONNECTIONS)]
     assert metric(server, "connections") <= CONNECTIONS
     assert server.send("POST", CHAT, ASK, KEYS[0])[0] == 200
@@ -152,9 +153,9 @@ def test_connections_without_a_request_keep_nobody_out_and_are_closed(server: Se
     assert metric(server, "connections") == 1  # this one
 
 
-@pytest.mark.parametrize("first", [b"", b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"])
+@pytest.mark.parametrize("first", [b"", b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"])
 def test_a_head_that_comes_byte_by_byte_is_not_waited_for(server: Server, first: bytes) -> None:
-    connection = raw(server, first + b"GET /health HTTP/1.1\r\nhost: x\r\n")
+    connection = raw(server, first + b"GET /health HTTP/1.1\r\nhost: localhost\r\n")
     stop = threading.Event()
 
     def trickle() -> None:
@@ -191,7 +192,7 @@ def test_more_requests_than_connections(server: Server) -> None:
 
 
 def post(*headers: str, body: bytes = b"") -> bytes:
-    return "\r\n".join([f"POST {CHAT} HTTP/1.1", "host: x", *headers, "", ""]).encode() + body
+    return "\r\n".join([f"POST {CHAT} HTTP/1.1", "host: localhost", *headers, "", ""]).encode() + body
 
 
 def test_requests_with_two_meanings_are_refused(server: Server) -> None:
@@ -211,6 +212,62 @@ def test_requests_with_two_meanings_are_refused(server: Server) -> None:
     refused = rest(raw(server, post(kind, "content-length: 100000", body=b"{")))  # the rest is not waited for
     assert refused.startswith(b"HTTP/1.1 401 ")
     assert b"connection: close" in refused
+
+
+@pytest.mark.parametrize(
+    ("size", "status"),
+    [
+        ("1" + "0" * 16, 400),
+        ("f" * 17, 400),
+        ("f" * 20, 400),
+        ("f" * 21, 400),
+        ("-1", 400),
+        ("f" * 16, 400),
+        ("200000", 413),
+        ("7" + "0" * 15, 413),
+    ],
+)
+def test_a_chunk_that_no_client_can_send_is_refused_at_once(server: Server, size: str, status: int) -> None:
+    """The connection stays open on the client's side: who waits for the rest of the chunk does not answer."""
+    body = f"{size}\r\n{json.dumps(ASK)}\r\n0\r\n\r\n".encode()
+    headers = ["authorization: Bearer one", "content-type: application/json", "transfer-encoding: chunked"]
+    for parts in ([post(*headers) + body], [post(*headers), body]):
+        connection = raw(server, parts[0])
+        for part in parts[1:]:
+            connection.sendall(part)
+        head, _, answer = rest(connection).partition(b"\r\n\r\n")
+        assert head.startswith(f"HTTP/1.1 {status} ".encode()), (head, answer)
+        assert set(json.loads(answer)["error"]) == {"message", "type", "param", "code"}
+    assert server.send("GET", "/health")[0] == 200
+    assert not any("Traceback" in line for line in server.log)
+
+
+def get(path: str, *headers: str, version: str = "1.1") -> bytes:
+    return "\r\n".join([f"GET {path} HTTP/{version}", *headers, "connection: close", "", ""]).encode()
+
+
+def test_a_name_of_another_machine_is_not_answered_whatever_the_key(server: Server) -> None:
+    """A page's own name may point at this machine, and a browser may have the key. Tested without a key elsewhere."""
+    key = "authorization: Bearer one"
+    for host in ("localhost", f"127.0.0.1:{server.port}", "[::1]:80", "judge.example:443", "a.lan"):
+        assert rest(raw(server, get("/v1/models", f"host: {host}", key))).startswith(b"HTTP/1.1 200 ")
+        assert rest(raw(server, get("/v1/models", f"host: {host}"))).startswith(b"HTTP/1.1 401 ")
+    for host in ("evil.example", f"evil.example:{server.port}", "localhost.evil.example", "", "10.9.8.7"):
+        for path, *headers in (["/v1/models", key], ["/v1/models"], ["/health"], ["/"], ["/metrics", key]):
+            answer = rest(raw(server, get(path, f"host: {host}", *headers)))
+            assert answer.startswith(b"HTTP/1.1 421 "), answer
+            assert f"the name {host!r}" in json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+
+
+def test_requests_without_a_host_and_with_a_whole_address(server: Server) -> None:
+    key = "authorization: Bearer one"
+    assert b" 200 " in rest(raw(server, get("/v1/models", key, version="1.0"))).split(b"\r\n")[0]  # as health checks do
+    assert b" 421 " in rest(raw(server, get("/health", "host: evil.example", version="1.0"))).split(b"\r\n")[0]
+    for headers in ([], ["host: localhost", "host: evil.example"], ["host: evil.example", "host: localhost"]):
+        assert b" 400 " in rest(raw(server, get("/v1/models", key, *headers))).split(b"\r\n")[0]
+    for host, status in (("evil.example", b" 421 "), ("localhost", b" 404 ")):  # this server is not a proxy
+        answer = rest(raw(server, get("http://evil.example/v1/models", f"host: {host}", key)))
+        assert status in answer.split(b"\r\n")[0], answer
 
 
 def test_a_list_of_wrong_elements_is_refused_at_the_first() -> None:

@@ -252,25 +252,37 @@ def test_a_client_that_goes_before_a_whole_answer(server: Server) -> None:
 
 GOOD = {"messages": [{"role": "user", "content": "w1"}], "max_tokens": 3}
 BAD: list[tuple[Any, str]] = [
-    (b"", "JSON object"), (b"{", "JSON object"), (b"\xff\xfe\x00", ""), (b"[" * 50_000, ""), (b"[]", ""), (b"null", ""),
-    (b'"text"', "JSON object"), (b"1" * 5_000, ""), ({}, "messages"), ({**GOOD, "messages": []}, "messages"),
+    (b"", "JSON object"), (b"{", "JSON object"), (b"\xff\xfe\x00", "UTF-8"), (b"[" * 50_000, "nested too deep"), (b"[]", ""), (b"null", ""),
+    (b'"text"', "JSON object"), (b"1" * 5_000, "too large"), ({}, "messages"), ({**GOOD, "messages": []}, "messages"),
     ({**GOOD, "messages": "w1"}, "messages"), ({**GOOD, "messages": [{"role": "tool", "content": "x"}]}, "role"),
     ({**GOOD, "messages": [{"role": "user", "content": " "}]}, "empty"),
-    ({**GOOD, "messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
-    ({**GOOD, "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
+    ({**GOOD, "messages": [{"role": "user", "content": "\ud800"}]}, "half a character"),
+    ({**GOOD, "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+     "messages.0.content.0.type: must be 'text'"),
+    ({**GOOD, "messages": [{"role": "user", "content": 5}]}, "messages.0.content: must be a valid string or a valid list"),
+    ({**GOOD, "messages": [{"role": "user"}]}, "messages.0.content: is missing"),
+    ({**GOOD, "messages": ["w1"]}, "messages.0: must be an object"),
+    (b'{"max_tokens": 3, "messages": [{"role": "user", "content": "w1"}], "max_tokens": 4}', "the key 'max_tokens' twice"),
+    (b'{"messages": [{"role": "user", "content": "w1", "content": "w2"}]}', "the key 'content' twice"),
+    (b'{"messages": [{"role": "user", "content": "w1"}], "selfjudge": {"off": true, "o\\u0066f": false}}', "the key 'off' twice"),
+    ({**GOOD, "selfjudge": {"price": 1e308}}, "`price` must be at most 1000"), ({**GOOD, "selfjudge": {"price": -1}}, "`price` must be at least 0"),
+    ({**GOOD, "selfjudge": {"rule": "margin", "price": 1e308}}, "`price` must be at most 1000"),
+    ({**GOOD, "selfjudge": {"rule": "margin:price=1001"}}, "`price` must be at most 1000"),
+    ({**GOOD, "seed": 1 << 63}, "seed: must be less than"), ({**GOOD, "top_k": 1 << 31}, "top_k: must be at most 2147483647"),
+    (b'{"messages": [{"role": "user", "content": "w1"}], "temperature": 1e999}', "not a finite number"),
     ({**GOOD, "max_tokens": 0}, "max_tokens"), ({**GOOD, "max_tokens": 2001}, "at most 2000"),
-    ({**GOOD, "max_tokens": "3"}, "max_tokens"), ({**GOOD, "max_tokens": 10**30}, "max_tokens"),
-    ({**GOOD, "max_completion_tokens": 4}, "same limit"), ({**GOOD, "temperature": 3}, "temperature"),
-    ({**GOOD, "temperature": float("nan")}, "temperature"), ({**GOOD, "temperature": 1e-9}, "0.01"),
+    ({**GOOD, "max_tokens": "3"}, "max_tokens"), ({**GOOD, "max_tokens": 10**30}, "too large"),
+    ({**GOOD, "max_completion_tokens": 4}, "same limit"), ({**GOOD, "temperature": 3}, "temperature: must be at most 2"),
+    ({**GOOD, "temperature": float("nan")}, "NaN, which is not a finite"), ({**GOOD, "temperature": 1e-9}, "0.01"),
     ({**GOOD, "top_p": 0}, "top_p"), ({**GOOD, "stop": [""]}, "stop"), ({**GOOD, "stop": ["x"] * 17}, "stop"),
     ({**GOOD, "stream_options": {"include_usage": True}}, "stream"), ({**GOOD, "n": 2}, "n is not supported"),
     ({**GOOD, "logprobs": True}, "logprobs is not"), ({**GOOD, "tools": [{"type": "function"}]}, "tools is not"),
     ({**GOOD, "response_format": {"type": "json_object"}}, "response_format is not"),
     ({**GOOD, "frequency_penalty": 0.5}, "frequency_penalty is not"), ({**GOOD, "no_such_field": 1}, "no_such_field"),
     ({**GOOD, "\ud800": 1}, ""), ({**GOOD, "selfjudge": {"thetta": 1}}, "thetta"), ({**GOOD, "selfjudge": {"tokens": True}}, "needs stream"),
-    ({**GOOD, "selfjudge": {"theta": 2}}, "must lie in [0, 1]"), ({**GOOD, "selfjudge": {"theta": "Q"}}, "theta"),
+    ({**GOOD, "selfjudge": {"theta": 2}}, "must lie in [0, 1]"), ({**GOOD, "selfjudge": {"theta": "Q"}}, "theta: must be a valid number or 'F', 'R' or 'Youden'"),
     ({**GOOD, "selfjudge": {"quality": -1}}, "quality"), ({**GOOD, "selfjudge": {"gamma": 21}}, "at most 20"),
-    ({**GOOD, "selfjudge": {"gamma": 10**40}}, ""), ({**GOOD, "selfjudge": {"rule": "magic"}}, "unknown rule"),
+    ({**GOOD, "selfjudge": {"gamma": 10**40}}, "too large"), ({**GOOD, "selfjudge": {"rule": "magic"}}, "unknown rule"),
     ({**GOOD, "selfjudge": {"rule": "topk:k=" + "9" * 40}}, "out of range"), ({**GOOD, "selfjudge": {"rule": ""}}, "unknown rule"),
     ({**GOOD, "selfjudge": {"rule": "relaxed:delta=nan"}}, "out of range"),
     ({**GOOD, "selfjudge": {"rule": "fly:window=3", "gamma": 3}}, "`gamma` > 3"),
@@ -279,8 +291,12 @@ BAD: list[tuple[Any, str]] = [
     ({**GOOD, "selfjudge": {"off": True, "theta": 0.5}}, "`off` means"),
     ({**GOOD, "selfjudge": {"quality": 0.5, "theta": 0.5}}, "`quality` chooses"),
     ({**GOOD, "selfjudge": {"rule": "topk:2"}, "temperature": 0.7}, "is greedy"),
-    ({**GOOD, "selfjudge": "off"}, "selfjudge"),
+    ({**GOOD, "selfjudge": "off"}, "selfjudge: must be an object"),
 ]  # fmt: skip
+
+
+VALIDATOR = r"function-|\w\[|should|validation|pydantic|Options|JSON decode|Errno|codec"
+"""What a message would have of the validator's own words."""
 
 
 def test_malformed_bodies(server: Server) -> None:
@@ -290,12 +306,14 @@ def test_malformed_bodies(server: Server) -> None:
         assert set(answer["error"]) == {"message", "type", "param", "code"}
         assert answer["error"]["type"] == "invalid_request_error"
         assert message in answer["error"]["message"], (body, answer)
+        assert not re.search(VALIDATOR, answer["error"]["message"]), answer
     for body in (
         {"prompt": ""}, {"prompt": []}, {"prompt": ["w1", "w2"]}, {"prompt": [61]}, {"prompt": [-1]}, {"prompt": [True]},
         {"prompt": "w1", "echo": True}, {"prompt": "w1", "logprobs": 0}, {"prompt": "w1", "suffix": "w2"}, {"prompt": " "},
     ):  # fmt: skip
         status, _, answer = server.send("POST", "/v1/completions", body)
         assert status == 400, (body, answer)
+        assert not re.search(VALIDATOR, answer["error"]["message"]), answer
     assert server.send("POST", "/v1/completions", {"prompt": "w1"}, {"content-type": "text/plain"})[0] == 400
     with pytest.raises(openai.BadRequestError, match="n is not supported"):
         ask(server, "w1", n=3)
@@ -309,9 +327,20 @@ def test_models(server: Server) -> None:
     client = server.client()
     assert [m.id for m in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").id == "tiny"
+    about = client.models.retrieve("tiny").selfjudge
+    assert about["judge"] is about["uses_judge"] is True
     for call in (lambda: client.models.retrieve("a/b"), lambda: ask(server, "w1", extra_body={"model": "gpt-9"})):
         with pytest.raises(openai.NotFoundError, match="only 'tiny'"):
             call()
+
+
+def test_a_page_whose_name_points_here_gets_no_answer(server: Server) -> None:
+    for method, path, body in (("GET", "/", None), ("GET", "/v1/models", None), ("POST", "/v1/chat/completions", GOOD)):
+        for name in ("evil.example", f"evil.example:{server.port}"):
+            status, _, answer = server.send(method, path, body, {"host": name})
+            assert (status, "--allowed-host" in answer["error"]["message"]) == (421, True)
+        assert server.send(method, path, body, {"host": f"localhost:{server.port}"})[0] == 200
+    assert server.metric("requests_total", status="421") == 6
 
 
 def test_oversized_prompts_and_bodies(server: Server) -> None:
@@ -512,7 +541,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "selfjudge": st.fixed_dictionaries({}, optional={
         "rule": st.sampled_from(["exact", "sampling", "judged", "judge_only", "topk", "relaxed", "typical", "margin", "fly"])
         | st.text(max_size=9).map("topk:".__add__), "theta": st.floats(-1, 2) | st.sampled_from(["F", "R"]),
-        "quality": st.floats(0, 1), "gamma": st.integers(-1, 8), "off": st.booleans(),
+        "quality": st.floats(0, 1), "price": st.floats(), "gamma": st.integers(-1, 8), "off": st.booleans(),
     }),
 }  # fmt: skip
 almost = st.fixed_dictionaries(
@@ -632,8 +661,10 @@ def test_the_certificate_is_watched_while_serving(
     """A share of one: every request is decoded both ways. A bad rule is switched off, a good one is not."""
     folder = recipe_folder(tmp_path / "tuned", pair, rule=rule, measure="overlap", epsilon=allowed, n=20)
     server = start("--recipe", str(folder), "--dtype", "float32", "--name", "tiny", "--shadow", "1")
+    assert any(line.startswith(f"{folder}: ") for line in server.log)  # what its certificate says
     first = ask(server, words(0, 5))
     assert first.selfjudge["rule"] == rule
+    assert server.send("GET", "/v1/models/tiny")[2]["selfjudge"]["uses_judge"] is False
     asked = 1
     while not server.metric("shadow_switched_off") and asked < 40:
         ask(server, words(asked, 5))

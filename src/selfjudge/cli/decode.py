@@ -35,7 +35,7 @@ FIGURES = (
     "tokens_per_second",
 )  # fmt: skip
 """What `--json` prints of a generation as it is."""
-SHARED = ("default_rule", "name", "api_key", "shadow", "shadow_keep")
+SHARED = ("default_rule", "name", "api_key", "allowed_host", "shadow", "shadow_keep")
 """Settings of our server that vLLM's takes, too."""
 TINTS = {"draft": "", "judge": "black on green", "target": "blue"}
 
@@ -173,10 +173,15 @@ def serve(
     own = replace(setup.request.named(), judge=None)
     config = replace(config, default_rule=own, api_key=key)
     config.check()
+    config = replace(config, allowed_host=(*config.allowed_host, host))
     if config.shadow:
         from selfjudge.tune.monitor import watch
 
         watch(setup.recipe, config.shadow_keep)  # refuses what cannot be watched
+    if setup.recipe is not None:
+        from selfjudge.report.certificate import describe_result
+
+        typer.echo(f"{recipe}: {describe_result(setup.recipe.certificate)}", err=True)
     if backend == "vllm":
         _refuse_torch_options(setup.models, config)
         _serve_vllm(setup, config, ["--host", host, "--port", str(port), *shlex.split(vllm)])
@@ -225,6 +230,7 @@ def _refuse_torch_options(models: PairOptions, config: ServerConfig) -> None:
 
 def _serve_vllm(setup: Setup, config: ServerConfig, more: list[str]) -> None:
     """Become vLLM's server with our worker in it; its key travels by the environment, where others do not see it."""
+    from selfjudge.integrations.hosts import MIDDLEWARE as HOSTS, VARIABLE as ALLOWED
     from selfjudge.integrations.server.playground import FACTS, MIDDLEWARE, describe
     from selfjudge.integrations.vllm.config import WorkerConfig
     from selfjudge.integrations.vllm.serve import command, main
@@ -233,6 +239,9 @@ def _serve_vllm(setup: Setup, config: ServerConfig, more: list[str]) -> None:
     models, own, recipe = setup.models, setup.request.named(), setup.recipe
     if recipe is not None:
         _check_recipe(recipe, models)
+    os.environ[ALLOWED] = json.dumps(config.allowed_host)
+    # vLLM lets pages of all origins ask it, unless told otherwise
+    more = ["--middleware", HOSTS, "--allowed-origins", "[]", *more]
     if config.shadow:
         assert recipe is not None
         kept = None if config.shadow_keep is None else str(config.shadow_keep.absolute())
@@ -258,6 +267,7 @@ def _serve_vllm(setup: Setup, config: ServerConfig, more: list[str]) -> None:
         "price": own.price,
         "gamma": default_gamma("cuda") if own.gamma in (None, "auto") else own.gamma,
         "judge": bool(own.judge or shipped_judge(models.name)),
+        "uses_judge": own.needs_judge,
         "recipe": None if recipe is None else describe(recipe),
     }
     os.environ[FACTS] = json.dumps(facts)

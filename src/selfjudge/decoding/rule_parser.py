@@ -66,7 +66,7 @@ class RuleRequest:
         None,
         "Accept a substitution where the tokens it wins, at this price in nats, outweigh its harm; instead of a"
         " threshold, with --rule margin or judged.",
-        minimum=0,
+        **rules.PRICE_RANGE,
     )
     gamma: Gamma | None = setting(
         None,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from selfjudge.decoding.sampling import Sampling, sample
 from selfjudge.errors import SelfJudgeError
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from selfjudge.judge.model import Judge
 else:
     torch = LazyModule("torch")
+
+PRICE_RANGE: dict[str, Any] = {"minimum": 0, "maximum": 1000}
+"""Prices in nats: 0 is `exact`, and one of 1000 accepts whatever is followed by a match."""
 
 
 @cache  # captured graphs keep reading these tensors
@@ -306,7 +309,7 @@ class Margin(AcceptanceRule):
     threshold: float = setting(None, "Margin in nats; `defaults`, none with a price", minimum=0)
     guard: bool = None  # type: ignore[assignment]
     special: tuple[int, ...] = ()
-    price: float | None = setting(None, "Price of a token in nats", minimum=0)
+    price: float | None = setting(None, "Price of a token in nats", **PRICE_RANGE)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -401,7 +404,7 @@ class Judged(AcceptanceRule):
     confirm: int = setting(0, "Drafts that must match after a judged one", minimum=0)
     guard: bool = True
     special: tuple[int, ...] = ()
-    price: float | None = setting(None, "Price of a token in nats", minimum=0)
+    price: float | None = setting(None, "Price of a token in nats", **PRICE_RANGE)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -21,9 +21,9 @@ else:
 class Sampling:
     """Temperature, then top-k, then top-p, as in transformers; applied to target and draft alike."""
 
-    temperature: float = setting(1.0, "Softmax temperature", above=0)
+    temperature: float = setting(1.0, "Softmax temperature", minimum=0.01)
     top_p: float = setting(1.0, "Nucleus filter", above=0, maximum=1)
-    top_k: int = setting(0, "Most likely tokens that are kept; 0 is off", minimum=0)
+    top_k: int = setting(0, "Most likely tokens that are kept; 0 is off", minimum=0, maximum=(1 << 31) - 1)
 
     def __post_init__(self) -> None:
         check_settings(self)

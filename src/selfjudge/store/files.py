@@ -100,7 +100,8 @@ def read_json(path: Path, schema: Any = dict[str, Any]) -> dict[str, Any]:
 def parse_json(text: str) -> Any:
     """A JSON value. Anything that the standard does not allow is a ValueError.
 
-    So are numbers too large to compute with, unpaired surrogates, and values nested deeper than any file of ours.
+    So are keys that an object has twice, numbers too large to compute with, unpaired surrogates, and values nested
+    deeper than any file of ours.
     """
     try:
         value = _DECODER.decode(text)
@@ -131,7 +132,17 @@ def _whole_number(text: str) -> int:
     return int(text)
 
 
-_DECODER = json.JSONDecoder(parse_float=_number, parse_int=_whole_number, parse_constant=_number)
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"it holds the key {max(names, key=names.count)[:60]!r} twice")
+    return value
+
+
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_unique, parse_float=_number, parse_int=_whole_number, parse_constant=_number
+)
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, HTTPException as UnreadableBody, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from selfjudge.decoding.rule_parser import RuleRequest
@@ -21,19 +23,32 @@ from selfjudge.engine.select import PairEngines
 from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations import asgi
 from selfjudge.integrations.asgi import ASGI, RefusedError, refuse
+from selfjudge.integrations.hosts import HostNames
 from selfjudge.integrations.server.completions import Completion, Encoder
 from selfjudge.integrations.server.playground import headers, page
 from selfjudge.integrations.server.scheduler import Scheduler
 from selfjudge.integrations.server.schema import ChatRequest, TextRequest
+from selfjudge.store import parse_json
 
 ENDPOINTS = {"/", "/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions"}
 OPEN = ("/", "/health")  # need no key: the playground's page asks for it itself
+WORDS = {
+    "missing": "is missing",
+    "extra_forbidden": "this server does not know such a field",
+    "model_type": "must be an object",
+    "model_attributes_type": "must be an object",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than_equal": "must be at most {le}",
+    "greater_than": "must be more than {gt}",
+}
+"""Kinds of pydantic's complaints that its own words describe by its classes, or otherwise than our settings do."""
 BODY_SECONDS = 30.0  # time that a client has to send the body of its request
 
 
 def make_app(scheduler: Scheduler, recipe: Mapping[str, str] | None) -> ASGI:
     """The application, guarded. `recipe` is what `playground.describe` says of the recipe in use."""
     app = FastAPI(title="selfjudge", docs_url=None, redoc_url=None)
+    app.router.route_class = StrictRoute
     config, metrics, name = scheduler.config, scheduler.metrics, scheduler.config.name
     encoder, since = Encoder(scheduler.pair), int(time.time())
     metrics.gauge("event_loop_tasks", "Tasks of the event loop.", lambda: len(asyncio.all_tasks()))
@@ -110,6 +125,7 @@ def _describe_decoding(scheduler: Scheduler) -> dict[str, Any]:
         "gamma_exact": rules.choose(off=True).gamma,
         "gamma_relaxed": rules.choose(RuleRequest("topk")).gamma,
         "judge": rules.judge is not None,
+        "uses_judge": rules.choose().rule.judge is not None,
         "refuted": rules.refuted,
         "device": pair.target.device.type,
         "dtype": pair.dtype,
@@ -134,20 +150,57 @@ def _as_refusal(error: Exception) -> RefusedError:
         case HTTPException():
             return RefusedError(error.status_code, str(error.detail))
         case RequestValidationError():
-            return _refuse_body(error)
+            return _refuse_fields(error)
     return RefusedError(500, "the server failed: its log says why")
 
 
-def _refuse_body(error: RequestValidationError) -> RefusedError:
-    """What pydantic complains about first."""
-    first = error.errors()[0]
-    kind, field = first["type"], ".".join(str(part) for part in first["loc"][1:])
-    if kind == "json_invalid" or (not field and kind != "value_error"):
-        return RefusedError(400, "the body must be a JSON object, sent with content-type: application/json")
-    message = str(first["msg"]).removeprefix("Value error, ")
-    if kind == "extra_forbidden":
-        message = "this server does not know such a field"
+def _refuse_fields(error: RequestValidationError) -> RefusedError:
+    """What pydantic says about the innermost field that is wrong, in our words."""
+    complaints = [(_find_path(one, error.body), one) for one in error.errors()]
+    path = max((path for path, _ in complaints), key=len)
+    field, said = ".".join(path), [_describe(one) for one_path, one in complaints if one_path == path]
+    message = " or ".join(dict.fromkeys(said)).replace(" or must be ", " or ")
+    if not path and complaints[0][1]["type"] != "value_error":
+        message = "the body must be a JSON object, sent with content-type: application/json"
     return RefusedError(400, f"{field}: {message}" if field else message, param=field or None)
+
+
+def _find_path(complaint: Mapping[str, Any], body: Any) -> tuple[str, ...]:
+    """The names of fields in a location of pydantic's, which has those of types in it, too."""
+    path, location = [], complaint["loc"][1:]
+    for part in location:
+        if part in body if isinstance(body, dict) else isinstance(body, list) and isinstance(part, int):
+            path.append(str(part))
+            body = body[part] if isinstance(body, dict) or part < len(body) else None
+    return (*path, *map(str, location[-1:] if complaint["type"] == "missing" else ()))
+
+
+def _describe(complaint: Mapping[str, Any]) -> str:
+    if complaint["type"] in WORDS:
+        return WORDS[complaint["type"]].format(**complaint.get("ctx", {}))
+    words = str(complaint["msg"]).removeprefix("Value error, ").replace(" after validation", "")
+    return re.sub(r"^\w+ should ", "must ", words)
+
+
+class StrictRequest(Request):
+    async def json(self) -> Any:
+        """The body, read as strictly as our files."""
+        try:
+            return parse_json((await self.body()).decode())
+        except UnicodeDecodeError:
+            raise UnreadableBody(400, "the body must be a JSON object in UTF-8") from None
+        except ValueError as error:
+            raise UnreadableBody(400, f"the body must be a JSON object: {error}") from None
+
+
+class StrictRoute(APIRoute):
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_strictly(request: Request) -> Response:
+            return await handle(StrictRequest(request.scope, request.receive))
+
+        return handle_strictly
 
 
 class Guard:
@@ -155,6 +208,7 @@ class Guard:
 
     def __init__(self, app: ASGI, scheduler: Scheduler) -> None:
         self.app, self.metrics, self.max_bytes = app, scheduler.metrics, scheduler.config.max_body
+        self.names = HostNames(scheduler.config.allowed_host)
         self.keys = [f"Bearer {key}".encode() for key in scheduler.config.keys]
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
@@ -175,6 +229,9 @@ class Guard:
         scope.setdefault("state", {}).update(key=known[0] if known else 0, arrived=time.perf_counter())
         if (problem := _find_ambiguity(scope["headers"])) is not None:
             await refuse(counted, 400, problem)
+            return
+        if (problem := self.names.find_foreign(scope)) is not None:
+            await refuse(counted, 421, problem)
             return
         if self.keys and not known and scope["path"] not in OPEN:
             await refuse(counted, 401, "wrong or missing API key: send it as a bearer token", "invalid_api_key")

@@ -100,8 +100,6 @@ class Completion:
                 loop.call_soon_threadsafe(self.updates.put_nowait, update)
 
         temperature = self.config.temperature if body.temperature is None else body.temperature
-        if 0 < temperature < 0.01:
-            raise RefusedError(400, "temperature is 0 (greedy) or at least 0.01", param="temperature")
         top_p = 1.0 if body.top_p is None else body.top_p
         sampling = Sampling(temperature, top_p, body.top_k or 0) if temperature else None
         options = self.options

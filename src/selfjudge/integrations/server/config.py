@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from selfjudge.decoding.rule_parser import OPEN_REQUEST, RuleRequest
+from selfjudge.decoding.sampling import Sampling
 from selfjudge.errors import SelfJudgeError, first_line
+from selfjudge.integrations.hosts import ALLOWED
 from selfjudge.types import ENGINES, check_settings, setting
 
 BYTES_PER_TOKEN = 16
@@ -30,6 +32,9 @@ class ServerConfig:
         None, "Key that clients must send, or several with commas; SELFJUDGE_API_KEY if not given, or none."
     )
     engine: str = setting("auto", "What runs the models.", choices=ENGINES)
+    allowed_host: tuple[str, ...] = setting(
+        (), "Name that clients may ask this server by, besides those of this machine; * is any. May be given again."
+    )
     max_batch: int = setting(8, "Answers decoded at a time.", minimum=1)
     max_batches: int = setting(
         4, "Different rules decoded at a time; on CUDA each keeps a cache of its own.", minimum=1
@@ -59,8 +64,11 @@ class ServerConfig:
     def check(self) -> None:
         """Refuse values that no server can have."""
         check_settings(self)
-        if 0 < self.temperature < 0.01:
-            raise SelfJudgeError(f"`temperature` must be 0 (greedy) or at least 0.01, not {self.temperature}")
+        if self.temperature:
+            Sampling(self.temperature)
+        for name in self.allowed_host:
+            if not ALLOWED.fullmatch(name):
+                raise SelfJudgeError(f"`allowed_host` must be a name without scheme or port, not {name!r}")
         if self.api_key is not None and not all(self.keys):
             raise SelfJudgeError("`api_key` is empty: give a key, or none at all")
         if len(set(self.keys)) < len(self.keys):

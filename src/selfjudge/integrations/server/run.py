@@ -23,9 +23,13 @@ from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
 from selfjudge.tune.recipe import Recipe
 
+LIMITS = ("header_timeout", "max_connections", "max_body", "timeout")
+"""Settings that hold for each connection."""
+
 
 class Connection(H11Protocol):
-    """uvicorn's connection, with a time limit for the head of a request and a limit on the number of connections.
+    """uvicorn's connection, with time limits for the head of a request and for the reader of an answer, and a limit on
+    the number of connections.
 
     Where there are too many, a new one takes the place of the one that has waited longest for a head: clients that
     send no request keep nobody out. If all have a request under way the new one is answered with 503.
@@ -33,8 +37,11 @@ class Connection(H11Protocol):
 
     header_timeout: float
     max_connections: int
+    max_body: int
+    timeout: float
     _surplus = False
     _head_timer: asyncio.TimerHandle | None = None
+    _read_timer: asyncio.TimerHandle | None = None
     _waiting_since: float | None = None
     """Time on the event loop's clock; None while a request is under way."""
 
@@ -53,18 +60,44 @@ class Connection(H11Protocol):
             self._refuse(503, f"{self.max_connections} connections are open already: try again later")
             return
         super().data_received(data)
+        self._check_chunk()
         if self.conn.their_state is not h11.IDLE:
             self._end_wait()
         elif self._head_timer is None and not self.transport.is_closing():  # the next request on this connection
             self._start_timer()
+
+    def _check_chunk(self) -> None:
+        """Refuse a chunk by its size: a client that announces more than it sends would be waited for."""
+        size = getattr(self.conn._reader, "_bytes_in_chunk", 0)
+        if size > self.max_body and self.conn.our_state is h11.SEND_RESPONSE:
+            if size < 1 << 63:
+                self._refuse(413, f"the request has more than {self.max_body} bytes")
+            else:
+                self._refuse(400, "a chunk of the request has a size that no request can have")
+
+    def send_400_response(self, msg: str) -> None:
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self._refuse(400, "the request is not valid HTTP")
+        else:
+            self.transport.close()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.conn.their_state is h11.IDLE:
             self._waiting_since = self.loop.time()  # uvicorn closes the connection if nothing comes
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._read_timer = self.loop.call_later(self.timeout, self.transport.abort)  # the client reads nothing
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_wait()
+        self.resume_writing()
         super().connection_lost(exc)
 
     def _start_timer(self) -> None:
@@ -130,7 +163,7 @@ async def run(
     scheduler: Scheduler, recipe: Recipe | None, listener: socket.socket, notify: Callable[[str], None]
 ) -> None:
     """Serve until a signal; a second one ends the server at once."""
-    limits = {"header_timeout": scheduler.config.header_timeout, "max_connections": scheduler.config.max_connections}
+    limits = {name: getattr(scheduler.config, name) for name in LIMITS}
     config = uvicorn.Config(
         make_app(scheduler, None if recipe is None else describe(recipe)),
         http=type("LimitedConnection", (Connection,), limits),  # h11, whatever else is installed

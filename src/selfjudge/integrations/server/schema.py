@@ -5,12 +5,15 @@ What would change an answer and is not supported is refused by name.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from selfjudge.decoding.rule_parser import RuleRequest
+from selfjudge.decoding.sampling import Sampling
 from selfjudge.errors import EMPTY_PROMPT
+from selfjudge.integrations.server.config import ServerConfig
 
 IGNORED = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
@@ -26,12 +29,10 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 """Fields that are not supported, and the values at which they change nothing."""
 
 
-def _check_encodable(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError("a lone surrogate is not a character") from None
-    return text
+def _within(config: type, name: str) -> Any:
+    """The range that a config declares for a field."""
+    limits = next(f.metadata for f in fields(config) if f.name == name)
+    return Field(ge=limits["minimum"], gt=limits["above"], le=limits["maximum"])
 
 
 def _as_list(value: Any) -> Any:
@@ -50,8 +51,7 @@ def _single_prompt(value: Any) -> Any:
 
 
 T = TypeVar("T")
-Text = Annotated[str, AfterValidator(_check_encodable)]
-StopString = Annotated[Text, Field(min_length=1, max_length=512)]
+StopString = Annotated[str, Field(min_length=1, max_length=512)]
 FailFast = Annotated[T, Field(fail_fast=True)]
 """A list that is refused at its first wrong element: errors of a million elements would take seconds."""
 
@@ -63,7 +63,7 @@ class Strict(BaseModel):
 class SelfJudgeOptions(Strict):
     """The field `selfjudge`: how this request is decoded; None is the server's own setting."""
 
-    rule: Annotated[Text, Field(max_length=64)] | None = None
+    rule: Annotated[str, Field(max_length=64)] | None = None
     theta: float | Literal["F", "R", "Youden"] | None = None
     quality: float | None = None
     price: float | None = None
@@ -85,12 +85,12 @@ class StreamOptions(Strict):
 
 class TextPart(Strict):
     type: Literal["text"]
-    text: Text
+    text: str
 
 
 class ChatMessage(Strict):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | FailFast[list[TextPart]]
+    content: str | FailFast[list[TextPart]]
     name: str | None = None
 
     def plain(self) -> dict[str, str]:
@@ -105,9 +105,9 @@ class CompletionRequest(Strict):
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    temperature: Annotated[float, _within(ServerConfig, "temperature")] | None = None
+    top_p: Annotated[float, _within(Sampling, "top_p")] | None = None
+    top_k: Annotated[int, _within(Sampling, "top_k")] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stop: Annotated[
         list[StopString], Field(max_length=16), BeforeValidator(_as_list, json_schema_input_type=str | list[str] | None)
@@ -156,6 +156,6 @@ class TextRequest(CompletionRequest):
     """POST /v1/completions: one prompt, as text or as token ids."""
 
     prompt: Annotated[
-        Text | FailFast[list[int]],
+        str | FailFast[list[int]],
         BeforeValidator(_single_prompt, json_schema_input_type=str | list[int] | list[str] | list[list[int]]),
     ]

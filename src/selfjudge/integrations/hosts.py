@@ -1,0 +1,72 @@
+"""By which names a server may be asked, for our server and in front of vLLM's.
+
+A page elsewhere can have a name of its own point at this machine (DNS rebinding): what the page then asks would count
+as coming from this server's own pages. Such requests carry that name in their Host header, and are refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+from collections.abc import Iterable
+from contextlib import suppress
+from fnmatch import fnmatchcase
+from ipaddress import IPv4Address, IPv6Address, ip_address
+
+from selfjudge.integrations.asgi import ASGI, Receive, Scope, Send, refuse
+
+VARIABLE = "SELFJUDGE_ALLOWED_HOSTS"
+"""The variable that has, in front of vLLM, the allowed names as JSON."""
+MIDDLEWARE = "selfjudge.integrations.hosts.HostGuard"
+"""For vLLM's `--middleware`."""
+ALLOWED = re.compile(r"[\w.*-]+|\[?[0-9a-fA-F]*:[\w:.%]*\]?")
+"""A name, with `*` for any part of it, or an address; without a port."""
+_HOST = re.compile(r"(\[[^]]*\]|[^:]*)(:\d*)?")
+
+
+class HostNames:
+    """The names of this machine, and those that `allowed` adds."""
+
+    def __init__(self, allowed: Iterable[str]) -> None:
+        own = socket.gethostname()
+        self.patterns = [name.strip("[]").lower() for name in ("localhost", own, own.partition(".")[0], *allowed)]
+
+    def find_foreign(self, scope: Scope) -> str | None:
+        """What is wrong with the Host header of a request, if anything; HTTP/1.0 may leave it out."""
+        for named in [value.decode("latin-1") for header, value in scope["headers"] if header == b"host"]:
+            found = _HOST.fullmatch(named)
+            if found is None or not self._is_own(found[1].strip("[]").lower(), scope):
+                return f"this server does not answer to the name {named[:100]!r}: allow it with --allowed-host"
+        return None
+
+    def _is_own(self, host: str, scope: Scope) -> bool:
+        """Whether a name is allowed, or is a loopback address or the address at which the request arrived."""
+        if any(fnmatchcase(host.removesuffix("."), pattern) for pattern in self.patterns):
+            return True
+        with suppress(ValueError, TypeError):  # not an address; a server without one
+            address = _parse_address(host)
+            return address.is_loopback or address == _parse_address(scope["server"][0])
+        return False
+
+
+def _parse_address(text: str) -> IPv4Address | IPv6Address:
+    address = ip_address(text)
+    return getattr(address, "ipv4_mapped", None) or address  # a socket for both has ::ffff:127.0.0.1
+
+
+class HostGuard:
+    """An ASGI application in front of vLLM's."""
+
+    def __init__(self, app: ASGI) -> None:
+        self.app, self.names = app, HostNames(json.loads(os.environ.get(VARIABLE, "[]")))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        problem = self.names.find_foreign(scope) if scope["type"] in ("http", "websocket") else None
+        if problem is None:
+            await self.app(scope, receive, send)
+        elif scope["type"] == "http":
+            await refuse(send, 421, problem)
+        else:
+            await send({"type": "websocket.close", "code": 1008, "reason": problem})
