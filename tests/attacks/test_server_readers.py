@@ -17,7 +17,7 @@ from selfjudge.integrations.server.run import Connection
 from servers import Server, endless_pair, servers
 
 READERS = 20
-NAME = "tiny" * 100  # is in every event of a stream: few tokens fill the buffers
+NAME = "tiny" * 500  # is in every event of a stream: few tokens fill the buffers
 PROMPT = {"prompt": "w1 w2", "max_tokens": 300, "selfjudge": {"off": True, "gamma": 0}}
 
 
