@@ -1,6 +1,6 @@
 """Draw docs/generate.svg, what `selfjudge generate --color` shows, from a run that is made for it.
 
-    python docs/make_svg.py --pair qwen2.5-coder-1.5b --rule judged --quality 0.9 > docs/generate.svg
+    python docs/make_svg.py > docs/generate.svg
 
 Every target pass appears at once, evenly over `SECONDS`: the picture says how many tokens a pass gives, not how fast it was.
 """
@@ -15,8 +15,8 @@ COLUMNS, LINE, WIDTH = 98, 22, 8.43
 SECONDS = 9.0
 STYLE = """
 text { font: 14px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; white-space: pre; fill: #1f2328 }
-.target { fill: #0550ae } .judge { fill: #fff } rect.judge { fill: #1a7f37 } rect.page { fill: #f6f8fa } .small { font-size: 12px; fill: #59636e }
-@media (prefers-color-scheme: dark) { text { fill: #e6edf3 } .target { fill: #79c0ff } rect.page { fill: #161b22 } .small { fill: #9198a1 } }
+.draft { fill: #1a7f37 } text.judge { fill: #1f2328 } rect.judge { fill: #f2cc60 } rect.page { fill: #f6f8fa } .small { font-size: 12px; fill: #59636e }
+@media (prefers-color-scheme: dark) { text { fill: #e6edf3 } .draft { fill: #56d364 } rect.page { fill: #161b22 } .small { fill: #9198a1 } }
 @media (prefers-reduced-motion: no-preference) { .pass { opacity: 0; animation: show .1s linear forwards } }
 @keyframes show { to { opacity: 1 } }
 """
@@ -55,7 +55,9 @@ def draw(prompt: str, pieces: list[Piece], caption: str) -> str:
         delay = 0.6 + SECONDS * number / len(grouped)
         groups.append(f'<g class="pass" style="animation-delay:{delay:.2f}s">{"".join(marks)}</g>')
     width, height = round(40 + COLUMNS * WIDTH), (y + 3) * LINE
-    legend = "plain: a draft token · blue: the target's own · white on green: taken against the target's choice"
+    legend = (
+        "green: drafted, a pass saved · black on yellow: accepted against the target's choice · plain: the target's own"
+    )
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(caption)}">',
@@ -79,11 +81,11 @@ def main() -> None:
 
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--pair", default="qwen2.5-coder-1.5b")
-    options.add_argument("--prompt", default="Write is_prime(n) in Python.")
+    options.add_argument("--prompt", default="Why is the sky blue?")
     options.add_argument("--rule", default="judged")
     options.add_argument("--quality", type=float, default=0.9)
     options.add_argument("--gamma", type=int, default=5)
-    options.add_argument("--max-new-tokens", type=int, default=120)
+    options.add_argument("--max-new-tokens", type=int, default=150)
     given = options.parse_args()
     pair = Pair.load(given.pair)
     answer = stream(
@@ -91,7 +93,7 @@ def main() -> None:
     )
     pieces = [(piece.text, piece.origin) for piece in answer]
     made = answer.generation
-    command = f'selfjudge generate "{given.prompt}" --pair {given.pair} --quality {given.quality} --color'
+    command = f'selfjudge generate "{given.prompt}" --rule {given.rule} --quality {given.quality} --gamma {given.gamma} --color'
     caption = (
         f"{pair.name}, {pair.dtype}, γ = {given.gamma}: {len(made.tokens)} tokens from {made.cycles} target passes,"
         f" {len(made.judged_tokens)} of them against the target's choice"
