@@ -294,7 +294,7 @@ def speed_by_task() -> str:
 
 
 def speed_by_rows() -> str:
-    sizes, lines = (1, 8, 32, 128, 512), {"plain": "plain", "g2": "γ = 2", "exact": "`auto`"}
+    sizes, lines = (1, 8, 32, 128, 512), {"plain": "plain", "exact": "`auto`"}
     rows = [
         [f"{task_title(task)}, {title}", *(number(figures()[f"rows-{task}-{size}"][column]) for size in sizes)]
         for task in ("gsm8k", "dolly")
@@ -387,17 +387,10 @@ def load() -> str:
     return markdown_table(head, rows)
 
 
-def worker() -> str:
-    lines = {"vllm": "vLLM, plain", "vllm-head": "vLLM, our head, γ = 5", "worker-off": "our worker, γ = 3, requests say off", "worker-margin": "the same, `margin:0.5`"}  # fmt: skip
-    names = [f"worker-{task}-{batch}" for task in ("gsm8k", "dolly") for batch in (1, 64)]
-    rows = [[title, *(number(figures()[name][column]) for name in names)] for column, title in lines.items()]
-    return markdown_table(["tokens/s", *(f"{task}, {n}" for task in ("GSM8K", "Dolly") for n in (1, 64))], rows)
-
-
 TABLES: dict[str, Callable[[], str]] = {
     "engines": engines, "beside vllm": beside_vllm_table, "beside llama": beside_llama_table,
     "speed by task": speed_by_task, "speed by rows": speed_by_rows, "drafts": drafts, "relaxed": relaxed,
-    "certificates": certificates, "small pair": small_pair, "load": load, "worker": worker,
+    "certificates": certificates, "small pair": small_pair, "load": load,
 }  # fmt: skip
 FORMATS: dict[str, Callable[[float], str]] = {
     "same": share, "top1": share, "gain": change, "points": points, "score": lambda x: f"{100 * x:.1f}", "gamma": lambda x: f"{x:.1f}",
