@@ -24,7 +24,7 @@ sys.path.append(str(Path(__file__).parents[1] / "tests"))
 if TYPE_CHECKING:
     from browser import Browser
 
-SIZE, FRAME, LAST = (900, 600), 160, 3500
+SIZE, FRAME, LAST = (940, 860), 200, 3500
 """Pixels of the page, and milliseconds of a frame and of the last one."""
 JUDGED = ".card .token.judge"
 COUNT = "document.querySelectorAll('.card .token').length"
@@ -44,7 +44,7 @@ def wait_for_server(url: str, process: subprocess.Popen[bytes]) -> None:
 def record(browser: Browser, question: str, tokens: int) -> list[Image.Image]:
     """The page as the question stands there and as answers come, at last with the reason for one substituted token.
 
-    It ends before the page says how fast it was, which is a matter of the machine.
+    It ends with the first answer, before the page says how fast it was, which is a matter of the machine.
     """
     frames: list[Image.Image] = []
 
@@ -56,18 +56,18 @@ def record(browser: Browser, question: str, tokens: int) -> list[Image.Image]:
     browser.run("document.querySelector('[value=quality]').click()")
     browser.run("document.getElementById('amount').value = 0.8")
     browser.choose("#gamma", "5")
-    browser.run("document.querySelector('details').open = false")
+    browser.run("document.getElementById('amount').dispatchEvent(new Event('input', {bubbles: true}))")
     browser.run(f"document.getElementById('length').value = {tokens}")
     browser.run(f"document.getElementById('question').value = {json.dumps(question)}")
     browser.run("document.getElementById('question').focus()")
     take()
     browser.press("Enter")
     shown, pointed = 0, False
-    while browser.run("state.running !== null"):
+    while browser.run("[...document.querySelectorAll('.card')].every(card => card.hasAttribute('aria-busy'))"):
         if (now := browser.run(COUNT)) > shown + 2:
             take()
             shown = now
-        if not pointed and now > 1.4 * tokens and browser.run(f"document.querySelector('{JUDGED}') !== null"):
+        if not pointed and now > 1.2 * tokens and browser.run(f"document.querySelector('{JUDGED}') !== null"):
             browser.point(JUDGED)
             pointed = True
         time.sleep(0.05)
@@ -79,8 +79,8 @@ def main() -> None:
 
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("out", type=Path)
-    options.add_argument("--question", default="Why is the sea salty? Answer in three sentences.")
-    options.add_argument("--tokens", type=int, default=80)
+    options.add_argument("--question", default="Why do leaves change colour in autumn?")
+    options.add_argument("--tokens", type=int, default=64)
     options.add_argument("--port", type=int, default=8765)
     options.add_argument("--serve", nargs="*", default=[], help="further options of `selfjudge serve`")
     given = options.parse_args()

@@ -81,7 +81,7 @@ def main() -> None:
 
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--pair", default="qwen2.5-coder-1.5b")
-    options.add_argument("--prompt", default="Why is the sky blue?")
+    options.add_argument("--prompt", default="Why is the sea salty? Answer in three sentences.")
     options.add_argument("--rule", default="judged")
     options.add_argument("--quality", type=float, default=0.9)
     options.add_argument("--gamma", type=int, default=5)
