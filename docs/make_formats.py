@@ -77,7 +77,7 @@ SUMMARY = {
 }  # fmt: skip
 SAMPLES = {
     "id": "the example", "answer": "as extracted", "score": "", "scores": "", "finish": "", "tokens": "emitted in cycles",
-    "emitted": "all tokens", "cycles": "", "drafts_accepted": "", "judged": "tokens", "text": "not with `--compact`", "agrees": "with `exact`",
+    "emitted": "all tokens", "cycles": "", "drafts_accepted": "", "judged": "tokens", "text": "not in rows kept without", "agrees": "with `exact`",
 }  # fmt: skip
 TOKENS = {
     "origin": "", "text": "", "choice": "the target's", "p": "probability of the token", "p_choice": "probability of the choice",

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
         Judged as Judged,
         JudgeOnly as JudgeOnly,
         Margin as Margin,
-        RandomAcceptance as RandomAcceptance,
         Relaxed as Relaxed,
         SpeculativeSampling as SpeculativeSampling,
         TopK as TopK,

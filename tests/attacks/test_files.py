@@ -23,6 +23,7 @@ from fake_eval import write_examples, write_run
 from fake_labels import label_folder
 from selfjudge.cli import main as cli
 from selfjudge.errors import SelfJudgeError
+from selfjudge.evaluate.compare import read_samples
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.label.folder import read_shards, summarise_labels
@@ -44,7 +45,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Judge(config).save_pretrained(root / "judge")
     label_folder(root / "labels", prompts=8, each=3, shards=2, evidence=6)
     rows = [{"id": f"r-{i}", "answer": "1", "score": 1.0, "scores": {"accuracy": 1.0}, "tokens": 9, "cycles": 4, "judged": 1,
-             "agrees": 1.0} for i in range(3)]  # fmt: skip
+             "agrees": 1.0, "finish": "eos", "emitted": 8, "drafts_accepted": 4} for i in range(3)]  # fmt: skip
     write_run(root / "eval", "gsm8k", "exact", 3, rows, None)
     write_examples(root / "eval" / "gsm8k" / "exact-g3", random.Random(0), 3, 0.2)
     (root / "data" / "gsm8k").mkdir(parents=True)
@@ -96,7 +97,6 @@ def command(kind: str, files: Path, checkpoints: dict[str, str]) -> list[str]:
             "--resume",
         ],
         "data": ["eval", "--tasks", "gsm8k", "--data", str(files / "data"), *pair, "--rules", "exact", *new],
-        "judges": ["ls", "judges", str(files)],
     }[kind]
 
 
@@ -201,7 +201,7 @@ ATTACKS: list[tuple[str, str, Change, str]] = [
     ("train", "labels/hidden-00000.safetensors", lambda t: t.update(log_p=t["log_p"].astype(np.int32)), "int32"),
     ("train", "labels/hidden-00000.safetensors", lambda t: t["hidden_draft"].fill(np.nan), "not finite"),
     ("judge", "judge/config.json", put(target_sha256=5), '"target_sha256" must be a text, not 5'),
-    ("judges", "judge/config.json", put(thresholds={"R": "x"}), '"thresholds.R" must be a number, not "x"'),
+    ("judge", "judge/config.json", put(thresholds={"R": "x"}), '"thresholds.R" must be a number, not "x"'),
     ("judge", "judge/config.json", put(hidden_size=10**9), '"hidden_size" must be from 1 to'),
     ("judge", "judge/config.json", put(hidden_size=True), '"hidden_size" must be a whole number'),
     ("judge", "judge/config.json", put(format_version="1"), '"format_version" must be 1'),
@@ -219,7 +219,6 @@ ATTACKS: list[tuple[str, str, Change, str]] = [
     ("report", f"{RUN}/summary.json", put(seconds={"draft": -1}), '"seconds.draft" must be at least 0'),
     ("report", f"{RUN}/summary.json", put(tokens_per_second=1e300), '"tokens_per_second" must be a finite number'),
     ("report", f"{RUN}/summary.json", put(rule={}), '"rule" must be a text, not {}'),
-    ("report", f"{RUN}/samples.jsonl.gz", put(tokens=-5), '"tokens" must be at least 0, not -5'),
     ("report", f"{RUN}/examples.jsonl", put(tokens=[{"origin": "me"}]), '"tokens[0].origin" must be'),
     ("report", f"{RUN}/summary.json", put(judge_id="../x"), '"judge_id" must be a sha256'),
     ("task", "prompts.jsonl", put(answer=None), '"answer" must be a text or a number, not null'),
@@ -260,7 +259,7 @@ BROKEN: dict[str, bytes] = {
     "half a character": b'{"a": "\\ud800"}',
 }
 READ_BY = {
-    "labels/manifest.json": "info", "judge/config.json": "judge", f"{RUN}/summary.json": "report", f"{RUN}/samples.jsonl.gz": "report",
+    "labels/manifest.json": "info", "judge/config.json": "judge", f"{RUN}/summary.json": "report",
     f"{RUN}/examples.jsonl": "report", "prompts.jsonl": "task",
 }  # fmt: skip
 MAY_BE_EMPTY = [name for name in READ_BY if name.startswith(RUN) and "jsonl" in name]
@@ -271,8 +270,17 @@ DAMAGES = [(name, broken) for name in READ_BY for broken in BROKEN if broken != 
 @pytest.mark.parametrize(("name", "broken"), DAMAGES)
 def test_broken_files(name: str, broken: str, files: Path, refused: Callable[[str], str]) -> None:
     content = BROKEN[broken]
-    (files / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    (files / name).write_bytes(content)
     assert Path(name).stem.partition(".")[0] in refused(READ_BY[name])
+
+
+@pytest.mark.parametrize("broken", [name for name in BROKEN if name != "empty"])
+def test_broken_rows_of_a_run(broken: str, files: Path) -> None:
+    """Those that a resumed evaluation compares."""
+    (files / RUN / "samples.jsonl.gz").write_bytes(gzip.compress(BROKEN[broken]))
+    with pytest.raises(SelfJudgeError, match="samples") as caught:
+        list(read_samples(files / RUN))
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["labels/manifest.json", "judge/config.json", f"{RUN}/summary.json", "prompts.jsonl"])
@@ -293,10 +301,11 @@ def test_a_bomb_of_rows(files: Path, refused: Callable[[str], str], monkeypatch:
     """A line without end, and rows without end; what is read is bounded before memory is."""
     monkeypatch.setattr("selfjudge.store.files.MAX_UNPACKED", 1 << 20)
     monkeypatch.setattr("selfjudge.store.files.MAX_DOCUMENT", 1 << 16)
-    row = b'{"id": "a", "tokens": 1, "cycles": 1}\n'
+    row = gzip.decompress((files / RUN / "samples.jsonl.gz").read_bytes()).splitlines(keepends=True)[0]
     for content in (b" " * (1 << 17), row * 60_000):
         (files / RUN / "samples.jsonl.gz").write_bytes(gzip.compress(content))
-        assert "it is too large" in refused("report")
+        with pytest.raises(SelfJudgeError, match="it is too large"):
+            list(read_samples(files / RUN))
     (files / RUN / "summary.json").write_bytes(b" " * (1 << 17))
     assert "it is too large" in refused("report")
 
@@ -396,6 +405,10 @@ def use_report(files: Path) -> None:
     make_charts(results)
 
 
+def use_samples(files: Path) -> None:
+    list(read_samples(files / RUN))
+
+
 def use_prompts(files: Path) -> None:
     task = File(files / "prompts.jsonl")
     for row in task.examples("all"):
@@ -405,7 +418,7 @@ def use_prompts(files: Path) -> None:
 
 FUZZED: dict[str, Callable[[Path], None]] = {
     "labels/manifest.json": use_labels, "labels/labels-00001.jsonl": use_labels, "labels/responses.jsonl": use_labels,
-    "judge/config.json": use_judge, f"{RUN}/summary.json": use_report, f"{RUN}/samples.jsonl.gz": use_report,
+    "judge/config.json": use_judge, f"{RUN}/summary.json": use_report, f"{RUN}/samples.jsonl.gz": use_samples,
     f"{RUN}/examples.jsonl": use_report, "prompts.jsonl": use_prompts,
 }  # fmt: skip
 

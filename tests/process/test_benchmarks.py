@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
+import random
 import re
 import runpy
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from statistics import stdev
 from typing import Any
 
 import pytest
@@ -20,12 +23,14 @@ from sklearn.metrics import roc_auc_score
 from tokenizers import Tokenizer, models
 
 from conftest import VOCAB, tiny_head, tiny_model
+from fake_eval import samples, write_run
 from fake_labels import SUFFIX, label_folder
 from selfjudge.decoding.plain import respond
 from selfjudge.errors import SelfJudgeError
 from selfjudge.label.score import sum_scores
 from selfjudge.models.loaded import Draft, Target
 from selfjudge.models.pair import Pair
+from selfjudge.report.records import read_results
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 SCRIPTS = sorted(script.name for script in FOLDER.glob("*.py") if script.name != "common.py")
@@ -203,3 +208,76 @@ def test_load_is_measured_with_and_without_http(transport: str, checkpoints: dic
     assert few["refused"] == 0 < many["refused"]  # two places, two in the queue, six clients
     assert many["requests"] == sum(many["by_kind"].values())
     assert len(out.with_suffix(".md").read_text().splitlines()) == 4
+
+
+@pytest.fixture
+def equal_m(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(FOLDER)
+    return importlib.import_module("equal_m")
+
+
+def write_margins(folder: Path, judged: list[float]) -> None:
+    """`exact` at m 3, a margin at 4 that keeps half, one at 6 that keeps none, and a judged rule at 5."""
+    exact = samples([(13, 4)] * 4, [1, 1, 1, 0])
+    write_run(folder, "gsm8k", "exact", 10, exact, None)
+    write_run(folder, "gsm8k", "margin:1", 10, samples([(13, 3)] * 4, [1, 0, 1, 0]), exact)
+    write_run(folder, "gsm8k", "margin:3", 10, samples([(13, 2)] * 4, [0, 0, 0, 0]), exact)
+    write_run(folder, "gsm8k", "margin:price=0.2", 10, samples([(13, 2)] * 4, [1, 1, 0, 0]), exact)
+    write_run(folder, "gsm8k", "judged:F@j", 10, samples([(11, 2)] * 4, judged), exact)
+    write_run(folder, "gsm8k", "null", 10, samples([(15, 4)] * 4, [1, 1, 1, 1]), exact)
+    write_run(folder, "gsm8k", "topk:2", 10, samples([(13, 1)] * 4, [0, 0, 0, 0]), exact)  # beyond both lines
+
+
+def test_a_lead_at_equal_m_by_hand(equal_m: Any, tmp_path: Path) -> None:
+    write_margins(tmp_path, [1, 1, 0, 1])
+    (table,) = equal_m.compare_at_equal_m([tmp_path])
+    rows = {row["rule"]: row for row in table.rows}
+    assert set(rows) == {"judged:F@j", "margin:price=0.2"}
+    mine = rows["judged:F@j"]
+    assert mine["agreement_over_margin"] == pytest.approx(0.75 - 0.25)
+    assert mine["score_over_margin"] == pytest.approx(0.75 - 0.25)
+    # m does not vary; what an example moves: judged ¼ ¼ −¾ ¼, half of the margin's ±½ → 0, ½, −1, ½
+    half = 1.959964 * math.sqrt((0 + 0.25 + 1 + 0.25) / 3) / 2
+    assert mine["agreement_over_margin_ci"] == pytest.approx((0.5 - half, 0.5 + half))
+    # the line of the priced margin begins at exact: two thirds of the way from 1 to ½, and a lower bound
+    assert mine["agreement_over_priced_margin"] == pytest.approx(0.75 - 2 / 3)
+    assert (mine["agreement_over_priced_margin_ci"], mine["agreement_over_priced_margin_at_least"]) == (None, True)
+    assert mine["score_over_priced_margin"] == pytest.approx(0.75 - (0.75 / 3 + 0.5 * 2 / 3))
+    assert mine["score_over_priced_margin_ci"] is not None
+    assert "| +50.0 \\[−19.3, +119.3\\] | ≥ +8.3 |" in table.markdown()
+
+
+def at_equal_m(folder: Path, n: int = 300) -> None:
+    """`exact`, two margins and a judged rule between them. All rules keep the same answers more often, and there the
+    judged one has a larger m."""
+    dice = random.Random(3)
+    luck = [dice.random() for _ in range(n)]
+    lengths = [40 + int(160 * (1 - x) * dice.random()) for x in luck]
+    exact = samples([(1 + t, t // 4 + 1) for t in lengths], [0] * n)
+    write_run(folder, "gsm8k", "exact", 10, exact, None)
+    for rule, pace, kept in (("margin:0.5", 4.5, 0.9), ("margin:2", 6, 0.2), ("judged:q0.8@j", 6, 0.75)):
+        ease = [0.6 + 0.8 * x if rule.startswith("judged") else 1 for x in luck]
+        spent = [int(t / (pace * e)) + 1 for t, e in zip(lengths, ease, strict=True)]
+        rows = samples([(1 + t, c) for t, c in zip(lengths, spent, strict=True)], [0] * n)
+        for sample, x in zip(rows, luck, strict=True):
+            sample["agrees"] = None if dice.random() < 0.5 else float(x + 0.2 * dice.random() > 1.1 - kept)
+        write_run(folder, "gsm8k", rule, 10, rows, exact)
+
+
+def test_the_interval_of_a_lead_is_that_of_resampled_examples(equal_m: Any, tmp_path: Path) -> None:
+    at_equal_m(tmp_path / "eval")
+    runs = read_results([tmp_path / "eval"]).runs
+    by_rule = {run.rule: equal_m.Answered(run, equal_m.read_answers(run.folder)) for run in runs}
+    judged, points = by_rule["judged:q0.8@j"], [by_rule["margin:0.5"], by_rule["margin:2"]]
+    lead = equal_m.lead_over(judged, points, equal_m.AGREES)
+    assert lead is not None
+    assert lead.interval is not None
+    ids, dice, seen = sorted(judged.answers), random.Random(0), []
+    for _ in range(800):
+        drawn = {str(place): dice.choice(ids) for place in range(len(ids))}
+        again = [r._replace(answers={k: r.answers[i] for k, i in drawn.items()}) for r in (judged, *points)]
+        found = equal_m.lead_over(again[0], again[1:], equal_m.AGREES)
+        assert found is not None
+        seen.append(found.value)
+    assert (lead.interval[1] - lead.interval[0]) / 2 == pytest.approx(1.959964 * stdev(seen), rel=0.08)
+    assert sum(lead.interval) / 2 == pytest.approx(lead.value)

@@ -98,4 +98,4 @@ def test_the_sdist_installs(dist: Path, tmp_path: Path) -> None:
     (source,) = dist.glob("*.tar.gz")
     installed = Environment(tmp_path, source)
     assert installed.run("--version").stdout.startswith("selfjudge 0.")
-    assert len(installed.run("ls", "judges", "--json").stdout) > 2
+    assert len(installed.run("ls", "pairs", "--json").stdout) > 2

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,16 +13,16 @@ import torch
 from conftest import tiny_model
 from runs import label_settings as settings_of
 from selfjudge.errors import SelfJudgeError
-from selfjudge.label import consequences
 from selfjudge.label.checks import (
     SIMILAR_TOKENS,
     Original,
     OutcomeCheck,
     SimilarityCheck,
     Substitution,
+    compare_answers,
     continue_responses,
 )
-from selfjudge.label.consequences import MARGINS, compute_margins, draw_cases, draw_places, finish_and_compare
+from selfjudge.label.consequences import MARGINS, compute_margins, draw_cases, draw_places
 from selfjudge.label.pipeline import label_pair
 from selfjudge.label.score import Case
 from selfjudge.models.loaded import Draft
@@ -116,91 +113,18 @@ class SecondChanged(OutcomeCheck):
         return [float(number != 1) for number in range(len(responses))]
 
 
-class Programs(OutcomeCheck):
-    runs_programs = True
-
-    def __init__(self, run: Callable[[Sequence[Sequence[int]]], list[float]]) -> None:
-        self.run = run
-
-    def __call__(self, substitutions: Sequence[Substitution], responses: Sequence[Sequence[int]]) -> list[float]:
-        return self.run(responses)
-
-
-def substitutions_of(run_programs: Callable[[Sequence[Sequence[int]]], list[float]]) -> list[Substitution]:
-    """By turns: an open prompt whose meaning is checked, one by similarity, one that asks for a program."""
-    checks = (SecondChanged(), SimilarityCheck(), Programs(run_programs))
-    originals = [original_of([5, 6, 7 + n], [8, 9, 10, 11, 12, 13, 14, 15], check) for n, check in enumerate(checks)]
-    return [substitute(originals[place % 3], place, 20 + place) for place in range(7)]
-
-
-@pytest.mark.parametrize("free", [True, False])
-def test_programs_run_while_the_other_answers_are_written_where_cores_are_free(
-    free: bool, tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_check_is_asked_about_its_own_answers(tiny_pair: Pair) -> None:
     config = settings_of("", method="consequences", max_new_tokens=20, batch=3)
-    written, calls = threading.Event(), []
-
-    def watched(pair: Pair, config: Any, substitutions: Sequence[Substitution], *rest: Any) -> list[tuple[int, ...]]:
-        calls.append([s.place for s in substitutions])
-        found = continue_responses(pair, config, substitutions, *rest)
-        if len(substitutions) > 2:
-            written.set()
-        return found
-
-    def run_programs(responses: Sequence[Sequence[int]]) -> list[float]:
-        assert written.wait(60), "the others wait for the programs"
-        assert (threading.current_thread() is threading.main_thread()) is not free
-        return [float(response == whole[5]) for response in responses]  # what the second program is
-
-    tried = substitutions_of(run_programs)
-    whole = continue_responses(tiny_pair, config, tried)
-    monkeypatch.setattr(consequences, "continue_responses", watched)
-    monkeypatch.setattr(consequences, "has_free_cores", lambda pair: free)
+    checks = (SecondChanged(), SimilarityCheck())
+    originals = [original_of([5, 6, 7 + n], [8, 9, 10, 11, 12, 13, 14, 15], check) for n, check in enumerate(checks)]
+    tried = [substitute(originals[place % 2], place, 20 + place) for place in range(7)]
     told: list[float] = []
-    others, kept = finish_and_compare(tiny_pair, config, tried, told.append)
-    assert calls == ([[2, 5], [0, 1, 3, 4, 6]] if free else [[0, 1, 2, 3, 4, 5, 6]])
-    assert others == whole
-    assert kept[0::3] == [1, 0, 1]
-    assert kept[1::3] == SimilarityCheck()(tried[1::3], whole[1::3])
-    assert kept[2::3] == [float(whole[2] == whole[5]), 1]
+    new = continue_responses(tiny_pair, config, tried, told.append)
+    kept = compare_answers(tried, new)
+    assert kept[0::2] == [1, 0, 1, 1]
+    assert kept[1::2] == SimilarityCheck()(tried[1::2], new[1::2])
     assert told == sorted(told)
     assert told[-1] == 1
-
-
-def test_an_error_does_not_wait_for_programs_that_have_not_begun(
-    tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = settings_of("", method="consequences", max_new_tokens=20, batch=3)
-    begun, tested = threading.Event(), []
-
-    def run_programs(responses: Sequence[Sequence[int]]) -> list[float]:
-        tested.append(len(responses))
-        begun.set()
-        time.sleep(0.05)
-        return [1.0] * len(responses)
-
-    def failing(pair: Pair, config: Any, substitutions: Sequence[Substitution], *rest: Any) -> list[tuple[int, ...]]:
-        if substitutions[0].original.check.runs_programs:
-            return continue_responses(pair, config, substitutions, *rest)
-        assert begun.wait(60)
-        raise SelfJudgeError("out of memory")
-
-    monkeypatch.setattr(consequences, "continue_responses", failing)
-    monkeypatch.setattr(consequences, "has_free_cores", lambda pair: True)
-    monkeypatch.setattr(consequences, "PROGRAMS_AT_A_TIME", 1)
-    with pytest.raises(SelfJudgeError, match="out of memory"):
-        finish_and_compare(tiny_pair, config, substitutions_of(run_programs) * 20, lambda share: None)
-    assert len(tested) < 40  # of 40
-
-
-def test_an_error_of_a_program_is_told(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_programs(responses: Sequence[Sequence[int]]) -> list[float]:
-        raise SelfJudgeError("no sandbox")
-
-    config = settings_of("", method="consequences", max_new_tokens=20, batch=3)
-    monkeypatch.setattr(consequences, "has_free_cores", lambda pair: True)
-    with pytest.raises(SelfJudgeError, match="no sandbox"):
-        finish_and_compare(tiny_pair, config, substitutions_of(run_programs), lambda share: None)
 
 
 @pytest.mark.parametrize(

@@ -11,18 +11,7 @@ import transformers as hf
 
 from fake_judge import constant_judge
 from selfjudge.decoding.rule_parser import RULES, RuleRequest
-from selfjudge.decoding.rules import (
-    Exact,
-    FLy,
-    Judged,
-    JudgeOnly,
-    Margin,
-    RandomAcceptance,
-    Relaxed,
-    SpeculativeSampling,
-    TopK,
-    Typical,
-)
+from selfjudge.decoding.rules import Exact, FLy, Judged, JudgeOnly, Margin, Relaxed, SpeculativeSampling, TopK, Typical
 from selfjudge.decoding.sampling import Sampling, sample
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
@@ -118,27 +107,6 @@ def test_fly_needs_uncertainty_and_a_matching_window() -> None:
     assert verdict(rule, block([0, 1, 0], [sure, flat, sure, sure]))[0] == 1  # the window leaves the block
     with pytest.raises(SelfJudgeError, match="`gamma` > 6"):
         FLy().check(5)
-
-
-def test_random_acceptance_takes_its_share_of_the_mismatches() -> None:
-    torch.manual_seed(0)
-    logits = torch.randn(400, 6, 50)
-    random = Block(torch.randint(50, (400, 5)), logits)
-    aligned = random.draft_tokens == logits[:, :-1].argmax(-1)
-    for share in (0.1, 0.5):
-        rule = RandomAcceptance(share)
-        taken = rule.accepts(random, logits[:, :-1], aligned)
-        assert bool(taken[aligned].all())
-        assert float(taken[~aligned].float().mean()) == pytest.approx(share, abs=0.04)
-        some = Block(random.draft_tokens[7:9], logits[7:9])
-        assert torch.equal(rule.accepts(some, logits[7:9, :-1], aligned[7:9]), taken[7:9])  # no matter who is beside
-    nothing, everything = (RandomAcceptance(share)(random).n_accepted for share in (0.0, 1.0))
-    assert torch.equal(nothing, Exact()(random).n_accepted)
-    assert bool((everything == 5).all())
-    for wrong in (-0.1, 1.1):
-        with pytest.raises(SelfJudgeError, match="share"):
-            RandomAcceptance(wrong)
-    assert RuleRequest("random:0.3").resolve().share == 0.3
 
 
 def test_judge_accepts_above_theta_and_reads_the_state_at_the_draft() -> None:

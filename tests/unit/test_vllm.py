@@ -196,7 +196,7 @@ def test_a_temperature_goes_with_rules_that_do_not_look_at_what_follows(wish: An
 
 RULES = (
     None, "judged:0.5", "judged:price=0.4", "judged:0.4,confirm=1", "margin:2", "margin:price=0.8", "margin:price=0",
-    "topk:3", "fly:0.2,1", "relaxed:4,0.5", "typical", "random:0.5",
+    "topk:3", "fly:0.2,1", "relaxed:4,0.5", "typical",
 )  # fmt: skip
 
 
@@ -269,7 +269,7 @@ def test_the_judge_approves_aligned_drafts_too() -> None:
 def test_every_rule_that_looks_at_drafts_alone_has_a_kernel() -> None:
     parsed = {text: _parsed(text) for text in RULES if text}
     assert {text for text, rule in parsed.items() if encode(rule) is None} == {
-        "relaxed:4,0.5", "typical", "random:0.5",
+        "relaxed:4,0.5", "typical",
     }  # fmt: skip
     rows = DraftRows.of(torch.tensor([1]), 1)
     assert {text for text, rule in parsed.items() if Plan([rule], rows, [1]).looks_ahead} == {

@@ -17,7 +17,6 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.config import EvalConfig, check_examples, needs_judge, plan_runs
 from selfjudge.evaluate.presets import PAPER_PAIRS, ReproduceConfig
 from selfjudge.judge.config import JudgeConfig
-from selfjudge.report.charts import MOST_METHODS
 from selfjudge.store import RunFolder
 from selfjudge.tune.calibration import check_calibration
 from selfjudge.tune.config import TuneConfig
@@ -149,9 +148,6 @@ def report(
     out: Annotated[Path, typer.Option(help="The page; figures and tables go into a folder of the same name.")] = Path(
         "report.html"
     ),
-    methods: Annotated[
-        int, typer.Option(min=2, help="Most methods in a trade-off; the tables always have all.")
-    ] = MOST_METHODS,
     as_json: AsJson = False,
 ) -> None:
     """One self-contained page: a verdict, tables, trade-offs, a token viewer; figures and Markdown beside it.
@@ -161,7 +157,7 @@ def report(
     with waiting("reading results and drawing …"):
         from selfjudge.report.page import report as run
 
-        result = run(folders, out, methods=methods)
+        result = run(folders, out)
     for folder in result["left_out"]:
         warn(f"left out {folder['folder']}: {folder['why']}")
     if as_json:

@@ -86,22 +86,15 @@ def export(
 
 
 def ls(
-    what: Annotated[
-        Literal["pairs", "rules", "tasks", "judges", "runs"], typer.Argument(help="What to list.")
-    ] = "pairs",
-    folder: Annotated[
-        Path, typer.Argument(metavar="[DIR]", help="Where judges and runs are looked for.", exists=True)
-    ] = Path(),
+    what: Annotated[Literal["pairs", "rules", "tasks", "runs"], typer.Argument(help="What to list.")] = "pairs",
+    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="Where runs are looked for.", exists=True)] = Path(),
     as_json: AsJson = False,
 ) -> None:
-    """List embedded pairs, acceptance rules, tasks, judges, or folders that runs have written.
+    """List embedded pairs, acceptance rules, tasks, or folders that runs have written.
 
     Example: selfjudge ls rules
     """
-    if what in ("judges", "runs"):
-        rows = (_judges if what == "judges" else _runs)(_folders(folder))
-    else:
-        rows = {"pairs": _pairs, "rules": _rules, "tasks": _tasks}[what]()
+    rows = _runs(_folders(folder)) if what == "runs" else {"pairs": _pairs, "rules": _rules, "tasks": _tasks}[what]()
     if as_json:
         print_json(rows)
     elif rows:
@@ -116,6 +109,7 @@ def _pairs() -> list[dict[str, Any]]:
             "name": e.name,
             "target": e.model,
             "draft": "ships with the package" if e.draft else "none yet",
+            "judge": "ships with the package" if e.judge else "none yet",
             "licence": e.licence,
             "pulled": (home() / "models" / f"{e.name}.gguf").is_file(),
         }
@@ -134,21 +128,6 @@ def _tasks() -> list[dict[str, Any]]:
 
     tasks = [load_task(name) for name in NAMES]
     return [{"name": t.name, "what": t.summary, "splits": ", ".join(t.splits), "licence": t.licence} for t in tasks]
-
-
-def _judges(folders: Iterable[Path]) -> list[dict[str, Any]]:
-    """Those that ship, and those in folders."""
-    from selfjudge.judge.config import JudgeConfig
-
-    shipped = [(e.name, e.judge, "ships with the package") for e in EMBEDDED.values() if e.judge]
-    local = [(str(folder), folder, "folder") for folder in folders if _kind(folder) == "judge"]
-    rows = []
-    for name, folder, where in (*shipped, *local):
-        config = JudgeConfig.from_pretrained(folder)
-        about = {key: getattr(config, key) for key in ("target", "features", "model")}
-        thresholds = {key: round(theta, 3) for key, theta in config.thresholds.items()}
-        rows.append({"name": name, "where": where, **about, "thresholds": thresholds})
-    return rows
 
 
 def _runs(folders: Iterable[Path]) -> list[dict[str, Any]]:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 RULES: dict[str, type[AcceptanceRule]] = {
     rule.name: rule
     for rule in (
-        Exact, SpeculativeSampling, rules.TopK, rules.Relaxed, rules.Typical, rules.Margin, rules.FLy,
-        rules.RandomAcceptance, rules.Judged, rules.JudgeOnly,
+        Exact, SpeculativeSampling, rules.TopK, rules.Relaxed, rules.Typical, rules.Margin, rules.FLy, rules.Judged,
+        rules.JudgeOnly,
     )
 }  # fmt: skip
 

@@ -354,35 +354,6 @@ class FLy(AcceptanceRule):
 
 
 @dataclass(frozen=True, eq=False)
-class RandomAcceptance(AcceptanceRule):
-    """A mismatch passes with probability `share`, whatever it is: the floor under every other rule.
-
-    The random number is a hash of what the pass says of the draft, so that the rule has no state and an answer does
-    not depend on its neighbours.
-    """
-
-    name = "random"
-    summary = "a mismatch passes with this probability, whatever it is: the floor to compare other rules with"
-
-    share: float = setting(0.1, "Probability that a mismatch passes", minimum=0, maximum=1)
-    guard: bool = False
-    special: tuple[int, ...] = ()
-
-    def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
-        drafts = block.draft_tokens
-        return aligned | (_hashed(drafts, _at(logits, drafts), logits.amax(-1)) < self.share)
-
-
-def _hashed(tokens: Tensor, *values: Tensor) -> Tensor:
-    """[...] numbers in [0, 1) that look random, hashed from tokens and the bits of their values."""
-    mixed = tokens.long() * 0x9E3779B1
-    for value in values:
-        mixed = (mixed ^ value.float().contiguous().view(torch.int32).long()) * 0x2545F4914F6CDD1D
-        mixed = mixed ^ (mixed >> 29)
-    return ((mixed >> 8) & 0xFFFFFF).float() / (1 << 24)
-
-
-@dataclass(frozen=True, eq=False)
 class Judged(AcceptanceRule):
     """The base rule accepts, OR judge(h at d_i) > θ. With θ = 1 or no score it is the base rule, bit for bit.
 

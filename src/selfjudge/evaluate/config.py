@@ -44,7 +44,6 @@ class EvalConfig:
         "auto", "Factual consistency of summaries: an NLI model, proxy (the target itself), off, or auto."
     )
     examples: int = setting(3, "Answers of each run that are kept token by token.", minimum=0)
-    compact: bool = setting(False, "Leave texts out of the rows at the end, and round to five decimals.")
     times: bool = setting(True, "Measure tokens/s; not on a machine that does other work meanwhile.")
     data: Path | None = setting(None, "Folder with the benchmarks' files; SELFJUDGE_DATA if not given.")
     allow_unsafe: bool = setting(False, "Run generated code even if it cannot be isolated.")

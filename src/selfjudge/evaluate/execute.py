@@ -16,7 +16,7 @@ from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.decoding.text import generate, row_seed
 from selfjudge.engine.select import PairEngines, choose_kind
 from selfjudge.errors import SelfJudgeError
-from selfjudge.evaluate.compare import SAMPLES, bootstrap_interval, read_samples
+from selfjudge.evaluate.compare import SAMPLES, bootstrap_interval
 from selfjudge.evaluate.config import EvalConfig, RuleRun, TaskExamples
 from selfjudge.evaluate.consistency import Entails, measure_consistency
 from selfjudge.evaluate.likelihood import find_substitutions, make_example_rows
@@ -202,16 +202,6 @@ class Execution:
             {"id": samples[i]["id"], "score": samples[i]["score"], **row} for i, row in zip(chosen, rows, strict=True)
         ]
 
-    def compact(self) -> None:
-        """If wanted, leave the texts out of the rows and round to five decimals. Kept results may lack rows."""
-        compared_by_words = self.run.name == "exact" and not self.task.checkable
-        if compared_by_words or not self.config.compact:
-            return
-        rows = list(read_samples(self.folder)) if (self.folder / SAMPLES).is_file() else []
-        if any("text" in row for row in rows):
-            compacted = ({key: _round(value) for key, value in row.items() if key != "text"} for row in rows)
-            write_rows(self.folder / SAMPLES, compacted)
-
 
 def make_sample(name: str, answer: Generation, scored: tuple[str | None, dict[str, float]]) -> Row:
     """The row that is kept of an answer (`PartSample`), from the answer found in its text and the text's scores."""
@@ -238,12 +228,6 @@ def restore_answer(sample: Row) -> Generation:
     """The answer that a row of a part was made from."""
     origins: Any = tuple(_ORIGINS[letter] for letter in sample["origins"])
     return Generation(tuple(sample["token_ids"]), origins, sample["text"], sample["cycles"], sample["finish"], 0)
-
-
-def _round(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _round(inner) for key, inner in value.items()}
-    return round(value, 5) if isinstance(value, float) else value
 
 
 def choose_measure(scores: Mapping[str, float]) -> str | None:

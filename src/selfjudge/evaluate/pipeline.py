@@ -72,15 +72,13 @@ def evaluate_rules(
             keep_settings(out / examples.label / "task.json", _identify(examples, nli))
             _warn_unscored(examples, warn)
             _warn_learnt(examples, runs, warn)
-            executions = [Execution(evaluation, examples, run) for run in runs]
-            for turn, execution in enumerate(executions, number * len(runs)):
+            for turn, run in enumerate(runs, number * len(runs)):
+                execution = Execution(evaluation, examples, run)
                 if not execution.done:
-                    stage = f"{examples.label}, {execution.run.folder}"
+                    stage = f"{examples.label}, {run.folder}"
                     for share in execution.answer_rows():
                         notify(stage, (turn + share) / (len(tasks) * len(runs)))
                 summaries.append(_compare(execution, warn))
-            for execution in executions:
-                execution.compact()
         return summaries
 
 

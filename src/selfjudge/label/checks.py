@@ -69,8 +69,6 @@ class Substitution:
 class OutcomeCheck:
     """Says how far new responses keep the answers of the original ones."""
 
-    runs_programs = False
-    """Whether it runs programs, and no model."""
     unclear = 0
     """Number of verdicts that could not be understood."""
 
@@ -83,7 +81,7 @@ class AnswerCheck(OutcomeCheck):
     """A task's own check: the answer found in the text is that of the original response."""
 
     def __init__(self, pair: Pair, task: Task) -> None:
-        self.pair, self.task, self.runs_programs = pair, task, task.runs_programs
+        self.pair, self.task = pair, task
 
     def __call__(self, substitutions: Sequence[Substitution], responses: Sequence[Sequence[int]]) -> list[float]:
         originals = [s.original for s in substitutions]

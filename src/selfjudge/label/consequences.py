@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import zip_longest
 
@@ -27,7 +26,6 @@ from selfjudge.models.pair import Pair
 
 CONTROL_EVERY = 10  # places
 MARGINS = (0.5, 1.0, 2.0, 4.0, 8.0)  # nats that part the groups that places are drawn from
-PROGRAMS_AT_A_TIME = 256  # that are tested together; an error waits for those that have begun
 
 
 def label_by_consequences(
@@ -46,7 +44,9 @@ def label_by_consequences(
             candidates.append(Candidate(original.row, case, scores, k))
             drafts.append(Substitution(original, original.response, place, token))
     controls = [replace(s, token=s.response[s.place]) for s in drafts[::CONTROL_EVERY]]
-    new, kept = finish_and_compare(pair, config, [*drafts, *controls], notify)
+    tried = [*drafts, *controls]
+    new = continue_responses(pair, config, tried, notify)
+    kept = compare_answers(tried, new)
     verdicts: list[Row] = [
         {
             "label": int(share >= config.similarity),
@@ -60,9 +60,7 @@ def label_by_consequences(
         verdict["control"] = int(share >= config.similarity)
     counts = {
         # as if each were read alone
-        "target_tokens": sum(
-            len(s.original.prompt) + len(tokens) for s, tokens in zip([*drafts, *controls], new, strict=True)
-        ),
+        "target_tokens": sum(len(s.original.prompt) + len(tokens) for s, tokens in zip(tried, new, strict=True)),
         "controls": len(controls),
         "controls_kept": sum(verdict["control"] for verdict in verdicts[::CONTROL_EVERY]),
     }
@@ -113,49 +111,3 @@ def compute_margins(pair: Pair, cases: Sequence[Case]) -> list[list[float]]:
             logits = logits_of(pair.target, states[list(case.places)]).float().gather(1, tokens)
             margins[i] = (logits[:, 0] - logits[:, 1]).tolist()  # Δ log p = Δ logit
     return margins
-
-
-def finish_and_compare(
-    pair: Pair, config: LabelConfig, substitutions: Sequence[Substitution], notify: Callable[[float], None]
-) -> tuple[list[tuple[int, ...]], list[float]]:
-    """The new responses and how far each keeps the original. Where cores are free, programs are tested while other
-    responses are written."""
-    new: list[tuple[int, ...]] = [()] * len(substitutions)
-    kept = [0.0] * len(substitutions)
-    free_cores = has_free_cores(pair)
-    programs = [i for i, s in enumerate(substitutions) if free_cores and s.original.check.runs_programs]
-    others = sorted(set(range(len(substitutions))) - set(programs))
-
-    def write(group: Sequence[int], done: int) -> None:
-        def notify_share(share: float) -> None:
-            notify((done + share * len(group)) / len(substitutions))
-
-        if group:
-            responses = continue_responses(pair, config, [substitutions[i] for i in group], notify_share)
-            for i, response in zip(group, responses, strict=True):
-                new[i] = response
-
-    def compare(group: Sequence[int]) -> None:
-        shares = compare_answers([substitutions[i] for i in group], [new[i] for i in group])
-        for i, share in zip(group, shares, strict=True):
-            kept[i] = share
-
-    thread = ThreadPoolExecutor(1)
-    try:
-        write(programs, 0)
-        tested = [
-            thread.submit(compare, programs[start : start + PROGRAMS_AT_A_TIME])
-            for start in range(0, len(programs), PROGRAMS_AT_A_TIME)
-        ]
-        write(others, len(programs))
-        compare(others)
-        for future in tested:
-            future.result()
-    finally:  # after an error the thread ends with the part that it has begun
-        thread.shutdown(cancel_futures=True)
-    return new, kept
-
-
-def has_free_cores(pair: Pair) -> bool:
-    """Whether programs and the engine do not take each other's time: a time limit might decide a label."""
-    return str(pair.target.device.type) == "cuda"

@@ -6,18 +6,26 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from selfjudge.report.equal_m import AGREES, CURVES, is_compared, lead_over, margin_curve
-from selfjudge.report.formats import fixed, gain, show_number, signed_points
-from selfjudge.report.records import EvalRun, Interval, Results, group_by_task, name_task, slug, usual_gamma
+from selfjudge.report.formats import gain, points, show_number, signed_points
+from selfjudge.report.records import (
+    MATCHING_WORDS,
+    EvalRun,
+    Interval,
+    Results,
+    group_by_task,
+    name_task,
+    slug,
+    usual_gamma,
+)
 from selfjudge.report.table import number_ids
 
 MOST_METHODS = 5
-"""Default for the number of methods in one trade-off; the tables have all."""
+"""Number of methods in one chart; the tables have all."""
 GAIN = "gain in m against exact, %"
 POINTS_IN_VIEW = 15.0
 """Points of score below `exact` that a trade-off shows: a rule that loses more would compress the others."""
 FIRST = ("exact", "judged", "margin", "fly", "topk")
-"""Rules that a trade-off draws first, one method of each."""
+"""Rules that a chart draws first, one method of each."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +78,9 @@ class Chart:
         return f"{self.y} against {self.x}. {'; '.join(lines)}"
 
 
-def make_charts(results: Results, methods: int = MOST_METHODS) -> dict[str, list[Chart]]:
-    """Section → its charts, with at most so many methods in a trade-off; sections without data are left out."""
-    return number_ids({"trade-off": trade_offs(results.runs, methods), "equal-m": agreements(results.runs, methods)})
+def make_charts(results: Results) -> dict[str, list[Chart]]:
+    """Section → its charts; sections without data are left out."""
+    return number_ids({"trade-off": trade_offs(results.runs), "agreement": agreements(results.runs)})
 
 
 def drop_far_points(chart: Chart) -> Chart:
@@ -92,20 +100,23 @@ class _Facet:
     heading: str
     slug: str
     task: str
-    all_runs: list[EvalRun]
-    """The runs of the methods that are not drawn, too."""
     runs: list[EvalRun]
     methods: list[str]
     styles: Mapping[str, int]
 
-    def series(self, method: str, point: Callable[[EvalRun], Point], *start: Point) -> Series:
-        points = sorted((point(r) for r in self.runs if r.method == method), key=lambda p: p.x)
-        return Series(method, self.styles[method], (*start, *points))
+    @property
+    def first(self) -> EvalRun:
+        """The run of the first method besides `exact` that its title is about: at its first named threshold."""
+        candidates = [r for r in self.runs if r.method == self.methods[1]]
+        return next((r for r in candidates if r.is_named), candidates[0])
+
+    def series(self, point: Callable[[EvalRun], Point]) -> tuple[Series, ...]:
+        """A line for each method, a point for each of its runs."""
+        lines = {m: sorted((point(r) for r in self.runs if r.method == m), key=lambda p: p.x) for m in self.methods}
+        return tuple(Series(method, self.styles[method], tuple(points)) for method, points in lines.items())
 
 
-def _facets(
-    runs: Sequence[EvalRun], most: int, has_figure: Callable[[EvalRun], bool], first: Sequence[str]
-) -> Iterable[_Facet]:
+def _facets(runs: Sequence[EvalRun], has_figure: Callable[[EvalRun], bool]) -> Iterable[_Facet]:
     """A facet for each task where `exact` and at least one other method have the figure that is drawn."""
     candidates = (r for r in runs if r.m is not None and r.name != "judge_only")
     paired = [r for r in candidates if r.name == "exact" or (r.m_ratio is not None and has_figure(r))]
@@ -113,42 +124,35 @@ def _facets(
     for (pair, task), every in group_by_task(paired).items():
         gamma = usual_gamma(every)
         here = [r for r in every if r.gamma == gamma]
-        methods = _choose_methods(here, most, first)
+        methods = _choose_methods(here)
         for method in methods:
             styles.setdefault(method, len(styles))
         if len(methods) > 1 and "exact" in methods:
             title, part = name_task(pair, task, runs)
             shown = [r for r in here if r.method in methods]
-            yield _Facet(f"{title}, γ = {gamma}", part, task, here, shown, methods, styles)
+            yield _Facet(f"{title}, γ = {gamma}", part, task, shown, methods, styles)
 
 
-def _choose_methods(runs: Sequence[EvalRun], most: int, first: Sequence[str]) -> list[str]:
-    """At most so many methods: one of each rule (or the method) in `first`, then those with most runs."""
+def _choose_methods(runs: Sequence[EvalRun]) -> list[str]:
+    """At most MOST_METHODS: one of each rule (or the method) in `FIRST`, then those with most runs."""
     count = Counter(r.method for r in runs if r.name != "null")
     rules = {r.method: r.name for r in runs}
     chosen = []
-    for rule in first:
+    for rule in FIRST:
         same_rule = [rule] if rule in count else [method for method in count if rules[method] == rule]
         chosen += sorted(same_rule, key=lambda method: -count[method])[:1]
     others = sorted(count, key=lambda method: -count[method])
-    return list(dict.fromkeys([*chosen, *others]))[:most]
+    return list(dict.fromkeys([*chosen, *others]))[:MOST_METHODS]
 
 
-def trade_offs(runs: Sequence[EvalRun], most: int = MOST_METHODS) -> Iterable[Chart]:
+def trade_offs(runs: Sequence[EvalRun]) -> Iterable[Chart]:
     """The change of the score, paired with `exact`, against the gain in m: a line a method, a point a threshold."""
-    for facet in _facets(runs, most, lambda r: r.delta_score is not None, FIRST):
-        finding = f"{facet.heading}: {_describe_first(facet)}"
-        axes = GAIN, f"change of {facet.runs[0].measure}, points"
+    for facet in _facets(runs, lambda r: r.delta_score is not None):
+        run = facet.first
+        finding = f"{facet.heading}: {run.rule} {gain(run.m_ratio)} m, {signed_points(run.delta_score)} points"
+        axes = GAIN, f"change of {run.measure}, points"
         name = slug("trade-off", facet.slug)
-        series = tuple(facet.series(method, _score_point) for method in facet.methods)
-        yield drop_far_points(Chart(name, finding, *axes, series, facet.task, level=0.0))
-
-
-def _describe_first(facet: _Facet) -> str:
-    """The gain and the cost of the first drawn method besides `exact`, at its first named threshold."""
-    candidates = [r for r in facet.runs if r.method == facet.methods[1]]
-    run = next((r for r in candidates if r.is_named), candidates[0])
-    return f"{run.rule} {gain(run.m_ratio)} m, {signed_points(run.delta_score)} points"
+        yield drop_far_points(Chart(name, finding, *axes, facet.series(_score_point), facet.task, level=0.0))
 
 
 def _score_point(run: EvalRun) -> Point:
@@ -160,15 +164,12 @@ def _score_point(run: EvalRun) -> Point:
     return Point(100 * (run.m_ratio - 1), 100 * run.delta_score, label, tag, in_points(run.delta_ci))
 
 
-def agreements(runs: Sequence[EvalRun], most: int = MOST_METHODS) -> Iterable[Chart]:
-    """The share of answers that are those of `exact` against the gain in m, where an untrained margin was run."""
-    for facet in _facets(runs, max(most, 3), lambda r: r.agreement is not None, ("exact", *CURVES, "judged")):
-        if "margin" not in facet.methods or not any(map(is_compared, facet.runs)):
-            continue
-        start = {method: [Point(0.0, 100.0, "exact")] for method in CURVES}
-        series = tuple(facet.series(method, _agreement_point, *start.get(method, [])) for method in facet.methods)
-        finding = f"{facet.heading}: {_describe_largest_lead(facet.all_runs)}"
-        name = slug("equal-m", facet.slug)
+def agreements(runs: Sequence[EvalRun]) -> Iterable[Chart]:
+    """The share of answers that are those of `exact` against the gain in m, where that is not the score already."""
+    for facet in _facets(runs, lambda r: r.agreement is not None and r.measure != MATCHING_WORDS):
+        run = facet.first
+        finding = f"{facet.heading}: {run.rule} {gain(run.m_ratio)} m, {points(run.agreement)} % the same"
+        name, series = slug("agreement", facet.slug), facet.series(_agreement_point)
         yield Chart(name, finding, GAIN, "same answer, %", series, facet.task, level=100.0)
 
 
@@ -183,16 +184,3 @@ def _agreement_point(run: EvalRun) -> Point:
 def in_points(interval: Interval | None) -> Interval | None:
     """An interval of shares, times 100."""
     return None if interval is None else (100 * interval[0], 100 * interval[1])
-
-
-def _describe_largest_lead(runs: Sequence[EvalRun]) -> str:
-    """The rule that is furthest above the margin at its own m, beyond its interval."""
-    compared = [run for run in runs if is_compared(run)]
-    leads = [(lead_over(run, margin_curve("margin", run, runs), AGREES), run.rule) for run in compared]
-    if all(lead is None for lead, _ in leads):
-        return "leads are not known"
-    sure = [(lead.value, rule) for lead, rule in leads if lead is not None and lead.is_sure]
-    if not sure:
-        return "no rule surely keeps more than margin"
-    lead, rule = max(sure)
-    return f"{rule} keeps {fixed(100 * lead, 1)} points more than margin"

@@ -10,7 +10,7 @@ import io
 import re
 import warnings
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -64,37 +64,32 @@ class Drawing:
 
 
 def draw(chart: Chart) -> Drawing:
-    """The chart as SVG without title and legend, which the page has beside it, and as PNG with both."""
+    """The chart as SVG without its title, which the page has beside it, and as PNG with it."""
     import matplotlib
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(SETTINGS), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # letters that matplotlib's fonts lack are boxes in the PNG
-        figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72))
-        size = (WIDTH - LEFT - RIGHT) / WIDTH, (HEIGHT - TOP - BOTTOM) / HEIGHT
-        axes = figure.add_axes((LEFT / WIDTH, BOTTOM / HEIGHT, *size))
-        svg = _svg(figure, "chart", _draw_lines(axes, chart), chart.id)
+        labels = [_shorten(series.name) for series in chart.series if len(chart.series) > 1]
+        columns = max(1, min(len(labels), int(WIDTH / (LETTER * max(map(len, labels), default=1) + 40))))
+        below = BOTTOM + (14 * -(-len(labels) // columns) + 8 if labels else 0)
+        height = HEIGHT - BOTTOM + below
+        figure = Figure(figsize=(WIDTH / 72, height / 72))
+        size = (WIDTH - LEFT - RIGHT) / WIDTH, (HEIGHT - TOP - BOTTOM) / height
+        axes = figure.add_axes((LEFT / WIDTH, below / height, *size))
+        tooltips = _draw_lines(axes, chart)
+        if labels:
+            handles: list[Any] = [(_line([], [], s.style), _marks([], [], s.style, markersize=6)) for s in chart.series]
+            figure.legend(handles, labels, loc="lower center", ncols=columns, borderaxespad=0.2, labelspacing=0.3)
+        svg = _svg(figure, tooltips, chart.id)
         svg.attrib |= {"role": "img", "aria-labelledby": f"{chart.id}-t {chart.id}-d"}
         for place, (tag, text) in enumerate((("title", chart.title), ("desc", chart.description))):
             svg.insert(place, element := ET.Element(tag, id=f"{chart.id}-{tag[0]}"))
             element.text = _printable(text)
-        return Drawing(_markup(svg), _png(figure, axes, chart))
-
-
-def draw_legend(charts: Sequence[Chart]) -> Iterator[tuple[str, Markup]]:
-    """Names and swatches, a line with a mark, for all charts of a section."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    styles = {series.name: series.style for chart in charts for series in chart.series}
-    for name, style in styles.items():
-        with matplotlib.rc_context(SETTINGS):
-            figure = Figure(figsize=(30 / 72, 16 / 72))
-            figure.add_artist(_line([0, 1], [0.5, 0.5], style))
-            figure.add_artist(_marks([0.5], [0.5], style))
-            svg = _svg(figure, "swatch", {}, f"{charts[0].id}-{style}")
-        svg.set("aria-hidden", "true")
-        yield name, _markup(svg)
+        axes.set_title(_shorten(chart.title, LONGEST_TITLE), fontsize=10, y=1.02)
+        png = io.BytesIO()
+        figure.savefig(png, format="png", dpi=150, facecolor="white", bbox_inches="tight", pad_inches=0.1)
+        return Drawing(_markup(svg), png.getvalue())
 
 
 def _colour(style: int) -> str:
@@ -184,26 +179,7 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-def _png(figure: Figure, axes: Axes, chart: Chart) -> bytes:
-    """The drawing with its title above and its legend below."""
-    styles = {series.name: series.style for series in chart.series}
-    labels = [_shorten(name) for name in styles]
-    columns = max(1, min(len(labels), int(WIDTH / (LETTER * max(map(len, labels), default=1) + 40))))
-    above, below = 22, 14 * -(-len(labels) // columns) + 8 if labels else 0
-    total = HEIGHT + above + below
-    box = axes.get_position()
-    figure.set_figheight(total / 72)
-    axes.set_position((box.x0, (BOTTOM + below) / total, box.width, box.height * HEIGHT / total))
-    axes.set_title(_shorten(chart.title, LONGEST_TITLE), fontsize=10, y=1.02)
-    if labels:
-        handles: list[Any] = [(_line([], [], s), _marks([], [], s, markersize=6)) for s in styles.values()]
-        figure.legend(handles, labels, loc="lower center", ncols=columns, borderaxespad=0.2, labelspacing=0.3)
-    file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=150, facecolor="white")
-    return file.getvalue()
-
-
-def _svg(figure: Figure, kind: str, tooltips: Tooltips, prefix: str) -> ET.Element:
+def _svg(figure: Figure, tooltips: Tooltips, prefix: str) -> ET.Element:
     """The figure as an element of the page: attributes instead of styles, the page's colours, ids with a prefix."""
     file = io.StringIO()
     figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
@@ -219,7 +195,7 @@ def _svg(figure: Figure, kind: str, tooltips: Tooltips, prefix: str) -> ET.Eleme
         element.attrib = _attributes(element, prefix)
         if re.fullmatch(r"(line|mark|tag)-\d+", name):
             element.set("class", name.partition("-")[0])
-    svg.attrib = {"class": kind, "viewBox": svg.get("viewBox", "")}
+    svg.attrib = {"class": "chart", "viewBox": svg.get("viewBox", "")}
     return svg
 
 

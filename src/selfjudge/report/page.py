@@ -20,8 +20,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.report.charts import MOST_METHODS, Chart, make_charts
-from selfjudge.report.draw import PALETTE, Drawing, draw, draw_legend
+from selfjudge.report.charts import Chart, make_charts
+from selfjudge.report.draw import PALETTE, Drawing, draw
 from selfjudge.report.records import EvalRun, group_by_task, name_task, read_results, rule_order, task_order, task_title
 from selfjudge.report.table import Table
 from selfjudge.report.tables import make_tables
@@ -35,7 +35,7 @@ SECTIONS = {
     "averages": "Averages",
     "task": "Per task",
     "trade-off": "Trade-off",
-    "equal-m": "At equal m",
+    "agreement": "Same answers",
     "substitutions": "Substitutions",
     "viewer": "Tokens",
     "provenance": "Provenance",
@@ -45,19 +45,16 @@ RECORD = "report.json"
 """File beside the figures: rows of the tables and names of the figures, so that the next report knows its own files."""
 
 
-def report(folders: Sequence[Path], out: Path, *, methods: int = MOST_METHODS) -> Content:
+def report(folders: Sequence[Path], out: Path) -> Content:
     """Write the page `out`, and beside it, in a folder of the same name, PNG figures, tables.md and report.json.
 
-    A trade-off draws at most so many `methods`. Returns the rows of the tables, the names of the figures, the number of
-    runs and what was left out.
+    Returns the rows of the tables, the names of the figures, the number of runs and what was left out.
     """
-    if methods < 2:
-        raise SelfJudgeError(f"`methods` must be at least 2, exact and another, not {methods}")
     check_page(out)
     beside = out.with_suffix("")
     earlier = _earlier_figures(beside)
     results = read_results(folders)
-    tables, charts = make_tables(results), make_charts(results, methods)
+    tables, charts = make_tables(results), make_charts(results)
     first = make_verdict(results.runs)
     if first is not None:
         tables = {"verdict": [first.table], **tables}
@@ -195,7 +192,6 @@ def _sections(
         {
             "id": name,
             "heading": heading,
-            "legend": list(draw_legend(charts.get(name, ()))),
             "figures": [(chart, drawings[chart.id].svg) for chart in charts.get(name, ())],
             "tables": tables.get(name, ()),
         }

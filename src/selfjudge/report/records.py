@@ -11,17 +11,19 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.store import read_json, read_rows
-from selfjudge.store.artefacts import AnswerExample, EvaluationSummary, Sample
+from selfjudge.store.artefacts import AnswerExample, EvaluationSummary
 from selfjudge.store.schema import conform
 
 Interval = tuple[float, float]
 VARIANT = " · "
 """Separates a task from what distinguishes some of its runs: the number of examples, or the length limit."""
 ORIGINS = ("draft", "judge", "target")
+MATCHING_WORDS = "matching words"
+"""The measure of a task without reference answers: the share of words in common with `exact`."""
 
 
 @dataclass(frozen=True)
@@ -35,19 +37,9 @@ class Provenance:
     commit: str = ""
 
 
-class Answered(NamedTuple):
-    """How one example was answered."""
-
-    tokens: int
-    cycles: int
-    score: float | None = None
-    agrees: float | None = None
-    """Agreement with the answer of `exact`."""
-
-
 @dataclass(frozen=True)
 class EvalRun:
-    """One task decoded by one rule at one γ: the `summary.json` of eval and the files beside it. Scores are shares.
+    """One task decoded by one rule at one γ: the `summary.json` of eval, and answers. Scores are shares.
 
     Fields have the names of the summary's keys.
     """
@@ -91,8 +83,6 @@ class EvalRun:
     substitutions: tuple[tuple[str, str, int], ...] = field(default=(), repr=False)
     """(the target's choice, the token taken, how often)"""
     provenance: Provenance = field(default=Provenance(), repr=False)
-    answers: Mapping[str, Answered] = field(default_factory=dict, repr=False)
-    """Every example's answer, by id."""
     examples: tuple[AnswerExample, ...] = field(default=(), repr=False)
     """Answers for the token viewer."""
 
@@ -131,22 +121,17 @@ class EvalRun:
         return self.number is None or not self.judge
 
     @property
-    def setting(self) -> tuple[str, str, int]:
-        """Runs with the same setting can be compared: pair, task and γ."""
-        return self.pair, self.task, self.gamma
-
-    @property
     def key(self) -> tuple[Any, ...]:
         """Identity of a run among all that were read."""
-        return (*self.setting, self.rule, self.judge_id, self.n, self.max_new_tokens or 0)
+        return (self.pair, self.task, self.gamma, self.rule, self.judge_id, self.n, self.max_new_tokens or 0)
 
     def row(self) -> dict[str, Any]:
         """The run as a row of a table."""
-        hidden = ("folder", "substitutions", "provenance", "answers", "examples")
+        hidden = ("folder", "substitutions", "provenance", "examples")
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in hidden} | {"method": self.method}
 
 
-SWEPT = ("threshold", "theta", "k", "entropy", "share")
+SWEPT = ("threshold", "theta", "k", "entropy")
 """Names of options that differ along a curve, where a rule's text gives them by name."""
 
 
@@ -292,7 +277,9 @@ def _tell_apart(runs: Collection[EvalRun]) -> Iterator[EvalRun]:
 
 
 def _read_run(file: Path, content: Content) -> EvalRun:
-    """A summary and the files beside it."""
+    """A summary and the answers beside it."""
+    kept = file.with_name("examples.jsonl")
+    examples: Any = read_rows(kept, AnswerExample) if kept.exists() else ()
     content = _with_score(file, conform(content, EvaluationSummary, file))
     names = {f.name for f in fields(EvalRun)}
     known = {key: value for key, value in content.items() if key in names and value is not None}
@@ -301,11 +288,7 @@ def _read_run(file: Path, content: Content) -> EvalRun:
         **known | {"substitutions": tuple(map(tuple, content.get("substitutions") or ()))},
         folder=file.parent,
         provenance=_provenance(content),
-        answers={
-            row["id"]: Answered(row["tokens"], row["cycles"], row.get("score"), row.get("agrees"))
-            for row in _rows(file.parent / "samples.jsonl.gz", Sample)
-        },
-        examples=tuple(_rows(file.parent / "examples.jsonl", AnswerExample)),
+        examples=tuple(examples),
     )
 
 
@@ -318,7 +301,7 @@ def _with_score(file: Path, content: Content) -> Content:
     agreement = content.get("agreement")
     return {
         **content,
-        "measure": "matching words",
+        "measure": MATCHING_WORDS,
         "score": 1.0 if agreement is None else agreement,
         "delta_score": None if agreement is None else agreement - 1,
     }
@@ -335,8 +318,3 @@ def _provenance(content: Content) -> Provenance:
         content.get("date") or "",
         (content.get("commit") or "")[:12],
     )
-
-
-def _rows(file: Path, schema: Any) -> Iterator[Any]:
-    """The rows of a file; none where there is no file."""
-    return read_rows(file, schema) if file.exists() else iter(())

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from selfjudge.report import formats
-from selfjudge.report.equal_m import compare_at_equal_m, mean_with_interval
 from selfjudge.report.records import (
     PAPER,
     EvalRun,
+    Interval,
     Results,
     group_by_task,
     has_several_pairs,
@@ -23,6 +24,8 @@ from selfjudge.report.records import (
 )
 from selfjudge.report.table import AGREEMENT, GAMMA, RULE, Column, Row, Table, number_ids, word_column
 
+Z = 1.959964
+"""95 % of a normal distribution lie within ± Z standard deviations."""
 PAIRS_SHOWN = 8
 """Number of substitutions listed for each run."""
 
@@ -33,7 +36,6 @@ def make_tables(results: Results) -> dict[str, list[Table]]:
     sections = {
         "averages": [_averages(runs, pair) for pair in sorted({run.pair for run in runs})],
         "task": _per_task(runs),
-        "equal-m": compare_at_equal_m(runs),
         "substitutions": [_substitutions(runs)],
         "provenance": [_provenance(runs)],
     }
@@ -117,6 +119,23 @@ def average_row(runs: Sequence[EvalRun]) -> Row:
         values = [None if r.name == "exact" else getattr(r, name) for r in runs]
         row[name], row[interval] = mean_with_interval(values, [getattr(r, interval) for r in runs])
     return row
+
+
+def mean_with_interval(
+    values: Sequence[float | None], intervals: Sequence[Interval | None]
+) -> tuple[float | None, Interval | None]:
+    """The mean of independent figures and its interval; None where one of them is unknown."""
+    known = [value for value in values if value is not None]
+    if not known or len(known) < len(values):
+        return None, None
+    if len(known) == 1:
+        return known[0], intervals[0]
+    mean = sum(known) / len(known)
+    errors = [(high - low) / (2 * Z) for low, high in filter(None, intervals)]
+    if len(errors) < len(known):
+        return mean, None
+    half = Z * math.hypot(*errors) / len(known)
+    return mean, (mean - half, mean + half)
 
 
 def _per_task(runs: Sequence[EvalRun]) -> list[Table]:

@@ -180,19 +180,15 @@ class FinishedSummary(EvaluationSummary):
     compared_with: str | None
 
 
-class Sample(TypedDict):
-    """A row of `samples.jsonl.gz`: what a report needs."""
+class ScoredSample(TypedDict):
+    """A row of `samples.jsonl.gz`."""
 
     id: str
     tokens: Count
     cycles: Count
-    score: NotRequired[Score | None]
     agrees: NotRequired[Share | None]
-
-
-class ScoredSample(Sample):
     answer: str | None
-    score: Score | None  # type: ignore[misc]
+    score: Score | None
     scores: dict[str, Score]
     finish: Literal["eos", "length", "stop"]
     emitted: Count

@@ -39,8 +39,6 @@ class Task:
     """Maximum new tokens of an answer."""
     checkable: bool = False
     """Whether answers can be found in a text and compared: `extract`, `same`."""
-    runs_programs: bool = False
-    """Whether finding an answer runs programs."""
     hub: ClassVar[tuple[str, str | None] | None] = None
     """Dataset and configuration on the hub."""
     schema: ClassVar[Any] = dict[str, Any]

@@ -320,10 +320,6 @@ class File(Task):
         """Whether any row has an answer or a check."""
         return any(_scorable(row) for row in self.rows("all"))
 
-    @property
-    def runs_programs(self) -> bool:  # type: ignore[override]
-        return any("check" in row for row in self.rows("all"))
-
     def prepare(self) -> None:
         self.rows("all")
 

@@ -16,7 +16,6 @@ class CodeTask(Task):
     """The answer found in a text is a string such as `0,2`: the numbers of the passed tests; empty if none passes."""
 
     checkable = True
-    runs_programs = True
     prelude = ""
 
     def tests(self, row: Row) -> list[ProgramTest]:
