@@ -23,7 +23,7 @@ from selfjudge.evaluate.consistency import load_classifier
 from selfjudge.integrations.vllm.label import _outline
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
-from selfjudge.models.convert import load_gguf, materialise, write_compact
+from selfjudge.models.convert import gguf_tokenizer, materialise, write_compact
 
 ROOT = Path(__file__).parents[2]
 OWN = {"Judge", "JudgeConfig", "GenerationConfig"}  # these read numbers and words alone
@@ -87,7 +87,7 @@ def test_the_folder_of_a_gguf_file_brings_no_code(tmp_path: Path, checkpoints: d
     shutil.copytree(checkpoints["target"], tmp_path / "gguf")
     (tmp_path / "gguf" / "model.gguf").write_bytes(b"GGUF" + bytes(64))
     with pytest.raises(SelfJudgeError, match="as a GGUF model"):
-        load_gguf(with_code(tmp_path / "gguf", "AutoModelForCausalLM") / "model.gguf", torch.float32)
+        gguf_tokenizer(with_code(tmp_path / "gguf", "AutoTokenizer") / "model.gguf")
 
 
 def changed(folder: Path, change: Callable[[Tensors], object], name: str = "model.safetensors") -> Path:

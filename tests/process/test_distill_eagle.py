@@ -38,7 +38,7 @@ from selfjudge.models.eagle import EagleConfig
 from selfjudge.models.loaded import Target
 from selfjudge.models.pair import Pair
 from selfjudge.models.speculators import load_head
-from selfjudge.prompts.self_written import STYLES, Writer
+from selfjudge.prompts.self_written import OPENINGS, Writer
 from selfjudge.prompts.sources import SELF
 from selfjudge.store import read_tensors
 
@@ -310,12 +310,12 @@ def test_a_target_in_bfloat16(checkpoints: dict[str, str], settings: DistillConf
 
 
 def test_every_style_is_a_source() -> None:
-    assert {*STYLES, "self", "self-chats", "self-summaries"} == set(SELF)
+    assert {*OPENINGS, "self", "self-chats"} == set(SELF)
 
 
-@pytest.mark.parametrize("style", sorted(STYLES))
+@pytest.mark.parametrize("style", sorted(OPENINGS.keys() - {"self-summaries"}))
 def test_prompts_of_a_style_begin_as_it_does(pair: Pair, style: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(STYLES, style, ("w5 w6", "w7"))
+    monkeypatch.setitem(OPENINGS, style, ["w5 w6", "w7"])
     pair.target.generation_config.eos_token_id = [2, 20, 21, 22]
     texts, report = Writer(pair).write_prompts(40, style)
     assert 3 < len(texts) == report["kept"] < report["written"] == 40

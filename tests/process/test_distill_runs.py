@@ -28,9 +28,8 @@ from selfjudge.decoding.plain import respond
 from selfjudge.decoding.text import generate
 from selfjudge.distill.config import DistillConfig
 from selfjudge.distill.pipeline import distill_draft
-from selfjudge.distill.student import StudentLearner
 from selfjudge.errors import SelfJudgeError
-from selfjudge.models.convert import materialise, read_compact
+from selfjudge.models.convert import materialise
 from selfjudge.models.gguf import GgufFile
 from selfjudge.models.loaded import Target
 from selfjudge.models.pair import Pair
@@ -125,30 +124,6 @@ def test_a_whole_run(
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert hf.AutoTokenizer.from_pretrained(out).get_vocab() == pair.tokenizer.get_vocab()
-
-
-def test_float16_is_kept_where_int8_costs_agreement(
-    pair: Pair, settings: DistillConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured = iter([{"all": 0.75}, {"all": 0.25}])
-
-    def notify(stage: str, share: float) -> None:
-        if stage == "writing":
-            monkeypatch.setattr(StudentLearner, "agreement", lambda _: next(measured))
-
-    out = tmp_path / "out"
-    result = distill_draft(pair, out, settings, notify=notify)
-    assert result["compact"]["format"] == "float16"
-    assert result["compact"]["bytes"] >= 2 * result["parameters"]
-    best = {
-        name: array
-        for name, array in read_tensors(out / "work" / "train.safetensors")[0].items()
-        if name[:5] == "best."
-    }
-    assert len(best) == len(read_compact(out / "compact"))
-    for name, tensor in read_compact(out / "compact").items():
-        assert torch.equal(tensor, torch.from_numpy(best[f"best.{name}"]).half().float())
-    assert "all 75.0%" in (out / "README.md").read_text()  # of what is shipped
 
 
 class Killed(Exception):  # noqa: N818

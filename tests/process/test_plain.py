@@ -18,7 +18,7 @@ from selfjudge.decoding.sampling import Sampling
 from selfjudge.engine.select import borrow_engine
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.pair import Pair
-from selfjudge.prompts.self_written import Writer, encode_chat_start, find_fault
+from selfjudge.prompts.self_written import OPENINGS, Writer, encode_chat_start, find_fault
 from selfjudge.types import Emission, TokenColumn
 
 CHAT = "{% for m in messages %}<s> w7 {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w0{% endif %}"
@@ -203,9 +203,10 @@ def test_written_prompts_pass_the_filter_and_follow_from_the_seed(pair: Pair) ->
     assert write(seed=1)[0] != kept
 
 
-def test_written_passages_end_with_a_sentence(pair: Pair) -> None:
+def test_written_passages_end_with_a_sentence(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OPENINGS, "self-summaries", ["w1 w2", "w3"])
     pair.tokenizer.backend_tokenizer.model = _with_full_stop()
-    write = partial(Writer(pair).write_passages, 8, openings=("w1 w2", "w3"), longest=60)
+    write = partial(Writer(pair).write_passages, 8, longest=60)
     passages = write(shortest=5)
     assert passages
     assert all(text.endswith(".") and text.startswith(("w1 w2", "w3")) for text in passages)

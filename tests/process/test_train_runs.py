@@ -347,15 +347,11 @@ def test_the_folder_holds_a_card_a_figure_and_no_pickle(judged: tuple[str, Path,
     _, out, _ = judged
     files = {p.name: p.read_bytes() for p in out.iterdir()}
     assert set(files) == {
-        "config.json", "model.safetensors", "prompts.json", "README.md", "roc.json", "roc.png", "run.json",
+        "config.json", "model.safetensors", "prompts.json", "README.md", "roc.png", "run.json",
     }  # fmt: skip
     assert not any(content.startswith((b"\x80", b"PK")) for content in files.values())
     assert files["roc.png"].startswith(b"\x89PNG\r\n\x1a\n")
     assert len(files["roc.png"]) > 5000
-    curve = json.loads(files["roc.json"])
-    assert np.trapezoid(curve["tpr"], curve["fpr"]) == pytest.approx(curve["auc"], abs=1e-3)
-    assert (curve["fpr"][0], curve["tpr"][0], curve["fpr"][-1], curve["tpr"][-1]) == (0, 0, 1, 1)
-    assert curve["R"][0] <= 0.1
     run = json.loads(files["run.json"])
     assert run["rows"] == {"fit": 420, "select": 90, "holdout": 90}
     assert {"argv", "time", "versions", "settings", "labels"} <= set(run)
@@ -414,7 +410,7 @@ def test_the_configuration_is_written_last(labels: Path, tmp_path: Path, monkeyp
 
     monkeypatch.setattr("selfjudge.judge.model.write_json", watched)
     train_judge([labels], tmp_path / "whole", SETTINGS["linear"])
-    there = {".lock", "model.safetensors", "prompts.json", "README.md", "roc.json", "roc.png", "run.json"}
+    there = {".lock", "model.safetensors", "prompts.json", "README.md", "roc.png", "run.json"}
     assert seen == [("config.json", there)]
     assert not (tmp_path / "whole" / ".lock").exists()
 

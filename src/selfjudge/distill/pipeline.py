@@ -37,8 +37,6 @@ from selfjudge.store import RunFolder, markdown_table, read_tensors, write_tenso
 from selfjudge.store.schema import conform
 from selfjudge.types import Notify
 
-INT8_LOSS = 0.002  # top-1 agreement that int8 rows may cost before float16 is kept
-
 
 def distill_draft(
     pair: Pair,
@@ -129,10 +127,6 @@ def export_student(maker: DataMaker, learner: StudentLearner, state: TrainingSta
     size = write_compact(tensors, student.raw, compact)
     student.load(read_compact(compact))
     rounded = learner.agreement()
-    int8 = trained["all"] - rounded["all"] <= INT8_LOSS
-    if not int8:
-        size = write_compact(tensors, student.raw, compact, int8=False)
-        student.load(read_compact(compact))
     materialise(compact, pair.target, out)
     with quiet():
         pair.tokenizer.save_pretrained(out)
@@ -140,7 +134,7 @@ def export_student(maker: DataMaker, learner: StudentLearner, state: TrainingSta
         **_describe(maker, learner.data, state),
         "parameters": sum(tensor.numel() for tensor in student.tensors().values()),
         "top1_held_out": {"as_trained": trained, "int8": rounded},
-        "compact": {"format": "int8 rows" if int8 else "float16", "bytes": size},
+        "compact": {"format": "int8 rows", "bytes": size},
     }
     write_text(out / "README.md", _student_card(result))
     shutil.copy(out / "README.md", compact / "README.md")
@@ -198,8 +192,7 @@ def _describe(maker: DataMaker, data: Dataset, state: TrainingState) -> dict[str
 
 def _student_card(result: dict[str, Any]) -> str:
     s, compact = result["settings"], result["compact"]
-    shipped = "int8" if compact["format"].startswith("int8") else "as_trained"
-    by_source = ", ".join(f"{k} {v:.1%}" for k, v in sorted(result["top1_held_out"][shipped].items()))
+    by_source = ", ".join(f"{k} {v:.1%}" for k, v in sorted(result["top1_held_out"]["int8"].items()))
     about = f"""# A draft for {result["target"]}
 
 {s["layers"]} layers of width {s["width"]}, {result["parameters"] / 1e6:.1f} M trained parameters,

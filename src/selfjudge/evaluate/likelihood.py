@@ -30,12 +30,14 @@ class Likelihood:
     """The target's most likely token at each position."""
     choice_log_p: list[float]
     """Log-probabilities of `choices`."""
+    scores: list[float | None]
+    """The judge's score of each token but the last, whose hidden state no pass holds; None without a judge."""
 
 
 @torch.no_grad()
-def compute_likelihoods(pair: Pair, sequences: Sequences) -> list[Likelihood]:
-    """The target's log-probability of every token of every answer, in one teacher-forced pass."""
-    results: list[Likelihood] = [Likelihood([], [], []) for _ in sequences]
+def compute_likelihoods(pair: Pair, sequences: Sequences, judge: Judge | None = None) -> list[Likelihood]:
+    """The target's view of every answer, and the judge's, if there is one, in one teacher-forced pass."""
+    results: list[Likelihood] = [Likelihood([], [], [], []) for _ in sequences]
     readable = [i for i, (_, answer) in enumerate(sequences) if answer]
     for part, hidden in teacher_forced(pair.target_model, [sequences[i] for i in readable]):
         chosen = [readable[p] for p in part]
@@ -53,7 +55,9 @@ def compute_likelihoods(pair: Pair, sequences: Sequences) -> list[Likelihood]:
         at = 0
         for i in chosen:
             end = at + len(sequences[i][1])
-            results[i] = Likelihood(log_p[at:end], choices[at:end], best[at:end])
+            results[i] = seen = Likelihood(log_p[at:end], choices[at:end], best[at:end], [None] * (end - at))
+            if judge is not None and end - at > 1:
+                seen.scores[:-1] = _score_tokens(judge, hidden[at:end].float(), seen)
             at = end
     return results
 
@@ -97,22 +101,18 @@ def make_example_rows(
 
     A target that is quantised or remote gives origins only: the rest needs a pass in full precision.
     """
-    seen: Sequence[Likelihood | None] = [None] * len(answers)
-    scores: list[list[float | None]] = [[]] * len(answers)
+    views: Sequence[Likelihood | None] = [None] * len(answers)
     if pair.target_model.full_precision:
         encoded = pair.encode_many(prompts)
         sequences = [(ids, answer.tokens) for ids, answer in zip(encoded, answers, strict=True)]
-        seen = likelihoods = compute_likelihoods(pair, sequences)
-        scores = _score_answers(pair, judge, sequences, likelihoods)
+        views = compute_likelihoods(pair, sequences, judge)
     return [
-        {"prompt": join_messages(prompt), "text": answer.text, "tokens": _make_token_rows(pair, answer, *more)}
-        for prompt, answer, more in zip(prompts, answers, zip(seen, scores, strict=True), strict=True)
+        {"prompt": join_messages(prompt), "text": answer.text, "tokens": _make_token_rows(pair, answer, seen)}
+        for prompt, answer, seen in zip(prompts, answers, views, strict=True)
     ]
 
 
-def _make_token_rows(
-    pair: Pair, answer: Generation, seen: Likelihood | None, judged: Sequence[float | None]
-) -> list[Row]:
+def _make_token_rows(pair: Pair, answer: Generation, seen: Likelihood | None) -> list[Row]:
     rows: list[Row] = []
     cycle = 0
     for k, (token, origin) in enumerate(zip(answer.tokens, answer.origins, strict=True)):
@@ -122,29 +122,11 @@ def _make_token_rows(
                 "choice": str(pair.tokenizer.decode([seen.choices[k]])),
                 "p": round(math.exp(seen.log_p[k]), 4),
                 "p_choice": round(math.exp(seen.choice_log_p[k]), 4),
-                "judge": judged[k],
+                "judge": seen.scores[k],
             }
         rows.append({**row, "cycle": cycle})
         cycle += origin == "target"
     return rows
-
-
-@torch.no_grad()
-def _score_answers(
-    pair: Pair, judge: Judge | None, sequences: Sequences, seen: Sequence[Likelihood]
-) -> list[list[float | None]]:
-    """The judge's scores of every token but the last, whose hidden state no pass holds; None without a judge."""
-    scores: list[list[float | None]] = [[None] * len(answer) for _, answer in sequences]
-    if judge is None:
-        return scores
-    for part, hidden in teacher_forced(pair.target_model, sequences):
-        at = 0
-        for i in part:
-            size = len(sequences[i][1])
-            if size > 1:
-                scores[i][:-1] = _score_tokens(judge, hidden[at : at + size].float(), seen[i])
-            at += size
-    return scores
 
 
 def _score_tokens(judge: Judge, hidden: Tensor, seen: Likelihood) -> list[float | None]:

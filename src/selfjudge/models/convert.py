@@ -38,7 +38,7 @@ from selfjudge.models.gguf import (
     open_model,
     row_order,
 )
-from selfjudge.models.weights import check_finite, check_weights
+from selfjudge.models.weights import check_finite
 from selfjudge.store import quiet_hub, read_json, scratch, write_json, write_tensors
 
 if TYPE_CHECKING:
@@ -58,27 +58,6 @@ def gguf_tokenizer(file: Path) -> PreTrainedTokenizerBase:
         except Exception as error:  # the reader raises many kinds for a malformed file
             raise SelfJudgeError(f"cannot read {file} as a GGUF model: {first_line(error)}") from None
     return tokenizer
-
-
-def load_gguf(file: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A GGUF file as an ordinary, unquantised model."""
-    with quiet():
-        try:
-            loaded, loading = AutoModelForCausalLM.from_pretrained(
-                file.parent, gguf_file=file.name, dtype=dtype, trust_remote_code=False, output_loading_info=True
-            )
-        except Exception as error:  # the reader raises many kinds for a malformed file
-            raise SelfJudgeError(f"cannot read {file} as a GGUF model: {first_line(error)}") from None
-        check_weights(loaded, loading, file)
-        tokenizer = gguf_tokenizer(file)
-        # transformers keeps the model marked as quantised, which save_pretrained refuses: rebuild it from its parts
-        config = loaded.config
-        config.__dict__.pop("quantization_config", None)
-        plain = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-        plain.load_state_dict(loaded.state_dict(), assign=True)
-        plain.tie_weights()
-        plain.generation_config = loaded.generation_config
-    return plain.eval(), tokenizer
 
 
 def save_tokenizer(gguf: Path, folder: Path) -> None:
@@ -180,14 +159,14 @@ def finish_gguf(writer: GGUFWriter) -> None:
     writer.close()
 
 
-def write_compact(tensors: Mapping[str, Tensor], config: Mapping[str, Any], folder: Path, *, int8: bool = True) -> int:
-    """Write a draft's layers and projections: matrices as int8 rows with a float32 scale each, or all in float16.
+def write_compact(tensors: Mapping[str, Tensor], config: Mapping[str, Any], folder: Path) -> int:
+    """Write a draft's layers and projections: matrices as int8 rows with a float32 scale each, the rest in float16.
 
     Returns the bytes of the tensors' file.
     """
     packed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if int8 and tensor.dim() == 2:
+        if tensor.dim() == 2:
             rows = tensor.detach().float().cpu()
             scale = (rows.abs().amax(1, keepdim=True) / 127).clamp_min(1e-30)
             packed[name] = (rows / scale).round().clamp(-127, 127).to(torch.int8)

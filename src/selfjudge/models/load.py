@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.models.catalogue import EMBEDDED, check_reference, head_folder, unknown_model
-from selfjudge.models.convert import STORED_DTYPE, gguf_tokenizer, load_gguf, quiet
+from selfjudge.models.convert import STORED_DTYPE, dequantise, gguf_tokenizer, quiet
 from selfjudge.models.device import check_memory, choose_device
 from selfjudge.models.gguf import ARCHITECTURES, GgufFile, open_model
 from selfjudge.models.loaded import Draft, Target
@@ -97,9 +97,7 @@ class Loader:
         path = made or Path(reference).expanduser()
         self._say_loading(reference)
         if path.suffix == ".gguf" and path.is_file():
-            check_memory(_count_weights(path) * self.dtype.itemsize, reference)
-            module, tokenizer = load_gguf(path, self.dtype)
-            return module.to(self.device), tokenizer
+            return dequantise(open_model(path), self.dtype).to(self.device), gguf_tokenizer(path)
         if path.is_dir():
             stored = STORED_DTYPE if made else torch.float32  # at most: what is stored in less needs more memory
             weights = sum(file.stat().st_size for file in weight_files(path)) // stored.itemsize
@@ -169,14 +167,6 @@ def check_tokenizers(
             f"the tokenizers of {target} and {draft} have one vocabulary but split text differently:"
             " a pair must share one"
         )
-
-
-def _count_weights(path: Path) -> int:
-    """How many weights a GGUF file holds; 0 for a file that only transformers may be able to read."""
-    try:
-        return sum(tensor.rows * tensor.cols for tensor in GgufFile(path).tensors.values())
-    except SelfJudgeError:
-        return 0
 
 
 def _load_checkpoint(source: Path | str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -21,7 +21,7 @@ from selfjudge.decoding.sampling import Sampling
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.pair import Pair, Prompt
 from selfjudge.prompts.sources import SELF, PromptRecord, Source, load_prompts
-from selfjudge.store import Journal
+from selfjudge.store import Journal, read_json
 from selfjudge.tasks.benchmarks import ask_for_summary
 from selfjudge.types import Notify
 
@@ -29,40 +29,8 @@ LONGEST = 160  # tokens of a self-written prompt
 LONGEST_TEXT = 384  # tokens of one that includes a text
 REPLY = 192  # tokens of an answer that a conversation goes on from
 _MARK = "\u2592MARK\u2592"
-OPENINGS = ("(CNN)", "(CNN) -- ", "LONDON, England (CNN) -- ", "WASHINGTON (CNN) -- ", "By . ", "NEW YORK -- ")
-STYLES: dict[str, tuple[str, ...]] = {
-    "self-code": (
-        "Write a Python function", "Implement", "Write a program that", "Fix the bug in this code:\n\n```",
-        "Explain what this code does:\n\n```", "How do I", "Write a SQL query", "Write unit tests for",
-        "You are given", "Given an array", "Given a string", "Refactor", "Write a JavaScript function",
-    ),
-    "self-math": (
-        "Solve the following problem step by step.", "A store sells", "If a train", "What is the value of", "How many",
-        "Sarah has", "A farmer", "Calculate", "Find all", "In a class of", "John buys", "Reason step by step:",
-    ),
-    "self-choices": (
-        "Here is a multiple-choice question about", "Which of the following", "Answer this multiple-choice question.",
-        "Choose the correct answer.",
-    ),
-    "self-writing": (
-        "Write a short story about", "Write an email to", "Write a poem about", "Write an essay on",
-        "Give me five ideas for", "Explain to a beginner", "Describe", "What are the advantages of", "Compare",
-        "Give me advice on", "Make a list of", "Who was", "Why do", "Tell me about", "Imagine",
-    ),
-    "self-extraction": (
-        "Extract all names, places and dates from the following text:\n\n",
-        "Read the text and answer the question.\n\nText:", "Based on the following passage, answer the question.\n\n",
-        "Classify each of the following as", "Convert the following to JSON:\n\n", "Identify which",
-        "Rewrite the following text in simpler words:\n\n", "Summarize the following in one sentence:\n\n",
-        "Correct the grammar of this text:\n\n",
-    ),
-    "self-translation": (
-        "Translate the following to German:", "Translate the following to French:", "Translate to Spanish:",
-        "Translate this sentence into Chinese:", "How do you say", "Translate the following text to English:",
-        "Translate to Italian:", "Translate to Japanese:",
-    ),
-}  # fmt: skip
-"""Openings of the prompts of each style; the target writes the rest."""
+OPENINGS = read_json(Path(__file__).with_name("openings.json"), dict[str, list[str]])
+"""Openings of the texts of each style; the target writes the rest."""
 TURNS = (("user", LONGEST, 1.0, 9), ("assistant", REPLY, 0.7, 11), ("user", LONGEST, 1.0, 10))
 """Role, most tokens, temperature and part of the seeds of each message of a conversation."""
 _APART = 500_009  # between the seeds of one part and those of the next
@@ -143,10 +111,10 @@ class Writer:
     def write_prompts(self, count: int, style: str = "self") -> tuple[list[str], dict[str, int]]:
         """The prompts that pass the filter, of `count` that are written, and how many did not pass, by reason."""
         header = encode_chat_start(self.pair.tokenizer, [], "user")
-        openings = [self._encode(text) for text in STYLES.get(style, ("",))]
+        openings = [self._encode(text) for text in OPENINGS.get(style, ("",))]
         starts = [[*header, *openings[i % len(openings)]] for i in range(count)]
         longest = LONGEST_TEXT if style in _WITH_TEXT else LONGEST
-        part = 0 if style == "self" else 2 + list(STYLES).index(style)
+        part = 0 if style == "self" else 2 + list(OPENINGS).index(style)
         kept, report = [], Counter(written=count)
         seen: set[object] = set()
         for i, tokens, finish in sorted(self._sample(starts, longest, 1.0, part)):
@@ -173,11 +141,9 @@ class Writer:
         report["kept"] = len(chats)
         return chats, dict(report)
 
-    def write_passages(
-        self, count: int, openings: Sequence[str] = OPENINGS, longest: int = 900, shortest: int = 80
-    ) -> list[str]:
-        """Texts that continue the openings, without chat template; cut after the last whole sentence."""
-        encoded = [self._encode(text) for text in openings]
+    def write_passages(self, count: int, longest: int = 900, shortest: int = 80) -> list[str]:
+        """Texts that continue openings, without chat template; cut after the last whole sentence."""
+        encoded = [self._encode(text) for text in OPENINGS["self-summaries"]]
         starts = [encoded[i % len(encoded)] for i in range(count)]
         passages = []
         for index, tokens, _ in sorted(self._sample(starts, longest, 0.8, 1)):

@@ -11,11 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from selfjudge.judge.config import JudgeConfig
-from selfjudge.store import markdown_table, write_json, write_text
+from selfjudge.store import markdown_table, write_text
 from selfjudge.train.thresholds import count_above
 
 BINS = 10
-POINTS = 200  # of a stored ROC curve
 QUALITIES = (0.8, 0.9, 0.95)
 MEANING = {
     "f1": "F is the best F1, the stricter of its two readings (positive is acceptable, or is must-reject)."
@@ -23,44 +22,6 @@ MEANING = {
     "youden": "F is where Youden's J is largest, R rejects the share it was asked for.",
 }
 """What F and R mean, by the setting `threshold_f`."""
-CARD = """---
-library_name: selfjudge
-tags: [speculative-decoding, judge]
----
-# A judge for {judge.target}
-
-It decides which tokens of a draft model (labelled with {judge.draft}) are accepted although the target prefers others.
-{kind} on `{judge.features}`, trained by `selfjudge train`.{limit}
-
-```
-selfjudge generate "Why is the sky blue?" --target {judge.target} --judge FOLDER --quality 0.9
-```
-
-`--quality 0.9` takes the threshold that rejects 90 % of bad substitutions. It is not the quality of the answer.
-
-## Labels
-
-{n_labels:,} mismatches of {n_prompts:,} prompts, method {judge.label_method}{score}; {acceptable_rate:.1%} acceptable.
-{n_aligned:,} more that alignment accepts (ties) were left out.
-
-{sources}
-
-## Holdout
-
-{n_holdout:,} mismatches of prompts that nothing was fitted on and nothing was chosen by: no weight, C, epoch or kind of
-judge. ROC-AUC {auc_mismatch:.3f} on mismatches, {auc_all:.3f} with the target's own tokens added.
-On the part that chose C, epoch and kind: {on_select}.
-
-{thresholds}
-
-{meaning}
-
-![ROC curve and calibration](roc.png)
-
-{bins}
-
-The target must be the one named above: loading checks its checksum and width.
-"""
 
 
 @dataclass(frozen=True)
@@ -99,8 +60,7 @@ class Evidence:
 
 
 def write_card(folder: Path, judge: JudgeConfig, evidence: Evidence) -> None:
-    """Write README.md, roc.json and roc.png."""
-    write_json(folder / "roc.json", sample_roc(judge, evidence))
+    """Write README.md and roc.png."""
     draw(folder / "roc.png", judge, evidence)
     write_text(folder / "README.md", format_card(judge, evidence))
 
@@ -124,32 +84,27 @@ def format_card(judge: JudgeConfig, evidence: Evidence) -> str:
         for name, theta in named.items()
     ]
     bins = [(f"{low:.2f} to {high:.2f}", f"{n:,}", f"{share:.1%}") for low, high, n, share in evidence.bin_scores()]
-    return CARD.format(
-        judge=judge,
-        **judge.metrics,
-        kind="An MLP" if judge.model == "mlp" else "Logistic regression",
-        limit=f"\nIt has no say where the target prefers its own token by more than {limit:g} nats." if limit else "",
-        score="".join(score),
-        sources=markdown_table(["source", "labels", "acceptable"], sources),
-        on_select=", ".join(f"{name} {value:.3f}" for name, value in evidence.tried.items()),
-        thresholds=markdown_table(
-            ["threshold", "θ", "acceptable tokens accepted", "unacceptable tokens accepted"], thresholds
-        ),
-        meaning=MEANING[evidence.threshold_f],
-        bins=markdown_table(["score", "rows", "acceptable"], bins),
+    return (
+        Path(__file__)
+        .with_name("card.md")
+        .read_text("utf-8")
+        .format(
+            judge=judge,
+            **judge.metrics,
+            kind="An MLP" if judge.model == "mlp" else "Logistic regression",
+            limit=f"\nIt has no say where the target prefers its own token by more than {limit:g} nats."
+            if limit
+            else "",
+            score="".join(score),
+            sources=markdown_table(["source", "labels", "acceptable"], sources),
+            on_select=", ".join(f"{name} {value:.3f}" for name, value in evidence.tried.items()),
+            thresholds=markdown_table(
+                ["threshold", "θ", "acceptable tokens accepted", "unacceptable tokens accepted"], thresholds
+            ),
+            meaning=MEANING[evidence.threshold_f],
+            bins=markdown_table(["score", "rows", "acceptable"], bins),
+        )
     )
-
-
-def sample_roc(judge: JudgeConfig, evidence: Evidence) -> dict[str, Any]:
-    """The ROC curve in at most POINTS points, from nothing accepted to everything, and where F and R lie on it."""
-    fpr, tpr = evidence.trace_roc()
-    chosen = np.unique(np.linspace(0, len(tpr) - 1, POINTS).astype(int))[::-1]
-    return {
-        "auc": judge.metrics["auc_mismatch"],
-        "fpr": [round(float(x), 5) for x in fpr[chosen]],
-        "tpr": [round(float(x), 5) for x in tpr[chosen]],
-        **{name: list(evidence.locate(judge.thresholds[name])) for name in ("F", "R")},
-    }
 
 
 def draw(file: Path, judge: JudgeConfig, evidence: Evidence) -> None:
