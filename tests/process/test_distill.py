@@ -23,7 +23,7 @@ from conftest import CONFIGS, VOCAB, tiny_model
 from runs import full_disk
 from selfjudge.distill.config import DistillConfig, Schedule
 from selfjudge.distill.data import Corpus, Dataset, Job, chunks, jobs, largest, teacher
-from selfjudge.distill.student import Student, StudentLearner, TopKLoss
+from selfjudge.distill.student import Student, StudentLearner, top_k_loss
 from selfjudge.distill.train import Trainer, TrainingState
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.convert import draft_model, materialise, read_compact, write_compact
@@ -222,7 +222,7 @@ def test_the_loss_and_its_gradients_are_those_of_autograd(monkeypatch: pytest.Mo
             p = best.values.exp() / best.values.exp().sum(-1, keepdim=True)
             loss = -(p * (h @ w.T).log_softmax(-1).gather(1, best.indices)).sum(-1).mean()
         else:
-            loss = TopKLoss.apply(h, w, best.values, best.indices.int())
+            loss = top_k_loss(h, w, best.values, best.indices.int())
         (2.5 * loss).backward()
         results.append((loss.detach(), h.grad, w.grad))
     for expected, found in zip(*results, strict=True):

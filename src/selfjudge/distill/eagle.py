@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfjudge.distill.data import MEASURE_TOKENS, Corpus, Dataset
-from selfjudge.distill.train import HeldOutScore
+from selfjudge.distill.train import HeldOutScore, with_gradients
 from selfjudge.engine.teacher_forced import sdpa_without_cudnn
 from selfjudge.models.eagle import EagleConfig, EagleHead, captured_states
 
@@ -155,9 +155,8 @@ class HeadLearner:
                 counts = (since >= step).float()
                 weights.append(counts * DECAY**step / counts.sum().clamp_min(1))
         cap = getattr(self.target.config.get_text_config(), "final_logit_softcapping", None)
-        loss: Tensor = _UnrolledLoss.apply(
-            torch.stack(hidden), torch.stack(weights), batch.states[row, column], self.head.output, cap
-        )
+        wanted = batch.states[row, column]
+        loss = unrolled_loss(torch.stack(hidden), torch.stack(weights), wanted, self.head.output, cap)
         return loss, len(since)
 
     def _autocast(self) -> torch.autocast:
@@ -246,19 +245,14 @@ def reached_and_right(accepted: Tensor, steps: int) -> Tensor:
     return torch.stack([reached.sum(1), (reached & (accepted > step)).sum(1)])
 
 
-class _UnrolledLoss(torch.autograd.Function):
+def unrolled_loss(hidden: Tensor, weights: Tensor, states: Tensor, output: Tensor, cap: float | None) -> Tensor:
     """Σ weights · cross-entropy of hidden [J, R, H] against the target's states [R, H], both on output [D, H].
 
-    Logits exist for LOSS_ROWS rows at a time only. The gradient of the logits is softmax − p: it is computed in the
-    forward pass, and no logits are kept for backward.
+    Logits exist for LOSS_ROWS rows at a time only: their gradient is softmax − p, so that it is known at once.
     """
-
-    @staticmethod
-    def forward(
-        context: Any, hidden: Tensor, weights: Tensor, states: Tensor, output: Tensor, cap: float | None
-    ) -> Tensor:
-        gradient = torch.empty_like(hidden)
-        total = hidden.new_zeros((), dtype=torch.float32)
+    gradient = torch.empty_like(hidden)
+    total = hidden.new_zeros((), dtype=torch.float32)
+    with torch.no_grad():
         for start in range(0, hidden.shape[1], LOSS_ROWS):
             piece = slice(start, start + LOSS_ROWS)
             logits = (states[piece].to(output.dtype) @ output.T).float()
@@ -269,10 +263,4 @@ class _UnrolledLoss(torch.autograd.Function):
                 total -= (p * log_q * weight).sum()
                 rest = log_q.exp_().sub_(p).mul_(weight)  # ∂/∂logits = softmax − p
                 gradient[step, piece] = rest.to(output.dtype) @ output
-        context.save_for_backward(gradient)
-        return total
-
-    @staticmethod
-    def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        (gradient,) = context.saved_tensors
-        return gradient * grads[0].to(gradient.dtype), None, None, None, None
+    return with_gradients(total, (hidden, gradient))

@@ -123,8 +123,7 @@ def export_student(maker: DataMaker, learner: StudentLearner, state: TrainingSta
     """
     pair, out, compact, student = maker.pair, maker.run.path, maker.run.path / "compact", learner.student
     trained = learner.agreement()
-    tensors = {name: tensor.clone() for name, tensor in student.tensors().items()}
-    size = write_compact(tensors, student.raw, compact)
+    size = write_compact(student.tensors(), student.raw, compact)
     student.load(read_compact(compact))
     rounded = learner.agreement()
     materialise(compact, pair.target, out)
@@ -136,7 +135,8 @@ def export_student(maker: DataMaker, learner: StudentLearner, state: TrainingSta
         "top1_held_out": {"as_trained": trained, "int8": rounded},
         "compact": {"format": "int8 rows", "bytes": size},
     }
-    write_text(out / "README.md", _student_card(result))
+    figures = ", ".join(f"{source} {share:.1%}" for source, share in sorted(rounded.items()))
+    write_text(out / "README.md", _format_card("student.md", result, figures=figures))
     shutil.copy(out / "README.md", compact / "README.md")
     maker.run.finish(**result)
     return result
@@ -165,7 +165,10 @@ def export_head(maker: DataMaker, learner: HeadLearner, state: TrainingState) ->
         },
         "compact": {"format": "int8 groups", "bytes": size},
     }
-    write_text(run.path / "README.md", _head_card(result, finished.config))
+    m = markdown_table(["prompts", "m"], ([name, f"{m:.2f}"] for name, m in sorted(rounded.figures["m"].items())))
+    low, middle, high = finished.config.aux_layers
+    card = _format_card("head.md", result, layers=f"{low}, {middle} and {high}", figures=m)
+    write_text(run.path / "README.md", card)
     run.finish(**result)
     return result
 
@@ -190,54 +193,9 @@ def _describe(maker: DataMaker, data: Dataset, state: TrainingState) -> dict[str
     }
 
 
-def _student_card(result: dict[str, Any]) -> str:
-    s, compact = result["settings"], result["compact"]
-    by_source = ", ".join(f"{k} {v:.1%}" for k, v in sorted(result["top1_held_out"]["int8"].items()))
-    about = f"""# A draft for {result["target"]}
-
-{s["layers"]} layers of width {s["width"]}, {result["parameters"] / 1e6:.1f} M trained parameters,
-distilled by `selfjudge distill` from the target's own answers. `compact/` holds layers and projections
-({compact["format"]}, {compact["bytes"] / 1e6:.1f} MB).
-The checkpoint beside this file is an ordinary transformers model with the target's tokenizer."""
-    return about + _training_card(
-        result,
-        f"cross-entropy against the target's {s['top_k']} most likely tokens",
-        f"Held-out prompts of the same mix, top-1 agreement with the target: {by_source}.",
-    )
-
-
-def _head_card(result: dict[str, Any], shape: EagleConfig) -> str:
-    unroll, m = result["settings"]["unroll"], result["held_out"]["int8"]["m"]
-    low, middle, high = shape.aux_layers
-    figures = markdown_table(["prompts", "m"], ([name, f"{value:.2f}"] for name, value in sorted(m.items())))
-    about = f"""# An EAGLE-3 head for {result["target"]}
-
-One layer that reads what enters layers {low}, {middle} and {high} of the target:
-{result["parameters"] / 1e6:.1f} M trained parameters, {result["compact"]["bytes"] / 1e6:.1f} MB in int8,
-made by `selfjudge distill --kind eagle3` from the target's own answers.
-Its embedding and its output matrix are the target's. It proposes {shape.draft_vocab_size:,} tokens,
-{result["draft_vocabulary"]["share_of_held_out_answers"]:.2%} of those in held-out answers."""
-    return about + _training_card(
-        result,
-        f"cross-entropy against the target's distribution over these tokens, unrolled over {unroll} steps",
-        f"Held-out prompts, tokens per target pass at γ = {unroll}, greedy and exact:\n\n{figures}",
-    )
-
-
-def _training_card(result: dict[str, Any], loss: str, held_out: str) -> str:
-    t = result["training"]
+def _format_card(template: str, result: dict[str, Any], **about: str) -> str:
+    """The card of a draft: a template of this folder, filled in with what `run.json` says."""
     rows = ([s["name"], s["prompts"], s["answers_per_prompt"], s["licence"]] for s in result["sources"])
-    return f"""
-
-## Training
-
-{t["answers"]:,} answers, {t["answer_tokens"]:,} tokens in all: one greedy per prompt, the others
-sampled at temperatures 0.7 and 1.0. {t["steps"]:,} steps, {t["tokens_seen"]:,} tokens, {t["seconds"]:.0f} s.
-Loss: {loss}.
-
-{markdown_table(["prompts", "used", "answers each", "licence of the prompts"], rows, "lrrl")}
-
-{held_out}
-
-The licence of the target applies to this draft, since it was made from the target's weights and answers.
-"""
+    prompts = markdown_table(["prompts", "used", "answers each", "licence of the prompts"], rows, "lrrl")
+    sizes = {"millions": result["parameters"] / 1e6, "megabytes": result["compact"]["bytes"] / 1e6}
+    return Path(__file__).with_name(template).read_text("utf-8").format(**result, **sizes, prompts=prompts, **about)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +17,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from selfjudge.distill.config import HEAD, DistillConfig
 from selfjudge.distill.data import MEASURE_TOKENS, Corpus, Dataset
-from selfjudge.distill.train import HeldOutScore
+from selfjudge.distill.train import HeldOutScore, with_gradients
 from selfjudge.engine.teacher_forced import sdpa_without_cudnn
 
 LOSS_ROWS = 8192  # rows of logits at a time
@@ -108,8 +107,7 @@ class StudentLearner:
 
     def loss(self, rows: Tensor) -> tuple[Tensor, int]:
         hidden, output, _, log_p, index = self._read(self.data.training, rows)
-        loss: Tensor = TopKLoss.apply(hidden, output, log_p, index)  # outside autocast: its softmax would be float32
-        return loss, len(index)
+        return top_k_loss(hidden, output, log_p, index), len(index)  # outside autocast: its softmax would be float32
 
     @torch.no_grad()
     def agreement(self) -> dict[str, float]:
@@ -143,19 +141,15 @@ def _principal(matrix: Tensor, width: int, scale: float) -> Tensor:
     return scaled.contiguous()
 
 
-class TopKLoss(torch.autograd.Function):
+def top_k_loss(hidden: Tensor, output: Tensor, log_p: Tensor, index: Tensor) -> Tensor:
     """Mean over rows of −Σ p log q: hidden [R, W], output [V, W], the teacher's top-k [R, k] each, renormalised.
 
-    Logits exist for LOSS_ROWS rows at a time only. The gradient of the logits is softmax − p: it is computed in the
-    forward pass, and no logits are kept for backward.
+    Logits exist for LOSS_ROWS rows at a time only: their gradient is softmax − p, so that it is known at once.
     """
-
-    @staticmethod
-    def forward(context: Any, hidden: Tensor, output: Tensor, log_p: Tensor, index: Tensor) -> Tensor:
-        grad_hidden, grad_output = torch.empty_like(hidden), torch.zeros_like(output, dtype=torch.float32)
-        total = hidden.new_zeros((), dtype=torch.float32)
-        rows = len(hidden)
-        for start in range(0, rows, LOSS_ROWS):
+    grad_hidden, grad_output = torch.empty_like(hidden), torch.zeros_like(output, dtype=torch.float32)
+    total = hidden.new_zeros((), dtype=torch.float32)
+    with torch.no_grad():
+        for start in range(0, len(hidden), LOSS_ROWS):
             piece = slice(start, start + LOSS_ROWS)
             h, at = hidden[piece], index[piece].long()
             p = log_p[piece].float().softmax(-1)  # renormalised over the k tokens
@@ -164,12 +158,4 @@ class TopKLoss(torch.autograd.Function):
             q.scatter_add_(1, at, -p.to(q.dtype))  # ∂/∂logits = softmax − p
             grad_hidden[piece] = q @ output
             grad_output += (q.T @ h).float()
-        context.save_for_backward(grad_hidden, grad_output.to(output.dtype))
-        context.rows = rows
-        return total / rows
-
-    @staticmethod
-    def backward(context: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        grad_hidden, grad_output = context.saved_tensors
-        scale = grads[0] / context.rows
-        return grad_hidden * scale.to(grad_hidden.dtype), grad_output * scale.to(grad_output.dtype), None, None
+    return with_gradients(total, (hidden, grad_hidden), (output, grad_output.to(output.dtype))) / len(hidden)

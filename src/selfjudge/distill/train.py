@@ -210,6 +210,14 @@ class Trainer:
                     owner[p].state[p][key.split("@")[0]] = torch.from_numpy(arrays[key]).to(p.device)
 
 
+def with_gradients(loss: Tensor, *gradients: tuple[Tensor, Tensor]) -> Tensor:
+    """A loss that was computed without autograd, with its gradient for each of some tensors."""
+    for tensor, gradient in gradients:
+        product = (tensor * gradient).sum()
+        loss = loss + (product - product.detach())  # nothing, with that gradient
+    return loss
+
+
 def make_optimisers(
     parameters: Mapping[str, Tensor], rate: float, layers: tuple[str, ...] = ("model.",), *, muon: bool | None = None
 ) -> list[Optimizer]:
