@@ -21,7 +21,6 @@ import transformers as hf
 from safetensors.torch import load_file
 
 import selfjudge.distill.data as data_module
-import selfjudge.distill.pipeline
 from fake_gguf import write_model
 from runs import content, full_disk
 from selfjudge.decoding.plain import respond
@@ -67,12 +66,7 @@ def loaded(folder: Path) -> hf.PreTrainedModel:
     return hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def test_a_whole_run(
-    pair: Pair, checkpoints: dict[str, str], settings: DistillConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        selfjudge.distill.pipeline, "INT8_LOSS", 1.0
-    )  # a few held-out answers tell nothing about rounding
+def test_a_whole_run(pair: Pair, checkpoints: dict[str, str], settings: DistillConfig, tmp_path: Path) -> None:
     out = tmp_path / "out"
     told: list[tuple[str, float]] = []
     result = distill_draft(pair, out, replace(settings, minutes=0.03), notify=lambda *what: told.append(what))
@@ -299,14 +293,11 @@ def test_a_full_disk_leaves_nothing_half_written(
 
 @pytest.mark.parametrize(("stage", "size"), [("training", 30_000), ("writing", 30_000), ("writing", 100_000)])
 def test_a_disk_that_fills_up_while_models_are_written(
-    pair: Pair, settings: DistillConfig, tmp_path: Path, stage: str, size: int, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, settings: DistillConfig, tmp_path: Path, stage: str, size: int
 ) -> None:
     """The kernel refuses to let files grow: safetensors' own writer fails, not a stand-in for it."""
     import resource
 
-    monkeypatch.setattr(
-        selfjudge.distill.pipeline, "INT8_LOSS", 1.0
-    )  # 100,000 bytes hold the compact form and no checkpoint
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def notify(told: str, share: float) -> None:

@@ -21,8 +21,8 @@ from selfjudge.models.convert import dequantise
 from selfjudge.models.eagle import EagleHead, decoder_layers
 from selfjudge.models.loaded import Draft, LoadedModel, as_draft, as_loaded
 from selfjudge.models.pair import Pair
+from selfjudge.types import ENGINES
 
-KINDS = ("auto", "reference", "cpu", "cuda")
 AnyModel: TypeAlias = "PreTrainedModel | EagleHead | LoadedModel"
 """A model of transformers, a head, or either as it was loaded: engines are then kept with it for the next batch."""
 
@@ -130,8 +130,8 @@ def make_draft(
 
 def choose_kind(model: AnyModel, *, int8: bool = False, kind: str = "auto") -> str:
     """The engine that `kind` names, which must be able to run the model; `auto` is the fastest that can."""
-    if kind not in KINDS:
-        raise SelfJudgeError(f"unknown `engine` {kind!r}; there are: {', '.join(KINDS)}")
+    if kind not in ENGINES:
+        raise SelfJudgeError(f"unknown `engine` {kind!r}; there are: {', '.join(ENGINES)}")
     model = as_draft(model) if isinstance(model, EagleHead) else as_loaded(model)
     if model.file is not None and kind == "cuda":
         raise SelfJudgeError("q4 weights need the cpu engine, not cuda")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from selfjudge.evaluate.config import EvalConfig
+from selfjudge.store import read_json
 from selfjudge.types import check_settings, setting
 
 PAPER_PAIRS = {
@@ -33,7 +35,7 @@ class Preset:
     gamma: int = 10
     gammas: tuple[int, ...] = ()
     """Other γ, for `exact` and the main judges on the first task."""
-    task_gammas: tuple[tuple[str, int], ...] = ()
+    task_gammas: Mapping[str, int] = field(default_factory=dict)
     """Tasks with a γ of their own."""
     label_tokens: int = 512
     """Maximum new tokens of an answer that is labelled."""
@@ -47,47 +49,12 @@ class Preset:
     """Whether a judge is also trained as in the authors' code, which differs from the paper."""
 
 
-_PAPER_TASKS = ("gsm8k", "math500", "mmlu", "cnn_dailymail", "livecodebench")
 PRESETS = {
-    # little of everything on one small machine; needs no data
-    "quick": Preset(
-        prompts=("self:30", "arithmetic:30"),
-        auto=("arithmetic:6",),
-        auto_plus=("arithmetic:3", "self:4"),
-        tasks=("arithmetic",),
-        limit=16,
-        sweep_tasks=("arithmetic",),
-        gamma=4,
-        label_tokens=96,
-        eval_tokens=96,
-        calibrate_prompts=6,
-        substitutions=6,
-    ),
-    # every method on every task; one GPU
-    "full": Preset(
-        prompts=("gsm8k:700", "livecodebench:300", "dolly:700", "self:500"),
-        auto=("gsm8k:210",),
-        auto_plus=("gsm8k:100", "dolly:360"),
-        tasks=_PAPER_TASKS,
-        limit=1319,
-        sweep_tasks=("gsm8k", "mmlu"),
-        gammas=(5, 20),
-    ),
-    # the paper's own settings
-    "paper": Preset(
-        prompts=("gsm8k:500", "livecodebench:220", "dolly:500"),
-        auto=("gsm8k:500",),
-        auto_plus=("gsm8k:500", "dolly:500"),
-        tasks=_PAPER_TASKS,
-        sweep_tasks=("gsm8k", "mmlu"),
-        gamma=20,
-        task_gammas=(("mmlu", 15),),
-        substitutions=None,
-        originals=True,
-    ),
+    name: Preset(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+    for name, values in read_json(Path(__file__).with_name("presets.json")).items()
 }
-# the method as in the authors' code, beside that of the paper: another score, thresholds and features
-PRESETS["released"] = replace(PRESETS["paper"], auto=(), auto_plus=(), sweep_tasks=(), task_gammas=(), released=True)
+"""quick: little of everything on one small machine, needs no data; full: every method on every task, one GPU;
+paper: the paper's own settings; released: the method as in the authors' code, beside that of the paper."""
 
 
 @dataclass(frozen=True)

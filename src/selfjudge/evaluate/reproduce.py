@@ -61,7 +61,7 @@ def plan_evaluations(preset: Preset, judges: Sequence[str]) -> Plan:
     """All rules on all tasks, then sweeps over θ and N, then other γ."""
     lengths = [name for name in judges if name.startswith("n=")]
     methods = [name for name in judges if name not in lengths]
-    gammas = dict.fromkeys(preset.tasks, preset.gamma) | dict(preset.task_gammas)
+    gammas = dict.fromkeys(preset.tasks, preset.gamma) | preset.task_gammas
     free = FREE_RULES if preset.gamma > 6 else FREE_RULES[:-1]  # fly looks 6 drafts ahead
     judged = [f"judged:{theta}@{name}" for name in methods for theta in ("F", "R")]
     plan: Plan = [(task, [*free, *judged, "judge_only:F@selfjudge"], (gammas[task],)) for task in preset.tasks]

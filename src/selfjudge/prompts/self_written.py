@@ -80,18 +80,16 @@ class Collector:
         """Prompts that the target writes itself, and what became of those it wrote."""
         count, name = source.count, source.name
         assert count is not None
-        articles = name == "self-summaries"
-        stage = "the target writes articles" if articles else "the target writes prompts"
         expected = count * {"self-summaries": 600, "self-chats": 240}.get(name, 60)  # tokens
         done = 0
 
         def report_tokens(tokens: int) -> None:
             nonlocal done
             done += tokens
-            self.notify(stage, min(1, done / expected))
+            self.notify("the target writes prompts", min(1, done / expected))
 
         writer = Writer(self.pair, self.seed, self.batch, report_tokens, self.journal)
-        if articles:
+        if name == "self-summaries":
             passages = writer.write_passages(count)
             return [ask_for_summary(text) for text in passages], {"written": count, "kept": len(passages)}
         return writer.write_chats(count) if name == "self-chats" else writer.write_prompts(count, name)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from selfjudge.report import formats
@@ -68,24 +69,23 @@ def _average_note(tasks: Sequence[str], rows: Sequence[Row]) -> str:
 
 
 def _average_columns(tasks: Sequence[str]) -> tuple[Column, ...]:
-    def m_of(task: str) -> Callable[[Row], Any]:
-        return lambda row: row["tasks"].get(task, {}).get("m")
+    def m_of(task: str, row: Row) -> Any:
+        return row["tasks"].get(task, {}).get("m")
 
-    def score_of(task: str) -> Callable[[Row], str]:
-        def show(row: Row) -> str:
-            cell = row["tasks"].get(task)
-            if cell is None:
-                return ""
-            change = "" if cell["delta_score"] is None else f" ({formats.signed_points(cell['delta_score'])})"
-            return formats.points(cell["score"]) + change
-
-        return show
+    def score_of(task: str, row: Row) -> str:
+        if (cell := row["tasks"].get(task)) is None:
+            return ""
+        change = "" if cell["delta_score"] is None else f" ({formats.signed_points(cell['delta_score'])})"
+        return formats.points(cell["score"]) + change
 
     about = "m, then score in points and its change"
     return (
         RULE,
         Column("γ", "gammas"),
-        *(Column(task_title(task), m_of(task), formats.fixed, score_of(task), about, joint=" / ") for task in tasks),
+        *(
+            Column(task_title(t), partial(m_of, t), formats.fixed, partial(score_of, t), about, joint=" / ")
+            for t in tasks
+        ),
         Column("mean Δm", "delta_m", formats.signed, "delta_m_ci", "against exact, same task and γ"),
         Column("mean m ratio", "m_ratio", formats.fixed, "m_ratio_ci"),
         Column("mean Δtask", "delta_score", formats.signed_points, "delta_ci", "points"),
