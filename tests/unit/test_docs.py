@@ -14,8 +14,6 @@ from xml.etree import ElementTree
 import pytest
 
 from selfjudge.cli.main import app
-from selfjudge.report.equal_m import compare_at_equal_m
-from selfjudge.report.records import read_results
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -111,7 +109,7 @@ def test_tables_of_rules_are_what_was_measured(title: str, folder: str) -> None:
     exact = json.loads((JUDGES / folder / "exact-g10" / "summary.json").read_text())
     assert f"{exact['n']:,} prompts" in head
     assert f"m {exact['mean_accepted_length']:.2f}, {100 * exact['score']:.1f} points" in head
-    (table,) = compare_at_equal_m(read_results([JUDGES / folder]).runs)
+    (table,) = runpy.run_path(str(ROOT / "benchmarks" / "equal_m.py"))["compare_at_equal_m"]([JUDGES / folder])
     leads = {row["rule"]: row for row in table.rows}
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows.splitlines()]
     for name, gain, same, over_margin, over_priced, points, changed in cells:
