@@ -54,7 +54,7 @@ def record(browser: Browser, question: str, tokens: int) -> list[Image.Image]:
             frames.append(Image.open(io.BytesIO(Path(file.name).read_bytes())).convert("RGB"))
 
     browser.run("document.querySelector('[value=quality]').click()")
-    browser.run("document.getElementById('amount').value = 0.8")
+    browser.run("document.getElementById('amount').value = 0.9")
     browser.choose("#gamma", "5")
     browser.run("document.getElementById('amount').dispatchEvent(new Event('input', {bubbles: true}))")
     browser.run(f"document.getElementById('length').value = {tokens}")

@@ -81,7 +81,7 @@ def main() -> None:
 
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--pair", default="qwen2.5-coder-1.5b")
-    options.add_argument("--prompt", default="Why is the sea salty? Answer in three sentences.")
+    options.add_argument("--prompt", default="Why do leaves change colour in autumn?")
     options.add_argument("--rule", default="judged")
     options.add_argument("--quality", type=float, default=0.9)
     options.add_argument("--gamma", type=int, default=5)
@@ -93,7 +93,7 @@ def main() -> None:
     )
     pieces = [(piece.text, piece.origin) for piece in answer]
     made = answer.generation
-    command = f'selfjudge generate "{given.prompt}" --rule {given.rule} --quality {given.quality} --gamma {given.gamma} --color'
+    command = f'selfjudge generate "{given.prompt}" --quality {given.quality} --gamma {given.gamma} --color'
     caption = (
         f"{pair.name}, {pair.dtype}, γ = {given.gamma}: {len(made.tokens)} tokens from {made.cycles} target passes,"
         f" {len(made.judged_tokens)} of them against the target's choice"
