@@ -27,8 +27,20 @@ MAX_GAMMA = 20
 Gamma = int | Literal["auto"]
 """Draft tokens of a cycle, or `auto`: chosen while decoding (`decoding/gamma.py`)."""
 ENGINES = ("auto", "reference", "cpu", "cuda")
+GLOSSARY = {
+    "m": "tokens per pass",
+    "γ": "drafted per step",
+    "judged": "accepted against the target's choice",
+    "strictness": "how sure a rule must be before it accepts a draft that is not the target's choice",
+}
+"""What the short names of tables mean: the same words on the terminal, in pages and in the playground."""
 DEFAULT_THETA = "R"
 """The default threshold of a judge, everywhere: the strict one of the two that it is trained with."""
+
+
+def explain(*labels: str) -> str:
+    """What some labels of a table mean, as one line below it."""
+    return "; ".join(f"{label}: {GLOSSARY[label]}" for label in labels)
 
 
 def default_gamma(device: str) -> int:
@@ -262,6 +274,9 @@ class Generation:
     """The tokens of origin `judge`, and what the target wanted there."""
     drafted: int = 0
     """Draft tokens of all cycles, accepted or not."""
+    speed_over_plain: float | None = None
+    """Speed of the cycles over plain decoding, as the answer's own passes without drafts were timed; None where fewer
+    than two had none."""
 
     @property
     def gamma_mean(self) -> float | None:

@@ -62,14 +62,17 @@ def test_generate_streams_text_and_reports_on_stderr(run, pair: list[str]) -> No
     code, out, err = run("generate", "w1 w2", *pair, "--max-new-tokens", "8")
     assert code == 0
     assert len(out.split()) == 8
-    assert "tokens/s" in err
+    assert re.search(r"^8 tokens in \d+\.\d s, \d+\.\d tokens/s", err, re.M)
+    assert re.search(r"\d\.\d\d tokens per pass \(m\), \d+\.\d drafted per step \(γ\)", err)
+    assert "of 8 tokens were drafted, 0 of them accepted against the target's choice" in err
 
 
 def test_color_tints_by_origin(run, pair: list[str]) -> None:
     _, out, err = run("generate", "w1 w2", *pair, "--rule", "topk:20", "--color", "--max-new-tokens", "20")
     assert "the target wanted" in err
-    assert "\x1b[34m" in out  # target
-    assert "\x1b[30;42m" in out  # accepted against alignment
+    assert "\x1b[32m" in out  # drafted, the target's choice
+    assert "\x1b[30;43m" in out  # accepted against alignment
+    assert re.search(r"\x1b\[30;43mjudge +\d+\x1b\[0m drafted, accepted against", err)  # the legend
 
 
 def test_prompt_from_standard_input(run, pair: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

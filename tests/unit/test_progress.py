@@ -27,7 +27,7 @@ def test_a_stage_is_said_once_and_again_when_it_goes_on(
         ):
             now += seconds
             update(stage, share)
-    assert capsys.readouterr().err.splitlines() == ["labels …", "labels 50%", "τ …", "ready"]
+    assert capsys.readouterr().err.splitlines() == ["labels …", "labels 50%, about 25 s left", "τ …", "ready"]
 
 
 class Watched(io.StringIO):

@@ -23,12 +23,14 @@ class DecodeBenchConfig:
 class DemoConfig:
     """`demo`: how much is decoded by each rule."""
 
+    small: bool = setting(False, "Leave out the large model (1.1 GB) and the gain on it.")
+    turns: int = setting(3, "Turns of plain, exact and relaxed on the large model.", minimum=1)
     limit: int = setting(6, "How many of the built-in prompts.", minimum=1)
     max_new_tokens: int = setting(64, "Most tokens an answer may have.", minimum=1)
     labels: bool = setting(True, "Label and train a small judge first.")
     tune: bool = setting(True, "End with a small tune: which rule keeps how much of the target's words for certain.")
     quick: bool = setting(
-        False, "The smallest demo: two prompts of 48 tokens, no labels, no tune, no checkpoints on the disk."
+        False, "The shortest demo: two turns, two prompts of 48 tokens, no labels, no tune, no checkpoints on the disk."
     )
 
     @property
@@ -36,6 +38,5 @@ class DemoConfig:
         """The config, cut down for the quick demo."""
         if not self.quick:
             return self
-        return replace(
-            self, limit=min(self.limit, 2), max_new_tokens=min(self.max_new_tokens, 48), labels=False, tune=False
-        )
+        short = {"limit": min(self.limit, 2), "max_new_tokens": min(self.max_new_tokens, 48)}
+        return replace(self, **short, turns=min(self.turns, 2), labels=False, tune=False)

@@ -26,6 +26,7 @@ from selfjudge.models.loaded import Target
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.builtin import BUILT_IN
 from selfjudge.store import measured_on
+from selfjudge.store.load import LoadWatch
 from selfjudge.train.config import TrainConfig
 from selfjudge.train.pipeline import train_judge
 from selfjudge.types import Gamma, Generation, Notify, pooled_figures
@@ -108,11 +109,11 @@ class Demo:
             yield row
 
     def _row(self, name: str, rule: AcceptanceRule, gamma: Gamma) -> dict[str, Any]:
-        start = time.perf_counter()
+        start, load = time.perf_counter(), LoadWatch()
         answers = generate(
             self.pair, self.prompts, rule, gamma=gamma, max_new_tokens=self.config.max_new_tokens, batch=1
         )
-        speed = sum(len(a.tokens) for a in answers) / (time.perf_counter() - start)
+        speed, busy = sum(len(a.tokens) for a in answers) / (time.perf_counter() - start), load.describe()
         self._plain = self._plain or answers
         views = compute_likelihoods(
             self.full, [(self.pair.encode(p), a.tokens) for p, a in zip(self.prompts, answers, strict=True)]
@@ -130,6 +131,7 @@ class Demo:
             **pooled_figures(answers),
             "tokens_per_second": speed,
             "speed_over_plain": speed / first,
+            "busy": busy,
             "same_answer_as_plain": same / len(answers),
             "same_start_as_plain": sum(starts) / len(starts),
             "log_likelihood": average_log_likelihood(views),

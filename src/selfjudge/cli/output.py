@@ -87,6 +87,7 @@ class Progress:
         self._out = sys.stderr  # a model load may redirect stderr
         self._stage, self._seen = "", {""}
         self._share: float | None = None
+        self._first = 0.0, 0.0  # when the estimate of the time left was begun, and the share done by then
         self._begun = self._said = time.monotonic()
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._watch = threading.Thread(target=self._repeat, daemon=True)
@@ -109,6 +110,8 @@ class Progress:
     def __call__(self, stage: str, share: float | None = None) -> None:
         """Say what goes on, with the share of it that is done where that is known."""
         with self._lock:
+            if share is not None and (self._share is None or share < self._share):  # other work, another estimate
+                self._first = time.monotonic(), share
             if self._bar is not None:
                 self._draw(self._bar, stage, share)
             elif stage != self._stage:
@@ -130,8 +133,8 @@ class Progress:
             self._bar.stop()
 
     def _draw(self, bar: bars.Progress, stage: str, share: float | None) -> None:
-        """Update the changing line; a new stage begins its own estimate of the time left."""
-        if bar.tasks and stage.split(":")[0] != self._stage.split(":")[0]:
+        """Update the changing line; its estimate of the time left begins again where less is done than before."""
+        if bar.tasks and (share is None or share < (self._share or 0.0)):
             bar.remove_task(bar.task_ids[0])
         if not bar.tasks:
             bar.add_task("")
@@ -152,11 +155,21 @@ class Progress:
             line = self._stage if self._share in (None, 1) else f"{words} …"
         elif now - self._said < QUIET:
             return
+        elif self._share is None:
+            line = f"{words} … {now - self._begun:.0f} s"
         else:
-            line = f"{words} … {now - self._begun:.0f} s" if self._share is None else f"{words} {self._share:.0%}"
+            line = f"{words} {self._share:.0%}{self._describe_time_left(now)}"
         self._seen.add(self._stage)
         self._said = now
         print(line, file=self._out, flush=True)
+
+    def _describe_time_left(self, now: float) -> str:
+        """As long as the rest takes at the speed so far; empty before there is one."""
+        since, share = self._first
+        if self._share is None or self._share <= share:
+            return ""
+        left = (now - since) * (1 - self._share) / (self._share - share)
+        return f", about {left:.0f} s left" if left < 120 else f", about {left / 60:.0f} min left"
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median_low
 
 from transformers import PreTrainedTokenizerBase
 
@@ -32,6 +33,10 @@ class Answer:
     """Draft tokens of all cycles."""
     gamma: int = 0
     """Draft tokens of the latest cycle."""
+    cycle_seconds: float = 0.0
+    """Seconds of all cycles: without the prefill."""
+    plain_passes: list[float] = field(default_factory=list)
+    """Seconds of each cycle without drafts."""
     finish: Finish | None = None
     started: float = field(default_factory=time.perf_counter)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*PHASES, "total"), 0.0))
@@ -48,6 +53,10 @@ class Answer:
         self.gamma = step.drafted
         for phase, spent in step.seconds.items():
             self.seconds[phase] += spent
+        if step.cycle > 0:
+            spent = sum(step.seconds.values())
+            self.cycle_seconds += spent
+            self.plain_passes += [] if step.drafted else [spent]
         judged = {j.index: self._with_text(j) for j in emission.judged}
         if not self.streamed:
             self.tokens += emission.tokens
@@ -99,9 +108,20 @@ class Answer:
     def generation(self) -> Generation:
         if self.finish is None:
             raise SelfJudgeError("the answer is not finished: read the whole stream first")
-        tokens, origins, judged = tuple(self.tokens), tuple(self.origins), tuple(self.judged_tokens)
+        ratio = None
+        if len(self.plain_passes) > 1 and self.cycle_seconds:
+            ratio = (len(self.tokens) - 1) * median_low(self.plain_passes) / self.cycle_seconds
         return Generation(
-            tokens, origins, self.text, self.cycles, self.finish, self.prompt_tokens, self.seconds, judged, self.drafted
+            tuple(self.tokens),
+            tuple(self.origins),
+            self.text,
+            self.cycles,
+            self.finish,
+            self.prompt_tokens,
+            self.seconds,
+            tuple(self.judged_tokens),
+            self.drafted,
+            ratio,
         )
 
 

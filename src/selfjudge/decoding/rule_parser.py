@@ -54,24 +54,26 @@ class RuleRequest:
         None, "Judge folder, hub id or embedded name; the judge that ships for the target if not given."
     )
     theta: float | str | None = setting(
-        None, "Judge threshold: a number in [0, 1], larger accepts less, or F or R (the default)."
+        None,
+        "Strictness (how sure a rule must be before it accepts a draft that is not the target's choice) as a judge's"
+        " threshold: a number in [0, 1], larger accepts less, or F or R (the default).",
     )
     quality: float | None = setting(
         None,
-        "Choose θ so that the judge rejects this share of bad substitutions: 0.9 rejects 90 %.",
+        "Strictness as a share: θ is chosen so that the judge rejects 90 % of bad substitutions at 0.9.",
         minimum=0,
         maximum=1,
     )
     price: float | None = setting(
         None,
-        "Accept a substitution where the tokens it wins, at this price in nats, outweigh its harm; instead of a"
-        " threshold, with --rule margin or judged.",
+        "Strictness as a price: accept a substitution where the tokens it wins, at this price in nats, outweigh its"
+        " harm; with --rule margin or judged.",
         **rules.PRICE_RANGE,
     )
     gamma: Gamma | None = setting(
         None,
-        "Draft tokens per cycle, 0 is plain decoding; auto, the default of exact, chooses what is fastest; else 5, on a"
-        " CPU 3.",
+        "Tokens drafted per step (γ), 0 is plain decoding; auto, the default of exact, chooses what is fastest; else 5,"
+        " on a CPU 3.",
         minimum=0,
         maximum=MAX_GAMMA,
         word="auto",

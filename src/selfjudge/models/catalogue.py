@@ -37,6 +37,11 @@ class Embedded:
     """About as many bytes as the checkpoints of target and draft take."""
 
     @property
+    def size_text(self) -> str:
+        """The size of the file as it is said: 98 MB, 1.1 GB."""
+        return f"{self.size / 1e6:.0f} MB" if self.size < 1e9 else f"{self.size / 1e9:.1f} GB"
+
+    @property
     def draft(self) -> Path | None:
         """The folder of the compact draft that ships in the package, if there is one."""
         folder = _DRAFTS / self.name

@@ -10,7 +10,7 @@ from selfjudge.report.demo import encodable, show_token
 from selfjudge.report.draw import draw
 from selfjudge.report.formats import fixed, points, show_interval, show_text, signed_points, tenths, whole
 from selfjudge.report.page import render
-from selfjudge.report.table import Column, Table, word_column
+from selfjudge.report.table import GAMMA, PER_PASS, Column, Table, word_column
 from selfjudge.report.verdict import LOW_SCORE
 
 RUN = "Run this in the folder of this certificate"
@@ -141,12 +141,12 @@ def _candidates_table(certificate: Mapping[str, Any]) -> Table:
     columns = (
         word_column("rule", "rule"),
         word_column("family", "family"),
-        Column("γ", "gamma"),
+        GAMMA,
         Column("prompts", "n_used", whole),
         Column("change, points", "mean_difference", signed_points),
         Column("lost", "lost", whole),
         Column("gained", "gained", whole),
-        Column("m", "mean_accepted_length", fixed, help="tokens per target pass"),
+        PER_PASS,
         Column("tokens/s", "tokens_per_second", tenths),
         Column("m × exact" if by_m else "speed × exact", "speed_ratio", fixed, "speed_ci", best),
         word_column("outcome", "why", wide=True),

@@ -1,15 +1,16 @@
-"""The page of `selfjudge demo`: the rules side by side, and the first answer under each of them, token by token."""
+"""The page of `selfjudge demo`, and its last sentences: the gain, then rules side by side, with answers by token."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from selfjudge.report.formats import fixed, percent, quote_token, tenths, thousandths
 from selfjudge.report.page import render
 from selfjudge.report.records import ORIGINS
-from selfjudge.report.table import Column, Table, word_column
+from selfjudge.report.table import PER_PASS, Column, Table, word_column
+from selfjudge.types import GLOSSARY
 
 
 def demo_page(result: Mapping[str, Any]) -> str:
@@ -17,61 +18,117 @@ def demo_page(result: Mapping[str, Any]) -> str:
 
     A row of `result["rows"]` may have `tokens` of its first answer: `[text, origin, target's choice, its probability,
     judge's score]`. Without them the answer is shown as plain text. All but `rows` may be missing: a demo may have been
-    stopped.
+    stopped. `gain` is the question on the large model, and has rows of its own.
     """
     result = encodable(result)
     rows: list[dict[str, Any]] = result["rows"]
+    gain = result.get("gain") or {"rows": []}
     return render(
         "demo.html",
         title="Speculative decoding with a judge, on this machine",
-        finding=describe_result(result),
-        table=_table(result),
+        findings=describe_result(result),
+        gain=gain if gain["rows"] else None,
+        gain_table=_gain_table(gain) if gain["rows"] else None,
+        gain_answers=[_answer(row) for row in gain["rows"]],
+        table=_table(result) if rows else None,
+        pair=result.get("pair") or "the small pair",
         prompt=result.get("prompt") or "",
         answers=[_answer(row) for row in rows if row.get("tokens") or row.get("example")],
+        following=describe_next(result),
+        glossary=GLOSSARY,
         data={},
     )
 
 
-def describe_result(result: Mapping[str, Any]) -> str:
-    """The result in one or two sentences: the fastest judge against `exact` and plain decoding."""
+def describe_result(result: Mapping[str, Any]) -> list[str]:
+    """What was gained and what it cost, a sentence each: on the large model where it was asked, else on the small."""
+    gain = {row["rule"]: row for row in (result.get("gain") or {}).get("rows", ())}
+    if "exact" in gain:
+        return _describe_gain(gain, result["gain"]["busy"])
     rows = {row["rule"]: row for row in result["rows"]}
     judged = [row for row in result["rows"] if row["uses_judge"]]
     if not judged or "exact" not in rows:
-        return "The demo was stopped before a judge had answered."
-    best, exact = max(judged, key=lambda row: row["tokens_per_second"]), rows["exact"]
-    m, m_exact = best["mean_accepted_length"], exact["mean_accepted_length"]
-    passes = f"{m:.2f} tokens per target pass, exact {m_exact:.2f}; " if m and m_exact else ""
-    parts = [
-        f"The judge ({best['rule']}) yields {passes}it is {best['speed_over_plain']:.2f} × as fast as plain decoding,"
-        f" exact {exact['speed_over_plain']:.2f} ×.",
-        f"It accepts {percent(best['judged_share'])} of its tokens against the target’s choice. Its answers are those"
-        f" of plain decoding for the first {100 * best['same_start_as_plain']:.0f} % of their tokens on average,"
-        f" {100 * best['same_answer_as_plain']:.0f} % of them to the end.",
-    ]
+        return ["The demo was stopped before a judge had answered."]
+    busy = next((row["busy"] for row in result["rows"] if row.get("busy")), "")
+    best, exact = max(judged, key=lambda row: row["mean_accepted_length"] or 0.0), rows["exact"]
+    m, m_exact = (fixed(row["mean_accepted_length"]) for row in (best, exact))
+    speed = f"it is {best['speed_over_plain']:.2f} × as fast as plain decoding, exact {exact['speed_over_plain']:.2f} ×"
+    cost = (
+        f"Cost: {percent(best['judged_share'])} of its tokens are not the target’s choice, and its answers are those of"
+        f" plain decoding for the first {100 * best['same_start_as_plain']:.0f} % of their tokens on average."
+    )
     if "plain" in rows:
         judge, plain = thousandths(best["log_likelihood"]), thousandths(rows["plain"]["log_likelihood"])
-        parts.append(f"The target gives its tokens a log-likelihood of {judge}: its own greedy answers have {plain}.")
-    return " ".join(parts)
+        cost += f" The target gives them a log-likelihood of {judge} a token: its own greedy answers have {plain}."
+    return [f"Gained: {best['rule']} yields {m} {GLOSSARY['m']}, exact {m_exact}; {busy or speed}.", cost]
+
+
+def _describe_gain(rows: Mapping[str, Any], busy: str) -> list[str]:
+    plain, exact = rows["plain"], rows["exact"]
+    relaxed = next((row for name, row in rows.items() if name not in ("plain", "exact")), None)
+    words = f"the same {len(exact['tokens'])} tokens" if exact["same_as_plain"] else f"{len(exact['tokens'])} tokens"
+    passes = f"{exact['passes']} passes of the large model instead of {plain['passes']}"
+    faster = f"{exact['speed_over_plain']:.1f} × as fast as plain decoding"
+    gained = f"Gained: exact wrote {words} in {passes}" + (f"; {busy}." if busy else f", {faster}.")
+    cost = "Cost: no word of the answer with exact" if exact["same_as_plain"] else "Cost: exact parted by rounding"
+    if relaxed is not None:
+        speed = f"{relaxed['passes']} passes" if busy else f"{relaxed['speed_over_plain']:.1f} × the speed of plain"
+        cost += f"; {relaxed['rule']} accepted {relaxed['judged']} of {len(relaxed['tokens'])} tokens against the"
+        cost += f" target’s choice for {speed}"
+    return [gained, f"{cost}."]
+
+
+def describe_next(result: Mapping[str, Any]) -> str:
+    """What to type after the demo."""
+    pair = "" if result.get("gain") else f" --pair {result.get('pair') or 'smollm2-135m'}"
+    return f'Next: selfjudge generate "your question"{pair} --color; or selfjudge serve{pair}, and open its address.'
+
+
+def mark_substitutions(tokens: Sequence[Sequence[Any]]) -> str:
+    """An answer as text, with every substitution as [accepted|what the target wanted]."""
+    return "".join(f"[{text}|{choice}]" if origin == "judge" else text for text, origin, choice, *_ in tokens)
+
+
+def _gain_table(gain: Mapping[str, Any]) -> Table:
+    columns = (
+        word_column("rule", "rule"),
+        Column("tokens/s", "tokens_per_second", tenths, help="median of the turns"),
+        Column("× plain", "speed_over_plain", fixed),
+        PER_PASS,
+        Column(f"{GLOSSARY['γ']} (γ)", "gamma_mean", tenths),
+        Column("passes", "passes", help="of the large model, the one that reads the prompt included"),
+        Column("substituted", "judged", help=f"tokens {GLOSSARY['judged']}"),
+    )
+    turns = len(gain["rows"][0]["seconds"])
+    notes = [f"{gain['pair']}, {gain['dtype']}, the draft {gain['draft_dtype']}; medians of {turns} turns."]
+    return Table(
+        "gain", "One question by turns", columns, tuple(gain["rows"]), " ".join([*notes, gain["busy"]]).strip()
+    )
 
 
 def _table(result: Mapping[str, Any]) -> Table:
     columns = (
         word_column("rule", "rule"),
-        Column("γ", "gamma"),
-        Column("m", "mean_accepted_length", fixed, help="tokens per target pass"),
-        Column("judged", "judged_share", percent, help="tokens taken against the target's choice"),
-        Column("tokens/s", "tokens_per_second", tenths),
-        Column("× plain", "speed_over_plain", fixed, help="speed over plain decoding"),
+        Column(f"{GLOSSARY['γ']} (γ)", "gamma"),
+        PER_PASS,
+        Column("judged", "judged_share", percent, help=f"tokens {GLOSSARY['judged']}"),
+        Column("tokens/s", _unless_busy("tokens_per_second"), tenths),
+        Column("× plain", _unless_busy("speed_over_plain"), fixed, help="speed over plain decoding"),
         Column("same start", "same_start_as_plain", percent, help="share of an answer that is plain decoding’s"),
         Column("log-likelihood", "log_likelihood", thousandths, help="of the answers, per token, by the target"),
     )
     quality = result.get("quality", 0.9)
-    notes = [f"The judges’ threshold rejects {100 * quality:g} % of bad substitutions (q{quality:g})."]
+    notes = [f"The judges’ strictness: they reject {100 * quality:g} % of bad substitutions (q{quality:g})."]
     if result.get("dtype"):
         notes.append(f"Weights: {result['dtype']}, the draft’s {result['draft_dtype']}.")
+    notes += {row["busy"]: f"{row['busy']}." for row in result["rows"] if row.get("busy")}.values()
     if result.get("tune"):
         notes.append(f"A small tune: {result['tune']['finding']} {result['tune']['claim']}")
     return Table("rules", "Rules side by side", columns, tuple(result["rows"]), " ".join(notes))
+
+
+def _unless_busy(key: str) -> Callable[[Mapping[str, Any]], Any]:
+    return lambda row: "busy" if row.get("busy") else row[key]
 
 
 def _answer(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from selfjudge.report.formats import percent, show_interval, show_text
+from selfjudge.report.formats import fixed, percent, show_interval, show_text
 from selfjudge.store import markdown_table
+from selfjudge.types import GLOSSARY
 
 Row = Mapping[str, Any]
 
@@ -87,7 +88,8 @@ def number_ids(sections: Mapping[str, Iterable[Any]]) -> dict[str, list[Any]]:
 
 
 RULE = word_column("rule", "rule")
-GAMMA = Column("γ", "gamma")
+GAMMA = Column(f"{GLOSSARY['γ']} (γ)", "gamma")
+PER_PASS = Column(f"{GLOSSARY['m']} (m)", "mean_accepted_length", fixed, help="of the target, its own token included")
 AGREEMENT = Column(
     "same answer", "agreement", percent, "agreement_ci", "as exact; of open tasks the share of matching words"
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from selfjudge.report.records import (
     task_title,
     usual_gamma,
 )
-from selfjudge.report.table import AGREEMENT, GAMMA, RULE, Column, Row, Table, number_ids, word_column
+from selfjudge.report.table import AGREEMENT, GAMMA, PER_PASS, RULE, Column, Row, Table, number_ids, word_column
 
 Z = 1.959964
 """95 % of a normal distribution lie within ± Z standard deviations."""
@@ -81,7 +81,7 @@ def _average_columns(tasks: Sequence[str]) -> tuple[Column, ...]:
     about = "m, then score in points and its change"
     return (
         RULE,
-        Column("γ", "gammas"),
+        replace(GAMMA, value="gammas"),
         *(
             Column(task_title(t), partial(m_of, t), formats.fixed, partial(score_of, t), about, joint=" / ")
             for t in tasks
@@ -154,7 +154,7 @@ def _per_task_columns(runs: Sequence[EvalRun]) -> tuple[Column, ...]:
         word_column("rule", "rule", below=lambda r: "" if r["threshold"] is None else f"θ {r['threshold']:.3f}"),
         GAMMA,
         Column("n", "n", formats.whole),
-        Column("m", "mean_accepted_length", formats.fixed, help="tokens per target pass"),
+        PER_PASS,
         Column("Δm", "delta_m", formats.signed, "delta_m_ci", "against exact"),
         Column("m ratio", "m_ratio", formats.fixed, "m_ratio_ci", "m over that of exact"),
         Column(measure, "score", formats.points, "score_ci", "points"),

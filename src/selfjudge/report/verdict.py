@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from selfjudge.report.charts import FIRST, GAIN, Chart, Point, Series, drop_far_points, in_points
 from selfjudge.report.formats import fixed, gain, percent, points, show_interval, signed_points, whole
 from selfjudge.report.records import PAPER, EvalRun, rule_order, task_order, task_title, usual_gamma
-from selfjudge.report.table import AGREEMENT, RULE, Column, Row, Table
+from selfjudge.report.table import AGREEMENT, PER_PASS, RULE, Column, Row, Table
 from selfjudge.report.tables import average_row
 
 LOW_SCORE = 0.1
@@ -127,7 +127,7 @@ def _chart(rows: Sequence[Row]) -> Chart:
 def _table(rows: Sequence[Row], where: str) -> Table:
     columns = (
         RULE,
-        Column("m", "m", fixed, help="tokens per target pass, mean over the tasks"),
+        Column(PER_PASS.head, "m", fixed, help="of the target, mean over the tasks"),
         Column("gain in m", "m_ratio", gain, "m_ratio_ci", "against exact, same task and γ"),
         Column("change, points", "delta_score", signed_points, "delta_ci", "of the score, paired by example"),
         AGREEMENT,

@@ -203,8 +203,7 @@ class Tuning:
         for turn in range(max(map(len, by_family.values()))):
             for trials in by_family.values():
                 if turn < len(trials) and all(trial.certified for trial in trials[:turn]):
-                    self.notify(f"{trials[turn].rule}, γ = {gamma}", done / total)
-                    self._test(trials[turn])
+                    self._test(trials[turn], done, total)
                 done += turn < len(trials)
         return [trial for trials in by_family.values() for trial in trials]
 
@@ -225,9 +224,12 @@ class Tuning:
                 pass
         return None
 
-    def _test(self, trial: RuleTrial) -> None:
-        """Decode until the claim is certified, cannot be any more, or the time is up."""
+    def _test(self, trial: RuleTrial, done: int, total: int) -> None:
+        """Decode until the claim is certified, cannot be any more, or the time is up; `done` of `total` rules were."""
+        stage = f"{trial.rule}, γ = {trial.gamma}"
+        self.notify(stage, done / total)
         while self._decode_next(trial):
+            self.notify(stage, (done + len(trial.differences) / len(self.job.prompts)) / total)
             trial.decision = decide(trial.claim, trial.differences)
             if trial.decision.certified or trial.decision.futile:
                 return

@@ -162,11 +162,11 @@ function showFigures(card, all) {
     if (value === null) return;
     const gain = other?.statistics && card.statistics && before ? ` (${value >= before ? "+" : "−"}${Math.abs(100 * (value / before - 1)).toFixed(0)} %)` : "";
     const figure = make("span", "");
-    figure.append(unit === "m" ? "m " : "", make("b", "", value.toFixed(digits)), unit === "m" ? gain : ` ${unit}${gain}`);
+    figure.append(make("b", "", value.toFixed(digits)), ` ${unit}${gain}`);
     parts.push(figure);
   };
   const drafted = other && meanLength(other) > 1; // against plain decoding m says nothing of the rule
-  add(meanLength(card), 2, "m", drafted && meanLength(other));
+  add(meanLength(card), 2, "tokens per pass (m)", drafted && meanLength(other));
   add(rate(card), 0, "tokens/s", other && rate(other));
   const judged = card.tokens.filter((token) => token.origin === "judge").length;
   if (!card.lossless && card.tokens.length) add((100 * judged) / card.tokens.length, 0, "% judged");
@@ -195,7 +195,7 @@ function markParting(all) {
 
 const visible = (text) => JSON.stringify(text).slice(1, -1).replaceAll('\\"', '"').replaceAll(" ", "␣");
 const share = (p) => (p >= 0.0005 ? p.toFixed(3) : p.toExponential(1));
-const ORIGINS = { draft: "drafted, and the target’s choice too", judge: "drafted, accepted against the target’s choice", target: "the target’s own", unknown: "the target’s choice" };
+const ORIGINS = { draft: "drafted, and the target’s choice too", judge: "drafted, accepted against the target’s choice", target: "written by the target itself", unknown: "the target’s choice" };
 
 function showHint(cell) {
   const card = cards.get(cell.closest(".card")), token = card.tokens[Number(cell.dataset.i)];

@@ -1,0 +1,89 @@
+"""What speculation gains on one question: plain decoding, `exact` and a relaxed rule by turns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from statistics import median
+from typing import Any
+
+from selfjudge.bench.config import DemoConfig
+from selfjudge.decoding.text import generate
+from selfjudge.engine.select import PairEngines
+from selfjudge.models.pair import Pair
+from selfjudge.store import measured_on
+from selfjudge.store.load import LoadWatch
+from selfjudge.types import Gamma, Generation, Notify
+
+QUESTION = (
+    "Anna buys 3 notebooks for 4 dollars each and 2 pens for 1.50 dollars each. She pays with a 20 dollar note. How much"
+    " change does she get?"
+)
+RELAXED = "judged:q0.9"
+RULES: dict[str, tuple[str, Gamma]] = {"plain": ("exact", 0), "exact": ("exact", "auto"), RELAXED: (RELAXED, 4)}
+"""What answers in each turn: names as they are shown, rules and γ; a relaxed answer depends on its γ."""
+MOST_TOKENS = 192
+
+
+class Gain:
+    """One question under all `RULES`. `result` is what is known so far, `rows` of it in their order."""
+
+    def __init__(self, pair: Pair, config: DemoConfig, notify: Notify) -> None:
+        self.pair, self.turns, self.notify = pair, config.turns, notify
+        self.rules = {name: how for name, how in RULES.items() if pair.judge is not None or name != RELAXED}
+        self.seconds: dict[str, list[float]] = {name: [] for name in self.rules}
+        self.answers: dict[str, Generation] = {}
+        engines = PairEngines(pair)
+        self.result: dict[str, Any] = {
+            "pair": pair.name,
+            **measured_on(),
+            "dtype": pair.dtype,
+            "draft_dtype": engines.draft_dtype,
+            "prompt": QUESTION,
+            "rows": [],
+            "busy": "",
+        }
+
+    def measure(self) -> Iterator[dict[str, float]]:
+        """Answer by turns; after each the seconds by rule."""
+        for number, (rule, gamma) in enumerate(self.rules.values()):  # the first passes read the file, or compile
+            self.notify("warming up", number / len(self.rules))
+            generate(self.pair, QUESTION, rule, gamma=gamma, max_new_tokens=8)
+        load = LoadWatch()
+        for turn in range(self.turns):
+            for number, (name, (rule, gamma)) in enumerate(self.rules.items()):
+                self.notify(f"turn {turn + 1} of {self.turns}: {name}", (turn + number / len(self.rules)) / self.turns)
+                begun = time.perf_counter()
+                answer = generate(self.pair, QUESTION, rule, gamma=gamma, max_new_tokens=MOST_TOKENS)
+                self.seconds[name].append(time.perf_counter() - begun)
+                self.answers.setdefault(name, answer)
+            self.result["rows"] = [self._row(name) for name in self.answers]
+            self.result["busy"] = load.describe(self.seconds.values())
+            yield {name: seconds[-1] for name, seconds in self.seconds.items()}
+
+    def _row(self, name: str) -> dict[str, Any]:
+        """The figures of a rule: medians of the turns, the answer of the first."""
+        answer, plain = self.answers[name], self.answers["plain"]
+        speed = {n: len(a.tokens) / median(self.seconds[n]) for n, a in self.answers.items()}
+        decode = self.pair.tokenizer.decode
+        judged = {token.index: token for token in answer.judged_tokens}
+        tokens = [
+            [str(decode([token])), origin, *((j.target_text, j.target_probability, j.score) if j else (None,) * 3)]
+            for token, origin, j in (
+                (token, origin, judged.get(i))
+                for i, (token, origin) in enumerate(zip(answer.tokens, answer.origins, strict=True))
+            )
+        ]
+        return {
+            "rule": name,
+            "gamma_mean": answer.gamma_mean,
+            "mean_accepted_length": answer.mean_accepted_length,
+            "passes": answer.cycles + 1,
+            "seconds": self.seconds[name],
+            "tokens_per_second": speed[name],
+            "speed_over_plain": speed[name] / speed["plain"],
+            "judged": len(judged),
+            "same_as_plain": answer.tokens == plain.tokens,
+            "example": answer.text,
+            "tokens": tokens,
+        }

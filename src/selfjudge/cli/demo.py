@@ -1,0 +1,213 @@
+"""`selfjudge demo`: the gain on one question, then the whole line on the small pair."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from selfjudge.bench.config import DemoConfig
+from selfjudge.cli.groups import SMALL, AnsweringPair, PairOptions, describe_size
+from selfjudge.cli.options import AsJson, config_options
+from selfjudge.cli.output import Progress, figure, print_json, print_rows, warn
+from selfjudge.models.catalogue import EMBEDDED
+from selfjudge.store import check_page, write_text
+from selfjudge.types import GLOSSARY, Notify, explain
+
+if TYPE_CHECKING:
+    from selfjudge.models.pair import Pair
+
+Say = Callable[[str], None]
+NOTES = """same start: how much of an answer comes before its first token that differs from plain decoding's.
+log-likelihood: how likely the target finds the answer, per token.
+The judges' strictness: they reject {quality:.0%} of bad substitutions (--quality {quality})."""
+COLUMNS = {
+    "γ": ("gamma", ""),
+    "m": ("mean_accepted_length", ".2f"),
+    "judged": ("judged_share", ".1%"),
+    "tokens/s": ("tokens_per_second", ".1f"),
+    "× plain": ("speed_over_plain", ".2f"),
+    "same start": ("same_start_as_plain", ".0%"),
+    "log-likelihood": ("log_likelihood", ".3f"),
+}
+"""What the table of the small pair shows after the rule: a row's figures, and their formats."""
+SPEEDS = ("tokens_per_second", "speed_over_plain")
+
+
+@config_options(DemoConfig)
+def demo(
+    out: Annotated[Path, typer.Option(help="HTML page that is written.")] = Path("demo.html"),
+    as_json: AsJson = False,
+    *,
+    config: DemoConfig,
+) -> None:
+    """What speculation gains on one question, plain and exact by turns; then the whole line on the small pair: labels,
+    a judge, plain, exact, topk and judged side by side, a small tune.
+
+    Example: selfjudge demo
+
+    Example: selfjudge demo --small --quick
+    """
+    check_page(out)
+    config = config.as_asked
+    large = AnsweringPair()
+    large.check()
+    result: dict[str, Any] = {"rows": [], "substitutions": []}
+    with Progress(patient=True) as progress:
+        say: Say = (lambda text: None) if as_json else progress.print
+        try:
+            if config.small or large.name == SMALL:
+                say(f"the demo takes {describe_size(SMALL)} and {'seconds' if config.quick else 'about 90 s'}")
+            else:
+                _say_what_it_takes(large.name, config, say)
+                _show_gain(large, config, result, progress, say)
+            _show_line(config, result, progress, say)
+        except KeyboardInterrupt:
+            progress.hide()
+            warn("interrupted; this is what was done until then")
+            _finish(result, out, as_json)
+            raise
+        progress.hide()
+        _finish(result, out, as_json)
+
+
+def _say_what_it_takes(large: str, config: DemoConfig, say: Say) -> None:
+    """Say before anything is fetched how large the models are and how long it lasts."""
+    models = [describe_size(name) if name in EMBEDDED else name for name in (large, SMALL)]
+    minutes = "about a minute" if config.quick else "about 3 minutes"
+    say(f"the demo takes {' and '.join(models)}, then {minutes} on two quiet cores; --small leaves the large model out")
+
+
+def _show_gain(models: AnsweringPair, config: DemoConfig, result: dict[str, Any], notify: Progress, say: Say) -> None:
+    """Answer one question plainly, under `exact` and relaxed, by turns."""
+    pair = models.load()
+
+    from selfjudge.bench.gain import Gain
+
+    gain = Gain(pair, config, notify)
+    result["gain"] = gain.result
+    say(f"\n1. What speculation gains: {pair.name}, {pair.dtype}, one question by turns\n\n> {gain.result['prompt']}\n")
+    for turn, seconds in enumerate(gain.measure(), 1):
+        say(f"turn {turn}: " + ", ".join(f"{name} {spent:.1f} s" for name, spent in seconds.items()))
+    if say == notify.print:
+        notify.hide()
+        _print_gain(gain.result)
+
+
+def _print_gain(gain: dict[str, Any]) -> None:
+    from selfjudge.report.demo import mark_substitutions
+
+    rows = gain["rows"]
+    typer.echo(f"\n{rows[0]['example'].strip()}\n")
+    print_rows(
+        [
+            {
+                "rule": row["rule"],
+                "tokens/s": figure(row["tokens_per_second"], ".1f"),
+                "× plain": figure(row["speed_over_plain"], ".2f"),
+                f"{GLOSSARY['m']} (m)": figure(row["mean_accepted_length"], ".2f"),
+                f"{GLOSSARY['γ']} (γ)": figure(row["gamma_mean"], ".1f"),
+                "passes": row["passes"],
+                "the answer": "the same" if row["same_as_plain"] else f"{row['judged']} tokens substituted",
+            }
+            for row in rows
+        ]
+    )
+    if gain["busy"]:
+        typer.echo(gain["busy"])
+    if rows[-1]["judged"]:
+        typer.echo(f"\n{rows[-1]['rule']}, with [accepted|what the target wanted]:\n")
+        typer.echo(mark_substitutions(rows[-1]["tokens"]).strip())
+
+
+def _show_line(config: DemoConfig, result: dict[str, Any], progress: Progress, say: Say) -> None:
+    """Labels, a judge, rules side by side and a small tune on the small pair."""
+    models = PairOptions(pair=SMALL)
+    pair = models.load()
+    full = models.load(full_precision=True) if pair.dtype == "q4" and not config.quick else pair
+
+    from selfjudge.bench.demo import SHIPPED, Demo, in_floats
+    from selfjudge.judge.model import Judge
+
+    if full.dtype == "q4":
+        progress("reading the weights as floats, for log-likelihoods")
+        full = in_floats(pair)
+    run = Demo(pair, full, config, progress)
+    result |= run.result
+    run.result = result
+    with tempfile.TemporaryDirectory() as folder:
+        if config.labels:
+            say(f"\n2. A judge of your own: {pair.name} labels its own drafts\n")
+            run.make_judge(Path(folder))
+            _show_own(result["own"], say)
+        if models.shipped_judge:
+            run.judges[SHIPPED] = Judge.from_pretrained(models.shipped_judge)
+        say(f"\n3. Rules side by side: {pair.name}, {len(run.prompts)} prompts\n")
+        for row in run.rows():
+            _show_row(row, say, heading=len(result["rows"]) == 1)
+        say("\n" + "\n".join((explain("m", "γ", "judged"), NOTES.format(quality=result["quality"]))))
+        if busy := next((row["busy"] for row in result["rows"] if row["busy"]), ""):
+            say(busy)
+        if config.tune:
+            tuned = result["tune"] = _tune(pair, Path(folder), progress)
+            may = f"at most {100 * tuned['epsilon']:.0f} points of agreement with exact may be lost"
+            say(f"\n4. A small tune, {tuned['n']} prompts, {may}: {tuned['finding']}")
+
+
+def _tune(pair: Pair, folder: Path, notify: Notify) -> dict[str, Any]:
+    """A tune so small that it ends within half a minute: what it found, and what it claims."""
+    from selfjudge.report.certificate import describe_claim, describe_result
+    from selfjudge.tune.config import TuneConfig
+    from selfjudge.tune.pipeline import tune_pair
+
+    config = TuneConfig(
+        tasks=("arithmetic",), limit=24, epsilon=0.3, families=("margin",), measure="overlap", max_new_tokens=24,
+        times=False, minutes=0.5, examples=0,
+    )  # fmt: skip
+    found = tune_pair(pair, folder / "tuned", config, notify=notify).certificate
+    said = {"finding": describe_result(found), "claim": describe_claim(found)}
+    return {**said, "n": found["n"], "epsilon": config.epsilon}
+
+
+def _show_own(own: dict[str, Any], say: Say) -> None:
+    """Print what labelling and training gave, as soon as it is known."""
+    if own.get("labels"):
+        say(
+            f"{own['labels']} labels from the target's own likelihoods in {own['label_seconds']:.0f} s,"
+            f" {own['acceptable']:.0%} acceptable (τ = {own['tau']:.2f})"
+        )
+    if "why_not" in own:
+        say(f"no judge from so few labels: {own['why_not']}")
+    elif "auc" in own:
+        say(
+            f"a judge from them in {own['train_seconds']:.1f} s, ROC-AUC {own['auc']:.2f}"
+            f" on {own['auc_of']} mismatches of other prompts"
+        )
+
+
+def _show_row(row: dict[str, Any], say: Say, heading: bool) -> None:
+    """Print a line of the table, as soon as it is known; speeds of a busy machine are left out."""
+    cells = ["busy" if name in SPEEDS and row["busy"] else figure(row[name], f, "–") for name, f in COLUMNS.values()]
+    for first, others in (("rule", COLUMNS), (row["rule"], cells)) if heading else ((row["rule"], cells),):
+        widths = (max(len(title), 4) + 3 for title in COLUMNS)
+        say(f"{first:<22}" + "".join(f"{cell:>{width}}" for cell, width in zip(others, widths, strict=True)))
+
+
+def _finish(result: dict[str, Any], out: Path, as_json: bool) -> None:
+    """Write the page, and print what was gained, what it cost and what comes next; also after Ctrl-C."""
+    from selfjudge.report.demo import demo_page, describe_next, describe_result
+
+    if any_rows := result["rows"] or result.get("gain", {}).get("rows"):
+        write_text(out, demo_page(result))
+    if as_json:
+        print_json(result)
+    elif any_rows:
+        if result["substitutions"]:
+            pairs = [f"{b!r} for {a!r}" + (f" ({n} ×)" if n > 1 else "") for a, b, n in result["substitutions"][:8]]
+            typer.echo(f"accepted by the judge: {', '.join(pairs)}")
+        typer.echo(f"the same as a page: {out}\n")
+        for sentence in (*describe_result(result), describe_next(result)):
+            typer.echo(sentence)

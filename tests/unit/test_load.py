@@ -1,0 +1,46 @@
+"""A busy machine is recognised by the system's own counts and by times that differ; a quiet one is not accused."""
+
+from __future__ import annotations
+
+import pytest
+
+from selfjudge.store import load
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, *, used: float, own: float) -> load.LoadWatch:
+    """A watch that sees ten seconds of two cores of which so many were used, by all programs and by this one."""
+    clocks = iter([(100.0, 40.0, 5.0), (110.0, 40.0 + 10 * used, 5.0 + 10 * own)])
+    monkeypatch.setattr(load, "_read_clocks", lambda: next(clocks))
+    monkeypatch.setattr(load, "_count_cores", lambda: 2)
+    return load.LoadWatch()
+
+
+def test_other_programs_on_full_cores_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = watch(monkeypatch, used=2.0, own=1.2).describe()
+    assert said == "this machine is busy: speeds are not reliable (other programs took 0.8 of 2 cores)"
+
+
+@pytest.mark.parametrize(("used", "own"), [(1.95, 1.9), (1.2, 0.9), (0.3, 0.1)])
+def test_a_quiet_machine_is_not_accused(monkeypatch: pytest.MonkeyPatch, used: float, own: float) -> None:
+    """Small things beside our work, and others beside work that leaves cores free."""
+    assert watch(monkeypatch, used=used, own=own).describe([[4.0, 4.2, 4.1], [9.0]]) == ""
+
+
+def test_times_of_the_same_work_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = watch(monkeypatch, used=1.0, own=1.0).describe([[4.0, 4.2], [4.0, 9.0, 5.0], []])
+    assert said == "this machine is busy: speeds are not reliable (times of the same answer differ by 100%)"
+
+
+def test_the_clocks_go_forwards() -> None:
+    first, second = load._read_clocks(), load._read_clocks()
+    assert all(later >= earlier for earlier, later in zip(first, second, strict=True))
+    assert load._count_cores() >= 1
+
+
+def test_without_the_counts_of_the_system_our_own_work_is_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: object) -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(load.Path, "read_text", missing)
+    _, busy, own = load._read_clocks()
+    assert busy == own
