@@ -16,9 +16,9 @@ from selfjudge.store.load import LoadWatch
 from selfjudge.types import Gamma, Generation, Notify
 
 QUESTION = (
-    "Anna buys 3 notebooks for 4 dollars each and 2 pens for 1.50 dollars each. She pays with a 20 dollar note. How much"
-    " change does she get?"
+    "Sara reads 20 pages a day. Her book has 300 pages. After how many days has she finished it? Reason step by step."
 )
+"""Of the kind on which the draft is best: word problems. Open questions gain less."""
 RELAXED = "judged:q0.9"
 RULES: dict[str, tuple[str, Gamma]] = {"plain": ("exact", 0), "exact": ("exact", "auto"), RELAXED: (RELAXED, 4)}
 """What answers in each turn: names as they are shown, rules and γ; a relaxed answer depends on its γ."""

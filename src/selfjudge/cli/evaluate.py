@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from selfjudge.cli.groups import RECIPE_IS_COMPLETE, BackendOptions, PairOptions, RecipeFolder, Setup
+from selfjudge.cli.groups import RECIPE_IS_COMPLETE, AnsweringPair, BackendOptions, PairOptions, RecipeFolder, Setup
 from selfjudge.cli.options import AsJson, Resume, config_options
 from selfjudge.cli.output import Progress, figure, print_json, print_rows, waiting, warn, with_spread
 from selfjudge.decoding.rule_parser import OPEN_REQUEST
@@ -21,6 +21,7 @@ from selfjudge.store import RunFolder
 from selfjudge.tune.calibration import check_calibration
 from selfjudge.tune.config import TuneConfig
 from selfjudge.tune.recipe import RECIPE
+from selfjudge.types import explain
 
 
 @config_options(PairOptions, "models", without=("draft_dtype",))
@@ -49,7 +50,8 @@ def evaluate(
 ) -> None:
     """What rules gain and cost on tasks, compared with exact example by example.
 
-    Example: selfjudge eval --tasks arithmetic --limit 20 --rules "exact judged:q0.9 margin:0.5" --gammas 4 --out eval
+    Example: selfjudge eval --pair qwen2.5-coder-1.5b --dtype q4 --tasks arithmetic --limit 20 --rules "exact
+    judged:q0.9" --gammas 4 --out eval
     """
     RunFolder(out).claim(resume=resume)
     config = replace(config, rules=None if rules is None else tuple(rules.replace(";", " ").split()))
@@ -85,6 +87,7 @@ def evaluate(
         print_json(summaries)
         return
     print_rows([_row(summary) for summary in summaries])
+    typer.echo(explain("m", "γ", "judged"), err=True)
     typer.echo(f"rows and summaries are in {out}; draw them with: selfjudge report {out}")
 
 
@@ -199,7 +202,7 @@ def _judges(given: list[str] | None, models: PairOptions, config: EvalConfig) ->
     return judges
 
 
-@config_options(PairOptions, "models")
+@config_options(AnsweringPair, "models")
 @config_options(BackendOptions, "where")
 @config_options(TuneConfig, commas=("tasks", "families"))
 def tune(

@@ -83,13 +83,13 @@ class DeviceOptions:
 
 @dataclass(frozen=True)
 class PairOptions(DeviceOptions):
-    """Which models. Commands that measure and train begin with the small pair, which does so in minutes on a CPU."""
+    """Which models. Commands that need floats or many answers begin with the small pair: minutes on a CPU."""
 
     default: ClassVar[str] = SMALL
     pair: str | None = setting(
         None,
-        f"Embedded pair (see `selfjudge ls pairs`). If not given: what {DEFAULT_PAIR} names, else {LARGE} for generate"
-        f" and serve, {SMALL} for other commands.",
+        f"Embedded pair (see `selfjudge ls pairs`). If not given: what {DEFAULT_PAIR} names, else {LARGE} for"
+        f" generate, serve and tune, {SMALL} for other commands.",
     )
     target: str | None = setting(None, "Target model: hub id, checkpoint folder or GGUF file.")
     draft: str | None = setting(None, "Draft: hub id, checkpoint folder, GGUF file or folder of an EAGLE-3 head.")
@@ -153,7 +153,7 @@ class PairOptions(DeviceOptions):
 
 
 class AnsweringPair(PairOptions):
-    """Which models, for commands that answer: the large pair, whose answers make sense and show the gain."""
+    """Which models, for commands that answer, or tune what answers: the large pair makes sense and shows the gain."""
 
     default = LARGE
 
