@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -56,44 +57,47 @@ def demo(
     large = AnsweringPair()
     large.check()
     result: dict[str, Any] = {"rows": [], "substitutions": []}
-    with Progress(patient=True) as progress:
-        say: Say = (lambda text: None) if as_json else progress.print
-        try:
-            if config.small or large.name == SMALL:
-                say(f"the demo takes {describe_size(SMALL)} and {'seconds' if config.quick else 'about 90 s'}")
-            else:
-                _say_what_it_takes(large.name, config, say)
-                _show_gain(large, config, result, progress, say)
-            _show_line(config, result, progress, say)
-        except KeyboardInterrupt:
-            progress.hide()
-            warn("interrupted; this is what was done until then")
-            _finish(result, out, as_json)
-            raise
-        progress.hide()
+    say: Say = nothing if as_json else typer.echo
+    try:
+        if config.small or large.name == SMALL:
+            say(f"the demo takes {describe_size(SMALL)} and {'seconds' if config.quick else 'about 90 s'}")
+        else:
+            _say_what_it_takes(large.name, config, say)
+            _show_gain(replace(large, pair=large.name), config, result, say)
+        _show_line(config, result, say)
+    except KeyboardInterrupt:
+        warn("interrupted; this is what was done until then")
         _finish(result, out, as_json)
+        raise
+    _finish(result, out, as_json)
+
+
+def nothing(text: str) -> None:
+    """Print nothing: the result is wanted as JSON."""
 
 
 def _say_what_it_takes(large: str, config: DemoConfig, say: Say) -> None:
     """Say before anything is fetched how large the models are and how long it lasts."""
     models = [describe_size(name) if name in EMBEDDED else name for name in (large, SMALL)]
-    minutes = "about a minute" if config.quick else "about 3 minutes"
+    minutes = "about 90 s" if config.quick else "about 4 minutes"
     say(f"the demo takes {' and '.join(models)}, then {minutes} on two quiet cores; --small leaves the large model out")
 
 
-def _show_gain(models: AnsweringPair, config: DemoConfig, result: dict[str, Any], notify: Progress, say: Say) -> None:
+def _show_gain(models: PairOptions, config: DemoConfig, result: dict[str, Any], say: Say) -> None:
     """Answer one question plainly, under `exact` and relaxed, by turns."""
     pair = models.load()
 
     from selfjudge.bench.gain import Gain
 
-    gain = Gain(pair, config, notify)
-    result["gain"] = gain.result
-    say(f"\n1. What speculation gains: {pair.name}, {pair.dtype}, one question by turns\n\n> {gain.result['prompt']}\n")
-    for turn, seconds in enumerate(gain.measure(), 1):
-        say(f"turn {turn}: " + ", ".join(f"{name} {spent:.1f} s" for name, spent in seconds.items()))
-    if say == notify.print:
-        notify.hide()
+    with Progress(patient=True) as progress:
+        gain = Gain(pair, config, progress)
+        result["gain"] = gain.result
+        say(f"\n1. What speculation gains: {pair.name}, {pair.dtype}, one question by turns\n")
+        say(f"> {gain.result['prompt']}\n")
+        for turn, seconds in enumerate(gain.measure(), 1):
+            progress.hide()
+            say(f"turn {turn}: " + ", ".join(f"{name} {spent:.1f} s" for name, spent in seconds.items()))
+    if say is not nothing:
         _print_gain(gain.result)
 
 
@@ -123,7 +127,7 @@ def _print_gain(gain: dict[str, Any]) -> None:
         typer.echo(mark_substitutions(rows[-1]["tokens"]).strip())
 
 
-def _show_line(config: DemoConfig, result: dict[str, Any], progress: Progress, say: Say) -> None:
+def _show_line(config: DemoConfig, result: dict[str, Any], say: Say) -> None:
     """Labels, a judge, rules side by side and a small tune on the small pair."""
     models = PairOptions(pair=SMALL)
     pair = models.load()
@@ -132,13 +136,14 @@ def _show_line(config: DemoConfig, result: dict[str, Any], progress: Progress, s
     from selfjudge.bench.demo import SHIPPED, Demo, in_floats
     from selfjudge.judge.model import Judge
 
-    if full.dtype == "q4":
-        progress("reading the weights as floats, for log-likelihoods")
-        full = in_floats(pair)
-    run = Demo(pair, full, config, progress)
-    result |= run.result
-    run.result = result
-    with tempfile.TemporaryDirectory() as folder:
+    with Progress(patient=True) as progress, tempfile.TemporaryDirectory() as folder:
+        if full.dtype == "q4":
+            progress("reading the weights as floats, for log-likelihoods")
+            full = in_floats(pair)
+        run = Demo(pair, full, config, progress)
+        result |= run.result
+        run.result = result
+        say = say if say is nothing else progress.print
         if config.labels:
             say(f"\n2. A judge of your own: {pair.name} labels its own drafts\n")
             run.make_judge(Path(folder))
