@@ -70,9 +70,11 @@ def test_generate_streams_text_and_reports_on_stderr(run, pair: list[str]) -> No
 def test_color_tints_by_origin(run, pair: list[str]) -> None:
     _, out, err = run("generate", "w1 w2", *pair, "--rule", "topk:20", "--color", "--max-new-tokens", "20")
     assert "the target wanted" in err
-    assert "\x1b[32m" in out  # drafted, the target's choice
     assert "\x1b[30;43m" in out  # accepted against alignment
     assert re.search(r"\x1b\[30;43mjudge +\d+\x1b\[0m drafted, accepted against", err)  # the legend
+    _, out, err = run("generate", "w1 w2", *pair[:3], pair[1], "--gamma", "3", "--color", "--max-new-tokens", "9")
+    assert "\x1b[32m" in out  # a target that drafts for itself: what was drafted is its own choice
+    assert "saved a pass each" in err
 
 
 def test_prompt_from_standard_input(run, pair: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

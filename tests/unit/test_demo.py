@@ -19,6 +19,7 @@ from selfjudge.cli import main as cli
 from selfjudge.cli.groups import PairOptions
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.pair import Pair
+from selfjudge.report.demo import mark_substitutions
 from selfjudge.store.load import LoadWatch
 
 Run = Callable[..., tuple[int, str, str]]
@@ -159,6 +160,11 @@ def test_the_gain_comes_first_and_the_last_lines_say_it(run_demo: Run, with_gain
     page = (tmp_path / "demo.html").read_text()
     assert page.index("What speculation gains") < page.index("Rules side by side")
     assert "tokens per pass (m)" in page
+
+
+def test_substitutions_are_marked_on_their_line() -> None:
+    tokens = [["He", "target", None], [" has", "judge", " had"], [".\n\n", "judge", "."], ["So", "draft", None]]
+    assert mark_substitutions(tokens) == "He[ has| had][.↵↵|.]\n\nSo"
 
 
 def test_the_gain_as_json(run_demo: Run, with_gain: None) -> None:

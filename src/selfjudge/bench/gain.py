@@ -19,7 +19,7 @@ QUESTION = (
     "Sara reads 20 pages a day. Her book has 300 pages. After how many days has she finished it? Reason step by step."
 )
 """Of the kind on which the draft is best: word problems. Open questions gain less."""
-RELAXED = "judged:q0.9"
+RELAXED = "judged:q0.95"
 RULES: dict[str, tuple[str, Gamma]] = {"plain": ("exact", 0), "exact": ("exact", "auto"), RELAXED: (RELAXED, 4)}
 """What answers in each turn: names as they are shown, rules and γ; a relaxed answer depends on its γ."""
 MOST_TOKENS = 192
@@ -66,13 +66,10 @@ class Gain:
         answer, plain = self.answers[name], self.answers["plain"]
         speed = {n: len(a.tokens) / median(self.seconds[n]) for n, a in self.answers.items()}
         decode = self.pair.tokenizer.decode
-        judged = {token.index: token for token in answer.judged_tokens}
+        judged = {j.index: [j.target_text, j.target_probability, j.score] for j in answer.judged_tokens}
         tokens = [
-            [str(decode([token])), origin, *((j.target_text, j.target_probability, j.score) if j else (None,) * 3)]
-            for token, origin, j in (
-                (token, origin, judged.get(i))
-                for i, (token, origin) in enumerate(zip(answer.tokens, answer.origins, strict=True))
-            )
+            [str(decode([token], skip_special_tokens=True)), origin, *judged.get(i, [None, None, None])]
+            for i, (token, origin) in enumerate(zip(answer.tokens, answer.origins, strict=True))
         ]
         return {
             "rule": name,

@@ -85,8 +85,12 @@ def describe_next(result: Mapping[str, Any]) -> str:
 
 
 def mark_substitutions(tokens: Sequence[Sequence[Any]]) -> str:
-    """An answer as text, with every substitution as [accepted|what the target wanted]."""
-    return "".join(f"[{text}|{choice}]" if origin == "judge" else text for text, origin, choice, *_ in tokens)
+    """An answer as text, with every substitution as [accepted|what the target wanted]; line ends follow the bracket."""
+
+    def mark(text: str, choice: str) -> str:
+        return f"[{text}|{choice}]".replace("\n", "↵") + "\n" * text.count("\n")
+
+    return "".join(mark(text, choice) if origin == "judge" else text for text, origin, choice, *_ in tokens)
 
 
 def _gain_table(gain: Mapping[str, Any]) -> Table:
