@@ -404,15 +404,16 @@ def test_a_summary_with_the_least_there_may_be(tmp_path: Path) -> None:
 
 def test_the_demo_page_says_what_was_found() -> None:
     result = demo_result()
-    assert describe_result(result) == (
-        "The judge (judged, shipped) yields 2.60 tokens per target pass, exact 2.10; it is 1.80 × as fast as plain"
-        " decoding, exact 1.50 ×. It accepts 5.0\N{NO-BREAK SPACE}% of its tokens against the target’s choice. Its answers"
-        " are those of plain decoding for the first 40 % of their tokens on average, 25 % of them to the end. The target gives its tokens a log-likelihood of −0.420: its own greedy"
-        " answers have −0.420."
-    )
+    assert describe_result(result) == [
+        "Gained: judged, shipped yields 2.60 tokens per pass, exact 2.10; it is 1.80 × as fast as plain decoding, exact"
+        " 1.50 ×.",
+        "Cost: 5.0\N{NO-BREAK SPACE}% of its tokens are not the target’s choice, and its answers are those of plain"
+        " decoding for the first 40 % of their tokens on average. The target gives them a log-likelihood of −0.420 a"
+        " token: its own greedy answers have −0.420.",
+    ]
     text = demo_page(result)
     assert 'data-wanted="target wanted “␣grass” (p 0.62); judge’s score 0.81"' in text
-    assert "rejects 90 % of bad substitutions (q0.9)" in text
+    assert "they reject 90 % of bad substitutions (q0.9)" in text
     found = Page(text)
     assert found.tags["script"] == 2
     assert not found.tags.keys() & {"img", "b", "form"}
