@@ -38,5 +38,5 @@ class DemoConfig:
         """The config, cut down for the quick demo."""
         if not self.quick:
             return self
-        short = {"limit": min(self.limit, 2), "max_new_tokens": min(self.max_new_tokens, 48)}
-        return replace(self, **short, turns=min(self.turns, 2), labels=False, tune=False)
+        limit, tokens, turns = min(self.limit, 2), min(self.max_new_tokens, 48), min(self.turns, 2)
+        return replace(self, limit=limit, max_new_tokens=tokens, turns=turns, labels=False, tune=False)
