@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from selfjudge.engine.cpu.library import Matrix, library
 from selfjudge.models.convert import finish_gguf, start_gguf
@@ -90,17 +91,33 @@ def check_kind(kind: int, kernel: str | Product = "native") -> None:
             assert np.array_equal(some, all_at_once[first : first + tokens]), (tokens, first)
 
 
-def write_model(model: PreTrainedModel, path: Path, kinds: dict[str, str], **metadata: Any) -> None:
-    """A Llama or Qwen2 as a file; `kinds` are block types by a part of a tensor's name, F32 for others."""
+def write_model(
+    model: PreTrainedModel,
+    path: Path,
+    kinds: dict[str, str],
+    blocks: dict[str, tuple[NDArray[np.uint8], int]] | None = None,
+    **metadata: Any,
+) -> None:
+    """A Llama or Qwen2 as a file; `kinds` are block types by a part of a tensor's name, F32 for others.
+
+    `blocks` are tensors that are written as they are, with their type.
+    """
     config = model.config
     writer = start_gguf(path, config)
-    writer.add_token_list(["a", "b"])
+    alphabet = sorted(bytes_to_unicode().values())
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([*alphabet, "ab", "<|endoftext|>"])
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(len(alphabet) + 1) if config.vocab_size > len(alphabet) + 1 else None
     for key, value in metadata.items():
-        writer.add_string(key, value)
+        writer.add_string(key, value) if isinstance(value, str) else writer.add_key_value(key, *value)
     for key, tensor in file_tensors(model).items():
         kind = next((kind for part, kind in kinds.items() if part in key), "F32")
         block = gguf.GGMLQuantizationType[kind]
-        writer.add_tensor(key, gguf.quants.quantize(tensor, block), raw_dtype=block)
+        data = gguf.quants.quantize(tensor, block)
+        if blocks and key in blocks:
+            data, block = blocks[key][0], gguf.GGMLQuantizationType(blocks[key][1])
+        writer.add_tensor(key, data, raw_dtype=block)
     finish_gguf(writer)
 
 
@@ -110,6 +127,9 @@ def file_tensors(model: PreTrainedModel) -> dict[str, NDArray[np.float32]]:
     names |= {"embed_tokens": "token_embd", "lm_head": "output", "norm": "output_norm"}
     tensors = {}
     for key, parameter in model.named_parameters():
+        if key == "model.rope_freqs":
+            tensors["rope_freqs.weight"] = parameter.detach().numpy()
+            continue
         parts = key.removeprefix("model.").split(".")
         layer = f"blk.{parts[1]}." if parts[0] == "layers" else ""
         own = ".".join(parts[2 if layer else 0 : -1])

@@ -73,6 +73,8 @@ def _prepare() -> None:
     with contextlib.suppress(SystemExit):  # the first command imports what all need
         cli.main()
     provenance()
+    said = time.strftime
+    time.strftime = lambda form, when=(2026, 1, 1, 0, 0, 0, 3, 1, 0): said(form, (2026, 1, 1, *tuple(when)[3:]))
     label.SHARD, data.CHUNK, train.CHECKPOINT_SECONDS, compare.RESAMPLES = 8, 8, 0.0, 20
     card.draw = lambda file, *_: file.write_bytes(b"figure")
     fake_model.install()

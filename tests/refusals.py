@@ -23,9 +23,9 @@ Commands = dict[str, list[str]]
 
 def write_inputs(folder: Path, checkpoints: dict[str, str]) -> None:
     """The files that the commands below name."""
-    Judge(JudgeConfig(hidden_size=7)).save_pretrained(folder / "narrow")
+    Judge(JudgeConfig(hidden_size=7, target="t")).save_pretrained(folder / "narrow")
     Judge(JudgeConfig(hidden_size=32, target="another", target_sha256="f" * 64)).save_pretrained(folder / "foreign")
-    Judge(JudgeConfig(hidden_size=32)).save_pretrained(folder / "plain")
+    Judge(JudgeConfig(hidden_size=32, target=checkpoints["target"])).save_pretrained(folder / "plain")
     shutil.copytree(folder / "plain", folder / "odd")
     config = json.loads((folder / "odd" / "config.json").read_text())
     (folder / "odd" / "config.json").write_text(json.dumps({**config, "hidden_size": "x"}))

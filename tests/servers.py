@@ -122,10 +122,10 @@ def save(folder: Path, tokenizer: Any, noise: float = 0.0, **options: Any) -> st
 def endless_pair(checkpoints: dict[str, str], root: Path) -> list[str]:
     """Target, a draft that often agrees, and a judge, as options of the command; answers end at their length alone."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoints["target"])
+    target, draft = save(root / "target", tokenizer), save(root / "draft", tokenizer, noise=0.08)
     judge = Judge(
-        JudgeConfig(hidden_size=32, thresholds={"F": 0.4, "R": 0.6}, quality_curve=((0.5, 0.3), (0.9, 0.8))),
+        JudgeConfig(32, target, thresholds={"F": 0.4, "R": 0.6}, quality_curve=((0.5, 0.3), (0.9, 0.8))),
         torch.randn(32, generator=torch.Generator().manual_seed(3)),
     )
     judge.save_pretrained(root / "judge")
-    target, draft = save(root / "target", tokenizer), save(root / "draft", tokenizer, noise=0.08)
     return ["--target", target, "--draft", draft, "--judge", str(root / "judge"), "--name", "tiny", "--gamma", "3"]

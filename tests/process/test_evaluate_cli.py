@@ -102,7 +102,7 @@ def test_no_metavar_is_the_name_of_its_option() -> None:
 
 
 def test_wrong_input_is_one_line(checkpoints: dict[str, str], asked: Path, tmp_path: Path) -> None:
-    Judge(JudgeConfig(hidden_size=3)).save_pretrained(tmp_path / "other")
+    Judge(JudgeConfig(hidden_size=3, target="t")).save_pretrained(tmp_path / "other")
     for more, message in (
         (["--rules", "judged:F"], "needs a judge"), (["--tasks", "nothing"], "unknown task"), (["--tasks", "arithmetic, nothing"], "unknown task"),
         (["--gammas", "x"], "whole numbers"), (["--judge", f"a={tmp_path / 'other'}"], "width 3"),
@@ -294,7 +294,7 @@ def test_the_harness_takes_rules_and_refuses_nonsense(
     from selfjudge.integrations.lm_eval import SelfJudgeLM
 
     models = {"target": checkpoints["target"], "draft": checkpoints["draft"], "device": "cpu"}
-    constant_judge(1.0, harness.pair.hidden_size).save_pretrained(tmp_path / "always")
+    constant_judge(1.0, harness.pair.hidden_size, models["target"]).save_pretrained(tmp_path / "always")
     judged = SelfJudgeLM(**models, rule="judged:0.5", judge=str(tmp_path / "always"), gamma=3)
     ask = [Instance("generate_until", {}, ("w5 w6", {"until": [], "max_gen_toks": 12}), 0)]
     assert judged.generate_until(ask) != harness.generate_until(ask)

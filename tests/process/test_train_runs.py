@@ -498,7 +498,7 @@ def test_a_judge_comes_from_the_hub(
     for local in ("./owner", "owner", str(tmp_path / "x"), Path("owner/name"), "a/b/c"):
         with pytest.raises(SelfJudgeError, match="not a judge folder"):
             Judge.from_pretrained(local)
-    Judge(JudgeConfig(hidden_size=2)).save_pretrained("owner/name")  # what is here is not asked for there
+    Judge(JudgeConfig(hidden_size=2, target="t")).save_pretrained("owner/name")  # what is here is not asked for there
     assert Judge.from_pretrained("owner/name").config.hidden_size == 2
     assert asked == ["owner/name"]
 

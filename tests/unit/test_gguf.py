@@ -65,6 +65,24 @@ def test_a_file_gives_the_logits_of_its_model(kind: str, tied: bool, tmp_path: P
         assert least <= (logits - exact).norm() / exact.norm() < most
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: BLOCKS[kind][0])
+def test_the_embedding_is_the_same_out_of_packed_rows(kind: int, tmp_path: Path) -> None:
+    """A tied file reads it from the packed output matrix, one with two equal matrices from a copy."""
+    tokens = torch.arange(VOCAB)[None]
+    logits = []
+    for tied in (True, False):
+        path, names = (
+            tmp_path / f"{tied}.gguf",
+            ["token_embd.weight"] if tied else ["token_embd.weight", "output.weight"],
+        )
+        wide = tiny_model(seed=4, hidden_size=512, intermediate_size=96, num_hidden_layers=1, tie_word_embeddings=tied)
+        blocks = {name: (random_blocks(kind, VOCAB, 512), kind) for name in names}
+        write_model(wide, path, {}, blocks)
+        logits.append(CpuEngine(open_model(path)).extend(tokens).logits)
+    assert logits[0].isfinite().all()
+    assert torch.equal(*logits)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("int8", [True, False])
 def test_a_head_takes_its_vocabulary_from_the_file(tied: bool, int8: bool, tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def test_a_stored_threshold_does_in_a_rule_what_it_did_on_the_holdout(labels: Pa
               {"thresholds": {"F": 7.0}}, {"metrics": 3}],
 )  # fmt: skip
 def test_a_configuration_that_no_judge_has_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
-    Judge(JudgeConfig(hidden_size=576)).save_pretrained(tmp_path)
+    Judge(JudgeConfig(hidden_size=576, target="t")).save_pretrained(tmp_path)
     write_json(tmp_path / "config.json", read_json(tmp_path / "config.json") | wrong)
     with pytest.raises(SelfJudgeError, match="is not a judge config") as error:
         Judge.from_pretrained(tmp_path)
@@ -193,7 +193,7 @@ def test_a_hub_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPatch,
 
 def test_a_file_without_weights_is_refused(tmp_path: Path) -> None:
     """Or it would be a judge of zeros, which says σ(b) of every token."""
-    Judge(JudgeConfig(hidden_size=3), torch.ones(3), 0.5).save_pretrained(tmp_path)
+    Judge(JudgeConfig(hidden_size=3, target="t"), torch.ones(3), 0.5).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     for missing in ("weight", "bias"):
         save_file({k: v for k, v in tensors.items() if k != missing}, tmp_path / "model.safetensors")

@@ -41,7 +41,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ).save_pretrained(root / name)
     torch.manual_seed(0)
     for features, extra in (("hidden", 0), ("hidden+margin+previous", 129)):
-        settings = JudgeConfig(128, features=features, thresholds={"R": 0.5}, quality_curve=((0.5, 0.25), (1.0, 0.75)))
+        settings = JudgeConfig(
+            128,
+            str(root / "target"),
+            features=features,
+            thresholds={"R": 0.5},
+            quality_curve=((0.5, 0.25), (1.0, 0.75)),
+        )
         weight = torch.cat([torch.randn(128), torch.linspace(0.1, 0.3, extra)])
         Judge(settings, weight).save_pretrained(root / features)
     return root

@@ -16,11 +16,12 @@ from selfjudge.engine.cpu import engine as cpu
 from selfjudge.engine.cuda import engine as cuda
 from selfjudge.engine.draft import BatchEngines, Drafter, EagleDraft, LayersDraft
 from selfjudge.engine.reference import ReferenceEngine, ReferenceHead
-from selfjudge.errors import SelfJudgeError
+from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.models.convert import dequantise
 from selfjudge.models.eagle import EagleHead, decoder_layers
 from selfjudge.models.loaded import Draft, LoadedModel, as_draft, as_loaded
 from selfjudge.models.pair import Pair
+from selfjudge.ops import has_non_finite
 from selfjudge.types import ENGINES
 
 AnyModel: TypeAlias = "PreTrainedModel | EagleHead | LoadedModel"
@@ -97,12 +98,28 @@ def make_engine(
     kind = choose_kind(model, int8=int8, kind=kind)
     if kind == "cuda":
         return cuda.CudaEngine(model, hidden=hidden, features=features)
+    engine: Engine
     if kind == "cpu":
-        return cpu.CpuEngine(model, hidden=hidden, features=features, int8=int8)
-    module = model.causal_lm
-    if model.file is not None:
-        module = model.keep("dequantised", lambda: dequantise(model.causal_lm, torch.float32))
-    return ReferenceEngine(module, hidden=hidden, features=features)
+        engine = cpu.CpuEngine(model, hidden=hidden, features=features, int8=int8)
+    else:
+        module = model.causal_lm
+        if model.file is not None:
+            module = model.keep("dequantised", lambda: dequantise(model.causal_lm, torch.float32))
+        engine = ReferenceEngine(module, hidden=hidden, features=features)
+    if model.reference:
+        model.keep("tried", lambda: _try_pass(engine, model.reference))
+    return engine
+
+
+def _try_pass(engine: Engine, reference: str) -> None:
+    """Refuse a model that cannot run, or whose logits are not finite: the weights of its files may each look right."""
+    tokens = torch.tensor([[engine.vocab_size // 3, engine.vocab_size // 2]], device=engine.device)
+    try:
+        logits = engine.aside().extend(tokens).logits
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise SelfJudgeError(f"{reference} cannot be run: {first_line(error)}") from None
+    if bool((has_non_finite(logits) | logits.isneginf().all(-1)).any()):
+        raise SelfJudgeError(f"{reference} gives logits that are not finite: its weights or its config are damaged")
 
 
 def make_draft(
@@ -120,7 +137,7 @@ def make_draft(
     if kind == "cuda":
         engine = cuda.CudaHead(draft)
     elif kind == "cpu":
-        engine = cpu.CpuHead(draft, target.causal_lm, int8=int8)
+        engine = cpu.CpuHead(draft, target, int8=int8)
     elif target.file is not None:
         raise SelfJudgeError("a head beside q4 weights needs the cpu engine, not reference")
     else:

@@ -34,8 +34,8 @@ def feature_width(features: str, hidden_size: int) -> int:
 
 @dataclass(frozen=True)
 class JudgeConfig:
-    """Where a judge comes from and what it reads. The target must be the one named (an empty name or hash matches any);
-    the draft is named, not required: another draft for the same target is fine. The types are the file's schema."""
+    """Where a judge comes from and what it reads. The target must be the one named, and a file must name one; the draft
+    is named, not required: another draft for the same target is fine. The types are the file's schema."""
 
     hidden_size: Annotated[int, Range(1, 1 << 20)]
     target: str = ""
@@ -70,6 +70,8 @@ class JudgeConfig:
         if not (folder / "config.json").is_file():
             raise SelfJudgeError(f"{folder} is not a judge folder: it has no config.json")
         raw = read_json(folder / "config.json", cls)
+        if not (raw.get("target") or raw.get("target_sha256")):
+            raise SelfJudgeError(f"{folder / 'config.json'} names no target: a judge works for its own target alone")
         values: dict[str, Any] = {f.name: raw[f.name] for f in fields(cls) if f.name in raw}
         return cls(**values | {"sources": tuple(raw.get("sources", ()))})
 

@@ -66,18 +66,18 @@ class Judge(nn.Module):
         self.config = config
         if {inner_weight is None, inner_bias is None} != {config.model == "linear"}:
             raise SelfJudgeError(f"a judge of model {config.model} has other tensors")
-        inputs = config.width if inner_bias is None else inner_bias.numel()
+        inputs = config.width if inner_bias is None else max(1, inner_bias.numel())
         tensors = {
-            "weight": (torch.zeros(inputs) if weight is None else weight.reshape(-1), (inputs,)),
-            "bias": (torch.as_tensor(bias).squeeze(), ()),
+            "weight": (torch.zeros(inputs) if weight is None else weight, (inputs,)),
+            "bias": (torch.as_tensor(bias), ()),
             "inner_weight": (inner_weight, (inputs, config.width)),
-            "inner_bias": (None if inner_bias is None else inner_bias.reshape(-1), (inputs,)),
+            "inner_bias": (inner_bias, (inputs,)),
         }
         for name, (tensor, shape) in tensors.items():
             if tensor is not None and tensor.shape != shape:
                 raise SelfJudgeError(
-                    f"judge {name} has {tensor.numel()} entries, its config says hidden_size {config.hidden_size}"
-                    f" and features {config.features}: {list(shape)}"
+                    f"judge {name} has {tensor.numel()} entries ({list(tensor.shape)}), its config says hidden_size"
+                    f" {config.hidden_size} and features {config.features}: {list(shape)}"
                 )
             self.register_buffer(name, None if tensor is None else tensor.detach().float())
 
@@ -162,13 +162,13 @@ class Judge(nn.Module):
     def from_pretrained(cls, source: str | Path) -> Judge:
         """Load a judge by embedded name, folder or hub id; anything this version does not understand is refused."""
         from safetensors import SafetensorError
-        from safetensors.torch import load_file
+        from safetensors.torch import load
 
         folder = find_judge(source)
         config, file = JudgeConfig.from_pretrained(folder), folder / "model.safetensors"
         expected = {"weight", "bias", *(("inner_weight", "inner_bias") if config.model == "mlp" else ())}
         try:
-            tensors = load_file(file)
+            tensors = load(file.read_bytes())  # not mapped: the file may be overwritten while the judge is in use
         except (OSError, SafetensorError) as error:
             raise SelfJudgeError(f"cannot read {file}: {error}") from None
         if tensors.keys() != expected:

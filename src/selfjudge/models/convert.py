@@ -89,7 +89,6 @@ def dequantise(
     for name, parameter in whole.named_parameters():
         if (source := file.tensors.get(names.get(name, ""))) is None:
             raise SelfJudgeError(f"{file.path} lacks the weights of {name}")
-        file.check_finite(source)
         step = max(1, PIECE // source.cols)
         pieces += [(parameter, source, slice(first, first + step)) for first in range(0, source.rows, step)]
 
@@ -243,7 +242,6 @@ def _vocabulary(target: PreTrainedModel | GgufFile, output: bool) -> Iterator[Te
         return
     name = "output.weight" if output and "output.weight" in target.tensors else "token_embd.weight"
     tensor = target.tensors[name]
-    target.check_finite(tensor)
     for first in range(0, tensor.rows, 8192):
         yield torch.from_numpy(target.floats(tensor, slice(first, first + 8192)))
 

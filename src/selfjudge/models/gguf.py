@@ -1,18 +1,18 @@
 """GGUF files: the metadata of a model, where its tensors lie, and their rows as floats.
 
 A model that is opened from a file has the shapes of its weights and none of their values: engines read those from it.
+What is read is copied and never mapped, so that a file that is cut or overwritten later changes nothing.
 """
 
 from __future__ import annotations
 
 import math
-import mmap
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.models.weights import GROUP, quantise
+from selfjudge.models.weights import GROUP, check_heads, quantise
 
 BLOCKS = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
@@ -34,7 +34,6 @@ ARCHITECTURES = ("llama", "qwen2")
 
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-_MOST = 1 << 32  # more entries, or a longer string, is damage
 _MOST_COUNT = 1 << 24  # layers, heads, columns, positions
 _MOST_ALIGNMENT = 1 << 20
 _FLOATS: dict[int, type[np.floating[Any]]] = {0: np.float32, 1: np.float16}
@@ -94,24 +93,22 @@ class TensorInfo:
 class _Reader:
     """Reads numbers and strings from the head of a file; what runs over its end is refused."""
 
-    def __init__(self, data: mmap.mmap) -> None:
-        self.data, self.at = data, 0
+    def __init__(self, file: IO[bytes], size: int) -> None:
+        self.file, self.size = file, size
+
+    def take(self, count: int) -> bytes:
+        if count > self.size or len(data := self.file.read(count)) < count:
+            raise ValueError("it is cut short")
+        return data
 
     def number(self, form: str) -> Any:
-        size = struct.calcsize(form)
-        (value,) = struct.unpack_from("<" + form, self.data, self.at)
-        self.at += size
-        return value
+        return struct.unpack("<" + form, self.take(struct.calcsize("<" + form)))[0]
 
     def text(self) -> str:
-        length = self.number("Q")
-        if self.at + length > len(self.data):
-            raise ValueError("it is cut short")
-        self.at += length
-        return self.data[self.at - length : self.at].decode("utf-8", "replace")
+        return self.take(self.number("Q")).decode("utf-8", "replace")
 
     def value(self, kind: int) -> Any:
-        """A value; for an array, its length."""
+        """A value; None for an array."""
         if kind == _STRING:
             return self.text()
         if kind != _ARRAY:
@@ -119,38 +116,38 @@ class _Reader:
                 raise ValueError(f"it has a value of unknown type {kind}")
             return self.number(_NUMBERS[kind])
         item, count = self.number("I"), self.number("Q")
-        if count > _MOST:
-            raise ValueError("it is damaged")
         if item in _NUMBERS:
-            self.at += struct.calcsize("<" + _NUMBERS[item]) * count
-            return count
-        if item != _STRING:
+            self.take(struct.calcsize("<" + _NUMBERS[item]) * count)
+        elif item == _STRING:
+            for _ in range(count):
+                self.take(self.number("Q"))
+        else:
             raise ValueError(f"it has an array of type {item}")
-        for _ in range(count):
-            self.text()
-        return count
+        return None
 
 
 class GgufFile:
-    """A GGUF file, mapped into memory and checked: known blocks only, and every tensor lies within the file."""
+    """A checked GGUF file: known blocks only, and every tensor lies within the file, where no other does."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
             with path.open("rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            self.bytes: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
-            self.metadata: dict[str, Any] = {}
-            self.tensors = {tensor.name: tensor for tensor in self._read()}
-        except (ValueError, OSError, struct.error) as error:
-            why = "it is cut short" if isinstance(error, struct.error) else error
-            raise SelfJudgeError(f"cannot read {path} as a GGUF model: {why}") from None
+                self._seen = self._identity()
+                self.metadata: dict[str, Any] = {}
+                self.tensors = {tensor.name: tensor for tensor in self._read(file, self._seen[0])}
+        except (ValueError, OSError) as error:
+            raise SelfJudgeError(f"cannot read {path} as a GGUF model: {error}") from None
 
-    def _read(self) -> Iterator[TensorInfo]:
-        head = _Reader(self._map)
-        if self._map[:4] != b"GGUF":
+    def _identity(self) -> tuple[int, ...]:
+        """Size, time of the last change, and place of the file."""
+        now = self.path.stat()
+        return now.st_size, now.st_mtime_ns, now.st_dev, now.st_ino
+
+    def _read(self, file: IO[bytes], size: int) -> list[TensorInfo]:
+        head = _Reader(file, size)
+        if head.take(4) != b"GGUF":
             raise ValueError("it is not a GGUF file")
-        head.at = 4
         if (version := head.number("I")) not in (2, 3):
             raise ValueError(f"it is of version {version}, not 2 or 3")
         count, entries = head.number("Q"), head.number("Q")
@@ -160,41 +157,50 @@ class GgufFile:
         described = []
         for _ in range(count):
             name, dimensions = head.text(), head.number("I")
-            shape = [head.number("Q") for _ in range(dimensions)]
+            shape = struct.unpack(f"<{dimensions}Q", head.take(8 * dimensions))
             described.append((name, shape, head.number("I"), head.number("Q")))
         alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or not 0 < alignment <= _MOST_ALIGNMENT:
             raise ValueError(f"it is aligned to {alignment} bytes")
-        start = -(-head.at // alignment) * alignment
-        for name, shape, kind, offset in described:
-            yield self._tensor(name, shape, kind, start + offset)
-
-    def _tensor(self, name: str, shape: list[int], kind: int, offset: int) -> TensorInfo:
-        if kind not in BLOCKS:
-            known = ", ".join(block[0] for block in BLOCKS.values())
-            raise ValueError(f"{name} has blocks of unknown type {kind}; there are: {known}")
-        if len(shape) not in (1, 2):
-            raise ValueError(f"{name} has {len(shape)} dimensions")
-        cols, rows = shape[0], shape[1] if len(shape) == 2 else 1
-        block, weights, size = BLOCKS[kind]
-        if cols % weights:
-            raise ValueError(f"{name} is {cols} wide, which blocks of {block} do not divide")
-        total = rows * cols // weights * size
-        if offset + total > len(self.bytes):
+        start = -(-file.tell() // alignment) * alignment
+        tensors = sorted((_tensor(*entry, start) for entry in described), key=lambda tensor: tensor.offset)
+        if len({tensor.name for tensor in tensors}) < count:
+            raise ValueError("it has two tensors of one name")
+        for one, following in pairwise(tensors):
+            if one.offset + one.size > following.offset:
+                raise ValueError(f"{one.name} and {following.name} overlap")
+        if tensors and tensors[-1].offset + tensors[-1].size > size:
             raise ValueError("it is cut short")
-        return TensorInfo(name, rows, cols, kind, offset, total)
+        return tensors
 
     def __deepcopy__(self, memo: object) -> GgufFile:
         """Copies of a model share the file: nothing changes it."""
         return self
 
-    def raw(self, tensor: TensorInfo) -> NDArray[np.uint8]:
-        """The bytes of a tensor, in place."""
-        return self.bytes[tensor.offset : tensor.offset + tensor.size]
+    def raw(self, tensor: TensorInfo, rows: slice = slice(None)) -> NDArray[np.uint8]:
+        """[rows, bytes] of a tensor, as a copy; a file that has changed and weights that are not finite are refused."""
+        first, stop, _ = rows.indices(tensor.rows)
+        width = tensor.size // tensor.rows
+        try:
+            data = np.fromfile(self.path, np.uint8, (stop - first) * width, offset=tensor.offset + first * width)
+            unchanged = self._identity() == self._seen and len(data) == (stop - first) * width
+        except OSError:
+            unchanged = False
+        if not unchanged:
+            raise SelfJudgeError(f"{self.path} was changed or removed while it was read: load the model again")
+        if tensor.kind in _FLOATS:
+            floats = data.view(_FLOATS[tensor.kind])
+        else:
+            name, _, size = BLOCKS[tensor.kind]
+            begin, end = _SCALES[name]
+            floats = np.ascontiguousarray(data.reshape(-1, size)[:, begin:end]).view(np.float16)
+        if not np.isfinite(floats).all():
+            raise SelfJudgeError(f"{self.path}: {tensor.name} has weights that are not finite")
+        return data.reshape(-1, width)
 
     def floats(self, tensor: TensorInfo, rows: slice | NDArray[np.integer[Any]] = slice(None)) -> NDArray[np.float32]:
-        """[rows, cols] of a tensor as floats, as a copy: all rows, or some."""
-        raw = self.raw(tensor).reshape(tensor.rows, -1)[rows]
+        """[rows, cols] of a tensor as floats: all rows, or some."""
+        raw = self.raw(tensor, rows) if isinstance(rows, slice) else self.raw(tensor)[rows]
         if tensor.kind in _FLOATS:
             return raw.view(_FLOATS[tensor.kind]).astype(np.float32)
         from gguf import quants  # our kernel has a reader of its own: this one is for files that are written anew
@@ -207,25 +213,18 @@ class GgufFile:
         """The weight format as tables print it: int8 where no block has fewer bits, else q4."""
         return "int8" if all(BLOCKS[t.kind][0] in ("F32", "F16", "Q8_0") for t in self.tensors.values()) else "q4"
 
-    def check_finite(self, tensor: TensorInfo) -> None:
-        """Refuse a tensor whose floats, or the scales of whose blocks, are not all numbers."""
-        raw = self.raw(tensor)
-        if tensor.kind in _FLOATS:
-            finite = np.isfinite(raw.view(_FLOATS[tensor.kind])).all()
-        else:
-            name, _, size = BLOCKS[tensor.kind]
-            start, stop = _SCALES[name]
-            finite = np.isfinite(np.ascontiguousarray(raw.reshape(-1, size)[:, start:stop]).view(np.float16)).all()
-        if not finite:
-            raise SelfJudgeError(f"{self.path}: {tensor.name} has weights that are not finite")
 
-    def forget(self, tensor: TensorInfo) -> None:
-        """Let the system drop the pages of a tensor; they are read from the file again when they are needed."""
-        if hasattr(mmap, "MADV_DONTNEED"):
-            start = -(-tensor.offset // mmap.PAGESIZE) * mmap.PAGESIZE
-            length = (tensor.offset + tensor.size) // mmap.PAGESIZE * mmap.PAGESIZE - start
-            if length > 0:
-                self._map.madvise(mmap.MADV_DONTNEED, start, length)
+def _tensor(name: str, shape: tuple[int, ...], kind: int, offset: int, start: int) -> TensorInfo:
+    if kind not in BLOCKS:
+        known = ", ".join(block[0] for block in BLOCKS.values())
+        raise ValueError(f"{name} has blocks of unknown type {kind}; there are: {known}")
+    if len(shape) not in (1, 2) or not all(shape):
+        raise ValueError(f"{name} has the dimensions {' × '.join(map(str, shape[:9])) or 'of nothing'}")
+    cols, rows = shape[0], shape[1] if len(shape) == 2 else 1
+    block, weights, size = BLOCKS[kind]
+    if cols % weights:
+        raise ValueError(f"{name} is {cols} wide, which blocks of {block} do not divide")
+    return TensorInfo(name, rows, cols, kind, start + offset, rows * cols // weights * size)
 
 
 def row_order(config: PretrainedConfig, name: str) -> NDArray[np.int32] | None:
@@ -263,42 +262,47 @@ def read_config(file: GgufFile) -> PretrainedConfig:
         value = file.metadata.get(f"{architecture}.{name}", default)
         if value is None:
             raise SelfJudgeError(f"{file.path} does not say {architecture}.{name}")
-        if not isinstance(value, kind) or not 0 < value <= most or value == math.inf:
+        if not isinstance(value, kind) or isinstance(value, bool) or not 0 < value <= most or value == math.inf:
             raise SelfJudgeError(f"{file.path}: {architecture}.{name} cannot be {value!r}")
         return value
 
     count = partial(positive, kind=int, most=_MOST_COUNT)
 
     heads, width = count("attention.head_count"), count("embedding_length")
-    head_dim = count("attention.key_length", max(1, width // heads))
-    if (rotated := count("rope.dimension_count", head_dim)) != head_dim:
-        raise SelfJudgeError(f"{file.path} rotates {rotated} of the {head_dim} columns of a head")
+    kv_heads, head_dim = count("attention.head_count_kv", heads), count("attention.key_length", max(1, width // heads))
+    check_heads(heads, kv_heads, file.path)
+    if (rotated := count("rope.dimension_count", head_dim)) != head_dim or head_dim % 2:
+        raise SelfJudgeError(f"{file.path} rotates {rotated} of the {head_dim} columns of a head, not all, in pairs")
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": positive("rope.freq_base", 10000.0)}
     scaling = file.metadata.get(f"{architecture}.rope.scaling.type", "none")
     if scaling == "linear":
         rope |= {"rope_type": "linear", "factor": positive("rope.scaling.factor")}
     elif scaling != "none":
         raise SelfJudgeError(f"{file.path} has rotary embeddings of type {scaling!r}")
-    embedding = _expected(file, "token_embd.weight")
+    vocabulary = _expected(file, "token_embd.weight").rows
+    special = {name: file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "padding")}
+    for name, token in special.items():
+        if token is not None and (type(token) is not int or not 0 <= token < vocabulary):
+            raise SelfJudgeError(f"{file.path}: tokenizer.ggml.{name}_token_id cannot be {token!r}")
     if (layers := count("block_count")) > len(file.tensors):
         raise SelfJudgeError(f"{file.path} has {len(file.tensors)} tensors and says that it has {layers} layers")
     return AutoConfig.for_model(
         architecture,
-        vocab_size=embedding.rows,
+        vocab_size=vocabulary,
         hidden_size=width,
         intermediate_size=count("feed_forward_length"),
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=count("attention.head_count_kv", heads),
+        num_key_value_heads=kv_heads,
         head_dim=head_dim,
         rms_norm_eps=positive("attention.layer_norm_rms_epsilon"),
         max_position_embeddings=count("context_length"),
         rope_parameters=rope,
         tie_word_embeddings="output.weight" not in file.tensors,
         attention_bias=architecture == "llama" and "blk.0.attn_q.bias" in file.tensors,
-        bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
-        eos_token_id=file.metadata.get("tokenizer.ggml.eos_token_id"),
-        pad_token_id=file.metadata.get("tokenizer.ggml.padding_token_id"),
+        bos_token_id=special["bos"],
+        eos_token_id=special["eos"],
+        pad_token_id=special["padding"],
     )
 
 
@@ -358,6 +362,8 @@ def open_model(path: Path) -> PreTrainedModel:
     rotary = type(model.model.rotary_emb)(config)
     if (factors := file.tensors.get("rope_freqs.weight")) is not None:
         rotary.inv_freq /= torch.from_numpy(file.floats(factors)[0])
+    if not bool((rotary.inv_freq * config.max_position_embeddings).isfinite().all()):
+        raise SelfJudgeError(f"{path} has rotary embeddings that are not finite")
     model.model.rotary_emb = rotary
     model.base_model.register_forward_pre_hook(_refuse)
     model.gguf_file = file

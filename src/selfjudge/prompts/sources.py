@@ -9,6 +9,8 @@ from typing import Any
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.store import parse_json
+from selfjudge.store.artefacts import Message
+from selfjudge.store.schema import conform
 from selfjudge.tasks import is_task, load_task, split_of
 from selfjudge.tasks.base import FILE, Prompt, parse_split
 
@@ -112,12 +114,13 @@ def read_prompts(path: Path) -> list[str | list[dict[str, str]]]:
             continue
         try:
             prompts.append(line.strip() if path.suffix == ".txt" else _parse_prompt(line))
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, SelfJudgeError):
             invalid.append(number)
     if invalid:
         numbers = ", ".join(map(str, invalid[:5])) + (" …" if len(invalid) > 5 else "")
         which = f"line{'s' if len(invalid) > 1 else ''} {numbers}"
-        raise SelfJudgeError(f'{path}, {which}: expected a JSON object with "prompt" or "messages"')
+        expected = 'expected a JSON object with "prompt" or "messages", each with a role and content'
+        raise SelfJudgeError(f"{path}, {which}: {expected}")
     if not prompts:
         raise SelfJudgeError(f"{path} holds no prompt")
     return prompts
@@ -128,6 +131,7 @@ def _parse_prompt(line: str) -> str | list[dict[str, str]]:
     prompt = row["messages"] if "messages" in row else row["prompt"]
     if isinstance(prompt, str) and prompt.strip():
         return prompt
-    if isinstance(prompt, list) and prompt and all(isinstance(message, dict) for message in prompt):
-        return prompt
-    raise TypeError(prompt)
+    if isinstance(prompt, str) or not prompt:
+        raise TypeError(prompt)
+    messages: list[dict[str, str]] = conform(prompt, list[Message], "it")
+    return messages

@@ -23,6 +23,7 @@ Sha256 = Annotated[str, Pattern("[0-9a-f]{64}", "a sha256")]
 _NAME = r"[A-Za-z0-9_][\w.~-]{0,200}"
 FileName = Annotated[str, Pattern(_NAME, "the name of a file in this folder")]
 SealedFile = Annotated[str, Pattern(f"(work/)?{_NAME}", "the name of a file in this folder")]
+TaskLabel = Annotated[str, Pattern(r"[^./\\\x00-\x1f][^/\\\x00-\x1f]{0,200}", "the name of a task")]
 InnerPath = Annotated[str, Pattern(f"{_NAME}(/{_NAME})*", "a path in this folder")]
 
 
@@ -126,7 +127,7 @@ class Response(LabelPrompt):
 class EvaluationSummary(TypedDict):
     """`summary.json` of one run on one task. Reports show optional keys where they are present."""
 
-    task: str
+    task: TaskLabel
     rule: str
     gamma: GammaLength
     n: Count
@@ -400,7 +401,7 @@ class DistillPrompt(TypedDict):
 
 
 class Message(TypedDict):
-    role: NotRequired[str]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str
 
 

@@ -158,6 +158,17 @@ inline void read_group(int type, const uint8_t* row, int g, Group& out) {
   }
 }
 
+// The floats that a group stands for.
+inline void group_floats(int type, const Group& group, float* out) {
+  const float d = to_float(group.d), m = has_min(type) ? to_float(group.m) : 0;
+  for (int j = 0; j < kGroup; ++j) {
+    const float code = type == Q8_0 ? static_cast<int8_t>(group.code[j]) : group.code[j] - offset(type);
+    const float scale = type == Q6_K ? d * static_cast<int8_t>(group.scale[j / 16]) : is_k(type) ? d * group.scale[0] : d;
+    const float least = is_k(type) ? -m * group.scale[1] : m;
+    out[j] = has_min(type) ? scale * code + least : scale * code;
+  }
+}
+
 // A row of the file as floats: the embedding of a token.
 inline void dequantise(int type, const uint8_t* row, int cols, float* out) {
   if (type == F32) {
@@ -171,13 +182,7 @@ inline void dequantise(int type, const uint8_t* row, int cols, float* out) {
   Group group = {};
   for (int g = 0; g < cols / kGroup; ++g) {
     read_group(type, row, g, group);
-    const float d = to_float(group.d), m = has_min(type) ? to_float(group.m) : 0;
-    for (int j = 0; j < kGroup; ++j) {
-      const float code = type == Q8_0 ? static_cast<int8_t>(group.code[j]) : group.code[j] - offset(type);
-      const float scale = type == Q6_K ? d * static_cast<int8_t>(group.scale[j / 16]) : is_k(type) ? d * group.scale[0] : d;
-      const float least = is_k(type) ? -m * group.scale[1] : m;
-      out[g * kGroup + j] = has_min(type) ? scale * code + least : scale * code;
-    }
+    group_floats(type, group, out + g * kGroup);
   }
 }
 
@@ -224,6 +229,31 @@ inline void pack_strip(int type, const uint8_t* const* rows, int cols, uint8_t* 
       scales += scale_bytes(type);
     }
     out += block_bytes(type, count);
+  }
+}
+
+// Row r of a strip as floats, the same as before it was packed.
+inline void dequantise_packed(int type, const uint8_t* strip, int r, int cols, float* out) {
+  const int groups = cols / kGroup;
+  Group group = {};
+  for (int g = 0; g < groups; ++g, out += kGroup) {
+    const int i = g % kBlock, count = groups - (g - i) < kBlock ? groups - (g - i) : kBlock;
+    const uint8_t* block = strip + (g - i) / kBlock * block_bytes(type, kBlock);
+    for (int b = 0; b < 4; ++b) {
+      const uint8_t* at = block + i * code_bytes(type) + 4 * r + b;
+      uint8_t* code = group.code + b;
+      for (int q = 0; q < 8; ++q) {
+        code[4 * q] = bits(type) == 8 ? at[64 * q] : at[64 * (q / 2)] >> 4 * (q % 2) & 15;
+        if (bits(type) == 6) code[4 * q] |= (at[256 + 64 * (q / 4)] >> 2 * (q % 4) & 3) << 4;
+      }
+    }
+    const uint8_t* scales = block + count * code_bytes(type);
+    const uint8_t* halves = scales + (is_k(type) ? 0 : i * (super_bytes(type) + scale_bytes(type)));
+    group.d = half_at(halves + 2 * r);
+    if (has_min(type)) group.m = half_at(halves + 32 + 2 * r);
+    const uint8_t* own = scales + super_bytes(type) + i * scale_bytes(type);
+    for (int s = 0; s < 2 && is_k(type); ++s) group.scale[s] = own[16 * s + r];
+    group_floats(type, group, out);
   }
 }
 

@@ -195,15 +195,15 @@ class CpuEngine(Engine):
 class CpuHead(CpuEngine, HeadEngine):
     """Entries of a token and a state each, in a cache of one layer."""
 
-    def __init__(self, draft: EagleHead | Draft, target: PreTrainedModel, *, int8: bool = False) -> None:
-        draft = as_draft(draft)
+    def __init__(self, draft: EagleHead | Draft, target: PreTrainedModel | LoadedModel, *, int8: bool = False) -> None:
+        draft, loaded = as_draft(draft), as_loaded(target)
         head = draft.eagle_head
         self.device, self.window, self._embeddings = head.device, head.window, head.config.vocab_size
         self.vocabulary, self.hidden_size = head.draft_ids, head.config.hidden_size
 
         def pack() -> PackedHead:
-            weights = PackedHead(head.with_matrices(), target, int8)
-            if int8 and gguf_file(target) is not None:
+            weights = PackedHead(head.with_matrices(), loaded, int8)
+            if int8 and loaded.file is not None:
                 head.free_matrices()  # no other engine runs a head beside a file
             give_back()
             return weights

@@ -123,8 +123,8 @@ struct Layer {
 struct Model {
   int32_t layers, hidden, heads, kv_heads, head_dim, intermediate;
   float epsilon;
-  const void* embedding;  // [vocabulary, hidden] as in the file
-  int32_t embedding_type;
+  const void* embedding;  // [vocabulary, hidden] as in the file, or as packed
+  int32_t embedding_type, embedding_packed;
   const Layer* layer;
   const float* norm;
   Matrix head;
@@ -493,10 +493,14 @@ void forward(const Model* model, const Pass* pass) {
     };
 
     auto embed = [&](int m, float* to) {
-      blocks::dequantise(model->embedding_type,
-                         static_cast<const uint8_t*>(model->embedding) +
-                             pass->ids[m] * blocks::row_bytes(model->embedding_type, H),
-                         H, to);
+      const int type = model->embedding_type;
+      const uint8_t* rows = static_cast<const uint8_t*>(model->embedding);
+      if (model->embedding_packed) {
+        rows += pass->ids[m] / blocks::kStrip * blocks::strip_bytes(type, H);
+        blocks::dequantise_packed(type, rows, pass->ids[m] % blocks::kStrip, H, to);
+      } else {
+        blocks::dequantise(type, rows + pass->ids[m] * blocks::row_bytes(type, H), H, to);
+      }
     };
     if (!model->state_norm) {
       for (int m = thread; m < M; m += threads) embed(m, x + static_cast<int64_t>(m) * H);

@@ -35,7 +35,8 @@ class Layer(ctypes.Structure):
 class Model(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate")),
-        ("epsilon", ctypes.c_float), ("embedding", ctypes.c_void_p), ("embedding_type", ctypes.c_int32),
+        ("epsilon", ctypes.c_float), ("embedding", ctypes.c_void_p),
+        ("embedding_type", ctypes.c_int32), ("embedding_packed", ctypes.c_int32),
         ("layer", ctypes.POINTER(Layer)), ("norm", ctypes.c_void_p), ("head", Matrix),
         ("state_norm", ctypes.c_void_p), ("fuse", Matrix), ("normed_residual", ctypes.c_int32),
     )  # fmt: skip

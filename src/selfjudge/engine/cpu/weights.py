@@ -19,8 +19,8 @@ from selfjudge.models.loaded import LoadedModel
 
 F32, F16, Q8_0 = 0, 1, 8
 LINE = 64  # bytes of a cache line
-_Ends = tuple[tuple[int, int], int, Matrix]
-"""Address and type of the embedding, address of the last norm, and the output matrix."""
+_Ends = tuple[tuple[int, int, bool], int, Matrix]
+"""Address and type of the embedding and whether it is packed, address of the last norm, and the output matrix."""
 
 
 class PackedWeights:
@@ -52,7 +52,7 @@ class PackedWeights:
             self._make_room((Q8_0, *module.weight.shape) for module in [*linear, head])
         for layer, source in zip(self.layers, body.layers, strict=True):
             self._fill_layer(layer, source)
-        embedding = self._pointer(body.embed_tokens.weight), F32
+        embedding = self._pointer(body.embed_tokens.weight), F32, False
         return embedding, self._pointer(body.norm.weight), self._matrix(head.weight)
 
     def _fill_layer(self, layer: Layer, source: nn.Module) -> None:
@@ -94,18 +94,17 @@ class PackedWeights:
             for part in NORMS:
                 setattr(layer, part.field, self._file_floats(file, f"blk.{i}.{part.gguf}.weight"))
         head = self._file_matrix(file, head_name)
-        return self._file_embedding(file), self._file_floats(file, "output_norm.weight"), head
+        return self._file_embedding(file, head), self._file_floats(file, "output_norm.weight"), head
 
-    def _file_embedding(self, file: GgufFile) -> tuple[int, int]:
-        """Where the embedding lies, and its type: its rows are read from the file as they are needed."""
+    def _file_embedding(self, file: GgufFile, head: Matrix) -> tuple[int, int, bool]:
+        """Address and type of the embedding: the rows of the output matrix where the two are one, else a copy."""
         tensor = file.tensors["token_embd.weight"]
-        file.check_finite(tensor)
-        file.forget(tensor)
-        self.kept.append(file)
-        return file.bytes.ctypes.data + tensor.offset, tensor.kind
+        if output_name(file) == "token_embd":
+            return head.weight, head.type, head.type != F32
+        self.kept.append(raw := file.raw(tensor))
+        return int(raw.ctypes.data), tensor.kind, False
 
     def _file_floats(self, file: GgufFile, name: str, order: NDArray[np.int32] | None = None) -> int:
-        file.check_finite(file.tensors[name])
         values = file.floats(file.tensors[name])
         values = np.ascontiguousarray(values[0] if order is None else values[0, order])
         self.kept.append(values)
@@ -113,19 +112,15 @@ class PackedWeights:
 
     def _file_matrix(self, file: GgufFile, name: str, order: NDArray[np.int32] | None = None) -> Matrix:
         tensor = file.tensors[f"{name}.weight"]
-        file.check_finite(tensor)
         bias = self._file_floats(file, f"{name}.bias", order) if f"{name}.bias" in file.tensors else None
         if tensor.kind in (F32, F16):
             values = file.floats(tensor)
             values = values if order is None else values[order]
             self.kept.append(values)
             self.bytes_per_pass += values.nbytes
-            matrix = Matrix(values.ctypes.data, bias, len(values), tensor.cols, F32)
-        else:
-            rows = tensor.rows if order is None else len(order)
-            matrix = self._packed(file.raw(tensor), rows, tensor.cols, tensor.kind, bias, order)
-        file.forget(tensor)
-        return matrix
+            return Matrix(values.ctypes.data, bias, len(values), tensor.cols, F32)
+        rows = tensor.rows if order is None else len(order)
+        return self._packed(file.raw(tensor), rows, tensor.cols, tensor.kind, bias, order)
 
     def _packed(
         self,
@@ -155,9 +150,9 @@ class PackedWeights:
 class PackedHead(PackedWeights):
     """A head as the kernel reads it. The rows of embedding and output are the target's, in its own format."""
 
-    def __init__(self, head: EagleHead, target: PreTrainedModel, int8: bool) -> None:
+    def __init__(self, head: EagleHead, target: LoadedModel, int8: bool) -> None:
         config, layer = head.config, head.layer
-        file: Any = gguf_file(target)  # there is one wherever the head lacks embedding or output
+        file: Any = target.file  # there is one wherever the head lacks embedding or output
         self._begin(int8, layers=1)
         kind = Q8_0 if int8 else F32
         matrices: list[Any] = [layer.get_submodule(part.module) for part in MATRICES]
@@ -167,7 +162,11 @@ class PackedHead(PackedWeights):
         shapes.append((kind, len(head.draft_ids), config.hidden_size))
         self._make_room(shape for shape in shapes if shape[0] not in (F32, F16))
         self._fill_layer(self.layers[0], layer)
-        embedding = self._file_embedding(file) if head.embedding is None else (self._pointer(head.embedding), F32)
+        if head.embedding is None:
+            self.kept.append(whole := packed(target, int8=False))
+            embedding = whole.model.embedding, whole.model.embedding_type, whole.model.embedding_packed
+        else:
+            embedding = self._pointer(head.embedding), F32, False
         if head.output is None:
             order = head.draft_ids.numpy().astype(np.int32)
             self.kept.append(order)

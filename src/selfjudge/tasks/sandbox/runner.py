@@ -17,9 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from functools import cache
@@ -32,11 +32,15 @@ from selfjudge.tasks.sandbox import jail
 A = TypeVar("A")
 B = TypeVar("B")
 Killed = Literal["", "time", "output"]
+GROUPS = Path("/sys/fs/cgroup")
+LIMIT_FILES = ("memory.max", "memory.limit_in_bytes")
+"""The limit of a control group, in versions 2 and 1."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The resources of one program. Memory, files and CPU time count for each of its processes."""
+    """The resources of one program. Files and CPU time count for each of its processes, and so does memory where
+    the kernel gives no group (`find_group_problem`)."""
 
     seconds: float = 30.0
     """Wall-clock limit: far more than CPU time, so that a busy machine does not decide a result."""
@@ -77,6 +81,61 @@ def find_isolation_problem() -> str:
     return "" if tried.stdout == "7\n" else f"Python does not start in it: {' '.join(tried.stderr.split())}"
 
 
+@cache
+def _group_folder() -> Path | str:
+    """The control group in which programs get groups of their own, with a limit of memory; else why there is none."""
+    why = "no control group limits memory"
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return why
+    folders = []
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        own = GROUPS / ("memory" if controllers else "") / path.lstrip("/")
+        if not controllers:  # version 2: a group that holds processes can give no limits, the one above may
+            folders += [own, own.parent]
+        elif "memory" in controllers.split(","):
+            folders.append(own)
+    for folder in folders:
+        try:
+            tried = _run(["-c", "print(7)"], {}, "", Limits(), isolated=not find_isolation_problem(), groups=folder)
+        except (OSError, SelfJudgeError) as error:
+            why = str(error)
+        else:
+            if tried.stdout == "7\n":
+                return folder
+            why = " ".join(tried.stderr.split()) or why
+    return why
+
+
+def find_group_problem() -> str:
+    """Why memory cannot be limited for all processes of a program together; empty if it can."""
+    return folder if isinstance(folder := _group_folder(), str) else ""
+
+
+@contextmanager
+def _memory_group(folder: Path, most: int) -> Iterator[str]:
+    """A control group below a folder, whose processes have so much memory together."""
+    for old in folder.glob("selfjudge-*-*"):  # of runners that were killed
+        if not Path("/proc", old.name.split("-")[1]).exists():
+            with suppress(OSError):
+                old.rmdir()
+    group = folder / f"selfjudge-{os.getpid()}-{secrets.token_hex(4)}"
+    group.mkdir()
+    try:
+        limit = next((f for f in map(group.joinpath, LIMIT_FILES) if f.exists()), None)
+        if limit is None:
+            raise SelfJudgeError("control groups have no limit of memory here")
+        limit.write_text(str(most))
+        yield str(group)
+    finally:
+        for _ in range(50):  # until the last process is gone
+            with suppress(OSError):
+                group.rmdir()
+                break
+            time.sleep(0.02)
+
+
 def check_isolation() -> None:
     """Raise if programs cannot be isolated."""
     if why := find_isolation_problem():
@@ -98,18 +157,27 @@ def run(
     isolated = not find_isolation_problem()
     if not allow_unsafe:
         check_isolation()
-    return _run(["main.py"], {**(files or {}), "main.py": code}, stdin, limits or Limits(), isolated=isolated)
+    files, groups = {**(files or {}), "main.py": code}, None if find_group_problem() else _group_folder()
+    return _run(["main.py"], files, stdin, limits or Limits(), isolated=isolated, groups=groups)
 
 
 def _run(
-    arguments: Sequence[str], files: Mapping[str, str], stdin: str, limits: Limits, *, isolated: bool
+    arguments: Sequence[str],
+    files: Mapping[str, str],
+    stdin: str,
+    limits: Limits,
+    *,
+    isolated: bool,
+    groups: Path | None = None,
 ) -> ProgramResult:
-    job = {**_describe_job(arguments, files, limits, isolated), "folder": None}
-    given = stdin.encode("utf-8", "replace")
-    if isolated:
-        return _watch(job, given, limits)
-    with tempfile.TemporaryDirectory(prefix="selfjudge-", ignore_cleanup_errors=True) as folder:
-        return _watch({**job, "folder": folder}, given, limits)
+    job = {**_describe_job(arguments, files, limits, isolated), "folder": None, "group": None}
+    with ExitStack() as stack:
+        if groups is not None:
+            job["group"] = stack.enter_context(_memory_group(groups, limits.memory + limits.disk))
+        if not isolated:
+            folder = tempfile.TemporaryDirectory(prefix="selfjudge-", ignore_cleanup_errors=True)
+            job["folder"] = stack.enter_context(folder)
+        return _watch(job, stdin.encode("utf-8", "replace"), limits)
 
 
 def _describe_job(arguments: Sequence[str], files: Mapping[str, str], limits: Limits, isolated: bool) -> dict[str, Any]:
@@ -160,7 +228,7 @@ def _watch(job: Mapping[str, Any], stdin: bytes, limits: Limits) -> ProgramResul
     if word == "exit":
         ended, used = rest.split()
         code = int(ended)
-        if code in (-signal.SIGXCPU, -signal.SIGKILL) and not killed and float(used) > 0.9 * limits.cpu_seconds:
+        if code in (-signal.SIGXCPU, -signal.SIGKILL) and not killed and float(used) > 0.5 * limits.cpu_seconds:
             killed = "time"  # by the kernel; a program may also kill itself
     elif not killed and process.returncode == -signal.SIGKILL and not job["isolated"]:
         code = process.returncode  # the program killed the jail: only possible without namespaces

@@ -1,0 +1,40 @@
+"""Mutants of models, judges and recipes: each is refused in one line or accepted, and none ends its process."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from fuzzing import Worker
+
+COUNTS = {"gguf": 900, "safetensors": 300, "judge": 500, "recipe": 300}
+FEW = 15
+
+
+def count(root: Path, kind: str, seeds: range) -> Counter[str]:
+    worker = Worker(root)
+    counts: Counter[str] = Counter()
+    strange = []
+    for seed in seeds:
+        said = worker(kind, seed)
+        counts[said.partition(" ")[0]] += 1
+        if said not in ("refused", "accepted"):
+            strange.append(f"{kind} {seed}: {said}")
+    worker.close()
+    print(f"{kind}: {dict(counts)}")
+    assert strange == []
+    assert counts["refused"] > len(seeds) // 10
+    return counts
+
+
+@pytest.mark.parametrize("kind", COUNTS)
+def test_a_few_mutants(kind: str, tmp_path: Path) -> None:
+    count(tmp_path, kind, range(FEW))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", COUNTS)
+def test_2000_mutants(kind: str, tmp_path: Path) -> None:
+    assert count(tmp_path, kind, range(COUNTS[kind])).total() == COUNTS[kind]
