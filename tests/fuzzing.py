@@ -12,6 +12,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -186,13 +187,15 @@ class Mutants:
 class Worker:
     """The process, as tests see it; started again after a signal."""
 
-    def __init__(self, root: Path) -> None:
-        self.root, self.started = root, 0
+    def __init__(self) -> None:
+        memory = Path("/dev/shm")  # thousands of small files: a disk would take most of the time
+        self.root = tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None)
+        self.started = 0
         self.process = self._start()
 
     def _start(self) -> subprocess.Popen[str]:
         self.started += 1
-        command = [sys.executable, __file__, str(self.root / str(self.started))]
+        command = [sys.executable, __file__, str(Path(self.root.name, str(self.started)))]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -213,6 +216,7 @@ class Worker:
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait()
+        self.root.cleanup()
 
 
 def main() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -13,8 +12,8 @@ COUNTS = {"gguf": 900, "safetensors": 300, "judge": 500, "recipe": 300}
 FEW = 15
 
 
-def count(root: Path, kind: str, seeds: range) -> Counter[str]:
-    worker = Worker(root)
+def count(kind: str, seeds: range) -> Counter[str]:
+    worker = Worker()
     counts: Counter[str] = Counter()
     strange = []
     for seed in seeds:
@@ -30,11 +29,11 @@ def count(root: Path, kind: str, seeds: range) -> Counter[str]:
 
 
 @pytest.mark.parametrize("kind", COUNTS)
-def test_a_few_mutants(kind: str, tmp_path: Path) -> None:
-    count(tmp_path, kind, range(FEW))
+def test_a_few_mutants(kind: str) -> None:
+    count(kind, range(FEW))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", COUNTS)
-def test_2000_mutants(kind: str, tmp_path: Path) -> None:
-    assert count(tmp_path, kind, range(COUNTS[kind])).total() == COUNTS[kind]
+def test_2000_mutants(kind: str) -> None:
+    assert count(kind, range(COUNTS[kind])).total() == COUNTS[kind]
