@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 NUMBERS = (0, 1, 2, 3, 7, 31, 64, 255, 1 << 15, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 62, (1 << 64) - 1)
@@ -102,7 +103,6 @@ class Mutants:
         from selfjudge.judge.config import JudgeConfig
         from selfjudge.judge.model import Judge
         from selfjudge.models.gguf import head_width
-        from selfjudge.models.pair import Pair
 
         torch.set_num_threads(1)
         self.root = root
@@ -119,9 +119,8 @@ class Mutants:
         units = torch.zeros(4, 17), torch.zeros(4)
         config = JudgeConfig(8, "t", model="mlp", features="hidden+margin+previous", thresholds={"R": 0.5})
         Judge(config, torch.zeros(4), 0.0, *units).save_pretrained(root / "judge" / "mlp")
-        pair: Any = type(
-            "Named", (), dict.fromkeys(Pair.__dict__, "") | {"name": "p", "target_id": "t", "draft_id": "d"}
-        )
+        hashes = {"target_sha256": "a" * 64, "draft_sha256": "b" * 64}
+        pair: Any = SimpleNamespace(name="p", target_id="t", draft_id="d", dtype="float32", **hashes)
         recipe_folder(root / "recipe", pair, judge=Judge(JudgeConfig(8, "t", thresholds={"R": 0.5})))
 
     def gguf(self, dice: random.Random) -> None:
