@@ -280,10 +280,6 @@ def read_config(file: GgufFile) -> PretrainedConfig:
     elif scaling != "none":
         raise SelfJudgeError(f"{file.path} has rotary embeddings of type {scaling!r}")
     vocabulary = _expected(file, "token_embd.weight").rows
-    special = {name: file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "padding")}
-    for name, token in special.items():
-        if token is not None and (type(token) is not int or not 0 <= token < vocabulary):
-            raise SelfJudgeError(f"{file.path}: tokenizer.ggml.{name}_token_id cannot be {token!r}")
     if (layers := count("block_count")) > len(file.tensors):
         raise SelfJudgeError(f"{file.path} has {len(file.tensors)} tensors and says that it has {layers} layers")
     return AutoConfig.for_model(
@@ -300,10 +296,17 @@ def read_config(file: GgufFile) -> PretrainedConfig:
         rope_parameters=rope,
         tie_word_embeddings="output.weight" not in file.tensors,
         attention_bias=architecture == "llama" and "blk.0.attn_q.bias" in file.tensors,
-        bos_token_id=special["bos"],
-        eos_token_id=special["eos"],
-        pad_token_id=special["padding"],
+        bos_token_id=_special_token(file, "bos", vocabulary),
+        eos_token_id=_special_token(file, "eos", vocabulary),
+        pad_token_id=_special_token(file, "padding", vocabulary),
     )
+
+
+def _special_token(file: GgufFile, name: str, vocabulary: int) -> int | None:
+    token = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
+    if token is not None and (type(token) is not int or not 0 <= token < vocabulary):
+        raise SelfJudgeError(f"{file.path}: tokenizer.ggml.{name}_token_id cannot be {token!r}")
+    return token
 
 
 def _expected(file: GgufFile, name: str, shape: tuple[int, int] | None = None) -> TensorInfo:
