@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from selfjudge.evaluate.config import EvalConfig
 from selfjudge.store import read_json
@@ -35,7 +35,7 @@ class Preset:
     gamma: int = 10
     gammas: tuple[int, ...] = ()
     """Other γ, for `exact` and the main judges on the first task."""
-    task_gammas: Mapping[str, int] = field(default_factory=dict)
+    task_gammas: dict[str, int] = field(default_factory=dict)
     """Tasks with a γ of their own."""
     label_tokens: int = 512
     """Maximum new tokens of an answer that is labelled."""
@@ -49,10 +49,12 @@ class Preset:
     """Whether a judge is also trained as in the authors' code, which differs from the paper."""
 
 
-PRESETS = {
-    name: Preset(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
-    for name, values in read_json(Path(__file__).with_name("presets.json")).items()
-}
+def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+
+
+_FILE = Path(__file__).with_name("presets.json")
+PRESETS = {name: Preset(**_with_tuples(values)) for name, values in read_json(_FILE).items()}
 """quick: little of everything on one small machine, needs no data; full: every method on every task, one GPU;
 paper: the paper's own settings; released: the method as in the authors' code, beside that of the paper."""
 
