@@ -107,10 +107,14 @@ def _one_run_a_task(runs: Sequence[EvalRun]) -> list[list[EvalRun]]:
 
 def average_row(runs: Sequence[EvalRun]) -> Row:
     """One rule's runs, one a task, as a row: their means, with intervals."""
+    agreements = [r.agreement for r in runs if r.agreement is not None]
     row: dict[str, Any] = {
         "rule": runs[0].rule,
         "method": runs[0].method,
         "gammas": ", ".join(str(gamma) for gamma in sorted({r.gamma for r in runs})),
+        "m": sum(r.m or 0.0 for r in runs) / len(runs),
+        "agreement": sum(agreements) / len(agreements) if agreements else None,
+        "agreement_ci": None,
         "tasks": {
             r.task: {"m": r.m, "score": r.score, "delta_m": r.delta_m, "delta_score": r.delta_score} for r in runs
         },

@@ -31,23 +31,19 @@ def make_verdict(runs: Sequence[EvalRun]) -> VerdictSection | None:
     counts = Counter(run.pair for run in runs)
     pair = max(counts, key=lambda name: (counts[name], name), default="")
     own = [run for run in runs if run.pair == pair]
-    tasks = _choose_tasks(own)
-    if not tasks:
+    with_exact = sorted({run.task for run in own if run.name == "exact"}, key=task_order)
+    if not with_exact:
         return None
+    tasks = [task for task in with_exact if task in PAPER] or with_exact[:1]
     gamma = usual_gamma(run for run in own if run.task in tasks)
     exact, *others = _choose_rules(own, tasks, gamma) or [[]]
     if not others or exact[0].name != "exact":
         return None
-    rows = list(map(_row, [exact, *others]))
+    rows = list(map(average_row, [exact, *others]))
     where = f"{', '.join(map(task_title, tasks))}, γ = {gamma}" + (f", {pair}" if len(counts) > 1 else "")
     score = sum(run.score for run in exact) / len(exact)
     prompts = f"{where}; {whole(sum(run.n for run in exact))} prompts"
     return VerdictSection(_sentences(rows[1:], prompts, score), _chart(rows), _table(rows, where))
-
-
-def _choose_tasks(runs: Sequence[EvalRun]) -> list[str]:
-    tasks = sorted({run.task for run in runs if run.name == "exact"}, key=task_order)
-    return [task for task in tasks if task in PAPER] or tasks[:1]
 
 
 def _choose_rules(runs: Sequence[EvalRun], tasks: Sequence[str], gamma: int) -> list[list[EvalRun]]:
@@ -65,16 +61,6 @@ def _choose_rules(runs: Sequence[EvalRun], tasks: Sequence[str], gamma: int) -> 
     complete = [found for found in rules.values() if len(found) == len(tasks)]
     by_kind = ([found for found in complete if found[0].name == kind] for kind in FIRST)
     return [max(found, key=order) for found in by_kind if found]
-
-
-def _row(runs: Sequence[EvalRun]) -> Row:
-    agreements = [run.agreement for run in runs if run.agreement is not None]
-    return {
-        **average_row(runs),
-        "m": sum(run.m or 0.0 for run in runs) / len(runs),
-        "agreement": sum(agreements) / len(agreements) if agreements else None,
-        "agreement_ci": None,
-    }
 
 
 def _change(row: Row) -> str:
