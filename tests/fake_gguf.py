@@ -108,9 +108,10 @@ def write_model(
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list([*alphabet, "ab", "<|endoftext|>"])
     writer.add_token_merges(["a b"])
-    writer.add_eos_token_id(len(alphabet) + 1) if config.vocab_size > len(alphabet) + 1 else None
+    if config.vocab_size > len(alphabet) + 1:
+        writer.add_eos_token_id(len(alphabet) + 1)
     for key, value in metadata.items():
-        writer.add_string(key, value) if isinstance(value, str) else writer.add_key_value(key, *value)
+        writer.add_key_value(key, *((value, gguf.GGUFValueType.STRING) if isinstance(value, str) else value))
     for key, tensor in file_tensors(model).items():
         kind = next((kind for part, kind in kinds.items() if part in key), "F32")
         block = gguf.GGMLQuantizationType[kind]

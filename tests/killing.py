@@ -73,12 +73,19 @@ def _prepare() -> None:
     with contextlib.suppress(SystemExit):  # the first command imports what all need
         cli.main()
     provenance()
-    said = time.strftime
-    time.strftime = lambda form, when=(2026, 1, 1, 0, 0, 0, 3, 1, 0): said(form, (2026, 1, 1, *tuple(when)[3:]))
+    time.strftime = _on_one_day
     label.SHARD, data.CHUNK, train.CHECKPOINT_SECONDS, compare.RESAMPLES = 8, 8, 0.0, 20
     card.draw = lambda file, *_: file.write_bytes(b"figure")
     fake_model.install()
     pull._fetched = _copied
+
+
+_strftime = time.strftime
+
+
+def _on_one_day(form: str, when: Any = (), /) -> str:
+    """Files hold the date of their run, and a run may cross midnight."""
+    return _strftime(form, time.struct_time((2026, 1, 1, *tuple(when or time.gmtime())[3:])))
 
 
 def _copied(requirement: str, folder: Path, watch: Any) -> Path:

@@ -82,18 +82,18 @@ def find_isolation_problem() -> str:
 
 
 @cache
-def _group_folder() -> Path | str:
-    """The control group in which programs get groups of their own, with a limit of memory; else why there is none."""
+def _group_folder() -> tuple[Path | None, str]:
+    """The control group in which programs get groups of their own, with a limit of memory, or why there is none."""
     why = "no control group limits memory"
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
-        return why
+        return None, why
     folders = []
     for _, controllers, path in (line.split(":", 2) for line in lines):
         own = GROUPS / ("memory" if controllers else "") / path.lstrip("/")
         if not controllers:  # version 2: a group that holds processes can give no limits, the one above may
-            folders += [own, own.parent]
+            folders += [own, own.parent][: 1 + (own != GROUPS)]
         elif "memory" in controllers.split(","):
             folders.append(own)
     for folder in folders:
@@ -103,14 +103,14 @@ def _group_folder() -> Path | str:
             why = str(error)
         else:
             if tried.stdout == "7\n":
-                return folder
+                return folder, ""
             why = " ".join(tried.stderr.split()) or why
-    return why
+    return None, why
 
 
 def find_group_problem() -> str:
     """Why memory cannot be limited for all processes of a program together; empty if it can."""
-    return folder if isinstance(folder := _group_folder(), str) else ""
+    return _group_folder()[1]
 
 
 @contextmanager
@@ -157,8 +157,8 @@ def run(
     isolated = not find_isolation_problem()
     if not allow_unsafe:
         check_isolation()
-    files, groups = {**(files or {}), "main.py": code}, None if find_group_problem() else _group_folder()
-    return _run(["main.py"], files, stdin, limits or Limits(), isolated=isolated, groups=groups)
+    files = {**(files or {}), "main.py": code}
+    return _run(["main.py"], files, stdin, limits or Limits(), isolated=isolated, groups=_group_folder()[0])
 
 
 def _run(
