@@ -209,3 +209,23 @@ def test_the_picture_is_whole_and_still_where_motion_is_not_wanted() -> None:
         assert not any(part.get("opacity") for part in passes)  # hidden by the style for those who want motion alone
         assert "prefers-reduced-motion: no-preference" in picture
     assert "&lt;two&gt;" in drawn["draw"]("say", pieces, "")
+
+
+def test_the_tables_of_memory_are_those_of_their_file() -> None:
+    made = json.loads((ROOT / "results" / "memory" / "cpu-2core.json").read_text())
+    text = (ROOT / "docs" / "memory.md").read_text()
+    table = {
+        name.strip(): re.split(r"\s*\|\s*", cells) for name, cells in re.findall(r"^\|(.+?)\| (.*) \|$", text, re.M)
+    }
+    for name, key, digits in (
+        ("float32, `cpu` or `reference`", "float32 cpu", 1), ("int8, `cpu`", "int8 cpu", 1),
+        ("q4 (Q4_K_M), `cpu`", "q4 cpu", 1), ("bfloat16, `reference`", "bfloat16 reference", 1),
+        ("bfloat16, `cuda`", "bfloat16 cuda", 1), ("cache for 1,000 tokens, `cpu`", "cache float32", 2),
+        ("the same, bfloat16", "cache bfloat16", 2),
+    ):  # fmt: skip
+        unit = 1000 if digits == 2 else 1  # caches are in megabytes
+        assert table[name] == [f"{made['shapes'][size][key] / unit:.{digits}f}" for size in ("1.5B", "8B", "70B")], name
+    for run in made["runs"]:
+        name = f"{run['pair']}, {run['dtype']}, {run['rows']} × {run['prompt_tokens']:,}"
+        sizes = run["computed_weights"] + run["computed_cache"], run["resident"] - run["resident_before"]
+        assert table[name] == [f"{size / 1e6:,.0f}" for size in sizes], name
