@@ -88,7 +88,7 @@ def test_python(
 def test_a_certificate(
     page: str, start: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The lines of a page in their order, one minute of tuning; the README's prompts are sums, whose answers are short."""
+    """The lines of a page in their order, some seconds of tuning; the README's prompts are sums, whose answers are short."""
     sums = [(a, b) for a in range(2, 20) for b in range(2, 16)]
     rows = [{"prompt": f"What is {a} + {b}? Say the number alone.", "answer": str(a + b)} for a, b in sums]
     Path("mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -98,7 +98,7 @@ def test_a_certificate(
         if line.startswith("selfjudge serve"):
             assert start(*shlex.split(line)[2:]).send("GET", "/")[0] == 200  # the playground
             continue
-        minute = " --minutes 1" if line.startswith("selfjudge tune") else ""
+        minute = " --minutes 0.3" if line.startswith("selfjudge tune") else ""
         run(monkeypatch, line + minute)  # of an option that is given twice the last counts
         shown = capsys.readouterr().out
         assert not minute or re.search(r"certified ≤|use exact", shown)

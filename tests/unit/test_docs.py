@@ -72,6 +72,12 @@ def test_one_sentence_says_what_it_is_everywhere() -> None:
         assert (ROOT / page).read_text().split("\n\n")[1] == sentence
 
 
+def test_the_pages_can_be_read_in_an_evening() -> None:
+    """20,000 words without the command line, which the program prints itself."""
+    pages = [page for page in (ROOT / "docs").glob("*.md") if page.name not in ("cli.md", "formats.in.md")]
+    assert sum(len(page.read_text().split()) for page in pages) <= 20_000
+
+
 def test_results_stay_small() -> None:
     """8 MB, of what is not ignored."""
     files = [file for file in (ROOT / "results").rglob("*") if file.is_file()]
