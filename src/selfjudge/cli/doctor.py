@@ -93,7 +93,9 @@ def _packages() -> Check:
 
 
 def _install(unmet: list[Requirement]) -> str:
-    return f"pip install {shlex.join(f'{r.name}{r.specifier}' for r in unmet)}"
+    """Of what is missing pip takes the newest; short lines are not broken in the table."""
+    names = [r.name if state(r)[0].endswith("is missing") else f"{r.name}{r.specifier}" for r in unmet]
+    return f"pip install {shlex.join(names)}"
 
 
 def requirements(extra: str = "") -> list[Requirement]:
