@@ -215,10 +215,6 @@ def serve(
         from selfjudge.tune.monitor import watch
 
         watch(setup.recipe, config.shadow_keep)  # refuses what cannot be watched
-    if setup.recipe is not None:
-        from selfjudge.report.certificate import describe_result
-
-        typer.echo(f"{recipe}: {describe_result(setup.recipe.certificate)}", err=True)
     if backend == "vllm":
         _refuse_torch_options(setup.models, config)
         _serve_vllm(setup, config, ["--host", host, "--port", str(port), *shlex.split(vllm)])
@@ -232,6 +228,7 @@ def serve(
 
     listener = listen(host, port)
     pair, judge = load(setup)
+    _say_result(setup.recipe)
     with ExitStack() as stack:
         stack.enter_context(waiting("trying out an answer …"))
 
@@ -277,6 +274,7 @@ def _serve_vllm(setup: Setup, config: ServerConfig, more: list[str]) -> None:
     models.announce()
     if recipe is not None:
         _check_recipe(recipe, models)
+        _say_result(recipe)
     os.environ[ALLOWED] = json.dumps(config.allowed_host)
     # vLLM lets pages of all origins ask it, unless told otherwise
     more = ["--middleware", HOSTS, "--allowed-origins", "[]", *more]
@@ -312,6 +310,14 @@ def _serve_vllm(setup: Setup, config: ServerConfig, more: list[str]) -> None:
     if config.api_key:
         os.environ["VLLM_API_KEY"] = config.api_key
     main(arguments)
+
+
+def _say_result(recipe: Recipe | None) -> None:
+    """What its certificate says, once the models are known to be the recipe's."""
+    if recipe is not None:
+        from selfjudge.report.certificate import describe_result
+
+        typer.echo(f"{recipe.folder}: {describe_result(recipe.certificate)}", err=True)
 
 
 def _check_recipe(recipe: Recipe, models: PairOptions) -> None:
