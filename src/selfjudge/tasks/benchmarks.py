@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
 from hashlib import sha256
 from itertools import cycle
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.store import read_rows
+from selfjudge.store import read_json, read_rows
 from selfjudge.store.artefacts import TaskRow
 from selfjudge.tasks import scoring
 from selfjudge.tasks.base import FILE, Prompt, Row, Task, normalise_words
@@ -188,92 +189,30 @@ class Dolly(Task, columns={"instruction": str, "context": str}):
 
 
 _SEED = 0
-_NAMES = (
-    "Ada", "Ben", "Carla", "David", "Elena", "Farid", "Grace", "Hugo", "Ines", "Jonas", "Kavya", "Liam", "Mei", "Nora",
-    "Omar", "Priya", "Quentin", "Rosa", "Sven", "Tara",
-)  # fmt: skip
-_THINGS = ("apples", "marbles", "stickers", "pencils", "cookies", "shells", "books", "buttons", "stamps", "tickets")
-_SHOPS = ("bakery", "bookshop", "market stall", "toy shop", "flower shop", "café")
+_ARITHMETIC = read_json(Path(__file__).with_name("arithmetic.json"))
+"""Words and kinds of problems: text, ranges of the numbers, and the answer as a sum of products."""
 
 
-class _Template(NamedTuple):
-    """A kind of problem: its text, the ranges of its numbers, its answer, and other fields of the text."""
-
-    text: str
-    ranges: Mapping[str, tuple[int, int]]
-    solve: Callable[[Mapping[str, int]], int]
-    derive: Callable[[Mapping[str, int]], Mapping[str, object]] = lambda n: {}
-
-    def draw(self, r: random.Random) -> tuple[str, int]:
-        """A problem and its answer. The order of the draws decides which problems a seed gives."""
-        words: dict[str, str] = {}
-        if "{shop}" in self.text:
-            words["shop"] = r.choice(_SHOPS)
-        elif "{friend}" in self.text:
-            words["name"], words["friend"] = r.sample(_NAMES, 2)
-        else:
-            words["name"] = r.choice(_NAMES)
-        if "{things}" in self.text:
-            words["things"] = r.choice(_THINGS)
-        numbers = {name: r.randint(*limits) for name, limits in self.ranges.items()}
-        return self.text.format(**words, **numbers, **self.derive(numbers)), self.solve(numbers)
+def _evaluate(terms: Sequence[Sequence[Any]], numbers: Mapping[str, int]) -> int:
+    """The sum of products of numbers, which may be given by name."""
+    return sum(math.prod(numbers.get(factor, factor) for factor in term) for term in terms)
 
 
-_TEMPLATES = (
-    _Template(
-        "{name} has {boxes} boxes with {each} {things} in each. {name} gives {given} {things} to {friend}."
-        " How many {things} does {name} have left?",
-        {"boxes": (3, 12), "each": (4, 25), "given": (2, 11)},
-        lambda n: n["boxes"] * n["each"] - n["given"],
-    ),
-    _Template(
-        "A {shop} sells {things} for ${price} each."
-        " It sells {morning} of them in the morning and {more} more in the afternoon than in the morning."
-        " How many dollars does the {shop} take in that day?",
-        {"price": (2, 15), "morning": (6, 40), "more": (2, 30)},
-        lambda n: n["price"] * (2 * n["morning"] + n["more"]),
-    ),
-    _Template(
-        "{name} saves ${week} every week for {weeks} weeks and then spends ${spent} on a present."
-        " How many dollars are left?",
-        {"week": (5, 30), "weeks": (4, 15), "spent": (3, 19)},
-        lambda n: n["week"] * n["weeks"] - n["spent"],
-    ),
-    _Template(
-        "{name} finds {found} {things} but loses {lost} of them."
-        " {name} shares the rest equally among {friends} friends. How many {things} does each friend get?",
-        {"friends": (3, 9), "each": (3, 20), "lost": (2, 15)},
-        lambda n: n["each"],
-        derive=lambda n: {"found": n["friends"] * n["each"] + n["lost"]},
-    ),
-    _Template(
-        "{name} travels at {first} miles an hour for {hours} hours and then at {second} miles an hour for {more}"
-        " {unit}. How many miles does {name} travel in all?",
-        {"first": (8, 60), "hours": (2, 6), "second": (5, 50), "more": (1, 5)},
-        lambda n: n["first"] * n["hours"] + n["second"] * n["more"],
-        derive=lambda n: {"unit": "hour" if n["more"] == 1 else "hours"},
-    ),
-    _Template(
-        "{name} is {age} years old. {friend} is {times} times as old as {name}."
-        " How old will {friend} be in {years} years?",
-        {"age": (4, 15), "times": (2, 4), "years": (2, 12)},
-        lambda n: n["age"] * n["times"] + n["years"],
-    ),
-    _Template(
-        "{name} reads {pages} pages a day. After {days} days there are still {left} pages to read."
-        " How many pages does the book have?",
-        {"days": (3, 14), "pages": (8, 40), "left": (10, 90)},
-        lambda n: n["pages"] * n["days"] + n["left"],
-    ),
-    _Template(
-        "{name} collects {double} {things} on Monday and half as many on Tuesday."
-        " {friend} collects twice as many as {name} does on both days together."
-        " How many {things} does {friend} collect?",
-        {"half": (4, 60)},
-        lambda n: 6 * n["half"],
-        derive=lambda n: {"double": 2 * n["half"]},
-    ),
-)
+def _draw_problem(problem: Row, r: random.Random) -> tuple[str, int]:
+    """A problem and its answer. The order of the draws decides which problems a seed gives."""
+    text, words = problem["text"], dict[str, Any]()
+    if "{shop}" in text:
+        words["shop"] = r.choice(_ARITHMETIC["shops"])
+    elif "{friend}" in text:
+        words["name"], words["friend"] = r.sample(_ARITHMETIC["names"], 2)
+    else:
+        words["name"] = r.choice(_ARITHMETIC["names"])
+    if "{things}" in text:
+        words["things"] = r.choice(_ARITHMETIC["things"])
+    numbers = {name: r.randint(*limits) for name, limits in problem["ranges"].items()}
+    words |= {name: _evaluate(terms, numbers) for name, terms in problem.get("derived", {}).items()}
+    words["unit"] = "hour" if numbers.get("more") == 1 else "hours"
+    return text.format(**words, **numbers), _evaluate(problem["answer"], numbers)
 
 
 class Arithmetic(Gsm8k):
@@ -286,8 +225,8 @@ class Arithmetic(Gsm8k):
     def rows(self, split: str) -> list[Row]:
         random_numbers, size = random.Random(_SEED), 2000 if split == "train" else 500  # noqa: S311
         answers: dict[str, int] = {}
-        for template in cycle(_TEMPLATES):
-            question, answer = template.draw(random_numbers)
+        for problem in cycle(_ARITHMETIC["problems"]):
+            question, answer = _draw_problem(problem, random_numbers)
             if (sha256(question.encode()).digest()[0] % 5 == 0) == (split == "test"):  # one problem of five
                 answers[question] = answer
             if len(answers) == size:
