@@ -195,7 +195,8 @@ _ARITHMETIC = read_json(Path(__file__).with_name("arithmetic.json"))
 
 def _evaluate(terms: Sequence[Sequence[Any]], numbers: Mapping[str, int]) -> int:
     """The sum of products of numbers, which may be given by name."""
-    return sum(math.prod(numbers.get(factor, factor) for factor in term) for term in terms)
+    total: int = sum(math.prod(numbers.get(factor, factor) for factor in term) for term in terms)
+    return total
 
 
 def _draw_problem(problem: Row, r: random.Random) -> tuple[str, int]:
