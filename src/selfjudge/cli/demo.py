@@ -92,7 +92,7 @@ def _show_gain(models: PairOptions, config: DemoConfig, result: dict[str, Any], 
     with Progress(patient=True) as progress:
         gain = Gain(pair, config, progress)
         result["gain"] = gain.result
-        say(f"\n1. What speculation gains: {pair.name}, {pair.dtype}, one question by turns\n")
+        say(f"\nWhat speculation gains: {pair.name}, {pair.dtype}, one question by turns\n")
         say(f"> {gain.result['prompt']}\n")
         for turn, seconds in enumerate(gain.measure(), 1):
             progress.hide()
@@ -145,12 +145,12 @@ def _show_line(config: DemoConfig, result: dict[str, Any], say: Say) -> None:
         run.result = result
         say = say if say is nothing else progress.print
         if config.labels:
-            say(f"\n2. A judge of your own: {pair.name} labels its own drafts\n")
+            say(f"\nA judge of your own: {pair.name} labels its own drafts\n")
             run.make_judge(Path(folder))
             _show_own(result["own"], say)
         if models.shipped_judge:
             run.judges[SHIPPED] = Judge.from_pretrained(models.shipped_judge)
-        say(f"\n3. Rules side by side: {pair.name}, {len(run.prompts)} prompts\n")
+        say(f"\nRules side by side: {pair.name}, {len(run.prompts)} prompts\n")
         for row in run.rows():
             _show_row(row, say, heading=len(result["rows"]) == 1)
         say("\n" + "\n".join((explain("m", "γ", "judged"), NOTES.format(quality=result["quality"]))))
@@ -159,7 +159,7 @@ def _show_line(config: DemoConfig, result: dict[str, Any], say: Say) -> None:
         if config.tune:
             tuned = result["tune"] = _tune(pair, Path(folder), progress)
             may = f"at most {100 * tuned['epsilon']:.0f} points of agreement with exact may be lost"
-            say(f"\n4. A small tune, {tuned['n']} prompts, {may}: {tuned['finding']}")
+            say(f"\nA small tune, {tuned['n']} prompts, {may}: {tuned['finding']}")
 
 
 def _tune(pair: Pair, folder: Path, notify: Notify) -> dict[str, Any]:
