@@ -23,7 +23,8 @@ INTERVAL = "95 % interval"
 PROMPTS = {
     "prompt": "the user's message", "messages": "or a conversation: objects with `role` and `content`",
     "answer": "the right answer", "check": "or Python that raises where `answer` (the text) is wrong",
-    "id": "its place in the file if not given", "split": "by hash if not given: one prompt of five is test",
+    "id": "its place in the file if not given", "group": "prompts that depend on one another: one observation of a certificate",
+    "split": "by hash if not given: one prompt of five is test",
 }  # fmt: skip
 RESPONSES = {
     "prompt_id": "the same in all files", "source": "which `--prompts`", "prompt_ids": "",
@@ -85,23 +86,28 @@ TOKENS = {
 }  # fmt: skip
 RECIPE = {
     "format_version": "", "pair": "", "target": "", "draft": "", "target_sha256": SHA, "draft_sha256": SHA,
-    "judge_sha256": "", "prompts_sha256": "the calibration prompts", "rule": "", "gamma": "", "judge": "", "certificate": "",
-    "engine": "it was certified with", "dtype": "it was certified with", "draft_dtype": "",
-    "flags": "the same as options of `selfjudge`, and of vLLM",
+    "tokenizer_sha256": "vocabulary, splitting and chat template", "prompts_sha256": "the calibration prompts", "rule": "as it was tried",
+    "resolved": "the same with all its numbers", "gamma": "", "judge": "", "engine": "it was certified with",
+    "dtype": "it was certified with", "draft_dtype": "", "flags": "the same as options of `selfjudge`, and of vLLM",
+    "files": "SHA-256 of each file beside it", "digest": "SHA-256 of all other keys, which a signature signs",
 }  # fmt: skip
 CERTIFICATE = {
-    "format_version": "", "pair": "", "task": "", "measure": "what is certified", "rule": "the chosen one", "gamma": "",
-    "n": "prompts", "epsilon": "the most that may be lost", "delta": "probability of a false certificate",
+    "format_version": "", "pair": "", "task": "", "measure": "what is certified", "rule": "the chosen one",
+    "resolved": "the same with all its numbers", "gamma": "", "n": "observations: groups of prompts",
+    "epsilon": "the most that may be lost", "delta": "probability of a false certificate",
     "certified": "false: `exact` was chosen", "mean_difference": "rule − `exact`: negative is lost", "mean_difference_ci": INTERVAL,
     "lost": "answers", "gained": "answers", "exact": "how `exact` itself does: answers, mean score, answers not found",
-    "families": "families of rules that shared δ", "evidence": "the bet", "overlap": "words of `exact` lost: mean and bound",
-    "candidates": "every rule tried, below", "prompts_sha256": "", "engine": "", "dtype": "", "date": "", "versions": "",
-    "stopped": "whether the time was up",
+    "groups": "prompts of each group: `997*1 3`", "similar": "share of common pieces that makes near-duplicates",
+    "attempt": "on these prompts", "earlier_attempts": "dates",
+    "families": "families of rules that shared δ", "evidence": "the bet", "overlap": "words of `exact` lost: each prompt, mean and bound",
+    "candidates": "every rule tried, below", "target_sha256": "", "draft_sha256": "", "tokenizer_sha256": "", "prompts_sha256": "",
+    "engine": "", "dtype": "", "draft_dtype": "", "date": "", "versions": "", "stopped": "whether the time was up",
 }  # fmt: skip
 CANDIDATES = {
-    "rule": "", "family": "", "gamma": "", "n_used": "prompts", "refuted": "", "why": "why it ended", "mean_difference": "",
+    "rule": "", "family": "", "gamma": "", "n_used": "prompts", "refuted": "", "why": "why it ended",
+    "differences": "`exact` − rule of each prompt, in order: `466*0 1 -0.25`", "mean_difference": "",
     "lost": "", "gained": "", "mean_accepted_length": "", "tokens_per_second": "", "speed_ratio": "over `exact`",
-    "speed_ci": INTERVAL, "needed_prompts": "prompts that would settle it",
+    "speed_ci": INTERVAL, "needed_prompts": "observations that would settle it",
 }  # fmt: skip
 RUN = {
     "argv": "the command", "commit": "this package's", "time": "", "versions": "", "machine": "", "seconds": "",

@@ -7,6 +7,8 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here asks the hub; what is missing is missed at once
 os.environ["SELFJUDGE_PAIR"] = "smollm2-135m"  # the small pair wherever a test names none
 
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +16,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tiers import pytest_collection_modifyitems, pytest_runtest_call, pytest_runtest_protocol  # noqa: F401
+
+LEDGER = Path(tempfile.gettempdir()) / f"selfjudge-ledger-{os.getpid()}" / "attempts.jsonl"
+os.environ["SELFJUDGE_LEDGER"] = str(LEDGER)  # tests tune on the same prompts again and again
 
 if TYPE_CHECKING:  # the process that hands out the tests needs no torch
     import transformers as hf
@@ -92,6 +97,14 @@ def tiny_head(
         for p in head.parameters():
             p.copy_(torch.randn(p.shape, generator=random) * 0.3 + (1.0 if p.dim() == 1 else 0.0))
     return head.eval().requires_grad_(False).bind(target)
+
+
+@pytest.fixture(autouse=True)
+def first_attempt() -> Iterator[None]:
+    """Every test is the first to tune on its prompts."""
+    LEDGER.unlink(missing_ok=True)
+    yield
+    shutil.rmtree(LEDGER.parent, ignore_errors=True)
 
 
 @pytest.fixture(params=sorted(CONFIGS))

@@ -1,47 +1,68 @@
-"""A made-up certificate, answers to show with it, and a folder with a recipe. The numbers mean nothing."""
+"""A made-up certificate that follows from its made-up differences, answers to show with it, and a folder with a recipe."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from selfjudge.decoding.rule_parser import RuleRequest, rule_text
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
-from selfjudge.store import sha256
+from selfjudge.models.tokens import hash_tokenizer
+from selfjudge.tune.certify import Claim, describe_evidence, share_delta
+from selfjudge.tune.recipe import make_recipe, seal_recipe
+from selfjudge.tune.verify import describe_overlap, pack, summarise
 
 RULE = "margin:0.5,guard=on"
+RESOLVED = "margin:threshold=0.5,guard=True"
 
 
-def certificate(certified: bool = True, **more: Any) -> dict[str, Any]:
+def made_up(n: int) -> list[float]:
+    """Differences that certify any ε: of few prompts all are gained; of many 30 are lost and 14 gained."""
+    if n < 1000:
+        return [-1.0] * n
+    return [
+        1.0 if i % (n // 30) == 7 and i < n // 30 * 30 else -1.0 if i % (n // 14) == 9 and i < n // 14 * 14 else 0.0
+        for i in range(n)
+    ]
+
+
+def certificate(
+    certified: bool = True, *, n: int = 4000, epsilon: float = 0.03, delta: float = 0.05, rule: str = RULE, **more: Any
+) -> dict[str, Any]:
     """As `tune` writes it."""
+    differences = made_up(n) if certified else []
+    families, sizes, measure = ["margin", "topk"], [1] * n, more.get("measure", "score")
+    claim = Claim(epsilon, share_delta(delta, 1) / len(families), n)
 
-    def candidate(rule: str, family: str, used: int, refuted: bool, why: str) -> dict[str, Any]:
+    def candidate(rule: str, family: str, differences: list[float], refuted: bool, why: str) -> dict[str, Any]:
+        used = bool(differences)
         return {
-            "rule": rule, "family": family, "gamma": 3, "n_used": used, "refuted": refuted, "why": why,
-            "mean_difference": -0.004 if used else None, "lost": 30, "gained": 14, "needed_prompts": None,
+            "rule": rule, "family": family, "gamma": 3, "n_used": len(differences), "refuted": refuted, "why": why,
+            "differences": pack(differences), **summarise(differences, sizes), "needed_prompts": None,
             "mean_accepted_length": 2.5 if used else None, "tokens_per_second": 80.0 if used else None,
             "speed_ratio": 1.12 if used else None, "speed_ci": [1.07, 1.16] if used else None,
         }  # fmt: skip
 
     return {
-        "format_version": 1, "pair": "some-pair", "task": "gsm8k", "measure": "score", "measure_words": "the task's score",
-        "rule": RULE if certified else "exact", "gamma": 3, "n": 4000, "epsilon": 0.03, "delta": 0.05, "certified": certified,
-        "mean_difference": -0.004 if certified else None, "mean_difference_ci": [-0.013, 0.005] if certified else None,
-        "lost": 30, "gained": 14,
-        "evidence": {
-            "delta": 0.0125, "refuted_at": 300, "p_value": 0.011, "goal": 4.38,
-            "log_capital": [[1, 0.01], [150, 2.0], [300, 4.5]], "lost_bound": 0.012,
-        } if certified else {},
+        "format_version": 2, "pair": "some-pair", "task": "gsm8k", "measure": measure, "measure_words": "the task's score",
+        "rule": rule if certified else "exact", "resolved": RESOLVED if certified else "exact", "gamma": 3, "n": n, "epsilon": epsilon,
+        "delta": delta, "certified": certified, **summarise(differences, sizes),
+        "mean_difference_ci": [-0.013, 0.005] if certified else None,
+        "groups": pack(sizes), "similar": 0.7, "attempt": 1, "earlier_attempts": [],
+        "evidence": describe_evidence(claim, differences, delta) if certified else None,
+        "overlap": describe_overlap([0.3] * n, sizes, delta) if certified and measure != "overlap" else None,
         "speed_measure": "tokens_per_second", "speed_ratio": 1.12 if certified else None,
         "speed_ci": [1.07, 1.16] if certified else None, "exact_gamma": 3, "exact_over_plain": 1.7,
-        "families": ["margin", "topk"], "candidates": [
-            candidate(RULE, "margin", 4000, True, "certified after 300 prompts"),
-            candidate("margin:1,guard=on", "margin", 96, False, "not certified: the loss shown by 96 prompts is above ε; more prompts of the same kind will not certify it"),
-            candidate("topk:2,guard=on", "topk", 0, False, "not tried: a stricter rule of its family is not certified"),
+        "families": families, "candidates": [
+            candidate(rule if certified else RULE, "margin", differences, certified, "certified after 300 prompts"),
+            candidate("margin:1,guard=on", "margin", [1.0] * 9 if certified else [], False, "not certified: the loss shown by 96 prompts is above ε; more prompts of the same kind will not certify it"),
+            candidate("topk:2,guard=on", "topk", [], False, "not tried: a stricter rule of its family is not certified"),
         ],
-        "speeds": [], "target_sha256": "f" * 64, "draft_sha256": "e" * 64, "prompts_sha256": "a" * 64, "max_new_tokens": 64,
-        "batch": 8, "seed": 0, "engine": "cpu", "dtype": "float32", "machine": {"cpu": "Some Processor"},
+        "speeds": [], "target_sha256": "f" * 64, "draft_sha256": "e" * 64, "tokenizer_sha256": "b" * 64, "prompts_sha256": "a" * 64,
+        "max_new_tokens": 64, "batch": 8, "engine": "cpu", "dtype": "float32", "draft_dtype": None, "machine": {"cpu": "Some Processor"},
         "versions": {"torch": "2.11.0"}, "commit": None, "date": "2026-11-16", "stopped": False,
         "flags": {"selfjudge": f"--pair some-pair --rule {RULE} --gamma 3", "vllm": None},
         **more,
@@ -69,17 +90,26 @@ def recipe_folder(
 ) -> Path:
     """As a finished run of `tune` leaves it; `more` goes into the certificate."""
     folder.mkdir(parents=True)
-    rule = rule if judge is None else "judged:0.5"
+    rule = rule if judge is None or rule != RULE else "judged:0.5"
     if judge is not None:
         judge.save_pretrained(folder / "judge")
-    recipe = {
-        "format_version": 1, "pair": pair.name, "target": pair.target_id, "draft": pair.draft_id,
-        "target_sha256": pair.target_sha256, "draft_sha256": pair.draft_sha256,
-        "judge_sha256": None if judge is None else sha256(folder / "judge" / "model.safetensors"),
-        "prompts_sha256": "a" * 64, "rule": rule, "gamma": 3, "judge": None if judge is None else "judge",
-        "certificate": "certificate.json", "engine": engine, "dtype": "float32", "draft_dtype": None,
-        "flags": {"selfjudge": "", "vllm": None},
-    }  # fmt: skip
-    (folder / "recipe.json").write_text(json.dumps(recipe))
-    (folder / "certificate.json").write_text(json.dumps(certificate(**{"rule": rule, "candidates": [], **more})))
+    resolved = rule_text(RuleRequest(rule).resolve((), None if judge is None else judge.config))
+    content = certificate(**{
+        "pair": pair.name, "rule": rule, "resolved": resolved, "engine": engine, "target_sha256": pair.target_sha256,
+        "draft_sha256": pair.draft_sha256, **({"tokenizer_sha256": hash_tokenizer(pair.tokenizer)} if hasattr(pair, "tokenizer") else {}), **more,
+    })  # fmt: skip
+    (folder / "certificate.json").write_text(json.dumps(content))
+    recipe = make_recipe(content, pair, None if judge is None else "judge")
+    (folder / "recipe.json").write_text(json.dumps(seal_recipe(recipe, folder)))
     return folder
+
+
+def tamper(folder: Path, file: str, change: Callable[[dict[str, Any]], Any], *, sealed: bool = False) -> None:
+    """Change a JSON file of a recipe's folder; `sealed`: by somebody who also writes all its hashes anew."""
+    content = json.loads((folder / file).read_text())
+    change(content)
+    (folder / file).write_text(json.dumps(content))
+    if sealed:
+        recipe = json.loads((folder / "recipe.json").read_text())
+        bare = {key: value for key, value in recipe.items() if key not in ("files", "digest")}
+        (folder / "recipe.json").write_text(json.dumps(seal_recipe(bare, folder)))

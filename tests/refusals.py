@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from conftest import tiny_head, tiny_model
-from fake_certificate import recipe_folder
+from fake_certificate import recipe_folder, tamper
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.models.convert import quiet
@@ -39,6 +39,10 @@ def write_inputs(folder: Path, checkpoints: dict[str, str]) -> None:
     recipe_folder(folder / "tuned", stranger)
     recipe_folder(folder / "tuned-exact", stranger, rule="exact", certified=False)
     recipe_folder(folder / "tuned-words", stranger, measure="overlap")
+    for name, change in (("older", {"format_version": 1}), ("changed", {"gamma": 9})):
+        tamper(
+            recipe_folder(folder / name, stranger), "recipe.json", lambda content, change=change: content.update(change)
+        )
     (folder / "begun").mkdir()
     (folder / "begun" / "settings.json").write_text("{}")
     (folder / "page.html").mkdir()
@@ -254,7 +258,9 @@ def known_at_once(folder: Path, checkpoints: dict[str, str]) -> Commands:
         "unfinished recipe": [*ask, "--recipe", str(folder / "begun")],
         "shadow without recipe": [*serve, "--shadow", "0.1"],
         "shadow beyond all": [*serve, "--shadow", "2"],
-        "shadow of an old certificate": ["serve", "--recipe", str(folder / "tuned"), "--shadow", "0.1"],
+        "recipe of another version": [*ask, "--recipe", str(folder / "older")],
+        "recipe that was changed": [*ask, "--recipe", str(folder / "changed")],
+        "key that is none": [*tune, "--sign", str(folder / "asked.jsonl")],
         "shadow of exact": ["serve", "--recipe", str(folder / "tuned-exact"), "--shadow", "0.1"],
         "a file without shadow": [*serve, "--shadow-keep", str(folder / "kept.jsonl")],
         "a folder to keep requests in": [

@@ -71,7 +71,8 @@ def kept(files: dict[str, str]) -> dict[str, bytes]:
     return {
         name: without_times(name, base64.b64decode(value))
         for name, value in files.items()
-        if Path(name).name not in ("run.json", ".lock", ".fake.lock", "conversions")
+        if Path(name).name
+        not in ("run.json", ".lock", ".fake.lock", "conversions", "attempts.jsonl", ".attempts.jsonl.lock")
     }
 
 
@@ -118,7 +119,11 @@ def cases(warm: Warm, checkpoints: dict[str, str], tmp_path_factory: pytest.Temp
     }  # fmt: skip
     made = {
         name: Case(
-            name, warm, [*words, "--out", "FOLDER/out"], {}, ["--resume"] if name in ("label", "eval", "tune") else []
+            name,
+            warm,
+            [*words, "--out", "FOLDER/out"],
+            {"SELFJUDGE_LEDGER": "FOLDER/attempts.jsonl"} if name == "tune" else {},
+            ["--resume"] if name in ("label", "eval", "tune") else [],
         )
         for name, words in argv.items()
     }

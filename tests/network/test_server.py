@@ -31,6 +31,7 @@ from selfjudge.integrations.server.config import listen
 from selfjudge.judge.model import Judge
 from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.models.pair import Pair
+from selfjudge.tune.recipe import Recipe
 from selfjudge.types import Generation
 from servers import WINDOW, Server, save
 
@@ -662,7 +663,7 @@ def test_the_certificate_is_watched_while_serving(
     folder = recipe_folder(tmp_path / "tuned", pair, rule=rule, measure="overlap", epsilon=allowed, n=20)
     server = start("--recipe", str(folder), "--dtype", "float32", "--name", "tiny", "--shadow", "1")
     assert any(line.startswith(f"{folder}: ") for line in server.log)  # what its certificate says
-    first = ask(server, words(0, 5))
+    first, rule = ask(server, words(0, 5)), Recipe.load(folder).rule
     assert first.selfjudge["rule"] == rule
     assert server.send("GET", "/v1/models/tiny")[2]["selfjudge"]["uses_judge"] is False
     asked = 1

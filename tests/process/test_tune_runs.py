@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,13 +13,15 @@ from typing import Any
 
 import pytest
 
-from fake_certificate import certificate, example, recipe_folder
+from fake_certificate import RESOLVED, certificate, example, recipe_folder
 from runs import content, prompts_file, random_judges
 from selfjudge.cli import main as cli
+from selfjudge.decoding.rule_parser import RuleRequest, rule_text
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.execute import TorchAnswerer
 from selfjudge.models.pair import Pair
 from selfjudge.report.certificate import certificate_page
+from selfjudge.tune.certify import share_delta
 from selfjudge.tune.config import TuneConfig
 from selfjudge.tune.pipeline import tune_pair
 from selfjudge.tune.recipe import Recipe
@@ -68,14 +72,16 @@ def test_the_fastest_certified_rule_is_taken(undisturbed: Path) -> None:
     assert certificate["certified"]
     assert (certificate["n"], certificate["lost"], certificate["gained"]) == (30, 0, 0)
     assert certificate["mean_difference"] == 0
-    assert certificate["evidence"]["delta"] == pytest.approx(0.025)  # two families share δ
+    assert certificate["evidence"]["delta"] == pytest.approx(share_delta(0.05, 1) / 2)  # two families share δ
+    assert (certificate["groups"], certificate["attempt"], certificate["earlier_attempts"]) == ("30*1", 1, [])
     assert certificate["exact"]["n"] == 30
     assert certificate["exact"]["score"] == 0  # a model of random weights
     assert "There is little to lose here" in (undisturbed / "certificate.md").read_text()
     tried = [row for row in certificate["candidates"] if row["n_used"]]
     assert all(row["refuted"] for row in tried)
     best = max(tried, key=lambda row: row["speed_ci"][0])
-    assert recipe.rule == best["rule"]
+    assert recipe.content["rule"] == best["rule"]
+    assert recipe.rule == rule_text(RuleRequest(best["rule"]).resolve())
     assert best["speed_ci"][0] > 1
     assert best["n_used"] == 30
     assert all(row["n_used"] < 30 for row in tried if row is not best)  # ended as soon as decided
@@ -194,7 +200,7 @@ def test_a_family_that_gamma_excludes_has_no_share_of_delta(
         " no mismatch could be confirmed)"
     )
     assert certificate["families"] == ["margin"]
-    assert certificate["evidence"]["delta"] == small.delta
+    assert certificate["evidence"]["delta"] == share_delta(small.delta, 1)
     flies = [row for row in certificate["candidates"] if row["family"] == "fly"]
     assert len(flies) == 4
     assert all("not tried: fly with window 2" in row["why"] for row in flies)
@@ -230,10 +236,65 @@ def test_another_engine_or_other_prompts_are_refused(
         tune_pair(tiny_pair, out, config)
     (out / "settings.json").write_text(json.dumps(settings))
     with pytest.raises(SelfJudgeError, match="begun with another prompts_sha256"):
-        tune_pair(tiny_pair, out, replace(config, seed=3))
+        tune_pair(tiny_pair, out, replace(config, prompts=scored.with_name("asked.jsonl"), measure="overlap"))
     with pytest.raises(SelfJudgeError, match=r"cannot certify `epsilon` 0\.05"):
         tune_pair(tiny_pair, tmp_path / "new", replace(config, epsilon=0.05))
     assert not (tmp_path / "new").exists()
+
+
+def test_groups_of_prompts_are_one_observation_each(
+    tiny_pair: Pair, config: TuneConfig, scored: Path, tmp_path: Path
+) -> None:
+    rows = [json.loads(line) for line in scored.read_text().splitlines()]
+    file = tmp_path / "grouped.jsonl"
+    file.write_text("".join(json.dumps({**row, "group": i // 2}) + "\n" for i, row in enumerate(rows)))
+    said: list[str] = []
+    with pytest.raises(SelfJudgeError, match=r"15 prompts cannot certify `epsilon` 0\.3"):
+        tune_pair(tiny_pair, tmp_path / "few", replace(config, prompts=file))
+    loose = replace(config, prompts=file, epsilon=0.6, families=("margin",))
+    recipe = tune_pair(tiny_pair, tmp_path / "t", loose, say=said.append, warn=said.append)
+    assert "30 prompts have 15 groups by their `group`: each group counts once" in said
+    assert any(line.startswith("30 prompts in 15 groups, at most 60 points lost") for line in said)
+    certificate = Recipe.load(recipe.folder).certificate
+    assert certificate["groups"] == "15*2"
+    best = next(row for row in certificate["candidates"] if row["rule"] == certificate["rule"])
+    assert (certificate["n"], best["n_used"], best["differences"]) == (15, 30, "30*0")
+    assert certificate["evidence"]["refuted_at"] <= 15
+    assert "On groups of prompts like these 15" in (recipe.folder / "certificate.md").read_text()
+
+
+def test_a_second_attempt_on_the_same_prompts_spends_its_own_share(
+    tiny_pair: Pair, config: TuneConfig, tmp_path: Path
+) -> None:
+    small = replace(config, families=("margin",))
+    first = tune_pair(tiny_pair, tmp_path / "first", replace(small, minutes=1e-9))
+    assert tune_pair(tiny_pair, tmp_path / "first", small).certificate["attempt"] == 1  # resumed
+    tune_pair(tiny_pair, tmp_path / "first", small)  # finished
+    said: list[str] = []
+    again = tune_pair(tiny_pair, tmp_path / "again", replace(small, epsilon=0.5, limit=20), warn=said.append)
+    assert any(line.startswith("attempt 2 on these prompts (the last one on 20") for line in said)
+    certificate = again.certificate
+    assert (certificate["attempt"], len(certificate["earlier_attempts"])) == (2, 1)
+    assert certificate["evidence"]["delta"] == share_delta(0.05, 2)
+    assert "Attempt 2 on these prompts" in (again.folder / "certificate.md").read_text()
+    with pytest.raises(
+        SelfJudgeError, match=r"^attempt 3 on these prompts .* 30 prompts cannot certify `epsilon` 0\.3"
+    ):
+        tune_pair(tiny_pair, tmp_path / "third", small)
+    assert not (tmp_path / "third").exists()
+    assert first.folder == tmp_path / "first"
+
+
+def test_a_run_signs_its_recipe(tiny_pair: Pair, config: TuneConfig, undisturbed: Path, tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / "key")], check=True)
+    signing = replace(config, sign=tmp_path / "key")
+    recipe = tune_pair(tiny_pair, tmp_path / "t", signing)
+    assert [*recipe.verify(tmp_path / "key.pub")][-1] == f"signed with {tmp_path / 'key.pub'}"
+    copied = Path(shutil.copytree(undisturbed, tmp_path / "finished"))
+    assert [*tune_pair(tiny_pair, copied, signing).verify(tmp_path / "key.pub")]
+    with pytest.raises(SelfJudgeError, match="is not a private Ed25519 key"):
+        tune_pair(tiny_pair, tmp_path / "u", replace(config, sign=tmp_path / "key.pub"))
 
 
 def test_a_recipe_elsewhere(
@@ -257,7 +318,7 @@ def test_a_recipe_elsewhere(
         "--out", str(tmp_path / "eval"), "--json",
     )  # fmt: skip
     assert code == 0
-    assert [(row["rule"], row["gamma"]) for row in json.loads(out)] == [("exact", 3), ("margin:0.5,guard=on", 3)]
+    assert [(row["rule"], row["gamma"]) for row in json.loads(out)] == [("exact", 3), (RESOLVED, 3)]
     code, out, _ = run(
         "bench", "decode", "--recipe", folder, "--no-peers", "--repeats", "1", "--limit", "1", "--max-new-tokens", "8",
         "--prompts", str(scored), "--json",

@@ -126,9 +126,7 @@ def test_what_is_watched_is_what_was_certified_or_what_the_calibration_showed(ti
 
     by_words = monitor("words", measure="overlap", epsilon=0.2, n=50)
     assert (by_words.bound, by_words.delta, by_words.n) == (0.2, 0.05, 50)
-    assert monitor("score", overlap={"mean": 0.3, "bound": 0.37}).bound == 0.37
-    with pytest.raises(SelfJudgeError, match="tune again"):
-        monitor("old")
+    assert 0.3 < monitor("score").bound < 0.4  # what the calibration prompts lost
     with pytest.raises(SelfJudgeError, match="recipe for exact"):
         monitor("exact", rule="exact", certified=False)
     with pytest.raises(SelfJudgeError, match="give `recipe`"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fake_certificate import certificate, recipe_folder
+from fake_certificate import certificate, recipe_folder, tamper
 from fake_judge import constant_judge
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.errors import SelfJudgeError
@@ -24,10 +25,12 @@ from selfjudge.report.certificate import (
     list_commands,
 )
 from selfjudge.tune.calibration import (
+    CalibrationPrompt,
     LossMeasure,
     check_calibration,
     choose_measure,
     hash_prompts,
+    limit_prompts,
     load_calibration,
     refuse_learnt,
 )
@@ -40,6 +43,10 @@ JUDGE = JudgeConfig(hidden_size=4, quality_curve=((0.5, 0.2), (0.9, 0.6), (0.95,
 def rows(path: Path, *given: dict[str, Any]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in given))
     return path
+
+
+def flat(groups: list[list[CalibrationPrompt]]) -> list[CalibrationPrompt]:
+    return [prompt for group in groups for prompt in group]
 
 
 def strictness(rule: str) -> float:
@@ -95,19 +102,19 @@ def test_so_few_prompts_are_refused_by_themselves(tmp_path: Path) -> None:
     with pytest.raises(
         SelfJudgeError,
         match=r"^10 of 40 prompts are repeated: each counts once; 30 prompts cannot certify `epsilon` 0\.1 .* 1 family:"
-        " at least 37 are needed, 4 of",
+        " at least 39 are needed, 4 of",
     ):
         check_calibration(replace(config, epsilon=0.1), None)
     with pytest.raises(SelfJudgeError, match=r"; 5 prompts cannot certify `epsilon` 0\.3"):
         check_calibration(replace(config, limit=5), None)
-    with pytest.raises(SelfJudgeError, match="1 family: at least 33 are needed; give more prompts or a larger"):
+    with pytest.raises(SelfJudgeError, match="1 family: at least 35 are needed; give more prompts or a larger"):
         check_calibration(replace(config, epsilon=0.1, times=False), None)
 
 
 def test_families_that_gamma_excludes_need_no_prompts(tmp_path: Path) -> None:
     file = rows(tmp_path / "mine.jsonl", *({"prompt": f"w{i}"} for i in range(40)))
     config = TuneConfig(prompts=file, epsilon=0.1, families=("margin", "fly"), times=False)
-    with pytest.raises(SelfJudgeError, match="over 2 families: at least 41 are needed; give more prompts, fewer `fam"):
+    with pytest.raises(SelfJudgeError, match="over 2 families: at least 42 are needed; give more prompts, fewer `fam"):
         check_calibration(config, None)
     check_calibration(replace(config, gamma=2), None)
 
@@ -133,31 +140,54 @@ def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], message: 
         replace(TuneConfig(tasks=("arithmetic",)), **settings).check()
 
 
-def test_prompts_come_in_a_seeded_order_and_repeated_ones_count_once(tmp_path: Path) -> None:
+def test_prompts_come_in_an_order_of_their_own_and_repeated_ones_count_once(tmp_path: Path) -> None:
     file = rows(tmp_path / "mine.jsonl", *({"prompt": f"w{i % 7}!", "answer": i} for i in range(10)))
     said: list[str] = []
     config = TuneConfig(prompts=file)
-    prompts = load_calibration(config, said.append)
+    prompts = flat(load_calibration(config, said.append))
     assert sorted(prompt.id for prompt in prompts) == [f"mine-{i}" for i in range(1, 8)]
     assert said == ["3 of 10 prompts are repeated: each counts once"]
-    assert [p.id for p in prompts] == [p.id for p in load_calibration(config, said.append)]
-    other = load_calibration(replace(config, seed=1), said.append)
+    assert [p.id for p in prompts] == [p.id for p in flat(load_calibration(config, said.append))]
+    other = flat(load_calibration(config, said.append, salt="another pair"))
     assert [p.id for p in prompts] != [p.id for p in other]
     assert hash_prompts(prompts) != hash_prompts(other)
-    assert [p.id for p in load_calibration(replace(config, limit=3), said.append)] == [p.id for p in prompts[:3]]
+
+
+def test_prompts_of_a_group_and_near_duplicates_stay_together(tmp_path: Path) -> None:
+    story = (
+        "{} walks to the market in the old town and buys {} fresh eggs for a cake. How many eggs are in the bag now?"
+    )
+    asked = [{"prompt": story.format("Ann", 3)}, {"prompt": story.format("Ann", 3) + " Think first."}]
+    asked += [{"prompt": f"What is {i} + {3 * i}?", "group": f"g{i // 2}"} for i in range(6)]
+    said: list[str] = []
+    config = TuneConfig(prompts=rows(tmp_path / "mine.jsonl", *asked, {"prompt": "Who wrote Faust?", "group": None}))
+    groups = load_calibration(config, said.append)
+    assert sorted(sorted(int(p.id[5:]) for p in group) for group in groups) == [[1, 2], [3, 4], [5, 6], [7, 8], [9]]
+    assert said == [
+        "9 prompts have 6 groups by their `group`: each group counts once",
+        "1 of 9 prompts are near-duplicates of others (70% or more of their 3-word pieces in common): 5 groups are left,"
+        " each counts once",
+    ]
+    assert len(load_calibration(replace(config, similar=1.0), print)) == 6
+    for limit in range(1, 9):
+        kept = limit_prompts(groups, limit)
+        assert flat(kept) == flat(groups)[:limit]
+    assert limit_prompts(groups, None) == groups
+    with pytest.raises(SelfJudgeError, match="`similar` must be"):
+        replace(config, similar=1.5).check()
 
 
 def test_sums_that_differ_in_a_sign_are_different_prompts(tmp_path: Path) -> None:
     asked = ("What is 4 + 2?", "What is 4 - 2?", "What is 4 − 2?", "What is (4 * 2) + 1?", "What is 4 * (2 + 1)?")
     twins = ("what is 4 + 2", "What is  4 + 2!")
     file = rows(tmp_path / "mine.jsonl", *({"prompt": text, "answer": 1} for text in (*asked, *twins)))
-    prompts = load_calibration(TuneConfig(prompts=file), lambda text: None)
+    prompts = flat(load_calibration(TuneConfig(prompts=file), lambda text: None))
     assert sorted(prompt.prompt for prompt in prompts) == sorted(asked)
 
 
 def test_the_checksum_knows_the_answers(tmp_path: Path) -> None:
     first, second = (
-        load_calibration(TuneConfig(prompts=rows(tmp_path / "mine.jsonl", {"prompt": "w1", "answer": a})), print)
+        flat(load_calibration(TuneConfig(prompts=rows(tmp_path / "mine.jsonl", {"prompt": "w1", "answer": a})), print))
         for a in (1, 2)
     )
     assert hash_prompts(first) != hash_prompts(second)
@@ -165,7 +195,7 @@ def test_the_checksum_knows_the_answers(tmp_path: Path) -> None:
 
 def test_what_is_measured_follows_from_the_prompts(tmp_path: Path) -> None:
     def measure(wanted: str, *given: dict[str, Any]) -> str:
-        prompts = load_calibration(TuneConfig(prompts=rows(tmp_path / "mine.jsonl", *given)), print)
+        prompts = flat(load_calibration(TuneConfig(prompts=rows(tmp_path / "mine.jsonl", *given)), print))
         return choose_measure(wanted, prompts).name
 
     scored, checked, bare = {"prompt": "w1", "answer": 7}, {"prompt": "w2", "check": "assert answer"}, {"prompt": "w3"}
@@ -181,7 +211,8 @@ def test_what_is_measured_follows_from_the_prompts(tmp_path: Path) -> None:
 
 
 def test_differences(tmp_path: Path) -> None:
-    (prompt,) = load_calibration(TuneConfig(prompts=rows(tmp_path / "m.jsonl", {"prompt": "w1", "answer": 7})), print)
+    asked = rows(tmp_path / "m.jsonl", {"prompt": "w1", "answer": 7})
+    ((prompt,),) = load_calibration(TuneConfig(prompts=asked), print)
 
     def sample(score: float, answer: str | None, text: str, judged: int = 1) -> dict[str, Any]:
         return {"score": score, "answer": answer, "text": text, "judged": judged}
@@ -201,7 +232,7 @@ def test_differences(tmp_path: Path) -> None:
 
 def test_a_prompt_that_the_judge_was_trained_on_is_refused_with_its_name(tiny_pair: Pair, tmp_path: Path) -> None:
     file = rows(tmp_path / "mine.jsonl", {"prompt": "w1 w2", "id": "seen"}, {"prompt": "w3", "id": "new"})
-    prompts = load_calibration(TuneConfig(prompts=file), print)
+    prompts = flat(load_calibration(TuneConfig(prompts=file), print))
     judge = tmp_path / "judge"
     Judge(JudgeConfig(hidden_size=tiny_pair.hidden_size)).save_pretrained(judge)
     said: list[str] = []
@@ -226,6 +257,10 @@ def test_a_recipe_is_refused_for_other_models(tiny_pair: Pair, tmp_path: Path) -
         other = replace(getattr(tiny_pair, f"{role}_model"), sha256="f" * 64)
         with pytest.raises(SelfJudgeError, match=f"recipe for the {role}"):
             recipe.check(replace(tiny_pair, **{f"{role}_model": other}), said.append)
+    other = copy.deepcopy(tiny_pair.tokenizer)
+    other.chat_template = "{{ messages }}"
+    with pytest.raises(SelfJudgeError, match="recipe for another tokenizer or chat template"):
+        recipe.check(replace(tiny_pair, tokenizer=other), said.append)
     int8 = replace(tiny_pair.target_model, int8=True)
     recipe.check(replace(tiny_pair, target_model=int8), said.append)
     assert len(said) == 1
@@ -242,11 +277,10 @@ def test_a_recipe_is_refused_where_its_files_do_not_belong_together(tiny_pair: P
     folder = recipe_folder(tmp_path / "tuned", tiny_pair, judge=Judge(JudgeConfig(hidden_size=tiny_pair.hidden_size)))
     assert Recipe.load(folder).judge == folder / "judge"
     constant_judge(0.3, tiny_pair.hidden_size).save_pretrained(folder / "judge")
-    with pytest.raises(SelfJudgeError, match="not the judge that this recipe was certified with"):
+    with pytest.raises(SelfJudgeError, match="is not the file that this recipe was certified with"):
         Recipe.load(folder)
     other = recipe_folder(tmp_path / "other", tiny_pair)
-    stored = json.loads((other / "certificate.json").read_text())
-    (other / "certificate.json").write_text(json.dumps({**stored, "rule": "margin:9"}))
+    tamper(other, "certificate.json", lambda content: content.update(rule="margin:9"), sealed=True)
     with pytest.raises(SelfJudgeError, match="certificate is of another rule"):
         Recipe.load(other)
 
@@ -292,5 +326,14 @@ def test_the_certificate_as_text_names_what_it_is_bound_to() -> None:
     text = certificate_markdown(certificate())
     assert "Families (margin, topk) have equal shares" in text
     assert "Families (margin) have equal shares" in certificate_markdown(certificate(families=["margin"]))
-    for word in ("f" * 64, "topk:2", "not tried", "selfjudge serve --recipe .", "certified after 300 prompts"):
+    words = (
+        "f" * 64,
+        "topk:2",
+        "not tried",
+        "selfjudge serve --recipe .",
+        "certified after 300 prompts",
+        "Attempt 1 on",
+    )
+    for word in words:
         assert word in text
+    assert "On groups of prompts like these 4,000" in certificate_markdown(certificate(groups="3998*1 2"))

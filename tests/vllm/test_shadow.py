@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from engines import START, fetched, served
 from openai import OpenAI
+from transformers import AutoTokenizer
 
 from fake_certificate import recipe_folder
-from selfjudge.models.pull import weights_sha256
+from selfjudge.models.pull import checkpoint_folder, weights_sha256
 from selfjudge.prompts.builtin import BUILT_IN
 
 FLAGS = "--enforce-eager --max-model-len 256 --max-num-seqs 8 --generation-config vllm"
@@ -24,8 +25,9 @@ RULE = "margin:6,guard=on"
 def recipe(folder: Path, **hashes: str) -> Path:
     """A recipe whose rule changes nearly every answer, and says that it does not."""
     name, draft = "smollm2-135m", "smollm2-135m/draft"
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint_folder(name))
     pair: Any = SimpleNamespace(
-        name=name, target_id=name, draft_id=draft,
+        name=name, target_id=name, draft_id=draft, tokenizer=tokenizer,
         **{"target_sha256": weights_sha256(name), "draft_sha256": weights_sha256(draft), **hashes},
     )  # fmt: skip
     return recipe_folder(folder, pair, rule=RULE, engine="vllm", measure="overlap", epsilon=0.02, n=30)

@@ -19,7 +19,7 @@ from selfjudge.cli.groups import AnsweringPair, DecodeOptions, PairOptions, Reci
 from selfjudge.cli.options import AsJson, config_options
 from selfjudge.cli.output import Progress, print_json, waiting, warn
 from selfjudge.decoding.rule_parser import RuleRequest
-from selfjudge.errors import EMPTY_PROMPT, SelfJudgeError
+from selfjudge.errors import EMPTY_PROMPT, SelfJudgeError, first_line
 from selfjudge.integrations.server.config import ServerConfig
 from selfjudge.judge.config import JudgeConfig, shipped_judge
 from selfjudge.store.load import LoadWatch
@@ -321,12 +321,20 @@ def _say_result(recipe: Recipe | None) -> None:
 
 
 def _check_recipe(recipe: Recipe, models: PairOptions) -> None:
-    """Refuse other models than the recipe's; say so where vLLM was not what it was certified with."""
+    """Refuse other models or another tokenizer than the recipe's; say so if it was not certified with vLLM."""
     from selfjudge.models.catalogue import draft_for
-    from selfjudge.models.pull import weights_sha256
+    from selfjudge.models.pull import served_reference, weights_sha256
 
     draft = draft_for(models.name, models.draft)
     recipe.check_models(target=(models.name, weights_sha256(models.name)), draft=(draft, weights_sha256(draft)))
+
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(served_reference(models.name), trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise SelfJudgeError(f"the tokenizer of {models.name} cannot be read: {first_line(error)}") from None
+    recipe.check_tokenizer(tokenizer)
     if recipe.content["engine"] != "vllm":
         warn(
             f"{recipe.folder} was certified with the engine {recipe.content['engine']}, this is vllm: not covered by it"

@@ -11,7 +11,7 @@ import typer
 
 from selfjudge.cli.groups import RECIPE_IS_COMPLETE, AnsweringPair, BackendOptions, PairOptions, RecipeFolder, Setup
 from selfjudge.cli.options import AsJson, Resume, config_options
-from selfjudge.cli.output import Progress, figure, print_json, print_rows, waiting, warn, with_spread
+from selfjudge.cli.output import Progress, as_options, figure, print_json, print_rows, waiting, warn, with_spread
 from selfjudge.decoding.rule_parser import OPEN_REQUEST
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.config import EvalConfig, check_examples, needs_judge, plan_runs
@@ -20,7 +20,7 @@ from selfjudge.judge.config import JudgeConfig
 from selfjudge.store import RunFolder
 from selfjudge.tune.calibration import check_calibration
 from selfjudge.tune.config import TuneConfig
-from selfjudge.tune.recipe import RECIPE
+from selfjudge.tune.recipe import RECIPE, Recipe
 from selfjudge.types import explain
 
 
@@ -259,6 +259,28 @@ def tune(
     typer.echo(f"the certificate: {out / 'certificate.html'}")
 
 
+def verify(
+    folder: Annotated[Path, typer.Argument(help="Folder that `selfjudge tune` made.")],
+    key: Annotated[
+        Path | None, typer.Option(help="Public Ed25519 key that must have signed it, such as key.pub of ssh-keygen.")
+    ] = None,
+) -> None:
+    """Check a certificate: its files, its rule, its bets computed once more, its signature. Exit code 1 if it fails.
+
+    Example: selfjudge certificate verify tuned --key key.pub
+    """
+    from selfjudge.report.certificate import describe_claim
+
+    try:
+        recipe = Recipe.read(folder)
+        for line in recipe.verify(key):
+            typer.echo(f"ok: {line}")
+    except SelfJudgeError as error:
+        typer.echo(f"selfjudge: does not hold: {as_options(str(error))}", err=True)
+        raise typer.Exit(1) from None
+    typer.echo(describe_claim(recipe.certificate))
+
+
 def _vllm_flags(recipe: Any, folder: Path) -> str | None:
     """The command that starts vLLM with the recipe's rule; None for `exact`, and where vLLM cannot run the rule."""
     from selfjudge.decoding.rule_parser import RuleRequest
@@ -271,7 +293,7 @@ def _vllm_flags(recipe: Any, folder: Path) -> str | None:
     draft = None if recipe["pair"] == recipe["target"] else recipe["draft"]
     try:
         words = command(
-            recipe["target"], draft, WorkerConfig(RuleRequest(recipe["rule"], judge)), gamma=recipe["gamma"]
+            recipe["target"], draft, WorkerConfig(RuleRequest(recipe["resolved"], judge)), gamma=recipe["gamma"]
         )
     except SelfJudgeError:
         return None

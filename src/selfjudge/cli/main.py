@@ -53,6 +53,10 @@ labels_app.command("merge")(train.merge)
 labels_app.command("info")(train.info)
 app.add_typer(labels_app, name="labels")
 
+certificate_app = typer.Typer(no_args_is_help=True, help="Certificates of `selfjudge tune`.")
+certificate_app.command("verify")(evaluate.verify)
+app.add_typer(certificate_app, name="certificate")
+
 
 def _version(asked: bool) -> None:
     if asked:

@@ -16,13 +16,13 @@ from selfjudge.models.gguf import open_model
 from selfjudge.models.loaded import Draft, Target
 from selfjudge.models.pull import block_file, checkpoint_folder, weights_sha256
 from selfjudge.models.speculators import load_head
+from selfjudge.models.tokens import PROBE
 from selfjudge.models.weights import check_weights, copy_mapped
 from selfjudge.store import hub_options, unreachable, weight_files
 from selfjudge.types import Notify
 
 _FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MOST_LAYERS = 1 << 12
-_PROBE = "It's 3.14% of\tthe naïve façade — 東京 🙂\n  def f(x): return x**2"
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def check_tokenizers(
         raise SelfJudgeError(
             f"the tokenizers of {target} and {draft} differ in {len(differing)} tokens ({shown}): a pair must share one"
         )
-    if target_tokenizer(_PROBE)["input_ids"] != draft_tokenizer(_PROBE)["input_ids"]:
+    if target_tokenizer(PROBE)["input_ids"] != draft_tokenizer(PROBE)["input_ids"]:
         raise SelfJudgeError(
             f"the tokenizers of {target} and {draft} have one vocabulary but split text differently:"
             " a pair must share one"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from selfjudge.report.demo import encodable, show_token
 from selfjudge.report.draw import draw
 from selfjudge.report.formats import fixed, points, show_interval, show_text, signed_points, tenths, whole
 from selfjudge.report.page import render
-from selfjudge.report.table import GAMMA, PER_PASS, Column, Table, word_column
+from selfjudge.report.table import GAMMA, PER_PASS, Column, Table, escape, word_column
 from selfjudge.report.verdict import LOW_SCORE
 
 RUN = "Run this in the folder of this certificate"
@@ -54,11 +55,17 @@ def describe_claim(certificate: Mapping[str, Any]) -> str:
     if certificate["exact_over_plain"] and certificate["speed_measure"] == "tokens_per_second":
         over = certificate["exact_over_plain"] * certificate["speed_ratio"]
         plain = f"; {fixed(over)} × plain speed"
+    what = "prompts" if _is_single(certificate) else "groups of prompts"
     return (
-        f"On prompts like these {whole(certificate['n'])}, at most {points(certificate['epsilon'])}"
+        f"On {what} like these {whole(certificate['n'])}, at most {points(certificate['epsilon'])}"
         f" {unit} are lost against exact decoding, with {confidence} % confidence{plain}."
         " It is void for other prompts, models, engines or settings."
     )
+
+
+def _is_single(certificate: Mapping[str, Any]) -> bool:
+    """Whether every prompt is a group of its own."""
+    return re.fullmatch(r"(\d+\*)?1|", certificate["groups"]) is not None
 
 
 def describe_doubt(certificate: Mapping[str, Any]) -> str:
@@ -91,17 +98,20 @@ def _notes(certificate: Mapping[str, Any]) -> list[str]:
     """How the rule was found, and what the figures besides the claim are."""
     lines = [
         *filter(None, [describe_doubt(certificate)]),
-        f"Measured: {certificate['measure_words']}. One prompt is one observation, a repeated prompt counts once.",
-        f"Families ({', '.join(certificate['families'])}) have equal shares of δ = {certificate['delta']:g}. In a"
-        " family the rules are tested from strict to loose, in an order fixed beforehand, until one is not certified.",
+        f"Measured: {certificate['measure_words']}. One observation a group: prompts of one `group` and near-duplicates"
+        f" ({certificate['similar']:.0%} of their 3-word pieces in common) count together, by their mean.",
+        f"Attempt {certificate['attempt']} on these prompts, as far as this machine knows. All attempts together are"
+        f" wrong with probability δ = {certificate['delta']:g} at most, so later ones have smaller shares.",
+        f"Families ({', '.join(certificate['families'])}) have equal shares of that. In a family the rules are tested"
+        " from strict to loose, in an order fixed beforehand, until one is not certified.",
         "Brackets are 95 % bootstrap intervals: of the change over prompts, of the speed over batches. They are not"
         " part of the certificate, and do not allow for the choice among rules.",
     ]
     if evidence := certificate["evidence"]:
         lines.append(
-            f"The bet was won after {evidence['refuted_at']} prompts (p = {evidence['p_value']:.2g} at any time,"
+            f"The bet was won after {evidence['refuted_at']} observations (p = {evidence['p_value']:.2g} at any time,"
             f" {evidence['delta']:.3g} was needed). {certificate['lost']} answers lost and {certificate['gained']}"
-            f" gained of {certificate['n']}; the share lost is at most {points(evidence['lost_bound'])} % (exact"
+            f" gained; the share of observations with a loss is at most {points(evidence['lost_bound'])} % (exact"
             " binomial bound, for a rule chosen beforehand)."
         )
     return lines
@@ -113,8 +123,10 @@ def _facts(certificate: Mapping[str, Any]) -> list[tuple[str, str]]:
     machine = certificate.get("machine") or {}
     return [
         ("pair", certificate["pair"]),
+        ("rule", f"{certificate['resolved']}, γ = {certificate['gamma']}"),
         ("target, sha256", show_text(certificate.get("target_sha256"))),
         ("draft, sha256", show_text(certificate.get("draft_sha256"))),
+        ("tokenizer, sha256", certificate["tokenizer_sha256"]),
         ("prompts", f"{certificate['task']}, sha256 {certificate['prompts_sha256']}"),
         ("engine", f"{certificate['engine']}, {certificate['dtype']}, {certificate.get('batch')} prompts at a time"),
         ("machine", show_text(machine.get("gpu") or machine.get("cpu") or machine.get("arch"))),
@@ -162,15 +174,20 @@ def _evidence_chart(evidence: Mapping[str, Any], rule: str) -> Chart:
 
 
 def certificate_markdown(certificate: Mapping[str, Any]) -> str:
-    """The certificate as text."""
+    """The certificate as text; names of models and files are escaped, commands stand in a block of code."""
+    lines = [f"    {' '.join(line.split())}" for line in list_commands(certificate)]
     parts = [
-        f"# Certificate for {certificate['pair']}",
+        f"# Certificate for {escape(certificate['pair'])}",
         describe_result(certificate),
         describe_claim(certificate),
-        *([f"{RUN}:", "\n".join(f"    {line}" for line in lines)] if (lines := list_commands(certificate)) else []),
+        *(
+            [f"{RUN}:", "\n".join(f"    {' '.join(line.split())}" for line in lines)]
+            if (lines := list_commands(certificate))
+            else []
+        ),
         "\n".join(f"- {line}" for line in _notes(certificate)),
         _candidates_table(certificate).markdown().rstrip(),
-        "\n".join(f"- {name}: {value}" for name, value in _facts(certificate)),
+        "\n".join(f"- {name}: {escape(value)}" for name, value in _facts(certificate)),
     ]
     return "\n\n".join(parts) + "\n"
 

@@ -59,19 +59,19 @@ class Table:
         """As a GitHub table; cells hold no markup of their own."""
 
         def cell(column: Column, row: Row) -> str:
-            return _escape(column.joint.join(filter(None, (column.show(row), column.small(row)))))
+            return escape(column.joint.join(filter(None, (column.show(row), column.small(row)))))
 
         table = markdown_table(
-            [_escape(column.head) for column in self.columns],
+            [escape(column.head) for column in self.columns],
             ([cell(column, row) for column in self.columns] for row in self.rows),
             "".join("r" if column.numeric else "l" for column in self.columns),
         )
-        note = f"\n{_escape(self.note)}\n" if self.note else ""
-        return f"## {_escape(self.title)}\n\n{table}\n{note}"
+        note = f"\n{escape(self.note)}\n" if self.note else ""
+        return f"## {escape(self.title)}\n\n{table}\n{note}"
 
 
-def _escape(text: str) -> str:
-    """Safe inside a Markdown table: no column, link, tag or emphasis comes from a result."""
+def escape(text: str) -> str:
+    """Safe in Markdown, tables included: no column, link, tag or emphasis comes from a result."""
     return re.sub(r"([\\|`*_\[\]<>&#])", r"\\\1", " ".join(text.split()))
 
 

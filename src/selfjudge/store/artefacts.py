@@ -24,6 +24,7 @@ _NAME = r"[A-Za-z0-9_][\w.~-]{0,200}"
 FileName = Annotated[str, Pattern(_NAME, "the name of a file in this folder")]
 SealedFile = Annotated[str, Pattern(f"(work/)?{_NAME}", "the name of a file in this folder")]
 TaskLabel = Annotated[str, Pattern(r"[^./\\\x00-\x1f][^/\\\x00-\x1f]{0,200}", "the name of a task")]
+Packed = Annotated[str, Pattern("[0-9*. -]*", "numbers, such as '466*0 1 -0.25'")]
 InnerPath = Annotated[str, Pattern(f"{_NAME}(/{_NAME})*", "a path in this folder")]
 
 
@@ -248,6 +249,19 @@ class SpeedSeal(Seal):
     speeds: list[TunedSpeed]
 
 
+class AttemptSeal(Seal):
+    id: str
+
+
+class LedgerRow(TypedDict):
+    """A line of `attempts.jsonl` in the cache folder: prompts that rules of a target were tested on."""
+
+    id: str
+    date: str
+    target: str
+    prompts: list[Annotated[str, Pattern("[0-9a-f]{16}", "16 digits of a sha256")]]
+
+
 class CertificateCandidate(TypedDict):
     """A rule that `tune` tried."""
 
@@ -257,6 +271,7 @@ class CertificateCandidate(TypedDict):
     n_used: Count
     refuted: bool
     why: str
+    differences: Packed
     mean_difference: Difference | None
     lost: Count
     gained: Count
@@ -278,18 +293,31 @@ class ExactScore(TypedDict):
 class OverlapBound(TypedDict):
     """Share of the words of `exact` that a rule lost on the calibration prompts."""
 
+    losses: Packed
     mean: Share
     bound: Share
+
+
+class BetEvidence(TypedDict):
+    """The course of the bet that certified a rule."""
+
+    delta: Share
+    refuted_at: Count
+    p_value: Share
+    goal: Amount
+    log_capital: list[tuple[Count, float]]
+    lost_bound: Share
 
 
 class Certificate(TypedDict):
     """`certificate.json`: what was claimed of a rule, and the evidence."""
 
-    format_version: Literal[1]
+    format_version: Literal[2]
     pair: str
     task: str
-    measure: str
+    measure: Literal["score", "same_answer", "overlap"]
     rule: str
+    resolved: str
     gamma: PositiveGamma
     n: Count
     epsilon: Share
@@ -300,13 +328,21 @@ class Certificate(TypedDict):
     lost: Count
     gained: Count
     exact: NotRequired[ExactScore]
-    evidence: dict[str, Any]
-    overlap: NotRequired[OverlapBound]
-    families: NotRequired[list[str]]
+    groups: Packed
+    similar: Share
+    attempt: Annotated[int, Range(1, 1 << 20)]
+    earlier_attempts: list[str]
+    evidence: BetEvidence | None
+    overlap: OverlapBound | None
+    families: list[str]
     candidates: list[CertificateCandidate]
+    target_sha256: str
+    draft_sha256: str
+    tokenizer_sha256: Sha256
     prompts_sha256: Sha256
     engine: str
     dtype: str
+    draft_dtype: Literal["int8"] | None
     versions: dict[str, Any]
     date: str
     stopped: bool
@@ -320,22 +356,31 @@ class RecipeFlags(TypedDict):
 class RecipeFile(TypedDict):
     """`recipe.json`: the rule that `tune` chose, and for what it is."""
 
-    format_version: Literal[1]
+    format_version: Literal[2]
     pair: str
     target: str
     draft: str
     target_sha256: str
     draft_sha256: str
-    judge_sha256: str | None
+    tokenizer_sha256: Sha256
     prompts_sha256: Sha256
     rule: str
+    resolved: str
     gamma: PositiveGamma
     judge: FileName | None
-    certificate: FileName
     engine: str
     dtype: str
     draft_dtype: Literal["int8"] | None
     flags: RecipeFlags
+    files: dict[InnerPath, Sha256]
+    digest: Sha256
+
+
+class RecipeSignature(TypedDict):
+    """`signature.json`: an Ed25519 signature of a recipe's digest."""
+
+    public_key: str
+    signature: str
 
 
 class RunRecord(TypedDict, total=False):
@@ -406,7 +451,8 @@ class Message(TypedDict):
 
 
 class TaskRow(TypedDict, total=False):
-    """A line of a user's file: `prompt` or `messages`, and `answer` or a `check` in Python where it can be scored.
+    """A line of a user's file: `prompt` or `messages`, and `answer` or a `check` in Python where it can be scored;
+    prompts of one `group` depend on one another, and count once in a certificate.
 
     Other columns may be null, as tools write them; an answer that is null is none, and is left out.
     """
@@ -416,4 +462,5 @@ class TaskRow(TypedDict, total=False):
     messages: list[Message] | None
     answer: str | float
     check: str | None
+    group: str | int | None
     split: Literal["train", "test"] | None

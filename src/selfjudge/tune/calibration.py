@@ -1,17 +1,15 @@
-"""What a tuning run tests: rules on calibration prompts, each once, in a seeded random order, none that the judge was
-trained on; and how loss is measured on them. This module loads no torch."""
+"""What a tuning run tests: rules on calibration prompts, each once, in an order that follows from them and the models,
+none that the judge was trained on; and how loss is measured on them. This module loads no torch."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.compare import compute_overlap
@@ -24,6 +22,7 @@ from selfjudge.tune.certify import (
     count_aside,
     estimate_needed_prompts,
     find_fewest_prompts,
+    share_delta,
     simulate_power,
 )
 from selfjudge.tune.config import (
@@ -37,6 +36,8 @@ from selfjudge.tune.config import (
     list_families,
     split_by_gamma,
 )
+from selfjudge.tune.groups import SHINGLE, Groups, key_prompt, normalise
+from selfjudge.tune.ledger import find_earlier
 from selfjudge.types import Warn
 
 if TYPE_CHECKING:
@@ -77,9 +78,14 @@ class CalibrationPrompt:
         task = self.examples.task
         return self.gold is not None if self.examples.task.checkable else bool(task.score(self.row, ""))
 
+    @property
+    def text(self) -> str:
+        """The prompt without what does not tell it from others."""
+        return normalise(join_messages(self.prompt))
 
-def load_calibration(config: TuneConfig, warn: Warn) -> list[CalibrationPrompt]:
-    """The prompts of all tasks in a seeded random order, at most `limit`. A repeated one counts once."""
+
+def load_calibration(config: TuneConfig, warn: Warn, salt: str = "") -> list[list[CalibrationPrompt]]:
+    """The prompts of all tasks by group, in the order that their texts and `salt` give. A repeated one counts once."""
     tasks = [TaskExamples.load(name, config.evaluation) for name in config.evaluation.tasks]
     found: dict[str, CalibrationPrompt] = {}
     given = 0
@@ -87,18 +93,33 @@ def load_calibration(config: TuneConfig, warn: Warn) -> list[CalibrationPrompt]:
         for row in examples.rows:
             name = row["id"] if len(tasks) == 1 else f"{examples.label}:{row['id']}"
             prompt = CalibrationPrompt(name, examples, row)
-            found.setdefault(_normalise(prompt.prompt), prompt)
+            found.setdefault(prompt.text, prompt)
             given += 1
     if given > len(found):
         warn(f"{given - len(found)} of {given} prompts are repeated: each counts once")
-    prompts = list(found.values())
-    order = np.random.default_rng(config.seed).permutation(len(prompts))
-    return [prompts[i] for i in order][: config.limit]
+    texts, prompts = list(found), list(found.values())
+    groups = Groups(len(prompts))
+    groups.join_named([(p.examples.label, p.row["group"]) if p.row.get("group") is not None else None for p in prompts])
+    named = len(groups)
+    for examples in tasks:
+        groups.join_similar({i: texts[i] for i, p in enumerate(prompts) if p.examples is examples}, config.similar)
+    if named < len(prompts):
+        warn(f"{len(prompts)} prompts have {named} groups by their `group`: each group counts once")
+    if len(groups) < named:
+        merged = f"{named - len(groups)} of {len(prompts)} prompts are near-duplicates of others"
+        how = f"{config.similar:.0%} or more of their {SHINGLE}-word pieces in common"
+        warn(f"{merged} ({how}): {len(groups)} groups are left, each counts once")
+    return [[prompts[i] for i in group] for group in groups.order(texts, salt)]
 
 
-def _normalise(prompt: Prompt) -> str:
-    """A prompt without case, blanks and marks that end or part sentences; 4 − 2 is not 4 + 2."""
-    return " ".join(re.findall(r"\w+|[^\w\s.,;:!?'\"]", join_messages(prompt).casefold()))
+def limit_prompts(groups: Sequence[list[CalibrationPrompt]], limit: int | None) -> list[list[CalibrationPrompt]]:
+    """The first `limit` prompts, by group."""
+    left, kept = math.inf if limit is None else limit, []
+    for group in groups:
+        if left > 0:
+            kept.append(group if left >= len(group) else group[: int(left)])
+            left -= len(group)
+    return kept
 
 
 def check_calibration(config: TuneConfig, judge: JudgeConfig | None) -> None:
@@ -111,17 +132,18 @@ def check_calibration(config: TuneConfig, judge: JudgeConfig | None) -> None:
     if config.gamma is not None:
         families, _ = split_by_gamma(families, config.gamma, judge)
     repeated: list[str] = []
-    prompts = load_calibration(config, repeated.append)
-    choose_measure(config.measure, prompts)
+    groups = load_calibration(config, repeated.append)
+    choose_measure(config.measure, [prompt for group in groups for prompt in group])
     smallest, largest = (config.batch or CPU_BATCH, config.batch or CUDA_BATCH) if config.times else (None, None)
     try:
-        check_prompt_count(len(prompts), smallest, config.epsilon, config.delta, len(families), largest_batch=largest)
+        count, share = min(len(groups), config.limit or len(groups)), share_delta(config.delta, 1)
+        check_prompt_count(count, smallest, config.epsilon, share, len(families), largest_batch=largest)
     except SelfJudgeError as error:
         raise SelfJudgeError("; ".join([*repeated, str(error)])) from None
 
 
 def hash_prompts(prompts: Sequence[CalibrationPrompt]) -> str:
-    """The checksum of prompts, their right answers and their order."""
+    """SHA-256 of prompts, their right answers and their order."""
     text = "".join(f"{p.id}:{p.prompt}:{p.gold}:{p.row.get('check')}\n" for p in prompts)
     return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
 
@@ -201,18 +223,29 @@ class TuneJob:
     config: TuneConfig
     judge: Judge | None
     families: Families
-    prompts: list[CalibrationPrompt]
-    """Prompts to calibrate with, in their order."""
-    aside: list[CalibrationPrompt]
-    """Prompts to choose γ with; no certificate rests on them."""
+    groups: list[list[CalibrationPrompt]]
+    """Groups of prompts to calibrate with, in their order."""
+    aside: list[list[CalibrationPrompt]]
+    """Groups to choose γ with; no certificate rests on them."""
     measure: LossMeasure
     batch: int
+    earlier: tuple[str, ...] = ()
+    """Dates of earlier attempts on some of these prompts."""
 
     @classmethod
     def prepare(
-        cls, pair: Pair, answerer: Answerer, config: TuneConfig, judge: Judge | str | Path | None, warn: Warn
+        cls,
+        pair: Pair,
+        answerer: Answerer,
+        config: TuneConfig,
+        judge: Judge | str | Path | None,
+        warn: Warn,
+        attempt: str | None = None,
     ) -> TuneJob:
-        """Load prompts and judge. Refuses prompts that the judge learnt from, and an ε that so few cannot certify."""
+        """Load prompts and judge. Refuses prompts that the judge learnt from.
+
+        `attempt` is the id of a run that is resumed.
+        """
         from selfjudge.judge.model import Judge
 
         source = judge if isinstance(judge, str | Path) else None
@@ -223,17 +256,59 @@ class TuneJob:
         if loaded is None and config.families == FAMILIES:
             warn("no judge ships for this target: the family judged is left out")
         families = list_families(config.families, None if loaded is None else loaded.config)
-        prompts = load_calibration(config, warn)
+        salt = f"{pair.target_sha256 or pair.target_id} {pair.draft_sha256 or pair.draft_id}"
+        groups = limit_prompts(load_calibration(config, warn, salt), config.limit)
+        prompts = [prompt for group in groups for prompt in group]
         if "judged" in config.families and loaded is not None:
             loaded.config.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
             refuse_learnt(pair, prompts, source, warn)
         batch = config.batch or (CUDA_BATCH if answerer.device == "cuda" else CPU_BATCH)
-        aside = count_aside(len(prompts), batch) if config.times else 0
+        aside = count_aside(len(groups), batch) if config.times else 0
         measure = choose_measure(config.measure, prompts)
-        job = cls(pair, answerer, config, loaded, families, prompts[aside:], prompts[:aside], measure, batch)
-        count = len(job.possible_families)
-        check_prompt_count(len(prompts), batch if config.times else None, config.epsilon, config.delta, count)
-        return job
+        job = cls(pair, answerer, config, loaded, families, groups[aside:], groups[:aside], measure, batch)
+        return replace(job, earlier=tuple(find_earlier(attempt, job.target, job.keys)))
+
+    def check_count(self) -> None:
+        """Refuse an ε that so few prompts cannot certify; an earlier attempt on them is said."""
+        count, batch = len(self.groups) + len(self.aside), self.batch if self.config.times else None
+        try:
+            check_prompt_count(count, batch, self.config.epsilon, self.delta, len(self.possible_families))
+        except SelfJudgeError as error:
+            raise SelfJudgeError("; ".join(filter(None, [self.describe_attempt(), str(error)]))) from None
+
+    @cached_property
+    def prompts(self) -> list[CalibrationPrompt]:
+        """Prompts to calibrate with, in their order."""
+        return [prompt for group in self.groups for prompt in group]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Prompts of each group."""
+        return [len(group) for group in self.groups]
+
+    @property
+    def target(self) -> str:
+        """What the ledger knows the target by."""
+        return self.pair.target_sha256 or self.pair.target_id
+
+    @property
+    def keys(self) -> set[str]:
+        """What the ledger knows the prompts by."""
+        return {key_prompt(prompt.text) for group in (*self.aside, *self.groups) for prompt in group}
+
+    @property
+    def delta(self) -> float:
+        """δ of this attempt."""
+        return share_delta(self.config.delta, 1 + len(self.earlier))
+
+    def describe_attempt(self) -> str:
+        """Which attempt on these prompts it is, if not the first; else empty."""
+        if not self.earlier:
+            return ""
+        return (
+            f"attempt {1 + len(self.earlier)} on these prompts (the last one on {self.earlier[-1]}) spends"
+            f" {self.delta:.2g} of `delta` {self.config.delta:g}"
+        )
 
     @property
     def minutes(self) -> float:
@@ -262,20 +337,22 @@ class TuneJob:
         return self.families if self.config.gamma is None else self.split_by_gamma(self.config.gamma)[0]
 
     def claim(self, families: Families) -> Claim:
-        """The claim of every rule. Families have equal shares of δ, so all certificates together are wrong with
-        probability δ at most. A family's rules need no shares: each is tested at the family's level until one fails.
+        """The claim of every rule. Families have equal shares of the attempt's δ, so all certificates together are
+        wrong with probability δ at most. A family's rules need no shares: each is tested at the family's level until
+        one fails.
         """
-        return Claim(self.config.epsilon, self.config.delta / len(families), len(self.prompts))
+        return Claim(self.config.epsilon, self.delta / len(families), len(self.groups))
 
     def describe_outlook(self) -> str:
         """What so many prompts can certify, before any is decoded."""
         families = self.possible_families
         claim, over = self.claim(families), "1 family" if len(families) == 1 else f"{len(families)} families"
         needed = estimate_needed_prompts(claim.epsilon, claim.delta)
+        grouped = "" if len(self.prompts) == claim.n else f" in {claim.n} groups"
         return (
-            f"{claim.n} prompts, at most {100 * claim.epsilon:g} points lost, {1 - self.config.delta:.0%} confidence"
-            f" over {over}: {find_fewest_prompts(claim.epsilon, claim.delta)} prompts certify a rule that changes no"
-            f" score, about {needed} one that changes 5 % of them for no loss"
+            f"{len(self.prompts)} prompts{grouped}, at most {100 * claim.epsilon:g} points lost,"
+            f" {1 - self.config.delta:.0%} confidence over {over}: {find_fewest_prompts(claim.epsilon, claim.delta)}"
+            f" prompts certify a rule that changes no score, about {needed} one that changes 5 % of them for no loss"
             f" (with {claim.n}: {simulate_power(claim):.0%} of such runs)"
         )
 
@@ -286,8 +363,8 @@ class TuneJob:
         pair, config = self.pair, self.config
         return {
             "tasks": config.evaluation.tasks,
-            "prompts_sha256": hash_prompts([*self.aside, *self.prompts]),
-            **{name: getattr(config, name) for name in ("epsilon", "delta", "seed", "gamma", "times")},
+            "prompts_sha256": hash_prompts([prompt for group in (*self.aside, *self.groups) for prompt in group]),
+            **{name: getattr(config, name) for name in ("epsilon", "delta", "similar", "gamma", "times")},
             "minutes": None if math.isinf(self.minutes) else self.minutes,
             "families": self.families,
             "measure": self.measure.name,

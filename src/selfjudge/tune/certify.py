@@ -1,6 +1,7 @@
 """Is the loss of a rule at most ε? A bet against the claim that it is more; numpy alone.
 
-D = S_exact − S_rule ∈ [−1, 1], one observation a prompt. The hypothesis to refute is E[D] > ε. Whoever bets against it
+D = S_exact − S_rule ∈ [−1, 1], one observation a group of prompts that depend on one another, mostly a single prompt;
+of several prompts the mean. The hypothesis to refute is E[D] > ε. Whoever bets against it
 begins with a capital of 1 and multiplies it at each prompt by 1 − λ(X − μ), where X = (D + 1)/2 and μ = (1 + ε)/2.
 Under the hypothesis the capital is not expected to grow, however λ is chosen from the past (Ville): that it ever
 reaches 1/δ has a probability of at most δ. So the bet may be looked at after every prompt and ended at any time.
@@ -12,6 +13,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -24,9 +26,11 @@ DISCORDANT = 0.05
 """The assumed share of prompts whose score a rule changes."""
 ASIDE = 10
 """One prompt of so many is set aside to choose γ with, at most a batch."""
+POINTS = 200  # points of the capital's course that a certificate keeps
 CAP = 0.9  # the most of the capital that a single prompt may cost
 _Z = 1.2816  # the normal quantile of POWER
 _CHUNK = 1 << 21  # simulated prompts at a time
+_ZETA = 1.2020570  # Σ 1/k³, rounded up
 _STEPS = 200  # steps of `find_upper_bound` from 0 to 1
 _MANY = 1_000_000  # prompts; a message counts no further
 _MOST = 1_000_000_000  # prompts; whoever would need more needs another ε
@@ -50,6 +54,29 @@ class Claim:
     def goal(self) -> float:
         """ln(1/δ): the log capital that refutes the opposite."""
         return math.log(1 / self.delta)
+
+
+def share_delta(delta: float, attempt: int) -> float:
+    """The share of δ that attempt 1, 2, … on the same prompts spends: δ/(ζ(3) k³). All together spend δ at most.
+
+    A steep series leaves 83 % to the first attempt, mostly the only one; later ones need more prompts, by the logarithm
+    of their share.
+    """
+    return delta / (_ZETA * attempt**3)
+
+
+def average_groups(differences: Sequence[float], sizes: Sequence[int]) -> Floats:
+    """One observation a group: the mean D of its prompts, for the first groups, as far as all their prompts are there.
+
+    `differences` has those of the groups one after the other.
+    """
+    ends = np.cumsum(np.asarray(sizes, int))
+    whole = int(np.searchsorted(ends, len(differences), side="right"))
+    if not whole:
+        return np.zeros(0)
+    starts, counts = ends[:whole] - sizes[:whole], np.asarray(sizes[:whole], float)
+    means: Floats = np.add.reduceat(np.asarray(differences, float)[: ends[whole - 1]], starts) / counts
+    return means.clip(-1, 1)  # sums of floats may end beyond
 
 
 def compute_log_capital(claim: Claim, differences: ArrayLike) -> Floats:
@@ -89,7 +116,7 @@ class Decision:
         return float(np.exp(-max(0.0, self.log_capital.max(initial=0.0))))
 
 
-def decide(claim: Claim, differences: Sequence[float]) -> Decision:
+def decide(claim: Claim, differences: Sequence[float] | Floats) -> Decision:
     """The state of a claim after these prompts, in their order. To give up early costs power, never validity."""
     used = len(differences)
     rest = np.zeros(max(0, claim.n - used))
@@ -142,7 +169,8 @@ def check_prompt_count(
         needed = f"at least {given} are needed" + (f", {given - fewest} of them to choose γ" if batch else "")
     over, fewer = ("1 family", "") if families == 1 else (f"{families} families", ", fewer `families`")
     raise SelfJudgeError(
-        f"{prompts} prompts cannot certify `epsilon` {epsilon:g} at `delta` {delta:g} over {over}: {needed};"
+        f"{prompts} prompts cannot certify `epsilon` {epsilon:g} at {delta:.2g}, this attempt's share of `delta`,"
+        f" over {over}: {needed};"
         f" give more prompts{fewer} or a larger `epsilon`"
     )
 
@@ -183,7 +211,22 @@ def simulate_power(
     return certified / runs
 
 
-def find_upper_bound(differences: Sequence[float], delta: float) -> float:
+def describe_evidence(claim: Claim, observations: Sequence[float] | Floats, delta: float) -> dict[str, Any]:
+    """The course of a bet that was won, until it was; and the exact binomial bound of what was lost."""
+    decision = decide(claim, observations)
+    course = decision.log_capital[: decision.refuted_at]
+    kept = np.unique(np.linspace(0, len(course) - 1, min(POINTS, len(course))).round().astype(int))
+    return {
+        "delta": claim.delta,
+        "refuted_at": decision.refuted_at,
+        "p_value": decision.p_value,
+        "goal": claim.goal,
+        "log_capital": [[int(i) + 1, round(float(course[i]), 6)] for i in kept],
+        "lost_bound": find_binomial_bound(sum(d > 0 for d in observations), len(observations), delta),
+    }
+
+
+def find_upper_bound(differences: Sequence[float] | Floats, delta: float) -> float:
     """The smallest ε, in steps of 0.005, that these prompts certify with every larger one: E[D] ≤ ε; 1 if none."""
     bound = 1.0
     for epsilon in np.arange(_STEPS - 1, -1, -1) / _STEPS:

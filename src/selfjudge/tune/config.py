@@ -14,6 +14,8 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.config import EvalConfig
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.tasks import FILE
+from selfjudge.tune.groups import SIMILAR
+from selfjudge.tune.signature import read_private_key
 from selfjudge.types import MAX_GAMMA, check_settings, setting
 
 _RULES: dict[str, tuple[str, ...]] = {
@@ -48,11 +50,11 @@ class TuneConfig:
 
     tasks: tuple[str, ...] = setting((), "Tasks to calibrate on, with a split if it is not `test`: `gsm8k/train`.")
     prompts: Path | None = setting(
-        None, "Your own prompts instead: jsonl with `prompt` or `messages`, and `answer` or `check` if there is one."
+        None, "Your own prompts instead: jsonl with `prompt` or `messages`, and `answer` or `check`, `group`, if any."
     )
     epsilon: float = setting(0.03, "The most that may be lost: 0.03 is 3 points of the score.", above=0)
     delta: float = setting(0.05, "The certificate is wrong with at most this probability.", above=0)
-    limit: int | None = setting(None, "Prompts to use, drawn at random; all if not given.", minimum=1)
+    limit: int | None = setting(None, "Prompts to use, drawn by a hash; all if not given.", minimum=1)
     families: tuple[str, ...] = setting(FAMILIES, "Families of rules to try.", choices=FAMILIES)
     measure: str = setting(
         "auto",
@@ -70,11 +72,17 @@ class TuneConfig:
         "Time limit in minutes: the run ends with what is certified by then. If not given: 12 on a CPU, else none.",
         above=0,
     )
-    seed: int = setting(0, "Seed of the prompts' order.")
+    similar: float = setting(
+        SIMILAR,
+        "Prompts that share so much of their 3-word pieces, or more, count as one; 1 joins equal ones alone.",
+        above=0,
+        maximum=1,
+    )
     times: bool = setting(
         True, "Measure tokens/s; without, tokens per target pass choose. Not on a machine that does other work."
     )
     examples: int = setting(5, "Lost and gained answers of each kind that the certificate shows.", minimum=0)
+    sign: Path | None = setting(None, "Sign the recipe with this Ed25519 key, as `ssh-keygen -t ed25519` makes one.")
     data: Path | None = setting(None, "Folder with the benchmarks' files; SELFJUDGE_DATA if not given.")
     allow_unsafe: bool = setting(False, "Run generated code even if it cannot be isolated.")
 
@@ -90,6 +98,8 @@ class TuneConfig:
             raise SelfJudgeError(f"`families` names no family; there are: {', '.join(FAMILIES)}")
         if len(set(self.families)) < len(self.families):
             raise SelfJudgeError("`families` names a family twice: give each once")
+        if self.sign is not None:
+            read_private_key(self.sign)
         self.evaluation.check()
 
     @property

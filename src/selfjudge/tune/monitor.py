@@ -93,14 +93,7 @@ def watch(recipe: Recipe | None, keep_in: Path | None = None) -> Monitor:
     certificate = recipe.certificate
     if not certificate["certified"]:
         raise SelfJudgeError(f"{recipe.folder} is a recipe for exact, which loses nothing: leave out `shadow`")
-    bound = certificate["epsilon"]
-    if certificate["measure"] != "overlap":
-        if "overlap" not in certificate:
-            raise SelfJudgeError(
-                f"the certificate in {recipe.folder} does not say how much its answers differ from those of exact,"
-                " which `shadow` compares with: tune again"
-            )
-        bound = certificate["overlap"]["bound"]
+    bound = certificate["epsilon"] if certificate["measure"] == "overlap" else certificate["overlap"]["bound"]
     if keep_in is not None:
         try:
             os.close(_open(keep_in))

@@ -6,36 +6,43 @@
     judge/                    the judge, if the chosen rule has one
     certificate.json .md .html
     recipe.json               written last: its existence means done
+    signature.json            with `sign`
 """
 
 from __future__ import annotations
 
 import math
+import secrets
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from selfjudge.decoding.rule_parser import rule_text
 from selfjudge.evaluate.compare import bootstrap_interval, compute_overlap
 from selfjudge.evaluate.execute import Answerer, TorchAnswerer, restore_answer
 from selfjudge.evaluate.likelihood import make_example_rows
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
+from selfjudge.models.tokens import hash_tokenizer
 from selfjudge.report.certificate import certificate_markdown, certificate_page
 from selfjudge.store import RunFolder, measured_on, write_json, write_text
-from selfjudge.store.artefacts import RecipeFile
+from selfjudge.store.artefacts import AttemptSeal, RecipeFile
 from selfjudge.tune.calibration import WORDS, TuneJob
-from selfjudge.tune.certify import find_binomial_bound, find_upper_bound
+from selfjudge.tune.certify import describe_evidence
 from selfjudge.tune.config import FREE, TuneConfig
-from selfjudge.tune.recipe import CERTIFICATE, JUDGE, RECIPE, Recipe, make_recipe
-from selfjudge.tune.trials import RuleTrial, Say, TuneResult, Tuning
+from selfjudge.tune.ledger import note_attempt
+from selfjudge.tune.recipe import FORMAT, JUDGE, RECIPE, Recipe, make_recipe, seal_recipe
+from selfjudge.tune.signature import SIGNATURE, sign
+from selfjudge.tune.trials import DIGITS, RuleTrial, Say, TuneResult, Tuning
+from selfjudge.tune.verify import CERTIFICATE, describe_overlap, pack, summarise
 from selfjudge.types import Notify, Warn
 
-FORMAT = 1
-"""Version of certificate.json."""
-POINTS = 200  # points of the capital's course that are kept
+ATTEMPT = "attempt"
+"""The part of a folder that says which attempt of the ledger it is."""
 Flags = Callable[[Mapping[str, Any], Path], str | None]
 """A recipe and its folder → the options of `vllm serve`."""
 
@@ -62,15 +69,25 @@ def tune_pair(
     folder = RunFolder(Path(out), done=RECIPE, schema=RecipeFile)
     folder.claim()
     remarks: list[str] = []  # not to be made about what is refused
-    job = TuneJob.prepare(pair, answerer or TorchAnswerer(pair), config, judge, remarks.append)
+    attempt = (folder.sealed(ATTEMPT, schema=AttemptSeal) or {}).get("id")
+    job = TuneJob.prepare(pair, answerer or TorchAnswerer(pair), config, judge, remarks.append, attempt)
+    if not (folder.path / RECIPE).is_file():
+        job.check_count()
     with folder.working(job.settings(), free=FREE) as then:
         if folder.result() is not None:
-            recipe = Recipe.load(folder.path)
+            recipe = Recipe.read(folder.path)
             more = job.minutes > (math.inf if then.get("minutes") is None else then["minutes"])
             if not (recipe.certificate["stopped"] and more):
                 _drop_answers(folder, recipe.certificate)  # a run killed at its very end had no time to
+                if config.sign is not None:
+                    sign(folder.path, recipe.content["digest"], config.sign)
                 return recipe
             folder.reopen(job.settings())
+        if attempt is None:
+            attempt = secrets.token_hex(16)
+            folder.seal(ATTEMPT, [], id=attempt)
+        job = replace(job, earlier=tuple(note_attempt(attempt, job.target, job.keys)))
+        remarks += filter(None, [job.describe_attempt()])
         for remark in remarks:
             warn(remark)
         say(job.describe_outlook())
@@ -87,15 +104,21 @@ def _write(job: TuneJob, folder: RunFolder, result: TuneResult, vllm_flags: Flag
     judge = None if best is None or job.plan(best.rule, best.gamma).judge is None else job.judge
     if judge is not None:
         judge.cpu().save_pretrained(out / JUDGE)
-    recipe = make_recipe(job.pair, certificate, out / JUDGE if judge is not None else None)
+    resolved = "exact" if best is None else rule_text(job.plan(best.rule, best.gamma).rule)
+    certificate["resolved"] = resolved
+    recipe = make_recipe(certificate, job.pair, JUDGE if judge is not None else None)
     recipe["flags"]["vllm"] = vllm_flags(recipe, out)
     certificate["flags"] = recipe["flags"]
     write_text(out / "certificate.md", certificate_markdown(certificate))
     write_text(out / "certificate.html", certificate_page(certificate, examples))
     write_json(out / CERTIFICATE, certificate)
+    recipe = seal_recipe(recipe, out)
+    (out / SIGNATURE).unlink(missing_ok=True)  # of an earlier end of this run
+    if job.config.sign is not None:
+        sign(out, recipe["digest"], job.config.sign)
     folder.finish(recipe, settings=job.settings())
     _drop_answers(folder, certificate)
-    return Recipe.load(out)
+    return Recipe.read(out)
 
 
 def _drop_answers(folder: RunFolder, certificate: Mapping[str, Any]) -> None:
@@ -107,8 +130,8 @@ def _drop_answers(folder: RunFolder, certificate: Mapping[str, Any]) -> None:
 def make_certificate(job: TuneJob, result: TuneResult) -> dict[str, Any]:
     """The content of certificate.json."""
     pair, config, settings, best = job.pair, job.config, job.settings(), result.best
-    differences = np.asarray([] if best is None else best.differences, float)
-    used = [len(trial.differences) for trial in result.trials]
+    observed = np.zeros(0) if best is None else best.observations
+    used = [len(trial.observations) for trial in result.trials]
     return {
         "format_version": FORMAT,
         "pair": pair.name,
@@ -117,17 +140,18 @@ def make_certificate(job: TuneJob, result: TuneResult) -> dict[str, Any]:
         "measure_words": WORDS[job.measure.name],
         "rule": "exact" if best is None else best.rule,
         "gamma": result.exact_gamma if best is None else result.gamma,
-        "n": max(used, default=0) if best is None else len(differences),
+        "n": max(used, default=0) if best is None else len(observed),
         "epsilon": config.epsilon,
         "delta": config.delta,
         "certified": best is not None,
-        "mean_difference": float(-differences.mean()) if len(differences) else None,
-        "mean_difference_ci": bootstrap_interval(-differences) if len(differences) else None,
-        "lost": int((differences > 0).sum()),
-        "gained": int((differences < 0).sum()),
+        "mean_difference_ci": bootstrap_interval(-observed) if len(observed) else None,
+        **summarise([] if best is None else best.differences, job.sizes),
         "exact": _describe_exact(job, result),
-        "evidence": {} if best is None else _describe_evidence(best, config.delta),
-        **({} if best is None else {"overlap": _measure_overlap(best, config.delta)}),
+        "groups": pack(job.sizes),
+        "attempt": 1 + len(job.earlier),
+        "earlier_attempts": list(job.earlier),
+        "evidence": None if best is None else describe_evidence(best.claim, observed, config.delta),
+        "overlap": None if best is None or job.measure.name == "overlap" else _measure_overlap(best, config.delta),
         "speed_measure": "tokens_per_second" if config.times else "mean_accepted_length",
         **result.compare_speed(best),
         "exact_gamma": result.exact_gamma,
@@ -137,13 +161,13 @@ def make_certificate(job: TuneJob, result: TuneResult) -> dict[str, Any]:
         "speeds": list(result.speeds),
         "target_sha256": pair.target_sha256,
         "draft_sha256": pair.draft_sha256,
+        "tokenizer_sha256": hash_tokenizer(pair.tokenizer),
         **{
             name: settings[name]
-            for name in ("prompts_sha256", "max_new_tokens", "batch", "seed", "engine", "dtype", "draft_dtype")
+            for name in ("prompts_sha256", "similar", "max_new_tokens", "batch", "engine", "dtype", "draft_dtype")
         },
         **measured_on(),
-        "stopped": any(trial.stopped for trial in result.trials)
-        or (best is not None and len(differences) < best.claim.n),
+        "stopped": any(trial.stopped for trial in result.trials) or (best is not None and len(observed) < best.claim.n),
     }
 
 
@@ -159,26 +183,14 @@ def _describe_exact(job: TuneJob, result: TuneResult) -> dict[str, Any]:
     }
 
 
-def _describe_evidence(best: RuleTrial, delta: float) -> dict[str, Any]:
-    """The course of the bet until it was won, and the exact binomial bound of what was lost."""
-    assert best.decision is not None
-    capital = best.decision.log_capital
-    kept = np.unique(np.linspace(0, len(capital) - 1, min(POINTS, len(capital))).round().astype(int))
-    return {
-        "delta": best.claim.delta,
-        "refuted_at": best.decision.refuted_at,
-        "p_value": best.decision.p_value,
-        "goal": best.claim.goal,
-        "log_capital": [[int(i) + 1, round(float(capital[i]), 4)] for i in kept],
-        "lost_bound": find_binomial_bound(sum(d > 0 for d in best.differences), len(best.differences), delta),
-    }
-
-
-def _measure_overlap(best: RuleTrial, delta: float) -> dict[str, float]:
+def _measure_overlap(best: RuleTrial, delta: float) -> dict[str, Any]:
     """How much of the words of `exact` is lost, whatever is certified: a server can watch it (`tune.monitor`)."""
     rows = zip(best.exact, best.samples, strict=True)
-    lost = [1.0 - compute_overlap(exact["text"], row["text"]) if row["judged"] else 0.0 for exact, row in rows]
-    return {"mean": float(np.mean(lost)), "bound": find_upper_bound(lost, delta)}
+    lost = [
+        round(1.0 - compute_overlap(exact["text"], row["text"]), DIGITS) if row["judged"] else 0.0
+        for exact, row in rows
+    ]
+    return describe_overlap(lost, best.sizes, delta)
 
 
 def _compare_exact_with_plain(result: TuneResult) -> float | None:
@@ -190,17 +202,15 @@ def _compare_exact_with_plain(result: TuneResult) -> float | None:
 
 
 def _describe_trial(trial: RuleTrial, result: TuneResult) -> dict[str, Any]:
-    differences = trial.differences
     return {
         "rule": trial.rule,
         "family": trial.family,
         "gamma": trial.gamma,
-        "n_used": len(differences),
+        "n_used": len(trial.differences),
         "refuted": trial.certified,
         "why": trial.why,
-        "mean_difference": float(-np.mean(differences)) if differences else None,
-        "lost": sum(d > 0 for d in differences),
-        "gained": sum(d < 0 for d in differences),
+        "differences": pack(trial.differences),
+        **summarise(trial.differences, trial.sizes),
         "mean_accepted_length": trial.mean_accepted_length,
         "tokens_per_second": trial.tokens_per_second if trial.times else None,
         **result.compare_speed(trial),

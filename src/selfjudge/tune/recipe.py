@@ -1,8 +1,14 @@
-"""The recipe: which rule at which γ for which pair, and its certificate. Loads no torch."""
+"""The recipe: which rule at which γ for which pair, and its certificate. Loads no torch.
+
+recipe.json names the rule with all its numbers, and has the SHA-256 of every file beside it and of itself: who changes
+one of them is noticed. What the files say is computed once more (`verify`), so that they cannot be changed together
+either. Only somebody who makes up the differences of all prompts is not: that is what a signature is for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,12 +16,16 @@ from typing import TYPE_CHECKING, Any
 from selfjudge.errors import SelfJudgeError
 from selfjudge.store import read_json, sha256
 from selfjudge.store.artefacts import Certificate, RecipeFile
+from selfjudge.tune.signature import KEY_VARIABLE, check_signature, describe_signature
+from selfjudge.tune.verify import CERTIFICATE, SHARED, check_bet, check_files, check_rule, hash_recipe
 
 if TYPE_CHECKING:
     from selfjudge.models.pair import Pair
 
-RECIPE, CERTIFICATE, JUDGE = "recipe.json", "certificate.json", "judge"
-FORMAT = 1
+RECIPE, JUDGE = "recipe.json", "judge"
+PAGES = ("certificate.md", "certificate.html")
+FORMAT = 2
+"""Version of recipe.json and certificate.json."""
 
 
 @dataclass(frozen=True)
@@ -27,25 +37,43 @@ class Recipe:
     certificate: dict[str, Any]
 
     @classmethod
-    def load(cls, folder: str | Path) -> Recipe:
-        """The recipe of a folder that `tune` has finished. Refused if its judge is not the one it was made with."""
+    def read(cls, folder: str | Path) -> Recipe:
+        """The recipe of a folder that `tune` has finished, before it is verified."""
         folder = Path(folder).expanduser()
         if not (folder / RECIPE).is_file():
             unfinished = (folder / "settings.json").is_file()
             hint = "its tuning is not finished: give `resume`" if unfinished else "selfjudge tune makes one"
             raise SelfJudgeError(f"{folder} has no {RECIPE}: {hint}")
-        content = read_json(folder / RECIPE, RecipeFile)
-        recipe = cls(folder, content, read_json(folder / content["certificate"], Certificate))
-        for key in ("rule", "gamma", "prompts_sha256"):
-            if recipe.certificate[key] != content[key]:
-                raise SelfJudgeError(f"{folder}: the certificate is of another {key}: it does not belong to the recipe")
-        if recipe.judge is not None and sha256(recipe.judge / "model.safetensors") != content["judge_sha256"]:
-            raise SelfJudgeError(f"{recipe.judge} is not the judge that this recipe was certified with")
+        content = read_json(folder / RECIPE)
+        if content.get("format_version") != FORMAT:
+            raise SelfJudgeError(f"{folder} was made by another version of selfjudge: tune again")
+        return cls(folder, read_json(folder / RECIPE, RecipeFile), read_json(folder / CERTIFICATE, Certificate))
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Recipe:
+        """The recipe of a folder that `tune` has finished; refused if anything in it does not follow from the rest.
+
+        If SELFJUDGE_RECIPE_KEY names a public key, one that it did not sign is refused, too.
+        """
+        recipe, key = cls.read(folder), os.environ.get(KEY_VARIABLE)
+        for _ in recipe.verify(Path(key) if key else None):
+            pass
         return recipe
+
+    def verify(self, key: Path | None = None) -> Iterator[str]:
+        """What was checked, a line each; an error of one line where something does not hold."""
+        yield check_files(self.folder, self.content, self.certificate)
+        yield check_rule(self.folder, self.content, self.certificate)
+        yield check_bet(self.folder, self.certificate)
+        if key is not None:
+            yield check_signature(self.folder, self.content["digest"], key)
+        else:
+            yield describe_signature(self.folder)
 
     @property
     def rule(self) -> str:
-        return str(self.content["rule"])
+        """The rule as text, with all its numbers."""
+        return str(self.content["resolved"])
 
     @property
     def gamma(self) -> int:
@@ -64,8 +92,9 @@ class Recipe:
         return None if content["pair"] == content["target"] else str(content["draft"])
 
     def check(self, pair: Pair, warn: Callable[[str], None]) -> None:
-        """Refuse another target or draft; warn if the certificate was measured with another dtype."""
+        """Refuse another target, draft or tokenizer; warn if the certificate was measured with another dtype."""
         self.check_models(target=(pair.target_id, pair.target_sha256), draft=(pair.draft_id, pair.draft_sha256))
+        self.check_tokenizer(pair.tokenizer)
         if pair.dtype != self.content["dtype"]:
             warn(f"{self.folder} was certified with {self.content['dtype']}, this is {pair.dtype}: not covered by it")
 
@@ -79,23 +108,33 @@ class Recipe:
                     f" not for {name} ({digest[:12] or 'unknown'}): tune this pair"
                 )
 
+    def check_tokenizer(self, tokenizer: Any) -> None:
+        """Refuse a tokenizer, or a chat template, that the certificate was not measured with."""
+        from selfjudge.models.tokens import hash_tokenizer
 
-def make_recipe(pair: Pair, certificate: Mapping[str, Any], judge: Path | None) -> dict[str, Any]:
-    """The content of recipe.json, for a certificate and the folder of the judge, if the rule has one."""
+        if hash_tokenizer(tokenizer) != self.content["tokenizer_sha256"]:
+            raise SelfJudgeError(f"{self.folder} is a recipe for another tokenizer or chat template: tune this pair")
+
+
+def make_recipe(certificate: Mapping[str, Any], pair: Pair, judge: str | None) -> dict[str, Any]:
+    """The content of recipe.json but for its hashes, with the folder's name of the judge, if the rule has one."""
     recipe: dict[str, Any] = {
         "format_version": FORMAT,
-        "pair": pair.name,
         "target": pair.target_id,
         "draft": pair.draft_id,
-        "target_sha256": pair.target_sha256,
-        "draft_sha256": pair.draft_sha256,
-        "judge_sha256": None if judge is None else sha256(judge / "model.safetensors"),
-        **{name: certificate[name] for name in ("prompts_sha256", "rule", "gamma")},
-        "judge": None if judge is None else judge.name,
-        "certificate": CERTIFICATE,
-        **{name: certificate[name] for name in ("engine", "dtype", "draft_dtype")},
+        **{name: certificate[name] for name in SHARED},
+        "judge": judge,
     }
     return {**recipe, "flags": {"selfjudge": _describe_options(recipe), "vllm": None}}
+
+
+def seal_recipe(recipe: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The recipe with the SHA-256 of all files that belong to it, and of itself."""
+    judge = sorted((folder / recipe["judge"]).iterdir()) if recipe["judge"] else []
+    names = [CERTIFICATE, *(name for name in PAGES if (folder / name).is_file())]
+    names += [f"{recipe['judge']}/{file.name}" for file in judge if file.is_file() and file.name[0] != "."]
+    sealed = {**recipe, "files": {name: sha256(folder / name) for name in names}}
+    return {**sealed, "digest": hash_recipe(sealed)}
 
 
 def _describe_options(recipe: Mapping[str, Any]) -> str:
@@ -104,4 +143,4 @@ def _describe_options(recipe: Mapping[str, Any]) -> str:
     models = f"--pair {recipe['pair']}" if own else f"--target {recipe['target']} --draft {recipe['draft']}"
     judge = f" --judge {recipe['judge']}" if recipe["judge"] else ""
     draft_dtype = f" --draft-dtype {recipe['draft_dtype']}" if recipe["draft_dtype"] else ""
-    return f"{models} --rule {recipe['rule']} --gamma {recipe['gamma']}{judge}{draft_dtype}"
+    return f"{models} --rule {recipe['resolved']} --gamma {recipe['gamma']}{judge}{draft_dtype}"

@@ -17,11 +17,21 @@ from selfjudge.store import RunFolder, read_rows, write_rows
 from selfjudge.store.artefacts import PartSample, PartSeal, SpeedSeal
 from selfjudge.tasks import Row
 from selfjudge.tune.calibration import CalibrationPrompt, TuneJob
-from selfjudge.tune.certify import Claim, Decision, decide, estimate_needed_prompts, find_fewest_prompts
+from selfjudge.tune.certify import (
+    Claim,
+    Decision,
+    Floats,
+    average_groups,
+    decide,
+    estimate_needed_prompts,
+    find_fewest_prompts,
+)
 from selfjudge.tune.config import GAMMAS, Families, RefusedRule
 from selfjudge.tune.speeds import Clock, choose_gamma
 from selfjudge.types import Generation, Notify, default_gamma
 
+DIGITS = 4
+"""Digits of D; a certificate holds it as it was bet on."""
 Say = Callable[[str], None]
 Speed = tuple[float, Interval]
 """A ratio of speeds and its interval."""
@@ -39,6 +49,8 @@ class RuleTrial:
     claim: Claim
     times: bool
     """Whether speeds are measured in tokens/s, not in m."""
+    sizes: Sequence[int] = ()
+    """Prompts of each group."""
     refused: str = ""
     """Why the rule cannot be tried at this γ."""
     samples: list[Row] = field(default_factory=list)
@@ -50,6 +62,11 @@ class RuleTrial:
     decision: Decision | None = None
     stopped: bool = False
     """Whether the time was up before the claim was decided."""
+
+    @property
+    def observations(self) -> Floats:
+        """D of each group whose prompts are all answered."""
+        return average_groups(self.differences, self.sizes)
 
     @property
     def tried(self) -> bool:
@@ -90,29 +107,28 @@ class RuleTrial:
 
     @property
     def needed(self) -> int | None:
-        """About how many prompts would certify it, by what was seen; None if it is certified, or if none would."""
-        if self.certified or not self.differences:
+        """About how many groups would certify it, by what was seen; None if it is certified, or if none would."""
+        observed = self.observations
+        if self.certified or not len(observed):
             return None
-        differences = np.asarray(self.differences)
-        variance = max(float(differences.var()), 1 / len(differences))
-        mean = float(differences.mean())
+        variance, mean = max(float(observed.var()), 1 / len(observed)), float(observed.mean())
         return estimate_needed_prompts(self.claim.epsilon, self.claim.delta, mean=mean, variance=variance)
 
     @property
     def why(self) -> str:
         """The outcome in words."""
-        used = len(self.differences)
+        used, unit = len(self.observations), "prompts" if max(self.sizes, default=1) == 1 else "groups"
         if not self.tried:
             return f"not tried: {self.refused or 'a stricter rule of its family is not certified'}"
         if self.decision is not None and self.decision.certified:
-            return f"certified after {self.decision.refuted_at} prompts"
+            return f"certified after {self.decision.refuted_at} {unit}"
         enough = "" if self.needed is None else f"about {max(self.needed, used + 1)} would be enough"
         if self.stopped:
-            return f"undecided: the time was up after {used} prompts{enough and f', {enough}'}"
+            return f"undecided: the time was up after {used} {unit}{enough and f', {enough}'}"
         if enough:
-            return f"not certified: {used} prompts are too few for the loss they show, {enough}"
+            return f"not certified: {used} {unit} are too few for the loss they show, {enough}"
         return (
-            f"not certified: the loss shown by {used} prompts is above ε; more prompts of the same kind will not"
+            f"not certified: the loss shown by {used} {unit} is above ε; more prompts of the same kind will not"
             " certify it"
         )
 
@@ -196,7 +212,10 @@ class Tuning:
         """
         times = self.job.config.times
         by_family = {
-            name: [RuleTrial(name, f"{name}-{number}", rule, gamma, claim, times) for number, rule in enumerate(rules)]
+            name: [
+                RuleTrial(name, f"{name}-{number}", rule, gamma, claim, times, self.job.sizes)
+                for number, rule in enumerate(rules)
+            ]
             for name, rules in families.items()
         }
         done, total = 0, sum(map(len, by_family.values()))
@@ -230,7 +249,7 @@ class Tuning:
         self.notify(stage, done / total)
         while self._decode_next(trial):
             self.notify(stage, (done + len(trial.differences) / len(self.job.prompts)) / total)
-            trial.decision = decide(trial.claim, trial.differences)
+            trial.decision = decide(trial.claim, trial.observations)
             if trial.decision.certified or trial.decision.futile:
                 return
         trial.stopped = len(trial.differences) < len(self.job.prompts)
@@ -245,7 +264,7 @@ class Tuning:
         run = job.plan(trial.rule, trial.gamma)
         samples, seconds = self._decode(trial.name, run, number, prompts, exact)
         for prompt, other, sample in zip(prompts, exact, samples, strict=True):
-            trial.differences.append(job.measure.compare(prompt, other, sample))
+            trial.differences.append(round(job.measure.compare(prompt, other, sample), DIGITS))
         trial.samples += samples
         trial.exact += exact
         tokens, exact_tokens = (sum(row["tokens"] for row in rows) for rows in (samples, exact))
@@ -266,7 +285,7 @@ class Tuning:
         seal = self.folder.sealed(name, run.identity, PartSeal)
         if seal is None:
             start = number * job.batch
-            seeds = [row_seed(job.config.seed, start + i) for i in range(len(prompts))]
+            seeds = [row_seed(0, start + i) for i in range(len(prompts))]
             texts = [prompt.prompt for prompt in prompts]
             answers, seconds = job.answerer.answer(texts, run.rule, run.gamma, job.max_new_tokens, seeds)
             write_rows(file, self._score(prompts, answers, exact))
@@ -295,7 +314,7 @@ class Tuning:
         if (seal := self.folder.sealed("speed", str(gamma), SpeedSeal)) is not None:
             return list(seal["speeds"])
         gammas = (gamma,) if gamma else GAMMAS.get(answerer.device, GAMMAS["cuda"])
-        clock = Clock(answerer, [prompt.prompt for prompt in self.job.aside], self.job.plan, self.job.max_new_tokens)
+        clock = Clock(answerer, [group[0].prompt for group in self.job.aside], self.job.plan, self.job.max_new_tokens)
         rows = clock.measure([rules[len(rules) // 2] for rules in families.values()], gammas)
         self.folder.seal("speed", [], str(gamma), speeds=rows)
         return rows

@@ -1,0 +1,77 @@
+"""Ed25519 signatures of recipes, with the keys of `ssh-keygen -t ed25519` and the package `cryptography`."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from pathlib import Path
+from typing import Any
+
+from selfjudge.errors import SelfJudgeError, first_line
+from selfjudge.store import read_json, write_json
+from selfjudge.store.artefacts import RecipeSignature
+
+SIGNATURE = "signature.json"
+KEY_VARIABLE = "SELFJUDGE_RECIPE_KEY"
+"""The variable that names a public key: recipes that it did not sign are then refused wherever one is loaded."""
+_HOW = "`ssh-keygen -t ed25519 -f key -N ''` makes key and key.pub"
+
+
+def read_private_key(file: Path) -> Any:
+    """The key that signs; refused if it is of another kind, or locked by a passphrase."""
+    return _read_key(file, "private")
+
+
+def sign(folder: Path, digest: str, file: Path) -> None:
+    """Write the signature of a recipe's digest."""
+    key = read_private_key(file)
+    public = key.public_key().public_bytes(*_openssh()).decode()
+    signature = base64.b64encode(key.sign(_message(digest))).decode()
+    write_json(folder / SIGNATURE, {"public_key": public, "signature": signature})
+
+
+def check_signature(folder: Path, digest: str, file: Path) -> str:
+    """Who signed the recipe; refused unless it was the key in `file`."""
+    key = _read_key(file, "public")
+    if not (folder / SIGNATURE).is_file():
+        raise SelfJudgeError(f"{folder} is not signed: selfjudge tune --sign signs a recipe")
+    from cryptography.exceptions import InvalidSignature
+
+    try:
+        key.verify(base64.b64decode(read_json(folder / SIGNATURE, RecipeSignature)["signature"]), _message(digest))
+    except (InvalidSignature, binascii.Error):
+        raise SelfJudgeError(f"{folder} was not signed with {file}, or was changed since") from None
+    return f"signed with {file}"
+
+
+def describe_signature(folder: Path) -> str:
+    """Whether there is a signature, if no key is at hand to check it with."""
+    signed = (folder / SIGNATURE).is_file()
+    return "signed; the signature is not checked without a public key" if signed else "not signed: anybody can make one"
+
+
+def _read_key(file: Path, kind: str) -> Any:
+    try:
+        from cryptography.exceptions import UnsupportedAlgorithm
+        from cryptography.hazmat.primitives import serialization as keys
+        from cryptography.hazmat.primitives.asymmetric import ed25519
+    except ImportError:
+        raise SelfJudgeError("signatures need cryptography: pip install cryptography (or selfjudge[sign])") from None
+    try:
+        raw = file.expanduser().read_bytes()
+        key: Any = keys.load_ssh_public_key(raw) if kind == "public" else keys.load_ssh_private_key(raw, None)
+    except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise SelfJudgeError(f"{file} is not a {kind} Ed25519 key ({first_line(error)}): {_HOW}") from None
+    if not isinstance(key, ed25519.Ed25519PublicKey if kind == "public" else ed25519.Ed25519PrivateKey):
+        raise SelfJudgeError(f"{file} is not a {kind} Ed25519 key: {_HOW}")
+    return key
+
+
+def _openssh() -> tuple[Any, Any]:
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+    return Encoding.OpenSSH, PublicFormat.OpenSSH
+
+
+def _message(digest: str) -> bytes:
+    return f"selfjudge recipe {digest}".encode()

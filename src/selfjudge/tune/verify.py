@@ -1,0 +1,185 @@
+"""Does a certificate follow from its evidence? Everything that it says of the test is computed once more. No torch.
+
+Each check returns a line that says what was found in order, and raises an error of one line where something is not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from selfjudge.decoding.rule_parser import RuleRequest, rule_text
+from selfjudge.errors import SelfJudgeError
+from selfjudge.judge.config import JudgeConfig
+from selfjudge.store import sha256
+from selfjudge.tune.certify import Claim, average_groups, decide, describe_evidence, find_upper_bound, share_delta
+
+CERTIFICATE = "certificate.json"
+SHARED = (
+    *("pair", "rule", "resolved", "gamma", "target_sha256", "draft_sha256", "tokenizer_sha256", "prompts_sha256"),
+    *("engine", "dtype", "draft_dtype"),
+)
+"""What recipe and certificate both say."""
+JUDGE_FILES = ("config.json", "model.safetensors")
+MOST = 10_000_000  # packed numbers
+_CLOSE = 2e-6  # figures that another version of numpy may round differently
+
+
+def pack(values: Sequence[float]) -> str:
+    """Numbers as text, those that repeat counted: `466*0 1 12*0 -0.25`."""
+    runs = ((value, sum(1 for _ in equal)) for value, equal in groupby(values))
+    return " ".join(f"{value:g}" if count == 1 else f"{count}*{value:g}" for value, count in runs)
+
+
+def unpack(text: str) -> list[float]:
+    """The numbers that `pack` wrote."""
+    values: list[float] = []
+    try:
+        for part in text.split():
+            count, _, value = part.rpartition("*")
+            if (repeated := int(count or 1)) > MOST - len(values):
+                raise ValueError
+            values += [float(value)] * repeated
+    except ValueError:
+        raise SelfJudgeError(f"{CERTIFICATE}: {text[:40]!r} is not a list of numbers") from None
+    return values
+
+
+def hash_recipe(recipe: Mapping[str, Any]) -> str:
+    """SHA-256 of all that recipe.json says but for this digest."""
+    content = {key: value for key, value in recipe.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def check_files(folder: Path, recipe: Mapping[str, Any], certificate: Mapping[str, Any]) -> str:
+    """Recipe, certificate and judge are as they were written, and belong together."""
+    if hash_recipe(recipe) != recipe["digest"]:
+        raise SelfJudgeError(f"{folder / 'recipe.json'} was changed after it was written")
+    judge = [f"{recipe['judge']}/{name}" for name in JUDGE_FILES] if recipe["judge"] else []
+    for name in (*recipe["files"], CERTIFICATE, *judge):
+        if not (folder / name).is_file() or sha256(folder / name) != recipe["files"].get(name):
+            raise SelfJudgeError(f"{folder / name} is not the file that this recipe was certified with")
+    for key in SHARED:
+        if certificate[key] != recipe[key]:
+            raise SelfJudgeError(f"{folder}: the certificate is of another {key}: it does not belong to the recipe")
+    return f"{len(recipe['files'])} files as written, digest {recipe['digest'][:12]}"
+
+
+def check_rule(folder: Path, recipe: Mapping[str, Any], certificate: Mapping[str, Any]) -> str:
+    """The rule is the one whose numbers the recipe states, and a relaxed one is certified."""
+    if certificate["certified"] != (recipe["rule"] != "exact"):
+        raise SelfJudgeError(f"{folder}: the rule {recipe['rule']} is not certified by its certificate")
+    request = RuleRequest(recipe["rule"], gamma=recipe["gamma"])
+    if request.needs_judge != bool(recipe["judge"]):
+        raise SelfJudgeError(f"{folder}: the judge of the rule {recipe['rule']} is missing, or not used by it")
+    judge = JudgeConfig.from_pretrained(folder / recipe["judge"]) if recipe["judge"] else None
+    if (resolved := rule_text(request.resolve((), judge))) != recipe["resolved"]:
+        raise SelfJudgeError(f"{folder}: {recipe['rule']} is {resolved}, not {recipe['resolved']} as it was certified")
+    return f"rule {resolved}, γ = {recipe['gamma']}"
+
+
+def check_bet(folder: Path, certificate: Mapping[str, Any]) -> str:
+    """The bets, computed from the differences of every prompt, end as the certificate says."""
+    epsilon, delta, families = certificate["epsilon"], certificate["delta"], len(set(certificate["families"]))
+    sizes = [int(size) for size in unpack(certificate["groups"])]
+    if not (0 < epsilon < 1 and 0 < delta < 1 and families and min(sizes, default=0) > 0):
+        raise SelfJudgeError(f"{folder}: the certificate has no ε, δ, families or prompts to bet with")
+    attempt = certificate["attempt"]
+    if attempt != 1 + len(certificate["earlier_attempts"]):
+        raise SelfJudgeError(f"{folder}: attempt {attempt} does not follow from the earlier ones")
+    claim = Claim(epsilon, share_delta(delta, attempt) / families, len(sizes))
+    certified = [_check_candidate(folder, row, claim, sizes) for row in certificate["candidates"]]
+    _check_sequence(folder, certificate["candidates"], certificate["families"])
+    if not certificate["certified"]:
+        return f"exact loses nothing; {len(certified)} bets on other rules computed again"
+    chosen = [
+        differences
+        for row, differences in zip(certificate["candidates"], certified, strict=True)
+        if row["refuted"] and (row["rule"], row["gamma"]) == (certificate["rule"], certificate["gamma"])
+    ]
+    if len(chosen) != 1:
+        raise SelfJudgeError(f"{folder}: no bet certifies {certificate['rule']} at γ = {certificate['gamma']}")
+    figures = _check_chosen(folder, certificate, claim, chosen[0], sizes)
+    return (
+        f"bet won after {figures['evidence']['refuted_at']} of {len(sizes)} observations: at most {epsilon:g} lost with"
+        f" confidence {1 - delta:g}; attempt {attempt}, {families} families, so δ = {claim.delta:.3g};"
+        f" {figures['lost']} answers lost, {figures['gained']} gained"
+    )
+
+
+def _check_candidate(folder: Path, row: Mapping[str, Any], claim: Claim, sizes: Sequence[int]) -> list[float]:
+    """The differences of a rule that was tried; refused if its figures do not follow from them."""
+    differences = unpack(row["differences"])
+    if len(differences) > sum(sizes) or any(not -1 <= d <= 1 for d in differences):
+        raise SelfJudgeError(f"{folder}: the differences of {row['rule']} are not those of these prompts")
+    certified = decide(claim, average_groups(differences, sizes)).certified
+    figures = summarise(differences, sizes) | {"n_used": len(differences), "refuted": certified}
+    _compare(folder, row["rule"], row, figures)
+    return differences
+
+
+def _check_sequence(folder: Path, rows: Sequence[Mapping[str, Any]], families: Sequence[str]) -> None:
+    """In a family no rule may be tested after one that is not certified."""
+    going_on = set(families)
+    for row in rows:
+        if row["n_used"] and row["family"] not in going_on:
+            raise SelfJudgeError(f"{folder}: {row['rule']} was tested after a rule of its family that is not certified")
+        if not row["refuted"]:
+            going_on.discard(row["family"])
+
+
+def _check_chosen(
+    folder: Path, certificate: Mapping[str, Any], claim: Claim, differences: Sequence[float], sizes: Sequence[int]
+) -> dict[str, Any]:
+    """All figures of the certificate; refused if they do not follow from the differences of its rule."""
+    observed, delta = average_groups(differences, sizes), certificate["delta"]
+    figures = summarise(differences, sizes) | {
+        "n": len(observed),
+        "evidence": describe_evidence(claim, observed, delta),
+        "overlap": None,
+    }
+    if certificate["measure"] != "overlap":
+        losses = unpack((certificate["overlap"] or {"losses": ""})["losses"])
+        if len(losses) != len(differences) or any(not 0 <= loss <= 1 for loss in losses):
+            raise SelfJudgeError(f"{folder}: the certificate does not hold the overlap of every prompt")
+        figures["overlap"] = describe_overlap(losses, sizes, delta)
+    _compare(folder, "the certificate", certificate, figures)
+    return figures
+
+
+def describe_overlap(losses: Sequence[float], sizes: Sequence[int], delta: float) -> dict[str, Any]:
+    """Share of the words of `exact` that is lost: of each prompt, the mean over groups, and its upper bound."""
+    observed = average_groups(losses, sizes)
+    return {"losses": pack(losses), "mean": float(observed.mean()), "bound": find_upper_bound(observed, delta)}
+
+
+def summarise(differences: Sequence[float], sizes: Sequence[int]) -> dict[str, Any]:
+    """Answers lost and gained, and the mean over groups of rule − `exact`."""
+    observed = average_groups(differences, sizes)
+    return {
+        "mean_difference": float(-observed.mean()) if len(observed) else None,
+        "lost": sum(d > 0 for d in differences),
+        "gained": sum(d < 0 for d in differences),
+    }
+
+
+def _compare(folder: Path, what: str, stated: Mapping[str, Any], computed: Mapping[str, Any]) -> None:
+    """Refuse figures that differ from what was computed by more than rounding."""
+    for key, value in computed.items():
+        if not _is_same(stated[key], value):
+            raise SelfJudgeError(f"{folder}: {key} of {what} does not follow from the differences of its prompts")
+
+
+def _is_same(stated: Any, computed: Any) -> bool:
+    if isinstance(computed, Mapping):
+        return isinstance(stated, Mapping) and all(_is_same(stated[key], computed[key]) for key in computed)
+    if isinstance(computed, list):
+        return len(stated) == len(computed) and all(map(_is_same, stated, computed))
+    if isinstance(computed, float) and isinstance(stated, int | float):
+        return math.isclose(stated, computed, rel_tol=_CLOSE, abs_tol=_CLOSE)
+    return bool(stated == computed)
