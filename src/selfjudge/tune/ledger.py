@@ -1,7 +1,7 @@
 """The ledger of attempts: which prompts rules of which target were tested on, on this machine. Loads no torch.
 
-HOME/attempts.jsonl, or the file that SELFJUDGE_LEDGER names, has a row for every run of `tune`. An attempt whose prompts
-overlap with those of an earlier one of the same target is a further one, and spends a share of δ of its own
+HOME/attempts.jsonl, or the file that SELFJUDGE_LEDGER names, has a row for every run of `tune`. An attempt whose
+prompts overlap with those of an earlier one of the same target is a further one, and spends a share of δ of its own
 (`certify.share_delta`). A run that is resumed is the same attempt. Who removes the file, or tunes on another machine,
 hides attempts: no file can tell.
 """
