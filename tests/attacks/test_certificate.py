@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -109,7 +110,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> Any:
 def test_what_does_not_follow_is_refused(folder: Path, case: str, sealed: bool) -> None:
     Recipe.load(folder)
     said = change_all(folder, case, sealed=sealed)
-    with pytest.raises(SelfJudgeError, match=said if sealed else "") as refused:
+    with pytest.raises(SelfJudgeError, match=said if sealed else None) as refused:
         Recipe.load(folder)
     assert "\n" not in str(refused.value)
 
@@ -211,7 +212,7 @@ def test_without_the_package_it_is_one_line(folder: Path, monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "cryptography.exceptions", None)
     monkeypatch.setitem(sys.modules, "cryptography", None)
     assert run(monkeypatch, "certificate", "verify", str(folder), "--key", "key.pub") == 1
-    assert "signatures need cryptography: pip install cryptography (or selfjudge[sign])" in capsys.readouterr().err
+    assert "signatures need cryptography: pip install cryptography" in capsys.readouterr().err
 
 
 HOSTILE = [
@@ -232,7 +233,7 @@ def test_hostile_names_are_text_in_the_certificate(text: str) -> None:
     for line in lines:
         if not line.startswith("    "):  # a block of code
             assert "<" not in line.replace("\\<", "")
-            assert "](" not in line
+            assert not re.search(r"(?<!\\)\]\(", line)
     assert not any(line.startswith(("<b>", "# c")) for line in lines)
     page = certificate_page(content, [])
     assert "<script>alert" not in page

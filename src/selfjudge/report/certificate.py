@@ -168,7 +168,7 @@ def _candidates_table(certificate: Mapping[str, Any]) -> Table:
 
 def _evidence_chart(evidence: Mapping[str, Any], rule: str) -> Chart:
     """The capital of the bet over the prompts; it is won at the dotted line."""
-    course = tuple(Point(t, value, f"after {t} prompts: ln K = {value}") for t, value in evidence["log_capital"])
+    course = tuple(Point(t, value, f"after {t} prompts: ln K = {value:.4f}") for t, value in evidence["log_capital"])
     series = (Series(rule, 1, course, marked=False),)
     return Chart("evidence", "Evidence over prompts", "prompts", "ln of the capital", series, level=evidence["goal"])
 

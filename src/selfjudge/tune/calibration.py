@@ -214,6 +214,18 @@ class LossMeasure:
         return 0.0 if both_missing or prompt.examples.task.same(prompt.row, exact["answer"], sample["answer"]) else 1.0
 
 
+def _load_judge(pair: Pair, judge: Judge | str | Path | None) -> tuple[Judge | None, str | Path | None]:
+    """The given judge, or the one that ships for the target; and where it came from, if that is known."""
+    from selfjudge.judge.model import Judge
+
+    source = judge if isinstance(judge, str | Path) else None
+    if judge is None and pair.judge is not None:
+        source = pair.target_id
+    loaded = Judge.from_pretrained(source) if source is not None else judge
+    assert loaded is None or isinstance(loaded, Judge)
+    return loaded, source
+
+
 @dataclass(frozen=True)
 class TuneJob:
     """What a run tests, and with what."""
@@ -246,13 +258,7 @@ class TuneJob:
 
         `attempt` is the id of a run that is resumed.
         """
-        from selfjudge.judge.model import Judge
-
-        source = judge if isinstance(judge, str | Path) else None
-        if judge is None and pair.judge is not None:
-            source = pair.target_id
-        loaded = Judge.from_pretrained(source) if source is not None else judge
-        assert loaded is None or isinstance(loaded, Judge)
+        loaded, source = _load_judge(pair, judge)
         if loaded is None and config.families == FAMILIES:
             warn("no judge ships for this target: the family judged is left out")
         families = list_families(config.families, None if loaded is None else loaded.config)

@@ -169,8 +169,8 @@ def check_prompt_count(
         needed = f"at least {given} are needed" + (f", {given - fewest} of them to choose γ" if batch else "")
     over, fewer = ("1 family", "") if families == 1 else (f"{families} families", ", fewer `families`")
     raise SelfJudgeError(
-        f"{prompts} prompts cannot certify `epsilon` {epsilon:g} at {delta:.2g}, this attempt's share of `delta`,"
-        f" over {over}: {needed};"
+        f"{prompts} prompts cannot certify `epsilon` {epsilon:g} at `delta` {delta:.2g}, this attempt's share, over"
+        f" {over}: {needed};"
         f" give more prompts{fewer} or a larger `epsilon`"
     )
 
@@ -221,7 +221,7 @@ def describe_evidence(claim: Claim, observations: Sequence[float] | Floats, delt
         "refuted_at": decision.refuted_at,
         "p_value": decision.p_value,
         "goal": claim.goal,
-        "log_capital": [[int(i) + 1, round(float(course[i]), 6)] for i in kept],
+        "log_capital": [[int(i) + 1, float(course[i])] for i in kept],
         "lost_bound": find_binomial_bound(sum(d > 0 for d in observations), len(observations), delta),
     }
 

@@ -104,8 +104,6 @@ def _write(job: TuneJob, folder: RunFolder, result: TuneResult, vllm_flags: Flag
     judge = None if best is None or job.plan(best.rule, best.gamma).judge is None else job.judge
     if judge is not None:
         judge.cpu().save_pretrained(out / JUDGE)
-    resolved = "exact" if best is None else rule_text(job.plan(best.rule, best.gamma).rule)
-    certificate["resolved"] = resolved
     recipe = make_recipe(certificate, job.pair, JUDGE if judge is not None else None)
     recipe["flags"]["vllm"] = vllm_flags(recipe, out)
     certificate["flags"] = recipe["flags"]
@@ -130,28 +128,19 @@ def _drop_answers(folder: RunFolder, certificate: Mapping[str, Any]) -> None:
 def make_certificate(job: TuneJob, result: TuneResult) -> dict[str, Any]:
     """The content of certificate.json."""
     pair, config, settings, best = job.pair, job.config, job.settings(), result.best
-    observed = np.zeros(0) if best is None else best.observations
-    used = [len(trial.observations) for trial in result.trials]
     return {
         "format_version": FORMAT,
         "pair": pair.name,
         "task": ", ".join(settings["tasks"]),
         "measure": job.measure.name,
         "measure_words": WORDS[job.measure.name],
-        "rule": "exact" if best is None else best.rule,
-        "gamma": result.exact_gamma if best is None else result.gamma,
-        "n": max(used, default=0) if best is None else len(observed),
         "epsilon": config.epsilon,
         "delta": config.delta,
-        "certified": best is not None,
-        "mean_difference_ci": bootstrap_interval(-observed) if len(observed) else None,
-        **summarise([] if best is None else best.differences, job.sizes),
+        **(_describe_exact_choice(result) if best is None else _describe_choice(job, best)),
         "exact": _describe_exact(job, result),
         "groups": pack(job.sizes),
         "attempt": 1 + len(job.earlier),
         "earlier_attempts": list(job.earlier),
-        "evidence": None if best is None else describe_evidence(best.claim, observed, config.delta),
-        "overlap": None if best is None or job.measure.name == "overlap" else _measure_overlap(best, config.delta),
         "speed_measure": "tokens_per_second" if config.times else "mean_accepted_length",
         **result.compare_speed(best),
         "exact_gamma": result.exact_gamma,
@@ -167,7 +156,36 @@ def make_certificate(job: TuneJob, result: TuneResult) -> dict[str, Any]:
             for name in ("prompts_sha256", "similar", "max_new_tokens", "batch", "engine", "dtype", "draft_dtype")
         },
         **measured_on(),
-        "stopped": any(trial.stopped for trial in result.trials) or (best is not None and len(observed) < best.claim.n),
+        "stopped": any(trial.stopped for trial in result.trials)
+        or (best is not None and len(best.observations) < best.claim.n),
+    }
+
+
+def _describe_exact_choice(result: TuneResult) -> dict[str, Any]:
+    """What a certificate says if `exact` is taken."""
+    return {
+        **dict.fromkeys(("rule", "resolved"), "exact"),
+        "gamma": result.exact_gamma,
+        "certified": False,
+        "n": max((len(trial.observations) for trial in result.trials), default=0),
+        **summarise([], []),
+        **dict.fromkeys(("mean_difference_ci", "evidence", "overlap")),
+    }
+
+
+def _describe_choice(job: TuneJob, best: RuleTrial) -> dict[str, Any]:
+    """What a certificate says of the rule that is taken: itself with all its numbers, its figures and its bet."""
+    observed, delta = best.observations, job.config.delta
+    return {
+        "rule": best.rule,
+        "resolved": rule_text(job.plan(best.rule, best.gamma).rule),
+        "gamma": best.gamma,
+        "certified": True,
+        "n": len(observed),
+        **summarise(best.differences, best.sizes),
+        "mean_difference_ci": bootstrap_interval(-observed),
+        "evidence": describe_evidence(best.claim, observed, delta),
+        "overlap": None if job.measure.name == "overlap" else _measure_overlap(best, delta),
     }
 
 

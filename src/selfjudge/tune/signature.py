@@ -56,7 +56,7 @@ def _read_key(file: Path, kind: str) -> Any:
         from cryptography.hazmat.primitives import serialization as keys
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError:
-        raise SelfJudgeError("signatures need cryptography: pip install cryptography (or selfjudge[sign])") from None
+        raise SelfJudgeError("signatures need cryptography: pip install cryptography") from None
     try:
         raw = file.expanduser().read_bytes()
         key: Any = keys.load_ssh_public_key(raw) if kind == "public" else keys.load_ssh_private_key(raw, None)

@@ -27,7 +27,7 @@ SHARED = (
 """What recipe and certificate both say."""
 JUDGE_FILES = ("config.json", "model.safetensors")
 MOST = 10_000_000  # packed numbers
-_CLOSE = 2e-6  # figures that another version of numpy may round differently
+_CLOSE = 1e-6  # figures that another version of numpy may round differently
 
 
 def pack(values: Sequence[float]) -> str:
@@ -181,5 +181,5 @@ def _is_same(stated: Any, computed: Any) -> bool:
     if isinstance(computed, list):
         return len(stated) == len(computed) and all(map(_is_same, stated, computed))
     if isinstance(computed, float) and isinstance(stated, int | float):
-        return math.isclose(stated, computed, rel_tol=_CLOSE, abs_tol=_CLOSE)
+        return math.isclose(stated, computed, rel_tol=_CLOSE, abs_tol=1e-12)
     return bool(stated == computed)
