@@ -74,8 +74,8 @@ def average_groups(differences: Sequence[float], sizes: Sequence[int]) -> Floats
     whole = int(np.searchsorted(ends, len(differences), side="right"))
     if not whole:
         return np.zeros(0)
-    starts, counts = ends[:whole] - sizes[:whole], np.asarray(sizes[:whole], float)
-    means: Floats = np.add.reduceat(np.asarray(differences, float)[: ends[whole - 1]], starts) / counts
+    counts = np.asarray(sizes[:whole], int)
+    means: Floats = np.add.reduceat(np.asarray(differences, float)[: ends[whole - 1]], ends[:whole] - counts) / counts
     return means.clip(-1, 1)  # sums of floats may end beyond
 
 
