@@ -82,7 +82,7 @@ TAMPERINGS: dict[str, tuple[str, Change, str]] = {
 
 @pytest.fixture(scope="module")
 def good(tiny_pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = JudgeConfig(hidden_size=tiny_pair.hidden_size, quality_curve=CURVE)
+    config = JudgeConfig(hidden_size=tiny_pair.hidden_size, target=tiny_pair.target_id, quality_curve=CURVE)
     return recipe_folder(tmp_path_factory.mktemp("good") / "tuned", tiny_pair, judge=Judge(config), rule="judged:q0.9")
 
 

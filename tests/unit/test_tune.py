@@ -274,7 +274,8 @@ def test_a_recipe_is_refused_where_its_files_do_not_belong_together(tiny_pair: P
     (tmp_path / "begun" / "settings.json").write_text("{}")
     with pytest.raises(SelfJudgeError, match="give `resume`"):
         Recipe.load(tmp_path / "begun")
-    folder = recipe_folder(tmp_path / "tuned", tiny_pair, judge=Judge(JudgeConfig(hidden_size=tiny_pair.hidden_size)))
+    judge = Judge(JudgeConfig(hidden_size=tiny_pair.hidden_size, target=tiny_pair.target_id))
+    folder = recipe_folder(tmp_path / "tuned", tiny_pair, judge=judge)
     assert Recipe.load(folder).judge == folder / "judge"
     constant_judge(0.3, tiny_pair.hidden_size).save_pretrained(folder / "judge")
     with pytest.raises(SelfJudgeError, match="is not the file that this recipe was certified with"):
