@@ -212,6 +212,7 @@ def test_a_judged_recipe_carries_its_judge(
     tiny_pair: Pair, config: TuneConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     judge = random_judges(tiny_pair.hidden_size)["mine"]
+    judge.config = replace(judge.config, target=tiny_pair.target_id)
     said: list[str] = []
     recipe = tune_pair(tiny_pair, tmp_path / "t", replace(config, families=("judged",)), judge=judge, warn=said.append)
     assert any("cannot be checked" in line for line in said)
