@@ -110,8 +110,8 @@ def _print_gain(gain: dict[str, Any]) -> None:
         [
             {
                 "rule": row["rule"],
-                "tokens/s": figure(row["tokens_per_second"], ".1f"),
-                "× plain": figure(row["speed_over_plain"], ".2f"),
+                "tokens/s": "busy" if gain["busy"] else figure(row["tokens_per_second"], ".1f"),
+                "× plain": "busy" if gain["busy"] else figure(row["speed_over_plain"], ".2f"),
                 f"{GLOSSARY['m']} (m)": figure(row["mean_accepted_length"], ".2f"),
                 f"{GLOSSARY['γ']} (γ)": figure(row["gamma_mean"], ".1f"),
                 "passes": row["passes"],

@@ -96,18 +96,17 @@ def mark_substitutions(tokens: Sequence[Sequence[Any]]) -> str:
 def _gain_table(gain: Mapping[str, Any]) -> Table:
     columns = (
         word_column("rule", "rule"),
-        Column("tokens/s", "tokens_per_second", tenths, help="median of the turns"),
-        Column("× plain", "speed_over_plain", fixed),
+        Column("tokens/s", _unless_busy("tokens_per_second"), tenths, help="median of the turns"),
+        Column("× plain", _unless_busy("speed_over_plain"), fixed),
         PER_PASS,
         Column(f"{GLOSSARY['γ']} (γ)", "gamma_mean", tenths),
         Column("passes", "passes", help="of the large model, the one that reads the prompt included"),
         Column("substituted", "judged", help=f"tokens {GLOSSARY['judged']}"),
     )
     turns = len(gain["rows"][0]["seconds"])
-    notes = [f"{gain['pair']}, {gain['dtype']}, the draft {gain['draft_dtype']}; medians of {turns} turns."]
-    return Table(
-        "gain", "One question by turns", columns, tuple(gain["rows"]), " ".join([*notes, gain["busy"]]).strip()
-    )
+    note = f"{gain['pair']}, {gain['dtype']}, the draft {gain['draft_dtype']}; medians of {turns} turns."
+    rows = tuple({**row, "busy": gain["busy"]} for row in gain["rows"])
+    return Table("gain", "One question by turns", columns, rows, f"{note} {gain['busy']}".strip())
 
 
 def _table(result: Mapping[str, Any]) -> Table:
