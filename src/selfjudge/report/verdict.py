@@ -31,10 +31,9 @@ def make_verdict(runs: Sequence[EvalRun]) -> VerdictSection | None:
     counts = Counter(run.pair for run in runs)
     pair = max(counts, key=lambda name: (counts[name], name), default="")
     own = [run for run in runs if run.pair == pair]
-    with_exact = sorted({run.task for run in own if run.name == "exact"}, key=task_order)
-    if not with_exact:
+    tasks = _covered_tasks(own)
+    if not tasks:
         return None
-    tasks = [task for task in with_exact if task in PAPER] or with_exact[:1]
     gamma = usual_gamma(run for run in own if run.task in tasks)
     exact, *others = _choose_rules(own, tasks, gamma) or [[]]
     if not others or exact[0].name != "exact":
@@ -44,6 +43,12 @@ def make_verdict(runs: Sequence[EvalRun]) -> VerdictSection | None:
     score = sum(run.score for run in exact) / len(exact)
     prompts = f"{where}; {whole(sum(run.n for run in exact))} prompts"
     return VerdictSection(_sentences(rows[1:], prompts, score), _chart(rows), _table(rows, where))
+
+
+def _covered_tasks(runs: Sequence[EvalRun]) -> list[str]:
+    """The paper's tasks that `exact` was run on, else the first task."""
+    with_exact = sorted({run.task for run in runs if run.name == "exact"}, key=task_order)
+    return [task for task in with_exact if task in PAPER] or with_exact[:1]
 
 
 def _choose_rules(runs: Sequence[EvalRun], tasks: Sequence[str], gamma: int) -> list[list[EvalRun]]:
