@@ -116,3 +116,11 @@ def test_features_are_the_inputs_of_layers(kind: str) -> None:
         assert all(f is not None for f in features)
         torch.testing.assert_close(features[0][row, 9 - count :], wanted[:count], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(features[1][row], wanted[count:], rtol=1e-4, atol=1e-4)
+
+
+def test_a_row_of_the_backlog_that_is_selected_twice_becomes_two() -> None:
+    backlog = drafts.Backlog(torch.device("cpu"))
+    backlog.reserve(2)
+    backlog.enter(torch.tensor([7, 8]))
+    backlog.select([1, 0, 1])
+    assert backlog.tokens[:, -1].tolist() == [8, 7, 8]

@@ -1,4 +1,4 @@
-"""What an engine is: one model, a ragged batch, a cache that can be rewound."""
+"""The contract of an engine: one model, a ragged batch, a KV cache that can be rewound."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from transformers import PreTrainedModel
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The last `keep` positions of a pass."""
+    """What a forward pass returns."""
 
     logits: Tensor
-    """[B, keep, V]"""
+    """[B, keep, V] of the last `keep` positions."""
     hidden: Tensor | None
-    """[B, keep, H] the tensor that feeds the LM head, where it was asked for."""
+    """[B, keep, H] the input of the LM head, where it was asked for."""
     features: Tensor | None = None
-    """[B, T, F] of all positions: the inputs of the layers that were asked for, side by side."""
+    """[B, T, F] inputs of the layers that were asked for, at all positions. Of a head: its states [B, keep, H]."""
 
 
 class RowCache(Protocol):
-    """What holds the rows of a ragged batch: every row has its own number of cached tokens."""
+    """The rows of a ragged batch: every row has its own number of cached tokens."""
 
     window: int
     """Context window: the most positions a row may hold."""
@@ -42,22 +42,19 @@ class RowCache(Protocol):
         """Begin a batch: room for `batch` rows of at most `length` tokens, none of them filled."""
 
     def aside(self) -> Self:
-        """The same weights with an empty cache of their own, for prompts that will `join` this one."""
+        """Return the same weights with an empty cache, for prompts whose rows will `join` this one."""
         other = copy.copy(self)
         other.reserve(0, 0)
         return other
 
     def join(self, other: Self, idle: int = 0) -> None:
-        """Take over the rows of what was `aside`, after those that are there; then some idle ones.
+        """Append the rows of `other`, which `aside` made, and then `idle` empty rows.
 
-        Where passes are static there must be room for them; nowhere else are there idle rows.
+        A static cache must have room for all of them; other caches take no idle rows.
         """
 
     def select(self, rows: list[int]) -> None:
-        """Keep these rows, in this order; the others leave the batch. One that is named twice becomes two rows.
-
-        Where passes are static there must be room for them.
-        """
+        """Keep these rows, in this order, one named twice as two rows. A static cache must have room for them."""
 
     def state(self) -> list[Tensor]:
         """The tensors that a pass changes in place, without the cache itself."""
@@ -73,7 +70,7 @@ class Engine(RowCache):
 
     @cached_property
     def chunk(self) -> int:
-        """Tokens of a prompt that cost about as much as a decoding step: few where arithmetic is the limit."""
+        """Prompt tokens that cost about as much as a decoding step: few where arithmetic is the limit."""
         return 8 if self.device.type == "cpu" else 512
 
     def extend(self, tokens: Tensor, counts: Tensor | None = None, keep: int | None = None) -> Output:
@@ -85,14 +82,14 @@ class Engine(RowCache):
         return self.extend(tokens, counts, keep=1)
 
     def bucket(self, rows: int, now: int = 0) -> int:
-        """How many rows a batch should have in which `rows` are live and, if it is under way, `now` are there."""
+        """The best number of rows for a batch with `rows` live ones; `now` is its present number, 0 if it is new."""
         return rows
 
     def rewind(self, rejected: Tensor) -> None:
         """Forget the last rejected[b] tokens of each row."""
 
     def capture(self, functions: Sequence[Callable[[], None]], state: Sequence[Tensor]) -> list[Callable[[], None]]:
-        """The same functions over the same tensors, as captured graphs where it can; `state` is left as it was."""
+        """Return the functions, as captured graphs where the engine can; tensors of `state` are left as they were."""
         return list(functions)
 
 
@@ -100,20 +97,20 @@ class HeadEngine(Engine):
     """An EAGLE-3 head over a ragged batch: entry t of a row is made of the token at t+1 and the state at t."""
 
     vocabulary: Tensor
-    """[D] the tokens it proposes from."""
+    """[D] the token of each of its logits."""
     hidden_size: int
 
     def append(self, tokens: Tensor, states: Tensor, counts: Tensor | None = None, keep: int = 1) -> Output:
         """Append entries of tokens [B, T] and states; of row b the last counts[b], as `extend` does.
 
-        States are the target's features [B, T, 3H], or what earlier entries gave [B, T, H]. Of the last `keep` entries,
-        none or one, come logits [B, keep, D] and, as features, the states [B, keep, H] of the entries that follow.
+        States are the target's features [B, T, 3H], or the head's own from earlier entries [B, T, H]. `keep` is 0 or 1.
+        The output has logits [B, keep, D] and, as features, the states [B, keep, H] for the entries that follow.
         """
         raise NotImplementedError
 
 
 def shape_reason(model: PreTrainedModel) -> str | None:
-    """Why a model does not have the shape of Llama or Qwen2 that the fast engines need; None if it has."""
+    """Why the fast engines cannot run a model, which must be built like Llama or Qwen2; None if they can."""
     config = model.config.get_text_config()
     if type(model).__name__ not in ("LlamaForCausalLM", "Qwen2ForCausalLM", "MistralForCausalLM"):
         return f"models of type {config.model_type!r} run on the reference engine"

@@ -1,4 +1,4 @@
-"""Drafts: they propose tokens to a target, and keep up with the tokens that are accepted."""
+"""Drafts propose tokens to a target and keep up with the tokens that are accepted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
-from torch import Tensor, device
+from torch import Tensor
 
 from selfjudge.engine.base import Engine, HeadEngine, RowCache
 from selfjudge.errors import SelfJudgeError
@@ -19,73 +19,71 @@ BACKLOG = 64  # newest tokens that a draft reads when it drafts again after plai
 class Backlog:
     """The tokens of every row that a draft has not read, the newest last, in buffers that captured graphs refer to."""
 
-    def __init__(self, on: device, hidden: int = 0, dtype: torch.dtype = torch.float32) -> None:
-        """With `hidden`, every token has a state of that width beside it."""
+    def __init__(self, device: torch.device, hidden: int = 0, dtype: torch.dtype = torch.float32) -> None:
+        """With `hidden`, every token comes with a state of that width."""
         self._buffers = [
-            torch.zeros(0, BACKLOG, dtype=torch.long, device=on),
-            torch.zeros(0, dtype=torch.long, device=on),
-            torch.zeros(0, BACKLOG, hidden, dtype=dtype, device=on),
+            torch.zeros(0, BACKLOG, dtype=torch.long, device=device),
+            torch.zeros(0, dtype=torch.long, device=device),
+            torch.zeros(0, BACKLOG, hidden, dtype=dtype, device=device),
         ]
         self.reserve(0)
 
-    def _rows(self, batch: int) -> None:
+    def _use_rows(self, batch: int) -> None:
         """Work on the first rows of the buffers, which grow if they must."""
         if batch > len(self._buffers[0]):
             old = self._buffers
             self._buffers = [b.new_zeros((batch, *b.shape[1:])) for b in old]
             for new, values in zip(self._buffers, old, strict=True):
                 new[: len(values)] = values
+        # [B, BACKLOG], right-aligned; [B] how many of them have not been read; [B, BACKLOG, H]
         self.tokens, self.missing, self.states = (b[:batch] for b in self._buffers)
-        """[B, BACKLOG], right-aligned; [B] how many of them have not been read; [B, BACKLOG, H]"""
 
     def reserve(self, batch: int) -> None:
-        """Begin with so many rows, each of which lacks the token that the target says after its prompt."""
-        self._rows(batch)
+        """Begin with so many rows, each of which lacks the target's first token after the prompt."""
+        self._use_rows(batch)
         self.missing.fill_(1)
         self.states.zero_()
-        self.most = 1
-        """The most that a row may lack, as far as the host knows."""
+        self.max_missing = 1  # upper bound of `missing`, which the host knows without waiting for the device
 
     def enter(self, first: Tensor) -> None:
+        """Set the first tokens [B'] of the last rows, whose prompts have been read."""
         new = len(self.missing) - len(first)
         self.tokens[new:, -1] = first
         self.missing[new:] = 1
 
     def push(self, tokens: Tensor, states: Tensor | None = None) -> None:
-        """One more token [B, 1] of every row, and its state [B, 1, H]."""
+        """Add one token [B, 1] to every row, and its state [B, 1, H]."""
         self.tokens.copy_(torch.cat([self.tokens[:, 1:], tokens], 1))
         if states is not None:
             self.states.copy_(torch.cat([self.states[:, 1:], states], 1))
         self.missing.add_(1).clamp_(max=BACKLOG)
 
-    def caught_up(self) -> None:
-        """All but the newest token of every row have been read."""
+    def mark_read(self) -> None:
+        """Note that all but the newest token of every row have been read."""
         self.missing.fill_(1)
-        self.most = 1
+        self.max_missing = 1
 
     def join(self, other: Self, idle: int) -> None:
         there, new = len(self.missing), len(other.missing)
-        self._rows(there + new + idle)
+        self._use_rows(there + new + idle)
         self.missing[there:] = 1
-        for mine, others in zip(self.tensors(), other.tensors(), strict=True):
-            mine[there : there + new] = others
-        self.most = max(self.most, other.most)
+        for own, others in zip(self.tensors(), other.tensors(), strict=True):
+            own[there : there + new] = others
+        self.max_missing = max(self.max_missing, other.max_missing)
 
     def select(self, rows: list[int]) -> None:
         index = torch.tensor(rows, dtype=torch.long, device=self.missing.device)
-        for tensor in self.tensors():
-            tensor[: len(rows)] = tensor[index]
-        self._rows(len(rows))
+        selected = [tensor[index] for tensor in self.tensors()]
+        self._use_rows(len(rows))
+        for tensor, values in zip(self.tensors(), selected, strict=True):
+            tensor.copy_(values)
 
     def tensors(self) -> list[Tensor]:
         return [self.tokens, self.missing, self.states]
 
 
 class Drafter(RowCache):
-    """Proposes tokens to a target, over the same ragged batch. γ may change from cycle to cycle, also to 0 and back.
-
-    It has an engine and the backlog of its rows, which change together.
-    """
+    """Proposes tokens to a target, over the same ragged batch. γ may change from cycle to cycle, also to 0 and back."""
 
     engine: RowCache
     features: tuple[int, ...] = ()
@@ -117,31 +115,31 @@ class Drafter(RowCache):
         return [*self.engine.state(), *self.backlog.tensors()]
 
     def read(self, tokens: Tensor, counts: Tensor, features: Tensor | None) -> None:
-        """The next tokens [B, T] of prompts, of row b the last counts[b], with the target's features [B, T, F]."""
+        """Read the next tokens [B, T] of prompts, of row b the last counts[b]; the target's features are [B, T, F]."""
 
     def enter(self, first: Tensor) -> None:
-        """The prompts of the last rows have been read; [B'] the target's first tokens after them."""
+        """End the prompts of the last rows; `first` [B'] are the target's first tokens after them."""
         self.backlog.enter(first)
 
     def prepare(self, gamma: int) -> None:
-        """Catch up before a cycle of γ proposals, outside of its captured graph, where a cycle would read too little.
+        """Read, before a cycle of γ proposals, the tokens that its captured graph has no room for.
 
-        Plain cycles read nothing, so that they cost nothing; after many of them the oldest tokens are left out.
+        Plain cycles (γ = 0) read nothing, so that they cost nothing; after many of them the oldest tokens are left out.
         """
 
     def propose(self, gamma: int) -> Tensor:
-        """Read the accepted tokens that have not been read; logits [B, D] of the first of γ proposals."""
+        """Read the accepted tokens that have not been read; return logits [B, D] of the first of γ proposals."""
         raise NotImplementedError
 
     def extend(self, tokens: Tensor) -> Tensor:
-        """Logits [B, D] of the proposal that follows the proposals so far, the last of which are `tokens` [B]."""
+        """Return logits [B, D] of the next proposal; `tokens` [B] are the last ones so far."""
         raise NotImplementedError
 
     def accept(self, drafts: Tensor, verdict: Verdict, features: Tensor | None) -> None:
-        """Forget the rejected ones of proposals [B, γ], γ ≥ 0; `features` [B, γ+1, F] are of the verifying pass."""
+        """Forget the rejected proposals of [B, γ], γ ≥ 0; `features` [B, γ+1, F] are those of the verifying pass."""
 
 
-class LayersDraft(Drafter):
+class ModelDraft(Drafter):
     """A whole model as a draft. It lacks the newest token, and the last proposal too if all of them are accepted."""
 
     engine: Engine
@@ -157,14 +155,14 @@ class LayersDraft(Drafter):
 
     def prepare(self, gamma: int) -> None:
         backlog = self.backlog
-        if gamma and self.static and backlog.most > 2:
-            self.engine.prefill(backlog.tokens[:, -backlog.most : -1], backlog.missing - 1)
-            backlog.caught_up()
-        backlog.most = 2 if gamma else min(backlog.most + 1, BACKLOG)
+        if gamma and self.static and backlog.max_missing > 2:
+            self.engine.prefill(backlog.tokens[:, -backlog.max_missing : -1], backlog.missing - 1)
+            backlog.mark_read()
+        backlog.max_missing = 2 if gamma else min(backlog.max_missing + 1, BACKLOG)  # after this cycle
 
     def propose(self, gamma: int) -> Tensor:
         width = 2 if self.static else int(self.backlog.missing.max())
-        missing = None if width == 1 else self.backlog.missing
+        missing = None if width == 1 else self.backlog.missing  # nothing to mask
         return self.engine.extend(self.backlog.tokens[:, -width:], missing, keep=1).logits[:, -1]
 
     def extend(self, tokens: Tensor) -> Tensor:
@@ -175,14 +173,14 @@ class LayersDraft(Drafter):
         if not drafted:
             self.backlog.push(last)
             return
-        self.engine.rewind((drafted - 1 - k).clamp_min(0))  # the last draft itself was never fed to the draft
-        # a fully accepted block leaves the draft two tokens behind: d_γ and the bonus token
+        self.engine.rewind((drafted - 1 - k).clamp_min(0))  # the draft model never read the last proposal
+        # after a fully accepted block it lacks two tokens: d_γ and the bonus token
         self.backlog.tokens[:, -2:] = torch.cat([drafts[:, -1:], last], 1)
         self.backlog.missing.copy_(1 + (k == drafted).long())
 
 
 class EagleDraft(Drafter):
-    """A head as a draft. Its cache holds entries of the target's own states; proposals are rewound after each cycle."""
+    """An EAGLE-3 head as a draft. Its cache keeps entries of the target's states; a cycle's proposals are rewound."""
 
     engine: HeadEngine
 
@@ -209,11 +207,11 @@ class EagleDraft(Drafter):
 
     def prepare(self, gamma: int) -> None:
         backlog = self.backlog
-        if gamma and self.static and backlog.most > gamma + 1:
-            late = slice(-backlog.most, -1)
-            self.engine.append(backlog.tokens[:, late], backlog.states[:, late], backlog.missing - 1, keep=0)
-            backlog.caught_up()
-        backlog.most = gamma + 1 if gamma else min(backlog.most + 1, BACKLOG)
+        if gamma and self.static and backlog.max_missing > gamma + 1:
+            unread = slice(-backlog.max_missing, -1)
+            self.engine.append(backlog.tokens[:, unread], backlog.states[:, unread], backlog.missing - 1, keep=0)
+            backlog.mark_read()
+        backlog.max_missing = gamma + 1 if gamma else min(backlog.max_missing + 1, BACKLOG)  # after this cycle
 
     def propose(self, gamma: int) -> Tensor:
         backlog, width = self.backlog, gamma + 1 if self.static else int(self.backlog.missing.max())
@@ -252,7 +250,7 @@ class BatchEngines:
     draft: Drafter | None = None
     """None for plain decoding."""
     kept: dict[Hashable, Any] = field(default_factory=dict)
-    """What earlier batches learned about these models on such engines."""
+    """What one batch hands on to the next, such as measured speeds."""
 
     def __post_init__(self) -> None:
         if self.target.static and self.draft is not None and not self.draft.static:
@@ -275,11 +273,11 @@ class BatchEngines:
             cache.reserve(rows, length)
 
     def aside(self) -> BatchEngines:
-        """The same weights with empty caches, for prompts that will `join` these."""
+        """Return the same weights with empty caches, for prompts whose rows will `join` these."""
         return BatchEngines(self.target.aside(), self.draft and self.draft.aside(), self.kept)
 
     def join(self, other: BatchEngines, idle: int) -> None:
-        """Take over the rows of engines that were `aside`, then some idle ones."""
+        """Append the rows of `other`, which `aside` made, and then `idle` empty rows."""
         for cache, others in zip(self.caches, other.caches, strict=True):
             cache.join(others, idle)
 

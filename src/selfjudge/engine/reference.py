@@ -25,9 +25,9 @@ from selfjudge.models.eagle import EagleHead, captured_states
 from selfjudge.models.tokens import context_window
 
 PREFILL_CHUNK = 512  # bounds mask and activation memory: nothing grows with the square of the prompt
-HOLE_SHARE = 0.25  # compact when more than this share of the slots, and HOLE_SLACK more, exceed the longest row
+HOLE_SHARE = 0.25  # compact when the cache is longer than its longest row by this share and HOLE_SLACK slots
 HOLE_SLACK = 32
-_ATTENTION = {"full_attention", "sliding_attention"}
+_REWINDABLE = {"full_attention", "sliding_attention"}
 
 
 class SlotLayer(DynamicLayer):
@@ -68,7 +68,7 @@ class SlotLayer(DynamicLayer):
         self.cut(slots.shape[1])
 
     def join(self, other: SlotLayer, slots: int) -> None:
-        """Take the rows of another layer after its own; both get `slots` slots, the added ones first."""
+        """Append the rows of another layer; all rows are padded on the left to `slots` slots."""
         here, there = (0, 0, slots - self.used, 0), (0, 0, slots - other.used, 0)
         both = ((self.keys, other.keys), (self.values, other.values))
         self.buffers = [torch.cat([pad(own, here), pad(new, there)]) for own, new in both]
@@ -94,7 +94,7 @@ class SlotCache(Engine):
         self.lengths = torch.zeros(0, dtype=torch.long, device=self.device)  # [B] tokens of the row
 
     def _parts(self, tokens: Tensor, counts: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
-        """Make slots for tokens [B, T], some columns at a time: the columns of the next pass, and their positions."""
+        """Add slots for tokens [B, T], a chunk at a time: yields its columns and positions. Must be run to its end."""
         batch, width = tokens.shape
         if not self.slots:
             self.valid = self.valid.new_zeros((batch, 0))
@@ -111,7 +111,7 @@ class SlotCache(Engine):
             self.slots += part.stop - part.start
             yield part, positions[:, part]
         self.lengths = self.lengths + valid.sum(1)
-        self._tidy()
+        self._compact_if_sparse()
 
     @torch.inference_mode()
     def join(self, other: Self, idle: int = 0) -> None:
@@ -129,7 +129,7 @@ class SlotCache(Engine):
         self.slots = slots
 
     def _mask(self, width: int, dtype: torch.dtype) -> Tensor | dict[str, Tensor] | None:
-        """Additive [B, 1, T, S] masks by attention kind: own slots, not later ones, inside the sliding window."""
+        """Additive masks [B, 1, T, S] by attention kind; a query sees its row's earlier slots inside the window."""
         if width == 1 and self._kinds == {"full_attention"} and bool(self.valid.all()):
             return None
         slot = torch.arange(self.slots, device=self.device)
@@ -162,9 +162,9 @@ class SlotCache(Engine):
             self.valid, self.positions = self.valid[:, :end], self.positions[:, :end]
             for layer in self.cache.layers:
                 layer.cut(end)
-        self._tidy()
+        self._compact_if_sparse()
 
-    def _tidy(self) -> None:
+    def _compact_if_sparse(self) -> None:
         longest = int(self.lengths.max())
         if self.slots - longest > HOLE_SHARE * self.slots + HOLE_SLACK:
             self._compact(longest)
@@ -189,7 +189,7 @@ class SlotCache(Engine):
 
 
 class ReferenceEngine(SlotCache):
-    """Any causal LM of transformers, as the module that it is."""
+    """Any causal LM of transformers, run as it is."""
 
     def __init__(self, model: PreTrainedModel, *, hidden: bool = False, features: tuple[int, ...] = ()) -> None:
         config = model.config.get_text_config()
@@ -217,11 +217,11 @@ class ReferenceEngine(SlotCache):
         if len(outputs) == 1:
             return outputs[0]
         logits, hidden, features = zip(*((o.logits, o.hidden, o.features) for o in outputs), strict=True)
-        both = (None if parts[0] is None else torch.cat(parts, 1) for parts in (hidden, features))
-        return Output(torch.cat(logits, 1), *both)
+        optional = (None if parts[0] is None else torch.cat(parts, 1) for parts in (hidden, features))
+        return Output(torch.cat(logits, 1), *optional)
 
     def _pass(self, tokens: Tensor, positions: Tensor, keep: int) -> Output:
-        arguments: dict[str, Any] = {"logits_to_keep": max(keep, 1)} if self._keeps_logits else {}
+        arguments: dict[str, Any] = {"logits_to_keep": max(keep, 1)} if self._keeps_logits else {}  # 0: all
         captured: list[Tensor] = []
         with contextlib.ExitStack() as stack:
             if self._want_hidden:
@@ -243,7 +243,7 @@ class ReferenceEngine(SlotCache):
 
 
 class ReferenceHead(SlotCache, HeadEngine):
-    """An EAGLE-3 head as the torch module it is: entries of a token and a state each."""
+    """An EAGLE-3 head, run as a torch module. An entry is made of a token and a state."""
 
     def __init__(self, head: EagleHead) -> None:
         self.head = head
@@ -265,7 +265,7 @@ class ReferenceHead(SlotCache, HeadEngine):
 
 
 def attention_kinds(model: PreTrainedModel) -> set[str]:
-    """The kinds of attention layers that a model has; a model whose cache cannot be rewound is refused."""
+    """The kinds of attention layers of a model. Raises SelfJudgeError where the cache cannot be rewound."""
     config = model.config.get_text_config()
     name = config.model_type
     if getattr(model, "_is_stateful", False):
@@ -275,6 +275,6 @@ def attention_kinds(model: PreTrainedModel) -> set[str]:
     kinds = set(getattr(config, "layer_types", None) or ())
     if not kinds:
         kinds = {"sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"}
-    if others := ", ".join(sorted(kinds - _ATTENTION)):
+    if others := ", ".join(sorted(kinds - _REWINDABLE)):
         raise SelfJudgeError(f"models of type {name!r} have {others} layers, whose state cannot be rewound")
     return kinds

@@ -1,4 +1,4 @@
-"""Which engine runs a model, and the engines of a pair as one object."""
+"""Choose the engine that runs a model, and lend the engines of a pair for a batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from selfjudge.engine.base import Engine, HeadEngine
 from selfjudge.engine.cpu import engine as cpu
 from selfjudge.engine.cuda import engine as cuda
-from selfjudge.engine.draft import BatchEngines, Drafter, EagleDraft, LayersDraft
+from selfjudge.engine.draft import BatchEngines, Drafter, EagleDraft, ModelDraft
 from selfjudge.engine.reference import ReferenceEngine, ReferenceHead
 from selfjudge.errors import SelfJudgeError, first_line
 from selfjudge.models.convert import dequantise
@@ -43,14 +43,12 @@ class PairEngines:
 
     @property
     def draft_int8(self) -> bool:
-        """Whether the draft runs in int8: where that was asked for or, left to the engine, where it can.
-
-        Left to the engine, a draft that is the target itself keeps the target's weights.
-        """
-        if self.draft is None or self.draft.int8 is not None:
-            return self.draft is not None and bool(self.draft.int8)
-        hashes = self.target.sha256, self.draft.sha256
-        if self.draft.module is self.target.module or (hashes[0] and hashes[0] == hashes[1]):
+        """Whether the draft runs in int8: as asked for, else where it can and is not the target itself."""
+        if self.draft is None:
+            return False
+        if self.draft.int8 is not None:
+            return self.draft.int8
+        if self.draft.module is self.target.module or (self.draft.sha256 and self.draft.sha256 == self.target.sha256):
             return False
         return self.kind in ("auto", "cpu") and _why_not(self.draft, "cpu", int8=True) is None
 
@@ -65,7 +63,7 @@ class PairEngines:
 
     @contextmanager
     def borrow(self, *, hidden: bool = False) -> Iterator[BatchEngines]:
-        """Both engines for one batch. `hidden` asks for the states that a judge reads."""
+        """Lend both engines for one batch. `hidden` asks for the states that a judge reads."""
         features = () if self.draft is None else self.draft.features
         with borrow_engine(
             self.target, hidden=hidden, features=features, int8=self.target.int8, kind=self.kind
@@ -74,7 +72,7 @@ class PairEngines:
                 yield BatchEngines(target)
                 return
             int8 = self.draft_int8
-            settings = self.kind, self.target.int8, int8, hidden, torch.get_num_threads()  # what decides their speed
+            settings = self.kind, self.target.int8, int8, hidden, torch.get_num_threads()  # they set the speed
             with borrow_draft(self.draft, self.target, int8=int8, kind=self.kind) as draft:
                 yield BatchEngines(target, draft, self.draft.keep(("batches", self.target, settings), dict))
 
@@ -87,14 +85,14 @@ def make_engine(
     int8: bool = False,
     kind: str = "auto",
 ) -> Engine:
-    """The fastest engine for a model, or the one named.
+    """Make the fastest engine for a model, or the one that `kind` names.
 
     `hidden` asks for the states a judge reads, `features` for the inputs of these layers, which a draft reads; `int8`
     for quantised weights, which the CPU engine alone offers.
     """
     model = as_loaded(model)
     if features:
-        decoder_layers(model.causal_lm)
+        decoder_layers(model.causal_lm)  # raises where the layers cannot be found
     kind = choose_kind(model, int8=int8, kind=kind)
     if kind == "cuda":
         return cuda.CudaEngine(model, hidden=hidden, features=features)
@@ -107,12 +105,12 @@ def make_engine(
             module = model.keep("dequantised", lambda: dequantise(model.causal_lm, torch.float32))
         engine = ReferenceEngine(module, hidden=hidden, features=features)
     if model.reference:
-        model.keep("tried", lambda: _try_pass(engine, model.reference))
+        model.keep("tried", lambda: _try_pass(engine, model.reference))  # once per model
     return engine
 
 
 def _try_pass(engine: Engine, reference: str) -> None:
-    """Refuse a model that cannot run, or whose logits are not finite: the weights of its files may each look right."""
+    """Raise where a model cannot run or its logits are non-finite: weights can look valid one by one."""
     tokens = torch.tensor([[engine.vocab_size // 3, engine.vocab_size // 2]], device=engine.device)
     try:
         logits = engine.aside().extend(tokens).logits
@@ -125,13 +123,13 @@ def _try_pass(engine: Engine, reference: str) -> None:
 def make_draft(
     draft: AnyModel, target: PreTrainedModel | LoadedModel, *, int8: bool = False, kind: str = "auto"
 ) -> Drafter:
-    """A model or a head as the draft of a target, on the fastest engine for it or the one named.
+    """Make the draft of a target from a model or a head, on the fastest engine or the one that `kind` names.
 
     The target's engine must be made with the draft's `features`.
     """
     draft, target = as_draft(draft), as_loaded(target)
     if (head := draft.head) is None:
-        return LayersDraft(make_engine(draft, int8=int8, kind=kind))
+        return ModelDraft(make_engine(draft, int8=int8, kind=kind))
     kind = choose_kind(draft, int8=int8, kind=kind)
     engine: HeadEngine
     if kind == "cuda":
@@ -146,7 +144,7 @@ def make_draft(
 
 
 def choose_kind(model: AnyModel, *, int8: bool = False, kind: str = "auto") -> str:
-    """The engine that `kind` names, which must be able to run the model; `auto` is the fastest that can."""
+    """The kind of engine to use: the one named, if it can run the model, or for `auto` the fastest that can."""
     if kind not in ENGINES:
         raise SelfJudgeError(f"unknown `engine` {kind!r}; there are: {', '.join(ENGINES)}")
     model = as_draft(model) if isinstance(model, EagleHead) else as_loaded(model)
@@ -172,13 +170,13 @@ def _why_not(model: LoadedModel, kind: str, *, int8: bool = False) -> str | None
     return cuda.why_not(model.module) if kind == "cuda" else cpu.why_not(model.module, int8=int8)
 
 
-_Kept = TypeVar("_Kept", Engine, Drafter)
+_Lent = TypeVar("_Lent", Engine, Drafter)
 
 
 def borrow_engine(
     model: LoadedModel, *, hidden: bool = False, features: tuple[int, ...] = (), int8: bool = False, kind: str = "auto"
 ) -> AbstractContextManager[Engine]:
-    """An engine for one batch. A static engine is kept afterwards, so that the next batch finds its captured graphs."""
+    """Lend an engine for one batch. A static one is kept, so that the next batch finds its captured graphs."""
     key = "idle engines", hidden, features
     return _borrow(model, key, kind, lambda: make_engine(model, hidden=hidden, features=features, int8=int8, kind=kind))
 
@@ -186,15 +184,15 @@ def borrow_engine(
 def borrow_draft(
     draft: Draft, target: LoadedModel, *, int8: bool = False, kind: str = "auto"
 ) -> AbstractContextManager[Drafter]:
-    """A draft for one batch, kept like an engine."""
+    """Lend a draft for one batch; it is kept like an engine."""
     return _borrow(draft, "idle drafts", kind, lambda: make_draft(draft, target, int8=int8, kind=kind))
 
 
 @contextmanager
-def _borrow(model: LoadedModel, key: Hashable, kind: str, make: Callable[[], _Kept]) -> Iterator[_Kept]:
-    idle: list[_Kept] = model.keep(key, list)
-    static = kind == "cuda" or (kind == "auto" and model.device.type == "cuda")
-    engine = idle.pop() if static and idle else make()
+def _borrow(model: LoadedModel, key: Hashable, kind: str, make: Callable[[], _Lent]) -> Iterator[_Lent]:
+    idle: list[_Lent] = model.keep(key, list)
+    may_be_static = kind == "cuda" or (kind == "auto" and model.device.type == "cuda")
+    engine = idle.pop() if may_be_static and idle else make()
     yield engine  # after an exception (out of memory) it may be damaged and is not kept
     if engine.static:
         idle.append(engine)

@@ -1,4 +1,4 @@
-"""Teacher-forced passes: prompts with their answers, many at once, for the states at every token of the answers."""
+"""Teacher-forced passes of transformers models, without an engine: the states at every token of given answers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from selfjudge.models.loaded import LoadedModel, Target, as_loaded
 from selfjudge.models.tokens import context_window
 
 GRID = 64  # widths of batches are multiples of this: the first pass of every new shape is slow on CUDA
-TOKENS = {"cuda": 131072}  # of a pass, by device
-LOGITS = {"cuda": 1 << 29}  # at a time, by device
+TOKENS = {"cuda": 131072}  # tokens of a pass, by device
+LOGITS = {"cuda": 1 << 29}  # logits that are computed at a time, by device
 Sequences = Sequence[tuple[Sequence[int], Sequence[int]]]
 """Prompts and their answers."""
 
 
 def choose_width(longest: int, device: torch.device, window: int = 1 << 30) -> int:
-    """The width of a batch whose longest row has so many tokens, for a model with that context window."""
+    """The width of a batch whose longest row has `longest` tokens, for a model with this context window."""
     return min(-(-longest // GRID) * GRID, max(longest, window)) if device.type == "cuda" else longest
 
 
@@ -32,16 +32,16 @@ sdpa_without_cudnn = partial(sdpa_kernel, [SDPBackend.FLASH_ATTENTION, SDPBacken
 
 @torch.no_grad()
 def teacher_forced(model: PreTrainedModel | LoadedModel, sequences: Sequences) -> Iterator[tuple[list[int], Tensor]]:
-    """Indices of sequences and, for all tokens of their answers in that order, the states that predict them [R, H].
+    """Yield indices of sequences and, for all tokens of their answers in that order, the states [R, H] before them.
 
-    The states are those after the final norm: what the output matrix multiplies. Sequences of similar length share a
+    The states are those after the final norm, the input of the output matrix. Sequences of similar length share a
     pass, of half as many tokens when memory runs out.
     """
     loaded = as_loaded(model)
     if isinstance(loaded, Target) and loaded.remote is not None:
         whole = [[*prompt, *answer] for prompt, answer in sequences]
-        found = loaded.remote.states(whole, [len(answer) + 1 for _, answer in sequences])
-        yield list(range(len(sequences))), torch.cat([rows[:-1] for rows in found])
+        answer_states = loaded.remote.states(whole, [len(answer) + 1 for _, answer in sequences])
+        yield list(range(len(sequences))), torch.cat([rows[:-1] for rows in answer_states])
         return
     module = loaded.causal_lm
 
@@ -54,10 +54,10 @@ def teacher_forced(model: PreTrainedModel | LoadedModel, sequences: Sequences) -
 
 @torch.no_grad()
 def head_choices(head: EagleHead, target: PreTrainedModel, sequences: Sequences) -> Iterator[tuple[list[int], Tensor]]:
-    """Indices of sequences and, for all tokens of their answers in that order, what a head proposes there [R].
+    """Yield indices of sequences and, for all tokens of their answers in that order, what a head proposes there [R].
 
-    Its entries are made of the target's own states. There is none before the second token: there it has no say, and the
-    answer's own token stands.
+    Its entries are made of the target's states. There is none before the second token: the answer's own token is
+    returned there.
     """
 
     def choices(ids: Tensor, predicts: Tensor) -> Tensor:
@@ -75,18 +75,18 @@ def head_choices(head: EagleHead, target: PreTrainedModel, sequences: Sequences)
 def _passes(
     model: PreTrainedModel, sequences: Sequences, run: Callable[[Tensor, Tensor], Tensor]
 ) -> Iterator[tuple[list[int], Tensor]]:
-    """Indices of sequences and what `run` makes of their tokens [B, T] and of the places that predict an answer's."""
+    """Yield indices of sequences and `run` of their tokens and of the mask of those before an answer's, both [B, T]."""
     device, window = model.device, context_window(model)
     embeddings = model.get_input_embeddings().weight.shape[0]
     tokens = TOKENS.get(device.type, 8192)
     sizes = [len(prompt) + len(answer) for prompt, answer in sequences]
     order = sorted(range(len(sequences)), key=lambda i: -sizes[i])
     while order:
-        wide = choose_width(sizes[order[0]], device, window)
-        count = max(1, tokens // wide)
+        width = choose_width(sizes[order[0]], device, window)
+        count = max(1, tokens // width)
         part, order = order[:count], order[count:]
-        ids = torch.zeros(len(part), wide, dtype=torch.long)
-        predicts = torch.zeros(len(part), wide, dtype=torch.bool)
+        ids = torch.zeros(len(part), width, dtype=torch.long)
+        predicts = torch.zeros(len(part), width, dtype=torch.bool)
         for row, i in enumerate(part):
             prompt, answer = sequences[i]
             ids[row, : sizes[i]] = torch.tensor([*prompt, *answer])
@@ -94,13 +94,13 @@ def _passes(
         ids.clamp_(max=embeddings - 1)  # a target may have more tokens than its draft
         try:
             with sdpa_without_cudnn():
-                found = run(ids.to(device), predicts.to(device))
+                result = run(ids.to(device), predicts.to(device))
         except torch.OutOfMemoryError:
             if len(part) == 1:
                 raise
             tokens, order = tokens // 2, part + order
             continue
-        yield part, found
+        yield part, result
 
 
 def logit_rows(model: PreTrainedModel) -> int:
@@ -109,7 +109,7 @@ def logit_rows(model: PreTrainedModel) -> int:
 
 
 def logits_of(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """The output matrix, and the cap that some models put on logits."""
+    """Logits of states, with the soft cap that some models put on them."""
     logits: Tensor = model.get_output_embeddings()(hidden)
     cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     return cap * torch.tanh(logits / cap) if cap else logits

@@ -1,1 +1,1 @@
-"""The CPU engine: one compiled library, float32 or int8 weights."""
+"""The CPU engine: one compiled library; weights are float32, int8 or blocks of a GGUF file."""

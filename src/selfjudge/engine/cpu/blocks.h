@@ -6,7 +6,7 @@
 // token's result does not depend on how many others are in its pass.
 //
 // Activations are int8 with a scale for each group. The few groups with far larger values than the others of their token
-// would carry most of the rounding error; what rounding left of them is a second group of int8, multiplied as well.
+// would carry most of the rounding error; their rounding remainder is a second group of int8, multiplied as well.
 //
 // A strip of 16 rows is a sequence of blocks of 8 groups (the last may have fewer), each its codes, then its scales, so
 // that memory is read in one direction:
@@ -37,7 +37,7 @@ constexpr int kGroup = 32;   // columns
 constexpr int kSuper = 256;  // columns of a block of the K types
 constexpr int kBlock = 8;    // groups whose codes lie together
 constexpr int kPart = 64;    // groups of a strip that stay in the first-level cache while it is passed over several times
-constexpr int kAhead = 4096;  // bytes between what is multiplied and what is fetched: a page, where hardware stops
+constexpr int kAhead = 4096;  // prefetch distance in bytes: a page, where the hardware prefetcher stops
 constexpr float kLarge = 2.0f;  // a group is large where its scale is so many times the mean of its token
 
 constexpr bool is_k(int type) { return type >= Q4_K; }
@@ -264,7 +264,7 @@ struct Activation {
   int8_t q[kGroup];
   float scale, sum;      // sum of scale * q
   int16_t half_sum[2];   // of q, for each 16
-  int16_t group, token;  // of what rounding left: whose it is (below 2^20 columns); the group is -1 after the last
+  int16_t group, token;  // of a rounding remainder: where it belongs (below 2^20 columns); the group is -1 after the last
 };
 static_assert(sizeof(Activation) == 48, "kernels count on it");
 
@@ -341,8 +341,8 @@ inline void quantise(const float* x, Activation& out) {
 
 // ------------------------------------------------------------------------------- what the processor offers for a strip
 
-// Four activations, loaded by themselves: to spread them from memory takes a port that loads. Eight at once go through
-// an integer register, and to spread that takes a port that multiplies.
+// Four activations, loaded by themselves: a broadcast from memory uses a load port. Eight at once would go through an
+// integer register, and a broadcast from there uses a port that multiplies.
 inline int32_t int_at(const int8_t* x) {
   int32_t four;
   std::memcpy(&four, x, 4);

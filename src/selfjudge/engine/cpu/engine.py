@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from selfjudge.engine.base import Engine, HeadEngine, Output, shape_reason
 from selfjudge.engine.cpu.library import Pass, library
-from selfjudge.engine.cpu.weights import PackedHead, PackedWeights, packed
+from selfjudge.engine.cpu.weights import PackedHead, PackedWeights, packed_weights
 from selfjudge.models.device import give_back
 from selfjudge.models.eagle import EagleHead
 from selfjudge.models.gguf import gguf_file
@@ -59,8 +59,8 @@ def _compiler_reason() -> str | None:
     return None
 
 
-def _index(cells: list[tuple[int, int]], width: int) -> Tensor:
-    """Indices of (row, column) in the flattened rows of that width."""
+def _flat_index(cells: list[tuple[int, int]], width: int) -> Tensor:
+    """Indices of (row, column) pairs in a flattened [B, width]."""
     return torch.tensor([b * width + column for b, column in cells], dtype=torch.long)
 
 
@@ -69,7 +69,7 @@ _Buffers = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class CpuEngine(Engine):
-    """A model through the compiled forward pass. Keys and values lie at their positions: a rewind changes a number."""
+    """A model through the compiled forward pass. A row's cache is indexed by position: a rewind changes a number."""
 
     def __init__(
         self,
@@ -87,9 +87,9 @@ class CpuEngine(Engine):
         self.captured_cycles = {}
         self._embeddings: int = module.get_input_embeddings().weight.shape[0]
         self._want_hidden = hidden
-        self._use(packed(loaded, int8), module.model.rotary_emb, features)
+        self._set_weights(packed_weights(loaded, int8), module.model.rotary_emb, features)
 
-    def _use(self, weights: PackedWeights, rotary: nn.Module, features: tuple[int, ...] = ()) -> None:
+    def _set_weights(self, weights: PackedWeights, rotary: nn.Module, features: tuple[int, ...] = ()) -> None:
         """Run these weights; `features` are the layers whose inputs are wanted."""
         self._packed, self._library, self._rotary = weights, weights.kernel, rotary
         self._features = torch.tensor(features, dtype=torch.int32)
@@ -100,7 +100,7 @@ class CpuEngine(Engine):
     def reserve(self, batch: int, length: int) -> None:
         """Empty the cache; it grows as needed, and to `length` at once."""
         self.lengths: list[int] = []
-        self._caches: list[Tensor] = []  # of each row: keys and values [2, layers, heads, slots, dim]
+        self._caches: list[Tensor] = []  # keys and values of each row: [2, layers, kv_heads, slots, dim]
         self._longest = length
 
     def join(self, other: Self, idle: int = 0) -> None:
@@ -111,41 +111,41 @@ class CpuEngine(Engine):
         logits, states, _, features = self._run(tokens, counts, tokens.shape[1] if keep is None else keep)
         return Output(logits, states if self._want_hidden else None, features if len(self._features) else None)
 
-    def _run(self, tokens: Tensor, counts: Tensor | None, keep: int, given: Tensor | None = None) -> _Buffers:
-        """Append tokens [B, T], in passes of at most CHUNK; `given` [B, T, F] are the states beside them, of a head."""
+    def _run(self, tokens: Tensor, counts: Tensor | None, keep: int, states_in: Tensor | None = None) -> _Buffers:
+        """Append tokens [B, T], in passes of at most CHUNK; `states_in` [B, T, F] are what a head reads with them."""
         batch, width = tokens.shape
         used = [width] * batch if counts is None else counts.tolist()
         self.lengths = self.lengths or [0] * batch
         lengths = [n + c for n, c in zip(self.lengths, used, strict=True)]
-        size, taps = self._packed.model.hidden, len(self._features)
+        hidden, taps = self._packed.model.hidden, len(self._features)
         self._grow(lengths)
         ids = tokens.clamp(0, self._embeddings - 1).tolist()
         logits = torch.empty(batch * keep, self._packed.model.head.rows)
-        states, residual = torch.empty(2, batch * keep, size)
+        states, residual = torch.empty(2, batch * keep, hidden)
         flat = [(b, column) for b in range(batch) for column in range(width - used[b], width)]
-        features = torch.empty(len(flat), taps * size)
+        features = torch.empty(len(flat), taps * hidden)
         all_columns = len(flat) == batch * width
-        if given is not None:
-            given = given.reshape(batch * width, -1)
-            given = given.contiguous() if all_columns else given[_index(flat, width)]
+        if states_in is not None:
+            states_in = states_in.reshape(batch * width, -1)
+            states_in = states_in.contiguous() if all_columns else states_in[_flat_index(flat, width)]
         written = 0
         for start in range(0, len(flat), CHUNK):
             part = flat[start : start + CHUNK]
             cells = [(ids[b][column], b, lengths[b] + column - width) for b, column in part]
             wanted = [i for i, (_, column) in enumerate(part) if column >= width - keep]
             into = logits[written:], states[written:], residual[written:], features[start:]
-            self._pass(cells, wanted, into, None if given is None else given[start:])
+            self._pass(cells, wanted, into, None if states_in is None else states_in[start:])
             written += len(wanted)
         self.lengths = lengths
         if taps and not all_columns:
-            features = torch.zeros(batch * width, taps * size).index_copy_(0, _index(flat, width), features)
+            features = torch.zeros(batch * width, taps * hidden).index_copy_(0, _flat_index(flat, width), features)
         logits, states, residual = (buffer.view(batch, keep, buffer.shape[1]) for buffer in (logits, states, residual))
-        return logits, states, residual, features.view(batch, width, taps * size)
+        return logits, states, residual, features.view(batch, width, taps * hidden)
 
     def _pass(
-        self, cells: list[tuple[int, int, int]], outputs: list[int], into: _Buffers, given: Tensor | None
+        self, cells: list[tuple[int, int, int]], outputs: list[int], into: _Buffers, states_in: Tensor | None
     ) -> None:
-        """Run tokens, each with its row and position; those of `outputs` give logits and states."""
+        """Run cells (token, row, position) and write the logits and states of those that `outputs` indexes."""
         ids, rows, positions = zip(*cells, strict=True)
         logits, states, residual, features = into
         model, count, threads = self._packed.model, len(rows), torch.get_num_threads()
@@ -159,17 +159,17 @@ class CpuEngine(Engine):
         row, position, row_slots, output = (
             numbers.data_ptr() + 4 * n for n in (0, count, 2 * count, 2 * count + len(slots))
         )
-        described = Pass(
+        arguments = Pass(
             count, max(slots), len(outputs), tokens.data_ptr(), row, position, output, row_slots,
             self._cosine.data_ptr(), self._sine.data_ptr(), caches.data_ptr(),
             logits.data_ptr(), states.data_ptr(), self._scratch.data_ptr(), threads,
             len(self._features), self._features.data_ptr(), features.data_ptr(),
-            *((None, 0) if given is None else (given.data_ptr(), given.shape[1])), residual.data_ptr(),
+            *((None, 0) if states_in is None else (states_in.data_ptr(), states_in.shape[1])), residual.data_ptr(),
         )  # fmt: skip
-        self._library.forward(ctypes.byref(model), ctypes.byref(described))
+        self._library.forward(ctypes.byref(model), ctypes.byref(arguments))
 
     def _grow(self, lengths: list[int]) -> None:
-        """Room for so many positions of every row, and the rotary tables for them."""
+        """Make room for this many positions of every row, and compute the rotary tables for them."""
         model = self._packed.model
         self._caches = self._caches or [torch.empty(2, model.layers, model.kv_heads, 0, model.head_dim)] * len(lengths)
         for b, (old, length) in enumerate(zip(self._caches, lengths, strict=True)):
@@ -193,7 +193,7 @@ class CpuEngine(Engine):
 
 
 class CpuHead(CpuEngine, HeadEngine):
-    """Entries of a token and a state each, in a cache of one layer."""
+    """An EAGLE-3 head in the same kernel: one layer, whose entries are made of a token and a state."""
 
     def __init__(self, draft: EagleHead | Draft, target: PreTrainedModel | LoadedModel, *, int8: bool = False) -> None:
         draft, loaded = as_draft(draft), as_loaded(target)
@@ -204,11 +204,11 @@ class CpuHead(CpuEngine, HeadEngine):
         def pack() -> PackedHead:
             weights = PackedHead(head.with_matrices(), loaded, int8)
             if int8 and loaded.file is not None:
-                head.free_matrices()  # no other engine runs a head beside a file
+                head.free_matrices()  # no other engine runs a head with a GGUF target
             give_back()
             return weights
 
-        self._use(draft.keep(("packed", int8), pack), head.rotary_emb)
+        self._set_weights(draft.keep(("packed", int8), pack), head.rotary_emb)
 
     @torch.inference_mode()
     def append(self, tokens: Tensor, states: Tensor, counts: Tensor | None = None, keep: int = 1) -> Output:

@@ -32,7 +32,7 @@ constexpr int kRows = 4;     // matrix rows per micro-kernel
 
 constexpr int kFirstLevel = 1 << 15, kSecondLevel = 1 << 18;  // bytes of a core's caches that may be counted on
 
-constexpr int least(int a, int b) { return a < b ? a : b; }
+constexpr int min_int(int a, int b) { return a < b ? a : b; }
 
 typedef float vec __attribute__((vector_size(16), aligned(4)));
 constexpr int kLanes = 4;
@@ -54,13 +54,13 @@ inline vec totals(vec a, vec b, vec c, vec d) {
   return SHUFFLE(ab, cd, 0, 1, 4, 5) + SHUFFLE(ab, cd, 2, 3, 6, 7);
 }
 
-// As many floats as a register has, and their sum folded to four.
+// kWide floats fill a register; `folded` adds them up to four. `mix` sums kMixed registers of values at a time.
 #if defined(__AVX512F__)
-constexpr int kWide = 16, kStrip = 4;
+constexpr int kWide = 16, kMixed = 4;
 #elif defined(__AVX__)
-constexpr int kWide = 8, kStrip = 2;
+constexpr int kWide = 8, kMixed = 2;
 #else
-constexpr int kWide = 4, kStrip = 4;
+constexpr int kWide = 4, kMixed = 4;
 #endif
 typedef float Wide __attribute__((vector_size(4 * kWide), aligned(4)));
 
@@ -128,10 +128,10 @@ struct Model {
   const Layer* layer;
   const float* norm;
   Matrix head;
-  // of a draft head, whose one layer reads the embedding and a state side by side; null and empty in a whole model
+  // only for a draft head, whose one layer reads the embedding and a state side by side; null and empty in a model
   const float* state_norm;
-  Matrix fuse;            // [hidden, 3 · hidden] makes a state of what the target gives
-  int32_t normed_residual;  // the layer adds to the state after its norm, not to the state itself
+  Matrix fuse;            // [hidden, 3 · hidden] turns the target's features into a state
+  int32_t norm_before_residual;  // the layer adds to the state after its norm, not to the state itself
 };
 
 struct Pass {
@@ -149,8 +149,8 @@ struct Pass {
   int32_t taps;              // how many layers' inputs are wanted
   const int32_t* tap;        // [taps]
   float* features;           // [tokens, taps, hidden]
-  const float* given;        // [tokens, hidden] a head's states, or [tokens, 3 · hidden] what `fuse` makes them of
-  int32_t given_width;
+  const float* states_in;    // [tokens, states_width] a head's own states (hidden) or target features (3 · hidden)
+  int32_t states_width;
   float* residual;           // [outputs, hidden] a head's states after its layer
 };
 
@@ -222,14 +222,14 @@ void block_product(const Matrix& w, const Input& in, int tokens, int thread, int
   const int64_t size = blocks::strip_bytes(w.type, w.cols);
   const int begin = static_cast<int>(static_cast<int64_t>(strips) * thread / threads);
   const int end = static_cast<int>(static_cast<int64_t>(strips) * (thread + 1) / threads);
-  const int several = least(end - begin, static_cast<int>(kSecondLevel / size + 1));  // tiles pass over so many in turn
+  const int several = min_int(end - begin, static_cast<int>(kSecondLevel / size + 1));  // tiles pass over so many in turn
   alignas(64) float y[blocks::Lanes::kTokens][blocks::kStrip];
   for (int first = begin; first < end; first += several) {
     const blocks::Activation* x = in.q;
     for (int m = 0, height; m < tokens; m += height) {
       height = blocks::tile(tokens, m);
-      for (int i = first; i < least(first + several, end); ++i) {
-        const int n = i * blocks::kStrip, width = least(w.rows - n, blocks::kStrip);
+      for (int i = first; i < min_int(first + several, end); ++i) {
+        const int n = i * blocks::kStrip, width = min_int(w.rows - n, blocks::kStrip);
         blocks::multiply(w.type, static_cast<const uint8_t*>(w.weight) + i * size, x, height, groups, y);
         for (int t = 0; t < height; ++t) {
           if (w.bias)
@@ -274,13 +274,13 @@ void product(const Matrix& w, const Input& in, int tokens, int thread, int threa
   if (w.type != blocks::F32) return block_product(w, in, tokens, thread, threads, store);
   const int parts = (w.rows + kRows - 1) / kRows;
   const int begin = static_cast<int>(static_cast<int64_t>(parts) * thread / threads) * kRows;
-  const int end = least(static_cast<int>(static_cast<int64_t>(parts) * (thread + 1) / threads) * kRows, w.rows);
+  const int end = min_int(static_cast<int>(static_cast<int64_t>(parts) * (thread + 1) / threads) * kRows, w.rows);
   const int row = static_cast<int>(sizeof(float)) * w.cols;
   const int rows = (kSecondLevel / row / kRows + 1) * kRows, some = (kFirstLevel / row / kTokens + 1) * kTokens;
   for (int first = begin; first < end; first += rows)
     for (int m = 0; m < tokens; m += some)
-      for (int n = first; n < least(first + rows, end); n += kRows)
-        float_rows(w, in, m, least(m + some, tokens), n, least(w.rows - n, kRows), store);
+      for (int n = first; n < min_int(first + rows, end); n += kRows)
+        float_rows(w, in, m, min_int(m + some, tokens), n, min_int(w.rows - n, kRows), store);
 }
 
 void normalise(const float* x, const float* weight, float epsilon, int tokens, int hidden, float* y) {
@@ -346,8 +346,8 @@ inline void mix(const float* score, int slots, const float* v, int from, int to,
 template <int T>
 inline void mix(const float* score, int slots, const float* v, int from, int to, int D, float* out, int stride) {
   int d = 0;
-  for (; d + kStrip * kWide <= D; d += kStrip * kWide)
-    mix<T, kStrip>(score, slots, v + d, from, to, D, out + d, stride);
+  for (; d + kMixed * kWide <= D; d += kMixed * kWide)
+    mix<T, kMixed>(score, slots, v + d, from, to, D, out + d, stride);
   for (; d + kWide <= D; d += kWide) mix<T, 1>(score, slots, v + d, from, to, D, out + d, stride);
   for (; d < D; ++d)
     for (int t = 0; t < T; ++t)
@@ -452,11 +452,11 @@ void forward(const Model* model, const Pass* pass) {
   float* shared_end = active + static_cast<int64_t>(M) * I;
   const int64_t room = static_cast<int64_t>(pass->slots) * kTokens * G;  // of a thread's scores
   const int64_t own = M * (widest + quantised_floats(widest)) + room;
-  // keys of a row; its values come `apart` later
+  // keys of a row; its values lie `values_offset` further on
   auto cached = [&](int row, int layer, int head) {
     return pass->cache[row] + (static_cast<int64_t>(layer) * kv + head) * pass->row_slots[row] * D;
   };
-  auto apart = [&](int row) { return static_cast<int64_t>(model->layers) * kv * pass->row_slots[row] * D; };
+  auto values_offset = [&](int row) { return static_cast<int64_t>(model->layers) * kv * pass->row_slots[row] * D; };
 
 #pragma omp parallel num_threads(pass->threads)
   {
@@ -465,7 +465,7 @@ void forward(const Model* model, const Pass* pass) {
 #else
     const int thread = 0, threads = 1;
 #endif
-    // a few tokens every thread normalises and quantises for itself: cheaper than a barrier; of many, its share
+    // each thread normalises and quantises few tokens for itself: cheaper than a barrier; of many, only its share
     const bool alone = M <= blocks::Lanes::kTokens;
     float* inputs = shared_end + (alone ? thread * own : 0);
     blocks::Activation* quantised = reinterpret_cast<blocks::Activation*>(inputs);
@@ -504,17 +504,17 @@ void forward(const Model* model, const Pass* pass) {
     };
     if (!model->state_norm) {
       for (int m = thread; m < M; m += threads) embed(m, x + static_cast<int64_t>(m) * H);
-    } else if (pass->given_width == H) {
+    } else if (pass->states_width == H) {
       for (int m = thread; m < M; m += threads)
-        std::memcpy(x + static_cast<int64_t>(m) * H, pass->given + static_cast<int64_t>(m) * H, sizeof(float) * H);
+        std::memcpy(x + static_cast<int64_t>(m) * H, pass->states_in + static_cast<int64_t>(m) * H, sizeof(float) * H);
     } else {
-      product(model->fuse, input({&model->fuse}, pass->given, nullptr, M), M, thread, threads,
+      product(model->fuse, input({&model->fuse}, pass->states_in, nullptr, M), M, thread, threads,
               [&](int m, int n, int count, const float* y) {
                 std::memcpy(x + static_cast<int64_t>(m) * H + n, y, sizeof(float) * count);
               });
     }
 #pragma omp barrier
-    int tokens = M;  // that go on: in the last layer, only those whose outputs are wanted
+    int tokens = M;  // tokens still computed: in the last layer, only those whose outputs are wanted
     for (int l = 0; l < model->layers; ++l) {
       const Layer& layer = model->layer[l];
       for (int j = 0; j < pass->taps; ++j)
@@ -534,16 +534,16 @@ void forward(const Model* model, const Pass* pass) {
         }
         values = normed, norm = nullptr;
       }
-      const Input states = input({&layer.query, &layer.key, &layer.value}, values, norm, M);
+      const Input attention_input = input({&layer.query, &layer.key, &layer.value}, values, norm, M);
       int offset = 0;
       for (const Matrix* w : {&layer.query, &layer.key, &layer.value}) {
-        product(*w, states, M, thread, threads, [&](int m, int n, int count, const float* y) {
+        product(*w, attention_input, M, thread, threads, [&](int m, int n, int count, const float* y) {
           std::memcpy(qkv + static_cast<int64_t>(m) * width + offset + n, y, sizeof(float) * count);
         });
         offset += w->rows;
       }
 #pragma omp barrier
-      if (model->normed_residual)  // nobody reads the state any more
+      if (model->norm_before_residual)  // since the barrier no thread reads the old state
         for (int m = thread; m < M; m += threads)
           std::memcpy(x + static_cast<int64_t>(m) * H, normed + (static_cast<int64_t>(m) * 2 + 1) * H, sizeof(float) * H);
       // rotate queries and keys, store keys and values
@@ -560,12 +560,12 @@ void forward(const Model* model, const Pass* pass) {
         if (h >= heads) {
           float* key = cached(pass->row[m], l, h - heads) + static_cast<int64_t>(pass->position[m]) * D;
           std::memcpy(key, p, D * sizeof(float));
-          std::memcpy(key + apart(pass->row[m]), p + kv * D, D * sizeof(float));
+          std::memcpy(key + values_offset(pass->row[m]), p + kv * D, D * sizeof(float));
         }
       }
 #pragma omp barrier
-      const bool some = l + 1 == model->layers && pass->outputs < M;
-      if (some) {
+      const bool cut = l + 1 == model->layers && pass->outputs < M;
+      if (cut) {
         tokens = pass->outputs;
         for (int i = 0; i < tokens && thread == 0; ++i) {
           const int64_t from = pass->output[i];
@@ -574,8 +574,8 @@ void forward(const Model* model, const Pass* pass) {
         }
 #pragma omp barrier
       }
-      auto row_of = [&](int m) { return pass->row[some ? pass->output[m] : m]; };
-      auto position_of = [&](int m) { return pass->position[some ? pass->output[m] : m]; };
+      auto row_of = [&](int m) { return pass->row[cut ? pass->output[m] : m]; };
+      auto position_of = [&](int m) { return pass->position[cut ? pass->output[m] : m]; };
       // the heads of a key-value head share its keys; a single token is split by head to keep all threads busy
       const int together = tokens == 1 ? 1 : G, parts = heads / together;
       for (int m = 0, turn = 0, n; m < tokens; m += n) {  // and so do tokens that follow each other in a row
@@ -586,7 +586,7 @@ void forward(const Model* model, const Pass* pass) {
           if (turn++ % threads != thread) continue;
           const int h = part * together;
           const float* k = cached(row, l, h / G);
-          attend(n, {qkv + static_cast<int64_t>(m) * width + h * D, width, together, k, k + apart(row),
+          attend(n, {qkv + static_cast<int64_t>(m) * width + h * D, width, together, k, k + values_offset(row),
                      first + 1, D, scores, pass->slots,
                      mixed + (static_cast<int64_t>(m) * heads + h) * D, heads * D});
         }
@@ -598,12 +598,12 @@ void forward(const Model* model, const Pass* pass) {
       };
       product(layer.out, input({&layer.out}, mixed, nullptr, tokens), tokens, thread, threads, add);
 #pragma omp barrier
-      const Input again = input({&layer.gate, &layer.up}, x, layer.mlp_norm, tokens);
+      const Input mlp_input = input({&layer.gate, &layer.up}, x, layer.mlp_norm, tokens);
       // gate and up have the same shape, so a thread's share of both is the same: no barrier between them
-      product(layer.gate, again, tokens, thread, threads, [&](int m, int n, int count, const float* y) {
+      product(layer.gate, mlp_input, tokens, thread, threads, [&](int m, int n, int count, const float* y) {
         std::memcpy(active + static_cast<int64_t>(m) * I + n, y, sizeof(float) * count);
       });
-      product(layer.up, again, tokens, thread, threads, [&](int m, int n, int count, const float* y) {
+      product(layer.up, mlp_input, tokens, thread, threads, [&](int m, int n, int count, const float* y) {
         float* at = active + static_cast<int64_t>(m) * I + n;
         for (int j = 0; j < count; ++j) at[j] = silu(at[j]) * y[j];
       });
@@ -611,15 +611,14 @@ void forward(const Model* model, const Pass* pass) {
       product(layer.down, input({&layer.down}, active, nullptr, tokens), tokens, thread, threads, add);
 #pragma omp barrier
     }
-    // the head, only for the wanted tokens, which by now are all
-    const int wanted = tokens;
-    for (int i = thread; i < wanted; i += threads) {
+    // logits: the last layer left only the tokens whose outputs are wanted
+    for (int i = thread; i < tokens; i += threads) {
       const int64_t at = static_cast<int64_t>(i) * H;
       normalise(x + at, model->norm, model->epsilon, 1, H, pass->states + at);
       if (pass->residual) std::memcpy(pass->residual + at, x + at, sizeof(float) * H);
     }
 #pragma omp barrier
-    product(model->head, input({&model->head}, pass->states, nullptr, wanted), wanted, thread, threads,
+    product(model->head, input({&model->head}, pass->states, nullptr, tokens), tokens, thread, threads,
             [&](int m, int n, int count, const float* y) {
               std::memcpy(pass->logits + static_cast<int64_t>(m) * model->head.rows + n, y, sizeof(float) * count);
             });
@@ -646,7 +645,7 @@ int64_t packed_bytes(int32_t type, int64_t rows, int32_t cols) {
   return (rows + blocks::kStrip - 1) / blocks::kStrip * blocks::strip_bytes(type, cols);
 }
 
-// Ask for large pages below the packed weights: with small ones a tenth of the time goes into finding them.
+// Ask for large pages for the packed weights: with small ones a tenth of the time goes into address translation.
 void use_large_pages(uint8_t* start, int64_t size) {
 #ifdef __linux__
   const uintptr_t page = 4096, from = (reinterpret_cast<uintptr_t>(start) + page - 1) / page * page;

@@ -1,4 +1,4 @@
-"""The compiled kernel: its C structures, and its compilation for this machine."""
+"""The compiled kernel: its C structures, field by field as in `kernels.cpp`, and its compilation for this machine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Model(ctypes.Structure):
         ("epsilon", ctypes.c_float), ("embedding", ctypes.c_void_p),
         ("embedding_type", ctypes.c_int32), ("embedding_packed", ctypes.c_int32),
         ("layer", ctypes.POINTER(Layer)), ("norm", ctypes.c_void_p), ("head", Matrix),
-        ("state_norm", ctypes.c_void_p), ("fuse", Matrix), ("normed_residual", ctypes.c_int32),
+        ("state_norm", ctypes.c_void_p), ("fuse", Matrix), ("norm_before_residual", ctypes.c_int32),
     )  # fmt: skip
 
 
@@ -53,7 +53,7 @@ class Pass(ctypes.Structure):
             )
         ),
         ("threads", ctypes.c_int32), ("taps", ctypes.c_int32), ("tap", ctypes.c_void_p), ("features", ctypes.c_void_p),
-        ("given", ctypes.c_void_p), ("given_width", ctypes.c_int32), ("residual", ctypes.c_void_p),
+        ("states_in", ctypes.c_void_p), ("states_width", ctypes.c_int32), ("residual", ctypes.c_void_p),
     )  # fmt: skip
 
 
@@ -69,13 +69,13 @@ def compiler() -> list[str]:
 
 @cache
 def compiler_version(*command: str) -> str:
-    """What a compiler says of itself, asked once."""
+    """What a compiler prints for `--version`, asked once."""
     return subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout
 
 
 @cache
 def library(processor: str) -> ctypes.CDLL:
-    """Compile the kernel, once per source, compiler and processor: for this machine's, or for a named older one."""
+    """Load the kernel for `processor` (`native` or a named one), compiled once per source, compiler and machine."""
     command = compiler()
     arm = platform.machine() in ("aarch64", "arm64")
     flags = ["-O3", f"-mcpu={processor}" if arm else f"-march={processor}", "-std=c++17", "-shared", "-fPIC"]

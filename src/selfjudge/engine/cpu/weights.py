@@ -19,24 +19,24 @@ from selfjudge.models.loaded import LoadedModel
 
 F32, F16, Q8_0 = 0, 1, 8
 LINE = 64  # bytes of a cache line
-_Ends = tuple[tuple[int, int, bool], int, Matrix]
-"""Address and type of the embedding and whether it is packed, address of the last norm, and the output matrix."""
+_OuterWeights = tuple[tuple[int, int, bool], int, Matrix]
+"""Address and type of the embedding and whether it is packed, address of the final norm, and the output matrix."""
 
 
 class PackedWeights:
-    """The model as the kernel reads it, and the arrays that must outlive it."""
+    """The model as the kernel reads it, and the arrays that its addresses point to."""
 
     def __init__(self, model: PreTrainedModel, int8: bool) -> None:
         config, file = model.config.get_text_config(), gguf_file(model)
-        self._begin(int8, config.num_hidden_layers)
+        self._set_up(int8, config.num_hidden_layers)
         embedding, norm, head = self._from_modules(model) if file is None else self._from_file(file, config)
         self.model = Model(
             config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.num_key_value_heads,
             head_width(config), config.intermediate_size, config.rms_norm_eps, *embedding, self.layers, norm, head,
         )  # fmt: skip
-        give_back()  # what packing needed
+        give_back()  # the memory that packing needed
 
-    def _begin(self, int8: bool, layers: int) -> None:
+    def _set_up(self, int8: bool, layers: int) -> None:
         self.kept: list[Any] = []
         self.bytes_per_pass = 0
         self.int8 = int8
@@ -45,7 +45,7 @@ class PackedWeights:
 
     # -------------------------------------------------------------------------------------- from a model's own tensors
 
-    def _from_modules(self, model: PreTrainedModel) -> _Ends:
+    def _from_modules(self, model: PreTrainedModel) -> _OuterWeights:
         body, head = model.base_model, model.get_output_embeddings()
         if self.int8:
             linear = [module for module in body.layers.modules() if isinstance(module, nn.Linear)]
@@ -72,15 +72,15 @@ class PackedWeights:
 
     def _matrix(self, weight: Tensor, bias: Tensor | None = None) -> Matrix:
         rows, cols = weight.shape
-        at_bias = None if bias is None else self._pointer(bias)
+        bias_address = None if bias is None else self._pointer(bias)
         if not self.int8:
             self.bytes_per_pass += weight.numel() * 4
-            return Matrix(self._pointer(weight), at_bias, rows, cols, F32)
-        return self._packed(int8_blocks(weight), rows, cols, Q8_0, at_bias)
+            return Matrix(self._pointer(weight), bias_address, rows, cols, F32)
+        return self._pack(int8_blocks(weight), rows, cols, Q8_0, bias_address)
 
     # ---------------------------------------------------------------------------------------------- from a GGUF file
 
-    def _from_file(self, file: GgufFile, config: PretrainedConfig) -> _Ends:
+    def _from_file(self, file: GgufFile, config: PretrainedConfig) -> _OuterWeights:
         head_name = output_name(file)
         self._make_room(
             (tensor.kind, tensor.rows, tensor.cols)
@@ -120,9 +120,9 @@ class PackedWeights:
             self.bytes_per_pass += values.nbytes
             return Matrix(values.ctypes.data, bias, len(values), tensor.cols, F32)
         rows = tensor.rows if order is None else len(order)
-        return self._packed(file.raw(tensor), rows, tensor.cols, tensor.kind, bias, order)
+        return self._pack(file.raw(tensor), rows, tensor.cols, tensor.kind, bias, order)
 
-    def _packed(
+    def _pack(
         self,
         raw: NDArray[np.uint8],
         rows: int,
@@ -131,15 +131,16 @@ class PackedWeights:
         bias: int | None,
         order: NDArray[np.int32] | None = None,
     ) -> Matrix:
-        at, size = self._free, self.kernel.packed_bytes(kind, rows, cols)
-        by = None if order is None else order.ctypes.data
-        self.kernel.pack(kind, rows, cols, raw.ctypes.data, by, at, torch.get_num_threads())
+        """Pack the blocks of a matrix into the next free bytes; `order` names the rows to take."""
+        address, size = self._free, self.kernel.packed_bytes(kind, rows, cols)
+        wanted = None if order is None else order.ctypes.data
+        self.kernel.pack(kind, rows, cols, raw.ctypes.data, wanted, address, torch.get_num_threads())
         self._free += size
         self.bytes_per_pass += size
-        return Matrix(at, bias, rows, cols, kind)
+        return Matrix(address, bias, rows, cols, kind)
 
     def _make_room(self, matrices: Iterable[tuple[int, int, int]]) -> None:
-        """Room for all packed matrices (kind, rows, cols), in one piece so that large pages fit it."""
+        """Allocate all packed matrices (kind, rows, cols) in one piece, so that large pages fit it."""
         size = sum(self.kernel.packed_bytes(*matrix) for matrix in matrices)
         room = torch.empty(size + LINE, dtype=torch.uint8)
         self.kept.append(room)
@@ -153,7 +154,7 @@ class PackedHead(PackedWeights):
     def __init__(self, head: EagleHead, target: LoadedModel, int8: bool) -> None:
         config, layer = head.config, head.layer
         file: Any = target.file  # there is one wherever the head lacks embedding or output
-        self._begin(int8, layers=1)
+        self._set_up(int8, layers=1)
         kind = Q8_0 if int8 else F32
         matrices: list[Any] = [layer.get_submodule(part.module) for part in MATRICES]
         shapes = [(kind, *module.weight.shape) for module in (*matrices, head.fc)]
@@ -163,8 +164,8 @@ class PackedHead(PackedWeights):
         self._make_room(shape for shape in shapes if shape[0] not in (F32, F16))
         self._fill_layer(self.layers[0], layer)
         if head.embedding is None:
-            self.kept.append(whole := packed(target, int8=False))
-            embedding = whole.model.embedding, whole.model.embedding_type, whole.model.embedding_packed
+            self.kept.append(weights := packed_weights(target, int8=False))
+            embedding = weights.model.embedding, weights.model.embedding_type, weights.model.embedding_packed
         else:
             embedding = self._pointer(head.embedding), F32, False
         if head.output is None:
@@ -181,11 +182,11 @@ class PackedHead(PackedWeights):
 
 
 def output_name(file: GgufFile) -> str:
-    """The matrix of a file that makes logits: the embedding, where it has no other."""
+    """The name of a file's output matrix: the embedding's, where it has no other."""
     return "output" if "output.weight" in file.tensors else "token_embd"
 
 
-def packed(model: LoadedModel, int8: bool) -> PackedWeights:
-    """The weights of a model, packed once and kept with it. Blocks of a file are never made int8."""
+def packed_weights(model: LoadedModel, int8: bool) -> PackedWeights:
+    """The weights of a model, packed once and kept with it. Those of a GGUF file keep its format."""
     int8 = int8 and model.file is None
     return model.keep(("packed", int8), lambda: PackedWeights(model.causal_lm, int8))

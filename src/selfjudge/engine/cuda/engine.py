@@ -29,10 +29,10 @@ from selfjudge.models.loaded import Draft, LoadedModel, as_draft, as_loaded
 from selfjudge.models.tokens import context_window
 from selfjudge.ops import has_triton
 
-PREFILL_TOKENS = 32768  # tokens of prompts per pass
-CAPTURED_TOKENS = 8192  # prompts of at most this many tokens in all are replayed as a graph once their shape came twice
-SLOTS = 256  # caches come in multiples of this, so that the next batch is likely to fit the last one's
-ASIDES = 2  # engines for prompts that are kept with their cache and graphs
+PREFILL_TOKENS = 32768  # prompt tokens per pass
+CAPTURED_TOKENS = 8192  # prompts of at most this many tokens in all are captured as a graph when their shape recurs
+SLOTS = 256  # cache lengths are multiples of this, so that the next batch is likely to fit into the same cache
+ASIDES = 2  # engines made by `aside` that are kept with their cache and graphs
 STEP_TOKENS = 32  # a pass of at most this many tokens a row is a decoding step and covers the whole batch
 
 
@@ -65,7 +65,7 @@ class LayerWeights(NamedTuple):
 
     @classmethod
     def fuse(cls, layer: Any) -> LayerWeights:
-        """From a layer of transformers, or from a head's, whose parts have the same names."""
+        """Fuse a layer of transformers, or of a head, whose parts have the same names."""
         attention, mlp = layer.self_attn, layer.mlp
         qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
         return cls(
@@ -110,15 +110,14 @@ class _HeadWeights:
 
 
 def row_lengths(counts: Tensor | None, batch: int, width: int) -> list[int]:
-    """The tokens of each row, padding not counted, where leaving it out is worth that the host waits for them."""
+    """Tokens of each row. Padding is left out only of large prefills, where the host may wait for `counts`."""
     if counts is None or width <= STEP_TOKENS or batch * width <= CAPTURED_TOKENS:
         return [width] * batch
     return [int(count) for count in counts.tolist()]
 
 
 def passes(lengths: Sequence[int], width: int) -> Iterator[tuple[slice, int]]:
-    """Neighbouring rows that are read together, few enough tokens for a pass, and how many columns are padding in all
-    of them. Little padding remains where rows of like length stand together."""
+    """Split rows into passes of at most PREFILL_TOKENS: yields neighbours and how many columns are padding in all."""
     first = 0
     while first < len(lengths):
         longest, stop = max(1, lengths[first]), first + 1
@@ -151,20 +150,20 @@ class CudaEngine(Engine):
         self.vocab_size: int = self.weights.head.shape[0]
         self.window = context_window(module)
         self._want_hidden, self._features = hidden, features
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         """Start without cache and captured graphs."""
         self.slots = 0
         self.version = 0
         self.captured_cycles = {}
-        self._asides: list[Self] = []  # that have given their rows away: the next prompts find their graphs
-        self._pool: Any = None  # the memory that graphs share: they never run at the same time
+        self._asides: list[Self] = []  # engines whose rows have joined: the next prompts reuse their graphs
+        self._pool: Any = None  # memory pool that graphs share: they never run at the same time
         self._prefills: dict[Hashable, Any] = {}  # shape of prompts → 1 (seen once) or its graph
         self._lengths = torch.empty(0, dtype=torch.long, device=self.device)
         self._rotary = self._lengths, self._lengths  # cosine and sine by position
         self._keys = self._values = torch.empty(0, 0, dtype=self.dtype, device=self.device)
-        self._rows(0)
+        self._use_rows(0)
 
     @cached_property
     def _kernels(self) -> Kernels:
@@ -179,7 +178,7 @@ class CudaEngine(Engine):
         w = self.weights
         slots = (length + 2 + SLOTS - 1) // SLOTS * SLOTS
         if self.slots >= slots and len(self._lengths) >= batch:
-            self._rows(batch)
+            self._use_rows(batch)
             self.lengths.zero_()
             return
         self.slots = 0  # until everything is allocated
@@ -190,13 +189,13 @@ class CudaEngine(Engine):
         self._pool = None
         self._keys = self._values = self._keys[:0, :0].clone()  # free the old cache before the new one is allocated
         self._lengths = self._lengths[:0].clone()
-        self._rows(0)
+        self._use_rows(0)
         shape = (len(w.layers), batch, w.kv_heads, slots, w.dim)
         self._keys = torch.zeros(shape, dtype=self.dtype, device=self.device)
         self._values = torch.zeros(shape, dtype=self.dtype, device=self.device)
         self._lengths = torch.zeros(batch, dtype=torch.long, device=self.device)
         self.slots = slots
-        self._rows(batch)
+        self._use_rows(batch)
         positions = torch.arange(slots, device=self.device)[None]
         cosine, sine = w.rotary(torch.empty(1, dtype=torch.float32, device=self.device), positions)
         self._rotary = cosine[0].float().contiguous(), sine[0].float().contiguous()
@@ -209,15 +208,15 @@ class CudaEngine(Engine):
         if self.device.type != "cuda" or batch * padded > CAPTURED_TOKENS or padded > self.slots:
             return self.extend(tokens, counts, keep=1)
         key = (batch, padded)
-        uses = self._prefills.get(key, 0)
-        if not uses:
+        entry = self._prefills.get(key, 0)
+        if not entry:
             if len(self._prefills) >= 32:
                 self._prefills.clear()
             self._prefills[key] = 1
             return self.extend(tokens, counts, keep=1)
-        if isinstance(uses, int):
-            uses = self._prefills[key] = self._capture_prefill(batch, padded)
-        replay, all_tokens, all_counts, output = cast(_Prefill, uses)
+        if isinstance(entry, int):
+            entry = self._prefills[key] = self._capture_prefill(batch, padded)
+        replay, all_tokens, all_counts, output = cast(_Prefill, entry)
         all_tokens[:, padded - width :].copy_(tokens)
         all_counts.copy_(counts)
         replay()
@@ -234,7 +233,7 @@ class CudaEngine(Engine):
     def cache_bytes(self) -> int:
         return 2 * self._keys.numel() * int(self.dtype.itemsize)
 
-    def _rows(self, batch: int) -> None:
+    def _use_rows(self, batch: int) -> None:
         """Work on the first rows of the cache."""
         self.lengths = self._lengths[:batch]
         self.keys, self.values = self._keys[:, :batch], self._values[:, :batch]
@@ -247,12 +246,12 @@ class CudaEngine(Engine):
             self.reserve(batch, self.window)
         x, slot, position = self._kernels.begin(tokens, counts, self.lengths, self.slots, self.weights.embedding)
         lengths = row_lengths(counts, batch, width)
-        made = x.new_empty if min(lengths) == width else x.new_zeros  # padding may be left out of passes
-        features = made(batch, width, len(self._features) * x.shape[2]) if self._features else None
+        allocate = x.new_empty if min(lengths) == width else x.new_zeros  # padding may be left out of passes
+        features = allocate(batch, width, len(self._features) * x.shape[2]) if self._features else None
         if width <= STEP_TOKENS:
             output = self._forward(x, slot, position, slice(0, batch), keep, features)
         else:
-            output = self._prefill(x, slot, position, keep, features, lengths)
+            output = self._forward_prompts(x, slot, position, keep, features, lengths)
         self.lengths.add_(width if counts is None else counts)
         return output
 
@@ -260,25 +259,25 @@ class CudaEngine(Engine):
         if self._asides:
             return self._asides.pop()
         other = copy.copy(self)
-        other._begin()
+        other._reset()
         return other
 
     @torch.no_grad()
     def join(self, other: Self, idle: int = 0) -> None:
-        """The rows are copied: graphs are for the first rows of this cache."""
+        """Copy the rows: captured graphs read the first rows of this cache."""
         there, new, slots = len(self.lengths), len(other.lengths), min(self.slots, other.slots)
-        self._rows(there + new + idle)
+        self._use_rows(there + new + idle)
         self.lengths[there:].zero_()
         self.lengths[there : there + new] = other.lengths
-        for mine, others in ((self.keys, other.keys), (self.values, other.values)):
-            mine[:, there : there + new, :, :slots] = others[:, :, :, :slots]
+        for own, others in ((self.keys, other.keys), (self.values, other.values)):
+            own[:, there : there + new, :, :slots] = others[:, :, :, :slots]
         if len(self._asides) < ASIDES:
             self._asides.append(other)
 
-    def _prefill(
+    def _forward_prompts(
         self, x: Tensor, slot: Tensor, position: Tensor, keep: int, features: Tensor | None, lengths: Sequence[int]
     ) -> Output:
-        """Read long prompts, some rows and columns at a time."""
+        """`_forward` for long prompts, some rows and columns at a time."""
         width = slot.shape[1]
         outputs = []
         for part, padding in passes([max(length, keep) for length in lengths], width):
@@ -295,9 +294,9 @@ class CudaEngine(Engine):
     def _forward(
         self, x: Tensor, slot: Tensor, position: Tensor, rows: slice, keep: int, features: Tensor | None
     ) -> Output:
-        """Embedded tokens [B, T, H] through all layers, whose inputs go into `features` where they are wanted.
+        """Run embedded tokens [B, T, H] through all layers, whose inputs go into `features` where they are wanted.
 
-        `parts` is what a product left to be added to x.
+        x is the residual stream. `parts` of the last product may still be missing from it: the next `norm` adds them.
         """
         w, kernels = self.weights, self._kernels
         batch, width = slot.shape
@@ -331,7 +330,7 @@ class CudaEngine(Engine):
         for cache in (self._keys, self._values):
             for layer in cache:  # one at a time: the copy needs no second cache
                 layer[: len(rows)] = layer[index]
-        self._rows(len(rows))
+        self._use_rows(len(rows))
         self.lengths.copy_(lengths)
 
     def state(self) -> list[Tensor]:
@@ -367,7 +366,7 @@ class CudaEngine(Engine):
 
 
 class CudaHead(CudaEngine, HeadEngine):
-    """Entries of a token and a state each, in a cache of one layer."""
+    """An EAGLE-3 head: one layer, whose entries are made of a token and a state."""
 
     weights: _HeadWeights  # type: ignore[assignment]
 
@@ -378,7 +377,7 @@ class CudaHead(CudaEngine, HeadEngine):
         self.device, self.dtype = head.device, head.dtype
         self.window, self.vocabulary, self.hidden_size = head.window, head.draft_ids, head.config.hidden_size
         self._want_hidden, self._features = False, ()
-        self._begin()
+        self._reset()
 
     @torch.no_grad()
     def append(self, tokens: Tensor, states: Tensor, counts: Tensor | None = None, keep: int = 1) -> Output:
@@ -395,7 +394,7 @@ class CudaHead(CudaEngine, HeadEngine):
     def _layer(
         self, e: Tensor, states: Tensor, slot: Tensor, position: Tensor, rows: slice, keep: int
     ) -> tuple[Tensor, Tensor]:
-        """Logits [B, keep, D] and a [B, keep, H] of entries [B, T]; only keys and values are made of those before."""
+        """Return logits [B, keep, D] and states [B, keep, H]; of earlier entries only keys and values are computed."""
         w, kernels = self.weights, self._kernels
         layer = w.layers[0]
         batch, width, size = e.shape
@@ -417,13 +416,13 @@ class CudaHead(CudaEngine, HeadEngine):
         parts = kernels.add(x, kernels.attention(q, keys, values, position), layer.out, None)
         inner = kernels.gated(kernels.norm(x, parts, layer.mlp_norm, w.epsilon), layer.gate_up)
         parts = kernels.add(x, inner, layer.down, None)
-        logits = F.linear(kernels.norm(x, parts, w.norm, w.epsilon), w.head)  # and x is whole by now
+        logits = F.linear(kernels.norm(x, parts, w.norm, w.epsilon), w.head)  # this norm completes x
         return logits.view(batch, keep, -1), x.view(batch, keep, size)
 
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """No garbage collection meanwhile: freeing another engine's graphs would break the one being captured."""
+    """Suspend garbage collection: freeing another engine's graphs would break the one being captured."""
     running = gc.isenabled()
     gc.disable()
     try:

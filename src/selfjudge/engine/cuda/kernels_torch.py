@@ -6,19 +6,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Both = tuple[Tensor, Tensor]
+TensorPair = tuple[Tensor, Tensor]
 
 
 class Kernels:
     """The steps of a pass as torch operations.
 
-    A product may come in parts [S, M, N] whose sum it is; whatever reads it adds them up.
+    A product may come as parts [S, M, N]; the step that reads it adds them up.
     """
 
     def begin(
         self, tokens: Tensor, counts: Tensor | None, lengths: Tensor, slots: int, embedding: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens [B, T] embedded [B, T, H], and the slot and position [B, T] of each. Padding goes to the last slot."""
+        """Embed tokens [B, T] → [B, T, H]; also the slot and position [B, T] of each. Padding goes to the last slot."""
         width = tokens.shape[1]
         column = torch.arange(width, device=tokens.device)
         missing = torch.zeros_like(lengths) if counts is None else width - counts
@@ -28,7 +28,7 @@ class Kernels:
         return x, torch.where(valid, place, slots - 1), torch.where(valid, place, 0)
 
     def norm(self, x: Tensor, parts: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
-        """Add the parts to x [M, H], which is contiguous, in place; x normalised."""
+        """Add the parts to x [M, H] in place; return x normalised. x must be contiguous."""
         assert x.is_contiguous()
         if parts is not None:
             x.add_(parts.sum(0))
@@ -40,14 +40,14 @@ class Kernels:
         return F.linear(x, weight, bias)[None]
 
     def add(self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-        """x + y · weightᵀ, in place; or the parts [S, M, N] that the next norm is to add to x."""
+        """Add y · weightᵀ to x in place and return None, or return the parts [S, M, N] for the next `norm` to add."""
         x.addmm_(y, weight.t())
         if bias is not None:
             x.add_(bias)
         return None
 
-    def rotate(self, qkv: Tensor, rotary: Both, at: Both, cache: Both, heads: int) -> Tensor:
-        """Rotate queries and keys [S, M, (Hq+2Hk)·D], file keys and values in the cache; queries [B, T, Hq, D].
+    def rotate(self, qkv: Tensor, rotary: TensorPair, at: TensorPair, cache: TensorPair, heads: int) -> Tensor:
+        """Rotate queries and keys of [S, M, (Hq+2Hk)·D], cache keys and values; return queries [B, T, Hq, D].
 
         `rotary` is cosine and sine by position, `at` slot and position [B, T], `cache` keys and values.
         """
@@ -57,14 +57,14 @@ class Kernels:
         q, k, v = qkv.sum(0).to(keys.dtype).view(batch, width, -1, dim).split([heads, kv, kv], 2)
         c, s = cosine[position][:, :, None], sine[position][:, :, None]
 
-        def turned(t: Tensor) -> Tensor:
+        def rotated(t: Tensor) -> Tensor:
             a, b = t.float().chunk(2, -1)
             return (t.float() * c + torch.cat([-b, a], -1) * s).to(t.dtype)
 
         index = slot[:, None, :, None].expand(batch, kv, width, dim)
-        keys.scatter_(2, index, turned(k).transpose(1, 2))
+        keys.scatter_(2, index, rotated(k).transpose(1, 2))
         values.scatter_(2, index, v.transpose(1, 2))
-        return turned(q)
+        return rotated(q)
 
     def attention(self, q: Tensor, keys: Tensor, values: Tensor, position: Tensor) -> Tensor:
         """[B, T, Hq, D] against the slots up to each query's position → [B·T, Hq·D]"""

@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from selfjudge.engine.cuda.kernels_torch import Both, Kernels
+from selfjudge.engine.cuda.kernels_torch import Kernels, TensorPair
 
-FEW = 32  # rows; larger products are compute-bound and go to the library
-SHARED_BYTES = 160 << 10  # that the tiles of a split product may need; with less, the library does all products
-PROCESSORS = 132  # of an H100 or H200; with more or fewer the work still spreads, if not as evenly
+FEW = 32  # rows of a split product; larger products are compute-bound and go to torch
+SHARED_BYTES = 160 << 10  # shared memory that a split product may need; with less, torch does all products
+PROCESSORS = 132  # multiprocessors of an H100 or H200; with more or fewer the work spreads less evenly
 
 
 @triton.jit
@@ -223,7 +223,7 @@ def _attention(
 
 @triton.jit
 def _combine(part_ptr, out_ptr, SPLITS: tl.constexpr, DIM: tl.constexpr, EARLY: tl.constexpr):
-    """One program: the shares of one token and head, put together."""
+    """One program: add up the shares of one token and head."""
     line = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, DIM)
     share = tl.arange(0, SPLITS)
@@ -252,7 +252,7 @@ def _gate(x_ptr, y_ptr, inner, BLOCK: tl.constexpr, EARLY: tl.constexpr):
 
 
 def _tiles(outputs: int, inputs: int) -> dict[str, int]:
-    """Tiles of a product for few rows, found by trial on an H200: about one program per processor, few parts to add."""
+    """Tiles of a product with few rows, tuned on an H200: about one program per multiprocessor, few parts to add."""
     if 1024 < inputs <= 2048:
         return {"BLOCK_N": 32, "BLOCK_K": 512, "SPAN": 512, "num_warps": 4, "num_stages": 3}
     blocks = triton.cdiv(inputs, 256) * triton.cdiv(outputs, 64)
@@ -273,7 +273,7 @@ class TritonKernels(Kernels):
             self.split = nvidia and known.shared_memory_per_block_optin >= SHARED_BYTES
 
     def _launch(self, rows: int) -> dict[str, bool]:
-        """Start kernels early where they are small; large ones would only take room from those before them."""
+        """Launch options: small kernels start early; large ones would only take room from those before them."""
         early = self.early and rows <= FEW
         return {"EARLY": early, "launch_pdl": early} if early else {"EARLY": False}
 
@@ -331,7 +331,7 @@ class TritonKernels(Kernels):
                 torch.nn.functional.linear(x, weight), y, inner, BLOCK=1024, num_warps=4, **self._launch(rows)
             )
             return y
-        # large: tiles that one warp group multiplies at once; small: more programs, to have any for every processor
+        # large: tiles that one warp group multiplies at once; small: more programs, so that no multiprocessor is idle
         block_n, block_k, stages = (64, 64, 5) if inner >= 64 * PROCESSORS else (32, 128, 4)
         _gated[(triton.cdiv(inner, block_n),)](
             x, weight, y, rows, inner, inputs, ROWS=16 if rows <= 16 else 32, BLOCK_N=block_n, BLOCK_K=block_k,
@@ -339,7 +339,7 @@ class TritonKernels(Kernels):
         )  # fmt: skip
         return y
 
-    def rotate(self, qkv: Tensor, rotary: Both, at: Both, cache: Both, heads: int) -> Tensor:
+    def rotate(self, qkv: Tensor, rotary: TensorPair, at: TensorPair, cache: TensorPair, heads: int) -> Tensor:
         (cosine, sine), (slot, position), (keys, values) = rotary, at, cache
         batch, width = slot.shape
         kv, slots, dim = keys.shape[1:]
