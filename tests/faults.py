@@ -43,7 +43,7 @@ FAULTS = (
     Fault("rules: θ = 1 accepts a score of 1", "decoding/rules.py",
           "return self.scores(block) > self.theta", "return self.scores(block) >= self.theta", "tests/unit/test_rules.py tests/unit/test_judge.py"),
     Fault("rules: a special token of the target is replaced", "decoding/rules.py",
-          "| _among(choice[:, :-1], ids)", "", "tests/unit/test_rules.py"),
+          "| _is_in(choice, ids)", "", "tests/unit/test_rules.py"),
     Fault("rules: a price forgets the token it pays for", "ops/__init__.py",
           "longer = price + worth", "longer = worth", "tests/unit/test_price.py"),
     Fault("sampling: drafts are accepted without regard to q", "decoding/rules.py",

@@ -92,10 +92,10 @@ class _Timid(GammaController):
     least_q = 1.0
 
     def choose(self, rows: int, behind: int = 0) -> int:
-        self._q, self.log_q = [], np.zeros(rows)
+        self._draft_probabilities, self.log_q = [], np.zeros(rows)
         return 5
 
-    def more(self, q: Callable[[], Iterable[float]]) -> bool:
+    def draft_on(self, q: Callable[[], Iterable[float]]) -> bool:
         self.log_q += np.log(list(q()))
         return bool((self.log_q >= np.log(self.least_q)).any())
 

@@ -11,7 +11,7 @@ import pytest
 
 from selfjudge.decoding import gamma as gamma_module
 from selfjudge.decoding.gamma import (
-    MOST,
+    MAX_AUTO_GAMMA,
     STATIC_CHOICES,
     Acceptance,
     Calibration,
@@ -63,7 +63,7 @@ class Machine:
                 q = np.where(random.random(rows) < self.sure(made / tokens), SURE, UNSURE)
                 standing &= random.random(rows) < q
                 accepted, drafts = accepted + standing, drafts + 1
-                if not static and not controller.more(lambda q=q: q):
+                if not static and not controller.draft_on(lambda q=q: q):
                     break
             noise = np.exp(0.05 * random.standard_normal())
             reading = self.step * (1 + 0.1 * min(behind, 64)) if behind and drafts else 0.0
@@ -100,7 +100,7 @@ def test_auto_is_close_to_the_best_fixed_choice(name: str, static: bool, rows: i
     machine, statistics = MACHINES[name](), PairStatistics()
     machine.decode(statistics, 64, rows, static)  # what is learned once
     auto = np.mean([machine.decode(statistics, 250, rows, static, seed) for seed in range(2)])
-    best = min(machine.fixed(gamma) for gamma in range(MOST + 1))
+    best = min(machine.fixed(gamma) for gamma in range(MAX_AUTO_GAMMA + 1))
     assert auto < 1.03 * machine.fixed(0)
     assert auto < 1.05 * best
     if not static and rows == 1 and name.startswith("drafts"):
@@ -132,17 +132,17 @@ def test_the_draft_is_asked_for_its_probability_only_where_it_matters() -> None:
             statistics.costs.observe(1, drafts, {"draft": step * drafts, "target": 1 + 0.1 * drafts})
     controller = GammaController(dear, Exact())
     assert controller.choose(1)
-    assert not controller.more(q)
+    assert not controller.draft_on(q)
     assert asked == 0  # even a sure draft would be the last
     controller.observe(np.array([1]), np.ones(1, bool), 1, {"draft": 0.9, "target": 1.1})
     controller = GammaController(cheap, Exact())
     assert controller.choose(1)
-    assert controller.more(q)
+    assert controller.draft_on(q)
     assert asked == 1
 
 
 def test_a_static_engine_records_little_and_what_it_records_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gamma_module, "MOST_CAPTURE_SECONDS", float("inf"))  # seconds are units of plain cycles here
+    monkeypatch.setattr(gamma_module, "MAX_CAPTURE_SECONDS", float("inf"))  # seconds are units of plain cycles here
     machine, statistics = (
         Machine(step=0.05, token=0.03, sure=lambda progress: 0.9, capture_seconds=60.0),
         PairStatistics(),
@@ -157,7 +157,7 @@ def test_a_static_engine_records_little_and_what_it_records_pays(monkeypatch: py
 
 
 def test_short_answers_one_after_the_other_pay_for_a_capture_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gamma_module, "MOST_CAPTURE_SECONDS", float("inf"))  # seconds are units of plain cycles here
+    monkeypatch.setattr(gamma_module, "MAX_CAPTURE_SECONDS", float("inf"))  # seconds are units of plain cycles here
     machine, statistics = (
         Machine(step=0.05, token=0.03, sure=lambda progress: 0.9, capture_seconds=60.0),
         PairStatistics(),
@@ -226,7 +226,7 @@ def test_confidence_is_calibrated_by_what_was_accepted() -> None:
 def test_a_rule_that_needs_long_blocks_gets_them() -> None:
     rule = FLy(window=6)
     eager, static = GammaController(PairStatistics(), rule), GammaController(PairStatistics(), rule, static=True)
-    assert eager.choose(1) == MOST
-    assert [eager.more(lambda: [1e-6]) for _ in range(7)] == [True] * 6 + [False]
+    assert eager.choose(1) == MAX_AUTO_GAMMA
+    assert [eager.draft_on(lambda: [1e-6]) for _ in range(7)] == [True] * 6 + [False]
     assert static.choose(1) == 8
     assert GammaController(PairStatistics(), FLy(window=14), static=True).choose(1) == 15

@@ -1,4 +1,4 @@
-"""Who is in a batch: requests that wait, rows that enter, emit and leave."""
+"""The rows of a batch: requests wait, enter as rows, emit tokens and leave."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from selfjudge.decoding.cycle import CycleOutcome
 from selfjudge.decoding.rules import AcceptanceRule
 from selfjudge.engine.draft import BatchEngines
 from selfjudge.errors import SelfJudgeError
-from selfjudge.types import MAX_GAMMA, Emission, Finish, Origin, TokenColumn
+from selfjudge.types import MAX_GAMMA, Emission, Finish, Gamma, Origin, TokenColumn
 
 
 class Request(NamedTuple):
@@ -29,12 +29,12 @@ class Request(NamedTuple):
 
 @dataclass
 class AdmissionQueue:
-    """Where requests wait for a batch that is under way: the caller puts them here between steps."""
+    """Requests that wait for a running batch; the caller adds them between steps."""
 
     rows: int
     """Maximum rows at a time."""
     length: int
-    """Maximum tokens of a row, prompt and answer: static engines reserve so much for each."""
+    """Maximum tokens of a row, prompt and answer: static engines reserve this length for each row."""
     waiting: deque[Request] = field(default_factory=deque)
     """Requests in the order of their arrival."""
     crowded: bool = False
@@ -59,7 +59,7 @@ class BatchRows:
 
     @classmethod
     def new(cls, numbers: Sequence[int], limits: Sequence[int]) -> BatchRows:
-        """New rows of these numbers; idle ones are finished from the start."""
+        """Rows with these numbers and token limits; idle ones are finished from the start."""
         index = np.array(numbers, np.int64)
         return cls(index, np.array(limits, np.int64), index < 0)
 
@@ -68,16 +68,16 @@ class BatchRows:
 
     @property
     def alive(self) -> list[int]:
-        """Positions of the rows that go on."""
+        """Positions of the rows that have not ended."""
         return np.flatnonzero(~self.finished).tolist()
 
     def cancel(self, cancelled: set[int]) -> None:
-        """Finish the rows that the caller gave up, and take them out of the caller's set."""
+        """Finish the cancelled rows, and remove them from the caller's set."""
         if cancelled:
             self.finished |= np.isin(self.index, list(cancelled))
             cancelled.difference_update(self.index.tolist())
 
-    def take(self, kept: list[int]) -> BatchRows:
+    def select(self, kept: list[int]) -> BatchRows:
         return BatchRows(self.index[kept], self.left[kept], self.finished[kept])
 
     def extended(self, other: BatchRows) -> BatchRows:
@@ -85,7 +85,7 @@ class BatchRows:
         return BatchRows(*(np.concatenate(both) for both in zip(mine, theirs, strict=True)))
 
     def emit(self, outcome: CycleOutcome, eos_ids: Collection[int]) -> Sequence[Emission]:
-        """What the live rows get from a cycle, cut at the end token and at their limits."""
+        """Give a cycle's tokens to the live rows, cut at the end token and at their limits."""
         active = np.flatnonzero(~self.finished)
         if not outcome.drafts.shape[1]:  # one token a row, all rows at once
             column = outcome.next_token[active]
@@ -96,8 +96,8 @@ class BatchRows:
         columns = (outcome.accepted, outcome.next_token, outcome.drafts, outcome.judged)
         rows = zip(active.tolist(), *(column[active].tolist() for column in columns), strict=True)
         emissions = []
-        for row, k, following, drafts, judged in rows:
-            tokens, finish = self._cut(row, [*drafts[:k], following], eos_ids)
+        for row, k, next_token, drafts, judged in rows:
+            tokens, finish = self._cut(row, [*drafts[:k], next_token], eos_ids)
             origins: list[Origin] = ["judge" if by_judge else "draft" for by_judge in judged[:k]]
             origins = [*origins, "target"][: len(tokens)]
             judged_tokens = outcome.judged_tokens(row, len(tokens)) if "judge" in origins else ()
@@ -105,7 +105,7 @@ class BatchRows:
         return tuple(emissions)
 
     def _cut(self, row: int, tokens: list[int], eos_ids: Collection[int]) -> tuple[list[int], Finish | None]:
-        """The tokens that a row may still emit, and why it ends with them, if it does."""
+        """The tokens that a row may still emit, and why it ends with them; None if it does not end."""
         finish: Finish | None = None
         for j, token in enumerate(tokens):
             if token in eos_ids or j + 1 == self.left[row]:
@@ -118,9 +118,9 @@ class BatchRows:
 
 
 def check_requests(
-    engines: BatchEngines, requests: Sequence[Request], rule: AcceptanceRule, gamma: int
+    engines: BatchEngines, requests: Sequence[Request], rule: AcceptanceRule, gamma: Gamma
 ) -> list[Request]:
-    """Refuse impossible requests before any work; the requests with the limits that the context window allows."""
+    """Check requests before any work; return them with the limits that the context window allows."""
     if isinstance(gamma, str):
         raise SelfJudgeError(f"`gamma` must be a whole number or auto, not {gamma!r}")
     if not 0 <= gamma <= MAX_GAMMA:
@@ -134,7 +134,7 @@ def check_requests(
 
 
 def limit_request(request: Request, window: int) -> Request:
-    """The request with the limit that the context window allows; refused if that leaves no room for an answer."""
+    """Return the request with the limit that the context window allows; refuse it if no token fits."""
     if request.max_new_tokens < 1:
         raise SelfJudgeError(f"`max_new_tokens` must be at least 1, not {request.max_new_tokens}")
     length = len(request.prompt)

@@ -1,4 +1,4 @@
-"""An answer while it is decoded: tokens become text, stop strings cut it, judged tokens are noted."""
+"""An answer while it is decoded: tokens become text, stop strings cut it, judged tokens are recorded."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Answer:
     gamma: int = 0
     """Draft tokens of the latest cycle."""
     cycle_seconds: float = 0.0
-    """Seconds of all cycles: without the prefill."""
+    """Seconds of all cycles, without the prefill."""
     plain_passes: list[float] = field(default_factory=list)
     """Seconds of each cycle without drafts."""
     finish: Finish | None = None
@@ -42,21 +42,22 @@ class Answer:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*PHASES, "total"), 0.0))
 
     def __post_init__(self) -> None:
-        self._text = Detokenizer(self.tokenizer)
+        self._detokenizer = Detokenizer(self.tokenizer)
         if isinstance(self.stop, str) or any(not s for s in self.stop):
             raise SelfJudgeError("`stop` is a list of strings, and none may be empty")
 
     def take(self, emission: Emission, step: Step) -> list[Piece]:
-        """Add what a step emitted; the new pieces of text, if the answer is streamed."""
-        self.cycles += step.cycle > 0
+        """Add the tokens of a step; return the new pieces of text, none unless the answer is streamed."""
         self.drafted += step.drafted
         self.gamma = step.drafted
         for phase, spent in step.seconds.items():
             self.seconds[phase] += spent
         if step.cycle > 0:
             spent = sum(step.seconds.values())
+            self.cycles += 1
             self.cycle_seconds += spent
-            self.plain_passes += [] if step.drafted else [spent]
+            if not step.drafted:
+                self.plain_passes.append(spent)
         judged = {j.index: self._with_text(j) for j in emission.judged}
         if not self.streamed:
             self.tokens += emission.tokens
@@ -64,29 +65,30 @@ class Answer:
             self.judged_tokens += judged.values()
             if emission.finish is not None:
                 self.finish = emission.finish
-                self.text = self._text.decode(self.tokens)
+                self.text = self._detokenizer.decode(self.tokens)
             return []
         pieces = []
         for i, (token, origin) in enumerate(zip(emission.tokens, emission.origins, strict=True)):
             finish = emission.finish if i + 1 == len(emission.tokens) else None
             pieces.append(Piece(self._add(token, origin, finish), token, origin, judged.get(i)))
-            self.judged_tokens += [judged[i]] if i in judged else []
+            if i in judged:
+                self.judged_tokens.append(judged[i])
             if self.finish:
                 break
         return pieces
 
     def _with_text(self, judged: JudgedToken) -> JudgedToken:
-        """A token of an emission as one of the answer."""
-        text, target_text = self._text.decode([judged.token]), self._text.decode([judged.target_token])
+        """A judged token with its text, and with its index in the answer instead of the emission."""
+        text, target_text = self._detokenizer.decode([judged.token]), self._detokenizer.decode([judged.target_token])
         return replace(judged, index=len(self.tokens) + judged.index, text=text, target_text=target_text)
 
     def _add(self, token: int, origin: Origin, finish: Finish | None) -> str:
-        """The text that a token lets us show; sets `finish` at the end or at a stop string."""
+        """Add a token and return the text that can now be shown; sets `finish` at the end or at a stop string."""
         self.tokens.append(token)
         self.origins.append(origin)
-        self.text += self._text.add(token)
+        self.text += self._detokenizer.add(token)
         if finish is not None:
-            self.text += self._text.rest()
+            self.text += self._detokenizer.rest()
         starts = (self.text.find(s, max(0, self.shown - len(s))) for s in self.stop)
         cut = min((at for at in starts if at >= 0), default=-1)
         if cut >= 0:
@@ -96,7 +98,7 @@ class Answer:
         return self._showable()
 
     def _showable(self) -> str:
-        """Text not yet shown, less an end that may turn out to begin a stop string."""
+        """Text not yet shown, without an end that may be the beginning of a stop string; marks it as shown."""
         end = len(self.text)
         if self.finish is None:
             for s in self.stop:
@@ -112,21 +114,21 @@ class Answer:
         if len(self.plain_passes) > 1 and self.cycle_seconds:
             ratio = (len(self.tokens) - 1) * median_low(self.plain_passes) / self.cycle_seconds
         return Generation(
-            tuple(self.tokens),
-            tuple(self.origins),
-            self.text,
-            self.cycles,
-            self.finish,
-            self.prompt_tokens,
-            self.seconds,
-            tuple(self.judged_tokens),
-            self.drafted,
-            ratio,
+            tokens=tuple(self.tokens),
+            origins=tuple(self.origins),
+            text=self.text,
+            cycles=self.cycles,
+            finish=self.finish,
+            prompt_tokens=self.prompt_tokens,
+            seconds=self.seconds,
+            judged_tokens=tuple(self.judged_tokens),
+            drafted=self.drafted,
+            speed_over_plain=ratio,
         )
 
 
 class Detokenizer:
-    """Text of a growing token sequence, special tokens left out, never an incomplete character."""
+    """Text of a growing token sequence, without special tokens or incomplete characters."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -140,13 +142,13 @@ class Detokenizer:
         new = self._new()
         if new.endswith("\ufffd"):
             return ""
-        if new:  # special tokens have no text and are no context
+        if new:  # special tokens have no text, and give no context
             self.context = self.read
         self.read = len(self.ids)
         return new
 
     def rest(self) -> str:
-        """What is left at the end, incomplete characters included."""
+        """The remaining text at the end, incomplete characters included."""
         new = self._new()
         self.read = len(self.ids)
         return new

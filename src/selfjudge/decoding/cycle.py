@@ -1,6 +1,6 @@
 """One cycle: the draft proposes, the target verifies, the judge scores, the rule decides, the caches are rewound.
 
-`Packed` is what it hands over to the host.
+Its result reaches the host as a `PackedOutcome`.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from selfjudge.engine.draft import BatchEngines, Drafter
 from selfjudge.ops import argmax_checked, replace_non_finite
 from selfjudge.types import PHASES, Block, JudgedToken, Verdict
 
-CAPTURED_CYCLES = 32  # that an engine keeps: each holds its own outputs on the device
+CAPTURED_CYCLES = 32  # maximum cycles that an engine keeps: each holds its own outputs on the device
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackedOutcome:
     """The outcome of a cycle in one integer tensor, so that one copy brings it to the host."""
 
     table: Tensor
-    """[B, 3+2γ] or, with a trace, [B, 3+6γ]: accepted drafts, next token, non-finite; then γ columns of each part."""
+    """[B, 3+2γ], traced [B, 3+6γ]: n accepted, next token, non-finite; γ each of drafts, judged, parts of `_trace`."""
     drafted: int
     """γ: draft tokens of each row."""
     traced: bool
 
     @classmethod
-    def pack(cls, block: Block, verdict: Verdict, *, traced: bool = False) -> Packed:
-        n, following = verdict.n_accepted[:, None], verdict.next_token[:, None]
-        head = [n, following, verdict.non_finite.long().expand_as(n)]
+    def pack(cls, block: Block, verdict: Verdict, *, traced: bool = False) -> PackedOutcome:
+        n, next_token = verdict.n_accepted[:, None], verdict.next_token[:, None]
+        head = [n, next_token, verdict.non_finite.long().expand_as(n)]
         parts = [block.draft_tokens, verdict.judged.long(), *(_trace(block, verdict) if traced else ())]
         return cls(torch.cat(head + parts, 1), block.gamma, traced)
 
@@ -68,10 +68,10 @@ class CycleOutcome:
     judged: NDArray[Any]
     """[B, γ] 1 where the draft was accepted although the alignment rule rejects it."""
     trace: NDArray[Any] | None
-    """[B, 4, γ] see `_trace`."""
+    """[B, 4, γ] the four parts of `_trace`."""
 
     def judged_tokens(self, row: int, tokens: int) -> tuple[JudgedToken, ...]:
-        """The judged ones among the first `tokens` of a row, where they were traced."""
+        """The judged ones among the first `tokens` tokens of a row; none without a trace."""
         if self.trace is None:
             return ()
         choice, *bits = self.trace[row]
@@ -84,11 +84,11 @@ class CycleOutcome:
 
 
 def _trace(block: Block, verdict: Verdict) -> list[Tensor]:
-    """[B, γ] each: the target's choice; as bits of float32 p of the draft, p of the choice, the judge's score."""
+    """Four parts [B, γ]: the target's choice; as float32 bits, p of the draft, p of the choice, the judge's score."""
     assert block.argmax is not None
     choice = block.argmax[0][:, :-1]
     if choice.device.type == "cpu" and not verdict.judged.any():
-        return [torch.zeros_like(choice)] * 4  # nobody will look
+        return [torch.zeros_like(choice)] * 4  # only judged tokens are read
     probabilities = block.target_logits[:, :-1].softmax(-1, dtype=torch.float32)
     p, p_choice = probabilities.gather(-1, torch.stack([block.draft_tokens, choice], -1)).unbind(-1)
     score = torch.full_like(p, math.nan) if block.scores is None else block.scores.float()
@@ -96,14 +96,14 @@ def _trace(block: Block, verdict: Verdict) -> list[Tensor]:
 
 
 class Cycle:
-    """One cycle as functions over fixed tensors, so that an engine may capture them and replay them without Python."""
+    """One cycle as four functions over fixed tensors, so that an engine can capture and replay them without Python."""
 
     def __init__(self, engines: BatchEngines, rule: AcceptanceRule, gamma: int, *, trace: bool, first: Tensor) -> None:
         """`first` [B] are the tokens that prefill yielded; `trace` asks for what the target wanted at judged tokens."""
         self.target, self.draft = engines.target, engines.draft
         self.rule, self.gamma, self.trace = rule, gamma, trace
-        self.more: Callable[[Callable[[], Sequence[float]]], bool] | None = None
-        """Whether to draft on; may ask for the probability [B] of the newest drafts."""
+        self.draft_on: Callable[[Callable[[], Sequence[float]]], bool] | None = None
+        """Decides whether to draft on; its argument computes the probabilities [B] of the newest drafts."""
         self.last = first[:, None].clone()
         self.uniforms = (
             None if rule.sampling is None else first.new_zeros((len(first), 2 * gamma + 1), dtype=torch.float32)
@@ -114,11 +114,11 @@ class Cycle:
         self.draft_logits: Tensor | None = None
         self.output: Output | None = None
         self.block: Block | None = None
-        self.packed: Packed | None = None
+        self.packed: PackedOutcome | None = None
 
     @torch.no_grad()
-    def run(self, uniforms: Tensor | None) -> tuple[Packed, PhaseTimer]:
-        """Start one cycle; its outcome, not yet waited for."""
+    def run(self, uniforms: Tensor | None) -> tuple[PackedOutcome, PhaseTimer]:
+        """Start one cycle and return its outcome without waiting for it."""
         if self.uniforms is not None and uniforms is not None:
             self.uniforms.copy_(uniforms)
         timer = PhaseTimer(self.target.device)
@@ -129,9 +129,9 @@ class Cycle:
         if self.target.static and self.captured is None:
             state = [self.last, *self.target.state(), *([] if self.draft is None else self.draft.state())]
             phases = self.captured = self.target.capture(phases, state)
-            # nobody reads these after a capture: the next ones may use their memory, which for large batches is most
+            # not read after a capture: later captures reuse this memory, most of the total for large batches
             self.draft_logits = self.output = self.block = None
-        # an eager cycle keeps no functions of its own: nothing refers to it in a circle, and its logits go when it does
+        # only static engines set `captured`: it refers back to the cycle, and would keep an eager cycle's logits alive
         for name, phase in zip(PHASES, phases, strict=True):
             with timer(name):
                 phase()
@@ -144,11 +144,11 @@ class Cycle:
             self.drafts, self.draft_logits = self._proposals(self.draft)
 
     def _proposals(self, draft: Drafter) -> tuple[Tensor, Tensor | None]:
-        """[B, γ] drafts and, when sampling, the [B, γ, V] logits they come from; fewer if the draft is unsure."""
+        """[B, γ] drafts and, when sampling, the [B, γ, V] logits they come from; fewer than γ if `draft_on` says so."""
         tokens: list[Tensor] = []
         drawn_from: list[Tensor] = []
         size, ids, sampling = self.target.vocab_size, draft.vocabulary, self.rule.sampling
-        more = None if draft.static else self.more
+        draft_on = None if draft.static else self.draft_on
         logits = draft.propose(self.gamma)
         for i in range(self.gamma):
             if sampling is not None:
@@ -159,7 +159,7 @@ class Cycle:
             else:
                 chosen = argmax_checked(logits[:, :size])[0]
             tokens.append(chosen if ids is None or sampling is not None else ids[chosen])
-            if more is not None and not more(partial(_probabilities, logits[:, :size], chosen)):
+            if draft_on is not None and not draft_on(partial(_probabilities, logits[:, :size], chosen)):
                 break
             if i + 1 < self.gamma:
                 logits = draft.extend(tokens[-1])
@@ -168,9 +168,9 @@ class Cycle:
     def verify(self) -> None:
         self.output = output = self.target.extend(torch.cat([self.last, self.drafts], 1))
         u, drafted = self.uniforms, self.drafts.shape[1]
-        chosen = None if u is None else torch.cat([u[:, self.gamma : self.gamma + drafted], u[:, -1:]], 1)
+        uniforms = None if u is None else torch.cat([u[:, self.gamma : self.gamma + drafted], u[:, -1:]], 1)
         self.block = Block(
-            self.drafts, output.logits, output.hidden, self.draft_logits, chosen, argmax=argmax_checked(output.logits)
+            self.drafts, output.logits, output.hidden, self.draft_logits, uniforms, argmax=argmax_checked(output.logits)
         )
 
     def judge(self) -> None:
@@ -186,18 +186,18 @@ class Cycle:
         self.last.copy_(verdict.next_token[:, None])
         if self.draft is not None:
             self.draft.accept(self.drafts, verdict, self.output.features)
-        self.packed = Packed.pack(self.block, verdict, traced=self.trace)
+        self.packed = PackedOutcome.pack(self.block, verdict, traced=self.trace)
 
 
 def find_cycle(engines: BatchEngines, rule: AcceptanceRule, gamma: int, *, trace: bool, first: Tensor) -> Cycle:
-    """A new cycle, or the one that the engine captured for an earlier batch of the same shape."""
+    """Return the cycle that the engine captured for an earlier batch of the same shape, else a new one."""
     trace = trace and gamma > 0 and not rule.lossless
     if not engines.target.static:
         return Cycle(engines, rule, gamma, trace=trace, first=first)
     kept, key = engines.target.captured_cycles, _key(engines, rule, gamma, trace, len(first))
     if key in kept:
         cycle: Cycle = kept.pop(key)
-        kept[key] = cycle  # the latest used goes last, and is dropped last
+        kept[key] = cycle  # least recently used first
         cycle.last.copy_(first[:, None])
         return cycle
     while len(kept) >= CAPTURED_CYCLES:
@@ -207,7 +207,7 @@ def find_cycle(engines: BatchEngines, rule: AcceptanceRule, gamma: int, *, trace
 
 
 def is_captured(engines: BatchEngines, rule: AcceptanceRule, gamma: int, *, trace: bool, rows: int) -> bool:
-    """Whether a static engine has captured such a cycle."""
+    """Whether a static engine has captured a cycle of this γ for this number of rows."""
     trace = trace and gamma > 0 and not rule.lossless
     cycle = engines.target.captured_cycles.get(_key(engines, rule, gamma, trace, rows))
     return cycle is not None and cycle.captured is not None
@@ -219,14 +219,14 @@ def _key(engines: BatchEngines, rule: AcceptanceRule, gamma: int, trace: bool, r
 
 def _probabilities(logits: Tensor, tokens: Tensor) -> list[float]:
     """[B] probabilities of tokens [B] by logits [B, V]."""
-    known = logits.float()
-    log_p: Tensor = known.gather(1, tokens[:, None]).squeeze(1) - known.logsumexp(-1)
+    logits = logits.float()
+    log_p: Tensor = logits.gather(1, tokens[:, None]).squeeze(1) - logits.logsumexp(-1)
     return log_p.exp().tolist()
 
 
 def _over_vocabulary(logits: Tensor, size: int, ids: Tensor | None) -> Tensor:
-    """Draft logits over the target's vocabulary: a draft may know some tokens alone, and families pad their embedding
-    matrices to different sizes."""
+    """Draft logits over the target's vocabulary: a draft may know only some tokens, and models of one family pad their
+    embedding matrices to different sizes."""
     if ids is not None:
         return logits.new_full((len(logits), size), -torch.inf).index_copy_(1, ids, logits)
     missing = size - logits.shape[-1]
@@ -236,7 +236,7 @@ def _over_vocabulary(logits: Tensor, size: int, ids: Tensor | None) -> Tensor:
 
 
 class PhaseTimer:
-    """Wall clock of one cycle by phase. On CUDA by events, so that the host need not wait between phases."""
+    """Seconds of one cycle by phase; on CUDA measured by events, so that the host need not wait between phases."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -259,12 +259,12 @@ class PhaseTimer:
         self.spans.append((phase, start, self._now()))
 
     def wait(self) -> None:
-        """Wait until the device has done the phases so far."""
+        """Wait until the device has finished the phases so far."""
         if self.device.type == "cuda" and self.spans:
             self.spans[-1][2].synchronize()
 
-    def send(self, packed: Packed) -> Packed:
-        """A copy of the outcome that the next cycle cannot overwrite, on its way to the host."""
+    def send(self, packed: PackedOutcome) -> PackedOutcome:
+        """Start copying the outcome to the host, out of the buffers that the next cycle overwrites."""
         if self.device.type != "cuda":
             return packed
         host = torch.empty(packed.table.shape, dtype=packed.table.dtype, pin_memory=True)
@@ -274,7 +274,7 @@ class PhaseTimer:
         return replace(packed, table=host)
 
     def seconds(self) -> dict[str, float]:
-        """Wait for what was sent; the seconds of each phase."""
+        """Wait for the outcome that was sent, and return the seconds of each phase."""
         if self.device.type == "cuda":
             (self.arrived or torch.cuda.current_stream(self.device)).synchronize()
         total = dict.fromkeys(PHASES, 0.0)

@@ -1,10 +1,10 @@
 """The loop: batched speculative decoding over any engines and any acceptance rule.
 
 One cycle: the draft proposes d_1 … d_γ, one target pass verifies them, the rule says how many are accepted, both caches
-are rewound, and the rows get their accepted drafts plus one token of the target. γ = 0 is plain decoding.
+are rewound, and each row gets its accepted drafts plus one token of the target. γ = 0 is plain decoding.
 The loop yields one `Step` per target pass; text, streaming and statistics are layers above (`text.py`).
-Between steps rows leave: those that finished, and those the caller cancels. Where the caller keeps an `AdmissionQueue`,
-others enter, once their prompts have been read, a chunk at a time (`prefill.py`).
+Between steps rows leave that have finished or were cancelled. With an `AdmissionQueue`, new rows enter once their
+prompts have been read, a chunk at a time (`prefill.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from selfjudge.decoding.admission import AdmissionQueue, BatchRows, Request, check_requests
-from selfjudge.decoding.cycle import Cycle, Packed, PhaseTimer, find_cycle, is_captured
+from selfjudge.decoding.cycle import Cycle, PackedOutcome, PhaseTimer, find_cycle, is_captured
 from selfjudge.decoding.gamma import GammaController, PairStatistics
 from selfjudge.decoding.prefill import Prefill, PrefillGroup
 from selfjudge.decoding.rules import AcceptanceRule
@@ -43,11 +43,11 @@ def decode(
 
     With `trace`, emissions say what the target wanted at judged tokens.
 
-    With γ = `auto` (`gamma.py`) the loop chooses γ for every cycle, by the clock and by how earlier drafts fared.
-    Lossless rules stay so. With others, and when sampling, what an answer says depends on γ, and so on the clock.
+    With γ = `auto` (`gamma.py`) the loop chooses γ for every cycle, by the clock and by how many drafts were accepted.
+    Lossless rules stay lossless. Under other rules, and when sampling, answers depend on γ, and so on the clock.
 
-    The caller may fill `cancelled` between steps: those rows leave before the next one, and are taken out of the set.
-    So may it fill the `queue`: its requests enter while there is room; rows are numbered on from the first requests.
+    The caller may add rows to `cancelled` between steps: they leave before the next step and are removed from the set.
+    It may also put requests in the `queue`: they enter while there is room, numbered after the first requests.
     With a queue, all prompts are read in chunks: one chunk, then one cycle of the live rows. A chunk is a step of
     cycle 0 without emissions, unless it ends a prompt; that step has the row's first token and the seconds of all its
     chunks. The loop ends once no row is left and none waits.
@@ -60,7 +60,7 @@ def decode(
     if gamma == "auto":
         statistics = engines.kept.setdefault("gamma", PairStatistics())
         controller = GammaController(statistics, rule, static=engines.target.static)
-        gamma = controller.most
+        gamma = controller.max_gamma
     requests = check_requests(engines, requests, rule, gamma)
     if not gamma:
         engines = replace(engines, draft=None)
@@ -68,12 +68,12 @@ def decode(
     if queue is None:
         yield batch.start(requests)
     else:
-        batch.wait(requests, queue)
+        batch.enqueue(requests, queue)
     yield from _steps(batch, queue or AdmissionQueue(0, 0), set() if cancelled is None else cancelled)
 
 
 def _steps(batch: _LiveBatch, queue: AdmissionQueue, cancelled: set[int]) -> Iterator[Step]:
-    """Chunks of prompts and cycles of the live rows by turns, until no row is left and none waits."""
+    """Alternate chunks of prompts with cycles of the live rows, until no row is left and none waits."""
     target, number, chunk_read = batch.engines.target, 0, False
     in_flight: deque[_StartedCycle] = deque()
     while True:
@@ -84,34 +84,33 @@ def _steps(batch: _LiveBatch, queue: AdmissionQueue, cancelled: set[int]) -> Ite
         if not alive:
             if not batch.prefill.groups:
                 return
-            in_flight.clear()  # nobody reads them
-        if batch.prefill.ready:  # rows enter, once nothing is in flight
+            in_flight.clear()  # all their rows have ended
+        if batch.prefill.ready or batch.is_too_wide(alive):  # finish what is in flight; then rows enter or leave
             if not in_flight:
-                yield batch.join(alive, queue.rows)
+                if batch.prefill.ready:
+                    yield batch.join(alive, queue.rows)
+                else:
+                    batch.shrink(alive)
                 continue
-        elif batch.is_too_wide(alive):  # rows leave, likewise
-            if not in_flight:
-                batch.shrink(alive)
         elif batch.prefill.groups and not (alive and chunk_read):
             batch.prefill.read(len(alive), queue.crowded)
             chunk_read = True
             if not batch.prefill.ready:
                 yield Step(0, (), dict.fromkeys(PHASES, 0.0))
             continue
-        elif len(in_flight) < 2:
+        else:
             number, chunk_read = number + 1, False
             in_flight.append(batch.run(number))
             if target.static and len(in_flight) < 2:
                 continue  # the device works on the next cycle while the host reads this one
-        if in_flight:
-            yield batch.finish(in_flight.popleft(), batch.rows)
+        yield batch.finish(in_flight.popleft(), batch.rows)
 
 
 class _StartedCycle(NamedTuple):
     """A cycle that was started and not yet waited for."""
 
     number: int
-    packed: Packed
+    packed: PackedOutcome
     timer: PhaseTimer
     behind: bool = False
     """Whether the draft had to catch up."""
@@ -119,16 +118,16 @@ class _StartedCycle(NamedTuple):
 
 @dataclass
 class _LiveBatch:
-    """What rows share: the engines, the cycle, the random numbers. All change together when rows come and go."""
+    """The engines, the cycle and the random numbers of a batch; all change together when rows enter or leave."""
 
     engines: BatchEngines
     rule: AcceptanceRule
     gamma: int
-    """The most drafts of a cycle."""
+    """Maximum drafts of a cycle."""
     eos_ids: Collection[int]
     trace: bool
     controller: GammaController | None = None
-    """Chooses γ for every cycle, where it is not fixed."""
+    """Chooses γ for every cycle; None where γ is fixed."""
     rows: BatchRows = field(default_factory=lambda: BatchRows.new((), ()))
     cycle: Cycle | None = None
     plain_cycles: int = 0
@@ -136,45 +135,45 @@ class _LiveBatch:
 
     def __post_init__(self) -> None:
         self.random = RandomNumbers(self.rule.sampling is not None, self.gamma, self.engines.target.device)
-        self.prefill = Prefill(self.engines, step=self.gamma + 1)
+        self.prefill = Prefill(self.engines, step_tokens=self.gamma + 1)
         if self.controller is not None and self.engines.target.static:
             self.controller.is_captured = lambda gamma: is_captured(
                 self.engines, self.rule, gamma, trace=self.trace, rows=len(self.rows)
             )
 
     def start(self, requests: Sequence[Request]) -> Step:
-        """The first rows and their prefill, all at once."""
+        """Prefill all requests at once and let them enter."""
         group = PrefillGroup(list(enumerate(requests)), self.engines.target.device)
         self.engines.reserve(len(group), group.longest + self.gamma + 1)
         group.engines = self.engines
         group.read_all()
         return self._enter(group, [], 0)
 
-    def wait(self, requests: Sequence[Request], queue: AdmissionQueue) -> None:
-        """Room in the caches for those who may come; the first of them wait like all others."""
+    def enqueue(self, requests: Sequence[Request], queue: AdmissionQueue) -> None:
+        """Reserve the caches for all rows that may enter, and queue the first requests before all others."""
         longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
         self.engines.reserve(queue.rows, max(longest, queue.length) + self.gamma + 1)
-        self.engines.reserve(0, 0)
+        self.engines.reserve(0, 0)  # begin without rows; the caches stay as large as they are
         queue.waiting.extendleft(reversed(requests))
 
-    def join(self, alive: list[int], most: int) -> Step:
-        """Let a group whose prompts have been read enter beside the live rows; `most` is the most rows at a time."""
-        group = self.prefill.take()
+    def join(self, alive: list[int], max_rows: int) -> Step:
+        """Let a group whose prompts have been read enter after the live rows; the batch has at most `max_rows` rows."""
+        group = self.prefill.pop_ready()
         if len(alive) < len(self.rows):
             self._select(alive)
         total = len(alive) + len(group)
-        idle = min(self.engines.target.bucket(total), most) - total
+        idle = min(self.engines.target.bucket(total), max_rows) - total
         assert group.engines is not None
         self.engines.join(group.engines, idle)
         return self._enter(group, alive, idle)
 
     def _enter(self, group: PrefillGroup, alive: list[int], idle: int) -> Step:
-        """Rows that the engines have, after the live ones, and idle ones last: their first tokens, of no cycle."""
+        """Emit the first tokens of a group. The engines hold its rows after the live ones and before the idle ones."""
         uniforms = self.random.enter([*(request.seed for request in group.requests), *[0] * idle])
         output, none = group.output, torch.empty(len(group), 0, dtype=torch.long, device=group.device)
         with group.timer("rule"), torch.no_grad():
-            given = None if uniforms is None else uniforms[: len(group)]
-            block = Block(none, output.logits, output.hidden, uniforms=given)
+            row_uniforms = None if uniforms is None else uniforms[: len(group)]
+            block = Block(none, output.logits, output.hidden, uniforms=row_uniforms)
             verdict = self.rule(block)
         first = torch.cat([verdict.next_token, verdict.next_token.new_zeros(idle)])
         if self.engines.draft is not None:
@@ -184,30 +183,30 @@ class _LiveBatch:
         else:
             self._begin_cycle(self.cycle.gamma, torch.cat([self.cycle.last[alive, 0], first]))
         arrived = BatchRows.new(group.numbers, [request.max_new_tokens for request in group.requests])
-        step = self.finish(_StartedCycle(0, Packed.pack(block, verdict), group.timer), arrived)
-        self.rows = self.rows.take(alive).extended(arrived).extended(BatchRows.new([-1] * idle, [1] * idle))
+        step = self.finish(_StartedCycle(0, PackedOutcome.pack(block, verdict), group.timer), arrived)
+        self.rows = self.rows.select(alive).extended(arrived).extended(BatchRows.new([-1] * idle, [1] * idle))
         return step
 
     def is_too_wide(self, alive: list[int]) -> bool:
-        """Whether a smaller batch would do for the live rows."""
+        """Whether the live rows fit in a smaller batch."""
         return bool(alive) and self.engines.target.bucket(len(alive), len(self.rows)) < len(self.rows)
 
     def shrink(self, alive: list[int]) -> None:
-        """Let finished rows leave; a static engine keeps some idle ones, up to a size that it has captured."""
+        """Let finished rows leave; a static engine keeps some as idle rows, to fill a size that it captures."""
         idle = [i for i in range(len(self.rows)) if self.rows.finished[i]]
         kept = alive + idle[: self.engines.target.bucket(len(alive), len(self.rows)) - len(alive)]
         self._select(kept)
-        self.rows = self.rows.take(kept)
+        self.rows = self.rows.select(kept)
         assert self.cycle is not None
         self._begin_cycle(self.cycle.gamma, self.cycle.last[kept, 0])
 
     def _begin_cycle(self, gamma: int, last: Tensor) -> None:
-        """Go on with cycles of γ drafts over rows, which the engines have, whose newest tokens are `last` [B]."""
+        """Continue with cycles of γ drafts over the rows of the engines; `last` [B] are their newest tokens."""
         self.cycle = find_cycle(self.engines, self.rule, gamma, trace=self.trace, first=last)
-        self.cycle.more = None if self.controller is None else self.controller.more
+        self.cycle.draft_on = None if self.controller is None else self.controller.draft_on
 
     def run(self, number: int) -> _StartedCycle:
-        """Start a cycle."""
+        """Start a cycle, of the γ that the controller chooses if there is one."""
         assert self.cycle is not None
         behind = self.plain_cycles > 0
         if self.controller is not None:

@@ -1,4 +1,4 @@
-"""Answers of the target alone, as fast as its engine makes them: the loop with γ = 0 over large batches."""
+"""Answers of the target alone, at the highest throughput: the loop with γ = 0 over large batches."""
 
 from __future__ import annotations
 
@@ -45,40 +45,40 @@ def respond(
             prompts, eos_ids=eos_ids, max_new_tokens=max_new_tokens, sampling=sampling, seeds=seeds, notify=notify
         )
         return
-    rule = RuleRequest().resolve(sampling=sampling)  # the same object every time
+    rule = RuleRequest().resolve(sampling=sampling)  # the same object every time: captured graphs are found by it
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
-    owners = shared_prefixes(prompts)  # those of one owner are decoded together: what they share is read once
+    owners = shared_prefixes(prompts)  # prompts of one owner are decoded together: their shared prefix is read once
     sizes = [len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)]
     largest = dict.fromkeys(owners, 0)
     for owner, size in zip(owners, sizes, strict=True):
         largest[owner] = max(largest[owner], size)
-    order = sorted(range(len(prompts)), key=lambda i: (-largest[owners[i]], owners[i]))  # one cache fits all
+    order = sorted(range(len(prompts)), key=lambda i: (-largest[owners[i]], owners[i]))  # the first cache fits all
     module = loaded.causal_lm
     with borrow_engine(loaded) as engine:
-        room = _room(module, engine)
+        budget = _memory_budget(module, engine)
         while order:
             longest = max(sizes[i] for i in order[:batch])
-            size = min(batch, _rows_that_fit(module, longest, room))
+            size = min(batch, _rows_that_fit(module, longest, budget))
             part, order = sorted(order[:size], key=lambda i: (-len(prompts[owners[i]]), owners[i])), order[size:]
             row_seeds = range(len(part)) if seeds is None else [seeds[i] for i in part]
             requests = [Request(prompts[i], limits[i], seed) for i, seed in zip(part, row_seeds, strict=True)]
             tokens = np.zeros((len(part), max(limits[i] for i in part)), np.int32)
             lengths = np.zeros(len(part), np.int64)
             for step in decode(BatchEngines(engine), requests, rule, gamma=0, eos_ids=eos_ids):
-                got = step.emissions
-                assert isinstance(got, TokenColumn)
-                tokens[got.rows, lengths[got.rows]] = got.tokens
-                lengths[got.rows] += 1
-                for i in np.flatnonzero(got.ended).tolist():
-                    row, finish = got.rows[i], FINISHES[got.ended[i]]
+                column = step.emissions
+                assert isinstance(column, TokenColumn)
+                tokens[column.rows, lengths[column.rows]] = column.tokens
+                lengths[column.rows] += 1
+                for i in np.flatnonzero(column.ended).tolist():
+                    row, finish = column.rows[i], FINISHES[column.ended[i]]
                     assert finish is not None
                     yield part[row], tokens[row, : lengths[row]].tolist(), finish
                 if notify:
-                    notify(len(got))
+                    notify(len(column))
 
 
-def _room(model: PreTrainedModel, engine: Engine) -> float:
-    """Bytes of the device's memory for caches and logits: half of what is free, or of what the engine holds already."""
+def _memory_budget(model: PreTrainedModel, engine: Engine) -> float:
+    """Bytes for caches and logits: half of the memory that is free or already holds the engine's cache."""
     if model.device.type != "cuda":
         return 0.0
     free, _ = torch.cuda.mem_get_info(model.device)
@@ -86,12 +86,12 @@ def _room(model: PreTrainedModel, engine: Engine) -> float:
     return 0.5 * (free + getattr(engine, "cache_bytes", 0))
 
 
-def _rows_that_fit(model: PreTrainedModel, length: int, room: float) -> int:
-    """How many rows of that length may be decoded together."""
+def _rows_that_fit(model: PreTrainedModel, length: int, budget: float) -> int:
+    """Rows of that length that can be decoded together in `budget` bytes, rounded down to a power of two."""
     if model.device.type != "cuda" or shape_reason(model) is not None:
         return 64
     config = model.config.get_text_config()
     dim = model.base_model.layers[0].self_attn.head_dim
     row = 2 * config.num_hidden_layers * config.num_key_value_heads * dim * (length + 258) * model.dtype.itemsize
     row += 16 * config.vocab_size  # logits and their distribution
-    return 1 << max(0, int(room / row).bit_length() - 1)
+    return 1 << max(0, int(budget / row).bit_length() - 1)

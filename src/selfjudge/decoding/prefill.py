@@ -1,4 +1,4 @@
-"""Prompts on their way into a batch: read in chunks, between the steps of the rows that are in it."""
+"""Prefill: prompts are read in chunks, between the steps of the rows that are already in the batch."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from selfjudge.decoding.cycle import PhaseTimer
 from selfjudge.engine.base import Output
 from selfjudge.engine.draft import BatchEngines
 
-ALONE = 4  # chunks at once while the batch has no other rows; a request that arrives meanwhile waits for them
+CHUNKS_ALONE = 4  # chunks in one pass while no other rows are decoded; requests that arrive meanwhile wait for it
 
 
 class PrefillGroup:
     """Prompts that are read together, by engines whose cache holds nothing else."""
 
     def __init__(self, rows: Sequence[tuple[int, Request]], device: torch.device) -> None:
-        """`rows` are numbers and requests; their limits are those that the context window allows."""
+        """`rows` are row numbers and requests, which `limit_request` has checked."""
         self.numbers, self.requests = [number for number, _ in rows], [request for _, request in rows]
         self.device = device
         self.timer = PhaseTimer(device)
         self.engines: BatchEngines | None = None
         self.output: Output
-        """What the target says after the last token that was read."""
+        """The target's output at the last token that was read."""
         self.width = max(len(request.prompt) for request in self.requests)
-        self.left = self.width
-        """Columns that have not been read."""
+        self.unread = self.width
+        """Token columns that have not been read."""
 
     def __len__(self) -> int:
         return len(self.requests)
 
     @property
     def longest(self) -> int:
-        """The most tokens that a row will have, prompt and answer."""
+        """Maximum tokens of a row, prompt and answer."""
         return max(len(request.prompt) + request.max_new_tokens for request in self.requests)
 
     @cached_property
@@ -45,7 +45,7 @@ class PrefillGroup:
         return _left_padded([request.prompt for request in self.requests], self.device)
 
     def read_all(self) -> None:
-        """Read the prompts through target and draft at once; what many of them begin with, once."""
+        """Read all prompts at once. Without a draft, prefixes that prompts share are read once for all of them."""
         assert self.engines is not None
         prompts, target = [request.prompt for request in self.requests], self.engines.target
         owners = list(range(len(self))) if self.engines.draft is not None else shared_prefixes(prompts)
@@ -65,14 +65,14 @@ class PrefillGroup:
             target.select([row_of[owner] for owner in owners])
             target.rewind(surplus.to(self.device))
             self.output = target.extend(last.to(self.device))
-        self.left = 0
+        self.unread = 0
 
     def read(self, columns: int) -> None:
-        """Read the next columns through target and draft. Only a single row is read in pieces."""
+        """Read the next columns through target and draft. Groups of several rows are read in one piece."""
         self.timer.wait()
         all_tokens, all_counts = self._padded
         assert columns >= self.width or len(self) == 1
-        start = self.width - self.left
+        start = self.width - self.unread
         stop = min(start + columns, self.width)
         tokens, counts = all_tokens[:, start:stop], (all_counts - (self.width - stop)).clamp_max(stop - start)
         assert self.engines is not None
@@ -81,83 +81,84 @@ class PrefillGroup:
         if self.engines.draft is not None:
             with self.timer("draft"):
                 self.engines.draft.read(tokens, counts, self.output.features)
-        self.left = self.width - stop
+        self.unread = self.width - stop
 
 
 @dataclass
 class Prefill:
-    """Who is being read. Short prompts share a pass; a long one is read alone, one chunk at a time."""
+    """The prompts that are being read. Short ones share a pass; a long one is read alone, one chunk at a time."""
 
     engines: BatchEngines
-    step: int
-    """Tokens of a row in one step, γ + 1: so many slots it needs beyond its own tokens."""
+    step_tokens: int
+    """Tokens of a row in one step, γ + 1: a row needs as many cache slots beyond its own tokens."""
 
     def __post_init__(self) -> None:
         self.groups: list[PrefillGroup] = []
-        self.seen = 0  # rows so far: the number of the next one
+        self.next_number = 0  # number of the next row
         self._passed_over = False
 
     @property
     def ready(self) -> bool:
         """Whether a group has been read to its end."""
-        return any(not group.left for group in self.groups)
+        return any(not group.unread for group in self.groups)
 
     def admit(self, queue: AdmissionQueue, alive: int, cancelled: set[int]) -> None:
-        """Admit waiting requests while there is room beside `alive` rows and those that are being read."""
+        """Admit waiting requests while there is room beside the `alive` rows and those that are being read."""
         if not queue.waiting:
             return
-        taken: list[tuple[int, Request]] = []
+        admitted: list[tuple[int, Request]] = []
         reading = sum(map(len, self.groups))
-        while queue.waiting and alive + reading + len(taken) < queue.rows:
-            number, request = self.seen, queue.waiting.popleft()
-            self.seen += 1
+        while queue.waiting and alive + reading + len(admitted) < queue.rows:
+            number, request = self.next_number, queue.waiting.popleft()
+            self.next_number += 1
             if number in cancelled:
                 cancelled.remove(number)
                 continue
-            taken.append((number, limit_request(request, self.engines.window)))
+            admitted.append((number, limit_request(request, self.engines.window)))
         groups: list[list[tuple[int, Request]]] = []
-        for row in taken:
+        for row in admitted:
             together = [*groups[-1], row] if groups else [row]
             longest = max(len(request.prompt) for _, request in together)
-            if not groups or longest * len(together) > self.engines.target.chunk:
-                groups.append([row])
+            if groups and longest * len(together) <= self.engines.target.chunk:
+                groups[-1] = together
             else:
-                groups[-1].append(row)
+                groups.append([row])
         self.groups += [PrefillGroup(rows, self.engines.target.device) for rows in groups]
 
     def cancel(self, cancelled: set[int]) -> None:
-        """Drop the groups whose rows were all cancelled, and take these rows out of the set."""
+        """Drop the groups whose rows were all cancelled, and remove these rows from the set."""
         for group in [group for group in self.groups if cancelled.issuperset(group.numbers)]:
             self.groups.remove(group)
             cancelled.difference_update(group.numbers)
 
     def read(self, alive: int, crowded: bool) -> None:
-        """Read a chunk of the group that has the least left; of the oldest, if it was passed over the last time.
+        """Read a chunk of the group with the fewest unread columns; of the oldest, if the last chunk was not its own.
 
-        Where there are `alive` rows, or other batches wait (`crowded`), a chunk costs about as much as a step.
+        While there are `alive` rows, or other batches wait (`crowded`), a chunk costs about as much as a step.
         """
         alone = not (alive or crowded) and len(self.groups) == 1
-        chunk = max(self.engines.target.chunk * (ALONE if alone else 1), 2 * alive * self.step)
-        group = self.groups[0] if self._passed_over else min(self.groups, key=lambda group: group.left)
+        chunk = max(self.engines.target.chunk * (CHUNKS_ALONE if alone else 1), 2 * alive * self.step_tokens)
+        group = self.groups[0] if self._passed_over else min(self.groups, key=lambda group: group.unread)
         self._passed_over = group is not self.groups[0]
         if group.engines is None:
             group.engines = self.engines.aside()
-            group.engines.reserve(len(group), group.longest + self.step)
+            group.engines.reserve(len(group), group.longest + self.step_tokens)
         group.read(max(1, chunk // len(group)))
 
-    def take(self) -> PrefillGroup:
-        """A group that has been read to its end."""
-        group = next(group for group in self.groups if not group.left)
+    def pop_ready(self) -> PrefillGroup:
+        """Remove and return a group that has been read to its end."""
+        group = next(group for group in self.groups if not group.unread)
         self.groups.remove(group)
         return group
 
 
 def shared_prefixes(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """For each prompt the index of one that has all of it but its last token; its own where that does not save half."""
+    """For each prompt the index of one that begins with all of it but its last token: its owner. Every prompt is its
+    own owner if sharing would not save half of the tokens."""
     bodies = [list(prompt[:-1]) for prompt in prompts]
     owners = list(range(len(prompts)))
     owner: int | None = None
-    for i in sorted(owners, key=bodies.__getitem__, reverse=True):  # what goes on from a body comes right before it
+    for i in sorted(owners, key=bodies.__getitem__, reverse=True):  # a prefix comes right after what it begins
         if owner is None or bodies[owner][: len(bodies[i])] != bodies[i]:
             owner = i
         owners[i] = owner

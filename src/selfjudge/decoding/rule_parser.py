@@ -33,7 +33,7 @@ RULES: dict[str, type[AcceptanceRule]] = {
 }  # fmt: skip
 
 CONTEXT = ("judge", "base", "sampling", "special")
-"""Fields of rules that come from where they are used, not from their text."""
+"""Fields of rules that the caller fills in: a rule's text cannot give them."""
 _BOOLS = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
 
 

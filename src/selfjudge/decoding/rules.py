@@ -31,7 +31,7 @@ PRICE_RANGE: dict[str, Any] = {"minimum": 0, "maximum": 1000}
 
 
 @cache  # captured graphs keep reading these tensors
-def _ids(ids: tuple[int, ...], device: torch.device) -> Tensor:
+def _ids_tensor(ids: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(ids, dtype=torch.long, device=device)
 
 
@@ -39,8 +39,8 @@ def _ids(ids: tuple[int, ...], device: torch.device) -> Tensor:
 class AcceptanceRule:
     """Base of all rules: greedy alignment (d_i = argmax p_i) and the walk.
 
-    `special` holds end-of-sequence and other special token ids. Where `guard` is set, the rule has no say at a row
-    whose draft or whose most likely target token is special: alignment alone decides there.
+    `special` holds end-of-sequence and other special token ids. Where `guard` is set, alignment alone decides
+    at positions whose draft or whose most likely target token is special.
     """
 
     name: ClassVar[str]
@@ -62,9 +62,9 @@ class AcceptanceRule:
         """How many drafts must match after one that is accepted against alignment."""
         return 0
 
-    @property  # as a class variable it would take its place in the order of the fields
+    @property  # a class variable would change the order of the fields of subclasses
     def price(self) -> float | None:
-        """π in the unit of `harm`: then the rule accepts what is `worth_taking`, instead of what `accepts` says."""
+        """π in the unit of `harm`. With a price, `worth_taking` decides, and `accepts` is not called."""
         return None
 
     def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
@@ -108,68 +108,61 @@ class AcceptanceRule:
         return getattr(self, "special", ()) if getattr(self, "guard", False) else ()
 
     def __call__(self, block: Block) -> Verdict:
-        drafts = block.draft_tokens
         logits = block.target_logits
         choice, bad_rows = argmax_checked(logits) if block.argmax is None else block.argmax  # [B, γ+1]
         if self.reads_logits and (logits.is_cuda or bool(bad_rows.any())):  # on a GPU the copy is cheaper than asking
             logits = replace_non_finite(logits)
         aligned = self.aligned(block, logits, choice)
-        accepted = self._accepted(block, logits[:, :-1], aligned)
-        non_finite, no_say = bad_rows.any(), bad_rows[:, :-1]
+        non_finite, unusable = bad_rows.any(), bad_rows[:, :-1]
         if block.scores is not None:
-            no_say = no_say | block.scores.isnan()
+            unusable = unusable | block.scores.isnan()
         elif block.hidden is not None:
-            no_say = no_say | ~block.hidden[:, 1:].isfinite().all(-1)
+            unusable = unusable | ~block.hidden[:, 1:].isfinite().all(-1)
         if block.hidden is not None or block.scores is not None:
-            non_finite = non_finite | no_say.any()
-        if accepted is aligned:  # alignment alone decides everywhere
-            judged = torch.zeros_like(aligned)
-        else:
-            if ids := self.guarded():
-                no_say = no_say | _among(drafts, ids) | _among(choice[:, :-1], ids)
-            if accepted is None:  # the price decides; a walk ends at a mismatch in `no_say`: its harm is infinite
-                assert self.price is not None
-                harm = self.harm(block, logits[:, :-1]).masked_fill(no_say, math.inf)
-                accepted = aligned | worth_taking(harm, aligned, self.price)
-            accepted = torch.where(no_say, aligned, accepted)
-            judged = accepted & ~aligned
+            non_finite = non_finite | unusable.any()
+        accepted = self._accepted(block, logits[:, :-1], choice[:, :-1], aligned, unusable)
+        judged = torch.zeros_like(aligned) if accepted is aligned else accepted & ~aligned
         n = accepted.long().cumprod(1).sum(1)  # the walk: stop at the first rejected draft
         return Verdict(n, self.following(block, logits, choice, aligned, n), judged, non_finite)
 
-    def _accepted(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor | None:
-        """[B, γ] which drafts the rule accepts; `aligned` itself where alignment decides the whole block, None where
-        the price decides."""
+    def _accepted(self, block: Block, logits: Tensor, choice: Tensor, aligned: Tensor, unusable: Tensor) -> Tensor:
+        """[B, γ] which drafts are accepted: by alignment where figures are `unusable` and at guarded tokens, elsewhere
+        by the rule. It is `aligned` itself if alignment decides the whole block."""
         if block.scores is None and self.settled(block):
             return aligned
+        alignment_only = unusable
+        if ids := self.guarded():
+            alignment_only = unusable | _is_in(block.draft_tokens, ids) | _is_in(choice, ids)
         if self.price is not None:
-            return None
+            harm = self.harm(block, logits).masked_fill(alignment_only, math.inf)  # no walk passes a mismatch there
+            return torch.where(alignment_only, aligned, aligned | worth_taking(harm, aligned, self.price))
         accepted = self.accepts(block, logits, aligned)
         if accepted.dtype != torch.bool or accepted.shape != aligned.shape:
             raise SelfJudgeError(
                 f"rule {self.name!r}: `accepts` must give a bool for each draft, {list(aligned.shape)},"
                 f" not {str(accepted.dtype).removeprefix('torch.')} {list(accepted.shape)}"
             )
-        return accepted
+        return aligned if accepted is aligned else torch.where(alignment_only, aligned, accepted)
 
 
-def _among(tokens: Tensor, ids: tuple[int, ...]) -> Tensor:
-    """Which tokens are one of these ids. `torch.isin` sorts a longer list, which a CUDA graph cannot capture."""
-    return (tokens[..., None] == _ids(ids, tokens.device)).any(-1)
+def _is_in(tokens: Tensor, ids: tuple[int, ...]) -> Tensor:
+    """Which tokens are one of these ids, like `torch.isin`, which sorts: a CUDA graph cannot capture that."""
+    return (tokens[..., None] == _ids_tensor(ids, tokens.device)).any(-1)
 
 
 def _confirmed(aligned: Tensor, window: int) -> Tensor:
-    """[B, γ] where d_{i+1} … d_{i+W} all match; beyond the block nothing matches."""
+    """[B, γ] where the next `window` drafts all match; beyond the block nothing matches."""
     ahead = torch.nn.functional.pad(aligned, (0, window), value=False).unfold(1, window, 1)
     return ahead[:, 1:].all(-1)[:, : aligned.shape[1]]
 
 
-def _at(values: Tensor, tokens: Tensor) -> Tensor:
+def _gather(values: Tensor, tokens: Tensor) -> Tensor:
     """[..., V], [...] → [...] the values of these tokens."""
     return values.gather(-1, tokens[..., None]).squeeze(-1)
 
 
 def _entropy(logits: Tensor) -> Tensor:
-    """[..., V] → [...] in nats."""
+    """[..., V] → [...] entropy in nats."""
     terms: Tensor = torch.special.entr(logits.float().softmax(-1))
     return terms.sum(-1)
 
@@ -209,7 +202,7 @@ class SpeculativeSampling(AcceptanceRule):
         if not block.gamma:
             return block.draft_tokens == choice[:, :0]
         p, q = self._distributions(block, logits)
-        p_d, q_d = _at(p[:, :-1], block.draft_tokens), _at(q, block.draft_tokens)
+        p_d, q_d = _gather(p[:, :-1], block.draft_tokens), _gather(q, block.draft_tokens)
         return block.uniforms[:, :-1] * q_d < p_d  # accept if u < p/q
 
     def following(self, block: Block, logits: Tensor, choice: Tensor, aligned: Tensor, n: Tensor) -> Tensor:
@@ -265,7 +258,7 @@ class Relaxed(AcceptanceRule):
 
     def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
         p = logits.float().softmax(-1)
-        gap = p.amax(-1) - _at(p, block.draft_tokens)
+        gap = p.amax(-1) - _gather(p, block.draft_tokens)
         return (_rank(logits, block.draft_tokens) < self.k) & (gap <= self.delta)
 
 
@@ -285,13 +278,13 @@ class Typical(AcceptanceRule):
     def accepts(self, block: Block, logits: Tensor, aligned: Tensor) -> Tensor:
         logits = logits.float() / self.temperature
         threshold = (self.delta * torch.exp(-_entropy(logits))).clamp_max(self.epsilon)
-        return aligned | (_at(logits.log_softmax(-1), block.draft_tokens).exp() > threshold)
+        return aligned | (_gather(logits.log_softmax(-1), block.draft_tokens).exp() > threshold)
 
 
 def _margin(block: Block, logits: Tensor) -> Tensor:
     """[B, γ] log p_i(top) − log p_i(d_i) = Δ logit, in float32."""
-    best = logits.amax(-1) if block.argmax is None else _at(logits, block.argmax[0][:, :-1])
-    return best.float() - _at(logits, block.draft_tokens).float()
+    best = logits.amax(-1) if block.argmax is None else _gather(logits, block.argmax[0][:, :-1])
+    return best.float() - _gather(logits, block.draft_tokens).float()
 
 
 @dataclass(frozen=True, eq=False)

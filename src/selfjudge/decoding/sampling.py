@@ -1,4 +1,4 @@
-"""Sampling: temperature and filters, drawing by inversion, and each row's own random numbers."""
+"""Sampling: temperature and filters, draws by inversion, and random numbers of each row."""
 
 from __future__ import annotations
 
@@ -51,23 +51,23 @@ def sample(probabilities: Tensor, uniform: Tensor) -> Tensor:
 
 
 class RandomNumbers:
-    """Each row's own random numbers: the same ones whatever its neighbours do, drawn for many cycles at a time."""
+    """Random numbers of each row, independent of its neighbours; drawn for many cycles at a time."""
 
-    AHEAD = 32
+    AHEAD = 32  # cycles
 
     def __init__(self, wanted: bool, gamma: int, device: torch.device) -> None:
-        """`wanted` is False under greedy rules: nothing is drawn then; γ is the most drafts that a cycle has."""
+        """Under greedy rules (not `wanted`) nothing is drawn; `gamma` is the maximum of drafts in a cycle."""
         self.wanted, self.gamma, self.per_cycle, self.device = wanted, gamma, 2 * gamma + 1, device
         self.generators: list[torch.Generator] = []
         self.drawn: deque[Tensor] = deque()
 
     def _draw(self, generators: list[torch.Generator], cycles: int) -> Iterable[Tensor]:
-        """For each cycle [B, 2γ+1]; the same numbers whether drawn at once or one by one."""
+        """[B, 2γ+1] numbers for each cycle; the same ones whether cycles are drawn together or one by one."""
         numbers = torch.stack([torch.rand(cycles * self.per_cycle, generator=g) for g in generators]).to(self.device)
         return numbers.view(-1, cycles, self.per_cycle).unbind(1)
 
     def enter(self, seeds: Iterable[int]) -> Tensor | None:
-        """Rows with these seeds come after those that are there; [B, 1] for the tokens that their prefill yields."""
+        """Append rows with these seeds; return [B, 1] numbers for the tokens that their prefill yields."""
         if not self.wanted:
             return None
         new = [torch.Generator().manual_seed(seed) for seed in seeds]
@@ -79,9 +79,9 @@ class RandomNumbers:
         return first
 
     def next(self, gamma: int) -> Tensor | None:
-        """[B, 2γ+1] for one cycle: γ to draw drafts, γ to accept them, one for the token that follows.
+        """[B, 2γ+1] numbers for one cycle: γ to draw drafts, γ to accept them, one for the token that follows.
 
-        A cycle of fewer drafts leaves some out, so that the next one has the same numbers whatever this one's γ is.
+        A cycle of fewer drafts skips some, so that the numbers of the next cycle do not depend on this one's γ.
         """
         if not self.wanted:
             return None

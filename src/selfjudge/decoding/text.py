@@ -25,8 +25,7 @@ from selfjudge.types import Gamma, Generation, Piece, Step
 
 
 class DecodingOptions(TypedDict, total=False):
-    """What completes a rule that is given as text, and how answers are decoded; the same everywhere, with the same
-    defaults."""
+    """Options that complete a rule given as text, and options of decoding; with the same defaults everywhere."""
 
     judge: Judge | str | Path | None
     """A judge, its folder, hub id or embedded name; the one that ships for the pair if not given."""
@@ -90,13 +89,13 @@ def generate(
     A rule is text (see `selfjudge ls rules`) or an object; `exact` if not given. `GenerateOptions` lists the options.
     """
     batch, seed, seeds = options.pop("batch", 8), options.pop("seed", 0), options.pop("seeds", None)
-    most, stop, raw = options.pop("max_new_tokens", 256), options.pop("stop", ()), options.pop("raw", False)
+    limit, stop, raw = options.pop("max_new_tokens", 256), options.pop("stop", ()), options.pop("raw", False)
     if batch < 1:
         raise SelfJudgeError(f"`batch` must be at least 1, not {batch}")
     single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Mapping))
     listed = cast("Sequence[Prompt]", [prompts] if single else prompts)
     seeds = [row_seed(seed, i) for i in range(len(listed))] if seeds is None else seeds
-    requests = [Request(pair.encode(prompt, raw=raw), most, seeds[i]) for i, prompt in enumerate(listed)]
+    requests = [Request(pair.encode(prompt, raw=raw), limit, seeds[i]) for i, prompt in enumerate(listed)]
     results = answer_requests(pair, requests, rule, batch=batch, stop=stop, **cast("DecodingOptions", options))
     return results[0] if single else results
 
@@ -113,7 +112,7 @@ def answer_requests(
     """Answer prompts of token ids, each with its own limit and seed, `batch` at a time; in the order given."""
     decoding = _Decoding(pair, rule, **options)
     lengths = [len(request.prompt) for request in requests]
-    by_length = sorted(range(len(requests)), key=lambda i: lengths[i])  # neighbours of like length: little padding
+    by_length = sorted(range(len(requests)), key=lambda i: lengths[i])  # similar lengths together: little padding
     results: dict[int, Generation] = {}
     for start in range(0, len(by_length), batch):
         rows = by_length[start : start + batch]
@@ -128,11 +127,11 @@ def stream(
     pair: Pair, prompt: Prompt, rule: str | AcceptanceRule | None = None, **options: Unpack[AnswerOptions]
 ) -> Stream:
     """Answer one prompt token by token; a rule and options as for `generate`."""
-    most, stop = options.pop("max_new_tokens", 256), options.pop("stop", ())
+    limit, stop = options.pop("max_new_tokens", 256), options.pop("stop", ())
     ids, seed = pair.encode(prompt, raw=options.pop("raw", False)), options.pop("seed", 0)
     answer = Answer(pair.tokenizer, stop, len(ids))
     decoding = _Decoding(pair, rule, **cast("DecodingOptions", options))
-    return Stream(answer, decoding.steps([Request(ids, most, row_seed(seed, 0))], {0: answer}))
+    return Stream(answer, decoding.steps([Request(ids, limit, row_seed(seed, 0))], {0: answer}))
 
 
 @dataclass
@@ -164,10 +163,10 @@ class Batch:
         length: int = 4096,
         **options: Unpack[DecodingOptions],
     ) -> None:
-        """At most `rows` are decoded at a time, others wait; `length` is the most tokens of prompt and answer."""
+        """At most `rows` answers are decoded at a time, others wait; `length` limits prompt and answer together."""
         self._decoding = _Decoding(pair, rule, **options)
         self._queue = AdmissionQueue(rows, length)
-        self._answers: dict[int, Answer] = {}  # by the number that the loop gives or will give them
+        self._answers: dict[int, Answer] = {}  # by row number, as the loop counts them
         self._dropped: set[int] = set()
         self._next = 0
         self._steps: Iterator[StepOutput] | None = None
@@ -192,7 +191,7 @@ class Batch:
         return answer
 
     def drop(self, answer: Answer) -> None:
-        """Give up an answer: it leaves before the next step."""
+        """Cancel an answer: it leaves before the next step."""
         for row in [row for row, other in self._answers.items() if other is answer]:
             del self._answers[row]
             self._dropped.add(row)
@@ -207,13 +206,13 @@ class Batch:
             first = self._queue.waiting.popleft()
             self._steps = self._decoding.steps([first], self._answers, self._dropped, self._queue)
         output = None if self._steps is None else next(self._steps, None)
-        if output is None:  # the loop has ended, and will number from 0 again
+        if output is None:  # the loop has ended; the next one numbers its rows from 0
             self._steps, self._next = None, 0
             self._dropped.clear()
         return output or []
 
     def close(self) -> None:
-        """Give up all answers and end the loop, so that its engines can be used again."""
+        """Cancel all answers and end the loop, so that its engines can be used again."""
         self._dropped.update(self._answers)
         self._answers.clear()
         self._queue.waiting.clear()
@@ -225,7 +224,7 @@ StepOutput = list[tuple[Answer, list[Piece]]]
 
 
 class _Decoding:
-    """A rule for a pair, the engines that were chosen for it, and how they decode."""
+    """A rule, the engines and the options with which a pair decodes."""
 
     def __init__(
         self,
@@ -235,9 +234,9 @@ class _Decoding:
         gamma: Gamma | None = None,
         engine: str = "auto",
         trace: bool = True,
-        **about_rule: Any,
+        **rule_options: Any,
     ) -> None:
-        self.pair, self.rule, self.trace = pair, _guard(resolve_rule(pair, rule, **about_rule), pair), trace
+        self.pair, self.rule, self.trace = pair, _guard(resolve_rule(pair, rule, **rule_options), pair), trace
         if self.rule.judge is not None:
             self.rule.judge.config.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
             self.rule.judge.to(pair.target.device)
@@ -251,7 +250,7 @@ class _Decoding:
         dropped: set[int] | None = None,
         queue: AdmissionQueue | None = None,
     ) -> Iterator[StepOutput]:
-        """Drive the loop, feeding each answer, by its row, until it is finished; the new pieces of every step."""
+        """Run the loop and add its tokens to `answers`, whose keys are rows; yield the new pieces of every step."""
         dropped, warned = set() if dropped is None else dropped, False
         with self.engines.borrow(hidden=self.rule.judge is not None) as engines:
             for answer in answers.values():
@@ -278,7 +277,7 @@ def _hand_out(step: Step, answers: dict[int, Answer], dropped: set[int]) -> Step
     now = time.perf_counter()
     for emission in step.emissions:
         if (answer := answers.get(emission.row)) is None:
-            continue  # given up
+            continue  # dropped
         output.append((answer, answer.take(emission, step)))
         answer.seconds["total"] = now - answer.started
         if answer.finish:
@@ -289,7 +288,7 @@ def _hand_out(step: Step, answers: dict[int, Answer], dropped: set[int]) -> Step
 
 
 def _guard(rule: AcceptanceRule, pair: Pair) -> AcceptanceRule:
-    """A guarded rule that was built without special tokens gets those of the pair; the same object every time, because
+    """Give the pair's special tokens to a guarded rule that has none. The result is the same object every time, because
     engines find the graphs captured for a rule by its identity."""
     if not getattr(rule, "guard", False) or rule.guarded():
         return rule
