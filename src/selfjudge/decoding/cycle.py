@@ -1,6 +1,6 @@
 """One cycle: the draft proposes, the target verifies, the judge scores, the rule decides, the caches are rewound.
 
-Its result reaches the host as a `PackedOutcome`.
+Its result reaches the host as a `Packed`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CAPTURED_CYCLES = 32  # maximum cycles that an engine keeps: each holds its own 
 
 
 @dataclass(frozen=True, slots=True)
-class PackedOutcome:
+class Packed:
     """The outcome of a cycle in one integer tensor, so that one copy brings it to the host."""
 
     table: Tensor
@@ -39,7 +39,7 @@ class PackedOutcome:
     traced: bool
 
     @classmethod
-    def pack(cls, block: Block, verdict: Verdict, *, traced: bool = False) -> PackedOutcome:
+    def pack(cls, block: Block, verdict: Verdict, *, traced: bool = False) -> Packed:
         n, next_token = verdict.n_accepted[:, None], verdict.next_token[:, None]
         head = [n, next_token, verdict.non_finite.long().expand_as(n)]
         parts = [block.draft_tokens, verdict.judged.long(), *(_trace(block, verdict) if traced else ())]
@@ -114,10 +114,10 @@ class Cycle:
         self.draft_logits: Tensor | None = None
         self.output: Output | None = None
         self.block: Block | None = None
-        self.packed: PackedOutcome | None = None
+        self.packed: Packed | None = None
 
     @torch.no_grad()
-    def run(self, uniforms: Tensor | None) -> tuple[PackedOutcome, PhaseTimer]:
+    def run(self, uniforms: Tensor | None) -> tuple[Packed, PhaseTimer]:
         """Start one cycle and return its outcome without waiting for it."""
         if self.uniforms is not None and uniforms is not None:
             self.uniforms.copy_(uniforms)
@@ -186,7 +186,7 @@ class Cycle:
         self.last.copy_(verdict.next_token[:, None])
         if self.draft is not None:
             self.draft.accept(self.drafts, verdict, self.output.features)
-        self.packed = PackedOutcome.pack(self.block, verdict, traced=self.trace)
+        self.packed = Packed.pack(self.block, verdict, traced=self.trace)
 
 
 def find_cycle(engines: BatchEngines, rule: AcceptanceRule, gamma: int, *, trace: bool, first: Tensor) -> Cycle:
@@ -263,7 +263,7 @@ class PhaseTimer:
         if self.device.type == "cuda" and self.spans:
             self.spans[-1][2].synchronize()
 
-    def send(self, packed: PackedOutcome) -> PackedOutcome:
+    def send(self, packed: Packed) -> Packed:
         """Start copying the outcome to the host, out of the buffers that the next cycle overwrites."""
         if self.device.type != "cuda":
             return packed

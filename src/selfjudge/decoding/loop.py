@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from selfjudge.decoding.admission import AdmissionQueue, BatchRows, Request, check_requests
-from selfjudge.decoding.cycle import Cycle, PackedOutcome, PhaseTimer, find_cycle, is_captured
+from selfjudge.decoding.cycle import Cycle, Packed, PhaseTimer, find_cycle, is_captured
 from selfjudge.decoding.gamma import GammaController, PairStatistics
 from selfjudge.decoding.prefill import Prefill, PrefillGroup
 from selfjudge.decoding.rules import AcceptanceRule
@@ -110,7 +110,7 @@ class _StartedCycle(NamedTuple):
     """A cycle that was started and not yet waited for."""
 
     number: int
-    packed: PackedOutcome
+    packed: Packed
     timer: PhaseTimer
     behind: bool = False
     """Whether the draft had to catch up."""
@@ -183,7 +183,7 @@ class _LiveBatch:
         else:
             self._begin_cycle(self.cycle.gamma, torch.cat([self.cycle.last[alive, 0], first]))
         arrived = BatchRows.new(group.numbers, [request.max_new_tokens for request in group.requests])
-        step = self.finish(_StartedCycle(0, PackedOutcome.pack(block, verdict), group.timer), arrived)
+        step = self.finish(_StartedCycle(0, Packed.pack(block, verdict), group.timer), arrived)
         self.rows = self.rows.select(alive).extended(arrived).extended(BatchRows.new([-1] * idle, [1] * idle))
         return step
 
