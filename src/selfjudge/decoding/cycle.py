@@ -139,6 +139,7 @@ class Cycle:
         return timer.send(self.packed), timer
 
     def propose(self) -> None:
+        """Set the drafts [B, ≤ γ] of this cycle."""
         self.drafts, self.draft_logits = self.last[:, :0], None
         if self.draft is not None and self.gamma:
             self.drafts, self.draft_logits = self._proposals(self.draft)
@@ -166,6 +167,7 @@ class Cycle:
         return torch.stack(tokens, 1), torch.stack(drawn_from, 1) if drawn_from else None
 
     def verify(self) -> None:
+        """Run the target over the last token and the drafts."""
         self.output = output = self.target.extend(torch.cat([self.last, self.drafts], 1))
         u, drafted = self.uniforms, self.drafts.shape[1]
         uniforms = None if u is None else torch.cat([u[:, self.gamma : self.gamma + drafted], u[:, -1:]], 1)
@@ -174,11 +176,13 @@ class Cycle:
         )
 
     def judge(self) -> None:
+        """Add the judge's scores to the block, where the rule has a judge and needs it."""
         assert self.block is not None
         if self.rule.judge is not None and self.gamma and not self.rule.settled(self.block):
             self.block = replace(self.block, scores=self.rule.judge(self.block))
 
     def decide(self) -> None:
+        """Apply the rule, and rewind both caches to what it accepts."""
         assert self.block is not None
         assert self.output is not None
         verdict = self.rule(self.block)

@@ -167,6 +167,7 @@ def shared_prefixes(prompts: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """[B, T] prompts padded with 0 on the left, [B] their lengths."""
     counts = [len(prompt) for prompt in prompts]
     longest = max(counts)
     padded = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]

@@ -1,4 +1,4 @@
-"""Rules as they are asked for: by text such as `topk:3` or `judged:F`, with a judge, θ, quality, price and γ.
+"""Requests for rules: text such as `topk:3` or `judged:F`, with a judge, θ, quality, price and γ.
 
 Reading and checking a request imports no torch. A new rule is one class in `rules.py` and its entry in `RULES`.
 """
@@ -39,10 +39,10 @@ _BOOLS = {"1": True, "true": True, "on": True, "0": False, "false": False, "off"
 
 @dataclass(frozen=True)
 class RuleRequest:
-    """A rule and how strict it is, as it is asked for in Python, on the command line or of a server.
+    """A rule and its strictness, as requested in Python, on the command line or from a server.
 
-    What cannot be read or contradicts itself is refused at construction. Requests that mean the same resolve to the
-    same rule object, because engines find the graphs captured for a rule by its identity.
+    Requests that cannot be read or contradict themselves are refused at construction. Requests that mean the same
+    resolve to the same rule object, because engines find the graphs captured for a rule by its identity.
     """
 
     rule: str | None = setting(
@@ -146,15 +146,15 @@ class RuleRequest:
         )
 
     def named(self, sampling: Sampling | None = None) -> RuleRequest:
-        """The same request with its rule named; at a temperature `sampling` takes the place of `exact`."""
+        """The same request with its rule named; with `sampling` the default is rule sampling instead of exact."""
         if self.rule is not None:
             return self
         return replace(self, rule="sampling" if sampling is not None and self.text == "exact" else self.text)
 
     def inherit(self, own: RuleRequest) -> RuleRequest:
-        """The request completed by a server's `own`, which holds where this one is open.
+        """Complete the request with a server's `own`, which replaces it where it is open.
 
-        θ, quality or price without a rule belong to the own rule, or to judged where that is lossless. A judged rule
+        θ, quality or price without a rule apply to the own rule, or to judged if that is lossless. A judged rule
         without them takes the own θ or quality, never the own price.
         """
         gamma = own.gamma if self.gamma is None else self.gamma
@@ -167,7 +167,7 @@ class RuleRequest:
         return request
 
     def threshold(self, judge: Judge | JudgeConfig) -> float:
-        """θ as a number; of a request without one, the default of this judge."""
+        """θ as a number; the default of this judge if the request has none."""
         return judge.threshold(self._values.get("theta"))
 
     def resolve(
@@ -306,7 +306,7 @@ def _convert(rule: str, key: str, text: str, default: object) -> object:
         value = int(text) if isinstance(default, int) else float(text)
     except (KeyError, ValueError):
         raise SelfJudgeError(f"rule {rule!r}: {key}={text!r} is not a number") from None
-    if not abs(value) < 1 << 31:  # NaN is not, either
+    if not abs(value) < 1 << 31:  # refuses NaN, too
         raise SelfJudgeError(f"rule {rule!r}: {key}={text!r} is out of range")
     return value
 

@@ -352,10 +352,10 @@ class Judged(AcceptanceRule):
 
     On top of `sampling` this is no longer lossless: the base's random numbers are drawn all the same, and the
     residual is sampled only where both reject. With `confirm` W, the judge accepts a draft only where the base rule
-    accepts the next W drafts of the block too: fewer substitutions, each of which is worth more tokens.
+    accepts the next W drafts of the block too: fewer substitutions, each of which wins more tokens.
 
-    With a price π the harm is −log P(acceptable), and `worth_taking` replaces θ. π = 0 is `exact`. Greedy alone: when
-    sampling, what follows a draft is a matter of chance, in vLLM decided after the rule has spoken.
+    With a price π the harm is −log P(acceptable), and `worth_taking` replaces θ. π = 0 is `exact`. Only for greedy
+    decoding: when sampling, later drafts match by chance, and vLLM draws that only after the rule has decided.
     """
 
     name = "judged"

@@ -93,9 +93,9 @@ def generate(
     if batch < 1:
         raise SelfJudgeError(f"`batch` must be at least 1, not {batch}")
     single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Mapping))
-    listed = cast("Sequence[Prompt]", [prompts] if single else prompts)
-    seeds = [row_seed(seed, i) for i in range(len(listed))] if seeds is None else seeds
-    requests = [Request(pair.encode(prompt, raw=raw), limit, seeds[i]) for i, prompt in enumerate(listed)]
+    all_prompts = cast("Sequence[Prompt]", [prompts] if single else prompts)
+    seeds = [row_seed(seed, i) for i in range(len(all_prompts))] if seeds is None else seeds
+    requests = [Request(pair.encode(prompt, raw=raw), limit, seeds[i]) for i, prompt in enumerate(all_prompts)]
     results = answer_requests(pair, requests, rule, batch=batch, stop=stop, **cast("DecodingOptions", options))
     return results[0] if single else results
 
