@@ -22,7 +22,7 @@ from common import say
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from selfjudge.engine.base import Engine
-from selfjudge.engine.cpu.weights import packed
+from selfjudge.engine.cpu.weights import packed_weights
 from selfjudge.engine.draft import EagleDraft
 from selfjudge.engine.select import PairEngines, make_draft, make_engine
 from selfjudge.models.device import choose_device
@@ -115,7 +115,7 @@ def bytes_per_pass(loaded: LoadedModel, batch: int, context: int, int8: bool = F
     model = loaded.causal_lm
     config = model.config.get_text_config()
     if int8 or loaded.file is not None:
-        weights = packed(loaded, int8).bytes_per_pass
+        weights = packed_weights(loaded, int8).bytes_per_pass
     else:
         weights = sum(p.numel() * p.element_size() for p in model.parameters())
         if model.get_input_embeddings().weight is not model.get_output_embeddings().weight:
