@@ -75,8 +75,8 @@ def check_goes_on(server: Server, files: list[Path], change: Callable[[Path], No
     assert server.process.wait(60) >= 0, server.log
 
 
-@pytest.mark.parametrize("change", [cut, overwrite])
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("change", [cut, pytest.param(overwrite, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_gguf_file_that_changes_while_it_is_served(
     change: Callable[[Path], None], tied: bool, serve: Callable[..., Server], tmp_path: Path
 ) -> None:
@@ -87,7 +87,7 @@ def test_a_gguf_file_that_changes_while_it_is_served(
     check_goes_on(server, [target, draft], change)
 
 
-@pytest.mark.parametrize("change", [cut, overwrite])
+@pytest.mark.parametrize("change", [cut, pytest.param(overwrite, marks=pytest.mark.slow)])
 def test_a_checkpoint_and_a_judge_that_change_while_they_are_served(
     change: Callable[[Path], None], serve: Callable[..., Server], checkpoints: dict[str, str], tmp_path: Path
 ) -> None:
