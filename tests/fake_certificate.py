@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from selfjudge.decoding.rule_parser import RuleRequest, rule_text
+from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
 from selfjudge.models.tokens import hash_tokenizer
 from selfjudge.tune.certify import Claim, describe_evidence, share_delta
+from selfjudge.tune.config import list_families
 from selfjudge.tune.recipe import make_recipe, seal_recipe
 from selfjudge.tune.verify import describe_overlap, pack, summarise
 
@@ -30,11 +32,15 @@ def made_up(n: int) -> list[float]:
 
 
 def certificate(
-    certified: bool = True, *, n: int = 4000, epsilon: float = 0.03, delta: float = 0.05, rule: str = RULE, **more: Any
-) -> dict[str, Any]:
-    """As `tune` writes it."""
+    certified: bool = True, *, n: int = 4000, epsilon: float = 0.03, delta: float = 0.05, rule: str = RULE,
+    judge: JudgeConfig | None = None, **more: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """As `tune` writes it: the rules up to `rule` are certified, the next one of its family is not."""
     differences = made_up(n) if certified else []
-    families, sizes, measure = ["margin", "topk"], [1] * n, more.get("measure", "score")
+    own = rule.partition(":")[0] if certified else "margin"
+    families, sizes, measure = sorted({own, "topk"}), [1] * n, more.get("measure", "score")
+    order = list_families([own], judge)[own]
+    place = order.index(rule) if certified else 0
     claim = Claim(epsilon, share_delta(delta, 1) / len(families), n)
 
     def candidate(rule: str, family: str, differences: list[float], refuted: bool, why: str) -> dict[str, Any]:
@@ -57,9 +63,9 @@ def certificate(
         "speed_measure": "tokens_per_second", "speed_ratio": 1.12 if certified else None,
         "speed_ci": [1.07, 1.16] if certified else None, "exact_gamma": 3, "exact_over_plain": 1.7,
         "families": families, "candidates": [
-            candidate(rule if certified else RULE, "margin", differences, certified, "certified after 300 prompts"),
-            candidate("margin:1,guard=on", "margin", [1.0] * 9 if certified else [], False, "not certified: the loss shown by 96 prompts is above ε; more prompts of the same kind will not certify it"),
-            candidate("topk:2,guard=on", "topk", [], False, "not tried: a stricter rule of its family is not certified"),
+            *(candidate(tried, own, differences, certified, "certified after 300 prompts") for tried in order[: place + 1]),
+            *(candidate(tried, own, [1.0] * 9 if certified else [], False, "not certified: the loss shown by 96 prompts is above ε; more prompts of the same kind will not certify it") for tried in order[place + 1 : place + 2]),
+            candidate("topk:5,guard=on", "topk", [], False, "not tried: a stricter rule of its family is not certified"),
         ],
         "speeds": [], "target_sha256": "f" * 64, "draft_sha256": "e" * 64, "tokenizer_sha256": "b" * 64, "prompts_sha256": "a" * 64,
         "max_new_tokens": 64, "batch": 8, "engine": "cpu", "dtype": "float32", "draft_dtype": None, "machine": {"cpu": "Some Processor"},
@@ -96,7 +102,7 @@ def recipe_folder(
     resolved = rule_text(RuleRequest(rule).resolve((), None if judge is None else judge.config))
     content = certificate(**{
         "pair": pair.name, "rule": rule, "resolved": resolved, "engine": engine, "target_sha256": pair.target_sha256,
-        "draft_sha256": pair.draft_sha256, **({"tokenizer_sha256": hash_tokenizer(pair.tokenizer)} if hasattr(pair, "tokenizer") else {}), **more,
+        "draft_sha256": pair.draft_sha256, "judge": None if judge is None else judge.config, **({"tokenizer_sha256": hash_tokenizer(pair.tokenizer)} if hasattr(pair, "tokenizer") else {}), **more,
     })  # fmt: skip
     (folder / "certificate.json").write_text(json.dumps(content))
     recipe = make_recipe(content, pair, None if judge is None else "judge")

@@ -25,7 +25,7 @@ from selfjudge.tune.verify import pack, unpack
 
 Change = Callable[[dict[str, Any]], Any]
 BOTH = "recipe.json certificate.json"
-CURVE = ((0.5, 0.2), (0.9, 0.6), (0.95, 0.8))
+CURVE = ((0.5, 0.2), (0.8, 0.4), (0.9, 0.6), (0.95, 0.8))
 
 
 def setting(**values: Any) -> Change:
@@ -40,11 +40,25 @@ def first_candidate(**values: Any) -> Change:
     return lambda content: content["candidates"][0].update(values)
 
 
+def renaming(rule: str = "", new: str = "", resolved: str = "", gamma: int = 3, **values: Any) -> Change:
+    """Another name for the rule of a bet, its recipe changed with it; or another γ for the first bet."""
+
+    def change(content: dict[str, Any]) -> None:
+        content.update(values)
+        if content["rule"] == rule:
+            content.update(rule=new, resolved=resolved)
+        for number, row in enumerate(content.get("candidates", [])):
+            row["rule"] = new if row["rule"] == rule else row["rule"]
+            row["gamma"] = gamma if number == 0 else row["gamma"]
+
+    return change
+
+
 TAMPERINGS: dict[str, tuple[str, Change, str]] = {
     "every θ of the quality curve 0": ("judge/config.json", setting(quality_curve=[[0.5, 0.0], [0.9, 0.0]]), "not judged:theta=0.6,"),
     "not certified": ("certificate.json", setting(certified=False), "is not certified"),
     "ε 0": ("certificate.json", setting(epsilon=0.0), "no ε"),
-    "ε 0.0001": ("certificate.json", setting(epsilon=0.0001), "refuted of judged:q0.9 does not follow"),
+    "ε 0.0001": ("certificate.json", setting(epsilon=0.0001), "refuted of judged:q0.95 does not follow"),
     "δ smaller": ("certificate.json", setting(delta=1e-30), "does not follow"),
     "δ larger": ("certificate.json", setting(delta=0.4), "does not follow"),
     "no judge": ("recipe.json", setting(judge=None), "the judge of the rule judged:q0.9 is missing"),
@@ -62,7 +76,11 @@ TAMPERINGS: dict[str, tuple[str, Change, str]] = {
     "other groups": ("certificate.json", setting(groups="2000*2"), "does not follow"),
     "no groups": ("certificate.json", setting(groups=""), "no ε"),
     "an attempt less": ("certificate.json", setting(attempt=2), "attempt 2 does not follow"),
-    "a family less": ("certificate.json", setting(families=["margin"]), "does not follow"),
+    "a family less": ("certificate.json", setting(families=["judged"]), "does not follow"),
+    "a family that there is not": ("certificate.json", renaming(families=["judged", "luck"]), "families that there are not"),
+    "rules of several γ": ("certificate.json", renaming(gamma=5), "rules of several γ"),
+    "the name of a later rule": (BOTH, renaming("judged:q0.9", "judged:q0.8", "judged:theta=0.4,confirm=0,guard=True"), "judged:q0.95, judged:q0.8, judged:q0.8 are not the first rules of the family judged"),
+    "the name of a rule that no family has": (BOTH, renaming("judged:q0.9", "judged:q0.7", "judged:theta=0.4,confirm=0,guard=True"), "are not the first rules"),
     "no family": ("certificate.json", setting(families=[]), "no ε"),
     "words of another certificate": ("certificate.json", within("overlap", bound=1.0), "overlap of the certificate does not follow"),
     "no words": ("certificate.json", setting(overlap=None), "the overlap of every prompt"),
@@ -165,7 +183,7 @@ def test_a_file_that_is_missing_or_another(folder: Path) -> None:
 
 def test_a_rule_after_one_that_failed_is_refused(folder: Path) -> None:
     def turn(content: dict[str, Any]) -> None:
-        content["candidates"] = [content["candidates"][1], content["candidates"][0], content["candidates"][2]]
+        content["candidates"][1:3] = content["candidates"][2:0:-1]
 
     tamper(folder, "certificate.json", turn, sealed=True)
     with pytest.raises(SelfJudgeError, match="was tested after a rule of its family that is not certified"):
@@ -200,12 +218,36 @@ def test_whoever_makes_up_the_evidence_is_caught_by_the_signature_alone(
     tamper(tmp_path / "forged", "certificate.json", setting(task="another task"), sealed=True)  # nothing contradicts it
     with pytest.raises(SelfJudgeError, match=r"was not signed with .*, or was changed since"):
         Recipe.load(tmp_path / "forged")
+    assert run(monkeypatch, "certificate", "verify", str(tmp_path / "forged")) == 1
+    assert "or was changed since" in capsys.readouterr().err
     monkeypatch.delenv("SELFJUDGE_RECIPE_KEY")
     Recipe.load(tmp_path / "forged")
     assert run(monkeypatch, "certificate", "verify", str(tmp_path / "forged"), "--key", public) == 1
     for wrong in (folder / "recipe.json", tmp_path / "missing"):
         assert run(monkeypatch, "certificate", "verify", str(folder), "--key", str(wrong)) == 1
         assert "is not a public Ed25519 key" in capsys.readouterr().err
+
+
+def test_a_recipe_without_a_judge_has_no_other_rules_among_the_judged(tiny_pair: Pair, tmp_path: Path) -> None:
+    folder = recipe_folder(tmp_path / "tuned", tiny_pair)
+
+    def rename(content: dict[str, Any]) -> None:
+        content["families"] = ["judged", "topk"]
+        for row in content["candidates"]:
+            row["family"] = "judged"
+
+    tamper(folder, "certificate.json", rename, sealed=True)
+    with pytest.raises(SelfJudgeError, match="are not the first rules of the family judged"):
+        Recipe.load(folder)
+
+
+def test_the_environment_names_the_key_that_verify_checks(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setenv("SELFJUDGE_RECIPE_KEY", str(folder / "missing.pub"))
+    assert run(monkeypatch, "certificate", "verify", str(folder)) == 1
+    said = capsys.readouterr().err
+    assert "missing.pub is not a public" in said or "need cryptography" in said
 
 
 def test_without_the_package_it_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

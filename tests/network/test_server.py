@@ -654,7 +654,7 @@ def test_serving_without_its_packages_says_what_to_install(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("rule", "allowed", "bad"), [("margin:9,guard=on", 0.02, True), ("topk:2,guard=on", 0.9, False)]
+    ("rule", "allowed", "bad"), [("margin:3,guard=on", 0.02, True), ("topk:2,guard=on", 0.9, False)]
 )
 def test_the_certificate_is_watched_while_serving(
     start: Callable[..., Server], endless: list[str], pair: Pair, tmp_path: Path, rule: str, allowed: float, bad: bool

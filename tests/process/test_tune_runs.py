@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
-from fake_certificate import RESOLVED, certificate, example, recipe_folder
+from fake_certificate import RESOLVED, certificate, example, recipe_folder, tamper
 from runs import content, prompts_file, random_judges
 from selfjudge.cli import main as cli
 from selfjudge.decoding.rule_parser import RuleRequest, rule_text
 from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.execute import TorchAnswerer
+from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
 from selfjudge.report.certificate import certificate_page
 from selfjudge.tune.certify import share_delta
@@ -236,6 +237,11 @@ def test_another_engine_or_other_prompts_are_refused(
     with pytest.raises(SelfJudgeError, match="begun with another engine"):
         tune_pair(tiny_pair, out, config)
     (out / "settings.json").write_text(json.dumps(settings))
+    for name in ("groups", "tokenizer", "judge"):
+        (out / "settings.json").write_text(json.dumps({**settings, name: "another"}))
+        with pytest.raises(SelfJudgeError, match=f"begun with another {name}:"):
+            tune_pair(tiny_pair, out, config)
+    (out / "settings.json").write_text(json.dumps(settings))
     with pytest.raises(SelfJudgeError, match=r"begun with another .*prompts_sha256"):
         tune_pair(tiny_pair, out, replace(config, prompts=scored.with_name("asked.jsonl"), measure="overlap"))
     with pytest.raises(SelfJudgeError, match=r"cannot certify `epsilon` 0\.05"):
@@ -283,6 +289,48 @@ def test_a_second_attempt_on_the_same_prompts_spends_its_own_share(
     ):
         tune_pair(tiny_pair, tmp_path / "third", replace(small, epsilon=0.2))
     assert not (tmp_path / "third").exists()
+
+
+def test_a_folder_keeps_its_attempt_when_the_ledger_is_removed(
+    tiny_pair: Pair, config: TuneConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = replace(config, families=("margin",), epsilon=0.5, minutes=1e-9)
+    monkeypatch.setenv("SELFJUDGE_LEDGER", str(tmp_path / "ledger.jsonl"))
+    tune_pair(tiny_pair, tmp_path / "first", small)
+    assert tune_pair(tiny_pair, tmp_path / "second", small).certificate["attempt"] == 2
+    (tmp_path / "ledger.jsonl").unlink()
+    assert tune_pair(tiny_pair, tmp_path / "second", replace(small, minutes=None)).certificate["attempt"] == 2
+
+
+def test_another_judge_is_no_resumption_and_one_without_a_target_is_refused(
+    tiny_pair: Pair, config: TuneConfig, tmp_path: Path
+) -> None:
+    judge = random_judges(tiny_pair.hidden_size)["mine"]
+    judged = replace(config, families=("judged",), minutes=1e-9)
+    judge.config = replace(judge.config, target="", target_sha256="")
+    with pytest.raises(SelfJudgeError, match="this judge names no target"):
+        tune_pair(tiny_pair, tmp_path / "t", judged, judge=judge)
+    assert not (tmp_path / "t").exists()
+    judge.config = replace(judge.config, target=tiny_pair.target_id)
+    tune_pair(tiny_pair, tmp_path / "t", judged, judge=judge)
+    tune_pair(tiny_pair, tmp_path / "t", judged, judge=judge)
+    with pytest.raises(SelfJudgeError, match="begun with another judge:"):
+        tune_pair(tiny_pair, tmp_path / "t", judged, judge=Judge(judge.config, weight=2 * judge.weight))
+
+
+def test_what_does_not_hold_is_neither_signed_nor_returned(
+    tiny_pair: Pair, config: TuneConfig, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signed: list[Path] = []
+    monkeypatch.setattr("selfjudge.tune.pipeline.sign", lambda folder, *_: signed.append(folder))
+    monkeypatch.setattr("selfjudge.tune.config.read_private_key", lambda file: None)
+    copied = Path(shutil.copytree(undisturbed, tmp_path / "finished"))
+    tune_pair(tiny_pair, copied, replace(config, sign=tmp_path / "key"))
+    assert signed == [copied]
+    tamper(copied, "certificate.json", lambda content: content.update(lost=1), sealed=True)
+    with pytest.raises(SelfJudgeError, match="lost of the certificate does not follow"):
+        tune_pair(tiny_pair, copied, replace(config, sign=tmp_path / "key"))
+    assert signed == [copied]
 
 
 def test_a_run_signs_its_recipe(tiny_pair: Pair, config: TuneConfig, undisturbed: Path, tmp_path: Path) -> None:

@@ -329,7 +329,7 @@ def test_the_certificate_as_text_names_what_it_is_bound_to() -> None:
     assert "Families (margin) have equal shares" in certificate_markdown(certificate(families=["margin"]))
     words = (
         "f" * 64,
-        "topk:2",
+        "topk:5",
         "not tried",
         "selfjudge serve --recipe .",
         "certified after 300 prompts",

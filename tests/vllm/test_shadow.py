@@ -19,7 +19,7 @@ from selfjudge.models.pull import checkpoint_folder, weights_sha256
 from selfjudge.prompts.builtin import BUILT_IN
 
 FLAGS = "--enforce-eager --max-model-len 256 --max-num-seqs 8 --generation-config vllm"
-RULE = "margin:6,guard=on"
+RULE = "margin:3,guard=on"
 
 
 def recipe(folder: Path, **hashes: str) -> Path:

@@ -270,10 +270,11 @@ def verify(
     Example: selfjudge certificate verify tuned --key key.pub
     """
     from selfjudge.report.certificate import describe_claim
+    from selfjudge.tune.signature import find_key
 
     try:
         recipe = Recipe.read(folder)
-        for line in recipe.verify(key):
+        for line in recipe.verify(key or find_key()):
             typer.echo(f"ok: {line}")
     except SelfJudgeError as error:
         typer.echo(f"selfjudge: does not hold: {as_options(str(error))}", err=True)

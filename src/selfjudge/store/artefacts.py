@@ -251,6 +251,7 @@ class SpeedSeal(Seal):
 
 class AttemptSeal(Seal):
     id: str
+    earlier: NotRequired[list[str]]
 
 
 class LedgerRow(TypedDict):

@@ -38,6 +38,7 @@ from selfjudge.tune.config import (
 )
 from selfjudge.tune.groups import SHINGLE, Groups, key_prompt, normalise
 from selfjudge.tune.ledger import find_earlier
+from selfjudge.tune.verify import pack
 from selfjudge.types import Warn
 
 if TYPE_CHECKING:
@@ -265,7 +266,9 @@ class TuneJob:
         salt = f"{pair.target_sha256 or pair.target_id} {pair.draft_sha256 or pair.draft_id}"
         groups = limit_prompts(load_calibration(config, warn, salt), config.limit)
         prompts = [prompt for group in groups for prompt in group]
-        if "judged" in config.families and loaded is not None:
+        if "judged" in families and loaded is not None:
+            if not (loaded.config.target or loaded.config.target_sha256):
+                raise SelfJudgeError("this judge names no target: a recipe needs one that was trained for its target")
             loaded.config.check_target(pair.target_id, pair.target_sha256, pair.hidden_size)
             refuse_learnt(pair, prompts, source, warn)
         batch = config.batch or (CUDA_BATCH if answerer.device == "cuda" else CPU_BATCH)
@@ -365,19 +368,24 @@ class TuneJob:
     def settings(self) -> dict[str, Any]:
         """The settings that a run must keep when it is resumed."""
         from selfjudge.engine.select import PairEngines
+        from selfjudge.models.tokens import hash_tokenizer
 
         pair, config = self.pair, self.config
+        judge = self.judge if "judged" in self.families else None
         return {
             "tasks": config.evaluation.tasks,
             "prompts_sha256": hash_prompts([prompt for group in (*self.aside, *self.groups) for prompt in group]),
             **{name: getattr(config, name) for name in ("epsilon", "delta", "similar", "gamma", "times")},
             "minutes": None if math.isinf(self.minutes) else self.minutes,
+            "groups": pack([len(group) for group in (*self.aside, *self.groups)]),
             "families": self.families,
+            "judge": None if judge is None else [judge.digest(), judge.config.quality_curve],
             "measure": self.measure.name,
             "max_new_tokens": self.max_new_tokens,
             "batch": self.batch,
             "target": pair.target_sha256 or pair.target_id,
             "draft": pair.draft_sha256 or pair.draft_id,
+            "tokenizer": hash_tokenizer(pair.tokenizer),
             "dtype": pair.dtype,
             "draft_dtype": "int8" if PairEngines(pair).draft_int8 else None,
             "engine": self.answerer.engine,

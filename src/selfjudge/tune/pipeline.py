@@ -29,8 +29,8 @@ from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
 from selfjudge.models.tokens import hash_tokenizer
 from selfjudge.report.certificate import certificate_markdown, certificate_page
-from selfjudge.store import RunFolder, measured_on, write_json, write_text
-from selfjudge.store.artefacts import AttemptSeal, RecipeFile
+from selfjudge.store import RunFolder, measured_on, read_json, write_json, write_text
+from selfjudge.store.artefacts import AttemptSeal, Certificate, RecipeFile
 from selfjudge.tune.calibration import WORDS, TuneJob
 from selfjudge.tune.certify import describe_evidence
 from selfjudge.tune.config import FREE, TuneConfig
@@ -69,8 +69,10 @@ def tune_pair(
     folder = RunFolder(Path(out), done=RECIPE, schema=RecipeFile)
     folder.claim()
     remarks: list[str] = []  # not to be made about what is refused
-    attempt = (folder.sealed(ATTEMPT, schema=AttemptSeal) or {}).get("id")
+    sealed = folder.sealed(ATTEMPT, schema=AttemptSeal) or {}
+    attempt, known = sealed.get("id"), tuple(sealed.get("earlier", ()))
     job = TuneJob.prepare(pair, answerer or TorchAnswerer(pair), config, judge, remarks.append, attempt)
+    job = replace(job, earlier=max(known, job.earlier, key=len))  # the ledger may have been removed since
     if not (folder.path / RECIPE).is_file():
         job.check_count()
     with folder.working(job.settings(), free=FREE) as then:
@@ -78,6 +80,7 @@ def tune_pair(
             recipe = Recipe.read(folder.path)
             more = job.minutes > (math.inf if then.get("minutes") is None else then["minutes"])
             if not (recipe.certificate["stopped"] and more):
+                recipe.verified()
                 _drop_answers(folder, recipe.certificate)  # a run killed at its very end had no time to
                 if config.sign is not None:
                     sign(folder.path, recipe.content["digest"], config.sign)
@@ -86,7 +89,8 @@ def tune_pair(
         if attempt is None:
             attempt = secrets.token_hex(16)
             folder.seal(ATTEMPT, [], id=attempt)
-        job = replace(job, earlier=tuple(note_attempt(attempt, job.target, job.keys)))
+        job = replace(job, earlier=max(known, tuple(note_attempt(attempt, job.target, job.keys)), key=len))
+        folder.seal(ATTEMPT, [], id=attempt, earlier=job.earlier)
         remarks += filter(None, [job.describe_attempt()])
         for remark in remarks:
             warn(remark)
@@ -111,6 +115,7 @@ def _write(job: TuneJob, folder: RunFolder, result: TuneResult, vllm_flags: Flag
     write_text(out / "certificate.html", certificate_page(certificate, examples))
     write_json(out / CERTIFICATE, certificate)
     recipe = seal_recipe(recipe, out)
+    Recipe(out, recipe, read_json(out / CERTIFICATE, Certificate)).verified()
     (out / SIGNATURE).unlink(missing_ok=True)  # of an earlier end of this run
     if job.config.sign is not None:
         sign(out, recipe["digest"], job.config.sign)

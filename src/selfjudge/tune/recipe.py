@@ -1,22 +1,23 @@
 """The recipe: which rule at which γ for which pair, and its certificate. Loads no torch.
 
 recipe.json names the rule with all its numbers, and has the SHA-256 of every file beside it and of itself: who changes
-one of them is noticed. What the files say is computed once more (`verify`), so that they cannot be changed together
-either. Only somebody who makes up the differences of all prompts is not: that is what a signature is for.
+one of them is noticed. What the files say is computed once more (`verify`), so that figures that do not follow from the
+evidence are refused. Whoever rewrites the evidence, the attempt, the groups or the names together with all checksums is
+found by the signature alone.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from selfjudge.errors import SelfJudgeError
+from selfjudge.judge.config import JudgeConfig
 from selfjudge.store import read_json, sha256
 from selfjudge.store.artefacts import Certificate, RecipeFile
-from selfjudge.tune.signature import KEY_VARIABLE, check_signature, describe_signature
+from selfjudge.tune.signature import check_signature, describe_signature, find_key
 from selfjudge.tune.verify import CERTIFICATE, SHARED, check_bet, check_files, check_rule, hash_recipe
 
 if TYPE_CHECKING:
@@ -55,16 +56,20 @@ class Recipe:
 
         If SELFJUDGE_RECIPE_KEY names a public key, one that it did not sign is refused, too.
         """
-        recipe, key = cls.read(folder), os.environ.get(KEY_VARIABLE)
-        for _ in recipe.verify(Path(key) if key else None):
+        return cls.read(folder).verified(find_key())
+
+    def verified(self, key: Path | None = None) -> Recipe:
+        """This recipe; refused unless all of `verify` holds."""
+        for _ in self.verify(key):
             pass
-        return recipe
+        return self
 
     def verify(self, key: Path | None = None) -> Iterator[str]:
         """What was checked, a line each; an error of one line where something does not hold."""
         yield check_files(self.folder, self.content, self.certificate)
-        yield check_rule(self.folder, self.content, self.certificate)
-        yield check_bet(self.folder, self.certificate)
+        judge = None if self.judge is None else JudgeConfig.from_pretrained(self.judge)
+        yield check_rule(self.folder, self.content, self.certificate, judge)
+        yield check_bet(self.folder, self.certificate, judge)
         if key is not None:
             yield check_signature(self.folder, self.content["digest"], key)
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-import binascii
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,11 @@ SIGNATURE = "signature.json"
 KEY_VARIABLE = "SELFJUDGE_RECIPE_KEY"
 """The variable that names a public key: recipes that it did not sign are then refused wherever one is loaded."""
 _HOW = "`ssh-keygen -t ed25519 -f key -N ''` makes key and key.pub"
+
+
+def find_key() -> Path | None:
+    """The public key that SELFJUDGE_RECIPE_KEY names, if it names one."""
+    return Path(key) if (key := os.environ.get(KEY_VARIABLE)) else None
 
 
 def read_private_key(file: Path) -> Any:
@@ -39,7 +44,7 @@ def check_signature(folder: Path, digest: str, file: Path) -> str:
 
     try:
         key.verify(base64.b64decode(read_json(folder / SIGNATURE, RecipeSignature)["signature"]), _message(digest))
-    except (InvalidSignature, binascii.Error):
+    except (InvalidSignature, ValueError):
         raise SelfJudgeError(f"{folder} was not signed with {file}, or was changed since") from None
     return f"signed with {file}"
 

@@ -18,6 +18,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.store import sha256
 from selfjudge.tune.certify import Claim, average_groups, decide, describe_evidence, find_upper_bound, share_delta
+from selfjudge.tune.config import FAMILIES, list_families, split_by_gamma
 
 CERTIFICATE = "certificate.json"
 SHARED = (
@@ -70,21 +71,22 @@ def check_files(folder: Path, recipe: Mapping[str, Any], certificate: Mapping[st
     return f"{len(recipe['files'])} files as written, digest {recipe['digest'][:12]}"
 
 
-def check_rule(folder: Path, recipe: Mapping[str, Any], certificate: Mapping[str, Any]) -> str:
+def check_rule(
+    folder: Path, recipe: Mapping[str, Any], certificate: Mapping[str, Any], judge: JudgeConfig | None
+) -> str:
     """The rule is the one whose numbers the recipe states, and a relaxed one is certified."""
     if certificate["certified"] != (recipe["rule"] != "exact"):
         raise SelfJudgeError(f"{folder}: the rule {recipe['rule']} is not certified by its certificate")
     request = RuleRequest(recipe["rule"], gamma=recipe["gamma"])
     if request.needs_judge != bool(recipe["judge"]):
         raise SelfJudgeError(f"{folder}: the judge of the rule {recipe['rule']} is missing, or not used by it")
-    judge = JudgeConfig.from_pretrained(folder / recipe["judge"]) if recipe["judge"] else None
     if (resolved := rule_text(request.resolve((), judge))) != recipe["resolved"]:
         raise SelfJudgeError(f"{folder}: {recipe['rule']} is {resolved}, not {recipe['resolved']} as it was certified")
     return f"rule {resolved}, γ = {recipe['gamma']}"
 
 
-def check_bet(folder: Path, certificate: Mapping[str, Any]) -> str:
-    """The bets, computed from the differences of every prompt, end as the certificate says."""
+def check_bet(folder: Path, certificate: Mapping[str, Any], judge: JudgeConfig | None) -> str:
+    """The bets, computed from the differences of every prompt, end as the certificate says; `judge` is the recipe's."""
     epsilon, delta, families = certificate["epsilon"], certificate["delta"], len(set(certificate["families"]))
     sizes = [int(size) for size in unpack(certificate["groups"])]
     if not (0 < epsilon < 1 and 0 < delta < 1 and families and min(sizes, default=0) > 0):
@@ -95,6 +97,7 @@ def check_bet(folder: Path, certificate: Mapping[str, Any]) -> str:
     claim = Claim(epsilon, share_delta(delta, attempt) / families, len(sizes))
     certified = [_check_candidate(folder, row, claim, sizes) for row in certificate["candidates"]]
     _check_sequence(folder, certificate["candidates"], certificate["families"])
+    _check_names(folder, certificate["candidates"], certificate["families"], judge)
     if not certificate["certified"]:
         return f"exact loses nothing; {len(certified)} bets on other rules computed again"
     chosen = [
@@ -131,6 +134,25 @@ def _check_sequence(folder: Path, rows: Sequence[Mapping[str, Any]], families: S
             raise SelfJudgeError(f"{folder}: {row['rule']} was tested after a rule of its family that is not certified")
         if not row["refuted"]:
             going_on.discard(row["family"])
+
+
+def _check_names(
+    folder: Path, rows: Sequence[Mapping[str, Any]], families: Sequence[str], judge: JudgeConfig | None
+) -> None:
+    """The rules tested, all at one γ, are the first of their family in the order that `tune` has for it.
+
+    Judged rules of a recipe without a judge cannot be looked up; none of them is its rule.
+    """
+    gammas = {row["gamma"] for row in rows}
+    if len(gammas) > 1 or not set(families) <= set(FAMILIES):
+        raise SelfJudgeError(f"{folder}: the certificate has rules of several γ, or families that there are not")
+    known = [name for name in families if name != "judged" or judge is not None]
+    order = split_by_gamma(list_families(known, judge), gammas.pop(), judge)[0] if gammas and known else {}
+    for family in families:
+        tested = [row["rule"] for row in rows if row["family"] == family and row["n_used"]]
+        first = order.get(family, ()) if family in known else [rule for rule in tested if rule.startswith("judged:")]
+        if tested != list(first[: len(tested)]):
+            raise SelfJudgeError(f"{folder}: {', '.join(tested)} are not the first rules of the family {family}")
 
 
 def _check_chosen(
