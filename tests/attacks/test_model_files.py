@@ -123,7 +123,7 @@ def number(key: str, value: float) -> dict[str, Any]:
 
 METADATA: list[tuple[dict[str, Any], str]] = [
     (number("llama.attention.key_length", 15), "rotates|not 60 × 64"),
-    (number("tokenizer.ggml.padding_token_id", 258), "padding_token_id cannot be 258"),
+    (number("tokenizer.ggml.eos_token_id", 258), "eos_token_id cannot be 258"),
     (number("tokenizer.ggml.bos_token_id", 1.5), r"bos_token_id cannot be 1\.5"),
     ({"tokenizer.ggml.padding_token_id": "x"}, "padding_token_id cannot be 'x'"),
     ({"llama.attention.key_length": (True, gguf.GGUFValueType.BOOL)}, "key_length cannot be True"),

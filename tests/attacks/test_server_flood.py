@@ -249,10 +249,10 @@ def get(path: str, *headers: str, version: str = "1.1") -> bytes:
 def test_a_name_of_another_machine_is_not_answered_whatever_the_key(server: Server) -> None:
     """A page's own name may point at this machine, and a browser may have the key. Tested without a key elsewhere."""
     key = "authorization: Bearer one"
-    for host in ("localhost", f"127.0.0.1:{server.port}", "[::1]:80", "judge.example:443", "a.lan"):
+    for host in ("localhost", f"127.0.0.1:{server.port}", "[::1]:80", "10.9.8.7", "judge.example:443", "a.lan"):
         assert rest(raw(server, get("/v1/models", f"host: {host}", key))).startswith(b"HTTP/1.1 200 ")
         assert rest(raw(server, get("/v1/models", f"host: {host}"))).startswith(b"HTTP/1.1 401 ")
-    for host in ("evil.example", f"evil.example:{server.port}", "localhost.evil.example", "", "10.9.8.7"):
+    for host in ("evil.example", f"evil.example:{server.port}", "localhost.evil.example", "", "10.9.8.7.evil.example"):
         for path, *headers in (["/v1/models", key], ["/v1/models"], ["/health"], ["/"], ["/metrics", key]):
             answer = rest(raw(server, get(path, f"host: {host}", *headers)))
             assert answer.startswith(b"HTTP/1.1 421 "), answer

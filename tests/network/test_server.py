@@ -308,6 +308,9 @@ def test_malformed_bodies(server: Server) -> None:
         assert answer["error"]["type"] == "invalid_request_error"
         assert message in answer["error"]["message"], (body, answer)
         assert not re.search(VALIDATOR, answer["error"]["message"]), answer
+    for temperature in (1e-9, 0.005, 3):
+        answer = server.send("POST", "/v1/chat/completions", {**GOOD, "temperature": temperature})[2]
+        assert answer["error"]["param"] == "temperature"
     for body in (
         {"prompt": ""}, {"prompt": []}, {"prompt": ["w1", "w2"]}, {"prompt": [61]}, {"prompt": [-1]}, {"prompt": [True]},
         {"prompt": "w1", "echo": True}, {"prompt": "w1", "logprobs": 0}, {"prompt": "w1", "suffix": "w2"}, {"prompt": " "},

@@ -151,6 +151,13 @@ def test_without_control_groups_the_reason_is_said(monkeypatch: pytest.MonkeyPat
     sandbox._group_folder.cache_clear()
 
 
+def test_a_group_that_can_no_longer_be_made_does_not_end_the_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sandbox, "_group_folder", lambda: (tmp_path / "gone", ""))
+    assert run("print(7)", allow_unsafe=True).stdout == "7\n"
+
+
 HELD = """
 import ctypes, fcntl, json, os
 libc = ctypes.CDLL(None, use_errno=True)

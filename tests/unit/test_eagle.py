@@ -392,6 +392,17 @@ def test_weights_that_are_not_there_or_cut_short(tmp_path: Path) -> None:
         read_public(tmp_path, target)
 
 
+def test_an_embedding_of_its_own_is_not_mapped_from_the_file(tmp_path: Path) -> None:
+    target = tiny_model(num_hidden_layers=4)
+    write_speculators(random_head(target), target, tmp_path, steps=4, verifier="")
+    own = torch.randn(target.get_input_embeddings().weight.shape)
+    rewritten(tmp_path, lambda _, tensors: tensors.update({"embed_tokens.weight": own}))
+    head, file = read_public(tmp_path, target), tmp_path / "model.safetensors"
+    with file.open("r+b") as weights:
+        weights.write(bytes(file.stat().st_size))
+    assert torch.equal(head.embedding, own)
+
+
 def test_vllm_reads_three_layers_that_differ(tmp_path: Path) -> None:
     target = tiny_model(num_hidden_layers=2)
     with pytest.raises(SelfJudgeError, match=r"three layers that differ, and this head reads \(0, 1, 1\)"):

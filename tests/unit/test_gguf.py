@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import struct
 from dataclasses import replace
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -28,7 +30,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.evaluate.consistency import make_proxy
 from selfjudge.models import convert, device as memory, load as loading
 from selfjudge.models.eagle import EagleHead
-from selfjudge.models.gguf import BLOCKS, GgufFile, open_model
+from selfjudge.models.gguf import BLOCKS, GgufFile, TensorInfo, open_model
 from selfjudge.models.loaded import Target
 from selfjudge.models.pair import Pair
 from selfjudge.models.speculators import load_head
@@ -238,6 +240,74 @@ def test_hostile_metadata_is_refused_in_one_line(tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(SelfJudgeError, match=message):
             open_model(path)
+
+
+def test_arrays_and_texts_of_a_sparse_file_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first has 2⁴⁰ bytes that no disk holds; reading them would take all memory."""
+    path, size = tmp_path / "m.gguf", 1 << 40
+    head = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"a"
+    array = struct.pack("<IIQ", 9, 0, size - 64)
+    path.write_bytes(head + array)
+    with path.open("r+b") as file:
+        file.truncate(size)
+    assert GgufFile(path).metadata == {"a": None}
+    one = struct.pack("<IQQ", 3, 1, 0) + struct.pack("<Q", 1) + b"a"
+    for content, message in (
+        (head + struct.pack("<IIQ", 9, 0, size), "it is cut short"),
+        (head + struct.pack("<IQ", 8, (64 << 20) + 1), "it has a text of 67108865 bytes"),
+        (b"GGUF" + one + struct.pack("<I", 5), "a has 5 dimensions"),
+    ):
+        with path.open("r+b") as file:
+            file.write(content)
+        with pytest.raises(SelfJudgeError, match=f"as a GGUF model: {message}$"):
+            GgufFile(path)
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(GgufFile, "_read", fail)
+    with pytest.raises(SelfJudgeError, match=r"as a GGUF model: out of memory$"):
+        GgufFile(path)
+
+
+def test_a_padding_token_outside_the_vocabulary_is_none(tmp_path: Path) -> None:
+    number = gguf.GGUFValueType.INT32
+    for token in (VOCAB, -1):
+        write_model(small("llama"), tmp_path / "m.gguf", {}, **{"tokenizer.ggml.padding_token_id": (token, number)})
+        assert open_model(tmp_path / "m.gguf").config.pad_token_id is None
+
+
+def test_a_file_that_lies_elsewhere_with_the_same_content_is_unchanged(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_model(small("llama"), path, {})
+    file = GgufFile(path)
+    shutil.copy2(path, tmp_path / "copy")
+    (tmp_path / "copy").replace(path)
+    assert len(file.raw(file.tensors["output_norm.weight"])) == 1
+
+
+def test_a_bias_that_floats_have_no_place_for_is_refused(tmp_path: Path) -> None:
+    model = small("llama")
+    model.model.layers[1].mlp.up_proj.bias = torch.nn.Parameter(torch.ones(96))
+    write_model(model, tmp_path / "m.gguf", {})
+    with pytest.raises(SelfJudgeError, match=r"m\.gguf: blk\.1\.ffn_up\.bias has no place in a model of floats"):
+        convert.dequantise(open_model(tmp_path / "m.gguf"), torch.float32)
+
+
+def test_a_matrix_with_another_order_of_rows_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_model(small("llama"), tmp_path / "m.gguf", {})
+    monkeypatch.setattr(convert, "PIECE", 7 * 64)
+    read: list[str] = []
+    raw = GgufFile.raw
+
+    def count(self: GgufFile, tensor: TensorInfo, rows: slice = slice(None)) -> object:
+        read.append(tensor.name)
+        return raw(self, tensor, rows)
+
+    monkeypatch.setattr(GgufFile, "raw", count)
+    convert.dequantise(open_model(tmp_path / "m.gguf"), torch.float32)
+    assert read.count("blk.0.attn_q.weight") == read.count("blk.0.attn_k.weight") == 1
+    assert read.count("blk.0.attn_output.weight") == 10  # 64 rows, 7 at a time
 
 
 @pytest.mark.parametrize("name", ["output_norm", "token_embd", "blk.1.ffn_down", "blk.0.attn_q"])

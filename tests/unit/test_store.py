@@ -24,6 +24,7 @@ from selfjudge.store import (
     write_tensors,
 )
 from selfjudge.store.artefacts import WrittenRow
+from selfjudge.store.files import parse_json
 
 SETTINGS: dict[str, Any] = {"seed": 0, "prompts": ("a", "b"), "minutes": 3}
 
@@ -235,3 +236,9 @@ def test_a_journal_knows_how_long_was_worked(tmp_path: Path, monkeypatch: pytest
         clock[0] += 20.0 if not spent else 30.0
         journal.add(ROWS[0])
         clock[0] += 1000.0  # until somebody goes on
+
+
+def test_a_key_that_stands_twice_among_many_is_named() -> None:
+    text = "{" + ", ".join(f'"{n}": 0' for n in range(100_000)) + ', "7": 0}'
+    with pytest.raises(ValueError, match="it holds the key '7' twice"):
+        parse_json(text)

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Iterable
 from contextlib import suppress
 from fnmatch import fnmatchcase
-from ipaddress import IPv4Address, IPv6Address, ip_address
+from ipaddress import ip_address
 
 from selfjudge.integrations.asgi import ASGI, Receive, Scope, Send, refuse
 
@@ -37,23 +37,15 @@ class HostNames:
         """What is wrong with the Host header of a request, if anything; HTTP/1.0 may leave it out."""
         for named in [value.decode("latin-1") for header, value in scope["headers"] if header == b"host"]:
             found = _HOST.fullmatch(named)
-            if found is None or not self._is_own(found[1].strip("[]").lower(), scope):
+            if found is None or not self._is_own(found[1].strip("[]").lower()):
                 return f"this server does not answer to the name {named[:100]!r}: allow it with --allowed-host"
         return None
 
-    def _is_own(self, host: str, scope: Scope) -> bool:
-        """Whether a name is allowed, or is a loopback address or the address at which the request arrived."""
-        if any(fnmatchcase(host.removesuffix("."), pattern) for pattern in self.patterns):
-            return True
-        with suppress(ValueError, TypeError):  # not an address; a server without one
-            address = _parse_address(host)
-            return address.is_loopback or address == _parse_address(scope["server"][0])
-        return False
-
-
-def _parse_address(text: str) -> IPv4Address | IPv6Address:
-    address = ip_address(text)
-    return getattr(address, "ipv4_mapped", None) or address  # a socket for both has ::ffff:127.0.0.1
+    def _is_own(self, host: str) -> bool:
+        """Whether a name is allowed, or is an address: nobody can have that point elsewhere."""
+        with suppress(ValueError):
+            return bool(ip_address(host))
+        return any(fnmatchcase(host.removesuffix("."), pattern) for pattern in self.patterns)
 
 
 class HostGuard:

@@ -87,10 +87,13 @@ def dequantise(
     names = {checkpoint_name(name): name for name in file.tensors if name != "rope_freqs.weight"}
     pieces = []
     for name, parameter in whole.named_parameters():
-        if (source := file.tensors.get(names.get(name, ""))) is None:
+        if (source := file.tensors.get(names.pop(name, ""))) is None:
             raise SelfJudgeError(f"{file.path} lacks the weights of {name}")
-        step = max(1, PIECE // source.cols)
+        ordered = row_order(model.config, source.name) is None
+        step = max(1, PIECE // source.cols) if ordered else source.rows  # else each piece would read all rows
         pieces += [(parameter, source, slice(first, first + step)) for first in range(0, source.rows, step)]
+    if names:
+        raise SelfJudgeError(f"{file.path}: {min(names.values())} has no place in a model of floats: use `dtype` q4")
 
     def fill(piece: tuple[Tensor, Any, slice]) -> None:
         parameter, source, rows = piece

@@ -36,6 +36,7 @@ _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 _MOST_COUNT = 1 << 24  # layers, heads, columns, positions
 _MOST_ALIGNMENT = 1 << 20
+_MOST_TEXT = 64 << 20
 _FLOATS: dict[int, type[np.floating[Any]]] = {0: np.float32, 1: np.float16}
 _SCALES = {
     "Q4_0": (0, 2), "Q4_1": (0, 4), "Q5_0": (0, 2), "Q5_1": (0, 4), "Q8_0": (0, 2), "Q4_K": (0, 4), "Q5_K": (0, 4),
@@ -97,7 +98,11 @@ class _Reader:
         self.file, self.size = file, size
 
     def take(self, count: int) -> bytes:
-        if count > self.size or len(data := self.file.read(count)) < count:
+        if count > self.size:
+            raise ValueError("it is cut short")
+        if count > _MOST_TEXT:
+            raise ValueError(f"it has a text of {count} bytes")
+        if len(data := self.file.read(count)) < count:
             raise ValueError("it is cut short")
         return data
 
@@ -117,7 +122,9 @@ class _Reader:
             return self.number(_NUMBERS[kind])
         item, count = self.number("I"), self.number("Q")
         if item in _NUMBERS:
-            self.take(struct.calcsize("<" + _NUMBERS[item]) * count)
+            if (end := self.file.tell() + struct.calcsize("<" + _NUMBERS[item]) * count) > self.size:
+                raise ValueError("it is cut short")
+            self.file.seek(end)
         elif item == _STRING:
             for _ in range(count):
                 self.take(self.number("Q"))
@@ -136,13 +143,13 @@ class GgufFile:
                 self._seen = self._identity()
                 self.metadata: dict[str, Any] = {}
                 self.tensors = {tensor.name: tensor for tensor in self._read(file, self._seen[0])}
-        except (ValueError, OSError) as error:
-            raise SelfJudgeError(f"cannot read {path} as a GGUF model: {error}") from None
+        except (ValueError, OSError, MemoryError) as error:
+            raise SelfJudgeError(f"cannot read {path} as a GGUF model: {str(error) or 'out of memory'}") from None
 
     def _identity(self) -> tuple[int, ...]:
-        """Size, time of the last change, and place of the file."""
+        """Size and time of the last change; its place may differ each time on a network's disk."""
         now = self.path.stat()
-        return now.st_size, now.st_mtime_ns, now.st_dev, now.st_ino
+        return now.st_size, now.st_mtime_ns
 
     def _read(self, file: IO[bytes], size: int) -> list[TensorInfo]:
         head = _Reader(file, size)
@@ -157,6 +164,8 @@ class GgufFile:
         described = []
         for _ in range(count):
             name, dimensions = head.text(), head.number("I")
+            if not 0 < dimensions <= 4:
+                raise ValueError(f"{name[:60]} has {dimensions} dimensions")
             shape = struct.unpack(f"<{dimensions}Q", head.take(8 * dimensions))
             described.append((name, shape, head.number("I"), head.number("Q")))
         alignment = self.metadata.get("general.alignment", 32)
@@ -304,7 +313,10 @@ def read_config(file: GgufFile) -> PretrainedConfig:
 
 def _special_token(file: GgufFile, name: str, vocabulary: int) -> int | None:
     token = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
-    if token is not None and (type(token) is not int or not 0 <= token < vocabulary):
+    outside = type(token) is int and not 0 <= token < vocabulary
+    if outside and name == "padding":  # as files say that have none: nothing here is padded with it
+        return None
+    if token is not None and (outside or type(token) is not int):
         raise SelfJudgeError(f"{file.path}: tokenizer.ggml.{name}_token_id cannot be {token!r}")
     return token
 

@@ -95,7 +95,7 @@ def read_public(folder: Path, target: PreTrainedModel) -> EagleHead:
         head.output = output[order]
     own = target.get_input_embeddings().weight
     if embedding is not None and not (own.shape == embedding.shape and torch.equal(own, embedding.to(own))):
-        head.embedding = embedding
+        head.embedding = embedding.clone()  # load_file maps the file
     head.own = frozenset(name for name in ("output", "embedding") if getattr(head, name) is not None)
     check_finite([*head.named_parameters(), *((name, getattr(head, name)) for name in sorted(head.own))], folder)
     verifier = (record.get("speculators_config") or {}).get("verifier") or {}

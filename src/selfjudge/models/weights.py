@@ -41,9 +41,13 @@ def check_heads(heads: int, kv_heads: int, source: Path | str) -> None:
 
 def copy_mapped(model: nn.Module) -> None:
     """Copy weights that are mapped from a file: it may be cut or overwritten while they are in use."""
-    maps = Path("/proc/self/maps")
-    if not maps.exists() or ".safetensors" in maps.read_text():
-        for tensor in (*model.parameters(), *model.buffers()):
+    mapped, maps = [range(1 << 64)], Path("/proc/self/maps")
+    if maps.exists():
+        lines = (line.split(None, 5) for line in maps.read_text().splitlines())
+        spans = (line[0].split("-") for line in lines if len(line) == 6 and line[5].startswith("/"))
+        mapped = [range(int(first, 16), int(stop, 16)) for first, stop in spans]
+    for tensor in (*model.parameters(), *model.buffers()):
+        if any(tensor.data_ptr() in span for span in mapped):
             tensor.data = tensor.data.clone()
 
 

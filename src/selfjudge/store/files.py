@@ -135,8 +135,11 @@ def _whole_number(text: str) -> int:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"it holds the key {max(names, key=names.count)[:60]!r} twice")
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"it holds the key {name[:60]!r} twice")
+            seen.add(name)
     return value
 
 

@@ -17,6 +17,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from selfjudge.decoding.sampling import Sampling
+from selfjudge.errors import SelfJudgeError
 from selfjudge.integrations.asgi import RefusedError, error_body
 from selfjudge.integrations.server.config import BYTES_PER_TOKEN
 from selfjudge.integrations.server.jobs import FAILURES, CompletionJob, Update
@@ -101,7 +102,10 @@ class Completion:
 
         temperature = self.config.temperature if body.temperature is None else body.temperature
         top_p = 1.0 if body.top_p is None else body.top_p
-        sampling = Sampling(temperature, top_p, body.top_k or 0) if temperature else None
+        try:
+            sampling = Sampling(temperature, top_p, body.top_k or 0) if temperature else None
+        except SelfJudgeError as error:  # above 0 and too small to divide by
+            raise RefusedError(400, str(error), param="temperature") from None
         options = self.options
         trace = options.judged_tokens or options.tokens
         choice = self.scheduler.rules.choose(options.rule_request(), sampling, off=options.off, trace=trace)

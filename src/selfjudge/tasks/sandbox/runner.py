@@ -98,7 +98,8 @@ def _group_folder() -> tuple[Path | None, str]:
             folders.append(own)
     for folder in folders:
         try:
-            tried = _run(["-c", "print(7)"], {}, "", Limits(), isolated=not find_isolation_problem(), groups=folder)
+            with _memory_group(folder, Limits()) as group:
+                tried = _run(["-c", "print(7)"], {}, "", Limits(), isolated=not find_isolation_problem(), group=group)
         except (OSError, SelfJudgeError) as error:
             why = str(error)
         else:
@@ -114,8 +115,8 @@ def find_group_problem() -> str:
 
 
 @contextmanager
-def _memory_group(folder: Path, most: int) -> Iterator[str]:
-    """A control group below a folder, whose processes have so much memory together."""
+def _memory_group(folder: Path, limits: Limits) -> Iterator[str]:
+    """A control group below a folder, whose processes have so much memory and disk together."""
     for old in folder.glob("selfjudge-*-*"):  # of runners that were killed
         if not Path("/proc", old.name.split("-")[1]).exists():
             with suppress(OSError):
@@ -126,7 +127,7 @@ def _memory_group(folder: Path, most: int) -> Iterator[str]:
         limit = next((f for f in map(group.joinpath, LIMIT_FILES) if f.exists()), None)
         if limit is None:
             raise SelfJudgeError("control groups have no limit of memory here")
-        limit.write_text(str(most))
+        limit.write_text(str(limits.memory + limits.disk))
         yield str(group)
     finally:
         for _ in range(50):  # until the last process is gone
@@ -158,7 +159,12 @@ def run(
     if not allow_unsafe:
         check_isolation()
     files = {**(files or {}), "main.py": code}
-    return _run(["main.py"], files, stdin, limits or Limits(), isolated=isolated, groups=_group_folder()[0])
+    limits, group = limits or Limits(), None
+    with ExitStack() as stack:
+        if (folder := _group_folder()[0]) is not None:
+            with suppress(OSError):  # it was there, and is gone or full: each process keeps its own limits
+                group = stack.enter_context(_memory_group(folder, limits))
+        return _run(["main.py"], files, stdin, limits, isolated=isolated, group=group)
 
 
 def _run(
@@ -168,12 +174,10 @@ def _run(
     limits: Limits,
     *,
     isolated: bool,
-    groups: Path | None = None,
+    group: str | None = None,
 ) -> ProgramResult:
-    job = {**_describe_job(arguments, files, limits, isolated), "folder": None, "group": None}
+    job = {**_describe_job(arguments, files, limits, isolated), "folder": None, "group": group}
     with ExitStack() as stack:
-        if groups is not None:
-            job["group"] = stack.enter_context(_memory_group(groups, limits.memory + limits.disk))
         if not isolated:
             folder = tempfile.TemporaryDirectory(prefix="selfjudge-", ignore_cleanup_errors=True)
             job["folder"] = stack.enter_context(folder)
