@@ -156,7 +156,7 @@ def test_verify_says_what_was_checked(folder: Path, monkeypatch: pytest.MonkeyPa
     assert [line[:3] for line in lines[:4]] == ["ok:"] * 4
     for line, words in zip(
         lines,
-        ("3 files as written", "rule judged:theta=0.6", "bet won after", "not signed", "On prompts like these"),
+        ("3 files as written", "rule judged:theta=0.6", "bet won after", "no signature", "On prompts like these"),
         strict=True,
     ):
         assert words in line

@@ -197,7 +197,7 @@ def test_a_family_that_gamma_excludes_has_no_share_of_delta(
     certificate = tune_pair(tiny_pair, tmp_path / "t", small, say=said.append).certificate
     assert "confidence over 1 family" in said[0]
     assert said[1] == (
-        "γ = 2: the family fly falls away before anything is tested (fly with window 2 needs `gamma` > 2, not 2:"
+        "γ = 2: rules of the family fly are not tested (fly with window 2 needs `gamma` > 2, not 2:"
         " no mismatch could be confirmed)"
     )
     assert certificate["families"] == ["margin"]

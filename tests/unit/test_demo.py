@@ -16,11 +16,13 @@ from selfjudge.bench.config import DemoConfig
 from selfjudge.bench.demo import Demo, same_start
 from selfjudge.bench.gain import Gain
 from selfjudge.cli import main as cli
+from selfjudge.cli.demo import _ledger_in
 from selfjudge.cli.groups import PairOptions
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.pair import Pair
-from selfjudge.report.demo import mark_substitutions
+from selfjudge.report.demo import demo_page, describe_result, mark_substitutions, with_shown_speeds
 from selfjudge.store.load import LoadWatch
+from selfjudge.tune.ledger import find_earlier, ledger_file, note_attempt
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -150,7 +152,10 @@ def test_the_gain_comes_first_and_the_last_lines_say_it(run_demo: Run, with_gain
     assert code == 0
     lines = out.splitlines()
     assert lines[0].startswith("the demo takes qwen2.5-coder-1.5b (1.1 GB, ")
-    assert "--small" in lines[0]
+    assert "two to three times" in lines[0]
+    assert "--quick" in lines[1]
+    assert "--small" in lines[1]
+    assert out.index("little to gain") < out.index("Rules side by side")
     assert out.index("turn 1: plain ") < out.index("turn 2: plain ") < out.index("Rules side by side")
     assert re.search(r"^exact .* the same *$", out, re.M)
     assert [line.partition(":")[0] for line in lines[-3:]] == ["Gained", "Cost", "Next"]
@@ -222,14 +227,59 @@ def test_speeds_of_a_busy_machine_are_said_to_be_so(
     assert "×" not in gained + cost
     assert "passes" in gained
     page = (tmp_path / "demo.html").read_text()
-    assert busy in page
+    assert page.count(busy) == 1
     assert page.count('<td class="number">busy') == 12  # both speeds of three rules in either table
 
 
+def gain_of(seconds: dict[str, list[float]], busy: str) -> dict[str, Any]:
+    """What the question gave, with these seconds of the turns; every answer has ten tokens."""
+    known = {"passes": 5, "judged": 0, "same_as_plain": True, "tokens": 10 * [["a", "draft"]]}
+    speeds = {"tokens_per_second": 10.0, "speed_over_plain": 2.0, "mean_accepted_length": 2.0, "gamma_mean": 3.0}
+    rows = [{"rule": name, "seconds": each, **known, **speeds} for name, each in seconds.items()]
+    return {"pair": "tiny", "prompt": "?", "dtype": "q4", "draft_dtype": "q4", "busy": busy, "rows": rows}
+
+
+def test_turns_that_agree_show_their_range_on_a_busy_machine() -> None:
+    turns = {"plain": [48.0, 40.0, 40.0], "exact": [24.0, 25.0, 16.0], "judged:q0.95": [32.0, 27.0, 36.0]}
+    found = gain_of(turns, "this machine is busy: speeds are not reliable")
+    plain, exact, judged = with_shown_speeds(found)
+    assert (plain["shown_ratio"], exact["shown_ratio"], judged["shown_ratio"]) == (1.0, "1.6 to 2.5", "1.1 to 1.5")
+    assert exact["shown_speed"] == "0.4 to 0.6"
+    gained, cost = describe_result({"gain": found, "rows": []})
+    assert "1.6 to 2.5 × as fast as plain decoding in 3 turns; this machine is busy" in gained
+    assert cost.endswith("slower than exact in every turn.")
+    page = demo_page({"gain": found, "rows": []})
+    assert page.count("this machine is busy") == 1
+    assert "1.6 to 2.5</td>" in page
+
+
+def test_turns_that_disagree_show_no_speed_on_a_busy_machine() -> None:
+    turns = {"plain": [40.0, 40.0], "exact": [24.0, 50.0], "judged:q0.95": [20.0, 60.0]}
+    found = gain_of(turns, "this machine is busy: speeds are not reliable")
+    assert [row["shown_ratio"] for row in with_shown_speeds(found)] == [1.0, "busy", "busy"]
+    gained, cost = describe_result({"gain": found, "rows": []})
+    assert "×" not in gained + cost
+    assert "slower" not in cost
+    found["busy"] = ""
+    assert [row["shown_ratio"] for row in with_shown_speeds(found)] == [2.0, 2.0, 2.0]
+
+
+def test_the_demos_tune_is_no_attempt_of_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.jsonl"
+    monkeypatch.setenv("SELFJUDGE_LEDGER", str(mine))
+    with _ledger_in(tmp_path):
+        note_attempt("a", "target", ["0" * 16])
+    assert ledger_file() == mine
+    assert not mine.exists()
+    assert find_earlier(None, "target", ["0" * 16]) == []
+
+
 @pytest.mark.slow
-def test_a_small_tune_at_the_end(run_demo: Run, tmp_path: Path) -> None:
+def test_a_small_tune_at_the_end(run_demo: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SELFJUDGE_LEDGER", str(tmp_path / "mine.jsonl"))
     code, out, _ = run_demo("--tune", "--json")
     assert code == 0
+    assert not (tmp_path / "mine.jsonl").exists()
     tuned = json.loads(out)["tune"]
     assert tuned["epsilon"] == 0.3
     assert "exact" in tuned["finding"] or "certified ≤ 30" in tuned["finding"]

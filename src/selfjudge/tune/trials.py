@@ -168,7 +168,8 @@ class Tuning:
 
     def __init__(self, job: TuneJob, folder: RunFolder, notify: Notify, say: Say) -> None:
         self.job, self.folder, self.notify, self.say = job, folder, notify, say
-        self.deadline = time.monotonic() + 60 * job.minutes  # after it no batch is begun
+        self.begun = time.monotonic()
+        self.deadline = self.begun + 60 * job.minutes  # after it no batch is begun
 
     def run(self) -> TuneResult:
         job, config = self.job, self.job.config
@@ -191,7 +192,7 @@ class Tuning:
     def _say_which_fall_away(self, families: Families, gamma: int, refused: Sequence[RefusedRule]) -> None:
         """Say which families have no share of δ: γ was chosen on prompts set aside, so that the others may take it."""
         for name, reason in {family: why for family, _, why in refused if family not in families}.items():
-            self.say(f"γ = {gamma}: the family {name} falls away before anything is tested ({reason})")
+            self.say(f"γ = {gamma}: rules of the family {name} are not tested ({reason})")
 
     def _say_if_late(self, speeds: Sequence[Row], gamma: int, claim: Claim) -> None:
         """Say so if the time may not suffice to certify anything, at the speed of `exact`."""
@@ -243,12 +244,17 @@ class Tuning:
                 pass
         return None
 
+    def _report(self, stage: str, tested: float) -> None:
+        """The share of the rules or of the time, whichever is larger: the run ends with either."""
+        passed = (time.monotonic() - self.begun) / max(60 * self.job.minutes, 1.0)
+        self.notify(stage, max(tested, min(passed, 1.0)))
+
     def _test(self, trial: RuleTrial, done: int, total: int) -> None:
         """Decode until the claim is certified, cannot be any more, or the time is up; `done` of `total` rules were."""
         stage = f"{trial.rule}, γ = {trial.gamma}"
-        self.notify(stage, done / total)
+        self._report(stage, done / total)
         while self._decode_next(trial):
-            self.notify(stage, (done + len(trial.differences) / len(self.job.prompts)) / total)
+            self._report(stage, (done + len(trial.differences) / len(self.job.prompts)) / total)
             trial.decision = decide(trial.claim, trial.observations)
             if trial.decision.certified or trial.decision.futile:
                 return
