@@ -6,9 +6,11 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +28,7 @@ from selfjudge.tune.certify import share_delta
 from selfjudge.tune.config import TuneConfig
 from selfjudge.tune.pipeline import tune_pair
 from selfjudge.tune.recipe import Recipe
+from selfjudge.tune.trials import Tuning
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +190,20 @@ def test_speeds_choose_gamma_on_prompts_set_aside(
     assert certificate["candidates"][0]["gamma"] in gammas
     assert max(row["n_used"] for row in certificate["candidates"]) <= 27  # three were set aside
     assert "exact" in decoded
+
+
+def test_progress_is_the_share_of_the_time_where_that_is_larger() -> None:
+    """So the time that is said to be left is never longer than the limit."""
+    said: list[float] = []
+    for minutes in (3.0, float("inf"), 0.5):
+        run: Any = SimpleNamespace(
+            begun=time.monotonic() - 90,
+            job=SimpleNamespace(minutes=minutes),
+            notify=lambda _, share: said.append(share),
+        )
+        Tuning._report(run, "margin:1", 0.01)
+    assert 0.5 <= said[0] <= 1
+    assert said[1:] == [0.01, 1.0]
 
 
 def test_a_family_that_gamma_excludes_has_no_share_of_delta(
