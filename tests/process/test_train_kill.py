@@ -15,8 +15,8 @@ from selfjudge.judge.model import Judge
 from selfjudge.train.config import TrainConfig
 from selfjudge.train.pipeline import train_judge
 
-# before and after each of six files gets its name, the weights twice: card, curve, prompts, run.json, weights, config.json
-MOMENTS = 14
+# before and after each of five files gets its name, the weights twice: card, prompts, run.json, weights, config.json
+MOMENTS = 12
 CONFIG = TrainConfig(model="linear", features="hidden")
 CHILD = f"""
 import os, signal, sys
