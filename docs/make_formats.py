@@ -99,6 +99,7 @@ CERTIFICATE = {
     "lost": "answers", "gained": "answers", "exact": "how `exact` itself does: answers, mean score, answers not found",
     "groups": "prompts of each group: `997*1 3`", "similar": "share of common pieces that makes near-duplicates",
     "attempt": "on these prompts", "earlier_attempts": "dates",
+    "speed_measure": "", "speed_ratio": "over `exact`", "speed_ci": INTERVAL, "exact_over_plain": "speed of `exact` over plain decoding",
     "families": "families of rules that shared δ", "evidence": "the bet", "overlap": "words of `exact` lost: each prompt, mean and bound",
     "candidates": "every rule tried, below", "target_sha256": "", "draft_sha256": "", "tokenizer_sha256": "", "prompts_sha256": "",
     "engine": "", "dtype": "", "draft_dtype": "", "date": "", "versions": "", "stopped": "whether the time was up",

@@ -74,6 +74,14 @@ TAMPERINGS: dict[str, tuple[str, Change, str]] = {
     "a better mean": ("certificate.json", setting(mean_difference=0.1), "mean_difference of the certificate does not follow"),
     "more prompts": ("certificate.json", setting(n=40_000), "n of the certificate does not follow"),
     "other groups": ("certificate.json", setting(groups="2000*2"), "does not follow"),
+    "groups of half a prompt": ("certificate.json", setting(groups="8000*0.5"), "no ε"),
+    "groups without end": ("certificate.json", setting(groups="199999*1 99999999"), "no ε"),
+    "a group beyond all numbers": ("certificate.json", setting(groups="9" * 400), "no ε"),
+    "a negative count": ("certificate.json", setting(groups="-5*1 4000*1"), "is not a list of numbers"),
+    "ε nearly 1": ("certificate.json", setting(epsilon=1 - 2.0**-53), "no ε"),
+    "δ nearly 0": ("certificate.json", setting(delta=5e-324), "no ε"),
+    "no speed": ("certificate.json", setting(speed_ratio=None), "how fast its rule is"),
+    "a word as speed": ("certificate.json", setting(exact_over_plain="fast"), "exact_over_plain"),
     "no groups": ("certificate.json", setting(groups=""), "no ε"),
     "an attempt less": ("certificate.json", setting(attempt=2), "attempt 2 does not follow"),
     "a family less": ("certificate.json", setting(families=["judged"]), "does not follow"),
@@ -178,6 +186,15 @@ def test_a_file_that_is_missing_or_another(folder: Path) -> None:
         Recipe.load(folder)
     (folder / "judge" / "model.safetensors").unlink()
     with pytest.raises(SelfJudgeError, match=r"model\.safetensors is not the file"):
+        Recipe.load(folder)
+
+
+def test_a_file_that_cannot_be_read_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("selfjudge.tune.verify.sha256", refuse)
+    with pytest.raises(SelfJudgeError, match=r"^cannot read .*: Permission denied$"):
         Recipe.load(folder)
 
 

@@ -166,7 +166,7 @@ STORIES = [
 
 def grouped(*texts: str, similar: float = SIMILAR, names: list[str | None] | None = None) -> list[list[int]]:
     groups = Groups(len(texts))
-    groups.join_named(names or [None] * len(texts))
+    groups.join_named([(i, name) for i, name in enumerate(names or []) if name is not None])
     groups.join_similar(dict(enumerate(map(normalise, texts))), similar)
     return sorted(sorted(group) for group in groups.order(texts, ""))
 
@@ -186,6 +186,12 @@ def test_what_all_prompts_share_is_not_compared() -> None:
     asked = ["Who wrote Faust?", "Where is Lima?", "What is 4 + 2?", "What is 4 - 2?", "What is 9 + 5?"]
     assert grouped(*(system + text for text in asked)) == [[0], [1], [2], [3], [4]]
     assert grouped(*(f"{text} {system}" for text in asked)) == [[0], [1], [2], [3], [4]]
+
+
+def test_marks_that_change_a_question_are_kept() -> None:
+    for one, other in (("What is 5!?", "What is 5?"), ("a != b", "a = b"), ("What is n!", "What is n")):
+        assert normalise(one) != normalise(other)
+    assert normalise("Hello there!! Who wrote 'Faust!'?") == normalise("hello there, who wrote Faust?")
 
 
 def test_named_groups_and_chains() -> None:
@@ -240,8 +246,16 @@ def test_the_ledger_counts_attempts_that_share_a_prompt_and_a_target() -> None:
 def test_a_ledger_that_cannot_be_used_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SELFJUDGE_LEDGER", str(tmp_path / "file" / "ledger.jsonl"))
-    with pytest.raises(SelfJudgeError, match=r"cannot note this attempt in .* set SELFJUDGE_HOME to another folder"):
+    with pytest.raises(SelfJudgeError, match=r"cannot note this attempt in .* let SELFJUDGE_LEDGER name another file"):
         ledger.note_attempt("a", "target", [])
+
+    def refuse(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "is_file", refuse)
+        with pytest.raises(SelfJudgeError, match=r"cannot read .* Permission denied; let SELFJUDGE_LEDGER name"):
+            ledger.find_earlier(None, "target", [])
     monkeypatch.setenv("SELFJUDGE_LEDGER", str(tmp_path / "ledger.jsonl"))
     (tmp_path / "ledger.jsonl").write_text(json.dumps({"id": 5}) + "\n")
     with pytest.raises(SelfJudgeError, match=r"ledger\.jsonl, line 1"):

@@ -165,7 +165,7 @@ def test_prompts_of_a_group_and_near_duplicates_stay_together(tmp_path: Path) ->
     assert sorted(sorted(int(p.id[5:]) for p in group) for group in groups) == [[1, 2], [3, 4], [5, 6], [7, 8], [9]]
     assert said == [
         "9 prompts have 6 groups by their `group`: each group counts once",
-        "1 of 9 prompts are near-duplicates of others (70% or more of their 3-word pieces in common): 5 groups are left,"
+        "1 of 9 prompts are near-duplicates of others (`similar`: 70% or more of their 3-word pieces in common): 5 groups are left,"
         " each counts once",
     ]
     assert len(load_calibration(replace(config, similar=1.0), print)) == 6
@@ -177,9 +177,25 @@ def test_prompts_of_a_group_and_near_duplicates_stay_together(tmp_path: Path) ->
         replace(config, similar=1.5).check()
 
 
+def test_a_system_message_that_one_prompt_lacks_joins_nothing(tmp_path: Path) -> None:
+    system = {"role": "system", "content": "You are a careful assistant who answers in one short and polite sentence."}
+    topics = [{"role": "user", "content": f"Who was {name}?"} for name in ("Goethe", "Byron", "Lorca", "Basho")]
+    rows = [{"messages": [*([system] if i else []), topic]} for i, topic in enumerate(topics)]
+    file = tmp_path / "systems.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert len(load_calibration(TuneConfig(prompts=file), print)) == 4
+
+
+def test_a_repeated_prompt_joins_all_groups_that_it_is_in(tmp_path: Path) -> None:
+    rows = [("w1", "a"), ("w2", "b"), ("w1", "b"), ("w3", "a"), ("w4", None)]
+    file = tmp_path / "repeated.jsonl"
+    file.write_text("".join(json.dumps({"prompt": prompt, "group": group}) + "\n" for prompt, group in rows))
+    assert sorted(map(len, load_calibration(TuneConfig(prompts=file), print))) == [1, 3]
+
+
 def test_sums_that_differ_in_a_sign_are_different_prompts(tmp_path: Path) -> None:
     asked = ("What is 4 + 2?", "What is 4 - 2?", "What is 4 − 2?", "What is (4 * 2) + 1?", "What is 4 * (2 + 1)?")
-    twins = ("what is 4 + 2", "What is  4 + 2!")
+    twins = ("what is 4 + 2", "What is:  4 + 2.")
     file = rows(tmp_path / "mine.jsonl", *({"prompt": text, "answer": 1} for text in (*asked, *twins)))
     prompts = flat(load_calibration(TuneConfig(prompts=file), lambda text: None))
     assert sorted(prompt.prompt for prompt in prompts) == sorted(asked)
@@ -337,4 +353,6 @@ def test_the_certificate_as_text_names_what_it_is_bound_to() -> None:
     )
     for word in words:
         assert word in text
-    assert "On groups of prompts like these 4,000" in certificate_markdown(certificate(groups="3998*1 2"))
+    grouped = certificate_markdown(certificate(groups="3998*1 2"))
+    assert "On groups of prompts like these 4,000" in grouped
+    assert "in the mean over groups of equal weight" in grouped

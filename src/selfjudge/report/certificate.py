@@ -55,10 +55,11 @@ def describe_claim(certificate: Mapping[str, Any]) -> str:
     if certificate["exact_over_plain"] and certificate["speed_measure"] == "tokens_per_second":
         over = certificate["exact_over_plain"] * certificate["speed_ratio"]
         plain = f"; {fixed(over)} × plain speed"
-    what = "prompts" if _is_single(certificate) else "groups of prompts"
+    single = _is_single(certificate)
+    what, mean = ("prompts", "") if single else ("groups of prompts", " in the mean over groups of equal weight,")
     return (
         f"On {what} like these {whole(certificate['n'])}, at most {points(certificate['epsilon'])}"
-        f" {unit} are lost against exact decoding, with {confidence} % confidence{plain}."
+        f" {unit} are lost against exact decoding,{mean} with {confidence} % confidence{plain}."
         " It is void for other prompts, models, engines or settings."
     )
 

@@ -335,6 +335,10 @@ class Certificate(TypedDict):
     earlier_attempts: list[str]
     evidence: BetEvidence | None
     overlap: OverlapBound | None
+    speed_measure: Literal["tokens_per_second", "mean_accepted_length"]
+    speed_ratio: Amount | None
+    speed_ci: tuple[Amount, Amount] | None
+    exact_over_plain: Amount | None
     families: list[str]
     candidates: list[CertificateCandidate]
     target_sha256: str

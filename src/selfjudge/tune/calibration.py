@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -89,28 +90,46 @@ def load_calibration(config: TuneConfig, warn: Warn, salt: str = "") -> list[lis
     """The prompts of all tasks by group, in the order that their texts and `salt` give. A repeated one counts once."""
     tasks = [TaskExamples.load(name, config.evaluation) for name in config.evaluation.tasks]
     found: dict[str, CalibrationPrompt] = {}
+    names: list[tuple[str, tuple[str, Any]]] = []
     given = 0
     for examples in tasks:
         for row in examples.rows:
             name = row["id"] if len(tasks) == 1 else f"{examples.label}:{row['id']}"
             prompt = CalibrationPrompt(name, examples, row)
             found.setdefault(prompt.text, prompt)
+            if row.get("group") is not None:
+                names.append((prompt.text, (examples.label, row["group"])))
             given += 1
     if given > len(found):
         warn(f"{given - len(found)} of {given} prompts are repeated: each counts once")
     texts, prompts = list(found), list(found.values())
     groups = Groups(len(prompts))
-    groups.join_named([(p.examples.label, p.row["group"]) if p.row.get("group") is not None else None for p in prompts])
-    named = len(groups)
+    places = {text: index for index, text in enumerate(texts)}
+    groups.join_named((places[text], name) for text, name in names)
+    named, bodies = len(groups), _leave_out_systems([prompt.prompt for prompt in prompts])
     for examples in tasks:
-        groups.join_similar({i: texts[i] for i, p in enumerate(prompts) if p.examples is examples}, config.similar)
+        groups.join_similar({i: bodies[i] for i, p in enumerate(prompts) if p.examples is examples}, config.similar)
     if named < len(prompts):
         warn(f"{len(prompts)} prompts have {named} groups by their `group`: each group counts once")
     if len(groups) < named:
         merged = f"{named - len(groups)} of {len(prompts)} prompts are near-duplicates of others"
-        how = f"{config.similar:.0%} or more of their {SHINGLE}-word pieces in common"
+        how = f"`similar`: {config.similar:.0%} or more of their {SHINGLE}-word pieces in common"
         warn(f"{merged} ({how}): {len(groups)} groups are left, each counts once")
     return [[prompts[i] for i in group] for group in groups.order(texts, salt)]
+
+
+def _leave_out_systems(prompts: Sequence[Prompt]) -> list[str]:
+    """The normalised texts of prompts without system messages that several of them have."""
+    messages = [prompt for prompt in prompts if not isinstance(prompt, str)]
+    count = Counter(m["content"] for prompt in messages for m in prompt if m["role"] == "system")
+    return [
+        normalise(
+            prompt
+            if isinstance(prompt, str)
+            else join_messages([m for m in prompt if m["role"] != "system" or count[m["content"]] == 1])
+        )
+        for prompt in prompts
+    ]
 
 
 def limit_prompts(groups: Sequence[list[CalibrationPrompt]], limit: int | None) -> list[list[CalibrationPrompt]]:

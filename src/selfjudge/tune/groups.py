@@ -11,7 +11,7 @@ import hashlib
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import chain, takewhile
 
 SHINGLE = 3
@@ -20,12 +20,13 @@ SIMILAR = 0.7
 """Prompts are near-duplicates if they share at least so much of their shingles (Jaccard)."""
 KEY_DIGITS = 16
 """Digits of a prompt's key in the ledger."""
+_EXCLAIMED = re.compile(r"(?<=[^\W\d_]{2})!+(?=[\s?.'\"]|$)")  # marks after a word, not n! nor !=
 _WORD = re.compile(r"[a-z0-9]+|[^\sa-z0-9]")
 
 
 def normalise(text: str) -> str:
-    """A prompt without case, blanks and marks that end or part sentences; 4 − 2 is not 4 + 2."""
-    return " ".join(re.findall(r"\w+|[^\w\s.,;:!?'\"]", text.casefold()))
+    """A prompt without case, blanks and marks that end or part sentences; 4 − 2 is not 4 + 2, and 5! is not 5."""
+    return " ".join(re.findall(r"\w+|[^\w\s.,;:?'\"]", _EXCLAIMED.sub("", text.casefold())))
 
 
 def key_prompt(text: str) -> str:
@@ -48,19 +49,18 @@ class Groups:
     def join(self, one: int, other: int) -> None:
         self._above[self.find(one)] = self.find(other)
 
-    def join_named(self, names: Sequence[Hashable | None]) -> None:
-        """Join the prompts of one name; None is no name."""
+    def join_named(self, names: Iterable[tuple[int, Hashable]]) -> None:
+        """Join the prompts, given by index, of one name; a prompt may have several."""
         first: dict[Hashable, int] = {}
-        for index, name in enumerate(names):
-            if name is not None:
-                self.join(index, first.setdefault(name, index))
+        for index, name in names:
+            self.join(index, first.setdefault(name, index))
 
     def join_similar(self, texts: Mapping[int, str], similar: float) -> None:
         """Join prompts, given by index, whose sets of shingles have a Jaccard index of at least `similar`.
 
-        What is similar to one of a group belongs to it. What all texts begin or end with, such as a system prompt, is
-        not compared. Every pair above the threshold is
-        found: two such sets share one of their rarest shingles, of which `similar` tells how many must be looked at.
+        What is similar to one of a group belongs to it. What all texts begin or end with is not compared. Every pair
+        above the threshold is found: two such sets share one of their rarest shingles, of which `similar` tells how
+        many must be looked at.
         """
         words = [_WORD.findall(text) for text in texts.values()]
         for _ in range(2):  # what they begin with, then from the other end

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.store import home, locked, read_rows, write_rows
@@ -22,10 +23,17 @@ def ledger_file() -> Path:
     return Path(os.environ.get("SELFJUDGE_LEDGER") or home() / "attempts.jsonl").expanduser()
 
 
+def _read(file: Path) -> list[dict[str, Any]]:
+    try:
+        return list(read_rows(file, LedgerRow)) if file.is_file() else []
+    except OSError as error:
+        raise SelfJudgeError(f"cannot read {file}: {error.strerror}; let SELFJUDGE_LEDGER name another file") from None
+
+
 def find_earlier(attempt: str | None, target: str, keys: Collection[str]) -> list[str]:
     """Dates of the attempts on some of these prompts, by `keys`, with this target, before `attempt`; None: all."""
-    file, own, dates = ledger_file(), frozenset(keys), []
-    for row in read_rows(file, LedgerRow) if file.is_file() else ():
+    own, dates = frozenset(keys), []
+    for row in _read(ledger_file()):
         if row["id"] == attempt:
             break
         if row["target"] == target and not own.isdisjoint(row["prompts"]):
@@ -38,12 +46,12 @@ def note_attempt(attempt: str, target: str, keys: Collection[str]) -> list[str]:
     file = ledger_file()
     try:
         with locked(file.with_name(f".{file.name}.lock")):
-            rows = list(read_rows(file, LedgerRow)) if file.is_file() else []
+            rows = _read(file)
             if all(row["id"] != attempt for row in rows):
                 date = time.strftime("%Y-%m-%d", time.gmtime())
                 write_rows(file, [*rows, {"id": attempt, "date": date, "target": target, "prompts": sorted(keys)}])
     except OSError as error:
         raise SelfJudgeError(
-            f"cannot note this attempt in {file}: {error.strerror}; set SELFJUDGE_HOME to another folder"
+            f"cannot note this attempt in {file}: {error.strerror}; let SELFJUDGE_LEDGER name another file"
         ) from None
     return find_earlier(attempt, target, keys)

@@ -27,7 +27,8 @@ SHARED = (
 )
 """What recipe and certificate both say."""
 JUDGE_FILES = ("config.json", "model.safetensors")
-MOST = 10_000_000  # packed numbers
+MOST = 200_000  # packed numbers, and prompts
+_SMALLEST = 1e-100  # δ; shares of a smaller one are no numbers any more
 _CLOSE = 1e-6  # figures that another version of numpy may round differently
 
 
@@ -43,7 +44,7 @@ def unpack(text: str) -> list[float]:
     try:
         for part in text.split():
             count, _, value = part.rpartition("*")
-            if (repeated := int(count or 1)) > MOST - len(values):
+            if not 1 <= (repeated := int(count or 1)) <= MOST - len(values):
                 raise ValueError
             values += [float(value)] * repeated
     except ValueError:
@@ -63,7 +64,11 @@ def check_files(folder: Path, recipe: Mapping[str, Any], certificate: Mapping[st
         raise SelfJudgeError(f"{folder / 'recipe.json'} was changed after it was written")
     judge = [f"{recipe['judge']}/{name}" for name in JUDGE_FILES] if recipe["judge"] else []
     for name in (*recipe["files"], CERTIFICATE, *judge):
-        if not (folder / name).is_file() or sha256(folder / name) != recipe["files"].get(name):
+        try:
+            same = (folder / name).is_file() and sha256(folder / name) == recipe["files"].get(name)
+        except OSError as error:
+            raise SelfJudgeError(f"cannot read {folder / name}: {error.strerror}") from None
+        if not same:
             raise SelfJudgeError(f"{folder / name} is not the file that this recipe was certified with")
     for key in SHARED:
         if certificate[key] != recipe[key]:
@@ -88,9 +93,11 @@ def check_rule(
 def check_bet(folder: Path, certificate: Mapping[str, Any], judge: JudgeConfig | None) -> str:
     """The bets, computed from the differences of every prompt, end as the certificate says; `judge` is the recipe's."""
     epsilon, delta, families = certificate["epsilon"], certificate["delta"], len(set(certificate["families"]))
-    sizes = [int(size) for size in unpack(certificate["groups"])]
-    if not (0 < epsilon < 1 and 0 < delta < 1 and families and min(sizes, default=0) > 0):
+    given = unpack(certificate["groups"])
+    counted = given and sum(given) <= MOST and all(size >= 1 and size.is_integer() for size in given)
+    if not (_CLOSE**2 < epsilon < 1 - _CLOSE**2 and _SMALLEST < delta < 1 and families and counted):
         raise SelfJudgeError(f"{folder}: the certificate has no ε, δ, families or prompts to bet with")
+    sizes = [int(size) for size in given]
     attempt = certificate["attempt"]
     if attempt != 1 + len(certificate["earlier_attempts"]):
         raise SelfJudgeError(f"{folder}: attempt {attempt} does not follow from the earlier ones")
@@ -107,6 +114,8 @@ def check_bet(folder: Path, certificate: Mapping[str, Any], judge: JudgeConfig |
     ]
     if len(chosen) != 1:
         raise SelfJudgeError(f"{folder}: no bet certifies {certificate['rule']} at γ = {certificate['gamma']}")
+    if certificate["speed_ratio"] is None or certificate["speed_ci"] is None:
+        raise SelfJudgeError(f"{folder}: the certificate does not say how fast its rule is")
     figures = _check_chosen(folder, certificate, claim, chosen[0], sizes)
     return (
         f"bet won after {figures['evidence']['refuted_at']} of {len(sizes)} observations: at most {epsilon:g} lost with"
