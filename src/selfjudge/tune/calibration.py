@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -81,6 +81,12 @@ class CalibrationPrompt:
         return self.gold is not None if self.examples.task.checkable else bool(task.score(self.row, ""))
 
     @property
+    def group(self) -> Hashable | None:
+        """The group that its file names, if it does."""
+        name = self.row.get("group")
+        return None if name is None else (self.examples.label, name)
+
+    @property
     def text(self) -> str:
         """The prompt without what does not tell it from others."""
         return normalise(join_messages(self.prompt))
@@ -90,15 +96,14 @@ def load_calibration(config: TuneConfig, warn: Warn, salt: str = "") -> list[lis
     """The prompts of all tasks by group, in the order that their texts and `salt` give. A repeated one counts once."""
     tasks = [TaskExamples.load(name, config.evaluation) for name in config.evaluation.tasks]
     found: dict[str, CalibrationPrompt] = {}
-    names: list[tuple[str, tuple[str, Any]]] = []
+    names: list[tuple[str, Hashable | None]] = []
     given = 0
     for examples in tasks:
         for row in examples.rows:
             name = row["id"] if len(tasks) == 1 else f"{examples.label}:{row['id']}"
             prompt = CalibrationPrompt(name, examples, row)
             found.setdefault(prompt.text, prompt)
-            if row.get("group") is not None:
-                names.append((prompt.text, (examples.label, row["group"])))
+            names.append((prompt.text, prompt.group))
             given += 1
     if given > len(found):
         warn(f"{given - len(found)} of {given} prompts are repeated: each counts once")

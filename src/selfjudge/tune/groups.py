@@ -49,11 +49,12 @@ class Groups:
     def join(self, one: int, other: int) -> None:
         self._above[self.find(one)] = self.find(other)
 
-    def join_named(self, names: Iterable[tuple[int, Hashable]]) -> None:
-        """Join the prompts, given by index, of one name; a prompt may have several."""
+    def join_named(self, names: Iterable[tuple[int, Hashable | None]]) -> None:
+        """Join the prompts, given by index, of one name; a prompt may have several. None is no name."""
         first: dict[Hashable, int] = {}
         for index, name in names:
-            self.join(index, first.setdefault(name, index))
+            if name is not None:
+                self.join(index, first.setdefault(name, index))
 
     def join_similar(self, texts: Mapping[int, str], similar: float) -> None:
         """Join prompts, given by index, whose sets of shingles have a Jaccard index of at least `similar`.

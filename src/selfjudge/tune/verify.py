@@ -93,11 +93,9 @@ def check_rule(
 def check_bet(folder: Path, certificate: Mapping[str, Any], judge: JudgeConfig | None) -> str:
     """The bets, computed from the differences of every prompt, end as the certificate says; `judge` is the recipe's."""
     epsilon, delta, families = certificate["epsilon"], certificate["delta"], len(set(certificate["families"]))
-    given = unpack(certificate["groups"])
-    counted = given and sum(given) <= MOST and all(size >= 1 and size.is_integer() for size in given)
-    if not (_CLOSE**2 < epsilon < 1 - _CLOSE**2 and _SMALLEST < delta < 1 and families and counted):
+    sizes = _read_sizes(certificate["groups"])
+    if not (_CLOSE**2 < epsilon < 1 - _CLOSE**2 and _SMALLEST < delta < 1 and families and sizes):
         raise SelfJudgeError(f"{folder}: the certificate has no ε, δ, families or prompts to bet with")
-    sizes = [int(size) for size in given]
     attempt = certificate["attempt"]
     if attempt != 1 + len(certificate["earlier_attempts"]):
         raise SelfJudgeError(f"{folder}: attempt {attempt} does not follow from the earlier ones")
@@ -114,14 +112,19 @@ def check_bet(folder: Path, certificate: Mapping[str, Any], judge: JudgeConfig |
     ]
     if len(chosen) != 1:
         raise SelfJudgeError(f"{folder}: no bet certifies {certificate['rule']} at γ = {certificate['gamma']}")
-    if certificate["speed_ratio"] is None or certificate["speed_ci"] is None:
-        raise SelfJudgeError(f"{folder}: the certificate does not say how fast its rule is")
     figures = _check_chosen(folder, certificate, claim, chosen[0], sizes)
     return (
         f"bet won after {figures['evidence']['refuted_at']} of {len(sizes)} observations: at most {epsilon:g} lost with"
         f" confidence {1 - delta:g}; attempt {attempt}, {families} families, so δ = {claim.delta:.3g};"
         f" {figures['lost']} answers lost, {figures['gained']} gained"
     )
+
+
+def _read_sizes(groups: str) -> list[int]:
+    """Prompts of each group; none if they are not whole numbers from 1, or too many."""
+    given = unpack(groups)
+    whole = sum(given) <= MOST and all(size >= 1 and size.is_integer() for size in given)
+    return [int(size) for size in given] if whole else []
 
 
 def _check_candidate(folder: Path, row: Mapping[str, Any], claim: Claim, sizes: Sequence[int]) -> list[float]:
@@ -155,8 +158,8 @@ def _check_names(
     gammas = {row["gamma"] for row in rows}
     if len(gammas) > 1 or not set(families) <= set(FAMILIES):
         raise SelfJudgeError(f"{folder}: the certificate has rules of several γ, or families that there are not")
-    known = [name for name in families if name != "judged" or judge is not None]
-    order = split_by_gamma(list_families(known, judge), gammas.pop(), judge)[0] if gammas and known else {}
+    known = set(families) - ({"judged"} if judge is None else set())
+    order = split_by_gamma(list_families(sorted(known), judge), gammas.pop(), judge)[0] if gammas and known else {}
     for family in families:
         tested = [row["rule"] for row in rows if row["family"] == family and row["n_used"]]
         first = order.get(family, ()) if family in known else [rule for rule in tested if rule.startswith("judged:")]
@@ -168,6 +171,8 @@ def _check_chosen(
     folder: Path, certificate: Mapping[str, Any], claim: Claim, differences: Sequence[float], sizes: Sequence[int]
 ) -> dict[str, Any]:
     """All figures of the certificate; refused if they do not follow from the differences of its rule."""
+    if certificate["speed_ratio"] is None or certificate["speed_ci"] is None:
+        raise SelfJudgeError(f"{folder}: the certificate does not say how fast its rule is")
     observed, delta = average_groups(differences, sizes), certificate["delta"]
     figures = summarise(differences, sizes) | {
         "n": len(observed),
