@@ -28,7 +28,7 @@ BLOCKS = [
 
 def commands(page: str) -> list[str]:
     """The lines of shell of a page, without comments."""
-    blocks = [code for name, kind, code in BLOCKS if name == page and not kind]
+    blocks = [code.replace("\\\n", "") for name, kind, code in BLOCKS if name == page and not kind]
     return [shlex.join(shlex.split(line, comments=True)) for code in blocks for line in code.splitlines()]
 
 
