@@ -29,7 +29,7 @@ from selfjudge.models.eagle import auxiliary_layers
 from selfjudge.models.pair import Pair
 from selfjudge.store import measured_on, read_rows, write_json
 from selfjudge.train.dataset import LabelledRows
-from selfjudge.train.fit import FitOptions, fit_linear, fit_mlp, predict
+from selfjudge.train.fit import fit_linear, predict
 from selfjudge.train.thresholds import roc_auc
 
 TOKENS = {"cuda": 131072}  # of a pass
@@ -141,7 +141,6 @@ def main() -> None:
     groups["all of these"] = everything if draft is None else [*everything, draft]
     say(f"states of {len(rows)} rows")
     device = pair.target.device if pair.target.device.type == "cuda" else None
-    options = FitOptions(device=device)
     result: dict[str, Any] = {
         "pair": pair.name, "labels": int(rows.used.sum()), "holdout": int(rows.of("holdout").sum()),
         "acceptable": float(rows.labels[rows.used].mean()), **measured_on(),
@@ -149,11 +148,10 @@ def main() -> None:
     }  # fmt: skip
     for name, columns in groups.items():
         rows.read_also(columns)
-        row: dict[str, Any] = {"beside": name, "columns": rows.hidden_size + 1}
-        for kind in ("linear", "mlp"):
-            config = JudgeConfig(rows.hidden_size, features="hidden+margin", model=kind)
-            fitted = fit_mlp(rows, config, options) if kind == "mlp" else fit_linear(rows, config, options, grid=SOME_C)
-            row[kind] = roc_auc(*predict(rows, fitted.judge, rows.of("holdout"), device=device))
+        config = JudgeConfig(rows.hidden_size, features="hidden+margin")
+        fitted = fit_linear(rows, config, device=device, grid=SOME_C)
+        auc = roc_auc(*predict(rows, fitted.judge, rows.of("holdout"), device=device))
+        row: dict[str, Any] = {"beside": name, "columns": rows.hidden_size + 1, "linear": auc}
         result["runs"].append(row)
         say(row)
         write_json(o.out, {**result, "seconds": round(time.monotonic() - begun, 1)})

@@ -5,7 +5,7 @@ mismatches are choices between two likely words? Linear layers are rounded to th
 weight of a group. Embeddings, head, norms and biases stay. FOLDER is an ordinary checkpoint. Then
 
     python benchmarks/label_run.py --pair P --draft FOLDER --methods selfjudge --prompts gsm8k:600 dolly:400 self:200 --data DIR --out LABELS
-    selfjudge train LABELS/selfjudge --suffix-gap 3 --model linear --out JUDGE
+    selfjudge train LABELS/selfjudge --suffix-gap 3 --out JUDGE
     selfjudge eval --target P --draft FOLDER --judge gap=JUDGE --rules "exact judged:q0.8@gap margin:1" --gammas 10 --tasks gsm8k --data DIR --out OUT
 """
 

@@ -20,12 +20,12 @@ import torch
 from numpy.typing import NDArray
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.judge.config import FEATURES, MODELS, SCORES, JudgeConfig
+from selfjudge.judge.config import FEATURES, SCORES, JudgeConfig
 from selfjudge.label.calibrate import read_evidence
 from selfjudge.label.score import sum_scores
 from selfjudge.store import measured_on, write_json
 from selfjudge.train.dataset import LabelledRows
-from selfjudge.train.fit import GRID, FitOptions, Fitted, fit_linear, fit_mlp, predict
+from selfjudge.train.fit import GRID, Fitted, fit_linear, predict
 from selfjudge.train.thresholds import roc_auc
 
 POINTS = 10
@@ -79,20 +79,14 @@ class Study:
     seed: int
 
     def fit(
-        self,
-        kind: str,
-        features: str | None = None,
-        *,
-        chosen: NDArray[np.bool_] | None = None,
-        originals: bool = False,
+        self, features: str | None = None, *, chosen: NDArray[np.bool_] | None = None, originals: bool = False
     ) -> Fitted:
-        """A judge of a kind, learnt from the chosen rows of the part `fit`."""
-        judge = JudgeConfig(self.rows.hidden_size, features=features or self.features, model=kind)
-        options = FitOptions(originals=originals, seed=self.seed, device=self.device)
+        """A judge, learnt from the chosen rows of the part `fit`."""
+        judge = JudgeConfig(self.rows.hidden_size, features=features or self.features)
         rows = self.rows
         if chosen is not None:  # the other rows of the part `fit` belong to no part
             rows = replace(rows, part=np.where(chosen | ~rows.of("fit"), rows.part, -1))
-        return fit_mlp(rows, judge, options) if kind == "mlp" else fit_linear(rows, judge, options, grid=SOME_C)
+        return fit_linear(rows, judge, originals=originals, device=self.device, grid=SOME_C)
 
     def holdout(
         self, fitted: Fitted, chosen: NDArray[np.bool_] | None = None, *, originals: bool = False
@@ -115,20 +109,20 @@ class Study:
         for size in sorted({max(2, round(len(order) * share)) for share in np.logspace(-2, 0, POINTS)}):
             chosen = np.isin(self.rows.prompts, order[:size])
             if n_labels := self.learnable(chosen):
-                aucs = {kind: self.holdout(self.fit(kind, chosen=chosen)) for kind in MODELS}
-                points.append({"prompts": int(size), "labels": n_labels, **aucs})
+                auc = self.holdout(self.fit(chosen=chosen))
+                points.append({"prompts": int(size), "labels": n_labels, "linear": auc})
         return points
 
     def compare_features(self) -> list[dict[str, Any]]:
         """Every group of features that the labels hold."""
         stored = [f for f in FEATURES if self.rows.has_previous or "previous" not in f]
-        return [{"features": f, **{kind: self.holdout(self.fit(kind, f)) for kind in MODELS}} for f in stored]
+        return [{"features": f, "linear": self.holdout(self.fit(f))} for f in stored]
 
     def originals(self) -> list[dict[str, Any]]:
         """The target's own tokens as rows to learn from, and to be measured on."""
         rows = []
         for originals in (False, True):
-            fitted = self.fit("linear", originals=originals)
+            fitted = self.fit(originals=originals)
             both = self.holdout(fitted, originals=True)
             rows.append({"originals": originals, "auc_mismatch": self.holdout(fitted), "auc_all": both})
         return rows
@@ -139,7 +133,7 @@ class Study:
         rows = []
         for source in np.unique(sources):
             if n_labels := self.learnable(sources == source):
-                fitted = self.fit("linear", chosen=sources == source)
+                fitted = self.fit(chosen=sources == source)
                 tested = {str(other): self.holdout(fitted, sources == other) for other in np.unique(sources)}
                 row = {"trained_on": str(source), "labels": n_labels, "auc": tested}
                 rows.append({**row, "auc_all_sources": self.holdout(fitted)})
@@ -178,7 +172,7 @@ class Study:
             "tau": rows.taus[0],
             "acceptable": float(rows.labels[rows.used].mean()),
             "auc_margin": roc_auc(margins, rows.labels[holdout]),
-            "auc_mismatch": study.holdout(study.fit("linear")),
+            "auc_mismatch": study.holdout(study.fit()),
         }
 
 
@@ -198,12 +192,9 @@ def draw(out: Path, results: dict[str, Any]) -> list[str]:
     figure = Figure(figsize=(5, 4), layout="constrained")
     axes = figure.subplots()
     points = results["learning_curve"]
-    for kind, mark in (("linear", "o"), ("mlp", "s")):
-        axes.plot([p["labels"] for p in points], [p[kind] for p in points], marker=mark, label=kind)
-    last = points[-1]
-    finding = f"{last['labels']:,} labels: linear {last['linear']:.3f}, MLP {last['mlp']:.3f}"
+    axes.plot([p["labels"] for p in points], [p["linear"] for p in points], marker="o")
+    finding = f"{points[-1]['labels']:,} labels: {points[-1]['linear']:.3f}"
     axes.set(xscale="log", xlabel="labels", ylabel="ROC-AUC, holdout mismatches", title=finding)
-    axes.legend()
     figure.savefig(out / "learning_curve.png", dpi=100)
     figure = Figure(figsize=(5, 4), layout="constrained")
     axes = figure.subplots()

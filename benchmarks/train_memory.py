@@ -64,7 +64,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--width", type=int, default=4096)
-    parser.add_argument("--model", default="auto")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     o = parser.parse_args()
@@ -75,9 +74,7 @@ def main() -> None:
     write_labels(labels, o.rows, o.width, o.device)
     written = time.monotonic()
     command = [sys.executable, "-m", "selfjudge", "train", str(labels), "--out", str(o.out / "judge")]
-    subprocess.run(
-        [*command, "--model", o.model, "--device", o.device, "--json"], check=True, stdout=subprocess.DEVNULL
-    )
+    subprocess.run([*command, "--device", o.device, "--json"], check=True, stdout=subprocess.DEVNULL)
     result = {
         "rows": o.rows, "width": o.width, "model": o.model, "device": o.device, **measured_on(),
         "write_seconds": written - begun, "train_seconds": time.monotonic() - written,

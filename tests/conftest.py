@@ -198,13 +198,3 @@ def labels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from fake_labels import label_folder
 
     return label_folder(tmp_path_factory.mktemp("labels") / "straight", evidence=400)
-
-
-@pytest.fixture(scope="module")
-def xor(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Labels that no plane tells apart."""
-    from fake_labels import crossed, label_folder
-
-    return label_folder(
-        tmp_path_factory.mktemp("labels") / "xor", prompts=300, each=40, hidden=3, signal=crossed, noise=0.1
-    )

@@ -32,11 +32,6 @@ def straight(hidden: Floats, margin: Floats) -> Floats:
     return 2 * hidden[:, 0] - hidden[:, 1] + hidden[:, 2] + margin + 1
 
 
-def crossed(hidden: Floats, margin: Floats) -> Floats:
-    """The sign of a product: no plane tells it."""
-    return 4 * hidden[:, 0] * hidden[:, 1]
-
-
 def label_folder(
     path: Path, *, prompts: int = 60, each: int = 10, hidden: int = HIDDEN, shards: int = 4, seed: int = 0,
     signal: Signal = straight, noise: float = 1.0, name: str = "p", first: int = 0,
@@ -113,8 +108,8 @@ def by_hand(arrays: dict[str, NDArray[Any]], k: int, length: int) -> float:
     return found
 
 
-def config_of(rows: LabelledRows, features: str = "hidden", model: str = "linear") -> JudgeConfig:
-    return JudgeConfig(hidden_size=rows.hidden_size, features=features, model=model)
+def config_of(rows: LabelledRows, features: str = "hidden") -> JudgeConfig:
+    return JudgeConfig(hidden_size=rows.hidden_size, features=features)
 
 
 def everything(rows: LabelledRows, chosen: NDArray[np.bool_], features: str, **options: Any) -> tuple[Tensor, Tensor]:

@@ -116,9 +116,8 @@ class Mutants:
         inner = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, "w0"))
         hf.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="w0").save_pretrained(root / "checkpoint")
         Judge(JudgeConfig(8, "t", thresholds={"R": 0.5}, quality_curve=((0.5, 0.4),))).save_pretrained(root / "judge")
-        units = torch.zeros(4, 17), torch.zeros(4)
-        config = JudgeConfig(8, "t", model="mlp", features="hidden+margin+previous", thresholds={"R": 0.5})
-        Judge(config, torch.zeros(4), 0.0, *units).save_pretrained(root / "judge" / "mlp")
+        config = JudgeConfig(8, "t", features="hidden+margin+previous", thresholds={"R": 0.5})
+        Judge(config).save_pretrained(root / "judge" / "wide")
         hashes = {"target_sha256": "a" * 64, "draft_sha256": "b" * 64}
         pair: Any = SimpleNamespace(name="p", target_id="t", draft_id="d", dtype="float32", **hashes)
         recipe_folder(root / "recipe", pair, judge=Judge(JudgeConfig(8, "t", thresholds={"R": 0.5})))
@@ -155,7 +154,7 @@ class Mutants:
 
         from selfjudge.judge.model import Judge
 
-        folder = self._copy("judge") / dice.choice((".", "mlp"))
+        folder = self._copy("judge") / dice.choice((".", "wide"))
         self._change(folder, dice, "config.json", "model.safetensors")
         judge = Judge.from_pretrained(folder)
         assert judge.score(torch.ones(judge.config.width)).isfinite(), "the score is not finite"

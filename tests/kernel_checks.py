@@ -23,13 +23,10 @@ VOCAB, HIDDEN = 9000, 1100  # more than one block of a row, and no multiple of i
 SPECIAL = (5, 17, 8999)
 
 
-def random_judge(features: str, units: int, limit: float | None = None) -> Judge:
+def random_judge(features: str, limit: float | None = None) -> Judge:
     """One whose scores lie on both sides of a half."""
-    config = JudgeConfig(HIDDEN, features=features, model="mlp" if units else "linear", margin_limit=limit)
-    if not units:
-        return Judge(config, torch.randn(config.width) / 30, 0.3)
-    inner = torch.randn(units, config.width) / 30, torch.randn(units)
-    return Judge(config, torch.randn(units) / units**0.5, 0.3, *inner)
+    config = JudgeConfig(HIDDEN, features=features, margin_limit=limit)
+    return Judge(config, torch.randn(config.width) / 30, 0.3)
 
 
 def odd_rows(logits: Tensor) -> None:
@@ -49,12 +46,12 @@ def check_top(device: torch.device, dtype: torch.dtype) -> None:
     assert torch.equal(odd, has_non_finite(logits))
 
 
-def check_scores(device: torch.device, dtype: torch.dtype, features: str, units: int, limit: float | None) -> None:
+def check_scores(device: torch.device, dtype: torch.dtype, features: str, limit: float | None) -> None:
     """Blocks: what `Judge.score` says, for every row that it can be asked about."""
     from selfjudge.ops.argmax_triton import split_argmax
     from selfjudge.ops.judge_score_triton import draft_scores
 
-    judge = random_judge(features, units, limit).to(device)
+    judge = random_judge(features, limit).to(device)
     hidden, logits = torch.randn(3, 5, HIDDEN, device=device), torch.randn(3, 5, VOCAB, device=device) * 4
     hidden, logits = hidden.to(dtype), logits.to(dtype)
     drafts = torch.randint(VOCAB, (3, 4), device=device)
@@ -112,7 +109,7 @@ def _plain_scan(harm: Tensor, aligned: Tensor, price: float) -> Tensor:
 
 
 def check_approval(
-    device: torch.device, dtype: torch.dtype, features: str, units: int, limit: float | None, special: tuple[int, ...]
+    device: torch.device, dtype: torch.dtype, features: str, limit: float | None, special: tuple[int, ...]
 ) -> None:
     """Flat rows of requests: approval and mark. The rows of logits are part of wider ones, as where a vocabulary was padded."""
     counts = torch.tensor([3, 0, 5, 1, 4, *[2] * 6], device=device)
@@ -132,7 +129,7 @@ def check_approval(
     odd_rows(odd)
     logits[at[first:]] = odd
     drafts[first:] = torch.tensor([3, VOCAB - 2, 0, 0, 60, 8998])
-    plain = Approval(random_judge(features, units, limit), special, device)
+    plain = Approval(random_judge(features, limit), special, device)
     ours = Approval(plain.judge, special, device)
     assert plain.judge is not None
     plain.fused, ours.fused, ours.weights = False, True, plain.judge.kernel_weights()
@@ -157,7 +154,7 @@ def check_approval(
         approved, ours(hidden, logits, at, drafts, plan)
     )  # aligned or not: a sampled request wants to know
     most = plain(hidden, logits, at, drafts, Plan([known["judged:0"]] * len(counts), rows, plan.sizes))
-    assert units or 0 < int(approved.sum()) < int(most.sum())  # a random MLP may say the same of all
+    assert 0 < int(approved.sum()) < int(most.sum())
     approved[first:] = True
     processed = [logits[at].float() for _ in range(2)]
     for copy in processed:
@@ -176,13 +173,13 @@ def check_all(device: torch.device) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         check_top(device, dtype)
         for features in FEATURES:
-            for units, limit in ((0, None), (24, None), (0, 14.0)):
-                check_scores(device, dtype, features, units, limit)
-                widest, plainest = features == FEATURES[-1], not units and limit is None
+            for limit in (None, 14.0):
+                check_scores(device, dtype, features, limit)
+                widest = features == FEATURES[-1]
                 # not all of them: Triton's interpreter is slow
-                if (widest or plainest) if dtype == torch.float32 else (widest and limit is not None):
-                    check_approval(device, dtype, features, units, limit, SPECIAL)
-    check_approval(device, torch.float32, FEATURES[-1], 0, None, ())
+                if (widest or limit is None) if dtype == torch.float32 else (widest and limit is not None):
+                    check_approval(device, dtype, features, limit, SPECIAL)
+    check_approval(device, torch.float32, FEATURES[-1], None, ())
 
 
 if __name__ == "__main__":

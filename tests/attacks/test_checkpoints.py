@@ -130,12 +130,11 @@ def test_a_judge_with_wrong_weights_is_refused(
         Judge.from_pretrained(changed(tmp_path / "judge", change))
 
 
-def test_an_mlp_without_units_is_refused(tmp_path: Path) -> None:
-    units = torch.zeros(2, 8), torch.zeros(2)
-    Judge(JudgeConfig(hidden_size=8, target="t", model="mlp"), torch.zeros(2), 0.0, *units).save_pretrained(tmp_path)
-    empty = {"weight": torch.zeros(0), "inner_weight": torch.zeros(0, 8), "inner_bias": torch.zeros(0)}
-    with pytest.raises(SelfJudgeError, match=r"judge weight has 0 entries"):
-        Judge.from_pretrained(changed(tmp_path, lambda tensors: tensors.update(empty)))
+def test_a_judge_with_a_hidden_layer_is_refused(tmp_path: Path) -> None:
+    Judge(JudgeConfig(hidden_size=8, target="t")).save_pretrained(tmp_path)
+    network = {"weight": torch.zeros(2), "inner_weight": torch.zeros(2, 8), "inner_bias": torch.zeros(2)}
+    with pytest.raises(SelfJudgeError, match="holds bias, inner_bias, inner_weight, weight, a judge has bias, weight"):
+        Judge.from_pretrained(changed(tmp_path, lambda tensors: tensors.update(network)))
 
 
 @pytest.mark.parametrize("probability", [0.0, 1.0])

@@ -108,7 +108,7 @@ def cases(warm: Warm, checkpoints: dict[str, str], tmp_path_factory: pytest.Temp
     pair = ["--target", checkpoints["target"], "--draft", checkpoints["draft"], "--device", "cpu"]
     argv = {
         "label": ["label", *pair, "--prompts", str(asked), "--tau", "-8", "--max-new-tokens", "16", "--suffix-length", "4", "--batch", "8"],
-        "train": ["train", str(labels), "--model", "linear", "--features", "hidden"],
+        "train": ["train", str(labels), "--features", "hidden"],
         "eval": ["eval", *pair, "--tasks", f"file:{scored}", "--rules", "exact topk:3", "--gammas", "3", "--batch", "4",
                  "--max-new-tokens", "12", "--no-times"],
         "tune": ["tune", *pair, "--prompts", str(calibration), "--epsilon", "0.4", "--families", "margin", "--gamma", "3",

@@ -196,15 +196,12 @@ def test_rules_agree_with_the_reference_engine() -> None:
     prompts = prompts_of([5, 9, 30])
     torch.manual_seed(0)
     judge = Judge(constant_judge(0.5, 64).config, weight=torch.randn(64)).to(CUDA)
-    deep = [
-        Judge(JudgeConfig(64, features=f, model="mlp"), torch.randn(16), 0.0, torch.randn(16, feature_width(f, 64)), torch.randn(16))
-        for f in FEATURES
-    ]  # fmt: skip
+    wide = [Judge(JudgeConfig(64, features=f), torch.randn(feature_width(f, 64))) for f in FEATURES]
     for rule in (
         Judged(judge, 0.4, special=(2,)), Judged(judge, 0.4, special=(2, *range(20, 60))),
         TopK(2), TopK(3, guard=True, special=(2, *range(20, 60))), Relaxed(), Typical(), Margin(), FLy(0.1, 2), Margin(price=0.4),
         Judged(judge, price=0.5, special=(2, *range(20, 60))), SpeculativeSampling(Sampling(0.8, top_p=0.9)),
-        Judged(judge, 0.6, SpeculativeSampling(Sampling(0.8))), *(Judged(one.to(CUDA), 0.5) for one in deep),
+        Judged(judge, 0.6, SpeculativeSampling(Sampling(0.8))), *(Judged(one.to(CUDA), 0.5) for one in wide),
     ):  # fmt: skip
         options = {"gamma": 4, "max_new_tokens": 40, "eos_ids": (2,), "seeds": [1, 2, 3]}
         assert run(target, draft, prompts, rule, **options) == run(target, draft, prompts, rule, "reference", **options)

@@ -211,12 +211,12 @@ def test_label_train_and_generate_in_a_line(run, checkpoints: dict[str, str], tm
     assert tokens["all"]["mean_accepted_length"] > tokens["exact"]["mean_accepted_length"]
     both = str(tmp_path / "both")
     code, text, err = run(
-        "train", labels, "--out", both, "--features", "hidden+margin+previous", "--model", "mlp",
+        "train", labels, "--out", both, "--features", "hidden+margin+previous",
         "--suffix-length", "2", "--acceptable", "0.25", "--json",
     )  # fmt: skip
     assert code == 0, err
     config = json.loads(text)
-    assert (config["model"], config["suffix_length"], config["acceptable"]) == ("mlp", 2, 0.25)
+    assert (config["model"], config["suffix_length"], config["acceptable"]) == ("linear", 2, 0.25)
     assert config["metrics"]["acceptable_rate"] == pytest.approx(0.25, abs=0.02)
     assert run(*ask, "--judge", both)[0] == 0
     code, text, err = run("bench", "decode", *pair, "--judge", both, "--gammas", "2", "--limit", "1", "--repeats", "1",

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +19,6 @@ from safetensors.torch import load_file
 import selfjudge.distill.data as data_module
 from fake_gguf import write_model
 from runs import content, full_disk
-from selfjudge.decoding.plain import respond
 from selfjudge.decoding.text import generate
 from selfjudge.distill.config import DistillConfig
 from selfjudge.distill.pipeline import distill_draft
@@ -32,8 +27,7 @@ from selfjudge.models.convert import materialise
 from selfjudge.models.gguf import GgufFile
 from selfjudge.models.loaded import Target
 from selfjudge.models.pair import Pair
-from selfjudge.store import Journal, read_tensors
-from selfjudge.store.artefacts import WrittenRow
+from selfjudge.store import read_tensors
 
 CHAT = "{% for m in messages %}<s> {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w0{% endif %}"
 
@@ -176,43 +170,16 @@ def writing(checkpoints: dict[str, str], tmp_path: Path) -> str:
     return str(folder)
 
 
-def test_kill_9_while_prompts_are_written_loses_none_of_them(
-    writing: str, settings: DistillConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_kill_while_prompts_are_written_leaves_no_other_prompts(
+    writing: str, settings: DistillConfig, tmp_path: Path
 ) -> None:
-    sources = ("self:80x1", "self-chats:8x1")
-    command = [
-        sys.executable, "-m", "selfjudge", "distill", "--target", writing, "--out", str(tmp_path / "out"), "--device",
-        "cpu", "--prompts", sources[0], "--prompts", sources[1], "--batch", "4", "--held-out", "4",
-        "--max-new-tokens", "8", "--steps", "2", "--batch-tokens", "512", "--layers", "1", "--width", "64", "--top-k", "8",
-    ]  # fmt: skip
-    journal = tmp_path / "out" / "work" / "written.jsonl"
-    running = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    limit = time.monotonic() + 120
-    while not journal.is_file() or journal.read_bytes().count(b"eos") < 5:
-        assert running.poll() is None, "it ended before it could be killed"
-        assert time.monotonic() < limit
-        time.sleep(0.002)
-    running.send_signal(signal.SIGKILL)
-    running.wait()
-    kept = len(Journal(journal, WrittenRow).rows)
-    assert kept >= 5
     pair = Pair.load(writing, device="cpu", needs_draft=False)
-    config = replace(
-        settings, prompts=sources, batch=4, max_new_tokens=8, steps=2, minutes=8.0, batch_tokens=512, rate=None
-    )
-    asked = 0
-
-    def counted(model: Any, prompts: Any, **options: Any) -> Any:
-        nonlocal asked
-        asked += len(prompts)
-        return respond(model, prompts, **options)
-
-    monkeypatch.setattr("selfjudge.prompts.self_written.respond", counted)
-    distill_draft(pair, tmp_path / "out", config)
-    again, asked = asked, 0
-    assert not journal.exists()
-    distill_draft(pair, tmp_path / "whole", config)
-    assert again == asked - kept
+    config = replace(settings, prompts=("self:80x1", "self-chats:8x1"), batch=4, max_new_tokens=8, steps=2)
+    with pytest.raises(Killed):
+        distill_draft(pair, tmp_path / "out", config, notify=killer("the target writes prompts", 5))
+    assert not (tmp_path / "out" / "work" / "prompts.jsonl").exists()
+    for name in ("out", "whole"):
+        distill_draft(pair, tmp_path / name, config)
     one, other = (content(tmp_path / name) for name in ("out", "whole"))
     for name in one.keys() - {"work/train.safetensors"}:  # that one says how long it took
         assert one[name] == other[name], name

@@ -1,4 +1,4 @@
-"""Fits against scikit-learn, the MLP, streamed rows against rows in memory."""
+"""Fits against scikit-learn, streamed rows against rows in memory."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from torch import Tensor
 from fake_labels import HIDDEN, WIDTH, config_of, everything, flipped, label_folder
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
-from selfjudge.train import dataset as reading, fit as fitting
+from selfjudge.train import dataset as reading
 from selfjudge.train.dataset import PARTS, Chunk, LabelledRows
-from selfjudge.train.fit import GRID, LOOSE, FitOptions, Scaler, fit_linear, fit_logistic, fit_mlp, predict
-from selfjudge.train.thresholds import roc_auc
+from selfjudge.train.fit import GRID, LOOSE, Scaler, fit_linear, fit_logistic, predict
 
 
 def pieces(x: Tensor, y: Tensor, size: int = 97) -> Callable[[], Iterable[Chunk]]:
@@ -127,7 +126,7 @@ def test_columns_beside_the_hidden_state_are_held_back_less(labels: Path, origin
     features = "hidden+margin"
     x, y = everything(rows, rows.of("fit"), features, originals=originals)
     assert x.shape == (int(rows.of("fit").sum()) * (1 + originals), WIDTH)
-    fitted = fit_linear(rows, config_of(rows, features), FitOptions(originals=originals), grid=(c,))
+    fitted = fit_linear(rows, config_of(rows, features), originals=originals, grid=(c,))
     scale = StandardScaler().fit(x.double().numpy())
     widened = np.where(np.arange(WIDTH) < HIDDEN, 1, np.sqrt(LOOSE / c))
     z = scale.transform(x.double().numpy()) * widened
@@ -155,80 +154,17 @@ def test_the_rows_that_choose_c_influence_no_weights(labels: Path) -> None:
     assert other.auc_select == pytest.approx(1 - one.auc_select)
 
 
-@pytest.mark.parametrize("originals", [False, True])
-def test_an_mlp_is_decided_by_its_seed(labels: Path, originals: bool) -> None:
-    rows = LabelledRows.load([labels])
-    made = []
-    for seed in (5, 5, 6):
-        torch.manual_seed(len(made))
-        before = torch.get_rng_state()
-        made.append(fit_mlp(rows, config_of(rows, model="mlp"), FitOptions(seed=seed, originals=originals)))
-        assert torch.equal(torch.get_rng_state(), before)
-    one, same, other = ([*fitted.judge.buffers()] for fitted in made)
-    assert all(torch.equal(a, b) for a, b in zip(one, same, strict=True))
-    assert not any(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def test_an_mlp_folds_its_scaler(labels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What comes out reads plain columns and says what the network said of standardised ones."""
-    inside: list[tuple[Scaler, Tensor, Tensor]] = []
-    fold = Scaler.fold
-
-    def watched(self: Scaler, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        inside.append((self, weight.clone(), bias.clone()))
-        return fold(self, weight, bias)
-
-    monkeypatch.setattr(Scaler, "fold", watched)
-    monkeypatch.setattr(fitting, "EPOCHS", 1)
-    rows = LabelledRows.load([labels])
-    judge = fit_mlp(rows, config_of(rows, "hidden+margin", "mlp")).judge
-    [(scaler, weight, bias)] = inside
-    x, _ = everything(rows, np.ones(len(rows), bool), "hidden+margin")
-    z = (
-        StandardScaler()
-        .fit(everything(rows, rows.of("fit"), "hidden+margin")[0].double().numpy())
-        .transform(x.double().numpy())
-    )
-    assert np.allclose(scaler(x), z, atol=1e-4)
-    inner = torch.nn.functional.gelu(torch.tensor(z, dtype=torch.float32) @ weight.T + bias)
-    network = torch.sigmoid(inner @ judge.weight + judge.bias)
-    assert torch.allclose(judge.score(x), network, atol=1e-5)
-    assert float(network.std()) > 0.01
-
-
-def test_the_epoch_is_the_one_of_the_best_auc_on_select(xor: Path) -> None:
-    rows = LabelledRows.load([xor])
-    said: list[str] = []
-    found = fit_mlp(rows, config_of(rows, model="mlp"), FitOptions(notify=lambda stage, share: said.append(stage)))
-    each = [float(stage.rsplit(" ", 1)[1]) for stage in said]
-    assert len(each) == fitting.EPOCHS
-    assert round(found.auc_select, 3) == max(each)
-    assert found.auc_select == roc_auc(*predict(rows, found.judge, rows.of("select")))
-
-
 @pytest.mark.parametrize(("rows", "value"), [(700, 1000.1), (5000, 0.7)])
 def test_a_column_that_never_changes_does_no_harm(rows: int, value: float) -> None:
-    """What rounding leaves of its deviation (1e-5, 7e-9) is no deviation: an MLP's folded scores would be off by 0.2."""
+    """What rounding leaves of its deviation (1e-5, 7e-9) is no deviation: folded scores would be off."""
     x = torch.randn(rows, 3, generator=torch.Generator().manual_seed(0))
     x[:, 1] = value
     scaler = Scaler.of(pieces(x, x[:, 0], size=1024))
     assert scaler.deviation[1] == StandardScaler().fit(x.double().numpy()).scale_[1] == 1
     g = torch.Generator().manual_seed(1)
-    weight, bias, outer = (torch.randn(*shape, generator=g) / 2 for shape in ((64, 3), (64,), (64,)))
-    judge = Judge(JudgeConfig(hidden_size=3, model="mlp"), outer, 0.0, *scaler.fold(weight, bias))
-    network = torch.sigmoid(torch.nn.functional.gelu(scaler(x) @ weight.T + bias) @ outer)
-    assert torch.allclose(judge.score(x), network, atol=1e-3)
-
-
-def test_an_mlp_learns_the_same_from_files(labels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = LabelledRows.load([labels])
-    whole = fit_mlp(kept, config_of(kept, model="mlp"))
-    monkeypatch.setattr(reading, "KEPT_BYTES", 0)
-    streamed = LabelledRows.load([labels])
-    again = fit_mlp(streamed, config_of(kept, model="mlp"))
-    assert kept.kept
-    assert not streamed.kept
-    assert all(torch.equal(a, b) for a, b in zip(whole.judge.buffers(), again.judge.buffers(), strict=True))
+    weight, bias = torch.randn(3, generator=g), torch.randn((), generator=g)
+    judge = Judge(JudgeConfig(hidden_size=3), *scaler.fold(weight, bias))
+    assert torch.allclose(judge.score(x), torch.sigmoid(scaler(x) @ weight + bias), atol=1e-3)
 
 
 def test_streamed_rows_give_the_judge_of_rows_in_memory(
@@ -265,7 +201,7 @@ def test_the_gpu_gives_the_same_judge_and_keeps_features_where_there_is_room(
     monkeypatch.setattr(reading, "GPU_SPARE", spare)
     rows, device = LabelledRows.load([labels]), torch.device("cuda")
     config = config_of(rows, "hidden+margin")
-    here, there = fit_linear(rows, config), fit_linear(rows, config, FitOptions(device=device))
+    here, there = fit_linear(rows, config), fit_linear(rows, config, device=device)
     assert here.c == there.c
     assert torch.allclose(here.judge.weight, there.judge.weight.cpu(), atol=1e-4)
     assert any("cuda" in device for *_, device in rows.kept) == (spare == 0)

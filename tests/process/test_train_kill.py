@@ -17,7 +17,7 @@ from selfjudge.train.pipeline import train_judge
 
 # before and after each of five files gets its name, the weights twice: card, prompts, run.json, weights, config.json
 MOMENTS = 12
-CONFIG = TrainConfig(model="linear", features="hidden")
+CONFIG = TrainConfig(features="hidden")
 CHILD = f"""
 import os, signal, sys
 from pathlib import Path

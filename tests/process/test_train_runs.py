@@ -1,4 +1,4 @@
-"""Whole trainings of a judge: refusals, linear or MLP, the judge folder and its card."""
+"""Whole trainings of a judge: refusals, the judge folder and its card."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 from sklearn.metrics import roc_auc_score
 
-from fake_labels import HIDDEN, SUFFIX, TAU, all_arrays, config_of, everything, flipped, label_folder, one_line
+from fake_labels import HIDDEN, SUFFIX, TAU, all_arrays, config_of, everything, label_folder, one_line
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import FEATURES, JudgeConfig
 from selfjudge.judge.model import Judge
@@ -23,7 +23,7 @@ from selfjudge.store import read_json, sha256, write_json
 from selfjudge.train.config import TrainConfig
 from selfjudge.train.dataset import LabelledRows
 from selfjudge.train.fit import fit_linear, predict
-from selfjudge.train.pipeline import fit_candidates, train_judge
+from selfjudge.train.pipeline import train_judge
 from selfjudge.train.thresholds import compute_quality_curve, find_thresholds, roc_auc
 from selfjudge.types import Block
 
@@ -35,7 +35,7 @@ def no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_judge_may_learn_from_some_sources_alone(labels: Path, tmp_path: Path) -> None:
-    config = train_judge([labels], tmp_path / "judge", TrainConfig(model="linear", sources=("s1",)))
+    config = train_judge([labels], tmp_path / "judge", TrainConfig(sources=("s1",)))
     rows = LabelledRows.load([labels])
     assert config["metrics"]["n_labels"] == int((rows.used & (rows.sources == "s1")).sum()) > 0
     assert config["metrics"]["n_prompts"] == 30
@@ -59,9 +59,9 @@ def test_a_longer_suffix_than_the_stored_one_is_refused(labels: Path, tmp_path: 
 
 
 def test_a_judge_says_which_labels_it_learned(labels: Path, tmp_path: Path) -> None:
-    gapped = train_judge([labels], tmp_path / "gapped", TrainConfig(model="linear", features="hidden", suffix_gap=2))
+    gapped = train_judge([labels], tmp_path / "gapped", TrainConfig(features="hidden", suffix_gap=2))
     assert (gapped["suffix_gap"], gapped["tau"]) == (2, LabelledRows.load([labels]).relabel(gap=2).taus[0])
-    settings = TrainConfig(model="linear", features="hidden", suffix_length=3)
+    settings = TrainConfig(features="hidden", suffix_length=3)
     config = train_judge([labels], tmp_path / "judge", settings)
     rows = LabelledRows.load([labels]).relabel(suffix_length=3)
     assert (config["suffix_length"], config["tau"]) == (3, rows.taus[0])
@@ -78,7 +78,7 @@ def test_a_stated_share_of_the_mismatches_is_acceptable(labels: Path, tmp_path: 
     one = every.select_sources([every.sources[0]])
     own = one.relabel(acceptable=0.4)
     assert own.labels[own.used].mean() == pytest.approx(0.4, abs=1.5 / own.used.sum())
-    settings = TrainConfig(model="linear", features="hidden", suffix_gap=1, acceptable=0.4)
+    settings = TrainConfig(features="hidden", suffix_gap=1, acceptable=0.4)
     config = train_judge([labels], tmp_path / "judge", settings)
     assert (config["tau"], config["suffix_gap"], config["acceptable"]) == (rows.taus[0], 1, 0.4)
     assert config["metrics"]["acceptable_rate"] == pytest.approx(float(rows.labels[rows.used].mean()))
@@ -92,7 +92,7 @@ def test_a_stated_share_is_one_of_all_folders_and_of_the_sources_that_are_used(l
     assert rows.labels[rows.used].mean() == pytest.approx(0.3, abs=1.5 / rows.used.sum())
     source = str(LabelledRows.load([labels]).sources[0])
     config = train_judge(
-        [labels], tmp_path / "judge", TrainConfig(model="linear", features="hidden", sources=(source,), acceptable=0.3)
+        [labels], tmp_path / "judge", TrainConfig(features="hidden", sources=(source,), acceptable=0.3)
     )
     assert config["metrics"]["acceptable_rate"] == pytest.approx(0.3, abs=1.5 / config["metrics"]["n_labels"])
 
@@ -100,7 +100,7 @@ def test_a_stated_share_is_one_of_all_folders_and_of_the_sources_that_are_used(l
 def test_nothing_is_left_of_a_training_that_could_not_begin(tmp_path: Path) -> None:
     few = label_folder(tmp_path / "labels", prompts=2)
     with pytest.raises(SelfJudgeError):
-        train_judge([few], tmp_path / "judge", TrainConfig(model="linear"))
+        train_judge([few], tmp_path / "judge", TrainConfig())
     assert not (tmp_path / "judge").exists()
 
 
@@ -108,7 +108,6 @@ def test_nothing_is_left_of_a_training_that_could_not_begin(tmp_path: Path) -> N
     ("settings", "message"),
     [
         (TrainConfig(features="hidden+x"), r"unknown `features` 'hidden\+x'; there are: hidden"),
-        (TrainConfig(model="forest"), "unknown `model` 'forest'; there are: linear, mlp, auto"),
         (TrainConfig(reject=0.0), "`reject`"),
         (TrainConfig(reject=1.5), "`reject`"),
         (TrainConfig(reject=math.nan), "`reject`"),
@@ -155,7 +154,7 @@ def test_features_that_are_no_numbers_are_refused(tmp_path: Path, name: str, val
     with pytest.raises(
         SelfJudgeError, match=r"hidden-0000\d.safetensors has \d rows whose features are not finite"
     ) as error:
-        train_judge([made], tmp_path / "judge", TrainConfig(model="linear"))
+        train_judge([made], tmp_path / "judge", TrainConfig())
     one_line(error)
     assert not (tmp_path / "judge" / "config.json").exists()
 
@@ -209,7 +208,7 @@ def test_the_state_before_has_to_be_labelled(labels: Path, tmp_path: Path) -> No
     def add(arrays: dict[str, Any]) -> None:
         arrays["hidden_before"] = arrays["hidden_draft"] + 1
 
-    settings = TrainConfig(features="hidden+margin+previous", model="linear")
+    settings = TrainConfig(features="hidden+margin+previous")
     stored = label_folder(tmp_path / "with", change=add)
     assert train_judge([stored], tmp_path / "judge", settings)["features"] == settings.features
     with pytest.raises(SelfJudgeError, match="no state of the token before: label again with `previous`") as error:
@@ -232,9 +231,9 @@ def test_nothing_is_overwritten(labels: Path, tmp_path: Path) -> None:
     (tmp_path / "killed").mkdir()
     for left in ("README.md", "roc.png", "model.safetensors"):  # config.json comes last: it was killed before
         (tmp_path / "killed" / left).write_text("half")
-    train_judge([labels], tmp_path / "killed", TrainConfig(model="linear"))
+    train_judge([labels], tmp_path / "killed", TrainConfig())
     with pytest.raises(SelfJudgeError, match=r"holds other files .config\.json"):
-        train_judge([labels], tmp_path / "killed", TrainConfig(model="linear"))
+        train_judge([labels], tmp_path / "killed", TrainConfig())
 
 
 def test_a_draft_token_that_alignment_accepts_is_no_mismatch(tmp_path: Path) -> None:
@@ -252,53 +251,19 @@ def test_a_draft_token_that_alignment_accepts_is_no_mismatch(tmp_path: Path) -> 
     rows = LabelledRows.load([labels])
     assert 0.15 < (~rows.used).mean() < 0.25
     assert np.array_equal(rows.part[rows.used], plain.part[rows.used])
-    config = train_judge([labels], tmp_path / "judge", TrainConfig(model="linear"))
+    config = train_judge([labels], tmp_path / "judge", TrainConfig())
     assert config["metrics"]["n_labels"] == rows.used.sum()
     assert config["metrics"]["n_aligned"] == (~rows.used).sum()
 
 
-def test_an_mlp_learns_what_no_plane_tells_and_auto_takes_it(xor: Path, tmp_path: Path) -> None:
-    rows, settings = LabelledRows.load([xor]), TrainConfig(features="hidden")
-    config = train_judge([xor], tmp_path / "judge", settings)
-    assert config["model"] == "mlp"
-    assert config["metrics"]["auc_select"] > 0.9 < config["metrics"]["auc_mismatch"]
-    assert "C" not in config["metrics"]
-    judge = Judge.from_pretrained(tmp_path / "judge")
-    assert config["metrics"]["auc_mismatch"] == pytest.approx(
-        roc_auc(*predict(rows, judge, rows.of("holdout"))), abs=1e-6
-    )
-    linear = fit_linear(rows, config_of(rows))
-    assert linear.auc_select < 0.65 > roc_auc(*predict(rows, linear.judge, rows.of("holdout")))
-    tried = read_json(tmp_path / "judge" / "run.json")["auc_select"]
-    assert tried == pytest.approx({"linear": linear.auc_select, "mlp": config["metrics"]["auc_select"]}, abs=1e-4)
-
-
-def test_auto_keeps_the_linear_judge_on_few_rows_of_a_plane(labels: Path, tmp_path: Path) -> None:
+def test_a_judge_learns_a_plane(labels: Path, tmp_path: Path) -> None:
     rows, settings = LabelledRows.load([labels]), TrainConfig()
     config = train_judge([labels], tmp_path / "judge", settings)
-    tried = read_json(tmp_path / "judge" / "run.json")["auc_select"]
-    assert tried["mlp"] < tried["linear"]
-    assert config["model"] == "linear"
     assert config["metrics"]["C"] == fit_linear(rows, config_of(rows, settings.features)).c
     assert config["metrics"]["auc_mismatch"] > 0.85
 
 
-def test_training_takes_the_kind_that_select_prefers_where_the_holdout_prefers_the_other(
-    xor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No plane tells these labels, so the MLP wins; with the holdout's labels turned round it does worst there."""
-    load = LabelledRows.load
-    monkeypatch.setattr(LabelledRows, "load", lambda *folders, **options: flipped(load(*folders, **options), "holdout"))
-    config = train_judge([xor], tmp_path / "judge", TrainConfig(features="hidden"))
-    assert config["model"] == "mlp"
-    assert config["metrics"]["auc_select"] > 0.9
-    rows = LabelledRows.load([xor])
-    linear = fit_linear(rows, config_of(rows))
-    assert config["metrics"]["auc_mismatch"] < 0.1 < roc_auc(*predict(rows, linear.judge, rows.of("holdout")))
-    assert linear.auc_select < 0.65
-
-
-SETTINGS = {"linear": TrainConfig(model="linear"), "mlp": TrainConfig(model="mlp", features="hidden")}
+SETTINGS = {features: TrainConfig(features=features) for features in ("hidden+margin", "hidden")}
 
 
 @pytest.fixture(scope="module", params=list(SETTINGS))
@@ -310,13 +275,13 @@ def judged(
 
 
 def test_the_configuration_says_everything(judged: tuple[str, Path, dict], labels: Path) -> None:
-    kind, out, config = judged
+    features, out, config = judged
     stored = read_json(out / "config.json")
     assert stored == json.loads(json.dumps(config))
-    settings, rows = SETTINGS[kind], LabelledRows.load([labels])
+    rows = LabelledRows.load([labels])
     expected = {
         "format_version": 1, "target": "t", "draft": "d", "target_sha256": "a" * 64, "draft_sha256": "b" * 64,
-        "hidden_size": HIDDEN, "layer": "final", "norm": "post_final_norm", "features": settings.features, "model": kind,
+        "hidden_size": HIDDEN, "layer": "final", "norm": "post_final_norm", "features": features, "model": "linear",
         "label_method": "selfjudge", "suffix_length": SUFFIX, "suffix_gap": 0, "score": "likelihood", "tau": TAU, "acceptable": None, "margin_limit": None, "sources": sorted(set(rows.sources.tolist())),
     }  # fmt: skip
     assert {key: stored[key] for key in expected} == expected
@@ -358,14 +323,14 @@ def test_the_folder_holds_a_card_a_figure_and_no_pickle(judged: tuple[str, Path,
 
 
 def test_the_card_says_counts_aucs_and_thresholds(judged: tuple[str, Path, dict], labels: Path) -> None:
-    kind, out, config = judged
+    _, out, config = judged
     text = (out / "README.md").read_text(encoding="utf-8")
     metrics, found = config["metrics"], LabelledRows.load([labels])
     assert "600 mismatches of 60 prompts, method selfjudge, N = 6, τ = -4.00" in text
     assert f"{metrics['acceptable_rate']:.1%} acceptable" in text
     assert f"ROC-AUC {metrics['auc_mismatch']:.3f} on mismatches, {metrics['auc_all']:.3f} with" in text
     assert "90 mismatches" in text
-    assert f"{kind} {metrics['auc_select']:.3f}" in text
+    assert f"On the part that chose C: {metrics['auc_select']:.3f}." in text
     for name in ("F", "R"):
         share = metrics[f"{name}_accepts_acceptable"], metrics[f"{name}_accepts_unacceptable"]
         assert f"| {name} | {config['thresholds'][name]:.3f} | {share[0]:.1%} | {share[1]:.1%} |" in text
@@ -383,17 +348,15 @@ def test_the_card_says_counts_aucs_and_thresholds(judged: tuple[str, Path, dict]
 
 
 def test_a_round_trip_gives_identical_scores(judged: tuple[str, Path, dict], labels: Path, tmp_path: Path) -> None:
-    kind, out, _ = judged
+    features, out, _ = judged
     one = Judge.from_pretrained(str(out))
-    assert (one.inner_weight is not None) == (kind == "mlp")
     one.save_pretrained(tmp_path / "copy")
     other = Judge.from_pretrained(tmp_path / "copy")
     assert (tmp_path / "copy" / "config.json").read_bytes() == (out / "config.json").read_bytes()
     rows = LabelledRows.load([labels])
     x, _ = everything(rows, np.ones(len(rows), bool), one.config.features)
     assert torch.equal(one.score(x), other.score(x))
-    settings = SETTINGS[kind]
-    fitted = fit_candidates(rows, settings)[kind]  # the same again, never written
+    fitted = fit_linear(rows, config_of(rows, features))  # the same again, never written
     assert torch.equal(fitted.judge.score(x), one.score(x))
     block = Block(torch.ones(2, 3).long(), torch.randn(2, 4, 9), torch.randn(2, 4, HIDDEN))
     assert torch.equal(one(block), other(block))
@@ -409,7 +372,7 @@ def test_the_configuration_is_written_last(labels: Path, tmp_path: Path, monkeyp
         write_json(path, value)
 
     monkeypatch.setattr("selfjudge.judge.model.write_json", watched)
-    train_judge([labels], tmp_path / "whole", SETTINGS["linear"])
+    train_judge([labels], tmp_path / "whole", SETTINGS["hidden+margin"])
     there = {".lock", "model.safetensors", "prompts.json", "README.md", "roc.png", "run.json"}
     assert seen == [("config.json", there)]
     assert not (tmp_path / "whole" / ".lock").exists()
@@ -419,22 +382,10 @@ def test_the_configuration_is_written_last(labels: Path, tmp_path: Path, monkeyp
 
     monkeypatch.setattr("selfjudge.judge.model.write_tensors", full)
     with pytest.raises(SelfJudgeError, match="no space"):
-        train_judge([labels], tmp_path / "torn", SETTINGS["linear"])
+        train_judge([labels], tmp_path / "torn", SETTINGS["hidden+margin"])
     assert not (tmp_path / "torn" / "config.json").exists()
     with pytest.raises(SelfJudgeError, match="not a judge folder"):
         Judge.from_pretrained(tmp_path / "torn")
-
-
-def test_tensors_of_another_kind_than_the_configuration_are_refused(
-    judged: tuple[str, Path, dict], tmp_path: Path
-) -> None:
-    kind, out, _ = judged
-    other = {"linear": "mlp", "mlp": "linear"}[kind]
-    (tmp_path / "model.safetensors").write_bytes((out / "model.safetensors").read_bytes())
-    write_json(tmp_path / "config.json", read_json(out / "config.json") | {"model": other})
-    with pytest.raises(SelfJudgeError, match=f"a judge of model {other} has bias") as error:
-        Judge.from_pretrained(tmp_path)
-    one_line(error)
 
 
 def test_other_features_than_the_tensors_are_refused(judged: tuple[str, Path, dict], tmp_path: Path) -> None:
@@ -445,7 +396,7 @@ def test_other_features_than_the_tensors_are_refused(judged: tuple[str, Path, di
         if features == config["features"]:
             Judge.from_pretrained(tmp_path)
             continue
-        with pytest.raises(SelfJudgeError, match=r"judge (inner_)?weight has") as error:
+        with pytest.raises(SelfJudgeError, match="judge weight has") as error:
             Judge.from_pretrained(tmp_path)
         one_line(error)
 
@@ -453,7 +404,7 @@ def test_other_features_than_the_tensors_are_refused(judged: tuple[str, Path, di
 def test_two_folders_make_one_judge(labels: Path, tmp_path: Path) -> None:
     """What differs between them is left open: τ, N; the methods are named."""
     more = label_folder(tmp_path / "more", method="autojudge", first=60, prompts=20, seed=4, suffix=5)
-    config = train_judge([labels, more], tmp_path / "judge", SETTINGS["linear"])
+    config = train_judge([labels, more], tmp_path / "judge", SETTINGS["hidden+margin"])
     assert (config["label_method"], config["tau"], config["suffix_length"]) == ("selfjudge+autojudge", TAU, None)
     assert config["metrics"]["n_labels"] == 800
     assert config["metrics"]["n_prompts"] == 80
@@ -471,9 +422,9 @@ def test_originals_are_acceptable_rows(labels: Path, tmp_path: Path) -> None:
     assert (x[mine][:, HIDDEN] == 0).all()
     assert torch.equal(x[~mine][:, :HIDDEN], torch.tensor(plain["hidden_draft"]))
     assert np.array_equal(y[~mine].numpy(), rows.labels[rows.of("fit")])
-    config = train_judge([labels], tmp_path / "with", replace(SETTINGS["linear"], originals=True))
+    config = train_judge([labels], tmp_path / "with", replace(SETTINGS["hidden+margin"], originals=True))
     assert config["metrics"]["n_labels"] == 600
-    without = fit_candidates(rows, SETTINGS["linear"])["linear"]
+    without = fit_linear(rows, config_of(rows, "hidden+margin"))
     assert not torch.allclose(Judge.from_pretrained(tmp_path / "with").weight, without.judge.weight, atol=1e-3)
 
 

@@ -13,7 +13,6 @@ import safetensors.numpy
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.store import (
-    Journal,
     RunFolder,
     keep_settings,
     read_rows,
@@ -23,7 +22,6 @@ from selfjudge.store import (
     write_rows,
     write_tensors,
 )
-from selfjudge.store.artefacts import WrittenRow
 from selfjudge.store.files import parse_json
 
 SETTINGS: dict[str, Any] = {"seed": 0, "prompts": ("a", "b"), "minutes": 3}
@@ -186,56 +184,6 @@ def test_rows_come_back_plain_and_gzipped_and_the_bytes_do_not_name_a_time(tmp_p
     (tmp_path / "rows.jsonl.gz").write_bytes(once[:-4])
     with pytest.raises(SelfJudgeError, match="cannot read"):
         list(read_rows(tmp_path / "rows.jsonl.gz"))
-
-
-# rows that are kept while a part is made
-
-ROWS = [{"part": n // 3, "index": n, "tokens": [n, 7], "finish": "eos"} for n in range(7)]
-
-
-def journal_of(path: Path) -> list[dict[str, Any]]:
-    return [{k: value for k, value in row.items() if k != "seconds"} for row in Journal(path, WrittenRow).rows]
-
-
-def test_a_journal_cut_short_anywhere_keeps_its_whole_lines(tmp_path: Path) -> None:
-    path = tmp_path / "work" / "written.jsonl"
-    journal = Journal(path, WrittenRow)
-    for number, row in enumerate(ROWS):
-        journal.add(row)
-        assert journal_of(path) == ROWS[: number + 1]  # a kill from now on does not lose it
-    whole = path.read_bytes()
-    assert journal_of(path) == ROWS
-    for size in range(0, len(whole), 7):
-        path.write_bytes(whole[:size])
-        kept = journal_of(path)
-        lines = [line for line in whole[:size].split(b"\n") if line]
-        assert kept == ROWS[: len(kept)]
-        assert len(lines) - 1 <= len(kept) <= len(lines)
-        Journal(path, WrittenRow).add(ROWS[-1])
-        assert journal_of(path) == [*kept, ROWS[-1]]
-
-
-@pytest.mark.parametrize("line", [b"{}", b"[1]", b"\xff\xfe", b'{"part": -1}', b"null", b"[" * 5000])
-def test_a_line_of_a_journal_that_is_none_is_left_out(tmp_path: Path, line: bytes) -> None:
-    path = tmp_path / "written.jsonl"
-    Journal(path, WrittenRow).add(ROWS[0])
-    path.write_bytes(line + b"\n" + path.read_bytes() + line + b"\n")
-    assert journal_of(path) == ROWS[:1]
-    Journal(path, WrittenRow).remove()
-    assert not path.exists()
-    Journal(path, WrittenRow).remove()
-
-
-def test_a_journal_knows_how_long_was_worked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [100.0]
-    monkeypatch.setattr("selfjudge.store.run_folder.time.monotonic", lambda: clock[0])
-    path = tmp_path / "written.jsonl"
-    for spent in (0.0, 20.0, 50.0):
-        journal = Journal(path, WrittenRow)
-        assert journal.seconds == spent
-        clock[0] += 20.0 if not spent else 30.0
-        journal.add(ROWS[0])
-        clock[0] += 1000.0  # until somebody goes on
 
 
 def test_a_key_that_stands_twice_among_many_is_named() -> None:

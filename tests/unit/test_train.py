@@ -1,10 +1,8 @@
-"""Training a judge: who sees what, linear or MLP, what is refused, the hub."""
+"""Training a judge: who sees what, what is refused, the hub."""
 
 from __future__ import annotations
 
-import itertools
 import json
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +12,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from fake_labels import HIDDEN, config_of, flipped, label_folder, one_line
+from fake_labels import flipped, label_folder, one_line
 from selfjudge.decoding.rules import Judged
 from selfjudge.errors import SelfJudgeError
 from selfjudge.judge.config import JudgeConfig
@@ -23,9 +21,8 @@ from selfjudge.store import read_json, write_json
 from selfjudge.train.card import format_card
 from selfjudge.train.config import TrainConfig
 from selfjudge.train.dataset import LabelledRows
-from selfjudge.train.fit import Fitted, predict
-from selfjudge.train.pipeline import fit_candidates, load_rows, measure_on_holdout
-from selfjudge.train.thresholds import roc_auc
+from selfjudge.train.fit import Fitted, fit_linear
+from selfjudge.train.pipeline import load_rows, make_judge_config, measure_on_holdout
 
 
 @pytest.fixture(scope="module")
@@ -34,29 +31,31 @@ def labels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return label_folder(tmp_path_factory.mktemp("labels") / "straight", evidence=400)
 
 
+def fit(rows: LabelledRows, settings: TrainConfig) -> Fitted:
+    return fit_linear(rows, make_judge_config(rows, settings), originals=settings.originals)
+
+
 def test_thresholds_do_not_see_the_rows_that_chose_c(labels: Path) -> None:
-    settings = TrainConfig(model="linear")
+    settings = TrainConfig()
     rows = LabelledRows.load([labels])
-    fitted = fit_candidates(rows, settings)["linear"]
-    judge, evidence = measure_on_holdout(rows, {"linear": fitted}, settings)
-    again, other = measure_on_holdout(
-        flipped(LabelledRows.load([labels]), "select", "fit"), {"linear": fitted}, settings
-    )
+    fitted = fit(rows, settings)
+    judge, evidence = measure_on_holdout(rows, fitted, settings)
+    again, other = measure_on_holdout(flipped(LabelledRows.load([labels]), "select", "fit"), fitted, settings)
     assert again.config.thresholds == judge.config.thresholds
     assert again.config.quality_curve == judge.config.quality_curve
     kept = ("auc_mismatch", "auc_all", "n_holdout", "F_accepts_acceptable", "R_accepts_unacceptable")
     assert {k: again.config.metrics[k] for k in kept} == {k: judge.config.metrics[k] for k in kept}
     assert np.array_equal(evidence.scores, other.scores)
-    third, _ = measure_on_holdout(flipped(LabelledRows.load([labels]), "holdout"), {"linear": fitted}, settings)
+    third, _ = measure_on_holdout(flipped(LabelledRows.load([labels]), "holdout"), fitted, settings)
     assert third.config.thresholds != judge.config.thresholds
 
 
 def test_as_released_is_what_the_released_code_does(labels: Path) -> None:
     settings = TrainConfig(as_released=True).resolve()
-    assert (settings.features, settings.model, settings.originals) == ("hidden", "linear", True)
+    assert (settings.features, settings.originals) == ("hidden", True)
     rows = load_rows([labels], settings)
     assert rows.labels[rows.used].mean() == pytest.approx(0.209, abs=0.01)
-    judge, evidence = measure_on_holdout(rows, fit_candidates(rows, settings), settings)
+    judge, evidence = measure_on_holdout(rows, fit(rows, settings), settings)
     config = judge.config
     assert (config.score, config.acceptable) == ("confidence", 0.209)
     assert config.thresholds["F"] == config.thresholds["Youden"]
@@ -84,9 +83,9 @@ def test_settings_that_contradict_are_refused(settings: TrainConfig, message: st
 
 
 def test_a_judge_keeps_its_margin_limit_and_measures_within_it(labels: Path) -> None:
-    settings = TrainConfig(model="linear", margin_limit=1.5)
+    settings = TrainConfig(margin_limit=1.5)
     rows = load_rows([labels], settings)
-    judge, evidence = measure_on_holdout(rows, fit_candidates(rows, settings), settings)
+    judge, evidence = measure_on_holdout(rows, fit(rows, settings), settings)
     assert judge.config.margin_limit == 1.5
     margins = rows.log_p[:, 0] - rows.log_p[:, 1]
     assert len(evidence.labels) == judge.config.metrics["n_holdout"] == int(rows.of("holdout").sum())
@@ -95,21 +94,19 @@ def test_a_judge_keeps_its_margin_limit_and_measures_within_it(labels: Path) -> 
 
 
 def test_the_holdout_influences_neither_weights_nor_c(labels: Path) -> None:
-    settings = TrainConfig(model="auto")
-    plain = fit_candidates(LabelledRows.load([labels]), settings)
-    other = fit_candidates(flipped(LabelledRows.load([labels]), "holdout"), settings)
-    for kind in ("linear", "mlp"):
-        assert plain[kind].c == other[kind].c
-        assert plain[kind].auc_select == other[kind].auc_select
-        for one, same in zip(plain[kind].judge.buffers(), other[kind].judge.buffers(), strict=True):
-            assert torch.equal(one, same)
+    settings = TrainConfig()
+    plain = fit(LabelledRows.load([labels]), settings)
+    other = fit(flipped(LabelledRows.load([labels]), "holdout"), settings)
+    assert (plain.c, plain.auc_select) == (other.c, other.auc_select)
+    for one, same in zip(plain.judge.buffers(), other.judge.buffers(), strict=True):
+        assert torch.equal(one, same)
 
 
 def test_a_stored_threshold_does_in_a_rule_what_it_did_on_the_holdout(labels: Path) -> None:
     """The same `>` there and here, although θ is itself one of the scores and went through a file of text."""
-    settings = TrainConfig(model="linear", features="hidden")
+    settings = TrainConfig(features="hidden")
     rows = LabelledRows.load([labels])
-    judge, evidence = measure_on_holdout(rows, fit_candidates(rows, settings), settings)
+    judge, evidence = measure_on_holdout(rows, fit(rows, settings), settings)
     truth = evidence.labels
     block = SimpleNamespace(scores=torch.from_numpy(evidence.scores)[:, None])
     for name in ("F", "R"):
@@ -122,7 +119,7 @@ def test_a_stored_threshold_does_in_a_rule_what_it_did_on_the_holdout(labels: Pa
 
 @pytest.mark.parametrize(
     "wrong", [{"hidden_size": "576"}, {"thresholds": [1]}, {"thresholds": {"F": "a"}}, {"quality_curve": [0.5]},
-              {"thresholds": {"F": 7.0}}, {"metrics": 3}],
+              {"thresholds": {"F": 7.0}}, {"metrics": 3}, {"model": "mlp"}],
 )  # fmt: skip
 def test_a_configuration_that_no_judge_has_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
     Judge(JudgeConfig(hidden_size=576, target="t")).save_pretrained(tmp_path)
@@ -130,26 +127,6 @@ def test_a_configuration_that_no_judge_has_is_refused(tmp_path: Path, wrong: dic
     with pytest.raises(SelfJudgeError, match="is not a judge config") as error:
         Judge.from_pretrained(tmp_path)
     one_line(error)
-
-
-@pytest.mark.parametrize(("select", "holdout"), itertools.product((-1, 0, 1), repeat=2))
-def test_auto_chooses_on_select_and_never_on_the_holdout(labels: Path, select: int, holdout: int) -> None:
-    """Whatever the holdout prefers. Its labels are turned round, so that the two parts disagree."""
-    rows = flipped(LabelledRows.load([labels]), "fit", "select")
-    linear = Judge(config_of(rows))  # AUC 0.5
-    weight = torch.zeros(2, HIDDEN)
-    weight[0, :3] = torch.tensor([2.0, -1.0, 1.0])
-    weight[1] = -weight[0]
-    sign = torch.tensor([1.0, -1.0]) * holdout  # gelu(z) − gelu(−z) = z
-    mlp = Judge(config_of(rows, model="mlp"), sign, 0.0, weight, torch.zeros(2))
-    fits = {"linear": Fitted(linear, 0.7), "mlp": Fitted(mlp, 0.7 + select / 10)}
-    assert np.sign(roc_auc(*predict(rows, mlp, rows.of("holdout"))) - 0.5) == holdout
-    assert np.sign(roc_auc(*predict(rows, mlp, rows.of("select"))) - 0.5) == -holdout
-    judge, evidence = measure_on_holdout(rows, fits, TrainConfig(features="hidden"))
-    assert judge.config.model == ("mlp" if select > 0 else "linear")
-    assert evidence.tried == {"linear": 0.7, "mlp": round(0.7 + select / 10, 4)}
-    alone, _ = measure_on_holdout(rows, {"mlp": fits["mlp"]}, TrainConfig(features="hidden"))
-    assert alone.config.model == "mlp"
 
 
 def test_a_judge_over_an_old_one_is_never_half_of_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,11 +143,8 @@ def test_a_judge_over_an_old_one_is_never_half_of_each(tmp_path: Path, monkeypat
 
 def test_the_reject_share_decides_r(labels: Path) -> None:
     rows = LabelledRows.load([labels])
-    fitted = fit_candidates(rows, TrainConfig(model="linear"))["linear"]
-    some, most = (
-        measure_on_holdout(rows, {"linear": fitted}, replace(TrainConfig(model="linear"), reject=r))[0].config
-        for r in (0.9, 1.0)
-    )
+    fitted = fit(rows, TrainConfig())
+    some, most = (measure_on_holdout(rows, fitted, TrainConfig(reject=r))[0].config for r in (0.9, 1.0))
     assert some.thresholds["F"] == most.thresholds["F"]
     assert some.thresholds["R"] < most.thresholds["R"]
     assert most.metrics["R_accepts_unacceptable"] == 0

@@ -154,7 +154,7 @@ def train(
 ) -> None:
     """Train a judge on labels.
 
-    Example: selfjudge train labels --out judge --features hidden+margin --model linear
+    Example: selfjudge train labels --out judge --features hidden+margin
     """
     refuse_foreign(out, LEFT_BY_A_KILL)
     for folder in labels:
@@ -179,8 +179,8 @@ def train(
 def _show_judge(out: Path, judge: dict[str, Any]) -> None:
     metrics, thresholds = judge["metrics"], judge["thresholds"]
     typer.echo(
-        f"{out}: {judge['model']} on {judge['features']}, {metrics['n_labels']} labels"
-        f" of {metrics['n_prompts']} prompts, ROC-AUC {metrics['auc_mismatch']:.3f}"
+        f"{out}: {judge['features']}, {metrics['n_labels']} labels of"
+        f" {metrics['n_prompts']} prompts, ROC-AUC {metrics['auc_mismatch']:.3f}"
         f" on {metrics['n_holdout']} mismatches it has not seen"
     )
     print_rows(

@@ -26,8 +26,8 @@ from selfjudge.engine.teacher_forced import GRID, Sequences, choose_width, logit
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.self_written import Collector
-from selfjudge.store import Journal, RunFolder, read_rows, read_tensors, sha256, write_rows, write_tensors
-from selfjudge.store.artefacts import DistillPrompt, PromptsSeal, WrittenRow
+from selfjudge.store import RunFolder, read_rows, read_tensors, sha256, write_rows, write_tensors
+from selfjudge.store.artefacts import DistillPrompt, PromptsSeal
 from selfjudge.types import Notify
 
 Row = dict[str, Any]
@@ -77,15 +77,13 @@ class DataMaker:
 
     def _prompts(self) -> tuple[list[Row], dict[str, Any]]:
         """The prompts in random order, and their seal, which says what became of each source's prompts."""
-        journal = Journal(self.run.work / "written.jsonl", WrittenRow)
-        seal = self.run.sealed("prompts", schema=PromptsSeal) or self._make_prompts(journal)
-        journal.remove()
+        seal = self.run.sealed("prompts", schema=PromptsSeal) or self._make_prompts()
         return list(read_rows(self.run.path / PROMPTS, DistillPrompt)), seal
 
-    def _make_prompts(self, journal: Journal) -> dict[str, Any]:
-        config, begun = self.config, time.monotonic() - journal.seconds
+    def _make_prompts(self) -> dict[str, Any]:
+        config, begun = self.config, time.monotonic()
         longest = config.max_prompt_tokens
-        collect = Collector(self.pair, longest, config.seed, config.batch, self.data, self.notify, journal=journal)
+        collect = Collector(self.pair, longest, config.seed, config.batch, self.data, self.notify)
         records, report = collect(config.sources)
         if len(records) < 2:
             raise SelfJudgeError("fewer than two prompts are left to learn from: give more with `prompts`")

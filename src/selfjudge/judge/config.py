@@ -21,7 +21,6 @@ from selfjudge.types import DEFAULT_THETA
 
 FEATURES = ("hidden", "hidden+margin", "hidden+margin+previous")
 SCORES = ("likelihood", "confidence")
-MODELS = ("linear", "mlp")
 LOWEST = -50.0  # log-probabilities below say nothing more
 PROMPTS_FILE = "prompts.json"
 KEY_DIGITS = 16  # of a prompt's key that are kept
@@ -45,7 +44,7 @@ class JudgeConfig:
     layer: Literal["final"] = "final"
     norm: Literal["post_final_norm"] = "post_final_norm"
     features: Annotated[str, Literal[FEATURES]] = "hidden"
-    model: Annotated[str, Literal[MODELS]] = "linear"
+    model: Literal["linear"] = "linear"
     label_method: str = ""
     suffix_length: Count | None = None
     suffix_gap: Count = 0

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selfjudge.errors import SelfJudgeError
@@ -48,38 +47,25 @@ def join_features(features: str, hidden: Tensor, margin: Tensor | None, before: 
 
 
 class Judge(nn.Module):
-    """P(acceptable) = σ(w·x + b), or σ(w·gelu(Ax + a) + b) for an MLP.
+    """P(acceptable) = σ(w·x + b).
 
     x is the target's hidden state h at the draft token and, by `config.features`, log-probabilities of the same pass.
     """
 
     weight: Tensor
     bias: Tensor
-    inner_weight: Tensor | None
-    inner_bias: Tensor | None
 
-    def __init__(
-        self, config: JudgeConfig, weight: Tensor | None = None, bias: float | Tensor = 0.0,
-        inner_weight: Tensor | None = None, inner_bias: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, config: JudgeConfig, weight: Tensor | None = None, bias: float | Tensor = 0.0) -> None:
         super().__init__()
         self.config = config
-        if {inner_weight is None, inner_bias is None} != {config.model == "linear"}:
-            raise SelfJudgeError(f"a judge of model {config.model} has other tensors")
-        inputs = config.width if inner_bias is None else max(1, inner_bias.numel())
-        tensors = {
-            "weight": (torch.zeros(inputs) if weight is None else weight, (inputs,)),
-            "bias": (torch.as_tensor(bias), ()),
-            "inner_weight": (inner_weight, (inputs, config.width)),
-            "inner_bias": (inner_bias, (inputs,)),
-        }
-        for name, (tensor, shape) in tensors.items():
-            if tensor is not None and tensor.shape != shape:
+        weight, bias = torch.zeros(config.width) if weight is None else weight, torch.as_tensor(bias)
+        for name, tensor, shape in (("weight", weight, (config.width,)), ("bias", bias, ())):
+            if tensor.shape != shape:
                 raise SelfJudgeError(
                     f"judge {name} has {tensor.numel()} entries ({list(tensor.shape)}), its config says hidden_size"
                     f" {config.hidden_size} and features {config.features}: {list(shape)}"
                 )
-            self.register_buffer(name, None if tensor is None else tensor.detach().float())
+            self.register_buffer(name, tensor.detach().float())
 
     def forward(self, block: Block) -> Tensor:
         """[B, γ] P(acceptable) of each draft, from the hidden state at that draft; NaN where that is non-finite."""
@@ -120,14 +106,11 @@ class Judge(nn.Module):
 
         margin, previous = ("margin" in self.config.features, "previous" in self.config.features)
         limit = math.inf if self.config.margin_limit is None else self.config.margin_limit
-        return JudgeWeights(self.weight, self.bias, self.inner_weight, self.inner_bias, margin, previous, LOWEST, limit)
+        return JudgeWeights(self.weight, self.bias, margin, previous, LOWEST, limit)
 
     def score(self, x: Tensor) -> Tensor:
         """[..., D] → [...]"""
-        x = x.float()
-        if self.inner_weight is not None:
-            x = F.gelu(F.linear(x, self.inner_weight, self.inner_bias))
-        return torch.sigmoid(x @ self.weight + self.bias)
+        return torch.sigmoid(x.float() @ self.weight + self.bias)
 
     def digest(self) -> str:
         """SHA-256 of all that the judge's scores depend on: its weights, features and margin limit."""
@@ -166,16 +149,12 @@ class Judge(nn.Module):
 
         folder = find_judge(source)
         config, file = JudgeConfig.from_pretrained(folder), folder / "model.safetensors"
-        expected = {"weight", "bias", *(("inner_weight", "inner_bias") if config.model == "mlp" else ())}
         try:
             tensors = load(file.read_bytes())  # not mapped: the file may be overwritten while the judge is in use
         except (OSError, SafetensorError) as error:
             raise SelfJudgeError(f"cannot read {file}: {error}") from None
-        if tensors.keys() != expected:
-            raise SelfJudgeError(
-                f"{file} holds {', '.join(sorted(tensors)) or 'nothing'}, a judge of model {config.model} has"
-                f" {', '.join(sorted(expected))}"
-            )
+        if tensors.keys() != {"weight", "bias"}:
+            raise SelfJudgeError(f"{file} holds {', '.join(sorted(tensors)) or 'nothing'}, a judge has bias, weight")
         for name, tensor in tensors.items():
             if not (tensor.is_floating_point() and bool(tensor.float().isfinite().all())):
                 raise SelfJudgeError(f"{file} has weights that are not finite numbers ({name})")

@@ -3,7 +3,6 @@
 labels-00000.jsonl          one row a label
 hidden-00000.safetensors    row-aligned: hidden_draft, hidden_target, log_p, entropy, rank, original, substituted,
                             highest [, hidden_before]
-revisions-00000.jsonl       answer preservation: the responses that a search went through
 work/labels-00000.json      the seal: checksums, what the shard was made from, and counts
 responses.jsonl             all responses
 manifest.json               written last: its existence means done
@@ -15,7 +14,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +62,6 @@ class Labels:
     rows: list[Row]
     arrays: Arrays
     counts: dict[str, int]
-    revisions: list[Row] = field(default_factory=list)
-    """The responses that searches went through."""
 
 
 def write_shard(run: RunFolder, number: int, labels: Labels, made_from: str) -> Row:
@@ -74,9 +71,6 @@ def write_shard(run: RunFolder, number: int, labels: Labels, made_from: str) -> 
     names = [f"labels-{number:05d}.jsonl", f"hidden-{number:05d}.safetensors"]
     write_rows(out / names[0], rows)
     write_tensors(out / names[1], arrays)
-    if labels.revisions:
-        names.append(f"revisions-{number:05d}.jsonl")
-        write_rows(out / names[2], labels.revisions)
     return run.seal(f"labels-{number:05d}", names, made_from, rows=len(rows), **labels.counts)
 
 

@@ -28,16 +28,8 @@ from selfjudge.label.score import Scorer
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.self_written import Collector
 from selfjudge.prompts.sources import Source
-from selfjudge.store import Journal, RunFolder, read_rows, sha256, write_rows
-from selfjudge.store.artefacts import (
-    CalibrationSeal,
-    LabelManifest,
-    LabelPrompt,
-    LabelShard,
-    PromptsSeal,
-    Response,
-    WrittenRow,
-)
+from selfjudge.store import RunFolder, read_rows, sha256, write_rows
+from selfjudge.store.artefacts import CalibrationSeal, LabelManifest, LabelPrompt, LabelShard, PromptsSeal, Response
 from selfjudge.tasks import is_task, load_task
 from selfjudge.tasks.code import CodeTask
 from selfjudge.tasks.sandbox.runner import check_isolation
@@ -184,26 +176,21 @@ def _label(run: _LabelRun) -> dict[str, Any]:
 def _make_prompts(run: _LabelRun) -> tuple[list[Row], dict[str, Any]]:
     """Rows {prompt_id, source, prompt_ids, request, row}, and what became of each source's prompts."""
     file = run.folder.work / "prompts.jsonl"
-    journal = Journal(run.folder.work / "written.jsonl", WrittenRow)
     if (seal := run.folder.sealed("prompts", schema=PromptsSeal)) is not None:
-        rows, yields = list(read_rows(file, LabelPrompt)), seal["yields"]
-    else:
-        rows, yields = _collect(run, run.config.sources(), journal)
-        first, step = run.config.shard
-        if not (rows := rows[first::step]):
-            raise SelfJudgeError("there is no prompt left to label: give more with `prompts`")
-        write_rows(file, rows)
-        run.folder.seal("prompts", ["work/prompts.jsonl"], yields=yields)
-    journal.remove()
+        return list(read_rows(file, LabelPrompt)), seal["yields"]
+    rows, yields = _collect(run, run.config.sources())
+    first, step = run.config.shard
+    if not (rows := rows[first::step]):
+        raise SelfJudgeError("there is no prompt left to label: give more with `prompts`")
+    write_rows(file, rows)
+    run.folder.seal("prompts", ["work/prompts.jsonl"], yields=yields)
     return rows, yields
 
 
-def _collect(
-    run: _LabelRun, sources: Sequence[Source], journal: Journal | None = None
-) -> tuple[list[Row], dict[str, Any]]:
+def _collect(run: _LabelRun, sources: Sequence[Source]) -> tuple[list[Row], dict[str, Any]]:
     config, pair = run.config, run.pair
     longest = min(config.max_prompt_tokens, pair.window - 1)
-    collect = Collector(pair, longest, config.seed, config.batch_size, run.data, run.notify, journal)
+    collect = Collector(pair, longest, config.seed, config.batch_size, run.data, run.notify)
     records, yields = collect(sources)
     rows: list[Row] = []
     names: Counter[str] = Counter()

@@ -105,23 +105,12 @@ def label_by_preservation(
 ) -> Labels:
     """A token is acceptable if the answer is preserved; on open prompts (autojudge+) the target compares the meanings.
 
-    A position counts in the response that the search had reached: the row names its revision, 0 being the original.
+    A position counts in the response that the search had reached.
     """
     events = search_critical_tokens(pair, config, originals, most=config.substitutions, notify=notify)
     candidates: list[Candidate] = []
     verdicts: list[Row] = []
-    revisions: dict[str, dict[tuple[int, ...], int]] = {}
     for event, (case, scores, k) in zip(events, score_events(scorer, events), strict=True):
-        original = event.substitution.original
-        numbers = revisions.setdefault(original.row["prompt_id"], {original.response: 0})
-        revision = numbers.setdefault(event.substitution.response, len(numbers))
-        candidates.append(Candidate(original.row, case, scores, k))
-        verdicts.append({"label": int(event.kept), "revision": revision})
-    labels = make_labels(pair, config, candidates, verdicts, {"target_tokens": sum(event.tokens for event in events)})
-    labels.revisions.extend(
-        {"prompt_id": name, "revision": number, "response_ids": list(tokens)}
-        for name, numbers in revisions.items()
-        for tokens, number in numbers.items()
-        if number
-    )
-    return labels
+        candidates.append(Candidate(event.substitution.original.row, case, scores, k))
+        verdicts.append({"label": int(event.kept)})
+    return make_labels(pair, config, candidates, verdicts, {"target_tokens": sum(event.tokens for event in events)})

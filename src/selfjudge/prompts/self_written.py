@@ -21,7 +21,7 @@ from selfjudge.decoding.sampling import Sampling
 from selfjudge.errors import SelfJudgeError
 from selfjudge.models.pair import Pair, Prompt
 from selfjudge.prompts.sources import SELF, PromptRecord, Source, load_prompts
-from selfjudge.store import Journal, read_json
+from selfjudge.store import read_json
 from selfjudge.tasks.benchmarks import ask_for_summary
 from selfjudge.types import Notify
 
@@ -48,8 +48,6 @@ class Collector:
     batch: int
     data: Path | None
     notify: Notify
-    journal: Journal | None = None
-    """Keeps the prompts that the target writes, so that after a kill they are not written again."""
 
     def __call__(self, sources: Sequence[Source]) -> tuple[list[tuple[PromptRecord, list[int]]], dict[str, Any]]:
         """Prompts with their token ids, and what became of each source's prompts.
@@ -88,7 +86,7 @@ class Collector:
             done += tokens
             self.notify("the target writes prompts", min(1, done / expected))
 
-        writer = Writer(self.pair, self.seed, self.batch, report_tokens, self.journal)
+        writer = Writer(self.pair, self.seed, self.batch, report_tokens)
         if name == "self-summaries":
             passages = writer.write_passages(count)
             return [ask_for_summary(text) for text in passages], {"written": count, "kept": len(passages)}
@@ -104,7 +102,6 @@ class Writer:
     batch: int = 1024
     notify: Callable[[int], None] = lambda tokens: None
     """Told how many tokens were written since it was told last."""
-    journal: Journal | None = None
 
     def write_prompts(self, count: int, style: str = "self") -> tuple[list[str], dict[str, int]]:
         """The prompts that pass the filter, of `count` that are written, and how many did not pass, by reason."""
@@ -158,26 +155,17 @@ class Writer:
         self, starts: Sequence[Sequence[int]], longest: int, temperature: float, part: int
     ) -> Iterator[Response]:
         """Continuations of the starts, in any order. Every `part` of the texts has seeds of its own."""
-        first_seed = part * _APART
-        before = [row for row in (self.journal.rows if self.journal else ()) if row["part"] == first_seed]
-        known = {row["index"]: row for row in before if row["index"] < len(starts)}
-        left = [i for i in range(len(starts)) if i not in known]
-        for i, row in known.items():
-            self.notify(len(row["tokens"]))
-            yield i, row["tokens"], row["finish"]
-        for place, tokens, finish in respond(
+        first_seed = self.seed * 1_000_003 + part * _APART
+        return respond(
             self.pair.target_model,
-            [starts[i] for i in left],
+            starts,
             eos_ids=self.pair.eos_ids,
             max_new_tokens=longest,
             sampling=Sampling(temperature),
-            seeds=[(self.seed * 1_000_003 + first_seed + i) % (1 << 63) for i in left],
+            seeds=[(first_seed + i) % (1 << 63) for i in range(len(starts))],
             batch=self.batch,
             notify=self.notify,
-        ):
-            if self.journal:
-                self.journal.add({"part": first_seed, "index": left[place], "tokens": tokens, "finish": finish})
-            yield left[place], tokens, finish
+        )
 
 
 def find_fault(

@@ -23,7 +23,6 @@ from selfjudge.store.files import (
     write_text as write_text,
 )
 from selfjudge.store.run_folder import (
-    Journal as Journal,
     RunFolder as RunFolder,
     describe_machine as describe_machine,
     keep_settings as keep_settings,

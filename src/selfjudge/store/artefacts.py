@@ -39,16 +39,6 @@ class PromptsSeal(Seal):
     yields: dict[str, Any]
 
 
-class WrittenRow(TypedDict):
-    """A line of `work/written.jsonl`: what the target wrote, one of the `part`'s samples."""
-
-    part: Count
-    index: Count
-    tokens: list[Count]
-    finish: Literal["eos", "length", "stop"]
-    seconds: Amount
-
-
 class CalibrationSeal(Seal):
     tau: float
 

@@ -1,4 +1,4 @@
-"""The resumable folder of a run: settings, seals, parts, lock, a journal of rows, and where and how it was made."""
+"""The resumable folder of a run: settings, seals, parts, lock, and where and how it was made."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from typing import Any
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.store.artefacts import RunRecord, Seal
-from selfjudge.store.files import dumped, locked, parse_json, read_json, sha256, write_json
-from selfjudge.store.schema import conform
+from selfjudge.store.files import locked, read_json, sha256, write_json
 
 
 def versions(*more: str) -> dict[str, str]:
@@ -182,30 +181,3 @@ class RunFolder:
         write_json(self.path / "run.json", provenance(**about))
         if self.done != "run.json":
             write_json(self.path / self.done, result)
-
-
-class Journal:
-    """Appends JSON lines to a file; after a kill at any moment the rows added before are read again.
-
-    A line that was cut short, or does not match the schema, is left out: its row is made again.
-    When the part is sealed, `remove` deletes the file.
-    """
-
-    def __init__(self, path: Path, schema: Any) -> None:
-        self.path, self.rows = path, list[dict[str, Any]]()
-        for line in path.read_bytes().split(b"\n") if path.is_file() else ():
-            with contextlib.suppress(ValueError, SelfJudgeError):
-                self.rows.append(conform(parse_json(line.decode()), schema, path))
-        self.seconds = max((float(row["seconds"]) for row in self.rows), default=0.0)
-        """Seconds that earlier processes had worked when the last row was added."""
-        self._begun = time.monotonic() - self.seconds
-
-    def add(self, row: Mapping[str, Any]) -> None:
-        """Save one more row, with the seconds of work after which it came."""
-        line = dumped({**row, "seconds": round(time.monotonic() - self._begun, 1)})
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(f"\n{line}\n")  # the line before may have been cut short
-
-    def remove(self) -> None:
-        self.path.unlink(missing_ok=True)

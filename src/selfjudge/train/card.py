@@ -31,8 +31,6 @@ class Evidence:
     scores: NDArray[np.float32]
     """P(acceptable) of the holdout's mismatches."""
     labels: NDArray[np.float32]
-    tried: Mapping[str, float]
-    """ROC-AUC on the part `select` of each kind of judge."""
     sources: Mapping[str, Mapping[str, float]]
     """Number of `rows` and `acceptable` share of each source of prompts."""
     threshold_f: str = "f1"
@@ -91,13 +89,11 @@ def format_card(judge: JudgeConfig, evidence: Evidence) -> str:
         .format(
             judge=judge,
             **judge.metrics,
-            kind="An MLP" if judge.model == "mlp" else "Logistic regression",
             limit=f"\nIt has no say where the target prefers its own token by more than {limit:g} nats."
             if limit
             else "",
             score="".join(score),
             sources=markdown_table(["source", "labels", "acceptable"], sources),
-            on_select=", ".join(f"{name} {value:.3f}" for name, value in evidence.tried.items()),
             thresholds=markdown_table(
                 ["threshold", "θ", "acceptable tokens accepted", "unacceptable tokens accepted"], thresholds
             ),

@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.judge.config import FEATURES, LOWEST, MODELS, SCORES
+from selfjudge.judge.config import FEATURES, LOWEST, SCORES
 from selfjudge.types import check_settings, setting
 
 RELEASED: Mapping[str, Any] = {
     "features": "hidden",
-    "model": "linear",
     "originals": True,
     "score": "confidence",
     "threshold_f": "youden",
@@ -33,11 +32,6 @@ class TrainConfig:
         "hidden+margin",
         "What the judge reads: the hidden state (as in the paper), with the margin, and with the state before.",
         choices=FEATURES,
-    )
-    model: str = setting(
-        "auto",
-        "linear, mlp, or auto: both are fitted, the one with the better ROC-AUC on the prompts that select is taken.",
-        choices=(*MODELS, "auto"),
     )
     originals: bool = setting(
         False, "Learn from the target's own tokens as well, as acceptable rows, as public code does."
@@ -78,9 +72,9 @@ class TrainConfig:
     as_released: bool = setting(
         False,
         "Label and train as the authors' code does: score confidence, τ for 20.9 % acceptable mismatches unless given,"
-        " features hidden, linear, originals, F by Youden's J, R rejects 80 %.",
+        " features hidden, originals, F by Youden's J, R rejects 80 %.",
     )
-    seed: int = setting(0, "Seed of the split by prompts and of the MLP.")
+    seed: int = setting(0, "Seed of the split by prompts.")
 
     def check(self) -> None:
         """Refuse values out of range, and settings that contradict each other."""

@@ -227,33 +227,23 @@ class LabelledRows:
         return all(shard.has_previous for shard in self.shards)
 
     def chunks(
-        self,
-        chosen: NDArray[np.bool_],
-        features: str,
-        *,
-        originals: bool = False,
-        device: torch.device | None = None,
-        generator: torch.Generator | None = None,
+        self, chosen: NDArray[np.bool_], features: str, *, originals: bool = False, device: torch.device | None = None
     ) -> Iterator[Chunk]:
         """The chosen rows, a bounded chunk at a time.
 
-        With `originals` also the target's own tokens at the same places, which are acceptable. With a `generator`, in
-        random order.
+        With `originals` also the target's own tokens at the same places, which are acceptable.
         """
-        order = list(range(len(self.shards)))
-        if generator is not None:
-            order = torch.randperm(len(order), generator=generator).tolist()
         most = max(1, CHUNK_BYTES // (4 * feature_width(features, self.hidden_size)))
         waiting: list[Chunk] = []
-        for number in order:
-            inside = np.flatnonzero(chosen[self.shards[number].rows])
+        for number, shard in enumerate(self.shards):
+            inside = np.flatnonzero(chosen[shard.rows])
             if len(inside):
                 waiting += self._read_shard(number, inside, features, originals, device)
             if sum(len(chunk.labels) for chunk in waiting) >= most:
-                yield from _split_chunks(waiting, most, device, generator)
+                yield from _split_chunks(waiting, most, device)
                 waiting = []
         if waiting:
-            yield from _split_chunks(waiting, most, device, generator)
+            yield from _split_chunks(waiting, most, device)
 
     def _read_shard(
         self, number: int, inside: NDArray[Any], features: str, originals: bool, device: torch.device | None
@@ -300,14 +290,9 @@ def _check_rows(file: Path, rows: Sequence[Row], arrays: Arrays, keys: Mapping[s
         raise SelfJudgeError(f"{file.parent} has labels of prompt {unknown[0]!r:.40}, which has no response")
 
 
-def _split_chunks(
-    waiting: Sequence[Chunk], most: int, device: torch.device | None, generator: torch.Generator | None
-) -> Iterator[Chunk]:
-    """The waiting rows, joined, shuffled where there is a generator, and cut into chunks of at most `most` rows."""
-    joined = Chunk(*(torch.cat(parts) for parts in zip(*waiting, strict=True)))
-    if generator is not None:
-        order = torch.randperm(len(joined.x), generator=generator).to(joined.x.device)
-        joined = Chunk(*(column[order] for column in joined))
+def _split_chunks(waiting: Sequence[Chunk], most: int, device: torch.device | None) -> Iterator[Chunk]:
+    """The waiting rows, joined, and cut into chunks of at most `most` rows."""
+    joined = (torch.cat(parts) for parts in zip(*waiting, strict=True))
     for columns in zip(*(column.split(most) for column in joined), strict=True):
         yield Chunk(*(column.to(device) for column in columns))
 

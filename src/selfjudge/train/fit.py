@@ -1,4 +1,4 @@
-"""Fitting: standardised columns, logistic regression by Newton's method over streamed rows, a small MLP.
+"""Fitting: standardised columns, logistic regression by Newton's method over streamed rows.
 
 The scaler is folded into the weights: a judge reads plain columns.
 """
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from selfjudge.judge.config import JudgeConfig
 from selfjudge.judge.model import Judge
@@ -27,7 +27,6 @@ GRID = tuple(float(c) for c in np.logspace(-6, 2, 13))
 LOOSE = 100.0  # C of the margin: a single column needs no regularisation
 NEWTON_STEPS = 50
 TOLERANCE = 1e-9  # twice what a step can still gain
-UNITS, DROPOUT, DECAY, RATE, EPOCHS, BATCH = 128, 0.5, 0.5, 2e-3, 8, 512
 
 Chunks = Callable[[], Iterable[Chunk]]
 """Reads all rows once, a chunk at a time."""
@@ -68,18 +67,7 @@ class Fitted:
 
     judge: Judge
     auc_select: float
-    c: float | None = None
-
-
-@dataclass(frozen=True)
-class FitOptions:
-    """Options of both kinds of fit."""
-
-    originals: bool = False
-    """Learn from the target's own tokens as well, as acceptable rows."""
-    seed: int = 0
-    device: torch.device | None = None
-    notify: Notify = lambda stage, share: None
+    c: float
 
 
 class _Sums(NamedTuple):
@@ -147,15 +135,23 @@ def _sum_rows(chunks: Chunks, scaler: Scaler, weights: Tensor) -> _Sums:
 
 
 def fit_linear(
-    rows: LabelledRows, config: JudgeConfig, options: FitOptions | None = None, *, grid: Sequence[float] = GRID
+    rows: LabelledRows,
+    config: JudgeConfig,
+    *,
+    originals: bool = False,
+    device: torch.device | None = None,
+    notify: Notify = lambda stage, share: None,
+    grid: Sequence[float] = GRID,
 ) -> Fitted:
-    """A linear judge: C from the ascending grid by ROC-AUC on the mismatches of the part `select`."""
-    options = options or FitOptions()
-    chunks = partial(rows.chunks, rows.of("fit"), config.features, originals=options.originals, device=options.device)
+    """A judge: C from the ascending grid by ROC-AUC on the mismatches of the part `select`, the first of equals.
+
+    With `originals` it learns from the target's own tokens as well, as acceptable rows.
+    """
+    chunks = partial(rows.chunks, rows.of("fit"), config.features, originals=originals, device=device)
     scaler = Scaler.of(chunks)
 
     def penalty(c: float) -> Tensor:
-        columns = torch.full((config.width,), 1 / c, device=options.device)
+        columns = torch.full((config.width,), 1 / c, device=device)
         if "margin" in config.features:
             columns[config.hidden_size] = 1 / LOOSE
         return columns
@@ -164,46 +160,9 @@ def fit_linear(
     path = fit_logistic(chunks, scaler, map(penalty, grid))
     for number, (c, weights) in enumerate(zip(grid, path, strict=True), 1):
         judge = Judge(config, *scaler.fold(weights[:-1], weights[-1]))
-        auc = roc_auc(*predict(rows, judge, rows.of("select"), device=options.device))
+        auc = roc_auc(*predict(rows, judge, rows.of("select"), device=device))
         fits.append(Fitted(judge, auc, c))
-        options.notify(f"logistic regression, C = {c:.2g}: AUC {fits[-1].auc_select:.3f}", number / len(grid))
-    return select_best(fits)
-
-
-def fit_mlp(rows: LabelledRows, config: JudgeConfig, options: FitOptions | None = None) -> Fitted:
-    """A judge with one hidden layer; the epoch is chosen by ROC-AUC on the mismatches of the part `select`."""
-    options = options or FitOptions()
-    device, chosen = options.device, rows.of("fit")
-    chunks = partial(rows.chunks, chosen, config.features, originals=options.originals, device=device)
-    scaler = Scaler.of(chunks)
-    fits = []
-    with torch.random.fork_rng(devices=[device] if device is not None and device.type == "cuda" else []):
-        torch.manual_seed(options.seed)
-        inner, outer = nn.Linear(config.width, UNITS).to(device), nn.Linear(UNITS, 1).to(device)
-        parameters = [*inner.parameters(), *outer.parameters()]
-        optimiser = torch.optim.AdamW(parameters, lr=RATE, weight_decay=DECAY)
-        generator = torch.Generator().manual_seed(options.seed)
-        steps = EPOCHS * max(1, -(-int(chosen.sum()) * (1 + options.originals) // BATCH))
-        done = 0
-        for epoch in range(1, EPOCHS + 1):
-            for x, labels in chunks(generator=generator):
-                for piece, truth in zip(scaler(x).split(BATCH), labels.split(BATCH), strict=True):
-                    optimiser.param_groups[0]["lr"] = RATE * max(0.02, 1 - done / steps)
-                    done += 1
-                    logits = outer(F.dropout(F.gelu(inner(piece)), DROPOUT)).squeeze(1)
-                    optimiser.zero_grad()
-                    F.binary_cross_entropy_with_logits(logits, truth).backward()
-                    optimiser.step()
-            with torch.no_grad():
-                folded = scaler.fold(inner.weight, inner.bias)
-                judge = Judge(config, outer.weight[0].clone(), outer.bias[0].clone(), *folded)
-            fits.append(Fitted(judge, roc_auc(*predict(rows, judge, rows.of("select"), device=device))))
-            options.notify(f"MLP, epoch {epoch}: AUC {fits[-1].auc_select:.3f}", epoch / EPOCHS)
-    return select_best(fits)
-
-
-def select_best(fits: Iterable[Fitted]) -> Fitted:
-    """The fit with the best ROC-AUC on the part `select`, the first of equals."""
+        notify(f"logistic regression, C = {c:.2g}: AUC {auc:.3f}", number / len(grid))
     return max(fits, key=lambda fitted: fitted.auc_select)
 
 

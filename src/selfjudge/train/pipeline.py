@@ -1,7 +1,7 @@
 """Training: label folders → a judge with thresholds, a card and a figure.
 
     fit       70 % of the prompts: weights and scaler
-    select    15 %: C, the epoch of an MLP, linear or MLP
+    select    15 %: C
     holdout   15 %: thresholds and everything that is reported
 
 The holdout chooses nothing but θ, and no prompt belongs to two parts.
@@ -25,7 +25,7 @@ from selfjudge.store import locked, provenance, refuse_foreign, write_json
 from selfjudge.train.card import Evidence, write_card
 from selfjudge.train.config import LEFT_BY_A_KILL, TrainConfig
 from selfjudge.train.dataset import PARTS, LabelledRows
-from selfjudge.train.fit import FitOptions, Fitted, fit_linear, fit_mlp, predict, select_best
+from selfjudge.train.fit import Fitted, fit_linear, predict
 from selfjudge.train.thresholds import compute_quality_curve, find_thresholds, roc_auc
 from selfjudge.types import Notify
 
@@ -53,13 +53,14 @@ def train_judge(
         out.mkdir(parents=True, exist_ok=True)
         with locked(lock, refuse=f"another process works on {out}"):
             refuse_foreign(out, LEFT_BY_A_KILL)  # another process may have finished meanwhile
-            fits = fit_candidates(rows, config, on, notify)
-            judge, evidence = measure_on_holdout(rows, fits, config, on)
+            fitted = fit_linear(
+                rows, make_judge_config(rows, config), originals=config.originals, device=on, notify=notify
+            )
+            judge, evidence = measure_on_holdout(rows, fitted, config, on)
             run = provenance(
                 settings=asdict(config),
                 labels=[str(folder) for folder in folders],
                 seconds=round(time.monotonic() - begun, 1),
-                auc_select=evidence.tried,
                 rows={name: int(rows.of(name).sum()) for name in PARTS},
                 sources=evidence.sources,
             )
@@ -88,24 +89,7 @@ def load_rows(folders: Sequence[Path], config: TrainConfig, notify: Notify | Non
     return rows
 
 
-def fit_candidates(
-    rows: LabelledRows,
-    config: TrainConfig,
-    device: torch.device | None = None,
-    notify: Notify = lambda stage, share: None,
-) -> dict[str, Fitted]:
-    """The judges that `config.model` asks for, by kind; the linear one first."""
-    judge = _judge_config(rows, config)
-    options = FitOptions(originals=config.originals, seed=config.seed, device=device, notify=notify)
-    fits: dict[str, Fitted] = {}
-    if config.model in ("linear", "auto"):
-        fits["linear"] = fit_linear(rows, judge, options)
-    if config.model in ("mlp", "auto"):
-        fits["mlp"] = fit_mlp(rows, replace(judge, model="mlp"), options)
-    return fits
-
-
-def _judge_config(rows: LabelledRows, config: TrainConfig) -> JudgeConfig:
+def make_judge_config(rows: LabelledRows, config: TrainConfig) -> JudgeConfig:
     """The config of a judge of these rows. Fields that differ between label folders are left open."""
     first = rows.manifests[0]
     drafts, methods = (dict.fromkeys(m[key] for m in rows.manifests) for key in ("draft", "method"))
@@ -130,20 +114,13 @@ def _judge_config(rows: LabelledRows, config: TrainConfig) -> JudgeConfig:
 
 
 def measure_on_holdout(
-    rows: LabelledRows, fits: dict[str, Fitted], config: TrainConfig, device: torch.device | None = None
+    rows: LabelledRows, fitted: Fitted, config: TrainConfig, device: torch.device | None = None
 ) -> tuple[Judge, Evidence]:
-    """The fit that is best on `select`, with thresholds and figures from the holdout."""
-    fitted = select_best(fits.values())
+    """The judge with thresholds and figures from the holdout."""
     holdout = rows.of("holdout")
     scores, labels = predict(rows, fitted.judge, holdout, device=device)
     thresholds = find_thresholds(scores, labels, reject=config.reject, f=config.threshold_f)
-    evidence = Evidence(
-        scores=scores,
-        labels=labels,
-        tried={kind: round(fit.auc_select, 4) for kind, fit in fits.items()},
-        sources=_count_by_source(rows),
-        threshold_f=config.threshold_f,
-    )
+    evidence = Evidence(scores=scores, labels=labels, sources=_count_by_source(rows), threshold_f=config.threshold_f)
     metrics: dict[str, float] = {
         "auc_mismatch": roc_auc(scores, labels),
         "auc_select": fitted.auc_select,
@@ -156,8 +133,7 @@ def measure_on_holdout(
     for name in ("F", "R"):
         bad, acceptable = evidence.locate(thresholds[name])
         metrics |= {f"{name}_accepts_acceptable": acceptable, f"{name}_accepts_unacceptable": bad}
-    if fitted.c is not None:
-        metrics["C"] = fitted.c
+    metrics["C"] = fitted.c
     metrics["auc_all"] = roc_auc(*predict(rows, fitted.judge, holdout, originals=True, device=device))
     judge_config = replace(
         fitted.judge.config, thresholds=thresholds, quality_curve=compute_quality_curve(scores, labels), metrics=metrics

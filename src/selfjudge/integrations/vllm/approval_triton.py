@@ -12,7 +12,7 @@ from torch import Tensor
 
 from selfjudge.integrations.vllm import plan as codes
 from selfjudge.ops.argmax_triton import ROW_BLOCK, ROW_WARPS, row_argmax
-from selfjudge.ops.judge_score_triton import JudgeWeights, among, draft_score, shape_of
+from selfjudge.ops.judge_score_triton import JudgeWeights, among, draft_score
 from selfjudge.ops.price_triton import flat_scan
 
 SCORE, LOG_SCORE, RANK, ENTROPY = (
@@ -49,11 +49,10 @@ def _entropy(x_ptr, size, best, BLOCK: tl.constexpr):
 
 @triton.jit
 def _decide(
-    hidden_ptr, logit_ptr, at_ptr, draft_ptr, value_ptr, limit_ptr, weight_ptr, bias_ptr, inner_ptr, inner_bias_ptr,
-    special_ptr, out_ptr, harm_ptr, hidden_step, logit_step, hidden, vocabulary, log_vocabulary, units, judge_limit,
-    specials, JUDGE: tl.constexpr, LOWEST: tl.constexpr, MARGIN: tl.constexpr, PREVIOUS: tl.constexpr,
-    LIMITED: tl.constexpr, MLP: tl.constexpr, BLOCK: tl.constexpr, UNITS: tl.constexpr, SPECIALS: tl.constexpr,
-    ROW_BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+    hidden_ptr, logit_ptr, at_ptr, draft_ptr, value_ptr, limit_ptr, weight_ptr, bias_ptr, special_ptr, out_ptr,
+    harm_ptr, hidden_step, logit_step, hidden, vocabulary, log_vocabulary, judge_limit, specials, JUDGE: tl.constexpr,
+    LOWEST: tl.constexpr, MARGIN: tl.constexpr, PREVIOUS: tl.constexpr, LIMITED: tl.constexpr, BLOCK: tl.constexpr,
+    SPECIALS: tl.constexpr, ROW_BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """One draft by its code (`plan.Code`). With AHEAD: its harm, and whether it is aligned. Else: whether it is
     approved."""
@@ -71,8 +70,8 @@ def _decide(
     if JUDGE:  # noqa: SIM102 (known when the kernel is compiled; the other is not)
         if which <= LOG_SCORE:
             score = draft_score(
-                hidden_ptr + (row + 1) * hidden_step, hidden_step, at - best, weight_ptr, bias_ptr, inner_ptr,
-                inner_bias_ptr, hidden, units, judge_limit, LOWEST, MARGIN, PREVIOUS, LIMITED, MLP, BLOCK, UNITS,
+                hidden_ptr + (row + 1) * hidden_step, hidden_step, at - best, weight_ptr, bias_ptr, hidden,
+                judge_limit, LOWEST, MARGIN, PREVIOUS, LIMITED, BLOCK,
             )  # fmt: skip
             value = -tl.where(which == SCORE, score, tl.log(score))
     has_say = (token >= 0) & (non_finite == 0)
@@ -96,21 +95,18 @@ def approvals(
     out = torch.empty(len(drafts), dtype=torch.bool, device=drafts.device)
     harm = torch.empty(len(drafts), device=drafts.device) if plan.looks_ahead else None
     judge = judge if plan.judged else None
-    units, constants = shape_of(judge) if judge else (0, NO_JUDGE)
     specials = len(special)
     _decide[(len(drafts),)](
-        hidden, logits, at, drafts, value, limit, *(judge[:4] if judge else (None,) * 4), special, out, harm,
-        hidden.stride(0), logits.stride(0), hidden.shape[1], logits.shape[1], math.log(logits.shape[1]), units,
+        hidden, logits, at, drafts, value, limit, *(judge[:2] if judge else (None, None)), special, out, harm,
+        hidden.stride(0), logits.stride(0), hidden.shape[1], logits.shape[1], math.log(logits.shape[1]),
         judge.limit if judge else 0.0, specials, JUDGE=judge is not None,
         SPECIALS=triton.next_power_of_2(specials) if specials else 0,
-        ROW_BLOCK=ROW_BLOCK, AHEAD=plan.looks_ahead, num_warps=ROW_WARPS, **constants,
+        ROW_BLOCK=ROW_BLOCK, AHEAD=plan.looks_ahead, num_warps=ROW_WARPS, **(judge.constants if judge else NO_JUDGE),
     )  # fmt: skip
     return out if harm is None else flat_scan(harm, out, plan.rows.first, plan.rows.counts, price, window)
 
 
-NO_JUDGE: dict[str, Any] = {
-    "LOWEST": 0.0, "MARGIN": False, "PREVIOUS": False, "LIMITED": False, "MLP": False, "BLOCK": 16, "UNITS": 1,
-}  # fmt: skip
+NO_JUDGE: dict[str, Any] = {"LOWEST": 0.0, "MARGIN": False, "PREVIOUS": False, "LIMITED": False, "BLOCK": 16}
 
 
 @triton.jit
