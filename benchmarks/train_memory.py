@@ -76,7 +76,7 @@ def main() -> None:
     command = [sys.executable, "-m", "selfjudge", "train", str(labels), "--out", str(o.out / "judge")]
     subprocess.run([*command, "--device", o.device, "--json"], check=True, stdout=subprocess.DEVNULL)
     result = {
-        "rows": o.rows, "width": o.width, "model": o.model, "device": o.device, **measured_on(),
+        "rows": o.rows, "width": o.width, "device": o.device, **measured_on(),
         "write_seconds": written - begun, "train_seconds": time.monotonic() - written,
         "feature_bytes": o.rows * o.width * 2, "peak_memory_gb": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e9,
     }  # fmt: skip
