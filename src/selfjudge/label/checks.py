@@ -19,18 +19,7 @@ from selfjudge.tasks.base import join_messages
 
 SIMILAR_TOKENS = 32  # after the substitution, that a similarity compares
 VERDICT_TOKENS = 12
-SAME_QUESTION = """Two replies to the same request are given. Do they mean the same?
-
-Request:
-{request}
-
-Reply 1:
-{first}
-
-Reply 2:
-{second}
-
-Answer with [SAME] or [DIFFERENT] only."""
+SAME_QUESTION = Path(__file__).with_name("same.txt").read_text("utf-8")
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,17 +15,22 @@ from pathlib import Path
 from typing import Any, ClassVar, TypedDict
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.store import quiet_hub, read_rows, unreachable
+from selfjudge.store import quiet_hub, read_json, read_rows, unreachable
 
 Row = dict[str, Any]
 Prompt = str | Sequence[Mapping[str, str]]
 
+ABOUT = read_json(Path(__file__).with_name("benchmarks.json"))
+"""Attributes of the benchmarks, by name."""
 FILE = "file:"
 """Prefix of a task that is a user's own file."""
 
 
 class Task:
-    """Base of all tasks. A benchmark declares its attributes, `prompt`, and `gold`, `extract` and `same` or `score`."""
+    """Base of all tasks. A benchmark declares `prompt`, and `gold`, `extract` and `same` or `score`.
+
+    Its other attributes are in `benchmarks.json`.
+    """
 
     name: str
     summary: str
@@ -46,8 +51,10 @@ class Task:
     requires: ClassVar[tuple[str, ...]] = ()
     """Packages that scoring needs; summaries record their versions."""
 
-    def __init_subclass__(cls, columns: Mapping[str, Any] | None = None, **options: Any) -> None:
+    def __init_subclass__(cls, name: str = "", columns: Mapping[str, Any] | None = None, **options: Any) -> None:
         super().__init_subclass__(**options)
+        for key, value in ({"name": name} | ABOUT[name] if name else {}).items():
+            setattr(cls, key, tuple(value) if isinstance(value, list) else value)
         if columns is not None:
             cls.schema = TypedDict(f"{cls.__name__}Row", columns)  # type: ignore[misc]
 

@@ -22,15 +22,10 @@ from selfjudge.tasks.base import FILE, Prompt, Row, Task, normalise_words
 from selfjudge.tasks.sandbox.runner import ProgramTest, map_on_cores, passes_test
 
 
-class Gsm8k(Task, columns={"question": str, "answer": str}):
+class Gsm8k(Task, name="gsm8k", columns={"question": str, "answer": str}):
     """Grade-school word problems (Cobb et al. 2021)."""
 
-    name = "gsm8k"
-    summary = "grade-school word problems; the last number is the answer"
-    licence = "MIT"
-    splits = ("train", "test")
     checkable = True
-    hub = ("openai/gsm8k", "main")
 
     def prompt(self, row: Row) -> str:
         return f'{row["question"]}\nReason step by step, then end with "The final answer is [answer]".'
@@ -45,18 +40,10 @@ class Gsm8k(Task, columns={"question": str, "answer": str}):
         return scoring.same_number(a, b)
 
 
-class Math500(Task, columns={"unique_id": str, "problem": str, "answer": str}):
+class Math500(Task, name="math500", columns={"unique_id": str, "problem": str, "answer": str}):
     """Competition problems (Hendrycks et al. 2021; Lightman et al. 2023). There is no training split."""
 
-    name = "math500"
-    summary = "competition mathematics; answers compared as formulas"
-    licence = "MIT"
-    splits = ("test",)
-    row_id = "{unique_id}"
-    new_tokens = 1024
     checkable = True
-    hub = ("HuggingFaceH4/MATH-500", None)
-    requires = ("math-verify",)
 
     def prompt(self, row: Row) -> str:
         return f"{row['problem']}\nReason step by step, then give the final answer between [answer] and [/answer]."
@@ -77,15 +64,10 @@ _BOXED = re.compile(r"\\boxed\{\s*(?:\\text\{)?\s*\(?([A-D])\)?\s*\}")  # models
 _COLUMNS = {"subject": str, "question": str, "choices": tuple[str, str, str, str], "answer": Literal[0, 1, 2, 3]}
 
 
-class Mmlu(Task, columns=_COLUMNS):
+class Mmlu(Task, name="mmlu", columns=_COLUMNS):
     """Multiple-choice questions of 57 subjects (Hendrycks et al. 2021), with chain of thought."""
 
-    name = "mmlu"
-    summary = "multiple-choice questions of 57 subjects, with chain of thought"
-    licence = "MIT"
-    splits = ("dev", "test")
     checkable = True
-    hub = ("cais/mmlu", "all")
 
     def examples(self, split: str, limit: int | None = None) -> list[Row]:
         """With a limit: always the same sample, with a share of every subject; a smaller one is part of a larger."""
@@ -126,17 +108,8 @@ class Mmlu(Task, columns=_COLUMNS):
         return boxed[-1] if boxed else None
 
 
-class CnnDailymail(Task, columns={"id": str, "article": str, "highlights": str}):
+class CnnDailymail(Task, name="cnn_dailymail", columns={"id": str, "article": str, "highlights": str}):
     """News stories to summarise (Nallapati et al. 2016). There is no training split at hand."""
-
-    name = "cnn_dailymail"
-    summary = "news stories to summarise"
-    licence = "Apache-2.0"
-    splits = ("test",)
-    file = "test_first500.jsonl"
-    new_tokens = 256
-    hub = ("abisee/cnn_dailymail", "3.0.0")
-    requires = ("rouge-score",)
 
     def prompt(self, row: Row) -> str:
         return ask_for_summary(row["article"])
@@ -162,16 +135,8 @@ def ask_for_summary(text: str) -> str:
     return f"Summarize the following article in a few sentences.\n\n{text}"
 
 
-class Dolly(Task, columns={"instruction": str, "context": str}):
+class Dolly(Task, name="dolly", columns={"instruction": str, "context": str}):
     """15,011 instructions written by people (Databricks 2023), sorted by hash; the last 1,000 are the test split."""
-
-    name = "dolly"
-    summary = "instructions written by people, some with a passage to work on"
-    licence = "CC-BY-SA-3.0"
-    splits = ("train", "test")
-    file = "databricks-dolly-15k.sha256-sorted.jsonl"
-    row_id = "{index}"
-    hub = ("databricks/databricks-dolly-15k", None)
 
     def rows(self, split: str) -> list[Row]:
         rows = super().rows(split)
@@ -216,12 +181,8 @@ def _draw_problem(problem: Row, r: random.Random) -> tuple[str, int]:
     return text.format(**words, **numbers), _evaluate(problem["answer"], numbers)
 
 
-class Arithmetic(Gsm8k):
+class Arithmetic(Gsm8k, name="arithmetic"):
     """GSM8K's prompt and check on problems made up from a seed; the hash of a problem decides its split."""
-
-    name = "arithmetic"
-    summary = "made-up word problems; needs no data"
-    licence = "Apache-2.0"
 
     def rows(self, split: str) -> list[Row]:
         random_numbers, size = random.Random(_SEED), 2000 if split == "train" else 500  # noqa: S311

@@ -64,16 +64,8 @@ class CodeTask(Task):
 _IDS = {"test": range(11, 511), "validation": range(511, 601), "train": range(601, 975)}
 
 
-class Mbpp(CodeTask, columns={"task_id": int, "text": str, "test_list": list[str]}):
+class Mbpp(CodeTask, name="mbpp", columns={"task_id": int, "text": str, "test_list": list[str]}):
     """Short Python functions from a sentence and a test (Austin et al. 2021), with the authors' splits."""
-
-    name = "mbpp"
-    summary = "short Python functions from a sentence and a test"
-    licence = "CC-BY-4.0"
-    splits = tuple(_IDS)
-    file = "mbpp.jsonl"
-    row_id = "{task_id}"
-    hub = ("google-research-datasets/mbpp", "full")
 
     def rows(self, split: str) -> list[Row]:
         return [row for row in super().rows(split) if row["task_id"] in _IDS[split]]
@@ -86,36 +78,17 @@ class Mbpp(CodeTask, columns={"task_id": int, "text": str, "test_list": list[str
         return [ProgramTest("assert", f"{setup}\n{test}") for test in row["test_list"]]
 
 
-_ASK = (
-    "You will be given a question (problem specification) and will generate a correct Python program that matches the"
-    " specification and passes all tests."
-)
-_STDIN = (
-    "Read the inputs from stdin solve the problem and write the answer to stdout (do not directly test on the sample"
-    " inputs). Enclose your code within delimiters as follows. Ensure that when the python program runs, it reads the"
-    " inputs, runs the algorithm and writes output to STDOUT.\n```python\n# YOUR CODE HERE\n```\n\n"
-)
-_CALL = (
-    "You will use the following starter code to write the solution to the problem and enclose your code within"
-    " delimiters.\n```python\n{}\n```\n\n"
-)
-# contest sites import these; starter code needs typing
-_MODULES = ("typing", "math", "collections", "heapq", "bisect", "itertools", "functools", "string", "operator")
-
-
-class LiveCodeBench(CodeTask, columns={"question_id": str, "question_content": str, "starter_code": str}):
+class LiveCodeBench(
+    CodeTask, name="livecodebench", columns={"question_id": str, "question_content": str, "starter_code": str}
+):
     """Programming contests (Jain et al. 2025). 679 of 880 problems, public tests only.
 
     Passing the public tests is easier than the benchmark's own measure: figures are not comparable with published ones.
     """
 
-    name = "livecodebench"
-    summary = "programming contests, public tests only"
-    licence = "CC"
-    splits = ("train", "test", "all")
-    new_tokens = 1024
-    prelude = "\n".join(f"from {name} import *" for name in _MODULES)
-    prelude += "\nimport math, collections, heapq, bisect, itertools, functools, re, string, random, sys, operator"
+    ask: str
+    stdin: str
+    call: str
 
     def rows(self, split: str) -> list[Row]:
         """The hash of a problem's name decides its split: the same whatever other problems are at hand."""
@@ -147,8 +120,8 @@ class LiveCodeBench(CodeTask, columns={"question_id": str, "question_content": s
 
     def prompt(self, row: Row) -> str:
         """As LiveCodeBench asks."""
-        how = _CALL.format(row["starter_code"]) if row["starter_code"] else _STDIN
-        return f"{_ASK}\n\nQuestion: {row['question']}\n\n{how}"
+        how = self.call.format(row["starter_code"]) if row["starter_code"] else self.stdin
+        return f"{self.ask}\n\nQuestion: {row['question']}\n\n{how}"
 
     def needs(self, row: Row) -> str:
         return f"def {row['function']}" if row["function"] else ""
