@@ -33,7 +33,7 @@ RESPONSES = {
 LABELS = {
     "prompt_id": "its response", "source": "which `--prompts`", "position": "in prompt and response",
     "target_token": "the target's choice", "draft_token": "what replaced it", "score": "more is more acceptable",
-    "label": "1 is acceptable", "kept": "`consequences`: whether the answer was kept, or the similarity",
+    "label": "1 is acceptable",
     "control": "`consequences`: whether the target's own token kept it", "margin": "log p(target's token) − log p(draft's)",
 }  # fmt: skip
 MANIFEST = {
@@ -42,7 +42,7 @@ MANIFEST = {
     "layer": "", "norm": "", "suffix_length": "N", "tau": "", "tau_evidence": "how it was found",
     "rows": "labels", "acceptable": "acceptable labels", "prompts": "prompts with a label",
     "target_tokens": "tokens read and written for labels", "response_tokens": "tokens of all responses", "yields": "what became of the prompts",
-    "outcome": "what kept means", "controls": "controls tried", "controls_kept": "controls kept", "shards": "rows and checksums of each part", "files": "",
+    "controls": "controls tried", "controls_kept": "controls kept", "shards": "rows and checksums of each part", "files": "",
 }  # fmt: skip
 JUDGE = {
     "format_version": "", "hidden_size": "width of the target's states", "target": "", "draft": "the labels' draft; another is fine",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
+from difflib import SequenceMatcher
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ import torch
 
 from fake_judge import constant_judge
 from selfjudge.judge.model import Judge
+from selfjudge.label.checks import OutcomeCheck, Substitution
 from selfjudge.label.config import LabelConfig
 
 
@@ -37,6 +40,19 @@ def content(folder: Path) -> dict[str, bytes]:
 def label_settings(asked: str, **options: object) -> LabelConfig:
     """A labelling of a second on a file of prompts."""
     return replace(LabelConfig(prompts=(asked,), tau=-8.0, max_new_tokens=24, batch=5), **options)  # type: ignore[arg-type]
+
+
+def similar(one: Sequence[int], other: Sequence[int], place: int) -> bool:
+    """Whether at least half of the 32 tokens after a place match."""
+    after = slice(place + 1, place + 33)
+    return SequenceMatcher(None, one[after], other[after], autojunk=False).ratio() >= 0.5
+
+
+class SimilarReplies(OutcomeCheck):
+    """An answer is kept where what follows the substitution is similar."""
+
+    def __call__(self, substitutions: Sequence[Substitution], responses: Sequence[Sequence[int]]) -> list[bool]:
+        return [similar(s.response, reply, s.place) for s, reply in zip(substitutions, responses, strict=True)]
 
 
 def random_judges(hidden_size: int) -> dict[str, Judge]:

@@ -114,7 +114,7 @@ def test_autojudge_rows_point_into_the_response_that_the_search_had_reached(
 
     class EvenLength(OutcomeCheck):
         def __call__(self, substitutions, responses):
-            return [float(len(text) % 2 == 0) for text in decode_many(tiny_pair, responses)]
+            return [len(text) % 2 == 0 for text in decode_many(tiny_pair, responses)]
 
     monkeypatch.setattr("selfjudge.label.checks.MeaningCheck", lambda *_, **__: EvenLength())
     out = tmp_path / "labels"

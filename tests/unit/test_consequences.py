@@ -11,17 +11,9 @@ import pytest
 import torch
 
 from conftest import tiny_model
-from runs import label_settings as settings_of
+from runs import SimilarReplies, label_settings as settings_of
 from selfjudge.errors import SelfJudgeError
-from selfjudge.label.checks import (
-    SIMILAR_TOKENS,
-    Original,
-    OutcomeCheck,
-    SimilarityCheck,
-    Substitution,
-    compare_answers,
-    continue_responses,
-)
+from selfjudge.label.checks import Original, OutcomeCheck, Substitution, compare_answers, continue_responses
 from selfjudge.label.consequences import MARGINS, compute_margins, draw_cases, draw_places
 from selfjudge.label.pipeline import label_pair
 from selfjudge.label.score import Case
@@ -54,24 +46,11 @@ def test_every_place_may_be_drawn_and_the_first_ones_are_not_preferred() -> None
 
 def original_of(prompt: list[int], response: list[int], check: OutcomeCheck | None = None) -> Original:
     row = {"prompt_id": "p", "prompt_ids": prompt, "response_ids": response}
-    return Original(row, "said", check or SimilarityCheck())
+    return Original(row, "said", check or SimilarReplies())
 
 
 def substitute(original: Original, place: int, token: int) -> Substitution:
     return Substitution(original, original.response, place, token)
-
-
-def test_similarity_is_the_share_of_tokens_in_common_after_the_place() -> None:
-    response = list(range(100, 160))
-    original, check = original_of([1, 2], response), SimilarityCheck()
-    same = (*response[:5], 7, *response[6:])
-    shifted = (*response[:5], 7, 8, *response[6:])
-    other = (*response[:5], 7, *[9] * 50)
-    short = (*response[:5], 7)
-    found = check([substitute(original, 5, 7)] * 4, [same, shifted, other, short])
-    assert found == [1.0, (SIMILAR_TOKENS - 1) / SIMILAR_TOKENS, 0.0, 0.0]
-    end = substitute(original, len(response) - 1, 7)
-    assert check([end], [(*response[:-1], 7)]) == [1.0]  # nothing follows in either
 
 
 def test_margins_are_the_targets(tiny_pair: Pair) -> None:
@@ -108,21 +87,21 @@ def test_an_answer_is_finished_as_it_would_be_alone(tiny_pair: Pair) -> None:
 class SecondChanged(OutcomeCheck):
     """Kept, but for the second one that is asked about."""
 
-    def __call__(self, substitutions: Sequence[Substitution], responses: Sequence[Sequence[int]]) -> list[float]:
+    def __call__(self, substitutions: Sequence[Substitution], responses: Sequence[Sequence[int]]) -> list[bool]:
         assert all(s.original.check is self for s in substitutions)
-        return [float(number != 1) for number in range(len(responses))]
+        return [number != 1 for number in range(len(responses))]
 
 
 def test_every_check_is_asked_about_its_own_answers(tiny_pair: Pair) -> None:
     config = settings_of("", method="consequences", max_new_tokens=20, batch=3)
-    checks = (SecondChanged(), SimilarityCheck())
+    checks = (SecondChanged(), SimilarReplies())
     originals = [original_of([5, 6, 7 + n], [8, 9, 10, 11, 12, 13, 14, 15], check) for n, check in enumerate(checks)]
     tried = [substitute(originals[place % 2], place, 20 + place) for place in range(7)]
     told: list[float] = []
     new = continue_responses(tiny_pair, config, tried, told.append)
     kept = compare_answers(tried, new)
     assert kept[0::2] == [1, 0, 1, 1]
-    assert kept[1::2] == SimilarityCheck()(tried[1::2], new[1::2])
+    assert kept[1::2] == SimilarReplies()(tried[1::2], new[1::2])
     assert told == sorted(told)
     assert told[-1] == 1
 
@@ -130,8 +109,8 @@ def test_every_check_is_asked_about_its_own_answers(tiny_pair: Pair) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "consequences", "outcome": "taste"}, "unknown `outcome`"),
-        ({"method": "consequences", "similarity": 0.0}, "`similarity` must be more than 0"),
+        ({"method": "taste"}, "unknown `method`"),
+        ({"method": "consequences", "substitutions": 0}, "`substitutions` must be at least 1"),
     ],
 )
 def test_wrong_settings_are_refused_before_anything_is_written(

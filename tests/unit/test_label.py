@@ -191,7 +191,7 @@ def test_searches_together_find_what_each_finds_alone(tiny_pair: Pair) -> None:
 
     class ByText(OutcomeCheck):
         def __call__(self, substitutions, responses):
-            return [float(same_text(text)) for text in decode_many(tiny_pair, responses)]
+            return [same_text(text) for text in decode_many(tiny_pair, responses)]
 
     check = ByText()
     originals = [original_of(p, r, check) for p, r in zip(prompts, responses, strict=True)]
@@ -222,7 +222,7 @@ def test_searches_together_find_what_each_finds_alone(tiny_pair: Pair) -> None:
 def test_a_search_can_be_limited(tiny_pair: Pair) -> None:
     class Never(OutcomeCheck):
         def __call__(self, substitutions, responses):
-            return [0.0] * len(responses)
+            return [False] * len(responses)
 
     one = original_of([5, 6, 7], list(range(8, 28)), Never())
     events = search_critical_tokens(tiny_pair, settings_of("", max_new_tokens=24, batch=4), [one], most=3)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from selfjudge.models.tokens import context_window
 from selfjudge.tasks import Task, load_task
 from selfjudge.tasks.base import join_messages
 
-SIMILAR_TOKENS = 32  # after the substitution, that a similarity compares
 VERDICT_TOKENS = 12
 SAME_QUESTION = Path(__file__).with_name("same.txt").read_text("utf-8")
 
@@ -57,13 +55,13 @@ class Substitution:
 
 
 class OutcomeCheck:
-    """Says how far new responses keep the answers of the original ones."""
+    """Says which new responses keep the answers of the original ones."""
 
     unclear = 0
     """Number of verdicts that could not be understood."""
 
-    def __call__(self, substitutions: Sequence[Substitution], responses: Sequence[Sequence[int]]) -> list[float]:
-        """A number from 0 to 1 for the response that each substitution led to."""
+    def __call__(self, substitutions: Sequence[Substitution], responses: Sequence[Sequence[int]]) -> list[bool]:
+        """Whether the response that each substitution led to keeps the answer."""
         raise NotImplementedError
 
 
@@ -73,11 +71,11 @@ class AnswerCheck(OutcomeCheck):
     def __init__(self, pair: Pair, task: Task) -> None:
         self.pair, self.task = pair, task
 
-    def __call__(self, substitutions: Sequence[Substitution], responses: Sequence[Sequence[int]]) -> list[float]:
+    def __call__(self, substitutions: Sequence[Substitution], responses: Sequence[Sequence[int]]) -> list[bool]:
         originals = [s.original for s in substitutions]
         answers = self.extract([original.row for original in originals], responses)
         return [
-            float(answer is not None and self.task.same(original.row["row"], original.answer, answer))
+            answer is not None and self.task.same(original.row["row"], original.answer, answer)
             for original, answer in zip(originals, answers, strict=True)
         ]
 
@@ -102,7 +100,7 @@ class MeaningCheck(OutcomeCheck):
     def __init__(self, pair: Pair, batch: int) -> None:
         self.pair, self.batch = pair, batch
 
-    def __call__(self, substitutions: Sequence[Substitution], responses: Sequence[Sequence[int]]) -> list[float]:
+    def __call__(self, substitutions: Sequence[Substitution], responses: Sequence[Sequence[int]]) -> list[bool]:
         pair, texts = self.pair, decode_many(self.pair, responses)
         first = [s.original.answer for s in substitutions]
         questions = [
@@ -112,32 +110,20 @@ class MeaningCheck(OutcomeCheck):
         encoded = pair.encode_many(questions)
         fitting = [i for i, ids in enumerate(encoded) if len(ids) + VERDICT_TOKENS <= context_window(pair.target)]
         self.unclear += len(encoded) - len(fitting)  # too long to be asked
-        kept = [float(text == other) for text, other in zip(first, texts, strict=True)]
+        kept = [text == other for text, other in zip(first, texts, strict=True)]
         answers = answer_prompts(pair, [encoded[i] for i in fitting], VERDICT_TOKENS, self.batch)
         for i, verdict in zip(fitting, decode_many(pair, [tokens for tokens, _ in answers]), strict=True):
             named = re.search("SAME|DIFFERENT", verdict.upper())  # the first of them counts
             self.unclear += named is None
             if named and named.group() == "SAME":
-                kept[i] = 1.0
+                kept[i] = True
         return kept
-
-
-class SimilarityCheck(OutcomeCheck):
-    """The share of matching tokens among those right after each substitution, as `difflib` finds them."""
-
-    def __call__(self, substitutions: Sequence[Substitution], responses: Sequence[Sequence[int]]) -> list[float]:
-        ratios = []
-        for s, response in zip(substitutions, responses, strict=True):
-            after = slice(s.place + 1, s.place + 1 + SIMILAR_TOKENS)
-            ratios.append(SequenceMatcher(None, s.response[after], response[after], autojunk=False).ratio())
-        return ratios
 
 
 def find_originals(pair: Pair, config: LabelConfig, responses: Sequence[Row], data: Path | None) -> list[Original]:
     """The finished responses with something to keep, source by source. Where there is no right answer, the whole reply
     is what is compared."""
-    by_similarity = config.method == "consequences" and config.outcome == "similarity"
-    open_check = SimilarityCheck() if by_similarity else MeaningCheck(pair, config.batch_size)
+    open_check = MeaningCheck(pair, config.batch_size)
     originals: list[Original] = []
     for name in sorted({row["source"] for row in responses}):
         rows = [row for row in responses if row["source"] == name and row["finish"] == "eos"]
@@ -183,12 +169,12 @@ def answer_prompts(
     return answers
 
 
-def compare_answers(substitutions: Sequence[Substitution], responses: Sequence[Sequence[int]]) -> list[float]:
-    """How far the response that each substitution led to keeps the original answer, by the check of its prompt."""
-    kept = [0.0] * len(substitutions)
+def compare_answers(substitutions: Sequence[Substitution], responses: Sequence[Sequence[int]]) -> list[bool]:
+    """Whether the response that each substitution led to keeps the original answer, by the check of its prompt."""
+    kept = [False] * len(substitutions)
     for check in dict.fromkeys(s.original.check for s in substitutions):
         group = [i for i, s in enumerate(substitutions) if s.original.check is check]
-        shares = check([substitutions[i] for i in group], [responses[i] for i in group])
-        for i, share in zip(group, shares, strict=True):
-            kept[i] = share
+        verdicts = check([substitutions[i] for i in group], [responses[i] for i in group])
+        for i, verdict in zip(group, verdicts, strict=True):
+            kept[i] = verdict
     return kept

@@ -15,7 +15,6 @@ from selfjudge.tasks import FILE, is_task, load_task
 from selfjudge.types import check_settings, setting
 
 METHODS = ("selfjudge", "autojudge", "autojudge+", "consequences")
-OUTCOMES = ("verdict", "similarity")
 BACKENDS = ("torch", "vllm")
 
 
@@ -38,15 +37,6 @@ class LabelConfig:
     reject_recall: float = setting(0.9, "Share of the critical tokens that τ must reject.", above=0, maximum=1)
     substitutions: int | None = setting(
         None, "Most draft tokens that are tried in a response; all if not given. Not for selfjudge.", minimum=1
-    )
-    outcome: str = setting(
-        "verdict",
-        "What consequences compare on prompts without a checkable answer: verdict asks the target whether both replies"
-        " mean the same, similarity compares the next 32 tokens.",
-        choices=OUTCOMES,
-    )
-    similarity: float = setting(
-        0.5, "Share of matching tokens from which --outcome similarity calls an answer kept.", above=0, maximum=1
     )
     max_new_tokens: int = setting(256, "Maximum new tokens of a response (default 256).", minimum=1)
     max_prompt_tokens: int = setting(1536, "Maximum tokens of a prompt; longer ones are left out.", minimum=1)

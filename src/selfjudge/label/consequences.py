@@ -33,8 +33,8 @@ def label_by_consequences(
 ) -> Labels:
     """A token is acceptable if the answer is kept after it.
 
-    Rows have `kept` (from 0 to 1), `control` (was the answer kept after the target's own token? None where that was not
-    tried) and `margin` in nats, besides the fields of all methods.
+    Rows have `control` (was the answer kept after the target's own token? None where that was not tried) and `margin`
+    in nats, besides the fields of all methods.
     """
     cases = draw_cases(pair, originals, config)
     candidates: list[Candidate] = []
@@ -48,16 +48,11 @@ def label_by_consequences(
     new = continue_responses(pair, config, tried, notify)
     kept = compare_answers(tried, new)
     verdicts: list[Row] = [
-        {
-            "label": int(share >= config.similarity),
-            "margin": round(-float(candidate.scores.prefix[candidate.k]), 5),
-            "kept": round(share, 4),
-            "control": None,
-        }
-        for candidate, share in zip(candidates, kept, strict=False)
+        {"label": int(same), "margin": round(-float(candidate.scores.prefix[candidate.k]), 5), "control": None}
+        for candidate, same in zip(candidates, kept, strict=False)
     ]
-    for verdict, share in zip(verdicts[::CONTROL_EVERY], kept[len(drafts) :], strict=True):
-        verdict["control"] = int(share >= config.similarity)
+    for verdict, same in zip(verdicts[::CONTROL_EVERY], kept[len(drafts) :], strict=True):
+        verdict["control"] = int(same)
     counts = {
         # as if each were read alone
         "target_tokens": sum(len(s.original.prompt) + len(tokens) for s, tokens in zip(tried, new, strict=True)),

@@ -48,7 +48,6 @@ MERGEABLE = (
     "tau",
     "hidden_size",
     "hidden_dtype",
-    "outcome",
 )
 """Fields that label folders must have in common to be merged."""
 SUMMED = ("rows", "acceptable", "target_tokens", "response_tokens", "controls", "controls_kept")

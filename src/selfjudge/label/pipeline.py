@@ -156,7 +156,6 @@ def _label(run: _LabelRun) -> dict[str, Any]:
         "suffix_length": config.suffix_length,
         "tau": tau["tau"],
         "tau_evidence": tau,
-        **({"outcome": config.outcome} if config.method == "consequences" else {}),
         "prompts": len(prompts),
         "yields": yields,
         **{key: sum(shard[key] for shard in shards) for key in SUMMED if key in shards[0]},

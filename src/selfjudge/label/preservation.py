@@ -55,7 +55,7 @@ def search_critical_tokens(
     while waiting := _advance(pair, searches, most):
         tried = [Substitution(s.original, s.response, s.place, s.drafts[s.place]) for s in waiting]
         responses = continue_responses(pair, config, tried)
-        kept = map(bool, compare_answers(tried, responses))
+        kept = compare_answers(tried, responses)
         for search, substitution, response, is_kept in zip(waiting, tried, responses, kept, strict=True):
             search.events.append(Event(substitution, is_kept, len(search.original.prompt) + len(response)))
             search.place += 1

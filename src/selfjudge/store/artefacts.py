@@ -80,7 +80,6 @@ class LabelManifest(TypedDict):
     target_tokens: NotRequired[Count]
     response_tokens: NotRequired[Count]
     yields: NotRequired[dict[str, Any]]
-    outcome: NotRequired[str]
     controls: NotRequired[Count]
     controls_kept: NotRequired[Count]
     shards: list[LabelShard]
@@ -95,7 +94,6 @@ class LabelRow(TypedDict):
     draft_token: Count
     score: float
     label: Literal[0, 1]
-    kept: NotRequired[Share]
     control: NotRequired[Literal[0, 1] | None]
     margin: NotRequired[float]
 
