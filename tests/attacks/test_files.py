@@ -236,12 +236,12 @@ ATTACKS: list[tuple[str, str, Change, str]] = [
     ("task", "prompts.jsonl", put(prompt=5), '"prompt" must be a text, not 5'),
     ("data", "data/gsm8k/test.jsonl", without("question"), 'line 1 is not a gsm8k row: "question" is missing'),
     ("data", "data/gsm8k/test.jsonl", put(answer=5), '"answer" must be a text, not 5'),
-    ("prompts", "prompts.jsonl", put(prompt=5), 'line 1: expected a JSON object with "prompt"'),
-    ("label", "prompts.jsonl", put(prompt=None), 'line 1: expected a JSON object with "prompt"'),
-    ("label", "prompts.jsonl", put(messages=[{}]), 'or "messages", each with a role and content'),
-    ("label", "prompts.jsonl", put(messages=[]), 'or "messages", each with a role and content'),
-    ("prompts", "prompts.jsonl", put(messages=[{"role": 5, "content": "w1"}]), 'or "messages", each with a role'),
-    ("prompts", "prompts.jsonl", put(messages=[{"role": "user", "content": 5}]), 'or "messages", each with a role'),
+    ("prompts", "prompts.jsonl", put(prompt=5), 'line 1 is not a prompt row: "prompt" must be a text, not 5'),
+    ("label", "prompts.jsonl", put(prompt=None), 'row 1: expected a JSON object with "prompt"'),
+    ("label", "prompts.jsonl", put(messages=[{}]), '"messages[0].role" is missing'),
+    ("label", "prompts.jsonl", put(messages=[]), 'row 1: expected a JSON object with "prompt" or "messages"'),
+    ("prompts", "prompts.jsonl", put(messages=[{"role": 5, "content": "w1"}]), '"messages[0].role" must be'),
+    ("prompts", "prompts.jsonl", put(messages=[{"role": "user", "content": 5}]), '"messages[0].content" must be a text'),
     ("task", "prompts.jsonl", put(messages=[{"role": "king", "content": "w1"}]), '"messages[0].role" must be "system"'),
 ]  # fmt: skip
 

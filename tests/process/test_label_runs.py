@@ -308,15 +308,14 @@ def test_shards_of_the_work_merge_into_the_whole(tiny_pair: Pair, prompts: str, 
         merge_labels([tmp_path], tmp_path / "again")
 
 
-def test_broken_lines_are_named_and_refused(tiny_pair: Pair, tmp_path: Path) -> None:
+@pytest.mark.parametrize("line", ["{", '{"prompt": 3}', '{"text": "w1"}', '{"messages": []}', '{"prompt": " "}', "[]"])
+def test_a_broken_line_is_named_and_refused(tiny_pair: Pair, tmp_path: Path, line: str) -> None:
     file = tmp_path / "asked.jsonl"
-    good = [json.dumps({"prompt": f"w{i} w{i + 1} w7"}) for i in range(5, 11)]
-    messages = json.dumps({"messages": [{"role": "user", "content": "w9 w8"}]})
-    file.write_text(
-        "\n".join([good[0], "{", *good[1:], '{"prompt": 3}', messages, '{"text": "w1"}', '{"messages": []}'])
-    )
-    with pytest.raises(SelfJudgeError, match=r"lines 2, 8, 10, 11"):
+    good = [json.dumps({"prompt": "w5 w6 w7"}), json.dumps({"messages": [{"role": "user", "content": "w9 w8"}]})]
+    file.write_text("\n".join([*good, line, *good]))
+    with pytest.raises(SelfJudgeError, match=r"asked\.jsonl, (line|row) 3") as error:
         read_prompts(file)
-    with pytest.raises(SelfJudgeError, match=r"lines 2, 8, 10, 11"):
+    assert "\n" not in str(error.value)
+    with pytest.raises(SelfJudgeError, match=r"asked\.jsonl, (line|row) 3"):
         label_pair(tiny_pair, tmp_path / "labels", settings_of(str(file)))
     assert not (tmp_path / "labels").exists()

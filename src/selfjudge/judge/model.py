@@ -104,9 +104,7 @@ class Judge(nn.Module):
             return None
         from selfjudge.ops.judge_score_triton import JudgeWeights
 
-        margin, previous = ("margin" in self.config.features, "previous" in self.config.features)
-        limit = math.inf if self.config.margin_limit is None else self.config.margin_limit
-        return JudgeWeights(self.weight, self.bias, margin, previous, LOWEST, limit)
+        return JudgeWeights.of(self.weight, self.bias, self.config.features, LOWEST, self.config.margin_limit)
 
     def score(self, x: Tensor) -> Tensor:
         """[..., D] → [...]"""

@@ -22,20 +22,17 @@ class JudgeWeights(NamedTuple):
 
     weight: Tensor
     bias: Tensor
-    margin: bool
-    """Whether it reads log p(d) − log p(most likely), in the column after the state at the draft."""
-    previous: bool
-    """Whether it reads the state at the token before, in the last columns."""
-    lowest: float
-    """Lower bound of that margin."""
     limit: float
     """The score is 0 where the margin is below −limit; inf for none."""
+    constants: dict[str, Any]
+    """Of `draft_score`: the least margin, and whether it reads the margin and the state at the token before, which
+    are the columns after the state at the draft."""
 
-    @property
-    def constants(self) -> dict[str, Any]:
-        """The constants of `draft_score`."""
-        reads = {"LOWEST": self.lowest, "MARGIN": self.margin, "PREVIOUS": self.previous}
-        return reads | {"LIMITED": self.limit < math.inf, "BLOCK": BLOCK}
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor, features: str, lowest: float, limit: float | None) -> JudgeWeights:
+        reads = {"MARGIN": "margin" in features, "PREVIOUS": "previous" in features}
+        constants = {"LOWEST": lowest, "LIMITED": limit is not None, "BLOCK": BLOCK}
+        return cls(weight, bias, math.inf if limit is None else limit, reads | constants)
 
 
 @triton.jit

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.store import parse_json
-from selfjudge.store.artefacts import Message
-from selfjudge.store.schema import conform
+from selfjudge.store import read_rows
+from selfjudge.store.artefacts import PromptRow
 from selfjudge.tasks import is_task, load_task, split_of
-from selfjudge.tasks.base import FILE, Prompt, parse_split
+from selfjudge.tasks.base import FILE, Prompt, find_prompt, parse_split
 
 LEARNABLE = ("train", "dev", "validation")  # splits begin with one of these
 SELF = (
@@ -97,41 +96,16 @@ def check_readable(sources: Sequence[Source], data: Path | None) -> None:
             load_prompts(source, data)
 
 
-def read_prompts(path: Path) -> list[str | list[dict[str, str]]]:
-    """A prompts file: one JSON object a line with `prompt` or `messages` (a conversation); `.txt`: a prompt a line.
-
-    Any other line is an error.
-    """
-    try:
-        with path.open(encoding="utf-8-sig") as file:
-            lines = list(file)  # lines end where files end them, not at every separator of Unicode
-    except (OSError, UnicodeDecodeError) as error:
-        raise SelfJudgeError(f"cannot read {path}: {error}") from None
-    prompts: list[str | list[dict[str, str]]] = []
-    invalid: list[int] = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+def read_prompts(path: Path) -> list[Prompt]:
+    """A prompts file: one JSON object a line with `prompt` or `messages` (a conversation); `.txt`: a prompt a line."""
+    if path.suffix == ".txt":
         try:
-            prompts.append(line.strip() if path.suffix == ".txt" else _parse_prompt(line))
-        except (ValueError, KeyError, TypeError, SelfJudgeError):
-            invalid.append(number)
-    if invalid:
-        numbers = ", ".join(map(str, invalid[:5])) + (" …" if len(invalid) > 5 else "")
-        which = f"line{'s' if len(invalid) > 1 else ''} {numbers}"
-        expected = 'expected a JSON object with "prompt" or "messages", each with a role and content'
-        raise SelfJudgeError(f"{path}, {which}: {expected}")
+            lines = path.read_text("utf-8-sig").split("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise SelfJudgeError(f"cannot read {path}: {error}") from None
+        prompts: list[Prompt] = [line.strip() for line in lines if line.strip()]
+    else:
+        prompts = [find_prompt(row, path, number) for number, row in enumerate(read_rows(path, PromptRow), 1)]
     if not prompts:
         raise SelfJudgeError(f"{path} holds no prompt")
     return prompts
-
-
-def _parse_prompt(line: str) -> str | list[dict[str, str]]:
-    row = parse_json(line)
-    prompt = row["messages"] if "messages" in row else row["prompt"]
-    if isinstance(prompt, str) and prompt.strip():
-        return prompt
-    if isinstance(prompt, str) or not prompt:
-        raise TypeError(prompt)
-    messages: list[dict[str, str]] = conform(prompt, list[Message], "it")
-    return messages

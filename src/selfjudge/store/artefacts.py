@@ -443,16 +443,21 @@ class Message(TypedDict):
     content: str
 
 
-class TaskRow(TypedDict, total=False):
-    """A line of a user's file: `prompt` or `messages`, and `answer` or a `check` in Python where it can be scored;
-    prompts of one `group` depend on one another, and count once in a certificate.
+class PromptRow(TypedDict, total=False):
+    """A line of a file of prompts: `prompt` or `messages`."""
+
+    prompt: str | None
+    messages: list[Message] | None
+
+
+class TaskRow(PromptRow, total=False):
+    """A line of a user's file: a prompt, and `answer` or a `check` in Python where it can be scored; prompts of one
+    `group` depend on one another, and count once in a certificate.
 
     Other columns may be null, as tools write them; an answer that is null is none, and is left out.
     """
 
     id: str | int | None
-    prompt: str | None
-    messages: list[Message] | None
     answer: str | float
     check: str | None
     group: str | int | None

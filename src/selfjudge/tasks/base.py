@@ -184,6 +184,14 @@ def load_hub_rows(task: str, name: str, config: str | None = None, **options: An
         raise SelfJudgeError(f"cannot load {name} from the hub ({why}): check the network or give `data`") from None
 
 
+def find_prompt(row: Row, file: Path, number: int) -> Prompt:
+    """The conversation or the prompt of row `number` of a user's file, which must have one."""
+    prompt: Prompt = row.get("prompt") or "" if row.get("messages") is None else row["messages"]
+    if not join_messages(prompt).strip():
+        raise SelfJudgeError(f'{file}, row {number}: expected a JSON object with "prompt" or "messages"')
+    return prompt
+
+
 def join_messages(prompt: Prompt) -> str:
     """The text of a prompt: a conversation's messages, one a line."""
     return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)

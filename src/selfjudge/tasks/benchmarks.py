@@ -18,7 +18,7 @@ from selfjudge.errors import SelfJudgeError
 from selfjudge.store import read_json, read_rows
 from selfjudge.store.artefacts import TaskRow
 from selfjudge.tasks import scoring
-from selfjudge.tasks.base import FILE, Prompt, Row, Task, normalise_words
+from selfjudge.tasks.base import FILE, Prompt, Row, Task, find_prompt, normalise_words
 from selfjudge.tasks.sandbox.runner import ProgramTest, map_on_cores, passes_test
 
 
@@ -232,9 +232,7 @@ class File(Task):
 
     def _row(self, number: int, row: Row) -> Row:
         row = {key: value for key, value in row.items() if value is not None}
-        prompt = row.get("messages", row.get("prompt"))
-        if not prompt:
-            raise SelfJudgeError(f'{self.path}, line {number}: expected a JSON object with "prompt" or "messages"')
+        prompt = find_prompt(row, self.path, number)
         by_hash = "train" if sha256(normalise_words(prompt).encode()).digest()[0] % 5 else "test"  # one prompt of five
         return {**row, "id": str(row.get("id", f"{self.path.stem}-{number}")), "split": row.get("split") or by_hash}
 
