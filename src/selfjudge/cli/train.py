@@ -146,7 +146,6 @@ def info(
 def train(
     labels: Annotated[list[Path], typer.Argument(help="Finished label folders of one target.")],
     out: Annotated[Path, typer.Option(help="Folder of the judge.")],
-    push: Annotated[str | None, typer.Option(help="Upload to this hub repository, such as me/my-judge.")] = None,
     as_json: AsJson = False,
     *,
     hardware: DeviceOptions,
@@ -167,12 +166,6 @@ def train(
         from selfjudge.train.pipeline import train_judge
 
         judge = train_judge(labels, out, config, device="cpu" if device.type == "mps" else str(device), notify=update)
-    if push:
-        from selfjudge.judge.config import push_folder
-
-        with waiting(f"uploading to {push} …"):
-            address = push_folder(out, push)
-        typer.echo(address, err=True)
     print_json(judge) if as_json else _show_judge(out, judge)
 
 

@@ -8,9 +8,11 @@ from typing import Any
 
 from selfjudge.errors import SelfJudgeError
 from selfjudge.prompts.sources import Source, apply_limit
-from selfjudge.store import sha256
+from selfjudge.store import read_json, sha256
 from selfjudge.types import check_settings, setting
 
+KINDS = read_json(Path(__file__).with_name("kinds.json"))
+"""Defaults of each kind of draft: prompts, answers to each, schedule. A head gains most from broad prompts."""
 HEAD = 64  # width of an attention head of the draft
 FREE = ("minutes", "steps", "batch", "data_minutes")
 """Settings that may differ when a run is resumed: more training is fine, and memory decides the batch."""
@@ -29,28 +31,6 @@ class Schedule:
     patience: int = 4
     """Evaluations without a gain after which training ends."""
     seed: int = 0
-
-
-@dataclass(frozen=True)
-class DraftKind:
-    """Defaults of a kind of draft."""
-
-    prompts: tuple[str, ...]
-    answers: int
-    """Answers per prompt."""
-    schedule: Schedule
-
-
-KINDS = {
-    "layers": DraftKind(("self:20000x3",), 3, Schedule()),
-    "eagle3": DraftKind(  # a head gains most from broad prompts
-        (
-            "self:12000x2", "self-code:6000", "self-math:4000", "self-choices:3000", "self-writing:4000",
-            "self-extraction:3000", "self-translation:3000", "self-chats:4000", "self-summaries:2000",
-        ),
-        1, Schedule(rate=2e-3, batch_tokens=32768, evaluations=16, patience=8),
-    ),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -85,11 +65,11 @@ class DistillConfig:
     @property
     def sources(self) -> list[Source]:
         default = KINDS[self.kind]
-        return [Source.parse(text, answers=default.answers) for text in self.prompts or default.prompts]
+        return [Source.parse(text, answers=default["answers"]) for text in self.prompts or default["prompts"]]
 
     @property
     def schedule(self) -> Schedule:
-        default = KINDS[self.kind].schedule
+        default = Schedule(**KINDS[self.kind]["schedule"])
         rate, tokens = self.rate or default.rate, self.batch_tokens or default.batch_tokens
         return replace(default, minutes=self.minutes, steps=self.steps, rate=rate, batch_tokens=tokens, seed=self.seed)
 
@@ -105,7 +85,7 @@ class DistillConfig:
         files = [Path(source.name).expanduser() for source in self.sources]
         return {
             **asdict(self),
-            "prompts": list(self.prompts or KINDS[self.kind].prompts),
+            "prompts": list(self.prompts or KINDS[self.kind]["prompts"]),
             "rate": self.schedule.rate,
             "batch_tokens": self.schedule.batch_tokens,
             "prompt files": {str(file): sha256(file) for file in files if file.is_file()},

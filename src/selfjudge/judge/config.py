@@ -150,18 +150,6 @@ def find_judge(source: str | Path) -> Path:
         raise SelfJudgeError(f"{text} is not a folder, and the hub did not give it ({reason})") from None
 
 
-def push_folder(folder: Path, repository: str, **options: Any) -> str:
-    """Upload a whole folder, card and figures included."""
-    from huggingface_hub import HfApi
-
-    try:
-        api = HfApi()
-        api.create_repo(repository, exist_ok=True, **options)
-        return str(api.upload_folder(folder_path=folder, repo_id=repository, commit_message="Judge made by selfjudge"))
-    except Exception as error:  # the hub client raises many kinds
-        raise SelfJudgeError(f"cannot upload to {repository}: {first_line(error)}") from None
-
-
 def prompt_key(ids: Sequence[int]) -> str:
     """The name of a prompt, by its token ids: the same in all label folders."""
     return hashlib.sha256(array("q", ids).tobytes()).hexdigest()

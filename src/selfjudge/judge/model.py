@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import math
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.judge.config import LOWEST, JudgeConfig, find_judge, push_folder
+from selfjudge.judge.config import LOWEST, JudgeConfig, find_judge
 from selfjudge.ops import has_triton
 from selfjudge.store import write_json, write_tensors
 from selfjudge.types import Block
@@ -132,12 +131,6 @@ class Judge(nn.Module):
         (folder / "config.json").unlink(missing_ok=True)
         write_tensors(folder / "model.safetensors", {name: t.cpu().numpy() for name, t in self.named_buffers()})
         write_json(folder / "config.json", asdict(self.config))
-
-    def push_to_hub(self, repository: str, **options: Any) -> str:
-        """Upload as a model repository of the hub (`private=True` and the like go to `create_repo`); its address."""
-        with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(folder)
-            return push_folder(Path(folder), repository, **options)
 
     @classmethod
     def from_pretrained(cls, source: str | Path) -> Judge:
