@@ -6,8 +6,7 @@ import time
 from pathlib import Path
 
 from selfjudge.models.pair import Prompt
-from selfjudge.prompts.builtin import BUILT_IN
-from selfjudge.prompts.sources import read_prompts
+from selfjudge.prompts.sources import BUILT_IN, read_prompts
 from selfjudge.tasks import is_task, load_task
 
 START = time.monotonic()

@@ -17,8 +17,7 @@ from common import say
 
 from selfjudge.decoding.text import generate
 from selfjudge.models.pair import Pair
-from selfjudge.prompts.builtin import BUILT_IN
-from selfjudge.prompts.sources import read_prompts
+from selfjudge.prompts.sources import BUILT_IN, read_prompts
 from selfjudge.store import measured_on, write_json
 from selfjudge.types import Gamma, pooled_figures
 

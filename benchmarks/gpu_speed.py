@@ -27,7 +27,7 @@ from selfjudge.engine.draft import BatchEngines
 from selfjudge.engine.select import borrow_draft, borrow_engine
 from selfjudge.models.loaded import Draft, Target
 from selfjudge.models.pair import Pair
-from selfjudge.prompts.builtin import BUILT_IN
+from selfjudge.prompts.sources import BUILT_IN
 from selfjudge.store import measured_on, write_json
 
 RESULTS = Path(__file__).parents[1] / "results" / "speed"

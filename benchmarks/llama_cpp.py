@@ -25,7 +25,7 @@ from common import say
 
 from selfjudge.decoding.text import stream
 from selfjudge.models.pair import Pair
-from selfjudge.prompts.builtin import BUILT_IN
+from selfjudge.prompts.sources import BUILT_IN
 from selfjudge.store import measured_on, write_json
 from selfjudge.tasks import load_task
 from selfjudge.types import Generation, pooled_figures

@@ -40,7 +40,7 @@ from selfjudge.cli.groups import PairOptions, Setup
 from selfjudge.cli.options import config_options
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.integrations.server.config import ServerConfig
-from selfjudge.prompts.builtin import BUILT_IN
+from selfjudge.prompts.sources import BUILT_IN
 from selfjudge.store import markdown_table, measured_on, write_json
 
 MODES = ("judged", "off", "sampled")

@@ -19,7 +19,7 @@ from selfjudge.engine.base import Engine
 from selfjudge.engine.select import make_engine
 from selfjudge.judge.model import Judge
 from selfjudge.models.pair import Pair
-from selfjudge.prompts.builtin import BUILT_IN
+from selfjudge.prompts.sources import BUILT_IN
 from selfjudge.store import measured_on, write_json
 from selfjudge.types import Block
 

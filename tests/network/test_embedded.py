@@ -21,7 +21,7 @@ from selfjudge.models.catalogue import EMBEDDED
 from selfjudge.models.loaded import Draft
 from selfjudge.models.pair import Pair
 from selfjudge.models.pull import _part, checkpoint_folder
-from selfjudge.prompts.builtin import BUILT_IN
+from selfjudge.prompts.sources import BUILT_IN
 from selfjudge.types import Block
 
 PROMPTS = [text for _, text in BUILT_IN]

@@ -25,7 +25,7 @@ from selfjudge.models.loaded import as_draft
 from selfjudge.models.pair import Pair
 from selfjudge.models.pull import checkpoint_folder
 from selfjudge.models.speculators import write_speculators
-from selfjudge.prompts.builtin import BUILT_IN
+from selfjudge.prompts.sources import BUILT_IN
 from selfjudge.types import Block, Verdict
 
 PROMPTS = [text for _, text in BUILT_IN][:6]

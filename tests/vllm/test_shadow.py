@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from fake_certificate import recipe_folder
 from selfjudge.models.pull import checkpoint_folder, weights_sha256
-from selfjudge.prompts.builtin import BUILT_IN
+from selfjudge.prompts.sources import BUILT_IN
 
 FLAGS = "--enforce-eager --max-model-len 256 --max-num-seqs 8 --generation-config vllm"
 RULE = "margin:3,guard=on"

@@ -24,7 +24,7 @@ from selfjudge.label.pipeline import label_pair
 from selfjudge.models.convert import dequantise
 from selfjudge.models.loaded import Target
 from selfjudge.models.pair import Pair
-from selfjudge.prompts.builtin import BUILT_IN
+from selfjudge.prompts.sources import BUILT_IN
 from selfjudge.store import measured_on
 from selfjudge.store.load import LoadWatch
 from selfjudge.train.config import TrainConfig

@@ -36,8 +36,7 @@ def bench(
 
     Example: selfjudge bench decode --gammas 2,4 --limit 4 --json
     """
-    from selfjudge.prompts.builtin import BUILT_IN
-    from selfjudge.prompts.sources import read_prompts
+    from selfjudge.prompts.sources import BUILT_IN, read_prompts
 
     questions = read_prompts(prompts) if prompts else [text for _, text in BUILT_IN]
     setup = Setup.of(recipe, models, request)

@@ -195,40 +195,29 @@ def write_speculators(head: EagleHead, target: PreTrainedModel, folder: Path, *,
 
 
 def _config(head: EagleHead, target: PreTrainedModel, steps: int, verifier: str) -> dict[str, Any]:
-    c = head.config
-    return {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
+    """`config.json`: what all heads have in common is in a file of this folder."""
+    c, record = head.config, read_json(Path(__file__).with_name("speculators.json"))
+    record |= {
         "speculators_version": FORMAT,
         "draft_vocab_size": c.draft_vocab_size,
         "target_hidden_size": c.hidden_size,
         "norm_before_residual": c.norm_before_residual,
-        "norm_before_fc": False,
         "eagle_aux_hidden_state_layer_ids": list(c.aux_layers),
-        "tie_word_embeddings": False,
-        "dtype": "float16",
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": steps}],
-            "verifier": {"name_or_path": verifier, "architectures": [type(target).__name__]},
-        },
-        "transformer_layer_config": {
-            "model_type": "llama",
-            "vocab_size": c.vocab_size,
-            "hidden_size": c.hidden_size,
-            "intermediate_size": c.intermediate_size,
-            "num_hidden_layers": 1,
-            "num_attention_heads": c.heads,
-            "num_key_value_heads": c.kv_heads,
-            "head_dim": c.head_dim,
-            "hidden_act": "silu",
-            "rms_norm_eps": c.eps,
-            "rope_parameters": dict(c.rope_parameters),
-            "rope_theta": c.rope_parameters["rope_theta"],
-            "max_position_embeddings": context_window(target),
-            "attention_bias": False,
-            "mlp_bias": False,
-            "tie_word_embeddings": False,
-        },
     }
+    record["speculators_config"] |= {
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": steps}],
+        "verifier": {"name_or_path": verifier, "architectures": [type(target).__name__]},
+    }
+    record["transformer_layer_config"] |= {
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size,
+        "num_attention_heads": c.heads,
+        "num_key_value_heads": c.kv_heads,
+        "head_dim": c.head_dim,
+        "rms_norm_eps": c.eps,
+        "rope_parameters": dict(c.rope_parameters),
+        "rope_theta": c.rope_parameters["rope_theta"],
+        "max_position_embeddings": context_window(target),
+    }
+    return record

@@ -18,6 +18,8 @@ SELF = (
     "self", "self-code", "self-math", "self-choices", "self-writing", "self-extraction", "self-translation",
     "self-chats", "self-summaries",
 )  # fmt: skip
+BUILT_IN = tuple((row["kind"], row["prompt"]) for row in read_rows(Path(__file__).with_name("builtin.jsonl")))
+"""Kind and text of a few prompts, so that demo and bench need no data."""
 SELF_COUNT = 20000  # prompts that the target writes if no number is given
 
 
