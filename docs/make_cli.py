@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from selfjudge.cli.main import app
 
 COMMANDS = (
-    [], ["pull"], ["generate"], ["distill"], ["export"], ["label"], ["labels", "merge"], ["labels", "info"], ["train"], ["eval"], ["tune"], ["report"], ["reproduce"],
+    [], ["pull"], ["generate"], ["distill"], ["export"], ["label"], ["labels", "info"], ["train"], ["eval"], ["tune"], ["report"], ["reproduce"],
     ["ls"], ["bench"], ["serve"], ["demo"], ["doctor"],
 )  # fmt: skip
 

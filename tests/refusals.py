@@ -188,7 +188,7 @@ def known_at_once(folder: Path, checkpoints: dict[str, str]) -> Commands:
         "begun": [*label, "--out", str(folder / "begun"), "--tau", "-5"],
         "strangers": ["distill", *target, "--out", str(folder)],
         "unfinished": ["labels", "info", str(folder / "begun")],
-        "no labels": ["labels", "merge", str(folder), *new],
+        "no labels": ["labels", "info", str(folder)],
         "unfinished labels": ["train", str(folder / "begun"), *new],
         "train into": ["train", str(folder), "--out", str(folder)],
         "train below a file": ["train", str(folder), "--out", str(folder / "prompts.jsonl" / "judge")],

@@ -15,13 +15,14 @@ from conftest import tiny_model
 from runs import content, label_settings as settings_of, prompts_file
 from selfjudge.errors import SelfJudgeError
 from selfjudge.label.checks import OutcomeCheck, decode_many
-from selfjudge.label.folder import merge_labels, read_manifest, read_shards, summarise_labels
+from selfjudge.label.folder import read_manifest, read_shards, summarise_labels
 from selfjudge.label.pipeline import label_pair
 from selfjudge.label.score import sum_scores
 from selfjudge.models.loaded import Draft
 from selfjudge.models.pair import Pair
 from selfjudge.prompts.sources import read_prompts
 from selfjudge.store import read_rows
+from selfjudge.train.dataset import LabelledRows
 
 
 @pytest.fixture
@@ -247,8 +248,7 @@ def test_a_file_that_is_gone_from_a_finished_folder_is_made_again(
     expected = content(out)
     (out / name).unlink()
     with pytest.raises(SelfJudgeError, match="missing or damaged"):
-        merge_labels([out], tmp_path / "merged")
-    assert not (tmp_path / "merged").exists()
+        list(read_shards(out))
     label_pair(tiny_pair, out, settings_of(prompts), resume=True)
     assert content(out) == expected
 
@@ -274,38 +274,31 @@ def test_another_prompts_file_or_tau_makes_everything_after_it_anew(
 # sharding
 
 
-def test_shards_of_the_work_merge_into_the_whole(tiny_pair: Pair, prompts: str, tmp_path: Path) -> None:
+def test_shards_of_the_work_hold_the_whole(tiny_pair: Pair, prompts: str, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     label_pair(tiny_pair, whole, settings_of(prompts))
     parts = [tmp_path / f"part{i}" for i in range(3)]
     for i, part in enumerate(parts):
         label_pair(tiny_pair, part, settings_of(prompts, shard=(i, 3)))
-    merge_labels(parts, tmp_path / "merged")
 
-    def rows_of(folder: Path) -> dict[tuple[str, int], tuple[dict, np.ndarray]]:
+    def rows_of(*folders: Path) -> dict[tuple[str, int], tuple[dict, np.ndarray]]:
         return {
             (row["prompt_id"], row["position"]): (row, arrays["hidden_draft"][k])
+            for folder in folders
             for rows, arrays in read_shards(folder)
             for k, row in enumerate(rows)
         }
 
-    one, other = rows_of(whole), rows_of(tmp_path / "merged")
+    one, other = rows_of(whole), rows_of(*parts)
     assert one.keys() == other.keys()
     for key, (row, hidden) in one.items():
         assert other[key][0]["score"] == pytest.approx(row["score"], abs=1e-3)
         assert np.allclose(other[key][1], hidden, atol=1e-4)
-    assert read_manifest(tmp_path / "merged")["rows"] == read_manifest(whole)["rows"]
-    told = summarise_labels(tmp_path / "merged")
+    assert sum(read_manifest(part)["rows"] for part in parts) == read_manifest(whole)["rows"]
+    joined, alone = LabelledRows.load(parts), LabelledRows.load([whole])  # as training reads them
+    assert (len(joined), joined.n_prompts) == (len(alone), alone.n_prompts)
+    told = summarise_labels(whole)
     assert sum(s["rows"] for s in told["sources"].values()) == told["rows"]
-    with pytest.raises(SelfJudgeError, match="both hold prompt"):
-        merge_labels([parts[0], parts[0]], tmp_path / "again")
-    with pytest.raises(SelfJudgeError, match="holds other files"):
-        merge_labels(parts, tmp_path / "merged")
-    label_pair(tiny_pair, tmp_path / "other", settings_of(prompts, tau=-1.0))
-    with pytest.raises(SelfJudgeError, match="differ in tau"):
-        merge_labels([parts[0], tmp_path / "other"], tmp_path / "again")
-    with pytest.raises(SelfJudgeError, match="is not a label folder"):
-        merge_labels([tmp_path], tmp_path / "again")
 
 
 @pytest.mark.parametrize("line", ["{", '{"prompt": 3}', '{"text": "w1"}', '{"messages": []}', '{"prompt": " "}', "[]"])

@@ -48,8 +48,7 @@ COMMANDS = {
 for name, command in COMMANDS.items():
     app.command(name)(command)
 
-labels_app = typer.Typer(no_args_is_help=True, help="Label folders: what they hold, and joining them.")
-labels_app.command("merge")(train.merge)
+labels_app = typer.Typer(no_args_is_help=True, help="Label folders.")
 labels_app.command("info")(train.info)
 app.add_typer(labels_app, name="labels")
 

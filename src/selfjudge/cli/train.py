@@ -92,24 +92,6 @@ def _load_pair(where: BackendOptions, models: PairOptions) -> Pair:
     return pair
 
 
-def merge(
-    folders: Annotated[list[Path], typer.Argument(help="Finished label folders.")],
-    out: Annotated[Path, typer.Option(help="New folder.")],
-    as_json: AsJson = False,
-) -> None:
-    """Join finished label folders of one pair, method and τ.
-
-    Example: selfjudge labels merge part0 part1 --out labels
-    """
-    with waiting("joining labels …"):
-        from selfjudge.label.folder import merge_labels
-
-        manifest = merge_labels(folders, out)
-    shards = manifest.pop("shards")
-    text = f"{out}: {manifest['rows']} labels from {manifest['prompts']} prompts, {len(shards)} shards"
-    print_json(manifest) if as_json else typer.echo(text)
-
-
 def info(
     folders: Annotated[list[Path], typer.Argument(help="Finished label folders.")], as_json: AsJson = False
 ) -> None:

@@ -43,7 +43,9 @@ class LabelConfig:
     batch: int | None = setting(None, "Responses at a time: 64, on CUDA 1024.", minimum=1)
     hidden_dtype: str = setting("float32", "Type of the stored hidden states.", choices=("float32", "float16"))
     previous: bool = setting(False, "Also store the state before each token, for features hidden+margin+previous.")
-    shard: tuple[int, int] = setting((0, 1), "i/n: label every n-th prompt from the i-th on; merge the folders later.")
+    shard: tuple[int, int] = setting(
+        (0, 1), "i/n: label every n-th prompt from the i-th on; `train` takes all folders."
+    )
     allow_unsafe: bool = setting(False, "Run generated code even where it cannot be isolated.")
     seed: int = setting(0, "Seed of the prompts that the target writes.")
     backend: str = setting("torch", "What runs the target: this process, or vLLM (docs/vllm.md).", choices=BACKENDS)

@@ -10,10 +10,8 @@ manifest.json               written last: its existence means done
 
 from __future__ import annotations
 
-import re
-import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,34 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from selfjudge.errors import SelfJudgeError
-from selfjudge.store import (
-    RunFolder,
-    read_json,
-    read_rows,
-    read_tensors,
-    refuse_foreign,
-    sha256,
-    write_rows,
-    write_tensors,
-)
+from selfjudge.store import RunFolder, read_json, read_rows, read_tensors, write_rows, write_tensors
 from selfjudge.store.artefacts import LabelManifest, LabelRow, Response
 
 Row = dict[str, Any]
 Arrays = dict[str, NDArray[Any]]
 FORMAT = 1
-MERGEABLE = (
-    "target",
-    "draft",
-    "target_sha256",
-    "draft_sha256",
-    "dtype",
-    "method",
-    "suffix_length",
-    "tau",
-    "hidden_size",
-    "hidden_dtype",
-)
-"""Fields that label folders must have in common to be merged."""
 SUMMED = ("rows", "acceptable", "target_tokens", "response_tokens", "controls", "controls_kept")
 """Counts of shards that a manifest adds up."""
 
@@ -144,50 +120,6 @@ def _refuse_damaged(folder: Path, files: Mapping[str, str]) -> None:
     for name, digest in files.items():
         if not RunFolder(folder).intact({name: digest}):
             raise SelfJudgeError(f"{folder / name} is missing or damaged: label again with `resume`")
-
-
-def merge_labels(folders: Sequence[Path], out: Path) -> dict[str, Any]:
-    """Join finished label folders of one pair, method and τ into a new one."""
-    manifests = [read_manifest(folder) for folder in folders]
-    _check_mergeable(folders, manifests)
-    refuse_foreign(out)
-    out.mkdir(parents=True, exist_ok=True)
-    shards: list[Row] = []
-    for folder, manifest in zip(folders, manifests, strict=True):
-        for shard in manifest["shards"]:
-            names = {old: re.sub(r"\d{5}", f"{len(shards):05d}", old) for old in shard["files"]}
-            for old, new in names.items():
-                shutil.copyfile(folder / old, out / new)
-            shards.append({**shard, "files": {new: shard["files"][old] for old, new in names.items()}})
-    for name in manifests[0]["files"]:  # τ is the same in all folders, and so is its evidence
-        shutil.copyfile(folders[0] / name, out / name)
-    write_rows(out / "responses.jsonl", (row for folder in folders for row in read_responses(folder)))
-    merged = {
-        **manifests[0],
-        **{key: sum(m.get(key, 0) for m in manifests) for key in ("prompts", *SUMMED) if key in manifests[0]},
-        "shards": shards,
-        "yields": {str(folder): m.get("yields", {}) for folder, m in zip(folders, manifests, strict=True)},
-        "files": {name: sha256(out / name) for name in manifests[0]["files"]},
-        "merged_from": [str(folder) for folder in folders],
-    }
-    RunFolder(out, done="manifest.json").finish(merged)
-    return merged
-
-
-def _check_mergeable(folders: Sequence[Path], manifests: Sequence[Row]) -> None:
-    """Refuse folders of different runs, damaged ones, and those that share a prompt, before anything is written."""
-    for folder, manifest in zip(folders[1:], manifests[1:], strict=True):
-        if differing := [key for key in MERGEABLE if manifest.get(key) != manifests[0].get(key)]:
-            raise SelfJudgeError(f"{folder} and {folders[0]} differ in {', '.join(differing)}: they cannot be merged")
-    for folder, manifest in zip(folders, manifests, strict=True):
-        for part in (manifest, *manifest["shards"]):
-            _refuse_damaged(folder, part["files"])
-    seen: dict[str, Path] = {}
-    for folder in folders:
-        for row in read_responses(folder):
-            if row["prompt_id"] in seen:
-                raise SelfJudgeError(f"{folder} and {seen[row['prompt_id']]} both hold prompt {row['prompt_id']}")
-            seen[row["prompt_id"]] = folder
 
 
 def summarise_labels(folder: Path) -> dict[str, Any]:
