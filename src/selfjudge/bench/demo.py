@@ -27,7 +27,6 @@ from selfjudge.models.pair import Pair
 from selfjudge.prompts.sources import BUILT_IN
 from selfjudge.store import measured_on
 from selfjudge.store.load import LoadWatch
-from selfjudge.train.config import TrainConfig
 from selfjudge.train.pipeline import train_judge
 from selfjudge.types import Gamma, Generation, Notify, pooled_figures
 
@@ -87,7 +86,7 @@ class Demo:
             own["labels"], own["tau"] = labels["rows"], labels["tau"]
             own["acceptable"] = labels["acceptable"] / labels["rows"]
             own["label_seconds"] = time.perf_counter() - begun
-            judge = train_judge([folder / "labels"], folder / "judge", TrainConfig(model="linear"), notify=self.notify)
+            judge = train_judge([folder / "labels"], folder / "judge", notify=self.notify)
             own["auc"], own["auc_of"] = judge["metrics"]["auc_mismatch"], judge["metrics"]["n_holdout"]
             own["train_seconds"] = time.perf_counter() - begun - own["label_seconds"]
         except SelfJudgeError as error:

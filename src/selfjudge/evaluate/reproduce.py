@@ -130,7 +130,7 @@ def _plan_judges(folders: Mapping[str, Path], preset: Preset) -> dict[str, tuple
     own = folders["selfjudge"]
     wanted = {
         "selfjudge": (own, TrainConfig(originals=preset.originals)),
-        "paper": (own, TrainConfig(features="hidden", model="linear", originals=True)),
+        "paper": (own, TrainConfig(features="hidden", originals=True)),
     }
     if preset.released:
         wanted["released"] = own, TrainConfig(as_released=True)
