@@ -6,7 +6,9 @@ UV := $(or $(shell command -v uv),.uv/bin/uv)
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 # a worker for each core, a file of tests to each worker, the slow tiers first
 WORKERS := -n auto --dist loadfile --no-loadscope-reorder
-PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest $(WORKERS)
+# compiled modules are kept: without them every process of a test compiles torch anew
+export PYTHONDONTWRITEBYTECODE :=
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest $(WORKERS)
 PYTEST_VLLM := OMP_NUM_THREADS=1 .venv-vllm/bin/pytest $(WORKERS) tests/vllm
 
 .PHONY: demo test test-unit test-process test-network test-attacks test-all test-compat test-faults test-vllm test-vllm-all lint format bench docs clean
