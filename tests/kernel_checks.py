@@ -12,6 +12,7 @@ from torch import Tensor
 
 from selfjudge.decoding.rule_parser import RuleRequest
 from selfjudge.decoding.rules import AcceptanceRule
+from selfjudge.engine.cuda.kernels_torch import Kernels
 from selfjudge.integrations.vllm.approval import Approval
 from selfjudge.integrations.vllm.plan import DraftRows, Plan
 from selfjudge.judge.config import FEATURES, JudgeConfig
@@ -167,8 +168,51 @@ def check_approval(
     assert marks[0][1, first:].tolist() == [True, True, True, True, True, False]
 
 
+def check_pass(device: torch.device, dtype: torch.dtype, batch: int, width: int, heads: int, kv: int, dim: int) -> None:
+    """The steps of a pass of the CUDA engine."""
+    from selfjudge.engine.cuda.kernels_triton import TritonKernels
+
+    ours, theirs, slots = TritonKernels(device), Kernels(), 192
+    close = {"atol": 5e-2, "rtol": 2e-2} if dtype == torch.bfloat16 else {"atol": 2e-5, "rtol": 2e-5}
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device).to(dtype)
+
+    x, w, parts = random(batch * width, 576), random(576), torch.randn(3, batch * width, 576, device=device)
+    one, two = x.clone(), x.clone()
+    torch.testing.assert_close(ours.norm(one, parts, w, 1e-5), theirs.norm(two, parts.to(dtype), w, 1e-5), **close)
+    torch.testing.assert_close(one, two, **close)
+    matrix, bias, inputs = random(1000, 1700) / 40, random(1000), random(batch * width, 1700)
+    wide = theirs.product(inputs.float(), matrix.float(), bias.float())[0].to(dtype)
+    torch.testing.assert_close(ours.product(inputs, matrix, bias).sum(0).to(dtype), wide, **close)
+    torch.testing.assert_close(ours.gated(inputs, matrix), theirs.gated(inputs, matrix), **close)
+    tokens, lengths = torch.randint(90, (batch, width), device=device), torch.randint(60, (batch,), device=device)
+    for counts in (None, torch.randint(1, width + 1, (batch,), device=device)):
+        table = random(80, 576)  # some tokens lie outside
+        for a, b in zip(*(k.begin(tokens, counts, lengths, slots, table) for k in (ours, theirs)), strict=True):
+            assert torch.equal(a, b)
+    angles = torch.rand(slots, dim // 2, device=device) * 6
+    cosine, sine = (torch.cat([f(angles), f(angles)], -1) for f in (torch.cos, torch.sin))
+    position = torch.randint(0, 90, (batch, 1), device=device) + torch.arange(width, device=device)
+    qkv = torch.randn(3, batch * width, (heads + 2 * kv) * dim, device=device)
+    cache = random(2, batch, kv, slots, dim)
+    copy = cache.clone()
+    q1 = ours.rotate(qkv, (cosine, sine), (position, position), (cache[0], cache[1]), heads)
+    q2 = theirs.rotate(qkv, (cosine, sine), (position, position), (copy[0], copy[1]), heads)
+    torch.testing.assert_close(q1, q2, **close)
+    torch.testing.assert_close(cache, copy, **close)
+    one, two = (kernels.attention(q1, cache[0], cache[1], position) for kernels in (ours, theirs))
+    torch.testing.assert_close(one, two, **close)
+
+
+PASSES = ((1, 1, 12, 2, 64), (2, 5, 6, 2, 32), (33, 2, 4, 2, 16), (1, 70, 2, 1, 32), (9, 8, 4, 4, 16))
+"""Batch, width, heads, key-value heads and their width: one share of the keys and several, one block of queries and two."""
+
+
 def check_all(device: torch.device) -> None:
     torch.manual_seed(0)
+    for shape in PASSES:
+        check_pass(device, torch.float32, *shape)
     check_price(device)
     for dtype in (torch.float32, torch.bfloat16):
         check_top(device, dtype)

@@ -10,8 +10,10 @@ import transformers as hf
 from torch import Tensor
 
 from conftest import VOCAB
-from selfjudge.decoding.admission import Request
+from selfjudge.decoding.admission import AdmissionQueue, Request
+from selfjudge.decoding.capture import capture_cycles, time_cycle
 from selfjudge.decoding.cycle import find_cycle
+from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rules import EXACT, AcceptanceRule
 from selfjudge.engine.draft import BatchEngines
 from selfjudge.engine.select import make_draft, make_engine
@@ -89,6 +91,28 @@ def cycles(
         ):
             row.append((drafts, [*drafts[:k], token]))
     return made
+
+
+def answers_between_captures(
+    target: hf.PreTrainedModel, draft: hf.PreTrainedModel | EagleHead, rule: AcceptanceRule, *, captures: bool
+) -> list[list[int]]:
+    """Answers of rows that enter and leave a batch of up to four on the static engine. With `captures`, cycles of other γ
+    and other numbers of rows are captured and timed before every step; they must not notice it."""
+    engines = BatchEngines(
+        make_engine(target, features=as_draft(draft).features, kind="cuda"), make_draft(draft, target, kind="cuda")
+    )
+    requests = requests_of(prompts_of([4, 30, 7, 1, 12, 5]), [25, 8, 20, 3, 12, 17])
+    queue, tokens = AdmissionQueue(rows=4, length=60), [list[int]() for _ in requests]
+    for number, step in enumerate(decode(engines, requests[:1], rule, gamma=3, queue=queue)):
+        for emission in step.emissions:
+            tokens[emission.row] += emission.tokens
+        for request in {0: requests[1:3], 3: requests[3:5], 6: requests[5:]}.get(number, ()):
+            queue.put(request)
+        for rows in (1, 2, 4) if captures else ():
+            for cycle in capture_cycles(engines, rule, rows, (0, 1, 3, 5)):
+                draft_seconds, rest = time_cycle(cycle, 2)
+                assert min(draft_seconds, rest) >= 0
+    return tokens
 
 
 Logits = Callable[[list[int], list[int]], Tensor]

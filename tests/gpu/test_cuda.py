@@ -9,8 +9,8 @@ import torch
 
 from conftest import VOCAB, tiny_head, tiny_model
 from fake_judge import constant_judge
-from kernel_checks import check_all
-from proposals import ARBITRARY, check_proposals, cycles, head_logits, prompts_of, requests_of
+from kernel_checks import check_all, check_pass
+from proposals import ARBITRARY, answers_between_captures, check_proposals, cycles, head_logits, prompts_of, requests_of
 from selfjudge.decoding.admission import AdmissionQueue, Request
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rules import (
@@ -60,45 +60,12 @@ def run(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("batch", "width", "heads", "kv", "dim"), [(3, 5, 6, 2, 64), (80, 1, 9, 3, 64), (2, 70, 4, 4, 128)]
+    ("batch", "width", "heads", "kv", "dim"),
+    [(3, 5, 6, 2, 64), (80, 1, 9, 3, 64), (2, 70, 4, 4, 128), (1, 1, 12, 2, 128), (33, 4, 12, 2, 64), (1, 9, 4, 1, 64)],
 )
 def test_triton_kernels_agree_with_torch(dtype, batch: int, width: int, heads: int, kv: int, dim: int) -> None:
-    from selfjudge.engine.cuda.kernels_triton import TritonKernels
-
     torch.manual_seed(0)
-    ours, theirs = TritonKernels(CUDA), Kernels()
-    close = {"atol": 5e-2, "rtol": 2e-2} if dtype == torch.bfloat16 else {"atol": 2e-5, "rtol": 2e-5}
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device=CUDA, dtype=dtype)
-
-    x, w, parts = random(batch * width, 576), random(576), torch.randn(3, batch * width, 576, device=CUDA)
-    one, two = x.clone(), x.clone()
-    torch.testing.assert_close(ours.norm(one, parts, w, 1e-5), theirs.norm(two, parts.to(dtype), w, 1e-5), **close)
-    torch.testing.assert_close(one, two, **close)
-    matrix, bias, inputs = random(1000, 1700) / 40, random(1000), random(batch * width, 1700)
-    wide = theirs.product(inputs.float(), matrix.float(), bias.float())[0].to(dtype)
-    torch.testing.assert_close(ours.product(inputs, matrix, bias).sum(0).to(dtype), wide, **close)
-    torch.testing.assert_close(ours.gated(inputs, matrix), theirs.gated(inputs, matrix), **close)
-    tokens, lengths = torch.randint(90, (batch, width), device=CUDA), torch.randint(60, (batch,), device=CUDA)
-    for counts in (None, torch.randint(1, width + 1, (batch,), device=CUDA)):
-        table = random(80, 576)  # some tokens lie outside
-        for a, b in zip(*(k.begin(tokens, counts, lengths, 192, table) for k in (ours, theirs)), strict=True):
-            assert torch.equal(a, b)
-    slots = 192
-    angles = torch.rand(slots, dim // 2, device=CUDA) * 6
-    cosine, sine = (torch.cat([f(angles), f(angles)], -1) for f in (torch.cos, torch.sin))
-    position = torch.randint(0, 90, (batch, 1), device=CUDA) + torch.arange(width, device=CUDA)
-    qkv = torch.randn(3, batch * width, (heads + 2 * kv) * dim, device=CUDA)
-    caches = [torch.randn(2, batch, kv, slots, dim, device=CUDA, dtype=dtype) for _ in range(1)]
-    copies = [c.clone() for c in caches]
-    q1 = ours.rotate(qkv, (cosine, sine), (position, position), (caches[0][0], caches[0][1]), heads)
-    q2 = theirs.rotate(qkv, (cosine, sine), (position, position), (copies[0][0], copies[0][1]), heads)
-    torch.testing.assert_close(q1, q2, **close)
-    torch.testing.assert_close(caches[0], copies[0], **close)
-    one = ours.attention(q1, caches[0][0], caches[0][1], position)
-    two = theirs.attention(q1, caches[0][0], caches[0][1], position)
-    torch.testing.assert_close(one, two, **close)
+    check_pass(CUDA, dtype, batch, width, heads, kv, dim)
 
 
 @pytest.mark.parametrize("rows", [1, 11, 17, 32])
@@ -297,6 +264,14 @@ def test_a_long_prompt_is_read_in_chunks_between_recorded_cycles(rule: Acceptanc
         assert order.index(1) < order.index(0)
         recorded.append((engines.target.version, set(engines.target.captured_cycles)))
     assert recorded[0] == recorded[1]
+
+
+@pytest.mark.parametrize("rule", [ARBITRARY, SpeculativeSampling(Sampling(0.9))], ids=lambda r: r.name)
+def test_captures_and_timings_between_steps_do_not_change_answers(rule: AcceptanceRule) -> None:
+    target = tiny_model(seed=1, hidden_size=64, head_dim=16).to(CUDA)
+    for draft in (tiny_model(seed=2, hidden_size=64, head_dim=16).to(CUDA), tiny_head(target)):
+        plain, among = (answers_between_captures(target, draft, rule, captures=c) for c in (False, True))
+        assert among == plain
 
 
 def test_who_leaves_between_chunks_leaves_the_engine_whole() -> None:

@@ -25,7 +25,7 @@ from selfjudge.engine.draft import BatchEngines, Drafter
 from selfjudge.ops import argmax_checked, replace_non_finite
 from selfjudge.types import PHASES, Block, JudgedToken, Verdict
 
-CAPTURED_CYCLES = 32  # maximum cycles that an engine keeps: each holds its own outputs on the device
+CAPTURED_CYCLES = 64  # maximum cycles that an engine keeps: each holds its own outputs on the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,18 +125,32 @@ class Cycle:
         if self.draft is not None:
             with timer("draft"):
                 self.draft.prepare(self.gamma)
-        phases = self.captured or [self.propose, self.verify, self.judge, self.decide]
-        if self.target.static and self.captured is None:
-            state = [self.last, *self.target.state(), *([] if self.draft is None else self.draft.state())]
-            phases = self.captured = self.target.capture(phases, state)
-            # not read after a capture: later captures reuse this memory, most of the total for large batches
-            self.draft_logits = self.output = self.block = None
         # only static engines set `captured`: it refers back to the cycle, and would keep an eager cycle's logits alive
-        for name, phase in zip(PHASES, phases, strict=True):
-            with timer(name):
-                phase()
+        if self.target.static and self.captured is None:
+            self.capture()
+        self.run_phases(timer)
         assert self.packed is not None
         return timer.send(self.packed), timer
+
+    def run_phases(self, timer: PhaseTimer) -> None:
+        """Start the four phases, captured or not."""
+        for name, phase in zip(PHASES, self.captured or self._phases(), strict=True):
+            with timer(name):
+                phase()
+
+    def _phases(self) -> list[Callable[[], None]]:
+        return [self.propose, self.verify, self.judge, self.decide]
+
+    def state(self) -> list[Tensor]:
+        """The tensors that a cycle of a static engine changes in place, without the caches."""
+        return [self.last, *self.target.state(), *([] if self.draft is None else self.draft.state())]
+
+    @torch.no_grad()
+    def capture(self) -> None:
+        """Let a static engine capture the phases; `state` stays as it is."""
+        self.captured = self.target.capture(self._phases(), self.state())
+        # not read after a capture: later captures reuse this memory, most of the total for large batches
+        self.draft_logits = self.output = self.block = None
 
     def propose(self) -> None:
         """Set the drafts [B, ≤ γ] of this cycle."""
@@ -212,9 +226,15 @@ def find_cycle(engines: BatchEngines, rule: AcceptanceRule, gamma: int, *, trace
 
 def is_captured(engines: BatchEngines, rule: AcceptanceRule, gamma: int, *, trace: bool, rows: int) -> bool:
     """Whether a static engine has captured a cycle of this γ for this number of rows."""
-    trace = trace and gamma > 0 and not rule.lossless
-    cycle = engines.target.captured_cycles.get(_key(engines, rule, gamma, trace, rows))
+    cycle = kept_cycle(engines, rule, gamma, trace=trace, rows=rows)
     return cycle is not None and cycle.captured is not None
+
+
+def kept_cycle(engines: BatchEngines, rule: AcceptanceRule, gamma: int, *, trace: bool, rows: int) -> Cycle | None:
+    """The cycle that a static engine keeps for this γ and number of rows, captured or about to be."""
+    trace = trace and gamma > 0 and not rule.lossless
+    cycle: Cycle | None = engines.target.captured_cycles.get(_key(engines, rule, gamma, trace, rows))
+    return cycle
 
 
 def _key(engines: BatchEngines, rule: AcceptanceRule, gamma: int, trace: bool, rows: int) -> Hashable:

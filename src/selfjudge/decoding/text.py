@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any, TypedDict, Unpack, cast, overload
 
 from selfjudge.decoding.admission import AdmissionQueue, Request
 from selfjudge.decoding.answer import Answer
+from selfjudge.decoding.capture import capture_cycles, gamma_choices, uncaptured
 from selfjudge.decoding.loop import decode
 from selfjudge.decoding.rule_parser import resolve_rule
 from selfjudge.decoding.rules import AcceptanceRule
@@ -211,6 +212,12 @@ class Batch:
             self._dropped.clear()
         return output or []
 
+    def capture(self, seconds: float, notify: Callable[[float], None] = lambda share: None) -> bool:
+        """Capture the cycles of all sizes that this batch may have, for about so many seconds and while it has no rows.
+
+        Returns whether none is left, as on engines that capture nothing. The next batch of the pair finds them."""
+        return self._decoding.capture(self._queue.rows, self._queue.length, seconds, notify)
+
     def close(self) -> None:
         """Cancel all answers and end the loop, so that its engines can be used again."""
         self._dropped.update(self._answers)
@@ -242,6 +249,22 @@ class _Decoding:
             self.rule.judge.to(pair.target.device)
         self.gamma: Gamma = self.rule.default_gamma(pair.target.device.type) if gamma is None else gamma
         self.engines = PairEngines(pair, engine, drafts=self.gamma != 0)
+
+    def capture(self, rows: int, length: int, seconds: float, notify: Callable[[float], None]) -> bool:
+        """`Batch.capture`, for up to so many rows of at most `length` tokens."""
+        end = time.perf_counter() + seconds
+        with self.engines.borrow(hidden=self.rule.judge is not None) as engines:
+            if not engines.target.static:
+                return True
+            gammas = gamma_choices(self.gamma, self.rule)
+            engines.reserve(rows, length + max(gammas) + 1)
+            left = uncaptured(engines, self.rule, rows, gammas, trace=self.trace)
+            for done, (size, gamma) in enumerate(left, 1):
+                capture_cycles(engines, self.rule, size, [gamma], trace=self.trace)
+                notify(done / len(left))
+                if time.perf_counter() >= end:
+                    return done == len(left)
+        return True
 
     def steps(
         self,

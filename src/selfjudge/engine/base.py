@@ -56,6 +56,10 @@ class RowCache(Protocol):
     def select(self, rows: list[int]) -> None:
         """Keep these rows, in this order, one named twice as two rows. A static cache must have room for them."""
 
+    def use_rows(self, batch: int) -> int:
+        """Let a static cache work on its first `batch` rows, all as they are; return on how many it worked before."""
+        return 0
+
     def state(self) -> list[Tensor]:
         """The tensors that a pass changes in place, without the cache itself."""
         return []

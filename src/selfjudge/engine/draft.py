@@ -28,7 +28,7 @@ class Backlog:
         ]
         self.reserve(0)
 
-    def _use_rows(self, batch: int) -> None:
+    def use_rows(self, batch: int) -> None:
         """Work on the first rows of the buffers, which grow if they must."""
         if batch > len(self._buffers[0]):
             old = self._buffers
@@ -40,7 +40,7 @@ class Backlog:
 
     def reserve(self, batch: int) -> None:
         """Begin with so many rows, each of which lacks the target's first token after the prompt."""
-        self._use_rows(batch)
+        self.use_rows(batch)
         self.missing.fill_(1)
         self.states.zero_()
         self.max_missing = 1  # upper bound of `missing`, which the host knows without waiting for the device
@@ -65,7 +65,7 @@ class Backlog:
 
     def join(self, other: Self, idle: int) -> None:
         there, new = len(self.missing), len(other.missing)
-        self._use_rows(there + new + idle)
+        self.use_rows(there + new + idle)
         self.missing[there:] = 1
         for own, others in zip(self.tensors(), other.tensors(), strict=True):
             own[there : there + new] = others
@@ -74,7 +74,7 @@ class Backlog:
     def select(self, rows: list[int]) -> None:
         index = torch.tensor(rows, dtype=torch.long, device=self.missing.device)
         selected = [tensor[index] for tensor in self.tensors()]
-        self._use_rows(len(rows))
+        self.use_rows(len(rows))
         for tensor, values in zip(self.tensors(), selected, strict=True):
             tensor.copy_(values)
 
@@ -110,6 +110,10 @@ class Drafter(RowCache):
     def select(self, rows: list[int]) -> None:
         self.engine.select(rows)
         self.backlog.select(rows)
+
+    def use_rows(self, batch: int) -> int:
+        self.backlog.use_rows(batch)
+        return self.engine.use_rows(batch)
 
     def state(self) -> list[Tensor]:
         return [*self.engine.state(), *self.backlog.tensors()]

@@ -160,10 +160,10 @@ class CudaEngine(Engine):
         self._asides: list[Self] = []  # engines whose rows have joined: the next prompts reuse their graphs
         self._pool: Any = None  # memory pool that graphs share: they never run at the same time
         self._prefills: dict[Hashable, Any] = {}  # shape of prompts → 1 (seen once) or its graph
-        self._lengths = torch.empty(0, dtype=torch.long, device=self.device)
+        self.lengths = self._lengths = torch.empty(0, dtype=torch.long, device=self.device)
         self._rotary = self._lengths, self._lengths  # cosine and sine by position
         self._keys = self._values = torch.empty(0, 0, dtype=self.dtype, device=self.device)
-        self._use_rows(0)
+        self.use_rows(0)
 
     @cached_property
     def _kernels(self) -> Kernels:
@@ -178,7 +178,7 @@ class CudaEngine(Engine):
         w = self.weights
         slots = (length + 2 + SLOTS - 1) // SLOTS * SLOTS
         if self.slots >= slots and len(self._lengths) >= batch:
-            self._use_rows(batch)
+            self.use_rows(batch)
             self.lengths.zero_()
             return
         self.slots = 0  # until everything is allocated
@@ -189,13 +189,13 @@ class CudaEngine(Engine):
         self._pool = None
         self._keys = self._values = self._keys[:0, :0].clone()  # free the old cache before the new one is allocated
         self._lengths = self._lengths[:0].clone()
-        self._use_rows(0)
+        self.use_rows(0)
         shape = (len(w.layers), batch, w.kv_heads, slots, w.dim)
         self._keys = torch.zeros(shape, dtype=self.dtype, device=self.device)
         self._values = torch.zeros(shape, dtype=self.dtype, device=self.device)
         self._lengths = torch.zeros(batch, dtype=torch.long, device=self.device)
         self.slots = slots
-        self._use_rows(batch)
+        self.use_rows(batch)
         positions = torch.arange(slots, device=self.device)[None]
         cosine, sine = w.rotary(torch.empty(1, dtype=torch.float32, device=self.device), positions)
         self._rotary = cosine[0].float().contiguous(), sine[0].float().contiguous()
@@ -233,10 +233,11 @@ class CudaEngine(Engine):
     def cache_bytes(self) -> int:
         return 2 * self._keys.numel() * int(self.dtype.itemsize)
 
-    def _use_rows(self, batch: int) -> None:
-        """Work on the first rows of the cache."""
+    def use_rows(self, batch: int) -> int:
+        before = len(self.lengths)
         self.lengths = self._lengths[:batch]
         self.keys, self.values = self._keys[:, :batch], self._values[:, :batch]
+        return before
 
     @torch.no_grad()
     def extend(self, tokens: Tensor, counts: Tensor | None = None, keep: int | None = None) -> Output:
@@ -266,7 +267,7 @@ class CudaEngine(Engine):
     def join(self, other: Self, idle: int = 0) -> None:
         """Copy the rows: captured graphs read the first rows of this cache."""
         there, new, slots = len(self.lengths), len(other.lengths), min(self.slots, other.slots)
-        self._use_rows(there + new + idle)
+        self.use_rows(there + new + idle)
         self.lengths[there:].zero_()
         self.lengths[there : there + new] = other.lengths
         for own, others in ((self.keys, other.keys), (self.values, other.values)):
@@ -330,7 +331,7 @@ class CudaEngine(Engine):
         for cache in (self._keys, self._values):
             for layer in cache:  # one at a time: the copy needs no second cache
                 layer[: len(rows)] = layer[index]
-        self._use_rows(len(rows))
+        self.use_rows(len(rows))
         self.lengths.copy_(lengths)
 
     def state(self) -> list[Tensor]:

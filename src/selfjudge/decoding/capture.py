@@ -1,0 +1,92 @@
+"""Captures and timings of cycles between answers: no row notices them.
+
+They write to cache slots after a row's tokens alone, as rejected drafts do, and everything else is put back. So a batch
+may have live rows meanwhile, and another number of rows than the cycle. Static engines only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from statistics import median
+
+import torch
+
+from selfjudge.decoding.cycle import CAPTURED_CYCLES, Cycle, PhaseTimer, find_cycle, is_captured, kept_cycle
+from selfjudge.decoding.gamma import GammaController, PairStatistics
+from selfjudge.decoding.rules import AcceptanceRule
+from selfjudge.engine.base import RowCache
+from selfjudge.engine.draft import BatchEngines
+from selfjudge.types import Gamma
+
+
+def capture_cycles(
+    engines: BatchEngines, rule: AcceptanceRule, rows: int, gammas: Iterable[int], *, trace: bool = False
+) -> list[Cycle]:
+    """Capture the cycle of each γ for so many rows, unless it is there; return them in this order.
+
+    The caches must have room for the rows (`reserve`). With `trace` the cycles are those of a loop that traces.
+    """
+    cycles = []
+    with _first_rows(engines.caches, rows):
+        for gamma in gammas:
+            cycle = kept_cycle(engines, rule, gamma, trace=trace, rows=rows)
+            if cycle is None:
+                first = torch.zeros(rows, dtype=torch.long, device=engines.target.device)
+                cycle = find_cycle(engines, rule, gamma, trace=trace, first=first)
+            if cycle.captured is None:
+                cycle.capture()
+            cycles.append(cycle)
+    return cycles
+
+
+def uncaptured(
+    engines: BatchEngines, rule: AcceptanceRule, rows: int, gammas: Sequence[int], *, trace: bool = False
+) -> list[tuple[int, int]]:
+    """The numbers of rows that a batch of at most `rows` may have, each with each γ, whose cycle is not captured; no
+    more in all than an engine keeps."""
+    sizes = sorted({min(engines.target.bucket(n), rows) for n in range(1, rows + 1)})
+    usual = [(size, gamma) for size in sizes for gamma in gammas][:CAPTURED_CYCLES]
+    return [(n, gamma) for n, gamma in usual if not is_captured(engines, rule, gamma, trace=trace, rows=n)]
+
+
+def gamma_choices(gamma: Gamma, rule: AcceptanceRule) -> list[int]:
+    """Every γ that a static engine may use for a batch of this γ."""
+    return [gamma] if gamma != "auto" else [0, *GammaController(PairStatistics(), rule, static=True).choices]
+
+
+@torch.no_grad()
+def time_cycle(cycle: Cycle, repeats: int = 5) -> tuple[float, float]:
+    """Replay a captured cycle on the rows as they are; return the median seconds of drafting and of all the rest.
+
+    The draft reads nothing that plain cycles left to it: this is the time of a cycle after one with drafts.
+    """
+    if cycle.captured is None:
+        raise ValueError("only a captured cycle can be timed")
+    with _first_rows(BatchEngines(cycle.target, cycle.draft).caches, len(cycle.last)):
+        state = cycle.state()
+        saved = [tensor.clone() for tensor in state]
+        timers = [PhaseTimer(cycle.target.device) for _ in range(repeats)]
+        for timer in timers:  # without waiting in between: the device would idle until the host starts the next phase
+            cycle.run_phases(timer)
+            for tensor, value in zip(state, saved, strict=True):
+                tensor.copy_(value)
+        seconds = [timer.seconds() for timer in timers]
+    return median(s["draft"] for s in seconds), median(sum(s.values()) - s["draft"] for s in seconds)
+
+
+@contextmanager
+def _first_rows(caches: Iterable[RowCache], rows: int) -> Iterator[None]:
+    """Let static caches work on their first `rows` rows, and then on as many as before."""
+    used: list[tuple[RowCache, int]] = []
+    try:
+        for cache in caches:
+            if not cache.static:
+                raise ValueError("only static engines capture cycles")
+            used.append((cache, cache.use_rows(rows)))
+            if len(cache.state()[0]) < rows:
+                raise ValueError(f"the caches have room for fewer than {rows} rows: reserve them first")
+        yield
+    finally:
+        for cache, before in used:
+            cache.use_rows(before)

@@ -1,0 +1,162 @@
+"""Captures and timings of cycles between answers, on the static engine with torch's operations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from conftest import tiny_head, tiny_model
+from proposals import ARBITRARY, answers_between_captures, prompts_of, requests_of
+from selfjudge.decoding import capture
+from selfjudge.decoding.capture import capture_cycles, time_cycle
+from selfjudge.decoding.cycle import find_cycle, is_captured
+from selfjudge.decoding.loop import decode
+from selfjudge.decoding.rules import EXACT, AcceptanceRule, SpeculativeSampling
+from selfjudge.decoding.sampling import Sampling
+from selfjudge.decoding.text import Batch
+from selfjudge.engine.cuda.engine import CudaEngine
+from selfjudge.engine.draft import BatchEngines, Drafter
+from selfjudge.engine.select import make_draft, make_engine
+from selfjudge.models.pair import Pair
+from selfjudge.types import Gamma
+
+TARGET, SMALL = tiny_model(seed=1), tiny_model(seed=2)
+
+
+def make_engines() -> BatchEngines:
+    return BatchEngines(make_engine(TARGET, kind="cuda"), make_draft(SMALL, TARGET, kind="cuda"))
+
+
+@pytest.mark.parametrize("rule", [ARBITRARY, SpeculativeSampling(Sampling(0.9))], ids=lambda r: r.name)
+@pytest.mark.parametrize("kind", ["model", "head"])
+def test_captures_and_timings_between_steps_do_not_change_answers(rule: AcceptanceRule, kind: str) -> None:
+    draft = SMALL if kind == "model" else tiny_head(TARGET)
+    plain, among = (answers_between_captures(TARGET, draft, rule, captures=c) for c in (False, True))
+    assert among == plain
+    assert [len(answer) for answer in plain] == [25, 8, 20, 3, 12, 17]
+
+
+def test_the_state_of_all_rows_is_as_before() -> None:
+    engines = make_engines()
+    for _ in decode(engines, requests_of(prompts_of([9, 4, 20]), 6), EXACT, gamma=2):
+        pass
+    engines.reserve(3, 40)
+    tokens = torch.tensor(prompts_of([3, 3, 3]))
+    engines.target.extend(tokens)
+    assert engines.draft is not None
+    engines.draft.read(tokens, torch.tensor([3, 2, 3]), None)
+    kept = [tensor for cache in engines.caches for tensor in cache.state()]
+    values = [tensor.clone() for tensor in kept]
+    keys = engines.target.keys[:, :, :, :3].clone()  # type: ignore[attr-defined]
+    backlog = engines.draft.backlog.max_missing
+    for rows in (1, 2, 3):
+        for cycle in capture_cycles(engines, ARBITRARY, rows, (0, 1, 4)):
+            last = cycle.last.clone()
+            time_cycle(cycle, 3)
+            assert torch.equal(cycle.last, last)
+    now = [tensor for cache in engines.caches for tensor in cache.state()]
+    assert all(a.data_ptr() == b.data_ptr() and a.shape == b.shape for a, b in zip(kept, now, strict=True))
+    assert all(map(torch.equal, now, values))
+    assert torch.equal(engines.target.keys[:, :, :, :3], keys)  # type: ignore[attr-defined]
+    assert engines.draft.backlog.max_missing == backlog
+
+
+def test_a_captured_cycle_is_found_by_the_loop_and_not_captured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines, captures = make_engines(), []
+    original = CudaEngine.capture
+    monkeypatch.setattr(CudaEngine, "capture", lambda *a: captures.append(1) or original(*a))
+    engines.reserve(2, 40)
+    cycles = capture_cycles(engines, EXACT, 2, (0, 2))
+    assert [cycle.gamma for cycle in cycles] == [0, 2]
+    assert capture_cycles(engines, EXACT, 2, (2, 0)) == cycles[::-1]
+    assert all(is_captured(engines, EXACT, gamma, trace=True, rows=2) for gamma in (0, 2))
+    assert not is_captured(engines, EXACT, 2, trace=False, rows=1)
+    steps = list(decode(engines, requests_of(prompts_of([5, 6]), 7), EXACT, gamma=2))
+    assert sum(map(len, (e.tokens for step in steps for e in step.emissions))) == 14
+    rows = {len(cycle.last) for cycle in engines.target.captured_cycles.values()}
+    assert len(captures) == 2 + (1 in rows)  # one row may have outlived the other
+
+
+def test_a_cycle_that_is_about_to_run_keeps_its_tokens() -> None:
+    engines = make_engines()
+    engines.reserve(2, 40)
+    cycle = find_cycle(engines, EXACT, 2, trace=False, first=torch.tensor([7, 8]))
+    assert capture_cycles(engines, EXACT, 2, (2,)) == [cycle]
+    assert cycle.last.tolist() == [[7], [8]]
+    assert cycle.captured is not None
+
+
+def test_what_cannot_be_captured_or_timed_is_refused() -> None:
+    engines = make_engines()
+    engines.reserve(2, 40)
+    with pytest.raises(ValueError, match="fewer than 4 rows"):
+        capture_cycles(engines, EXACT, 4, (1,))
+    assert len(engines.target.state()[0]) == 2
+    assert isinstance(engines.draft, Drafter)
+    assert len(engines.draft.backlog.missing) == 2
+    cycle = find_cycle(engines, EXACT, 1, trace=False, first=torch.zeros(2, dtype=torch.long))
+    with pytest.raises(ValueError, match="only a captured cycle"):
+        time_cycle(cycle)
+    with pytest.raises(ValueError, match="only static engines"):
+        capture_cycles(BatchEngines(make_engine(TARGET, kind="reference")), EXACT, 1, (0,))
+
+
+@pytest.fixture
+def pair(checkpoints: dict[str, str]) -> Pair:
+    """One whose engines have captured nothing."""
+    return Pair.load(checkpoints["target"], checkpoints["draft"], device="cpu", dtype="float32")
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of each capture so far."""
+    rows: list[int] = []
+    original = CudaEngine.capture
+
+    def capture(self: CudaEngine, functions: Any, state: Any) -> Any:
+        rows.append(len(state[0]))
+        return original(self, functions, state)
+
+    monkeypatch.setattr(CudaEngine, "capture", capture)
+    return rows
+
+
+def answer(batch: Batch) -> list[list[int]]:
+    answers = [batch.add(prompt, max_new_tokens=n) for prompt, n in zip(prompts_of([4, 9, 2]), (9, 5, 12), strict=True)]
+    while len(batch):
+        batch.step()
+    batch.close()
+    return [list(one.tokens) for one in answers]
+
+
+@pytest.mark.parametrize("gamma", [0, 2, "auto"])
+def test_a_batch_finds_what_was_captured_before_it(captures: list[int], gamma: Gamma, pair: Pair) -> None:
+    alone = answer(Batch(pair, "exact", rows=3, length=60, gamma=gamma, engine="reference"))
+    batch = Batch(pair, "exact", rows=3, length=60, gamma=gamma, engine="cuda")
+    gammas = 6 if gamma == "auto" else 1
+    shares: list[float] = []
+    assert not batch.capture(0.0, shares.append)
+    assert (captures, shares) == ([1], [1 / (3 * gammas)])  # at least one at a time
+    assert batch.capture(600.0)
+    assert sorted(set(captures)) == [1, 2, 3]
+    assert len(captures) == 3 * gammas
+    assert batch.capture(0.0)
+    assert answer(batch) == alone
+    assert answer(Batch(pair, "exact", rows=3, length=60, gamma=gamma, engine="cuda")) == alone
+    assert len(captures) == 3 * gammas
+
+
+def test_engines_that_capture_nothing_are_done_at_once(captures: list[int], pair: Pair) -> None:
+    assert Batch(pair, "exact", engine="reference").capture(0.0)
+    assert captures == []
+
+
+def test_no_more_is_captured_than_an_engine_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture, "CAPTURED_CYCLES", 4)
+    engines = make_engines()
+    engines.reserve(5, 40)
+    assert capture.uncaptured(engines, EXACT, 5, (0, 2)) == [(1, 0), (1, 2), (2, 0), (2, 2)]
+    capture_cycles(engines, EXACT, 1, (2,))
+    assert capture.uncaptured(engines, EXACT, 5, (0, 2)) == [(1, 0), (2, 0), (2, 2)]
